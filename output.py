@@ -25,14 +25,17 @@ class _Unfailing(io.FileIO):
     problem = ""
 
     def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
         try:
-            while (written := super().write(data)) is None:  # full, and set not to block
-                select.select([], [self], [])
-            return written
+            while left:
+                written = super().write(left)
+                if written is None:  # full, and set not to block
+                    select.select([], [self], [])
+                left = left[written or 0 :]
         except OSError as error:
             if error.errno != errno.EPIPE:
                 self.problem = self.problem or error.strerror
-            return memoryview(data).nbytes
+        return memoryview(data).nbytes
 
 
 def guard_output() -> _Unfailing:
@@ -42,6 +45,7 @@ def guard_output() -> _Unfailing:
         stream = getattr(sys, name)
         if stream is None:  # closed: opening takes the lowest number that is free, usually this one
             number = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(number, True)
         if name == "stdin":
             continue
         raw = _Unfailing(number, "w", closefd=False)

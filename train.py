@@ -15,7 +15,7 @@ from runtime.signals import Signals
 # First: the imports below take seconds, during which a signal must not kill the process.
 if __name__ == "__main__":
     guard_output()
-    listening = Signals(speaks=os.environ.get("RANK", "0") == "0").listen()
+    listening = Signals(speaks=(os.environ.get("RANK") or "0") == "0").listen()
 
 import torch.distributed as dist
 

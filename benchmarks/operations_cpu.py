@@ -136,7 +136,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, Ranks(RANKS, timeout=3600) as ranks:
         arguments = [CONFIG, f"run.dir={folder}/run", f"train.steps={options.steps}"]
-        arguments += ["train.eval_interval=0", "checkpoint.interval=0"]
+        arguments += ["train.eval_interval=0", "checkpoint.interval=never"]
         if options.noise:
             found = ranks.run(noise, RANKS, [*arguments, "run.log_interval=1"])[0]
             options.noise.write_text(json.dumps(found) + "\n", encoding="utf-8")

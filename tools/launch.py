@@ -69,8 +69,9 @@ def layout(num_gpus: int, path: str, overrides: list[str]) -> tuple[int, list[st
     """The number of processes to start, and the overrides that fit the configuration to it.
 
     The number of GPUs used is a power of two, which divides the batch and the heads. Its factors
-    of two go first to cp, as far as the configuration has it (a long sequence needs it), then to
-    tp, to pp, and the rest to data parallelism: to dp_shard, or with zero_stage 0 to dp_replicate.
+    of two go first to cp, as far as the configuration has it (a long sequence needs it), to
+    dp_replicate, if it has that and it fits, then to tp, to pp, and the rest to data parallelism:
+    to dp_shard, or with zero_stage 0 to dp_replicate.
     Of these layouts, it is the first that the configuration allows. Experts, if there are any, fit
     on one GPU. A configuration with `parallel.layouts` keeps them.
 
@@ -84,11 +85,12 @@ def layout(num_gpus: int, path: str, overrides: list[str]) -> tuple[int, list[st
     if given.layouts:
         return processes, [dtype]
     cp_sizes = [given.cp >> n for n in range(given.cp.bit_length())]
-    for cp, tp, pp in itertools.product(cp_sizes, (2, 1), (2, 1)):
-        if processes % (cp * tp * pp):
+    replicas = dict.fromkeys((given.dp_replicate, 1) if given.zero_stage else (1,))
+    for cp, copies, tp, pp in itertools.product(cp_sizes, replicas, (2, 1), (2, 1)):
+        rest, left_over = divmod(processes, cp * copies * tp * pp)
+        if left_over:
             continue
-        rest = processes // (cp * tp * pp)
-        dp_shard, dp_replicate = (-1, 1) if given.zero_stage else (1, rest)
+        dp_shard, dp_replicate = (-1, copies) if given.zero_stage else (1, rest)
         sizes = {"tp": tp, "pp": pp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
         axes = [f"parallel.{axis}={size}" for axis, size in {**sizes, "ep": 1}.items()]
         try:

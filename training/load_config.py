@@ -78,7 +78,7 @@ def _value(name: str, text: str, section: str = "", key: str = "") -> Any:
     that takes text: its value is exactly `text`, unless that is in quotes, or is a number or a
     {mapping} or [list] that the key takes as well."""
     types = {typing.get_origin(one) or one for one in alternatives(HINTS.get(section, {}).get(key))}
-    bracket = text.startswith(tuple("{" * (dict in types) + "[" * (tuple in types)))
+    bracket = text.lstrip().startswith(tuple("{" * (dict in types) + "[" * (tuple in types)))
     verbatim = str in types and not bracket
     try:
         value = parse(text, comments=False)

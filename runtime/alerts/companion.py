@@ -174,8 +174,10 @@ class Companion:
     # --- reader -----------------------------------------------------------------------------------
 
     def _read_all(self) -> None:
-        while earlier := self.events.read(until=self.settings.events_from):
-            for event in earlier:
+        read_to = -1
+        while self.events.offset != read_to:  # a part may have no whole event
+            read_to = self.events.offset
+            for event in self.events.read(until=self.settings.events_from):
                 self._survive(self._note, event)
         self.state.state = "starting"
         self._survive(self._read_records)  # of an earlier start

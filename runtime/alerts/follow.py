@@ -23,7 +23,7 @@ class Follower:
         self, path: Path, is_whole: Callable[[dict[str, Any]], bool], tail: int | None = None
     ) -> None:
         self.path, self.is_whole, self.tail = path, is_whole, tail
-        self._inode, self._offset = -1, 0  # bytes of complete lines that were read
+        self._inode, self.offset = -1, 0  # bytes of complete lines that were read
         self.modified = 0.0  # when the file was, as last read, in seconds since 1970
 
     def read(self, until: int | None = None) -> list[dict[str, Any]]:
@@ -35,22 +35,22 @@ class Follower:
         try:
             with open(self.path, "rb") as file:
                 found = os.fstat(file.fileno())
-                if found.st_ino != self._inode or found.st_size < self._offset:
-                    self._inode, self._offset = found.st_ino, 0
+                if found.st_ino != self._inode or found.st_size < self.offset:
+                    self._inode, self.offset = found.st_ino, 0
                     if self.tail is not None and found.st_size > self.tail:
                         file.seek(-self.tail, os.SEEK_END)
                         file.readline()  # it may begin inside a line
-                        self._offset = file.tell()
-                if found.st_size == self._offset:
+                        self.offset = file.tell()
+                if found.st_size == self.offset:
                     return []
                 self.modified = found.st_mtime
-                file.seek(self._offset)
+                file.seek(self.offset)
                 left = found.st_size if until is None else until
-                data = file.read(max(0, min(left - self._offset, READ_BYTES)))
+                data = file.read(max(0, min(left - self.offset, READ_BYTES)))
         except OSError:  # not there yet, or unavailable for a while
             return []
         complete = data.rfind(b"\n") + 1
         if not complete and len(data) == READ_BYTES:
             complete = READ_BYTES  # no line of ours
-        self._offset += complete
+        self.offset += complete
         return whole_lines(self.path, data[:complete].splitlines(), self.is_whole)

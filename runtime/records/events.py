@@ -38,14 +38,13 @@ The companion of rank 0 (alerts/) writes, too:
 Readers get only whole events: those with every entry of FIELDS. They may rely on no other.
 """
 
-import contextlib
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from output import log
 from runtime.records.tracker import is_count, is_number, whole_lines
 
 # what the ledger tells apart (ledger.py)
@@ -77,7 +76,8 @@ def is_whole_event(found: dict[str, Any]) -> bool:
     kind = found.get("event")
     if not isinstance(kind, str) or not is_number(found.get("time")):
         return False
-    fields = FIELDS.get(f"{kind}, failed" if "failed" in found else kind, {})
+    is_failed_save = kind == "checkpoint" and "failed" in found
+    fields = FIELDS.get("checkpoint, failed" if is_failed_save else kind, {})
     return all(name in found and is_right(found[name]) for name, is_right in fields.items())
 
 
@@ -96,8 +96,7 @@ def append_event(folder: str | Path, event: str, **about: Any) -> None:
             file.write(line.encode())
     except OSError as error:
         if event != "spent":  # one a logged step
-            with contextlib.suppress(OSError):  # not `log` (messages.py), which imports torch
-                sys.stderr.write(f"warning: the event {event} was not recorded: {error}\n")
+            log(f"warning: the event {event} was not recorded: {error}")
 
 
 def changes_stage(event: dict[str, Any]) -> bool:

@@ -282,7 +282,10 @@ class Metrics(Listener):
 
     def _unsaved(self) -> str:
         """A warning if no checkpoint of the run folder has the state after the last step."""
-        saved = complete_checkpoints(self.folder / "checkpoints")
+        try:
+            saved = complete_checkpoints(self.folder / "checkpoints")
+        except OSError:  # a finished run has finished
+            return ""
         if saved and step_of(saved[-1]) == self.step:
             return ""
         said = "; nothing was saved" + (f" after {saved[-1].name}" if saved else "")

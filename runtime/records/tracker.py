@@ -1,7 +1,6 @@
-"""The interface of a place to which a run's numbers are written, and what several of them need; and
-what readers of a run's files need, because anyone may have written a line."""
+"""The interface of a place to which a run's numbers are written, what several of them need, and
+how lines of a run's files are read: they may come from anyone, so each is checked."""
 
-import functools
 import json
 import math
 from collections.abc import Callable, Iterable
@@ -12,6 +11,7 @@ from errors import short
 from output import log
 
 LARGEST = 2**63  # of whole numbers: each fits a float
+_warned: set[Path] = set()  # files with an odd line, of which one warning was given
 # one logged step: "step" and the measurements; None for those that are not known
 Record = dict[str, Any]
 
@@ -84,12 +84,8 @@ def whole_lines(
             found.append(known)
         else:
             odd = line if odd is None else odd
-    if odd is not None:
-        _warn(path, odd)
+    if odd is not None and path not in _warned:
+        _warned.add(path)
+        shown = short(odd.decode(errors="replace"))
+        log(f"warning: {path} has lines that are no whole records, which are left out: {shown}")
     return found
-
-
-@functools.cache
-def _warn(path: Path, odd: bytes) -> None:
-    shown = short(odd.decode(errors="replace"))
-    log(f"warning: {path} has lines that no run has written, which are left out: {shown}")

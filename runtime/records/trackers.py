@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from errors import UserError
 from runtime.messages import log
 from runtime.records.tracker import Record, Tracker, is_record, scalars, whole_lines
 from runtime.records.wandb_tracker import WandB
@@ -37,11 +36,7 @@ class Trackers:
 
     def __init__(self, config: Config, step: int, system: dict[str, Any]) -> None:
         folder = Path(config.run.dir)
-        try:
-            lines = JsonLines(folder, step)
-        except OSError as error:
-            why, remedy = f"cannot be written: {error}", "free some space, or make it writable"
-            raise UserError("run.dir", config.run.dir, why, remedy) from None
+        lines = JsonLines(folder, step)
         self.trackers: list[Tracker] = [lines, Console(config.train.steps)]
         if config.run.wandb != "disabled":
             anew, reached = lines.begins_anew, lines.reached

@@ -15,7 +15,6 @@ refused.
 """
 
 import argparse
-import io
 import sys
 from pathlib import Path
 
@@ -152,8 +151,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # for terminals without UTF-8
     device = init_distributed()
     try:
         run(options, device)

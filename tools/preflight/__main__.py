@@ -39,7 +39,7 @@ from errors import UserError
 from runtime.health.excluded import excluded_nodes
 from runtime.messages import log
 from runtime.start.attention import describe_attention
-from runtime.start.environment import check_environment
+from runtime.start.environment import LARGEST, check_environment, check_number
 from runtime.start.preconditions import check_writable, open_stages
 from tools.command import CommandParser, run_command
 from tools.preflight.links import Links
@@ -203,7 +203,10 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
     deadline = started + options.seconds
     check_environment(is_rank=False)
-    node, num_nodes = int(os.environ.get("SLURM_NODEID", 0)), int(os.environ.get("SLURM_NNODES", 1))
+    node, num_nodes = (
+        check_number("SLURM_NODEID", 0, LARGEST) or 0,
+        check_number("SLURM_NNODES", 1, LARGEST) or 1,
+    )
     name = os.environ.get("SLURMD_NODENAME", os.uname().nodename)
     try:
         config = read_config(options, num_nodes)
