@@ -25,8 +25,9 @@ Between micro-batches a rank holds whole weights with zero_stage 0 to 2, and who
 and 1; between steps, weights and moments are sharded with every zero_stage. (ZeRO: Rajbhandari et
 al. 2020, https://arxiv.org/abs/1910.02054; hybrid sharding: Zhao et al. 2023,
 https://arxiv.org/abs/2304.11277.) Compared with zero_stage 1, 2 needs M − 1 more reduce-scatters
-and its gradients take 1 / dp_shard of the memory; compared with 2, 3 needs 2 M − 1 more all-gathers
-and its weights take 1 / dp_shard of the memory. `FSDPSwitches` sets FSDP's switches accordingly,
+and its gradients take 1 / dp_shard of the memory, but each micro-batch's are rounded to the compute
+dtype before they are added; compared with 2, 3 needs 2 M − 1 more all-gathers and its weights take
+1 / dp_shard of the memory. `FSDPSwitches` sets FSDP's switches accordingly,
 and tests/test_collectives.py checks the table against what is sent.
 
 Each weight exists in two forms. The optimizer, checkpoints and the gradient norm see this rank's

@@ -64,14 +64,14 @@ class EmbeddingGradient(LocalJob):
     destination: Destination
 
     def finish(self) -> None:
-        num_rows = local_part(self.destination.weight).shape[0]
-        self.destination.add(embedding_gradient(self.dy, self.rows, num_rows))
+        self.destination.add(self.gradient())
 
-
-def embedding_gradient(dy: Tensor, rows: Tensor, num_rows: int) -> Tensor:
-    """For each row of the weight, the sum of dy [..., D] over the positions that looked it up:
-    [num_rows, D]."""
-    return torch.ops.aten.embedding_dense_backward(dy, rows, num_rows, -1, False)
+    def gradient(self) -> Tensor:
+        """For each row of the weight, the sum of dy over the positions that looked it up, in the
+        dtype of the sum to which it is added: [V/tp, D]."""
+        total, num_rows = self.destination.sum, local_part(self.destination.weight).shape[0]
+        dy = self.dy if total is None else self.dy.to(total.dtype)
+        return torch.ops.aten.embedding_dense_backward(dy, self.rows, num_rows, -1, False)
 
 
 class LinearGradients:
@@ -156,11 +156,11 @@ def deliver(
     times: Tensor | None = None,
 ) -> Tensor | None:
     """Hand over a finished gradient, or dw · times for a scalar tensor: to the queue if it defers,
-    else to the sum. Without a sum or a destination, return it, for autograd. Nothing else may refer
-    to dw."""
+    else to the sum. Without a sum or a destination, return it, for autograd, which rounds it to the
+    weight's dtype. Nothing else may refer to dw."""
     if destination is not None and queue is not None and queue.is_deferring:
         queue.add(ReadyGradient(dw, destination, times))
-    elif destination is not None and destination.sum is not None:
+    elif destination is not None and destination.adds:
         destination.add(dw, times)
     else:
         return dw if times is None else dw.mul_(times)

@@ -29,12 +29,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional
 
 from parallel.collectives import reduce_over_tp, start_all_gather, start_reduce_
-from parallel.deferred import (
-    EmbeddingGradient,
-    LinearGradients,
-    WeightGradientQueue,
-    embedding_gradient,
-)
+from parallel.deferred import EmbeddingGradient, LinearGradients, WeightGradientQueue
 from parallel.kept import KeptOutputs
 from parallel.layer import Layer, Pieces, TensorParallel
 from parallel.parameter import EMBEDDING, MATRIX, Normal, WeightSpec
@@ -306,17 +301,21 @@ class EmbeddingFunction(torch.autograd.Function):
         destination: Destination,
         weight: Tensor,
     ) -> Tensor:
-        ctx.queue, ctx.destination, ctx.num_rows = queue, destination, weight.shape[0]
+        ctx.queue, ctx.destination = queue, destination
         ctx.save_for_backward(rows)
         return functional.embedding(rows, weight)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
+        job = EmbeddingGradient(dy, rows, ctx.destination)
         if ctx.queue is not None and ctx.queue.is_deferring:
-            ctx.queue.add(EmbeddingGradient(dy, rows, ctx.destination))
-            return None, None, None, None
-        return None, None, None, embedding_gradient(dy, rows, ctx.num_rows)
+            ctx.queue.add(job)
+        elif ctx.destination.adds:
+            job.finish()
+        else:
+            return None, None, None, job.gradient()
+        return None, None, None, None
 
 
 class VocabParallelEmbedding(Layer):

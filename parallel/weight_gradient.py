@@ -7,8 +7,10 @@ has a `GradientSum` (from data.py or whole.py), to which the product dyᵀ · x 
     with      total = total + dyᵀ · x, in float32 inside the product, never rounded to bfloat16
 
 This saves one pass over a stage's gradients in every micro-batch, and the memory for dw.
-(Megatron-LM calls it gradient accumulation fusion.) Autograd then gets None. Gradients of norms and
-of the embedding are no such products: layer.py adds them.
+(Megatron-LM calls it gradient accumulation fusion.) Autograd then gets None. Gradients of norms, of
+the embedding and of routers are formed in the dtype of the sum, and added. So none is rounded to
+bfloat16 before it is added, except where there is no sum (zero_stage 2 and 3 reduce every
+micro-batch's gradients) and in compiled code.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -80,10 +82,15 @@ class Destination(NamedTuple):
     matmul: LinearProducts | None = None  # the products, for a linear layer
     sum: GradientSum | None = None  # None: in isolation; deferred gradients then go to `.grad`
 
+    @property
+    def adds(self) -> bool:
+        """Whether gradients are added to the sum where they are formed."""
+        return self.sum is not None and not torch.compiler.is_compiling()
+
     def add(self, dw: Tensor, times: Tensor | None = None) -> None:
         """Add a gradient, or dw · times for a scalar tensor, to the sum. Nothing else may refer to
         dw: it may become the sum."""
-        place = self.sum or GradientSum(dw.dtype)
+        place = self.sum or GradientSum(self.weight.dtype)
         total = self._begun(place, dw)
         if total is None:
             dw = dw if times is None else dw.mul_(times)
@@ -94,8 +101,9 @@ class Destination(NamedTuple):
     def add_product(self, dy: Tensor, x: Tensor) -> Tensor | None:
         """Add dyᵀ · x to the sum, for dy [..., F] and x [..., D]; without a sum, return it."""
         assert self.matmul is not None
-        if self.sum is None or torch.compiler.is_compiling():
+        if not self.adds:
             return self.matmul.weight_gradient(dy, x)
+        assert self.sum is not None
         begun = self._begun(self.sum, dy)
         total = self.matmul.add_weight_gradient(dy, x, begun, self.sum.dtype)
         if begun is None:

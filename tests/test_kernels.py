@@ -7,6 +7,7 @@ the input of a norm).
 """
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from model.kernels.rotary import rotate
 from model.kernels.swiglu import swiglu
 from model.kernels.weighted_swiglu import weighted_swiglu
 from model.positions import Rotary, rotary_angles
+from parallel.weight_gradient import Destination, GradientSum
 from tokens import IGNORE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -111,6 +113,18 @@ def test_add_rms_norm(shape, dtype):
         return *exact_rms_norm(s, w), s
 
     compare(lambda x, r, w: add_rms_norm(x, r, w, EPS, "triton"), exact, inputs, rounded_input=True)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_the_gradient_of_a_norm_is_added_to_its_sum_unrounded(kernels):
+    x, dy, w = (randn(*shape, dtype=torch.bfloat16) for shape in [(40, 16), (40, 16), (16,)])
+    holder = SimpleNamespace(total=None)
+    destination = Destination(w, sum=GradientSum(torch.float32, holder, "total"))
+    rms_norm(x, w.requires_grad_(), EPS, kernels, None, destination).backward(dy)
+    exact_w = w.detach().double().requires_grad_()
+    exact_rms_norm(x.double(), exact_w)[0].backward(dy.double())
+    torch.testing.assert_close(holder.total.double(), exact_w.grad, rtol=1e-5, atol=1e-5)
+    assert w.grad is None
 
 
 def test_add_rms_norm_where_one_output_goes_nowhere():
@@ -325,9 +339,9 @@ def test_operations_keep_the_library_contract(dtype):
     _, rstd = (t.detach() for t in torch.ops.lattice.rms_norm(x, w, EPS))
     ops = torch.ops.lattice
     calls = {
-        ops.rms_norm: (x, w, EPS),
-        ops.add_rms_norm: (x, r, w, EPS),
-        ops.rms_norm_backward: (x.detach(), r.detach(), x.detach(), w.detach(), rstd),
+        ops.rms_norm: (x.detach(), w.detach(), EPS),
+        ops.add_rms_norm: (x.detach(), r.detach(), w.detach(), EPS),
+        ops.rms_norm_backward: (x.detach(), r.detach(), x.detach(), w.detach(), rstd, True),
         ops.rotate: (q, k, cos, sin, False),
         ops.rotate_: (q.detach(), k.detach(), cos, sin),
         ops.swiglu: (x, r),

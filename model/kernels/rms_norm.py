@@ -26,6 +26,8 @@ weight gradient in registers until the end. This needs no atomic additions, so t
 same bit for bit every time.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -43,26 +45,95 @@ from model.kernels.backend import (
     use_triton,
     warps_for,
 )
+from parallel.deferred import WeightGradientQueue, deliver
+from parallel.weight_gradient import Destination
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: str) -> Tensor:
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    kernels: str,
+    queue: WeightGradientQueue | None = None,
+    destination: Destination | None = None,
+) -> Tensor:
     """Normalise x [..., D] with weight [D]; y has the shape of x. `kernels` is auto, triton or
-    torch."""
+    torch; `queue` and `destination` are the weight's (parallel/weight_gradient.py)."""
     if use_triton(x, kernels):
-        return torch.ops.lattice.rms_norm(x, weight, eps)[0]
-    return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+        y: Tensor = RMSNormFunction.apply(x, None, weight, eps, queue, destination)
+        return y
+    wide = WideWeight.apply(weight, queue, destination)
+    return functional.rms_norm(x.to(wide.dtype), (x.shape[-1],), wide, eps).to(x.dtype)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, kernels: str
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    kernels: str,
+    queue: WeightGradientQueue | None = None,
+    destination: Destination | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x, residual [..., D], weight [D] → (y, s): the normalised sum, and the sum. The sum is
     rounded to x's dtype before it is normalised."""
     if use_triton(x, kernels):
-        y, s, _ = torch.ops.lattice.add_rms_norm(x, residual, weight, eps)
+        y, s = RMSNormFunction.apply(x, residual, weight, eps, queue, destination)
         return y, s
     s = x + residual
-    return functional.rms_norm(s, (s.shape[-1],), weight, eps), s
+    return rms_norm(s, weight, eps, kernels, queue, destination), s
+
+
+class RMSNormFunction(torch.autograd.Function):
+    """y, or with a residual (y, s), by the kernels. The weight's gradient goes to its sum: autograd
+    would round it to the weight's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        queue: WeightGradientQueue | None,
+        destination: Destination | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.queue, ctx.destination, ctx.adds = queue, destination, residual is not None
+        if residual is None:
+            y, rstd = torch.ops.lattice.rms_norm(x, weight, eps)
+            ctx.save_for_backward(x, weight, rstd)
+            return y
+        y, s, rstd = torch.ops.lattice.add_rms_norm(x, residual, weight, eps)
+        ctx.save_for_backward(s, weight, rstd)
+        return y, s
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None = None) -> tuple[Any, ...]:
+        if dy is None:
+            return ds, ds, None, None, None, None
+        wide = ctx.destination is not None and ctx.destination.adds
+        dx, dw = torch.ops.lattice.rms_norm_backward(dy, ds, *ctx.saved_tensors, wide)
+        dw = deliver(dw, ctx.queue, ctx.destination)
+        return dx, dx if ctx.adds else None, dw, None, None, None
+
+
+class WideWeight(torch.autograd.Function):
+    """A weight in at least float32, for PyTorch's operations; its gradient goes to its sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        queue: WeightGradientQueue | None,
+        destination: Destination | None,
+    ) -> Tensor:
+        ctx.queue, ctx.destination = queue, destination
+        return weight.to(exact(weight.dtype)) if weight.requires_grad else weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, None, None]:
+        return deliver(dw, ctx.queue, ctx.destination), None, None
 
 
 @jit
@@ -133,8 +204,9 @@ def _launch_forward(
 
 
 def _launch_backward(
-    dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, rstd: Tensor
+    dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, rstd: Tensor, wide: bool
 ) -> tuple[Tensor, Tensor]:
+    """dx and dw. `wide`: dw is not rounded to the weight's dtype."""
     shape, width = s.shape, s.shape[-1]
     dy, s = rows_of(dy), rows_of(s)
     residual = dy if ds is None else rows_of(ds)
@@ -152,7 +224,8 @@ def _launch_backward(
             rows, rows_each, width, ADD=ds is not None, ACC=accumulator(s.dtype), ROWS=at_once,
             BLOCK=block, num_warps=warps,
         )  # fmt: skip
-    return dx.view(shape), dw.sum(0).to(weight.dtype)
+    dw = dw.sum(0)
+    return dx.view(shape), dw if wide else dw.to(weight.dtype)
 
 
 def _like(x: Tensor) -> Tensor:
@@ -188,43 +261,14 @@ def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, 
 
 @torch.library.custom_op("lattice::rms_norm_backward", mutates_args=())
 def _rms_norm_backward(
-    dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, rstd: Tensor
+    dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, rstd: Tensor, wide: bool
 ) -> tuple[Tensor, Tensor]:
-    return _launch_backward(dy, ds, s, weight, rstd)
+    return _launch_backward(dy, ds, s, weight, rstd, wide)
 
 
 @_rms_norm_backward.register_fake
 def _(
-    dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, rstd: Tensor
+    dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, rstd: Tensor, wide: bool
 ) -> tuple[Tensor, Tensor]:
-    return _like(s), _like(weight)
-
-
-def _keep(ctx, inputs, output) -> None:
-    ctx.set_materialize_grads(False)
-    x, weight = inputs[:2]
-    ctx.save_for_backward(x, weight, output[1])
-
-
-def _keep_sum(ctx, inputs, output) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[1], inputs[2], output[2])
-
-
-def _differentiate(ctx, dy, _drstd):
-    if dy is None:
-        return None, None, None
-    s, weight, rstd = ctx.saved_tensors
-    return *torch.ops.lattice.rms_norm_backward(dy, None, s, weight, rstd), None
-
-
-def _differentiate_sum(ctx, dy, ds, _drstd):
-    if dy is None:
-        return ds, ds, None, None
-    s, weight, rstd = ctx.saved_tensors
-    dx, dw = torch.ops.lattice.rms_norm_backward(dy, ds, s, weight, rstd)
-    return dx, dx, dw, None
-
-
-_rms_norm.register_autograd(_differentiate, setup_context=_keep)
-_add_rms_norm.register_autograd(_differentiate_sum, setup_context=_keep_sum)
+    dtype = exact(s.dtype) if wide else weight.dtype
+    return _like(s), weight.new_empty(weight.shape, dtype=dtype)

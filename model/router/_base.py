@@ -27,9 +27,11 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from model.config import ModelConfig
+from parallel.deferred import WeightGradientQueue, deliver
 from parallel.expert import ExpertParallel, Routes, TokenDispatch, find_routes
 from parallel.layer import Layer, TensorParallel
 from parallel.parameter import MATRIX, Normal, WeightSpec
+from parallel.weight_gradient import Destination
 
 
 @dataclass
@@ -42,19 +44,29 @@ class Account:
 
 
 class RouterScores(torch.autograd.Function):
-    """logits [T, X] = x [T, D] · weightᵀ, in `exact`. Keeps x in its own dtype."""
+    """logits [T, X] = x [T, D] · weightᵀ, in `exact`, as is the weight's gradient. Keeps x in its
+    own dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, exact: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        exact: torch.dtype,
+        queue: WeightGradientQueue | None,
+        destination: Destination,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.exact = exact
+        ctx.exact, ctx.queue, ctx.destination = exact, queue, destination
         return x.to(exact) @ weight.to(exact).t()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx = (dy @ weight.to(ctx.exact)).to(x.dtype)
-        return dx, (dy.t() @ x.to(ctx.exact)).to(weight.dtype), None
+        # to the sum itself: autograd would round it to the weight's dtype
+        dw = deliver(dy.t() @ x.to(ctx.exact), ctx.queue, ctx.destination)
+        return dx, dw, None, None, None
 
 
 class AddLoss(torch.autograd.Function):
@@ -111,7 +123,8 @@ class BaseRouter(Layer):
     def forward(self, x: Tensor, dispatch: TokenDispatch) -> tuple[Tensor, Routes]:
         """Map x [S/tp, B, D] to each token's weights [T, k] in at least float32, and its routes."""
         exact = torch.promote_types(x.dtype, torch.float32)
-        logits = RouterScores.apply(x.flatten(0, 1), self.local_weight(), exact)
+        weight, destination = self.local_weight(), self.destination()
+        logits = RouterScores.apply(x.flatten(0, 1), weight, exact, self.queue, destination)
         routes = dispatch.once(lambda: self.find(logits, x.shape[1]))
         weights = self.weigh(logits, routes.chosen) * self.config.router_scale
         if self.account is not None and torch.is_grad_enabled():
