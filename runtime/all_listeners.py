@@ -45,7 +45,7 @@ def build_listeners(
     saver = Saver(train, train_data.tokenizer_path, lease)
     lease.check()  # loading may have taken hours; from here on metrics are written
     stop = StopRequests(config, signals)
-    metrics = Metrics(config, mesh, start)
+    metrics = Metrics(config, mesh, start, train_data.vocab_size)
     companion.follow(metrics)
     watchdog = Watchdog(config)
     # torch.compile leaves no product to time

@@ -232,7 +232,7 @@ def test_a_row_ends_before_its_stop_token_and_the_others_go_on(ranks):
 @contextlib.contextmanager
 def each_draws_from_its_own_part():
     # Plant: each tp rank draws from its own part of the vocabulary.
-    def alone(logits, vocab_size, sampling, numbers, group):
+    def alone(logits, vocab_size, sampling, numbers, group, num_tokens):
         return draw(logits, sampling, numbers)
 
     with patch.object(loop, "draw_over_tp", alone):

@@ -135,7 +135,7 @@ def test_a_value_that_is_not_advised_is_named(monkeypatch: pytest.MonkeyPatch) -
             monkeypatch.setenv(VARIABLE, value)
         lines = connections_notice(config.parallel)
         assert bool(lines) == is_named
-        assert [line for line in notices(config, None, "cuda") if line in lines] == lines
+        assert [line for line in notices(config, None, "cuda", 2**20) if line in lines] == lines
     assert "is 8, as it was set" in lines[0]
     assert "1 is usually faster" in lines[0]
-    assert not set(lines) & set(notices(config, None, "cpu"))
+    assert not set(lines) & set(notices(config, None, "cpu", 2**20))

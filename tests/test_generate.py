@@ -43,15 +43,16 @@ def tokens_after(arguments, prompt):
     options = program.parse(arguments)
     loaded = load_model(options.checkpoint, torch.float32, "cpu")
     tokens = loaded.encode(prompt)
-    new = generate(
-        loaded.model, [tokens], options.max_new_tokens, Sampling(temperature=0), loaded.stop
-    )
+    count, greedy = options.max_new_tokens, Sampling(temperature=0)
+    num_tokens = loaded.tokenizer.vocab_size
+    new = generate(loaded.model, [tokens], count, greedy, loaded.stop, num_tokens=num_tokens)
     return tokens, [token for (token,) in new]
 
 
 @functools.cache
-def by_transformers(folder, prompt, count):
-    """The tokens of a prompt, and those that `transformers` generates greedily after it."""
+def by_transformers(folder, prompt, count, padding=False):
+    """The tokens of a prompt, and those that `transformers` generates greedily after it. `padding`:
+    it may generate ids that are no tokens."""
     from transformers import LlamaForCausalLM
 
     coder = Tokenizer.load(folder)
@@ -64,6 +65,7 @@ def by_transformers(folder, prompt, count):
         max_new_tokens=count,
         do_sample=False,
         pad_token_id=0,
+        suppress_tokens=None if padding else [*range(coder.vocab_size, model.config.vocab_size)],
     )
     new = out[0, len(tokens) :].tolist()
     return tokens, new[:-1] if len(new) < count else new  # without the token that ended it
@@ -72,7 +74,7 @@ def by_transformers(folder, prompt, count):
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory):
     """A folder written by transformers, in several files: a random Llama with the tests'
-    tokenizer."""
+    tokenizer. It has more rows than that has tokens, which often have the largest logits."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("foreign")
@@ -80,8 +82,10 @@ def foreign(tmp_path_factory):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
     ends = {"bos_token_id": tokenizer().bos_id, "eos_token_id": [tokenizer().eos_id, 300]}
-    config = LlamaConfig(vocab_size=tokenizer().vocab_size + 1, **sizes, **heads, **ends)
-    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="60KB")
+    config = LlamaConfig(vocab_size=tokenizer().vocab_size + 21, **sizes, **heads, **ends)
+    model = LlamaForCausalLM(config)
+    model.lm_head.weight.data[tokenizer().vocab_size :] *= 3
+    model.save_pretrained(folder, max_shard_size="60KB")
     (folder / "tokenizer.model").write_bytes(tokenizer().model)
     return folder
 
@@ -89,12 +93,13 @@ def foreign(tmp_path_factory):
 @pytest.mark.parametrize("tp", [1, 4])
 def test_a_hugging_face_folder_writes_what_transformers_writes(ranks, foreign, tp):
     """The tokens are those of transformers on 1 and 4 ranks; with 4 there are fewer key/value heads
-    than ranks, and the vocabulary does not divide evenly."""
+    than ranks, and the vocabulary does not divide evenly. None is an id beyond the tokenizer's."""
     arguments = ["--checkpoint", str(foreign), "--max-new-tokens", "100"]
     assert (
         ranks.run(tokens_after, tp, arguments, "import")
         == [by_transformers(foreign, "import", 100)] * tp
     )
+    assert max(by_transformers(foreign, "import", 100, padding=True)[1]) >= tokenizer().vocab_size
     assert len(list(foreign.glob("*.safetensors"))) > 1
 
 

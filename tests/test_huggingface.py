@@ -59,7 +59,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, torch.dtype]] = {
     ),
     "Qwen3, padded vocabulary": (
         "Qwen3",
-        {"rope_theta": 1e6, "head_dim": 32, "vocab_size": VOCAB + 8, "tie_word_embeddings": True},
+        {"rope_theta": 1e6, "head_dim": 32, "vocab_size": VOCAB + 64, "tie_word_embeddings": True},
         "1GB",
         torch.float32,
     ),

@@ -28,18 +28,24 @@ def test_what_changed_is_named(tmp_path: Path) -> None:
 
 
 def test_a_run_that_does_not_save_says_so() -> None:
-    assert notices(load_config(CONFIG, []), None, "cpu") == []
+    assert notices(load_config(CONFIG, []), None, "cpu", 4096) == []
     config = load_config(CONFIG, ["checkpoint.interval=never"])
-    (line,) = notices(config, None, "cpu")
+    (line,) = notices(config, None, "cpu", 4096)
     assert line.startswith("warning: checkpoint.interval is never")
 
 
 def test_experts_that_nothing_balances_are_named() -> None:
     moe = "configs/laptop_moe.yaml"
-    assert notices(load_config(moe, []), None, "cpu") == []
+    assert notices(load_config(moe, []), None, "cpu", 4096) == []
     off = ["model.router_aux_weight=0", "model.router_bias_rate=0"]
-    (line,) = notices(load_config(moe, off), None, "cpu")
+    (line,) = notices(load_config(moe, off), None, "cpu", 4096)
     assert line.startswith("warning: nothing keeps the load of experts even")
+
+
+def test_rows_that_belong_to_no_token_are_counted() -> None:
+    config = load_config(CONFIG, ["model.vocab_size=4128"])
+    (line,) = notices(config, resumes=False, device="cpu", num_tokens=4096)
+    assert line.endswith("4,096 tokens: the other 32 are never targets")
 
 
 def lines_of(arguments: list[str], out: str) -> None:

@@ -46,9 +46,10 @@ class Metrics(Listener):
         mesh: the device mesh.
         start: where the run begins. Metrics lines after its step, left by an earlier start that
             went beyond its last checkpoint, are dropped.
+        num_tokens: of the data's tokenizer.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, start: Start) -> None:
+    def __init__(self, config: Config, mesh: Mesh, start: Start, num_tokens: int) -> None:
         self.config, self.device = config, mesh.device
         self.step = start.step
         self.folder = Path(config.run.dir)
@@ -72,7 +73,7 @@ class Metrics(Listener):
         if self.writes:
             self.folder.mkdir(parents=True, exist_ok=True)
             about = record_missing_end(self.folder) if start.since is None else []
-            about += notices(config, start.path, mesh.device)
+            about += notices(config, start.path, mesh.device, num_tokens)
             stage = {} if start.since is None else {"stage": start.stage}
             self.ledger = Ledger(
                 self.folder, start.step, dist.get_world_size(), start.since, **stage

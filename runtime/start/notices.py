@@ -12,13 +12,14 @@ from training.load_config import changed_between, load_config, settings_of
 ABOUT_THE_RUN = ("run", "checkpoint")
 
 
-def notices(config: Config, path: Path | None, device: str) -> list[str]:
+def notices(config: Config, path: Path | None, device: str, num_tokens: int) -> list[str]:
     """The lines for the log, before the run's own config.yaml is replaced.
 
     Args:
         config: of this start.
         path: the checkpoint that it continues from, or whose weights it begins with, if any.
         device: "cuda" or "cpu".
+        num_tokens: of the data's tokenizer.
     """
     lines = connections_notice(config.parallel) if device == "cuda" else []
     lines += what_changed(path.resolve(), config) if path is not None else []
@@ -28,6 +29,11 @@ def notices(config: Config, path: Path | None, device: str) -> list[str]:
             "finds a file SAVE in its folder, and where a stage ends"
         )
     model = config.model
+    if model.vocab_size > num_tokens:  # many published models: Qwen3 has 151,936 for 151,669
+        lines.append(
+            f"model.vocab_size is {model.vocab_size:,}, and the data's tokenizer has "
+            f"{num_tokens:,} tokens: the other {model.vocab_size - num_tokens:,} are never targets"
+        )
     if model.has_experts and not (model.router_aux_weight or model.router_bias_rate):
         lines.append(
             "warning: nothing keeps the load of experts even: model.router_aux_weight and "

@@ -19,9 +19,6 @@ from training.config import Config
 from training.optimizers import state_bytes
 from training.stages import in_stage
 
-# Published models may have embedding rows that no token uses (Qwen3: 151,936 rows for 151,669
-# tokens). A larger difference means that the tokenizer is the wrong one.
-MAX_PADDING = 1.01
 LONGEST_NAME = 200  # bytes; longer than any path that a run creates in its folder
 
 
@@ -51,9 +48,10 @@ def open_train_and_heldout(
     evaluated. `opened`: what is open already."""
     data = open_data(config.data, "train", opened)
     heldout = open_data(config.data, "heldout", opened) if config.train.eval_interval else None
-    if not data.vocab_size <= config.model.vocab_size <= data.vocab_size * MAX_PADDING:
+    if config.model.vocab_size < data.vocab_size:
         why = f"the data's tokenizer has {data.vocab_size} tokens"
-        remedy = f"set model.vocab_size={data.vocab_size}"
+        remedy = f"set model.vocab_size={data.vocab_size}, or if the model exists already, prepare "
+        remedy += "the data with its tokenizer"
         raise UserError("model.vocab_size", config.model.vocab_size, why, remedy)
     if not data.tokenizer_path.is_file():  # each checkpoint includes a copy
         path, why = str(data.tokenizer_path), "the data's tokenizer is missing"

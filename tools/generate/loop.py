@@ -20,6 +20,7 @@ def generate(
     sampling: Sampling,
     stop: Collection[int] = (),
     first_row: int = 0,
+    num_tokens: int | None = None,
 ) -> Iterator[list[int | None]]:
     """Yields the next token of each row, up to `count` times; None for a row that has reached a
     token of `stop`. Ends when all rows have.
@@ -31,6 +32,8 @@ def generate(
         stop: tokens that end a text and are not part of it.
         first_row: number of the first row; a row's number and `sampling.seed` determine its random
             numbers.
+        num_tokens: of the tokenizer, of which each drawn token is one; None: all that the model has
+            rows for.
     """
     embedding, head = model.embedding, model.head
     assert embedding is not None, "the whole model in one stage"
@@ -47,7 +50,10 @@ def generate(
     running = [True] * len(prompts)
     for step in range(count):
         logits = next_logits(model, tokens, cache)[0]  # [B, V/tp]
-        drawn = draw_over_tp(logits, head.vocab_size, sampling, numbers[step], head.tp.group)  # [B]
+        last = head.vocab_size if num_tokens is None else num_tokens
+        drawn = draw_over_tp(  # [B]
+            logits, head.vocab_size, sampling, numbers[step], head.tp.group, last
+        )
         new = drawn.tolist()
         running = [runs and token not in stop for runs, token in zip(running, new, strict=True)]
         if not any(running):
@@ -77,7 +83,8 @@ def continue_texts(
 ) -> Iterator[tuple[int, str]]:
     """Yields (row, text): pieces of text as they become certain, and the row of the prompt."""
     texts = [Continuation(loaded.tokenizer, prompt) for prompt in prompts]
-    for new in generate(loaded.model, prompts, count, sampling, loaded.stop, first_row):
+    num_tokens = loaded.tokenizer.vocab_size
+    for new in generate(loaded.model, prompts, count, sampling, loaded.stop, first_row, num_tokens):
         for row, token in enumerate(new):
             if token is not None:
                 yield row, texts[row].add(token)

@@ -83,9 +83,15 @@ def draw(logits: Tensor, sampling: Sampling, numbers: Tensor) -> Tensor:
 
 
 def draw_over_tp(
-    logits: Tensor, vocab_size: int, sampling: Sampling, numbers: Tensor, group: ProcessGroup
+    logits: Tensor,
+    vocab_size: int,
+    sampling: Sampling,
+    numbers: Tensor,
+    group: ProcessGroup,
+    num_tokens: int,
 ) -> Tensor:
-    """Draws from each tp rank's logits [B, V/tp]: tokens [B], the same on all ranks.
+    """Draws from each tp rank's logits [B, V/tp] one of the first `num_tokens` tokens: [B], the
+    same on all ranks. (The model may have more rows than its tokenizer has tokens.)
 
     All-gather over tp: B·⌈V/tp⌉ numbers from each rank; the last ranks may have fewer, which they
     pad. Then all ranks draw, and use the tokens of rank 0 (broadcast over tp: B numbers), because a
@@ -93,11 +99,11 @@ def draw_over_tp(
     silently compute wrong results.
     """
     if group.size() == 1:
-        return draw(logits, sampling, numbers)
+        return draw(logits[:, :num_tokens], sampling, numbers)
     width = -(-vocab_size // group.size())
     parts = functional.pad(logits.T, (0, 0, 0, width - logits.shape[1]))  # [⌈V/tp⌉, B]
     # [B, V]: the padding comes last
-    whole = start_all_gather(parts, group).wait()[:vocab_size].T
+    whole = start_all_gather(parts, group).wait()[: min(num_tokens, vocab_size)].T
     tokens = draw(whole, sampling, numbers)
     dist.broadcast(tokens, group=group, group_src=0)
     return tokens
