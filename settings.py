@@ -36,6 +36,11 @@ def between(least: float, most: float, example: Any = None) -> Any:
     return Field(ge=least, le=most, examples=None if example is None else [example])
 
 
+def at_most(entries: int) -> Any:
+    """Declare the largest length of a list."""
+    return Field(max_length=entries)
+
+
 def _whole(value: Any) -> Any:
     if type(value) is not int:  # True and 1.0 equal 1 in Python and would pass as 1
         raise ValueError("is not an allowed value")

@@ -97,9 +97,10 @@ def test_is_the_model_it_names(path: Path) -> None:
 @pytest.mark.parametrize("name", ["laptop", "laptop_moe"])
 @pytest.mark.parametrize("num_gpus", [0, 1, 2, 3, 4, 6, 8, 16])
 def test_make_train_fits_what_the_machine_has(num_gpus: int, name: str) -> None:
-    processes, overrides = layout(num_gpus)
+    path = str(Path(__file__).parent.parent / "configs" / f"{name}.yaml")
+    processes, overrides = layout(num_gpus, path, [])
     assert processes <= (num_gpus or 8)
-    config = load_config(str(Path(__file__).parent.parent / "configs" / f"{name}.yaml"), overrides)
+    config = load_config(path, overrides)
     config.validate(processes)
     assert config.train.dtype == ("bfloat16" if num_gpus else "float32")
 

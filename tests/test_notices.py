@@ -23,7 +23,7 @@ def test_what_changed_is_named(tmp_path: Path) -> None:
         (tmp_path / "run" / "checkpoints" / "step-00000001", "'/.*/run/config.yaml': No such file"),
         (tmp_path / "step-00000001", "no config.yaml belongs to it"),
     ):
-        (line,) = notices(other, path, "cpu")
+        (line,) = notices(other, path, "cpu", 4096)
         assert re.match(rf"what changed since .*{tmp_path}/.* is not known: .*{why}", line)
 
 
@@ -44,7 +44,7 @@ def test_experts_that_nothing_balances_are_named() -> None:
 
 def test_rows_that_belong_to_no_token_are_counted() -> None:
     config = load_config(CONFIG, ["model.vocab_size=4128"])
-    (line,) = notices(config, resumes=False, device="cpu", num_tokens=4096)
+    (line,) = notices(config, None, "cpu", 4096)
     assert line.endswith("4,096 tokens: the other 32 are never targets")
 
 

@@ -6,7 +6,7 @@ Validation raises errors and never changes a value.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 from costs.setting import Setting
@@ -19,7 +19,7 @@ from parallel.axes import MeshSizes
 from parallel.config import ParallelConfig
 from parallel.pipeline.actions import Action, splits_backward
 from parallel.pipeline.balance import LayerCosts
-from parallel.pipeline.check import Fault, check
+from parallel.pipeline.check import fault_of
 from parallel.pipeline.schedules import MAX_FORWARDS, SCHEDULES, build_schedule
 from training.check_experts import check_experts
 from training.precision import Precision
@@ -311,20 +311,10 @@ def check_schedule(config: Config, sizes: MeshSizes) -> None:
     config.split_layers()
     p, name = config.parallel, config.parallel.schedule
     microbatches = config.num_microbatches(sizes.dp)
-    if fault := _fault(name, SCHEDULES.get(name), p.pp, p.stages_per_rank, microbatches):
+    if fault := fault_of(name, SCHEDULES.get(name), p.pp, p.stages_per_rank, microbatches):
         # in a schedule that the user added; without this check it could hang
         remedy = "correct the schedule; parallel/pipeline/check.py has the rules"
         raise UserError("parallel.schedule", name, fault, remedy)
-
-
-@lru_cache(maxsize=256)  # stages and layouts are checked several times, and often have the same
-def _fault(name: str, _function: object, *sizes: int) -> str:
-    """What is wrong with a schedule; empty if it is right."""
-    try:
-        check(build_schedule(name, *sizes))
-    except Fault as fault:
-        return str(fault)
-    return ""
 
 
 def check_compile(config: Config, sizes: MeshSizes) -> None:

@@ -101,7 +101,9 @@ class TrainStep:
         # This is the only division of gradients: every later reduction is a plain sum. (A mean per
         # rank, then a mean over ranks, would be wrong as soon as token counts differ.)
         scale = 1 / self.count_targets(targets)
-        microbatches = self.microbatches(tokens, targets, scale, deterministic)
+        microbatches = self.microbatches(
+            tokens, targets, loss_scale=scale, deterministic=deterministic
+        )
         if self.balance is not None:
             self.balance.begin()
         loss = self.runner.step(self.program, microbatches, self.record)

@@ -8,9 +8,11 @@ until the rank's previous batch has completed.
 
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 
 from parallel.pipeline.actions import Action, Kind, Schedule, num_microbatches, stage_ranks
 from parallel.pipeline.lower import Exchange, Message, Program, Transfer, lower, need_of, result_of
+from parallel.pipeline.schedules import build_schedule
 from parallel.pipeline.simulate import Costs, Stuck, simulate
 
 
@@ -23,6 +25,16 @@ def check(schedule: Schedule) -> None:
     check_complete(schedule)
     check_order(schedule)
     check_exchanges(lower(schedule), schedule)
+
+
+@lru_cache(maxsize=256)  # stages and layouts are checked several times, and often have the same
+def fault_of(name: str, _function: object, *sizes: int) -> str:
+    """What is wrong with the schedule of that name (and its function) and sizes; "" if nothing."""
+    try:
+        check(build_schedule(name, *sizes))
+    except Fault as fault:
+        return str(fault)
+    return ""
 
 
 def check_complete(schedule: Schedule) -> None:

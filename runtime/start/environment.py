@@ -63,7 +63,7 @@ def _check_rank(store: Any) -> None:
         raise UserError("WORLD_SIZE", world, "RANK is not set: which of them is this?", remedy)
     if (found["RANK"] or 0) >= world:
         raise UserError("RANK", found["RANK"], f"is not below WORLD_SIZE, {world}", remedy)
-    if processes is not None and processes > world:
+    if found["WORLD_SIZE"] is not None and (processes or 0) > world:
         raise UserError("LOCAL_WORLD_SIZE", processes, f"is above WORLD_SIZE, {world}", remedy)
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         if found["RANK"] is not None and store is None and name not in os.environ:

@@ -24,12 +24,12 @@ from parallel.axes import MeshSizes
 from parallel.memory import ACTIVATIONS
 from tools.command import CommandParser, add_overrides, run_command
 from tools.plan.beside import beside, read_report
-from tools.plan.check import check_can_be_planned
+from tools.plan.check import check_can_be_planned, check_gpus
 from tools.plan.draw import draw_frontier, draw_memory
 from tools.plan.goodput import describe_goodput
 from tools.plan.guide import zero_table
 from tools.plan.hardware import DEVICES, GB, find_device
-from tools.plan.layout import Layout, check_gpus, world_of
+from tools.plan.layout import Layout, world_of
 from tools.plan.node_counts import describe_layouts
 from tools.plan.search import ALIKE, Found, Result, rows, search, why_not
 from tools.plan.search import describe as describe_row

@@ -3,8 +3,16 @@
 from dataclasses import replace
 
 from errors import UserError
+from parallel.axes import MAX_RANKS
 from tools.plan.hardware import Device
 from training.config import Config
+
+
+def check_gpus(key: str, number: int) -> None:
+    """Raises UserError."""
+    if not 1 <= number <= MAX_RANKS:
+        why = f"must be at least 1 and at most {MAX_RANKS:,}"
+        raise UserError(key, number, why, "give a number of GPUs")
 
 
 def check_can_be_planned(config: Config) -> None:
