@@ -32,13 +32,18 @@ def statistics(of: ModelConfig) -> LoadStatistics:
     return found
 
 
-def warning(load: LoadStatistics, *layers: list[int]) -> str:
-    """The warning after an interval with these counts in the layers with experts."""
+def warning(load: LoadStatistics, *layers: list[int], steps: int = 40) -> str:
+    """The warning after an interval of steps which together have these counts in the layers with
+    experts."""
     dense = [0] * len(layers[0])
     load.add(Loads(torch.tensor([dense, *layers]), torch.zeros(2)))
-    said = load.newly_collapsed(load.read(load.figures().tolist()))
-    load.reset()
-    return said
+    load.steps += steps - 1
+    return load.read(load.figures().tolist())[1]
+
+
+def warnings(load: LoadStatistics, *layers: list[int]) -> str:
+    """Those of three such intervals, after which layers are judged."""
+    return "".join(warning(load, *layers) for _ in range(3))
 
 
 def test_the_figures_are_those_of_the_definition() -> None:
@@ -55,15 +60,14 @@ def test_steps_since_the_last_logged_one_are_added() -> None:
     load = statistics(model(experts=4))
     for row in ([9, 0, 0, 0], [0, 3, 3, 3]):
         load.add(Loads(torch.tensor([[0] * 4, row, [3] * 4]), torch.zeros(2)))
-    read = load.read(load.figures().tolist())
+    read, _ = load.read(load.figures().tolist())
     assert read.layers == [1, 2]
     assert read.dead == [0, 0], "over both steps"
     assert read.largest_share == [2, 1]
     record = read.record()
     assert record["largest_expert_share"] == 2
     assert record["experts_by_layer"]["largest_share"] == [2, 1]
-    load.reset()
-    assert load.read(load.figures().tolist()).rows == [0, 0]
+    assert load.read(load.figures().tolist())[0].rows == [0, 0], "of a new interval"
 
 
 def test_a_collapsed_layer_is_named_once_until_it_recovers() -> None:
@@ -72,35 +76,58 @@ def test_a_collapsed_layer_is_named_once_until_it_recovers() -> None:
     # 8 · r rows of 4 · r tokens; collapsed from (1 + 2/8) / 2 of them on: 2.5 · r
     busy = [int(2.6 * r), *[int(5.4 * r / 7) + 1] * 7]
     less_busy = [int(2.4 * r), *[int(5.6 * r / 7) + 1] * 7]
-    dead = [3 * r, 3 * r, 2 * r, 0, 0, 0, 0, 0]
-    half_dead = [2 * r] * 4 + [0] * 4
-    assert warning(load, even, less_busy) == ""
-    assert "layer 2: one expert had 65% of the tokens" in warning(load, even, busy)
-    assert warning(load, even, busy) == "", "said already"
-    said = warning(load, dead, busy)
-    assert "layer 1: 5 of 8 experts had no token" in said
+    dead = [3 * r, 3 * r, 1 * r, r, 0, 0, 0, 0]
+    assert warnings(load, even, less_busy) == ""
+    said = warnings(load, even, busy)
+    assert "over the last 120 steps; layer 2: one expert had 65% of the tokens (even: 25%)" in said
+    assert warnings(load, even, busy) == "", "said already"
+    said = warnings(load, dead, busy)
+    assert "over the last 120 steps; layer 1: 4 of 8 experts had no token" in said
     assert "layer 2" not in said
-    assert warning(load, half_dead, even) == ""
-    assert "layer 2" in warning(load, even, busy)
+    assert warnings(load, even, even) == ""
+    assert "layer 2" in warnings(load, even, busy)
 
 
-def test_few_tokens_prove_nothing() -> None:
-    load = statistics(model())
-    most = ENOUGH_ROWS * 8 // 2
-    all_to_two = [most, most, *[0] * 6]
-    one_less = [most, most - 1, *[0] * 6]
-    assert warning(load, one_less, one_less) == ""
-    assert warning(load, all_to_two, one_less).count("layer") == 1
+def test_only_what_lasts_has_collapsed() -> None:
+    """Not one interval, however uneven, nor what recovers, nor an expert that had one token."""
+    of_two = model(experts=4, layers=2)
+    load, even, uneven = statistics(of_two), [9000] * 4, [13860, 13860, 4140, 4140]  # 77 %
+    all_to_two = [18000, 18000, 0, 0]
+    for intervals in ([uneven, even, even], [uneven, uneven, even], [all_to_two, even, even]):
+        assert "".join(warning(load, counts, steps=500) for counts in intervals) == ""
+    assert "one expert had 77% of the tokens (even: 50%)" in warnings(load, uneven)
+    load = statistics(of_two)
+    assert "1 of 4 experts had no token" in warnings(load, [12000, 12000, 12000, 0])
+    assert "".join(warning(load, [12000, 12000, 12000, n]) for n in (0, 1, 0)) == ""
+    few = statistics(of_two)
+    assert "".join(warning(few, uneven, steps=30) for _ in range(3)) == "", "90 steps"
+    assert "over the last 120 steps" in warning(few, uneven, steps=30)
+    assert warning(statistics(of_two), uneven, steps=1000) == "", "one interval"
 
 
-@pytest.mark.parametrize(("experts", "chosen"), [(2, 1), (4, 2), (4, 4), (256, 8)])
-def test_an_even_load_has_not_collapsed(experts: int, chosen: int) -> None:
-    """Nor has one that is random: k/X of the tokens may be half of them, or all."""
-    load, generator = statistics(model(experts, chosen)), torch.Generator().manual_seed(0)
-    tokens = ENOUGH_ROWS * experts // chosen
-    picked = torch.rand(tokens, experts, generator=generator).topk(chosen).indices
-    counts = picked.flatten().bincount(minlength=experts).tolist()
-    assert warning(load, counts, [ENOUGH_ROWS] * experts) == ""
+@pytest.mark.parametrize(
+    ("experts", "chosen", "tokens"),
+    [(4, 1, 4096), (4, 2, 8), (4, 4, 64), (128, 8, 64)],
+)
+def test_random_choices_have_not_collapsed(experts: int, chosen: int, tokens: int) -> None:
+    """However few tokens an interval has; but the same choices have if one expert is mostly among
+    them, or never."""
+    generator = torch.Generator().manual_seed(0)
+
+    def said(bias: float, periods: int) -> str:
+        """What is said of choices in which expert 0 has a bias, in so many periods to judge."""
+        load, found = statistics(model(experts, chosen, layers=2)), ""
+        for _ in range(periods * max(3, ENOUGH_ROWS * experts // (chosen * tokens) + 1)):
+            chance = torch.rand(tokens, experts, generator=generator)
+            chance[:, 0] += bias
+            counts = chance.topk(chosen).indices.flatten().bincount(minlength=experts)
+            found += warning(load, counts.tolist())
+        return found
+
+    assert said(bias=0, periods=2) == ""
+    if chosen < experts:
+        assert "one expert had" in said(bias=0.8, periods=1)
+        assert f"1 of {experts} experts had no token" in said(bias=-1, periods=1)
 
 
 def test_a_model_without_experts_has_no_load() -> None:

@@ -10,15 +10,20 @@ last logged one.
 Each step's counts (training/balance.py) are added on the device, which also computes the figures;
 only they travel to the host, with the other measurements of the logged step.
 
-Routing has collapsed in a layer if either is true:
+Routing has collapsed in a layer if either is true of the last `LASTING_STEPS` steps or more, taken
+together:
 
-    more than half of its experts are dead
-    one expert's load is more than halfway from an even one, k/X of the tokens, to all of them
+    experts are dead: they had no row in all that time
+    one expert had more than halfway from an even load, k/X of the tokens, to all of them; and it,
+    or another, still has in the last logged interval
 
-The second depends on k/X because half of the tokens is an even load if each goes to 1 of 2 experts.
-Intervals with fewer than `ENOUGH_ROWS` rows per expert are not judged: they are a few sequences,
-whose tokens resemble each other. A layer that has collapsed is named once, and again only after it
-has recovered.
+"Halfway" depends on k/X because half of the tokens is an even load if each goes to 1 of 2 experts.
+A bias needs about a hundred steps to act (`router_bias_rate` is about 0.001, scores are at most 1),
+and a loss no fewer; until then, an uneven load is how a run begins, or recovers. It must last over
+`LASTING_INTERVALS` logged intervals, because one odd interval of many steps is not lasting, and
+until there are `ENOUGH_ROWS` rows per expert: fewer are a few sequences, whose tokens resemble each
+other. (In random choices, a standard deviation of an expert's rows is then 3% of an even load.)
+A layer that has collapsed is named once, and again only after it has recovered.
 """
 
 import math
@@ -31,6 +36,7 @@ from torch import Tensor
 from model.config import ModelConfig
 from training.balance import Loads
 
+LASTING_STEPS, LASTING_INTERVALS = 100, 3
 ENOUGH_ROWS = 1000  # per expert, on average
 
 
@@ -68,22 +74,9 @@ class ExpertLoads:
             },
         }
 
-    def collapsed(self, model: ModelConfig) -> dict[int, str]:
-        """What is wrong with each layer whose routing has collapsed, in words."""
-        found = {}
-        experts, chosen = model.num_experts, model.experts_per_token
-        most = (1 + chosen / experts) / 2
-        for layer, largest, dead, rows in zip(
-            self.layers, self.largest_share, self.dead, self.rows, strict=True
-        ):
-            of_tokens = largest * chosen / experts  # of which the busiest expert gets a row
-            if rows < ENOUGH_ROWS * experts:
-                continue
-            if 2 * dead > experts:
-                found[layer] = f"{dead} of {experts} experts had no token"
-            elif of_tokens > most:
-                found[layer] = f"one expert had {of_tokens:.0%} of the tokens"
-        return found
+    def of_busiest(self, model: ModelConfig) -> list[float]:
+        """The share of the tokens that have a row of the busiest expert, by layer."""
+        return [share * model.experts_per_token / model.num_experts for share in self.largest_share]
 
 
 class LoadStatistics:
@@ -98,8 +91,10 @@ class LoadStatistics:
     def __init__(self, model: ModelConfig, layers: list[int], device: str) -> None:
         self.model, self.layers = model, layers
         shape = model.num_layers, model.num_experts
-        self.counts = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.collapsed: dict[int, str] = {}  # as last logged
+        self.counts = torch.zeros(shape, dtype=torch.int64, device=device)  # since the last log
+        self.lasting = torch.zeros_like(self.counts)  # since layers were last judged
+        self.steps, self.intervals = 0, 0  # those of `lasting`
+        self.collapsed: dict[int, str] = {}  # as last judged
 
     @classmethod
     def of(cls, model: ModelConfig, device: str) -> "LoadStatistics | None":
@@ -110,16 +105,47 @@ class LoadStatistics:
     def add(self, loads: Loads) -> None:
         """Add a step's loads. The host does not wait."""
         self.counts += loads.counts
+        self.lasting += loads.counts
+        self.steps += 1
 
     def reset(self) -> None:
+        """Forget the loads: those steps come again."""
         self.counts.zero_()
+        self._judged()
 
     def figures(self) -> Tensor:
-        """[4 · L]: `figures_of` the interval, on the device."""
-        return figures_of(self.counts).flatten()
+        """[8 · L]: `figures_of` the interval, and of the steps to judge, on the device. A new
+        interval begins."""
+        found = torch.stack([figures_of(self.counts), figures_of(self.lasting)]).flatten()
+        self.counts.zero_()
+        self.intervals += 1
+        return found
 
-    def read(self, figures: list[float]) -> ExpertLoads:
-        """The result of `figures`, on the host."""
+    def read(self, figures: list[float]) -> tuple[ExpertLoads, str]:
+        """The result of `figures`, on the host: the loads of the interval, and a warning about the
+        layers whose routing has collapsed, newly; empty if there are none."""
+        half = len(figures) // 2
+        interval, lasting = self._loads(figures[:half]), self._loads(figures[half:])
+        enough = min(lasting.rows) >= ENOUGH_ROWS * self.model.num_experts
+        if self.steps < LASTING_STEPS or self.intervals < LASTING_INTERVALS or not enough:
+            return interval, ""
+        before, self.collapsed = self.collapsed, self._collapsed(interval, lasting)
+        over = f"over the last {self.steps} steps"
+        self._judged()
+        new = [f"layer {n}: {why}" for n, why in self.collapsed.items() if n not in before]
+        if not new:
+            return interval, ""
+        remedy = "raise model.router_aux_weight, or model.router_bias_rate of router sigmoid_bias"
+        return (
+            interval,
+            f"warning: routing has collapsed {over}; {'; '.join(new)}. To mend it, {remedy}",
+        )
+
+    def _judged(self) -> None:
+        self.lasting.zero_()
+        self.steps, self.intervals = 0, 0
+
+    def _loads(self, figures: list[float]) -> ExpertLoads:
         size = self.model.num_layers
         entropy, largest, dead, rows = (
             [figures[at + layer] for layer in self.layers] for at in range(0, 4 * size, size)
@@ -128,12 +154,20 @@ class LoadStatistics:
             self.layers, entropy, largest, list(map(int, dead)), list(map(int, rows))
         )
 
-    def newly_collapsed(self, loads: ExpertLoads) -> str:
-        """A warning about the layers whose routing has collapsed since the last call; empty if
-        there are none."""
-        before, self.collapsed = self.collapsed, loads.collapsed(self.model)
-        new = [f"layer {n}: {why}" for n, why in self.collapsed.items() if n not in before]
-        if not new:
-            return ""
-        remedy = "raise model.router_aux_weight, or model.router_bias_rate of router sigmoid_bias"
-        return f"warning: routing has collapsed; {'; '.join(new)}. If it stays so, {remedy}"
+    def _collapsed(self, interval: ExpertLoads, lasting: ExpertLoads) -> dict[int, str]:
+        """What is wrong with each layer whose routing has collapsed, in words."""
+        found, experts = {}, self.model.num_experts
+        even = self.model.experts_per_token / experts
+        most = (1 + even) / 2
+        for layer, dead, busiest, last in zip(
+            self.layers,
+            lasting.dead,
+            lasting.of_busiest(self.model),
+            interval.of_busiest(self.model),
+            strict=True,
+        ):
+            if dead:
+                found[layer] = f"{dead} of {experts} experts had no token"
+            elif min(busiest, last) > most:
+                found[layer] = f"one expert had {busiest:.0%} of the tokens (even: {even:.0%})"
+        return found

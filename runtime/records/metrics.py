@@ -178,9 +178,8 @@ class Metrics(Listener):
         numbers, (balance_loss, z_loss), figures = (
             part.tolist() for part in torch.cat(parts).cpu().split([len(part) for part in parts])
         )
-        self.load.reset()
-        loads, model = self.load.read(figures), self.config.model
-        if self.writes and (warning := self.load.newly_collapsed(loads)):
+        (loads, warning), model = self.load.read(figures), self.config.model
+        if self.writes and warning:
             log(f"{warning} (up to step {self.step})")
         # their sum, with `loss`, is what gradients are taken of
         losses = {"router_balance_loss": balance_loss} if model.router_aux_weight else {}
