@@ -66,8 +66,8 @@ class ModelConfig:
     # weight of log² of the sum of exp(logits), which keeps the router's logits small
     router_z_weight: Annotated[float, between(0, 1000, example=1e-3)] = 0.0
     # what router sigmoid_bias adds to an expert's bias after a step in which it had less than its
-    # share of tokens, or takes from it; 0: the bias stays as it is
-    router_bias_rate: Annotated[float, between(0, 1000, example=1e-3)] = 0.0
+    # share of tokens, or takes from it (scores are between 0 and 1); 0: the bias stays as it is
+    router_bias_rate: Annotated[float, between(0, 1, example=1e-3)] = 0.0
     # number of tokens that a token sees in layers of kind sliding_window, itself included
     attention_window: Annotated[int, between(1, 2**31 - 1, example=4096)] | None = None
     norm_eps: Annotated[float, between(1e-30, 1, example=1e-5)] = 1e-5

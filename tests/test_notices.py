@@ -4,6 +4,8 @@ import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import pytest
+
 from runtime.start.notices import changed_settings, notices
 from tests.runs import train_run, write_config
 from tools.ranks import Ranks
@@ -40,6 +42,29 @@ def test_experts_that_nothing_balances_are_named() -> None:
     off = ["model.router_aux_weight=0", "model.router_bias_rate=0"]
     (line,) = notices(load_config(moe, off), None, "cpu", 4096)
     assert line.startswith("warning: nothing keeps the load of experts even")
+
+
+DOUBTED = [
+    ("optimizer.lr=0", "optimizer.lr is 0"),
+    ("optimizer.warmup_steps=160", "optimizer.warmup_steps=160 is not less than the 160 steps"),
+    ("optimizer.weight_decay=1000", "optimizer.lr · optimizer.weight_decay is 3: above 1"),
+    ("optimizer.betas=[0.95, 0.9]", "optimizer.betas=[0.95, 0.9]: the first is larger"),
+    ("guard.spike_sigmas=1", "guard.spike_sigmas=1 skips about 15.9% of the updates"),
+    ("checkpoint.keep_every=60", "checkpoint.keep_every=60 is no multiple"),
+    ("model.experts_per_token=8", "model.experts_per_token=8 is all experts"),
+    (
+        "stages=[{from_step: 150, optimizer: {warmup_steps: 20}}, {from_step: 155}]",
+        "stages.1.optimizer.warmup_steps=20 is not less than the 10 steps",
+    ),
+]
+
+
+@pytest.mark.parametrize(("setting", "said"), DOUBTED)
+def test_what_may_be_a_mistake_is_named(setting: str, said: str) -> None:
+    moe = "configs/laptop_moe.yaml"
+    config = load_config(moe, ["checkpoint.interval=40", setting])
+    (line,) = notices(config, resumes=False, device="cpu", num_tokens=4096)
+    assert line.startswith(f"warning: {said}")
 
 
 def test_rows_that_belong_to_no_token_are_counted() -> None:

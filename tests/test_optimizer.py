@@ -3,6 +3,7 @@ for the device."""
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tools.parity.cases import Case
 from tools.parity.reference_training import warmup_cosine
 from tools.parity.run import assemble, global_batch, parts
 from training.build import build_stages
-from training.learning_rate import learning_rate
+from training.learning_rate import check_learning_rate, learning_rate
 from training.sections import OptimizerConfig
 from training.step import TrainStep
 
@@ -60,6 +61,27 @@ def test_wsd_is_flat_then_falls_linearly():
     )
     rates = [learning_rate(step, range(12), config) for step in range(13)]
     assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0])
+
+
+@pytest.mark.parametrize("warmup", range(13))
+def test_no_accepted_wsd_jumps(warmup):
+    """The rate rises in warmup and falls by one part of the decay a step, or is refused."""
+    for decay in range(1, 13):
+        config = OptimizerConfig(
+            lr=1.0, warmup_steps=warmup, schedule="wsd", decay_steps=decay, min_lr_ratio=0.0
+        )
+        rates = [learning_rate(step, range(12), config) for step in range(13)]
+        jumps = any(a - b > 1 / decay + 1e-12 for a, b in pairwise(rates))
+        if warmup + decay <= 12:
+            check_learning_rate(config, range(12), in_stages=False)
+            assert not jumps
+            assert max(rates) == 1
+            continue
+        assert jumps or warmup + decay == 13 or warmup == 12
+        with pytest.raises(UserError, match=f"optimizer.decay_steps = {decay}: with ") as refused:
+            check_learning_rate(config, range(12), in_stages=False)
+        most = f"give at most {12 - warmup}, or " if warmup < 12 else "give "
+        assert refused.value.remedy == f"{most}optimizer.warmup_steps={12 - decay} or less"
 
 
 def updated_without_gradient(case):

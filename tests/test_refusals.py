@@ -56,6 +56,7 @@ WRONG = [
     ("optimizer.betas=[0.9, 1]", "optimizer.betas", "[0.9, 0.95]"),
     ("run.dir=/etc/hosts/run", "run.dir", "not a writable folder"),
     ("optimizer.schedule=wsd", "optimizer.decay_steps", "between 1 and"),
+    ("optimizer.decay_steps=2", "optimizer.decay_steps", "optimizer.schedule=wsd"),
     ("model.vocab_size=700", "model.vocab_size", "set model.vocab_size=800"),
     ("train.seq_len=1000000", "train.seq_len", "tokens"),
     ("data.path=/nowhere", "data.path", "prepare"),

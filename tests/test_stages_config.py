@@ -82,6 +82,11 @@ REFUSED = [
     ("{from_step: 5, parallel: {tp: 3}}", "stages.1.parallel.tp = 3: "),
     ("{from_step: 5, train: {global_batch_size: 7}}", "stages.1.train.global_batch_size = 7: must"),
     ("{from_step: 5, optimizer: {schedule: wsd}}", "stages.1.optimizer.decay_steps = 0: schedule"),
+    ("{from_step: 60, optimizer: {schedule: wsd, warmup_steps: 60, decay_steps: 50}}",
+     "stages.1.optimizer.decay_steps = 50: with optimizer.warmup_steps=60 they would be more than "
+     "its phase of 100 steps"),
+    ("{from_step: 60, optimizer: {schedule: linear, decay_steps: 50}}",
+     "stages.1.optimizer.decay_steps = 50: schedule linear does not read it"),
 ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from parallel.pipeline.balance import LayerCosts
 from parallel.pipeline.check import fault_of
 from parallel.pipeline.schedules import MAX_FORWARDS, SCHEDULES, build_schedule
 from training.check_experts import check_experts
+from training.learning_rate import check_learning_rate
 from training.precision import Precision
 from training.sections import (
     MAX_TOKENS,
@@ -298,13 +299,8 @@ def check_pure_bfloat16(config: Config, sizes: MeshSizes) -> None:
         raise UserError("optimizer.pure_bfloat16", True, why, remedy)
 
 
-def check_decay_steps(config: Config, sizes: MeshSizes) -> None:
-    optimizer, steps = config.optimizer, len(config.phase)
-    if optimizer.schedule == "wsd" and not 0 < optimizer.decay_steps <= steps:
-        given = f"train.steps={steps}" if not config.stages else f"its phase of {steps} steps"
-        why = f"schedule wsd decays over the last steps of {given}"
-        remedy = f"give a number between 1 and {steps}, often a tenth or a fifth of it"
-        raise UserError("optimizer.decay_steps", optimizer.decay_steps, why, remedy)
+def check_rate(config: Config, sizes: MeshSizes) -> None:
+    check_learning_rate(config.optimizer, config.phase, in_stages=bool(config.stages))
 
 
 def check_schedule(config: Config, sizes: MeshSizes) -> None:
@@ -343,7 +339,7 @@ CHECKS: list[Callable[[Config, MeshSizes], None]] = [
     check_routing,
     check_sequence,
     check_pure_bfloat16,
-    check_decay_steps,
+    check_rate,
     check_schedule,
     check_compile,
 ]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from errors import UserError
 from runtime.start.connections import connections_notice
+from runtime.start.doubts import doubts
 from training.config import Config
 from training.load_config import changed_between, load_config, settings_of
 
@@ -39,7 +40,7 @@ def notices(config: Config, path: Path | None, device: str, num_tokens: int) -> 
             "warning: nothing keeps the load of experts even: model.router_aux_weight and "
             "model.router_bias_rate are 0"
         )
-    return lines
+    return lines + [f"warning: {doubt}" for doubt in doubts(config)]
 
 
 def what_changed(path: Path, config: Config) -> list[str]:
