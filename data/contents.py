@@ -1,7 +1,8 @@
 """What a file is, by its first bytes.
 
-They decide, whatever the file's name, whether it is compressed, a parquet table, text, or something
-else, which is refused. The name only says how text is to be read: `.jsonl`, `.csv`, …
+They decide whether it is compressed, a parquet table, text, or something else, which is refused.
+The name says how text is to be read (`.jsonl`, `.csv`, …). It also tells damage: a file named
+`.parquet` must be a parquet table, and one named `.gz` must be compressed or UTF-8 text.
 """
 
 import codecs
@@ -24,7 +25,7 @@ COMPRESSED = {
 }
 ARCHIVES = {".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar"}
 HEAD = 512  # first bytes that are read; a tar's signature is at 257
-PARQUET = b"PAR1"
+PARQUET, ENCRYPTED = b"PAR1", b"PARE"  # at both ends of a parquet table
 _UNPACK = "unpack it and give the folder"
 _DECOMPRESS = "decompress it"
 _CONVERT = "convert it to parquet (pyarrow can), or export it as JSON lines"
@@ -40,19 +41,20 @@ _OTHERS = {
     rb"PK(?:\x03\x04|\x05\x06)": ("a zip archive", _UNPACK),
     rb"7z\xbc\xaf\x27\x1c": ("a 7z archive", _UNPACK),
     rb"Rar!\x1a\x07": ("a rar archive", _UNPACK),
-    rb"(?s:.{257})ustar": ("a tar archive", _UNPACK),
+    rb"(?s:(?=.*\0).{257}ustar)": ("a tar archive", _UNPACK),
     rb"\x04\x22\x4d\x18": ("compressed by lz4", _DECOMPRESS),
     rb"\x1f\x9d": ("compressed by compress", _DECOMPRESS),
     rb"%PDF-\d": ("a PDF", "extract its text"),
     rb"SQLite format 3\0": ("an SQLite database", "export its text as JSON lines"),
-    rb"ARROW1|FEA1|\xff\xff\xff\xff": ("an Arrow or Feather table", _CONVERT),
-    rb"PARE": ("an encrypted parquet table", "decrypt it"),
+    rb"ARROW1\0\0|(?s:FEA1.*\0)|\xff{4}": ("an Arrow or Feather table", _CONVERT),
 }  # fmt: skip
 # UTF-32 is first, because its mark may begin with that of UTF-16
 _ENCODINGS = {rb"\xff\xfe\0\0|\0\0\xfe\xff": "UTF-32", rb"\xff\xfe|\xfe\xff": "UTF-16"}
 _PACKED = {start: suffix for suffix, (_, start, _) in COMPRESSED.items()}
 # whether a file may be anything but text; one expression, because there are many files
-_UNUSUAL = re.compile(b"|".join([PARQUET, *_PACKED, *_OTHERS, *_ENCODINGS, rb"(?s:.*)\0"]))
+_UNUSUAL = re.compile(
+    b"|".join([PARQUET, ENCRYPTED, *_PACKED, *_OTHERS, *_ENCODINGS, rb"(?s:.*)\0"])
+)
 T = TypeVar("T")
 
 
@@ -72,6 +74,12 @@ def kind(path: Path) -> str:
 def first_bytes(file: Path) -> bytes:
     with file.open("rb") as stream:
         return stream.read(HEAD)
+
+
+def _last_bytes(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        stream.seek(-4, io.SEEK_END)
+        return stream.read()
 
 
 def known(head: bytes) -> tuple[str, str] | None:
@@ -96,17 +104,28 @@ def form(file: Path) -> str:
     promises = name == ".parquet" or file.suffix.lower() in COMPRESSED
     if not promises and not _UNUSUAL.match(head):
         return name
-    if head.startswith(PARQUET):
-        return ".parquet"
     packed = compression(head)
     if packed:
         with open_binary(file) as stream:
             head = stream.read(HEAD)
+    table = (
+        head[:4] in (PARQUET, ENCRYPTED)
+        and (  # a text may begin so, too
+            name == ".parquet" or (b"\0" in head if packed else _last_bytes(file) == head[:4])
+        )
+    )
+    if table and not packed and head.startswith(PARQUET):
+        return ".parquet"
     found = known(head)
     if packed and (again := compression(head)):
         found = f"compressed again, by {again[1:]}", _DECOMPRESS
-    elif packed and head.startswith(PARQUET):
-        found = "a parquet table", _DECOMPRESS
+    elif table:
+        encrypted = head.startswith(ENCRYPTED)
+        found = (
+            ("an encrypted parquet table", "decrypt it")
+            if encrypted
+            else ("a parquet table", _DECOMPRESS)
+        )
     elif encoding := _first(_ENCODINGS, head):
         copy = f"convert a copy and give that: {utf8_copy(file, encoding)}"
         found = f"{encoding}, not UTF-8", copy

@@ -245,10 +245,14 @@ NOT_TEXT = {
     "zip.txt": (b"PK\3\4rest", "it is a zip archive", UNPACK),
     "tar.jsonl.gz": (gzip.compress(TAR), "decompressed, it is a tar archive", UNPACK),
     "xz.gz": (gzip.compress(lzma.compress(b"")), "decompressed, it is compressed again, by xz", ""),
-    "parquet.gz": (gzip.compress(b"PAR1"), "decompressed, it is a parquet", "decompress it, or"),
+    "parquet.gz": (gzip.compress(b"PAR1\x15\0"), "decompressed, it is a parqu", "decompress it"),
     "a.parquet": ("text", "it is not a parquet table: it begins with b'text'", "copy it again"),
     "empty.parquet": ("", "it is not a parquet table: it begins with b''", "copy it again"),
     "arrow.jsonl": (b"ARROW1\0\0", "it is an Arrow or Feather table", "convert it to parquet"),
+    "feather.txt": (b"FEA1\0", "it is an Arrow or Feather table", "convert it to parquet"),
+    "secret.csv": (b"PARE\0PARE", "it is an encrypted parquet table", "decrypt it"),
+    "cut.parquet": (b"PAR1\x15\0", "it is damaged or cut short", "copy it again"),
+    "cut.jsonl": (b"PAR1\x15\0", "it is not UTF-8 text: it has bytes of value 0", "copy it again"),
     "paper.md": (b"%PDF-1.7\n", "it is a PDF", "extract its text"),
     "base.txt": (b"SQLite format 3\0", "it is an SQLite database", "export its text"),
     "zeros.txt": ("text " * 999 + "\0", "it is damaged or cut short: it has bytes of value 0",
@@ -270,6 +274,15 @@ def test_a_file_is_what_its_first_bytes_say(tmp_path: Path, name: str) -> None:
     error = refusal(file)
     assert (error.value, error.why[: len(why)]) == (str(file), why)
     assert error.remedy.startswith(remedy)
+
+
+def test_text_may_begin_like_something_else(tmp_path: Path) -> None:
+    starts = ["PARENTS and", "PAR1 is a receptor", "ARROW1 is a name", "FEA1…", f"{'.':257}ustar"]
+    packed = {f"{i}.txt.gz": gzip.compress(text.encode()) for i, text in enumerate(starts)}
+    write(tmp_path, {f"{i}.txt": text for i, text in enumerate(starts)} | packed)
+    assert read(tmp_path) == ([text for text in starts for _ in range(2)], {})
+    write(tmp_path, {"a.csv": "PARENT_ID,text\n1,a\n"})
+    assert read(tmp_path / "a.csv")[0] == ["a"]
 
 
 def test_compressed_files_and_parquet_are_read_under_any_name(tmp_path: Path) -> None:
