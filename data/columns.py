@@ -10,15 +10,12 @@ from errors import UserError
 ROWS_WITHOUT = 1000  # a column missing from this many first rows is not in the table
 
 
-def text_column(row: dict[str, Any], asked: str | None, find: bool) -> str | None:
-    """The name of the text's column: `asked` if given; else `text`; else, if `find`, the only
-    column that holds text in this row. None if there is no such column."""
+def text_columns(row: dict[str, Any], asked: str | None) -> list[str]:
+    """The columns of the row that may hold the text: `asked` if given; else `text`; else each
+    column that holds text in this row."""
     if asked is not None or "text" in row:
-        return asked or "text"
-    texts = [
-        name for name, value in row.items() if isinstance(value, str) and not _is_number(value)
-    ]
-    return texts[0] if find and len(texts) == 1 else None
+        return [asked or "text"]
+    return [name for name, value in row.items() if isinstance(value, str) and not _is_number(value)]
 
 
 def row_texts(
@@ -32,32 +29,13 @@ def row_texts(
 
     find: whether a column other than `text` may be chosen if none was asked for.
     """
-    column, seen = None, False
-    without: list[UserError] = []  # the rows before the first that has the column
-    for where, row in table:
-        if isinstance(row, UserError):
-            report.fault("damaged_rows", row)
-            continue
-        column = column or text_column(row, asked, find)
-        if column not in ("text", None) and asked is None and "text" in row:
-            why = f"{where} has a column 'text', and the rows before it do not"
-            remedy = f"choose one: --text-field {column}, or --text-field text"
-            raise UnknownColumn("--source", name, why, remedy)
+    for where, row, column in _with_column(table, name, asked, report, find):
+        text = row.get(column)
         if column not in row:
             why = f"{where} of {name} has no such column"
             remedy = "correct the name or that row, or leave out all such rows: --skip missing"
-            error = UserError("--text-field", column or "text", why, remedy)
-            if seen or (find and "missing" in report.skip):
-                report.fault("missing_texts", error)
-            elif len(without) == ROWS_WITHOUT:
-                raise no_column(name, row, asked)
-            else:
-                without.append(error)
-            continue
-        while not seen and without:
-            report.fault("missing_texts", without.pop(0))
-        seen, text = True, row[column]
-        if text is None:
+            report.fault("missing_texts", UserError("--text-field", column, why, remedy))
+        elif text is None:
             report.counts["null_texts"] += 1
         elif not isinstance(text, str):
             why = f"{where} of {name} holds {type(text).__name__}, not text"
@@ -68,12 +46,45 @@ def row_texts(
             yield text, column
         else:
             report.counts["empty_documents"] += 1
-    if without:
+
+
+def _with_column(
+    table: Iterator[tuple[str, Row]], name: str, asked: str | None, report: Report, find: bool
+) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yields (location, row, column of the text) for every row that is not damaged. Rows are kept
+    until one shows the column, since it may be null or a number in them. Raises UnknownColumn if
+    none does."""
+    column, seen, row = None, False, None
+    before: list[tuple[str, dict[str, Any]]] = []
+    for where, found in table:
+        if isinstance(found, UserError):
+            report.fault("damaged_rows", found)
+            continue
+        row = found
+        if column is None:
+            may_be = text_columns(row, asked)
+            if len(may_be) == 1 and (find or asked or may_be == ["text"]):
+                column = may_be[0]
+            find = find and len(may_be) <= 1  # nor may a later row choose among these
+        if column not in ("text", None) and asked is None and "text" in row:
+            why = f"{where} has a column 'text', and the rows before it do not"
+            remedy = f"choose one: --text-field {column}, or --text-field text"
+            raise UnknownColumn("--source", name, why, remedy)
+        before.append((where, row))
+        seen = seen or column in row
+        if not seen and len(before) <= ROWS_WITHOUT:
+            continue
+        if column is None or not (seen or "missing" in report.skip):
+            break
+        for each in before:
+            yield *each, column
+        before.clear()
+    if row is not None and not seen:
         raise no_column(name, row, asked)
 
 
-def no_column(name: str, row: Row, asked: str | None) -> UserError:
-    columns = ", ".join(map(str, row)) if isinstance(row, dict) else ""
+def no_column(name: str, row: dict[str, Any], asked: str | None) -> UserError:
+    columns = ", ".join(map(str, row))
     columns = columns if len(columns) < 300 else columns[:300] + "…"
     why = f"the rows of {name} have no such column"
     remedy = f"set --text-field to one of: {columns}; or leave that file out"

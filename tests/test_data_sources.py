@@ -381,6 +381,20 @@ def test_the_column_of_the_text_is_found_or_asked_for(tmp_path: Path) -> None:
     )
     assert read(tmp_path / "two.csv", text_field="body")[0] == ["words"]
     assert "line 2 has a column 'text'" in refusal(tmp_path / "late.jsonl").why
+    # the rows before the one that shows the column are read like the others
+    late = '{"n": 1}\n{"b": null}\n{"b": ""}\n{"b": "42"}\n{"b": "x"}\n'
+    write(tmp_path, {"c.jsonl": late, "d.csv": "id,b\n1,42\n2,x\n", "e.csv": "t,b\na,b\nc,4\n"})
+    report = Report(["missing"])
+    texts = [document.text for document in documents(f"{tmp_path}/c.jsonl", report=report)]
+    assert (texts, [*report.counts.values()]) == (["42", "x"], [1, 1, 1, 0, 0])
+    assert "line 1 of" in refusal(tmp_path / "c.jsonl").why
+    assert read(tmp_path / "d.csv", ["missing"]) == read(tmp_path / "d.csv") == (["42", "x"], {})
+    assert refusal(tmp_path / "e.csv").key == "--text-field"  # `t` and `b`
+    assert (
+        "have no such column" in refusal(tmp_path / "d.csv", skip=["missing"], text_field="c").why
+    )
+    write(tmp_path, {"f.jsonl": '{"n": 1}\n' * 1001 + row("y")})
+    assert refusal(tmp_path / "f.jsonl").remedy.startswith("set --text-field to one of: n;")
     assert refusal(tmp_path / "one.csv", text_field="text").key == "--text-field"
 
 
