@@ -6,6 +6,7 @@ The name says how text is to be read (`.jsonl`, `.csv`, …). It also tells dama
 """
 
 import codecs
+import functools
 import importlib
 import io
 import re
@@ -165,6 +166,7 @@ def open_binary(file: Path) -> BinaryIO:
     return module.open(file, "rb")
 
 
+@functools.lru_cache(maxsize=1)  # of a file in which many lines are not UTF-8
 def utf8_copy(file: Path, encoding: str) -> str:
     """The command that writes a UTF-8 copy of the file's content beside it, under a new name."""
     packed, old = compression(first_bytes(file)), shlex.quote(str(file))

@@ -8,9 +8,11 @@ import glob
 import os
 import re
 import shlex
+import sys
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
 
@@ -32,9 +34,7 @@ SPLIT_WORDS = {
 SPLIT_WORD = re.compile(rf"(?<![a-z])({'|'.join(SPLIT_WORDS)})(?![a-z])")
 NAMED = 5  # the most file names that a report lists for each reason
 SHOWN = 20  # the most rows and files that an error lists
-
-
-# what a report counts, and the word of --skip that allows it; "": it is always allowed
+# what a report counts, and the choice of --skip that leaves it out; "": it is always left out
 COUNTED = {
     "empty_documents": "",
     "null_texts": "",
@@ -44,6 +44,9 @@ COUNTED = {
 }
 
 
+T = TypeVar("T")
+
+
 class UnknownColumn(UserError):
     """It is not known which column of a table holds the text."""
 
@@ -51,17 +54,19 @@ class UnknownColumn(UserError):
 class Report:
     """What was read of a source, and what was left out; filled in while its documents are read.
 
-    skip: what is only counted, not refused: `missing` (rows without the column of the text) or
-        `damaged` (rows, and files from the damage on).
+    skip: what is left out and counted; otherwise it is refused: `missing` (rows without the column
+        of the text) or `damaged` (rows, and files from the damage on).
+    announce: whether the first fault is written to standard error as soon as reading continues.
     files: number of files that gave documents.
     columns: columns other than `text` that texts came from, each with one example file.
     left_out: reason → names of the files.
+    used_in_part: damaged files that gave documents: each with where the damage begins.
     counts: see COUNTED.
     refused: number of the faults that are not to be skipped; once there is one, nothing is
         prepared, and the rest is only read to list all faults.
     """
 
-    def __init__(self, skip: Collection[str] = ()) -> None:
+    def __init__(self, skip: Collection[str] = (), announce: bool = False) -> None:
         self.skip = frozenset(skip)
         self.counts = dict.fromkeys(COUNTED, 0)
         self.refused = 0
@@ -69,6 +74,8 @@ class Report:
         self.files = 0
         self.columns: dict[str, str] = {}
         self.left_out: dict[str, list[str]] = {}
+        self.used_in_part: list[str] = []
+        self._announce = announce
 
     def leave_out(self, name: str, reason: str) -> None:
         self.left_out.setdefault(reason, []).append(name)
@@ -83,6 +90,23 @@ class Report:
         self.refused += 1
         if len(self._shown) < SHOWN:
             self._shown.append(error)
+
+    def take(self, other: "Report") -> None:
+        """Moves the counts and the faults of `other` here."""
+        for what, count in other.counts.items():
+            self.counts[what] += count
+        self.refused += other.refused
+        self._shown += other._shown[: SHOWN - len(self._shown)]
+        other.counts, other.refused, other._shown = dict.fromkeys(COUNTED, 0), 0, []
+
+    def while_reading(self, things: Iterable[T]) -> Iterator[T]:
+        """Yields the files or rows, and announces the first fault once there is another of them."""
+        for thing in things:
+            if self._announce and self._shown:
+                error, self._announce = self._shown[0], False
+                why = "reading on to list all faults; nothing will be written"
+                print(f"{error.value}: {error.why}; {why}", file=sys.stderr, flush=True)
+            yield thing
 
     def check(self, key: str, value: str) -> None:
         """Raises one UserError for all faults that are not to be skipped: the only one itself, or
@@ -99,8 +123,12 @@ class Report:
 
     def counted(self) -> list[str]:
         """The counts that are not 0, as text."""
-        counts = ((what.replace("_", " "), count) for what, count in self.counts.items())
-        return [f"{count:,} {what} left out" for what, count in counts if count]
+        found = []
+        for what, count in self.counts.items():
+            name = what.replace("_", " ").removesuffix("s" if count == 1 else "")
+            end = " from the damage on" if what == "damaged_files" else ""
+            found += [f"{count:,} {name} left out{end}"] if count else []
+        return found
 
     def lines(self) -> list[str]:
         """The report as lines of text to print."""
@@ -114,13 +142,19 @@ class Report:
             else []
         )
         for reason, names in self.left_out.items():
-            more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
-            found.append(f"  {reason}: {', '.join(names[:NAMED])}{more}")
+            found.append(f"  {reason}: {_some(names)}")
+        if self.used_in_part:
+            found.append(f"  damaged; what is before it was used: {_some(self.used_in_part)}")
         found += self.counted()
         columns = self.columns.items()
         return found + [
             f"the text is in the column {column!r} of {name}" for column, name in columns
         ]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:

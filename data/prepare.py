@@ -20,7 +20,6 @@ OUT is never incomplete.
 import json
 import multiprocessing
 import os
-import shlex
 import shutil
 import signal
 import threading
@@ -36,7 +35,7 @@ from tqdm import tqdm
 from data.files import Report
 from data.heldout import Part, Splitter
 from data.shards import FORMAT, VERSION, ShardWriter
-from data.sources import documents
+from data.sources import documents, shown
 from data.text_kept import CHECK_ALL, CHECK_EVERY, Kept, kept
 from data.tokenizer import Tokenizer
 from errors import UserError
@@ -105,11 +104,11 @@ def prepare(
         if writers["train"].tokens == 0:
             why = "there are no training tokens: each of its documents is held out"
             remedy = "give more text, or a smaller --heldout-fraction"
-            raise UserError("--source", shlex.join(sources), why, remedy)
+            raise UserError("--source", shown(sources), why, remedy)
         index = {
             "format": FORMAT,
             "version": VERSION,
-            "source": shlex.join(sources),
+            "source": shown(sources),
             "dtype": dtype.name,
             "vocab_size": tokenizer.vocab_size,
             "tokenizer_sha256": tokenizer.sha256,

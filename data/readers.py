@@ -8,8 +8,8 @@
     .gz .bz2 .xz .zst   any of these except .parquet, compressed
 
 contents.py recognizes compression and parquet by the content. A defect of a file raises a UserError
-that names the file. That of a row is yielded in its place, with the line or the number of the row,
-and reading continues. Nothing is repaired.
+that names the file. A damaged row is yielded as an error in its place, with the number of the line
+or the row, and reading continues. Nothing is repaired.
 """
 
 import contextlib
@@ -46,8 +46,6 @@ def text_parts(file: Path) -> Iterator[str]:
         while text := stream.read(MAX_TEXT_CHARS):
             if not text.endswith("\n"):
                 text += stream.readline(MAX_TEXT_CHARS)
-            if "\0" in text:  # as a crash of the file system leaves them
-                raise _damaged(file, "it has bytes of value 0")
             yield text
 
 
@@ -215,8 +213,6 @@ def _csv_rows(file: Path, form: str) -> Iterator[tuple[str, Row]]:
 def _bad_values(file: Path, line: int, values: list[str]) -> UserError | None:
     """The error of a line of CSV whose values are not UTF-8 text."""
     text = "".join(values)
-    if "\0" in text:
-        return UserError("--source", str(file), f"line {line}: it has bytes of value 0", ON_LINE)
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -61,7 +61,8 @@ def documents(
     report: records what was read and what was left out, and says what may be left out.
 
     Raises UserError for a source that does not exist, and for all files and rows that cannot be
-    read: it reads to the end to list them, but yields no document after the first.
+    read: it reads to the end to list them (a hub data set: to the first), but yields no document
+    after the first.
     """
     report = report or Report()
     sources = [source] if isinstance(source, str) else source
@@ -70,10 +71,15 @@ def documents(
         some = True
         if not report.refused:
             yield document
-    report.check("--source", shlex.join(sources))
+    report.check("--source", shown(sources))
     if not some:
         why = ": ".join(["it contains no text", *filter(None, [", ".join(report.counted())])])
-        raise UserError("--source", shlex.join(sources), why, "give another source")
+        raise UserError("--source", shown(sources), why, "give another source")
+
+
+def shown(sources: Sequence[str]) -> str:
+    """The sources as text: the only one as it is, or several as a shell would read them."""
+    return sources[0] if len(sources) == 1 else shlex.join(sources)
 
 
 def _of_sources(
@@ -148,28 +154,40 @@ def _files(
 def _of_files(
     files: list[Path], folder: Path | None, text_field: str | None, report: Report
 ) -> Iterator[Document]:
-    for file in files:
+    for file in report.while_reading(files):
         name = file.name if folder is None else file.relative_to(folder).as_posix()
         in_folder = folder is not None and kind(file) == ".json"  # many of those are not tables
-        some = False
+        its = Report(report.skip) if in_folder else report  # so their faults may not count
+        used, error = 0, None
         try:
-            for document in _of_file(file, name, text_field, report, not in_folder):
-                report.files += not some
-                some = True
+            for document in _of_file(file, name, text_field, its, not in_folder):
+                if in_folder:
+                    report.take(its)
+                report.files += not used
+                used += 1
                 yield document
-            if not some:
-                report.leave_out(name, "empty")
-        except UnknownColumn as error:
-            if not in_folder or some:
-                report.fault("column", error)
-            else:
+        except UserError as raised:
+            error = raised
+        if in_folder and not used and not isinstance(error, Unreadable):
+            if error and not isinstance(error, UnknownColumn):
+                report.leave_out(f"{name} ({error.why})", "JSON, but cannot be read as a table")
+                continue
+            if error or its.counts["damaged_rows"] or its.counts["missing_texts"]:
                 column = text_field or "text"
-                report.leave_out(name, f"JSON, but has no rows with column {column!r}")
-        except Unreadable as error:
-            report.fault("unreadable", error)
-        except UserError as error:  # what was read before the damage has been used
+                report.leave_out(name, f"JSON, but has no rows with text in column {column!r}")
+                continue
+        if in_folder:
+            report.take(its)
+        if isinstance(error, UnknownColumn | Unreadable):
+            report.fault("file", error)
+        elif error:
             report.fault("damaged_files", error)
-            report.leave_out(name, "damaged")
+            if used:
+                report.used_in_part.append(f"{name} (damaged from document {used + 1} on)")
+            else:
+                report.leave_out(name, "damaged")
+        elif not used:
+            report.leave_out(name, "empty")
 
 
 def _of_file(
@@ -181,7 +199,7 @@ def _of_file(
         for i, text in enumerate(text_parts(file)):
             yield Document(f"{name}#{i}" if i else name, text)
         return
-    table = rows(file, its_form, text_field)
+    table = report.while_reading(rows(file, its_form, text_field))
     for text, column in row_texts(table, str(file), text_field, report, find):
         if column != "text" and text_field is None:
             report.columns.setdefault(column, name)
@@ -199,6 +217,8 @@ def _of_hub(source: str, text_field: str | None, split: str, report: Report) -> 
     read = 0
     try:
         table = datasets.load_dataset(name, configuration or None, streaming=True, split=split)
+        # only up to the first fault, since reading on would download all of it
+        table = itertools.takewhile(lambda _: not report.refused, table)
         for text, column in row_texts(
             ((f"row {next(number)}", row) for row in table), source, text_field, report
         ):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from data.dataset import TokenDataset
+from data.files import Report
 from data.heldout import FEW, MOST_DOCUMENTS, Part, Splitter, cut, held_out
 from data.prepare import prepare
 from data.sources import Document
@@ -95,7 +96,7 @@ def test_one_file_is_prepared_and_trains(
     assert json.loads((out / "index.json").read_text())["heldout"] == "the end of each document"
     options = Namespace(source=[str(source)], text_field=None, split="train", skip=[])
     options.heldout_fraction, options.max_characters = 0.05, 10**9
-    assert list(tokenizer_texts(options)) == [trained]
+    assert list(tokenizer_texts(options, Report())) == [trained]
     config = write_config(tmp_path, out, train={"steps": 1, "eval_interval": 1, "eval_samples": 4})
     assert ranks.run(train_run, 1, [config]) == [""]
     assert "eval_loss" in (tmp_path / "run" / "metrics.jsonl").read_text()

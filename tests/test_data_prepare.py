@@ -4,6 +4,7 @@ workers."""
 import gzip
 import json
 import math
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -197,10 +198,10 @@ def test_same_bytes_for_any_number_of_workers(tmp_path) -> None:
 
 def test_empty_documents_are_counted_and_left_out(tmp_path) -> None:
     rows = [{"text": ""}, {"text": "some text"}, {"text": None}, {"text": ""}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    index = prepare(
-        str(tmp_path / "rows.jsonl"), tokenizer(), tmp_path / "out", heldout_fraction=0.0
-    )
+    file = tmp_path / "my rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    index = prepare(str(file), tokenizer(), tmp_path / "out", heldout_fraction=0.0)
+    assert index["source"] == str(file)
     assert (index["empty_documents"], index["null_texts"]) == (2, 1)
     assert index["splits"]["train"]["documents"] == 1
     assert index["splits"]["heldout"] == {
@@ -239,6 +240,11 @@ def test_rows_without_the_column_are_refused_or_counted(tmp_path, monkeypatch) -
         str(file), report=report
     )
     assert (hub.counts["missing_texts"], hub.counts["null_texts"]) == (29, 1)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: stream)
+    stream = iter(TYPO)  # is read only up to the first fault
+    with pytest.raises(UserError, match="row 1 of some/name has no such column"):
+        texts_of("some/name")
+    assert next(stream) == TYPO[3]
     # A table of parquet has the column in all rows or in none.
     pyarrow.parquet.write_table(read.data.table, table)
     assert len(texts_of(str(table), report=(report := Report()))) == 30
@@ -266,6 +272,12 @@ def test_all_damage_is_listed_at_once_or_skipped_and_counted(tmp_path, capsys) -
     arguments += ["--heldout-fraction", "0", "--workers", "1"]
     assert prepare_command.main(arguments) == 2
     said = capsys.readouterr().err
+    first, said = said.split("\n", 1)
+    assert first == (
+        f"text: line 11 of {source}/a.jsonl holds int, not text; "
+        "reading on to list all faults; nothing will be written"
+    )
+    assert said.startswith("error: --source = ")
     assert "10 rows or files cannot be read:" in said
     expected = [
         f"text: line 11 of {source}/a.jsonl holds int, not text",
@@ -282,13 +294,23 @@ def test_all_damage_is_listed_at_once_or_skipped_and_counted(tmp_path, capsys) -
     for line, starts in zip(said.splitlines()[1:], expected, strict=False):
         assert line.strip().startswith(starts)
     assert not out.exists()
-    assert prepare_command.main([*arguments, "--skip", "damaged"]) == 0
+    (tmp_path / "f.txt").write_text("another source")
+    arguments += ["--source", str(tmp_path / "f.txt"), "--skip", "damaged", "--skip", "missing"]
+    assert prepare_command.main(arguments) == 0
     said = capsys.readouterr().out
-    assert "8 damaged rows left out\n2 damaged files left out\n" in said
+    assert "8 damaged rows left out\n2 damaged files left out from the damage on\n" in said
     assert "damaged: b.jsonl.gz, c.txt" in said
     index = json.loads((out / "index.json").read_text())
     assert (index["damaged_rows"], index["damaged_files"]) == (8, 2)
-    assert split_texts(out, "train") == [*(f"document {i}" for i in range(20)), "csv", "parquet"]
+    assert shlex.split(index["source"]) == [str(source), str(tmp_path / "f.txt")]
+    expected = [*(f"document {i}" for i in range(20)), "csv", "parquet", "another source"]
+    assert split_texts(out, "train") == expected
+    arguments = ["--source", str(source), "--skip", "damaged", "--vocab-size", "280"]
+    assert tokenizer_command.main([*arguments, "--out", str(tmp_path / "u.model")]) == 0
+    assert (
+        said.split("8 damaged rows")[1].splitlines()[:2]
+        == (capsys.readouterr().out.split("8 damaged rows")[1].splitlines()[:2])
+    )
 
 
 @pytest.mark.parametrize(

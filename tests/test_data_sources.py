@@ -7,6 +7,7 @@ import importlib
 import json
 import lzma
 import os
+import random
 import shlex
 import subprocess
 from collections.abc import Callable, Sequence
@@ -64,7 +65,9 @@ def test_a_folder_of_mixed_kinds_is_read_whole_and_the_rest_is_named(tmp_path: P
          "d/e.csv": "text,n\ncsv,1\n", "d/looks_like.txt/f.md": "in a folder named like a file",
          "empty.txt": "", ".hidden/x.txt": "not to be read", "d/.also_hidden.txt": "not to be read",
          "image.png": b"\x89PNG", "README": "no ending", "all.zip": b"PK",
-         "package.json": '{"name": "a program", "version": "1"}'},
+         "package.json": '{"name": "a program", "version": "1"}', "number.json": '{"text": 5}',
+         "mixed.json": '[1, {}]', "tsconfig.json": '{ // a comment\n}', "deep.json": "[" * 10**5,
+         "latin.json": b'["na\xefve"]', "utf16.json": row("x").encode("utf-16")},
     )  # fmt: skip
     os.symlink(tmp_path, tmp_path / "d" / "loop")
     os.symlink("b.txt", tmp_path / "link.txt")
@@ -79,7 +82,18 @@ def test_a_folder_of_mixed_kinds_is_read_whole_and_the_rest_is_named(tmp_path: P
         "unknown file type (.png)": ["image.png"],
         "unknown file type (no extension)": ["README"],
         "empty": ["empty.txt"],
-        "JSON, but has no rows with column 'text'": ["package.json"],
+        "JSON, but has no rows with text in column 'text'": [
+            "mixed.json",
+            "number.json",
+            "package.json",
+        ],
+        "JSON, but cannot be read as a table": [
+            "deep.json (line 1: it is nested too deeply)",
+            "latin.json (line 1: it is not UTF-8 (byte 0xef))",
+            "tsconfig.json (line 1: it is not JSON: Expecting property name enclosed in double "
+            "quotes, at character 3)",
+            "utf16.json (it is UTF-16, not UTF-8)",
+        ],
     }
 
 
@@ -100,6 +114,21 @@ def test_the_report_for_a_person(tmp_path: Path) -> None:
         "1 file read, 9 left out:",
         "  unknown file type (.bin): 0.bin, 1.bin, 2.bin, 3.bin, 4.bin and 4 more",
         "the text is in the column 'body' of a.csv",
+    ]
+
+
+def test_a_file_that_is_used_in_part_is_not_left_out(tmp_path: Path) -> None:
+    lines = [row(random.Random(i).randbytes(500).hex()) for i in range(999)]
+    content = gzip.compress("".join(lines).encode())
+    write(tmp_path, {"a.jsonl.gz": content[:-9999], "b.jsonl": row(None), "c.jsonl": lines[0]})
+    report = Report(["damaged"])
+    used = sum(1 for _ in documents(f"{tmp_path}/*", report=report))
+    assert report.lines() == [
+        "2 files read, 1 left out:",
+        "  empty: b.jsonl",
+        f"  damaged; what is before it was used: a.jsonl.gz (damaged from document {used} on)",
+        "1 null text left out",
+        "1 damaged file left out from the damage on",
     ]
 
 
@@ -255,8 +284,6 @@ NOT_TEXT = {
     "cut.jsonl": (b"PAR1\x15\0", "it is not UTF-8 text: it has bytes of value 0", "copy it again"),
     "paper.md": (b"%PDF-1.7\n", "it is a PDF", "extract its text"),
     "base.txt": (b"SQLite format 3\0", "it is an SQLite database", "export its text"),
-    "zeros.txt": ("text " * 999 + "\0", "it is damaged or cut short: it has bytes of value 0",
-                  "copy it again"),
     "page.csv": ("<!DOCTYPE html>\nx\n", "it is damaged or cut short: it is HTML", "copy it again"),
     "weights.txt": (b"\x08\0\0\0\0\0\0\0{}", "it is not UTF-8 text: it has bytes of value 0",
                     "copy it again"),
@@ -277,7 +304,14 @@ def test_a_file_is_what_its_first_bytes_say(tmp_path: Path, name: str) -> None:
 
 
 def test_text_may_begin_like_something_else(tmp_path: Path) -> None:
-    starts = ["PARENTS and", "PAR1 is a receptor", "ARROW1 is a name", "FEA1…", f"{'.':257}ustar"]
+    starts = [
+        "nul " * 200 + "\0",
+        "PARENTS and",
+        "PAR1 is a receptor",
+        "ARROW1 is a name",
+        "FEA1…",
+        f"{'.':257}ustar",
+    ]
     packed = {f"{i}.txt.gz": gzip.compress(text.encode()) for i, text in enumerate(starts)}
     write(tmp_path, {f"{i}.txt": text for i, text in enumerate(starts)} | packed)
     assert read(tmp_path) == ([text for text in starts for _ in range(2)], {})

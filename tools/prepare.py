@@ -21,7 +21,11 @@ from tools.command import CommandParser, run_command
 def add_source_options(parser: CommandParser) -> None:
     """The options of a command that reads documents."""
     parser.add_argument(
-        "--source", required=True, nargs="+", help="where the text comes from: one or several"
+        "--source",
+        required=True,
+        nargs="+",
+        action="extend",
+        help="where the text comes from: one or several",
     )
     parser.add_argument(
         "--text-field",
@@ -36,6 +40,7 @@ def add_source_options(parser: CommandParser) -> None:
     parser.add_argument(
         "--skip",
         nargs="+",
+        action="extend",
         choices=["missing", "damaged"],
         default=[],
         help="count and leave out, instead of refusing: rows without the column of the text "
@@ -74,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the folder if it exists")
     options = parser.parse_args(arguments)
-    started, report = time.monotonic(), Report(options.skip)
+    started, report = time.monotonic(), Report(options.skip, announce=True)
     try:
         index = prepare(
             options.source,

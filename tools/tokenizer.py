@@ -23,9 +23,9 @@ from tools.command import CommandParser, run_command
 from tools.prepare import add_source_options
 
 
-def texts(options: argparse.Namespace) -> Iterator[str]:
+def texts(options: argparse.Namespace, report: Report) -> Iterator[str]:
     """Yields the training text of the source, until --max-characters are reached."""
-    characters, report = 0, Report(options.skip)
+    characters = 0
     source = documents(options.source, options.text_field, options.split, report)
     for part in Splitter(source, options.heldout_fraction):
         if part.held_out:
@@ -80,10 +80,13 @@ def main(arguments: list[str] | None = None) -> int:
         help="characters to train on, held in memory (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
-    partial = options.out.parent / f"{options.out.name}.partial"
+    partial, report = (
+        options.out.parent / f"{options.out.name}.partial",
+        Report(options.skip, announce=True),
+    )
     try:
         check(options)
-        tokenizer = Tokenizer.train(texts(options), options.vocab_size)
+        tokenizer = Tokenizer.train(texts(options, report), options.vocab_size)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(tokenizer.model)
         partial.replace(options.out)
@@ -102,6 +105,8 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if report.lines():
+        print("\n".join(report.lines()))
     print(f"{options.out}: {tokenizer.vocab_size} tokens, sha256 {tokenizer.sha256}")
     return 0
 
