@@ -112,8 +112,8 @@ def train_stage(
         prefetch=config.data.prefetch,
     )
     train = TrainStep(config, mesh, build_stages(config, mesh), train_data.bos_id)
-    limit_waits()
     checkpoint.load(train, start)
+    limit_waits()
     # called before and after every step, in order: metrics, evaluation, saving, …
     listeners = build_listeners(config, mesh, train, start, data, lease, companion, signals)
     run = Run(config, train, loader, start)

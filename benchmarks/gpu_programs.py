@@ -34,7 +34,7 @@ from benchmarks.gpu_timing import DEVICE, ON_GPU, compiled
 from data.config import DataConfig
 from errors import UserError
 from model.config import ModelConfig
-from model.kernels.attention import load_flash3
+from model.kernels.attention import unload_flash3
 from model.kernels.attention_choice import BY_REQUEST, KEY
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
@@ -197,9 +197,7 @@ def attention_kernels() -> Iterator[None]:
             raise
         raise Cannot(f"{error.value}: {error.why}") from error
     finally:
-        if load_flash3.cache_info().currsize:
-            torch.nn.attention.restore_flash_attention_impl()
-            load_flash3.cache_clear()
+        unload_flash3()
 
 
 def hugging_face(size: Size, variant: Variant) -> Step:

@@ -39,13 +39,16 @@ class Documents(NamedTuple):
 
 
 def find_documents(
-    tokens: Tensor, bos_id: int, device: str, parts: Sequence[range]
+    tokens: Tensor, bos_id: int, device: str, parts: Sequence[range], compiled: bool = False
 ) -> tuple[Tensor, list[Documents]]:
     """Find the documents in tokens [B, S] on the host. Returns, on `device`, positions [S, B] int64
     and the documents of each of `parts`, ranges of positions.
 
     N is part of a shape, and kernels take the longest document as a number: if they were found on a
     GPU, the host would have to wait for it.
+
+    compiled: torch.compile compiles the blocks, and would compile them again, in the middle of a
+        run, when the longest document is first rounded to another number: it is then the part.
     """
     assert tokens.device.type == "cpu", "find documents before tokens are copied to the device"
     begins = tokens == bos_id
@@ -65,7 +68,9 @@ def find_documents(
         before = functional.pad((part.start - first_keys).cumsum(0), (1, 0))
         keys = ends + before[ends // len(part) + (ends % len(part) > 0)]
         of_q, of_k = (to_device(each.to(torch.int32), device) for each in (ends, keys))
-        longest = _at_most(ends, len(part)), _at_most(keys, part.stop)
+        longest = len(part), part.stop
+        if not compiled:
+            longest = _at_most(ends, len(part)), _at_most(keys, part.stop)
         documents.append(Documents(of_q, of_k, tuple(first_keys.tolist()), longest))
     return to_device(positions, device), documents
 

@@ -191,8 +191,12 @@ def test_after_a_row_torch_has_its_own_flash_attention_again() -> None:
                 calls.append(kernel)
         with pytest.raises(RuntimeError), attention_kernels():  # after a failure too
             calls.extend(load_flash3() or fails())
+        # within a run too: an examination's flash 2 between steps of flash 3
+        for kernel in ("flash3", "flash2", "flash2", "flash3", "flash2"):
+            attention_choice.made_ready(attention_choice.Choice(BY_REQUEST[kernel], "", ()))
     assert calls == [
         "FA3", "flash3", "restored", "flash2", "FA3", "flash3", "restored", "FA3", "restored",
+        "FA3", "restored", "FA3", "restored",
     ]  # fmt: skip
 
 

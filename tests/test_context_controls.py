@@ -63,10 +63,10 @@ def documents_found_after_the_cut():
     """Plant: each rank finds the documents of its own tokens, as if its part were a sequence."""
     honest = training.step.find_documents
 
-    def find_documents(tokens, bos_id, device, parts):
+    def find_documents(tokens, bos_id, device, parts, *compiled):
         mine = torch.cat([tokens[:, part] for part in map(list, parts)], dim=1)
         local, _ = honest(mine, bos_id, device, [range(mine.shape[1])])
-        positions, documents = honest(tokens, bos_id, device, parts)
+        positions, documents = honest(tokens, bos_id, device, parts, *compiled)
         positions[[i for part in parts for i in part]] = local
         return positions, documents
 

@@ -217,8 +217,8 @@ def documents_changed(change):
     """Boundaries go to the pretended kernel, changed by change(documents, part)."""
     honest = training.step.find_documents
 
-    def find(tokens, bos_id, device, parts):
-        positions, found = honest(tokens, bos_id, device, parts)
+    def find(tokens, bos_id, device, parts, *compiled):
+        positions, found = honest(tokens, bos_id, device, parts, *compiled)
         return positions, [change(d, part) for d, part in zip(found, parts, strict=True)]
 
     with flash_attention_stands_in(), patch.object(training.step, "find_documents", find):

@@ -207,7 +207,7 @@ def documents_forgotten():
     with patch.object(
         training.step,
         "find_documents",
-        lambda tokens, bos_id, device, parts: (plain(tokens).positions, None),
+        lambda tokens, *_: (plain(tokens).positions, None),
     ):
         yield
 
@@ -319,6 +319,8 @@ def test_the_longest_document_is_rounded_up(begins, part, longest):
     tokens[:, begins] = BOS
     _, (documents,) = find_documents(tokens, BOS, "cpu", [part])
     assert documents.longest == longest
+    _, (documents_,) = find_documents(tokens, BOS, "cpu", [part], compiled=True)
+    assert documents_.longest == (len(part), part.stop)
     for bounds, at_most in zip(documents[:2], longest, strict=True):
         assert bounds.diff().max() <= at_most
 

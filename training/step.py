@@ -151,10 +151,8 @@ class TrainStep:
         places: list[tuple[Tensor, Sequence[Documents] | None]]
         places = [(positions, None)] * (len(tokens) // size)
         if self.bos_id is not None:
-            chunks = self.cp.chunks(length)
-            places = [
-                find_documents(t, self.bos_id, self.mesh.device, chunks) for t in tokens.split(size)
-            ]
+            about = self.bos_id, self.mesh.device, self.cp.chunks(length), self.config.train.compile
+            places = [find_documents(t, *about) for t in tokens.split(size)]
         # Targets were shifted, and documents found, in whole rows. Only now are rows cut.
         tokens, targets = (
             to_device(self.cp.cut(t, 1), self.mesh.device) for t in (tokens, targets)

@@ -108,7 +108,7 @@ OPERATORS = frozenset(operator for kernel in KERNELS for operator in kernel.oper
 
 @cache
 def load_flash3() -> None:
-    """Let torch's operators of flash attention run flash 3 in this process, from now on.
+    """Let torch's operators of flash attention run flash 3 in this process.
 
     Raises:
         ImportError, RuntimeError: the package is not there or does not fit this torch.
@@ -116,3 +116,10 @@ def load_flash3() -> None:
     from torch.nn.attention import activate_flash_attention_impl
 
     activate_flash_attention_impl("FA3")
+
+
+def unload_flash3() -> None:
+    """Let them run flash 2 again, if `load_flash3` was called."""
+    if load_flash3.cache_info().currsize:
+        torch.nn.attention.restore_flash_attention_impl()
+        load_flash3.cache_clear()

@@ -55,6 +55,7 @@ from model.kernels.attention import (
     ON_CPU,
     Kernel,
     load_flash3,
+    unload_flash3,
 )
 
 KEY = "model.attention_kernel"
@@ -245,4 +246,6 @@ def made_ready(choice: Choice) -> Kernel:
             why = f"flash 3 is installed, but torch cannot load it ({error})"
             remedy = f"repair or remove the package flash_attn_interface, or set {KEY}=flash2"
             raise UserError(KEY, "flash 3", why, remedy) from None
+    elif choice.kernel is FLASH2:  # the same operators: an examination must not run flash 3
+        unload_flash3()
     return choice.kernel

@@ -21,9 +21,9 @@ from runtime.start.rendezvous import fresh_store
 
 # gloo is for tensors and objects on the host: CPU offload, checkpoint planning
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
-# How long a collective waits for the other ranks. By default torch gives NCCL 10 minutes and gloo
-# 30, but NCCL beside gloo, as here, 30 too.
-TIMEOUTS = {BACKENDS["cuda"]: timedelta(minutes=10)}
+# How long a collective of NCCL waits for the other ranks of a step: torch's default, but for NCCL
+# beside gloo, as here, that would be gloo's 30 minutes.
+NCCL_TIMEOUT = timedelta(minutes=10)
 OTHER_FILES = 512  # libraries, data, logs, devices, NCCL's own sockets
 _CACHED = type(functools.cache(lambda: None))  # functools has no public name for it
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
@@ -60,19 +60,15 @@ def init_distributed(signals: Signals | None = None, store: dist.Store | None = 
 
 
 def _join(backend: str, store: dist.Store, rank: int, world_size: int) -> None:
-    timeout = TIMEOUTS.get(backend)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
 def limit_waits() -> None:
-    """Give all groups that have the backend of the world its timeout; call it when they exist.
-    torch gives each new group, also those of a DeviceMesh, its default again. The groups of gloo
-    only, for saving and stopping, keep theirs."""
-    backend = dist.get_backend()
-    if backend in TIMEOUTS:
-        for group, (its_backend, _) in dist.distributed_c10d._world.pg_map.items():
-            if its_backend == backend:
-                dist.distributed_c10d._set_pg_timeout(TIMEOUTS[backend], group)
+    """Give NCCL's part of all groups its timeout; call it when the groups exist and the checkpoint
+    is loaded. gloo keeps its 30 minutes: a file's checksum, or a save, may take longer than 10."""
+    for group, (backend, _) in dist.distributed_c10d._world.pg_map.items():
+        if backend == BACKENDS["cuda"]:
+            group._get_backend(torch.device("cuda"))._set_default_timeout(NCCL_TIMEOUT)
 
 
 def open_files_needed(world_size: int) -> int:
