@@ -36,11 +36,6 @@ def between(least: float, most: float, example: Any = None) -> Any:
     return Field(ge=least, le=most, examples=None if example is None else [example])
 
 
-def at_most(entries: int) -> Any:
-    """Declare the largest length of a list."""
-    return Field(max_length=entries)
-
-
 def _whole(value: Any) -> Any:
     if type(value) is not int:  # True and 1.0 equal 1 in Python and would pass as 1
         raise ValueError("is not an allowed value")
@@ -154,8 +149,6 @@ def _words(error: ErrorDetails, hint: Any, several: bool) -> tuple[str, str]:
                 return "is not a finite number", "give a number"
             case "string_too_short":
                 return "is empty", "give a name"
-            case "too_long":
-                return f"has more than {limits['max_length']} entries", "give fewer"
             case "string_too_long":
                 return f"is longer than {limits['max_length']} characters", "give a shorter one"
             case "string_pattern_mismatch":

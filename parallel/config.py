@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 from errors import UserError
 from parallel.axes import AXES, MAX_RANKS, MeshSizes
-from parallel.layouts import MAX_LAYOUTS, check_keys
+from parallel.layouts import check_keys
 from parallel.pipeline.actions import stage_ranks
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
 from parallel.pipeline.schedules import build_schedule
-from settings import LARGEST, Count, OneOf, Text, Whole, at_most, between, section
+from settings import LARGEST, Count, OneOf, Text, Whole, between, section
 
 
 @section("parallel")
@@ -54,7 +54,7 @@ class ParallelConfig:
     # remaining ranks are spares (layouts.py). Each gives the keys of this section in which it
     # differs, and may give train.micro_batch_size and train.activation_checkpointing. Empty: the
     # world must fit this section.
-    layouts: Annotated[list[dict[str, Any]], at_most(MAX_LAYOUTS)] = field(default_factory=list)
+    layouts: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.dp_shard == 0:

@@ -23,8 +23,11 @@ MAX_LAYOUTS = 100
 
 
 def check_keys(layouts: list[Layout], parallel: type) -> None:
-    """Raise UserError if a layout has a key that `parallel`, the section's class, does not have.
-    (Its values are checked where the section is built from them.)"""
+    """Raise UserError if the list is too long, or a layout has a key that `parallel`, the section's
+    class, does not have. (Its values are checked where the section is built from them.)"""
+    if len(layouts) > MAX_LAYOUTS:
+        why = f"has {len(layouts)} layouts: too many"
+        raise UserError("parallel.layouts", layouts, why, f"give at most {MAX_LAYOUTS}")
     names = [field.name for field in fields(parallel) if field.name != "layouts"]
     for number, layout in enumerate(layouts):
         name = f"parallel.layouts[{number}]"

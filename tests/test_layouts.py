@@ -103,7 +103,7 @@ def test_too_small_a_world(path: str) -> None:
         ("[{dp_shard: 2, micro_batch_size: 0}]", "parallel.layouts[0]", "must be at least 1"),
         *[(f"[{{ep: 7, dp_shard: {2**31 - 1}, {axis}: 2}}]", "parallel.layouts[0]", "too many")
           for axis in ("tp", "cp", "dp_replicate", "pp")],
-        (f"[{', '.join(['{dp_shard: 2}'] * 101)}]", "parallel.layouts", "more than 100 entries"),
+        (f"[{', '.join(['{dp_shard: 2}'] * 101)}]", "parallel.layouts", "101 layouts: too many"),
         ("[{}]", "parallel.layouts[0]", "has no keys"),
         ("[{dp: 2}]", "parallel.layouts[0].dp", "no such key"),
         ("[{layouts: []}]", "parallel.layouts[0].layouts", "no such key"),

@@ -164,6 +164,23 @@ def test_only_what_a_run_would_start_is_found() -> None:
     assert "train.compile=true" in " ".join(result.space)
 
 
+@pytest.mark.parametrize("number", ["0", "-8", str(2**31 - 1), str(10**30)])
+@pytest.mark.parametrize("option", [["--gpus"], ["--search", "--gpus"], ["--guide"]])
+def test_numbers_of_gpus_that_nobody_has(
+    option: list[str], number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(CONFIGS / "laptop.yaml"), "parallel.dp_shard=-1", *option, number]) == 2
+    assert f"error: {option[-1]} = {number}: must be at least 1 and" in capsys.readouterr().err
+
+
+def test_a_list_has_a_layout_for_at_most_a_hundred_numbers_of_nodes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = [str(CONFIGS / "laptop.yaml"), "--search", "--layouts", "8", "--gpus", "8000"]
+    assert main(arguments) == 2
+    assert "give 7208 or more" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("key", "named"),
     [

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from parallel.layouts import OF_TRAIN
+from parallel.layouts import MAX_LAYOUTS, OF_TRAIN
 from tools.command import CommandParser, run_command
 from training.config import SECTIONS, Config
 from training.stages import BEGINS, CHANGEABLE
@@ -38,7 +38,10 @@ def schema() -> dict[str, Any]:
         name for name, cls in SECTIONS.items() if whole["$defs"][cls.__name__].get("required")
     ]
     whole["properties"]["stages"] = stages()
-    whole["$defs"]["ParallelConfig"]["properties"]["layouts"]["items"] = layout()
+    whole["$defs"]["ParallelConfig"]["properties"]["layouts"] |= {
+        "items": layout(),
+        "maxItems": MAX_LAYOUTS,
+    }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **whole}
 
 

@@ -19,8 +19,8 @@ from parallel.axes import MeshSizes
 from parallel.config import ParallelConfig
 from parallel.pipeline.actions import Action, splits_backward
 from parallel.pipeline.balance import LayerCosts
-from parallel.pipeline.check import fault_of
-from parallel.pipeline.schedules import MAX_FORWARDS, SCHEDULES, build_schedule
+from parallel.pipeline.check import fault_in
+from parallel.pipeline.schedules import MAX_FORWARDS, build_schedule
 from training.check_experts import check_experts
 from training.learning_rate import check_learning_rate
 from training.precision import Precision
@@ -306,8 +306,7 @@ def check_rate(config: Config, sizes: MeshSizes) -> None:
 def check_schedule(config: Config, sizes: MeshSizes) -> None:
     config.split_layers()
     p, name = config.parallel, config.parallel.schedule
-    microbatches = config.num_microbatches(sizes.dp)
-    if fault := fault_of(name, SCHEDULES.get(name), p.pp, p.stages_per_rank, microbatches):
+    if fault := fault_in(name, p.pp, p.stages_per_rank, config.num_microbatches(sizes.dp)):
         # in a schedule that the user added; without this check it could hang
         remedy = "correct the schedule; parallel/pipeline/check.py has the rules"
         raise UserError("parallel.schedule", name, fault, remedy)

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from parallel.pipeline.actions import Action, Kind, Schedule, num_microbatches, stage_ranks
 from parallel.pipeline.lower import Exchange, Message, Program, Transfer, lower, need_of, result_of
-from parallel.pipeline.schedules import build_schedule
+from parallel.pipeline.schedules import SCHEDULES, ScheduleFunction, build_schedule
 from parallel.pipeline.simulate import Costs, Stuck, simulate
 
 
@@ -27,9 +27,13 @@ def check(schedule: Schedule) -> None:
     check_exchanges(lower(schedule), schedule)
 
 
-@lru_cache(maxsize=256)  # stages and layouts are checked several times, and often have the same
-def fault_of(name: str, _function: object, *sizes: int) -> str:
-    """What is wrong with the schedule of that name (and its function) and sizes; "" if nothing."""
+def fault_in(name: str, *sizes: int) -> str:
+    """What is wrong with the schedule `name` for these sizes; empty if it is right."""
+    return _fault_in(SCHEDULES.get(name), name, *sizes)
+
+
+@lru_cache(maxsize=256)  # the stages and layouts of a run are checked several times, and are alike
+def _fault_in(_: ScheduleFunction | None, name: str, *sizes: int) -> str:
     try:
         check(build_schedule(name, *sizes))
     except Fault as fault:
