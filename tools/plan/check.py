@@ -23,13 +23,6 @@ def check_can_be_planned(config: Config) -> None:
         raise UserError("parallel.cpu_offload", True, why, "set parallel.cpu_offload=false")
 
 
-def check_gpus(key: str, number: int) -> None:
-    """Raises UserError."""
-    if not 1 <= number <= MAX_RANKS:
-        why = f"must be at least 1 and at most {MAX_RANKS:,}"
-        raise UserError(key, number, why, "give a number of GPUs")
-
-
 def check_before_search(config: Config) -> None:
     """Raise UserError for what is wrong in every layout."""
     check_can_be_planned(config)
