@@ -240,7 +240,9 @@ def test_what_a_run_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--gpus", "8"], "--save"),
         (["--save", "2"], "--gpus"),
         (["--gpus", "12", "--save", "2"], "is not a multiple of 8"),
-        (["--run", "nothing"], "--run"),
+        (["--run", "nothing"], "events.jsonl cannot be read (No such file or directory)"),
+        (["--gpus", "8", "--save", "2", "--days", "10", "--json", "/none/x"],
+         "--json = '/none/x': it cannot be written"),
         (["--gpus", "8", "--save", "2", "--lemons", "3"], "--lemons"),
         (["--gpus", "8", "--save", "2", "--failures-per-gpu-day", "0"], "--interval"),
         (["--gpus", "8", "--save", "0", "--interval", "0"], "--interval"),
@@ -251,7 +253,7 @@ def test_what_a_run_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--gpus", "8", "--save", "2", "--stops-per-day", "1e12"], "--days"),
         (["--gpus", "8", "--save", "2", "--repair-days", "1e12"], "--repair-days"),
     ],
-)
+)  # fmt: skip
 def test_what_the_command_refuses(
     arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

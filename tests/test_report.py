@@ -223,7 +223,7 @@ def test_lines_that_no_run_has_written_harm_no_reader(
     assert capsys.readouterr().err.count("lines that are no whole records") == 1
     # entries that no reader relies on may be anything
     for event in whole * 30:
-        name = draw.choice([*event.keys() - {"event", "time"}])
+        name = draw.choice(sorted(event.keys() - {"event", "time"}))
         odd = event | {name: draw.choice(ODD)}
         if is_whole_event(odd):
             with open(run / "events.jsonl", "a") as file:
@@ -243,6 +243,14 @@ def test_lines_that_no_run_has_written_harm_no_reader(
         assert record_failure(run, "rank 1 was killed") == "rank 1 was killed"
         record_failed_start(run, "no data")
         assert read_status(run)["reason"] == "no data"
+    # files that cannot be read
+    for name in ("events.jsonl", "metrics.jsonl"):
+        (run / name).unlink()
+        (run / name).symlink_to("/proc/self/mem")  # by root neither
+        assert plot.main([str(run), "--out", str(tmp_path / "loss.svg")]) == 2
+        assert f"{name} cannot be read (Input/output error)" in capsys.readouterr().err
+    assert (report.read_run(run).records, report.read_run(run).events) == ([], [])
+    assert report.main([str(run)]) == 2
 
 
 def test_what_went_wrong_is_told(tmp_path: Path) -> None:

@@ -39,6 +39,16 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return records
 
 
+def read_stages(run: Path) -> dict[float, str]:
+    try:
+        return boundaries(read_events(run))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        why = f"events.jsonl cannot be read ({error.strerror})"
+        raise UserError("RUN", str(run), why, "make it readable") from None
+
+
 def unigram_baseline(run: Path) -> float | None:
     """The unigram model's held-out loss in nats per token, or None if the configuration or the data
     no longer exists."""
@@ -119,9 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError("--out", str(options.out), why, "use .png, .svg or .pdf")
         matplotlib.rcParams["svg.hashsalt"] = "lattice"  # the same run gives the same file
         title = f"{options.run.name}: loss over {records[-1]['step']:,} steps"
-        file = options.run / "events.jsonl"
-        stages = boundaries(read_events(options.run)) if file.is_file() else {}
-        figure = draw(records, unigram_baseline(options.run), title, stages)
+        figure = draw(records, unigram_baseline(options.run), title, read_stages(options.run))
         options.out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(options.out, dpi=150)
     except UserError as error:

@@ -36,9 +36,9 @@ def read_measured(run: Path) -> Measured:
     """Raises UserError if there is nothing to measure."""
     try:
         return measure(read_events(run))
-    except OSError:
-        why, remedy = "it has no events.jsonl", "give a run folder (run.dir)"
-        raise UserError("--run", str(run), why, remedy) from None
+    except OSError as error:
+        why = f"its events.jsonl cannot be read ({error.strerror})"
+        raise UserError("--run", str(run), why, "give a run folder (run.dir)") from None
 
 
 def job_of(options: argparse.Namespace) -> Job:
@@ -203,12 +203,14 @@ def main(arguments: list[str] | None = None) -> int:
         if options.json is not None:
             mtbf = job.mtbf if math.isfinite(job.mtbf) else None  # JSON has no infinity
             figures = {"job": asdict(job), "mtbf_seconds": mtbf, "intervals": rows}
-            options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+            try:
+                options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+            except OSError as error:
+                why = f"it cannot be written ({error.strerror})"
+                remedy = "give a file where you may write"
+                raise UserError("--json", str(options.json), why, remedy) from None
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: --json = {options.json}: cannot be written: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -25,9 +25,11 @@ from tools.report.tables import MEANING
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    if not (run / "events.jsonl").is_file():
-        raise UserError("RUN", str(run), "it has no events.jsonl", "give a run folder (run.dir)")
-    return read_events(run)
+    try:
+        return read_events(run)
+    except OSError as error:
+        why = f"its events.jsonl cannot be read ({error.strerror})"
+        raise UserError("RUN", str(run), why, "give a run folder (run.dir)") from None
 
 
 def ledger_lines(events: list[dict[str, Any]], rate: float) -> list[str]:

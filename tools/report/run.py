@@ -4,16 +4,18 @@ The run may be in progress, may have been killed in the middle of writing a line
 reached its first step. Anything missing or unreadable is treated as empty.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from data.tokenizer import clean
 from errors import UserError
 from parallel.pipeline.simulate import Timeline
 from runtime.profiling.chrome import from_chrome
-from runtime.records.events import read_events
+from runtime.records.events import is_whole_event
 from runtime.records.ledger import account
 from runtime.records.status import read_status
 from runtime.records.tracker import is_number, is_record, json_object, whole_lines
@@ -64,9 +66,10 @@ class Run:
 
 
 def boundaries(events: list[dict[str, Any]]) -> dict[float, str]:
-    """The last step before each stage of the data that has begun → what changed."""
+    """The last step before each stage of the data that has begun → what changed, in UTF-8, which a
+    picture needs."""
     return {
-        event["step"]: f"stage {event.get('stage')}: {', '.join(map(str, changes))}"
+        event["step"]: clean(f"stage {event.get('stage')}: {', '.join(map(str, changes))}")
         for event in events
         if event["event"] == "stage" and is_number(event.get("step"))
         if isinstance(changes := event.get("changes"), list)
@@ -79,19 +82,17 @@ def read_run(folder: Path) -> Run:
         why = f"it has none of {', '.join(FILES)}"
         raise UserError("RUN", str(folder), why, "give a run folder (run.dir)")
     config_text = _text(folder / "config.yaml")
-    events = read_events(folder) if (folder / "events.jsonl").is_file() else []
+    events = _lines(folder / "events.jsonl", is_whole_event)
     try:
         config = yaml.safe_load(config_text)
     except yaml.YAMLError:
         config = None
-    metrics = folder / "metrics.jsonl"
-    lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
     return Run(
         folder.resolve().name,
         config_text,
         config if isinstance(config, dict) else {},
         read_status(folder),
-        whole_lines(metrics, lines, is_record),
+        _lines(folder / "metrics.jsonl", is_record),
         events,
         account(events) if events else {},
         measure(events) if events else None,
@@ -113,6 +114,13 @@ def _timelines(path: Path) -> list[tuple[str, Timeline]]:
             for i, event in enumerate(names)
         ]
     except (UserError, KeyError, TypeError):
+        return []
+
+
+def _lines(path: Path, is_whole: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    try:
+        return whole_lines(path, path.read_bytes().splitlines(), is_whole)
+    except OSError:
         return []
 
 
