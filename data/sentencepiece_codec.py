@@ -21,7 +21,6 @@ import numpy as np
 import sentencepiece
 
 from data.foreign_tokenizers import not_a_tokenizer
-from data.token_roles import roles_of
 from errors import UserError
 
 SPACE_MARK = "\u2581"  # SentencePiece represents a space by this character
@@ -34,8 +33,7 @@ class SentencePieceCodec:
         files: name → content, first the serialized model, then the files that accompany it.
         name: its name in error messages (its path).
 
-    Raises UserError if this is not a SentencePiece model, if it has no bos or eos, or if a file
-    beside it names others.
+    Raises UserError if this is not a SentencePiece model, or if it has no bos or eos.
     """
 
     def __init__(self, files: dict[str, bytes], name: str) -> None:
@@ -57,22 +55,16 @@ class SentencePieceCodec:
             raise UserError("tokenizer", name, "the model has no bos or no eos token", remedy)
         self.unk_id: int = self._processor.unk_id()
         self.control_ids = [*filter(self._processor.is_control, range(self.vocab_size))]
-        said = roles_of(files, name)
-        for role, token in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
-            piece = self._processor.id_to_piece(token)
-            if said.get(role) not in (None, piece):
-                why = f"the model's {role} is {piece!r}, and a file beside it names {said[role]!r}"
-                remedy = "for the latter, give the tokenizer.json of the same folder; for the "
-                remedy += "former, give a copy of tokenizer.model under another name"
-                raise UserError("tokenizer", name, why, remedy)
+        ends = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        self.roles = {role: self._processor.id_to_piece(token) for role, token in ends.items()}
         # Impossible with two kinds of foreign models: one with a dummy prefix would put a space
         # before each part, and one without byte tokens cannot spell the mark.
         pieces = [f"<0x{byte:02X}>" for byte in SPACE_MARK.encode()]
         spelling = [self._processor.piece_to_id(piece) for piece in pieces]
         has_bytes = all(self._processor.is_byte(token) for token in spelling)
-        prefixed = self._processor.encode("a", out_type=str)[0].startswith(SPACE_MARK)
+        self.starts_with_space = starts_with_space(self._processor)
         self._space_mark_ids = (
-            np.array(spelling, dtype=np.int32) if has_bytes and not prefixed else None
+            np.array(spelling, dtype=np.int32) if has_bytes and not self.starts_with_space else None
         )
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
@@ -95,6 +87,11 @@ class SentencePieceCodec:
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`; bos and eos give no text, and invalid UTF-8 becomes U+FFFD."""
         return self._processor.decode(ids)
+
+
+def starts_with_space(processor: sentencepiece.SentencePieceProcessor) -> bool:
+    """Whether a model puts a space before every text (add_dummy_prefix)."""
+    return processor.encode("a", out_type=str)[0].startswith(SPACE_MARK)
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:

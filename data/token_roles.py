@@ -1,6 +1,7 @@
 """What the files beside a tokenizer say about it: which tokens open and close a document."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from errors import UserError
@@ -10,19 +11,35 @@ SAYS_ROLES = (CONFIG, "special_tokens_map.json")
 
 
 def roles_of(files: dict[str, bytes], name: str) -> dict[str, str | None]:
-    """bos_token and eos_token, as far as the files beside the tokenizer `name` state them. Raises
-    UserError if two files state different ones."""
+    """bos_token and eos_token, as far as the files beside the tokenizer `name` state them; None:
+    there is none."""
     found: dict[str, str | None] = {}
+    for _, role, token in _stated(files, name):
+        found[role] = found.get(role) or token
+    return found
+
+
+def check_roles(
+    files: dict[str, bytes], name: str, used: dict[str, str | None], remedy: str
+) -> None:
+    """Raises UserError with this `remedy` if a file names another token than is `used`."""
+    for file, role, token in _stated(files, name):
+        if token not in (None, used.get(role)):
+            why = f"its {role} is {used.get(role)!r}, and {file} beside it names {token!r}"
+            raise UserError("tokenizer", name, why, remedy)
+
+
+def _stated(files: dict[str, bytes], name: str) -> Iterator[tuple[str, str, Any]]:
+    """(file, role, token or None) of each statement; "" is none (LLaMA 1's)."""
     for file in SAYS_ROLES:
         content = content_of(files, file, name)
-        for role in {"bos_token", "eos_token"} & content.keys():
-            token = content[role]
+        for role in ("bos_token", "eos_token"):
+            token = content.get(role, "")
             token = token.get("content") if isinstance(token, dict) else token
-            if found.setdefault(role, token) != token:
-                why = f"tokenizer_config.json beside it names {found[role]!r} as {role}, "
-                why += f"and {file} names {token!r}"
-                raise UserError("tokenizer", name, why, "correct one of the two files")
-    return found
+            if token != "":
+                yield file, role, token
+        if "added_tokens_decoder" in content:  # transformers then reads no other file
+            return
 
 
 def content_of(files: dict[str, bytes], file: str, name: str) -> dict[str, Any]:

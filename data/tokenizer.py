@@ -17,7 +17,7 @@ import numpy as np
 
 from data.foreign_tokenizers import no_tokenizer_in
 from data.sentencepiece_codec import SentencePieceCodec, train_sentencepiece
-from data.token_roles import CONFIG, SAYS_ROLES, content_of
+from data.token_roles import CONFIG, SAYS_ROLES, check_roles, content_of
 from data.tokenizers_codec import TokenizersCodec
 from errors import UserError
 
@@ -39,6 +39,8 @@ class Codec(Protocol):
     unk_id: int  # encodes what the vocabulary cannot spell; negative: none
     control_ids: list[int]  # no text has these: bos, eos, and other tokens of structure
     adds_bos: bool  # whether a prompt begins with bos, according to this file
+    roles: dict[str, str | None]  # bos_token and eos_token, by name
+    starts_with_space: bool  # whether a SentencePiece model puts a space before every text
 
     def encode(self, texts: list[str]) -> list[np.ndarray]: ...
 
@@ -62,7 +64,7 @@ class Tokenizer:
         name: its name in error messages (its path).
 
     Raises UserError if the first file does not have the format of its name or has no token that
-    closes a document, or if two files name different ones.
+    closes a document.
     """
 
     def __init__(self, files: dict[str, bytes], name: str = "tokenizer") -> None:
@@ -74,24 +76,41 @@ class Tokenizer:
         self.sha256, self.vocab_size = self._codec.sha256, self._codec.vocab_size
         self.bos_id, self.eos_id = self._codec.bos_id, self._codec.eos_id
         self.unk_id, self.control_ids = self._codec.unk_id, self._codec.control_ids
+        self.starts_with_space = self._codec.starts_with_space
         said = content_of(files, CONFIG, name).get("add_bos_token")
         said = said if isinstance(said, bool) else self._codec.adds_bos
         self.adds_bos = self.bos_id >= 0 and said
 
     @classmethod
-    def load(cls, path: str | Path, key: str = "tokenizer") -> "Tokenizer":
+    def load(
+        cls, path: str | Path, key: str = "tokenizer", check_beside: bool = False
+    ) -> "Tokenizer":
         """Loads the tokenizer at `path`: a file, or a folder that contains one.
-        Raises UserError with this `key` if there is none."""
+        Raises UserError with this `key` if there is none.
+
+        check_beside: refuse accompanying files that name other tokens as bos or eos: where a
+        tokenizer is chosen, but not that of a run or checkpoint, which can no longer choose.
+        """
         try:
             files = tokenizer_files(Path(path)).items()
-            return cls({name: file.read_bytes() for name, file in files}, str(path))
+            loaded = cls({name: file.read_bytes() for name, file in files}, str(path))
+            if check_beside:
+                loaded._check_beside(str(path))
         except UserError as error:
             raise UserError(key, error.value, error.why, error.remedy) from error
+        return loaded
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
         """Trains a SentencePiece tokenizer on `texts`: see `train_sentencepiece`."""
         return cls({MODEL: train_sentencepiece((clean(text) for text in texts), vocab_size)})
+
+    def _check_beside(self, name: str) -> None:
+        remedy = "give a copy of these files in which that is corrected"
+        if MODEL in self.files:
+            remedy = "for the latter, give the tokenizer.json of the same folder; for the "
+            remedy += "former, give a copy of tokenizer.model under another name"
+        check_roles(self.files, name, self._codec.roles, remedy)
 
     @property
     def model(self) -> bytes:

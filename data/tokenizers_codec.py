@@ -39,8 +39,8 @@ class TokenizersCodec:
         files: name → content, tokenizer.json first.
         name: its name in error messages (its path).
 
-    Raises UserError if this is not a tokenizer.json, if no file names the token that closes a
-    document, or if two files name different ones.
+    Raises UserError if this is not a tokenizer.json, or if no file names the token that closes a
+    document.
     """
 
     def __init__(self, files: dict[str, bytes], name: str) -> None:
@@ -62,13 +62,14 @@ class TokenizersCodec:
         )
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: token.special for token in added.values()}
-        roles = roles_of(files, name)
+        self.starts_with_space = False
+        self.roles = roles = roles_of(files, name)
         if "eos_token" not in roles:
             known = {"bos_token": BOS_NAMES, "eos_token": EOS_NAMES}
             for role, names in known.items():
                 roles[role] = next((each for each in names if special.get(each)), None)
-        self.bos_id = self._find("bos_token", roles, special, name)
-        self.eos_id = self._find("eos_token", roles, special, name)
+        self.bos_id = self._find("bos_token", name)
+        self.eos_id = self._find("eos_token", name)
         if self.eos_id < 0:
             remedy = 'put its tokenizer_config.json, with "eos_token", in the same folder'
             raise UserError(
@@ -78,10 +79,11 @@ class TokenizersCodec:
         self.adds_bos = bool(probe) and probe[0] == self.bos_id
         parsed = json.loads(content)
         self.unk_id = _unknown(parsed["model"], self._tokenizer)
-        ends = (self.bos_id, self.eos_id)
-        control = {t.content: i for i, t in added.items() if t.special or i in ends}
+        self._ends = {self.bos_id, self.eos_id} - {-1}  # special or not, added or not
+        control = {t.content: i for i, t in added.items() if t.special}
+        control |= {self._tokenizer.id_to_token(i): i for i in self._ends}
         # the token for what has no other is not structure, unless it also opens or closes documents
-        self.control_ids = sorted({*control.values()} - ({self.unk_id} - {*ends}))
+        self.control_ids = sorted({*control.values()} - ({self.unk_id} - self._ends))
         kept_out = set(control)
         if self.unk_id >= 0:
             kept_out.add(self._tokenizer.id_to_token(self.unk_id))
@@ -94,22 +96,15 @@ class TokenizersCodec:
             content + f"\n{self.bos_id} {self.eos_id}".encode()
         ).hexdigest()
 
-    def _find(
-        self, role: str, roles: dict[str, str | None], special: dict[str, bool], file: str
-    ) -> int:
-        """The id of the token with this role; −1 if there is none. special: of the added tokens,
-        whether they are special."""
-        token = roles.get(role)
+    def _find(self, role: str, file: str) -> int:
+        """The id of the token with this role; −1 if there is none."""
+        token = self.roles.get(role)
         if token is None:
             return -1
         found = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
         if found is None:
             why = f"it has no token {token!r}, which the file beside it names as {role}"
             raise UserError("tokenizer", file, why, "use two files of the same tokenizer")
-        if token not in special:
-            why = f"its {role} {token!r} is a piece of ordinary text, so a text may contain it"
-            remedy = f"name another token as {role}, or list this one in added_tokens"
-            raise UserError("tokenizer", file, why, remedy)
         return found
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
@@ -117,6 +112,8 @@ class TokenizersCodec:
         UserError if the tokenizer has no token for a text."""
         try:
             return [self._encode(text) for text in texts]
+        except MemoryError:
+            raise
         except Exception as error:  # the library raises nothing narrower
             why = f"it cannot encode a text: {error}"
             raise UserError("tokenizer", self._name, why, GIVE_JSON) from error
@@ -133,7 +130,9 @@ class TokenizersCodec:
         return np.concatenate([*parts, ids[end:]])
 
     def decode(self, ids: list[int]) -> str:
-        """The text of `ids`; special tokens give no text, and invalid UTF-8 becomes U+FFFD."""
+        """The text of `ids`; special tokens, bos and eos give no text, and invalid UTF-8 becomes
+        U+FFFD."""
+        ids = [token for token in ids if token not in self._ends]
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 

@@ -88,6 +88,7 @@ def test_generation_stops_where_the_folder_says_after_import_and_export(
 def test_config_json_says_what_generation_config_does_not(chat: Path, tmp_path: Path) -> None:
     (chat / GENERATION).unlink()
     change(chat, "config.json", eos_token_id=[2, END], pad_token_id=0)
+    change(chat, "tokenizer_config.json", added_tokens_decoder=None)
     import_hf(chat, tmp_path / "imported")
     expected = {"bos_token_id": 1, "eos_token_id": [2, END], "pad_token_id": 0}
     assert json.loads((tmp_path / "imported" / GENERATION).read_text()) == expected
@@ -126,17 +127,23 @@ DISAGREE: dict[str, tuple[Any, list[str]]] = {
                              ["bos_token_id = 5: its tokenizer says 1"]),
     "eos without a row": (lambda f: change(f, GENERATION, eos_token_id=[END, 2, END + 1]),
                           [f"vocabulary has {END + 1} tokens"]),
+    "one eos without a row": (lambda f: [change(f, GENERATION, eos_token_id=[2, 99_999]),
+                                         change(f, "config.json", eos_token_id=2)],
+                              [f"{GENERATION}: eos_token_id = 99999: the model's vocabulary has"]),
     "eos that is a text": (lambda f: change(f, GENERATION, eos_token_id="</s>"),
                            ["eos_token_id = '</s>': it must be the id"]),
     "eos by name": (lambda f: change(f, "tokenizer_config.json", eos_token="<|im_end|>"),
-                    ["eos_token is '</s>', and a file beside it names '<|im_end|>'",
+                    ["eos_token is '</s>', and tokenizer_config.json beside it names '<|im_end|>'",
                      "--tokenizer PATH"]),
     "bos in two files": (lambda f: change(f, "special_tokens_map.json", bos_token="<bos>"),
-                         ["tokenizer_config.json beside it names '<s>' as bos_token",
-                          "special_tokens_map.json names '<bos>'"]),
+                         ["bos_token is '<s>', and special_tokens_map.json beside",
+                          "names '<bos>'"]),
     "an added token": (lambda f: change(f, "added_tokens.json", **{"<|im_end|>": 2}),
                        ["added_tokens.json: token 2 = '<|im_end|>'",
                         "tokenizer.model says '</s>'"]),
+    "added tokens of another form": (
+        lambda f: change(f, "tokenizer_config.json", added_tokens_decoder={"0": "<s>"}),
+        ["tokenizer_config.json: added_tokens_decoder = {'0': '<s>'}: it must be"]),
     "two added tokens": (
         lambda f: change(f, "tokenizer_config.json",
                          added_tokens_decoder={str(END + 1): {"content": "<|im_end|>"}}),
@@ -164,6 +171,24 @@ def test_files_that_disagree_are_refused(chat: Path, tmp_path: Path, name: str) 
     for each in said:
         assert each in str(refused.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_s_own_files_are_not_compared(
+    chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no other ones. What cannot be read is refused by the option that names it."""
+    imported = tmp_path / "imported"
+    import_hf(chat, imported)
+    monkeypatch.setattr(export, "verify_checkpoint", lambda folder: None)
+    change(imported, "special_tokens_map.json", eos_token="<|im_end|>")
+    export.export(imported, tmp_path / "out")
+    broken = (imported / GENERATION).read_text().replace("{", "x", 1)  # of the same size
+    (imported / GENERATION).write_text(broken)
+    assert export.main(["--checkpoint", str(imported), "--out", str(tmp_path / "other")]) == 2
+    said = capsys.readouterr().err
+    assert f"--checkpoint = '{imported / GENERATION}': it is not JSON" in said
+    assert "data.path" in said
+    assert "safetensors" not in said
 
 
 def test_a_refused_tokenizer_may_be_given_by_itself(chat: Path, tmp_path: Path) -> None:

@@ -137,13 +137,19 @@ def test_special_tokens_in_a_text_are_text(folder: Path) -> None:
         (None, {"special_tokens_map": json.dumps(CONFIG)}, (500, 501)),
         ({"model_max_length": 5}, {"special_tokens_map": json.dumps(CONFIG)}, (500, 501)),
         (None, {}, (500, 501)),
+        ({"bos_token": "", "eos_token": ""}, {}, (500, 501)),
+        ({"bos_token": None, "eos_token": EOS}, {"special_tokens_map": json.dumps(CONFIG)},
+         (500, 501)),
+        (CONFIG | {"added_tokens_decoder": {}}, {"special_tokens_map": '{"eos_token": "<eos>"}'},
+         (500, 501)),
     ],
-    ids=["as objects", "no bos", "special_tokens_map", "either", "by their names"],
-)
+    ids=["as objects", "no bos", "special_tokens_map", "either", "by their names", "empty",
+         "null in one", "a file that transformers does not read"],
+)  # fmt: skip
 def test_who_says_what_begins_and_ends(
     tmp_path: Path, config: dict | None, files: dict[str, str], expected: tuple
 ) -> None:
-    loaded = Tokenizer.load(write(tmp_path, config, **files))
+    loaded = Tokenizer.load(write(tmp_path, config, **files), check_beside=True)
     assert (loaded.bos_id, loaded.eos_id) == expected
 
 
@@ -181,9 +187,10 @@ def test_the_file_chooses_and_the_digest_covers_what_decides(folder: Path, tmp_p
     assert Tokenizer.load(folder).sha256 != one.sha256, "the token that ends documents does"
     (folder / MODEL).write_bytes(tokenizer().model)
     with pytest.raises(UserError, match=r"bos_token is '<s>', and .* names '<\|begin_of_text\|>'"):
-        Tokenizer.load(folder)
-    write(folder, {"bos_token": "<s>", "eos_token": {"content": "</s>"}})
-    both = Tokenizer.load(folder)
+        Tokenizer.load(folder, check_beside=True)
+    assert Tokenizer.load(folder).sha256 == tokenizer().sha256, "of a run that has these files"
+    write(folder, {"bos_token": "", "eos_token": {"content": "</s>"}})
+    both = Tokenizer.load(folder, check_beside=True)
     assert both.sha256 == tokenizer().sha256 == hashlib.sha256(tokenizer().model).hexdigest()
     assert list(both.files) == [MODEL, "tokenizer_config.json", "chat_template.jinja", JSON], (
         "the other files are kept too"

@@ -25,10 +25,10 @@ from runtime.checkpoints.trainer_state import verify_checkpoint
 from tools.command import CommandParser, run_command
 from tools.huggingface.agreement import IDS, generation_config
 from tools.huggingface.checkpoint_reader import CheckpointReader, newest
-from tools.huggingface.config import CONFIG, Parameter, config_json, parameters
+from tools.huggingface.config import CONFIG, Parameter, config_json, option_named, parameters
 from tools.huggingface.new_folder import new_folder, refuse_existing
 from tools.huggingface.tensor_files import FILE_BYTES, SINGLE, Piece, write_files, write_index
-from tools.huggingface.tokenizer import huggingface_files, starts_with_space
+from tools.huggingface.tokenizer import huggingface_files
 from training.precision import DTYPES
 
 
@@ -67,7 +67,8 @@ def export(
         why = "its tensors do not match the model in its trainer.json"
         raise UserError("--checkpoint", str(checkpoint), why, "give another step-… folder")
     max_length = max_length or reader.trainer.seq_len
-    generation = generation_config(checkpoint, tokenizer, reader.model.vocab_size)
+    with option_named():
+        generation = generation_config(checkpoint, tokenizer, reader.model.vocab_size)
     config = config_json(reader.model, dtype=dtype, max_length=max_length)
     config |= {key: generation.get(key) for key in IDS}
 
@@ -86,6 +87,15 @@ def export(
             (folder / name).write_bytes(content)
         _write(folder / CONFIG, config)
         _write(folder / GENERATION, generation)
+    if (
+        config["model_type"] == "qwen3"
+        and MODEL in tokenizer.files
+        and not tokenizer.starts_with_space
+    ):
+        print(
+            "llama.cpp's converter would put a space before every text of a Qwen3 with this "
+            "tokenizer: run llama.cpp with --override-kv tokenizer.ggml.add_space_prefix=bool:false"
+        )
     return config
 
 
@@ -150,16 +160,6 @@ def main(arguments: list[str] | None = None) -> int:
     if not (options.out / JSON).exists():
         print(
             "no tokenizer.json was written: it could not reproduce this SentencePiece model exactly"
-        )
-    model = options.out / MODEL
-    if (
-        config["model_type"] == "qwen3"
-        and model.exists()
-        and not starts_with_space(model.read_bytes())
-    ):
-        print(
-            "llama.cpp's converter would put a space before every text of a Qwen3 with this "
-            "tokenizer: run llama.cpp with --override-kv tokenizer.ggml.add_space_prefix=bool:false"
         )
     return 0
 

@@ -105,7 +105,7 @@ def _load(tensors: FolderTensors, parts: list[Parameter]) -> Tensor:
 def load_tokenizer(hf: Path, named: Path | None) -> Tokenizer:
     """Loads the model's tokenizer. Raises UserError with the key --tokenizer."""
     try:
-        return Tokenizer.load(named or hf)
+        return Tokenizer.load(named or hf, check_beside=True)
     except UserError as error:
         why = error.why if named else f"{hf}: {error.why}"
         remedy = f"{error.remedy}; or give the model's tokenizer, its file or folder: "

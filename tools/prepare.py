@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         index = prepare(
             options.source,
-            Tokenizer.load(options.tokenizer, "--tokenizer"),
+            Tokenizer.load(options.tokenizer, "--tokenizer", check_beside=True),
             options.out,
             text_field=options.text_field,
             split=options.split,

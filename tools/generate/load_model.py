@@ -6,8 +6,6 @@ checkpoint's files are compared with their checksums first, each by one rank. An
 no checksums; its headers are checked.
 """
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +35,7 @@ from runtime.checkpoints.trainer_state import read_trainer
 from runtime.messages import from_rank_0, on_all_ranks
 from tools.huggingface.agreement import ends, generation_config
 from tools.huggingface.checkpoint_reader import newest
-from tools.huggingface.config import CONFIG, HuggingFaceConfig, parameters
+from tools.huggingface.config import CONFIG, HuggingFaceConfig, option_named, parameters
 from tools.huggingface.foreign import refuse_foreign
 from tools.huggingface.tensor_files import FolderTensors, check_tensors
 
@@ -124,16 +122,6 @@ def find(folder: Path, tp: int) -> Source:
         remedy = f"choose one of {[n for n in range(1, 65) if fits(config, n)]}"
         raise UserError("--nproc-per-node", tp, why, remedy)
     return source._replace(config=config)
-
-
-@contextlib.contextmanager
-def option_named() -> Iterator[None]:
-    """Renames the key of a UserError: --hf in tools/import_hf.py is --checkpoint here."""
-    try:
-        yield
-    except UserError as error:
-        key = "--checkpoint" if error.key == "--hf" else error.key
-        raise UserError(key, error.value, error.why, error.remedy) from None
 
 
 def generation_of(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:

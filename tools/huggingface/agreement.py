@@ -33,6 +33,11 @@ from errors import UserError
 from tools.huggingface.config import CONFIG, read_json
 
 EDIT = "correct the file that is wrong"
+COPY = "correct it, or copy the file again"
+SAVE_AGAIN = (
+    "correct that file in the folder of the prepared data (data.path), and let the run save "
+)
+SAVE_AGAIN += "another checkpoint"  # a checkpoint's own files have checksums
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -44,12 +49,14 @@ def generation_config(folder: Path, tokenizer: Tokenizer, num_rows: int) -> dict
     Raises UserError if the files of a Hugging Face folder disagree.
     """
     files = [file for file in (GENERATION, CONFIG) if (folder / file).is_file()]
-    contents = {file: read_json(folder / file) for file in files}
+    remedy = COPY if CONFIG in files else SAVE_AGAIN
+    contents = {file: read_json(folder / file, remedy) for file in files}
     own = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     found = {key: token for key, token in own.items() if token >= 0}
     for key in IDS:
         # (file, ids) of each that states them; the first one counts
-        said = [(file, ids) for file in files if (ids := _ids(folder / file, contents[file], key))]
+        all_said = ((file, _ids(folder / file, contents[file], key, remedy)) for file in files)
+        said = [(file, ids) for file, ids in all_said if ids]
         if not said:
             continue
         file, among = said[0]
@@ -62,13 +69,15 @@ def generation_config(folder: Path, tokenizer: Tokenizer, num_rows: int) -> dict
                 found[key] = [*among, token]
             continue
         refuse = partial(UserError, f"{folder / said[-1][0]}: {key}", contents[said[-1][0]][key])
-        if not all(0 <= each < num_rows for _, ids in said for each in ids):
-            raise refuse(f"the model's vocabulary has {num_rows} tokens", EDIT)
+        for of_file, ids in said:
+            if wrong := [each for each in ids if not 0 <= each < num_rows]:
+                why = f"the model's vocabulary has {num_rows} tokens"
+                raise UserError(f"{folder / of_file}: {key}", wrong[0], why, EDIT)
         if not {*said[-1][1]} <= {*among}:
             raise refuse(f"{file} in the same folder says {contents[file][key]}", EDIT)
         if 0 <= token not in among:
-            remedy = f"{EDIT}, or give the tokenizer of this model: --tokenizer PATH"
-            raise refuse(f"its tokenizer says {token}", remedy)
+            other = f"{EDIT}, or give the tokenizer of this model: --tokenizer PATH"
+            raise refuse(f"its tokenizer says {token}", other)
     return contents.get(GENERATION, {}) | found
 
 
@@ -78,12 +87,12 @@ def ends(generation: dict[str, Any]) -> list[int]:
     return stated if isinstance(stated, list) else [stated]
 
 
-def _ids(path: Path, content: dict[str, Any], key: str) -> list[int]:
+def _ids(path: Path, content: dict[str, Any], key: str, remedy: str) -> list[int]:
     value = content.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(token) is not int for token in ids):
         why = "it must be the id of a token, or a list of ids"
-        raise UserError(f"{path}: {key}", value, why, "correct it, or copy the file again")
+        raise UserError(f"{path}: {key}", value, why, remedy)
     return ids
 
 
@@ -93,11 +102,16 @@ def check_tokens(tokenizer: Tokenizer, folder: Path) -> None:
     files = tokenizer.files
     vocabularies = {name: _vocabulary(name, files[name]) for name in (MODEL, JSON) if name in files}
     added = content_of(files, "added_tokens.json", str(folder))
-    decoder = content_of(files, TOKENIZER_CONFIG, str(folder)).get("added_tokens_decoder", {})
+    decoder = content_of(files, TOKENIZER_CONFIG, str(folder)).get("added_tokens_decoder") or {}
+    if not isinstance(decoder, dict) or not all(
+        i.isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str)
+        for i, token in decoder.items()
+    ):
+        why = 'it must be {"ID": {"content": "TOKEN", …}, …}'
+        key = f"{folder / TOKENIZER_CONFIG}: added_tokens_decoder"
+        raise UserError(key, decoder, why, COPY)
     vocabularies["added_tokens.json"] = {t: i for t, i in added.items() if type(i) is int}
-    vocabularies[TOKENIZER_CONFIG] = {
-        token["content"]: int(i) for i, token in decoder.items() if i.isdecimal()
-    }
+    vocabularies[TOKENIZER_CONFIG] = {token["content"]: int(i) for i, token in decoder.items()}
     by_token: dict[str, tuple[int, str]] = {}
     by_id: dict[int, tuple[str, str]] = {}
     for file, vocabulary in vocabularies.items():

@@ -9,7 +9,9 @@ Keys that are not in the file have the defaults of transformers. transformers 5 
 Both versions read the older names, so those are written here.
 """
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
@@ -317,16 +319,26 @@ def config_json(model: ModelConfig, *, dtype: str, max_length: int) -> dict[str,
     return content | {"torch_dtype": dtype}
 
 
-def read_json(path: Path) -> dict[str, Any]:
+@contextlib.contextmanager
+def option_named() -> Iterator[None]:
+    """Renames the key of a UserError: --hf in tools/import_hf.py is --checkpoint in other tools."""
+    try:
+        yield
+    except UserError as error:
+        key = "--checkpoint" if error.key == "--hf" else error.key
+        raise UserError(key, error.value, error.why, error.remedy) from None
+
+
+def read_json(path: Path, remedy: str = COPY_AGAIN) -> dict[str, Any]:
     """Reads a JSON object from a file. Raises UserError with the key --hf."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         why = f"it cannot be read ({error.strerror})"
-        raise UserError("--hf", str(path), why, COPY_AGAIN) from None
+        raise UserError("--hf", str(path), why, remedy) from None
     except (ValueError, RecursionError) as error:
-        what, remedy = known(first_bytes(path)) or (f"not JSON: {error}", COPY_AGAIN)
+        what, remedy = known(first_bytes(path)) or (f"not JSON: {error}", remedy)
         raise UserError("--hf", str(path), f"it is {what}", remedy) from None
     if not isinstance(content, dict):
-        raise UserError("--hf", str(path), "it is not a JSON object", COPY_AGAIN)
+        raise UserError("--hf", str(path), "it is not a JSON object", remedy)
     return content

@@ -10,7 +10,7 @@ import json
 
 import sentencepiece
 
-from data.sentencepiece_codec import SPACE_MARK
+from data.sentencepiece_codec import SPACE_MARK, starts_with_space
 from data.token_roles import CONFIG, content_of
 from data.tokenizer import JSON, MODEL, Tokenizer
 
@@ -51,18 +51,12 @@ def huggingface_files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]
             "clean_up_tokenization_spaces": False,
             "model_max_length": max_length,
         } | given
-    if is_model and not starts_with_space(files[MODEL]):
+    if is_model and not tokenizer.starts_with_space:
         # else llama.cpp puts a space before every text, whatever the model does
         content = {"add_prefix_space": False} | content
     if content != given:
         files[CONFIG] = (json.dumps(content, indent=2) + "\n").encode()
     return files
-
-
-def starts_with_space(model: bytes) -> bool:
-    """Whether a SentencePiece model puts a space before every text (add_dummy_prefix)."""
-    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    return processor.encode("a", out_type=str)[0].startswith(SPACE_MARK)
 
 
 def tokenizer_json(model: bytes, adds_bos: bool = True) -> bytes | None:
@@ -88,7 +82,7 @@ def tokenizer_json(model: bytes, adds_bos: bool = True) -> bytes | None:
     made = Tokenizer(
         models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
-    prefixed = starts_with_space(model)
+    prefixed = starts_with_space(processor)
     prefix = [normalizers.Prepend(SPACE_MARK)] if prefixed else []
     made.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE_MARK)])
     strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
