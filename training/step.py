@@ -160,14 +160,9 @@ class TrainStep:
         cut = zip(tokens.split(size), targets.split(size), places, strict=True)
         return [
             Batch(
-                t.T.contiguous(),
-                y.T.contiguous(),
-                self.cp.cut(p, 0),
-                loss_scale,
-                documents,
-                deterministic,
+                t.T.contiguous(), y.T.contiguous(), self.cp.cut(p, 0), loss_scale, d, deterministic
             )
-            for t, y, (p, documents) in cut
+            for t, y, (p, d) in cut
         ]
 
     def sum_over_ranks(self, loss: Tensor | None) -> Tensor:
