@@ -10,14 +10,12 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import safetensors.numpy
 
-from data.files import Report
 from data.heldout import held_out
 from data.prepare import prepare
 from data.sources import MAX_TEXT_CHARS, STDLIB, documents
@@ -212,47 +210,6 @@ def test_empty_documents_are_counted_and_left_out(tmp_path) -> None:
         "shards": [],
     }
     assert index["unigram_nats_per_token"] is None
-
-
-TYPO = [{"text": f"document {i}"} if i % 2 else {"txet": f"document {i}"} for i in range(1, 60)]
-
-
-def test_rows_without_the_column_are_refused_or_counted(tmp_path, monkeypatch) -> None:
-    file, table = tmp_path / "rows.jsonl", tmp_path / "rows.parquet"
-    file.write_text("".join(json.dumps(row) + "\n" for row in [*TYPO, {"text": None}]))
-    with pytest.raises(UserError) as raised:
-        texts_of(str(file))
-    lines = raised.value.why.splitlines()
-    assert (len(lines), lines[0]) == (22, "29 rows or files cannot be read:")
-    assert lines[1] == f"    text: line 2 of {file} has no such column"
-    assert lines[-1] == "    and 9 more"
-    assert "--skip missing" in raised.value.remedy
-    report = Report(["missing"])
-    assert texts_of(str(file), report=report) == [row["text"] for row in TYPO if "text" in row]
-    # The independent reader has null for what is missing and for what is null.
-    read = datasets.Dataset.from_json(str(file), cache_dir=str(tmp_path / "cache"))
-    assert (report.counts["missing_texts"], report.counts["null_texts"]) == (29, 1)
-    assert read["text"].count(None) == 30
-    # a data set of the hub whose rows differ, as a script may yield them
-    stream = datasets.IterableDataset.from_generator(lambda: iter([*TYPO, {"text": None}]))
-    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: stream)
-    assert texts_of("some/name", report=(hub := Report(["missing"]))) == texts_of(
-        str(file), report=report
-    )
-    assert (hub.counts["missing_texts"], hub.counts["null_texts"]) == (29, 1)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: stream)
-    stream = iter(TYPO)  # is read only up to the first fault
-    with pytest.raises(UserError, match="row 1 of some/name has no such column"):
-        texts_of("some/name")
-    assert next(stream) == TYPO[3]
-    # A table of parquet has the column in all rows or in none.
-    pyarrow.parquet.write_table(read.data.table, table)
-    assert len(texts_of(str(table), report=(report := Report()))) == 30
-    assert report.counts["null_texts"] == 30
-    for source in (file, table):  # a name that is in no row is refused as such
-        with pytest.raises(UserError, match="set --text-field to one of: text") as raised:
-            texts_of(str(source), text_field="texts")
-        assert raised.value.key == "--text-field"
 
 
 def test_all_damage_is_listed_at_once_or_skipped_and_counted(tmp_path, capsys) -> None:
