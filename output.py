@@ -38,15 +38,16 @@ class _Unfailing(io.FileIO):
         return memoryview(data).nbytes
 
 
-def guard_output() -> _Unfailing:
-    """Guard both streams; called once, by a program's main module. Returns standard output's."""
-    found = []
+def guard_output() -> _Unfailing | None:
+    """Guard both streams; called once, by a program's main module. Returns standard output's; None
+    if somebody has put an object of their own in its place."""
+    found: dict[str, _Unfailing] = {}
     for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if stream is None:  # closed: opening takes the lowest number that is free, usually this one
             number = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(number, True)
-        if name == "stdin":
+        if name == "stdin" or not isinstance(stream, io.TextIOWrapper | None):
             continue
         raw = _Unfailing(number, "w", closefd=False)
         unbuffered = stream is not None and stream.write_through  # python -u
@@ -58,8 +59,8 @@ def guard_output() -> _Unfailing:
             write_through=unbuffered,
         )
         setattr(sys, name, guarded)
-        found.append(raw)
-    return found[0]
+        found[name] = raw
+    return found.get("stdout")
 
 
 def log(text: str, file: TextIO | None = None) -> None:

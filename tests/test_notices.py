@@ -63,7 +63,7 @@ DOUBTED = [
 def test_what_may_be_a_mistake_is_named(setting: str, said: str) -> None:
     moe = "configs/laptop_moe.yaml"
     config = load_config(moe, ["checkpoint.interval=40", setting])
-    (line,) = notices(config, resumes=False, device="cpu", num_tokens=4096)
+    (line,) = notices(config, None, "cpu", 4096)
     assert line.startswith(f"warning: {said}")
 
 

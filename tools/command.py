@@ -30,7 +30,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)  # so that a calling script stops too
     sys.stdout.flush()
-    if out.problem and not status:
+    if out and out.problem and not status:
         log(f"error: standard output could not be written: {out.problem}")
         status = 1
     sys.exit(status)  # type: ignore[arg-type]
