@@ -39,8 +39,8 @@ def this_rank() -> int:
     """The rank of this process, also where the process group is gone: between two stages."""
     if dist.is_initialized():
         return dist.get_rank()
-    rank = os.environ.get("RANK", "")  # perhaps what is refused
-    return int(rank) if rank.isdecimal() else 0
+    rank = os.environ.get("RANK", "").strip()  # perhaps what is refused
+    return int(rank) if rank.isdecimal() and len(rank) <= 10 else 0
 
 
 T = TypeVar("T")

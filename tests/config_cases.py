@@ -10,6 +10,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from parallel.pipeline.schedules import SCHEDULES
+from runtime.start.environment import OF_JOB, OF_RANK, TEXTS
 from tools.schema import schema
 from training.load_config import KEYS
 from yaml_text import dump
@@ -91,11 +92,11 @@ def fitting(node: dict[str, Any]) -> st.SearchStrategy[Any]:
 
 INTEGERS = [-1, 0, 2**31, 2**63, 2**64, 10**30, 10**400]
 FLOATS = [float(text) for text in ["0.5", "-0.0", "5e-324", "1e308", "nan", "inf", "-inf"]]
-TEXTS = ["", "nan", "a\nb", "a\0b", "\x1b[31m", "\u2028", "../" * 500, "~", "%N", "/proc/1",
+ODD_TEXTS = ["", "nan", "a\nb", "a\0b", "\x1b[31m", "\u2028", "../" * 500, "~", "%N", "/proc/1",
          "x" * 10000]  # fmt: skip
 OTHERS = [None, True, [], {}, [[]], [1] * 9999, [0] * 2, {"a": 0}, {"": 1}, {"a": {"b": []}},
           {1: 2}, [None], ["auto"]]  # fmt: skip
-ODD = st.sampled_from([*INTEGERS, *FLOATS, *TEXTS, *OTHERS])
+ODD = st.sampled_from([*INTEGERS, *FLOATS, *ODD_TEXTS, *OTHERS])
 JUNK = ODD | st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: (
@@ -216,6 +217,27 @@ def command_line(draw: st.DrawFn) -> tuple[str, list[str]]:
     search = ["--search"] if tool == "plan" and draw(st.booleans()) else []
     return tool, [str(LAPTOP), "parallel.dp_shard=-1", *search, *options]
 
+
+VALUES = st.sampled_from(
+    ["", " ", "x", "1x", "\u0662", "1.5", "9" * 5000, "a b", " 1", "\udcff", "*"]
+)
+
+
+@st.composite
+def environment(draw: st.DrawFn) -> tuple[bool, dict[str, str]]:
+    """Whether a process is a rank, and variables that it reads."""
+    usual = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    names = st.sampled_from([*OF_RANK, *OF_JOB, *TEXTS])
+    drawn = draw(st.dictionaries(names, VALUES | SIZES.map(str), max_size=4))
+    return draw(st.booleans()), (usual if draw(st.booleans()) else {}) | drawn
+
+
+# What is printed, in which encoding, and where to.
+PRINTED = st.tuples(
+    st.text(st.characters(), max_size=20),
+    st.sampled_from(["ascii", "latin-1", "utf-8", "cp1252", "shift_jis", "utf-16"]),
+    st.sampled_from(["file", "no reader", "full"]),
+)
 
 # Keys not drawn for a run: those that end the process if tiny (hang_*), those that need a server, a
 # GPU, a compiler or much memory, those whose text is run or written to, and sizes, where one small

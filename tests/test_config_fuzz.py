@@ -1,5 +1,5 @@
-"""Every configuration and command line is refused with one message or works: tried on thousands,
-drawn from the JSON schema, from values that are known to cause trouble, and from noise.
+"""Every configuration, command line and environment is refused with one message or works: tried on
+thousands, drawn from the JSON schema, from values that are known to cause trouble, and from noise.
 
 `make test` tries a few of them, `make test-all` over two thousand. Each test prints the number of
 cases and of refusals, and the seconds.
@@ -8,7 +8,9 @@ cases and of refusals, and the seconds.
 import contextlib
 import io
 import json
+import os
 import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -24,13 +26,19 @@ from hypothesis import strategies as st
 from costs.summary import flops_per_token
 from errors import UserError
 from model.transformer import num_parameters
+from output import guard_output
+from runtime.checkpoints.lease_holder import Holder
+from runtime.messages import this_rank
+from runtime.start.environment import OF_JOB, OF_RANK, TEXTS, check_environment
 from tests.config_cases import (
     LAPTOP,
     NAMES,
+    PRINTED,
     RAW,
     REFUSED,
     command_line,
     damaged_file,
+    environment,
     layouts,
     override,
     run_overrides,
@@ -75,13 +83,16 @@ def outcome(path: Path, overrides: list[str], world: int) -> Config | None:
     try:
         return valid_layout(load_config(str(path), overrides), world)[0]
     except UserError as refused:
-        error = refused
+        check_message(refused)
+        return None
+
+
+def check_message(error: UserError) -> None:
     message = str(error)
     assert message.count("\n  remedy: ") == 1
     assert all([error.key, error.why, error.remedy])
     assert len(message) < 5000
     assert "\x1b" not in message
-    return None
 
 
 def is_valid(path: Path, overrides: list[str], world: int) -> bool:
@@ -162,9 +173,9 @@ def works(_: Path, command: tuple[str, list[str]]) -> bool:
         except SystemExit as leaving:  # of argparse
             status = leaving.code
     assert status in (0, 2)
-    if status and not said.getvalue().startswith("usage: "):
+    if status:
         assert said.getvalue().startswith("error: ")
-        assert said.getvalue().count("\n  remedy: ") == 1
+        assert said.getvalue().count("\n") == 1 + ("\n  remedy: " in said.getvalue())
     return not status
 
 
@@ -175,6 +186,51 @@ def same_verdict(base: Path, case: list[dict[str, Any]]) -> bool:
     for tool in ("plan", "rehearse"):
         assert works(base, (tool, [str(base), override])) == valid, tool
     return valid
+
+
+def is_clean(_: Path, case: tuple[bool, dict[str, str]]) -> bool:
+    """Whether an environment is accepted: then, what is read from it later is right too."""
+    is_rank, variables = case
+    names = {*OF_RANK, *OF_JOB, *TEXTS}
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    with patch.dict(os.environ, kept | variables, clear=True):
+        try:
+            check_environment(is_rank)
+        except UserError as refused:
+            check_message(refused)
+            assert this_rank() >= 0  # of the one that reports it
+            return False
+        if is_rank:
+            assert this_rank() == int(variables.get("RANK", "").strip() or 0)
+        if not is_rank or this_rank() == 0:
+            restart = variables.get("SLURM_RESTART_COUNT", "").strip() or 0
+            assert Holder.this_process("").restart == int(restart)
+    return True
+
+
+def is_printed(_: Path, case: tuple[str, str, str]) -> bool:
+    """Whether a text arrives where it is printed. A stream that takes nothing ends nothing."""
+    text, encoding, where = case
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open("/dev/full" if where == "full" else os.devnull, "wb"))
+        if where == "file":
+            file = stack.enter_context(tempfile.TemporaryFile())
+        elif where == "no reader":
+            reader, writer = os.pipe()
+            os.close(reader)
+            file = stack.enter_context(os.fdopen(writer, "wb", buffering=0))
+        for name, number in (("stdout", 1), ("stderr", 2)):
+            stack.callback(os.close, before := os.dup(number))
+            stack.callback(os.dup2, before, number)
+            as_set = io.TextIOWrapper(io.BytesIO(), encoding)  # PYTHONIOENCODING
+            stack.enter_context(patch.object(sys, name, as_set))
+            os.dup2(file.fileno(), number)
+        guard_output()
+        print(text, end="", flush=True)
+        if where == "file":
+            file.seek(0)
+            assert file.read() == text.encode(encoding, "backslashreplace")
+    return where == "file"
 
 
 KINDS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Path, Any], bool]]] = {
@@ -190,6 +246,8 @@ KINDS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Path, Any], bool]]] = {
     "typed values": (typed(), arrives),
     "layouts": (layouts(), same_verdict),
     "commands": (command_line(), works),
+    "environment": (environment(), is_clean),
+    "output": (PRINTED, is_printed),
 }
 
 

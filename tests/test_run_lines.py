@@ -209,6 +209,16 @@ def test_an_unknown_option_or_choice_names_the_nearest(words: str, said: str, ca
     assert parser.parse_args(fine).tokenizer == "-- a value"
 
 
+def test_a_path_may_begin_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As --out=~/x, which no shell expands."""
+    monkeypatch.setenv("HOME", "/home/me")
+    parser = CommandParser(prog="python -m tools.x")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--text")
+    found = parser.parse_args(["--out=~/x", "--text=~/x"])
+    assert (found.out, found.text) == (Path("/home/me/x"), "~/x")
+
+
 def test_a_subcommand_checks_its_own_options(capsys) -> None:
     with pytest.raises(SystemExit):
         objects.main(["push", "s3://a", "b", "--hepl"])

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from errors import UserError
@@ -54,6 +55,8 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         raw = argparse.RawDescriptionHelpFormatter
         super().__init__(allow_abbrev=False, formatter_class=raw, **settings)
+        # what type=Path does: a shell expands --out ~/x, but not --out=~/x
+        self.register("type", Path, lambda text: Path(os.path.expanduser(text)))
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Checks the options' names first; argparse would name a missing option instead."""

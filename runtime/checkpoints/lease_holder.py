@@ -12,6 +12,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from runtime.start.environment import JOB_ID
+
 RELEASED = 0  # the time of a released lease file, in seconds since 1970
 
 # restricted, because any program may have written the lease
@@ -29,7 +31,8 @@ class Holder(BaseModel):
     pid: Annotated[int, Field(gt=0, lt=1 << 31)]
     # needed because process numbers are reused
     process_began: Annotated[str, Field(pattern=r"^[\w :]{0,100}$")]
-    job: Word  # Slurm's job number, or ""
+    # Slurm's job number, or ""
+    job: Annotated[str, Field(pattern=f"^{JOB_ID}$")]
     restart: int  # how often Slurm has requeued the job
     since: Word  # in UTC, for people to read
 

@@ -7,6 +7,7 @@ from typing import Any
 from errors import UserError
 
 LARGEST = 2**31 - 1
+JOB_ID = "[!-~]{0,200}"  # what a lease holds of it
 OF_RANK = {  # whole number → least, most
     "WORLD_SIZE": (1, LARGEST),
     "RANK": (0, LARGEST),
@@ -40,7 +41,7 @@ def check_environment(is_rank: bool = True, store: Any = None) -> None:
         for name, bounds in OF_JOB.items():
             check_number(name, *bounds)
         job = os.environ.get("SLURM_JOB_ID", "")
-        if len(job) > 200 or not re.fullmatch(r"[!-~]*", job):
+        if not re.fullmatch(JOB_ID, job):
             raise UserError("SLURM_JOB_ID", job, "is not the id of a job", "unset it")
 
 
