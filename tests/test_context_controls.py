@@ -32,8 +32,8 @@ def labels_shifted_after_the_cut():
         shifted = torch.cat((one.tokens[1:], one.targets[-1:]))
         return replace(one, targets=torch.where(one.targets == IGNORE, IGNORE, shifted))
 
-    def microbatches(self, *rows, loss_scale):
-        return [local(one) for one in honest(self, *rows, loss_scale=loss_scale)]
+    def microbatches(self, *rows, **settings):
+        return [local(one) for one in honest(self, *rows, **settings)]
 
     with patch.object(TrainStep, "microbatches", microbatches):
         yield

@@ -134,7 +134,6 @@ def test_the_ranks_of_a_node_divide_its_cpus(
     system, found = pretend(tmp_path, of_gpus=of_gpus), []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(GPUS))
     monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 10)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch, "set_num_threads", found.append)
     bound = [ALL]
