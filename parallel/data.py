@@ -20,15 +20,14 @@ number of micro-batches in a step.
 |            | gradients   |                          |         |                                |
 
 A group of one rank sends nothing. If all groups have one rank, FSDP is used only for CPU offload,
-else whole.py takes its place.
-Between micro-batches a rank holds whole weights with zero_stage 0 to 2, and whole gradients with 0
-and 1; between steps, weights and moments are sharded with every zero_stage. (ZeRO: Rajbhandari et
-al. 2020, https://arxiv.org/abs/1910.02054; hybrid sharding: Zhao et al. 2023,
-https://arxiv.org/abs/2304.11277.) Compared with zero_stage 1, 2 needs M − 1 more reduce-scatters
-and its gradients take 1 / dp_shard of the memory, but each micro-batch's are rounded to the compute
-dtype before they are added; compared with 2, 3 needs 2 M − 1 more all-gathers and its weights take
-1 / dp_shard of the memory. `FSDPSwitches` sets FSDP's switches accordingly,
-and tests/test_collectives.py checks the table against what is sent.
+else whole.py takes its place. Between micro-batches a rank holds whole weights with zero_stage 0 to
+2, and whole gradients with 0 and 1; between steps, weights and moments are sharded with every
+zero_stage. (ZeRO: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; hybrid sharding: Zhao
+et al. 2023, https://arxiv.org/abs/2304.11277.) Compared with zero_stage 1, 2 needs M − 1 more
+reduce-scatters and its gradients take 1 / dp_shard of the memory, but those of each micro-batch are
+rounded to the compute dtype; compared with 2, 3 needs 2 M − 1 more all-gathers and its weights take
+1 / dp_shard of the memory. `FSDPSwitches` sets FSDP's switches accordingly, and
+tests/test_collectives.py checks the table against what is sent.
 
 Each weight exists in two forms. The optimizer, checkpoints and the gradient norm see this rank's
 shard; forward and backward see the weight gathered over dp_shard:

@@ -6,9 +6,8 @@ rank would otherwise be idle (zero bubble: Qi et al. 2023, https://arxiv.org/abs
 `WeightGradientQueue` defers, the backward of a linear layer leaves a job for the runner. The job
 keeps the two tensors of the product, the layer's input and the gradient of its output (this rank's
 part of a tensor that sequence parallelism splits), and adds the result to the weight's gradient
-(weight_gradient.py). The embedding does the same. The gradient of a norm is small and is computed
-together with that of its input; it waits in the queue as a finished tensor, so that all gradients
-of a micro-batch are complete at the same time and are reduced together.
+(weight_gradient.py). The embedding does the same. A norm's gradient, computed together with that of
+its input, waits in the queue, so that all gradients of a micro-batch are reduced together.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel.collectives import Pending, start_all_gather
-from parallel.placement import local_part
 from parallel.weight_gradient import Destination
 
 
@@ -64,14 +62,9 @@ class EmbeddingGradient(LocalJob):
     destination: Destination
 
     def finish(self) -> None:
-        self.destination.add(self.gradient())
-
-    def gradient(self) -> Tensor:
-        """For each row of the weight, the sum of dy over the positions that looked it up, in the
-        dtype of the sum to which it is added: [V/tp, D]."""
-        total, num_rows = self.destination.sum, local_part(self.destination.weight).shape[0]
-        dy = self.dy if total is None else self.dy.to(total.dtype)
-        return torch.ops.aten.embedding_dense_backward(dy, self.rows, num_rows, -1, False)
+        dw = self.destination.add_lookup(self.dy, self.rows)
+        if dw is not None:
+            self.destination.add(dw)
 
 
 class LinearGradients:
@@ -156,11 +149,11 @@ def deliver(
     times: Tensor | None = None,
 ) -> Tensor | None:
     """Hand over a finished gradient, or dw · times for a scalar tensor: to the queue if it defers,
-    else to the sum. Without a sum or a destination, return it, for autograd, which rounds it to the
-    weight's dtype. Nothing else may refer to dw."""
+    else to the sum. Without a sum or a destination, return it, for autograd. Nothing else may refer
+    to dw."""
     if destination is not None and queue is not None and queue.is_deferring:
         queue.add(ReadyGradient(dw, destination, times))
-    elif destination is not None and destination.adds:
+    elif destination is not None and destination.sum is not None:
         destination.add(dw, times)
     else:
         return dw if times is None else dw.mul_(times)

@@ -132,7 +132,8 @@ class Layer(nn.Module):
         self, matmul: LinearProducts | None = None, rows: slice | None = None
     ) -> Destination:
         """The destination of this weight's gradient, or of its `rows`."""
-        return Destination(self.weight, rows, matmul, self.gradient_sum)
+        total = None if torch.compiler.is_compiling() else self.gradient_sum
+        return Destination(self.weight, rows, matmul, total)
 
 
 def share_queue(stage: nn.Module) -> WeightGradientQueue:

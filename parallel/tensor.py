@@ -308,14 +308,10 @@ class EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        job = EmbeddingGradient(dy, rows, ctx.destination)
         if ctx.queue is not None and ctx.queue.is_deferring:
-            ctx.queue.add(job)
-        elif ctx.destination.adds:
-            job.finish()
-        else:
-            return None, None, None, job.gradient()
-        return None, None, None, None
+            ctx.queue.add(EmbeddingGradient(dy, rows, ctx.destination))
+            return None, None, None, None
+        return None, None, None, ctx.destination.add_lookup(dy, rows)
 
 
 class VocabParallelEmbedding(Layer):
@@ -342,8 +338,7 @@ class VocabParallelEmbedding(Layer):
     def forward(self, tokens: Tensor) -> Tensor:
         elsewhere = (tokens < self.rows.start) | (tokens >= self.rows.stop)
         rows = (tokens - self.rows.start).masked_fill(elsewhere, 0)
-        weight = self.local_weight()
-        local = EmbeddingFunction.apply(rows, self.queue, self.destination(), weight)
+        local = EmbeddingFunction.apply(rows, self.queue, self.destination(), self.local_weight())
         partial = local.masked_fill(elsewhere.unsqueeze(-1), 0)
         tp = self.tp
         return reduce_over_tp(partial, tp.group, tp.sequence_parallel, tp.pieces)

@@ -7,10 +7,9 @@ has a `GradientSum` (from data.py or whole.py), to which the product dyᵀ · x 
     with      total = total + dyᵀ · x, in float32 inside the product, never rounded to bfloat16
 
 This saves one pass over a stage's gradients in every micro-batch, and the memory for dw.
-(Megatron-LM calls it gradient accumulation fusion.) Autograd then gets None. Gradients of norms, of
-the embedding and of routers are formed in the dtype of the sum, and added. So none is rounded to
-bfloat16 before it is added, except where there is no sum (zero_stage 2 and 3 reduce every
-micro-batch's gradients) and in compiled code.
+(Megatron-LM calls it gradient accumulation fusion.) Autograd then gets None. Gradients of norms,
+routers and the embedding are formed in the dtype of the sum, and added. Only where there is no sum
+(zero_stage 2 and 3, compiled code) are the gradients of each micro-batch rounded to bfloat16.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -82,11 +81,6 @@ class Destination(NamedTuple):
     matmul: LinearProducts | None = None  # the products, for a linear layer
     sum: GradientSum | None = None  # None: in isolation; deferred gradients then go to `.grad`
 
-    @property
-    def adds(self) -> bool:
-        """Whether gradients are added to the sum where they are formed."""
-        return self.sum is not None and not torch.compiler.is_compiling()
-
     def add(self, dw: Tensor, times: Tensor | None = None) -> None:
         """Add a gradient, or dw · times for a scalar tensor, to the sum. Nothing else may refer to
         dw: it may become the sum."""
@@ -101,14 +95,21 @@ class Destination(NamedTuple):
     def add_product(self, dy: Tensor, x: Tensor) -> Tensor | None:
         """Add dyᵀ · x to the sum, for dy [..., F] and x [..., D]; without a sum, return it."""
         assert self.matmul is not None
-        if not self.adds:
+        if self.sum is None:
             return self.matmul.weight_gradient(dy, x)
-        assert self.sum is not None
         begun = self._begun(self.sum, dy)
         total = self.matmul.add_weight_gradient(dy, x, begun, self.sum.dtype)
         if begun is None:
             self.sum.begin(self.weight, total)
         return None
+
+    def add_lookup(self, dy: Tensor, rows: Tensor) -> Tensor | None:
+        """Add dy [S, B, D] to the sum at the rows [S, B] that were looked up; without a sum, return
+        the gradient [V/tp, D]."""
+        dy = dy if self.sum is None else dy.to(self.sum.dtype)
+        num_rows = local_part(self.weight).shape[0]
+        dw = torch.ops.aten.embedding_dense_backward(dy, rows, num_rows, -1, False)
+        return dw if self.sum is None else self.add(dw)
 
     def _begun(self, place: GradientSum, like: Tensor) -> Tensor | None:
         """The sum, or its `rows`, to which this gradient is added; a sum of rows begins with zeros

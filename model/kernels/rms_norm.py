@@ -112,7 +112,7 @@ class RMSNormFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None = None) -> tuple[Any, ...]:
         if dy is None:
             return ds, ds, None, None, None, None
-        wide = ctx.destination is not None and ctx.destination.adds
+        wide = ctx.destination is not None and ctx.destination.sum is not None
         dx, dw = torch.ops.lattice.rms_norm_backward(dy, ds, *ctx.saved_tensors, wide)
         dw = deliver(dw, ctx.queue, ctx.destination)
         return dx, dx if ctx.adds else None, dw, None, None, None
