@@ -25,7 +25,7 @@ from training.step import TrainStep
 ROOT = Path(__file__).parent.parent
 ROOMS = ("model", "parallel", "training")
 LEFT_OUT = "model/kernels"
-MAX_FILES, MAX_LINES = 32, 1665
+MAX_FILES, MAX_LINES = 32, 1680
 ROW = re.compile(r"^\| (\d+) \| \[(\S+\.py)\]", re.MULTILINE)  # of docs/one_step.md
 
 
