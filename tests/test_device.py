@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import HuggingFaceStorageWriter, filesystem
 
 from hardware import DATA_SHEETS, data_sheet_of
 from runtime.checkpoints.save import Saver
@@ -59,26 +59,30 @@ def test_every_thread_that_may_touch_a_device_is_made_so() -> None:
     plain = [file for file in plain if file not in alerts]
     named = {file.relative_to(ROOT).as_posix() for file in plain}
     on_the_host = {"data/loader.py", "data/prepare.py", "runtime/checkpoints/lease.py",
-                   "runtime/signals.py", "runtime/start/spares.py"}  # fmt: skip
+                   "runtime/signals.py", "runtime/start/spares.py",
+                   "runtime/torchrun.py"}  # fmt: skip
     assert named == {*on_the_host, "runtime/device.py"}
     assert not [name for name in on_the_host if "cuda" in (ROOT / name).read_text(encoding="utf-8")]
 
 
-def save_as_on_a_gpu(arguments: list[str], threads: int | None = None) -> str:
+class CopyAhead(HuggingFaceStorageWriter):
+    """Copies ahead, as DCP does if it is not told otherwise."""
+
+    per_thread_copy_ahead = property(lambda self: 10_000_000, lambda self, value: None)
+
+
+def save_as_on_a_gpu(arguments: list[str], writer: Any = HuggingFaceStorageWriter) -> str:
     """A run whose saves find a GPU. DCP's loader for GPUs, which works with streams, is refused."""
-    write, writer = Saver._write_partial, Saver.__init__.__globals__["HuggingFaceStorageWriter"]
+    write = Saver._write_partial
 
     def on_a_gpu(self: Saver, *rest: Any) -> Any:
         with patch.object(torch.cuda, "is_available", lambda: True):
             return write(self, *rest)
 
-    def with_threads(*rest: Any, thread_count: int, **options: Any) -> Any:
-        return writer(*rest, thread_count=threads or thread_count, **options)
-
     refused = AssertionError("a stream is used in the thread that saves")
     with (
         patch.object(Saver, "_write_partial", on_a_gpu),
-        patch("runtime.checkpoints.save.HuggingFaceStorageWriter", with_threads),
+        patch("runtime.checkpoints.save.HuggingFaceStorageWriter", writer),
         patch.object(filesystem, "_OverlappingCpuLoader", side_effect=refused),
     ):
         return train_run(arguments)
@@ -90,10 +94,10 @@ def test_saving_uses_no_stream(ranks: Ranks, data: Path, tmp_path: Path) -> None
 
 
 def test_a_stream_in_a_save_would_be_found(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """Control: DCP's default, one thread."""
+    """Control: DCP's default."""
     config = write_config(tmp_path, data, train={"steps": 1}, checkpoint={"interval": 1})
     with pytest.raises(RankError, match="a stream is used"):
-        ranks.run(save_as_on_a_gpu, 2, [config], 1)
+        ranks.run(save_as_on_a_gpu, 2, [config], CopyAhead)
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,13 @@ class Computed:
 
 
 class HashedProducts(Wrapped):
-    """Products that append the hashes of their inputs and output."""
+    """Products that append the hashes of their inputs and output. `kernels`: model.kernels."""
 
-    hashes: list[Tensor]
-    kernels: str  # model.kernels
+    def __init__(
+        self, inner: LinearProducts, name: str, hashes: list[Tensor], kernels: str
+    ) -> None:
+        super().__init__(inner, name)
+        self.hashes, self.kernels = hashes, kernels
 
     def around(self, kind: str, compute: Compute, *inputs: Tensor | None) -> Tensor:
         before = hash_of((each for each in inputs if each is not None), self.kernels)
@@ -49,11 +52,15 @@ class HashedProducts(Wrapped):
 
 
 class SettledProducts(Wrapped):
-    """Products that are computed again in float64, on the host, where their number is in `which`;
-    `wrong` becomes true if one of them is further off than rounding explains."""
+    """Products that are computed again in float64, on the host, where their number is in `which`.
+    `state`: the number of the products so far, and `wrong`, which becomes true if one of them is
+    further off than rounding explains."""
 
-    which: set[int]
-    state: dict[str, int]  # number: of the products so far; wrong
+    def __init__(
+        self, inner: LinearProducts, name: str, which: set[int], state: dict[str, int]
+    ) -> None:
+        super().__init__(inner, name)
+        self.which, self.state = which, state
 
     def around(self, kind: str, compute: Compute, *inputs: Tensor | None) -> Tensor:
         self.state["number"] += 1
@@ -70,9 +77,7 @@ def compute(train: TrainStep, tokens: Tensor, targets: Tensor) -> Computed:
     hashes: list[Tensor] = []
 
     def hashed(inner: LinearProducts, name: str) -> Wrapped:
-        products = HashedProducts(inner, name)
-        products.hashes, products.kernels = hashes, train.config.model.kernels
-        return products
+        return HashedProducts(inner, name, hashes, train.config.model.kernels)
 
     with wrapped(linear_layers(train), hashed):
         loss, norm = _forward_backward(train, tokens, targets)
@@ -87,9 +92,7 @@ def settle(train: TrainStep, tokens: Tensor, targets: Tensor, which: set[int]) -
     state = {"number": 0, "wrong": False}
 
     def settled(inner: LinearProducts, name: str) -> Wrapped:
-        products = SettledProducts(inner, name)
-        products.which, products.state = which, state
-        return products
+        return SettledProducts(inner, name, which, state)
 
     with _more_cores(train.mesh.device), wrapped(linear_layers(train), settled):
         _forward_backward(train, tokens, targets)
