@@ -5,6 +5,7 @@ A comparison that never fails proves nothing. A training run would hide these bu
 still falls with each of them.
 """
 
+import ast
 import contextlib
 import math
 from dataclasses import replace
@@ -27,6 +28,7 @@ from parallel.partial import PartialGradients
 from parallel.pipeline.runner import PipelineRunner
 from parallel.pipeline.tied import TiedEmbedding
 from parallel.weight_gradient import GradientSum
+from tests.mutants import MUTANTS, ROOT
 from tokens import IGNORE
 from tools.parity.cases import Case
 from tools.parity.run import check
@@ -360,3 +362,10 @@ def test_without_a_bug_nothing_is_found(ranks):
         ).failures()
         == []
     )
+
+
+def test_every_mutant_can_be_made():
+    """The list of tests/mutants.py fits the code: each text that it changes occurs once in its
+    file, and what comes of it can be compiled."""
+    for mutant in MUTANTS:
+        ast.parse(mutant.made_in((ROOT / mutant.file).read_text(encoding="utf-8")))

@@ -1,0 +1,241 @@
+"""The mistakes that `python -m tests.mutants` makes, by file: what is there, once; what takes its
+place; and a word about what it is, where the text does not say it.
+
+A mistake must change what a run computes, keeps, sends or costs. Messages and logs do not count,
+nor what cannot be told apart from the original.
+"""
+
+Change = tuple[str, str] | tuple[str, str, str]
+
+CHANGES: dict[str, list[Change]] = {
+    # --- model ---
+    "model/mask.py": [
+        ("positions.clamp(max=window - 1)", "positions.clamp(max=window)"),
+        ("else self.window - 1, 0)", "else self.window, 0)"),
+    ],
+    "model/documents.py": [
+        ("functional.pad((part.start - first_keys).cumsum(0), (1, 0))",
+         "functional.pad(part.start - first_keys, (1, 0))"),
+    ],
+    "model/transformer.py": [
+        ("z_loss=self.z_loss if torch.is_grad_enabled() else 0.0", "z_loss=self.z_loss",
+         "evaluation"),
+        ("RMSNorm(config, config.dim, tp, tp.sequence_parallel) if last",
+         "RMSNorm(config, config.dim, tp, False) if last", "partial"),
+    ],
+    "model/attention/causal.py": [
+        ("self.key_norm = RMSNorm(config, head_dim, tp, gradient_is_partial=True)",
+         "self.key_norm = RMSNorm(config, head_dim, tp, tp.sequence_parallel)", "partial"),
+    ],
+    "model/positions.py": [
+        ("positions.to(exact(dtype)).unsqueeze(-1)", "positions.to(dtype).unsqueeze(-1)"),
+        ("(original / (2 * math.pi))", "(original / math.pi)"),
+        ("key = window, head_dim, kernel", "key = None, head_dim, kernel", "cache"),
+    ],
+    "model/initialise.py": [
+        ('f"{seed}:{name}:{block}"', 'f"{seed}:{block}"'),
+    ],
+    "model/matmul.py": [
+        ("return dx if into is None else into.add_(dx)", "return dx"),
+    ],
+    "model/router/_base.py": [
+        ("x.to(exact) @ weight.to(exact).t()", "(x @ weight.t()).to(exact)"),
+        ("gradient_is_partial=tp.sequence_parallel", "gradient_is_partial=False"),
+        ("len(logits) // len(routes.counts) * self.ep.parts",
+         "len(logits) // len(routes.counts)", "parts"),
+        ("config.router_z_weight / (global_sequences * length)",
+         "config.router_z_weight / global_sequences"),
+    ],
+    "model/router/sigmoid_bias.py": [
+        ("logits.sigmoid() + self.bias", "logits.sigmoid() - self.bias"),
+    ],
+    "model/kernels/rms_norm.py": [
+        ("functional.rms_norm(x.to(wide.dtype), (x.shape[-1],), wide, eps)",
+         "functional.rms_norm(x.to(wide.dtype), (x.shape[-1],), wide)"),
+        ("/ width + tl.full((), EPS, ACC))", "/ width)", "kernel"),
+    ],
+    "model/kernels/cross_entropy.py": [
+        ("(totals * (peaks - peak).exp()).sum(0)", "totals.sum(0)"),
+        ("(scales * (1 + 2 * z_loss * row.lse) / row.total)",
+         "(scales * (1 + z_loss * row.lse) / row.total)"),
+    ],
+    "model/kernels/linear_cross_entropy.py": [
+        ("into=dw, dtype=exact(x.dtype))", "into=dw, dtype=x.dtype)"),
+        ("x.new_zeros((), dtype=exact(x.dtype))", "x.new_zeros(())", "dtype"),
+    ],
+    "model/kernels/grouped_matmul.py": [
+        ("out.addmm_(dy_rows.t(), rows, beta=beta)", "out.addmm_(dy_rows.t(), rows)", "flag"),
+    ],
+    "model/kernels/weighted_swiglu.py": [
+        ("        dw += dy * silu * u\n        dy *= w\n",
+         "        dy *= w\n        dw += dy * silu * u\n", "order"),
+    ],
+    "model/kernels/rotary.py": [
+        ("    if BACK:\n        sin = -sin\n", "", "kernel"),
+    ],
+    "model/kernels/adamw.py": [
+        ("step += applied", "step += 1"),
+    ],
+    "model/kernels/gradient_norm.py": [
+        ("dtype=torch.float64).square() / count", "dtype=torch.float64).square()"),
+    ],
+    # --- parallel ---
+    "parallel/collectives.py": [
+        ("out = x.clone(memory_format=torch.contiguous_format)", "out = x.contiguous()",
+         "in place"),
+        ("        for work in self._works:\n            work.wait()\n        self._works = []\n",
+         "        self._works = []\n", "wait"),
+    ],
+    "parallel/weight_gradient.py": [
+        ("torch.promote_types(reduce, compute) if zero_stage < 2",
+         "compute if zero_stage < 2", "dtype"),
+        ("dy if self.sum is None else dy.to(self.sum.dtype)", "dy", "dtype"),
+    ],
+    "parallel/layer.py": [
+        ("range(rank * self.count // tp, rank * self.count // tp + 1)",
+         "range(rank % self.count, rank % self.count + 1)"),
+    ],
+    "parallel/tensor.py": [
+        ("held = (mine.clone(),)", "held = (mine,)"),
+        ("gradient_is_partial=shared", "gradient_is_partial=False"),
+        ("(tokens >= self.rows.stop)", "(tokens > self.rows.stop)"),
+    ],
+    "parallel/context.py": [
+        ("dtype=torch.promote_types(dtype, torch.float32))", "dtype=dtype)"),
+        ("    high[:unseen].zero_()\n", "", "uninitialised"),
+    ],
+    "parallel/expert.py": [
+        ("for group in ep.sequence:", "for group in ep.sequence[:1]:", "group"),
+        ("tuple(unsorted(t, r.local_order) for t in tensors)",
+         "tuple(t.index_select(0, r.local_order) for t in tensors)"),
+    ],
+    "parallel/expert_sum.py": [
+        ("offsets[experts] - before", "offsets[experts]"),
+    ],
+    "parallel/mesh.py": [
+        ('other = "dp_shard" if sizes.replicates_cp else "dp_replicate"',
+         'other = "dp_replicate" if sizes.replicates_cp else "dp_shard"', "group"),
+    ],
+    "parallel/data.py": [
+        ("set_reshard_after_backward(True, recurse=False)",
+         "set_reshard_after_backward(False, recurse=False)"),
+        ("self.reduce_each_microbatch = zero_stage >= 2",
+         "self.reduce_each_microbatch = zero_stage > 2"),
+        ("self._reduce(module, completes)", "self._reduce(module, True)"),
+    ],
+    "parallel/fsdp_units.py": [
+        ("reduce_dtype=reduce_dtype, cast_forward_inputs",
+         "reduce_dtype=compute_dtype, cast_forward_inputs"),
+        ("[mesh.fsdp] if mesh.experts is None else [mesh.fsdp, mesh.fsdp_ep]", "[mesh.fsdp]",
+         "group"),
+    ],
+    "parallel/placement.py": [
+        ("for axis in reversed(range(mesh.ndim)):", "for axis in range(mesh.ndim):"),
+    ],
+    "parallel/pipeline/tied.py": [
+        ("            gradients[1].copy_(gradients[0])\n", "", "sum"),
+    ],
+    "parallel/pipeline/schedules.py": [
+        ("ahead = (v - 1) * group + (p - 1 - r)", "ahead = (v - 1) * group + (p - r)", "memory"),
+        ("            if i >= r:\n                rank.backward_weight(r)\n"
+         "        for _ in range(min(m, r)):",
+         "        for _ in range(m):", "bubble"),
+    ],
+    "parallel/pipeline/lower.py": [
+        ("    messages.sort()\n", "", "order"),
+    ],
+    "parallel/pipeline/runner.py": [
+        ("total = result.detach() if total is None else total + result.detach()",
+         "total = result.detach()"),
+    ],
+    "parallel/pipeline/transfer.py": [
+        ("        work.wait()\n        tell(tensor, ACTIVATIONS)",
+         "        tell(tensor, ACTIVATIONS)", "wait"),
+    ],
+    # --- training ---
+    "training/step.py": [
+        ("(targets != IGNORE).sum()", "(targets == targets).sum()"),
+        ("dist.all_reduce(num_targets, group=self.mesh.batch.get_group())",
+         "dist.all_reduce(num_targets, group=self.mesh.loss.get_group())", "group"),
+        ("for view in (self.mesh.loss, self.mesh.pp):",
+         "for view in (self.mesh.batch, self.mesh.pp):", "group"),
+        ("PartialGradients(self.weights, mesh.tp.get_group())",
+         "PartialGradients(self.weights, mesh.pp.get_group())", "group"),
+        ("self.optimizer.step(lr, norm_or_inf,", "self.optimizer.step(lr, norm,", "guard"),
+        ("for weight in self.weights if not weight.is_copy]", "for weight in self.weights]"),
+        ("            self.balance.begin()\n", "            pass\n", "counts"),
+    ],
+    "training/guard.py": [
+        ("(self.bad_in_a_row + 1) * bad", "self.bad_in_a_row + bad"),
+        ("torch.where(loss.isfinite(), loss, math.nan)", "torch.where(bad, math.nan, loss)"),
+    ],
+    "training/balance.py": [
+        ("for view in (self.mesh.loss, self.mesh.tp, self.mesh.pp):",
+         "for view in (self.mesh.loss, self.mesh.pp):", "group"),
+        ("torch.where(norm.isfinite(), rate * below, 0.0)", "rate * below", "guard"),
+    ],
+    "training/learning_rate.py": [
+        ("config.lr * (step + 1) / config.warmup_steps", "config.lr * step / config.warmup_steps"),
+        ("left = steps - step", "left = steps - step - 1"),
+    ],
+    "training/gradient.py": [
+        ("dist.all_reduce(total)", "dist.all_reduce(total, group=mesh.loss.get_group())", "group"),
+    ],
+    "training/precision.py": [
+        ("if config.optimizer.pure_bfloat16 else exact",
+         "if config.optimizer.pure_bfloat16 else compute", "dtype"),
+    ],
+    "training/stages.py": [
+        ("before + -(-(value - tokens) // tokens_per_step)",
+         "before + (value - tokens) // tokens_per_step"),
+    ],
+    "training/optimizers/__init__.py": [
+        ("[decay if each.spec.group.decays else 0.0 for each in weights]",
+         "[decay for each in weights]"),
+    ],
+    "training/optimizers/adamw.py": [
+        ("region[0].start * row + columns.start * inner,", "region[0].start * row,", "rounding"),
+    ],
+    # --- data ---
+    "data/sampler.py": [
+        ('f"seed {seed} source {source} epoch {epoch}"', 'f"seed {seed} source {source}"'),
+        ("self.num_windows[s], self.seed, self._numbers[s], int(e)",
+         "self.num_windows[s], self.seed, s, int(e)", "stages"),
+        ("max(num_tokens - 1, 0) // seq_len", "num_tokens // seq_len"),
+        ("(merged[-1][0], max(end, merged[-1][1]))", "(merged[-1][0], end)"),
+        ("        position = end\n", "        position = end + 1\n"),
+    ],
+    "data/loader.py": [
+        ("self._ready.put((made, after_batch))", "self._ready.put((made, sample))", "resume"),
+        ("(mine >= limit)", "(mine > limit)"),
+        ("np.arange(first + dp_rank * rows,", "np.arange(first + dp_rank,", "slice"),
+    ],
+    # --- saving ---
+    "runtime/checkpoints/save.py": [
+        ("            stall += copied()\n", "", "wait"),
+        ("        began = time.perf_counter()\n        self.wait()\n",
+         "        began = time.perf_counter()\n", "wait"),
+        ("            self._agree(self._require_finite)\n", ""),
+        ('good = trainer["bad_in_a_row"] == 0', "good = True"),
+        ('"updates": int(self.train.optimizer.updates.item())', '"updates": step'),
+        ("        sync_folder(partial)\n", "", "fsync"),
+        ("[: -keep.keep_last]", "[: -keep.keep_last - 1]"),
+    ],
+    "runtime/checkpoints/manifest.py": [
+        ("while block := file.read(HASHED_AT_ONCE):", "if block := file.read(HASHED_AT_ONCE):",
+         "hash"),
+        ("        os.fsync(file.fileno())\n", "", "fsync"),
+    ],
+    "runtime/checkpoints/saving.py": [
+        ("self.is_due |= self.interval.is_due(run)", "self.is_due = self.interval.is_due(run)"),
+        ("good = not run.train.guard.bad_in_a_row or run.is_last", "good = True", "guard"),
+    ],
+    "runtime/checkpoints/lease.py": [
+        ("        self._require()\n        try:\n            os.replace(",
+         "        try:\n            os.replace(", "fencing"),
+    ],
+    "runtime/checkpoints/checkpoint.py": [
+        ("        copy.copy_(source)\n", "        pass\n", "tied"),
+        ("train.optimizer.set_updates(start.updates)", "train.optimizer.set_updates(start.step)"),
+    ],
+}  # fmt: skip

@@ -1,0 +1,217 @@
+"""Mutants: small mistakes, made on purpose, of which a test should find each (mutant_list.py).
+
+    python -m tests.mutants                         all of them: under an hour on two cores
+    python -m tests.mutants --only parallel/ok      those whose file, text or note contains this
+    python -m tests.mutants --json FILE --continue  those that FILE does not judge yet
+    python -m tests.mutants --list                  run nothing: print each, and its tests
+
+Each is made in a copy of the working tree, where tests run until one fails: first the files of
+tests that import the changed module most directly, then the `BROAD` ones. The survivors are then
+made together, for one run of all of `make test`; if tests fail there, these judge each survivor by
+itself. In the end, every test that has found a mutant must pass in the unchanged copy.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.about import about
+from tests.mutant_list import CHANGES
+from tests.test_house import MODULES, ROOT, imports, module_name
+
+CLOSEST = 8  # files of tests, at most
+BROAD = ("tests/test_parity.py", "tests/test_train.py", "tests/test_checkpoint.py")
+HANGS = 240  # seconds after which a test is ended, and has found the mutant: ranks may wait forever
+ERROR = "error: "
+# fails with every mutant, because the old text is no longer there
+OF_LIST = "tests/test_controls.py::test_every_mutant_can_be_made"
+SECONDS = itertools.count(int(time.time()))
+
+
+class Mutant(NamedTuple):
+    """A mistake: `old` occurs once in the file, and `new` takes its place."""
+
+    file: str
+    old: str
+    new: str
+    note: str = ""
+
+    def __str__(self) -> str:
+        old, new = (" ".join(text.split()) or "(nothing)" for text in (self.old, self.new))
+        return f"{self.file}: {old} → {new}" + (f" ({self.note})" if self.note else "")
+
+    def made_in(self, text: str) -> str:
+        if text.count(self.old) != 1:
+            raise ValueError(f"not once, but {text.count(self.old)} times in {self}")
+        return text.replace(self.old, self.new)
+
+
+MUTANTS = [Mutant(file, *change) for file, changes in CHANGES.items() for change in changes]
+
+
+@cache
+def known_to(name: str) -> set[str]:
+    """What a module imports; of a module of tests also what its helpers in tests/ do, and of one
+    that chooses kinds by name also these."""
+    found = imports(MODULES[name])
+    if "kinds" in found:
+        found |= {each for each in MODULES if each.rpartition(".")[0] == name}
+    helpers = {each for each in found if name.startswith("tests.") and each.startswith("tests.")}
+    return found.union(*map(known_to, helpers))
+
+
+def closest(file: str) -> list[str]:
+    """The files of tests that know the module, then those that know one that does; of both, those
+    first that know the fewest other modules."""
+    module, ranked = module_name(ROOT / file), []
+    for name in (each for each in MODULES if each.startswith("tests.test_")):
+        known = known_to(name) & MODULES.keys()
+        if module in known or any(module in known_to(each) for each in known):
+            ranked.append((module not in known, len(known), name.replace(".", "/") + ".py"))
+    return [path for _, _, path in sorted(ranked)[:CLOSEST]]
+
+
+@contextlib.contextmanager
+def made(tree: Path, mutants: Sequence[Mutant]) -> Iterator[None]:
+    """Make mistakes in the copy, and take them back."""
+
+    def write(file: str, text: str) -> None:
+        (tree / file).write_text(text)
+        # a second of its own: by this and the size, Python knows whether to compile it again
+        os.utime(tree / file, times=(second := next(SECONDS), second))
+
+    before = {each.file: (tree / each.file).read_text() for each in mutants}
+    try:
+        for each in mutants:
+            write(each.file, each.made_in((tree / each.file).read_text()))
+        yield
+    finally:
+        for file, text in before.items():
+            write(file, text)
+
+
+def failing(tree: Path, targets: Sequence[str], *options: str) -> list[str]:
+    """The tests among `targets` that `make test` runs and that fail in the copy. Raises
+    RuntimeError if pytest cannot run them."""
+    tier = re.search(r'^test:.*\n.*-m "(.+)"', (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert tier
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2"]
+    command += ["--dist", "worksteal", "-m", tier[1], "--deselect", OF_LIST, *options, *targets]
+    command += ["-o", f"faulthandler_timeout={HANGS}", "-o", "faulthandler_exit_on_timeout=true"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    with tempfile.TemporaryFile() as out:
+        ran = subprocess.Popen(
+            command, cwd=tree, env=environment, stdout=out, stderr=out, start_new_session=True
+        )
+        try:
+            status = ran.wait(timeout=2 * 3600)
+        finally:  # what tests have started and left
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(ran.pid, signal.SIGKILL)
+        out.seek(0)
+        said = out.read().decode(errors="replace")
+    found = re.findall(r"^(?:FAILED|ERROR) (\S+?::.+?)(?: - .*)?$", said, re.MULTILINE)
+    # 2: pytest-xdist was stopped by -x. 5: `make test` runs none of them.
+    if (status in (1, 2)) if found else (status in (0, 5)):
+        return found
+    raise RuntimeError(f"pytest ended with status {status}: …{said[-1500:]}")
+
+
+def found_by(tree: Path, mutant: Mutant, steps: Sequence[Sequence[str]]) -> str:
+    """The first test that fails with the mutant, in the first step with one; empty: none does."""
+    with made(tree, [mutant]):
+        for targets in filter(None, steps):
+            try:
+                if failed := failing(tree, targets, "-x"):
+                    return failed[0]
+            except RuntimeError as error:
+                return f"{ERROR}{error}"
+    return ""
+
+
+def judge(tree: Path, mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, str, float]]:
+    """Each mutant, what found it, and the seconds that this took."""
+    survivors: dict[Mutant, float] = {}
+    for mutant in mutants:
+        began, near = time.monotonic(), closest(mutant.file)
+        found = found_by(tree, mutant, [near, [file for file in BROAD if file not in near]])
+        seconds = time.monotonic() - began
+        if found:
+            yield mutant, found, seconds
+        else:
+            survivors[mutant] = seconds
+            print(f"survives so far, {seconds:.0f} s: {mutant}", flush=True)
+    if survivors:
+        began = time.monotonic()
+        with made(tree, list(survivors)):
+            together = failing(tree, ["tests"])
+        share = (time.monotonic() - began) / len(survivors)
+        for mutant, before in survivors.items():
+            began = time.monotonic()
+            found = found_by(tree, mutant, [together])
+            yield mutant, found, before + share + time.monotonic() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--only", default="", metavar="TEXT")
+    parser.add_argument("--json", type=Path, metavar="FILE", default=Path(os.devnull))
+    parser.add_argument("--continue", dest="goes_on", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args()
+    rows: list[list[Any]] = []  # file, old, new, what found it (empty: it survived), seconds
+    if options.goes_on and options.json.is_file():
+        known = json.loads(options.json.read_text())["mutants"]
+        rows = [row for row in known if not row[3].startswith(ERROR)]
+    judged = [row[:3] for row in rows]
+    mutants = [e for e in MUTANTS if options.only in str(e) and list(e[:3]) not in judged]
+    if options.list:
+        for number, mutant in enumerate(mutants, 1):
+            print(number, mutant, *closest(mutant.file), sep="\n    ")
+        return
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        tree = Path(folder)
+        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        for name in (each for each in names.split("\0") if (ROOT / each).is_file()):
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+        for mutant, found, seconds in judge(tree, mutants):
+            rows.append([*mutant[:3], found, round(seconds, 1)])
+            print(f"{found or 'SURVIVED'}, {seconds:.0f} s: {mutant}", flush=True)
+            write(options.json, rows)
+        finders = {row[3] for row in rows if row[3] and not row[3].startswith(ERROR)}
+        wrong = failing(tree, sorted(finders)) if finders else []
+    for row in rows:
+        if row[3] in wrong:
+            row[3] = f"{ERROR}{row[3]} fails without a mutant too"
+        if not row[3] or row[3].startswith(ERROR):
+            print(row[3] or "survived", Mutant(*row[:3]), sep=": ")
+    print(f"found: {write(options.json, rows):.1%} of {len(rows)}")
+
+
+def write(file: Path, rows: list[list[Any]]) -> float:
+    """Write what is known; returns the share that tests have found, of those without an error."""
+    found = [bool(row[3]) for row in rows if not row[3].startswith(ERROR)]
+    share = round(sum(found) / max(1, len(found)), 4)
+    said = {**about("pytest"), "share_found": share, "mutants": rows}
+    file.write_text(json.dumps(said, indent=1, ensure_ascii=False) + "\n")
+    return share
+
+
+if __name__ == "__main__":
+    main()
