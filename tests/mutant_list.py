@@ -35,9 +35,6 @@ CHANGES: dict[str, list[Change]] = {
     "model/initialise.py": [
         ('f"{seed}:{name}:{block}"', 'f"{seed}:{block}"'),
     ],
-    "model/matmul.py": [
-        ("return dx if into is None else into.add_(dx)", "return dx"),
-    ],
     "model/router/_base.py": [
         ("x.to(exact) @ weight.to(exact).t()", "(x @ weight.t()).to(exact)"),
         ("gradient_is_partial=tp.sequence_parallel", "gradient_is_partial=False"),
@@ -61,7 +58,6 @@ CHANGES: dict[str, list[Change]] = {
     ],
     "model/kernels/linear_cross_entropy.py": [
         ("into=dw, dtype=exact(x.dtype))", "into=dw, dtype=x.dtype)"),
-        ("x.new_zeros((), dtype=exact(x.dtype))", "x.new_zeros(())", "dtype"),
     ],
     "model/kernels/grouped_matmul.py": [
         ("out.addmm_(dy_rows.t(), rows, beta=beta)", "out.addmm_(dy_rows.t(), rows)", "flag"),
@@ -69,9 +65,6 @@ CHANGES: dict[str, list[Change]] = {
     "model/kernels/weighted_swiglu.py": [
         ("        dw += dy * silu * u\n        dy *= w\n",
          "        dy *= w\n        dw += dy * silu * u\n", "order"),
-    ],
-    "model/kernels/rotary.py": [
-        ("    if BACK:\n        sin = -sin\n", "", "kernel"),
     ],
     "model/kernels/adamw.py": [
         ("step += applied", "step += 1"),
@@ -98,7 +91,6 @@ CHANGES: dict[str, list[Change]] = {
     "parallel/tensor.py": [
         ("held = (mine.clone(),)", "held = (mine,)"),
         ("gradient_is_partial=shared", "gradient_is_partial=False"),
-        ("(tokens >= self.rows.stop)", "(tokens > self.rows.stop)"),
     ],
     "parallel/context.py": [
         ("dtype=torch.promote_types(dtype, torch.float32))", "dtype=dtype)"),
@@ -208,7 +200,6 @@ CHANGES: dict[str, list[Change]] = {
     "data/loader.py": [
         ("self._ready.put((made, after_batch))", "self._ready.put((made, sample))", "resume"),
         ("(mine >= limit)", "(mine > limit)"),
-        ("np.arange(first + dp_rank * rows,", "np.arange(first + dp_rank,", "slice"),
     ],
     # --- saving ---
     "runtime/checkpoints/save.py": [
@@ -236,6 +227,5 @@ CHANGES: dict[str, list[Change]] = {
     ],
     "runtime/checkpoints/checkpoint.py": [
         ("        copy.copy_(source)\n", "        pass\n", "tied"),
-        ("train.optimizer.set_updates(start.updates)", "train.optimizer.set_updates(start.step)"),
     ],
 }  # fmt: skip

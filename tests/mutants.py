@@ -6,9 +6,9 @@
     python -m tests.mutants --list                  run nothing: print each, and its tests
 
 Each is made in a copy of the working tree, where tests run until one fails: first the files of
-tests that import the changed module most directly, then the `BROAD` ones. The survivors are then
-made together, for one run of all of `make test`; if tests fail there, these judge each survivor by
-itself. In the end, every test that has found a mutant must pass in the unchanged copy.
+tests that import the changed module most directly, then broad ones (`steps`). The survivors are
+then made together, for one run of all of `make test`; if tests fail there, these judge each
+survivor by itself. In the end, every test that has found a mutant must pass in the unchanged copy.
 """
 
 import argparse
@@ -32,8 +32,11 @@ from benchmarks.about import about
 from tests.mutant_list import CHANGES
 from tests.test_house import MODULES, ROOT, imports, module_name
 
-CLOSEST = 8  # files of tests, at most
-BROAD = ("tests/test_parity.py", "tests/test_train.py", "tests/test_checkpoint.py")
+# Of the files of tests that know a module: how many are run, how many of them first, and how many
+# are run where none knows it itself.
+MOST, FIRST, LEAST = 6, 2, 3
+LAYOUTS = ["tests/test_parity.py", "tests/test_experts.py"]
+RUNS = ["tests/test_train.py", "tests/test_checkpoint.py"]
 HANGS = 240  # seconds after which a test is ended, and has found the mutant: ranks may wait forever
 ERROR = "error: "
 # fails with every mutant, because the old text is no longer there
@@ -73,15 +76,19 @@ def known_to(name: str) -> set[str]:
     return found.union(*map(known_to, helpers))
 
 
-def closest(file: str) -> list[str]:
-    """The files of tests that know the module, then those that know one that does; of both, those
-    first that know the fewest other modules."""
+def steps(file: str) -> list[list[str]]:
+    """The files of tests to run with a mutant of `file`, until one fails: those that know the
+    module, or know one that does, the ones first that know least else; then broad ones."""
     module, ranked = module_name(ROOT / file), []
     for name in (each for each in MODULES if each.startswith("tests.test_")):
         known = known_to(name) & MODULES.keys()
         if module in known or any(module in known_to(each) for each in known):
             ranked.append((module not in known, len(known), name.replace(".", "/") + ".py"))
-    return [path for _, _, path in sorted(ranked)[:CLOSEST]]
+    knows_it = sum(not of_second for of_second, *_ in ranked)
+    near = [path for *_, path in sorted(ranked)[: min(knows_it, MOST) or LEAST]]
+    broad = RUNS if file.startswith(("data/", "runtime/")) else LAYOUTS
+    found = [near[:FIRST], near[FIRST:], [each for each in broad if each not in near]]
+    return [files for files in found if files]
 
 
 @contextlib.contextmanager
@@ -130,10 +137,10 @@ def failing(tree: Path, targets: Sequence[str], *options: str) -> list[str]:
     raise RuntimeError(f"pytest ended with status {status}: …{said[-1500:]}")
 
 
-def found_by(tree: Path, mutant: Mutant, steps: Sequence[Sequence[str]]) -> str:
-    """The first test that fails with the mutant, in the first step with one; empty: none does."""
+def found_by(tree: Path, mutant: Mutant, attempts: Sequence[Sequence[str]]) -> str:
+    """The first test that fails with the mutant, in the first attempt with one; empty: none."""
     with made(tree, [mutant]):
-        for targets in filter(None, steps):
+        for targets in attempts:
             try:
                 if failed := failing(tree, targets, "-x"):
                     return failed[0]
@@ -146,8 +153,8 @@ def judge(tree: Path, mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, str, 
     """Each mutant, what found it, and the seconds that this took."""
     survivors: dict[Mutant, float] = {}
     for mutant in mutants:
-        began, near = time.monotonic(), closest(mutant.file)
-        found = found_by(tree, mutant, [near, [file for file in BROAD if file not in near]])
+        began = time.monotonic()
+        found = found_by(tree, mutant, steps(mutant.file))
         seconds = time.monotonic() - began
         if found:
             yield mutant, found, seconds
@@ -161,7 +168,7 @@ def judge(tree: Path, mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, str, 
         share = (time.monotonic() - began) / len(survivors)
         for mutant, before in survivors.items():
             began = time.monotonic()
-            found = found_by(tree, mutant, [together])
+            found = found_by(tree, mutant, [together]) if together else ""
             yield mutant, found, before + share + time.monotonic() - began
 
 
@@ -181,7 +188,7 @@ def main() -> None:
     mutants = [e for e in MUTANTS if options.only in str(e) and list(e[:3]) not in judged]
     if options.list:
         for number, mutant in enumerate(mutants, 1):
-            print(number, mutant, *closest(mutant.file), sep="\n    ")
+            print(number, mutant, *map(" ".join, steps(mutant.file)), sep="\n    ")
         return
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = Path(folder)
