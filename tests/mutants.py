@@ -180,6 +180,7 @@ def main() -> None:
     parser.add_argument("--continue", dest="goes_on", action="store_true")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end what is running, too
     rows: list[list[Any]] = []  # file, old, new, what found it (empty: it survived), seconds
     if options.goes_on and options.json.is_file():
         known = json.loads(options.json.read_text())["mutants"]
