@@ -258,5 +258,6 @@ def test_every_file_of_tests_is_collected() -> None:
     """By its name, or because the Makefile names it."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for file in (ROOT / "tests").rglob("*.py"):
-        if re.search(r"^def test_", file.read_text(encoding="utf-8"), re.MULTILINE):
+        body = MODULES[module_name(file)].body
+        if any(getattr(node, "name", "").startswith("test_") for node in body):
             assert file.name.startswith("test_") or str(file.relative_to(ROOT)) in makefile
