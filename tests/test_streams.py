@@ -21,17 +21,92 @@ from parallel.axes import MeshSizes
 from parallel.collectives import Pending
 from parallel.expert import Exchange
 from parallel.mesh import to_device
+from parallel.pipeline.schedules import SCHEDULES
 from parallel.pipeline.transfer import Transfers
 from runtime.device import device_thread
 from tools.parity import __main__ as parity
 from tools.parity.cases import Case
+from tools.parity.run import heads_in_pieces
+from tools.plan.candidates import FIXED
 from tools.rehearse.fake_gpu import one_rank
 from tools.rehearse.rank import alone
-from tools.streams import __main__ as command
 from tools.streams.findings import RACE, REUSE, SYNC, THREAD
-from tools.streams.layouts import LAYOUTS, differences, read_table, reports, table_of
 from tools.streams.step import Pretended, SaverWithoutFiles, check, pretended_device
 from training.guard import UpdateGuard
+
+
+def case_of(layout: MeshSizes, **options: Any) -> Case:
+    return Case(layout, **{"dtype": "bfloat16", "kernels": "auto", **options})
+
+
+TP = MeshSizes(tp=2)
+THREE_D = MeshSizes(pp=2, dp_shard=2, tp=2)
+HYBRID = MeshSizes(dp_replicate=2, dp_shard=2)
+
+LAYOUTS = {
+    "tp": case_of(TP),
+    "tp, no sequence parallelism": case_of(TP, sequence_parallel=False),
+    "zero 1, hybrid": case_of(HYBRID),
+    "zero 2, hybrid": case_of(HYBRID, zero_stage=2),
+    "zero 3": case_of(MeshSizes(dp_shard=4), zero_stage=3),
+    "zero 3, float32, whole stages": case_of(
+        MeshSizes(dp_shard=2), zero_stage=3, fsdp_unit="stage", dtype="float32"
+    ),
+    "3D, zero 3, full recomputation": case_of(
+        THREE_D, zero_stage=3, activation_checkpointing="full"
+    ),
+    "3D, selective recomputation": case_of(THREE_D, activation_checkpointing="selective"),
+    "3D, tied, documents": case_of(THREE_D, tie_embeddings=True, document_mask=True),
+    # heads of 8 numbers, which flash attention takes
+    # of single sequences, whose keys and values are gathered again
+    "cp, no recomputation": case_of(
+        MeshSizes(dp_shard=2, cp=2), attention_dim=64, num_microbatches=16
+    ),
+    "cp and tp, zero 3, selective, documents": case_of(
+        MeshSizes(dp_shard=2, cp=2, tp=2),
+        attention_dim=64,
+        zero_stage=3,
+        activation_checkpointing="selective",
+        document_mask=True,
+    ),
+    "cp and pp, zb_h1, full recomputation": case_of(
+        MeshSizes(pp=2, dp_replicate=2, cp=2),
+        attention_dim=64,
+        schedule="zb_h1",
+        activation_checkpointing="full",
+    ),
+    "ep, shared expert": case_of(
+        MeshSizes(dp_shard=2, ep=2), router="softmax", num_shared_experts=1, num_microbatches=2
+    ),
+    # ep across tp and a part of dp_shard
+    "ep and tp, zero 3, selective": case_of(
+        MeshSizes(dp_shard=4, tp=2, ep=4),
+        router="sigmoid_bias",
+        router_losses=True,
+        num_shared_experts=1,
+        zero_stage=3,
+        activation_checkpointing="selective",
+        num_microbatches=2,
+    ),
+    "ep and pp, zero 2, zb_h1, full recomputation": case_of(
+        MeshSizes(pp=2, dp_shard=2, ep=2),
+        router="softmax_renormalised",
+        num_dense_layers=1,
+        schedule="zb_h1",
+        zero_stage=2,
+        activation_checkpointing="full",
+    ),
+    "3D, zero 2, zb_h1, no sequence parallelism": case_of(
+        THREE_D, schedule="zb_h1", zero_stage=2, sequence_parallel=False
+    ),
+} | {
+    f"pp and tp, {name}": case_of(
+        MeshSizes(pp=2, tp=2),
+        schedule=name,
+        stages_per_rank=FIXED.get(name, 2),
+    )
+    for name in SCHEDULES
+}
 
 QUICK = {"tp", "zero 3", "3D, tied, documents", "pp and tp, zb_h1", "ep, shared expert"}
 ZERO_3 = replace(LAYOUTS["3D, zero 3, full recomputation"], activation_checkpointing="none")
@@ -40,21 +115,56 @@ ZERO_3 = replace(LAYOUTS["3D, zero 3, full recomputation"], activation_checkpoin
 # --- the whole step -------------------------------------------------------------------------------
 
 
+def check_case(case: Case, rank: int) -> dict[str, Any]:
+    with heads_in_pieces():
+        return check(case.config(), case.world, rank)
+
+
+def reports(name: str) -> Iterator[dict[str, Any]]:
+    """Check the first and the last rank of a layout."""
+    case = LAYOUTS[name]
+    for rank in (0, case.world - 1):
+        yield alone(check_case, case, rank)
+
+
+# The largest part of the collectives of an axis, kind and phase that may have no product or
+# attention beside them (tools/streams/overlap.py). What is not named may all be exposed.
+MOST_BARE = {
+    "cp all_gather F": 0.6,
+    "cp all_gather I": 0.6,
+    "cp reduce_scatter B": 0.6,
+    "cp reduce_scatter I": 0.6,
+    "dp_replicate all_reduce B": 0.6,
+    "dp_shard all_gather B": 0.4,
+    "dp_shard reduce_scatter B": 0.75,
+    "efsdp all_gather F": 0.0,
+    "efsdp reduce_scatter B": 0.0,
+    "ep all_to_all B": 0.6,
+    "tp all_gather B": 0.75,
+    "tp all_gather W": 0.3,
+    "tp all_reduce B": 0.0,
+    "tp reduce_scatter B": 0.6,
+}
+
+
+def exposed(report: dict[str, Any]) -> list[str]:
+    """The rows of which more is exposed than may be."""
+    return [
+        f"{name}: {row['bare']} of {row['count']} have nothing beside them"
+        for name, row in report["overlap"].items()
+        if row["bare"] > MOST_BARE.get(name, 1.0) * row["count"]
+    ]
+
+
 @pytest.mark.parametrize(
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in LAYOUTS],
 )
 def test_a_layout_has_no_defect_and_keeps_its_overlap(name: str) -> None:
-    kept = read_table()
-    for key, report in reports(iter([name])):
+    for report in reports(name):
         assert report["findings"] == []
         assert report["compared"] > 50  # accesses on two streams to the same memory
-        assert differences(kept[key], table_of(report)) == [], "see tools/streams/layouts.py"
-
-
-def test_the_table_has_every_layout() -> None:
-    keys = {f"{name}, rank {rank}" for name, c in LAYOUTS.items() for rank in (0, c.world - 1)}
-    assert read_table().keys() == keys
+        assert exposed(report) == []
 
 
 def covering() -> Iterator[Case]:
@@ -165,7 +275,7 @@ def test_a_defect_in_a_layer_of_experts_is_found(defect: Any, kind: str, said: s
 
 
 def test_a_collective_that_became_synchronous_is_found() -> None:
-    kept, start = read_table(), collectives._reduce_scatter_single
+    start = collectives._reduce_scatter_single
 
     def start_and_wait(*args: Any, **options: Any) -> Any:
         work = start(*args, **options)
@@ -173,12 +283,8 @@ def test_a_collective_that_became_synchronous_is_found() -> None:
         return work
 
     with patch.object(collectives, "_reduce_scatter_single", start_and_wait):
-        changed = {
-            key: differences(kept[key], table_of(report)) for key, report in reports(iter(["tp"]))
-        }
-    lost = "tp reduce_scatter B: bare 0 → 16, flops"
-    found = [[line for line in lines if line.startswith(lost)] for lines in changed.values()]
-    assert all(len(lines) == 1 and lines[0].endswith("→ 0") for lines in found), changed
+        found = [exposed(report) for report in reports("tp")]
+    assert found == [["tp reduce_scatter B: 16 of 16 have nothing beside them"]] * 2
 
 
 # --- small programs -------------------------------------------------------------------------------
@@ -299,11 +405,3 @@ def works_in_a_thread(make: Callable[..., threading.Thread]) -> dict[str, Any]:
 @pytest.mark.parametrize(("make", "found"), [(device_thread, []), (plain_thread, [THREAD])])
 def test_a_thread_must_choose_its_device(make: Any, found: list[str]) -> None:
     assert alone(works_in_a_thread, make) == {"found": found}
-
-
-# --- the command ----------------------------------------------------------------------------------
-
-
-def test_the_command_refuses_a_configuration_to_write(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["configs/laptop.yaml", "--write"]) == 2
-    assert "--write" in capsys.readouterr().err
