@@ -64,11 +64,25 @@ def train_run(arguments: list[str]) -> str:
     return ""
 
 
+def messages(cases: dict[str, list[str]]) -> dict[str, str]:
+    """The message of `train_run` for one case after another, in the same process group: refused
+    runs that need no start of their own."""
+    return {name: train_run(arguments) for name, arguments in cases.items()}
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """The logged steps of the run in `folder`/run."""
+    text = (folder / "run" / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def status_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "run" / "status.json").read_text())
+
+
 def losses(folder: Path) -> dict[int, float]:
-    """Step → loss, from the metrics.jsonl of the run in `folder`/run."""
-    lines = [
-        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    """Step → loss of the run in `folder`/run."""
+    lines = metrics_of(folder)
     found = {line["step"]: line["loss"] for line in lines}
     assert len(found) == len(lines), "a step was written twice"
     return found

@@ -29,7 +29,16 @@ from runtime.checkpoints.save import Saver
 from runtime.checkpoints.save_errors import SaveFailed
 from runtime.listener import Run
 from runtime.records.events import read_events
-from tests.runs import LAYOUT_3D, copy_of, fresh, global_state, losses, train_run, write_config
+from tests.runs import (
+    LAYOUT_3D,
+    copy_of,
+    fresh,
+    global_state,
+    losses,
+    status_of,
+    train_run,
+    write_config,
+)
 from tools import verify
 from tools.ranks import Ranks
 from training.build import build_stages
@@ -233,7 +242,7 @@ def test_a_last_save_that_fails_is_no_success(ranks: Ranks, data: Path, tmp_path
     config = write_config(tmp_path, data, checkpoint={"interval": 3})
     results = ranks.run(train_with_a_fault, 2, config, 1, 6, "fingerprint", errno.ENOSPC)
     assert all("step 6 was not saved" in why for why, _ in results)
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    status = status_of(tmp_path)
     assert (status["state"], "step 6 was not saved" in status["reason"]) == ("failed", True)
 
 
@@ -257,7 +266,7 @@ def test_a_full_disk(ranks: Ranks, data: Path, tmp_path: Path) -> None:
         results = ranks.run(heard, 2, [config])  # the last save fails too
         assert "Traceback" not in "".join(said for _, said in results)
         failed = [one["failed"] for one in read_events(small / "run") if "failed" in one]
-        status = json.loads((small / "run" / "status.json").read_text())
+        status = status_of(small)
         for said in (*failed, status["reason"], results[0][1]):
             assert f"No space left on device: {small / 'run' / 'checkpoints'}" in said
             assert re.search("; a checkpoint needs 1.1 MB, and 0.[89] MB are free", said)

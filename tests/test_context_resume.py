@@ -1,6 +1,5 @@
 """Runs with context parallelism evaluate, save, and resume in other layouts."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.runs import copy_of, global_state, losses, train_run, write_config
+from tests.runs import copy_of, global_state, losses, metrics_of, train_run, write_config
 from tests.test_train import forget_step_6, run
 from tools.ranks import Ranks
 from training.step import TrainStep
@@ -24,8 +23,7 @@ OTHERS = [  # world, layout
 
 
 def evaluations(folder: Path) -> dict[int, float]:
-    lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+    return {line["step"]: line["eval_loss"] for line in metrics_of(folder) if "eval_loss" in line}
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from tests.data_samples import SOURCE, prepared, tokenizer
 from tests.flash import flash_attention_stands_in
-from tests.runs import fresh, losses, train_run, write_config
+from tests.runs import fresh, losses, metrics_of, train_run, write_config
 from tools.parity.cases import BOS, Case
 from tools.parity.row import line
 from tools.parity.run import check
@@ -397,7 +397,7 @@ def test_a_run_masks_in_training_and_evaluation(ranks, tmp_path: Path):
     ):
         fresh(tmp_path)
         assert not any(ranks.run(train_run, world, [config, *overrides]))
-        last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+        last = metrics_of(tmp_path)[-1]
         found.append({**losses(tmp_path), "evaluation": last["eval_loss"]})
     masked, masked_too, unmasked = found
     assert masked == pytest.approx(masked_too, rel=1e-5)

@@ -1,7 +1,6 @@
 """On suspicion, the step is computed again: a flipped bit in one rank's product is found, a
 transient fault told from a persistent one, and neither is found where the data are to blame."""
 
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +29,7 @@ from runtime.health.faults import FaultyProducts
 from runtime.health.products import Wrapping, linear_layers
 from runtime.health.replicas import check_replicas
 from runtime.records.events import append_event, read_events
-from tests.runs import LAYOUT_3D, fresh, losses, train_run, write_config
+from tests.runs import LAYOUT_3D, fresh, losses, status_of, train_run, write_config
 from tests.test_attention_kernel import WITH_3
 from tests.test_replicas import flip
 from tools.parity.cases import Case
@@ -78,7 +77,7 @@ def test_a_persistent_fault_names_its_rank_and_ends_the_run(
     (event,) = suspicions(tmp_path)
     assert (event["step"], event["verdict"]) == (3, "persistent")
     assert (event["ranks"], event["is_sure"]) == ([rank], True)
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    status = status_of(tmp_path)
     assert (status["state"], status["suspicion"]["ranks"]) == ("failed", [rank])
     (node,) = event["nodes"]
     assert f"rank {rank} on {node}" in excluded_nodes(tmp_path / "run")[node]["reason"]

@@ -1,6 +1,5 @@
 """Complete runs of models with experts: resuming, skipped steps, rollbacks, copies that differ."""
 
-import json
 from pathlib import Path
 from unittest.mock import patch
 
@@ -9,7 +8,16 @@ import torch
 
 from runtime.checkpoints import checkpoint
 from runtime.records.events import read_events
-from tests.runs import EXPERTS, copy_of, fresh, global_state, losses, train_run, write_config
+from tests.runs import (
+    EXPERTS,
+    copy_of,
+    fresh,
+    global_state,
+    losses,
+    metrics_of,
+    train_run,
+    write_config,
+)
 from tests.test_context_resume import evaluations
 from tests.test_guard import batches_of, run_with_bad_batches, run_with_bad_steps, run_without
 from tests.test_train import forget_step_6, run
@@ -148,7 +156,7 @@ def test_a_rollback_restores_the_biases(ranks: Ranks, data: Path, tmp_path: Path
 
 
 def test_metrics_tell_the_load(saved: Path) -> None:
-    lines = [json.loads(line) for line in (saved / "run/metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(saved)
     for line in lines:
         by_layer = line["experts_by_layer"]
         assert by_layer["layer"] == [1, 2, 3]

@@ -17,7 +17,7 @@ import train
 import training.guard
 import training.step
 from runtime.records.events import read_events
-from tests.runs import fresh, losses, train_run, write_config
+from tests.runs import fresh, losses, metrics_of, status_of, train_run, write_config
 from tools.ranks import RankError, Ranks
 from training.guard import WINDOW, UpdateGuard
 from training.step import TrainStep
@@ -149,8 +149,7 @@ def test_a_nan_in_one_ranks_gradient_skips_one_update(
     world = world_of(layout)
     rank = world - 1
     assert ranks.run(run_with_bad_steps, world, [config], rank, {3}) == [""] * world
-    written = (tmp_path / "run" / "metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in written.splitlines()]
+    lines = metrics_of(tmp_path)
     finite = [math.isfinite(line["grad_norm"]) for line in lines]
     assert finite == [True, True, False, True, True, True]
     assert [line["skipped_updates"] for line in lines] == [0, 0, 1, 1, 1, 1]
@@ -164,7 +163,7 @@ def test_a_nan_in_one_ranks_gradient_skips_one_update(
     before = losses(tmp_path)
     assert ranks.run(train_run, world, [config]) == [""] * world
     assert losses(tmp_path) == before
-    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    last = metrics_of(tmp_path)[-1]
     assert last["skipped_updates"] == 1
 
 
@@ -243,7 +242,7 @@ def test_a_run_without_checkpoint_cannot_go_back(ranks: Ranks, data: Path, tmp_p
     config = write_config(tmp_path, data, guard={"max_bad_steps": 2})
     with pytest.raises(RankError, match=r"no checkpoint to go back to; save more often"):
         ranks.run(run_with_bad_steps, 2, [config], 1, {2, 3})
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+    assert status_of(tmp_path)["state"] == "failed"
 
 
 def test_a_run_that_stays_bad_ends(ranks: Ranks, data: Path, tmp_path: Path) -> None:
@@ -281,8 +280,7 @@ def test_a_spike_is_skipped_in_a_run(
     skipped = []
     for sigmas in (6.0, 0.0):
         assert ranks.run(run_with_a_spike, 4, [config, f"guard.spike_sigmas={sigmas}"]) == [""] * 4
-        last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
-        skipped.append(json.loads(last)["skipped_updates"])
+        skipped.append(metrics_of(tmp_path)[-1]["skipped_updates"])
         fresh(tmp_path)
     assert skipped == [1, 0]
 
@@ -337,8 +335,7 @@ def test_what_was_saved_among_bad_steps_is_not_gone_back_to(
         "step-00000004.abandoned",
         "step-00000008",
     ]
-    written = (tmp_path / "run" / "metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in written.splitlines()]
+    lines = metrics_of(tmp_path)
     assert [(line["step"], line["skipped_updates"]) for line in lines] == [
         (step, 0) for step in range(1, 9)
     ]
@@ -387,7 +384,7 @@ def test_a_run_that_learnt_nothing_is_not_finished(
     config = write_config(tmp_path, data, train={"steps": 3}, checkpoint={"interval": 3})
     with pytest.raises(RankError, match=said):
         ranks.run(run_with_bad_steps, 2, [config], 1, bad)
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    status = status_of(tmp_path)
     assert (status["state"], status["step"]) == ("failed", 3)
     assert said in status["reason"]
     assert not (tmp_path / "run" / "checkpoints").exists()

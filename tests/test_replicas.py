@@ -1,6 +1,5 @@
 """Replicas that are no longer equal are found, and the rank that differs is named."""
 
-import json
 import time
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from runtime.checkpoints import saving
 from runtime.checkpoints.checkpoint import held_tensors
 from runtime.checkpoints.save import Saver
 from runtime.health.replicas import ReplicasDiffer, check_replicas
-from tests.runs import train_run, write_config
+from tests.runs import status_of, train_run, write_config
 from tools.parity.cases import Case
 from tools.parity.run import global_batch
 from tools.ranks import RankError, Ranks
@@ -147,5 +146,5 @@ def test_a_run_ends_before_it_saves_what_differs(ranks: Ranks, data: Path, tmp_p
         ranks.run(run_with_a_bit_flipped, 2, config)
     checkpoints = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-00000002"]
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    status = status_of(tmp_path)
     assert (status["state"], "ranks 0, 1" in status["reason"]) == ("failed", True)
