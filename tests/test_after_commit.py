@@ -15,7 +15,7 @@ from runtime.alerts.settings import Settings
 from runtime.checkpoints.names import MANIFEST
 from runtime.checkpoints.save import Saver
 from tests.alert_helpers import wait_until
-from tests.runs import fresh, losses, train_run, write_config
+from tests.runs import fresh, losses, status_of, train_run, write_config
 from tools.ranks import Ranks
 
 
@@ -254,7 +254,7 @@ def test_a_finished_run_has_done_its_last_checkpoint(
     sections["checkpoint"]["after_commit"] = copy
     assert ranks.run(train_run, 2, [write_config(tmp_path, data, **sections)]) == [""] * 2
     assert losses(tmp_path) == expected
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    status = status_of(tmp_path)
     assert status["state"] == "finished"
     assert status["after_commit"] == {"done_step": 6, "pending": []}
     assert (tmp_path / "store-6" / MANIFEST).is_file()
@@ -267,7 +267,7 @@ def test_a_command_that_never_succeeds_is_said_in_the_status(
     checkpoint = {"interval": 6, "after_commit": "false", "after_commit_minutes": 0.02}
     config = write_config(tmp_path, data, checkpoint=checkpoint)
     assert ranks.run(train_run, 2, [config]) == [""] * 2
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    status = status_of(tmp_path)
     assert status["state"] == "finished"  # training is not at fault
     assert status["after_commit"] == {"done_step": None, "pending": ["step-00000006"]}
     events = (tmp_path / "run" / "events.jsonl").read_text()

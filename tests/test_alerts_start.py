@@ -17,7 +17,7 @@ from runtime.messages import LOST
 from runtime.records.events import read_events
 from runtime.records.status import record_failed_start, record_failure
 from tests.alert_helpers import ROOT, FedCompanion, Receiver, wait_until
-from tests.runs import losses, train_run, write_config
+from tests.runs import losses, status_of, train_run, write_config
 from tests.stages import write_stages
 from tools import alarm
 from tools.ranks import RankError, Ranks
@@ -72,7 +72,7 @@ def test_a_stage_that_is_refused_is_a_failure(ranks: Ranks, data: Path, tmp_path
         assert ranks.run(run_that_cannot_build, 2, [config], 2, True) == [str(REFUSAL)] * 2
         wait_until(lambda: server.kinds() == ["start", "end"])
     assert "failed at step 2: checkpoint.resume" in server.received[-1]["text"]
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    status = status_of(tmp_path)
     assert (status["state"], status["step"]) == ("failed", 2)
 
 
@@ -113,7 +113,7 @@ def test_between_two_stages_a_start_has_no_status(ranks: Ranks, data: Path, tmp_
     planned."""
     config = write_stages(tmp_path, data, [{"from_step": 2, "train": {"seq_len": 16}}])
     assert ranks.run(run_that_looks, 2, [config, "train.steps=3"], tmp_path / "run") == [True] * 2
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    status = status_of(tmp_path)
     assert (status["state"], status["step"]) == ("finished", 3)
 
 

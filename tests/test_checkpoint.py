@@ -1,9 +1,7 @@
 """Checkpoints that are damaged, incomplete or written late: damage is found, and good checkpoints
 are kept and used."""
 
-import contextlib
 import errno
-import io
 import json
 import os
 import re
@@ -26,19 +24,25 @@ from runtime.checkpoints import manifest
 from runtime.checkpoints.lease import Lease
 from runtime.checkpoints.manifest import MANIFEST, Damaged, Manifest, read_manifest
 from runtime.checkpoints.save import Saver
-from runtime.checkpoints.save_errors import SaveFailed
 from runtime.listener import Run
 from runtime.records.events import read_events
-from tests.runs import LAYOUT_3D, copy_of, fresh, global_state, losses, train_run, write_config
+from tests.runs import (
+    LAYOUT_3D,
+    copy_of,
+    fresh,
+    global_state,
+    heard,
+    losses,
+    names,
+    status_of,
+    train_run,
+    write_config,
+)
 from tools import verify
 from tools.ranks import Ranks
 from training.build import build_stages
 from training.load_config import load_config
 from training.step import TrainStep
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def flip_a_bit(file: Path, at: float = 0.5) -> None:
@@ -173,18 +177,6 @@ def test_keeping(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     assert (checkpoints / "latest").read_text() == "step-00000006"
 
 
-def heard(arguments: list[str]) -> tuple[str, str]:
-    """Train; return why the run was refused or its last save failed (else the empty string), and
-    this rank's standard error."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        try:
-            why = train_run(arguments)
-        except SaveFailed as failed:
-            why = str(failed)
-    return why, said.getvalue()
-
-
 def train_with_a_fault(config: str, rank: int, step: int, where: str, kind: int) -> tuple[str, str]:
     """Train with a planted error: `where` fails on one rank, for the checkpoint of one step."""
     place = runtime.checkpoints.save if where != "create_stream" else FileSystem  # DCP's
@@ -233,7 +225,7 @@ def test_a_last_save_that_fails_is_no_success(ranks: Ranks, data: Path, tmp_path
     config = write_config(tmp_path, data, checkpoint={"interval": 3})
     results = ranks.run(train_with_a_fault, 2, config, 1, 6, "fingerprint", errno.ENOSPC)
     assert all("step 6 was not saved" in why for why, _ in results)
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    status = status_of(tmp_path)
     assert (status["state"], "step 6 was not saved" in status["reason"]) == ("failed", True)
 
 
@@ -257,7 +249,7 @@ def test_a_full_disk(ranks: Ranks, data: Path, tmp_path: Path) -> None:
         results = ranks.run(heard, 2, [config])  # the last save fails too
         assert "Traceback" not in "".join(said for _, said in results)
         failed = [one["failed"] for one in read_events(small / "run") if "failed" in one]
-        status = json.loads((small / "run" / "status.json").read_text())
+        status = status_of(small)
         for said in (*failed, status["reason"], results[0][1]):
             assert f"No space left on device: {small / 'run' / 'checkpoints'}" in said
             assert re.search("; a checkpoint needs 1.1 MB, and 0.[89] MB are free", said)

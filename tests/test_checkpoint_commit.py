@@ -2,7 +2,6 @@
 or its files disappeared."""
 
 import errno
-import json
 import os
 import shutil
 from pathlib import Path
@@ -15,8 +14,7 @@ from runtime.checkpoints import manifest
 from runtime.checkpoints.manifest import MANIFEST, Manifest
 from runtime.checkpoints.save_errors import SaveFailed, agree
 from runtime.records.events import read_events
-from tests.runs import copy_of, write_config
-from tests.test_checkpoint import heard, names
+from tests.runs import copy_of, heard, names, status_of, write_config
 from tools.ranks import Ranks
 
 
@@ -36,7 +34,7 @@ def test_what_is_in_the_way_is_put_aside(ranks: Ranks, saved: Path, tmp_path: Pa
     ]
     assert (checkpoints / "latest").read_text() == "step-00000006"
     manifest.verify(checkpoints / "step-00000006")
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
+    assert status_of(tmp_path)["state"] == "finished"
 
 
 def test_what_comes_in_the_way_meanwhile_is_put_aside(

@@ -136,23 +136,44 @@ def place_everything_first(file: Path) -> None:
     save_file(load_file(file), file, metadata={manifest.PLACES: json.dumps(moved)})
 
 
+def refused_on_ranks(cases: dict[str, tuple[Path, list[str]]]) -> dict[str, tuple[str, str]]:
+    """What generation and training say of each checkpoint."""
+    return {
+        how: (refused_by_generate(bad), train_run(arguments))
+        for how, (bad, arguments) in cases.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def judged(
+    ranks: Ranks, saved: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, tuple[str, str]]]]:
+    """A folder with a hostile copy of a run for each case, and what each rank said of them."""
+    folder = tmp_path_factory.mktemp("hostile")
+    cases = {}
+    for how in HOSTILE:
+        (folder / how).mkdir()
+        config, checkpoints = copy_of(saved, folder / how)
+        bad = checkpoints / "step-00000006"
+        hostile(bad, read_manifest(bad), how, folder / how / "harm")
+        other = f"run.dir={folder / how / 'other'}"
+        cases[how] = bad, [config, f"checkpoint.resume={bad}", other, "parallel.pp=1"]
+    return folder, ranks.run(refused_on_ranks, 2, cases)
+
+
 @pytest.mark.parametrize("how", HOSTILE)
 def test_a_hostile_checkpoint_is_refused(
-    ranks: Ranks, saved: Path, tmp_path: Path, how: str
+    judged: tuple[Path, list[dict[str, tuple[str, str]]]], how: str
 ) -> None:
     """Training and every tool refuse a hostile checkpoint with one message, execute nothing from
     it, and write nothing."""
-    config, checkpoints = copy_of(saved, tmp_path)
-    bad = checkpoints / "step-00000006"
-    hostile(bad, read_manifest(bad), how, tmp_path / "harm")
+    folder, answers = judged[0] / how, [of_rank[how] for of_rank in judged[1]]
+    bad = folder / "run" / "checkpoints" / "step-00000006"
     with pytest.raises(Damaged):
         verify_checkpoint(bad)
-    said = [*refused_by_tools(bad, tmp_path / "out"), *ranks.run(refused_by_generate, 1, bad)]
-    for text in said:
+    for text in (*refused_by_tools(bad, folder / "out"), *(text for text, _ in answers)):
         assert "Traceback" not in text
         assert text.count("is not a valid checkpoint: ") + text.count("damaged: ") == 1, text
-    other = f"run.dir={tmp_path / 'other'}"
-    messages = ranks.run(train_run, 2, [config, f"checkpoint.resume={bad}", other, "parallel.pp=1"])
-    assert all(message.startswith("checkpoint.resume = ") for message in messages), messages
-    assert not (tmp_path / "harm").exists()
-    assert not (tmp_path / "other").exists(), "nothing is written"
+    assert all(message.startswith("checkpoint.resume = ") for _, message in answers), answers
+    assert not (folder / "harm").exists()
+    assert not (folder / "other").exists(), "nothing is written"

@@ -45,7 +45,7 @@ from tests.config_cases import (
     typed,
 )
 from tests.data_samples import prepared
-from tests.runs import train_run, write_config
+from tests.runs import status_of, train_run, write_config
 from tools.goodput import __main__ as goodput
 from tools.plan import __main__ as plan
 from tools.ranks import RankError, Ranks
@@ -332,7 +332,7 @@ def some_runs(ranks: Ranks, folder: Path, count: int) -> None:
         if message:
             assert not (here / "run").exists()
         else:
-            status = json.loads((here / "run" / "status.json").read_text())
+            status = status_of(here)
             assert (status["state"], status["step"]) == ("finished", 3)
 
     run()

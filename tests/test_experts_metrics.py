@@ -12,8 +12,8 @@ from model.config import ModelConfig
 from runtime.records import metrics
 from runtime.records.expert_load import ENOUGH_ROWS, LoadStatistics, figures_of
 from runtime.records.tracker import scalars
-from tests.runs import EXPERTS, train_run, write_config
-from tests.test_report import Parsed, written
+from tests.report_page import written
+from tests.runs import EXPERTS, metrics_of, train_run, write_config
 from tools.ranks import Ranks
 from training.balance import Loads
 
@@ -180,7 +180,7 @@ def logged(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_a_run_logs_its_load(logged: Path) -> None:
-    lines = [json.loads(line) for line in (logged / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(logged.parent)
     assert [line["step"] for line in lines] == [2, 4, 5]
     for line in lines:
         assert line["experts_by_layer"]["layer"] == [1, 2, 3]
@@ -195,7 +195,7 @@ def test_the_loss_has_no_router_losses(ranks: Ranks, data: Path, tmp_path: Path)
     for weight in (0, 10):
         changed = [f"model.router_{each}_weight={weight}" for each in ("aux", "z")]
         assert ranks.run(train_run, 1, [config, *changed]) == [""]
-        lines.append(json.loads((tmp_path / "run" / "metrics.jsonl").read_text()))
+        lines.append(metrics_of(tmp_path)[0])
     without, heavy = lines
     assert heavy["loss"] == without["loss"]
     assert heavy["router_balance_loss"] > 30
@@ -214,7 +214,7 @@ def test_tensorboard_gets_every_layer(logged: Path) -> None:
 
 
 def test_the_report_shows_the_load(logged: Path, tmp_path: Path) -> None:
-    page: Parsed = written(logged, tmp_path / "page.html")
+    page = written(logged, tmp_path / "page.html")
     charts = page.charts()
     assert charts["largest expert"]["series"][0][2] == [2, 4, 5]
     assert [series[0] for series in charts["balance"]["series"]] == ["balance", "z"]

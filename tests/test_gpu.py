@@ -18,7 +18,7 @@ from model.mask import Mask, make_mask, scores_bias
 from parallel.pipeline.schedules import build_schedule
 from runtime.profiling.chrome import from_chrome
 from tests.data_samples import prepared
-from tests.runs import losses, write_config
+from tests.runs import losses, status_of, write_config
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,7 +41,7 @@ def test_first_losses_agree_with_the_cpu(tmp_path: Path) -> None:
         if visible is not None:
             environment["CUDA_VISIBLE_DEVICES"] = visible
         subprocess.run([sys.executable, "train.py", config], cwd=ROOT, env=environment, check=True)
-        assert json.loads((folder / "run" / "status.json").read_text())["state"] == "finished"
+        assert status_of(folder)["state"] == "finished"
         found[device] = losses(folder)
     for step, loss in found["cpu"].items():
         assert found["gpu"][step] == pytest.approx(loss, rel=2**-8), step

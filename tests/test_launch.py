@@ -6,7 +6,6 @@ test` runs a part of it.
 """
 
 import contextlib
-import json
 import os
 import platform
 import signal
@@ -23,7 +22,7 @@ import pytest
 from benchmarks.stop_matrix import PHASES, SIGNALS, TARGETS, stop
 from errors import UserError
 from runtime.records.events import read_events
-from tests.runs import LAYOUT_3D, write_config
+from tests.runs import LAYOUT_3D, status_of, write_config
 from tools import launch
 from training.load_config import load_config
 
@@ -77,7 +76,7 @@ def test_it_trains_and_it_refuses(data: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("8 processes on this machine: train.py")
     assert "88,352 parameters on 8 ranks = pp 2 × dp_replicate 1 × dp_shard 2 × tp 2" in done.stdout
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
+    assert status_of(tmp_path)["state"] == "finished"
     assert done.stderr == ""
 
     done = run_launcher(
@@ -169,7 +168,7 @@ def test_a_second_request_ends_it_at_once(data: Path, tmp_path: Path) -> None:
         assert launcher.wait(60) == 128 + signal.SIGINT
         assert not any(rank.is_running() for rank in ranks)
     assert (tmp_path / "log").read_text().count("SIGINT again: exiting now, without saving") == 1
-    assert status(tmp_path)["reason"] == "SIGINT was received twice"
+    assert status_of(tmp_path)["reason"] == "SIGINT was received twice"
 
 
 def test_it_hears_no_hang_up_under_nohup(data: Path, tmp_path: Path) -> None:
@@ -210,10 +209,6 @@ def _status_line(pid: int, name: str) -> str:
 # --- failures -------------------------------------------------------------------------------------
 
 
-def status(folder: Path) -> dict:
-    return json.loads((folder / "run" / "status.json").read_text())
-
-
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_killed_rank_is_named_once_and_last(data: Path, tmp_path: Path, victim: int) -> None:
     config = write_config(tmp_path, data)
@@ -226,8 +221,8 @@ def test_a_killed_rank_is_named_once_and_last(data: Path, tmp_path: Path, victim
     lines = (tmp_path / "log").read_text().splitlines()
     assert lines[-1] == f"{why}; the others were stopped"
     assert all(line.startswith("step ") for line in lines[6:-1]), "there are no other messages"
-    assert (status(tmp_path)["state"], status(tmp_path)["reason"]) == ("failed", why)
-    assert status(tmp_path)["step"] > 0
+    assert (status_of(tmp_path)["state"], status_of(tmp_path)["reason"]) == ("failed", why)
+    assert status_of(tmp_path)["step"] > 0
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
@@ -279,7 +274,7 @@ def test_ranks_save_when_the_launcher_is_killed(data: Path, tmp_path: Path) -> N
         launcher.kill()
         _, alive = psutil.wait_procs(ranks, timeout=300)
         assert not alive
-    assert status(tmp_path)["state"] == "requeue"
+    assert status_of(tmp_path)["state"] == "requeue"
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
 
 
@@ -370,7 +365,7 @@ def test_ranks_share_the_cores(tmp_path: Path, program: str) -> None:
         "    say()\n"
         "elif __name__ == '__main__':\n"
         "    from tools.launch import start_processes\n"
-        "    raise SystemExit(start_processes(2, say).status())\n"
+        "    raise SystemExit(start_processes(2, say).status_of())\n"
     )
     command = [str(script)]
     if program != "tools.launch":

@@ -16,7 +16,7 @@ import train
 from parallel.pipeline.runner import PipelineRunner
 from runtime.records import memory_report
 from runtime.records.memory_report import MemoryReports, table
-from tests.runs import train_run, write_config
+from tests.runs import status_of, train_run, write_config
 from tools.plan import memory as planner
 from tools.plan.layout import Layout
 from tools.ranks import Ranks
@@ -94,7 +94,7 @@ def test_out_of_memory(
             "a process with torch in it"
         )
         assert found["activations"] == [f"{plan.at_peak['activations'] / 1e6:,.3f} MB"]
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+    assert status_of(tmp_path)["state"] == "failed"
 
 
 def train_with_requests(arguments: list[str]) -> str:
@@ -129,7 +129,7 @@ def test_on_request(ranks: Ranks, data: Path, tmp_path: Path) -> None:
         "step-00000003-rank-00000.txt",
     )
     assert "requested after step 3" in report.read_text()
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
+    assert status_of(tmp_path)["state"] == "finished"
 
 
 # --- the table ------------------------------------------------------------------------------------

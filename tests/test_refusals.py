@@ -15,15 +15,10 @@ from parallel.pipeline.actions import BACKWARD, FORWARD, Action
 from parallel.pipeline.schedules import SCHEDULES
 from runtime import torchrun
 from tests.data_samples import prepared
-from tests.runs import train_run, write_config
+from tests.runs import messages, train_run, write_config
 from tools.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("data") / "email")
 
 
 WRONG = [
@@ -71,44 +66,66 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("override", "key", "remedy"), WRONG, ids=[w[0] for w in WRONG])
-def test_wrong_value(
-    ranks: Ranks, data: Path, tmp_path: Path, override: str, key: str, remedy: str
-) -> None:
-    messages = ranks.run(train_run, 2, [write_config(tmp_path, data), override])
-    assert messages[0].startswith(f"{key} = ")
-    assert remedy in messages[0]
-    assert set(messages) == {messages[0]}, "every rank knows the one message"
-    assert not (tmp_path / "run").exists(), "nothing is written"
+def _truncate(data: Path) -> None:
+    shard = next(data.glob("train-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
 
 
-def test_compiled_blocks_do_not_defer_weight_gradients(
-    ranks: Ranks, data: Path, tmp_path: Path
-) -> None:
-    overrides = ["train.compile=true", "parallel.schedule=zb_h1"]
-    message = ranks.run(train_run, 2, [write_config(tmp_path, data), *overrides])[0]
-    assert message.startswith(
-        "train.compile = True: a compiled block forms its weight gradients in backward"
-    )
-    assert "zb_h1" in message
-    assert not (tmp_path / "run").exists()
+def _remove(data: Path) -> None:
+    next(data.glob("train-*.safetensors")).unlink()
 
 
-def test_compiled_blocks_do_not_communicate(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    overrides = ["train.compile=true", "parallel.tp=2"]
-    message = ranks.run(train_run, 2, [write_config(tmp_path, data), *overrides])[0]
-    assert message.startswith("train.compile = True: the compiler runs the collectives")
-    assert message.endswith("set train.compile=false, or parallel.tp=1")
-    assert not (tmp_path / "run").exists()
+def _damage_index(data: Path) -> None:
+    (data / "index.json").write_text("{}")
 
 
-def test_micro_batches_are_not_summed_in_bfloat16(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    overrides = ["parallel.reduce_dtype=bfloat16", "train.dtype=bfloat16"]
-    message = ranks.run(train_run, 2, [write_config(tmp_path, data), *overrides])[0]
-    assert message.startswith(
-        "parallel.reduce_dtype = 'bfloat16': gradients of micro-batches would be summed in bfloat16"
-    )
-    assert "parallel.zero_stage=2" in message
+DAMAGES = {"a shard cut": _truncate, "no shard": _remove, "an empty index": _damage_index}
+TOGETHER = [  # (overrides, beginning of the message, what else it says)
+    (["train.compile=true", "parallel.schedule=zb_h1"],
+     "train.compile = True: a compiled block forms its weight gradients in backward", "zb_h1"),
+    (["train.compile=true", "parallel.tp=2"],
+     "train.compile = True: the compiler runs the collectives",
+     "set train.compile=false, or parallel.tp=1"),
+    (["parallel.reduce_dtype=bfloat16", "train.dtype=bfloat16"],
+     "parallel.reduce_dtype = 'bfloat16': gradients of micro-batches would be summed in bfloat16",
+     "parallel.zero_stage=2"),
+    (["parallel.tp=2", "model.num_heads=3", "model.num_kv_heads=3", "model.attention_dim=30"],
+     "parallel.tp = 2: does not divide model.num_heads=3", "[1, 3]"),
+]  # fmt: skip
+REFUSED = [
+    *(([override], f"{key} = ", remedy) for override, key, remedy in WRONG),
+    *TOGETHER,
+    *(([f"data.path=DAMAGED/{how}"], "data.path = ", "remedy") for how in DAMAGES),
+]
+
+
+@pytest.fixture(scope="module")
+def judged(
+    ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, str]]]:
+    """A folder in which each refused run would have written a folder of its number, and what each
+    rank said of them."""
+    folder = tmp_path_factory.mktemp("refused")
+    for how, damage in DAMAGES.items():
+        shutil.copytree(data, folder / how)
+        damage(folder / how)
+    config = write_config(folder, data)
+    cases = {
+        str(number): [config, f"run.dir={folder / str(number)}",
+                      *(each.replace("DAMAGED", str(folder)) for each in overrides)]
+        for number, (overrides, _, _) in enumerate(REFUSED)
+    }  # fmt: skip
+    return folder, ranks.run(messages, 2, cases)
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)), ids=lambda n: " ".join(REFUSED[n][0]))
+def test_wrong_value(judged: tuple[Path, list[dict[str, str]]], number: int) -> None:
+    (folder, said), (_, begins, remedy) = judged, REFUSED[number]
+    first, second = (of_rank[str(number)] for of_rank in said)
+    assert first == second, "every rank knows the one message"
+    assert first.startswith(begins)
+    assert remedy in first
+    assert not (folder / str(number)).exists(), "nothing is written"
 
 
 def test_a_schedule_that_would_wait_for_ever_is_refused(
@@ -128,36 +145,6 @@ def train_with_a_broken_schedule(config: str) -> str:
     return train_run([config, "parallel.schedule=backward_first", "parallel.pp=2"])
 
 
-def test_tp_must_divide_the_heads(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    message = ranks.run(train_run, 3, [write_config(tmp_path, data), "parallel.tp=3"])[0]
-    assert message.startswith("parallel.tp = 3: does not divide model.num_heads=4")
-    assert "[1, 2, 4]" in message
-
-
-def _truncate(data: Path) -> None:
-    shard = next(data.glob("train-*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1])
-
-
-def _remove(data: Path) -> None:
-    next(data.glob("train-*.safetensors")).unlink()
-
-
-def _damage_index(data: Path) -> None:
-    (data / "index.json").write_text("{}")
-
-
-@pytest.mark.parametrize("damage", [_truncate, _remove, _damage_index])
-def test_damaged_data(ranks: Ranks, data: Path, tmp_path: Path, damage) -> None:
-    copy = tmp_path / "data"
-    shutil.copytree(data, copy)
-    damage(copy)
-    message = ranks.run(train_run, 2, [write_config(tmp_path, copy)])[0]
-    assert message.startswith("data.path = ")
-    assert "remedy" in message
-    assert not (tmp_path / "run").exists()
-
-
 def test_resume_refuses_another_model_data_or_sequence_length(
     ranks: Ranks, data: Path, tmp_path: Path
 ) -> None:
@@ -174,16 +161,19 @@ def test_resume_refuses_another_model_data_or_sequence_length(
 
     before = times()
     other = prepared(tmp_path / "other", heldout_fraction=0.5)
-    for override, key in (
-        ("model.ffn_dim=96", "model.ffn_dim"),
-        ("model.qk_norm=true", "model.qk_norm"),
-        ("train.seq_len=16", "train.seq_len"),
-        ("train.seed=1", "train.seed"),
-        ("train.steps=0", "train.steps"),
-        ("checkpoint.resume=none", "run.dir"),
-        (f"data.path={other}", "data.path"),
-    ):
-        assert ranks.run(train_run, 1, [config, override])[0].startswith(f"{key} = "), override
+    cases = {
+        "model.ffn_dim": "model.ffn_dim=96",
+        "model.qk_norm": "model.qk_norm=true",
+        "train.seq_len": "train.seq_len=16",
+        "train.seed": "train.seed=1",
+        "train.steps": "train.steps=0",
+        "run.dir": "checkpoint.resume=none",
+        "data.path": f"data.path={other}",
+    }
+    (said,) = ranks.run(messages, 1, {key: [config, value] for key, value in cases.items()})
+    assert {key: message.split(" = ")[0] for key, message in said.items()} == {
+        key: key for key in cases
+    }
     assert times() == before, "nothing is lost"
 
 

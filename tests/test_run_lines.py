@@ -2,7 +2,6 @@
 what becomes of a program whose output is lost."""
 
 import io
-import json
 import os
 import re
 import signal
@@ -18,7 +17,7 @@ from errors import UserError
 from output import log
 from runtime.evaluation import compare_to_unigram
 from runtime.start.topology import describe_stages
-from tests.runs import losses, write_config
+from tests.runs import losses, status_of, write_config
 from tools import objects
 from tools.command import CommandParser
 from training.load_config import load_config
@@ -163,7 +162,7 @@ def test_a_run_goes_on_without_a_reader_a_log_or_an_encoding(data: Path, tmp_pat
     )
     assert done.returncode == 0
     assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
+    assert status_of(tmp_path)["state"] == "finished"
 
 
 def test_every_command_ends_so() -> None:

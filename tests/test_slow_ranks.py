@@ -21,7 +21,7 @@ from runtime.health import slow_ranks
 from runtime.health.excluded import exclude, excluded_nodes
 from runtime.health.judge import Judge, median_of_others
 from runtime.records.events import read_events
-from tests.runs import LAYOUT_3D, train_run, write_config
+from tests.runs import LAYOUT_3D, metrics_of, status_of, train_run, write_config
 from tools.ranks import Ranks
 
 NOISE = Path(__file__).parent / "fixtures" / "product_times.json"
@@ -190,10 +190,10 @@ def test_of_eight_ranks_the_slow_one_is_named_within_three_intervals(
     first = 1 + slow_ranks.AFTER  # the first logged step whose products were timed
     assert (event["rank"], event["since"], event["step"]) == (5, first, first + 2)
     assert event["factor"] == pytest.approx(1.3, abs=0.12)
-    status = json.loads((run / "status.json").read_text())
+    status = status_of(run.parent)
     assert (status["state"], [each["rank"] for each in status["slow"]]) == ("finished", [5])
     assert status["slow"][0]["node"] == event["node"]
-    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    last = metrics_of(run.parent)[-1]
     assert (last["slow_ranks"], last["slowest_rank_factor"] > 1.15) == ([5], True)
     assert "slow: rank 5 took 1." in excluded_nodes(run)[event["node"]]["reason"]
 
@@ -205,8 +205,8 @@ def test_evaluation_saving_data_and_uneven_stages_name_nobody(
     """Control of the test above: the same run without the slow rank."""
     run = slow_run(ranks, data, tmp_path, 1.0, waits)
     assert [each for each in read_events(run) if each["event"] == "slow_rank"] == []
-    assert json.loads((run / "status.json").read_text()).get("slow", []) == []
-    assert "slow_ranks" in json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert status_of(run.parent).get("slow", []) == []
+    assert "slow_ranks" in metrics_of(run.parent)[-1]
 
 
 def judged(folder: Path, after: float) -> list[tuple[int, list[str]]]:
@@ -247,5 +247,5 @@ def test_a_node_is_excluded_while_it_stays_slow(tmp_path: Path) -> None:
 def test_none_measures_nothing(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, data)
     assert ranks.run(train_run, 2, [config, "guard.slow_ranks=none"]) == ["", ""]
-    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    last = metrics_of(tmp_path)[-1]
     assert "slow_ranks" not in last

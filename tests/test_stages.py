@@ -15,7 +15,7 @@ from data.loader import BatchLoader
 from data.sampler import mixture_pattern
 from runtime.records.events import read_events
 from tests.data_samples import SOURCE, prepared
-from tests.runs import copy_of, global_state, losses, train_run
+from tests.runs import copy_of, global_state, losses, messages, metrics_of, status_of, train_run
 from tests.stages import Read, check_reads, expected, mixture, recorded_run, write_stages
 from tools.ranks import RankError, Ranks
 
@@ -226,11 +226,11 @@ def test_what_a_boundary_leaves(whole: tuple[Path, dict, dict]) -> None:
     assert [e["step"] for e in events if e["event"] == "start"] == [0, 3, 5]
     ends = [(e["state"], e["reason"]) for e in events if e["event"] == "end"]
     assert ends[:2] == [("requeue", "stage 1 begins"), ("requeue", "stage 2 begins")]
-    assert json.loads((run / "status.json").read_text())["state"] == "finished"
+    assert status_of(run.parent)["state"] == "finished"
     changed = [e for e in events if e["event"] == "stage"]
     assert [(e["stage"], e["step"]) for e in changed] == [(1, 3), (2, 5)]
     assert "train.seq_len 32 → 64" in changed[1]["changes"]
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(run.parent)
     assert [line["tokens"] for line in lines] == [256, 512, 768, 1152, 1536, 1792, 2048]
     assert [line["lr"] for line in lines][-2:] == [1e-3, 5.5e-4], "a phase of two steps"
     trainer = json.loads((run / "checkpoints" / "step-00000007" / "trainer.json").read_text())
@@ -257,12 +257,21 @@ REFUSED = [
 ]
 
 
+@pytest.fixture(scope="module")
+def said(
+    ranks: Ranks, whole: tuple, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, str]]:
+    """What each rank says of the changes."""
+    config, _ = copy_of(whole[0], tmp_path_factory.mktemp("changed"))
+    cases = {str(changes): [config, "train.steps=8", *changes] for changes, _, _ in REFUSED}
+    return ranks.run(messages, 2, cases)
+
+
 @pytest.mark.parametrize(("overrides", "begins", "has"), REFUSED, ids=str)
 def test_a_past_stage_cannot_change(
-    ranks: Ranks, tmp_path: Path, whole: tuple, overrides: list[str], begins: str, has: str
+    said: list[dict[str, str]], overrides: list[str], begins: str, has: str
 ) -> None:
-    config, _ = copy_of(whole[0], tmp_path)
-    (message,) = set(ranks.run(train_run, 2, [config, "train.steps=8", *overrides]))
+    (message,) = {of_rank[str(overrides)] for of_rank in said}
     assert message.startswith(begins), message
     assert has in message
 

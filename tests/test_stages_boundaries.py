@@ -16,7 +16,7 @@ import training.step
 from runtime import next_stage
 from runtime.checkpoints import saving
 from runtime.records.events import read_events
-from tests.runs import fresh, losses, train_run
+from tests.runs import fresh, losses, status_of, train_run
 from tests.stages import Read, expected, mixture, recorded, write_stages
 from tools.ranks import RankError, Ranks
 
@@ -99,7 +99,7 @@ def test_a_damaged_boundary_does_not_begin_anew(ranks: Ranks, data: Path, tmp_pa
     config = write_stages(tmp_path, data, [{"from_step": 2, "train": {"seq_len": 16}}])
     with pytest.raises(RankError, match="no good one before it"):
         ranks.run(run_with_damage, 2, [config], tmp_path)
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    status = status_of(tmp_path)
     assert (status["state"], status["step"]) == ("failed", 2)
     # nor does the next start, which a launcher or the job script begins by itself
     (said, _) = ranks.run(train_run, 2, [config])
@@ -154,7 +154,7 @@ def test_a_stop_in_the_changeover(
     config = write_stages(tmp_path, data, [{"from_step": 2, "train": {"seq_len": 16}}])
     short = "train.steps=3"
     assert ranks.run(run_with_request, 2, [config, short], request_by, tmp_path) == ["", ""]
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    status = status_of(tmp_path)
     assert (status["state"], status["step"]) == ("requeue", 2)
     assert request_by in status["reason"]
     assert not (tmp_path / "run" / "STOP").exists()

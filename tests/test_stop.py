@@ -2,7 +2,6 @@
 the same step, and no step is lost."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -23,7 +22,7 @@ from runtime import all_listeners, signals, stop
 from runtime.messages import LostConnection, fail
 from runtime.signals import Signals
 from runtime.stop import StopRequests
-from tests.runs import losses, train_run, write_config
+from tests.runs import losses, metrics_of, status_of, train_run, write_config
 from tools.ranks import RankError, Ranks
 from training.load_config import load_config
 
@@ -52,10 +51,6 @@ def config_of(folder: Path, data: Path) -> str:
     """Write a configuration in which an evaluation has 4 batches; return its path."""
     sizes = {"steps": STEPS, "micro_batch_size": 4, "eval_samples": 32}
     return write_config(folder, data, train=sizes, checkpoint={"keep_last": STEPS})
-
-
-def status(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "run" / "status.json").read_text())
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -196,11 +191,11 @@ def test_all_stop_after_the_same_step_and_go_on(
     counts = ranks.run(train_and_ask, world, arguments, rank, how, "step", 1)
     assert counts == [{"step": 3, "evaluation": 0, "save": 1}] * world
     assert saved_steps(tmp_path) == [3]
-    assert status(tmp_path) == {"state": "requeue", "step": 3, "reason": reason}
+    assert status_of(tmp_path) == {"state": "requeue", "step": 3, "reason": reason}
     assert not (tmp_path / "run" / "STOP").exists()
     assert ranks.run(train_run, world, arguments) == [""] * world
     assert losses(tmp_path) == whole[world]
-    assert status(tmp_path)["state"] == "finished"
+    assert status_of(tmp_path)["state"] == "finished"
 
 
 def test_an_evaluation_is_abandoned(ranks: Ranks, data: Path, tmp_path: Path, whole: dict) -> None:
@@ -210,12 +205,10 @@ def test_an_evaluation_is_abandoned(ranks: Ranks, data: Path, tmp_path: Path, wh
         "of 4 batches, the current one and one more"
     )
     assert saved_steps(tmp_path) == [2]
-    assert status(tmp_path)["state"] == "requeue"
+    assert status_of(tmp_path)["state"] == "requeue"
     assert ranks.run(train_run, 4, arguments) == [""] * 4
     assert losses(tmp_path) == whole[4]
-    lines = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = metrics_of(tmp_path)
     assert [line["step"] for line in lines if "eval_loss" in line] == [4, 6]
 
 
@@ -224,7 +217,7 @@ def test_asked_during_a_save(ranks: Ranks, data: Path, tmp_path: Path, whole: di
     counts = ranks.run(train_and_ask, 4, arguments, 1, "SIGUSR1", "save", 0)
     assert [count["step"] for count in counts] == [4] * 4, "one step follows the save"
     assert saved_steps(tmp_path) == [3, 4]
-    assert status(tmp_path)["step"] == 4
+    assert status_of(tmp_path)["step"] == 4
     assert ranks.run(train_run, 4, arguments) == [""] * 4
     assert losses(tmp_path) == whole[4]
 
@@ -235,7 +228,7 @@ def test_save_saves_once_and_goes_on(ranks: Ranks, data: Path, tmp_path: Path, w
     assert counts == [{"step": STEPS, "evaluation": 0, "save": 1}] * 4
     assert saved_steps(tmp_path) == [3]
     assert not (tmp_path / "run" / "SAVE").exists()
-    assert status(tmp_path)["state"] == "finished"
+    assert status_of(tmp_path)["state"] == "finished"
     assert losses(tmp_path) == whole[4]
 
 
@@ -245,7 +238,7 @@ def test_a_run_that_makes_its_last_step_is_finished(
     ranks: Ranks, data: Path, tmp_path: Path, how: str, call: int
 ) -> None:
     ranks.run(train_and_ask, 2, [config_of(tmp_path, data)], 0, how, "step", call)
-    assert status(tmp_path) == {"state": "finished", "step": STEPS, "reason": "all steps done"}
+    assert status_of(tmp_path) == {"state": "finished", "step": STEPS, "reason": "all steps done"}
     assert not (tmp_path / "run" / "STOP").exists()
 
 
@@ -254,7 +247,7 @@ def test_asked_before_the_first_step(ranks: Ranks, data: Path, tmp_path: Path, w
     resumed from a checkpoint."""
     arguments = [config_of(tmp_path, data), *LAYOUTS[4]]
     assert ranks.run(train_run, 4, [*arguments, "train.max_minutes=1e-9"]) == [""] * 4
-    assert status(tmp_path) == {
+    assert status_of(tmp_path) == {
         "state": "requeue",
         "step": 0,
         "reason": "train.max_minutes was reached",
@@ -264,7 +257,8 @@ def test_asked_before_the_first_step(ranks: Ranks, data: Path, tmp_path: Path, w
     assert saved_steps(tmp_path) == [2]
     (tmp_path / "run" / "STOP").touch()
     assert ranks.run(train_run, 4, arguments) == [""] * 4
-    assert status(tmp_path) == {"state": "requeue", "step": 2, "reason": "the file STOP was found"}
+    reason = "the file STOP was found"
+    assert status_of(tmp_path) == {"state": "requeue", "step": 2, "reason": reason}
     assert saved_steps(tmp_path) == [2]
     assert ranks.run(train_run, 4, arguments) == [""] * 4, "the file is gone"
     assert losses(tmp_path) == whole[4]
@@ -324,7 +318,7 @@ def test_a_signal_during_the_imports(data: Path, tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [0, 0], said
     assert said[0][0].count("stopped after step 0/6: SIGTERM was received") == 1
     assert "Traceback" not in said[0][1] + said[1][1]
-    assert status(tmp_path) == {"state": "requeue", "step": 0, "reason": "SIGTERM was received"}
+    assert status_of(tmp_path) == {"state": "requeue", "step": 0, "reason": "SIGTERM was received"}
 
 
 # --- failures during a stop -----------------------------------------------------------------------
@@ -373,8 +367,8 @@ def test_a_dead_peer(data: Path, tmp_path: Path, where: str, call: int) -> None:
     said = (tmp_path / "said").read_text()
     assert said.count("rank 0 exits after SIGTERM without saving: ") == 1
     assert "Traceback" not in said
-    assert status(tmp_path)["state"] == "failed"
-    assert "lost connection to another rank after step" in status(tmp_path)["reason"]
+    assert status_of(tmp_path)["state"] == "failed"
+    assert "lost connection to another rank after step" in status_of(tmp_path)["reason"]
 
 
 def meet_a_silent_peer(arguments: list[str]) -> None:

@@ -1,7 +1,6 @@
 """Lattice under a process group that orders communication as strictly as NCCL (tools/strict), and
 planted faults that gloo forgives and NCCL does not."""
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +13,7 @@ import torch.distributed as dist
 from parallel.axes import MeshSizes
 from parallel.pipeline.lower import Exchange, Message, Transfer
 from parallel.pipeline.transfer import Transfers
-from tests.runs import LAYOUT_3D, losses, train_run, write_config
-from tests.test_train import forget_step_6
+from tests.runs import LAYOUT_3D, forget_step_6, losses, metrics_of, train_run, write_config
 from tools.parity.cases import Case
 from tools.parity.run import check
 from tools.ranks import RankError, Ranks
@@ -240,8 +238,7 @@ def test_a_run_saves_evaluates_and_resumes(
     forget_step_6(tmp_path)
     assert strict.run(train_run, 8, [config]) == [""] * 8
     assert losses(tmp_path) == whole
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert "eval_loss" in json.loads(lines[2])
+    assert "eval_loss" in metrics_of(tmp_path)[2]
 
 
 # --- the referee ---

@@ -24,7 +24,7 @@ from runtime.tasks.files import Example, Task, read_tasks
 from runtime.tasks.rows import Row, TaskRows, Text, log_likelihoods, measures, tokenize, windows
 from runtime.tasks.scoring import PipelineScorer, lengths
 from tests.data_samples import tokenizer
-from tests.runs import train_run, write_config
+from tests.runs import metrics_of, train_run, write_config
 from tools.parity.cases import BOS, SEED, SEQ_LEN, Case
 from tools.parity.run import reference_model
 from tools.ranks import Ranks
@@ -320,12 +320,6 @@ def test_the_bundled_tasks_are_sound() -> None:
 # --- in a run -------------------------------------------------------------------------------------
 
 
-def metrics(folder: Path) -> list[dict[str, float]]:
-    return [
-        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-
-
 def test_a_run_evaluates(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """Measures are the same on every layout, and evaluating does not change training."""
     mine = tmp_path / "mine.jsonl"
@@ -341,7 +335,7 @@ def test_a_run_evaluates(ranks: Ranks, data: Path, tmp_path: Path) -> None:
         sections = {"train": train | {"tasks": tasks}, "parallel": layout}
         config = write_config(tmp_path / name, data, **sections)
         assert ranks.run(train_run, world, [config]) == [""] * world
-        found[name] = metrics(tmp_path / name)
+        found[name] = metrics_of(tmp_path / name)
     of_tasks = [key for key in found["one"][1] if key.startswith("task/")]
     assert of_tasks == [
         *(f"task/python/{m}" for m in ("accuracy_per_byte", "accuracy", "bits_per_byte")),

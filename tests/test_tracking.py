@@ -22,7 +22,7 @@ from runtime.records import wandb_tracker
 from runtime.records.events import append_event, read_events
 from runtime.records.tracker import Tracker
 from runtime.records.trackers import JsonLines, Trackers
-from tests.runs import losses, train_run, write_config
+from tests.runs import losses, metrics_of, train_run, write_config
 from tools import verify
 from tools.ranks import Ranks
 from training.load_config import load_config
@@ -249,10 +249,7 @@ def test_a_tracker_that_fails_is_left_out_and_it_is_said_once(
     assert said.err.count("warning: TensorBoard failed and is disabled") == 1
     assert said.err.count("warning") == 2
     assert said.out.count("held-out 1.0000") == 4, "the other trackers continue"
-    assert [
-        json.loads(line)["step"]
-        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ] == [1, 2, 3, 4]
+    assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_a_rollback_replaces_lines_and_scalars(data: Path, tmp_path: Path) -> None:
@@ -324,9 +321,7 @@ def test_a_start_drops_what_is_beyond_it_and_what_is_broken(tmp_path: Path) -> N
 
 def test_memory_is_known_by_rank(thrice: Path) -> None:
     events = read_events(thrice / "run")
-    lines = [
-        json.loads(line) for line in (thrice / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = metrics_of(thrice)
     first = next(event for event in events if event["event"] == "memory")
     assert first["step"] == 1
     assert len(first["peak_bytes"]) == 2

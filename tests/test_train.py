@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,18 +14,19 @@ from safetensors import safe_open
 
 from runtime.checkpoints import manifest
 from runtime.checkpoints.manifest import read_manifest
-from tests.runs import copy_of, fresh, global_state, losses, train_run, write_config
+from tests.runs import (
+    copy_of,
+    forget_step_6,
+    fresh,
+    global_state,
+    losses,
+    metrics_of,
+    run,
+    status_of,
+    train_run,
+    write_config,
+)
 from tools.ranks import RankError, Ranks
-
-
-def run(ranks: Ranks, world: int, *arguments: str) -> None:
-    messages = ranks.run(train_run, world, list(arguments))
-    assert messages == [""] * world
-
-
-def forget_step_6(folder: Path) -> None:
-    """Delete the last checkpoint, as if the run had died before it."""
-    shutil.rmtree(folder / "run" / "checkpoints" / "step-00000006")
 
 
 def test_a_run_leaves_what_it_promises(ranks: Ranks, data: Path, tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_run_leaves_what_it_promises(ranks: Ranks, data: Path, tmp_path: Path)
     )
     run(ranks, 8, config)
     folder = tmp_path / "run"
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     keys = {"loss", "grad_norm", "lr", "tokens", "tokens_per_second",
             "tokens_per_second_per_device", "mfu", "step_seconds"}  # fmt: skip
@@ -47,7 +47,7 @@ def test_a_run_leaves_what_it_promises(ranks: Ranks, data: Path, tmp_path: Path)
     assert [line["tokens"] for line in lines] == [256 * (i + 1) for i in range(6)]
     assert [("eval_loss" in line) for line in lines] == [False, False, True, False, False, True]
     assert lines[-1]["loss"] < lines[0]["loss"], "it learns"
-    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+    assert status_of(tmp_path)["state"] == "finished"
     assert yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["eps"] == 1e-8, (
         "defaults are written out"
     )
@@ -77,7 +77,7 @@ def test_evaluation_is_the_same_on_every_layout(ranks: Ranks, data: Path, tmp_pa
             train={"steps": 1, "eval_interval": 1, "eval_samples": 5, "dtype": "float64"},
         )
         run(ranks, world, config, *layout)
-        values.append(json.loads((folder / "run" / "metrics.jsonl").read_text())["eval_loss"])
+        values.append(metrics_of(folder)[0]["eval_loss"])
     assert max(values) - min(values) < 1e-9 * values[0]
 
 
@@ -238,10 +238,7 @@ def test_bfloat16_with_split_backwards(
             f"parallel.schedule={schedule}",
             f"parallel.stages_per_rank={stages_per_rank}",
         )
-        lines = [
-            json.loads(line)
-            for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-        ]
+        lines = metrics_of(tmp_path)
         found.append([(line["loss"], line["grad_norm"]) for line in lines])
     for other in found[1:]:
         for (loss, norm), (expected_loss, expected_norm) in zip(other, found[0], strict=True):
@@ -293,7 +290,7 @@ def test_weights_that_were_ruined_are_not_saved(ranks: Ranks, data: Path, tmp_pa
     with pytest.raises(RankError, match="no checkpoint to go back to"):
         run(ranks, 2, config, "parallel.tp=2")
     assert not (tmp_path / "run" / "checkpoints").exists()
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+    assert status_of(tmp_path)["state"] == "failed"
 
 
 def test_a_second_run_in_the_same_folder_keeps_the_first_ones_numbers(
