@@ -88,8 +88,8 @@ say() { echo "[$(date '+%F %T') job $SLURM_JOB_ID.$restart] $*" || true; }
 
 stopping=''   # by USR1
 terminated='' # by TERM
-logs=''       # of this start, once the preflight has passed
-timer=''
+timer=''      # the process of last_resort
+follower=''   # training and what shows its output have been started
 trap 'stop_in_time' USR1
 trap 'terminated=yes' TERM
 
@@ -99,7 +99,11 @@ stop_in_time() {
   if [ -n "$stopping" ]; then return; fi # a second signal would end the ranks at once
   stopping=yes
   say "USR1: all ranks save, then the job requeues itself"
-  if [ -z "$logs" ]; then return; fi # training has not begun
+  # Before that, $! below would be the process that ask_to_save starts.
+  if [ -n "$follower" ]; then ask_to_save; fi
+}
+
+ask_to_save() {
   # The signal is lost if the ranks are being restarted at this moment, so also create a file for this
   # start (runtime/stop.py). No other start looks at it, and it is not the user's file STOP.
   touch "$logs/STOP" || say "only by a signal"
@@ -114,7 +118,7 @@ stop_in_time() {
 
 # If the ranks have not saved half a minute before the end, requeue the job anyway: it resumes from the
 # checkpoint before.
-# shellcheck disable=SC2317 # stop_in_time calls it
+# shellcheck disable=SC2317 # ask_to_save calls it
 last_resort() {
   trap 'exit' TERM
   local now end
@@ -250,7 +254,7 @@ give_up() {
 
 # --- training -------------------------------------------------------------------------------------
 
-logs=$run_dir/logs/$SLURM_JOB_ID.$restart # from here on, the ranks are told of USR1
+logs=$run_dir/logs/$SLURM_JOB_ID.$restart
 export LATTICE_STOP_FILE=$logs/STOP
 mkdir -p "$logs"
 echo "$nodes" >"$logs/nodes"
@@ -290,6 +294,7 @@ training=$!
     grep --line-buffered -v '^I[0-9]'
 } &
 follower=$!
+if [ -n "$stopping" ] && [ -z "$timer" ]; then ask_to_save; fi # USR1 came since the preflight
 
 # A trap interrupts `wait`, so wait again until srun itself has ended, and then for its status: it may
 # have ended while the trap ran.

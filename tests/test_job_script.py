@@ -122,12 +122,25 @@ def test_the_last_resort(job: Job, source: str) -> None:
     assert "the run is finished" in job.read("log")
 
 
+@pytest.mark.parametrize("command", ["training=$!", "follower=$!", 'wait "$training"'])
+def test_the_signal_comes_just_before(job: Job, command: str) -> None:
+    """The ranks save, and the job ends with them: it does not wait for what the trap starts."""
+    trap = """trap '[ "$BASH_COMMAND" != "$BEFORE" ] || kill -USR1 $$' DEBUG"""
+    (job.folder / "trap").write_text(trap)
+    training = """until [ -e "$LATTICE_STOP_FILE" ]; do /bin/sleep 0.02; done
+        echo '{"state": "finished"}' >run/status.json"""
+    given = {"BASH_ENV": str(job.folder / "trap"), "BEFORE": command, "SQUEUE": "/bin/sleep 90"}
+    assert job.ends(training, **given) == 0
+    assert "status 0, and the run is finished" in job.read("log")
+    assert job.read("calls") == "scancel --signal=USR1 7.0\n"
+
+
 @pytest.mark.thorough
 def test_training_ends_while_the_ranks_are_signalled(job: Job) -> None:
     job.start(
         """until [ -e "$LATTICE_STOP_FILE" ]; do /bin/sleep 0.02; done
         echo '{"state": "finished"}' >run/status.json""",
-        SQUEUE="/bin/sleep 60",
+        SQUEUE="/bin/sleep 90",
     )
     (job.folder / "bin" / "scancel").write_text("#!/bin/bash\n/bin/sleep 1\n")
     job.stop()
