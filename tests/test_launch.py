@@ -365,7 +365,7 @@ def test_ranks_share_the_cores(tmp_path: Path, program: str) -> None:
         "    say()\n"
         "elif __name__ == '__main__':\n"
         "    from tools.launch import start_processes\n"
-        "    raise SystemExit(start_processes(2, say).status_of())\n"
+        "    raise SystemExit(start_processes(2, say).status())\n"
     )
     command = [str(script)]
     if program != "tools.launch":
