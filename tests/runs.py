@@ -1,15 +1,20 @@
 """Small but complete training runs on the ranks of the tests' pool."""
 
+import contextlib
 import json
 import shutil
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 import yaml
 
+import tools.ranks
 import train
 from errors import UserError
 from parallel.mesh import build_mesh
@@ -17,6 +22,7 @@ from runtime.checkpoints import checkpoint
 from runtime.messages import on_all_ranks
 from runtime.signals import Signals
 from tests.data_samples import tokenizer
+from tools.ranks import RankError
 from training.build import build_stages
 from training.load_config import load_config
 from training.step import TrainStep
@@ -68,6 +74,22 @@ def messages(cases: dict[str, list[str]]) -> dict[str, str]:
     """The message of `train_run` for one case after another, in the same process group: refused
     runs that need no start of their own."""
     return {name: train_run(arguments) for name, arguments in cases.items()}
+
+
+def said_by(function: Callable[..., str], *arguments: Any) -> str:
+    """What `function` returns, or the error by which it fails on every rank. (A task that raises
+    costs new ranks.)"""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def dies(said: str = "") -> Iterator[pytest.ExceptionInfo[RankError]]:
+    """Expect that a rank dies, and do not wait for the others, which may wait for it."""
+    with patch.object(tools.ranks, "GRACE_SECONDS", 0.5), pytest.raises(RankError, match=said) as e:
+        yield e
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
