@@ -15,13 +15,12 @@ import torch.distributed as dist
 
 from errors import UserError
 from model.kernels.attention import ON_CPU, Kernel
-from model.kernels.attention_choice import Choice
+from model.kernels.attention_choice import PLANNED, Choice
 from model.kernels.bit_hash import hash_of
 from model.matmul import Matmul
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from parallel.weight_gradient import LinearProducts
-from runtime.checkpoints import saving
 from runtime.checkpoints.save import Saver
 from runtime.health import examine, refusal
 from runtime.health.compare import Computed, _is_rounding, compute, disputes
@@ -31,6 +30,8 @@ from runtime.health.faults import FaultyProducts
 from runtime.health.products import Wrapping, linear_layers
 from runtime.health.replicas import check_replicas
 from runtime.records.events import append_event, read_events
+from tests.faulty_runs import flip_a_bit, run_with_a_bit_flipped
+from tests.planted import planted
 from tests.runs import (
     LAYOUT_3D,
     fresh,
@@ -41,8 +42,6 @@ from tests.runs import (
     train_run,
     write_config,
 )
-from tests.test_attention_kernel import WITH_3
-from tests.test_replicas import flip, held
 from tools.parity.cases import Case
 from tools.parity.run import global_batch
 from tools.ranks import Ranks
@@ -164,23 +163,15 @@ def test_a_step_before_the_logged_one(
     assert (event["step"], event["verdict"]) == (4, verdict)
 
 
-def run_with_a_bit_flipped(arguments: list[str]) -> str:
-    """Train; before the second save, one rank's copy of a weight differs. The first save is still
-    being written when the run ends."""
-    honest, calls, write = saving.check_replicas, [], Saver._write
+@planted(Saver, "_write")
+def slow_write(write, *about):
+    time.sleep(1)  # the first save is still being written when the run ends
+    write(*about)
 
-    def check(step: TrainStep) -> None:
-        calls.append(None)
-        if len(calls) == 2 and dist.get_rank() == 1:
-            flip(held(step, "norm.weight"))
-        honest(step)
 
-    def slow(*about: Any) -> None:
-        time.sleep(1)
-        write(*about)
-
-    with patch.object(saving, "check_replicas", check), patch.object(Saver, "_write", slow):
-        return train_run(arguments)
+def run_with_slow_saves(arguments: list[str]) -> str:
+    with slow_write():
+        return run_with_a_bit_flipped(arguments)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +184,7 @@ def test_copies_that_differ_are_examined_and_not_saved(
     more = []
     if times == "always":  # a bit that neither stops the loss nor raises it
         more = ["guard.inject_fault=rank=3,step=1,layer=1,product=forward,bit=24,times=always"]
-    for said in ranks.run(said_by, 4, run_with_a_bit_flipped, [config, *more]):
+    for said in ranks.run(said_by, 4, run_with_slow_saves, [config, *more]):
         assert re.search(rf"hold different numbers.* \({verdict}", said, re.DOTALL)
     assert len(suspicions(tmp_path)) == 1
     assert bool(excluded_nodes(tmp_path / "run")) == (times == "always")
@@ -271,7 +262,7 @@ def copies_after(case: Case) -> tuple[bool, bool]:
     gives the same bits, and leaves no gradients."""
     train, rows = step_of(case)
     if dist.get_rank() == 1:
-        flip(held(train, "norm.weight"))
+        flip_a_bit(train, "norm.weight")
     make_copies_equal(train)
     check_replicas(train)
     first, again = compute(train, *rows), compute(train, *rows)
@@ -349,7 +340,10 @@ def kernels_as_on_a_gpu(wanted: str) -> list[str]:
     mesh = build_mesh(MeshSizes(), "cpu")
     step = TrainStep(config, mesh, build_stages(config, mesh))
     rows = torch.ones(1, 128, dtype=torch.int64), torch.ones(1, 128, dtype=torch.int64)
-    with patch("model.mask.device_of", lambda _: WITH_3), patch("model.mask.made_ready", noted):
+    with (
+        patch("model.mask.device_of", lambda _: PLANNED._replace(flash3=True)),
+        patch("model.mask.made_ready", noted),
+    ):
         step(0, *rows)
         compute(step, *rows)
         step(1, *rows)

@@ -3,29 +3,17 @@
 from functools import partial
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
-from runtime.checkpoints.checkpoint import held_tensors
 from runtime.health.replicas import ReplicasDiffer, check_replicas
+from tests.faulty_runs import flip_a_bit
 from tools.parity.cases import Case
 from tools.parity.run import global_batch
 from tools.ranks import Ranks
 from training.build import build_stages
 from training.step import TrainStep
-
-
-def flip(tensor: torch.Tensor) -> None:
-    """Flip one bit of the tensor's last number."""
-    tensor.view(torch.int64 if tensor.dtype == torch.float64 else torch.int32).view(-1)[-1] ^= 1
-
-
-def held(step: TrainStep, name: str) -> torch.Tensor:
-    """This rank's part of the first tensor with `name` in its name of which it has one."""
-    parts = (h.tensor.to_local() for h in held_tensors(step) if name in h.name)
-    return next(part for part in parts if part.numel())
 
 
 def differing(case: Case, rank: int, name: str) -> str:
@@ -41,7 +29,7 @@ def differing(case: Case, rank: int, name: str) -> str:
     step(0, tokens, targets)
     check_replicas(step)
     if dist.get_rank() == rank:
-        flip(held(step, name))
+        flip_a_bit(step, name)
     try:
         check_replicas(step)
     except ReplicasDiffer as found:
