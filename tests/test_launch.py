@@ -6,7 +6,6 @@ test` runs a part of it.
 """
 
 import contextlib
-import multiprocessing
 import os
 import platform
 import signal
@@ -25,9 +24,8 @@ import pytest
 from benchmarks.stop_matrix import PHASES, SIGNALS, TARGETS, catches, stop
 from errors import UserError
 from runtime.records.events import read_events
-from tests.runs import LAYOUT_3D, status_of, write_config
+from tests.runs import LAYOUT_3D, forked, status, status_of, write_config
 from tools import launch
-from tools.ranks import PRELOAD
 from training.load_config import load_config
 
 ROOT = Path(__file__).parent.parent
@@ -38,25 +36,18 @@ ENVIRONMENT = {
 }
 
 
-def launched(arguments: list[str], folder: Path, errors: str) -> None:
-    """Be `python -m tools.launch` in a process that has already imported it, with its output in
-    `folder`/log, its errors in `folder`/`errors`, and temporary files in `folder`/tmp."""
-    for descriptor, name in ((1, "log"), (2, errors)):
-        file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, descriptor)
+def launched(folder: Path, arguments: list[str]) -> None:
+    """Be `python -m tools.launch`, with temporary files in `folder`/tmp."""
     os.environ["TMPDIR"], tempfile.tempdir = str(folder / "tmp"), None
     sys.argv = ["launch", *arguments]
     launch.main()
 
 
-def started(folder: Path, *arguments: str, errors: str = "log") -> Any:
+def started(folder: Path, *arguments: str) -> Any:
+    """A launcher with its output in `folder`/log."""
     (folder / "tmp").mkdir(exist_ok=True)
     (folder / "log").write_text("")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)  # as in tools/ranks.py, which shares the server
-    process = context.Process(target=launched, args=(list(arguments), folder, errors))
-    process.start()
-    return process
+    return forked(folder / "log", launched, folder, list(arguments))
 
 
 @contextlib.contextmanager
@@ -82,20 +73,14 @@ def running(folder: Path, data: Path) -> Iterator[tuple[Any, list[psutil.Process
                 rank.kill()
 
 
-def status(process: Any) -> int | None:
-    """The launcher's exit status, once it has ended."""
-    process.join(300)
-    return process.exitcode
-
-
 def test_it_trains(data: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, data, parallel=LAYOUT_3D)
-    assert status(started(tmp_path, config, "train.steps=2", errors="errors")) == 0
+    assert status(started(tmp_path, config, "train.steps=2", "run.log_interval=1")) == 0
     said = (tmp_path / "log").read_text()
     assert said.startswith("8 processes on this machine: train.py")
     assert "88,352 parameters on 8 ranks = pp 2 × dp_replicate 1 × dp_shard 2 × tp 2" in said
     assert status_of(tmp_path)["state"] == "finished"
-    assert (tmp_path / "errors").read_text() == ""
+    assert "warning" not in said
     assert list((tmp_path / "tmp").iterdir()) == []
 
 

@@ -11,12 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from benchmarks.lease_drill import one_round, tiny
 from errors import UserError
 from runtime.checkpoints import lease
 from runtime.checkpoints.lease import Lease
 from runtime.checkpoints.lease_holder import Holder, newest_lease
-from tests.data_samples import tokenizer
 from tests.runs import losses, train_run, write_config
 from tools.ranks import RankError, Ranks
 
@@ -225,22 +223,6 @@ def test_what_was_being_put_aside_is_not_swept_away(tmp_path: Path) -> None:
         with Lease(tmp_path / "run", "cpu"):
             left = sorted(path.name for path in first.checkpoints.iterdir())
     assert left == ["step-00000020", "step-00000020.abandoned-2", "step-00000060.damaged"]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("most", [2, 3])
-def test_starts_that_are_paused_and_killed(data: Path, tmp_path: Path, most: int) -> None:
-    """Several starts that are paused and killed at random keep the run folder consistent: the short
-    form of benchmarks/lease_drill.py."""
-    counts, wrong = one_round(
-        tmp_path,
-        tiny(tmp_path / "config.yaml", data, tokenizer().vocab_size),
-        seed=most,
-        most=most,
-        events=12,
-    )
-    assert wrong == []
-    assert counts["starts"] > 1
 
 
 # --- in a run -------------------------------------------------------------------------------------
