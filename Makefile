@@ -95,7 +95,6 @@ bench: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.data_pipeline
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.train_cpu
 	$(PYTHON) -m benchmarks.launchers
-	$(PYTHON) -m benchmarks.stop_matrix
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.alerts_cpu
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.schedule_checker
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.context_balance

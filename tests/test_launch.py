@@ -1,9 +1,5 @@
 """`python -m tools.launch`, which `make train` calls, is not reachable from other machines, loses
-no step when stopped, and leaves no files or processes.
-
-The complete matrix of requests to stop, `python -m benchmarks.stop_matrix`, takes minutes; `make
-test` runs a part of it.
-"""
+no step when stopped, and leaves no files or processes."""
 
 import contextlib
 import os
@@ -21,9 +17,9 @@ from unittest.mock import patch
 import psutil
 import pytest
 
-from benchmarks.stop_matrix import PHASES, SIGNALS, TARGETS, catches, stop
 from errors import UserError
 from runtime.records.events import read_events
+from tests.drills.stops import PHASES, SIGNALS, TARGETS, catches, stop
 from tests.runs import LAYOUT_3D, forked, status, status_of, write_config
 from tools import launch
 from training.load_config import load_config
