@@ -107,7 +107,7 @@ def said_by(function: Callable[..., str], *arguments: Any) -> str:
 
 
 @contextlib.contextmanager
-def dies(said: str = "") -> Iterator[pytest.ExceptionInfo[RankError]]:
+def dies(said: str | None = None) -> Iterator[pytest.ExceptionInfo[RankError]]:
     """Expect that a rank dies, and do not wait for the others, which may wait for it."""
     with patch.object(tools.ranks, "GRACE_SECONDS", 0.5), pytest.raises(RankError, match=said) as e:
         yield e

@@ -207,6 +207,7 @@ def made(
                 (folder / "run" / "STOP").touch()
             asked = [*arguments, *each.more], each.rank, each.how, each.where, each.call
             reached = ranks.run(train_and_ask, world, *asked)
+            Path(f"{arguments[0]}.stop").unlink(missing_ok=True)  # it is of that start only
             saved = [step for step in saved_steps(folder) if step not in before_it]
             files = [file for file in ("STOP", "SAVE") if (folder / "run" / file).exists()]
             found.append((reached, saved, files, status_of(folder)))
