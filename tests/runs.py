@@ -113,19 +113,22 @@ def dies(said: str | None = None) -> Iterator[pytest.ExceptionInfo[RankError]]:
         yield e
 
 
-def _write_to(log: Path, function: Callable[..., None], *arguments: Any) -> None:
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for descriptor in (1, 2):
-        os.dup2(file, descriptor)
+def _write_to(log: Path, errors: Path, function: Callable[..., None], *arguments: Any) -> None:
+    for descriptor, path in ((1, log), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     function(*arguments)
 
 
-def forked(log: Path, function: Callable[..., None], *arguments: Any) -> Any:
+def forked(
+    log: Path, function: Callable[..., None], *arguments: Any, errors: Path | None = None
+) -> Any:
     """Run a function in a process of its own, which has already imported torch: forked like ranks
-    (tools/ranks.py), in two seconds less than a new one takes. Its output goes to `log`."""
+    (tools/ranks.py), in two seconds less than a new one takes. Its output goes to `log`, standard
+    error to `errors`, if that is given."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(tools.ranks.PRELOAD)
-    process = context.Process(target=_write_to, args=(log, function, *arguments))
+    about = (log, errors or log, function, *arguments)
+    process = context.Process(target=_write_to, args=about)
     process.start()
     return process
 

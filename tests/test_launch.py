@@ -39,11 +39,11 @@ def launched(folder: Path, arguments: list[str]) -> None:
     launch.main()
 
 
-def started(folder: Path, *arguments: str) -> Any:
+def started(folder: Path, *arguments: str, errors: str = "log") -> Any:
     """A launcher with its output in `folder`/log."""
     (folder / "tmp").mkdir(exist_ok=True)
     (folder / "log").write_text("")
-    return forked(folder / "log", launched, folder, list(arguments))
+    return forked(folder / "log", launched, folder, list(arguments), errors=folder / errors)
 
 
 @contextlib.contextmanager
@@ -71,12 +71,12 @@ def running(folder: Path, data: Path) -> Iterator[tuple[Any, list[psutil.Process
 
 def test_it_trains(data: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, data, parallel=LAYOUT_3D)
-    assert status(started(tmp_path, config, "train.steps=2", "run.log_interval=1")) == 0
+    assert status(started(tmp_path, config, "train.steps=2", errors="errors")) == 0
     said = (tmp_path / "log").read_text()
     assert said.startswith("8 processes on this machine: train.py")
     assert "88,352 parameters on 8 ranks = pp 2 × dp_replicate 1 × dp_shard 2 × tp 2" in said
     assert status_of(tmp_path)["state"] == "finished"
-    assert "warning" not in said
+    assert (tmp_path / "errors").read_text() == ""
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
