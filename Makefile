@@ -75,10 +75,7 @@ test-all: test
 
 test-slow: $(dev) prepared/laptop/index.json
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m slow
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.kill_drill
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.lease_drill
 	$(MAKE) test-alerts
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.elastic_drill
 
 test-slurm: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -v tests/slurm_scenarios.py tests/slurm_elastic.py
@@ -98,7 +95,6 @@ bench: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.data_pipeline
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.train_cpu
 	$(PYTHON) -m benchmarks.launchers
-	$(PYTHON) -m benchmarks.stop_matrix
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.alerts_cpu
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.schedule_checker
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.context_balance

@@ -25,7 +25,6 @@ from typing import Any
 import yaml
 
 from benchmarks.about import about
-from benchmarks.kill_drill import ROOT, small
 from hardware import FAILURES_PER_GPU_DAY
 from runtime.checkpoints.goodput import best_interval, effective_exactly, shares
 from runtime.records.events import read_events
@@ -34,6 +33,7 @@ from tools.command import CommandParser, run_command
 from tools.goodput.measured import measure
 from tools.goodput.simulate import Job, simulate
 
+ROOT = Path(__file__).parent.parent
 WORLD = 4
 MEAN_SECONDS = 10.0  # from the first step of a start to its kill
 # (GPUs, seconds of a save, until it counts, of a restart)
@@ -92,8 +92,11 @@ def starts_of(run: Path) -> int:
 
 def killed_run(folder: Path, kills: int, seed: int) -> tuple[Path, list[float]]:
     """Make the run; returns its folder, and when ranks were killed, in seconds since 1970."""
-    raw = small(ROOT / "configs/laptop.yaml", WORLD, steps=1_000_000)
-    raw["train"] |= {"eval_interval": 0, "global_batch_size": 16}
+    raw = yaml.safe_load((ROOT / "configs/laptop.yaml").read_text())
+    raw["model"] |= {"dim": 64, "ffn_dim": 128}
+    raw["parallel"] |= {"tp": 2, "pp": 2, "dp_shard": 1}
+    raw["train"] |= {"steps": 1_000_000, "seq_len": 64, "eval_interval": 0}
+    raw["train"] |= {"global_batch_size": 16, "micro_batch_size": 2}
     raw["checkpoint"] |= {"interval": 6}
     raw["guard"] = {"replica_interval": 0}
     raw["run"] = {"dir": str(folder / "run"), "log_interval": 1}

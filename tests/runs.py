@@ -3,15 +3,21 @@
 import contextlib
 import io
 import json
+import multiprocessing
+import os
 import shutil
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 import yaml
 
+import tools.ranks
 import train
 from errors import UserError
 from parallel.mesh import build_mesh
@@ -21,7 +27,7 @@ from runtime.messages import on_all_ranks
 from runtime.signals import Signals
 from tests.data_samples import tokenizer
 from tests.planted import planted
-from tools.ranks import Ranks
+from tools.ranks import RankError, Ranks
 from training.build import build_stages
 from training.load_config import load_config
 from training.step import TrainStep
@@ -89,6 +95,48 @@ def messages(cases: dict[str, list[str]]) -> dict[str, str]:
     """The message of `train_run` for one case after another, in the same process group: refused
     runs that need no start of their own."""
     return {name: train_run(arguments) for name, arguments in cases.items()}
+
+
+def said_by(function: Callable[..., str], *arguments: Any) -> str:
+    """What `function` returns, or the error by which it fails on every rank. (A task that raises
+    costs new ranks.)"""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def dies(said: str | None = None) -> Iterator[pytest.ExceptionInfo[RankError]]:
+    """Expect that a rank dies, and do not wait for the others, which may wait for it."""
+    with patch.object(tools.ranks, "GRACE_SECONDS", 0.5), pytest.raises(RankError, match=said) as e:
+        yield e
+
+
+def _write_to(log: Path, errors: Path, function: Callable[..., None], *arguments: Any) -> None:
+    for descriptor, path in ((1, log), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    function(*arguments)
+
+
+def forked(
+    log: Path, function: Callable[..., None], *arguments: Any, errors: Path | None = None
+) -> Any:
+    """Run a function in a process of its own, which has already imported torch: forked like ranks
+    (tools/ranks.py), in two seconds less than a new one takes. Its output goes to `log`, standard
+    error to `errors`, if that is given."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(tools.ranks.PRELOAD)
+    about = (log, errors or log, function, *arguments)
+    process = context.Process(target=_write_to, args=about)
+    process.start()
+    return process
+
+
+def status(process: Any) -> int | None:
+    """The exit status of a forked process, once it has ended."""
+    process.join(300)
+    return process.exitcode
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

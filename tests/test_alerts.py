@@ -4,9 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -32,25 +33,19 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("checkpoint", {"step": 14, "failed": "OSError: no space left"}),
     ("slow_rank", {"step": 15, "rank": 3, "node": "n1", "factor": 1.3, "since": 12}),
     ("slow_rank", {"step": 16, "rank": 3, "node": "n1", "factor": 1.3, "since": 12, "ended": True}),
-    (
-        "suspicion",
-        {
-            "step": 16,
-            "cause": "a spike",
-            "verdict": "persistent",
-            "ranks": [3],
-            "nodes": ["n1"],
-            "why": "rank 3 differs from ranks 1 and 2",
-        },
-    ),
+    ("suspicion", {"step": 16, "cause": "a spike", "verdict": "persistent", "ranks": [3],
+                   "nodes": ["n1"], "why": "rank 3 differs from ranks 1 and 2"}),
     ("end", {"state": "finished", "step": 20, "reason": "all steps done"}),
-]
+]  # fmt: skip
 QUIET = [
     ("system", {}),
     ("memory", {"step": 1, "peak_bytes": [1]}),
     ("spent", {"step": 1, "seconds": {"steps": 1.0}}),
     ("checkpoint", {"step": 5, "bytes": 10, "stall_seconds": 0.1, "write_seconds": 0.1}),
 ]
+
+
+STALLS = {"hang_factor": 1e-6, "hang_seconds": 0.75}  # the limit is twice as long
 
 
 def test_every_alarm_is_received(tmp_path: Path) -> None:
@@ -126,22 +121,8 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_start_after_a_killed_one_has_an_end_of_its_own(tmp_path: Path) -> None:
-    """It first notes the end of the start before (status.py). If it is killed too, that is
-    reported."""
-    with Receiver() as server, FedCompanion(tmp_path, on_event=server.url) as companion:
-        companion.event(
-            "end", state="failed", step=3, reason="it recorded no end", noted_later=True
-        )
-        companion.event("start", step=0, world_size=1, began=0.0)
-        wait_until(lambda: server.kinds() == ["end", "start"])
-        companion.end()
-        assert server.kinds() == ["end", "start", "died"]
-
-
 def test_a_run_that_stalls_is_reported_and_so_is_its_recovery(tmp_path: Path) -> None:
-    settings = {"hang_factor": 1e-6, "hang_seconds": 0.75}  # the limit is twice as long
-    with Receiver() as server, FedCompanion(tmp_path, on_event=server.url, **settings) as companion:
+    with Receiver() as server, FedCompanion(tmp_path, on_event=server.url, **STALLS) as companion:
         companion.event("start", step=0, world_size=1, began=0.0)
         wait_until(lambda: server.kinds() == ["start"])  # it reads what is added from now on
         companion.step(1)
@@ -156,32 +137,56 @@ def test_a_run_that_stalls_is_reported_and_so_is_its_recovery(tmp_path: Path) ->
     assert "(in: steps)" in server.received[1]["text"]
 
 
+class Here(process.Companion):
+    """A companion in this process, by a clock of the test's own; what it would send is kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self.kinds: list[str] = []
+        with patch.object(process, "time", SimpleNamespace(monotonic=lambda: 0.0)):
+            super().__init__(Settings(str(folder), "runs/x", str(folder), 0, **STALLS))
+        self._read_records()  # of an earlier start
+
+    def _send(self, event: dict[str, Any]) -> None:
+        self.kinds.append(event["event"])
+
+    def at(self, now: float) -> list[str]:
+        """Read what the run has written, and look for a stall; all that was sent until then."""
+        with patch.object(process, "time", SimpleNamespace(monotonic=lambda: now, time=lambda: 0)):
+            self._survive(self._read)
+            self.look(now)
+        return [*self.kinds]
+
+
+def replace_steps(folder: Path, *steps: int) -> None:
+    """Replace metrics.jsonl by a file with these steps."""
+    (folder / "new").write_text("".join(f'{{"step": {step}, "loss": 2.5}}\n' for step in steps))
+    os.replace(folder / "new", folder / "metrics.jsonl")
+
+
+def add_step(folder: Path, step: int) -> None:
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(f'{{"step": {step}, "loss": 2.5}}\n')
+
+
 def test_a_replaced_file_is_no_step(tmp_path: Path) -> None:
     """A start that resumes, a stage and a rollback replace metrics.jsonl, whose last line is then
     an old one. The first step may still take as long as a compilation."""
-    settings = {"hang_factor": 1e-6, "hang_seconds": 0.5}  # the limit is twice as long
-    (tmp_path / "run").mkdir()
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    metrics.write_text('{"step": 4, "loss": 2.5}\n{"step": 5, "loss": 2.5}\n')
-    with Receiver() as server, FedCompanion(tmp_path, on_event=server.url, **settings) as companion:
-        companion.event("start", step=4, world_size=1, began=0.0)
-        wait_until(lambda: server.kinds() == ["start"])
-        new = tmp_path / "new"
-        new.write_text('{"step": 4, "loss": 2.5}\n')
-        os.replace(new, metrics)
-        time.sleep(3.5)
-        assert server.kinds() == ["start"]
-        companion.step(5)
-        wait_until(lambda: server.kinds() == ["start", "stalled"])  # control
-        companion.event("rollback", from_step=5, step=4)
-        new.write_text('{"step": 4, "loss": 2.5}\n')
-        os.replace(new, metrics)
-        time.sleep(2.5)
-        assert server.kinds() == ["start", "stalled", "rollback"]
-        companion.step(5)
-        wait_until(lambda: server.kinds() == ["start", "stalled", "rollback", "resumed"])
-        companion.event("end", state="finished", step=5, reason="")
-        companion.end()
+    replace_steps(tmp_path, 4, 5)
+    companion = Here(tmp_path)
+    append_event(tmp_path, "start", step=4, world_size=1, began=0.0)
+    companion.at(1.0)
+    replace_steps(tmp_path, 4)
+    companion.at(2.0)
+    assert companion.at(FIRST_LINE_SECONDS - 1) == ["start"]
+    add_step(tmp_path, 5)
+    first = FIRST_LINE_SECONDS  # which this step took
+    assert companion.at(first) == ["start"]
+    assert companion.at(2 * first + 1) == ["start", "stalled"]  # control
+    append_event(tmp_path, "rollback", from_step=5, step=4)
+    replace_steps(tmp_path, 4)
+    assert companion.at(3 * first) == ["start", "stalled", "rollback"]
+    add_step(tmp_path, 5)
+    assert companion.at(4 * first) == ["start", "stalled", "rollback", "resumed"]
 
 
 def test_an_ending_companion_leaves_the_next_start_to_the_next_one(tmp_path: Path) -> None:
@@ -208,25 +213,42 @@ def test_an_ending_companion_leaves_the_next_start_to_the_next_one(tmp_path: Pat
 
 
 def test_rank_0_tells_its_companion_what_it_does(tmp_path: Path) -> None:
-    """An evaluation that takes longer than a stall of steps is none. And telling never waits: the
-    companion may hang."""
-    settings = {"hang_factor": 1e-6, "hang_seconds": 0.5}  # the limit is twice as long
-    with Receiver() as server, FedCompanion(tmp_path, on_event=server.url, **settings) as fed:
-        fed.event("start", step=0, world_size=1, began=0.0)
-        wait_until(lambda: server.kinds() == ["start"])
+    """An evaluation that takes longer than a stall of steps is none."""
+    replace_steps(tmp_path)
+    companion = Here(tmp_path)
+    append_event(tmp_path, "start", step=0, world_size=1, began=0.0)
+    add_step(tmp_path, 1)
+    assert companion.at(1.0) == ["start"]
+    companion.hear(b"evalua", 1.0)
+    companion.hear(b"tion\n", 1.0)
+    assert companion.at(100.0) == ["start"]
+    companion.hear(b"\n", 100.0)
+    assert companion.at(103.0) == ["start", "stalled"]  # control
+
+
+def test_telling_never_waits() -> None:
+    """The companion may hang: here nobody reads the pipe."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with open(read, "rb"), open(write, "wb", buffering=0) as pipe:
         told = Companion.__new__(Companion)
-        told.process = fed.process
-        told.tell("evaluation")
-        fed.step(1)
-        time.sleep(2.5)
-        assert server.kinds() == ["start"]
-        told.tell("")  # control: now it stalls
-        wait_until(lambda: server.kinds() == ["start", "stalled"])
-        os.kill(fed.process.pid, signal.SIGSTOP)
-        os.set_blocking(fed.process.stdin.fileno(), False)  # type: ignore[union-attr]
+        told.process = SimpleNamespace(stdin=pipe)  # type: ignore[assignment]
         for _ in range(100_000):  # more than a pipe holds
             told.tell("evaluation")
-        os.kill(fed.process.pid, signal.SIGCONT)
+
+
+def test_a_start_after_a_killed_one_has_an_end_of_its_own(tmp_path: Path) -> None:
+    """It first notes the end of the start before (status.py). If it is killed too, that is
+    reported."""
+    companion = Here(tmp_path)
+    noted = {"reason": "it recorded no end", "noted_later": True}
+    append_event(tmp_path, "end", state="failed", step=3, **noted)
+    append_event(tmp_path, "start", step=0, world_size=1, began=0.0)
+    companion.reader.start()
+    wait_until(lambda: companion.kinds == ["end", "start"])
+    with patch.object(process, "END_EVENT_SECONDS", 0.1):
+        companion._end()
+    assert companion.kinds == ["end", "start", "died"]
 
 
 def test_a_later_stage_is_no_restart() -> None:

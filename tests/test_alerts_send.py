@@ -170,15 +170,6 @@ def test_what_cannot_work_is_refused(
     assert refused.value.key == key
 
 
-def test_a_refusal_reaches_the_run_before_anything_is_written(
-    ranks: Ranks, data: Path, tmp_path: Path
-) -> None:
-    config = write_config(tmp_path, data, run={"on_event": "no-such-program"})
-    said = ranks.run(train_run, 2, [config])
-    assert all("run.on_event" in message for message in said)
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_secret_stays_in_its_variable(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,26 +2,29 @@
 person, although no step's listeners are there to record them."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 import train
 from errors import UserError
+from runtime import next_stage
 from runtime.alerts import send
 from runtime.messages import LOST
 from runtime.records.events import read_events
 from runtime.records.status import record_failed_start, record_failure
-from tests.alert_helpers import ROOT, FedCompanion, Receiver, wait_until
-from tests.runs import losses, status_of, train_run, write_config
+from runtime.signals import Signals
+from tests.alert_helpers import FedCompanion, Receiver, wait_until
+from tests.runs import forked, losses, said_by, status, status_of, train_run, write_config
 from tests.stages import write_stages
 from tools import alarm
-from tools.ranks import RankError, Ranks
+from tools.ranks import Ranks
 
+STAGES = [{"from_step": 2, "train": {"seq_len": 16}}]
 REFUSAL = UserError("checkpoint.resume", "auto", "cannot be read", "mount the file system")
 
 
@@ -44,14 +47,13 @@ def test_a_failure_outside_of_steps(
     ranks: Ranks, data: Path, tmp_path: Path, call: int, step: int
 ) -> None:
     with Receiver() as server:
-        stages = [{"from_step": 2, "train": {"seq_len": 16}}]
-        config = write_stages(tmp_path, data, stages, run={"on_event": server.url})
-        with pytest.raises(RankError, match="out of memory"):
-            ranks.run(run_that_cannot_build, 2, [config], call)
+        config = write_stages(tmp_path, data, STAGES, run={"on_event": server.url})
+        (said,) = ranks.run(said_by, 1, run_that_cannot_build, [config], call)
+        assert "out of memory" in said
         wait_until(lambda: "end" in server.kinds())
         text = server.received[-1]["text"]
         # the next start goes on, and its end is not taken for a part of this one's
-        assert ranks.run(train_run, 2, [config, "train.steps=3"]) == ["", ""]
+        assert ranks.run(train_run, 1, [config, "train.steps=3"]) == [""]
         wait_until(lambda: server.kinds()[-2:] == ["stage", "end"])
     before = [] if call == 1 else ["start"]
     assert server.kinds() == [*before, "end", "start", "stage", "end"]
@@ -59,50 +61,42 @@ def test_a_failure_outside_of_steps(
     assert f"failed at step {step}: RuntimeError {when}" in text
     assert "out of memory" in text
     assert sorted(losses(tmp_path)) == [1, 2, 3]
-    ends = [event for event in read_events(tmp_path / "run") if event["event"] == "end"]
-    whole = [(event["state"], event["step"]) for event in ends if "stage" not in event]
+    ends = [e for e in read_events(tmp_path / "run") if e["event"] == "end" and "stage" not in e]
+    whole = [(event["state"], event["step"]) for event in ends]
     assert whole == [("failed", step), ("finished", 3)]
 
 
 def test_a_stage_that_is_refused_is_a_failure(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """The start was not refused: it has made steps, and its end is recorded."""
     with Receiver() as server:
-        stages = [{"from_step": 2, "train": {"seq_len": 16}}]
-        config = write_stages(tmp_path, data, stages, run={"on_event": server.url})
+        config = write_stages(tmp_path, data, STAGES, run={"on_event": server.url})
         assert ranks.run(run_that_cannot_build, 2, [config], 2, True) == [str(REFUSAL)] * 2
         wait_until(lambda: server.kinds() == ["start", "end"])
     assert "failed at step 2: checkpoint.resume" in server.received[-1]["text"]
-    status = status_of(tmp_path)
-    assert (status["state"], status["step"]) == ("failed", 2)
+    found = status_of(tmp_path)
+    assert (found["state"], found["step"]) == ("failed", 2)
 
 
-WITHOUT_THE_OTHERS = """
-import sys
-import torch.distributed as dist
-import train
-from runtime import next_stage
-from runtime.signals import Signals
+def without_the_others(config: str) -> None:
+    """Train; in the changeover, the other ranks do not join again."""
 
-def alone(signals):
-    dist.destroy_process_group()
-    sys.exit("not all ranks joined")
+    def alone(signals: Signals) -> None:
+        dist.destroy_process_group()
+        sys.exit("not all ranks joined")
 
-next_stage.join_again = alone
-train.main(sys.argv[1:], Signals(speaks=True).listen())
-"""
+    with patch.object(next_stage, "join_again", alone):
+        train.main([config], Signals(speaks=True).listen())
 
 
 def test_ranks_that_do_not_join_again(data: Path, tmp_path: Path) -> None:
     """Between two stages there is no process group. The code after a failure must not need it."""
     with Receiver() as server:
-        stages = [{"from_step": 2, "train": {"seq_len": 16}}]
-        config = write_stages(tmp_path, data, stages, run={"on_event": server.url})
-        command = [sys.executable, "-c", WITHOUT_THE_OTHERS, config]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        config = write_stages(tmp_path, data, STAGES, run={"on_event": server.url})
+        assert status(forked(tmp_path / "log", without_the_others, config)) == 1
         wait_until(lambda: server.kinds() == ["start", "end"])
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "not all ranks joined"
-    assert "Traceback" not in done.stderr
+    said = (tmp_path / "log").read_text()
+    assert said.splitlines()[-1] == "not all ranks joined"
+    assert "Traceback" not in said
     assert "failed at step 2: not all ranks joined" in server.received[-1]["text"]
     (lease,) = (tmp_path / "run" / "lease").glob("*.json")
     assert lease.stat().st_mtime == 0  # released: the next start need not wait
@@ -111,10 +105,10 @@ def test_ranks_that_do_not_join_again(data: Path, tmp_path: Path) -> None:
 def test_between_two_stages_a_start_has_no_status(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """A launcher that finds a rank killed there must not report that the run has stopped as
     planned."""
-    config = write_stages(tmp_path, data, [{"from_step": 2, "train": {"seq_len": 16}}])
-    assert ranks.run(run_that_looks, 2, [config, "train.steps=3"], tmp_path / "run") == [True] * 2
-    status = status_of(tmp_path)
-    assert (status["state"], status["step"]) == ("finished", 3)
+    config = write_stages(tmp_path, data, STAGES)
+    assert ranks.run(run_that_looks, 1, [config, "train.steps=3"], tmp_path / "run") == [True]
+    found = status_of(tmp_path)
+    assert (found["state"], found["step"]) == ("finished", 3)
 
 
 def run_that_looks(arguments: list[str], folder: Path) -> bool:
@@ -135,22 +129,14 @@ def test_a_refused_start(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     with Receiver() as server:
         sections = {"checkpoint": {"interval": 2}, "run": {"on_event": server.url}}
         config = write_config(tmp_path, data, train={"steps": 2}, **sections)
-        assert ranks.run(train_run, 2, [config]) == ["", ""]
+        assert ranks.run(train_run, 1, [config]) == [""]
         before = contents(tmp_path / "run")
         # no command for its checkpoint either, which may be why this start is refused
         settings = ["train.steps=3", "model.ffn_dim=32", "checkpoint.after_commit=touch"]
-        done = subprocess.run(
-            [sys.executable, "train.py", config, *settings],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 2
-        assert done.stderr.startswith("error: ")
+        (said,) = ranks.run(train_run, 1, [config, *settings])
         wait_until(lambda: server.kinds()[-1] == "refused")
     assert server.kinds() == ["start", "end", "refused"]
-    said = " ".join(done.stderr.removeprefix("error: ").split())
-    assert said in server.received[-1]["text"]
+    assert " ".join(said.split()) in server.received[-1]["text"]
     assert "ffn_dim" in said
     after = contents(tmp_path / "run")
     added = after.pop("events.jsonl").removeprefix(before.pop("events.jsonl"))
@@ -201,8 +187,8 @@ def test_the_launcher_names_the_rank_that_was_killed(tmp_path: Path) -> None:
     lost = f"{LOST} while the run started"
     record_failed_start(tmp_path, lost)
     assert record_failure(tmp_path, "rank 1 was killed") == "rank 1 was killed"
-    status = json.loads((tmp_path / "status.json").read_text())
-    assert (status["state"], status["reason"]) == ("failed", "rank 1 was killed")
+    found = json.loads((tmp_path / "status.json").read_text())
+    assert (found["state"], found["reason"]) == ("failed", "rank 1 was killed")
     # control: what an earlier start has left stays
     (tmp_path / "earlier").mkdir()
     line = {"event": "end", "time": 1.0, "state": "failed", "step": 0, "reason": lost}

@@ -2,6 +2,8 @@
 transient fault told from a persistent one, and neither is found where the data are to blame."""
 
 import math
+import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from model.matmul import Matmul
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from parallel.weight_gradient import LinearProducts
+from runtime.checkpoints.save import Saver
 from runtime.health import examine, refusal
 from runtime.health.compare import Computed, _is_rounding, compute, disputes
 from runtime.health.examine import Suspect, make_copies_equal
@@ -28,22 +31,37 @@ from runtime.health.products import Wrapping, linear_layers
 from runtime.health.replicas import check_replicas
 from runtime.records.events import append_event, read_events
 from tests.faulty_runs import flip_a_bit, run_with_a_bit_flipped
-from tests.runs import LAYOUT_3D, fresh, losses, status_of, train_run, write_config
+from tests.planted import planted
+from tests.runs import (
+    LAYOUT_3D,
+    fresh,
+    losses,
+    messages,
+    said_by,
+    status_of,
+    train_run,
+    write_config,
+)
 from tools.parity.cases import Case
 from tools.parity.run import global_batch
-from tools.ranks import RankError, Ranks
+from tools.ranks import Ranks
 from training.build import build_stages
 from training.load_config import load_config
 from training.step import TrainStep
 
 LAYOUTS = [
-    LAYOUT_3D,  # and dp_shard 2
-    pytest.param({"dp_shard": 4, "pp": 2}, marks=pytest.mark.thorough),
-    pytest.param({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, marks=pytest.mark.thorough),
-    pytest.param(
-        {"cp": 2, "dp_shard": 2, "pp": 2, "schedule": "zb_h1"}, marks=pytest.mark.thorough
-    ),
-]
+    {"tp": 2, "dp_shard": 2},
+    *(pytest.param(other, marks=pytest.mark.thorough) for other in [
+        {**LAYOUT_3D, "dp_shard": 2},
+        {"dp_shard": 4, "pp": 2},
+        {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+        {"cp": 2, "dp_shard": 2, "pp": 2, "schedule": "zb_h1"},
+    ]),
+]  # fmt: skip
+
+
+def world_of(layout: dict[str, Any]) -> int:
+    return math.prod(size for size in layout.values() if isinstance(size, int))
 
 
 def suspicions(folder: Path) -> list[dict[str, Any]]:
@@ -65,12 +83,13 @@ def fault(rank: int, times: str, bit: int = 30) -> str:
 def test_a_persistent_fault_names_its_rank_and_ends_the_run(
     ranks: Ranks, data: Path, tmp_path: Path, layout: dict[str, Any], rank: int
 ) -> None:
-    parallel = {"dp_shard": -1, **layout}
+    world = world_of(layout)
+    rank = min(rank, world - 1)
     config = write_config(
-        tmp_path, data, parallel=parallel, checkpoint={"interval": 2}, train={"steps": 5}
+        tmp_path, data, parallel=layout, checkpoint={"interval": 2}, train={"steps": 5}
     )
-    with pytest.raises(RankError, match=f"persistent, rank {rank} on "):
-        ranks.run(train_run, 8, [config, fault(rank, "always")])
+    for said in ranks.run(said_by, world, train_run, [config, fault(rank, "always")]):
+        assert f"persistent, rank {rank} on " in said
     (event,) = suspicions(tmp_path)
     assert (event["step"], event["verdict"]) == (3, "persistent")
     assert (event["ranks"], event["is_sure"]) == ([rank], True)
@@ -88,13 +107,12 @@ def test_a_transient_fault_is_told_from_it_and_changes_nothing(
 ) -> None:
     """The gradient of step 3 is wrong. The examination leaves no trace: the losses after it are
     those of a run that is not examined."""
-    parallel = {"dp_shard": -1, **layout}
-    config = write_config(tmp_path, data, parallel=parallel, train={"steps": 4})
+    config = write_config(tmp_path, data, parallel=layout, train={"steps": 4})
     found = []
     for examines in ("true", "false"):
         arguments = [config, fault(1, "1"), f"guard.examine={examines}"]
         arguments.append(f"run.dir={tmp_path / examines / 'run'}")
-        assert ranks.run(train_run, 8, arguments) == [""] * 8
+        assert set(ranks.run(train_run, world_of(layout), arguments)) == {""}
         found.append(losses(tmp_path / examines))
     assert [event["verdict"] for event in suspicions(tmp_path / "true")] == ["transient"]
     assert suspicions(tmp_path / "false") == []
@@ -120,44 +138,60 @@ def run_with_a_bad_batch(arguments: list[str], bad: int) -> str:
 
 
 def test_a_bad_batch_is_reproducible(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, data, parallel=LAYOUT_3D, train={"steps": 3})
-    assert ranks.run(run_with_a_bad_batch, 8, [config], 3) == [""] * 8
+    config = write_config(tmp_path, data, parallel={"dp_shard": 2}, train={"steps": 3})
+    assert ranks.run(run_with_a_bad_batch, 2, [config], 3) == ["", ""]
     (event,) = suspicions(tmp_path)
     assert (event["step"], event["verdict"], event["ranks"]) == (3, "reproducible", [])
 
 
-@pytest.mark.parametrize(("times", "verdict"), [("1", "transient"), ("always", "persistent")])
+@pytest.mark.parametrize(
+    ("times", "world", "verdict"),
+    [
+        ("1", 2, "transient"),
+        # of two ranks, none is surely at fault
+        pytest.param("always", 4, "persistent", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_step_before_the_logged_one(
-    ranks: Ranks, data: Path, tmp_path: Path, times: str, verdict: str
+    ranks: Ranks, data: Path, tmp_path: Path, times: str, world: int, verdict: str
 ) -> None:
     """Step 3 is bad, and the run learns of it after step 4."""
-    config = write_config(tmp_path, data, parallel={"dp_shard": 4}, run={"log_interval": 2})
-    arguments = [config, fault(2, times).replace("layer=3", "layer=1")]
-    if times == "1":
-        assert ranks.run(train_run, 4, arguments) == [""] * 4
-    else:
-        with pytest.raises(RankError, match="persistent, rank 2 on"):
-            ranks.run(train_run, 4, arguments)
+    config = write_config(tmp_path, data, parallel={"dp_shard": world}, run={"log_interval": 2})
+    for said in ranks.run(said_by, world, train_run, [config, fault(1, times)]):
+        assert said == "" if times == "1" else "persistent, rank 1 on" in said
     (event,) = suspicions(tmp_path)
     assert (event["step"], event["verdict"]) == (4, verdict)
+
+
+@planted(Saver, "_write")
+def slow_write(write, *about):
+    time.sleep(1)  # the first save is still being written when the run ends
+    write(*about)
+
+
+def run_with_slow_saves(arguments: list[str]) -> str:
+    with slow_write():
+        return run_with_a_bit_flipped(arguments)
 
 
 @pytest.mark.parametrize(
     ("times", "verdict"), [("1", "transient"), ("always", "persistent, rank 3")]
 )
-def test_copies_that_differ_are_examined(
+def test_copies_that_differ_are_examined_and_not_saved(
     ranks: Ranks, data: Path, tmp_path: Path, times: str, verdict: str
 ) -> None:
-    config = write_config(
-        tmp_path, data, parallel={"dp_shard": 2, "tp": 2}, checkpoint={"interval": 2}
-    )
+    config = write_config(tmp_path, data, parallel=LAYOUTS[0], checkpoint={"interval": 2})
     more = []
     if times == "always":  # a bit that neither stops the loss nor raises it
         more = ["guard.inject_fault=rank=3,step=1,layer=1,product=forward,bit=24,times=always"]
-    with pytest.raises(RankError, match=rf"hold different numbers.* \({verdict}"):
-        ranks.run(run_with_a_bit_flipped, 4, [config, *more])
+    for said in ranks.run(said_by, 4, run_with_slow_saves, [config, *more]):
+        assert re.search(rf"hold different numbers.* \({verdict}", said, re.DOTALL)
     assert len(suspicions(tmp_path)) == 1
     assert bool(excluded_nodes(tmp_path / "run")) == (times == "always")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-00000002"]
+    status = status_of(tmp_path)
+    assert (status["state"], "hold different numbers" in status["reason"]) == ("failed", True)
 
 
 @pytest.mark.thorough
@@ -183,7 +217,7 @@ def test_it_is_not_examined_if_that_might_end_the_run(
 ) -> None:
     """If one rank lacks memory; or if an examination of this step has ended the run before."""
     config = write_config(tmp_path, data, parallel={"dp_shard": 2}, train={"steps": 3})
-    arguments = [config, fault(1, "1").replace("layer=3", "layer=1")]
+    arguments = [config, fault(1, "1")]
     assert ranks.run(run_without_memory, 2, arguments) == ["", ""]
     (event,) = suspicions(tmp_path)
     assert (event["verdict"], event["ranks"]) == ("not examined", [])
@@ -215,17 +249,22 @@ def test_a_compiled_model_has_no_products_to_compare() -> None:
 # --- parts of an examination ----------------------------------------------------------------------
 
 
+def step_of(case: Case) -> tuple[TrainStep, list[torch.Tensor]]:
+    """A step of this case, and this rank's rows of a batch."""
+    config = case.config()
+    mesh = build_mesh(config.parallel.mesh_sizes(case.world), "cpu", config.model.has_experts)
+    rows = [t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)]
+    return TrainStep(config, mesh, build_stages(config, mesh)), rows
+
+
 def copies_after(case: Case) -> tuple[bool, bool]:
     """Whether copies that differ are equal after make_copies_equal; and whether computing twice
     gives the same bits, and leaves no gradients."""
-    config = case.config()
-    mesh = build_mesh(config.parallel.mesh_sizes(case.world), "cpu", config.model.has_experts)
-    train = TrainStep(config, mesh, build_stages(config, mesh))
+    train, rows = step_of(case)
     if dist.get_rank() == 1:
         flip_a_bit(train, "norm.weight")
     make_copies_equal(train)
     check_replicas(train)
-    rows = [t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)]
     first, again = compute(train, *rows), compute(train, *rows)
     assert len(first.products) >= 9 * case.config().model.num_layers
     return torch.equal(first.products, again.products), all(
@@ -234,48 +273,48 @@ def copies_after(case: Case) -> tuple[bool, bool]:
 
 
 def test_copies_are_made_equal_and_products_repeat(ranks: Ranks) -> None:
-    case = Case(MeshSizes(dp_replicate=2, tp=2))
-    assert ranks.run(copies_after, 4, case) == [(True, True)] * 4
+    case = Case(MeshSizes(dp_replicate=2))
+    assert ranks.run(copies_after, 2, case) == [(True, True)] * 2
 
 
-def verdict_on(case: Case, faulty: set[int], bit: int, repeats: bool) -> tuple[list[int], bool]:
-    """The ranks that an examination names, and whether it is sure, if the `faulty` ones flip a bit
-    of the first layer's products."""
-    config = case.config()
-    mesh = build_mesh(config.parallel.mesh_sizes(case.world), "cpu", config.model.has_experts)
-    train = TrainStep(config, mesh, build_stages(config, mesh))
-
-    def flips(inner: LinearProducts, name: str) -> FaultyProducts:
-        products = FaultyProducts(inner, name)
-        products.kind, products.bit, products.left = "forward", bit, math.inf
-        return products
-
-    if dist.get_rank() in faulty:
-        name, layer = next(iter(linear_layers(train).items()))
-        Wrapping({name: layer}, flips).install()
-    rows = [t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)]
-    with patch.object(examine, "_repeats_bits", lambda train: repeats):
-        found = examine.examine(train, Suspect((rows[0], rows[1])))
-    assert found.verdict == "persistent"
-    return found.ranks, found.is_sure
+# what flips a bit of the first layer's products: ranks, the bit, and whether this machine repeats
+# bits; and whom an examination names, and whether it is sure
+FLIPS = {
+    # rank 1 differs from both neighbours, too
+    "a rank between two faulty ones is not at fault": ({0, 2}, 30, True, ([0, 2], True)),
+    "rounding that repeats": ({1}, 0, True, ([1], True)),
+    # on a GPU, a library may sum the same numbers in another order
+    "rounding that may vary": ({1}, 0, False, ([0, 1, 2], False)),
+}
 
 
-def test_a_rank_between_two_faulty_ones_is_not_at_fault(ranks: Ranks) -> None:
-    """It differs from both neighbours, too."""
-    case = Case(MeshSizes(dp_replicate=4), dtype="float32")
-    assert ranks.run(verdict_on, 4, case, {0, 2}, 30, True) == [([0, 2], True)] * 4
+def verdicts_on(case: Case) -> dict[str, tuple[list[int], bool]]:
+    found = {}
+    for name, (faulty, bit, repeats, _) in FLIPS.items():
+        train, rows = step_of(case)
+
+        def flips(inner: LinearProducts, name: str, bit: int = bit) -> FaultyProducts:
+            products = FaultyProducts(inner, name)
+            products.kind, products.bit, products.left = "forward", bit, math.inf
+            return products
+
+        if dist.get_rank() in faulty:
+            Wrapping(dict([next(iter(linear_layers(train).items()))]), flips).install()
+        with patch.object(examine, "_repeats_bits", lambda _, answer=repeats: answer):
+            verdict = examine.examine(train, Suspect((rows[0], rows[1])))
+        assert verdict.verdict == "persistent"
+        found[name] = verdict.ranks, verdict.is_sure
+    return found
 
 
-@pytest.mark.parametrize(("repeats", "ranks_named", "sure"), [
-    (True, [1], True),
-    (False, [0, 1, 2], False),
-])  # fmt: skip
-def test_no_rank_is_surely_at_fault_for_rounding_that_may_vary(
-    ranks: Ranks, repeats: bool, ranks_named: list[int], sure: bool
-) -> None:
-    """On a GPU, a library may sum the same numbers in another order."""
-    case = Case(MeshSizes(dp_replicate=4), dtype="float32")
-    assert ranks.run(verdict_on, 4, case, {1}, 0, repeats) == [(ranks_named, sure)] * 4
+@pytest.fixture(scope="module")
+def verdicts(ranks: Ranks) -> list[dict[str, tuple[list[int], bool]]]:
+    return ranks.run(verdicts_on, 4, Case(MeshSizes(dp_replicate=4), dtype="float32"))
+
+
+@pytest.mark.parametrize("name", FLIPS)
+def test_who_is_named(verdicts: list[dict[str, tuple[list[int], bool]]], name: str) -> None:
+    assert [of_rank[name] for of_rank in verdicts] == [FLIPS[name][3]] * 4
 
 
 def test_only_the_same_inputs_with_another_output_are_a_dispute() -> None:
@@ -351,24 +390,27 @@ def test_rounding_is_told_from_a_flipped_exponent_bit(dtype: torch.dtype, kind: 
 # --- the key --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("value", "why"),
-    [
-        ("rank=3", "is not of the form"),
-        ("rank=9,step=2,layer=1,product=forward,bit=30,times=1", "there are 2 ranks"),
-        ("rank=1,step=2,layer=9,product=forward,bit=30,times=1", "has no linear layer in layer 9"),
-        ("rank=1,step=2,layer=1,product=forward,bit=32,times=1", "a float32 has 32 bits"),
-    ],
-)
-def test_a_fault_that_cannot_be_injected_is_refused(
-    ranks: Ranks, data: Path, tmp_path: Path, value: str, why: str
-) -> None:
-    config = write_config(tmp_path, data)
-    said = ranks.run(train_run, 2, [config, f"guard.inject_fault={value}"])
-    assert len(set(said)) == 1
-    assert said[0].startswith("guard.inject_fault")
-    assert why in said[0]
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+REFUSED = {
+    "rank=3": "is not of the form",
+    "rank=9,step=2,layer=1,product=forward,bit=30,times=1": "there are 2 ranks",
+    "rank=1,step=2,layer=9,product=forward,bit=30,times=1": "has no linear layer in layer 9",
+    "rank=1,step=2,layer=1,product=forward,bit=32,times=1": "a float32 has 32 bits",
+}
+
+
+@pytest.fixture(scope="module")
+def said(
+    ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, str]]:
+    config = write_config(tmp_path_factory.mktemp("refused"), data)
+    cases = {value: [config, f"guard.inject_fault={value}"] for value in REFUSED}
+    return ranks.run(messages, 2, cases)
+
+
+@pytest.mark.parametrize("value", REFUSED)
+def test_a_fault_that_cannot_be_injected_is_refused(said: list[dict[str, str]], value: str) -> None:
+    (message,) = {of_rank[value] for of_rank in said}
+    assert re.match(f"guard.inject_fault.*{REFUSED[value]}", message)
 
 
 def test_no_fault_is_injected_unless_asked_for(data: Path, tmp_path: Path) -> None:

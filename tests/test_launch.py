@@ -1,9 +1,5 @@
 """`python -m tools.launch`, which `make train` calls, is not reachable from other machines, loses
-no step when stopped, and leaves no files or processes.
-
-The complete matrix of requests to stop, `python -m benchmarks.stop_matrix`, takes minutes; `make
-test` runs a part of it.
-"""
+no step when stopped, and leaves no files or processes."""
 
 import contextlib
 import os
@@ -11,18 +7,20 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import psutil
 import pytest
 
-from benchmarks.stop_matrix import PHASES, SIGNALS, TARGETS, stop
 from errors import UserError
 from runtime.records.events import read_events
-from tests.runs import LAYOUT_3D, status_of, write_config
+from tests.drills.stops import PHASES, SIGNALS, TARGETS, catches, stop
+from tests.runs import LAYOUT_3D, forked, status, status_of, write_config
 from tools import launch
 from training.load_config import load_config
 
@@ -34,102 +32,75 @@ ENVIRONMENT = {
 }
 
 
-def run_launcher(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tools.launch", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+def launched(folder: Path, arguments: list[str]) -> None:
+    """Be `python -m tools.launch`, with temporary files in `folder`/tmp."""
+    os.environ["TMPDIR"], tempfile.tempdir = str(folder / "tmp"), None
+    sys.argv = ["launch", *arguments]
+    launch.main()
+
+
+def started(folder: Path, *arguments: str, errors: str = "log") -> Any:
+    """A launcher with its output in `folder`/log."""
+    (folder / "tmp").mkdir(exist_ok=True)
+    (folder / "log").write_text("")
+    return forked(folder / "log", launched, folder, list(arguments), errors=folder / errors)
 
 
 @contextlib.contextmanager
-def running(folder: Path, *arguments: str) -> Iterator[subprocess.Popen]:
-    """Run a launcher whose ranks are training, with its output in `folder`/log and its temporary
-    files in `folder`/tmp."""
-    (folder / "tmp").mkdir(exist_ok=True)
-    with open(folder / "log", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tools.launch", *arguments, "train.steps=1000000",
-             "run.log_interval=1"],
-            cwd=ROOT,
-            stdout=log,
-            stderr=log,
-            env={**ENVIRONMENT, "TMPDIR": str(folder / "tmp")},
-        )  # fmt: skip
+def running(folder: Path, data: Path) -> Iterator[tuple[Any, list[psutil.Process]]]:
+    """Run a launcher with two ranks, which are training."""
+    config = write_config(folder, data)
+    endless = ("train.steps=1000000", "run.log_interval=1")
+    process = started(folder, "--nproc-per-node", "2", config, *endless)
     ranks: list[psutil.Process] = []
     try:
         deadline = time.monotonic() + 300
         while "\nstep " not in (folder / "log").read_text():
-            assert process.poll() is None, (folder / "log").read_text()
+            assert process.is_alive(), (folder / "log").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.02)
         ranks = psutil.Process(process.pid).children()
-        yield process
+        yield process, sorted(ranks, key=lambda rank: rank.pid)
     finally:
         process.kill()
-        process.wait()
+        process.join()
         for rank in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
                 rank.kill()
 
 
-def test_it_trains_and_it_refuses(data: Path, tmp_path: Path) -> None:
+def test_it_trains(data: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, data, parallel=LAYOUT_3D)
-    done = run_launcher(config, "train.steps=2")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("8 processes on this machine: train.py")
-    assert "88,352 parameters on 8 ranks = pp 2 × dp_replicate 1 × dp_shard 2 × tp 2" in done.stdout
+    assert status(started(tmp_path, config, "train.steps=2", errors="errors")) == 0
+    said = (tmp_path / "log").read_text()
+    assert said.startswith("8 processes on this machine: train.py")
+    assert "88,352 parameters on 8 ranks = pp 2 × dp_replicate 1 × dp_shard 2 × tp 2" in said
     assert status_of(tmp_path)["state"] == "finished"
-    assert done.stderr == ""
-
-    done = run_launcher(
-        "--nproc-per-node", "2", config, "parallel.tp=3", f"run.dir={tmp_path / 'refused'}"
-    )
-    assert done.returncode == 2
-    assert done.stderr.count("error: ") == 1
-    assert "parallel.tp = 3" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "refused").exists()
-
-
-@pytest.mark.skipif(
-    not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc to see what processes listen on"
-)
-def test_it_listens_on_loopback_only_and_leaves_nothing(data: Path, tmp_path: Path) -> None:
-    with running(tmp_path, "--nproc-per-node", "2", write_config(tmp_path, data)) as launcher:
-        parent = psutil.Process(launcher.pid)
-        processes = [parent, *parent.children(recursive=True)]
-        assert len(processes) == 3
-        listening = [
-            [c.laddr.ip for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-            for p in processes
-        ]
-        assert listening[0] == [], "the launcher itself"
-        assert all(listening[1:]), "gloo's"
-        assert {address for each in listening for address in each} <= {"127.0.0.1", "::1"}
-        (folder,) = (tmp_path / "tmp").iterdir()
-        assert folder.stat().st_mode & 0o777 == 0o700
-        launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(300) == 128 + signal.SIGTERM
+    assert (tmp_path / "errors").read_text() == ""
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
 # --- requests to stop -----------------------------------------------------------------------------
 
+# Every signal, and every phase but the evaluation, which test_stop.py has; torchrun is thorough.
 COVERING = {
     ("SIGINT", "launcher", "start-up"),
     ("SIGHUP", "group", "step"),
-    ("SIGTERM", "launcher", "save"),
-    ("SIGINT", "one rank", "evaluation"),
+    ("SIGTERM", "one rank", "save"),
 }
 THOROUGH = {
+    ("SIGTERM", "launcher", "save"),
+    ("SIGINT", "one rank", "evaluation"),
     ("SIGINT", "torchrun", "step"),
     ("SIGTERM", "torchrun", "save"),
     ("SIGHUP", "torchrun", "evaluation"),
 }
 
 
-def tier(case: tuple[str, str, str]) -> list[pytest.MarkDecorator]:
-    return (
-        [] if case in COVERING else [pytest.mark.thorough if case in THOROUGH else pytest.mark.slow]
-    )
+def tier(case: tuple[str, str, str]) -> tuple[pytest.MarkDecorator, ...]:
+    if case in COVERING:
+        return ()
+    return (pytest.mark.thorough if case in THOROUGH else pytest.mark.slow,)
 
 
 ALL = [(number, target, phase) for target in TARGETS for phase in PHASES for number in SIGNALS]
@@ -158,14 +129,13 @@ def test_a_request_to_stop(data: Path, tmp_path: Path, case: tuple[str, str, str
 
 def test_a_second_request_ends_it_at_once(data: Path, tmp_path: Path) -> None:
     """A second request ends the launcher at once, even if its ranks are suspended."""
-    with running(tmp_path, "--nproc-per-node", "2", write_config(tmp_path, data)) as launcher:
-        ranks = psutil.Process(launcher.pid).children()
+    with running(tmp_path, data) as (launcher, ranks):
         for rank in ranks:
             rank.suspend()
-        launcher.send_signal(signal.SIGINT)
+        os.kill(launcher.pid, signal.SIGINT)
         time.sleep(1.5)
-        launcher.send_signal(signal.SIGINT)
-        assert launcher.wait(60) == 128 + signal.SIGINT
+        os.kill(launcher.pid, signal.SIGINT)
+        assert status(launcher) == 128 + signal.SIGINT
         assert not any(rank.is_running() for rank in ranks)
     assert (tmp_path / "log").read_text().count("SIGINT again: exiting now, without saving") == 1
     assert status_of(tmp_path)["reason"] == "SIGINT was received twice"
@@ -182,15 +152,11 @@ def test_during_its_imports_it_leaves_with_one_line() -> None:
     """A signal during the imports, as soon as the launcher's first line has run, ends it with one
     line of output."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tools.launch", "missing.yaml"],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    blocked_by_us = 1 << (signal.SIGUSR1 - 1)
+        [sys.executable, "-m", "tools.launch", "missing.yaml"], cwd=ROOT, text=True,
+        stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
     try:
-        while not int(_status_line(process.pid, "SigCgt:"), 16) & blocked_by_us:
+        while not catches(process.pid):
             time.sleep(0.001)
         process.send_signal(signal.SIGINT)
         out, said = process.communicate(timeout=100)
@@ -201,29 +167,55 @@ def test_during_its_imports_it_leaves_with_one_line() -> None:
     assert (process.returncode, said, out) == (130, expected, "")
 
 
-def _status_line(pid: int, name: str) -> str:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(line for line in lines if line.startswith(name)).split()[1]
-
-
 # --- failures -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.thorough)])
-def test_a_killed_rank_is_named_once_and_last(data: Path, tmp_path: Path, victim: int) -> None:
-    config = write_config(tmp_path, data)
-    with running(tmp_path, "--nproc-per-node", "2", config) as launcher:
-        ranks = sorted(psutil.Process(launcher.pid).children(), key=lambda rank: rank.pid)
-        ranks[victim].kill()
-        assert launcher.wait(300) == 1
-        assert not any(rank.is_running() for rank in ranks)
-    why = f"rank {victim} was killed by signal 9 (SIGKILL)"
-    lines = (tmp_path / "log").read_text().splitlines()
+@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.thorough)])
+def killed(
+    request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, dict[str, Any]]:
+    """How a rank was killed, the run's folder, and what was there before and after."""
+    folder, seen = tmp_path_factory.mktemp("killed"), {}
+    with running(folder, data) as (launcher, ranks):
+        parent = psutil.Process(launcher.pid)
+        seen["listening"] = [
+            {c.laddr.ip for c in each.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+            for each in (parent, *ranks)
+        ]
+        seen["modes"] = [path.stat().st_mode & 0o777 for path in (folder / "tmp").iterdir()]
+        ranks[request.param].kill()
+        seen["status"] = status(launcher)
+        seen["alive"] = [rank for rank in ranks if rank.is_running()]
+        seen["files"] = list((folder / "tmp").iterdir())
+    return f"rank {request.param} was killed by signal 9 (SIGKILL)", folder, seen
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc says what processes listen on")
+def test_it_listens_on_loopback_only(killed: tuple[str, Path, dict[str, Any]]) -> None:
+    of_launcher, *of_ranks = killed[2]["listening"]
+    assert of_launcher == set()
+    assert len(of_ranks) == 2
+    for addresses in of_ranks:
+        assert addresses  # gloo's
+        assert addresses <= {"127.0.0.1", "::1"}
+
+
+def test_only_this_user_may_enter_its_folder(killed: tuple[str, Path, dict[str, Any]]) -> None:
+    assert killed[2]["modes"] == [0o700]
+
+
+def test_a_killed_rank_is_named_once_and_last(killed: tuple[str, Path, dict[str, Any]]) -> None:
+    why, folder, _ = killed
+    lines = (folder / "log").read_text().splitlines()
     assert lines[-1] == f"{why}; the others were stopped"
     assert all(line.startswith("step ") for line in lines[6:-1]), "there are no other messages"
-    assert (status_of(tmp_path)["state"], status_of(tmp_path)["reason"]) == ("failed", why)
-    assert status_of(tmp_path)["step"] > 0
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert (status_of(folder)["state"], status_of(folder)["reason"]) == ("failed", why)
+    assert status_of(folder)["step"] > 0
+
+
+def test_a_killed_rank_leaves_nothing(killed: tuple[str, Path, dict[str, Any]]) -> None:
+    seen = killed[2]
+    assert (seen["status"], seen["alive"], seen["files"]) == (1, [], [])
 
 
 @pytest.mark.thorough
@@ -252,15 +244,13 @@ print(launch.start_processes(2, rank).why())
 def test_the_next_start_notes_that_an_end_is_missing(data: Path, tmp_path: Path) -> None:
     """If the launcher and all ranks are killed, nobody records the end. The next start records it
     as failed, and removes the temporary files."""
-    config = write_config(tmp_path, data)
-    with running(tmp_path, "--nproc-per-node", "2", config) as launcher:
-        ranks = psutil.Process(launcher.pid).children()
+    with running(tmp_path, data) as (launcher, ranks):
         for process in (launcher, *ranks):
             process.kill()
         psutil.wait_procs(ranks, timeout=60)
     assert not (tmp_path / "run" / "status.json").exists()
     assert len(list((tmp_path / "tmp").iterdir())) == 1, "a killed launcher cannot remove its files"
-    with running(tmp_path, "--nproc-per-node", "2", config):
+    with running(tmp_path, data):
         assert len(list((tmp_path / "tmp").iterdir())) == 1, "the next launcher removes them"
     assert "the previous start was last recorded at step" in (tmp_path / "log").read_text()
     (end,) = (event for event in read_events(tmp_path / "run") if event["event"] == "end")
@@ -269,8 +259,7 @@ def test_the_next_start_notes_that_an_end_is_missing(data: Path, tmp_path: Path)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's prctl")
 def test_ranks_save_when_the_launcher_is_killed(data: Path, tmp_path: Path) -> None:
-    with running(tmp_path, "--nproc-per-node", "2", write_config(tmp_path, data)) as launcher:
-        ranks = psutil.Process(launcher.pid).children()
+    with running(tmp_path, data) as (launcher, ranks):
         launcher.kill()
         _, alive = psutil.wait_procs(ranks, timeout=300)
         assert not alive
@@ -284,17 +273,14 @@ def test_ranks_save_when_the_launcher_is_killed(data: Path, tmp_path: Path) -> N
         ("100000", "parallel.tp=2", "--nproc-per-node = 100000: this machine has "),
         ("0", "parallel.tp=2", "--nproc-per-node = 0: this machine has "),
         ("3", "parallel.tp=2", "does not make the world of 3 processes"),
+        ("2", "parallel.tp=3", "parallel.tp = 3"),
         ("2", "optimizer.lr=.nan", "optimizer.lr = nan"),
     ],
 )
 def test_nothing_is_started_of_what_is_refused(
-    data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    processes: str,
-    override: str,
-    said: str,
-) -> None:
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    processes: str, override: str, said: str,
+) -> None:  # fmt: skip
     def start(*_: object) -> None:
         raise AssertionError("processes were started")
 
@@ -306,7 +292,10 @@ def test_nothing_is_started_of_what_is_refused(
     ):
         launch.main()
     assert left.value.code == 2
-    assert said in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.startswith("error: ")
+    assert not (tmp_path / "run").exists()
 
 
 # --- the layout for GPUs --------------------------------------------------------------------------
@@ -365,20 +354,16 @@ def test_ranks_share_the_cores(tmp_path: Path, program: str) -> None:
         "    say()\n"
         "elif __name__ == '__main__':\n"
         "    from tools.launch import start_processes\n"
-        "    raise SystemExit(start_processes(2, say).status_of())\n"
+        "    raise SystemExit(start_processes(2, say).status())\n"
     )
     command = [str(script)]
     if program != "tools.launch":
         command = ["-m", program, "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, *command],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
+        [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True,
         timeout=300,
-        env=environment,
-    )
+    )  # fmt: skip
     assert done.stdout.splitlines() == [f"{os.SCHED_BATCH} 1 lo"] * 2, done.stderr
 
 
@@ -403,13 +388,11 @@ def test_memory_is_kept_by_the_allocator() -> None:
         "    step()\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)\n"
     )
-    command = [sys.executable, "-c", program]
-    said = [
-        subprocess.run(
-            [*command, how], cwd=ROOT, capture_output=True, check=True, env=ENVIRONMENT
-        ).stdout
+    given_back, kept = (
+        int(
+            subprocess.check_output([sys.executable, "-c", program, how], cwd=ROOT, env=ENVIRONMENT)
+        )
         for how in ("given back", "kept")
-    ]
-    given_back, kept = map(int, said)
+    )
     # Memory that happens to be in the way of the heap moves it once, which costs about a tenth.
     assert kept < given_back / 2

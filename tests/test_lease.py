@@ -11,13 +11,11 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from benchmarks.lease_drill import one_round, tiny
 from errors import UserError
 from runtime.checkpoints import lease
 from runtime.checkpoints.lease import Lease
 from runtime.checkpoints.lease_holder import Holder, newest_lease
-from tests.data_samples import tokenizer
-from tests.runs import copy_of, losses, train_run, write_config
+from tests.runs import losses, train_run, write_config
 from tools.ranks import RankError, Ranks
 
 
@@ -146,9 +144,9 @@ def test_a_lease_that_cannot_be_read_is_one_too(tmp_path: Path, content: str) ->
     path = hold(tmp_path / "run")
     path.write_text(content)
     renewed = patch.object(time, "sleep", lambda _: os.utime(path))
-    with quick(0.5), renewed, pytest.raises(UserError, match="its lease cannot be read yet"):
+    with quick(0.1), renewed, pytest.raises(UserError, match="its lease cannot be read yet"):
         Lease(tmp_path / "run", "cpu")._try_to_take()
-    with quick(0.5), Lease(tmp_path / "run", "cpu"):
+    with quick(0.1), Lease(tmp_path / "run", "cpu"):
         assert newest_lease(tmp_path / "run" / "lease").number == 4
 
 
@@ -227,35 +225,15 @@ def test_what_was_being_put_aside_is_not_swept_away(tmp_path: Path) -> None:
     assert left == ["step-00000020", "step-00000020.abandoned-2", "step-00000060.damaged"]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("most", [2, 3])
-def test_starts_that_are_paused_and_killed(data: Path, tmp_path: Path, most: int) -> None:
-    """Several starts that are paused and killed at random keep the run folder consistent: the short
-    form of benchmarks/lease_drill.py."""
-    counts, wrong = one_round(
-        tmp_path,
-        tiny(tmp_path / "config.yaml", data, tokenizer().vocab_size),
-        seed=most,
-        most=most,
-        events=12,
-    )
-    assert wrong == []
-    assert counts["starts"] > 1
-
-
 # --- in a run -------------------------------------------------------------------------------------
 
 
-def test_a_second_start_is_refused_on_every_rank(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
-    config, _ = copy_of(saved, tmp_path)
-    before = losses(tmp_path)
-    (tmp_path / "run" / "lease" / "00000001.json").unlink()
-    (tmp_path / "run" / "lease").rmdir()
-    hold(tmp_path / "run")
-    messages = ranks.run(train_run, 4, [config, "train.steps=9", "parallel.pp=1"])
-    assert len(set(messages)) == 1
-    assert messages[0].startswith("run.dir = ")
-    assert losses(tmp_path) == before
+def test_a_second_start_is_refused_on_every_rank(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    path = hold(tmp_path / "run")
+    first, second = ranks.run(train_run, 2, [write_config(tmp_path, data)])
+    assert first == second
+    assert first.startswith("run.dir = ")
+    assert [file for file in (tmp_path / "run").rglob("*") if file.is_file()] == [path]
 
 
 def test_a_run_that_is_displaced_ends_with_status_2(

@@ -6,21 +6,20 @@ tests/slurm_scenarios.py tests it on a real Slurm.
 
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runtime.health.excluded import exclude
-from tests.runs import write_config
+from tests.runs import forked, status, write_config
 from tests.slurm_cluster import free_ports
 from tools.preflight import __main__ as command
 from tools.preflight.links import rounds
 from tools.preflight.node import addresses, judge_addresses, judge_gpus
 from tools.preflight.verdict import choose, odd_ones, slow_ones
 
-ROOT = Path(__file__).parent.parent
 # one row of nvidia-smi, without the index
 GOOD = ["NVIDIA H100 80GB HBM3", "550.54.15", "4", "345", "1980", "Enabled", "0"]
 
@@ -118,43 +117,40 @@ def test_this_machines_addresses_are_found() -> None:
         pass  # no network
 
 
+def on_node(node: int, out_of: int, arguments: list[str]) -> None:
+    slurm = {"SLURM_NNODES": str(out_of), "SLURM_NODEID": str(node)}
+    os.environ.update(slurm | {"SLURMD_NODENAME": f"node{node}", "OMP_NUM_THREADS": "1"})
+    sys.exit(command.main(arguments))
+
+
 def preflight(
     folder: Path,
     data: Path,
     nodes: tuple[int, ...],
     *options: str,
     out_of: int = 2,
-    **sections: dict,
-) -> list[tuple[int, str, str]]:
+    **sections: Any,
+) -> list[tuple[int | None, str, str]]:
     """Run the preflight on `nodes` out of two nodes or `out_of`; return the status, standard output
     and standard error of each."""
     config = write_config(folder, data, **sections)
-    meet = f"127.0.0.1:{free_ports(1)[0]}"
-    command = [sys.executable, "-m", "tools.preflight", "--meet", meet, "--device", "cpu",
-               "--ranks-per-node", "2"]  # fmt: skip
-    environment = {**os.environ, "SLURM_NNODES": str(out_of), "OMP_NUM_THREADS": "1"}
+    port = free_ports(1)[0]
+    arguments = ["--meet", f"127.0.0.1:{port}", "--device", "cpu", "--ranks-per-node", "2",
+                 *options, config]  # fmt: skip
+    files = [(folder / f"answer{port}-{node}", folder / f"report{port}-{node}") for node in nodes]
     started = [
-        subprocess.Popen(
-            [*command, *options, config],
-            cwd=ROOT,
-            env={**environment, "SLURM_NODEID": str(node), "SLURMD_NODENAME": f"node{node}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for node in nodes
+        forked(answer, on_node, node, out_of, arguments, errors=report)
+        for node, (answer, report) in zip(nodes, files, strict=True)
     ]
-    try:
-        said = [process.communicate(timeout=500) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [(process.returncode, *words) for process, words in zip(started, said, strict=True)]
+    return [
+        (status(process), answer.read_text(), report.read_text())
+        for process, (answer, report) in zip(started, files, strict=True)
+    ]
 
 
 def test_two_nodes_meet_and_measure(data: Path, tmp_path: Path) -> None:
-    (status, answer, report), other = preflight(tmp_path, data, (0, 1), "--seconds", "300")
-    assert status == 0, report
+    (code, answer, report), other = preflight(tmp_path, data, (0, 1), "--seconds", "300")
+    assert code == 0, report
     assert answer == f"node0,node1 {tmp_path}/run\n"
     assert "preflight passed: 2 nodes" in report
     rows = [line.split() for line in report.splitlines() if line.split()[0] in ("node0", "node1")]
@@ -165,24 +161,24 @@ def test_two_nodes_meet_and_measure(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_node_that_does_not_come_is_named(data: Path, tmp_path: Path) -> None:
-    [(status, answer, report)] = preflight(
+    [(code, answer, report)] = preflight(
         tmp_path, data, (0,), "--seconds", "30", "--node-names", "node0,far"
     )
-    assert (status, answer) == (1, "")
+    assert (code, answer) == (1, "")
     assert "FAILED   far: it sent no report in time" in report
     assert "--exclude=far" in report
-    [(status, answer, report)] = preflight(
+    [(code, answer, report)] = preflight(
         tmp_path, data, (0,), "--seconds", "30", "--spare-nodes", "1"
     )
-    assert (status, answer) == (0, f"node0 {tmp_path}/run\n"), report
+    assert (code, answer) == (0, f"node0 {tmp_path}/run\n"), report
 
 
 @pytest.mark.thorough  # tests/test_refusals.py tests the errors themselves
 def test_data_that_training_would_refuse(tmp_path: Path) -> None:
-    (status, answer, report), other = preflight(
+    (code, answer, report), other = preflight(
         tmp_path, tmp_path / "none", (0, 1), "--seconds", "300"
     )
-    assert (status, answer) == (2, "")
+    assert (code, answer) == (2, "")
     assert report.startswith("error: data.path")
     assert other == (1, "", "")
 
@@ -211,15 +207,15 @@ def test_with_layouts_a_job_needs_only_the_smallest(data: Path, tmp_path: Path) 
     layouts = [{"dp_shard": 8, "micro_batch_size": 1}, {"dp_shard": 4}]
     (tmp_path / "run").mkdir()
     exclude(tmp_path / "run", "node1", "slow since step 7")
-    (status, answer, report), *_ = preflight(
+    (code, answer, report), *_ = preflight(
         tmp_path, data, (0, 1, 2), "--seconds", "60", "--node-names", "node0,node1,node2,far",
         out_of=4, parallel={"layouts": layouts},
     )  # fmt: skip
-    assert (status, answer) == (0, f"node0,node1,node2 {tmp_path}/run\n"), report
+    assert (code, answer) == (0, f"node0,node1,node2 {tmp_path}/run\n"), report
     assert "FAILED   far: it sent no report in time" in report
     assert "EXCLUDED node1: excluded.json excludes it: slow since step 7" in report
-    (status, answer, report), *_ = preflight(
+    (code, answer, report), *_ = preflight(
         tmp_path, data, (0, 1, 2), "--seconds", "300", "--spare-nodes", "1",
         out_of=3, parallel={"layouts": layouts},
     )  # fmt: skip
-    assert (status, answer) == (0, f"node0,node2 {tmp_path}/run\n"), report
+    assert (code, answer) == (0, f"node0,node2 {tmp_path}/run\n"), report

@@ -63,6 +63,7 @@ WRONG = [
     (f"run.dir={'x' * 300}", "run.dir", "longer than the file system allows"),
     (f"data.path={'x' * 300}", "data.path", "cannot be read"),
     ("data.path={prepared/laptop: 0}", "data.path", "more than 0"),
+    ("run.on_event=no-such-program", "run.on_event", "not an executable"),
 ]  # fmt: skip
 
 
@@ -228,14 +229,14 @@ def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
                 "localhost", "--nproc-per-node", "2", "--max-restarts", "100"]  # fmt: skip
     command = [*launcher, "train.py", *arguments]
     return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
 
 
 def test_exit_status_and_one_message(data: Path, tmp_path: Path) -> None:
     """train.py under torchrun, and without it, exits with one message, without a traceback of our
     code; torchrun does not restart it. (That it restarts a rank that was killed is shown in
-    test_save_interval.py and test_drill.py.)"""
+    test_save_interval.py and drills/test_kill_drill.py.)"""
     config = write_config(tmp_path, data)
     done = launch(config, "model.num_heads=5")
     assert done.returncode == 1
@@ -243,13 +244,8 @@ def test_exit_status_and_one_message(data: Path, tmp_path: Path) -> None:
     assert "got signal: 15" in done.stderr, "in torchrun's words"
     assert "UserError" not in done.stderr
     assert not (tmp_path / "run").exists()
-    alone = subprocess.run(
-        [sys.executable, "train.py", config, "model.num_heads=5"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "train.py", config, "model.num_heads=5"]
+    alone = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert alone.returncode == 2
     assert "Traceback" not in alone.stderr
 

@@ -1,22 +1,17 @@
 """Replicas that are no longer equal are found, and the rank that differs is named."""
 
-import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
-from runtime.checkpoints.save import Saver
 from runtime.health.replicas import ReplicasDiffer, check_replicas
-from tests.faulty_runs import flip_a_bit, run_with_a_bit_flipped
-from tests.planted import planted
-from tests.runs import status_of, write_config
+from tests.faulty_runs import flip_a_bit
 from tools.parity.cases import Case
 from tools.parity.run import global_batch
-from tools.ranks import RankError, Ranks
+from tools.ranks import Ranks
 from training.build import build_stages
 from training.step import TrainStep
 
@@ -97,25 +92,3 @@ def test_a_flipped_bit_names_its_rank(
 def test_what_is_no_copy_is_not_compared(ranks: Ranks, case: Case) -> None:
     """Control: a wrong bit in a shard is not reported, because a shard has no replica."""
     assert set(ranks.run(differing, case.world, case, 1, "down.weight")) == {""}
-
-
-@planted(Saver, "_write")
-def slow_write(write, *arguments):
-    time.sleep(3)  # still writing when the run ends
-    write(*arguments)
-
-
-def run_with_slow_saves(config: str) -> str:
-    with slow_write():
-        return run_with_a_bit_flipped([config])
-
-
-@pytest.mark.thorough
-def test_a_run_ends_before_it_saves_what_differs(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, data, parallel={"tp": 2}, checkpoint={"interval": 2})
-    with pytest.raises(RankError, match="copies over tp, hold different numbers"):
-        ranks.run(run_with_slow_saves, 2, config)
-    checkpoints = tmp_path / "run" / "checkpoints"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-00000002"]
-    status = status_of(tmp_path)
-    assert (status["state"], "ranks 0, 1" in status["reason"]) == ("failed", True)

@@ -308,5 +308,5 @@ def test_a_run_on_a_list(ranks, data: Path, tmp_path: Path) -> None:
     layouts = [{"pp": 2, "dp_shard": 2, "tp": 1}, {"pp": 1, "dp_shard": 2, "tp": 1}]
     config = write_config(tmp_path, data, parallel={"layouts": layouts}, train={"steps": 1})
     assert ranks.run(train_run, 2, [config]) == ["", ""]
-    said = ranks.run(train_run, 1, [config])
-    assert "the smallest layout needs 2" in said[0]
+    (said,) = ranks.run(train_run, 1, [config])
+    assert "the smallest layout needs 2" in said

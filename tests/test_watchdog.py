@@ -1,8 +1,8 @@
 """If a rank hangs, every rank records where it is, and exits."""
 
 import _thread
+import ctypes
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -19,12 +19,11 @@ import torch.distributed as dist
 import runtime.watchdog
 from runtime.records.events import read_events
 from runtime.watchdog import Watchdog, innermost_line, where_it_waits
-from tests.runs import train_run, write_config
+from tests.runs import forked, status, train_run, write_config
 from tools.ranks import RankError, Ranks
 from training.load_config import load_config
 from training.step import TrainStep
 
-ROOT = Path(__file__).parent.parent
 LAYOUTS = {4: {"tp": 2, "dp_shard": 2}, 8: {"tp": 2, "pp": 2, "dp_shard": 2}}  # world → 2D, 3D
 
 
@@ -132,24 +131,20 @@ def test_the_clock_rests_and_is_patient(data: Path, tmp_path: Path) -> None:
         assert alarms == [5, 15]
 
 
+def sleep_in_c(config: str) -> None:
+    """Hold Python's global lock, which stops all Python threads."""
+    runtime.watchdog.GRACE_SECONDS = 0.1
+    with Watchdog(load_config(config, [])) as watchdog:
+        watchdog.step_done(1, 0.01)
+        ctypes.PyDLL(None).sleep(1000)
+
+
 def test_native_code_that_never_returns(data: Path, tmp_path: Path) -> None:
-    """A C function that never returns and holds Python's global lock stops all Python threads; the
-    process is still ended."""
     config = write_config(tmp_path, data, guard={"hang_factor": 1.0, "hang_seconds": 0.1})
-    program = f"""
-import ctypes, runtime.watchdog
-from training.load_config import load_config
-runtime.watchdog.GRACE_SECONDS = 0.1
-with runtime.watchdog.Watchdog(load_config({config!r}, [])) as watchdog:
-    watchdog.step_done(1, 0.01)
-    ctypes.PyDLL(None).sleep(1000)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 1
-    assert "Timeout" in done.stderr
-    assert "Current thread" in done.stderr or "most recent call first" in done.stderr
+    assert status(forked(tmp_path / "log", sleep_in_c, config)) == 1
+    said = (tmp_path / "log").read_text()
+    assert "Timeout" in said
+    assert "Current thread" in said or "most recent call first" in said
 
 
 def wait_here(started: threading.Event, go_on: threading.Event) -> None:

@@ -94,12 +94,16 @@ class Companion:
                 if not said:
                     break
                 self.hear(said, time.monotonic())
-            with self.lock:
-                seconds, busy = self.clock.stalled(time.monotonic()), self.clock.cause
-            if seconds is not None:
-                step = self.state.record.get("step", 0)
-                self.happened("stalled", step=step, seconds=seconds, busy=busy or "steps")
+            self.look(time.monotonic())
         self._end()
+
+    def look(self, now: float) -> None:
+        """Report a stall."""
+        with self.lock:
+            seconds, busy = self.clock.stalled(now), self.clock.cause
+        if seconds is not None:
+            step = self.state.record.get("step", 0)
+            self.happened("stalled", step=step, seconds=seconds, busy=busy or "steps")
 
     def hear(self, said: bytes, now: float) -> None:
         """Note what rank 0 does: lines of the pipe, or parts of them."""

@@ -1,17 +1,11 @@
-"""Kills and returns nodes of a run at random: `python -m benchmarks.elastic_drill`
+"""Kills and returns nodes of a run.
 
 Four nodes on this machine, each a torchrun agent with one rank or two (`--nnodes 1:4`), train a
 tiny model in float64 over gloo. `parallel.layouts` has layouts for four, three and one node; with
-two, one node is a spare. When the run reaches random steps, whole nodes are killed (SIGKILL to the
-agent and its ranks) or dead ones are started again. Twice it is the first node, which has the
-rendezvous' store: then all agents must end by themselves, and the drill starts all of them again,
-as a requeued Slurm job would. The same run is also made undisturbed on the largest layout, and
-
-- every rank records the rows that it reads: in the end, every step must have trained on exactly the
-  rows of the undisturbed run, each row once;
-- losses, gradient norms, weights and moments must equal those of the undisturbed run within 1e-9,
-  relative: layouts differ in the order of float64 sums;
-- nothing but a death of the first node may end the job.
+two, one node is a spare. When the run reaches given steps, whole nodes are killed (SIGKILL to the
+agent and its ranks) or dead ones are started again. If it is the first node, which has the
+rendezvous' store, all agents must end by themselves, and all of them are started again, as a
+requeued Slurm job would. Every rank records the rows that it reads (elastic_rank.py).
 """
 
 import contextlib
@@ -23,22 +17,21 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+import torch
+import torch.distributed as dist
 
-from benchmarks.about import about
-from benchmarks.elastic_compare import compare, metrics
+from runtime.checkpoints.run_folder import complete_checkpoints
 from runtime.records.events import read_events
 from runtime.records.status import read_status
-from tools.command import CommandParser, run_command
+from tests.runs import global_state, write_config
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 NODES = 4
 # by the number of ranks of a node: for four nodes, three nodes, and one node
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
@@ -95,7 +88,7 @@ def plan(seed: int, count: int, longest: int, host_deaths: int) -> list[Change]:
 class Cluster:
     """The nodes of one run."""
 
-    def __init__(self, folder: Path, config: Path, ranks: int) -> None:
+    def __init__(self, folder: Path, config: str, ranks: int) -> None:
         self.folder, self.config, self.run = folder, config, folder / "run"
         self.agents: dict[int, subprocess.Popen] = {}
         self.ranks, self.requeues = ranks, 0
@@ -124,7 +117,7 @@ class Cluster:
                    f"--rdzv-endpoint={self.endpoint}",
                    f"--rdzv-conf={RENDEZVOUS},is_host={int(node == 0)}",
                    f"--rdzv-id={self.requeues}", "--local-addr=127.0.0.1", "-m",
-                   "benchmarks.elastic_rank", str(self.config)]  # fmt: skip
+                   "tests.drills.elastic_rank", self.config]  # fmt: skip
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
@@ -233,35 +226,30 @@ def last_start(cluster: Cluster) -> int:
     return int(cluster.events("start")[-1]["step"])
 
 
-def write_drill(folder: Path, base: dict[str, Any], steps: int, ranks: int) -> Path:
+def write_drill(folder: Path, data: Path, steps: int, ranks: int, seed: int = 0) -> str:
     """Write the configuration of a drill in `folder`."""
     folder.mkdir()
-    raw = {**base, "parallel": {"zero_stage": 1, "layouts": LAYOUTS[ranks]}}
-    raw["model"] = base["model"] | {"dim": 32, "num_layers": 2, "ffn_dim": 64, "num_kv_heads": 2}
-    raw["train"] = {"steps": steps, "seq_len": 32, "global_batch_size": 12, "micro_batch_size": 2,
-                    "dtype": "float64"}  # fmt: skip
-    raw["train"]["seed"] = base["train"].get("seed", 0)
-    # With 1e-8, AdamW makes rounding visible where gradients are about as small: after 300 steps,
-    # two runs of one process, in micro-batches of 12 and of 3 samples, differ by 1.3e-8 in the
-    # embedding; with 1e-5, by 2.7e-12.
-    raw["optimizer"] = base["optimizer"] | {"eps": 1e-5}
-    raw["checkpoint"] = {"interval": 5, "keep_last": 3}
-    raw["run"] = {"dir": str(folder / "run"), "log_interval": 1}
-    (folder / "config.yaml").write_text(yaml.safe_dump(raw))
-    return folder / "config.yaml"
+    return write_config(
+        folder, data, model={"num_layers": 2}, run={"log_interval": 1},
+        parallel={"zero_stage": 1, "layouts": LAYOUTS[ranks]},
+        train={"steps": steps, "seed": seed, "global_batch_size": 12, "dtype": "float64"},
+        # With 1e-8, AdamW makes rounding visible where gradients are about as small: after 300
+        # steps, two runs of one process, in micro-batches of 12 and of 3 samples, differ by 1.3e-8
+        # in the embedding; with 1e-5, by 2.7e-12.
+        optimizer={"eps": 1e-5}, checkpoint={"interval": 5, "keep_last": 3},
+    )  # fmt: skip
 
 
 def make_run(
-    folder: Path, base: dict[str, Any], steps: int, changes: list[Change], ranks: int
+    folder: Path, data: Path, steps: int, changes: list[Change], seed: int = 0, ranks: int = 1
 ) -> dict[str, Any]:
     """Make a run with these changes on nodes of `ranks` ranks; returns what happened."""
-    config = write_drill(folder, base, steps, ranks)
+    config = write_drill(folder, data, steps, ranks, seed)
     with Cluster(folder, config, ranks) as cluster:
         cluster.wait(lambda: cluster.step > 0, "the first step")
         happened = []
         for change in changes:
             happened.append(carry_out(cluster, change))
-            print(json.dumps(happened[-1]), flush=True)
         cluster.set_target(10**9)
         cluster.wait(lambda: cluster.ended, "the end")
         codes = [agent.wait() for agent in cluster.agents.values()]
@@ -273,34 +261,68 @@ def make_run(
             "requeues": cluster.requeues}  # fmt: skip
 
 
-def main() -> None:
-    parser = CommandParser(description=__doc__)
-    parser.add_argument("--changes", type=int, default=26)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--ranks", type=int, choices=sorted(LAYOUTS), default=1, help="of a node")
-    parser.add_argument("--seed", type=int, default=3)
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/elastic_drill.json")
-    options = parser.parse_args()
-    base = yaml.safe_load((ROOT / "configs/laptop.yaml").read_text())
-    if not (ROOT / base["data"]["path"]).exists():
-        sys.exit("the data is missing: run `make data` first")
-    longest = options.steps // options.changes - 4
-    changes = plan(options.seed, options.changes, longest, host_deaths=2)
-    with tempfile.TemporaryDirectory(prefix="elastic-") as folder:
-        began = time.monotonic()
-        make_run(Path(folder) / "alone", base, options.steps, [], options.ranks)
-        found = make_run(Path(folder) / "drilled", base, options.steps, changes, options.ranks)
-        found |= compare(Path(folder) / "drilled", Path(folder) / "alone")
-    found["seconds"] = round(time.monotonic() - began)
-    print(json.dumps({key: value for key, value in found.items() if key != "changes"}, indent=1))
-    head = {**about(), "nodes": NODES, "ranks_per_node": options.ranks, "seed": options.seed}
-    worst = max(found["worst_relative_difference"].values())
-    if not found["rows_equal"] or not found["tokens_equal"] or worst > TOLERANCE:
-        sys.exit("the drill failed")
-    if options.steps >= 300 and found["changes_of_size"] < 20:
-        sys.exit("too few changes of size")
-    options.json.write_text(json.dumps(head | found, indent=1) + "\n")
+# --- two runs compared ----------------------------------------------------------------------------
 
 
-if __name__ == "__main__":
-    run_command(main)
+def metrics(run: Path) -> dict[int, dict[str, Any]]:
+    """Step → the line of metrics.jsonl."""
+    found = {}
+    if (run / "metrics.jsonl").exists():
+        for line in (run / "metrics.jsonl").read_text().splitlines():
+            with contextlib.suppress(ValueError):  # it is being written
+                one = json.loads(line)
+                found[one["step"]] = one
+    return found
+
+
+def rows_of(folder: Path) -> dict[tuple[int, int], str]:
+    """(step, place in the global batch) → the row that the step was trained on last."""
+    lines = [
+        json.loads(line)
+        for file in (folder / "rows").glob("*.jsonl")
+        for line in file.read_text().splitlines()
+        if line.endswith("}")
+    ]
+    found = {}
+    for line in sorted(lines, key=lambda line: line["time"]):
+        for place, row in enumerate(line["rows"], line["first"]):
+            found[line["step"], place] = row
+    return found
+
+
+def state_of(config: Path, run: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the last checkpoint, whole, read by one process."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        single = ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1", "parallel.layouts=[]"]
+        newest = complete_checkpoints(run / "checkpoints")[-1]
+        return global_state([str(config), *single], str(newest))
+    finally:
+        dist.destroy_process_group()
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference, relative to the largest element."""
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-300)) if a.numel() else 0.0
+
+
+def compare(drilled: Path, alone: Path) -> dict[str, Any]:
+    """What differs between a drilled run and the undisturbed one, in two folders of `make_run`."""
+    found, expected = metrics(drilled / "run"), metrics(alone / "run")
+    rows, honest = rows_of(drilled), rows_of(alone)
+    worst = {
+        key: max(abs(found[step][key] / line[key] - 1) for step, line in expected.items())
+        for key in ("loss", "grad_norm")
+    }
+    states = [state_of(folder / "config.yaml", folder / "run") for folder in (drilled, alone)]
+    assert states[0].keys() == states[1].keys()
+    return {
+        "steps": len(found),
+        "rows": len(rows),
+        "rows_equal": rows == honest,
+        "rows_distinct": len(set(rows.values())),
+        "tokens_equal": all(found[s]["tokens"] == line["tokens"] for s, line in expected.items()),
+        "worst_relative_difference": worst
+        | {"state": max(difference(t, states[1][name]) for name, t in states[0].items())},
+    }

@@ -1,0 +1,1 @@
+"""Runs that are killed, paused, stopped and shrunk, on purpose and at random. Most are slow."""

@@ -1,0 +1,189 @@
+"""Several concurrent starts of one run are paused and killed at random.
+
+In each round, up to three starts with different settings write to one run folder. They are started,
+stopped (SIGSTOP), continued and killed (SIGKILL) at random moments. Each also stops itself at
+random right before a rename, that is, between checking that it holds the lease and the operation
+that the check permits. A stop often outlasts the lease, so that another start takes over, and the
+displaced one later continues where it was. In the end a last start finishes the run. Then
+
+- whenever a start printed "saved step-N", the folder's step-N must be complete, and identical to
+  what this start wrote, file by file;
+- no two starts may have printed this for the same step, and `latest` must name the newest;
+- metrics.jsonl must have every step once, in order, so a displaced start has written nothing;
+- no start may have ended with a traceback, and nothing uncommitted may be left.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import runtime.checkpoints.save
+import train
+import training.step
+from runtime.checkpoints import lease
+from runtime.checkpoints.manifest import MANIFEST, Manifest, read_manifest, verify
+from runtime.checkpoints.names import complete_checkpoints
+from runtime.signals import Signals
+from tests.planted import planted
+from tests.runs import forked, metrics_of, status, write_config
+
+# seconds, instead of the lease's own, so that a round takes seconds
+RENEW, TRUST, EXPIRE = 0.2, 0.5, 1.5
+STEPS, INTERVAL, EVENTS = 16, 2, 12
+STEP_SECONDS = 0.1  # more than such a small model takes, so that a round has something to disturb
+PAUSED_RENAMES = 0.3  # fraction of renames before which a start stops itself
+SAVED = re.compile(r"^saved (step-\d{8}): ", re.MULTILINE)
+
+
+# --- one start, in a separate process -------------------------------------------------------------
+
+
+@planted(training.step, "learning_rate")
+def slow_steps(learning_rate, *about):
+    time.sleep(STEP_SECONDS)
+    return learning_rate(*about)
+
+
+def start(arguments: list[str], log: Path, seed: int, pauses: bool) -> None:
+    """Run train.py; the files it is about to commit are listed in LOG.STEP.json."""
+    torch.set_num_threads(1)
+    draw = random.Random(seed)
+
+    @planted(os, "replace")
+    def paused(rename: Any, source: Any, target: Any) -> None:
+        if pauses and "checkpoints" in str(source) and draw.random() < PAUSED_RENAMES:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        rename(source, target)
+
+    @planted(runtime.checkpoints.save, "write_manifest")
+    def noted(write_manifest: Any, folder: Path, manifest: Manifest) -> None:
+        write_manifest(folder, manifest)
+        Path(f"{log}.{folder.name}.json").write_text(json.dumps(manifest.files))
+
+    seconds = {"RENEW_SECONDS": RENEW, "TRUST_SECONDS": TRUST, "EXPIRE_SECONDS": EXPIRE}
+    with patch.multiple(lease, **seconds), paused(), noted(), slow_steps():
+        train.main(arguments, Signals(speaks=True).listen())
+    sys.stdout.flush()
+
+
+# --- a round --------------------------------------------------------------------------------------
+
+
+class Round:
+    """Up to `most` starts at a time in one run folder."""
+
+    def __init__(self, folder: Path, config: str, seed: int, most: int) -> None:
+        self.folder, self.config, self.most = folder, config, most
+        self.draw, self.counts = random.Random(seed), Counter[str]()
+        self.logs: list[Path] = []
+        self.alive: list[Any] = []
+
+    def begin(self, pauses: bool = True) -> Any:
+        log = self.folder / f"start-{len(self.logs)}.log"
+        log.touch()  # a start may be killed before it has printed anything
+        arguments = [self.config, f"optimizer.lr={1e-3 * (1 + len(self.logs))}"]
+        self.logs.append(log)
+        self.counts["starts"] += 1
+        return forked(log, start, arguments, log, self.draw.getrandbits(32), pauses)
+
+    def disturb(self) -> None:
+        """Cause random events; in the end all remaining starts are continued until they end."""
+        for _ in range(EVENTS):
+            self.alive = [process for process in self.alive if process.is_alive()]
+            actions: list[Callable[[], None]] = [
+                lambda: self._signal(signal.SIGSTOP),
+                lambda: self._signal(signal.SIGCONT),
+            ]
+            actions += [lambda: self._signal(signal.SIGKILL)] * (self.draw.random() < 0.4)
+            if len(self.alive) < self.most:
+                begins = lambda: self.alive.append(self.begin())  # noqa: E731
+                actions = [begins] * (2 if self.alive else 9) + actions
+            self.draw.choice(actions)()
+            time.sleep(self.draw.choice((0.05, 0.2, 0.5, EXPIRE * 1.2)))
+        while self.alive:
+            for process in self.alive:
+                self._send(process, signal.SIGCONT)
+            self.alive = [process for process in self.alive if process.is_alive()]
+            time.sleep(0.05)
+
+    def finish(self) -> None:
+        assert status(self.begin(pauses=False)) == 0, self.logs[-1].read_text()
+
+    def _signal(self, number: int) -> None:
+        if self.alive:
+            self.counts[signal.Signals(number).name] += 1
+            self._send(self.draw.choice(self.alive), number)
+
+    @staticmethod
+    def _send(process: Any, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+    def check(self) -> list[str]:
+        """The problems found in the logs and the run folder."""
+        wrong = []
+        checkpoints = self.folder / "run" / "checkpoints"
+        claims: dict[str, Path] = {}
+        for log in self.logs:
+            said = log.read_text(encoding="utf-8")
+            self.counts["displaced"] += said.count("was displaced")
+            self.counts["refused"] += said.count(" is writing there and renewed ")
+            if "Traceback" in said:
+                wrong.append(f"{log.name}: {said[-2000:]}")
+            for step in SAVED.findall(said):
+                self.counts["saved"] += 1
+                if step in claims:
+                    wrong.append(f"{step}: saved by {claims[step].name}, and by {log.name}")
+                claims[step] = log
+        for step, log in claims.items():
+            noted = json.loads(Path(f"{log}.{step}.json").read_text())
+            is_there = (checkpoints / step / MANIFEST).exists()
+            found = read_manifest(checkpoints / step).files if is_there else {}
+            if {name: list(entry) for name, entry in found.items()} != noted:
+                wrong.append(f"{step} is not what {log.name} said it has saved")
+        complete = complete_checkpoints(checkpoints)
+        for path in complete:
+            verify(path)
+        expected = [f"step-{step:08d}" for step in range(INTERVAL, STEPS + 1, INTERVAL)]
+        if sorted(path.name for path in checkpoints.iterdir()) != ["latest", *expected]:
+            wrong.append(f"there are {sorted(path.name for path in checkpoints.iterdir())}")
+        if (checkpoints / "latest").read_text() != complete[-1].name:
+            wrong.append("latest does not name the newest")
+        steps = [line["step"] for line in metrics_of(self.folder)]
+        if steps != list(range(1, STEPS + 1)):
+            wrong.append(f"metrics.jsonl has the steps {steps}")
+        return wrong
+
+
+ROUNDS = [  # fifty take ten minutes
+    pytest.param(seed, marks=pytest.mark.thorough if seed < 2 else pytest.mark.slow)
+    for seed in range(50)
+]
+
+
+@pytest.mark.parametrize("seed", ROUNDS)
+def test_starts_that_are_paused_and_killed(data: Path, tmp_path: Path, seed: int) -> None:
+    small = {"dim": 16, "ffn_dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
+    config = write_config(
+        tmp_path, data, model=small, checkpoint={"interval": INTERVAL, "keep_last": STEPS},
+        train={"steps": STEPS, "global_batch_size": 2}, run={"log_interval": 1},
+    )  # fmt: skip
+    drill = Round(tmp_path, config, seed, most=2 + seed % 2)
+    drill.disturb()
+    drill.finish()
+    assert drill.check() == []
+    assert drill.counts["starts"] > 1

@@ -1,0 +1,78 @@
+"""The ledger says where a run's time went: every second once."""
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from runtime import signals
+from runtime.records.events import append_event, read_events
+from runtime.records.ledger import CAUSES, Ledger, account
+from tools.report import __main__ as report
+
+
+def test_the_ledger_of_a_told_story() -> None:
+    """The ledger of a known sequence of events equals figures computed by hand: the run is killed
+    in step 7 after a checkpoint at 4, and its second start rolls back from step 9 to 8."""
+
+    def spent(step: int, **seconds: float) -> dict:
+        return {"event": "spent", "time": 0.0, "step": step, "seconds": seconds}
+
+    events = [
+        {"event": "start", "time": 0.0, "began": 100.0, "step": 0},
+        spent(2, start=5.0, steps=2.0, data=0.5),
+        spent(6, steps=4.0, saving=1.0),  # until 112.5; steps 5 and 6, half of 4.0, are repeated
+        {"event": "start", "time": 0.0, "began": 120.0, "step": 4},
+        # until 132; step 9, a fifth of 5.0, is repeated
+        spent(9, start=5.0, steps=5.0, evaluation=2.0),
+        {"event": "rollback", "time": 0.0, "from_step": 9, "step": 8},
+        spent(10, rollback=3.0, steps=2.0, end=1.0),
+    ]
+    expected = dict.fromkeys(CAUSES, 0.0) | {
+        "steps": 10.0, "lost": 3.0, "data": 0.5, "saving": 1.0, "evaluation": 2.0,
+        "rollback": 3.0, "start": 10.0, "end": 1.0, "down": 7.5,
+    }  # fmt: skip
+    assert account(events) == pytest.approx(expected)
+    assert sum(expected.values()) == 138.0 - 100.0
+
+
+def test_the_ledger_counts_every_second_once(tmp_path: Path) -> None:
+    clock = [1000.0]
+    with (
+        patch("runtime.records.ledger.time.monotonic", lambda: clock[0]),
+        patch.object(signals, "STARTED", 990.0),
+    ):
+        ledger = Ledger(tmp_path, 3, 8)
+        ledger.spent("start")
+        clock[0] += 7
+        ledger.spent("steps", data_seconds=2.0)
+        ledger.write(5)
+        clock[0] += 1
+        ledger.spent("end")
+        ledger.write(5)
+    events = read_events(tmp_path)
+    assert [event.get("seconds") for event in events] == [
+        None,
+        {"start": 10.0, "steps": 5.0, "data": 2.0},
+        {"end": 1.0},
+    ]
+    assert (events[0]["step"], events[0]["world_size"]) == (3, 8)
+
+
+def test_a_line_that_was_cut_off_harms_no_other(tmp_path: Path) -> None:
+    append_event(tmp_path, "hang", step=1)
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write('{"event": "spent", "ti')
+    append_event(tmp_path, "hang", step=2)
+    assert [event["step"] for event in read_events(tmp_path)] == [1, 2]
+
+
+def test_the_report_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    append_event(tmp_path, "start", began=10.0, step=0, world_size=1)
+    append_event(tmp_path, "spent", step=4, seconds={"steps": 3.0, "start": 1.0})
+    assert report.main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert f"{'steps':<22}         3.0 s   75.0%" in said
+    assert f"{'wall clock':<22}         4.0 s" in said
+    assert report.main([str(tmp_path / "nothing")]) == 2
+    assert "RUN = " in capsys.readouterr().err
