@@ -22,11 +22,11 @@ from tools.plan.layout import world_of
 from tools.rehearse.__main__ import ranks_asked_for
 from tools.rehearse.rank import alone, check_can_be_rehearsed
 from tools.streams.layouts import (
-    LAYOUTS,
+    KEYS,
     Table,
     differences,
     read_table,
-    reports,
+    report_of,
     table_of,
     write_table,
 )
@@ -60,7 +60,8 @@ def check_layouts(write: bool) -> int:
     status."""
     kept, found = {} if write else read_table(), Table()
     wrong = False
-    for name, report in reports(iter(LAYOUTS)):
+    for name in KEYS:
+        report = report_of(name)
         found[name] = table_of(report)
         problems = list(report["findings"])
         if not write:

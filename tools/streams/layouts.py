@@ -6,7 +6,6 @@ changes a row. `python -m tools.streams --write` writes the table again, after a
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +99,16 @@ def _check(case: Case, rank: int) -> dict[str, Any]:
         return check(case.config(), case.world, rank)
 
 
-def reports(names: Iterator[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Check the first and the last rank of each layout."""
-    for name in names:
-        case = LAYOUTS[name]
-        for rank in (0, case.world - 1):
-            yield f"{name}, rank {rank}", alone(_check, case, rank)
+# the first and the last rank of each layout
+KEYS = {
+    f"{name}, rank {rank}": (case, rank)
+    for name, case in LAYOUTS.items()
+    for rank in (0, case.world - 1)
+}
+
+
+def report_of(key: str) -> dict[str, Any]:
+    return alone(_check, *KEYS[key])
 
 
 def table_of(report: dict[str, Any]) -> dict[str, list[int]]:
