@@ -1,5 +1,5 @@
-"""Record every collective and the largest tensor of a computation, where operations are
-dispatched, below autograd and FSDP."""
+"""Record every collective, operator and the largest tensor of a computation, where operations are
+dispatched, below autograd and FSDP; and what a block, and context parallelism, send."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -10,8 +10,16 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallel.mesh import Mesh
+from model.positions import BatchPositions
+from model.transformer import Block
+from parallel.context import PIECES, ContextParallel
+from parallel.layer import TensorParallel
+from parallel.mesh import Mesh, build_mesh
+from tests.steps import make_step, rows_of
+from tools.parity.cases import BATCH, SEQ_LEN
+from tools.parity.run import heads_in_pieces
 
+S, B = 8, 2  # sequence and micro-batch of `one_block`
 KINDS = {  # c10d's operator → kind; the largest tensor of each call is the whole tensor
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
@@ -91,3 +99,76 @@ class Listener(TorchDispatchMode):
 
 def is_group(value: torch.ScriptObject) -> bool:
     return "ProcessGroup" in str(value._type())
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that the dispatcher sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found.append(func)
+        return func(*args, **(kwargs or {}))
+
+    def attention(self) -> list[object]:
+        """Those that compute attention, by their names: an operator that no kernel names is found
+        too."""
+        names = ((each.name().split("::")[1], each) for each in self.found)
+        return [
+            each
+            for name, each in names
+            if ("attention" in name or "attn" in name) and "backward" not in name
+        ]
+
+
+def one_block(case):
+    """The collectives of one block's forward and backward, without data parallelism."""
+    config = case.config()
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
+    torch.manual_seed(0)
+    block = (
+        Block(config.model, 0, TensorParallel.of(mesh.tp, case.sequence_parallel, case.tp_pieces))
+        .to(torch.float64)
+        .to_empty(device="cpu")
+    )
+    with torch.no_grad():
+        for p in block.parameters():
+            p.to_local().normal_()
+    rows = S // mesh.tp.size() if case.sequence_parallel else S
+    x = torch.randn(rows, B, config.model.dim, dtype=torch.float64, requires_grad=True)
+    positions = BatchPositions(torch.arange(S).unsqueeze(1), None, torch.float64, ContextParallel())
+    inputs = block.attention.inputs(positions)
+    with Listener(mesh) as forward:
+        y = block(x, *inputs)
+    with Listener(mesh) as backward:
+        y.backward(torch.ones_like(y))
+    return forward.count(), backward.count()
+
+
+def sent_over_cp(case, training):
+    """The collectives over cp of a step's forward and backward, or of an evaluation."""
+    step = make_step(case)
+    with heads_in_pieces(), Listener(step.mesh) as listener:
+        step.forward_backward(*rows_of(step)) if training else step.evaluate(*rows_of(step))
+    return listener.count("cp")
+
+
+def once(case, kv_heads, itemsize):
+    """A collective per piece of a layer's key/value heads of one tp rank, over all layers and
+    micro-batches of a stage, and their bytes: 2 · S·B·K/tp·E numbers in each layer."""
+    model, microbatches = case.config().model, case.num_microbatches
+    passes = model.num_layers // case.layout.pp * microbatches
+    pieces = max(n for n in range(1, PIECES + 1) if kv_heads % n == 0)
+    rows = BATCH // case.layout.dp // microbatches
+    size = 2 * SEQ_LEN * rows * kv_heads * model.head_dim * itemsize
+    return passes * pieces, passes * size
+
+
+def gathers(case):
+    """How often backward and forward together gather a layer's keys and values: again in the
+    recomputation, or without one if a micro-batch is one sequence. Of several sequences, what
+    forward gathered is kept."""
+    single = case.config().train.micro_batch_size == 1
+    return 1 if case.activation_checkpointing == "none" and not single else 2

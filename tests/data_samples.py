@@ -1,17 +1,50 @@
-"""Real data for tests: a tokenizer trained on source of the Python standard library, and data sets
-prepared from it."""
+"""Data for tests: a tokenizer trained on source of the Python standard library, data sets prepared
+from it, and how tests write and read sources."""
 
+import json
 import sysconfig
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+import safetensors.numpy
+
+from data.files import Report
 from data.prepare import prepare
 from data.sources import documents
 from data.tokenizer import Tokenizer
+from errors import UserError
 
 STDLIB_FOLDER = Path(sysconfig.get_paths()["stdlib"])
 SOURCE = str(STDLIB_FOLDER / "json")  # a handful of documents
 MANY = str(STDLIB_FOLDER / "email")  # about thirty
+HOSTILE = {
+    "empty": "",
+    "NUL": "a\0b\0",
+    "only NUL": "\0",
+    "carriage returns": "a\r\nb\rc\n\r",
+    "tabs": "\tif x:\n\t\treturn\t",
+    "one space": " ",
+    "spaces around": "  a   b    ",
+    "trailing newlines": "x\n\n\n",
+    "SentencePiece's space": "\u2581a \u2581\u2581 b\u2581",
+    "only SentencePiece's space": "\u2581",
+    "control tokens": "<s></s><unk><pad>",
+    "byte tokens": "<0x41><0xE2>",
+    "unk surface": " \u2047 \u2585",
+    "byte order mark": "\ufeffx\ufeff",
+    "combining, not composed": "e\u0301 \u00e9",
+    "compatibility forms": "\ufb01 \u00bd \u2167 \uff21\uff22",
+    "other spaces": "\u00a0\u3000\u2028\u2029\x85\x0b\x0c",
+    "emoji": "👩‍👩‍👧‍👦🐍",
+    "astral": "\U0010ffff\U00010000",
+    "replacement": "\ufffd",
+    "right to left": "\u202e\u05e9\u05dc\u05d5\u05dd",
+    "long word": "x" * 20_000,
+    "long space": " " * 20_000,
+    "digits": "0123456789" * 10,
+}
 
 
 @cache
@@ -25,3 +58,51 @@ def prepared(out: Path, source: str = MANY, **options) -> Path:
     options = {"heldout_fraction": 0.3, "shard_tokens": 20_000} | options
     prepare(source, tokenizer(), out, **options)
     return out
+
+
+def split_texts(folder: Path, split: str) -> list[str]:
+    """The documents of a prepared split, read with the safetensors library and decoded."""
+    texts = []
+    for shard in json.loads((folder / "index.json").read_text())["splits"][split]["shards"]:
+        tensors = safetensors.numpy.load_file(folder / shard["file"])
+        assert tensors["tokens"].dtype == np.uint16
+        assert tensors["document_starts"].dtype == np.int64
+        assert (len(tensors["tokens"]), len(tensors["document_starts"])) == (
+            shard["tokens"],
+            shard["documents"],
+        )
+        for ids in np.split(tensors["tokens"], tensors["document_starts"][1:]):
+            assert (ids[0], ids[-1]) == (tokenizer().bos_id, tokenizer().eos_id)
+            assert not {tokenizer().bos_id, tokenizer().eos_id} & set(ids[1:-1].tolist())
+            texts.append(tokenizer().decode(ids))
+    return texts
+
+
+def texts_of(source: str, **options) -> list[str]:
+    return [document.text for document in documents(source, **options)]
+
+
+def write(folder: Path, files: dict[str, str | bytes]) -> Path:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return folder
+
+
+def read(source: Path | str, skip: Sequence[str] = (), **options) -> tuple[list[str], dict]:
+    """The texts, and the files left out by reason."""
+    report = Report(skip)
+    return texts_of(str(source), report=report, **options), report.left_out
+
+
+def refusal(source: Path | str, **options) -> UserError:
+    try:
+        read(source, **options)
+    except UserError as refused:
+        return refused
+    raise AssertionError(f"{source} was not refused")
+
+
+def row(text: object) -> str:
+    return json.dumps({"text": text}) + "\n"

@@ -1,5 +1,7 @@
 """Small but complete training runs on the ranks of the tests' pool."""
 
+import contextlib
+import io
 import json
 import shutil
 import warnings
@@ -14,9 +16,12 @@ import train
 from errors import UserError
 from parallel.mesh import build_mesh
 from runtime.checkpoints import checkpoint
+from runtime.checkpoints.save_errors import SaveFailed
 from runtime.messages import on_all_ranks
 from runtime.signals import Signals
 from tests.data_samples import tokenizer
+from tests.planted import planted
+from tools.ranks import Ranks
 from training.build import build_stages
 from training.load_config import load_config
 from training.step import TrainStep
@@ -64,6 +69,22 @@ def train_run(arguments: list[str]) -> str:
     return ""
 
 
+def run(ranks: Ranks, world: int, *arguments: str) -> None:
+    assert ranks.run(train_run, world, list(arguments)) == [""] * world
+
+
+def heard(arguments: list[str]) -> tuple[str, str]:
+    """Train; return why the run was refused or its last save failed (else the empty string), and
+    this rank's standard error."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            why = train_run(arguments)
+        except SaveFailed as failed:
+            why = str(failed)
+    return why, said.getvalue()
+
+
 def messages(cases: dict[str, list[str]]) -> dict[str, str]:
     """The message of `train_run` for one case after another, in the same process group: refused
     runs that need no start of their own."""
@@ -103,6 +124,34 @@ def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return {n: t for part in everyone for n, t in part.items()}
+
+
+def evaluations(folder: Path) -> dict[int, float]:
+    """Step → eval_loss of the run in `folder`/run."""
+    return {line["step"]: line["eval_loss"] for line in metrics_of(folder) if "eval_loss" in line}
+
+
+def batches_of(arguments: list[str]) -> dict[int, torch.Tensor]:
+    """Train; return this rank's tokens and targets of each step, before they are cut over cp."""
+    batches = {}
+
+    @planted(TrainStep, "__call__")
+    def noted(call: Any, self: TrainStep, step: int, *batch: torch.Tensor) -> Any:
+        batches[step] = torch.stack(batch)
+        return call(self, step, *batch)
+
+    with noted():
+        assert train_run(arguments) == ""
+    return batches
+
+
+def forget_step_6(folder: Path) -> None:
+    """Delete the last checkpoint, as if the run had died before it."""
+    shutil.rmtree(folder / "run" / "checkpoints" / "step-00000006")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def fresh(folder: Path) -> None:

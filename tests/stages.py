@@ -6,7 +6,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from data.dataset import Mixture, TokenDataset
 from data.sampler import MIXTURE_PERIOD, Permutation, mixture_pattern
 from runtime.checkpoints.save import Saver
 from runtime.start import init_distributed
+from tests.planted import planted
 from tests.runs import train_run, write_config
 from training.step import TrainStep
 
@@ -80,19 +81,17 @@ def write_stages(
 # --- on each rank ---------------------------------------------------------------------------------
 
 
-@contextmanager
-def recorded(file: Path) -> Iterator[None]:
+def recorded(file: Path) -> AbstractContextManager[None]:
     """Append to `file`-RANK what each step reads: step, dp_rank, dp_size, rows of S + 1 tokens."""
-    call = TrainStep.__call__
 
-    def noted(self: TrainStep, step: int, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+    @planted(TrainStep, "__call__")
+    def noted(call: Any, self: TrainStep, step: int, tokens: Any, targets: Any) -> Any:
         rows = torch.cat([tokens, targets[:, -1:]], 1).tolist()
         with open(f"{file}-{dist.get_rank()}", "a") as out:
             out.write(json.dumps([step, self.mesh.dp_rank, self.mesh.dp_size, rows]) + "\n")
         return call(self, step, tokens, targets)
 
-    with patch.object(TrainStep, "__call__", noted):
-        yield
+    return noted()
 
 
 def recorded_run(arguments: list[str], file: Path, kill: str = "", step: int = 0) -> str:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from costs.as_on_gpu import AsOnGpu
 from errors import UserError
@@ -44,6 +43,7 @@ from model.kernels.attention_choice import (
 )
 from model.mask import Mask, make_mask, scores_bias
 from parallel.activation import wrap_blocks
+from tests.counting import Operators
 
 ROOT = Path(__file__).parent.parent
 HOPPER = PLANNED
@@ -169,28 +169,6 @@ def test_no_length_and_no_examination_is_refused_in_a_run(wanted: str, flag: boo
 # --- the operators --------------------------------------------------------------------------------
 
 
-class Seen(TorchDispatchMode):
-    """Notes the operators that the dispatcher sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[object] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.found.append(func)
-        return func(*args, **(kwargs or {}))
-
-    def attention(self) -> list[object]:
-        """Those that compute attention, by their names: an operator that no kernel names is found
-        too."""
-        names = ((each.name().split("::")[1], each) for each in self.found)
-        return [
-            each
-            for name, each in names
-            if ("attention" in name or "attn" in name) and "backward" not in name
-        ]
-
-
 def inputs(call: Call, device: str = "meta", length: int = 0) -> list[torch.Tensor]:
     """q [S, 1, 4, E], k and v [S, 1, 2, E]."""
     length = length or call.length
@@ -224,7 +202,7 @@ def test_the_operator_that_runs_is_the_chosen_one(
         boundaries = torch.empty(3, dtype=torch.int32, device="meta")
         documents = Documents(boundaries, boundaries, (0, 0), (call.length, call.length))
     q, k, v = inputs(call)
-    with AsOnGpu(), Seen() as seen:
+    with AsOnGpu(), Operators() as seen:
         mask = make_mask(positions, documents, None, call.dtype, call.head_dim)
         y = mask(q, k, v)
         y.sum().backward()
@@ -262,7 +240,7 @@ def test_selective_recomputation_keeps_the_output(mask: Mask, operator: object, 
     def runs(kept: frozenset[object]) -> list[object]:
         block = Attending(mask)
         wrap_blocks([block], "selective", False, tp, kept)
-        with nullcontext() if on_cpu else AsOnGpu(), Seen() as seen:
+        with nullcontext() if on_cpu else AsOnGpu(), Operators() as seen:
             block(*inputs(CAUSAL, "cpu" if on_cpu else "meta", length=128)).sum().backward()
         return seen.attention()
 
@@ -300,7 +278,7 @@ def test_the_cpu_computes_as_before(dtype: torch.dtype, biased: bool) -> None:
     q, k, v = (t.detach() for t in inputs(call, "cpu"))
     bias = scores_bias(positions, dtype, 3) if biased else None
     mask = make_mask(positions, None, 3 if biased else None, dtype, 16)
-    with Seen() as seen:
+    with Operators() as seen:
         y = mask(q, k, v)
     assert set(ON_CPU.operators) <= set(seen.found)
     heads_first = [t.permute(1, 2, 0, 3) for t in (q, k, v)]

@@ -1,5 +1,6 @@
 """What a start says of its kernels of attention, and that it makes the calls of a step once."""
 
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -10,13 +11,15 @@ from costs.as_on_gpu import AsOnGpu
 from costs.setting import Setting
 from costs.units import kinds_of_layers
 from errors import UserError
-from model.kernels.attention_choice import CPU, Device
+from model.kernels.attention_choice import CPU, PLANNED, Device
 from parallel.context import ContextParallel
 from runtime.start.attention import check_attention, describe_attention, make_calls
-from tests.test_attention_kernel import HOPPER, ROOT, WITH_3, Seen
+from tests.counting import Operators
 from training.load_config import load_config
 from training.precision import Precision
 
+ROOT = Path(__file__).parent.parent
+HOPPER, WITH_3 = PLANNED, PLANNED._replace(flash3=True)
 WINDOWS = ["model.attention=[sliding_window,causal]", "model.attention_window=4096"]
 
 
@@ -55,7 +58,7 @@ def test_a_wish_that_cannot_be_fulfilled_is_refused_at_the_start() -> None:
         check_attention(config, "cpu")
 
 
-class Calls(Seen):
+class Calls(Operators):
     """Notes the calls of attention and of its backward: the operator, the shapes of queries, keys
     and values, forward their strides, and for packed sequences the longest and the window."""
 

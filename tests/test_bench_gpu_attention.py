@@ -24,7 +24,7 @@ from model.kernels.attention import CUDNN, FLASH2, FLASH3, Kernel, by_torch, loa
 from model.kernels.attention_choice import BY_REQUEST, PLANNED, choose
 from model.kernels.backend import why_not_triton
 from runtime.start.attention import choices
-from tests.test_attention_kernel import Seen
+from tests.counting import Operators
 
 pytestmark = pytest.mark.skipif(
     why_not_triton(gpu_timing.DEVICE) is not None, reason="needs Triton"
@@ -135,7 +135,7 @@ def test_a_row_names_the_kernel_that_was_chosen(
     """At full size, on tensors without data."""
     monkeypatch.setattr(attention_choice, "PLANNED", device)
     monkeypatch.setattr("model.documents.to_device", Tensor.to)  # it knows only "cuda"
-    with AsOnGpu(), Seen() as seen, patch.object(attention_choice, "load_flash3") as load:
+    with AsOnGpu(), Operators() as seen, patch.object(attention_choice, "load_flash3") as load:
         attend, chosen = gpu_attention.mask_of(kernel, documents, False, "meta")
         attend(*(t.to("meta") for t in gpu_attention.inputs(True)[:3]))
     assert chosen == said

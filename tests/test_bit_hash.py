@@ -8,7 +8,7 @@ import torch
 
 from model.kernels.backend import why_not_triton
 from model.kernels.bit_hash import BLOCK, FIRST, MIX, STEP, hash_of
-from tests.test_attention_kernel import Seen
+from tests.counting import Operators
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEEDS_TRITON = pytest.mark.skipif(why_not_triton(DEVICE) is not None, reason="needs Triton")
@@ -102,7 +102,7 @@ def test_every_place_counts(dtype: torch.dtype) -> None:
 @NEEDS_TRITON
 def test_a_tensor_is_one_launch() -> None:
     tensors = [torch.zeros(4 * BLOCK, device=DEVICE) for _ in range(3)]
-    with Seen() as seen:
+    with Operators() as seen:
         hash_of(tensors, "triton")
     operations = [str(each) for each in seen.found]
     assert operations.count("lattice.add_hash_.default") == 3

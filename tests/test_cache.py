@@ -1,9 +1,8 @@
 """Generation with the key/value cache writes the same tokens as without, in any batch and on any
 number of ranks."""
 
-import contextlib
+from contextlib import nullcontext
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from model.initialise import initialise
 from model.positions import Angles
 from model.transformer import Batch
 from tests.parity_tiers import thorough_but
+from tests.planted import planted
 from tools.generate import loop
 from tools.generate.cache import KeyValueCache, LayerCache
 from tools.generate.load_model import empty_model
@@ -86,47 +86,29 @@ def cached_logits(model, prompt, following):
     return torch.stack([loop.next_logits(model, tokens, cache)[0, 0] for tokens in steps])
 
 
-@contextlib.contextmanager
-def turned_by_the_next_position():
-    """Plant: rotate every token after the prompt by the angle of the next position."""
-    honest = KeyValueCache.angles
-
-    def angles(self, rotary):
-        found = honest(self, rotary)
-        after = slice(self.filled + 1, self.filled + 2)
-        one_further = [each[after] for each in self._angles[rotary]]
-        return Angles(*one_further) if self.filled and len(one_further[0]) else found
-
-    with patch.object(KeyValueCache, "angles", angles):
-        yield
+@planted(KeyValueCache, "angles")
+def turned_by_the_next_position(angles, self, rotary):
+    """Every token after the prompt is rotated by the angle of the next position."""
+    found = angles(self, rotary)
+    after = slice(self.filled + 1, self.filled + 2)
+    one_further = [each[after] for each in self._angles[rotary]]
+    return Angles(*one_further) if self.filled and len(one_further[0]) else found
 
 
-@contextlib.contextmanager
-def last_slot_forgotten():
-    """Plant: each token's keys overwrite those of the token before, which becomes invisible."""
-    honest = LayerCache.append
-
-    def append(self, k, v):
-        self.filled -= self.filled > 3
-        return honest(self, k, v)
-
-    with patch.object(LayerCache, "append", append):
-        yield
+@planted(LayerCache, "append")
+def last_slot_forgotten(append, self, k, v):
+    """Each token's keys overwrite those of the token before, which becomes invisible."""
+    self.filled -= self.filled > 3
+    return append(self, k, v)
 
 
-@contextlib.contextmanager
-def keys_without_values():
-    # Plant: from position 20 on, the cached values are zero.
-    honest = LayerCache.append
-
-    def append(self, k, v):
-        return honest(self, k, v if self.filled < 20 else torch.zeros_like(v))
-
-    with patch.object(LayerCache, "append", append):
-        yield
+@planted(LayerCache, "append")
+def keys_without_values(append, self, k, v):
+    """From position 20 on, the cached values are zero."""
+    return append(self, k, v if self.filled < 20 else torch.zeros_like(v))
 
 
-def cache_error(config, dtype, sabotage=contextlib.nullcontext):
+def cache_error(config, dtype, sabotage=nullcontext):
     """Compare greedy tokens with and without the cache. Returns the number of tokens that
     differ, the largest relative error of the logits, and the number of distinct tokens."""
     model = build(config, dtype)
@@ -169,20 +151,14 @@ def test_a_planted_error_of_the_cache_is_found(ranks, sabotage):
 # --- a batch --------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def padding_seen():
-    # Plant: shorter prompts of a batch attend to their padding.
-    build_cache = KeyValueCache.__init__
-
-    def without_mask(self, *arguments):
-        build_cache(self, *arguments)
-        self._has_padding = False
-
-    with patch.object(KeyValueCache, "__init__", without_mask):
-        yield
+@planted(KeyValueCache, "__init__")
+def padding_seen(build, self, *arguments):
+    """Shorter prompts of a batch attend to their padding."""
+    build(self, *arguments)
+    self._has_padding = False
 
 
-def batch_against_alone(sampling, sabotage=contextlib.nullcontext):
+def batch_against_alone(sampling, sabotage=nullcontext):
     model = build(SMALL)
     with sabotage():
         together = rows_of(model, PROMPTS, 40, sampling, first_row=5)
@@ -203,12 +179,8 @@ def test_a_row_is_what_it_is_alone(ranks, sampling):
 def test_padding_that_is_seen_is_found(ranks):
     ((together, alone),) = ranks.run(batch_against_alone, 1, GREEDY, padding_seen)
     # row 1, the longest prompt, has no padding
-    assert [row != other for row, other in zip(together, alone, strict=True)] == [
-        True,
-        False,
-        True,
-        True,
-    ]
+    found = [row != other for row, other in zip(together, alone, strict=True)]
+    assert found == [True, False, True, True]
 
 
 def stopped(stop_at):
@@ -230,17 +202,13 @@ def test_a_row_ends_before_its_stop_token_and_the_others_go_on(ranks):
 # --- tensor parallelism ---------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def each_draws_from_its_own_part():
-    # Plant: each tp rank draws from its own part of the vocabulary.
-    def alone(logits, vocab_size, sampling, numbers, group, num_tokens):
-        return draw(logits, sampling, numbers)
-
-    with patch.object(loop, "draw_over_tp", alone):
-        yield
+@planted(loop, "draw_over_tp")
+def each_draws_from_its_own_part(_, logits, vocab_size, sampling, numbers, *about):
+    """Each tp rank draws from its own part of the vocabulary."""
+    return draw(logits, sampling, numbers)
 
 
-def drawn_on_each_rank(config, sampling, sabotage=contextlib.nullcontext):
+def drawn_on_each_rank(config, sampling, sabotage=nullcontext):
     with sabotage():
         return rows_of(build(config), PROMPTS, 25, sampling)
 
@@ -259,7 +227,5 @@ def test_ranks_together_write_what_one_does(ranks, kv, tp, temperature):
 
 def test_a_rank_that_draws_alone_is_found(ranks):
     (expected,) = ranks.run(drawn_on_each_rank, 1, SMALL, GREEDY)
-    assert (
-        ranks.run(drawn_on_each_rank, 2, SMALL, GREEDY, each_draws_from_its_own_part)
-        != [expected] * 2
-    )
+    found = ranks.run(drawn_on_each_rank, 2, SMALL, GREEDY, each_draws_from_its_own_part)
+    assert found != [expected] * 2

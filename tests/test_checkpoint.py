@@ -1,9 +1,7 @@
 """Checkpoints that are damaged, incomplete or written late: damage is found, and good checkpoints
 are kept and used."""
 
-import contextlib
 import errno
-import io
 import json
 import os
 import re
@@ -26,7 +24,6 @@ from runtime.checkpoints import manifest
 from runtime.checkpoints.lease import Lease
 from runtime.checkpoints.manifest import MANIFEST, Damaged, Manifest, read_manifest
 from runtime.checkpoints.save import Saver
-from runtime.checkpoints.save_errors import SaveFailed
 from runtime.listener import Run
 from runtime.records.events import read_events
 from tests.runs import (
@@ -34,7 +31,9 @@ from tests.runs import (
     copy_of,
     fresh,
     global_state,
+    heard,
     losses,
+    names,
     status_of,
     train_run,
     write_config,
@@ -44,10 +43,6 @@ from tools.ranks import Ranks
 from training.build import build_stages
 from training.load_config import load_config
 from training.step import TrainStep
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def flip_a_bit(file: Path, at: float = 0.5) -> None:
@@ -180,18 +175,6 @@ def test_keeping(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     assert ranks.run(train_run, 2, [config]) == ["", ""]
     assert names(checkpoints) == ["latest", "step-00000004", "step-00000005", "step-00000006"]
     assert (checkpoints / "latest").read_text() == "step-00000006"
-
-
-def heard(arguments: list[str]) -> tuple[str, str]:
-    """Train; return why the run was refused or its last save failed (else the empty string), and
-    this rank's standard error."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        try:
-            why = train_run(arguments)
-        except SaveFailed as failed:
-            why = str(failed)
-    return why, said.getvalue()
 
 
 def train_with_a_fault(config: str, rank: int, step: int, where: str, kind: int) -> tuple[str, str]:

@@ -14,8 +14,7 @@ from runtime.checkpoints import manifest
 from runtime.checkpoints.manifest import MANIFEST, Manifest
 from runtime.checkpoints.save_errors import SaveFailed, agree
 from runtime.records.events import read_events
-from tests.runs import copy_of, status_of, write_config
-from tests.test_checkpoint import heard, names
+from tests.runs import copy_of, heard, names, status_of, write_config
 from tools.ranks import Ranks
 
 

@@ -10,46 +10,19 @@ import torch
 import torch.distributed as dist
 
 from model.kernels.cross_entropy import vocab_parallel_cross_entropy
-from model.positions import BatchPositions
-from model.transformer import Block, Head
+from model.transformer import Head
 from parallel.axes import MeshSizes
 from parallel.collectives import by_rank, start_all_gather, start_reduce_scatter
-from parallel.context import ContextParallel
 from parallel.data import fsdp_modules
-from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
-from tests.counting import Listener
+from tests.counting import B, Listener, S, one_block
 from tests.parity_tiers import thorough_but
 from tests.steps import make_step, rows_of
 from tokens import IGNORE
 from tools.parity.cases import BATCH, SEQ_LEN, Case
 
-S, B, DOUBLE = 8, 2, 8  # sequence, micro-batch, bytes of a float64
-
-
-def one_block(case):
-    """The collectives of one block's forward and backward, without data parallelism."""
-    config = case.config()
-    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
-    torch.manual_seed(0)
-    block = (
-        Block(config.model, 0, TensorParallel.of(mesh.tp, case.sequence_parallel, case.tp_pieces))
-        .to(torch.float64)
-        .to_empty(device="cpu")
-    )
-    with torch.no_grad():
-        for p in block.parameters():
-            p.to_local().normal_()
-    rows = S // mesh.tp.size() if case.sequence_parallel else S
-    x = torch.randn(rows, B, config.model.dim, dtype=torch.float64, requires_grad=True)
-    positions = BatchPositions(torch.arange(S).unsqueeze(1), None, torch.float64, ContextParallel())
-    inputs = block.attention.inputs(positions)
-    with Listener(mesh) as forward:
-        y = block(x, *inputs)
-    with Listener(mesh) as backward:
-        y.backward(torch.ones_like(y))
-    return forward.count(), backward.count()
+DOUBLE = 8  # bytes of a float64
 
 
 @pytest.mark.parametrize(("tp", "p"), [(2, 1), (4, 1), (2, 4), (4, 2)])

@@ -13,42 +13,9 @@ from torch import Tensor
 from parallel.axes import MeshSizes
 from parallel.context import PIECES, ContextParallel, Piece, SplitAttention
 from parallel.mesh import build_mesh
-from tests.counting import Listener
-from tools.parity.cases import BATCH, BOS, SEQ_LEN, Case
-from tools.parity.run import global_batch, heads_in_pieces
-from training.build import build_stages
-from training.step import TrainStep
-
-
-def sent_over_cp(case, training):
-    """The collectives over cp of a step's forward and backward, or of an evaluation."""
-    config = case.config()
-    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
-    step = TrainStep(config, mesh, build_stages(config, mesh), BOS)
-    rows = [t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)]
-    with heads_in_pieces(), Listener(mesh) as listener:
-        step.forward_backward(*rows) if training else step.evaluate(*rows)
-    return listener.count("cp")
-
-
-def once(case, kv_heads, itemsize):
-    """A collective per piece of a layer's key/value heads of one tp rank, over all layers and
-    micro-batches of a stage, and their bytes: 2 · S·B·K/tp·E numbers in each layer."""
-    model, microbatches = case.config().model, case.num_microbatches
-    passes = model.num_layers // case.layout.pp * microbatches
-    pieces = max(n for n in range(1, PIECES + 1) if kv_heads % n == 0)
-    rows = BATCH // case.layout.dp // microbatches
-    size = 2 * SEQ_LEN * rows * kv_heads * model.head_dim * itemsize
-    return passes * pieces, passes * size
-
-
-def gathers(case):
-    """How often backward and forward together gather a layer's keys and values: again in the
-    recomputation, or without one if a micro-batch is one sequence. Of several sequences, what
-    forward gathered is kept."""
-    single = case.config().train.micro_batch_size == 1
-    return 1 if case.activation_checkpointing == "none" and not single else 2
-
+from tests.counting import gathers, once, sent_over_cp
+from tools.parity.cases import BATCH, Case
+from tools.parity.run import heads_in_pieces
 
 LAYERS = [  # layout, options, key/value heads of a tp rank, sequences per micro-batch in make test
     (MeshSizes(dp_shard=2, cp=2), {"document_mask": True}, 4, 1),

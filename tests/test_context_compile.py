@@ -21,9 +21,9 @@ from parallel.activation import PRODUCTS
 from parallel.axes import MeshSizes
 from parallel.collectives import Pending
 from parallel.context import SplitAttention
+from tests.context_batches import with_rows
+from tests.planted import planted
 from tests.steps import make_step, rows_of
-from tests.test_context_parallel import with_rows
-from tests.test_controls import nothing_wrong
 from tools.parity.cases import Case
 from tools.parity.row import Row, line
 from tools.parity.run import compare, expected, heads_in_pieces, run_on_ranks
@@ -50,7 +50,7 @@ def products(graph, _):
 
 
 @contextlib.contextmanager
-def traced(bug=nothing_wrong):
+def traced(bug=contextlib.nullcontext):
     """Blocks are captured, forward and backward, but not translated to C++."""
     torch._dynamo.reset()
     counters.clear()
@@ -64,7 +64,7 @@ def run_traced(case, bug):
     return run, counters["stats"]["unique_graphs"], dict(counters["products"])
 
 
-def compiled_row(ranks, case, bug=nothing_wrong):
+def compiled_row(ranks, case, bug=contextlib.nullcontext):
     try:
         found = ranks.run(run_traced, case.world, case, bug)
     except RankError as error:
@@ -112,22 +112,17 @@ def test_a_whole_block_is_one_graph_without_cp(ranks):
 # --- controls -------------------------------------------------------------------------------------
 
 
-def attention_is_not_differentiated():
-    """Plant: the second graph gets the result of attention without its history."""
-    honest = parallel.compiled._with
-    detached = lambda attend, inputs: honest(lambda *qkv: attend(*qkv).detach(), inputs)  # noqa: E731
-    return patch.object(parallel.compiled, "_with", detached)
+@planted(parallel.compiled, "_with")
+def attention_is_not_differentiated(honest, attend, inputs):
+    """The second graph gets the result of attention without its history."""
+    return honest(lambda *qkv: attend(*qkv).detach(), inputs)
 
 
-def the_graph_breaks():
-    """Plant: something in the block that the compiler does not trace."""
-    honest = Attention.forward
-
-    def forward(self, *inputs):
-        torch._dynamo.graph_break()
-        return honest(self, *inputs)
-
-    return patch.object(Attention, "forward", forward)
+@planted(Attention, "forward")
+def the_graph_breaks(forward, *inputs):
+    """Something in the block is not traced by the compiler."""
+    torch._dynamo.graph_break()
+    return forward(*inputs)
 
 
 def test_a_lost_gradient_is_found(ranks):

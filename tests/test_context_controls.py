@@ -1,7 +1,6 @@
 """Controls for context parallelism: each test plants a known fault of such code in the ranks, and
 the comparison with the unsharded model must report it."""
 
-import contextlib
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -13,153 +12,93 @@ import parallel.context
 import training.step
 from model.mask import Mask
 from parallel.axes import MeshSizes
-from parallel.context import BesideEachOther, Gather, Piece, SplitAttention
-from tests.test_context_parallel import CP2, check_batch, with_rows
-from tests.test_controls import gradients_averaged, name_of, replicas_counted_in_the_norm
+from parallel.context import BesideEachOther, Gather, SplitAttention
+from tests.context_batches import CP2, check_batch, other_keys_in_backward, with_rows
+from tests.planted import gradients_averaged, name_of, planted, replicas_counted_in_the_norm
 from tokens import IGNORE
 from tools.parity.cases import Case
 from tools.parity.run import check
 from training.step import TrainStep
 
 
-@contextlib.contextmanager
-def labels_shifted_after_the_cut():
-    """Plant: a token's target is the next token of the rank's part, which is another one at the end
-    of a chunk."""
-    honest = TrainStep.microbatches
+@planted(TrainStep, "microbatches")
+def labels_shifted_after_the_cut(honest, *rows, **settings):
+    """A token's target is the next token of the rank's part: another one where a chunk ends."""
 
     def local(one):
         shifted = torch.cat((one.tokens[1:], one.targets[-1:]))
         return replace(one, targets=torch.where(one.targets == IGNORE, IGNORE, shifted))
 
-    def microbatches(self, *rows, **settings):
-        return [local(one) for one in honest(self, *rows, **settings)]
-
-    with patch.object(TrainStep, "microbatches", microbatches):
-        yield
+    return [local(one) for one in honest(*rows, **settings)]
 
 
-@contextlib.contextmanager
-def rotation_by_local_positions():
-    """Plant: each rank counts the positions of its own tokens from 0."""
-    honest = model.positions.rotary_angles
-
-    def rotary_angles(positions, *arguments):
-        return honest(torch.arange(len(positions)).unsqueeze(1), *arguments)
-
-    with patch.object(model.positions, "rotary_angles", rotary_angles):
-        yield
+@planted(model.positions, "rotary_angles")
+def rotation_by_local_positions(rotary_angles, positions, *arguments):
+    """Each rank counts the positions of its own tokens from 0."""
+    return rotary_angles(torch.arange(len(positions)).unsqueeze(1), *arguments)
 
 
-@contextlib.contextmanager
-def mask_by_local_positions():
-    """Plant: query i of a chunk sees keys 0 to i, as torch's `is_causal` does."""
-    with patch.object(model.positions, "make_mask", lambda *arguments: Mask()):
-        yield
+@planted(model.positions, "make_mask")
+def mask_by_local_positions(*_):
+    """Query i of a chunk sees keys 0 to i, as torch's `is_causal` does."""
+    return Mask()
 
 
-@contextlib.contextmanager
-def documents_found_after_the_cut():
-    """Plant: each rank finds the documents of its own tokens, as if its part were a sequence."""
-    honest = training.step.find_documents
-
-    def find_documents(tokens, bos_id, device, parts, *compiled):
-        mine = torch.cat([tokens[:, part] for part in map(list, parts)], dim=1)
-        local, _ = honest(mine, bos_id, device, [range(mine.shape[1])])
-        positions, documents = honest(tokens, bos_id, device, parts, *compiled)
-        positions[[i for part in parts for i in part]] = local
-        return positions, documents
-
-    with patch.object(training.step, "find_documents", find_documents):
-        yield
+@planted(training.step, "find_documents")
+def documents_found_after_the_cut(honest, tokens, bos_id, device, parts, *compiled):
+    """Each rank finds the documents of its own tokens, as if its part were a sequence."""
+    mine = torch.cat([tokens[:, part] for part in map(list, parts)], dim=1)
+    local, _ = honest(mine, bos_id, device, [range(mine.shape[1])])
+    positions, documents = honest(tokens, bos_id, device, parts, *compiled)
+    positions[[i for part in parts for i in part]] = local
+    return positions, documents
 
 
-@contextlib.contextmanager
-def nothing_gathered():
-    """Plant: a rank's queries see only the keys of that rank."""
-    with patch.object(SplitAttention, "__call__", lambda self, q, k, v: Mask()(q, k, v)):
-        yield
+@planted(SplitAttention, "__call__")
+def nothing_gathered(_, self, q, k, v):
+    """A rank's queries see only the keys of that rank."""
+    return Mask()(q, k, v)
 
 
-@contextlib.contextmanager
-def targets_counted_once_per_rank():
-    """Plant: the loss is a mean over cp ranks."""
-    honest = TrainStep.count_targets
-    with patch.object(TrainStep, "count_targets", lambda self, t: honest(self, t) * self.cp.size):
-        yield
+@planted(TrainStep, "count_targets")
+def targets_counted_once_per_rank(count_targets, self, targets):
+    """The loss is a mean over cp ranks."""
+    return count_targets(self, targets) * self.cp.size
 
 
-@contextlib.contextmanager
-def loss_of_one_rank():
-    """Plant: a rank's loss is not summed over cp."""
-    honest = TrainStep.sum_over_ranks
-
-    def sum_over_ranks(self, loss):
-        with patch.object(self, "mesh", replace(self.mesh, loss=self.mesh.batch)):
-            return honest(self, loss)
-
-    with patch.object(TrainStep, "sum_over_ranks", sum_over_ranks):
-        yield
+@planted(TrainStep, "sum_over_ranks")
+def loss_of_one_rank(sum_over_ranks, self, loss):
+    """A rank's loss is not summed over cp."""
+    with patch.object(self, "mesh", replace(self.mesh, loss=self.mesh.batch)):
+        return sum_over_ranks(self, loss)
 
 
-@contextlib.contextmanager
-def gradients_of_one_chunk():
-    """Plant: the gradients of keys and values that come from a rank's low chunk are lost."""
-    honest = Gather.backward
-
-    def backward(ctx, *gradients):
-        lost = [torch.zeros_like(gradient) for gradient in gradients[:-2]]
-        return honest(ctx, *lost, *gradients[-2:])
-
-    with patch.object(Gather, "backward", backward):
-        yield
+@planted(Gather, "backward")
+def gradients_of_one_chunk(backward, ctx, *gradients):
+    """The gradients of keys and values that come from a rank's low chunk are lost."""
+    lost = [torch.zeros_like(gradient) for gradient in gradients[:-2]]
+    return backward(ctx, *lost, *gradients[-2:])
 
 
-@contextlib.contextmanager
-def keys_in_the_order_of_ranks():
-    # Plant: gathered keys and values are not put in the order of the sequence.
-    with patch.object(parallel.context, "in_order", lambda gathered, ranks: gathered):
-        yield
+@planted(parallel.context, "in_order")
+def keys_in_the_order_of_ranks(_, gathered, ranks):
+    """Gathered keys and values are not put in the order of the sequence."""
+    return gathered
 
 
-@contextlib.contextmanager
-def gradients_in_the_order_of_the_sequence():
-    # Plant: the gradients of keys and values are scattered as if ranks' parts were contiguous.
-    def sum_in_order(gradients, total, ranks):
-        total.zero_()
-        for gradient in gradients:
-            total[: len(gradient)].add_(gradient)
-
-    with patch.object(parallel.context, "sum_by_rank", sum_in_order):
-        yield
+@planted(parallel.context, "sum_by_rank")
+def gradients_in_the_order_of_the_sequence(_, gradients, total, ranks):
+    """The gradients of keys and values are scattered as if ranks' parts were contiguous."""
+    total.zero_()
+    for gradient in gradients:
+        total[: len(gradient)].add_(gradient)
 
 
-@contextlib.contextmanager
-def gradients_of_other_heads():
-    """Plant: the pieces of the heads change places in backward."""
-    honest = BesideEachOther.backward
-
-    def backward(ctx, *placeholders):
-        ctx.pieces = ctx.pieces[::-1]
-        return honest(ctx, *placeholders)
-
-    with patch.object(BesideEachOther, "backward", backward):
-        yield
-
-
-@contextlib.contextmanager
-def other_keys_in_backward():
-    """Plant: what backward gathers again is not what forward gathered."""
-    honest = Piece.instead_of_keeping
-
-    def instead_of_keeping(self):
-        context = honest(self)
-        if self.local is not None:
-            self.local = self.local * 1.5
-        return context
-
-    with patch.object(Piece, "instead_of_keeping", instead_of_keeping):
-        yield
+@planted(BesideEachOther, "backward")
+def gradients_of_other_heads(backward, ctx, *placeholders):
+    """The pieces of the heads change places in backward."""
+    ctx.pieces = ctx.pieces[::-1]
+    return backward(ctx, *placeholders)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ a chunk's queries, and where among the keys that they see."""
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial, wraps
 from itertools import pairwise, product
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,12 +15,17 @@ from model.documents import find_documents
 from model.mask import Mask, make_mask, scores_bias
 from parallel.axes import MeshSizes
 from parallel.context import ContextParallel, Piece
+from tests.context_batches import (
+    DOCUMENTS,
+    WINDOW,
+    check_batch,
+    other_keys_in_backward,
+    with_rows,
+)
+from tests.counting import gathers, once, sent_over_cp
 from tests.flash import flash_attention_stands_in
 from tests.parity_tiers import agrees, thorough_but
-from tests.test_context_collectives import gathers, once, sent_over_cp
-from tests.test_context_controls import other_keys_in_backward
-from tests.test_context_parallel import DOCUMENTS, WINDOW, check_batch, with_rows
-from tests.test_controls import name_of
+from tests.planted import name_of, planted
 from tools.parity.cases import BOS, SEQ_LEN, Case
 from tools.parity.row import line
 from tools.parity.run import check
@@ -158,39 +163,34 @@ def test_all_ranks_gather_alike(strict, rows, options):
     agrees(strict, case, sabotage=flash_attention_stands_in)
 
 
+@planted(Piece, "instead_of_keeping")
 @contextlib.contextmanager
-def each_rank_decides_by_its_kernels():
-    """Plant: a rank gathers again when, and only if, autograd asks for a view."""
+def each_rank_decides_by_its_kernels(_, self):
+    """A rank gathers again when, and only if, autograd asks for a view."""
+    storage = self._whole.untyped_storage()._cdata
+    self.drop()
 
-    @contextlib.contextmanager
-    def instead_of_keeping(self):
-        storage = self._whole.untyped_storage()._cdata
-        self.drop()
+    def pack(x):
+        mine = x.untyped_storage()._cdata == storage
+        return (x.shape, x.stride(), x.storage_offset()) if mine else x
 
-        def pack(x):
-            mine = x.untyped_storage()._cdata == storage
-            return (x.shape, x.stride(), x.storage_offset()) if mine else x
+    def unpack(kept):
+        return self.whole().as_strided(*kept) if isinstance(kept, tuple) else kept
 
-        def unpack(kept):
-            return self.whole().as_strided(*kept) if isinstance(kept, tuple) else kept
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield False
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield False
 
-    with flash_attention_stands_in(), patch.object(Piece, "instead_of_keeping", instead_of_keeping):
-        yield
+@planted(Piece, "instead_of_keeping")
+def one_rank_keeps(instead_of_keeping, self):
+    """Rank 1 keeps what it has gathered."""
+    self.cp = replace(self.cp, gathers_again=self.cp.gathers_again and self.cp.rank == 0)
+    return instead_of_keeping(self)
 
 
 @contextlib.contextmanager
-def one_rank_keeps():
-    """Plant: rank 1 keeps what it has gathered."""
-    honest = Piece.instead_of_keeping
-
-    def instead_of_keeping(self):
-        self.cp = replace(self.cp, gathers_again=self.cp.gathers_again and self.cp.rank == 0)
-        return honest(self)
-
-    with flash_attention_stands_in(), patch.object(Piece, "instead_of_keeping", instead_of_keeping):
+def with_flash(bug):
+    with flash_attention_stands_in(), bug():
         yield
 
 
@@ -201,7 +201,7 @@ def test_a_rank_that_decides_alone_is_found(strict, bug, rows):
     """Without documents, rank 0's first chunk is not packed: its kernel keeps views where those of
     rank 1 keep copies of two sequences."""
     case = with_rows(Case(MeshSizes(cp=2)), rows)
-    found = check(strict, case, sabotage=bug).crash
+    found = check(strict, case, sabotage=partial(with_flash, bug)).crash
     assert "different collectives" in found or "deadlock" in found, found
 
 
@@ -222,48 +222,33 @@ def test_flash_gathers_as_often(ranks, rows):
                         "reduce_scatter": (number, size)}  # fmt: skip
 
 
-@contextlib.contextmanager
 def documents_changed(change):
-    """Boundaries go to the pretended kernel, changed by change(documents, part)."""
-    honest = training.step.find_documents
+    """Decorate a mistake: boundaries reach the kernel as change(documents, part)."""
 
-    def find(tokens, bos_id, device, parts, *compiled):
+    @planted(training.step, "find_documents")
+    @wraps(change)
+    def find(honest, tokens, bos_id, device, parts, *compiled):
         positions, found = honest(tokens, bos_id, device, parts, *compiled)
         return positions, [change(d, part) for d, part in zip(found, parts, strict=True)]
 
-    with flash_attention_stands_in(), patch.object(training.step, "find_documents", find):
-        yield
+    return find
 
 
-def boundaries_divided_by_cp():
-    return documents_changed(
-        lambda d, part: d._replace(
-            queries=d.queries.div(2, rounding_mode="floor"),
-            keys=d.keys.div(2, rounding_mode="floor"),
-        )
-    )
+@documents_changed
+def boundaries_divided_by_cp(d, _):
+    return d._replace(queries=d.queries // 2, keys=d.keys // 2)
 
 
-def documents_begin_in_the_chunk():
-    """Plant: a chunk's first document begins with the chunk."""
-    return documents_changed(
-        lambda d, part: d._replace(keys=d.queries, first_keys=(part.start,) * len(d.first_keys))
-    )
+@documents_changed
+def documents_begin_in_the_chunk(d, part):
+    """A chunk's first document begins with the chunk."""
+    return d._replace(keys=d.queries, first_keys=(part.start,) * len(d.first_keys))
 
 
-def boundaries_of_one_document():
-    """Plant: all documents of a chunk are one."""
-
-    def change(d, part):
-        return d._replace(queries=d.queries[[0, -1]], keys=d.keys[[0, -1]])
-
-    return documents_changed(change)
-
-
-@contextlib.contextmanager
-def other_keys_for_flash():
-    with flash_attention_stands_in(), other_keys_in_backward():
-        yield
+@documents_changed
+def boundaries_of_one_document(d, _):
+    """All documents of a chunk are one."""
+    return d._replace(queries=d.queries[[0, -1]], keys=d.keys[[0, -1]])
 
 
 @pytest.mark.parametrize(
@@ -272,11 +257,12 @@ def other_keys_for_flash():
         (boundaries_divided_by_cp, {"crash"}),  # the pretended kernel refuses them
         (documents_begin_in_the_chunk, {"gradient", "loss"}),
         (boundaries_of_one_document, {"gradient", "loss"}),
-        (other_keys_for_flash, {"gradient"}),
+        (other_keys_in_backward, {"gradient"}),
     ],
     ids=name_of,
 )
 def test_planted_bug_is_found(ranks, bug, where):
     """Also the last one, with one sequence per micro-batch: backward gathers keys again."""
-    row = check_batch(ranks, replace(DOCUMENTS_OF_2, num_microbatches=32), "all", bug)
+    case = replace(DOCUMENTS_OF_2, num_microbatches=32)
+    row = check_batch(ranks, case, "all", partial(with_flash, bug))
     assert where <= set(row.failures()), line(row, 0)

@@ -1,12 +1,7 @@
 """Context parallelism computes what the unsharded model computes: with documents that begin
 anywhere, and with targets that some ranks lack. (test_context_controls.py has the controls.)"""
 
-import contextlib
-import math
-from dataclasses import replace
-from functools import partial
 from itertools import product
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,18 +9,13 @@ import torch
 from parallel.axes import MeshSizes
 from parallel.context import ContextParallel, in_order, number_of_pieces, sum_by_rank
 from parallel.pipeline.schedules import SCHEDULES
+from tests.context_batches import CP2, DOCUMENTS, TARGETS, WINDOW, batch, check_batch, with_rows
 from tests.parity_tiers import agrees, thorough_but
-from tests.test_controls import nothing_wrong
 from tokens import IGNORE
 from tools.parity.__main__ import WORLDS, plan
-from tools.parity.cases import BATCH, BOS, SEED, SEQ_LEN, Case, option_values
+from tools.parity.cases import SEQ_LEN, Case, option_values
 from tools.parity.chosen import context_cases
-from tools.parity.row import Row, line
-from tools.parity.run import Expected, compare, reference_model, run_on_ranks
-from tools.ranks import RankError
-
-CP2, CP4 = Case(MeshSizes(cp=2)), Case(MeshSizes(cp=4))
-WINDOW = {"attention": ("sliding_window", "causal"), "attention_window": 5}
+from tools.parity.row import line
 
 
 def layouts(*sizes):
@@ -79,65 +69,6 @@ def test_heads_are_divided_where_there_is_much_to_send(heads, megabytes, pieces)
 
 # --- batches --------------------------------------------------------------------------------------
 
-# where documents begin, apart from position 0
-DOCUMENTS = [
-    [],
-    list(range(1, SEQ_LEN)),  # one token each
-    [3, 8, 15],  # of 3, 5, 7 and 1 tokens
-    [1],  # longer than any rank's part
-    [15],
-    [4, 8, 12],  # at edges of chunks (cp 2)
-    [2, 4, 6, 8, 10, 12, 14],  # at all edges (cp 4)
-    [3, 5, 9, 13],  # next to edges
-]
-
-
-def batch(name):
-    """Tokens and targets [BATCH, SEQ_LEN] with all kinds of `DOCUMENTS`, two of them in each pair
-    of rows; some positions have no target."""
-    generator = torch.Generator().manual_seed(3)
-    text = torch.randint(BOS + 1, 251, (BATCH, SEQ_LEN + 1), generator=generator)
-    for row in range(BATCH):
-        text[row, DOCUMENTS[(row + row // 8) % 8]] = BOS
-    tokens, targets = text[:, :-1].contiguous(), text[:, 1:].clone()
-    if name == "rows without":  # of 5 and 6, micro-batches of 2 rows have no target, or in one row
-        targets[torch.arange(BATCH) % 8 > 4] = IGNORE
-    elif name != "all":  # a whole rank has none
-        for chunk in ContextParallel(*TARGETS[name]).chunks(SEQ_LEN):
-            targets[:, chunk.start : chunk.stop] = IGNORE
-    return tokens, targets
-
-
-TARGETS = {  # the rank without targets: cp, rank
-    "first of 2 without": (2, 0),
-    "last of 2 without": (2, 1),
-    "first of 4 without": (4, 0),
-    "second of 4 without": (4, 1),
-}
-
-
-@contextlib.contextmanager
-def given(name, bug=nothing_wrong):
-    with patch("tools.parity.run.global_batch", lambda vocab_size, step: batch(name)), bug():
-        yield
-
-
-def check_batch(ranks, case, name, bug=nothing_wrong):
-    """As `check`, with the batch of this name."""
-    bos = BOS if case.document_mask else None
-    model = reference_model(case.config().model, torch.float64, SEED, bos)
-    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    loss = model.loss(*batch(name))
-    loss.backward()
-    gradients = {n: p.grad for n, p in model.named_parameters()}
-    norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
-    expected = Expected(weights, gradients, loss.item(), norm, [], [], {}, [], {})
-    try:
-        runs = ranks.run(run_on_ranks, case.world, case, 0, partial(given, name, bug))
-    except RankError as error:
-        return Row(case, crash=str(error))
-    return compare(case, runs, expected)
-
 
 def test_the_batch_has_what_is_asked_of_it():
     """Documents of one token, of odd lengths, longer than a rank's part, and none; documents that
@@ -157,11 +88,6 @@ def test_the_batch_has_what_is_asked_of_it():
         assert [count == 0 for count in counts] == [each == rank for each in range(size)]
     of_pairs = (batch("rows without")[1] != IGNORE).sum(dim=1).view(-1, 2).bool().sum(dim=1)
     assert set(of_pairs.tolist()) == {0, 1, 2}, "none, one and both rows have targets"
-
-
-def with_rows(case, rows):
-    """The case with micro-batches of `rows` sequences."""
-    return replace(case, num_microbatches=BATCH // case.layout.dp // rows)
 
 
 @pytest.mark.parametrize(
@@ -277,8 +203,8 @@ def test_every_option_meets_a_backward_that_gathers_again():
     ("case", "steps"),
     [
         (CP2, 2),
-        (CP4, 0),
-        pytest.param(CP4, 20, marks=pytest.mark.thorough),
+        (Case(MeshSizes(cp=4)), 0),
+        pytest.param(Case(MeshSizes(cp=4)), 20, marks=pytest.mark.thorough),
         (Case(MeshSizes(cp=2), zero_stage=0), 2),
         pytest.param(Case(MeshSizes(cp=2), dtype="float32"), 20, marks=pytest.mark.thorough),
     ],

@@ -2,16 +2,21 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.runs import copy_of, global_state, losses, metrics_of, train_run, write_config
-from tests.test_train import forget_step_6, run
+from tests.runs import (
+    batches_of,
+    copy_of,
+    evaluations,
+    forget_step_6,
+    global_state,
+    losses,
+    run,
+    write_config,
+)
 from tools.ranks import Ranks
-from training.step import TrainStep
 
 SAVED_AT = ["parallel.cp=2", "parallel.tp=2"]
 OTHERS = [  # world, layout
@@ -20,10 +25,6 @@ OTHERS = [  # world, layout
     (4, ["parallel.cp=2", "parallel.pp=2", "parallel.tp=1"]),
     (1, ["parallel.cp=1", "parallel.tp=1"]),
 ]
-
-
-def evaluations(folder: Path) -> dict[int, float]:
-    return {line["step"]: line["eval_loss"] for line in metrics_of(folder) if "eval_loss" in line}
 
 
 @pytest.fixture(scope="module")
@@ -85,19 +86,6 @@ def test_every_layout_loads_the_same_tensors(ranks: Ranks, saved_with_cp: Path) 
         state = ranks.run(global_state, world, [*arguments, *layout], checkpoint)[0]
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[name], tensor) for name, tensor in expected.items()), layout
-
-
-def batches_of(arguments: list[str]) -> dict[int, torch.Tensor]:
-    """Train; return this rank's tokens and targets of each step, before they are cut over cp."""
-    batches, call = {}, TrainStep.__call__
-
-    def noted(self: TrainStep, step: int, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
-        batches[step] = torch.stack((tokens, targets))
-        return call(self, step, tokens, targets)
-
-    with patch.object(TrainStep, "__call__", noted):
-        assert train_run(arguments) == ""
-    return batches
 
 
 @pytest.mark.thorough

@@ -8,11 +8,11 @@ still falls with each of them.
 import contextlib
 import math
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 import model.kernels.linear_cross_entropy
 import model.norm
@@ -27,6 +27,13 @@ from parallel.partial import PartialGradients
 from parallel.pipeline.runner import PipelineRunner
 from parallel.pipeline.tied import TiedEmbedding
 from parallel.weight_gradient import GradientSum
+from tests.planted import (
+    gradients_averaged,
+    name_of,
+    nothing_wrong,
+    planted,
+    replicas_counted_in_the_norm,
+)
 from tokens import IGNORE
 from tools.parity.cases import Case
 from tools.parity.run import check
@@ -37,118 +44,65 @@ DP = Case(MeshSizes(dp_shard=2))
 ZB_H1 = Case(MeshSizes(pp=2, dp_shard=2), schedule="zb_h1")
 
 
-@contextlib.contextmanager
-def partial_gradients_not_summed():
-    """Plant: each tp rank takes its partial gradient of a norm, or of shared key/value heads, for
-    the whole gradient."""
-    with patch.object(PartialGradients, "sum_over_tp", lambda self: None):
-        yield
+@planted(PartialGradients, "sum_over_tp")
+def partial_gradients_not_summed(*_):
+    """Each tp rank takes its partial gradient (of norms, of shared k and v heads) for the whole."""
 
 
-@contextlib.contextmanager
-def norm_gradients_summed_in_vain():
-    """Plant: sum norm gradients over tp without sequence parallelism, where every tp rank already
-    has the whole gradient, so that it counts tp times."""
-    build = RMSNorm.__init__
-
-    def all_partial(self, config, width, tp, gradient_is_partial):
-        build(self, config, width, tp, gradient_is_partial=True)
-
-    with patch.object(RMSNorm, "__init__", all_partial):
-        yield
+@planted(RMSNorm, "__init__")
+def norm_gradients_summed_in_vain(build, self, config, width, tp, gradient_is_partial):
+    """Norms' gradients are summed over tp where every rank has the whole: they count tp times."""
+    build(self, config, width, tp, gradient_is_partial=True)
 
 
-@contextlib.contextmanager
-def head_norm_gradients_not_summed():
-    """Plant: each tp rank takes its gradient of q's and k's norms, which covers only its own heads,
-    for the whole gradient."""
-    build = RMSNorm.__init__
-
-    def of_stream_alone(self, config, width, tp, gradient_is_partial):
-        build(self, config, width, tp, gradient_is_partial and width == config.dim)
-
-    with patch.object(RMSNorm, "__init__", of_stream_alone):
-        yield
+@planted(RMSNorm, "__init__")
+def head_norm_gradients_not_summed(build, self, config, width, tp, gradient_is_partial):
+    """Each tp rank takes its own heads' gradient of q's and k's norms for the whole gradient."""
+    build(self, config, width, tp, gradient_is_partial and width == config.dim)
 
 
-@contextlib.contextmanager
-def gradients_averaged():
-    """Plant: FSDP averages gradients over ranks instead of summing them."""
-    divide = FSDPModule.set_gradient_divide_factor
-    with patch.object(
-        FSDPModule, "set_gradient_divide_factor", lambda self, factor: divide(self, 2.0)
-    ):
-        yield
+@planted(PipelineRunner, "step")
+def mean_per_rank(step, self, program, microbatches, record):
+    """The loss is averaged per data-parallel rank first, then over ranks."""
+    mine = sum((m.targets != IGNORE).sum() for m in microbatches)
+    scale = 1 / (mine * dist.get_world_size()).double()
+    return step(self, program, [replace(m, loss_scale=scale) for m in microbatches], record)
 
 
-@contextlib.contextmanager
-def mean_per_rank():
-    """Plant: average the loss per data-parallel rank first, then over ranks."""
-    step = PipelineRunner.step
-
-    def biased(self, program, microbatches, record):
-        mine = sum((m.targets != IGNORE).sum() for m in microbatches)
-        scale = 1 / (mine * dist.get_world_size()).double()
-        return step(self, program, [replace(m, loss_scale=scale) for m in microbatches], record)
-
-    with patch.object(PipelineRunner, "step", biased):
-        yield
+@planted(PipelineRunner, "step")
+def mean_per_microbatch(step, self, program, microbatches, record):
+    """The loss is averaged per micro-batch first, then over micro-batches."""
+    counts = [(m.targets != IGNORE).sum().clamp(min=1).double() for m in microbatches]
+    scales = [1 / count / len(microbatches) for count in counts]
+    scaled = [replace(m, loss_scale=s) for m, s in zip(microbatches, scales, strict=True)]
+    return step(self, program, scaled, record)
 
 
-@contextlib.contextmanager
-def mean_per_microbatch():
-    """Plant: average the loss per micro-batch first, then over micro-batches."""
-    step = PipelineRunner.step
-
-    def biased(self, program, microbatches, record):
-        counts = [(m.targets != IGNORE).sum().clamp(min=1).double() for m in microbatches]
-        scales = [1 / count / len(microbatches) for count in counts]
-        return step(
-            self,
-            program,
-            [replace(m, loss_scale=s) for m, s in zip(microbatches, scales, strict=True)],
-            record,
-        )
-
-    with patch.object(PipelineRunner, "step", biased):
-        yield
-
-
-@contextlib.contextmanager
-def last_backward_forgotten():
-    # Plant: no backward is completed as the last one, so that FSDP reduces no gradients.
-    with patch.object(FSDPSwitches, "_complete", lambda self, module: None):
-        yield
+@planted(FSDPSwitches, "_complete")
+def last_backward_forgotten(*_):
+    """No backward is completed as the last one, so that FSDP reduces no gradients."""
 
 
 @contextlib.contextmanager
 def last_backward_forgotten_and_unchecked():
-    # Plant: the same, with the check that would report it removed.
-    with (
-        last_backward_forgotten(),
-        patch.object(training.step, "check_reduced", lambda parameters: None),
-    ):
+    """The same, without the check that would report it."""
+    with last_backward_forgotten(), patch.object(training.step, "check_reduced", lambda _: None):
         yield
 
 
-@contextlib.contextmanager
-def weight_gradients_not_reduced():
-    """Plant: form weight gradients after backward without notifying FSDP."""
-    with patch.object(FSDPSwitches, "after_weight_gradients", lambda self, module, last: None):
-        yield
+@planted(FSDPSwitches, "after_weight_gradients")
+def weight_gradients_not_reduced(*_):
+    """Weight gradients are formed after backward without notifying FSDP."""
 
 
-@contextlib.contextmanager
-def weight_gradients_overwrite():
-    """Plant: each micro-batch's weight gradient replaces the sum so far."""
-    with patch.object(GradientSum, "get", lambda self, weight: None):
-        yield
+@planted(GradientSum, "get")
+def weight_gradients_overwrite(*_):
+    """Each micro-batch's weight gradient replaces the sum so far."""
 
 
 @contextlib.contextmanager
 def weight_gradients_of_another_microbatch():
-    """Plant: run only the deferred jobs of the fourth and then the first micro-batch; those of the
-    second and third are lost."""
+    """Jobs of the fourth and then the first micro-batch run; the second's and third's are lost."""
     honest = parallel.pipeline.runner.run_jobs
     held = []
 
@@ -163,100 +117,44 @@ def weight_gradients_of_another_microbatch():
         yield
 
 
-@contextlib.contextmanager
-def replicas_counted_in_the_norm():
-    """Plant: add the square sums of all ranks, so that replicated parameters count once per
-    replica."""
-
-    def gradient_norm(gradients, mesh, kernels):
-        total = sum(g.to_local().double().square().sum() for g in gradients)
-        dist.all_reduce(total)
-        return total.sqrt()
-
-    with patch.object(training.step, "gradient_norm", gradient_norm):
-        yield
+@planted(training.step, "gradient_norm")
+def norm_of_one_stage(honest, gradients, mesh, kernels):
+    """The gradient norm is summed over the ranks of one pipeline stage only."""
+    stage = list(mesh.root.mesh[mesh.pp_rank].flatten())
+    groups = [dist.new_group(list(map(int, ranks.flatten()))) for ranks in mesh.root.mesh]
+    assert dist.get_rank() in stage
+    all_reduce = partial(dist.all_reduce, group=groups[mesh.pp_rank])
+    with patch.object(dist, "all_reduce", all_reduce):
+        return honest(gradients, mesh, kernels)
 
 
-@contextlib.contextmanager
-def norm_of_one_stage():
-    """Plant: sum the gradient norm over the ranks of one pipeline stage only."""
-    honest = training.step.gradient_norm
-
-    def gradient_norm(gradients, mesh, kernels):
-        stage = list(mesh.root.mesh[mesh.pp_rank].flatten())
-        groups = [dist.new_group(list(map(int, ranks.flatten()))) for ranks in mesh.root.mesh]
-        assert dist.get_rank() in stage
-        all_reduce = dist.all_reduce
-        with patch.object(
-            dist, "all_reduce", lambda tensor: all_reduce(tensor, group=groups[mesh.pp_rank])
-        ):
-            return honest(gradients, mesh, kernels)
-
-    with patch.object(training.step, "gradient_norm", gradient_norm):
-        yield
+@planted(TiedEmbedding, "sum_gradients")
+def tied_gradients_not_combined(*_):
+    """The gradients of embedding and head are not added when they are tied."""
 
 
-@contextlib.contextmanager
-def tied_gradients_not_combined():
-    # Plant: do not add the gradients of embedding and head when they are tied.
-    with patch.object(TiedEmbedding, "sum_gradients", lambda self: None):
-        yield
-
-
-@contextlib.contextmanager
 def tied_embedding_counted_twice():
-    # Plant: count both copies of a tied embedding in the gradient norm.
-    with patch.object(NamedWeight, "is_copy", False):
-        yield
+    """Both copies of a tied embedding count in the gradient norm."""
+    return patch.object(NamedWeight, "is_copy", False)
 
 
-@contextlib.contextmanager
-def softmax_over_own_columns():
-    """Plant: do not sum the softmax's denominator over tp, so that probabilities are about tp times
-    too large and the loss about log(tp) too small."""
-    honest = model.kernels.linear_cross_entropy.normaliser
-
-    def normaliser(logits, *arguments):
-        whole = honest(logits, *arguments)
-        return whole._replace(total=(logits - whole.peak.unsqueeze(-1)).exp().sum(-1))
-
-    with patch.object(model.kernels.linear_cross_entropy, "normaliser", normaliser):
-        yield
+@planted(model.kernels.linear_cross_entropy, "normaliser")
+def softmax_over_own_columns(honest, logits, *arguments):
+    """The softmax's denominator is not summed over tp: the loss is about log(tp) too small."""
+    whole = honest(logits, *arguments)
+    return whole._replace(total=(logits - whole.peak.unsqueeze(-1)).exp().sum(-1))
 
 
-@contextlib.contextmanager
-def targets_of_a_contiguous_part():
-    """Plant: the head takes a rank's rows for one contiguous part of the sequence, as if it were
-    not cut into pieces."""
-    honest = model.kernels.linear_cross_entropy.by_rank
-
-    def by_rank(x, ranks, pieces):
-        return honest(x, ranks, 1)
-
-    with patch.object(model.kernels.linear_cross_entropy, "by_rank", by_rank):
-        yield
+@planted(model.kernels.linear_cross_entropy, "by_rank")
+def targets_of_a_contiguous_part(by_rank, x, ranks, pieces):
+    """The head takes a rank's rows for one contiguous part of the sequence, not for pieces."""
+    return by_rank(x, ranks, 1)
 
 
-@contextlib.contextmanager
-def deferred_gathers_ignore_pieces():
-    """Plant: jobs gather x and dy in the order of the ranks instead of that of the sequence."""
-    honest = parallel.deferred.start_all_gather
-
-    def start_all_gather(x, group, pieces):
-        return honest(x, group)
-
-    with patch.object(parallel.deferred, "start_all_gather", start_all_gather):
-        yield
-
-
-@contextlib.contextmanager
-def nothing_wrong():
-    yield
-
-
-def name_of(value: object) -> str:
-    """A test id that is the same in every process; a set is sorted, because its order is not."""
-    return getattr(value, "__name__", str(sorted(value) if isinstance(value, set) else value))
+@planted(parallel.deferred, "start_all_gather")
+def deferred_gathers_ignore_pieces(start_all_gather, x, group, pieces):
+    """Jobs gather x and dy in the order of the ranks instead of that of the sequence."""
+    return start_all_gather(x, group)
 
 
 @pytest.mark.parametrize(
@@ -320,10 +218,8 @@ def test_planted_bug_in_the_norm_is_found_there_alone(ranks, bug, case):
 
 
 def test_norm_of_one_stage_is_found(ranks):
-    assert set(check(ranks, Case(MeshSizes(pp=2)), sabotage=norm_of_one_stage).failures()) == {
-        "norm",
-        "spread",
-    }
+    row = check(ranks, Case(MeshSizes(pp=2)), sabotage=norm_of_one_stage)
+    assert set(row.failures()) == {"norm", "spread"}
 
 
 def test_wrong_norm_shows_in_the_steps_too(ranks):
@@ -354,9 +250,5 @@ def test_loss_off_by_log_tp_is_off_by_log_tp(ranks):
 def test_without_a_bug_nothing_is_found(ranks):
     """Control: with nothing planted the comparison passes, so the planting itself has no effect and
     the pool has recovered from the failures before."""
-    assert (
-        check(
-            ranks, Case(MeshSizes(pp=2, tp=2), tie_embeddings=True), steps=2, sabotage=nothing_wrong
-        ).failures()
-        == []
-    )
+    case = Case(MeshSizes(pp=2, tp=2), tie_embeddings=True)
+    assert check(ranks, case, steps=2, sabotage=nothing_wrong).failures() == []

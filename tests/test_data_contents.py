@@ -14,8 +14,7 @@ from data.contents import utf8_copy
 from data.files import Report
 from data.sources import documents
 from errors import UserError
-from tests.test_data_prepare import texts_of
-from tests.test_data_sources import read, refusal, row, write
+from tests.data_samples import read, refusal, row, texts_of, write
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 PULL = "run `git lfs pull` in its folder"

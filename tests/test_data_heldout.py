@@ -14,9 +14,8 @@ from data.prepare import prepare
 from data.sources import Document
 from errors import UserError
 from runtime.start.preconditions import open_train_and_heldout
-from tests.data_samples import MANY, prepared, tokenizer
+from tests.data_samples import MANY, prepared, split_texts, tokenizer
 from tests.runs import train_run, write_config
-from tests.test_data_prepare import split_texts
 from tools import prepare as prepare_command
 from tools.ranks import Ranks
 from tools.tokenizer import texts as tokenizer_texts

@@ -14,40 +14,17 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import safetensors.numpy
 
 from data.heldout import held_out
 from data.prepare import prepare
 from data.sources import MAX_TEXT_CHARS, STDLIB, documents
 from errors import UserError
-from tests.data_samples import MANY, SOURCE, prepared, tokenizer
+from tests.data_samples import MANY, SOURCE, prepared, split_texts, texts_of, tokenizer
 from tools import prepare as prepare_command
 from tools import tokenizer as tokenizer_command
 
 ROOT = Path(__file__).parent.parent
 TEXTS = ["first\r\ntext", "  zweiter\tText\n", "\u2581 третий", "四" * 50]
-
-
-def texts_of(source: str, **options) -> list[str]:
-    return [document.text for document in documents(source, **options)]
-
-
-def split_texts(folder: Path, split: str) -> list[str]:
-    """The documents of a prepared split, read with the safetensors library and decoded."""
-    texts = []
-    for shard in json.loads((folder / "index.json").read_text())["splits"][split]["shards"]:
-        tensors = safetensors.numpy.load_file(folder / shard["file"])
-        assert tensors["tokens"].dtype == np.uint16
-        assert tensors["document_starts"].dtype == np.int64
-        assert (len(tensors["tokens"]), len(tensors["document_starts"])) == (
-            shard["tokens"],
-            shard["documents"],
-        )
-        for ids in np.split(tensors["tokens"], tensors["document_starts"][1:]):
-            assert (ids[0], ids[-1]) == (tokenizer().bos_id, tokenizer().eos_id)
-            assert not {tokenizer().bos_id, tokenizer().eos_id} & set(ids[1:-1].tolist())
-            texts.append(tokenizer().decode(ids))
-    return texts
 
 
 def test_stdlib_is_real_sorted_and_without_tests() -> None:

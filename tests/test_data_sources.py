@@ -10,7 +10,7 @@ import os
 import random
 import shlex
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow
@@ -20,6 +20,7 @@ import pytest
 from data.files import Report, split_of
 from data.sources import documents
 from errors import UserError
+from tests.data_samples import read, refusal, row, write
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
@@ -27,32 +28,6 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".xz": lzma.compress,
     ".zst": lambda content: pyarrow.compress(content, codec="zstd", asbytes=True),
 }
-
-
-def write(folder: Path, files: dict[str, str | bytes]) -> Path:
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return folder
-
-
-def read(source: Path | str, skip: Sequence[str] = (), **options) -> tuple[list[str], dict]:
-    """The texts, and the files left out by reason."""
-    report = Report(skip)
-    return [
-        document.text for document in documents(str(source), report=report, **options)
-    ], report.left_out
-
-
-def refusal(source: Path | str, **options) -> UserError:
-    with pytest.raises(UserError) as raised:
-        read(source, **options)
-    return raised.value
-
-
-def row(text: object) -> str:
-    return json.dumps({"text": text}) + "\n"
 
 
 # --- which files ----------------------------------------------------------------------------------

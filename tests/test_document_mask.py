@@ -6,7 +6,6 @@ On a GPU, flash attention processes the packed documents (test_gpu.py). Here pla
 checkpointing and the compiler, are tested without a GPU.
 """
 
-import contextlib
 import json
 import math
 from functools import partial
@@ -33,6 +32,7 @@ from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from tests.data_samples import SOURCE, prepared, tokenizer
 from tests.flash import flash_attention_stands_in
+from tests.planted import planted
 from tests.runs import fresh, losses, metrics_of, train_run, write_config
 from tools.parity.cases import BOS, Case
 from tools.parity.run import check
@@ -200,21 +200,15 @@ def test_a_token_matters_in_its_own_document_alone(ranks, row, column):
 # --- every layout ---------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def documents_forgotten():
-    # Plant: the training step treats every sequence as one document.
-    with patch.object(
-        training.step,
-        "find_documents",
-        lambda tokens, *_: (plain(tokens).positions, None),
-    ):
-        yield
+@planted(training.step, "find_documents")
+def documents_forgotten(_, tokens, *about):
+    """The training step treats every sequence as one document."""
+    return plain(tokens).positions, None
 
 
 def test_forgotten_documents_are_found(ranks):
-    row = check(
-        ranks, Case(MeshSizes(pp=2, tp=2), document_mask=True), sabotage=documents_forgotten
-    )
+    case = Case(MeshSizes(pp=2, tp=2), document_mask=True)
+    row = check(ranks, case, sabotage=documents_forgotten)
     assert {"loss", "gradient", "norm"} <= set(row.failures()), row.crash
 
 

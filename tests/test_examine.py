@@ -13,14 +13,12 @@ import torch.distributed as dist
 
 from errors import UserError
 from model.kernels.attention import ON_CPU, Kernel
-from model.kernels.attention_choice import Choice
+from model.kernels.attention_choice import PLANNED, Choice
 from model.kernels.bit_hash import hash_of
 from model.matmul import Matmul
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from parallel.weight_gradient import LinearProducts
-from runtime.checkpoints import saving
-from runtime.checkpoints.checkpoint import held_tensors
 from runtime.health import examine, refusal
 from runtime.health.compare import Computed, _is_rounding, compute, disputes
 from runtime.health.examine import Suspect, make_copies_equal
@@ -29,9 +27,8 @@ from runtime.health.faults import FaultyProducts
 from runtime.health.products import Wrapping, linear_layers
 from runtime.health.replicas import check_replicas
 from runtime.records.events import append_event, read_events
+from tests.faulty_runs import flip_a_bit, run_with_a_bit_flipped
 from tests.runs import LAYOUT_3D, fresh, losses, status_of, train_run, write_config
-from tests.test_attention_kernel import WITH_3
-from tests.test_replicas import flip
 from tools.parity.cases import Case
 from tools.parity.run import global_batch
 from tools.ranks import RankError, Ranks
@@ -145,19 +142,6 @@ def test_a_step_before_the_logged_one(
     assert (event["step"], event["verdict"]) == (4, verdict)
 
 
-def run_with_a_bit_flipped(arguments: list[str]) -> str:
-    honest, calls = saving.check_replicas, []
-
-    def check(step: TrainStep) -> None:
-        calls.append(None)
-        if len(calls) == 2 and dist.get_rank() == 1:
-            flip(next(h.tensor.to_local() for h in held_tensors(step) if "norm.weight" in h.name))
-        honest(step)
-
-    with patch.object(saving, "check_replicas", check):
-        return train_run(arguments)
-
-
 @pytest.mark.parametrize(
     ("times", "verdict"), [("1", "transient"), ("always", "persistent, rank 3")]
 )
@@ -238,7 +222,7 @@ def copies_after(case: Case) -> tuple[bool, bool]:
     mesh = build_mesh(config.parallel.mesh_sizes(case.world), "cpu", config.model.has_experts)
     train = TrainStep(config, mesh, build_stages(config, mesh))
     if dist.get_rank() == 1:
-        flip(next(h.tensor.to_local() for h in held_tensors(train) if "norm.weight" in h.name))
+        flip_a_bit(train, "norm.weight")
     make_copies_equal(train)
     check_replicas(train)
     rows = [t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)]
@@ -317,7 +301,10 @@ def kernels_as_on_a_gpu(wanted: str) -> list[str]:
     mesh = build_mesh(MeshSizes(), "cpu")
     step = TrainStep(config, mesh, build_stages(config, mesh))
     rows = torch.ones(1, 128, dtype=torch.int64), torch.ones(1, 128, dtype=torch.int64)
-    with patch("model.mask.device_of", lambda _: WITH_3), patch("model.mask.made_ready", noted):
+    with (
+        patch("model.mask.device_of", lambda _: PLANNED._replace(flash3=True)),
+        patch("model.mask.made_ready", noted),
+    ):
         step(0, *rows)
         compute(step, *rows)
         step(1, *rows)

@@ -17,8 +17,7 @@ from runtime.checkpoints.manifest import read_manifest
 from runtime.checkpoints.save import Saver
 from runtime.checkpoints.trainer_state import parse_trainer
 from runtime.records.memory_report import held_bytes
-from tests.runs import EXPERTS, copy_of, global_state, train_run, write_config
-from tests.test_train import run
+from tests.runs import EXPERTS, copy_of, global_state, run, train_run, write_config
 from tools import verify
 from tools.ranks import Ranks
 from training.build import build_stages

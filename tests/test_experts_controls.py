@@ -18,7 +18,7 @@ from model.feed_forward.experts import Experts
 from model.router import BaseRouter
 from parallel.axes import EXPERT_AXES, MeshSizes
 from parallel.expert import TokenDispatch
-from tests.test_controls import name_of, nothing_wrong
+from tests.planted import name_of, nothing_wrong, planted
 from tools.parity.cases import Case
 from tools.parity.expert_cases import STEPS
 from tools.parity.run import check, run_on_ranks
@@ -34,85 +34,49 @@ REPLICAS = replace(BASE, layout=MeshSizes(dp_replicate=2, tp=2, ep=2))
 ZB_H1 = replace(BASE, layout=MeshSizes(pp=2, dp_shard=2, ep=2), schedule="zb_h1")
 
 
-@contextlib.contextmanager
-def expert_gradients_times_ep():
-    """Plant: gradients of experts are multiplied by ep, as if each rank had its mean."""
-    divide = FSDPModule.set_gradient_divide_factor
-
-    def set_factor(self, factor):
-        divide(self, factor / 2 if isinstance(self, Experts) else factor)
-
-    with patch.object(FSDPModule, "set_gradient_divide_factor", set_factor):
-        yield
+@planted(FSDPModule, "set_gradient_divide_factor")
+def expert_gradients_times_ep(divide, self, factor):
+    """Gradients of experts are multiplied by ep, as if each rank had its mean."""
+    divide(self, factor / 2 if isinstance(self, Experts) else factor)
 
 
-@contextlib.contextmanager
-def replicas_of_experts_counted_in_the_norm():
-    """Plant: the norm divides by replicas on the axes of the other weights only."""
-    honest = training.gradient.replicated_over
-
-    def replicated_over(gradient):
-        return [axis for axis in honest(gradient) if axis == "pp" or axis not in EXPERT_AXES]
-
-    with patch.object(training.gradient, "replicated_over", replicated_over):
-        yield
+@planted(training.gradient, "replicated_over")
+def replicas_of_experts_counted_in_the_norm(replicated_over, gradient):
+    """The norm divides by replicas on the axes of the other weights only."""
+    return [axis for axis in replicated_over(gradient) if axis == "pp" or axis not in EXPERT_AXES]
 
 
-@contextlib.contextmanager
-def experts_twice_in_the_norm():
-    # Plant: the norm has experts twice, as part of their block and as a unit of their own.
-    honest = training.step.gradient_norm
-
-    def gradient_norm(gradients, *arguments):
-        return honest([*gradients, *(g for g in gradients if g.ndim == 3)], *arguments)
-
-    with patch.object(training.step, "gradient_norm", gradient_norm):
-        yield
+@planted(training.step, "gradient_norm")
+def experts_twice_in_the_norm(gradient_norm, gradients, *arguments):
+    """The norm has experts twice, as part of their block and as a unit of their own."""
+    return gradient_norm([*gradients, *(g for g in gradients if g.ndim == 3)], *arguments)
 
 
-@contextlib.contextmanager
-def losses_divided_by_the_microbatch():
-    """Plant: the routers' losses are means over a micro-batch, and add up over micro-batches."""
-    build = Balance.__init__
-
-    def init(self, config, mesh, stages):
-        build(self, config, mesh, stages)
-        for router in self.routers.values():
-            router.account.global_sequences = config.train.micro_batch_size * mesh.dp_size
-
-    with patch.object(Balance, "__init__", init):
-        yield
+@planted(Balance, "__init__")
+def losses_divided_by_the_microbatch(build, self, config, mesh, stages):
+    """The routers' losses are means over a micro-batch, and add up over micro-batches."""
+    build(self, config, mesh, stages)
+    for router in self.routers.values():
+        router.account.global_sequences = config.train.micro_batch_size * mesh.dp_size
 
 
-@contextlib.contextmanager
-def balance_of_the_whole_microbatch():
-    """Plant: the balance loss counts all sequences of a micro-batch together."""
-    honest = BaseRouter.losses
-
-    def losses(self, logits, routes, global_sequences):
-        together = routes.sequence_counts.double().mean(0, keepdim=True)
-        together = together.expand_as(routes.sequence_counts)
-        return honest(self, logits, replace(routes, sequence_counts=together), global_sequences)
-
-    with patch.object(BaseRouter, "losses", losses):
-        yield
+@planted(BaseRouter, "losses")
+def balance_of_the_whole_microbatch(losses, self, logits, routes, global_sequences):
+    """The balance loss counts all sequences of a micro-batch together."""
+    together = routes.sequence_counts.double().mean(0, keepdim=True)
+    together = together.expand_as(routes.sequence_counts)
+    return losses(self, logits, replace(routes, sequence_counts=together), global_sequences)
 
 
-@contextlib.contextmanager
-def router_gradient_not_summed():
-    """Plant: each tp rank takes its partial gradient of the router for the whole gradient."""
-    honest = model.router._base.WeightSpec
-
-    def spec(**given):
-        return honest(**{**given, "gradient_is_partial": False})
-
-    with patch.object(model.router._base, "WeightSpec", spec):
-        yield
+@planted(model.router._base, "WeightSpec")
+def router_gradient_not_summed(spec, **given):
+    """Each tp rank takes its partial gradient of the router for the whole gradient."""
+    return spec(**{**given, "gradient_is_partial": False})
 
 
 @contextlib.contextmanager
 def job_of_experts_dropped():
-    """Plant: the deferred weight gradients of experts are lost in the second micro-batch."""
+    """The deferred weight gradients of experts are lost in the second micro-batch."""
     honest = parallel.pipeline.runner.run_jobs
     calls = []
 
@@ -129,17 +93,15 @@ def job_of_experts_dropped():
         yield
 
 
-@contextlib.contextmanager
-def recomputation_counts_again():
-    # Plant: the recomputation finds the same routes again, and counts its tokens again.
-    with patch.object(TokenDispatch, "once", lambda self, compute: compute()):
-        yield
+@planted(TokenDispatch, "once")
+def recomputation_counts_again(_, self, compute):
+    """The recomputation finds the same routes again, and counts its tokens again."""
+    return compute()
 
 
 @contextlib.contextmanager
 def recomputation_routes_anew():
-    """Plant: the recomputation finds routes again, where near-ties fall the other way: a logit has
-    another rounding error, here a large one."""
+    """The recomputation finds routes again, from logits with another (large) rounding error."""
     once, find = TokenDispatch.once, BaseRouter.find
     again = []
 
@@ -164,44 +126,26 @@ def recomputation_routes_anew():
         yield
 
 
-@contextlib.contextmanager
-def sequences_counted_in_parts():
-    """Plant: counts of a sequence are not summed over the ranks that share it."""
-    honest = model.router._base.find_routes
-
-    def find_routes(chosen, sequences, num_experts, ep, whole):
-        return honest(chosen, sequences, num_experts, replace(ep, sequence=()), whole)
-
-    with patch.object(model.router._base, "find_routes", find_routes):
-        yield
+@planted(model.router._base, "find_routes")
+def sequences_counted_in_parts(find_routes, chosen, sequences, num_experts, ep, whole):
+    """Counts of a sequence are not summed over the ranks that share it."""
+    return find_routes(chosen, sequences, num_experts, replace(ep, sequence=()), whole)
 
 
-@contextlib.contextmanager
-def experts_numbered_by_rank():
-    """Plant: each ep rank numbers its experts from 0, so all have the same ones."""
-    honest = model.initialise.local_region
-
-    def local_region(tensor):
-        rows, *others = honest(tensor)
-        return (range(len(rows)) if tensor.ndim == 3 else rows, *others)
-
-    with patch.object(model.initialise, "local_region", local_region):
-        yield
+@planted(model.initialise, "local_region")
+def experts_numbered_by_rank(local_region, tensor):
+    """Each ep rank numbers its experts from 0, so all have the same ones."""
+    rows, *others = local_region(tensor)
+    return (range(len(rows)) if tensor.ndim == 3 else rows, *others)
 
 
-@contextlib.contextmanager
-def counts_of_one_rank():
-    """Plant: biases follow the counts of each rank's own tokens."""
-    honest = Balance.update
-
-    def update(self, loads, norm):
-        mine = loads.counts.clone()
-        for layer, router in self.routers.items():
-            mine[layer] = router.account.counts
-        honest(self, replace(loads, counts=mine), norm)
-
-    with patch.object(Balance, "update", update):
-        yield
+@planted(Balance, "update")
+def counts_of_one_rank(update, self, loads, norm):
+    """Biases follow the counts of each rank's own tokens."""
+    mine = loads.counts.clone()
+    for layer, router in self.routers.items():
+        mine[layer] = router.account.counts
+    update(self, replace(loads, counts=mine), norm)
 
 
 @pytest.mark.parametrize(
@@ -255,20 +199,19 @@ def test_without_a_bug_nothing_is_found(ranks, mode):
 # --- biases, of which the reference has neither skipped steps nor large counts ---
 
 
-@contextlib.contextmanager
-def every_step_skipped():
-    with patch.object(UpdateGuard, "__call__", lambda self, loss, norm: norm * torch.inf):
-        yield
+@planted(UpdateGuard, "__call__")
+def every_step_skipped(_, self, loss, norm):
+    return norm * torch.inf
+
+
+@planted(Balance, "update")
+def biases_changed_in_every_step(update, self, loads, _):
+    update(self, loads, torch.ones(()))
 
 
 @contextlib.contextmanager
 def biases_changed_in_skipped_steps():
-    # Plant: biases change in every step.
-    honest = Balance.update
-    with (
-        every_step_skipped(),
-        patch.object(Balance, "update", lambda self, loads, _: honest(self, loads, torch.ones(()))),
-    ):
+    with every_step_skipped(), biases_changed_in_every_step():
         yield
 
 

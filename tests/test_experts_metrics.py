@@ -12,8 +12,8 @@ from model.config import ModelConfig
 from runtime.records import metrics
 from runtime.records.expert_load import ENOUGH_ROWS, LoadStatistics, figures_of
 from runtime.records.tracker import scalars
+from tests.report_page import written
 from tests.runs import EXPERTS, metrics_of, train_run, write_config
-from tests.test_report import Parsed, written
 from tools.ranks import Ranks
 from training.balance import Loads
 
@@ -214,7 +214,7 @@ def test_tensorboard_gets_every_layer(logged: Path) -> None:
 
 
 def test_the_report_shows_the_load(logged: Path, tmp_path: Path) -> None:
-    page: Parsed = written(logged, tmp_path / "page.html")
+    page = written(logged, tmp_path / "page.html")
     charts = page.charts()
     assert charts["largest expert"]["series"][0][2] == [2, 4, 5]
     assert [series[0] for series in charts["balance"]["series"]] == ["balance", "z"]

@@ -1,28 +1,29 @@
 """Complete runs of models with experts: resuming, skipped steps, rollbacks, copies that differ."""
 
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from runtime.checkpoints import checkpoint
 from runtime.records.events import read_events
+from tests.faulty_runs import run_with_bad_batches, run_with_bad_steps, run_without
+from tests.planted import planted
 from tests.runs import (
     EXPERTS,
+    batches_of,
     copy_of,
+    evaluations,
+    forget_step_6,
     fresh,
     global_state,
     losses,
     metrics_of,
+    run,
     train_run,
     write_config,
 )
-from tests.test_context_resume import evaluations
-from tests.test_guard import batches_of, run_with_bad_batches, run_with_bad_steps, run_without
-from tests.test_train import forget_step_6, run
 from tools.ranks import Ranks
-from training.step import TrainStep
 
 SAVED_AT = {"pp": 2, "tp": 2, "ep": 2}
 OTHERS = [  # world, layout
@@ -89,16 +90,15 @@ def test_it_resumes_on_another_ep(
     assert torch.equal(biases_at(ranks, tmp_path, 6), biases_at(ranks, saved, 6))
 
 
+@planted(checkpoint, "load")
+def biases_forgotten(load, step, start):
+    load(step, start)
+    for _, bias in step.balance.tensors():
+        bias.to_local().zero_()
+
+
 def run_without_biases(arguments: list[str]) -> str:
-    load = checkpoint.load
-
-    def forgetful(step: TrainStep, start: checkpoint.Start) -> None:
-        load(step, start)
-        assert step.balance is not None
-        for _, bias in step.balance.tensors():
-            bias.to_local().zero_()
-
-    with patch.object(checkpoint, "load", forgetful):
+    with biases_forgotten():
         return train_run(arguments)
 
 
@@ -142,9 +142,10 @@ def test_a_rollback_restores_the_biases(ranks: Ranks, data: Path, tmp_path: Path
         checkpoint={"interval": 2, "keep_last": 9},
         guard={"max_bad_steps": 2},
     )
-    marks = ranks.run(batches_of, 4, [config])[0]
+    batches = ranks.run(batches_of, 4, [config])[0]
+    bad = [batches[step][0] for step in (3, 4)]
     fresh(tmp_path)
-    assert ranks.run(run_with_bad_batches, 4, [config], marks[3:5], 0) == [""] * 4
+    assert ranks.run(run_with_bad_batches, 4, [config], bad, 0) == [""] * 4
     (rollback,) = [event for event in read_events(tmp_path / "run") if event["event"] == "rollback"]
     assert (rollback["from_step"], rollback["step"]) == (5, 2)
     found, state = losses(tmp_path), state_at(ranks, tmp_path, 6)

@@ -11,7 +11,7 @@ import pytest
 from data.tokenizer import Tokenizer
 from errors import UserError
 from tests.data_samples import tokenizer
-from tests.test_huggingface import make_model, save
+from tests.huggingface_models import make_model, save
 from tools import import_hf
 from tools.huggingface.foreign import refuse_foreign
 

@@ -23,8 +23,8 @@ from runtime.checkpoints.manifest import PLACES, Manifest, fingerprint, write_ma
 from runtime.checkpoints.trainer_state import model_entries
 from tests.counting import Listener
 from tests.data_samples import tokenizer
+from tests.huggingface_models import stored
 from tests.runs import train_run, write_config
-from tests.test_huggingface import stored
 from tools import verify as verify_command
 from tools.export import export
 from tools.generate.load_model import load_model

@@ -1,10 +1,8 @@
 """Bad steps do not update the weights, on any rank. A run with many of them rolls back to a
 checkpoint and skips the samples of the bad steps."""
 
-import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import train
 import training.guard
 import training.step
 from runtime.records.events import read_events
-from tests.runs import fresh, losses, metrics_of, status_of, train_run, write_config
+from tests.faulty_runs import run_with_bad_batches, run_with_bad_steps, run_without
+from tests.planted import planted
+from tests.runs import batches_of, fresh, losses, metrics_of, status_of, train_run, write_config
 from tools.ranks import RankError, Ranks
 from training.guard import WINDOW, UpdateGuard
 from training.step import TrainStep
@@ -101,36 +100,7 @@ def test_a_restored_guard_decides_as_before() -> None:
     assert len(set(decisions)) == 2
 
 
-# --- planted in runs ------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def poisoned(is_bad: Callable[[int, torch.Tensor], bool], rank: int) -> Iterator[None]:
-    """Plant: one element of one gradient on `rank` is NaN in every step for which `is_bad(number of
-    the call, tokens of this rank)` holds."""
-    forward_backward, calls = TrainStep.forward_backward, []
-
-    def planted(self: TrainStep, tokens: torch.Tensor, *others: Any, **options: Any) -> Any:
-        calls.append(None)
-        bad = is_bad(len(calls), tokens)
-        honest = training.step.gradient_norm
-
-        def norm_of(gradients: list[Any], *about: Any) -> torch.Tensor:
-            if bad and dist.get_rank() == rank:
-                held = next(g.to_local() for g in gradients if g.to_local().numel())
-                held.view(-1)[-1] = math.nan
-            return honest(gradients, *about)
-
-        with patch.object(training.step, "gradient_norm", norm_of):
-            return forward_backward(self, tokens, *others, **options)
-
-    with patch.object(TrainStep, "forward_backward", planted):
-        yield
-
-
-def run_with_bad_steps(arguments: list[str], rank: int, bad: set[int]) -> str:
-    with poisoned(lambda call, tokens: call in bad, rank):
-        return train_run([*arguments, "guard.examine=false"])  # which would call it again
+# --- runs with planted mistakes -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -167,37 +137,6 @@ def test_a_nan_in_one_ranks_gradient_skips_one_update(
     assert last["skipped_updates"] == 1
 
 
-def batches_of(arguments: list[str]) -> list[list[int]]:
-    """Train; return the sums of each row of tokens, which identify this rank's batch of each
-    step."""
-    marks, call = [], TrainStep.__call__
-
-    def noted(self: TrainStep, step: int, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
-        marks.append(tokens.sum(1).tolist())
-        return call(self, step, tokens, targets)
-
-    with patch.object(TrainStep, "__call__", noted):
-        assert train_run(arguments) == ""
-    return marks
-
-
-def run_with_bad_batches(arguments: list[str], marks: list[list[int]], rank: int) -> str:
-    """Train with a NaN on `rank` whenever it gets one of these batches."""
-    with poisoned(lambda call, tokens: tokens.sum(1).tolist() in marks, rank):
-        return train_run([*arguments, "guard.examine=false"])
-
-
-def run_without(arguments: list[str], samples: tuple[int, int]) -> str:
-    """Train with a loader that never yields these samples."""
-    honest = train.BatchLoader.__init__
-
-    def without(self: Any, *positional: Any, **named: Any) -> None:
-        honest(self, *positional, **{**named, "skipped": [samples]})
-
-    with patch.object(train.BatchLoader, "__init__", without):
-        return train_run(arguments)
-
-
 @pytest.mark.parametrize(
     ("layout", "log_interval"),
     [
@@ -215,13 +154,14 @@ def test_bad_batches_are_left_out(
     sections = {"parallel": layout, "train": {"steps": 10}, "guard": {"max_bad_steps": 2}}
     sections["run"] = {"log_interval": log_interval}
     config = write_config(tmp_path, data, checkpoint=kept, **sections)
-    marks = ranks.run(batches_of, world, [config])[0]
+    batches = ranks.run(batches_of, world, [config])[0]
     fresh(tmp_path)
 
     # The run learns of bad steps when it logs: two at once, here 7 and 8, if it logs every second
     # step.
     first = 6 if log_interval == 1 else 7
-    said = ranks.run(run_with_bad_batches, world, [config], marks[first - 1 : first + 1], 0)
+    bad = [batches[step][0] for step in (first - 1, first)]
+    said = ranks.run(run_with_bad_batches, world, [config], bad, 0)
     assert said == [""] * world
     run = tmp_path / "run"
     found, events = losses(tmp_path), read_events(run)
@@ -256,17 +196,15 @@ def test_a_run_that_stays_bad_ends(ranks: Ranks, data: Path, tmp_path: Path) -> 
 
 def run_with_a_spike(arguments: list[str]) -> str:
     """Train with a last step whose loss is far above the others'."""
-    forward_backward, calls = TrainStep.forward_backward, []
+    calls = []
 
-    def spiking(self: TrainStep, tokens: torch.Tensor, *others: Any, **options: Any) -> Any:
-        loss, norm = forward_backward(self, tokens, *others, **options)
+    @planted(TrainStep, "forward_backward")
+    def spiking(forward_backward: Any, *args: Any, **more: Any) -> Any:
+        loss, norm = forward_backward(*args, **more)
         calls.append(None)
         return (loss * 1.5 if len(calls) == 6 else loss), norm
 
-    with (
-        patch.object(TrainStep, "forward_backward", spiking),
-        patch.object(training.guard, "WINDOW", 8),
-    ):
+    with spiking(), patch.object(training.guard, "WINDOW", 8):
         return train_run(arguments)
 
 

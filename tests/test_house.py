@@ -29,7 +29,7 @@ ROOT_FILES = {
     "yaml_text",
 }  # fmt: skip
 # Which other packages ("rooms") each one may import, apart from itself and the root files. tools/,
-# tests/ and benchmarks/ may import everything.
+# tests/ and benchmarks/ may import everything but a test file.
 MAY_IMPORT = {
     "model": {"parallel"},
     "parallel": set(),
@@ -75,7 +75,7 @@ def forbidden(module: str, imported: set[str]) -> set[str]:
     """The modules in `imported` that the package of `module` may not import."""
     room = module.split(".")[0]
     if room not in MAY_IMPORT and room not in ROOT_FILES:
-        return set()
+        return {name for name in imported if name.startswith("tests.test_")}
     house = {name.split(".")[0] for name in MODULES}
     allowed = MAY_IMPORT.get(room, set()) | {room} | ROOT_FILES
     return {name for name in imported if name.split(".")[0] in house - allowed}
@@ -95,6 +95,7 @@ def test_the_import_rule_can_fail() -> None:
         "def late():\n    from training.config import Config\nimport torch\nimport errors"
     )
     assert forbidden("parallel.mesh", imports(tree)) == {"training.config"}
+    assert forbidden("tests.runs", {"tests.test_train", "tests.flash"}) == {"tests.test_train"}
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name.split(".")[0] == "parallel"])

@@ -21,6 +21,7 @@ from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
 from runtime.checkpoints.manifest import verify
 from tests.data_samples import tokenizer
+from tests.huggingface_models import CASES, SMALL, VOCAB, make_model, same_bits, save, stored
 from tests.runs import LAYOUT_3D, train_run, write_config
 from tools import export, import_hf
 from tools.huggingface.checkpoint_reader import CheckpointReader, newest
@@ -28,42 +29,6 @@ from tools.huggingface.config import HuggingFaceConfig, parameters
 from tools.huggingface.tensor_files import INDEX, SINGLE, FolderTensors
 from tools.ranks import Ranks
 
-VOCAB = tokenizer().vocab_size
-SMALL = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": VOCAB,
-         "max_position_embeddings": 128, "rms_norm_eps": 1e-5}  # fmt: skip
-# With these values, the 64 positions compared have frequencies of all three kinds: kept, slowed and
-# interpolated.
-SCALED = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-# case → (class of transformers, its configuration in addition to SMALL, largest file, dtype)
-CASES: dict[str, tuple[str, dict[str, Any], str, torch.dtype]] = {
-    "Llama 3, sharded": ("Llama", {"rope_theta": 500_000.0}, "100KB", torch.float32),
-    "Llama 3.2: scaled rope, tied": (
-        "Llama",
-        {"rope_theta": 500_000.0, "rope_scaling": SCALED, "tie_word_embeddings": True,
-         "head_dim": 16},
-        "1GB",
-        torch.float32,
-    ),
-    "Mistral, another width of attention": (
-        "Mistral",
-        {"rope_theta": 10_000.0, "head_dim": 8, "sliding_window": None},
-        "100KB",
-        torch.bfloat16,
-    ),
-    "Qwen3, padded vocabulary": (
-        "Qwen3",
-        {"rope_theta": 1e6, "head_dim": 32, "vocab_size": VOCAB + 64, "tie_word_embeddings": True},
-        "1GB",
-        torch.float32,
-    ),
-}  # fmt: skip
 # Controls: for each case, a change of the model that must change its logits.
 CONTROLS = {
     "Llama 3, sharded": {"rope_theta": 10_000.0},
@@ -71,41 +36,6 @@ CONTROLS = {
     "Mistral, another width of attention": {"norm_eps": 1e-2},
     "Qwen3, padded vocabulary": {"rope_theta": 10_000.0},
 }
-
-
-def make_model(case: str) -> Any:
-    """A model of transformers with random weights."""
-    import transformers
-
-    family, changes, _, dtype = CASES[case]
-    config = getattr(transformers, f"{family}Config")(**(SMALL | changes))
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        mean, std = (1.0, 0.2) if parameter.ndim == 1 else (0.0, 0.1)
-        parameter.data.normal_(mean, std, generator=generator)
-    return model.to(dtype)
-
-
-def save(model: Any, folder: Path, file_size: str) -> Path:
-    model.save_pretrained(folder, max_shard_size=file_size)
-    (folder / "tokenizer.model").write_bytes(tokenizer().model)
-    return folder
-
-
-def stored(folder: Path) -> dict[str, Tensor]:
-    """Every tensor in the files of a Hugging Face folder."""
-    return {
-        name: tensor
-        for file in folder.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
-
-
-def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        one[n].dtype == other[n].dtype and torch.equal(one[n], other[n]) for n in one
-    )
 
 
 def our_logits(checkpoint: str, tokens: Tensor, changes: dict[str, Any]) -> Tensor:

@@ -22,8 +22,8 @@ from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
 from runtime.checkpoints.manifest import verify
 from tests.data_samples import tokenizer
+from tests.huggingface_models import VOCAB, same_bits, save, stored
 from tests.runs import train_run, write_config
-from tests.test_huggingface import VOCAB, same_bits, save, stored
 from tools import export, import_hf
 from tools.huggingface.checkpoint_reader import CheckpointReader, newest
 from tools.huggingface.config import HuggingFaceConfig, config_json, parameters

@@ -1,13 +1,8 @@
 """tools/compile_kernels counts how many programs of a kernel a multiprocessor holds, and how many
 bytes its threads have in flight."""
 
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from tests.test_kernel_compile import compiled
 from tools.compile_kernels.flight import in_flight_amd, in_flight_nvidia, read_amd, read_nvidia
 from tools.compile_kernels.occupancy import Occupancy, bytes_needed, occupancy
 from tools.compile_kernels.targets import TARGETS
@@ -98,83 +93,3 @@ def test_loads_until_their_wait_on_amd(wait: str, most: int) -> None:
     store = "global_store_dwordx4 v[0:1], v[2:5], off"
     code = [load, load, store, f"s_waitcnt {wait}", load, load]
     assert in_flight_amd(read_amd("\n".join(f"\t{row}" for row in code)), {16}) == most
-
-
-# --- compiled kernels -----------------------------------------------------------------------------
-
-SPECIMENS = """
-import torch
-import triton
-import triton.language as tl
-
-from tools.compile_kernels.specimens import Specimen
-
-
-@triton.jit
-def add(X, Y, Z, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(X + i)
-    y = tl.load(Y + i)
-    tl.store(Z + i, x + y)
-
-
-@triton.jit
-def copy(X, Y, Z, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(Z + i, tl.load(X + i))
-
-
-@triton.jit
-def follow(X, Y, Z, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(X + i)
-    y = tl.load(Y + x)
-    tl.store(Z + i, y)
-
-
-@triton.jit
-def hoard(X, Y, Z, n, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, n, BLOCK):
-        x = tl.load(X + start + i)
-        total += x * tl.sum(x, 0)
-    tl.store(Z + i, total)
-
-
-def launch(kernel, warps, block, dtype=torch.float32):
-    kernel[(1,)](*(torch.empty(65536, dtype=dtype) for _ in range(3)), 65536, BLOCK=block,
-                 num_warps=warps)
-
-
-SPECIMENS = [
-    Specimen("sound", lambda: launch(add, 4, 512)),
-    Specimen("follow", lambda: launch(follow, 4, 512, torch.int32), wide=False),
-    Specimen("many registers", lambda: launch(hoard, 1, 64 * 32)),
-    Specimen("tiny block", lambda: launch(copy, 1, 32), wide=False),
-]
-"""
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-def test_kernels_that_use_little_of_a_multiprocessor_are_seen(tmp_path: Path) -> None:
-    """Controls: many registers or tiny blocks leave fewer warps than the sound kernel has; a load
-    whose address is the result of another does not add to the bytes in flight; and tiny blocks of
-    narrow loads have too few of them."""
-    (tmp_path / "few.py").write_text(SPECIMENS)
-    _, reports = compiled(tmp_path, "--specimens", str(tmp_path / "few.py"), "--target", "sm_90")
-    by_name: dict[str, dict[str, Any]] = {report["specimen"]: report for report in reports}
-    sound, registers = by_name["sound"], by_name["many registers"]
-    assert (sound["warps"], sound["limit"]) == (64, "threads")
-    assert registers["registers"] > 128
-    assert registers["limit"] == "registers"
-    assert registers["warps"] < sound["warps"] / 3
-    tiny = by_name["tiny block"]
-    assert (tiny["blocks"], tiny["warps"], tiny["limit"]) == (32, 32, "blocks")
-    # four numbers of each tensor per thread: both are under way at once, unless one must wait
-    assert (sound["in_flight"], by_name["follow"]["in_flight"]) == (32, 16)
-    assert sound["in_flight_at_once"] == 32 * 2048
-    assert tiny["in_flight_at_once"] == 4 * 1024 < tiny["in_flight_needed"]
-    assert [name for name, one in by_name.items() if one["hints"]] == ["tiny block"]
-    assert "4,096 on a multiprocessor, where the memory's bandwidth needs 6,924" in tiny["hints"][0]
-    assert not tiny["faults"]

@@ -3,30 +3,22 @@
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
-from runtime.checkpoints import saving
-from runtime.checkpoints.checkpoint import held_tensors
 from runtime.checkpoints.save import Saver
 from runtime.health.replicas import ReplicasDiffer, check_replicas
-from tests.runs import status_of, train_run, write_config
+from tests.faulty_runs import flip_a_bit, run_with_a_bit_flipped
+from tests.planted import planted
+from tests.runs import status_of, write_config
 from tools.parity.cases import Case
 from tools.parity.run import global_batch
 from tools.ranks import RankError, Ranks
 from training.build import build_stages
 from training.step import TrainStep
-
-
-def flip(tensor: torch.Tensor) -> None:
-    """Flip one bit of the tensor's last number."""
-    tensor.view(torch.int64 if tensor.dtype == torch.float64 else torch.int32).view(-1)[-1] ^= 1
 
 
 def differing(case: Case, rank: int, name: str) -> str:
@@ -42,13 +34,7 @@ def differing(case: Case, rank: int, name: str) -> str:
     step(0, tokens, targets)
     check_replicas(step)
     if dist.get_rank() == rank:
-        flip(
-            next(
-                h.tensor.to_local()
-                for h in held_tensors(step)
-                if name in h.name and h.tensor.to_local().numel()
-            )
-        )
+        flip_a_bit(step, name)
     try:
         check_replicas(step)
     except ReplicasDiffer as found:
@@ -113,37 +99,22 @@ def test_what_is_no_copy_is_not_compared(ranks: Ranks, case: Case) -> None:
     assert set(ranks.run(differing, case.world, case, 1, "down.weight")) == {""}
 
 
-def run_with_a_bit_flipped(config: str) -> str:
-    honest = saving.check_replicas
-    calls = []
+@planted(Saver, "_write")
+def slow_write(write, *arguments):
+    time.sleep(3)  # still writing when the run ends
+    write(*arguments)
 
-    def check(step: TrainStep) -> None:
-        calls.append(None)
-        if len(calls) == 2 and dist.get_rank() == 1:
-            flip(
-                next(
-                    held.tensor.to_local()
-                    for held in held_tensors(step)
-                    if "norm.weight" in held.name
-                )
-            )
-        honest(step)
 
-    write = Saver._write
-
-    def slow(*arguments: Any) -> None:
-        time.sleep(3)  # still writing when the run ends
-        write(*arguments)
-
-    with patch.object(saving, "check_replicas", check), patch.object(Saver, "_write", slow):
-        return train_run([config])
+def run_with_slow_saves(config: str) -> str:
+    with slow_write():
+        return run_with_a_bit_flipped([config])
 
 
 @pytest.mark.thorough
 def test_a_run_ends_before_it_saves_what_differs(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, data, parallel={"tp": 2}, checkpoint={"interval": 2})
     with pytest.raises(RankError, match="copies over tp, hold different numbers"):
-        ranks.run(run_with_a_bit_flipped, 2, config)
+        ranks.run(run_with_slow_saves, 2, config)
     checkpoints = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-00000002"]
     status = status_of(tmp_path)

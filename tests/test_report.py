@@ -6,7 +6,6 @@ import random
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from runtime.checkpoints.save_interval import measured_saves
 from runtime.records.events import FIELDS, append_event, is_whole_event, read_events
 from runtime.records.ledger import account
 from runtime.records.status import read_status, record_failed_start, record_failure
+from tests.report_page import written
 from tests.runs import train_run, write_config
 from tools import plot
 from tools.goodput.measured import measure
@@ -29,50 +29,6 @@ BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 PLANTED = '</pre><script>console.error("planted")</script><img src=http://127.0.0.1:9/planted.png>'
-
-
-class Parsed(HTMLParser):
-    """A page's tags with their attributes, and its text outside of scripts and styles."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text, self._inside = "", ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        self._inside = tag
-
-    def handle_endtag(self, tag: str) -> None:
-        self._inside = ""
-
-    def handle_data(self, data: str) -> None:
-        if self._inside not in ("script", "style"):
-            self.text += data + "\n"
-
-    def count(self, tag: str) -> int:
-        return sum(name == tag for name, _ in self.tags)
-
-    def references(self) -> list[str]:
-        """All addresses that a browser would fetch or follow."""
-        keys = ("src", "href", "xlink:href", "srcset", "data", "action", "poster")
-        found = [
-            value or ""
-            for _, attributes in self.tags
-            for key, value in attributes.items()
-            if key in keys
-        ]
-        return [value for value in found if value != "data:,"]
-
-    def charts(self) -> dict[str, dict]:
-        """Name of its first line → data of each chart."""
-        data = [
-            json.loads(attributes["data-chart"] or "")
-            for _, attributes in self.tags
-            if "data-chart" in attributes
-        ]
-        return {chart["series"][0][0]: chart for chart in data if "series" in chart}
 
 
 @pytest.fixture(scope="module")
@@ -91,17 +47,6 @@ def finished(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory)
     for steps in (3, 6):
         assert ranks.run(train_run, 4, [config, f"train.steps={steps}"]) == [""] * 4
     return folder / "run"
-
-
-def written(run: Path, out: Path) -> Parsed:
-    assert report.main([str(run), "--out", str(out)]) == 0
-    text = out.read_text(encoding="utf-8")
-    parsed = Parsed(text)
-    assert parsed.references() == []
-    assert parsed.count("script") == 1
-    assert "url(" not in text
-    assert "@import" not in text
-    return parsed
 
 
 def test_the_page_has_everything_and_needs_nothing(

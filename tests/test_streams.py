@@ -39,6 +39,7 @@ QUICK = {"zero 3, rank 0", "3D, tied, documents, rank 7", "pp and tp, zb_h1, ran
 ZERO_3 = replace(
     LAYOUTS["3D, zero 3, full recomputation"], activation_checkpointing="none", num_microbatches=2
 )
+EXPERTS = LAYOUTS["ep, shared expert"]
 
 
 # --- the whole step -------------------------------------------------------------------------------
@@ -106,57 +107,31 @@ def nothing(*_: Any) -> None: ...
 
 
 @pytest.mark.parametrize(
-    ("defect", "kind", "said"),
+    ("case", "kind", "said", "defect"),
     [
-        (patch.object(Pending, "wait", lambda pending: pending._tensor), RACE, "over tp"),
-        (patch.object(Transfers, "take", take_without_waiting), RACE, "receive over pp"),
-        (patch.object(FSDPParamGroup, "finalize_backward", nothing), RACE, "square_sum"),
-        (
-            patch.object(FSDPParamGroup, "_wait_all_gather_streams_on_event", nothing),
-            REUSE,
-            "all_gather over dp_shard",
-        ),
-        (patch.object(UpdateGuard, "__call__", guard_that_reads), SYNC, "tests/test_streams.py"),
-        (
-            patch("tools.streams.step.to_device", lambda tensor, _: tensor.to(DEVICE)),
-            SYNC,
-            "without non_blocking",
-        ),
-        (patch("runtime.checkpoints.save.device_thread", plain_thread), THREAD, "the thread save"),
-        (patch.object(SaverWithoutFiles, "_write", write_without_waiting), RACE, "the thread save"),
+        (ZERO_3, RACE, "over tp", patch.object(Pending, "wait", lambda pending: pending._tensor)),
+        (ZERO_3, RACE, "receive over pp", patch.object(Transfers, "take", take_without_waiting)),
+        (ZERO_3, RACE, "square_sum", patch.object(FSDPParamGroup, "finalize_backward", nothing)),
+        (ZERO_3, REUSE, "all_gather over dp_shard",
+         patch.object(FSDPParamGroup, "_wait_all_gather_streams_on_event", nothing)),
+        (ZERO_3, SYNC, "tests/test_streams.py",
+         patch.object(UpdateGuard, "__call__", guard_that_reads)),
+        (ZERO_3, SYNC, "without non_blocking",
+         patch("tools.streams.step.to_device", lambda tensor, _: tensor.to(DEVICE))),
+        (ZERO_3, THREAD, "the thread save",
+         patch("runtime.checkpoints.save.device_thread", plain_thread)),
+        (ZERO_3, RACE, "the thread save",
+         patch.object(SaverWithoutFiles, "_write", write_without_waiting)),
+        (EXPERTS, RACE, "all_to_all over ep",
+         patch.object(Exchange, "_wait", lambda rows: tuple(p._tensor for p in rows.pending))),
+        (EXPERTS, SYNC, "tests/test_streams.py",
+         patch.object(BaseRouter, "preferences", router_that_reads)),
     ],
-    ids=[
-        "wait of tp",
-        "wait for a message",
-        "end of FSDP's backward",
-        "freed gather",
-        "item",
-        "copy to the device",
-        "thread of a save",
-        "wait of a save",
-    ],
-)
-def test_a_defect_in_a_step_is_found(defect: Any, kind: str, said: str) -> None:
-    with defect:
-        findings = alone(check, ZERO_3.config(), ZERO_3.world, 0)["findings"]
-    assert {finding.split(":")[0] for finding in findings} == {kind}
-    assert any(said in finding for finding in findings)
-
-
-@pytest.mark.parametrize(
-    ("defect", "kind", "said"),
-    [
-        (
-            patch.object(Exchange, "_wait", lambda rows: tuple(p._tensor for p in rows.pending)),
-            RACE,
-            "all_to_all over ep",
-        ),
-        (patch.object(BaseRouter, "preferences", router_that_reads), SYNC, "tests/test_streams.py"),
-    ],
-    ids=["wait of rows", "second wait of the host"],
-)
-def test_a_defect_in_a_layer_of_experts_is_found(defect: Any, kind: str, said: str) -> None:
-    case = LAYOUTS["ep, shared expert"]
+    ids=["wait of tp", "wait for a message", "end of FSDP's backward", "freed gather", "item",
+         "copy to the device", "thread of a save", "wait of a save", "wait of rows",
+         "second wait of the host"],
+)  # fmt: skip
+def test_a_defect_in_a_step_is_found(case: Case, kind: str, said: str, defect: Any) -> None:
     with defect:
         findings = alone(check, case.config(), case.world, 0)["findings"]
     assert {finding.split(":")[0] for finding in findings} == {kind}

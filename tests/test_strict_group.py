@@ -16,8 +16,7 @@ from parallel.axes import MeshSizes
 from parallel.pipeline.lower import Exchange, Message, Transfer
 from parallel.pipeline.transfer import Transfers
 from tests.parity_tiers import agrees
-from tests.runs import LAYOUT_3D, losses, metrics_of, train_run, write_config
-from tests.test_train import forget_step_6
+from tests.runs import LAYOUT_3D, forget_step_6, losses, metrics_of, train_run, write_config
 from tools.parity.cases import Case
 from tools.parity.expert_cases import STEPS, extreme_cases
 from tools.ranks import RankError, Ranks

@@ -19,8 +19,7 @@ from data.sources import documents
 from data.text_kept import Kept
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
-from tests.data_samples import SOURCE, tokenizer
-from tests.test_data_tokenizer import HOSTILE
+from tests.data_samples import HOSTILE, SOURCE, tokenizer
 from tools import prepare as prepare_command
 from tools.huggingface.tokenizer import tokenizer_json
 

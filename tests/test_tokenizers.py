@@ -22,9 +22,8 @@ from data.sources import documents
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
 from runtime.checkpoints.manifest import read_manifest
-from tests.data_samples import MANY, SOURCE, tokenizer
+from tests.data_samples import HOSTILE, MANY, SOURCE, tokenizer
 from tests.runs import train_run, write_config
-from tests.test_data_tokenizer import HOSTILE
 from tools import prepare as prepare_command
 from tools.huggingface.checkpoint_reader import newest
 from tools.huggingface.tokenizer import huggingface_files, tokenizer_json

@@ -11,7 +11,7 @@ from runtime.start.topology import (
     tp_bytes_per_step,
     tp_spans_nodes,
 )
-from tests.test_collectives import B, S, one_block
+from tests.counting import B, S, one_block
 from tools.parity.cases import Case
 
 

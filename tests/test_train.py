@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,25 +16,17 @@ from runtime.checkpoints import manifest
 from runtime.checkpoints.manifest import read_manifest
 from tests.runs import (
     copy_of,
+    forget_step_6,
     fresh,
     global_state,
     losses,
     metrics_of,
+    run,
     status_of,
     train_run,
     write_config,
 )
 from tools.ranks import RankError, Ranks
-
-
-def run(ranks: Ranks, world: int, *arguments: str) -> None:
-    messages = ranks.run(train_run, world, list(arguments))
-    assert messages == [""] * world
-
-
-def forget_step_6(folder: Path) -> None:
-    """Delete the last checkpoint, as if the run had died before it."""
-    shutil.rmtree(folder / "run" / "checkpoints" / "step-00000006")
 
 
 def test_a_run_leaves_what_it_promises(ranks: Ranks, data: Path, tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""Batches with documents of every kind, and with targets that some ranks lack, for tests of context
+parallelism."""
+
+import contextlib
+import math
+from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
+
+import torch
+
+from parallel.axes import MeshSizes
+from parallel.context import ContextParallel, Piece
+from tests.planted import planted
+from tokens import IGNORE
+from tools.parity.cases import BATCH, BOS, SEED, SEQ_LEN, Case
+from tools.parity.row import Row
+from tools.parity.run import Expected, compare, reference_model, run_on_ranks
+from tools.ranks import RankError
+
+CP2 = Case(MeshSizes(cp=2))
+WINDOW = {"attention": ("sliding_window", "causal"), "attention_window": 5}
+
+# where documents begin, apart from position 0
+DOCUMENTS = [
+    [],
+    list(range(1, SEQ_LEN)),  # one token each
+    [3, 8, 15],  # of 3, 5, 7 and 1 tokens
+    [1],  # longer than any rank's part
+    [15],
+    [4, 8, 12],  # at edges of chunks (cp 2)
+    [2, 4, 6, 8, 10, 12, 14],  # at all edges (cp 4)
+    [3, 5, 9, 13],  # next to edges
+]
+
+
+def batch(name):
+    """Tokens and targets [BATCH, SEQ_LEN] with all kinds of `DOCUMENTS`, two of them in each pair
+    of rows; some positions have no target."""
+    generator = torch.Generator().manual_seed(3)
+    text = torch.randint(BOS + 1, 251, (BATCH, SEQ_LEN + 1), generator=generator)
+    for row in range(BATCH):
+        text[row, DOCUMENTS[(row + row // 8) % 8]] = BOS
+    tokens, targets = text[:, :-1].contiguous(), text[:, 1:].clone()
+    if name == "rows without":  # of 5 and 6, micro-batches of 2 rows have no target, or in one row
+        targets[torch.arange(BATCH) % 8 > 4] = IGNORE
+    elif name != "all":  # a whole rank has none
+        for chunk in ContextParallel(*TARGETS[name]).chunks(SEQ_LEN):
+            targets[:, chunk.start : chunk.stop] = IGNORE
+    return tokens, targets
+
+
+TARGETS = {  # the rank without targets: cp, rank
+    "first of 2 without": (2, 0),
+    "last of 2 without": (2, 1),
+    "first of 4 without": (4, 0),
+    "second of 4 without": (4, 1),
+}
+
+
+@contextlib.contextmanager
+def given(name, bug=contextlib.nullcontext):
+    with patch("tools.parity.run.global_batch", lambda vocab_size, step: batch(name)), bug():
+        yield
+
+
+def check_batch(ranks, case, name, bug=contextlib.nullcontext):
+    """As `check`, with the batch of this name."""
+    bos = BOS if case.document_mask else None
+    model = reference_model(case.config().model, torch.float64, SEED, bos)
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    loss = model.loss(*batch(name))
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
+    expected = Expected(weights, gradients, loss.item(), norm, [], [], {}, [], {})
+    try:
+        runs = ranks.run(run_on_ranks, case.world, case, 0, partial(given, name, bug))
+    except RankError as error:
+        return Row(case, crash=str(error))
+    return compare(case, runs, expected)
+
+
+def with_rows(case, rows):
+    """The case with micro-batches of `rows` sequences."""
+    return replace(case, num_microbatches=BATCH // case.layout.dp // rows)
+
+
+@planted(Piece, "instead_of_keeping")
+def other_keys_in_backward(instead_of_keeping, self):
+    """What backward gathers again is not what forward gathered."""
+    context = instead_of_keeping(self)
+    if self.local is not None:
+        self.local = self.local * 1.5
+    return context
