@@ -58,10 +58,10 @@ prepared/laptop/index.json: | $(runtime)
 	$(PYTHON) -m tools.prepare --source python-stdlib --tokenizer prepared/laptop.model \
 	  --out prepared/laptop
 
-# Every test matches exactly one of the three -m expressions below (tests/test_tiers.py). Two workers
-# keep two cores busy, because the ranks of a test mostly wait for each other. Each worker starts with
-# half of the tests, and the first to finish takes over some of the other's. So both finish at about
-# the same time, and most files stay with one worker, which creates their fixtures once.
+# Every test matches exactly one of the three -m expressions below. Two workers keep two cores busy,
+# because the ranks of a test mostly wait for each other. Each worker starts with half of the tests,
+# and the first to finish takes over some of the other's. So both finish at about the same time, and
+# most files stay with one worker, which creates their fixtures once.
 workers := -n 2 --dist worksteal
 
 test: $(dev)

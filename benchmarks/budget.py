@@ -4,7 +4,7 @@ least. `python -m benchmarks.budget`
 Runs the training code of one rank on the fake GPU of the rehearsal, where tensors have no data, and
 records every operator (budget_ledger.py) of a Llama 3 8B or 70B block in each mode of activation
 checkpointing, and of a step with each ZeRO stage (budget_cases.py). Prints the tables and writes
-benchmarks/results/budget.json, with which tests/test_budget.py compares the code of today.
+benchmarks/results/budget.json.
 
     python -m benchmarks.budget                 all tables; writes the results
     python -m benchmarks.budget --case block    only cases with this in their names; no results
@@ -38,7 +38,6 @@ from hardware import H100
 from tools.command import CommandParser, run_command
 
 RESULTS = Path(__file__).parent / "results" / "budget.json"
-REWRITE = ".venv/bin/python -m benchmarks.budget"
 FIGURES = ("launches", "bytes", "flops", "waits", "for_nothing", "unread")
 IDENTITY = ("pass", "kind", "name", "where")
 

@@ -2,5 +2,5 @@
 and exercises.
 
 `make docs` draws the pictures and `make exercises` runs the exercises. tests/test_docs.py runs
-every command on every page, and compares its output with the page.
+every command on every page, and compares its output with the page, except for numbers.
 """

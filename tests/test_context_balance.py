@@ -1,11 +1,9 @@
-"""benchmarks/context_balance.py: how evenly the zig-zag divides attention; the recorded figures."""
-
-import json
+"""benchmarks/context_balance.py: how evenly the zig-zag divides attention."""
 
 import pytest
 import torch
 
-from benchmarks.context_balance import RESULTS, SPLITS, contiguous, imbalance, keys_seen, measure
+from benchmarks.context_balance import SPLITS, contiguous, imbalance, keys_seen
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4, 8])
@@ -29,11 +27,3 @@ def test_documents_restart_the_count() -> None:
         seen[:, part.start : part.stop] for r in range(4) for part in SPLITS["zig-zag"](4, r, 256)
     ]
     assert torch.cat(parts, 1).sum() == seen.sum()
-
-
-def test_the_recorded_figures_are_those_of_the_code() -> None:
-    recorded = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
-    for row, computed in zip(recorded, measure(), strict=True):
-        assert row["mean_document"] == computed["mean_document"]
-        for split in SPLITS:
-            assert row[split] == pytest.approx(computed[split], rel=1e-9)

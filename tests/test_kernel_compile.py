@@ -164,16 +164,11 @@ def test_kernels_have_no_faults(target: str) -> None:
 
 @EACH_TARGET
 def test_loads_in_flight_suffice(target: str) -> None:
-    """docs/occupancy.md has these figures."""
     counted = [k for k in kernels(target) if k["in_flight_needed"]]
     assert bool(counted) == target.startswith("sm")
     assert [k["hints"] for k in counted if k["hints"]] == []
     for one in counted:
         assert one["in_flight_at_once"] >= 4 * one["in_flight_needed"], one
-    if counted:
-        fewest = min(counted, key=lambda one: one["warps"])
-        assert (fewest["kernel"], fewest["warps"]) == ("rotary._rotate_kernel", 12)
-        assert fewest["in_flight"] >= 256
 
 
 def launched(file: Path) -> set[str]:

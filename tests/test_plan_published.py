@@ -1,7 +1,8 @@
-"""The planned MFU of published runs is as recorded, and the pages have these figures."""
+"""Planned MFU and memory are near what others have published."""
 
 import json
 import statistics
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import pytest
 from benchmarks import plan_megatron, plan_published
 from benchmarks.plan_published import ROWS
 from benchmarks.published_rows import Row
-from tools.plan.hardware import DEVICES, find_device
+from tools.plan.hardware import DEVICES, GB, find_device
+from tools.plan.layout import Layout
+from tools.plan.peaks import peaks
+from training.load_config import load_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -24,61 +28,37 @@ def test_megatrons_weak_scaling() -> None:
 QUICK_ROWS = [row for row in ROWS if row.pp == 1]  # no pipeline to simulate
 
 
-def test_rows_it_was_not_fitted_on_are_planned_as_recorded() -> None:
-    """Plans for published rows that no constant was fitted to are as recorded, so that a changed
-    constant shows its effect. `python -m benchmarks.plan_published` updates the record."""
-    recorded = json.loads(plan_published.RESULTS.read_text(encoding="utf-8"))
-    assert [(row["system"], row["model"], row["gpus"]) for row in recorded["rows"]] == [
-        (row.system.name, row.model_name, row.gpus) for row in ROWS
-    ]
-    assert recorded["summary"] == plan_published.summary(recorded["rows"])
-    for row, found in zip(ROWS, recorded["rows"], strict=True):
-        assert row.system.source
-        if row in QUICK_ROWS:
-            assert plan_published.compare(row)["predicted_mfu"] == pytest.approx(
-                found["predicted_mfu"], rel=1e-6
-            )
+def test_rows_it_was_not_fitted_on() -> None:
+    """No constant was fitted to these published rows. The bounds leave room for a constant that
+    suits other rows better."""
+    assert all(row.system.source for row in ROWS)
+    errors = [abs(error) for error in points(row for row in QUICK_ROWS if not row.apart)]
+    assert statistics.fmean(errors) < 4.5
+    assert max(errors) < 11
 
 
-def test_the_pages_have_the_recorded_figures() -> None:
-    docs = CONFIGS.parent / "docs"
-    page = "".join(
-        (docs / name).read_text(encoding="utf-8") for name in ("planning.md", "plan_accuracy.md")
-    )
-    found = json.loads(plan_published.RESULTS.read_text(encoding="utf-8"))["summary"]
-    labels = {
-        "all": "all",
-        "comparable": "comparable",
-        "of these, H100": "    of these, H100",
-        "of these, A100": "    of these, A100",
-        "of these, with every setting verified": "    of these, every setting verified",
-        "of these, with context parallelism": "    of these, with context parallelism",
-        "of these, NeMo's": "        of these, NeMo's",
-        "NeMo's, planned without it": "        NeMo's, planned without it",
-        "not comparable: they do other work, or on other machines": "not comparable",
-        "mixtures of experts, comparable": "experts, comparable",
-        "mixtures of experts, not comparable": "experts, not comparable",
-    }
-    assert sorted(labels.values()) == sorted(found)
-    for label, name in labels.items():
-        one = found[name]
-        row = (
-            f"| {label} | {one['rows']} | {one['mean']:.1f} | {one['largest']:.1f} | "
-            f"{one['bias']:+.1f} |"
-        )
-        assert row.replace("-", "−") in page.replace("-", "−"), row
-    searches = json.loads(
-        (plan_published.RESULTS.parent / "plan_search.json").read_text(encoding="utf-8")
-    )["rows"]
-    seconds = {(row["name"], row["gpus"]): row["cpu_seconds"] for row in searches}
-    slowest = seconds["405B, 16,384 sequences", 16384]
-    assert slowest == max(seconds.values())
-    large, hard = seconds["405B", 512], seconds["175B, up to 1536 micro-batches", 64]
-    text = " ".join(page.split())
-    assert (
-        f"16,384 sequences in a batch, takes {slowest:.0f} seconds of a core; 405B on 512 takes "
-        f"{large:.0f}, 175B on 64 A100 with up to 1536 micro-batches {hard:.0f} (" in text
-    )
+A100 = (
+    "train.seq_len=4096 train.global_batch_size=64 train.micro_batch_size=1 "
+    "train.activation_checkpointing=selective model.vocab_size=32000 "
+)
+B7 = f"{A100} model.dim=4096 model.num_layers=32 model.num_heads=32 model.ffn_dim=11008"
+B13 = f"{A100} model.dim=5120 model.num_layers=40 model.num_heads=40 model.ffn_dim=13824"
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "keys"),
+    [
+        (38, f"{B7} model.num_kv_heads=32 parallel.zero_stage=2"),
+        (35, f"{B7} model.num_kv_heads=32 parallel.zero_stage=3"),
+        (48, f"{B13} model.num_kv_heads=40 parallel.zero_stage=3"),
+    ],
+    ids=["7B, ZeRO-2", "7B, FSDP", "13B, FSDP"],
+)
+def test_memory_is_about_what_guides_say(gigabytes: float, keys: str) -> None:
+    """Of 8 A100, in docs/rules_of_thumb.md; not of the rows for which that page gives a reason to
+    differ."""
+    config = load_config(str(CONFIGS / "llama3_8b.yaml"), keys.split())
+    assert max(peaks(Layout(config, 8, 0))) / GB == pytest.approx(gigabytes, rel=0.2)
 
 
 def test_layouts_of_one_mixture_of_experts_are_planned_in_the_published_order() -> None:
@@ -97,11 +77,6 @@ def test_layouts_of_one_mixture_of_experts_are_planned_in_the_published_order() 
         assert [planned for _, planned in sorted(rows)] == sorted(planned for _, planned in rows)
 
 
-def test_experts_on_the_plan_page_are_counted() -> None:
-    page = (CONFIGS.parent / "docs" / "plan_accuracy.md").read_text(encoding="utf-8")
-    assert f"[{sum(row.model.num_experts > 0 for row in ROWS)} rows of their own]" in page
-
-
 def test_a100_has_efficiencies_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The A100 needs its own efficiencies: with those of the H100, the errors of comparable A100
     rows more than double."""
@@ -117,5 +92,9 @@ def test_a100_has_efficiencies_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert mean_error(rows) > 2 * of_its_own
 
 
+def points(rows: Iterable[Row]) -> list[float]:
+    return [plan_published.compare(row)["error_points"] for row in rows]
+
+
 def mean_error(rows: list[Row]) -> float:
-    return statistics.fmean(abs(plan_published.compare(row)["error_points"]) for row in rows)
+    return statistics.fmean(map(abs, points(rows)))

@@ -6,17 +6,19 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import pytest
 
 from errors import UserError
 from tools.plan.__main__ import describe_search
 from tools.plan.candidates import Candidate, candidates
-from tools.plan.hardware import find_device
+from tools.plan.hardware import Device, find_device
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory, batch_bytes
 from tools.plan.peaks import CHECKED, GROWING, peaks, shortened
 from tools.plan.search import ALIKE, Found, Result, describe, rows, search
+from training.config import Config
 from training.load_config import load_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -129,6 +131,47 @@ def test_bounds_are_bounds_and_near_where_schedules_repeat_themselves() -> None:
     assert median(ratios) > 0.9
 
 
+# --- a space so small that every layout is counted and simulated ----------------------------------
+
+
+class Small(NamedTuple):
+    config: Config
+    device: Device
+    every: list[tuple[Candidate, Found]]
+
+
+@pytest.fixture(scope="module")
+def small() -> Small:
+    keys = [*SMALL.split(), "model.num_layers=4", "train.global_batch_size=8"]
+    config = load_config(str(CONFIGS / "llama3_70b.yaml"), keys)
+    device = find_device("h100")
+    every = [(one, Found(one.config(), 4, device)) for one in candidates(config, 4, device)]
+    # so that half of the layouts do not fit
+    room = median(found.peak for _, found in every)
+    device = replace(device, memory_bytes=device.memory_bytes - device.room + room)
+    return Small(config, device, every)
+
+
+def starts(found: Found) -> bool:
+    try:
+        found.config.validate(found.world)
+    except UserError:
+        return False
+    return True
+
+
+def test_the_search_finds_the_fastest_of_all_that_fit(small: Small) -> None:
+    fit = [one for _, one in small.every if one.peak <= small.device.room and starts(one)]
+    assert 0 < len(fit) < len(small.every)
+    best = min(fit, key=lambda one: (one.seconds, one.peak))
+    found = search(small.config, 4, small.device).best[0]
+    assert (found.seconds, found.peak) == (best.seconds, best.peak)
+
+
+def test_no_bound_exceeds_what_it_bounds(small: Small) -> None:
+    assert [one for one, found in small.every if not one.kept <= one.bound <= found.peak] == []
+
+
 # --- searches in which few layouts fit ------------------------------------------------------------
 
 
@@ -202,19 +245,6 @@ def test_where_states_alone_do_not_fit_no_layout_is_looked_at(
 
 # --- output ---------------------------------------------------------------------------------------
 
-TEN = """
-15.166  75.16  tp 2 pp 1 dp_shard 4 · 1f1b · micro-batch 2 · zero 1
-15.245  75.10  tp 1 pp 2 dp_shard 4 · dualpipe_v×2, balanced · micro-batch 1 · zero 1 · selective
-15.247  70.01  tp 1 pp 2 dp_shard 4 · zb_v×2, balanced · micro-batch 1 · zero 1 · selective
-15.280  76.31  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×17, light ends · micro-batch 1 · zero 1
-15.300  69.24  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×16, balanced · micro-batch 1 · zero 1 · selective
-15.302  69.37  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×6, balanced · micro-batch 1 · zero 1 · selective
-15.302  69.38  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×7, balanced · micro-batch 1 · zero 1 · selective
-15.303  69.38  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×8, balanced · micro-batch 1 · zero 1 · selective
-15.306  75.26  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×16 · micro-batch 1 · zero 1
-15.311  70.20  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×5, balanced · micro-batch 1 · zero 1 · selective
-"""  # noqa: E501  (all with dp_replicate 1, and without recomputation unless it is named)
-
 
 @pytest.fixture(scope="module")
 def eight() -> Result:
@@ -222,16 +252,9 @@ def eight() -> Result:
     return search(load_config(str(CONFIGS / "llama3_8b.yaml"), []), 8, find_device("h100"))
 
 
-def test_the_ten_fastest(eight: Result) -> None:
-    """The ten fastest layouts are literal, so that a change of
-    the search that loses one of them is seen."""
-    same = " dp_replicate 1", " · none"
-    assert all(same[0] in one.describe() for one in eight.best)
-    assert TEN.strip().splitlines() == [
-        f"{one.seconds:.3f}  {one.peak / 1e9:.2f}  "
-        + one.describe().replace(same[0], "").removesuffix(" checkpointing").removesuffix(same[1])
-        for one in eight.best
-    ]
+def test_the_8b_file_is_nearly_as_fast_as_the_fastest(eight: Result) -> None:
+    file = Found(load_config(str(CONFIGS / "llama3_8b.yaml"), []), 8, find_device("h100"))
+    assert file.seconds < 1.05 * eight.best[0].seconds
 
 
 def test_layouts_that_hardly_differ_are_one_row(eight: Result) -> None:
@@ -252,12 +275,11 @@ def test_layouts_that_hardly_differ_are_one_row(eight: Result) -> None:
             == 1
         )
     many = max(shown, key=len)
-    assert len(many) >= 4
-    assert "interleaved_1f1b×3/4/5/6/7/8/16, balanced" in describe(many)
+    assert len(many) > 1
+    assert re.search(r"\w/\w", describe(many))  # the values in which they differ
     text = describe_search(eight)
     assert f"{many[0].seconds:.3f}-{many[-1].seconds:.3f}" in text
     assert f"({len(many)} layouts)" in text
-    assert text.count("interleaved_1f1b×") < 6
 
 
 def test_what_differs_more_is_another_row(eight: Result) -> None:

@@ -11,6 +11,10 @@
 A command continues after a backslash, up to the end of its here-document, or after -c ' up to a
 line with the closing '. A command marked `# not run: REASON` is only parsed.
 
+Numbers are not compared, because an honest change of the code moves many of them: a figure on a
+page is what its command printed when the page was written. Words, names and the order of lines are
+compared, and the command must succeed.
+
 In ```bash blocks every line is a command, without `$ `, and the page shows no output.
 
 Commands run at the root of a copy of the repository. A command that only runs Python runs in a
@@ -32,7 +36,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
 from tools.ranks import PRELOAD
@@ -106,40 +109,25 @@ def commands(page: Path) -> list[Command]:
     return found
 
 
-COMMENT = "#     "  # starts a line with a command or its output in a configuration's comments
-
-
-def commands_in_comments(file: Path) -> list[Command]:
-    """All commands in the comments of a configuration, where they and their output are indented by
-    four spaces."""
-    found: list[Command] = []
-    shown = [
-        line.removeprefix(COMMENT) if line.startswith(COMMENT) else None
-        for line in file.read_text("utf-8").splitlines()
-    ]
-    for i, line in enumerate(shown):
-        if line is not None and line.startswith("$ "):
-            output = takewhile(
-                lambda row: row is not None and not row.startswith("$ "), shown[i + 1 :]
-            )
-            found.append(
-                Command(
-                    file.name, i + 1, line.removeprefix("$ "), "\n".join(filter(None, output)), ""
-                )
-            )
-    return found
+NUMBER = re.compile(r"\d[\d,.]*")
 
 
 def matches(shown: str, printed: str) -> bool:
-    """Whether a command printed what the page shows, ignoring blank lines and spaces at the ends of
-    lines."""
-    pattern = ""
-    for row in filter(None, map(str.rstrip, shown.splitlines())):
-        pattern += (
-            r"(?:.*\n)*?" if row == "…" else ".*?".join(map(re.escape, row.split("…"))) + r"\n"
+    """Whether a command printed what the page shows; numbers, empty lines and the amount of space
+    between words are not compared."""
+    shown, printed = (
+        "".join(
+            f"{' '.join(NUMBER.sub('0', row).split())}\n"
+            for row in text.splitlines()
+            if row.strip()
         )
-    rows = "".join(f"{row}\n" for row in filter(None, map(str.rstrip, printed.splitlines())))
-    return re.fullmatch(pattern, rows) is not None
+        for text in (shown, printed)
+    )
+    pattern = "".join(
+        r"(?:.*\n)*?" if row == "…" else ".*?".join(map(re.escape, row.split("…"))) + r"\n"
+        for row in shown.splitlines()
+    )
+    return re.fullmatch(pattern, printed) is not None
 
 
 def copy_tree(folder: Path) -> Path:

@@ -2,7 +2,6 @@
 
 __main__.py    the command
 step.py        runs the real step of one rank on the pretended device
-layouts.py     the layouts of the table of overlaps, and the comparison with it
 watch.py       issues every operator on the current stream
 device.py      streams, events, and one current device per thread
 nccl.py        collectives and messages, on the streams that NCCL's group uses

@@ -1,15 +1,13 @@
 """Checks the streams, memory and threads of a rank's step without a GPU, and shows what hides each
 collective.
 
-    python -m tools.streams configs/laptop.yaml --rank 4   one rank of a job
-    python -m tools.streams                                two ranks of each layout of the table
-    python -m tools.streams --write                        the same, and writes the table again
+    python -m tools.streams configs/laptop.yaml --rank 4
 
 The step is the real one (FSDP2, the pipeline's runner, the collectives, the optimizer), on a
 pretended device that records what each stream waits for. Reported are accesses to memory that no
 wait orders, memory that is freed while a stream uses it, waits of the host inside a step, and
-threads on a wrong device. The exit status is 1 if there is any of these, or if an overlap is not as
-in the table (layouts.py). The times are those of a device's data sheet; nothing is measured.
+threads on a wrong device. The exit status is 1 if there is any of these. The times are those of a
+device's data sheet; nothing is measured.
 """
 
 import sys
@@ -21,15 +19,6 @@ from tools.plan.hardware import find_device
 from tools.plan.layout import world_of
 from tools.rehearse.__main__ import ranks_asked_for
 from tools.rehearse.rank import alone, check_can_be_rehearsed
-from tools.streams.layouts import (
-    KEYS,
-    Table,
-    differences,
-    read_table,
-    report_of,
-    table_of,
-    write_table,
-)
 from tools.streams.step import check
 from training.layouts import valid_layout
 from training.load_config import load_config
@@ -55,44 +44,17 @@ def describe(report: dict[str, Any], device: str) -> str:
     return "\n".join(lines)
 
 
-def check_layouts(write: bool) -> int:
-    """Check every layout, and compare it with the table, or write the table. Returns the exit
-    status."""
-    kept, found = {} if write else read_table(), Table()
-    wrong = False
-    for name in KEYS:
-        report = report_of(name)
-        found[name] = table_of(report)
-        problems = list(report["findings"])
-        if not write:
-            problems += differences(kept.get(name, {}), found[name])
-        good = "written" if write else "as expected"
-        print(f"{name}: " + ("; ".join(problems) or good), flush=True)
-        wrong = wrong or bool(problems)
-    if write:
-        write_table(found)
-    return int(wrong)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.streams", description=__doc__)
-    parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", help="a configuration file (default: all layouts)"
-    )
+    parser.add_argument("config", metavar="CONFIG", help="a configuration file")
     add_overrides(parser)
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank (default: 0)")
     parser.add_argument("--gpus", type=int, metavar="N", help="number of ranks")
     parser.add_argument(
         "--device", default="h100", metavar="NAME", help="whose rates give times (default: h100)"
     )
-    parser.add_argument("--write", action="store_true", help="write the table of overlaps again")
     options = parser.parse_intermixed_args(arguments)
     try:
-        if options.config is None:
-            return check_layouts(options.write)
-        if options.write:
-            why = "the table has its own layouts"
-            raise UserError("--write", options.config, why, "give no configuration with it")
         config = load_config(options.config, options.overrides)
         config, world = valid_layout(config, world_of(options.config, config, options.gpus))
         (rank,) = ranks_asked_for(config, world, options.rank)

@@ -1,0 +1,113 @@
+"""How much code a reader must read to follow one step of 3D training, from the loop to the updated
+weights: `python -m tests.reading_path` prints the lines of each file.
+
+It runs a step on 8 ranks (pp 2 × dp_shard 2 × tp 2) and records every function of this repository
+that a rank enters. To be read are these functions, the beginnings of their classes and the
+docstrings of their files. The fused kernels are left out, because `rms_norm(x)` can be understood
+without its code.
+"""
+
+import ast
+import os
+import sys
+from collections import defaultdict
+from pathlib import Path
+from types import FrameType
+
+from parallel.axes import MeshSizes
+from parallel.mesh import build_mesh
+from tools.parity.cases import Case
+from tools.parity.run import global_batch
+from tools.ranks import Ranks
+from training.build import build_stages
+from training.step import TrainStep
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("model", "parallel", "training")
+LEFT_OUT = "model/kernels"
+
+
+def entered(case: Case) -> set[tuple[str, int]]:
+    """(file, first line) of each function that this rank enters in a step."""
+    seen: set[tuple[str, int]] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        file = os.path.relpath(frame.f_code.co_filename, ROOT)
+        if event == "call" and file.startswith(ROOMS) and not file.startswith(LEFT_OUT):
+            seen.add((file, frame.f_code.co_firstlineno))
+
+    config = case.config()
+    mesh = build_mesh(config.parallel.mesh_sizes(case.world), "cpu")
+    train = TrainStep(config, mesh, build_stages(config, mesh))
+    rows = [t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)]
+    sys.setprofile(note)
+    try:
+        train(0, *rows)
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def to_read(file: Path, first_lines: set[int]) -> set[int]:
+    """The numbers of the lines to read in a file: the functions that begin at `first_lines`, their
+    classes up to the first method, and the file's docstring."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    lines = set(docstring_lines(tree))
+
+    def visit(node: ast.AST) -> bool:
+        found = False
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef):
+                begin = min([child.lineno, *(d.lineno for d in child.decorator_list)])
+                if begin in first_lines or visit(child):
+                    lines.update(range(begin, (child.end_lineno or begin) + 1))
+                    found = True
+            elif isinstance(child, ast.ClassDef):
+                if visit(child):
+                    functions = [f.lineno for f in child.body if isinstance(f, ast.FunctionDef)]
+                    lines.update(range(child.lineno, min(functions)))
+                    found = True
+            else:
+                found |= visit(child)
+        return found
+
+    visit(tree)
+    return lines
+
+
+def docstring_lines(tree: ast.Module) -> range:
+    first = tree.body[0]
+    has_one = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return range(first.lineno, (first.end_lineno or 0) + 1) if has_one else range(0)
+
+
+def lines_to_read(ranks: Ranks) -> dict[str, int]:
+    """File → the number of its lines to read."""
+    case = Case(MeshSizes(pp=2, dp_shard=2, tp=2), dtype="float32")
+    by_file: dict[str, set[int]] = defaultdict(set)
+    for seen in ranks.run(entered, 8, case):
+        for file, line in seen:
+            by_file[file].add(line)
+    loop = ast.parse((ROOT / "train.py").read_text(encoding="utf-8"))
+    functions = {node.lineno for node in loop.body if isinstance(node, ast.FunctionDef)}
+    schedules = ROOT / "parallel/pipeline/schedules.py"
+    (one,) = (
+        node.decorator_list[0].lineno
+        for node in ast.parse(schedules.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.name == "one_forward_one_backward"
+    )
+    by_file |= {"train.py": functions, "parallel/pipeline/schedules.py": {one}}
+    return {file: len(to_read(ROOT / file, lines)) for file, lines in by_file.items()}
+
+
+def main() -> None:
+    with Ranks(8) as ranks:
+        counts = lines_to_read(ranks)
+    for file, lines in sorted(counts.items(), key=lambda pair: -pair[1]):
+        print(f"{lines:5} {file}")
+    whole = sum(len((ROOT / f).read_text(encoding="utf-8").splitlines()) for f in counts)
+    print(f"{sum(counts.values())} lines in {len(counts)} files, which have {whole} in all")
+
+
+if __name__ == "__main__":
+    main()
