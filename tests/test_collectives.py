@@ -214,7 +214,11 @@ def test_zero_stage_0_only_reduces_gradients(ranks):
 
 @pytest.mark.parametrize(
     ("layout", "sequence_parallel"),
-    [(MeshSizes(pp=4), True), (MeshSizes(pp=2, tp=2), True), (MeshSizes(pp=2, tp=2), False)],
+    [
+        (MeshSizes(pp=3, dp_shard=2), True),
+        (MeshSizes(pp=2, tp=2), True),
+        (MeshSizes(pp=2, tp=2), False),
+    ],
     ids=str,
 )
 def test_pipeline_sends_one_message_per_boundary_and_microbatch(ranks, layout, sequence_parallel):
@@ -222,9 +226,10 @@ def test_pipeline_sends_one_message_per_boundary_and_microbatch(ranks, layout, s
     each. The first and the last rank have one neighbour, the others two. (test_schedule.py counts
     the messages of other schedules.)"""
     case = Case(layout, sequence_parallel=sequence_parallel, num_microbatches=M)
-    message = SEQ_LEN // (layout.tp if sequence_parallel else 1) * (BATCH // M) * 32 * DOUBLE
-    for rank, (axes, _) in enumerate(ranks.run(one_step, 4, case)):
-        neighbours = 1 if rank // layout.tp in (0, layout.pp - 1) else 2
+    length = SEQ_LEN // (layout.tp if sequence_parallel else 1)
+    message = length * (BATCH // layout.dp // M) * 32 * DOUBLE
+    for rank, (axes, _) in enumerate(ranks.run(one_step, case.world, case)):
+        neighbours = 1 if rank * layout.pp // case.world in (0, layout.pp - 1) else 2
         once = (neighbours * M, neighbours * M * message)
         assert axes["pp"].pop("all_reduce") == (1, DOUBLE)  # distributes the last stage's loss
         assert axes["pp"] == {"send": once, "recv": once}
