@@ -40,15 +40,16 @@ class Case(NamedTuple):
     world: int
     rank: int
     overrides: str
-    quick: bool = False  # cheap, and each different: tests/test_plan.py uses these
+    # "test" or "thorough", if it is cheap: tests/test_plan.py uses these, with half as many layers
+    tier: str = ""
 
 
 CASES = [
     Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2"),
-    Case("llama3_70b", 8, 7, "parallel.tp=2 parallel.pp=2 parallel.zero_stage=2", quick=True),
-    Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 parallel.zero_stage=3", quick=True),
+    Case("llama3_70b", 8, 7, "parallel.tp=2 parallel.pp=2 parallel.zero_stage=2", tier="test"),
+    Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 parallel.zero_stage=3", tier="thorough"),
     Case("llama3_70b", 8, 7,
-         "parallel.tp=2 parallel.pp=2 parallel.zero_stage=3 parallel.fsdp_unit=stage", quick=True),
+         "parallel.tp=2 parallel.pp=2 parallel.zero_stage=3 parallel.fsdp_unit=stage", tier="test"),
     Case("llama3_70b", 8, 7, "parallel.tp=2 parallel.pp=2 parallel.schedule=zb_h1"),
     Case(
         "llama3_70b",
@@ -56,7 +57,7 @@ CASES = [
         7,
         "parallel.tp=2 parallel.pp=2 parallel.schedule=zb_v parallel.stages_per_rank=2 "
         "parallel.zero_stage=3",
-        quick=True,
+        tier="test",
     ),
     Case(
         "llama3_70b",
@@ -80,7 +81,7 @@ CASES = [
         31,
         "parallel.tp=8 parallel.pp=2 parallel.schedule=interleaved_1f1b "
         "parallel.stages_per_rank=2 model.vocab_size=8190",
-        quick=True,
+        tier="test",
     ),
     Case(
         "llama3_70b",
@@ -95,7 +96,7 @@ CASES = [
         7,
         "parallel.tp=2 parallel.pp=2 train.activation_checkpointing=selective "
         "train.micro_batch_size=2",
-        quick=True,
+        tier="test",
     ),
     Case("llama3_70b", 32, 31,
          "parallel.tp=2 parallel.pp=2 parallel.dp_replicate=2 model.tie_embeddings=true"),
@@ -106,12 +107,12 @@ CASES = [
         0,
         "parallel.tp=2 parallel.pp=2 parallel.dp_replicate=2 parallel.zero_stage=0 "
         "train.dtype=float32",
-        quick=True,
+        tier="test",
     ),
     Case("llama3_70b", 8, 0,
          "parallel.tp=1 parallel.pp=1 parallel.zero_stage=3 train.activation_checkpointing=full"),
     Case("llama3_70b", 8, 7, "parallel.tp=8 parallel.pp=1 parallel.sequence_parallel=false"),
-    Case("llama3_70b", 8, 7, "parallel.tp=8 parallel.pp=1 parallel.tp_pieces=2", quick=True),
+    Case("llama3_70b", 8, 7, "parallel.tp=8 parallel.pp=1 parallel.tp_pieces=2", tier="test"),
     Case("llama3_70b", 8, 0,
          "parallel.tp=4 parallel.pp=2 parallel.tp_pieces=4 parallel.schedule=zb_h1 "
          "train.activation_checkpointing=selective"),
@@ -120,7 +121,8 @@ CASES = [
     Case("llama3_70b", 256, 0, "whole train.global_batch_size=64"),
     Case("llama3_405b", 2048, 0, "train.global_batch_size=128"),
     Case("llama3_70b", 8, 0,
-         "parallel.tp=2 parallel.pp=2 model.qk_norm=true model.attention_dim=1024", quick=True),
+         "parallel.tp=2 parallel.pp=2 model.qk_norm=true model.attention_dim=1024",
+         tier="thorough"),
     Case(
         "llama3_70b",
         32,
@@ -128,11 +130,11 @@ CASES = [
         "parallel.tp=8 parallel.pp=2 parallel.sequence_parallel=false parallel.schedule=zb_h1 "
         "train.activation_checkpointing=selective model.qk_norm=true model.attention_dim=1024 "
         "model.rope_scaling_factor=8",
-        quick=True,
+        tier="test",
     ),
     Case("llama3_70b", 8, 0,
          "parallel.tp=2 parallel.pp=2 parallel.zero_stage=2 optimizer.pure_bfloat16=true",
-         quick=True),
+         tier="test"),
     Case(
         "llama3_70b",
         2,
@@ -140,7 +142,7 @@ CASES = [
         "parallel.tp=1 parallel.pp=1 parallel.zero_stage=3 optimizer.pure_bfloat16=true "
         "train.activation_checkpointing=full model.num_layers=24 train.seq_len=64 "
         "model.vocab_size=256",
-        quick=True,
+        tier="thorough",
     ),
     Case(
         "llama3_70b",
@@ -163,43 +165,41 @@ CASES = [
          "parallel.tp=2 parallel.pp=2 data.document_mask=true train.micro_batch_size=2"),
     Case("llama3_70b", 4, 1, "parallel.tp=2 parallel.pp=1 model.tie_embeddings=true"),
     # weights that no rank shares
-    Case("llama3_70b", 1, 0, "parallel.tp=1 parallel.pp=1", quick=True),
+    Case("llama3_70b", 1, 0, "parallel.tp=1 parallel.pp=1", tier="test"),
     Case("llama3_70b", 1, 0, "parallel.tp=1 parallel.pp=1 optimizer.pure_bfloat16=true",
-         quick=True),
+         tier="thorough"),
     Case("llama3_70b", 4, 3, "parallel.tp=2 parallel.pp=2 parallel.schedule=zb_h1 "
-         "train.activation_checkpointing=selective", quick=True),
+         "train.activation_checkpointing=selective", tier="thorough"),
     Case("llama3_70b", 2, 0, "parallel.tp=1 parallel.pp=2 parallel.schedule=zb_v "
          "parallel.stages_per_rank=2 optimizer.pure_bfloat16=true model.tie_embeddings=true"),
     Case("llama3_70b", 1, 0, "parallel.tp=1 parallel.pp=1 train.global_batch_size=1 "
-         "optimizer.pure_bfloat16=true parallel.reduce_dtype=bfloat16", quick=True),
+         "optimizer.pure_bfloat16=true parallel.reduce_dtype=bfloat16", tier="test"),
     # sequences split over ranks
     Case("llama3_70b", 4, 3,
-         "parallel.tp=1 parallel.pp=1 parallel.cp=4 data.document_mask=true", quick=True),
+         "parallel.tp=1 parallel.pp=1 parallel.cp=4 data.document_mask=true", tier="test"),
     Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 parallel.cp=2 data.document_mask=true "
          "train.micro_batch_size=2"),
     Case("llama3_70b", 8, 5, "parallel.tp=2 parallel.pp=1 parallel.cp=2 parallel.zero_stage=3 "
-         "train.activation_checkpointing=full", quick=True),
+         "train.activation_checkpointing=full", tier="thorough"),
     Case("llama3_70b", 32, 10, "parallel.tp=2 parallel.pp=2 parallel.cp=2 parallel.dp_replicate=2 "
-         "parallel.zero_stage=2 train.activation_checkpointing=selective", quick=True),
+         "parallel.zero_stage=2 train.activation_checkpointing=selective", tier="test"),
     Case("llama3_70b", 16, 11, "parallel.tp=1 parallel.pp=2 parallel.cp=4 parallel.dp_replicate=2 "
          "parallel.dp_shard=1 parallel.zero_stage=0 model.tie_embeddings=true"),
     # experts
     Case("llama3_70b", 8, 0,
-         f"parallel.tp=2 parallel.pp=1 parallel.ep=4 parallel.zero_stage=3 {EXPERTS}", quick=True),
+         f"parallel.tp=2 parallel.pp=1 parallel.ep=4 parallel.zero_stage=3 {EXPERTS}", tier="test"),
     Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=1 parallel.ep=1 parallel.zero_stage=3 "
-         f"train.activation_checkpointing=full train.seq_len=64 {EXPERTS}", quick=True),
+         f"train.activation_checkpointing=full train.seq_len=64 {EXPERTS}", tier="thorough"),
     Case("llama3_70b", 8, 5, "parallel.tp=1 parallel.pp=2 parallel.ep=4 parallel.zero_stage=2 "
          f"parallel.schedule=zb_h1 {EXPERTS} model.num_experts=16 model.expert_ffn_dim=384 "
-         "model.num_shared_experts=1 model.num_dense_layers=1", quick=True),
+         "model.num_shared_experts=1 model.num_dense_layers=1", tier="test"),
     Case("llama3_70b", 16, 3, "parallel.tp=2 parallel.pp=2 parallel.cp=2 parallel.ep=8 "
          f"train.activation_checkpointing=selective {EXPERTS}"),
     Case("llama3_70b", 4, 0, f"parallel.tp=1 parallel.pp=1 parallel.ep=4 {EXPERTS}"),
 ]  # fmt: skip
 
 
-def compare(
-    name: str, world: int, rank: int, overrides: str, quick: bool = False
-) -> dict[str, Any]:
+def compare(name: str, world: int, rank: int, overrides: str, tier: str = "") -> dict[str, Any]:
     """The row of one case."""
     keys = overrides.split()
     if name == "llama3_70b":

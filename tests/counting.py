@@ -15,10 +15,9 @@ from model.transformer import Block
 from parallel.context import PIECES, ContextParallel
 from parallel.layer import TensorParallel
 from parallel.mesh import Mesh, build_mesh
-from tools.parity.cases import BATCH, BOS, SEQ_LEN
-from tools.parity.run import global_batch, heads_in_pieces
-from training.build import build_stages
-from training.step import TrainStep
+from tests.steps import make_step, rows_of
+from tools.parity.cases import BATCH, SEQ_LEN
+from tools.parity.run import heads_in_pieces
 
 S, B = 8, 2  # sequence and micro-batch of `one_block`
 KINDS = {  # c10d's operator → kind; the largest tensor of each call is the whole tensor
@@ -150,12 +149,9 @@ def one_block(case):
 
 def sent_over_cp(case, training):
     """The collectives over cp of a step's forward and backward, or of an evaluation."""
-    config = case.config()
-    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
-    step = TrainStep(config, mesh, build_stages(config, mesh), BOS)
-    rows = [t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)]
-    with heads_in_pieces(), Listener(mesh) as listener:
-        step.forward_backward(*rows) if training else step.evaluate(*rows)
+    step = make_step(case)
+    with heads_in_pieces(), Listener(step.mesh) as listener:
+        step.forward_backward(*rows_of(step)) if training else step.evaluate(*rows_of(step))
     return listener.count("cp")
 
 

@@ -1,41 +1,88 @@
-"""Which of many parity cases the first tier of tests runs."""
+"""Which of many parity cases `make test` runs, and the one assertion about a case."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
 from parallel.axes import MeshSizes
+from tools.parity.cases import covering_cases, pairs_of
 from tools.parity.chosen import schedule_cases
+from tools.parity.row import line
+from tools.parity.run import check
 
-# Every schedule with pp 4 and tp 2: in `make test` with up to two stages per rank and twice as many
-# micro-batches as ranks; in the thorough tests with every number of stages and four times as many.
-# The whole matrix has the rest.
+# Every schedule with pp 4: in `make test` without another axis, with up to two stages per rank and
+# twice as many micro-batches as ranks; in the thorough tests with tp 2, every number of stages and
+# four times as many. The whole matrix has the rest.
 ROWS = [case for case in schedule_cases((8,)) if case.layout == MeshSizes(pp=4, tp=2)]
 DEEP = {
-    case.schedule: case for case in ROWS if case.stages_per_rank <= 2 and case.num_microbatches == 8
+    case.schedule: replace(case, layout=MeshSizes(pp=4))
+    for case in ROWS
+    if case.stages_per_rank <= 2 and case.num_microbatches == 8
 }
 DEEPER = [*DEEP.values(), *(case for case in ROWS if case.num_microbatches == 16)]
+
+
+NEEDS = {  # option → the axis that it is for
+    **dict.fromkeys(("sequence_parallel", "tp_pieces"), "tp"),
+    **dict.fromkeys(("pipeline", "layers"), "pp"),
+    **dict.fromkeys(("zero_stage", "fsdp_unit", "cpu_offload"), "data"),
+}
+
+
+class Covering:
+    """Cases in which every two values of different options occur together.
+
+    few: some of them, in which every value of every option occurs.
+    """
+
+    def __init__(self, values: Mapping[str, Sequence[object]]) -> None:
+        self.values = values
+        cases, self.impossible = covering_cases(values)
+        self.pairs = {case: pairs_of(case, values) for case in cases}
+        self.few = self._each_value_once()
+
+    def _each_value_once(self):
+        """Chosen greedily: the next case has the most new values for its price. A value counts
+        only where its option has an effect."""
+        values = {case: effective(case, values_of(mine)) for case, mine in self.pairs.items()}
+        prices = {case: price(case) for case in values}
+        left = set().union(*values.values())
+        chosen = []
+        while left:
+            chosen.append(max(values, key=lambda case: len(values[case] & left) / prices[case]))
+            left -= values[chosen[-1]]
+        return chosen
+
+
+def effective(case, values):
+    """Without the values of options for an axis that the layout does not have."""
+    at = case.layout
+    sizes = {"tp": at.tp, "pp": at.pp, "data": at.dp * at.cp}
+    return {(name, value) for name, value in values if sizes.get(NEEDS.get(name), 2) > 1}
+
+
+def price(case):
+    """About how long a step takes: ranks times (building and FSDP, and layers run forward)."""
+    layers = case.config().model.num_layers
+    return case.world * (4 + layers / case.layout.pp * case.num_microbatches)
 
 
 def values_of(pairs):
     return {value for pair in pairs for value in pair}
 
 
-def each_value_once(pairs):
-    """A few cases, in which every value of every option occurs. They are chosen greedily: the next
-    is the case with the most new values.
-
-    pairs: of all cases, their pairs of option values.
-    """
-    values = {case: values_of(mine) for case, mine in pairs.items()}
-    left = set().union(*values.values())
-    chosen = []
-    while left:
-        chosen.append(max(values, key=lambda case: len(values[case] & left)))
-        left -= values[chosen[-1]]
-    return chosen
-
-
 def thorough_but(kept, cases):
-    """`cases` as test parameters, with all that are not in `kept` marked thorough."""
+    """`cases` as test parameters (a tuple has several), with all that are not in `kept` marked
+    thorough."""
     return [
-        case if case in kept else pytest.param(case, marks=pytest.mark.thorough) for case in cases
+        case
+        if case in kept
+        else pytest.param(*(case if type(case) is tuple else [case]), marks=pytest.mark.thorough)
+        for case in cases
     ]
+
+
+def agrees(ranks, case, steps=0, **options):
+    row = check(ranks, case, steps, **options)
+    assert not row.failures(), line(row, steps)

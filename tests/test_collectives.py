@@ -2,6 +2,7 @@
 collectives and their bytes."""
 
 import math
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -16,11 +17,10 @@ from parallel.data import fsdp_modules
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
 from tests.counting import B, Listener, S, one_block
+from tests.parity_tiers import thorough_but
+from tests.steps import make_step, rows_of
 from tokens import IGNORE
 from tools.parity.cases import BATCH, SEQ_LEN, Case
-from tools.parity.run import global_batch
-from training.build import build_stages
-from training.step import TrainStep
 
 DOUBLE = 8  # bytes of a float64
 
@@ -124,95 +124,67 @@ def test_loss_talks_about_tokens_not_logits(ranks, tp):
 def one_step(case):
     """The collectives of the second training step by axis, and the bytes of this rank's unsharded
     weights by FSDP unit."""
-    config = case.config()
-    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
-    stages = build_stages(config, mesh)
-    step = TrainStep(config, mesh, stages)
-    tokens, targets = (
-        t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)
-    )
-    step(0, tokens, targets)
-    with Listener(mesh) as listener:
-        step(1, tokens, targets)
-    units = [
-        module for stage in stages.values() for module in (stage.embedding, *stage.blocks.values())
-    ]
-    sizes = [
-        sum(p.numel() for p in unit.parameters()) * DOUBLE for unit in units if unit is not None
-    ]
-    for stage in stages.values():
-        if stage.norm is not None:
-            sizes.append(sum(p.numel() for p in (stage.norm.weight, stage.head.weight)) * DOUBLE)
-    return {
-        axis: listener.count(axis)
-        for axis in ("dp_replicate", "dp_shard", "tp", "pp", "world", "other")
-    }, sizes
+    step = make_step(case)
+    step(0, *rows_of(step))
+    with Listener(step.mesh) as listener:
+        step(1, *rows_of(step))
+    units = []
+    for stage in step.stages.values():
+        modules = [stage.embedding, *stage.blocks.values()]
+        units += [list(module.parameters()) for module in modules if module is not None]
+        units += [[stage.norm.weight, stage.head.weight]] if stage.norm is not None else []
+    axes = ("dp_replicate", "dp_shard", "tp", "pp", "world", "other")
+    sizes = [sum(p.numel() for p in unit) * DOUBLE for unit in units]
+    return {axis: listener.count(axis) for axis in axes}, sizes
 
 
-M = 4  # micro-batches
+M = 2  # micro-batches
+UNITS = {"block": 4, "stage": 1}  # FSDP's units: embedding, two blocks, norm and head
+BACKWARDS = ("1f1b", "zb_h1")  # whole, and in two parts
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "gathers", "scatters"), [(1, 1, 1), (2, 1, M), (3, 2 * M, M)]
+    ("unit", "schedule", "zero_stage"),
+    thorough_but(
+        {("block", "1f1b", 1), ("block", "1f1b", 2), *product(UNITS, BACKWARDS, (3,))},
+        product(UNITS, BACKWARDS, (1, 2, 3)),
+    ),
 )
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_zero_stage_is_what_the_table_says(ranks, schedule, zero_stage, gathers, scatters):
+def test_zero_stage_is_what_the_table_says(ranks, unit, schedule, zero_stage):
     """A unit's weights are all-gathered and its gradients reduce-scattered as often per step as the
     table in parallel/data.py says. A backward split in two parts gathers and reduces as often as a
-    whole one."""
+    whole one. A stage as one unit moves the same bytes at once."""
     case = Case(
         MeshSizes(dp_replicate=2, dp_shard=2),
         schedule=schedule,
         zero_stage=zero_stage,
+        fsdp_unit=unit,
         vocab_size=256,
         num_microbatches=M,
     )
-    for axes, units in ranks.run(one_step, 4, case):
-        count, size = len(units), sum(units)
-        assert count == 4  # embedding, two blocks, norm and head
-        assert axes["dp_shard"] == {
-            "all_gather": (gathers * count, gathers * size),
-            "reduce_scatter": (scatters * count, scatters * size),
-        }
-        # the sharded gradients, once per step
-        assert axes["dp_replicate"] == {"all_reduce": (count, size // 2)}
-        assert axes["tp"] == axes["pp"] == axes["other"] == {}
-
-
-@pytest.mark.parametrize(("zero_stage", "gathers", "scatters"), [(1, 1, 1), (3, 2 * M, M)])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_a_stage_as_one_unit_moves_the_same_bytes_at_once(
-    ranks, schedule, zero_stage, gathers, scatters
-):
-    case = Case(
-        MeshSizes(dp_replicate=2, dp_shard=2),
-        schedule=schedule,
-        zero_stage=zero_stage,
-        fsdp_unit="stage",
-        vocab_size=256,
-        num_microbatches=M,
-    )
+    number = UNITS[unit]
+    gathers, scatters = {1: (1, 1), 2: (1, M), 3: (2 * M, M)}[zero_stage]
     for axes, units in ranks.run(one_step, 4, case):
         size = sum(units)
+        assert len(units) == 4
         assert axes["dp_shard"] == {
-            "all_gather": (gathers, gathers * size),
-            "reduce_scatter": (scatters, scatters * size),
+            "all_gather": (gathers * number, gathers * size),
+            "reduce_scatter": (scatters * number, scatters * size),
         }
-        assert axes["dp_replicate"] == {"all_reduce": (1, size // 2)}
+        # the sharded gradients, once per step
+        assert axes["dp_replicate"] == {"all_reduce": (number, size // 2)}
+        assert axes["tp"] == axes["pp"] == axes["other"] == {}
 
 
 def modules_not_called(case):
     """The modules under FSDP whose forward a step does not call as that of a module."""
-    mesh = build_mesh(case.layout, "cpu")
-    config = case.config()
-    stages = build_stages(config, mesh)
-    step = TrainStep(config, mesh, stages)
+    step = make_step(case)
     left = set()
-    for stage in stages.values():
+    for stage in step.stages.values():
         for module in fsdp_modules(stage):
             left.add(type(module).__name__)
             module.register_forward_hook(lambda one, *_: left.discard(type(one).__name__))
-    step.forward_backward(*(t.chunk(2)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)))
+    step.forward_backward(*rows_of(step))
     return left
 
 
@@ -240,14 +212,24 @@ def test_zero_stage_0_only_reduces_gradients(ranks):
         assert axes["dp_replicate"] == {"all_reduce": (len(units), sum(units))}
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_pipeline_sends_one_message_per_boundary_and_microbatch(ranks, sequence_parallel):
+@pytest.mark.parametrize(
+    ("layout", "sequence_parallel"),
+    [
+        (MeshSizes(pp=3, dp_shard=2), True),
+        (MeshSizes(pp=2, tp=2), True),
+        (MeshSizes(pp=2, tp=2), False),
+    ],
+    ids=str,
+)
+def test_pipeline_sends_one_message_per_boundary_and_microbatch(ranks, layout, sequence_parallel):
     """Hidden states [S/tp, B, D] are sent downstream and their gradients upstream, one message
-    each. The first and the last rank have one neighbour, the others two."""
-    case = Case(MeshSizes(pp=4, tp=2), sequence_parallel=sequence_parallel, num_microbatches=M)
-    message = SEQ_LEN // (2 if sequence_parallel else 1) * (BATCH // M) * 32 * DOUBLE
-    for rank, (axes, _) in enumerate(ranks.run(one_step, 8, case)):
-        neighbours = 1 if rank // 2 in (0, 3) else 2
+    each. The first and the last rank have one neighbour, the others two. (test_schedule.py counts
+    the messages of other schedules.)"""
+    case = Case(layout, sequence_parallel=sequence_parallel, num_microbatches=M)
+    length = SEQ_LEN // (layout.tp if sequence_parallel else 1)
+    message = length * (BATCH // layout.dp // M) * 32 * DOUBLE
+    for rank, (axes, _) in enumerate(ranks.run(one_step, case.world, case)):
+        neighbours = 1 if rank * layout.pp // case.world in (0, layout.pp - 1) else 2
         once = (neighbours * M, neighbours * M * message)
         assert axes["pp"].pop("all_reduce") == (1, DOUBLE)  # distributes the last stage's loss
         assert axes["pp"] == {"send": once, "recv": once}
@@ -259,8 +241,8 @@ def test_whole_step_over_tp(ranks, schedule, p):
     one all-reduce of the partial gradients of the norms. The head divides the tokens in its own
     way; the collectives of the others are one for each of the sequence's p pieces."""
     case = Case(MeshSizes(dp_replicate=2, tp=2), schedule=schedule, num_microbatches=M, tp_pieces=p)
-    hidden = SEQ_LEN * BATCH // 2 // M * 32 * DOUBLE
     tokens = SEQ_LEN * BATCH // 2 // M * DOUBLE
+    hidden = 32 * tokens
     blocks, norms = 2, 5
     gathers = 6 * blocks + 2 + (2 * blocks if schedule == "zb_h1" else 0)
     for axes, _ in ranks.run(one_step, 4, case):
@@ -277,34 +259,14 @@ def test_whole_step_over_tp(ranks, schedule, p):
         }
 
 
-@pytest.mark.parametrize(
-    ("schedule", "stages_per_rank"), [("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2)]
-)
-def test_other_schedules_send_one_message_too(ranks, schedule, stages_per_rank):
-    """Interleaved stages on ranks 0, 1, 0, 1 have three boundaries between ranks. The stages of a
-    V, on ranks 0, 1, 1, 0, have two, because nothing is sent between two stages of one rank."""
-    case = Case(
-        MeshSizes(pp=2), schedule=schedule, stages_per_rank=stages_per_rank, num_microbatches=M
-    )
-    message = SEQ_LEN * (BATCH // M) * 32 * DOUBLE
-    boundaries = {"interleaved_1f1b": 3, "zb_h1": 1, "zb_v": 2}[schedule]
-    sends = 0
-    for axes, _ in ranks.run(one_step, 2, case):
-        count, size = axes["pp"]["send"]
-        assert size == count * message
-        assert axes["pp"]["recv"] == axes["pp"]["send"]
-        sends += count
-    assert sends == 2 * boundaries * M  # hidden states and gradients
-
-
 def test_tied_embedding_is_summed_over_the_pair_once(ranks):
     """The gradient of a tied embedding, [V / (tp · dp_shard), D] per rank, is all-reduced once
     between the first and the last stage; other stages take no part."""
     case = Case(
-        MeshSizes(pp=4, dp_shard=2), tie_embeddings=True, vocab_size=256, num_microbatches=M
+        MeshSizes(pp=3, dp_shard=2), tie_embeddings=True, vocab_size=256, num_microbatches=M
     )
-    for rank, (axes, _) in enumerate(ranks.run(one_step, 8, case)):
-        first_or_last = rank // 2 in (0, 3)
+    for rank, (axes, _) in enumerate(ranks.run(one_step, 6, case)):
+        first_or_last = rank // 2 in (0, 2)
         assert axes["other"] == (
             {"all_reduce": (1, 256 // 2 * 32 * DOUBLE)} if first_or_last else {}
         )

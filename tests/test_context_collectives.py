@@ -19,11 +19,11 @@ from tools.parity.run import heads_in_pieces
 
 LAYERS = [  # layout, options, key/value heads of a tp rank, sequences per micro-batch in make test
     (MeshSizes(dp_shard=2, cp=2), {"document_mask": True}, 4, 1),
-    (MeshSizes(dp_shard=2, cp=2), {"num_kv_heads": 8, "activation_checkpointing": "full"}, 8, 4),
-    (MeshSizes(dp_replicate=2, cp=2), {"activation_checkpointing": "selective"}, 4, 4),
-    (MeshSizes(dp_shard=2, cp=2, tp=2), {"activation_checkpointing": "selective"}, 2, 4),
-    (MeshSizes(dp_shard=2, cp=2, tp=2), {"sequence_parallel": False, "num_kv_heads": 2}, 1, 4),
-    (MeshSizes(pp=2, dp_shard=2, cp=2), {"schedule": "zb_h1"}, 4, 4),
+    (MeshSizes(dp_shard=2, cp=2), {"num_kv_heads": 8, "activation_checkpointing": "full"}, 8, 8),
+    (MeshSizes(dp_replicate=2, cp=2), {"activation_checkpointing": "selective"}, 4, 8),
+    (MeshSizes(cp=2, tp=2), {"activation_checkpointing": "selective"}, 2, 8),
+    (MeshSizes(cp=2, tp=2), {"sequence_parallel": False, "num_kv_heads": 2}, 1, 8),
+    (MeshSizes(pp=2, cp=2), {"schedule": "zb_h1"}, 4, 8),
     (MeshSizes(dp_shard=2, cp=4), {"num_kv_heads": 8}, 8, None),
 ]
 
@@ -33,7 +33,7 @@ LAYERS = [  # layout, options, key/value heads of a tp rank, sequences per micro
     [
         pytest.param(*case, rows, marks=[] if rows == quick else pytest.mark.thorough)
         for *case, quick in LAYERS
-        for rows in (1, 4)
+        for rows in (1, 8)
     ],
     ids=str,
 )
@@ -57,7 +57,7 @@ def sent_in_one_piece(case):
 
 
 def test_pieces_send_the_same_bytes(ranks):
-    case = Case(MeshSizes(dp_shard=2, cp=2), num_kv_heads=8, num_microbatches=16)
+    case = Case(MeshSizes(dp_shard=2, cp=2), num_kv_heads=8, num_microbatches=2)
     whole = ranks.run(sent_in_one_piece, 4, case)[0]
     parts = ranks.run(sent_over_cp, 4, case, True)[0]
     assert whole.keys() == parts.keys() == {"all_gather", "reduce_scatter"}
@@ -67,7 +67,7 @@ def test_pieces_send_the_same_bytes(ranks):
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("float32", 4)])
 def test_gradients_travel_in_float32(ranks, dtype, itemsize):
-    case = Case(MeshSizes(dp_shard=2, cp=2), dtype=dtype, num_microbatches=4)
+    case = Case(MeshSizes(dp_shard=2, cp=2), dtype=dtype, num_microbatches=2)
     number, size = once(case, 4, itemsize)
     in_float32 = once(case, 4, 4)
     for sent in ranks.run(sent_over_cp, 4, case, True):

@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -22,15 +21,13 @@ from parallel.activation import PRODUCTS
 from parallel.axes import MeshSizes
 from parallel.collectives import Pending
 from parallel.context import SplitAttention
-from parallel.mesh import build_mesh
 from tests.context_batches import with_rows
 from tests.planted import planted
-from tools.parity.cases import BOS, Case
+from tests.steps import make_step, rows_of
+from tools.parity.cases import Case
 from tools.parity.row import Row, line
-from tools.parity.run import compare, expected, global_batch, heads_in_pieces, run_on_ranks
+from tools.parity.run import compare, expected, heads_in_pieces, run_on_ranks
 from tools.ranks import RankError
-from training.build import build_stages
-from training.step import TrainStep
 
 CP2 = MeshSizes(cp=2)
 
@@ -83,8 +80,9 @@ def thorough(*values):
 @pytest.mark.parametrize(
     ("case", "rows"),
     [
-        (Compiled(CP2, document_mask=True), 1),
-        (Compiled(CP2, activation_checkpointing="selective", qk_norm=True), 2),
+        (Compiled(CP2, document_mask=True), 4),
+        (Compiled(CP2, activation_checkpointing="selective", qk_norm=True), 8),
+        thorough(Compiled(CP2, document_mask=True), 1),
         thorough(Compiled(CP2, activation_checkpointing="full", zero_stage=2), 2),
         thorough(Compiled(CP2, zero_stage=0), 2),
         thorough(Compiled(CP2, activation_checkpointing="selective", zero_stage=3), 1),
@@ -161,7 +159,6 @@ def in_order(case, pieces=parallel.context.PIECES):
         seen.extend(["wait"] * len(self._works))  # those of tp wait for nothing
         return honest(self)
 
-    config = case.config()
     with (
         traced(),
         heads_in_pieces(),
@@ -171,11 +168,10 @@ def in_order(case, pieces=parallel.context.PIECES):
         patch.object(Pending, "wait", wait),
         patched(SplitAttention, "_of"),
     ):
-        mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
-        step = TrainStep(config, mesh, build_stages(config, mesh), BOS)
-        step.forward_backward(*global_batch(case.vocab_size, 0))
+        step = make_step(case)
+        step.forward_backward(*rows_of(step))
         seen.clear()
-        step.forward_backward(*global_batch(case.vocab_size, 0))
+        step.forward_backward(*rows_of(step))
     return seen
 
 

@@ -10,12 +10,12 @@ from parallel.axes import MeshSizes
 from parallel.context import ContextParallel, in_order, number_of_pieces, sum_by_rank
 from parallel.pipeline.schedules import SCHEDULES
 from tests.context_batches import CP2, DOCUMENTS, TARGETS, WINDOW, batch, check_batch, with_rows
+from tests.parity_tiers import agrees, thorough_but
 from tokens import IGNORE
 from tools.parity.__main__ import WORLDS, plan
 from tools.parity.cases import SEQ_LEN, Case, option_values
 from tools.parity.chosen import context_cases
 from tools.parity.row import line
-from tools.parity.run import check
 
 
 def layouts(*sizes):
@@ -94,10 +94,10 @@ def test_the_batch_has_what_is_asked_of_it():
     ("case", "rows"),
     [
         (Case(MeshSizes(cp=2), document_mask=True, num_kv_heads=8), 1),
-        (Case(MeshSizes(cp=2, tp=2), document_mask=True, activation_checkpointing="full"), 2),
-        (Case(MeshSizes(cp=4), document_mask=True), 2),
+        (Case(MeshSizes(cp=2, tp=2), document_mask=True, activation_checkpointing="full"), 4),
+        (Case(MeshSizes(cp=4), document_mask=True), 4),
         # a chunk is one position
-        (Case(MeshSizes(cp=8), document_mask=True, **WINDOW), 2),
+        (Case(MeshSizes(cp=8), document_mask=True, **WINDOW), 8),
         *(
             pytest.param(
                 Case(MeshSizes(cp=cp), document_mask=True, **options),
@@ -122,9 +122,9 @@ def test_documents_begin_anywhere(ranks, case, rows):
 @pytest.mark.parametrize(
     ("window", "documents"),
     [
-        (3, False), (4, True), (9, False), (9, True),
+        (3, False), (9, True),
         *(pytest.param(w, d, marks=pytest.mark.thorough)
-          for w, d in product((1, 5, 8, 15, 16), (False, True))),
+          for w, d in [(4, True), (9, False), *product((1, 5, 8, 15, 16), (False, True))]),
     ],
 )  # fmt: skip
 def test_windows_end_anywhere(ranks, window, documents):
@@ -140,7 +140,10 @@ def test_windows_end_anywhere(ranks, window, documents):
     assert not row.failures(), line(row, 0)
 
 
-@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize(
+    "documents",
+    [pytest.param(False, marks=pytest.mark.thorough, id=""), pytest.param(True, id="documents")],
+)
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
@@ -160,18 +163,16 @@ def test_targets_that_some_lack(ranks, name, rows, documents):
 GATHERS_AGAIN = context_cases(WORLDS)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        case if (case.zero_stage, case.world, case.schedule) == (3, 4, "zb_h1")
-        else pytest.param(case, marks=pytest.mark.thorough)
-        for case in GATHERS_AGAIN
-    ],
-    ids=str,
-)  # fmt: skip
+QUICK = [
+    case
+    for case in GATHERS_AGAIN
+    if (case.zero_stage, case.world, case.schedule) == (3, 4, "zb_h1")
+]
+
+
+@pytest.mark.parametrize("case", thorough_but(QUICK, GATHERS_AGAIN), ids=str)
 def test_gathering_again_with_other_options(ranks, case):
-    row = check(ranks, case)
-    assert not row.failures(), line(row, 0)
+    agrees(ranks, case)
 
 
 @pytest.mark.thorough
@@ -210,5 +211,4 @@ def test_every_option_meets_a_backward_that_gathers_again():
     ids=str,
 )
 def test_cp_alone(ranks, case, steps):
-    row = check(ranks, case, steps)
-    assert not row.failures(), line(row, steps)
+    agrees(ranks, case, steps)

@@ -287,23 +287,21 @@ def test_what_runs_between_a_start_and_its_wait() -> None:
     assert events[2].flops == 2 * 8**3
 
 
-def record_in_a_job(rank: int) -> float:
+def record_in_a_job() -> float:
     """One rank records and the other does not; then they communicate."""
-    found = flops_per_token.__wrapped__(SMALL, LONG) if rank == 0 else 0.0
-    with torch.no_grad():
-        found += flops_per_token.__wrapped__(SMALL, 2 * LONG) if rank == 0 else 0.0
+    found = 0.0
+    if dist.get_rank() == 0:
+        found += flops_per_token.__wrapped__(SMALL, LONG)
+        with torch.no_grad():
+            found += flops_per_token.__wrapped__(SMALL, 2 * LONG)
     total = torch.tensor(found, dtype=torch.float64)
     dist.all_reduce(total)
     return total.item()
 
 
-def record_on_each() -> float:
-    return record_in_a_job(dist.get_rank())
-
-
 def test_a_running_job_may_record(ranks) -> None:
     expected = flops_per_token(SMALL, LONG) + flops_per_token(SMALL, 2 * LONG)
-    assert ranks.run(record_on_each, 2) == [expected, expected]
+    assert ranks.run(record_in_a_job, 2) == [expected, expected]
 
 
 def test_attention_is_one_operation_with_grouped_heads() -> None:

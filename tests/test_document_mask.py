@@ -35,7 +35,6 @@ from tests.flash import flash_attention_stands_in
 from tests.planted import planted
 from tests.runs import fresh, losses, metrics_of, train_run, write_config
 from tools.parity.cases import BOS, Case
-from tools.parity.row import line
 from tools.parity.run import check
 from training.step import TrainStep
 
@@ -207,27 +206,6 @@ def documents_forgotten(_, tokens, *about):
     return plain(tokens).positions, None
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(MeshSizes(pp=2, tp=2), document_mask=True),
-        Case(
-            MeshSizes(pp=2, tp=2),
-            document_mask=True,
-            schedule="zb_h1",
-            activation_checkpointing="full",
-            sequence_parallel=False,
-        ),
-    ],
-    ids=str,
-)
-def test_layouts_agree(ranks, case):
-    """Two layouts agree with the reference, which runs each document separately. The covering array
-    (test_parity.py) combines document_mask with every other option."""
-    row = check(ranks, case, 2)
-    assert not row.failures(), line(row, 2)
-
-
 def test_forgotten_documents_are_found(ranks):
     case = Case(MeshSizes(pp=2, tp=2), document_mask=True)
     row = check(ranks, case, sabotage=documents_forgotten)
@@ -235,34 +213,6 @@ def test_forgotten_documents_are_found(ranks):
 
 
 # --- flash attention's bookkeeping ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("name", WINDOWS)
-@pytest.mark.parametrize("seen", [None, 3, 1], ids="window {}".format)
-def test_flash_attention_is_told_the_documents(name, kv_heads, seen):
-    """Outputs and gradients from document boundaries equal those from an additive mask, for one and
-    two sequences, with and without an attention window."""
-    tokens = window(name)
-    torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(S, len(tokens), heads, 8, dtype=torch.float64, requires_grad=True)
-        for heads in (4, kv_heads, kv_heads)
-    )
-    positions, (documents,) = find_documents(tokens, BOS, "cpu", [range(S)])
-    weights = torch.randn(S, len(tokens), 4, 8, dtype=torch.float64)
-    found = []
-    with flash_attention_stands_in() as calls:
-        for mask in (
-            Mask(True, documents, window=seen),
-            Mask(bias=scores_bias(positions, torch.float64, seen)),
-        ):
-            y = mask(q, k, v)
-            found.append((y, *torch.autograd.grad((y * weights).sum(), (q, k, v))))
-    assert calls == {"forward": 1, "backward": 1}
-    for ours, theirs in zip(*found, strict=True):
-        assert ours.shape == theirs.shape
-        assert (ours - theirs).abs().max() < 1e-12
 
 
 def by_boundaries(name, checkpointing, compile):
@@ -280,9 +230,13 @@ def by_boundaries(name, checkpointing, compile):
     return found, dict(calls), len(model.blocks)
 
 
-@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
-    ("checkpointing", "forwards"), [("none", 1), ("selective", 1), ("full", 2)]
+    ("checkpointing", "forwards", "compile"),
+    [
+        *(("none", 1, False), ("selective", 1, False), ("full", 2, False), ("full", 2, True)),
+        pytest.param("none", 1, True, marks=pytest.mark.thorough),
+        pytest.param("selective", 1, True, marks=pytest.mark.thorough),
+    ],
 )
 def test_model_by_boundaries_is_the_model_by_mask(ranks, checkpointing, forwards, compile):
     """The model computes the same by boundaries as by mask. Selective checkpointing keeps

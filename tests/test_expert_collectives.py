@@ -15,14 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import model.router._base
 import parallel.expert
 from costs.operators import needs_value
-from model.router import BaseRouter
 from parallel.axes import MeshSizes
 from parallel.expert import Exchange, TokenDispatch
-from parallel.mesh import build_mesh
-from tools.parity.cases import BATCH, BOS, SEQ_LEN, Case
-from tools.parity.run import global_batch
-from training.build import build_stages
-from training.step import TrainStep
+from tests.parity_tiers import thorough_but
+from tests.steps import make_step, rows_of
+from tools.parity.cases import Case
 
 D, X, K = 32, 8, 3  # of the parity proof's model
 
@@ -109,29 +106,13 @@ def by_the_table(routes, ep, case, training):
     return forward + there * D * b + back * (D * b + weight) + again
 
 
-def in_turn(router, logits):
-    """Preferences by which the tokens choose the experts in turn, so that each has as many."""
-    tokens, experts = (torch.arange(n, dtype=logits.dtype) for n in logits.shape)
-    return -((experts - tokens.unsqueeze(1) * router.k) % router.num_experts)
-
-
-def step_of(case):
-    config = case.config()
-    sizes = config.parallel.mesh_sizes(dist.get_world_size())
-    mesh = build_mesh(sizes, "cpu", has_experts=True)
-    step = TrainStep(config, mesh, build_stages(config, mesh), BOS)
-    rows = [t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)]
-    return step, rows
-
-
-def found_by(case, training=True, balanced=False, again=False):
-    """What a step's forward and backward do, or an evaluation. balanced: each expert gets as many
-    tokens. again: plant that the recomputation finds routes again."""
-    step, rows = step_of(case)
-    found = Found()
-    even = patch.object(BaseRouter, "preferences", in_turn) if balanced else nullcontext()
+def found_by(case, training=True, again=False):
+    """What a step's forward and backward do, or an evaluation. again: plant that the recomputation
+    finds routes again."""
+    step = make_step(case)
+    rows, found = rows_of(step), Found()
     twice = patch.object(TokenDispatch, "once", lambda _, compute: compute())
-    with even, twice if again else nullcontext(), noted(found, case, training):
+    with twice if again else nullcontext(), noted(found, case, training):
         step.forward_backward(*rows) if training else step.evaluate(*rows)
     return found
 
@@ -146,33 +127,32 @@ def passes_of(case):
 
 BASE = Case(MeshSizes(), router="softmax", num_microbatches=2, num_shared_experts=1)
 DP = MeshSizes(dp_shard=2, ep=2)
-LAYERS = [  # layout, options, whether in make test
-    (MeshSizes(), {}, True),
-    (MeshSizes(dp_shard=2), {"activation_checkpointing": "full"}, False),
-    (DP, {"router": "sigmoid_bias", "router_losses": True}, True),
-    (DP, {"activation_checkpointing": "selective", "num_dense_layers": 1}, True),
-    (DP, {"activation_checkpointing": "full", "num_shared_experts": 0}, True),
-    (DP, {"activation_checkpointing": "full", "dtype": "bfloat16"}, True),
-    (DP, {"dtype": "float32", "zero_stage": 3}, False),
-    (MeshSizes(dp_shard=4, ep=2), {"activation_checkpointing": "selective"}, False),
-    (MeshSizes(dp_shard=4, ep=4), {"router": "softmax_renormalised"}, False),
-    (MeshSizes(tp=2, ep=2), {"activation_checkpointing": "full", "router_losses": True}, False),
-    (MeshSizes(tp=2, ep=2), {"activation_checkpointing": "selective", "tp_pieces": 2}, False),
-    (MeshSizes(cp=2, ep=2), {"activation_checkpointing": "selective"}, False),
-    (MeshSizes(cp=2, tp=2, ep=4), {"activation_checkpointing": "full"}, False),
-    (MeshSizes(dp_shard=2, tp=2, ep=4), {"dtype": "bfloat16"}, True),
-    (MeshSizes(dp_replicate=2, tp=2, ep=2), {"activation_checkpointing": "selective"}, False),
-    (MeshSizes(pp=2, dp_shard=2, ep=2), {"schedule": "zb_h1", "num_microbatches": 4}, False),
+QUICK = [  # layout, options
+    (MeshSizes(), {}),
+    (DP, {"router": "sigmoid_bias", "router_losses": True}),
+    (DP, {"activation_checkpointing": "selective", "num_dense_layers": 1}),
+    (DP, {"activation_checkpointing": "full", "num_shared_experts": 0}),
+    (DP, {"activation_checkpointing": "full", "dtype": "bfloat16"}),
+    (MeshSizes(dp_shard=2, tp=2, ep=4), {"dtype": "bfloat16"}),
+]  # fmt: skip
+LAYERS = [
+    *QUICK,
+    (MeshSizes(dp_shard=2), {"activation_checkpointing": "full"}),
+    (DP, {"dtype": "float32", "zero_stage": 3}),
+    (MeshSizes(dp_shard=4, ep=2), {"activation_checkpointing": "selective"}),
+    (MeshSizes(dp_shard=4, ep=4), {"router": "softmax_renormalised"}),
+    (MeshSizes(tp=2, ep=2), {"activation_checkpointing": "full", "router_losses": True}),
+    (MeshSizes(tp=2, ep=2), {"activation_checkpointing": "selective", "tp_pieces": 2}),
+    (MeshSizes(cp=2, ep=2), {"activation_checkpointing": "selective"}),
+    (MeshSizes(cp=2, tp=2, ep=4), {"activation_checkpointing": "full"}),
+    (MeshSizes(dp_replicate=2, tp=2, ep=2), {"activation_checkpointing": "selective"}),
+    (MeshSizes(pp=2, dp_shard=2, ep=2), {"schedule": "zb_h1", "num_microbatches": 4}),
     (MeshSizes(pp=2, tp=2, ep=2),
-     {"schedule": "zb_h1", "activation_checkpointing": "full", "num_microbatches": 4}, False),
+     {"schedule": "zb_h1", "activation_checkpointing": "full", "num_microbatches": 4}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("layout", "options"),
-    [pytest.param(*case, marks=[] if quick else pytest.mark.thorough) for *case, quick in LAYERS],
-    ids=str,
-)
+@pytest.mark.parametrize(("layout", "options"), thorough_but(QUICK, LAYERS), ids=str)
 def test_messages_of_a_layer(ranks, layout, options):
     """Per layer and micro-batch: the counts, rows, weights, results; and gradients of results,
     rows, weights. Full recomputation sends rows and weights again. The bytes are those of the table
@@ -192,32 +172,11 @@ def test_messages_of_a_layer(ranks, layout, options):
             assert found.other_waits == ()
 
 
-@pytest.mark.parametrize(
-    ("layout", "mode"),
-    [
-        (MeshSizes(tp=2, ep=2), "none"),
-        pytest.param(MeshSizes(dp_shard=4, ep=4), "selective", marks=pytest.mark.thorough),
-        pytest.param(MeshSizes(cp=2, tp=2, ep=4), "full", marks=pytest.mark.thorough),
-    ],
-    ids=str,
-)
-def test_bytes_of_balanced_experts(ranks, layout, mode):
-    """4 · T·k · D·b of rows, results and their gradients, and the part of them that leaves a rank;
-    the weights of rows there and back; the counts."""
-    case = replace(BASE, layout=layout, activation_checkpointing=mode, dtype="float32")
-    tokens = SEQ_LEN // (layout.cp * layout.tp) * BATCH // layout.dp // case.num_microbatches
-    assert tokens * K % X == 0
-    rows, weights = (5, 3) if mode == "full" else (4, 2)
-    whole = tokens * K * (rows * D * 4 + weights * 4) + 8 * X
-    for found in ranks.run(found_by, case.world, case, True, True):
-        assert found.leaves == passes_of(case) * whole * (layout.ep - 1) // layout.ep
-
-
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_routes_that_are_found_again_are_noticed(ranks, mode):
     """Control of the counts above: without `once`, each recomputation finds routes and waits."""
     case = replace(BASE, layout=DP, activation_checkpointing=mode)
-    for found in ranks.run(found_by, 2, case, True, False, True):
+    for found in ranks.run(found_by, 2, case, True, True):
         assert found.routes_again == found.waits_again == found.routes == passes_of(case)
 
 
@@ -227,7 +186,8 @@ def test_routes_that_are_found_again_are_noticed(ranks, mode):
 def left_of_a_step(case, training, keeps_placeholders=False):
     """How many received rows there were, and how many are left after a step, with the exchanges
     that refer to them; Python's collector does not run."""
-    step, rows = step_of(case)
+    step = make_step(case)
+    rows = rows_of(step)
     received, exchanges = [], []
     there, send, init = Exchange.there, TokenDispatch.send, Exchange.__init__
 

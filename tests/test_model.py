@@ -20,7 +20,7 @@ from parallel.parameter import Constant, Normal, weights_of
 from tools.parity import reference
 from tools.parity.cases import BATCH, SEQ_LEN, Case
 from tools.parity.reference import rotate as reference_rotate
-from tools.parity.run import assemble, global_batch, parts, reference_model
+from tools.parity.run import global_batch, reference_model
 from training.build import build_stages
 
 LLAMA_3_70B = ModelConfig(dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, ffn_dim=28672,
@@ -50,41 +50,6 @@ def test_num_parameters_counts_what_there_is(options):
     assert num_parameters(config) == sum(p.numel() for p in reference.parameters())
 
 
-def first_weights(case):
-    config = case.config()
-    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
-    return parts(
-        named for stage in build_stages(config, mesh).values() for named in stage.named_parameters()
-    )
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        MeshSizes(tp=2),
-        MeshSizes(dp_shard=2),
-        MeshSizes(pp=2),
-        MeshSizes(dp_replicate=2, dp_shard=2, tp=2),
-        MeshSizes(pp=2, dp_shard=2, tp=2),
-        MeshSizes(dp_shard=8),
-        MeshSizes(tp=8),
-    ],
-)
-def test_every_layout_starts_from_the_same_bits(ranks, layout):
-    """The initial weights assembled from any layout's parts equal, bit for bit, those of one
-    process that draws each whole tensor."""
-    case = Case(layout, dtype="float32")
-    reference = reference_model(case.config().model, torch.float32, seed=0)
-    expected = {name: p.detach() for name, p in reference.named_parameters()}
-    whole, spread = assemble(
-        ranks.run(first_weights, case.world, case), {n: p.shape for n, p in expected.items()}
-    )
-    assert spread == 0
-    assert whole.keys() == expected.keys()
-    for name, weight in expected.items():
-        assert torch.equal(whole[name], weight), name
-
-
 def test_rows_are_the_same_whoever_draws_them():
     """Rows have the same numbers however they are split, also across the blocks in which they are
     drawn. All rows differ, as do names and seeds."""
@@ -98,11 +63,15 @@ def test_rows_are_the_same_whoever_draws_them():
     assert not torch.equal(whole, draw_rows("x", shape, range(300), 1.0, seed=2))
 
 
-def initial_weights(case):
+def the_stage(case):
     config = case.config()
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     (stage,) = build_stages(config, mesh).values()
-    return {each.name: each.spec.initial for each in weights_of(stage)}
+    return stage
+
+
+def initial_weights(case):
+    return {each.name: each.spec.initial for each in weights_of(the_stage(case))}
 
 
 def test_initial_weights_are_smaller_where_the_residual_is_written(ranks):
@@ -127,18 +96,18 @@ def test_draws_have_their_standard_deviation_and_no_mean():
 
 def logits_of(case, tokens):
     """Logits [S, B, V/tp] for whole sequences [B, S] on this tp rank."""
-    config = case.config()
-    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
-    (stage,) = build_stages(config, mesh).values()
+    positions = torch.arange(tokens.shape[1]).unsqueeze(1)
     with torch.no_grad():
-        return stage(
-            None, Batch(tokens.T.contiguous(), None, torch.arange(tokens.shape[1]).unsqueeze(1))
-        )
+        return the_stage(case)(None, Batch(tokens.T.contiguous(), None, positions))
 
 
-@pytest.mark.parametrize("layout", [MeshSizes(), MeshSizes(tp=4)], ids=str)
-def test_logits_are_the_references(ranks, layout):
-    case = Case(layout)
+@pytest.mark.parametrize(
+    "case",
+    # on more tp ranks than key/value heads, each rank uses the head of its queries
+    [Case(MeshSizes()), *(Case(MeshSizes(tp=4), num_kv_heads=kv) for kv in (4, 2, 1))],
+    ids=str,
+)
+def test_logits_are_the_references(ranks, case):
     tokens, _ = global_batch(case.vocab_size, 0)
     logits = torch.cat(ranks.run(logits_of, case.world, case, tokens), dim=-1).transpose(0, 1)
     with torch.no_grad():
@@ -202,18 +171,9 @@ def test_scaled_frequencies_are_those_of_hugging_face():
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import _compute_llama3_parameters
 
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 500_000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    }
-    theirs = LlamaConfig(
-        hidden_size=4096,
-        num_attention_heads=32,
-        rope_parameters={**rope, "original_max_position_embeddings": 8192},
-    )
+    rope = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+    theirs = LlamaConfig(hidden_size=4096, num_attention_heads=32, rope_parameters=rope)
     expected, _ = _compute_llama3_parameters(theirs, device=None)
     position = torch.ones(1, 1, dtype=torch.int64)
     for scaling, same in ((LLAMA_3_1, True), (LLAMA_3_1._replace(high_freq_factor=5.0), False)):
@@ -248,31 +208,13 @@ def test_angles_are_exact_enough_to_tell_positions_apart():
         assert cos.dtype == sin.dtype == exact
         assert not torch.equal(cos[0], cos[1])
         for row, position in enumerate(positions.flatten().tolist()):
-            truth = torch.tensor(
-                [math.cos(position * 500_000.0 ** (-2 * i / 128)) for i in range(64)],
-                dtype=torch.float64,
-            )
-            assert (cos[row].double().flatten() - truth).abs().max() < (
-                1e-9 if exact == torch.float64 else 2e-2
-            )
-
-
-def test_attention_follows_the_key_value_head_of_its_group(ranks):
-    """Grouped-query attention is right on more tp ranks than key/value heads, where each rank uses
-    the head of its queries."""
-    for kv, tp in ((2, 4), (2, 8), (1, 8)):
-        case = Case(MeshSizes(tp=tp), num_kv_heads=kv)
-        tokens, _ = global_batch(case.vocab_size, 1)
-        logits = torch.cat(ranks.run(logits_of, tp, case, tokens), dim=-1).transpose(0, 1)
-        with torch.no_grad():
-            expected = reference_model(case.config().model, torch.float64, seed=0)(tokens)
-        assert (logits - expected).abs().max() < 1e-12 * expected.abs().max()
+            truth = (position * 500_000.0 ** (-torch.arange(64).double() / 64)).cos()
+            error = (cos[row].double().flatten() - truth).abs().max()
+            assert error < (1e-9 if exact == torch.float64 else 2e-2)
 
 
 def weight_that_says_nothing(case):
-    config = case.config()
-    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
-    (stage,) = build_stages(config, mesh).values()
+    stage = the_stage(case)
     stage.norm.register_parameter("bias", torch.nn.Parameter(torch.zeros(1)))
     with pytest.raises(AssertionError, match=re.escape("['norm.bias']")):
         weights_of(stage)

@@ -14,17 +14,15 @@ from model.initialise import draw_rows
 from model.kernels.adamw import Rates, adamw
 from model.kernels.backend import INTERPRETED
 from parallel.axes import MeshSizes
-from parallel.mesh import build_mesh
 from parallel.placement import local_region
 from runtime.checkpoints.checkpoint import held_tensors
 from tests.counting import Listener
+from tests.steps import make_step, named_parameters, rows_of
 from tools.parity.cases import Case
 from tools.parity.reference_training import warmup_cosine
-from tools.parity.run import assemble, global_batch, parts
-from training.build import build_stages
+from tools.parity.run import assemble, parts
 from training.learning_rate import check_learning_rate, learning_rate
 from training.sections import OptimizerConfig
-from training.step import TrainStep
 
 INTERPRETER = pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter is not there")
 KERNELS = ["torch", pytest.param("triton", marks=INTERPRETER)]
@@ -32,13 +30,8 @@ KERNELS = ["torch", pytest.param("triton", marks=INTERPRETER)]
 
 def test_warmup_rises_linearly_and_never_starts_at_zero():
     config = OptimizerConfig(lr=1.0, warmup_steps=4)
-    assert [learning_rate(step, range(100), config) for step in range(5)] == [
-        0.25,
-        0.5,
-        0.75,
-        1.0,
-        1.0,
-    ]
+    rates = [learning_rate(step, range(100), config) for step in range(5)]
+    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
 def test_cosine_is_the_formula():
@@ -46,13 +39,10 @@ def test_cosine_is_the_formula():
     expected = warmup_cosine(peak=3e-4, warmup=10, steps=100, floor=0.1)
     for step in range(100):
         assert learning_rate(step, range(100), config) == pytest.approx(expected(step), rel=1e-12)
-    assert learning_rate(55, range(100), config) == pytest.approx(
-        3e-4 * (0.1 + 0.9 / 2)
-    )  # half-way down
-    assert learning_rate(100, range(100), config) == pytest.approx(3e-5)
-    assert learning_rate(500, range(100), config) == pytest.approx(
-        3e-5
-    )  # a longer run stays at the floor
+    half_way_down = learning_rate(55, range(100), config)
+    assert half_way_down == pytest.approx(3e-4 * (0.1 + 0.9 / 2))
+    for later in (100, 500):  # a longer run stays at the floor
+        assert learning_rate(later, range(100), config) == pytest.approx(3e-5)
 
 
 def test_wsd_is_flat_then_falls_linearly():
@@ -87,17 +77,13 @@ def test_no_accepted_wsd_jumps(warmup):
 def updated_without_gradient(case):
     """Parameter name → ratio of its weights after to before one update with zero gradients, in
     which weights change only by weight decay."""
-    config = case.config()
-    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
-    stages = build_stages(config, mesh)
-    step = TrainStep(config, mesh, stages)
-    named = [named for stage in stages.values() for named in stage.named_parameters()]
+    step = make_step(case)
+    named = named_parameters(step)
     before = {name: p.to_local().clone() for name, p in named}
     for _, p in named:
         p.grad = torch.zeros_like(p)
-    step.optimizer.step(
-        learning_rate(0, range(20), config.optimizer), torch.zeros((), dtype=torch.float64), 1.0
-    )
+    lr = learning_rate(0, range(20), step.config.optimizer)
+    step.optimizer.step(lr, torch.zeros((), dtype=torch.float64), 1.0)
     return {name: (p.to_local() / before[name]).flatten() for name, p in named}
 
 
@@ -129,12 +115,9 @@ def test_clipping_limits_the_norm_and_never_enlarges(size, limit, expected, kern
 def weights_with_a_bad_step(case, kernels, bad_steps):
     """Norms of all steps, and weights after two updates with `bad_steps` steps between them in
     which only one rank has a NaN in a gradient."""
-    config = case.config()
-    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
-    step = TrainStep(config, mesh, build_stages(config, mesh))
+    step = make_step(case)
     step.optimizer.kernels = kernels
-    rows = [t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)]
-    honest = step.partial.sum_over_tp
+    rows, honest = rows_of(step), step.partial.sum_over_tp
 
     def poison():
         honest()
@@ -146,54 +129,63 @@ def weights_with_a_bad_step(case, kernels, bad_steps):
     norms += [step(1, *rows).grad_norm for _ in range(bad_steps)]
     step.partial.sum_over_tp = honest
     norms.append(step(1, *rows).grad_norm)
-    return [norm.item() for norm in norms], parts(
-        (each.name, each.parameter) for each in step.weights
-    )
+    return [norm.item() for norm in norms], weights_of(step)
+
+
+def weights_of(step):
+    return [each.parameter.to_local().clone() for each in step.weights]
+
+
+def same_bits(mine, other):
+    return all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_every_rank_skips_a_step_whose_norm_is_no_number(ranks, kernels):
-    case = Case(MeshSizes(pp=2, dp_shard=2))
     disturbed, honest = (
-        ranks.run(weights_with_a_bad_step, 4, case, kernels, bad_steps) for bad_steps in (1, 0)
+        ranks.run(weights_with_a_bad_step, 2, Case(MeshSizes(pp=2)), kernels, bad_steps)
+        for bad_steps in (1, 0)
     )
     for (norms, mine), (expected_norms, expected) in zip(disturbed, honest, strict=True):
         assert math.isnan(norms[1])
         assert [norms[0], norms[2]] == expected_norms
-        assert all(torch.equal(a, b) for (_, _, a), (_, _, b) in zip(mine, expected, strict=True))
-        assert all(a.isfinite().all() for _, _, a in mine)
+        assert same_bits(mine, expected)
+        assert all(weight.isfinite().all() for weight in mine)
 
 
-def reported(case):
-    """Loss and gradient norm of two steps as this rank reports them, as exact hexadecimal text."""
-    config = case.config()
-    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
-    step = TrainStep(config, mesh, build_stages(config, mesh))
-    results = []
-    for index in range(2):
-        rows = (t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, index))
-        result = step(index, *rows)
-        results += [result.loss.item().hex(), result.grad_norm.item().hex()]
-    return results
+def run_twice(case):
+    """Twice from the same weights: losses and gradient norms of two steps as this rank reports
+    them, as exact hexadecimal text, and its last weights."""
+    runs = []
+    for step in (make_step(case), make_step(case)):
+        results = [step(index, *rows_of(step, index)) for index in range(2)]
+        numbers = [x.item().hex() for each in results for x in (each.loss, each.grad_norm)]
+        runs.append((numbers, weights_of(step)))
+    return runs
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_rank_reports_the_same_bits(ranks, dtype):
-    """Every rank reports bitwise the same loss and norm; otherwise ranks would clip differently,
-    and replicas would drift apart."""
-    results = ranks.run(reported, 8, Case(MeshSizes(pp=2, dp_shard=2, tp=2), dtype=dtype))
-    assert all(result == results[0] for result in results)
+@pytest.fixture(scope="module")
+def twice(ranks):
+    return ranks.run(run_twice, 4, Case(MeshSizes(pp=2, tp=2), dtype="bfloat16"))
+
+
+def test_every_rank_reports_the_same_bits(twice):
+    """Otherwise ranks would clip differently, and replicas would drift apart. (In other dtypes the
+    parity proof shows it.)"""
+    assert len({tuple(numbers) for (numbers, _), _ in twice}) == 1
+
+
+def test_a_step_is_repeatable_bit_for_bit(twice):
+    """The same steps twice give bitwise the same weights, which bitwise resuming relies on."""
+    assert all(same_bits(first, second) for (_, first), (_, second) in twice)
 
 
 def operations_of_a_step(case):
-    config = case.config()
-    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
-    step = TrainStep(config, mesh, build_stages(config, mesh))
-    rows = [t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)]
-    step(0, *rows)
-    with Listener(mesh) as listener:
-        result = step(1, *rows)
-    with Listener(mesh) as control:
+    step = make_step(case)
+    step(0, *rows_of(step))
+    with Listener(step.mesh) as listener:
+        result = step(1, *rows_of(step))
+    with Listener(step.mesh) as control:
         result.loss.item()
     return dict(listener.operations), dict(control.operations)
 
@@ -202,37 +194,20 @@ WAITS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten
          "aten::unique", "aten::masked_select")  # fmt: skip
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
-def test_the_host_waits_for_nothing_in_a_step(ranks, zero_stage):
+@pytest.mark.parametrize(
+    ("layout", "zero_stage"),
+    [(MeshSizes(pp=2, tp=2), 1), (MeshSizes(pp=2, dp_shard=2), 3)],
+    ids=str,
+)
+def test_the_host_waits_for_nothing_in_a_step(ranks, layout, zero_stage):
     """No operation of a step copies a number from the device to the host: loss and norm stay on the
     device until they are logged."""
-    case = Case(MeshSizes(pp=2, dp_shard=2, tp=2), zero_stage=zero_stage, tie_embeddings=True)
-    for step, control in ranks.run(operations_of_a_step, 8, case):
+    case = Case(layout, zero_stage=zero_stage, tie_embeddings=True)
+    for step, control in ranks.run(operations_of_a_step, 4, case):
         assert not [name for name in WAITS if name in step]
         assert "aten::_local_scalar_dense" in control, (
             "the listener would see a wait if there were one"
         )
-
-
-def weights_after(case, steps):
-    config = case.config()
-    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
-    stages = build_stages(config, mesh)
-    step = TrainStep(config, mesh, stages)
-    for index in range(steps):
-        step(
-            index,
-            *(t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, index)),
-        )
-    return parts(named for stage in stages.values() for named in stage.named_parameters())
-
-
-def test_a_step_is_repeatable_bit_for_bit(ranks):
-    """The same steps twice give bitwise the same weights, which bitwise resuming relies on."""
-    case = Case(MeshSizes(pp=2, tp=2), dtype="float32")
-    first, second = (ranks.run(weights_after, 4, case, 3) for _ in range(2))
-    for mine, again in zip(first, second, strict=True):
-        assert all(torch.equal(a, b) for (_, _, a), (_, _, b) in zip(mine, again, strict=True))
 
 
 def rounded_updates(case, resume):
@@ -241,11 +216,10 @@ def rounded_updates(case, resume):
     config = case.config()
     config = replace(config, optimizer=replace(config.optimizer, pure_bfloat16=True))
     config.validate(dist.get_world_size())
-    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
-    step = TrainStep(config, mesh, build_stages(config, mesh))
+    step = make_step(config)
     for update in range(3):
         if resume and update == 2:
-            before, step = step, TrainStep(config, mesh, build_stages(config, mesh))
+            before, step = step, make_step(config)
             for old, new in zip(held_tensors(before), held_tensors(step), strict=True):
                 new.tensor.to_local().copy_(old.tensor.to_local())
             step.optimizer.set_updates(update)
@@ -272,9 +246,7 @@ def test_stochastic_rounding_depends_on_no_layout(ranks):
     ):
         case = Case(layout, tie_embeddings=True, dtype="bfloat16")
         runs = ranks.run(rounded_updates, case.world, case, resume)
-        shapes = {
-            name: shape for shapes_of_rank, _ in runs for name, shape in shapes_of_rank.items()
-        }
+        shapes = {name: shape for of_rank, _ in runs for name, shape in of_rank.items()}
         whole, spread = assemble([run for _, run in runs], shapes)
         assert spread == 0
         assert all(t.dtype == torch.bfloat16 and t.isfinite().all() for t in whole.values())

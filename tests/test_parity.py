@@ -3,44 +3,33 @@
 
 `make test` runs a few of the quick cases, in which every value of every option occurs. `make
 test-rest` runs the other quick cases; together they cover every pair of values. `make test-slow`
-runs the whole matrix, all layouts of 1 to 8 ranks. test_controls.py shows that this comparison can
-fail.
+runs the whole matrix, all layouts of 1 to 8 ranks. Mixtures of experts are in test_experts.py.
+test_controls.py shows that this comparison can fail.
 """
 
 import math
 from itertools import combinations
-from typing import get_args, get_type_hints
 
 import pytest
 
 from model.kernels.backend import why_not_triton
 from parallel.axes import AXES, MeshSizes
-from parallel.config import ParallelConfig
 from parallel.pipeline.schedules import SCHEDULES
-from tests.parity_tiers import DEEP, DEEPER, each_value_once, thorough_but, values_of
+from tests.parity_tiers import DEEP, DEEPER, Covering, agrees, effective, thorough_but, values_of
 from tools.parity import __main__ as parity
-from tools.parity.cases import (
-    OPTIMIZER,
-    STEPS,
-    Case,
-    cover,
-    covering_cases,
-    option_values,
-    pairs_of,
-)
+from tools.parity.cases import BATCH, OPTIMIZER, STEPS, Case, cover, covering_cases, option_values
 from tools.parity.chosen import kernel_cases, schedule_cases
-from tools.parity.row import line
-from tools.parity.run import assemble, check, expected, run_on_ranks
+from tools.parity.expert_cases import LAYOUTS as EXPERT_LAYOUTS
+from tools.parity.expert_cases import expert_values
+from tools.parity.run import assemble, expected, run_on_ranks
 
-VALUES = {"layout": parity.layouts_of(parity.WORLDS, quick=True), **option_values()}
-QUICK, IMPOSSIBLE = covering_cases(VALUES)
-PAIRS = {case: pairs_of(case, VALUES) for case in QUICK}
+QUICK = Covering({"layout": parity.layouts_of(parity.WORLDS, quick=True), **option_values()})
+COVERINGS = {"dense": QUICK, "experts": Covering(expert_values(EXPERT_LAYOUTS))}
 
 
-@pytest.mark.parametrize("case", thorough_but(each_value_once(PAIRS), PAIRS), ids=str)
+@pytest.mark.parametrize("case", thorough_but(QUICK.few, QUICK.pairs), ids=str)
 def test_every_pair_of_options(ranks, case):
-    row = check(ranks, case)
-    assert not row.failures(), line(row, 0)
+    agrees(ranks, case)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +46,7 @@ def test_every_pair_of_options(ranks, case):
 def test_twenty_steps(ranks, layout, dtype):
     """Losses and gradient norms agree with the unsharded model's over 20 optimizer steps with
     warmup, decay and clipping, and replicated weights stay bitwise equal."""
-    row = check(ranks, Case(layout, dtype=dtype, num_microbatches=2), STEPS)
-    assert not row.failures(), line(row, STEPS)
+    agrees(ranks, Case(layout, dtype=dtype, num_microbatches=2), STEPS)
 
 
 @pytest.mark.slow
@@ -75,30 +63,31 @@ def test_clipping_is_active_in_some_of_the_steps(stages):
     assert min(norms) < OPTIMIZER.grad_clip < max(norms)
 
 
-def test_covering_array_covers():
+@pytest.mark.parametrize("covering", COVERINGS.values(), ids=COVERINGS)
+def test_covering_array_covers(covering):
     """Every pair of option values occurs in a case, except for pairs that contradict each other."""
-    met = set().union(*PAIRS.values())
+    values = covering.values
     wanted = {
-        ((a, x), (b, y)) for a, b in combinations(VALUES, 2) for x in VALUES[a] for y in VALUES[b]
+        ((a, x), (b, y)) for a, b in combinations(values, 2) for x in values[a] for y in values[b]
     }
-    assert wanted - met == set(IMPOSSIBLE)
-    for (option, given), (name, value) in IMPOSSIBLE:
-        contradiction = (
-            (option, name) == ("pipeline", "num_microbatches")
-            and given[0] == "dualpipe_v"
-            and value == 1
-        )
-        if option == "layout":
-            contradiction = (name == "zero_stage" and value == 0 and given.dp_shard > 1) or (
-                name == "num_microbatches" and given.dp * value > 32
+    assert wanted - set().union(*covering.pairs.values()) == set(covering.impossible)
+    for (option, given), (name, value) in covering.impossible:
+        if (option, name) == ("layout", "zero_stage"):  # shards, where there are to be none
+            assert (value, given.dp_shard > 1) == (0, True), given
+        elif (option, name) == ("layout", "num_microbatches"):  # too few sequences
+            assert given.dp * value > BATCH
+        else:
+            assert (option, given[0], name, value) == (
+                *("pipeline", "dualpipe_v"),
+                *("num_microbatches", 1),
             )
-        assert contradiction, (option, given, name, value)
 
 
-def test_every_value_is_in_make_test():
-    assert set().union(*(values_of(PAIRS[case]) for case in each_value_once(PAIRS))) == {
-        (name, value) for name in VALUES for value in VALUES[name]
-    }
+@pytest.mark.parametrize("covering", COVERINGS.values(), ids=COVERINGS)
+def test_every_value_is_in_make_test(covering):
+    found = [effective(case, values_of(covering.pairs[case])) for case in covering.few]
+    wanted = {(name, value) for name in covering.values for value in covering.values[name]}
+    assert set().union(*found) == wanted
 
 
 def test_schedules_at_every_depth():
@@ -122,47 +111,40 @@ def test_every_schedule_is_in_make_test():
 
 @pytest.mark.parametrize("case", thorough_but(DEEP.values(), DEEPER), ids=str)
 def test_every_schedule(ranks, case):
-    row = check(ranks, case)
-    assert not row.failures(), line(row, 0)
+    agrees(ranks, case)
 
 
-# A cheap selection of the kernel cases (those without tp, or with tp but without sequence
-# parallelism), in which each kernel runs forward and backward, with and without tp.
+# A cheap selection of the kernel cases: each kernel runs forward and backward, with and without tp.
 KERNELS_ONCE = [
     case
     for case in kernel_cases(parity.WORLDS)
-    if case.layout.tp == 1 or not case.sequence_parallel
+    if not (case.layout.tp > 1 and case.sequence_parallel)
+    and (case.layout.dp_replicate, case.world) not in ((1, 1), (2, 2))
 ]
 
 
 @pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs Triton")
 @pytest.mark.parametrize("case", thorough_but(KERNELS_ONCE, kernel_cases(parity.WORLDS)), ids=str)
 def test_triton_kernels(ranks, case):
-    row = check(ranks, case)
-    assert not row.failures(), line(row, 0)
+    agrees(ranks, case)
 
 
 def test_heads_narrower_than_dp_shard(ranks):
     """With heads two elements wide, q's and k's norm weights are sharded over four ranks: two of
-    these, with their tp groups, hold none, and the result is still right."""
-    case = Case(
-        MeshSizes(dp_shard=4, tp=2), attention_dim=16, qk_norm=True, sequence_parallel=False
-    )
-    row = check(ranks, case, steps=3)
-    assert not row.failures(), line(row, 3)
+    these hold none, and the result is still right."""
+    agrees(ranks, Case(MeshSizes(dp_shard=4), attention_dim=16, qk_norm=True), steps=2)
 
 
 def test_covering_array_is_the_same_every_time():
-    few = {**VALUES, "layout": [MeshSizes(tp=2), MeshSizes(pp=2)]}
+    names = ("zero_stage", "pipeline", "layers", "num_microbatches")
+    few = {"layout": [MeshSizes(tp=2), MeshSizes(pp=2)]} | {n: QUICK.values[n] for n in names}
     first = covering_cases(few)
     cover.cache_clear()
     assert covering_cases(few) == first
 
 
-def test_every_option_of_the_code_is_combined():
-    options = option_values()
-    assert {schedule for schedule, _ in options["pipeline"]} == set(SCHEDULES)
-    assert set(options["zero_stage"]) == set(get_args(get_type_hints(ParallelConfig)["zero_stage"]))
+def test_every_schedule_of_the_code_is_combined():
+    assert {schedule for schedule, _ in option_values()["pipeline"]} == set(SCHEDULES)
 
 
 def test_all_layouts_of_a_world():

@@ -28,34 +28,44 @@ from tools.rehearse.rank import alone, rehearse
 from training.load_config import load_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-QUICK = [case for case in plan_memory.CASES if case.quick]
+LLAMA_70B, LLAMA_8B = (str(CONFIGS / f"llama3_{size}.yaml") for size in ("70b", "8b"))
+SMALL = [*plan_memory.SMALL.split(), "model.num_layers=4"]
+H100 = find_device("h100")
+# with half as many layers, if the case does not say how many
+CASES = [
+    pytest.param(
+        case
+        if "num_layers" in case.overrides
+        else case._replace(overrides=f"{case.overrides} model.num_layers=4"),
+        marks=[pytest.mark.thorough] if case.tier == "thorough" else [],
+        id=case.overrides.replace("parallel.", ""),
+    )
+    for case in plan_memory.CASES
+    if case.tier
+]
 
 
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.overrides.replace("parallel.", ""))
+@pytest.mark.parametrize("case", CASES)
 def test_bytes_and_collectives_are_those_of_the_training_code(case: plan_memory.Case) -> None:
     row = plan_memory.compare(*case)
     assert row["same_collectives"]
     assert abs(row["error"]) < plan_memory.LIMIT
 
 
-def test_another_layout_would_be_noticed() -> None:
-    """Control: the plan for zero_stage 2 differs from a rehearsal with zero_stage 1, in collectives
-    and in memory."""
-    keys = [*plan_memory.SMALL.split(), "parallel.tp=2", "parallel.pp=2"]
-    path = str(CONFIGS / "llama3_70b.yaml")
-    measured = alone(rehearse, load_config(path, keys), 8, 0)
-    other = Layout.of_rank(load_config(path, [*keys, "parallel.zero_stage=2"]), 8, 0)
-    assert by_axis(collectives(other)) != measured["collectives"]
-    assert abs(Memory(other).peak / measured["peak_memory_bytes"] - 1) > plan_memory.LIMIT
-
-
-def test_a_forgotten_axis_would_be_noticed() -> None:
-    """Control: a plan in which cp is data parallelism differs from the rehearsal of a step with
-    cp."""
-    keys = [*plan_memory.SMALL.split(), "parallel.tp=2", "parallel.pp=1"]
-    path = str(CONFIGS / "llama3_70b.yaml")
-    measured = alone(rehearse, load_config(path, [*keys, "parallel.cp=2"]), 8, 0)
-    other = Layout.of_rank(load_config(path, keys), 8, 0)
+@pytest.mark.parametrize(
+    ("keys", "run", "planned"),
+    [
+        (["parallel.tp=2", "parallel.pp=2"], [], ["parallel.zero_stage=2"]),
+        (["parallel.tp=2", "parallel.pp=1"], ["parallel.cp=2"], []),
+    ],
+    ids=["another layout", "a forgotten axis"],
+)
+def test_another_plan_would_be_noticed(keys: list[str], run: list[str], planned: list[str]) -> None:
+    """Control: the plan for zero_stage 2 differs from a rehearsal with zero_stage 1, and one in
+    which cp is data parallelism from a rehearsal with cp, in collectives and in memory."""
+    keys = [*plan_memory.SMALL.split(), *keys]
+    measured = alone(rehearse, load_config(LLAMA_70B, [*keys, *run]), 8, 0)
+    other = Layout.of_rank(load_config(LLAMA_70B, [*keys, *planned]), 8, 0)
     assert by_axis(collectives(other)) != measured["collectives"]
     assert abs(Memory(other).peak / measured["peak_memory_bytes"] - 1) > plan_memory.LIMIT
 
@@ -69,15 +79,9 @@ def test_a_step_frees_what_it_allocates(schedule: str, zero_stage: int) -> None:
     """After a planned step, only the weights, the optimizer state, the reduced gradients, the batch
     and at most one last message remain in memory."""
     stages = 1 if schedule in ("1f1b", "gpipe", "zb_h1") else 2
-    keys = [
-        f"parallel.schedule={schedule}",
-        f"parallel.stages_per_rank={stages}",
-        f"parallel.zero_stage={zero_stage}",
-    ]
-    config = load_config(
-        str(CONFIGS / "llama3_70b.yaml"),
-        [*plan_memory.SMALL.split(), "parallel.tp=2", "parallel.pp=2", *keys],
-    )
+    keys = ["parallel.tp=2", "parallel.pp=2", f"parallel.schedule={schedule}",
+            f"parallel.stages_per_rank={stages}", f"parallel.zero_stage={zero_stage}"]  # fmt: skip
+    config = load_config(LLAMA_70B, [*SMALL, *keys])
     for rank in (0, 7):
         layout = Layout.of_rank(config, 8, rank)
         memory = Memory(layout)
@@ -91,33 +95,32 @@ def test_a_step_frees_what_it_allocates(schedule: str, zero_stage: int) -> None:
 
 @pytest.mark.thorough
 def test_the_search_estimates_what_is_simulated_and_finds_what_fits() -> None:
-    config, device = load_config(str(CONFIGS / "llama3_8b.yaml"), []), find_device("h100")
-    result = search(config, 32, device)
+    config = load_config(LLAMA_8B, [])
+    result = search(config, 32, H100)
     assert result.layouts > 1000
     assert [one.seconds for one in result.best] == sorted(one.seconds for one in result.best)
     for one in (*result.best, *result.frontier):
         one.config.validate(32)
         assert one.estimate == pytest.approx(one.seconds, rel=0.1)
-        assert one.peak <= device.room
-        assert load_config(str(CONFIGS / "llama3_8b.yaml"), one.overrides().split()) == one.config
+        assert one.peak <= H100.room
+        assert load_config(LLAMA_8B, one.overrides().split()) == one.config
     assert [one.peak for one in result.frontier] == sorted(
         (one.peak for one in result.frontier), reverse=True
     )
     with pytest.raises(UserError, match="--gpus"):
-        search(config, 32, replace(device, memory_bytes=9e9))
+        search(config, 32, replace(H100, memory_bytes=9e9))
 
 
 @pytest.mark.thorough
 def test_bounds_of_memory_are_bounds() -> None:
-    keys = [*plan_memory.SMALL.split(), "train.seq_len=256"]
-    config, device = load_config(str(CONFIGS / "llama3_70b.yaml"), keys), find_device("h100")
+    config = load_config(LLAMA_70B, [*plan_memory.SMALL.split(), "train.seq_len=256"])
     by_schedule: dict[str, list[Candidate]] = {}
-    for one in candidates(config, 16, device):
+    for one in candidates(config, 16, H100):
         by_schedule.setdefault(one.pipeline.schedule, []).append(one)
     assert len(by_schedule) == 7
     some = [one for found in by_schedule.values() for one in found[:: max(1, len(found) // 8)]]
     for one in some:
-        assert one.bound <= Found(one.config(), 16, device).peak, one
+        assert one.bound <= Found(one.config(), 16, H100).peak, one
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
@@ -125,19 +128,12 @@ def test_the_fullest_rank_counts_wherever_it_is(schedule: str) -> None:
     """A layout fits only if its fullest rank fits, whichever rank that is. Under zb_v it is not
     rank 0, which has the first and the last stage."""
     v = 2 if schedule == "zb_v" else 1
-    keys = [
-        *plan_memory.SMALL.split(),
-        "parallel.tp=1",
-        "parallel.pp=4",
-        f"parallel.schedule={schedule}",
-        "model.num_layers=14",
-    ]
-    config = load_config(
-        str(CONFIGS / "llama3_70b.yaml"),
-        [*keys, f"parallel.stages_per_rank={v}", "parallel.zero_stage=2"],
-    )
-    found = Found(config, 8, find_device("h100"))
-    peaks = summarise(config, 8, find_device("h100"))["peak_memory_bytes"]
+    keys = ["parallel.tp=1", "parallel.pp=4", f"parallel.schedule={schedule}",
+            f"parallel.stages_per_rank={v}", "parallel.zero_stage=2",
+            "model.num_layers=14"]  # fmt: skip
+    config = load_config(LLAMA_70B, [*SMALL, *keys])
+    found = Found(config, 8, H100)
+    peaks = summarise(config, 8, H100)["peak_memory_bytes"]
     assert found.peak == max(peaks)
     assert not found.fits(max(peaks) - 1)
     assert found.fits(max(peaks))
@@ -145,18 +141,15 @@ def test_the_fullest_rank_counts_wherever_it_is(schedule: str) -> None:
         assert peaks[0] < max(peaks)
 
 
-@pytest.mark.parametrize(("world", "batch"), [(12, 12), (20, 20)])
-def test_worlds_that_tp_does_not_divide(world: int, batch: int) -> None:
-    keys = [*plan_memory.SMALL.split(), f"train.global_batch_size={batch}"]
-    result = search(
-        load_config(str(CONFIGS / "llama3_70b.yaml"), keys), world, find_device("h100"), wanted=1
-    )
-    assert len(result.best) == 1
+@pytest.mark.parametrize("world", [12, pytest.param(20, marks=pytest.mark.thorough)])
+def test_worlds_that_tp_does_not_divide(world: int) -> None:
+    config = load_config(LLAMA_70B, [*SMALL, f"train.global_batch_size={world}"])
+    assert len(search(config, world, H100, wanted=1).best) == 1
 
 
 def test_only_what_a_run_would_start_is_found() -> None:
-    keys = [*plan_memory.SMALL.split(), "parallel.reduce_dtype=bfloat16", "train.compile=true"]
-    result = search(load_config(str(CONFIGS / "llama3_70b.yaml"), keys), 8, find_device("h100"))
+    keys = [*SMALL, "parallel.reduce_dtype=bfloat16", "train.compile=true"]
+    result = search(load_config(LLAMA_70B, keys), 8, H100)
     assert all(one.config.train.compile for one in result.best)
     schedules = {one.config.parallel.schedule for one in result.best}
     assert not schedules & {"zb_h1", "zb_v", "dualpipe_v"}
@@ -194,48 +187,39 @@ def test_a_list_has_a_layout_for_at_most_a_hundred_numbers_of_nodes(
 def test_a_search_refuses_what_no_layout_mends(
     key: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [str(CONFIGS / "llama3_70b.yaml"), *plan_memory.SMALL.split(), "model.num_layers=1",
-                 key, "--gpus", "64"]  # fmt: skip
-    assert main([*arguments, "--search"]) == 2
+    arguments = [LLAMA_70B, *SMALL, "model.num_layers=1", key, "--gpus", "64", "--search"]
+    assert main(arguments) == 2
     assert named in capsys.readouterr().err
 
 
 def test_a_stage_as_one_unit_hides_nothing() -> None:
     seconds = {}
     for unit in ("block", "stage"):
-        keys = [
-            *plan_memory.SMALL.split(),
-            "parallel.tp=2",
-            "parallel.pp=2",
-            "parallel.zero_stage=3",
-            f"parallel.fsdp_unit={unit}",
-        ]
-        config = load_config(str(CONFIGS / "llama3_70b.yaml"), keys)
-        summary = summarise(config, 8, find_device("h100"))
-        row = summary["ranks"][0]["collectives"]["dp_shard"]
+        keys = ["parallel.tp=2", "parallel.pp=2", "parallel.zero_stage=3"]
+        config = load_config(LLAMA_70B, [*SMALL, *keys, f"parallel.fsdp_unit={unit}"])
+        summary = summarise(config, 8, H100)
+        first = summary["ranks"][0]
+        row = first["collectives"]["dp_shard"]
         seconds[unit] = summary["step_seconds"]
         assert row["exposed_seconds"] <= row["wire_seconds"]
         assert ("nothing" in row["hidden"]) == (unit == "stage")
-        first = summary["ranks"][0]
         assert sum(first["activations"].values()) == first["memory"].get(ACTIVATIONS, 0)
     assert seconds["stage"] > seconds["block"]
 
 
 def test_latency_grows_with_the_group() -> None:
-    device = find_device("h100")
-    small, large = (Links(device, 1, ranks, 1, ranks).latency("dp_shard") for ranks in (8, 2048))
-    assert small == device.collective_seconds
-    assert large == pytest.approx(small + 255 * device.hop_seconds)
+    small, large = (Links(H100, 1, ranks, 1, ranks).latency("dp_shard") for ranks in (8, 2048))
+    assert small == H100.collective_seconds
+    assert large == pytest.approx(small + 255 * H100.hop_seconds)
 
 
 def test_a_cp_group_shares_a_node_as_far_as_it_fits() -> None:
     """cp lies outside tp: of 8 GPUs in a node, tp 4 leaves 2 for a cp group. Its rate is that of
     the node's links only if the whole group is inside."""
-    device = find_device("h100")
-    inside, across = (Links(device, 4, cp * 2, 1, cp * 8, cp) for cp in (2, 4))
+    inside, across = (Links(H100, 4, cp * 2, 1, cp * 8, cp) for cp in (2, 4))
     assert [links.in_node("cp") for links in (inside, across)] == [2, 2]
-    assert inside.rate("cp") == device.node_bytes_per_second * device.node_efficiency
-    network = device.network_bytes_per_second * device.network_efficiency
+    assert inside.rate("cp") == H100.node_bytes_per_second * H100.node_efficiency
+    network = H100.network_bytes_per_second * H100.network_efficiency
     assert across.rate("cp") == 2 * network
     assert across.rate("dp_shard") == 2 * network  # 8 ranks, cp included
 
@@ -243,8 +227,7 @@ def test_a_cp_group_shares_a_node_as_far_as_it_fits() -> None:
 def test_what_is_printed_of_cp(capsys: pytest.CaptureFixture[str]) -> None:
     """cp has a line of its own, and the axis that weights are sharded over is named after both.
     Control: without cp the same command prints neither."""
-    path, keys = str(CONFIGS / "llama3_70b.yaml"), plan_memory.SMALL.split()
-    arguments = [path, *keys, "parallel.tp=2", "parallel.pp=1", "--gpus", "8"]
+    arguments = [LLAMA_70B, *SMALL, "parallel.tp=2", "parallel.pp=1", "--gpus", "8"]
     printed = []
     for cp in (1, 2):
         assert main([*arguments, f"parallel.cp={cp}"]) == 0
@@ -270,7 +253,7 @@ def test_the_guides_table() -> None:
 
 
 def test_ours_counts_float32_weights_and_gradients() -> None:
-    config = load_config(str(CONFIGS / "llama3_8b.yaml"), [])
+    config = load_config(LLAMA_8B, [])
     per_parameter = [
         sum(our_bytes(config, 4, stage).values()) / num_parameters(config.model) for stage in STAGES
     ]
@@ -284,13 +267,13 @@ def test_ours_counts_float32_weights_and_gradients() -> None:
 
 def test_the_file_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
-    keys = [*plan_memory.SMALL.split(), "parallel.tp=2", "parallel.pp=2"]
-    arguments = [str(CONFIGS / "llama3_70b.yaml"), *keys, "--gpus", "8", "--json", str(file)]
+    keys = [*SMALL, "parallel.tp=2", "parallel.pp=2"]
+    arguments = [LLAMA_70B, *keys, "--gpus", "8", "--json", str(file)]
     assert main([*arguments, "--tokens", "1e9", "--price", "2"]) == 0
     plan = json.loads(file.read_text())
     assert len(plan["peak_memory_bytes"]) == 2
     assert plan["fits"]
-    model = load_config(str(CONFIGS / "llama3_70b.yaml"), keys).model
+    model = load_config(LLAMA_70B, keys).model
     flops = plan["tokens_per_second_per_device"] * flops_per_token(model, 1024)
     assert plan["mfu"] == pytest.approx(flops / plan["peak_flops"])
     assert plan["step_seconds"] > 0
@@ -301,7 +284,8 @@ def test_the_file_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_reader_that_stops_reading_gets_no_traceback() -> None:
     """If the reader of the output closes the pipe, as `| head` does, the command ends without a
     traceback."""
-    command = [sys.executable, "-m", "tools.plan", str(CONFIGS / "llama3_8b.yaml"), "--guide", "4"]
+    main = "from tools.command import run_command; run_command(lambda: print('x' * 10**6))"
+    command = [sys.executable, "-c", main]
     process = subprocess.Popen(
         command, cwd=CONFIGS.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -329,5 +313,5 @@ def test_devices_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ('{"based_on": "h100", "name": 3}', "name"),
     ):
         file.write_text(text)
-        assert main([str(CONFIGS / "llama3_8b.yaml"), "--device", str(file)]) == 2
+        assert main([LLAMA_8B, "--device", str(file)]) == 2
         assert named in capsys.readouterr().err

@@ -30,7 +30,11 @@ TINY = ["model.dim=64", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_
 
 @pytest.mark.parametrize(
     ("name", "stage"),
-    [(n, s) for n in ("llama3_70b", "llama3_405b") for s in ("first", "middle", "last")],
+    [
+        *(("llama3_405b", stage) for stage in ("first", "middle", "last")),
+        ("llama3_70b", "last"),
+        *(pytest.param("llama3_70b", s, marks=pytest.mark.thorough) for s in ("first", "middle")),
+    ],
 )
 def test_every_kind_of_stage_goes_forward_and_backward(name: str, stage: str) -> None:
     """Every kind of stage runs forward and backward with the expected memory and collectives; with

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from model.router import BaseRouter
 from parallel.mesh import build_mesh
+from tests.parity_tiers import thorough_but
 from tools.plan.traffic import by_axis
 from tools.ranks import Ranks
 from tools.rehearse.__main__ import main
@@ -61,7 +62,9 @@ def collectives_of_a_run(keys: list[str]) -> dict[str, dict[str, Any]]:
     return by_axis(tape.collectives)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", thorough_but({"both views of the mesh cut", "pipeline"}, LAYOUTS)
+)
 def test_a_run_with_balanced_experts_communicates_as_rehearsed(ranks: Ranks, layout: str) -> None:
     keys = LAYOUTS[layout]
     found = ranks.run(collectives_of_a_run, 4, keys)

@@ -24,6 +24,7 @@ from parallel.mesh import to_device
 from parallel.pipeline.schedules import SCHEDULES
 from parallel.pipeline.transfer import Transfers
 from runtime.device import device_thread
+from tests.parity_tiers import thorough_but
 from tools.parity import __main__ as parity
 from tools.parity.cases import Case
 from tools.parity.run import heads_in_pieces
@@ -108,8 +109,12 @@ LAYOUTS = {
     for name in SCHEDULES
 }
 
-QUICK = {"tp", "zero 3", "3D, tied, documents", "pp and tp, zb_h1", "ep, shared expert"}
-ZERO_3 = replace(LAYOUTS["3D, zero 3, full recomputation"], activation_checkpointing="none")
+RANKS = [(name, rank) for name, case in LAYOUTS.items() for rank in (0, case.world - 1)]
+QUICK = [("zero 3", 0), ("3D, tied, documents", 7), ("pp and tp, zb_h1", 0),
+         ("ep, shared expert", 1)]  # fmt: skip
+ZERO_3 = replace(
+    LAYOUTS["3D, zero 3, full recomputation"], activation_checkpointing="none", num_microbatches=2
+)
 EXPERTS = LAYOUTS["ep, shared expert"]
 
 
@@ -119,13 +124,6 @@ EXPERTS = LAYOUTS["ep, shared expert"]
 def check_case(case: Case, rank: int) -> dict[str, Any]:
     with heads_in_pieces():
         return check(case.config(), case.world, rank)
-
-
-def reports(name: str) -> Iterator[dict[str, Any]]:
-    """Check the first and the last rank of a layout."""
-    case = LAYOUTS[name]
-    for rank in (0, case.world - 1):
-        yield alone(check_case, case, rank)
 
 
 # The largest part of the collectives of an axis, kind and phase that may have no product or
@@ -157,15 +155,12 @@ def exposed(report: dict[str, Any]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in LAYOUTS],
-)
-def test_a_layout_has_no_defect_and_keeps_its_overlap(name: str) -> None:
-    for report in reports(name):
-        assert report["findings"] == []
-        assert report["compared"] > 50  # accesses on two streams to the same memory
-        assert exposed(report) == []
+@pytest.mark.parametrize(("name", "rank"), thorough_but(QUICK, RANKS))
+def test_a_layout_has_no_defect_and_keeps_its_overlap(name: str, rank: int) -> None:
+    report = alone(check_case, LAYOUTS[name], rank)
+    assert report["findings"] == []
+    assert report["compared"] > 50  # accesses on two streams to the same memory
+    assert exposed(report) == []
 
 
 def covering() -> Iterator[Case]:
@@ -258,8 +253,8 @@ def test_a_collective_that_became_synchronous_is_found() -> None:
         return work
 
     with patch.object(collectives, "_reduce_scatter_single", start_and_wait):
-        found = [exposed(report) for report in reports("tp")]
-    assert found == [["tp reduce_scatter B: 16 of 16 have nothing beside them"]] * 2
+        report = alone(check_case, LAYOUTS["tp"], 0)
+    assert exposed(report) == ["tp reduce_scatter B: 16 of 16 have nothing beside them"]
 
 
 # --- small programs -------------------------------------------------------------------------------
@@ -321,52 +316,45 @@ def test_memory_must_not_be_reused_while_a_stream_reads_it(then: str, found: lis
     assert alone(frees_early, then) == {"found": found}
 
 
-def copies(what: str) -> dict[str, Any]:
+def nonzero(x: Tensor) -> None:
+    with pytest.raises(NotImplementedError, match="a tensor without data"):
+        x.nonzero()
+
+
+def read_back(x: Tensor, waits: bool) -> None:
+    pinned = torch.empty(8, pin_memory=True)
+    pinned.copy_(x, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    if waits:
+        copied.synchronize()
+    pinned.sum()
+
+
+READS: dict[str, tuple[list[str], Callable[[Tensor], Any]]] = {  # what is found, of x on the device
+    "to the device": ([], lambda _: to_device(torch.ones(8), "cuda")),
+    "unpinned": ([SYNC], lambda _: torch.ones(8).to(DEVICE, non_blocking=True)),
+    "tolist": ([SYNC], Tensor.tolist),
+    "nonzero": ([SYNC], nonzero),
+    "equal": ([SYNC], lambda x: torch.equal(x, x)),
+    "host index": ([SYNC], lambda x: x[torch.tensor([0])]),
+    "tensor": ([SYNC], lambda _: torch.tensor([1.0], device=DEVICE)),
+    "read after waiting": ([], partial(read_back, waits=True)),
+    "read at once": ([RACE], partial(read_back, waits=False)),
+}
+
+
+def reads(what: str) -> dict[str, Any]:
     with device() as pretended:
         x = torch.zeros(8, device=DEVICE)
-        if what == "to the device":
-            to_device(torch.ones(8), "cuda")
-        elif what == "unpinned":
-            torch.ones(8).to(DEVICE, non_blocking=True)
-        elif what == "tolist":
-            x.tolist()
-        elif what == "nonzero":
-            with pytest.raises(NotImplementedError, match="a tensor without data"):
-                x.nonzero()
-        elif what == "equal":
-            torch.equal(x, x)
-        elif what == "host index":
-            x[torch.tensor([0])]
-        elif what == "tensor":
-            torch.tensor([1.0], device=DEVICE)
-        else:
-            pinned = torch.empty(8, pin_memory=True)
-            pinned.copy_(x, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-            pretended.device.in_step = False  # waiting is allowed
-            if what == "read after waiting":
-                copied.synchronize()
-            pinned.sum()
+        pretended.device.in_step = "read" not in what  # between steps, waiting is allowed
+        READS[what][1](x)
         return kinds(pretended)
 
 
-@pytest.mark.parametrize(
-    ("what", "found"),
-    [
-        ("to the device", []),
-        ("unpinned", [SYNC]),
-        ("tolist", [SYNC]),
-        ("nonzero", [SYNC]),
-        ("equal", [SYNC]),
-        ("host index", [SYNC]),
-        ("tensor", [SYNC]),
-        ("read after waiting", []),
-        ("read at once", [RACE]),
-    ],
-)
-def test_the_host_waits_for_what_it_reads(what: str, found: list[str]) -> None:
-    assert alone(copies, what) == {"found": found}
+@pytest.mark.parametrize("what", READS)
+def test_the_host_waits_for_what_it_reads(what: str) -> None:
+    assert alone(reads, what) == {"found": READS[what][0]}
 
 
 def works_in_a_thread(make: Callable[..., threading.Thread]) -> dict[str, Any]:

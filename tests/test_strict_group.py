@@ -1,8 +1,10 @@
 """Lattice under a process group that orders communication as strictly as NCCL (tools/strict), and
-planted faults that gloo forgives and NCCL does not."""
+planted faults that gloo forgives and NCCL does not. With experts, the ranks of an all-to-all send
+different numbers of rows."""
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,14 +15,19 @@ import torch.distributed as dist
 from parallel.axes import MeshSizes
 from parallel.pipeline.lower import Exchange, Message, Transfer
 from parallel.pipeline.transfer import Transfers
+from tests.parity_tiers import agrees
 from tests.runs import LAYOUT_3D, forget_step_6, losses, metrics_of, train_run, write_config
 from tools.parity.cases import Case
-from tools.parity.run import check
+from tools.parity.expert_cases import STEPS, extreme_cases
 from tools.ranks import RankError, Ranks
 from tools.strict.referee import Operation, Peer, Referee, Wrong
 
 
-@pytest.fixture(scope="module", params=["strict", "strict_shared"])
+def thorough(*values):
+    return pytest.param(*values, marks=pytest.mark.thorough)
+
+
+@pytest.fixture(scope="module", params=["strict", thorough("strict_shared")])
 def strict(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(8, timeout=200, backend=request.param) as pool:
         yield pool
@@ -52,6 +59,43 @@ def everything() -> tuple[float, list[int], float, float]:
 def test_it_carries_data(strict: Ranks) -> None:
     for rank, answer in enumerate(strict.run(everything, 4)):
         assert answer == (6.0, [0, 1, 2, 3], (rank - 1) % 4, 1.0)
+
+
+def send_rows(rows: list[list[int]]) -> list[float]:
+    """`rows[i][j]` rows of the number i go from rank i to rank j. What this rank receives."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    receive = [rows[other][rank] for other in range(world)]
+    x = torch.full((sum(rows[rank]), 2), float(rank))
+    out = torch.full((sum(receive), 2), -1.0)
+    dist.all_to_all_single(out, x, receive, rows[rank])
+    return out[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[1, 1, 1], [1, 1, 1], [1, 1, 1]],
+        [[2, 0, 1], [4, 1, 0], [0, 3, 2]],
+        [[0, 5, 0], [0, 2, 0], [0, 1, 0]],  # all to rank 1
+        [[0, 0, 0], [0, 0, 0], [0, 0, 0]],
+    ],
+    ids=["even", "uneven", "to_one_rank", "none"],
+)
+def test_it_carries_uneven_and_empty_splits(strict: Ranks, rows: list[list[int]]) -> None:
+    for rank, received in enumerate(strict.run(send_rows, 3, rows)):
+        assert received == [float(i) for i in range(3) for _ in range(rows[i][rank])]
+
+
+def even_splits() -> list[float]:
+    """Without splits, a rank's rows are for all ranks alike."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    out = torch.empty(2 * world)
+    dist.all_to_all_single(out, torch.full((2 * world,), float(rank)))
+    return out.tolist()
+
+
+def test_it_carries_all_to_alls_without_splits(strict: Ranks) -> None:
+    assert strict.run(even_splits, 2) == [[0.0, 0.0, 1.0, 1.0]] * 2
 
 
 # --- planted faults ---
@@ -103,12 +147,40 @@ def made_by_few() -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def splits_that_disagree() -> None:
+    """Rank 0 sends two rows to rank 1, which expects one."""
+    if dist.get_rank() == 0:
+        dist.all_to_all_single(torch.empty(2, 4), torch.ones(3, 4), [1, 1], [1, 2])
+    else:
+        dist.all_to_all_single(torch.empty(2, 4), torch.ones(2, 4), [1, 1], [1, 1])
+
+
+def uneven_rows_without_splits() -> None:
+    """Each rank has as many rows as it wants, and takes what it sends for what it receives."""
+    rows = 2 * (1 + dist.get_rank())
+    dist.all_to_all_single(torch.empty(rows), torch.ones(rows))
+
+
+def other_widths() -> None:
+    x = torch.ones(2, 4 + dist.get_rank())
+    dist.all_to_all_single(torch.empty_like(x), x, [1, 1], [1, 1])
+
+
+def other_dtypes() -> None:
+    x = torch.ones(2, 4, dtype=(torch.float32, torch.int32)[dist.get_rank()])
+    dist.all_to_all_single(torch.empty_like(x), x, [1, 1], [1, 1])
+
+
 FAULTS = [
     (swapped_collectives, 2, "different collectives"),
     (other_shapes, 2, "different collectives"),
     (from_a_thread, 2, "from threads"),
     (a_message_in_another_order, 2, "deadlock"),
     (made_by_few, 3, "deadlock"),
+    (splits_that_disagree, 2, r"rank 0 sends 2 rows over .*, and rank 1 expects 1"),
+    (uneven_rows_without_splits, 2, r"rank 0 sends 1 rows over .*, and rank 1 expects 2"),
+    (other_widths, 2, "different collectives"),
+    (other_dtypes, 2, "different collectives"),
 ]
 
 
@@ -140,13 +212,17 @@ def opposite_orders() -> None:
         work.wait()
 
 
-def test_opposite_orders_are_found_where_the_queue_is_shared(strict: Ranks) -> None:
-    """With a queue for each communicator they are allowed."""
-    if strict.backend == "strict":
+def test_opposite_orders_are_found_where_the_queue_is_shared() -> None:
+    with (
+        Ranks(2, timeout=200, backend="strict_shared") as shared,
+        pytest.raises(RankError, match="deadlock"),
+    ):
+        shared.run(opposite_orders, 2)
+
+
+def test_opposite_orders_are_allowed_with_a_queue_for_each_communicator() -> None:
+    with Ranks(2, timeout=200, backend="strict") as strict:
         strict.run(opposite_orders, 2)
-    else:
-        with pytest.raises(RankError, match="deadlock"):
-            strict.run(opposite_orders, 2)
 
 
 def a_pipeline_of_three() -> None:
@@ -178,8 +254,13 @@ def test_the_pipeline_makes_its_communicator(strict: Ranks) -> None:
 
 # --- Lattice itself ---
 
+QUICK = [
+    Case(MeshSizes(pp=2, dp_shard=2, tp=2), num_microbatches=2, zero_stage=3),
+    Case(MeshSizes(pp=2, cp=2), schedule="zb_h1", num_microbatches=4, document_mask=True),
+    # all tokens at one expert
+    next(case for case in extreme_cases((4,)) if case.first_bias and case.layout.ep == 4),
+]
 LAYOUTS = [
-    Case(MeshSizes(pp=2, dp_shard=2, tp=2), num_microbatches=4, zero_stage=3),
     Case(MeshSizes(pp=2, cp=2, tp=2), schedule="zb_h1", num_microbatches=4, document_mask=True),
     Case(MeshSizes(dp_shard=2, cp=4), zero_stage=3, activation_checkpointing="selective",
          num_microbatches=2),
@@ -197,26 +278,40 @@ LAYOUTS = [
     Case(MeshSizes(pp=2, tp=4), schedule="zb_h1", tp_pieces=4,
          activation_checkpointing="selective", num_microbatches=4),
 ]  # fmt: skip
+BASE = Case(MeshSizes(), router="sigmoid_bias", router_losses=True, num_shared_experts=1)
+EXPERTS = [
+    replace(BASE, layout=MeshSizes(pp=2, dp_shard=2, tp=2, ep=4), schedule="zb_h1", zero_stage=3),
+    replace(BASE, layout=MeshSizes(pp=2, cp=2, ep=2), schedule="zb_v", stages_per_rank=2,
+            activation_checkpointing="selective"),
+    replace(BASE, layout=MeshSizes(dp_replicate=2, tp=2, ep=2), zero_stage=2,
+            activation_checkpointing="full", document_mask=True),
+    replace(BASE, layout=MeshSizes(pp=2, dp_shard=4, ep=2), schedule="interleaved_1f1b",
+            stages_per_rank=2, zero_stage=2, num_dense_layers=1),
+    replace(BASE, layout=MeshSizes(cp=2, tp=2, ep=4), tp_pieces=2, router="softmax"),
+    replace(BASE, layout=MeshSizes(dp_shard=8, ep=4), zero_stage=3, cpu_offload=True),
+    *(case for case in extreme_cases((4, 8))
+      if case.first_bias and case.layout.ep == 4 and case not in QUICK),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("case", "steps"),
     [
-        case if i < 2 else pytest.param(case, marks=pytest.mark.thorough)
-        for i, case in enumerate(LAYOUTS)
+        *((case, 1) for case in QUICK),
+        *(thorough(case, 2) for case in LAYOUTS),
+        *(thorough(case, STEPS) for case in EXPERTS),
     ],
     ids=str,
 )
-def test_a_layout_trains(strict: Ranks, case: Case) -> None:
+def test_a_layout_trains(strict: Ranks, case: Case, steps: int) -> None:
     """`python -m tools.parity --strict` runs all."""
-    row = check(strict, case, 2)
-    assert row.failures() == [], row.crash
+    agrees(strict, case, steps)
 
 
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(LAYOUT_3D, marks=pytest.mark.thorough),
+        thorough(LAYOUT_3D),
         pytest.param({"cp": 2, "tp": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -267,3 +362,18 @@ def test_a_batch_runs_when_all_of_it_has_partners() -> None:
     assert referee.begins(1, "q", "g", members, both) == [(0, "q")]
     last = Operation(peers=(Peer(False, 1, ""),))
     assert sorted(referee.begins(2, "q", "g", members, last)) == [(1, "q"), (2, "q")]
+
+
+def all_to_all(sends: tuple[int, ...], receives: tuple[int, ...]) -> Operation:
+    return Operation("all_to_all_single", sends=sends, receives=receives)
+
+
+def test_the_referee_compares_rows_of_ranks_of_the_world() -> None:
+    """A communicator's rank 1 may be another rank of the world."""
+    referee, members = Referee(6), [3, 5]
+    assert referee.begins(5, "q", "g", members, all_to_all((4, 0), (1, 0))) == []
+    released = referee.begins(3, "q", "g", members, all_to_all((2, 1), (2, 4)))
+    assert sorted(released) == [(3, "q"), (5, "q")]
+    referee.begins(5, "q", "g", members, all_to_all((4, 0), (1, 0)))
+    with pytest.raises(Wrong, match="rank 5 sends 4 rows over g, and rank 3 expects 3"):
+        referee.begins(3, "q", "g", members, all_to_all((2, 1), (2, 3)))

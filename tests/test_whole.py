@@ -10,17 +10,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from parallel.axes import MeshSizes
 from parallel.data import check_reduced
-from parallel.mesh import build_mesh
 from parallel.weight_gradient import Destination, GradientSum
-from tools.parity.cases import BOS, Case
-from tools.parity.run import global_batch, run_on_ranks
-from training.build import build_stages
-from training.step import TrainStep
+from tests.steps import make_step, rows_of
+from tools.parity.cases import Case
+from tools.parity.run import run_on_ranks
 
 ONE, PIPELINE = Case(MeshSizes()), Case(MeshSizes(pp=2), schedule="zb_h1")
 SETTINGS = {
@@ -30,15 +27,11 @@ SETTINGS = {
 }
 
 
-def make_step(case, dtype, pure=False, microbatches=4, compile=False):
-    config = replace(case, num_microbatches=microbatches).config()
-    config = replace(
-        config,
-        train=replace(config.train, dtype=dtype, compile=compile),
-        optimizer=replace(config.optimizer, pure_bfloat16=pure),
-    )
-    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
-    return TrainStep(config, mesh, build_stages(config, mesh), BOS)
+def step_of(case, dtype, pure=False, compile=False):
+    config = case.config()
+    train = replace(config.train, dtype=dtype, compile=compile)
+    optimizer = replace(config.optimizer, pure_bfloat16=pure)
+    return make_step(replace(config, train=train, optimizer=optimizer))
 
 
 def storage(tensor):
@@ -48,15 +41,24 @@ def storage(tensor):
 def train(case, setting, fsdp=False):
     """Losses, gradient norms and last weights of two steps."""
     with patch("parallel.fsdp_units.shares_weights", lambda *_: True) if fsdp else nullcontext():
-        step = make_step(case, **setting)
+        step = step_of(case, **setting)
     assert all(isinstance(stage, FSDPModule) == fsdp for stage in step.stages.values())
-    results = [step(index, *global_batch(case.vocab_size, index)) for index in range(2)]
+    results = [step(index, *rows_of(step, index)) for index in range(2)]
     numbers = [x for result in results for x in (result.loss, result.grad_norm)]
     return numbers + [weight.sharded.to_local().clone() for weight in step.weights]
 
 
-@pytest.mark.parametrize("case", [ONE, PIPELINE], ids=["one rank", "zb_h1"])
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    ("setting", "case"),
+    [
+        *(pytest.param(SETTINGS[name], ONE, id=f"{name}-one rank") for name in SETTINGS),
+        pytest.param(SETTINGS["bfloat16"], PIPELINE, id="bfloat16-zb_h1"),
+        *(
+            pytest.param(SETTINGS[name], PIPELINE, id=f"{name}-zb_h1", marks=pytest.mark.thorough)
+            for name in ("float32", "pure bfloat16")
+        ),
+    ],
+)
 def test_the_same_bits_as_with_fsdp(ranks, case, setting):
     without, with_fsdp = (
         ranks.run(train, case.world, case, setting, fsdp) for fsdp in (False, True)
@@ -69,7 +71,7 @@ def test_the_same_bits_as_with_fsdp(ranks, case, setting):
 def copies(case, setting):
     """For each weight, whether the weight that forward sees has other memory than the master, and
     whether the weight between steps has."""
-    step = make_step(case, **setting)
+    step = step_of(case, **setting)
     layers = [m for stage in step.stages.values() for m in stage.modules() if hasattr(m, "weights")]
     masters = [layer.weight for layer in layers if layer.weights]
     stage, found = step.stages[0], []
@@ -79,7 +81,7 @@ def copies(case, setting):
         found.extend(storage(a) != storage(b) for a, b in zip(seen, masters, strict=True))
 
     stage.register_forward_pre_hook(look)
-    step(0, *global_batch(case.vocab_size, 0))
+    step(0, *rows_of(step))
     later = [layer.weight for layer in layers if layer.weights]
     return found, [a is not b for a, b in zip(later, masters, strict=True)]
 
@@ -97,7 +99,8 @@ EXPERTS = Case(
 )
 SUMMED = {
     "one rank": EXPERTS,
-    "deferred": replace(EXPERTS, layout=MeshSizes(pp=2, tp=2, ep=2), schedule="zb_h1"),
+    "deferred": replace(EXPERTS, layout=MeshSizes(pp=2), schedule="zb_h1"),
+    "deferred over tp": replace(EXPERTS, layout=MeshSizes(pp=2, tp=2, ep=2), schedule="zb_h1"),
     "FSDP": replace(EXPERTS, layout=MeshSizes(dp_shard=2, ep=2)),
     "FSDP of experts": replace(EXPERTS, layout=MeshSizes(dp_shard=4, ep=2)),
 }
@@ -146,11 +149,11 @@ def test_the_gradient_of_no_weight_is_rounded_before_it_is_added(ranks, case):
 
 def forgets(name):
     """Train a step while the sum of one weight's gradients is lost."""
-    step = make_step(ONE, "bfloat16")
+    step = step_of(ONE, "bfloat16")
     lost = step.stages[0].get_submodule(name)
     lost.gradient_sum = GradientSum(torch.float32, type("Lost", (), {"total": None})(), "total")
     try:
-        step.forward_backward(*global_batch(ONE.vocab_size, 0))
+        step.forward_backward(*rows_of(step))
         check_reduced(weight.parameter for weight in step.weights)
     except AssertionError as error:
         return str(error)
@@ -166,11 +169,11 @@ def compiled_losses(compile):
     """Losses of three steps, and the number of graphs that the compiler captured in each."""
     counters = torch._dynamo.utils.counters["stats"]
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-        step = make_step(ONE, "bfloat16", compile=compile)
+        step = step_of(ONE, "bfloat16", compile=compile)
         losses, graphs = [], []
         for index in range(3):
             before = counters["unique_graphs"]
-            losses.append(step(index, *global_batch(ONE.vocab_size, index)).loss.item())
+            losses.append(step(index, *rows_of(step, index)).loss.item())
             graphs.append(counters["unique_graphs"] - before)
     return losses, graphs
 

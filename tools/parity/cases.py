@@ -284,9 +284,9 @@ def cover(
             }
             schedule, stages_per_rank = chosen.pop("pipeline")
             case = Case(**chosen, schedule=schedule, stages_per_rank=stages_per_rank)
-            if case.is_valid():
-                new = sum(pair in uncovered for pair in pairs_of(case, values))
-                best, gain = (case, new) if new > gain else (best, gain)
+            new = sum(pair in uncovered for pair in pairs_of(case, values))
+            if new > gain and case.is_valid():  # asked last, as it takes longest
+                best, gain = case, new
             if attempt >= ENOUGH and best is not None:
                 break
         if best is None:
