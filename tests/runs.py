@@ -9,14 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
+from safetensors.torch import load_file
 
 import train
 from errors import UserError
 from parallel.mesh import build_mesh
 from runtime.checkpoints import checkpoint
+from runtime.checkpoints.manifest import MANIFEST, PLACES
 from runtime.messages import on_all_ranks
 from runtime.signals import Signals
 from tests.data_samples import tokenizer
+from tools.ranks import Ranks
 from training.build import build_stages
 from training.load_config import load_config
 from training.step import TrainStep
@@ -30,7 +33,7 @@ EXPERTS = {
 }
 
 
-def write_config(folder: Path, data: Path, **sections: dict[str, Any]) -> str:
+def write_config(folder: Path, data: Path, /, **sections: dict[str, Any]) -> str:
     """Write the configuration of a small run to `folder` and return its path: 4 layers, batches of
     8 sequences of 32 tokens, micro-batches of 2 sequences, run folder `folder`/run."""
     raw: dict[str, dict[str, Any]] = {
@@ -64,6 +67,11 @@ def train_run(arguments: list[str]) -> str:
     return ""
 
 
+def run(ranks: Ranks, world: int, *arguments: str) -> None:
+    """Train until the run has ended; nothing may be refused."""
+    assert ranks.run(train_run, world, list(arguments)) == [""] * world
+
+
 def messages(cases: dict[str, list[str]]) -> dict[str, str]:
     """The message of `train_run` for one case after another, in the same process group: refused
     runs that need no start of their own."""
@@ -88,14 +96,48 @@ def losses(folder: Path) -> dict[int, float]:
     return found
 
 
-def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
-    """Load the checkpoint `path` in this layout and return every global tensor (weights,
-    biases of routers and optimizer moments), gathered from all ranks."""
+def evaluations(folder: Path) -> dict[int, float]:
+    """Step → held-out loss."""
+    return {line["step"]: line["eval_loss"] for line in metrics_of(folder) if "eval_loss" in line}
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    return folder / "run" / "checkpoints" / f"step-{step:08d}"
+
+
+def stored_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The global tensors of a checkpoint, assembled without the code under test."""
+    whole: dict[str, torch.Tensor] = {}
+    entries = json.loads((checkpoint / MANIFEST).read_text())["tensors"]
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        content = path.read_bytes()
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        where = json.loads(header["__metadata__"][PLACES])
+        for name, piece in load_file(path).items():
+            empty = torch.full(entries[name]["shape"], torch.nan, dtype=piece.dtype)
+            places = zip(where[name]["saved_offsets"], piece.shape, strict=True)
+            whole.setdefault(name, empty)[tuple(slice(at, at + n) for at, n in places)] = piece
+    return whole
+
+
+def same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    """Whether these are the same names and numbers, bit for bit."""
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+def step_of(arguments: list[str]) -> TrainStep:
+    """The training step of a configuration, on the ranks of this process group."""
     warnings.simplefilter("ignore")
     config = load_config(arguments[0], arguments[1:])
     sizes = config.parallel.mesh_sizes(dist.get_world_size())
     mesh = build_mesh(sizes, "cpu", config.model.has_experts)
-    step = TrainStep(config, mesh, build_stages(config, mesh))
+    return TrainStep(config, mesh, build_stages(config, mesh))
+
+
+def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
+    """Load the checkpoint `path` in this layout and return every global tensor (weights,
+    biases of routers and optimizer moments), gathered from all ranks."""
+    step = step_of(arguments)
     checkpoint.load(step, checkpoint.Start(Path(path), step=1))
     mine: dict[str, torch.Tensor] = {}
     for held in checkpoint.held_tensors(step):
@@ -107,6 +149,11 @@ def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
 
 def fresh(folder: Path) -> None:
     shutil.rmtree(folder / "run", ignore_errors=True)
+
+
+def forget_last(folder: Path) -> None:
+    """Delete the newest checkpoint, as if the run had died before it."""
+    shutil.rmtree(max((folder / "run" / "checkpoints").glob("step-*")))
 
 
 def copy_of(saved: Path, folder: Path) -> tuple[str, Path]:

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from parallel.axes import MeshSizes
 from parallel.pipeline.lower import Exchange, Message, Transfer
 from parallel.pipeline.transfer import Transfers
-from tests.runs import LAYOUT_3D, losses, metrics_of, train_run, write_config
-from tests.test_train import forget_step_6
+from tests.runs import LAYOUT_3D, forget_last, losses, metrics_of, train_run, write_config
 from tools.parity.cases import Case
 from tools.parity.run import check
 from tools.ranks import RankError, Ranks
@@ -236,7 +235,7 @@ def test_a_run_saves_evaluates_and_resumes(
     )
     assert strict.run(train_run, 8, [config]) == [""] * 8
     whole = losses(tmp_path)
-    forget_step_6(tmp_path)
+    forget_last(tmp_path)
     assert strict.run(train_run, 8, [config]) == [""] * 8
     assert losses(tmp_path) == whole
     assert "eval_loss" in metrics_of(tmp_path)[2]
