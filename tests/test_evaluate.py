@@ -10,11 +10,12 @@ import torch
 
 from runtime.tasks.files import read_tasks
 from tests.data_samples import tokenizer
-from tests.runs import train_run, write_config
+from tests.runs import metrics_of, write_config
+from tests.runs import run as train_to_the_end
 from tools import evaluate, export
 from tools.ranks import Ranks
 
-TASKS = ["python", "python_text"]
+BUNDLED = ["python", "python_text"]
 SEQ_LEN = 32  # that of the runs: every text of python_text is cut into windows
 
 
@@ -25,7 +26,24 @@ def scored(arguments: list[str]) -> dict[str, list[list[float]]]:
 
 
 @pytest.fixture(scope="module")
-def trained(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The first examples of bundled tasks."""
+    folder = tmp_path_factory.mktemp("tasks")
+    for task, count in zip(read_tasks(BUNDLED, ""), (8, 2), strict=True):
+        lines = [
+            {"context": each.context, "choices": each.texts, "answer": each.answer}
+            if task.has_choices
+            else {"text": each.texts[0]}
+            for each in task.examples[:count]
+        ]
+        (folder / f"{task.name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return [str(folder / f"{name}.jsonl") for name in BUNDLED]
+
+
+@pytest.fixture(scope="module")
+def trained(
+    ranks: Ranks, data: Path, tasks: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A finished run in float64 on 4 ranks (pp 2, tp 2), evaluated after its only step."""
     folder = tmp_path_factory.mktemp("evaluated")
     config = write_config(
@@ -33,24 +51,23 @@ def trained(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) 
         data,
         model={"init_std": 0.1},
         parallel={"tp": 2, "pp": 2},
-        train={"steps": 1, "dtype": "float64", "eval_interval": 1, "tasks": TASKS},
+        train={"steps": 1, "dtype": "float64", "eval_interval": 1, "tasks": tasks},
         checkpoint={"interval": 1},
     )
-    assert ranks.run(train_run, 4, [config]) == [""] * 4
+    train_to_the_end(ranks, 4, config)
     return folder / "run"
 
 
 def test_log_likelihoods_are_those_of_transformers(
-    ranks: Ranks, trained: Path, tmp_path: Path
+    ranks: Ranks, trained: Path, tasks: list[str], tmp_path: Path
 ) -> None:
     """Of an exported model, by transformers in float64, from the texts themselves."""
     from transformers import AutoModelForCausalLM
 
     out = tmp_path / "exported"
     assert export.main(["--checkpoint", str(trained), "--out", str(out)]) == 0
-    found = ranks.run(
-        scored, 1, ["--checkpoint", str(out), "--tasks", *TASKS, "--dtype", "float64"]
-    )[0]
+    arguments = ["--checkpoint", str(out), "--tasks", *tasks, "--dtype", "float64"]
+    found = ranks.run(scored, 1, arguments)[0]
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
 
     def values(tokens: list[int]) -> torch.Tensor:
@@ -60,7 +77,7 @@ def test_log_likelihoods_are_those_of_transformers(
         return logits[range(len(tokens) - 1), tokens[1:]]
 
     worst = 0.0
-    for task in read_tasks(TASKS, "--tasks"):
+    for task in read_tasks(tasks, "--tasks"):
         for example, ours in zip(task.examples, found[task.name], strict=True):
             for text, value in zip(example.texts, ours, strict=True):
                 bos, encode = tokenizer().bos_id, tokenizer().encode
@@ -79,18 +96,19 @@ def test_log_likelihoods_are_those_of_transformers(
                         values(tokens[at : at + SEQ_LEN + 1]).sum().item() for at in starts
                     )
                 worst = max(worst, abs(value - theirs))
-    print(f"the largest difference from transformers is {worst:.1e} nats")
     assert worst < 1e-5
     # Control: examples differ by far more.
-    assert len({round(value, 2) for each in found["python"] for value in each}) > 40
+    assert len({round(value, 2) for each in found["python"] for value in each}) > 20
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_run_and_the_tool_agree(ranks: Ranks, trained: Path, world: int) -> None:
+def test_a_run_and_the_tool_agree(
+    ranks: Ranks, trained: Path, tasks: list[str], world: int
+) -> None:
     """The run recorded, through pp and tp, what the tool computes from its checkpoint."""
-    arguments = ["--checkpoint", str(trained), "--tasks", *TASKS, "--dtype", "float64"]
+    arguments = ["--checkpoint", str(trained), "--tasks", *tasks, "--dtype", "float64"]
     results = ranks.run(measured, world, arguments)
-    (record,) = (json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines())
+    (record,) = metrics_of(trained.parent)
     of_tasks = {key: value for key, value in record.items() if key.startswith("task/")}
     for result in results:
         assert result == pytest.approx(of_tasks, rel=1e-9)
@@ -114,13 +132,13 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 def test_the_command(trained: Path, tmp_path: Path) -> None:
     """It prints a table, and writes all log-likelihoods."""
     file = tmp_path / "found.json"
-    done = run("--checkpoint", str(trained), "--tasks", *TASKS, "--json", str(file))
+    done = run("--checkpoint", str(trained), "--tasks", *BUNDLED, "--json", str(file))
     assert done.returncode == 0, done.stderr
     head, *lines = done.stdout.splitlines()
     assert head.split() == ["task", "examples", "accuracy", "per", "byte", "accuracy", "bits/byte"]
-    assert [line.split()[0] for line in lines] == TASKS
+    assert [line.split()[0] for line in lines] == BUNDLED
     content = json.loads(file.read_text())
-    assert [len(content[name]["log_likelihoods"]) for name in TASKS] == [40, 10]
+    assert [len(content[name]["log_likelihoods"]) for name in BUNDLED] == [40, 10]
     assert f"{content['python']['accuracy']:.1%}" in lines[0]
 
 
