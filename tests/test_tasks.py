@@ -1,11 +1,14 @@
-"""Evaluation on tasks: the same log-likelihoods on every layout, and what is scored."""
+"""Evaluation on tasks: the same log-likelihoods on every layout and by transformers, and what is
+scored."""
 
 import gzip
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +31,7 @@ from runtime.tasks.rows import Row, TaskRows, Text, log_likelihoods, measures, t
 from runtime.tasks.scoring import PipelineScorer, lengths
 from tests.data_samples import tokenizer
 from tests.runs import losses, messages, metrics_of, run, write_config
+from tools import evaluate, export
 from tools.parity.cases import BOS, SEED, SEQ_LEN, Case
 from tools.parity.run import reference_model
 from tools.ranks import Ranks
@@ -335,23 +339,24 @@ LAYOUTS = {  # name → ranks, layout
 @pytest.fixture(scope="module")
 def evaluated(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of runs of two steps in several layouts, evaluated after each on two tasks and on 5
-    sequences, which no layout divides, so that padding must not count; and of one without tasks."""
+    sequences, which no layout divides, so that padding must not count; and of one without tasks.
+    The last text is cut into windows."""
     folder = tmp_path_factory.mktemp("tasks")
     (bundled,) = (task for task in read_tasks(["python"], "") if task.has_choices)
-    texts = [json.dumps({"text": "import os\n" * n}) for n in (1, 3, 12)]
+    texts = [json.dumps({"text": "import os\n" * n}) for n in (1, 3, 20)]
     choices = [
         json.dumps({"context": each.context, "choices": each.texts, "answer": each.answer})
-        for each in bundled.examples[:5]
+        for each in bundled.examples[:8]
     ]
     for name, lines in (("choose", choices), ("mine", texts)):
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     tasks = [str(folder / f"{name}.jsonl") for name in ("choose", "mine")]
     train = {"steps": 2, "eval_interval": 1, "eval_samples": 5, "dtype": "float64", "tasks": tasks}
-    for name, (world, layout) in LAYOUTS.items():
+    given: dict[str, Any] = {"model": {"init_std": 0.1}, "checkpoint": {"interval": 2}}
+    for name, (world, layout) in (LAYOUTS | {"none": (1, {})}).items():
         (folder / name).mkdir()
-        run(ranks, world, write_config(folder / name, data, train=train, parallel=layout))
-    (folder / "none").mkdir()
-    run(ranks, 1, write_config(folder / "none", data, train=train | {"tasks": []}))
+        given["train"] = train | ({"tasks": []} if name == "none" else {})
+        run(ranks, world, write_config(folder / name, data, parallel=layout, **given))
     return folder
 
 
@@ -403,3 +408,122 @@ def test_a_run_with_a_bad_task_is_refused(ranks: Ranks, data: Path, tmp_path: Pa
     assert "line 1" in said["bad"]
     assert "train.eval_interval is 0" in said["never"]
     assert not (tmp_path / "run").exists()
+
+
+# --- tools.evaluate -------------------------------------------------------------------------------
+
+BUNDLED = ["python", "python_text"]
+LENGTH = 32  # that of the runs
+
+
+@pytest.fixture(scope="module")
+def trained(evaluated: Path) -> Path:
+    return evaluated / "tp 2, pp 2" / "run"
+
+
+@pytest.fixture(scope="module")
+def tasks(evaluated: Path) -> list[str]:
+    return [str(evaluated / f"{name}.jsonl") for name in ("choose", "mine")]
+
+
+def scored_by_the_tool(arguments: list[str]) -> dict[str, list[list[float]]]:
+    """What tools.evaluate computes, on this rank of an existing process group."""
+    tasks, found = evaluate.evaluate(evaluate.parse(arguments), "cpu")
+    return {task.task.name: values for task, values in zip(tasks, found, strict=True)}
+
+
+def test_log_likelihoods_are_those_of_transformers(
+    ranks: Ranks, trained: Path, tasks: list[str], tmp_path: Path
+) -> None:
+    """Of an exported model, by transformers in float64, from the texts themselves."""
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "exported"
+    assert export.main(["--checkpoint", str(trained), "--out", str(out)]) == 0
+    arguments = ["--checkpoint", str(out), "--tasks", *tasks, "--dtype", "float64"]
+    found = ranks.run(scored_by_the_tool, 1, arguments)[0]
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
+
+    def values(tokens: list[int]) -> torch.Tensor:
+        """The log-likelihood of each token but the first."""
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens[:-1]])).logits[0].log_softmax(-1)
+        return logits[range(len(tokens) - 1), tokens[1:]]
+
+    worst = 0.0
+    for task in read_tasks(tasks, "--tasks"):
+        for example, ours in zip(task.examples, found[task.name], strict=True):
+            for text, value in zip(example.texts, ours, strict=True):
+                bos, encode = tokenizer().bos_id, tokenizer().encode
+                tokens = [bos, *encode(example.context + text)]
+                if task.has_choices:
+                    apart = [bos, *encode(example.context)]
+                    pairs = zip(tokens, apart, strict=False)
+                    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                    tail = tokens[-(LENGTH + 1) :]  # a long context loses its beginning
+                    theirs = values(tail)[same - len(tokens) :].sum().item()
+                else:
+                    starts = range(0, len(tokens) - 1, LENGTH)
+                    theirs = sum(values(tokens[i : i + LENGTH + 1]).sum().item() for i in starts)
+                worst = max(worst, abs(value - theirs))
+    assert worst < 1e-5
+    # Control: examples differ by far more.
+    assert len({round(value, 2) for each in found["choose"] for value in each}) > 20
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_and_the_tool_agree(
+    ranks: Ranks, trained: Path, tasks: list[str], world: int
+) -> None:
+    """The run recorded, through pp and tp, what the tool computes from its checkpoint."""
+    arguments = ["--checkpoint", str(trained), "--tasks", *tasks, "--dtype", "float64"]
+    results = ranks.run(measured, world, arguments)
+    record = metrics_of(trained.parent)[-1]
+    of_tasks = {key: value for key, value in record.items() if key.startswith("task/")}
+    for result in results:
+        assert result == pytest.approx(of_tasks, rel=1e-9)
+
+
+def measured(arguments: list[str]) -> dict[str, float]:
+    tasks, found = evaluate.evaluate(evaluate.parse(arguments), "cpu")
+    return {
+        f"task/{task.task.name}/{name}": value
+        for task, values in zip(tasks, found, strict=True)
+        for name, value in measures(task, values).items()
+    }
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    program = [sys.executable, "-m", "tools.evaluate", *arguments]
+    return subprocess.run(program, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.thorough
+def test_the_command(trained: Path, tmp_path: Path) -> None:
+    """It prints a table, and writes all log-likelihoods."""
+    file = tmp_path / "found.json"
+    done = command("--checkpoint", str(trained), "--tasks", *BUNDLED, "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    head, *lines = done.stdout.splitlines()
+    assert head.split() == ["task", "examples", "accuracy", "per", "byte", "accuracy", "bits/byte"]
+    assert [line.split()[0] for line in lines] == BUNDLED
+    content = json.loads(file.read_text())
+    assert [len(content[name]["log_likelihoods"]) for name in BUNDLED] == [40, 10]
+    assert f"{content['python']['accuracy']:.1%}" in lines[0]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tasks", "pythn"], "--tasks = 'pythn': there is no bundled task"),
+        (["--tasks", "python", "--seq-len", "0"], "--seq-len = 0: it must be at least 1"),
+        (["--tasks", "python", "--seq-len", "1"], "a row has between 1 and 1"),
+        (["--tasks", "python", "--json", "/none/x"], "--json = '/none/x': it cannot be written"),
+    ],
+)
+def test_the_command_refuses(trained: Path, arguments: list[str], said: str) -> None:
+    done = command("--checkpoint", str(trained), *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
