@@ -114,14 +114,8 @@ def test_the_memory_report_counts_experts(ranks: Ranks, saved_experts: Path) -> 
 
 def test_a_skipped_step_leaves_the_biases(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """Step 3 is skipped, and ends the run, which then saves."""
-    config = write_config(
-        tmp_path,
-        data,
-        model=EXPERTS,
-        parallel={"tp": 2, "ep": 2},
-        train={"steps": 3},
-        checkpoint={"interval": 1, "keep_last": 9},
-    )
+    sections = {"model": EXPERTS, "parallel": {"tp": 2, "ep": 2}, "train": {"steps": 3}}
+    config = write_config(tmp_path, data, checkpoint={"interval": 1, "keep_last": 9}, **sections)
     assert ranks.run(run_with_bad_steps, 2, [config], 1, {3}) == [""] * 2
     second, third = (stored_tensors(checkpoint_of(tmp_path, step)) for step in (2, 3))
     assert same_tensors(second, third)
@@ -132,14 +126,8 @@ def test_a_skipped_step_leaves_the_biases(ranks: Ranks, data: Path, tmp_path: Pa
 def test_a_rollback_restores_the_biases(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """Steps 4 and 5 have bad batches. The run returns to step 2 and then is a run whose data never
     had them, bit for bit."""
-    config = write_config(
-        tmp_path,
-        data,
-        model=EXPERTS,
-        parallel={"tp": 2, "ep": 4},
-        checkpoint={"interval": 2, "keep_last": 9},
-        guard={"max_bad_steps": 2},
-    )
+    sections = {"model": EXPERTS, "parallel": {"tp": 2, "ep": 4}, "guard": {"max_bad_steps": 2}}
+    config = write_config(tmp_path, data, checkpoint={"interval": 2, "keep_last": 9}, **sections)
     marks = ranks.run(batches_of, 4, [config])[0]
     fresh(tmp_path)
     assert ranks.run(run_with_bad_batches, 4, [config], marks[3:5], 0) == [""] * 4
