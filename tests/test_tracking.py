@@ -77,8 +77,12 @@ def configured(folder: Path, data: Path, **run: Any) -> Config:
 
 @functools.cache
 def wandb_records(file: Path) -> dict[str, list[dict[str, Any]]]:
-    """The records of a .wandb file by type, as wandb's own inspector reads them."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    """The records of a .wandb file by type, as wandb's own inspector reads them (the program behind
+    `wandb leet inspect`)."""
+    from wandb.util import get_core_path
+
+    command = [get_core_path(), "leet", "inspect", "--no-observability", "--json"]
+    command += ["--run-file", str(file), str(file.parents[1])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     found: dict[str, list[dict[str, Any]]] = {}
     for line in done.stdout.splitlines():
