@@ -40,6 +40,11 @@ def layout(**axes: int) -> list[str]:
     return [f"parallel.{axis}={size}" for axis, size in given.items()]
 
 
+def label(value: object) -> str:
+    """The id of a parameter."""
+    return " ".join(value).replace("parallel.", "") if isinstance(value, list) else str(value)
+
+
 @pytest.fixture(scope="module")
 def saved_context(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run in float64 of 4 steps on 4 ranks (cp 2 × tp 2) with several documents in a
@@ -128,7 +133,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "world", "overrides"), OTHERS)
+@pytest.mark.parametrize(("name", "world", "overrides"), OTHERS, ids=label)
 def test_a_run_is_resumed_in_another_layout(
     ranks: Ranks,
     runs: dict[str, Path],
@@ -164,7 +169,7 @@ LOADS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "world", "overrides"), LOADS)
+@pytest.mark.parametrize(("name", "world", "overrides"), LOADS, ids=label)
 def test_every_layout_loads_the_same_tensors(
     ranks: Ranks, runs: dict[str, Path], name: str, world: int, overrides: list[str]
 ) -> None:
