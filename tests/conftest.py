@@ -25,7 +25,7 @@ if find_spec("triton") is not None and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.data_samples import prepared
-from tests.runs import LAYOUT_3D, train_run, write_config
+from tests.runs import EXPERTS, LAYOUT_3D, run, write_config
 
 # Under `nohup`, or in the background of a script, these signals are ignored. Programs that tests
 # start would inherit that, so restore the defaults.
@@ -72,10 +72,31 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def saved(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of 6 steps on 8 ranks (pp 2 × dp_shard 2 × tp 2), with checkpoints after
-    steps 2, 4 and 6. Tests work on copies of it."""
+    steps 2, 4 and 6 and evaluations after 3 and 6. Tests work on copies of it."""
     folder = tmp_path_factory.mktemp("saved")
     config = write_config(
-        folder, data, parallel=LAYOUT_3D, checkpoint={"interval": 2, "keep_last": 3}
+        folder,
+        data,
+        parallel=LAYOUT_3D,
+        train={"eval_interval": 3, "eval_samples": 5},
+        checkpoint={"interval": 2, "keep_last": 3},
     )
-    assert ranks.run(train_run, 8, [config]) == [""] * 8
+    run(ranks, 8, config)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def saved_experts(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run in float64 of 4 steps on 4 ranks (pp 2 × dp_shard 2, ep 2) with experts and
+    tied embeddings, saved and evaluated after steps 2 and 4. Tests work on copies of it."""
+    folder = tmp_path_factory.mktemp("experts")
+    config = write_config(
+        folder,
+        data,
+        model=EXPERTS | {"tie_embeddings": True},
+        parallel={"pp": 2, "ep": 2},
+        train={"steps": 4, "dtype": "float64", "eval_interval": 2, "eval_samples": 6},
+        checkpoint={"interval": 2},
+    )
+    run(ranks, 4, config)
     return folder

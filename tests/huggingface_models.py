@@ -1,13 +1,14 @@
 """Small models of transformers with random weights, in Hugging Face folders."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.data_samples import tokenizer
+from tests.runs import same_tensors
 
 VOCAB = tokenizer().vocab_size
 SMALL = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -15,34 +16,62 @@ SMALL = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
          "max_position_embeddings": 128, "rms_norm_eps": 1e-5}  # fmt: skip
 # With these values, the 64 positions compared have frequencies of all three kinds: kept, slowed and
 # interpolated.
-SCALED = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-# case → (class of transformers, its configuration in addition to SMALL, largest file, dtype)
-CASES: dict[str, tuple[str, dict[str, Any], str, torch.dtype]] = {
-    "Llama 3, sharded": ("Llama", {"rope_theta": 500_000.0}, "100KB", torch.float32),
-    "Llama 3.2: scaled rope, tied": (
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+SPARSE = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": VOCAB,
+          "max_position_embeddings": 128, "num_experts_per_tok": 2}  # fmt: skip
+
+
+class RoundTrip(NamedTuple):
+    family: str  # the class of transformers
+    config: dict[str, Any]
+    file_size: str
+    dtype: torch.dtype
+    control: dict[str, Any]  # a change of our model that must change its logits
+    layout: dict[str, int]  # of the run in the round trip
+    world: int = 2
+
+    @property
+    def has_experts(self) -> bool:
+        return "num_experts_per_tok" in self.config
+
+
+CASES = {
+    "Llama 3, sharded": RoundTrip(
+        "Llama", SMALL | {"rope_theta": 500_000.0}, "100KB", torch.float32,
+        {"rope_theta": 10_000.0}, {"tp": 2, "pp": 2}, 4,
+    ),
+    "Llama 3.2: scaled rope, tied": RoundTrip(
         "Llama",
-        {"rope_theta": 500_000.0, "rope_scaling": SCALED, "tie_word_embeddings": True,
-         "head_dim": 16},
-        "1GB",
-        torch.float32,
+        SMALL | {"rope_theta": 500_000.0, "rope_scaling": SCALED, "tie_word_embeddings": True,
+                 "head_dim": 16},
+        "1GB", torch.float32, {"rope_scaling_factor": 1.0}, {"pp": 2},
     ),
-    "Mistral, another width of attention": (
-        "Mistral",
-        {"rope_theta": 10_000.0, "head_dim": 8, "sliding_window": None},
-        "100KB",
-        torch.bfloat16,
+    "Mistral, another width of attention": RoundTrip(
+        "Mistral", SMALL | {"rope_theta": 10_000.0, "head_dim": 8, "sliding_window": None},
+        "100KB", torch.bfloat16, {"norm_eps": 1e-2}, {"tp": 2},
     ),
-    "Qwen3, padded vocabulary": (
-        "Qwen3",
-        {"rope_theta": 1e6, "head_dim": 32, "vocab_size": VOCAB + 64, "tie_word_embeddings": True},
-        "1GB",
-        torch.float32,
+    "Qwen3, padded vocabulary": RoundTrip(
+        "Qwen3", SMALL | {"rope_theta": 1e6, "head_dim": 32, "vocab_size": VOCAB + 64,
+                          "tie_word_embeddings": True},
+        "1GB", torch.float32, {"rope_theta": 10_000.0}, {"dp_shard": 2},
+    ),
+    "Mixtral": RoundTrip(
+        "Mixtral", SPARSE | {"num_local_experts": 8, "head_dim": 16}, "150KB", torch.float32,
+        {"router": "softmax"}, {"ep": 2, "pp": 2}, 4,
+    ),
+    "Qwen3-MoE, a dense layer": RoundTrip(  # 8 shards of 4 experts: each is cut
+        "Qwen3Moe",
+        SPARSE | {"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16,
+                  "mlp_only_layers": [0], "norm_topk_prob": True, "tie_word_embeddings": True},
+        "150KB", torch.bfloat16, {"experts_per_token": 1}, {"tp": 2}, 8,
+    ),
+    "Qwen3-MoE, weights below 1, every second layer": RoundTrip(
+        "Qwen3Moe",
+        SPARSE | {"num_experts": 8, "moe_intermediate_size": 16, "head_dim": 32,
+                  "decoder_sparse_step": 2, "norm_topk_prob": False, "num_experts_per_tok": 3},
+        "150KB", torch.float32, {"router": "softmax_renormalised"}, {"ep": 4, "tp": 2}, 8,
     ),
 }  # fmt: skip
 
@@ -51,14 +80,14 @@ def make_model(case: str) -> Any:
     """A model of transformers with random weights."""
     import transformers
 
-    family, changes, _, dtype = CASES[case]
-    config = getattr(transformers, f"{family}Config")(**(SMALL | changes))
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    trip = CASES[case]
+    config = getattr(transformers, f"{trip.family}Config")(**trip.config)
+    model = getattr(transformers, f"{trip.family}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        mean, std = (1.0, 0.2) if parameter.ndim == 1 else (0.0, 0.1)
+        mean, std = (1.0, 0.2) if parameter.ndim == 1 else (0.0, 0.15 if trip.has_experts else 0.1)
         parameter.data.normal_(mean, std, generator=generator)
-    return model.to(dtype)
+    return model.to(trip.dtype)
 
 
 def save(model: Any, folder: Path, file_size: str) -> Path:
@@ -69,14 +98,9 @@ def save(model: Any, folder: Path, file_size: str) -> Path:
 
 def stored(folder: Path) -> dict[str, Tensor]:
     """Every tensor in the files of a Hugging Face folder."""
-    return {
-        name: tensor
-        for file in folder.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
+    files = folder.glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        one[n].dtype == other[n].dtype and torch.equal(one[n], other[n]) for n in one
-    )
+    return same_tensors(one, other) and all(one[n].dtype == other[n].dtype for n in one)

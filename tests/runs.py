@@ -16,12 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from safetensors.torch import load_file
 
 import tools.ranks
 import train
 from errors import UserError
 from parallel.mesh import build_mesh
 from runtime.checkpoints import checkpoint
+from runtime.checkpoints.manifest import MANIFEST, PLACES
 from runtime.checkpoints.save_errors import SaveFailed
 from runtime.messages import on_all_ranks
 from runtime.signals import Signals
@@ -41,7 +43,7 @@ EXPERTS = {
 }
 
 
-def write_config(folder: Path, data: Path, **sections: dict[str, Any]) -> str:
+def write_config(folder: Path, data: Path, /, **sections: dict[str, Any]) -> str:
     """Write the configuration of a small run to `folder` and return its path: 4 layers, batches of
     8 sequences of 32 tokens, micro-batches of 2 sequences, run folder `folder`/run."""
     raw: dict[str, dict[str, Any]] = {
@@ -76,6 +78,7 @@ def train_run(arguments: list[str]) -> str:
 
 
 def run(ranks: Ranks, world: int, *arguments: str) -> None:
+    """Train until the run has ended; nothing may be refused."""
     assert ranks.run(train_run, world, list(arguments)) == [""] * world
 
 
@@ -157,14 +160,48 @@ def losses(folder: Path) -> dict[int, float]:
     return found
 
 
-def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
-    """Load the checkpoint `path` in this layout and return every global tensor (weights,
-    biases of routers and optimizer moments), gathered from all ranks."""
+def evaluations(folder: Path) -> dict[int, float]:
+    """Step → held-out loss."""
+    return {line["step"]: line["eval_loss"] for line in metrics_of(folder) if "eval_loss" in line}
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    return folder / "run" / "checkpoints" / f"step-{step:08d}"
+
+
+def stored_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The global tensors of a checkpoint, assembled without the code under test."""
+    whole: dict[str, torch.Tensor] = {}
+    entries = json.loads((checkpoint / MANIFEST).read_text())["tensors"]
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        content = path.read_bytes()
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        where = json.loads(header["__metadata__"][PLACES])
+        for name, piece in load_file(path).items():
+            empty = torch.full(entries[name]["shape"], torch.nan, dtype=piece.dtype)
+            places = zip(where[name]["saved_offsets"], piece.shape, strict=True)
+            whole.setdefault(name, empty)[tuple(slice(at, at + n) for at, n in places)] = piece
+    return whole
+
+
+def same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    """Whether these are the same names and numbers, bit for bit."""
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+def step_of(arguments: list[str]) -> TrainStep:
+    """The training step of a configuration, on the ranks of this process group."""
     warnings.simplefilter("ignore")
     config = load_config(arguments[0], arguments[1:])
     sizes = config.parallel.mesh_sizes(dist.get_world_size())
     mesh = build_mesh(sizes, "cpu", config.model.has_experts)
-    step = TrainStep(config, mesh, build_stages(config, mesh))
+    return TrainStep(config, mesh, build_stages(config, mesh))
+
+
+def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
+    """Load the checkpoint `path` in this layout and return every global tensor (weights,
+    biases of routers and optimizer moments), gathered from all ranks."""
+    step = step_of(arguments)
     checkpoint.load(step, checkpoint.Start(Path(path), step=1))
     mine: dict[str, torch.Tensor] = {}
     for held in checkpoint.held_tensors(step):
@@ -172,11 +209,6 @@ def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return {n: t for part in everyone for n, t in part.items()}
-
-
-def evaluations(folder: Path) -> dict[int, float]:
-    """Step → eval_loss of the run in `folder`/run."""
-    return {line["step"]: line["eval_loss"] for line in metrics_of(folder) if "eval_loss" in line}
 
 
 def batches_of(arguments: list[str]) -> dict[int, torch.Tensor]:
@@ -193,17 +225,17 @@ def batches_of(arguments: list[str]) -> dict[int, torch.Tensor]:
     return batches
 
 
-def forget_step_6(folder: Path) -> None:
-    """Delete the last checkpoint, as if the run had died before it."""
-    shutil.rmtree(folder / "run" / "checkpoints" / "step-00000006")
-
-
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
 def fresh(folder: Path) -> None:
     shutil.rmtree(folder / "run", ignore_errors=True)
+
+
+def forget_last(folder: Path) -> None:
+    """Delete the newest checkpoint, as if the run had died before it."""
+    shutil.rmtree(max((folder / "run" / "checkpoints").glob("step-*")))
 
 
 def copy_of(saved: Path, folder: Path) -> tuple[str, Path]:

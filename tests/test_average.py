@@ -11,7 +11,8 @@ from torch import Tensor
 from data.tokenizer import Tokenizer
 from runtime.checkpoints.manifest import Manifest, fingerprint, read_manifest, write_manifest
 from tests.data_samples import MANY, tokenizer
-from tests.runs import EXPERTS, train_run, write_config
+from tests.runs import EXPERTS, checkpoint_of, same_tensors, train_run, write_config
+from tests.runs import run as train_to_the_end
 from tools import average, export, verify
 from tools.huggingface.checkpoint_reader import CheckpointReader
 from tools.ranks import Ranks
@@ -35,7 +36,7 @@ def bits(tensor: Tensor) -> Tensor:
 @pytest.fixture(scope="module")
 def checkpoints(saved: Path) -> list[Path]:
     """Of one run, on 8 ranks (pp 2 × dp_shard 2 × tp 2)."""
-    return [saved / "run" / "checkpoints" / f"step-{step:08d}" for step in STEPS]
+    return [checkpoint_of(saved, step) for step in STEPS]
 
 
 @pytest.mark.parametrize(
@@ -112,8 +113,8 @@ def test_checkpoints_with_experts_are_averaged(ranks: Ranks, data: Path, tmp_pat
         (tmp_path / name).mkdir()
         sections = {"model": EXPERTS, "parallel": layout, "train": {"steps": 1}}
         config = write_config(tmp_path / name, data, checkpoint={"interval": 1}, **sections)
-        assert ranks.run(train_run, world, [config]) == [""] * world
-        folders.append(tmp_path / name / "run" / "checkpoints" / "step-00000001")
+        train_to_the_end(ranks, world, config)
+        folders.append(checkpoint_of(tmp_path / name, 1))
     counts = [len(list(folder.glob("*.safetensors"))) for folder in folders]
     assert counts[0] < counts[1]
     out = tmp_path / "average"
@@ -141,10 +142,9 @@ def test_an_average_is_used_like_a_checkpoint(
     assert not [name for name in read_manifest(out).tensors if name.startswith("optimizer.")]
     config = write_config(tmp_path, data, train={"steps": 1}, optimizer={"lr": 0.0})
     start = f"checkpoint.load_weights_only={out}"
-    assert ranks.run(train_run, 2, [config, start, "checkpoint.interval=1"]) == ["", ""]
-    again = tmp_path / "run" / "checkpoints" / "step-00000001"
-    saved_again = tensors(again)
-    assert all(torch.equal(saved_again[name], tensor) for name, tensor in tensors(out).items())
+    train_to_the_end(ranks, 2, config, start, "checkpoint.interval=1")
+    again = checkpoint_of(tmp_path, 1)
+    assert same_tensors(tensors(again), tensors(out))
     counts = [len(list(folder.glob("*.safetensors"))) for folder in (again, checkpoints[-1])]
     assert counts[0] < counts[1], "other pieces"
     assert run(again, checkpoints[-1], "--out", tmp_path / "mixed") == 0

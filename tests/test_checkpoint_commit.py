@@ -10,31 +10,11 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 import runtime.checkpoints.save
-from runtime.checkpoints import manifest
 from runtime.checkpoints.manifest import MANIFEST, Manifest
 from runtime.checkpoints.save_errors import SaveFailed, agree
 from runtime.records.events import read_events
-from tests.runs import copy_of, heard, names, status_of, write_config
+from tests.runs import copy_of, heard, names, write_config
 from tools.ranks import Ranks
-
-
-def test_what_is_in_the_way_is_put_aside(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
-    """The newest checkpoint has lost its manifest. The run resumes from the one before, renames
-    the incomplete one, and saves a good checkpoint under the same name."""
-    config, checkpoints = copy_of(saved, tmp_path)
-    (checkpoints / "step-00000006" / MANIFEST).unlink()
-    (refusal, said), *_ = ranks.run(heard, 4, [config, "parallel.pp=1"])
-    assert (refusal, said.count("step-00000006 has no manifest.json: it is put aside")) == ("", 1)
-    assert names(checkpoints) == [
-        "latest",
-        "step-00000002",
-        "step-00000004",
-        "step-00000006",
-        "step-00000006.damaged",
-    ]
-    assert (checkpoints / "latest").read_text() == "step-00000006"
-    manifest.verify(checkpoints / "step-00000006")
-    assert status_of(tmp_path)["state"] == "finished"
 
 
 def test_what_comes_in_the_way_meanwhile_is_put_aside(
@@ -49,14 +29,9 @@ def test_what_comes_in_the_way_meanwhile_is_put_aside(
     (refusal, said), *_ = ranks.run(train_with_strangers, 1, config, tmp_path / "others")
     assert (refusal, said.count("already existed; it is put aside")) == ("", 2)
     assert names(checkpoints)[1:] == [
-        *[
-            "step-00000002",
-            "step-00000002.damaged",
-            "step-00000004",
-            "step-00000004.abandoned",
-            "step-00000006",
-        ]
-    ]
+        "step-00000002", "step-00000002.damaged", "step-00000004", "step-00000004.abandoned",
+        "step-00000006",
+    ]  # fmt: skip
     assert len(list((checkpoints / "step-00000004").glob("*.safetensors"))) == 1, (
         "the file of this run's one rank, not those of eight ranks"
     )

@@ -15,15 +15,14 @@ from data.sources import Document
 from errors import UserError
 from runtime.start.preconditions import open_train_and_heldout
 from tests.data_samples import MANY, prepared, split_texts, tokenizer
-from tests.runs import train_run, write_config
+from tests.runs import run, write_config
 from tools import prepare as prepare_command
 from tools.ranks import Ranks
 from tools.tokenizer import texts as tokenizer_texts
 from training.load_config import load_config
 
-LINES = "".join(
-    f"line {i} of a small text, in which there is little to learn\n" for i in range(400)
-)
+LINE = "line {} of a small text, in which there is little to learn\n"
+LINES = "".join(LINE.format(i) for i in range(400))
 
 
 def parts(ids: list[str], fraction: float) -> tuple[list[Part], bool]:
@@ -56,9 +55,8 @@ def test_few_documents_are_cut_and_many_are_held_out_whole() -> None:
     few, cuts = parts(names[: FEW - 1], 0.05)
     assert cuts
     assert [part.held_out for part in few] == [False, True] * (FEW - 1)
-    assert [a.text + b.text for a, b in zip(few[::2], few[1::2], strict=True)] == [
-        f"{name}\n" * 100 for name in names[: FEW - 1]
-    ]
+    whole = [a.text + b.text for a, b in zip(few[::2], few[1::2], strict=True)]
+    assert whole == [f"{name}\n" * 100 for name in names[: FEW - 1]]
     many, cuts = parts(names, 0.05)
     assert not cuts
     assert many == [Part(f"{name}\n" * 100, held_out(name, 0.05)) for name in names]
@@ -69,11 +67,9 @@ def test_documents_of_which_the_hash_holds_out_none_or_all_are_cut() -> None:
     assert parts(none, 0.05)[1]
     assert parts([name for name in map(str, range(60)) if held_out(name, 0.9)], 0.9)[1]
     assert not parts(none, 0.0)[1]  # nothing is to be held out
-    assert not parts(
-        [f"{name} {i}" for name in none for i in range(9) if not held_out(f"{name} {i}", 0.05)],
-        0.05,
-    )[1]
-    assert len(none) * 9 > MOST_DOCUMENTS
+    names = [f"{name} {i}" for name in none for i in range(9)]
+    assert not parts([name for name in names if not held_out(name, 0.05)], 0.05)[1]
+    assert len(names) > MOST_DOCUMENTS
 
 
 def test_one_file_is_prepared_and_trains(
@@ -82,12 +78,8 @@ def test_one_file_is_prepared_and_trains(
     source, out = tmp_path / "tiny.txt", tmp_path / "out"
     source.write_text(LINES)
     (tmp_path / "t.model").write_bytes(tokenizer().model)
-    assert (
-        prepare_command.main(
-            ["--source", str(source), "--tokenizer", str(tmp_path / "t.model"), "--out", str(out)]
-        )
-        == 0
-    )
+    tokenizing = ["--tokenizer", str(tmp_path / "t.model"), "--out", str(out)]
+    assert prepare_command.main(["--source", str(source), *tokenizing]) == 0
     assert "the last 5% of each document's text is held out" in capsys.readouterr().out
     (trained,), (held,) = split_texts(out, "train"), split_texts(out, "heldout")
     assert trained + held == LINES
@@ -97,7 +89,7 @@ def test_one_file_is_prepared_and_trains(
     options.heldout_fraction, options.max_characters = 0.05, 10**9
     assert list(tokenizer_texts(options, Report())) == [trained]
     config = write_config(tmp_path, out, train={"steps": 1, "eval_interval": 1, "eval_samples": 4})
-    assert ranks.run(train_run, 1, [config]) == [""]
+    run(ranks, 1, config)
     assert "eval_loss" in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
@@ -105,11 +97,9 @@ def test_the_index_of_many_documents_says_nothing_new(tmp_path: Path) -> None:
     """With many documents the index has no new keys, so that the prepared folder is, byte for byte,
     what older versions wrote."""
     keys = set(json.loads((prepared(tmp_path / "out") / "index.json").read_text()))
-    assert keys == {
-        *("format", "version", "source", "dtype", "vocab_size", "tokenizer_sha256", "bos_id",
-          "eos_id", "heldout_fraction"),
-        *("empty_documents", "unigram_nats_per_token", "splits"),
-    }  # fmt: skip
+    assert keys == {"format", "version", "source", "dtype", "vocab_size", "tokenizer_sha256",
+                    "bos_id", "eos_id", "heldout_fraction", "empty_documents",
+                    "unigram_nats_per_token", "splits"}  # fmt: skip
 
 
 def test_without_evaluation_no_held_out_split_is_needed(ranks: Ranks, tmp_path: Path) -> None:
@@ -121,7 +111,7 @@ def test_without_evaluation_no_held_out_split_is_needed(ranks: Ranks, tmp_path: 
     with pytest.raises(UserError, match="split 'heldout' is empty") as raised:
         open_train_and_heldout(load_config(config, []))
     assert "train.eval_interval=0" in raised.value.remedy
-    assert ranks.run(train_run, 1, [config, "train.eval_interval=0"]) == [""]
+    run(ranks, 1, config, "train.eval_interval=0")
 
 
 def test_a_held_out_split_that_is_too_short_says_what_helps(tmp_path: Path) -> None:

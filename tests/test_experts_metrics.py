@@ -13,7 +13,7 @@ from runtime.records import metrics
 from runtime.records.expert_load import ENOUGH_ROWS, LoadStatistics, figures_of
 from runtime.records.tracker import scalars
 from tests.report_page import written
-from tests.runs import EXPERTS, metrics_of, train_run, write_config
+from tests.runs import EXPERTS, metrics_of, run, train_run, write_config
 from tools.ranks import Ranks
 from training.balance import Loads
 
@@ -163,29 +163,30 @@ def train_and_count_waits(arguments: list[str]) -> list[int]:
     return steps
 
 
-@pytest.fixture(scope="module")
-def logged(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with experts that logs every second step, to TensorBoard too."""
-    folder = tmp_path_factory.mktemp("experts")
-    config = write_config(
-        folder,
-        data,
-        model=EXPERTS,
-        parallel={"tp": 2, "ep": 2},
-        train={"steps": 5},
-        run={"log_interval": 2, "tensorboard": True},
-    )
-    assert ranks.run(train_and_count_waits, 2, [config]) == [[2, 4, 5]] * 2
-    return folder / "run"
+def test_what_a_step_measured_is_read_when_it_is_logged(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, data, model=EXPERTS, train={"steps": 3})
+    assert ranks.run(train_and_count_waits, 1, [config, "run.log_interval=2"]) == [[2, 3]]
+    assert [line["step"] for line in metrics_of(tmp_path)] == [2, 3]
 
 
-def test_a_run_logs_its_load(logged: Path) -> None:
-    lines = metrics_of(logged.parent)
-    assert [line["step"] for line in lines] == [2, 4, 5]
-    for line in lines:
-        assert line["experts_by_layer"]["layer"] == [1, 2, 3]
-        assert {"router_balance_loss", "router_z_loss", "dead_experts"} <= line.keys()
-        assert len(json.dumps(line["experts_by_layer"])) < 200
+def test_a_run_logs_its_load(saved_experts: Path) -> None:
+    for line in metrics_of(saved_experts):
+        by_layer = line["experts_by_layer"]
+        assert by_layer["layer"] == [1, 2, 3]
+        assert all(1 <= share <= 2 for share in by_layer["largest_share"]), "k 2 of X 4"
+        assert all(0.5 <= entropy <= 1 for entropy in by_layer["entropy"])
+        assert line["lowest_expert_entropy"] == pytest.approx(min(by_layer["entropy"]), abs=1e-4)
+        assert line["largest_expert_share"] == pytest.approx(max(by_layer["largest_share"]), 1e-3)
+        assert line["dead_experts"] == sum(by_layer["dead"])
+        assert len(json.dumps(by_layer)) < 200
+
+
+def test_a_run_logs_the_losses_of_its_routers(saved_experts: Path) -> None:
+    for line in metrics_of(saved_experts):
+        assert 0.002 < line["router_balance_loss"] < 0.01, "1e-3 of at least 1, in each of 3 layers"
+        assert line["router_z_loss"] > 0
 
 
 def test_the_loss_has_no_router_losses(ranks: Ranks, data: Path, tmp_path: Path) -> None:
@@ -193,9 +194,8 @@ def test_the_loss_has_no_router_losses(ranks: Ranks, data: Path, tmp_path: Path)
     config = write_config(tmp_path, data, model=EXPERTS, train={"steps": 1})
     lines = []
     for weight in (0, 10):
-        changed = [f"model.router_{each}_weight={weight}" for each in ("aux", "z")]
-        assert ranks.run(train_run, 1, [config, *changed]) == [""]
-        lines.append(metrics_of(tmp_path)[0])
+        run(ranks, 1, config, *(f"model.router_{each}_weight={weight}" for each in ("aux", "z")))
+        lines += metrics_of(tmp_path)
     without, heavy = lines
     assert heavy["loss"] == without["loss"]
     assert heavy["router_balance_loss"] > 30
@@ -203,22 +203,12 @@ def test_the_loss_has_no_router_losses(ranks: Ranks, data: Path, tmp_path: Path)
     assert not any(key.startswith("router_") for key in without)
 
 
-def test_tensorboard_gets_every_layer(logged: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(logged / "tensorboard"))
-    events.Reload()
-    found = events.Scalars("experts_by_layer/largest_share/002")
-    assert [event.step for event in found] == [2, 4, 5]
-    assert all(1 <= event.value <= 2 for event in found)
-
-
-def test_the_report_shows_the_load(logged: Path, tmp_path: Path) -> None:
-    page = written(logged, tmp_path / "page.html")
+def test_the_report_shows_the_load(saved_experts: Path, tmp_path: Path) -> None:
+    page = written(saved_experts / "run", tmp_path / "page.html")
     charts = page.charts()
-    assert charts["largest expert"]["series"][0][2] == [2, 4, 5]
+    assert charts["largest expert"]["series"][0][2] == [1, 2, 3, 4]
     assert [series[0] for series in charts["balance"]["series"]] == ["balance", "z"]
-    assert "Load of experts at step 5" in page.text
+    assert "Load of experts at step 4" in page.text
     assert "entropy, 1 is even" in page.text
 
 

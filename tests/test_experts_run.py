@@ -1,170 +1,142 @@
-"""Complete runs of models with experts: resuming, skipped steps, rollbacks, copies that differ."""
+"""Models with experts in a run: what a checkpoint holds of them, skipped steps, rollbacks."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
+from parallel.memory import MOMENTS, WEIGHTS
 from runtime.checkpoints import checkpoint
+from runtime.checkpoints.manifest import read_manifest
+from runtime.checkpoints.trainer_state import parse_trainer
 from runtime.records.events import read_events
+from runtime.records.memory_report import held_bytes
 from tests.faulty_runs import run_with_bad_batches, run_with_bad_steps, run_without
-from tests.planted import planted
 from tests.runs import (
     EXPERTS,
     batches_of,
+    checkpoint_of,
     copy_of,
-    evaluations,
-    forget_step_6,
     fresh,
-    global_state,
     losses,
-    metrics_of,
     run,
-    train_run,
+    same_tensors,
+    step_of,
+    stored_tensors,
     write_config,
 )
+from tools import verify
 from tools.ranks import Ranks
+from training.load_config import load_config
 
-SAVED_AT = {"pp": 2, "tp": 2, "ep": 2}
-OTHERS = [  # world, layout
-    (4, ["parallel.ep=4", "parallel.tp=1", "parallel.pp=1"]),
-    (2, ["parallel.ep=1", "parallel.tp=1", "parallel.pp=2"]),
-    (8, ["parallel.ep=4", "parallel.dp_replicate=2", "parallel.pp=1"]),
-]
+BIASES = {f"model.blocks.{layer}.feed_forward.router.bias" for layer in (1, 2, 3)}
+ONE_STAGE = ["parallel.pp=1", "parallel.ep=1"]
 
 
-@pytest.fixture(scope="module")
-def saved(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 6 steps on 8 ranks, saved and evaluated after steps 3 and 6."""
-    folder = tmp_path_factory.mktemp("experts")
-    config = write_config(
-        folder,
-        data,
-        model=EXPERTS,
-        parallel=SAVED_AT,
-        train={"dtype": "float64", "eval_interval": 3, "eval_samples": 6},
-        checkpoint={"interval": 3},
-    )
-    run(ranks, 8, config)
-    return folder
+def biases(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    found = stored_tensors(checkpoint_of(folder, step))
+    return {name: found[name] for name in BIASES}
 
 
-def state_at(ranks: Ranks, folder: Path, step: int) -> dict[str, torch.Tensor]:
-    path = folder / "run" / "checkpoints" / f"step-{step:08d}"
-    one_rank = [str(folder / "config.yaml"), *(f"parallel.{axis}=1" for axis in SAVED_AT)]
-    return ranks.run(global_state, 1, one_rank, str(path))[0]
+# --- a checkpoint ---------------------------------------------------------------------------------
 
 
-def biases_at(ranks: Ranks, folder: Path, step: int) -> torch.Tensor:
-    """[layers, X]"""
-    found = state_at(ranks, folder, step)
-    return torch.stack([found[name] for name in sorted(found) if name.endswith("router.bias")])
-
-
-def test_a_stopped_run_resumes_bit_for_bit(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
-    config, _ = copy_of(saved, tmp_path)
-    forget_step_6(tmp_path)
-    run(ranks, 8, config)
-    assert losses(tmp_path) == losses(saved)
-    assert evaluations(tmp_path) == evaluations(saved)
-    assert evaluations(tmp_path).keys() == {3, 6}
-    ours, theirs = state_at(ranks, tmp_path, 6), state_at(ranks, saved, 6)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert not torch.equal(biases_at(ranks, saved, 3), biases_at(ranks, saved, 6))
-
-
-@pytest.mark.parametrize(
-    ("world", "layout"),
-    [OTHERS[0], *(pytest.param(*other, marks=pytest.mark.thorough) for other in OTHERS[1:])],
-)
-def test_it_resumes_on_another_ep(
-    ranks: Ranks, saved: Path, tmp_path: Path, world: int, layout: list[str]
+def test_a_checkpoint_holds_experts_and_biases(
+    saved_experts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same numbers but for rounding, and the same choices of experts, so equal biases."""
-    config, _ = copy_of(saved, tmp_path)
-    forget_step_6(tmp_path)
-    run(ranks, world, config, *layout)
-    assert losses(tmp_path) == pytest.approx(losses(saved), rel=1e-9)
-    assert evaluations(tmp_path) == pytest.approx(evaluations(saved), rel=1e-9)
-    assert torch.equal(biases_at(ranks, tmp_path, 6), biases_at(ranks, saved, 6))
+    path = checkpoint_of(saved_experts, 4)
+    tensors, state = read_manifest(path).tensors, stored_tensors(path)
+    assert tensors.keys() == state.keys()
+    assert tensors["model.blocks.3.feed_forward.experts.gate.weight"] == ("F64", (4, 16, 32))
+    assert {name for name in tensors if "bias" in name} == BIASES, "biases have no moments"
+    assert {tensors[name] for name in BIASES} == {("F32", (4,))}
+    assert any(state[name].any() for name in BIASES), "updates have changed them"
+    moment = state["optimizer.blocks.1.feed_forward.experts.down.weight.exp_avg_sq"]
+    assert (moment.amax((1, 2)) > 0).all(), "of every expert"
+    assert verify.main([str(saved_experts / "run")]) == 0
+    assert "good" in capsys.readouterr().out
 
 
-@planted(checkpoint, "load")
-def biases_forgotten(load, step, start):
-    load(step, start)
-    for _, bias in step.balance.tensors():
-        bias.to_local().zero_()
+def loaded_weights(arguments: list[str], path: str) -> tuple[dict[str, torch.Tensor], float]:
+    """Load only the weights: the biases, and the largest moment."""
+    step = step_of(arguments)
+    checkpoint.load(step, checkpoint.Start(Path(path), weights_only=True))
+    biases, largest = {}, 0.0
+    for held in checkpoint.held_tensors(step):
+        if held.name.endswith("bias"):
+            biases[held.name] = held.tensor.to_local().clone()
+        elif not held.of_model and held.tensor.to_local().numel():
+            largest = max(largest, held.tensor.to_local().abs().max().item())
+    return biases, largest
 
 
-def run_without_biases(arguments: list[str]) -> str:
-    with biases_forgotten():
-        return train_run(arguments)
+def test_weights_come_with_their_biases(ranks: Ranks, saved_experts: Path) -> None:
+    """A new run that starts from weights gets the biases too, because they decide which experts
+    these weights were trained for; its moments are new."""
+    config, path = str(saved_experts / "config.yaml"), str(checkpoint_of(saved_experts, 4))
+    overrides = ["parallel.pp=1", "parallel.tp=2"]
+    for found, largest_moment in ranks.run(loaded_weights, 2, [config, *overrides], path):
+        assert same_tensors(found, biases(saved_experts, 4))
+        assert largest_moment == 0
 
 
-def test_without_its_biases_a_run_continues_as_another(
-    ranks: Ranks, saved: Path, tmp_path: Path
+def test_how_the_load_is_evened_may_change(
+    ranks: Ranks, saved_experts: Path, tmp_path: Path
 ) -> None:
-    """Control: the two tests above would fail if biases were not loaded."""
-    config, _ = copy_of(saved, tmp_path)
-    forget_step_6(tmp_path)
-    assert ranks.run(run_without_biases, 8, [config]) == [""] * 8
-    ours, whole = losses(tmp_path), losses(saved)
-    assert any(ours[step] != pytest.approx(whole[step], rel=1e-9) for step in (4, 5, 6))
+    """Auxiliary losses and the rate of biases are not stored. With rate 0 biases stay."""
+    config, _ = copy_of(saved_experts, tmp_path)
+    free = {"router_aux_weight", "router_z_weight", "router_bias_rate"}
+    stored = parse_trainer(checkpoint_of(tmp_path, 4)).model.keys()
+    fields = {field.name for field in dataclasses.fields(load_config(config, []).model)}
+    assert free <= fields - stored
+    changed = [f"model.{key}=0" for key in sorted(free)]
+    run(ranks, 1, config, *ONE_STAGE, *changed, "train.steps=5")
+    assert same_tensors(biases(tmp_path, 5), biases(tmp_path, 4))
+    before, after = (stored_tensors(checkpoint_of(tmp_path, step)) for step in (4, 5))
+    assert not same_tensors(before, after), "weights do not"
+
+
+def counted(arguments: list[str]) -> tuple[dict[str, int], int]:
+    """The bytes that the memory report counts, and the numbers in this rank's weights."""
+    step = step_of(arguments)
+    return held_bytes(step), sum(w.sharded.to_local().numel() for w in step.weights)
+
+
+def test_the_memory_report_counts_experts(ranks: Ranks, saved_experts: Path) -> None:
+    config = str(saved_experts / "config.yaml")
+    for held, numbers in ranks.run(counted, 4, [config, "train.dtype=float32"]):
+        assert held[WEIGHTS] == 4 * numbers
+        assert held[MOMENTS] == 8 * numbers
+
+
+# --- steps that are not made ----------------------------------------------------------------------
 
 
 def test_a_skipped_step_leaves_the_biases(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """Step 3 is skipped, and ends the run, which then saves."""
-    config = write_config(
-        tmp_path,
-        data,
-        model=EXPERTS,
-        parallel={"tp": 2, "ep": 2},
-        train={"steps": 3},
-        checkpoint={"interval": 1, "keep_last": 9},
-    )
-    assert ranks.run(run_with_bad_steps, 4, [config], 3, {3}) == [""] * 4
-    first, second, third = (state_at(ranks, tmp_path, step) for step in (1, 2, 3))
-    assert all(torch.equal(second[name], third[name]) for name in second)
-    name = "model.blocks.2.feed_forward.router.bias"
-    assert not torch.equal(first[name], second[name])
+    sections = {"model": EXPERTS, "parallel": {"tp": 2, "ep": 2}, "train": {"steps": 3}}
+    config = write_config(tmp_path, data, checkpoint={"interval": 1, "keep_last": 9}, **sections)
+    assert ranks.run(run_with_bad_steps, 2, [config], 1, {3}) == [""] * 2
+    second, third = (stored_tensors(checkpoint_of(tmp_path, step)) for step in (2, 3))
+    assert same_tensors(second, third)
+    assert not same_tensors(biases(tmp_path, 1), biases(tmp_path, 2))
 
 
 @pytest.mark.thorough
 def test_a_rollback_restores_the_biases(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """Steps 4 and 5 have bad batches. The run returns to step 2 and then is a run whose data never
     had them, bit for bit."""
-    config = write_config(
-        tmp_path,
-        data,
-        model=EXPERTS,
-        parallel={"tp": 2, "ep": 4},
-        checkpoint={"interval": 2, "keep_last": 9},
-        guard={"max_bad_steps": 2},
-    )
+    sections = {"model": EXPERTS, "parallel": {"tp": 2, "ep": 4}, "guard": {"max_bad_steps": 2}}
+    config = write_config(tmp_path, data, checkpoint={"interval": 2, "keep_last": 9}, **sections)
     batches = ranks.run(batches_of, 4, [config])[0]
     bad = [batches[step][0] for step in (3, 4)]
     fresh(tmp_path)
     assert ranks.run(run_with_bad_batches, 4, [config], bad, 0) == [""] * 4
     (rollback,) = [event for event in read_events(tmp_path / "run") if event["event"] == "rollback"]
     assert (rollback["from_step"], rollback["step"]) == (5, 2)
-    found, state = losses(tmp_path), state_at(ranks, tmp_path, 6)
+    found, state = losses(tmp_path), stored_tensors(checkpoint_of(tmp_path, 6))
     fresh(tmp_path)
     assert ranks.run(run_without, 4, [config], tuple(rollback["left_out"])) == [""] * 4
     assert losses(tmp_path) == found
-    again = state_at(ranks, tmp_path, 6)
-    assert all(torch.equal(again[name], state[name]) for name in state)
-
-
-def test_metrics_tell_the_load(saved: Path) -> None:
-    lines = metrics_of(saved)
-    for line in lines:
-        by_layer = line["experts_by_layer"]
-        assert by_layer["layer"] == [1, 2, 3]
-        assert all(1 <= share <= 2 for share in by_layer["largest_share"]), "k 2 of X 4"
-        assert all(0.5 <= entropy <= 1 for entropy in by_layer["entropy"])
-        assert line["lowest_expert_entropy"] == pytest.approx(min(by_layer["entropy"]), abs=1e-4)
-        assert line["largest_expert_share"] == pytest.approx(max(by_layer["largest_share"]), 1e-3)
-        assert line["dead_experts"] == sum(by_layer["dead"])
-        assert 0.002 < line["router_balance_loss"] < 0.01, "1e-3 of at least 1, in each of 3 layers"
-        assert line["router_z_loss"] > 0
+    assert same_tensors(stored_tensors(checkpoint_of(tmp_path, 6)), state)

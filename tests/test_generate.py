@@ -94,12 +94,10 @@ def foreign(tmp_path_factory):
 def test_a_hugging_face_folder_writes_what_transformers_writes(ranks, foreign, tp):
     """The tokens are those of transformers on 1 and 4 ranks; with 4 there are fewer key/value heads
     than ranks, and the vocabulary does not divide evenly. None is an id beyond the tokenizer's."""
-    arguments = ["--checkpoint", str(foreign), "--max-new-tokens", "100"]
-    assert (
-        ranks.run(tokens_after, tp, arguments, "import")
-        == [by_transformers(foreign, "import", 100)] * tp
-    )
-    assert max(by_transformers(foreign, "import", 100, padding=True)[1]) >= tokenizer().vocab_size
+    arguments = ["--checkpoint", str(foreign), "--max-new-tokens", "40"]
+    expected = by_transformers(foreign, "import", 40)
+    assert ranks.run(tokens_after, tp, arguments, "import") == [expected] * tp
+    assert max(by_transformers(foreign, "import", 40, padding=True)[1]) >= tokenizer().vocab_size
     assert len(list(foreign.glob("*.safetensors"))) > 1
 
 
@@ -107,15 +105,15 @@ def test_an_imported_folder_stops_where_transformers_stops(ranks, foreign, tmp_p
     """At a token of its list that is not the tokenizer's eos."""
     folder = tmp_path / "hf"
     shutil.copytree(foreign, folder)
-    end = by_transformers(foreign, "import", 100)[1][30]
+    end = by_transformers(foreign, "import", 40)[1][30]
     for file in ("config.json", "generation_config.json"):
         content = json.loads((folder / file).read_text())
         content["eos_token_id"] = [tokenizer().eos_id, end]
         (folder / file).write_text(json.dumps(content))
-    expected = by_transformers(folder, "import", 100)
+    expected = by_transformers(folder, "import", 40)
     assert len(expected[1]) <= 30
     import_hf(folder, tmp_path / "imported")
-    arguments = ["--checkpoint", str(tmp_path / "imported"), "--max-new-tokens", "100"]
+    arguments = ["--checkpoint", str(tmp_path / "imported"), "--max-new-tokens", "40"]
     assert ranks.run(tokens_after, 1, arguments, "import") == [expected]
 
 
@@ -123,11 +121,9 @@ def test_transformers_writes_from_our_export_what_the_checkpoint_writes(ranks, s
     out = tmp_path / "exported"
     export(newest(saved / "run"), out)
     for folder in (saved / "run", out):
-        arguments = ["--checkpoint", str(folder), "--max-new-tokens", "60"]
-        assert (
-            ranks.run(tokens_after, 2, arguments, "def f")
-            == [by_transformers(out, "def f", 60)] * 2
-        )
+        arguments = ["--checkpoint", str(folder), "--max-new-tokens", "40"]
+        expected = by_transformers(out, "def f", 40)
+        assert ranks.run(tokens_after, 2, arguments, "def f") == [expected] * 2
 
 
 def test_any_ranks_write_what_a_checkpoint_of_any_layout_would(ranks, saved):
@@ -157,11 +153,21 @@ REFUSED = {
 }
 
 
+def all_written(cases):
+    return {key: written(arguments) for key, arguments in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def refused(ranks, saved):
+    """The messages of each of two ranks."""
+    folder = ["--checkpoint", str(saved / "run")]
+    return ranks.run(all_written, 2, {key: [*folder, *REFUSED[key]] for key in REFUSED})
+
+
 @pytest.mark.parametrize("key", REFUSED)
-def test_every_rank_refuses_alike(ranks, saved, key):
-    messages = ranks.run(written, 2, ["--checkpoint", str(saved / "run"), *REFUSED[key]])
-    assert messages[0].startswith(f"{key} = ")
-    assert messages == [messages[0]] * 2
+def test_every_rank_refuses_alike(refused, key):
+    assert refused[0][key].startswith(f"{key} = ")
+    assert refused[1][key] == refused[0][key]
 
 
 @pytest.mark.parametrize("damage", ["config.json", "model.safetensors.index.json"])
@@ -208,6 +214,7 @@ def test_more_ranks_than_heads_are_refused(ranks, saved):
     assert "choose one of [1, 2, 4]" in messages[0]
 
 
+@pytest.mark.thorough  # a fresh process; the tests above run its program on ranks
 def test_the_command(saved):
     command = [sys.executable, "-m", "tools.generate", "--checkpoint", str(saved / "run"),
                "--prompt", "naïve €"]  # fmt: skip

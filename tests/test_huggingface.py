@@ -14,87 +14,128 @@ from torch import Tensor
 
 from errors import UserError
 from model.config import ModelConfig
+from model.router import routers_of
 from model.transformer import Batch, Transformer
 from parallel.axes import MeshSizes
+from parallel.expert import ExpertParallel
 from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
 from runtime.checkpoints.manifest import verify
 from tests.data_samples import tokenizer
 from tests.huggingface_models import CASES, SMALL, VOCAB, make_model, same_bits, save, stored
-from tests.runs import LAYOUT_3D, train_run, write_config
+from tests.runs import run, write_config
 from tools import export, import_hf
 from tools.huggingface.checkpoint_reader import CheckpointReader, newest
 from tools.huggingface.config import HuggingFaceConfig, parameters
 from tools.huggingface.tensor_files import INDEX, SINGLE, FolderTensors
 from tools.ranks import Ranks
 
-# Controls: for each case, a change of the model that must change its logits.
-CONTROLS = {
-    "Llama 3, sharded": {"rope_theta": 10_000.0},
-    "Llama 3.2: scaled rope, tied": {"rope_scaling_factor": 1.0},
-    "Mistral, another width of attention": {"norm_eps": 1e-2},
-    "Qwen3, padded vocabulary": {"rope_theta": 10_000.0},
-}
+
+def their_logits(
+    folder: Path, tokens: Tensor, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Tensor, list[Tensor]]:
+    """Logits [B, S, V] in float32, or in float64 (`exact`), and the experts [B·S, k] that each
+    layer with experts chooses.
+
+    Their code converts to float32 what should be more exact than bfloat16; that is float64 here.
+    """
+    from transformers import AutoModelForCausalLM
+
+    chosen: list[Tensor] = []
+    if not exact:
+        with torch.no_grad():
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            return model(tokens).logits, chosen
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    )
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(lambda *call: chosen.append(call[2][2]))
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
+        patch.setattr(Tensor, "float", Tensor.double)
+        rotary = model.model.rotary_emb
+        rotary.inv_freq = rotary.compute_default_rope_parameters(model.config)[0]
+        return model(tokens).logits, chosen
 
 
-def our_logits(checkpoint: str, tokens: Tensor, changes: dict[str, Any]) -> Tensor:
-    """Logits [B, S, V] for tokens [B, S] with the checkpoint's weights, in float32 on one rank."""
+def our_logits(
+    checkpoint: str, tokens: Tensor, exact: bool, changes: dict[str, Any]
+) -> tuple[Tensor, list[Tensor]]:
+    """The same of the checkpoint's weights, on one rank."""
     reader = CheckpointReader(Path(checkpoint))
     config = ModelConfig(**(reader.trainer.model | changes))
-    mesh = build_mesh(MeshSizes(), "cpu")
+    mesh = build_mesh(MeshSizes(), "cpu", config.has_experts)
+    ep = ExpertParallel.of(mesh) if config.has_experts else None
     tp = TensorParallel.of(mesh.tp, sequence_parallel=False)
-    model = Transformer(config, range(config.num_layers), True, True, tp).to_empty(device="cpu")
+    whole = Transformer(config, range(config.num_layers), True, True, tp, ep=ep)
+    model = whole.to(torch.float64 if exact else torch.float32).to_empty(device="cpu")
+    chosen: list[Tensor] = []
+    for _, router in routers_of(model):
+        router.register_forward_hook(lambda *call: chosen.append(call[2][1].chosen))
     positions = torch.arange(tokens.shape[1]).unsqueeze(1)
     with torch.no_grad():
         for weight in weights_of(model):
             weight.sharded.to_local().copy_(reader.weight(weight.global_name))
-        return model(None, Batch(tokens.T, None, positions)).transpose(0, 1).clone()
+        logits = model(None, Batch(tokens.T, None, positions)).transpose(0, 1).clone()
+    length, rows = tokens.T.shape
+    return logits, [c.unflatten(0, (length, rows)).transpose(0, 1).flatten(0, 1) for c in chosen]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_round_trip(ranks: Ranks, data: Path, tmp_path: Path, case: str) -> None:
-    """An imported model has the logits of transformers'. Exported again, directly or after a run
-    with a learning rate of zero, it has the same bits."""
-    from transformers import AutoModelForCausalLM
-
-    hf = save(make_model(case), tmp_path / "hf", CASES[case][2])
-    assert len(list(hf.glob("*.safetensors"))) == (
-        1 if CASES[case][2] == "1GB" else pytest.approx(9, abs=6)
-    )
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.thorough) if "MoE" in case else case for case in CASES],
+)
+def test_round_trip(
+    ranks: Ranks, data: Path, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An imported model has the logits of transformers' and chooses the same experts. Exported
+    again, directly or after a run with a learning rate of zero, it has the same bits."""
+    trip = CASES[case]
+    hf = save(make_model(case), tmp_path / "hf", trip.file_size)
+    files = len(list(hf.glob("*.safetensors")))
+    assert files == 1 if trip.file_size == "1GB" else files > 2
     checkpoint = tmp_path / "imported"
-    import_hf.import_hf(hf, checkpoint, file_bytes=200_000)
+    import_hf.import_hf(hf, checkpoint, file_bytes=150_000)
     assert verify(checkpoint)
 
+    exact = trip.has_experts
     tokens = torch.randint(VOCAB, (2, 64), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        theirs = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)(tokens).logits
-    ours = ranks.run(our_logits, 1, str(checkpoint), tokens, {})[0]
-    assert (ours - theirs).abs().max() < 1e-5
+    theirs, they_chose = their_logits(hf, tokens, exact, monkeypatch)
+    ours, we_chose = ranks.run(our_logits, 1, str(checkpoint), tokens, exact, {})[0]
+    assert ours.dtype == theirs.dtype
+    assert (ours - theirs).abs().max() <= (1e-13 * theirs.abs().max() if exact else 1e-5)
     assert theirs.std() > 0.1, "logits worth comparing"
-    wrong = ranks.run(our_logits, 1, str(checkpoint), tokens, CONTROLS[case])[0]
+    wrong, _ = ranks.run(our_logits, 1, str(checkpoint), tokens, exact, trip.control)[0]
     assert (wrong - theirs).abs().max() > 1e-2, "control: a wrong setting must show"
+    assert len(we_chose) == len(they_chose)
+    assert bool(we_chose) == trip.has_experts
+    for mine, other in zip(we_chose, they_chose, strict=True):
+        assert torch.equal(mine.sort(1).values, other.sort(1).values)
+        assert len(other.unique()) > 2, "choices worth comparing"
 
-    # a real run on (2, 2, 2) with one step and a learning rate of zero
     sections = {
         "model": import_hf.said(HuggingFaceConfig(hf).model),
-        "parallel": LAYOUT_3D,
+        "parallel": trip.layout,
         "train": {"steps": 1},
         "optimizer": {"lr": 0.0, "warmup_steps": 0},
         "checkpoint": {"interval": 1, "load_weights_only": str(checkpoint)},
     }
-    assert ranks.run(train_run, 8, [write_config(tmp_path, data, **sections)]) == [""] * 8
-    dtype = "bfloat16" if CASES[case][3] == torch.bfloat16 else "float32"
+    run(ranks, trip.world, write_config(tmp_path, data, **sections))
+    dtype = "bfloat16" if trip.dtype == torch.bfloat16 else "float32"
     for name, saved in (("straight", checkpoint), ("trained", newest(tmp_path / "run"))):
         out = tmp_path / name
         export.export(saved, out, dtype, file_bytes=100_000)
         assert same_bits(stored(out), stored(hf)), name
         assert (out / INDEX).exists()
         assert (out / "tokenizer.model").read_bytes() == tokenizer().model
-    with torch.no_grad():
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.float32)
-        assert torch.equal(again(tokens).logits, theirs)
-    assert again.config.max_position_embeddings == 32  # the sequence length of our run
+    again, _ = their_logits(out, tokens, exact, monkeypatch)
+    assert torch.equal(again, theirs)
+    length = json.loads((out / "config.json").read_text())["max_position_embeddings"]
+    assert length == 32, "the sequence length of our run"
 
 
 @pytest.fixture(scope="module")
@@ -102,21 +143,14 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in the format of transformers 4, written without transformers."""
     folder = tmp_path_factory.mktemp("hf") / "llama"
     folder.mkdir()
-    content = {
-        "architectures": ["LlamaForCausalLM"],
-        "rope_theta": 10_000.0,
-        "torch_dtype": "float32",
-        **SMALL,
-    }
-    (folder / "config.json").write_text(json.dumps(content))
+    content = {"architectures": ["LlamaForCausalLM"], "rope_theta": 10_000.0}
+    (folder / "config.json").write_text(json.dumps(content | {"torch_dtype": "float32"} | SMALL))
     generator = torch.Generator().manual_seed(2)
     wanted = parameters(HuggingFaceConfig(folder).model)
     tensors = {p.theirs: torch.randn(p.shape, generator=generator) for p in wanted}
     names = list(tensors)
-    file_of = {
-        name: f"model-0000{1 + i * 2 // len(names)}-of-00002.safetensors"
-        for i, name in enumerate(names)
-    }
+    number = {name: 1 + i * 2 // len(names) for i, name in enumerate(names)}
+    file_of = {name: f"model-0000{number[name]}-of-00002.safetensors" for name in names}
     for file in set(file_of.values()):
         save_file({name: tensors[name] for name in names if file_of[name] == file}, folder / file)
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
@@ -221,16 +255,14 @@ def test_commands(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert export.main(["--checkpoint", str(imported), "--out", str(out)]) == 0
     assert SINGLE in capsys.readouterr().out
     assert same_bits(stored(out), stored(hf))
-    assert (
-        json.loads((out / "config.json").read_text())["max_position_embeddings"]
-        == SMALL["max_position_embeddings"]
-    )
-    assert json.loads((out / "generation_config.json").read_text()) == {
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    for again in ([*("--hf", str(hf))], [*("--checkpoint", str(imported))]):
-        command = import_hf.main if again[0] == "--hf" else export.main
+    stated = json.loads((out / "config.json").read_text())
+    assert stated["max_position_embeddings"] == SMALL["max_position_embeddings"]
+    ends = json.loads((out / "generation_config.json").read_text())
+    assert ends == {"bos_token_id": 1, "eos_token_id": 2}
+    for command, *again in (
+        (import_hf.main, "--hf", str(hf)),
+        (export.main, "--checkpoint", str(imported)),
+    ):
         assert command([*again, "--out", str(out)]) == 2
         assert "--out = " in capsys.readouterr().err
     assert export.main(["--checkpoint", str(tmp_path), "--out", str(tmp_path / "none")]) == 2
@@ -240,6 +272,44 @@ def test_commands(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert export.main(["--checkpoint", str(imported), "--out", str(tmp_path / "none")]) == 2
     assert "sha256 differs" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["imported", "out"]
+
+
+def test_experts_of_different_dtypes_are_refused(tmp_path: Path) -> None:
+    """Our tensor of all experts has one dtype."""
+    tensors = mixtral(tmp_path)
+    name = "model.layers.2.block_sparse_moe.experts.5.w3.weight"
+    tensors[name] = tensors[name].bfloat16()
+    save_file(tensors, tmp_path / SINGLE)
+    with pytest.raises(UserError, match=f"{name} has another dtype"):
+        import_hf.import_hf(tmp_path, tmp_path / "out")
+
+
+def mixtral(folder: Path) -> dict[str, Tensor]:
+    """Write a folder without its tensors; return them."""
+    content = {"architectures": ["MixtralForCausalLM"]} | CASES["Mixtral"].config
+    (folder / "config.json").write_text(json.dumps(content))
+    (folder / "tokenizer.model").write_bytes(tokenizer().model)
+    generator = torch.Generator().manual_seed(3)
+    wanted = parameters(HuggingFaceConfig(folder).model)
+    return {p.theirs: torch.randn(p.shape, generator=generator) for p in wanted}
+
+
+def test_one_expert_is_read_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export reads no tensor of all experts at once, of whatever pieces it consists."""
+    tensors = mixtral(tmp_path)
+    save_file(tensors, tmp_path / SINGLE)
+    import_hf.import_hf(tmp_path, tmp_path / "imported")
+    sizes, original = [], CheckpointReader.weight
+
+    def watched(self: CheckpointReader, *arguments: Any) -> Tensor:
+        found = original(self, *arguments)
+        sizes.append(found.ndim)
+        return found
+
+    monkeypatch.setattr(CheckpointReader, "weight", watched)
+    export.export(tmp_path / "imported", tmp_path / "out")
+    assert max(sizes) == 2
+    assert same_bits(stored(tmp_path / "out"), tensors)
 
 
 def test_the_model_is_never_whole_in_memory(

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import DEFAULT, patch
 
 import pytest
 import torch
@@ -44,11 +44,12 @@ def run_out_of_memory(arguments: list[str], actions: int) -> bool:
 
 def cells(report: str) -> dict[str, list[str]]:
     """Category → the cells in its row of a report."""
-    rows = [line.split("  ") for line in report.splitlines() if line.endswith("MB")]
-    return {
-        row[0].strip() or row[1].strip(): [cell.strip() for cell in row[1:] if cell.endswith("MB")]
-        for row in rows
-    }
+    found = {}
+    for line in report.splitlines():
+        if line.endswith("MB"):
+            name, *row = line.split("  ")
+            found[name.strip() or row[0].strip()] = [c.strip() for c in row if c.endswith("MB")]
+    return found
 
 
 def test_out_of_memory(
@@ -56,12 +57,8 @@ def test_out_of_memory(
 ) -> None:
     """With bfloat16 and ZeRO-1, out of memory after two micro-batches, the report counts gathered
     weights and also whole gradients in float32, which only FSDP holds; the plan agrees."""
-    overrides = [
-        "train.dtype=bfloat16",
-        "model.num_layers=2",
-        "parallel.dp_shard=2",
-        "train.micro_batch_size=1",
-    ]
+    overrides = ["train.dtype=bfloat16", "model.num_layers=2", "parallel.dp_shard=2",
+                 "train.micro_batch_size=1"]  # fmt: skip
     arguments = [write_config(tmp_path, data), *overrides]
     assert ranks.run(run_out_of_memory, 2, arguments, 4) == [True, True]
     config = load_config(arguments[0], overrides)
@@ -75,24 +72,17 @@ def test_out_of_memory(
         assert "Tried to allocate 2.00 GiB." in report
         assert "planned" not in report.partition("To compare with the plan")[0]
         capsys.readouterr()
-        assert (
-            tools.plan.__main__.main(
-                [str(tmp_path / "run/config.yaml"), "--beside", str(written.with_suffix(".json"))]
-            )
-            == 0
-        )
-        found, plan = (
-            cells(capsys.readouterr().out),
-            planner.Memory(Layout.of_rank(config, 2, rank)),
-        )
+        beside = [str(tmp_path / "run/config.yaml"), "--beside", str(written.with_suffix(".json"))]
+        assert tools.plan.__main__.main(beside) == 0
+        found = cells(capsys.readouterr().out)
+        plan = planner.Memory(Layout.of_rank(config, 2, rank))
         for category in ("sharded weights", "optimizer state", "gathered weights"):
             assert found[category] == [f"{plan.at_peak[category] / 1e6:,.3f} MB"] * 2, category
         whole = sum(unit.numel for unit in plan.units[0]) * 4
         assert found["whole gradients"][0] == f"{whole / 1e6:,.3f} MB"
         assert found["together"][1] == f"{plan.peak / 1e6:,.3f} MB"
-        assert float(found["together"][0].split()[0].replace(",", "")) > 50, (
-            "a process with torch in it"
-        )
+        resident = float(found["together"][0].removesuffix(" MB").replace(",", ""))
+        assert resident > 50, "a process with torch in it"
         assert found["activations"] == [f"{plan.at_peak['activations'] / 1e6:,.3f} MB"]
     assert status_of(tmp_path)["state"] == "failed"
 
@@ -119,15 +109,11 @@ def train_with_requests(arguments: list[str]) -> str:
 
 
 def test_on_request(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    assert ranks.run(
-        train_with_requests, 1, [write_config(tmp_path, data, train={"steps": 5})]
-    ) == [""]
+    config = write_config(tmp_path, data, train={"steps": 5})
+    assert ranks.run(train_with_requests, 1, [config]) == [""]
     assert not (tmp_path / "run" / "profile").exists()
     numbers, report = sorted((tmp_path / "run" / "memory").iterdir())
-    assert (numbers.name, report.name) == (
-        "step-00000003-rank-00000.json",
-        "step-00000003-rank-00000.txt",
-    )
+    assert (numbers.stem, report.name) == (report.stem, "step-00000003-rank-00000.txt")
     assert "requested after step 3" in report.read_text()
     assert status_of(tmp_path)["state"] == "finished"
 
@@ -137,12 +123,8 @@ def test_on_request(ranks: Ranks, data: Path, tmp_path: Path) -> None:
 
 def test_the_table_adds_up() -> None:
     plan = {"sharded weights": 4_000_000, "activations": 5_000_000, "temporary": 500_000}
-    rows = [
-        line.split()
-        for line in table(
-            {"sharded weights": 4_000_000, "whole gradients": 2_000_000}, 7_500_000, plan
-        )
-    ]
+    held = {"sharded weights": 4_000_000, "whole gradients": 2_000_000}
+    rows = [line.split() for line in table(held, 7_500_000, plan)]
     assert rows[1:] == [
         ["sharded", "weights", "4.000", "MB", "4.000", "MB"],
         ["whole", "gradients", "2.000", "MB", "0.000", "MB"],
@@ -174,26 +156,24 @@ def report_of_a_gpu(folder: str) -> None:
         weights=[],
         optimizer=SimpleNamespace(state={"exp_avg": [torch.ones(1_000_000)]}),
     )
-    answers = {
-        "memory_allocated": 8_000_000,
-        "memory_reserved": 9_000_000,
-        "mem_get_info": (1_000_000, 80_000_000),
-    }
-    with contextlib.ExitStack() as stack:
-        for name, answer in [*answers.items(), ("memory_summary", "torch's own table")]:
-            stack.enter_context(patch.object(torch.cuda, name, lambda answer=answer: answer))
-        history = stack.enter_context(patch.object(torch.cuda.memory, "_record_memory_history"))
-        stack.enter_context(
-            patch.object(
-                torch.cuda.memory,
-                "_dump_snapshot",
-                lambda path: Path(path).write_bytes(b"snapshot"),
-            )
-        )
-        stack.enter_context(contextlib.suppress(torch.OutOfMemoryError))
-        with MemoryReports(pretended, step=7):
-            assert history.call_args.kwargs == {"max_entries": 100_000, "stacks": "python"}
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+    answers = {"memory_allocated": 8_000_000, "memory_reserved": 9_000_000,
+               "mem_get_info": (1_000_000, 80_000_000),
+               "memory_summary": "torch's own table"}  # fmt: skip
+    told = {name: lambda answer=answer: answer for name, answer in answers.items()}
+    memory = patch.multiple(
+        torch.cuda.memory,
+        _record_memory_history=DEFAULT,
+        _dump_snapshot=lambda path: Path(path).write_bytes(b"snapshot"),
+    )
+    with (
+        patch.multiple(torch.cuda, **told),
+        memory as patched,
+        contextlib.suppress(torch.OutOfMemoryError),
+        MemoryReports(pretended, step=7),
+    ):
+        history = patched["_record_memory_history"]
+        assert history.call_args.kwargs == {"max_entries": 100_000, "stacks": "python"}
+        raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 def test_a_gpus_report(ranks: Ranks, tmp_path: Path) -> None:
@@ -236,11 +216,6 @@ def test_a_run_that_cannot_be_planned(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "report.json").write_text(json.dumps(REPORT))
-    arguments = [
-        write_config(tmp_path, data),
-        "parallel.cpu_offload=true",
-        "--beside",
-        str(tmp_path / "report.json"),
-    ]
-    assert tools.plan.__main__.main(arguments) == 2
+    arguments = ["parallel.cpu_offload=true", "--beside", str(tmp_path / "report.json")]
+    assert tools.plan.__main__.main([write_config(tmp_path, data), *arguments]) == 2
     assert "parallel.cpu_offload" in capsys.readouterr().err

@@ -1,20 +1,25 @@
-"""Profiles: arithmetic of intervals, summaries of made-up traces, and of a real run."""
+"""Profiles and traces: arithmetic of intervals, summaries of made-up traces, and a real run."""
 
 import gzip
 import json
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Work
 
 from errors import UserError
 from parallel.axes import AXES, MeshSizes
 from parallel.mesh import build_mesh
+from parallel.pipeline.actions import Action, stage_ranks
+from parallel.pipeline.schedules import build_schedule
+from runtime.profiling.chrome import from_chrome
 from runtime.profiling.profile import StepProfile
 from runtime.profiling.profile_summary import (
     Event,
@@ -25,6 +30,7 @@ from runtime.profiling.profile_summary import (
     summarise,
     union,
 )
+from runtime.profiling.trace import clock_offset
 from runtime.watchdog import Watchdog
 from tests.runs import LAYOUT_3D, train_run, write_config
 from tools import profile as tool
@@ -63,20 +69,10 @@ def test_the_time_an_operator_takes_by_itself() -> None:
     def event(name: str, begin: float, end: float) -> Event:
         return Event(name, "cpu_op", 0, begin, end, {})
 
-    told = [
-        event("a", 0, 10),
-        event("b", 1, 4),
-        event("c", 2, 3),
-        event("d", 4, 9),
-        event("e", 12, 13),
-    ]
-    assert [(e.name, alone) for e, alone in self_times(told)] == [
-        ("a", 2),
-        ("b", 2),
-        ("c", 1),
-        ("d", 5),
-        ("e", 1),
-    ]
+    told = [("a", 0, 10), ("b", 1, 4), ("c", 2, 3), ("d", 4, 9), ("e", 12, 13)]
+    found = self_times([event(*one) for one in told])
+    expected = [("a", 2), ("b", 2), ("c", 1), ("d", 5), ("e", 1)]
+    assert [(each.name, alone) for each, alone in found] == expected
 
 
 # --- made-up traces -------------------------------------------------------------------------------
@@ -90,10 +86,23 @@ def told(
     return {"ph": "X", "name": name, "cat": category, **where, "args": arguments}
 
 
-GATHER, SENDRECV = (
-    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-    "ncclDevKernel_SendRecv(…)",
-)
+def group(name: str, description: str) -> dict[str, str]:
+    return {"Process Group Name": name, "Process Group Description": description}
+
+
+def figures(found: dict[str, Any]) -> list[float]:
+    keys = ("step_seconds", "compute", "copies", "exposed", "idle")
+    return [round(found[key], 9) for key in keys]
+
+
+def by_axis_of(found: dict[str, Any]) -> dict[str, tuple[float, float, int]]:
+    """Axis → seconds, exposed seconds, calls."""
+    parts = found["communication"].items()
+    return {axis: (round(p["seconds"], 9), round(p["exposed"], 9), p["calls"]) for axis, p in parts}
+
+
+GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+SENDRECV = "ncclDevKernel_SendRecv(…)"
 
 
 def test_a_gpus_trace() -> None:
@@ -114,23 +123,9 @@ def test_a_gpus_trace() -> None:
             told("aten::mm", "cpu_op", at, at + 40, thread=1),
             told("matmul", "kernel", at, at + 10),
             told("matmul", "kernel", at + 20, at + 30),
-            told(
-                GATHER,
-                "kernel",
-                at + 5,
-                at + 20,
-                20,
-                **{"Process Group Name": "11", "Process Group Description": "mesh_tp"},
-            ),
+            told(GATHER, "kernel", at + 5, at + 20, 20, **group("11", "mesh_tp")),
             told(SENDRECV, "kernel", at + 20, at + 35, 24),
-            told(
-                GATHER,
-                "kernel",
-                at + 30,
-                at + 40,
-                28,
-                **{"Process Group Name": "0", "Process Group Description": "default_pg"},
-            ),
+            told(GATHER, "kernel", at + 30, at + 40, 28, **group("0", "default_pg")),
             told("Memcpy HtoD", "gpu_memcpy", at, at + 40, 32),
             told("Memset", "gpu_memset", at + 45, at + 50, 32),
         ]
@@ -138,41 +133,21 @@ def test_a_gpus_trace() -> None:
     about = {"rank": 3, "coordinates": {"pp": 1, "tp": 0}, "axes": {"11": "tp", "0": "dp_shard"}}
     found = summarise({"traceEvents": events, "lattice": about})
     assert found["steps"] == [4, 5]
-    seconds = {
-        key: round(found[key], 9)
-        for key in ("step_seconds", "compute", "copies", "exposed", "idle")
-    }
-    assert seconds == {
-        "step_seconds": 0.050,
-        "compute": 0.020,
-        "copies": 0.005,
-        "exposed": 0.020,
-        "idle": 0.005,
-    }
-    exposed = {
-        axis: (round(p["seconds"], 9), round(p["exposed"], 9), p["calls"])
-        for axis, p in found["communication"].items()
-    }
-    assert exposed == {
+    assert figures(found) == [0.050, 0.020, 0.005, 0.020, 0.005]
+    assert by_axis_of(found) == {
         "tp": (0.015, 0.010, 1),
         "dp_shard": (0.010, 0.010, 1),
         "pp": (0.015, 0.005, 1),
     }
-    assert [(row["name"], row["calls"]) for row in found["top"]] == [
-        (GATHER, 2),
-        ("matmul", 2),
-        (SENDRECV, 1),
-    ]
+    top = [(row["name"], row["calls"]) for row in found["top"]]
+    assert top == [(GATHER, 2), ("matmul", 2), (SENDRECV, 1)]
     text = describe(found)
     assert "rank 3 (pp 1, tp 0), on its cuda, mean of steps 4 to 5" in text
     assert "exposed communication       0.0200 s   40.0%" in text
 
     del about["axes"]  # a foreign trace has only the names that DeviceMesh gives its groups
-    assert set(summarise({"traceEvents": events, "lattice": about})["communication"]) == {
-        "tp",
-        "pp",
-        "other",
-    }
+    foreign = summarise({"traceEvents": events, "lattice": about})["communication"]
+    assert set(foreign) == {"tp", "pp", "other"}
 
 
 def test_a_cpus_trace() -> None:
@@ -191,22 +166,8 @@ def test_a_cpus_trace() -> None:
         told("gloo:all_reduce", "user_annotation", 12, 57, thread=9),
     ]
     found = summarise({"traceEvents": events})
-    seconds = {
-        key: round(found[key], 9)
-        for key in ("step_seconds", "compute", "copies", "exposed", "idle")
-    }
-    assert seconds == {
-        "step_seconds": 0.100,
-        "compute": 0.030,
-        "copies": 0.0,
-        "exposed": 0.018,
-        "idle": 0.052,
-    }
-    parts = {
-        axis: (round(p["seconds"], 9), round(p["exposed"], 9), p["calls"])
-        for axis, p in found["communication"].items()
-    }
-    assert parts == {"pp": (0.010, 0.010, 0), "tp": (0.048, 0.008, 1)}
+    assert figures(found) == [0.100, 0.030, 0.0, 0.018, 0.052]
+    assert by_axis_of(found) == {"pp": (0.010, 0.010, 0), "tp": (0.048, 0.008, 1)}
     assert found["top"][0] == {"name": "aten::mm", "seconds": pytest.approx(0.030), "calls": 1.0}
 
 
@@ -282,13 +243,12 @@ def train_profiled(arguments: list[str]) -> tuple[str, bool]:
 
 @pytest.fixture(scope="module")
 def profiled(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run on 8 ranks whose second and last step is profiled."""
+    """The folder of a run on 8 ranks whose second step is profiled and whose third is traced."""
     folder = tmp_path_factory.mktemp("profiled")
-    arguments = [
-        write_config(folder, data, parallel=LAYOUT_3D, train={"steps": 2}),
-        "run.profile=2:3",
-    ]
-    arguments.append(f"run.profile_ranks={PROFILED}")
+    layout = LAYOUT_3D | {"schedule": "zb_v", "stages_per_rank": 2}
+    train = {"steps": 3, "micro_batch_size": 1}
+    told = {"profile": "2:3", "profile_ranks": PROFILED, "trace": True}
+    arguments = [write_config(folder, data, parallel=layout, train=train, run=told)]
     assert ranks.run(train_profiled, 8, arguments) == [("", True)] * 8
     return folder / "run"
 
@@ -296,17 +256,13 @@ def profiled(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory)
 def test_what_a_run_leaves(profiled: Path) -> None:
     names = sorted(path.name for path in (profiled / "profile").iterdir())
     traces = [f"step-00000002-rank-{rank:05d}.json.gz" for rank in PROFILED]
-    assert names == sorted(
-        traces
-        + [f"summary-rank-{rank:05d}.{kind}" for rank in PROFILED for kind in ("json", "txt")]
-    )
+    summaries = [f"summary-rank-{r:05d}.{kind}" for r in PROFILED for kind in ("json", "txt")]
+    assert names == traces + summaries
     for rank in PROFILED:
         found = json.loads((profiled / "profile" / f"summary-rank-{rank:05d}.json").read_text())
         assert (found["rank"], found["device"], found["steps"]) == (rank, "cpu", [2])
-        assert found["coordinates"] == {
-            **dict.fromkeys(AXES, 0),
-            **[{}, {"pp": 1, "tp": 1}][PROFILED.index(rank)],
-        }
+        place = {"pp": 1, "tp": 1} if rank == 5 else {}
+        assert found["coordinates"] == dict.fromkeys(AXES, 0) | place
         parts = [found[key] for key in ("compute", "exposed", "idle")]
         assert sum(parts) == pytest.approx(found["step_seconds"])
         assert min(parts) > 0
@@ -333,10 +289,8 @@ def test_collectives_are_those_that_the_planner_counts(profiled: Path) -> None:
 
 def test_the_tool_says_it_again(profiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main([str(profiled)]) == 0
-    tables = [
-        (profiled / "profile" / f"summary-rank-{rank:05d}.txt").read_text() for rank in PROFILED
-    ]
-    assert capsys.readouterr().out == "\n".join(tables)
+    files = [profiled / "profile" / f"summary-rank-{rank:05d}.txt" for rank in PROFILED]
+    assert capsys.readouterr().out == "\n".join(file.read_text() for file in files)
 
 
 def profile_a_loop(config: str, visited: list[int]) -> None:
@@ -359,18 +313,54 @@ def profile_a_loop(config: str, visited: list[int]) -> None:
 @pytest.mark.parametrize(
     ("visited", "steps"),
     [
-        ([0, 1, 2, 3, 4], [2, 3, 4]),
-        ([0, 1, 2], [2, 3]),
-        ([0, 1, 2, -1, 0, 1], [2, 3]),
-        ([2, 3, 4], [3, 4]),
-        ([0], None),
-        ([4], None),
+        ([0, 1, 2, 3, 4], [2, 3, 4]), ([0, 1, 2], [2, 3]), ([0, 1, 2, -1, 0, 1], [2, 3]),
+        ([2, 3, 4], [3, 4]), ([0], None), ([4], None),
     ],
     ids=["all", "stopped", "went back", "began late", "stopped before", "began after"],
-)
+)  # fmt: skip
 def test_however_the_loop_goes(
     ranks: Ranks, data: Path, tmp_path: Path, visited: list[int], steps: list[int] | None
 ) -> None:
     ranks.run(profile_a_loop, 1, write_config(tmp_path, data), visited)
     summary = tmp_path / "run" / "profile" / "summary-rank-00000.json"
     assert (json.loads(summary.read_text())["steps"] if summary.exists() else None) == steps
+
+
+# --- traces ---------------------------------------------------------------------------------------
+
+
+def test_every_action_of_every_rank_is_there_in_order(profiled: Path) -> None:
+    """`run.trace=true` records every action of every rank in one real step, on a common clock."""
+    trace = json.loads((profiled / "trace.json").read_text())
+    # 8 sequences, two data-parallel ranks, micro-batches of 1
+    schedule = build_schedule("zb_v", 2, 2, 4)
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
+    assert names == [f"dp_replicate 0 dp_shard {d} cp 0 tp {t}" for d in (0, 1) for t in (0, 1)]
+    assert stage_ranks(schedule) == [0, 1, 1, 0]
+    for pipeline in range(4):
+        timeline = from_chrome(trace, pipeline=pipeline)
+        assert [[event.action for event in lane] for lane in timeline.ranks] == schedule
+        ended = {event.action: event.end for lane in timeline.ranks for event in lane}
+        started = {event.action: event.start for lane in timeline.ranks for event in lane}
+        # Milliseconds. All ranks have the same clock here, but on two cores some leave the barrier
+        # that aligns the clocks late.
+        slack = 50.0
+        for (kind, stage, m), begin in started.items():
+            if kind.value == "F" and stage:
+                assert ended[Action(kind, stage - 1, m)] <= begin + slack
+
+
+def offsets_of_skewed_clocks() -> float:
+    """The clock offset of this rank, when each rank's clock is an hour ahead of the previous
+    rank's."""
+    honest = time.perf_counter
+    time.perf_counter = lambda: honest() + 3600.0 * dist.get_rank()
+    try:
+        return clock_offset("cpu")
+    finally:
+        time.perf_counter = honest
+
+
+def test_clocks_are_aligned(ranks: Ranks) -> None:
+    for rank, offset in enumerate(ranks.run(offsets_of_skewed_clocks, 4)):
+        assert abs(offset - 3600.0 * rank) < 1.0

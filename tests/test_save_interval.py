@@ -28,7 +28,7 @@ from runtime.records.events import append_event, read_events
 from runtime.records.ledger import account
 from runtime.start import parts, times
 from runtime.start.times import StartTimes
-from tests.runs import losses, train_run, write_config
+from tests.runs import losses, run, train_run, write_config
 from tools import export
 from tools.ranks import Ranks
 from training.load_config import load_config
@@ -55,7 +55,7 @@ def saves(
     overrides = [f"run.dir={folder}", "checkpoint.interval=auto"]
     overrides += [f"checkpoint.failures_per_gpu_day={rate}"]
     config = load_config("configs/laptop.yaml", overrides)
-    run, found = FakeRun(config, step_seconds), []
+    of, found = FakeRun(config, step_seconds), []
     with (
         patch.object(save_interval, "from_rank_0", lambda action, device: action()),
         patch.object(save_interval.dist, "get_world_size", lambda: 1),
@@ -63,10 +63,10 @@ def saves(
     ):
         interval = SaveInterval(config, 0, 0, "cpu")
         for _ in range(steps):
-            run.step += 1
-            if interval.is_due(run):  # type: ignore[arg-type]
-                found.append(run.step)
-                interval.saved(run.step, wait, dict(last))
+            of.step += 1
+            if interval.is_due(of):  # type: ignore[arg-type]
+                found.append(of.step)
+                interval.saved(of.step, wait, dict(last))
     return found
 
 
@@ -111,8 +111,8 @@ def test_earlier_starts_count(tmp_path: Path) -> None:
 def test_the_first_save_does_not_count(tmp_path: Path) -> None:
     """It allocates memory, so it takes longer. A save in the background is known only at the next
     one, so at the second save the newest that is known is the first."""
-    run = FakeRun(load_config("configs/laptop.yaml", ["checkpoint.interval=auto"]), 1.0)
-    interval = SaveInterval(run.config, 0, 0, "cpu")
+    config = load_config("configs/laptop.yaml", ["checkpoint.interval=auto"])
+    interval = SaveInterval(config, 0, 0, "cpu")
     interval.saved(2, 9.0, {})
     interval.saved(4, 0.5, {"step": 2, "stall_seconds": 9.0, "write_seconds": 30.0})
     assert (interval.waits, interval.writes) == ([0.5], [])
@@ -132,13 +132,12 @@ def test_a_number_and_never(tmp_path: Path) -> None:
     """0 saves after the last step only; `never` not even then. The default is `auto`."""
     assert CheckpointConfig().interval == "auto"
     for value, expected in (("never", []), ("0", [10]), ("4", [4, 8, 10])):
-        config = load_config(
-            "configs/laptop.yaml", [f"checkpoint.interval={value}", "train.steps=10"]
-        )
-        run, interval = Run(config, *[None] * 2, Start()), SaveInterval(config, 0, 0, "cpu")  # type: ignore[arg-type]
+        overrides = [f"checkpoint.interval={value}", "train.steps=10"]
+        config = load_config("configs/laptop.yaml", overrides)
+        of, interval = Run(config, *[None] * 2, Start()), SaveInterval(config, 0, 0, "cpu")  # type: ignore[arg-type]
         found = []
-        for run.step in range(1, 11):
-            found += [run.step] * interval.is_due(run)
+        for of.step in range(1, 11):
+            found += [of.step] * interval.is_due(of)
         assert found == expected
 
 
@@ -156,10 +155,7 @@ def test_the_end_says_what_was_not_saved(ranks: Ranks, data: Path, tmp_path: Pat
     assert "finished after 2 steps; run folder" in said["auto"]
     arguments = ["--checkpoint", str(tmp_path / "auto" / "run"), "--out", str(tmp_path / "out")]
     assert export.main(arguments) == 0
-    assert (
-        "finished after 2 steps; nothing was saved (checkpoint.interval=never); run folder"
-        in said["never"]
-    )
+    assert "finished after 2 steps; nothing was saved (checkpoint.interval=never)" in said["never"]
 
 
 def spoken(arguments: list[str]) -> tuple[str, str]:
@@ -175,35 +171,44 @@ def test_values_that_are_refused() -> None:
         load_config("configs/laptop.yaml", ["checkpoint.failures_per_gpu_day=-1"])
 
 
-@pytest.mark.thorough
-def test_a_run_that_decides(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """On 4 ranks: all save the same steps, and the losses are those of a run that does not save;
-    keep_every's are saved too. Where no failure is expected, only these are."""
-    ways = {
+@pytest.fixture(scope="module")
+def decided(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of runs on 4 ranks, by how they decide when to save."""
+    folder = tmp_path_factory.mktemp("decided")
+    for name, checkpoint in {
         "never": {"interval": "never"},
         "auto": {"interval": "auto", "failures_per_gpu_day": 1e5, "keep_last": 20},
         "rare": {"interval": "auto", "failures_per_gpu_day": 0.0, "keep_every": 3},
-    }
-    saved = {}
-    for name, checkpoint in ways.items():
-        (tmp_path / name).mkdir()
-        config = write_config(
-            tmp_path / name, data, parallel={"tp": 2, "pp": 2}, checkpoint=checkpoint
-        )
-        assert ranks.run(train_run, 4, [config]) == [""] * 4
-        folder = tmp_path / name / "run" / "checkpoints"
-        saved[name] = sorted(int(path.name[5:]) for path in folder.glob("step-????????"))
-    assert saved["never"] == []
-    assert saved["auto"][-1] == 6
-    assert len(saved["auto"]) > 2
-    assert saved["rare"] == [3, 6]
-    assert losses(tmp_path / "never") == losses(tmp_path / "auto") == losses(tmp_path / "rare")
-    (took,) = (
-        event["seconds"]
-        for event in read_events(tmp_path / "auto" / "run")
-        if event["event"] == "started"
-    )
-    assert {"verify", "lease", "build", "load", "listeners", "step"} <= took.keys()
+    }.items():
+        (folder / name).mkdir()
+        layout = {"tp": 2, "pp": 2}
+        run(ranks, 4, write_config(folder / name, data, parallel=layout, checkpoint=checkpoint))
+    return folder
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in folder.glob("run/checkpoints/step-????????"))
+
+
+@pytest.mark.thorough
+def test_all_ranks_save_the_same_steps(decided: Path) -> None:
+    """Where no failure is expected, only keep_every's and the last."""
+    assert saved_steps(decided / "never") == []
+    assert saved_steps(decided / "rare") == [3, 6]
+    assert saved_steps(decided / "auto")[-1] == 6
+    assert len(saved_steps(decided / "auto")) > 2
+
+
+@pytest.mark.thorough
+def test_saving_does_not_change_training(decided: Path) -> None:
+    assert losses(decided / "never") == losses(decided / "auto") == losses(decided / "rare")
+
+
+@pytest.mark.thorough
+def test_a_start_has_parts(decided: Path) -> None:
+    (started,) = lines(decided / "auto" / "run", "started")
+    parts = {"verify", "lease", "build", "load", "listeners", "step"}
+    assert parts <= started["seconds"].keys()
 
 
 # --- the parts of a start -------------------------------------------------------------------------

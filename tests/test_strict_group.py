@@ -16,7 +16,7 @@ from parallel.axes import MeshSizes
 from parallel.pipeline.lower import Exchange, Message, Transfer
 from parallel.pipeline.transfer import Transfers
 from tests.parity_tiers import agrees
-from tests.runs import LAYOUT_3D, forget_step_6, losses, metrics_of, train_run, write_config
+from tests.runs import LAYOUT_3D, forget_last, losses, metrics_of, train_run, write_config
 from tools.parity.cases import Case
 from tools.parity.expert_cases import STEPS, extreme_cases
 from tools.ranks import RankError, Ranks
@@ -330,7 +330,7 @@ def test_a_run_saves_evaluates_and_resumes(
     )
     assert strict.run(train_run, 8, [config]) == [""] * 8
     whole = losses(tmp_path)
-    forget_step_6(tmp_path)
+    forget_last(tmp_path)
     assert strict.run(train_run, 8, [config]) == [""] * 8
     assert losses(tmp_path) == whole
     assert "eval_loss" in metrics_of(tmp_path)[2]

@@ -1,8 +1,14 @@
-"""Evaluation on tasks: the same log-likelihoods on every layout, and what is scored."""
+"""Evaluation on tasks: the same log-likelihoods on every layout and by transformers, and what is
+scored."""
 
 import gzip
 import json
 import math
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +30,8 @@ from runtime.tasks.files import Example, Task, read_tasks
 from runtime.tasks.rows import Row, TaskRows, Text, log_likelihoods, measures, tokenize, windows
 from runtime.tasks.scoring import PipelineScorer, lengths
 from tests.data_samples import tokenizer
-from tests.runs import metrics_of, train_run, write_config
+from tests.runs import losses, messages, metrics_of, run, write_config
+from tools import evaluate, export
 from tools.parity.cases import BOS, SEED, SEQ_LEN, Case
 from tools.parity.run import reference_model
 from tools.ranks import Ranks
@@ -39,7 +46,7 @@ from training.step import TrainStep
 CASES = {
     "pp 2, tp 2": Case(MeshSizes(pp=2, tp=2), tp_pieces=2),
     "cp 2, dp_shard 2": Case(MeshSizes(cp=2, dp_shard=2), zero_stage=3),
-    "pp 2, cp 2, tp 2": Case(MeshSizes(pp=2, cp=2, tp=2), schedule="zb_v", stages_per_rank=2),
+    "pp 2, cp 2": Case(MeshSizes(pp=2, cp=2), schedule="zb_v", stages_per_rank=2),
     "ep 2, dp_replicate 2": Case(
         MeshSizes(dp_replicate=2, dp_shard=2, ep=2), router="sigmoid_bias"
     ),
@@ -60,17 +67,37 @@ def some_rows(vocab_size: int) -> list[Row]:
     return rows
 
 
-def scored(case: Case, shortest: int, batches: float = math.inf) -> list[float] | None:
-    """Score some rows on this rank, until `batches` groups of micro-batches are done."""
+def scored(
+    case: Case, pieces: int | None = None, batches: float = math.inf
+) -> tuple[list[float] | None, int]:
+    """Score some rows on this rank, in pieces of so many tokens, until `batches` groups of
+    micro-batches are done; return the largest number of tokens whose logits were computed at a
+    time, too."""
+    most, head = [0], Head.__init__
+
+    def built(self: Head, *arguments: Any) -> None:
+        head(self, *arguments)
+        product = self.matmul.forward
+
+        def forward(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
+            most[0] = max(most[0], len(x))
+            return product(x, weight, *more)
+
+        self.matmul.forward = forward  # type: ignore[method-assign]
+
     config = case.config()
     sizes = config.parallel.mesh_sizes(dist.get_world_size())
     mesh = build_mesh(sizes, "cpu", config.model.has_experts)
-    train = TrainStep(config, mesh, build_stages(config, mesh), BOS)
-    with patch("runtime.tasks.scoring.SHORTEST", shortest):
-        left = iter(range(10**9))
-        return PipelineScorer(train, SEQ_LEN)(
-            some_rows(case.vocab_size), lambda: next(left) < batches
-        )
+    token_bytes = cdiv(case.vocab_size, case.layout.tp) * DTYPES[case.dtype].itemsize
+    with (
+        patch.object(Head, "__init__", built),
+        patch("runtime.tasks.scoring.SHORTEST", 4),
+        patch.dict(PIECE_BYTES, {"cpu": pieces * token_bytes} if pieces else {}),
+    ):
+        train = TrainStep(config, mesh, build_stages(config, mesh), BOS)
+        done = count()
+        score = PipelineScorer(train, SEQ_LEN)
+        return score(some_rows(case.vocab_size), lambda: next(done) < batches), most[0]
 
 
 def expected(case: Case) -> list[float]:
@@ -86,69 +113,48 @@ def expected(case: Case) -> list[float]:
     return found
 
 
+@pytest.fixture(scope="module")
+def found(ranks: Ranks) -> Callable[[str], list[tuple[list[float], int]]]:
+    """Case → what each rank found."""
+    return cache(lambda name: ranks.run(scored, CASES[name].world, CASES[name]))
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_log_likelihoods_are_those_of_the_reference(ranks: Ranks, name: str) -> None:
+def test_log_likelihoods_are_those_of_the_reference(found: Callable, name: str) -> None:
     """In float64, each row's log-likelihood is that of the unsharded model on the row by itself,
     although rows are padded, batched, and cut over the ranks; all ranks have the same."""
-    case = CASES[name]
-    results = ranks.run(scored, case.world, case, 4)
+    results = [values for values, _ in found(name)]
     assert all(result == results[0] for result in results)
-    wanted = expected(case)
-    worst = max(abs(a - b) for a, b in zip(results[0], wanted, strict=True))
-    print(f"{name}: the largest difference of {len(wanted)} log-likelihoods is {worst:.1e}")
-    assert worst < 1e-9
+    wanted = expected(CASES[name])
+    assert results[0] == pytest.approx(wanted, abs=1e-9)
     # Control: rows differ by far more than that, so none stands at another's place.
     apart = np.abs(np.subtract.outer(wanted, wanted))[~np.eye(len(wanted), dtype=bool)]
     assert apart.min() > 1e-6
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["pp 2, cp 2, tp 2", "ep 2, dp_replicate 2"])
+@pytest.mark.parametrize("name", ["pp 2, cp 2", "ep 2, dp_replicate 2"])
 def test_the_order_of_collectives_suits_nccl(name: str) -> None:
     """On a process group that is as strict about order and shapes as NCCL (tools/strict)."""
     with Ranks(8, timeout=200, backend="strict") as strict:
-        results = strict.run(scored, CASES[name].world, CASES[name], 4)
-    assert results[0] == pytest.approx(expected(CASES[name]), abs=1e-9)
-
-
-def scored_in_pieces(case: Case, tokens: int) -> tuple[list[float] | None, int]:
-    """Score with pieces of so many tokens; return the largest number of tokens whose logits were
-    computed at a time, too."""
-    most, head = [0], Head.__init__
-
-    def built(self: Head, *arguments: Any) -> None:
-        head(self, *arguments)
-        product = self.matmul.forward
-
-        def forward(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
-            most[0] = max(most[0], len(x))
-            return product(x, weight, *more)
-
-        self.matmul.forward = forward  # type: ignore[method-assign]
-
-    width, size = cdiv(case.vocab_size, case.layout.tp), DTYPES[case.dtype].itemsize
-    with (
-        patch.object(Head, "__init__", built),
-        patch.dict(PIECE_BYTES, {"cpu": tokens * width * size}),
-    ):
-        return scored(case, 4), most[0]
+        results = strict.run(scored, CASES[name].world, CASES[name])
+    assert results[0][0] == pytest.approx(expected(CASES[name]), abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["pp 2, tp 2", "cp 2, dp_shard 2"])
-def test_the_whole_logits_are_never_in_memory(ranks: Ranks, name: str) -> None:
+def test_the_whole_logits_are_never_in_memory(ranks: Ranks, found: Callable, name: str) -> None:
     """A row of 131,072 tokens may be scored: its logits would take gigabytes."""
     case = CASES[name]
-    results = ranks.run(scored_in_pieces, case.world, case, 8)
+    results = ranks.run(scored, case.world, case, 8)
     assert results[0][0] == pytest.approx(expected(case), abs=1e-9)
     assert max(most for _, most in results) <= 8
-    # control: larger pieces
-    assert max(most for _, most in ranks.run(scored_in_pieces, case.world, case, 64)) > 8
+    assert max(most for _, most in found(name)) > 8, "control: larger pieces"
 
 
 def test_an_evaluation_can_be_abandoned(ranks: Ranks) -> None:
     """All ranks give up at the same group of micro-batches."""
-    case = CASES["pp 2, tp 2"]
-    assert ranks.run(scored, 4, case, 4, 1) == [None] * 4
+    results = ranks.run(scored, 4, CASES["pp 2, tp 2"], None, 1)
+    assert [values for values, _ in results] == [None] * 4
 
 
 def test_rows_are_computed_in_short_lengths() -> None:
@@ -320,42 +326,72 @@ def test_the_bundled_tasks_are_sound() -> None:
 # --- in a run -------------------------------------------------------------------------------------
 
 
-def test_a_run_evaluates(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """Measures are the same on every layout, and evaluating does not change training."""
-    mine = tmp_path / "mine.jsonl"
-    mine.write_text("\n".join(json.dumps({"text": "import os\n" * n}) for n in (1, 3, 40)))
-    train = {"steps": 2, "eval_interval": 1, "eval_samples": 4, "dtype": "float64"}
-    found = {}
-    for name, world, layout, tasks in (
-        ("one", 1, {}, ["python", str(mine)]),
-        ("3d", 4, {"tp": 2, "pp": 2}, ["python", str(mine)]),
-        ("none", 1, {}, []),
-    ):
-        (tmp_path / name).mkdir()
-        sections = {"train": train | {"tasks": tasks}, "parallel": layout}
-        config = write_config(tmp_path / name, data, **sections)
-        assert ranks.run(train_run, world, [config]) == [""] * world
-        found[name] = metrics_of(tmp_path / name)
-    of_tasks = [key for key in found["one"][1] if key.startswith("task/")]
-    assert of_tasks == [
-        *(f"task/python/{m}" for m in ("accuracy_per_byte", "accuracy", "bits_per_byte")),
-        "task/mine/bits_per_byte",
+MEASURES = [*(f"task/choose/{m}" for m in ("accuracy_per_byte", "accuracy", "bits_per_byte")),
+            "task/mine/bits_per_byte"]  # fmt: skip
+LAYOUTS = {  # name → ranks, layout
+    "one": (1, {}),
+    "tp 2, pp 2": (4, {"tp": 2, "pp": 2}),
+    "dp_shard 4": (4, {}),
+    "pp 4": (4, {"pp": 4}),
+}
+
+
+@pytest.fixture(scope="module")
+def evaluated(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of runs of two steps in several layouts, evaluated after each on two tasks and on 5
+    sequences, which no layout divides, so that padding must not count; and of one without tasks.
+    The last text is cut into windows."""
+    folder = tmp_path_factory.mktemp("tasks")
+    (bundled,) = (task for task in read_tasks(["python"], "") if task.has_choices)
+    texts = [json.dumps({"text": "import os\n" * n}) for n in (1, 3, 20)]
+    choices = [
+        json.dumps({"context": each.context, "choices": each.texts, "answer": each.answer})
+        for each in bundled.examples[:8]
     ]
-    for one, other in zip(found["one"], found["3d"], strict=True):
-        assert {key: other[key] for key in of_tasks} == pytest.approx(
-            {key: one[key] for key in of_tasks}, rel=1e-9
-        )
-    assert found["one"][0]["task/mine/bits_per_byte"] != found["one"][1]["task/mine/bits_per_byte"]
-    assert [line["loss"] for line in found["none"]] == [line["loss"] for line in found["one"]]
-    shown_in_report = page(read_run(tmp_path / "one" / "run"))
-    assert "Tasks: accuracy" in shown_in_report
-    assert "Tasks: text" in shown_in_report
-    assert "Tasks: " not in page(read_run(tmp_path / "none" / "run"))
-    # on the console: each task's main measure
-    shown = of_tasks_of(found["one"][0])
-    assert [text.split()[0] for text in shown] == ["python", "mine"]
-    assert shown[0].endswith("%")
-    assert shown[1].endswith(" bits/byte")
+    for name, lines in (("choose", choices), ("mine", texts)):
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    tasks = [str(folder / f"{name}.jsonl") for name in ("choose", "mine")]
+    train = {"steps": 2, "eval_interval": 1, "eval_samples": 5, "dtype": "float64", "tasks": tasks}
+    given: dict[str, Any] = {"model": {"init_std": 0.1}, "checkpoint": {"interval": 2}}
+    for name, (world, layout) in (LAYOUTS | {"none": (1, {})}).items():
+        (folder / name).mkdir()
+        given["train"] = train | ({"tasks": []} if name == "none" else {})
+        run(ranks, world, write_config(folder / name, data, parallel=layout, **given))
+    return folder
+
+
+def test_a_run_measures_its_tasks(evaluated: Path) -> None:
+    first, second = metrics_of(evaluated / "one")
+    assert [key for key in second if key.startswith("task/")] == MEASURES
+    assert first["task/mine/bits_per_byte"] != second["task/mine/bits_per_byte"]
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS)[1:])
+@pytest.mark.parametrize("measure", ["eval_loss", "tasks"])
+def test_evaluation_is_the_same_on_every_layout(evaluated: Path, name: str, measure: str) -> None:
+    keys = MEASURES if measure == "tasks" else [measure]
+    one, other = (
+        [[line[key] for key in keys] for line in metrics_of(evaluated / each)]
+        for each in ("one", name)
+    )
+    assert np.array(other) == pytest.approx(np.array(one), rel=1e-9)
+
+
+def test_evaluation_does_not_change_training(evaluated: Path) -> None:
+    assert losses(evaluated / "none") == losses(evaluated / "one")
+
+
+def test_the_report_shows_tasks(evaluated: Path) -> None:
+    shown = page(read_run(evaluated / "one" / "run"))
+    assert "Tasks: accuracy" in shown
+    assert "Tasks: text" in shown
+    assert "Tasks: " not in page(read_run(evaluated / "none" / "run"))
+
+
+def test_the_console_shows_each_tasks_main_measure(evaluated: Path) -> None:
+    choose, mine = of_tasks_of(metrics_of(evaluated / "one")[0])
+    assert (choose.split()[0], choose[-1]) == ("choose", "%")
+    assert (mine.split()[0], mine.split()[-1]) == ("mine", "bits/byte")
 
 
 def test_a_run_with_a_bad_task_is_refused(ranks: Ranks, data: Path, tmp_path: Path) -> None:
@@ -363,10 +399,131 @@ def test_a_run_with_a_bad_task_is_refused(ranks: Ranks, data: Path, tmp_path: Pa
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"context": "a", "choices": ["b", "b' + "c d" * 99 + '"], "answer": 0}')
     config = write_config(tmp_path, data)
-    arguments = [config, "train.eval_interval=1", f"train.tasks=[{bad}]"]
-    messages = ranks.run(train_run, 2, arguments)
-    assert messages[0].startswith("train.tasks = ")
-    assert "line 1" in messages[0]
+    cases = {
+        "bad": [config, "train.eval_interval=1", f"train.tasks=[{bad}]"],
+        "never": [config, "train.tasks=[python]"],
+    }
+    said, _ = ranks.run(messages, 2, cases)
+    assert said["bad"].startswith("train.tasks = ")
+    assert "line 1" in said["bad"]
+    assert "train.eval_interval is 0" in said["never"]
     assert not (tmp_path / "run").exists()
-    message = ranks.run(train_run, 1, [config, "train.tasks=[python]"])[0]
-    assert "train.eval_interval is 0" in message
+
+
+# --- tools.evaluate -------------------------------------------------------------------------------
+
+BUNDLED = ["python", "python_text"]
+LENGTH = 32  # that of the runs
+
+
+@pytest.fixture(scope="module")
+def trained(evaluated: Path) -> Path:
+    return evaluated / "tp 2, pp 2" / "run"
+
+
+@pytest.fixture(scope="module")
+def tasks(evaluated: Path) -> list[str]:
+    return [str(evaluated / f"{name}.jsonl") for name in ("choose", "mine")]
+
+
+def scored_by_the_tool(arguments: list[str]) -> dict[str, list[list[float]]]:
+    """What tools.evaluate computes, on this rank of an existing process group."""
+    tasks, found = evaluate.evaluate(evaluate.parse(arguments), "cpu")
+    return {task.task.name: values for task, values in zip(tasks, found, strict=True)}
+
+
+def test_log_likelihoods_are_those_of_transformers(
+    ranks: Ranks, trained: Path, tasks: list[str], tmp_path: Path
+) -> None:
+    """Of an exported model, by transformers in float64, from the texts themselves."""
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "exported"
+    assert export.main(["--checkpoint", str(trained), "--out", str(out)]) == 0
+    arguments = ["--checkpoint", str(out), "--tasks", *tasks, "--dtype", "float64"]
+    found = ranks.run(scored_by_the_tool, 1, arguments)[0]
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
+
+    def values(tokens: list[int]) -> torch.Tensor:
+        """The log-likelihood of each token but the first."""
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens[:-1]])).logits[0].log_softmax(-1)
+        return logits[range(len(tokens) - 1), tokens[1:]]
+
+    worst = 0.0
+    for task in read_tasks(tasks, "--tasks"):
+        for example, ours in zip(task.examples, found[task.name], strict=True):
+            for text, value in zip(example.texts, ours, strict=True):
+                bos, encode = tokenizer().bos_id, tokenizer().encode
+                tokens = [bos, *encode(example.context + text)]
+                if task.has_choices:
+                    apart = [bos, *encode(example.context)]
+                    pairs = zip(tokens, apart, strict=False)
+                    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                    tail = tokens[-(LENGTH + 1) :]  # a long context loses its beginning
+                    theirs = values(tail)[same - len(tokens) :].sum().item()
+                else:
+                    starts = range(0, len(tokens) - 1, LENGTH)
+                    theirs = sum(values(tokens[i : i + LENGTH + 1]).sum().item() for i in starts)
+                worst = max(worst, abs(value - theirs))
+    assert worst < 1e-5
+    # Control: examples differ by far more.
+    assert len({round(value, 2) for each in found["choose"] for value in each}) > 20
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_and_the_tool_agree(
+    ranks: Ranks, trained: Path, tasks: list[str], world: int
+) -> None:
+    """The run recorded, through pp and tp, what the tool computes from its checkpoint."""
+    arguments = ["--checkpoint", str(trained), "--tasks", *tasks, "--dtype", "float64"]
+    results = ranks.run(measured, world, arguments)
+    record = metrics_of(trained.parent)[-1]
+    of_tasks = {key: value for key, value in record.items() if key.startswith("task/")}
+    for result in results:
+        assert result == pytest.approx(of_tasks, rel=1e-9)
+
+
+def measured(arguments: list[str]) -> dict[str, float]:
+    tasks, found = evaluate.evaluate(evaluate.parse(arguments), "cpu")
+    return {
+        f"task/{task.task.name}/{name}": value
+        for task, values in zip(tasks, found, strict=True)
+        for name, value in measures(task, values).items()
+    }
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    program = [sys.executable, "-m", "tools.evaluate", *arguments]
+    return subprocess.run(program, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.thorough
+def test_the_command(trained: Path, tmp_path: Path) -> None:
+    """It prints a table, and writes all log-likelihoods."""
+    file = tmp_path / "found.json"
+    done = command("--checkpoint", str(trained), "--tasks", *BUNDLED, "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    head, *lines = done.stdout.splitlines()
+    assert head.split() == ["task", "examples", "accuracy", "per", "byte", "accuracy", "bits/byte"]
+    assert [line.split()[0] for line in lines] == BUNDLED
+    content = json.loads(file.read_text())
+    assert [len(content[name]["log_likelihoods"]) for name in BUNDLED] == [40, 10]
+    assert f"{content['python']['accuracy']:.1%}" in lines[0]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tasks", "pythn"], "--tasks = 'pythn': there is no bundled task"),
+        (["--tasks", "python", "--seq-len", "0"], "--seq-len = 0: it must be at least 1"),
+        (["--tasks", "python", "--seq-len", "1"], "a row has between 1 and 1"),
+        (["--tasks", "python", "--json", "/none/x"], "--json = '/none/x': it cannot be written"),
+    ],
+)
+def test_the_command_refuses(trained: Path, arguments: list[str], said: str) -> None:
+    done = command("--checkpoint", str(trained), *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

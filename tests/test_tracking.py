@@ -22,9 +22,10 @@ from runtime.records import wandb_tracker
 from runtime.records.events import append_event, read_events
 from runtime.records.tracker import Tracker
 from runtime.records.trackers import JsonLines, Trackers
-from tests.runs import losses, metrics_of, train_run, write_config
+from tests.runs import forget_last, losses, metrics_of, train_run, write_config
 from tools import verify
 from tools.ranks import Ranks
+from training.config import Config
 from training.load_config import load_config
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"  # has the length of a wandb key
@@ -47,22 +48,28 @@ def tracked(arguments: list[str], environment: dict[str, str]) -> str:
 
 @pytest.fixture(scope="module")
 def thrice(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on 2 ranks with all trackers, in three starts: steps 1 to 3, steps 4 to 6, and again
-    steps 4 to 6 because their checkpoint was deleted."""
+    """A run on 2 ranks with all trackers, in three starts: steps 1 and 2, steps 3 and 4, and again
+    steps 3 and 4 because their checkpoint was deleted."""
     folder = tmp_path_factory.mktemp("tracked")
     config = write_config(
         folder,
         data,
-        train={"eval_interval": 3, "eval_samples": 8},
-        checkpoint={"interval": 3},
+        train={"eval_interval": 2, "eval_samples": 8},
+        checkpoint={"interval": 2},
         run={"wandb": "offline", "tensorboard": True},
     )
-    for steps, lost in ((3, ""), (6, ""), (6, "step-00000006")):
-        if lost:
-            shutil.rmtree(folder / "run" / "checkpoints" / lost)
-        secrets = {"WANDB_API_KEY": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET}
+    secrets = {"WANDB_API_KEY": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET}
+    for steps in (2, 4, 4):
+        if (folder / "run" / "checkpoints" / "step-00000004").exists():
+            forget_last(folder)
         assert ranks.run(tracked, 2, [config, f"train.steps={steps}"], secrets) == ["", ""]
     return folder
+
+
+def configured(folder: Path, data: Path, **run: Any) -> Config:
+    """The configuration of a run whose folder exists."""
+    (folder / "run").mkdir()
+    return load_config(write_config(folder, data, run=run), [])
 
 
 # --- wandb ----------------------------------------------------------------------------------------
@@ -70,8 +77,12 @@ def thrice(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @functools.cache
 def wandb_records(file: Path) -> dict[str, list[dict[str, Any]]]:
-    """The records of a .wandb file by type, as wandb's own inspector reads them."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    """The records of a .wandb file by type, as wandb's own inspector reads them (the program behind
+    `wandb leet inspect`)."""
+    from wandb.util import get_core_path
+
+    command = [get_core_path(), "leet", "inspect", "--no-observability", "--json"]
+    command += ["--run-file", str(file), str(file.parents[1])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     found: dict[str, list[dict[str, Any]]] = {}
     for line in done.stdout.splitlines():
@@ -83,7 +94,7 @@ def wandb_records(file: Path) -> dict[str, list[dict[str, Any]]]:
 def test_three_starts_are_one_run_of_wandb(thrice: Path) -> None:
     run = thrice / "run"
     known = json.loads((run / "wandb-run.json").read_text())
-    assert known["repeated"] == 3
+    assert known["repeated"] == 2
     files = sorted((run / "wandb").glob("offline-run-*/*.wandb"))
     assert [file.name for file in files] == [f"run-{known['id']}.wandb"] * 3
     starts = [wandb_records(file) for file in files]
@@ -95,16 +106,11 @@ def test_three_starts_are_one_run_of_wandb(thrice: Path) -> None:
         assert about["config"]["update"]["system"]["world_size"] == 2
         assert start["exit"][0].get("exit_code", 0) == 0
     history = [[item["item"] for item in start["history"]] for start in starts]
-    assert [[item["step"] for item in items] for items in history] == [
-        [1, 2, 3],
-        [4, 5, 6],
-        [4, 5, 6],
-    ]
-    assert [item["_step"] for items in history for item in items] == [1, 2, 3, 4, 5, 6, 7, 8, 9], (
-        "nothing is dropped"
-    )
+    assert [[item["step"] for item in items] for items in history] == [[1, 2], [3, 4], [3, 4]]
+    steps = [item["_step"] for items in history for item in items]
+    assert steps == [1, 2, 3, 4, 5, 6], "nothing is dropped"
     assert {item["step"]: item["loss"] for items in history for item in items} == losses(thrice)
-    assert "eval_loss" in history[0][2]
+    assert "eval_loss" in history[0][1]
     assert {"glob_name": "*", "step_metric": "step"}.items() <= starts[0]["metric"][1].items()
 
 
@@ -117,7 +123,7 @@ def test_a_checkpoint_is_an_artifact_that_refers_to_it(thrice: Path) -> None:
         checkpoint = thrice / "run" / "checkpoints" / step
         assert references == {path.as_uri() for path in checkpoint.iterdir()}
         found.append(step)
-    assert found == ["step-00000003", "step-00000006", "step-00000006"]
+    assert found == ["step-00000002", "step-00000004", "step-00000004"]
 
 
 def test_no_secret_is_written(thrice: Path) -> None:
@@ -128,24 +134,16 @@ def test_no_secret_is_written(thrice: Path) -> None:
 
 @pytest.mark.parametrize("key", [SECRET, ""])
 def test_without_a_server_wandb_writes_to_the_folder(
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    key: str,
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, key: str
 ) -> None:
     """With a key, wandb finds out only from the server; without one, before."""
     import wandb
 
-    for name, value in {
-        "WANDB_BASE_URL": "http://127.0.0.1:9",
-        "WANDB_API_KEY": key,
-        "NETRC": str(tmp_path / "none"),
-    }.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setattr(wandb_tracker, "START_SECONDS", 0.5)
-    config = load_config(write_config(tmp_path, data, run={"wandb": "online"}), [])
-    (tmp_path / "run").mkdir()
+    config = configured(tmp_path, data, wandb="online")
     try:
         trackers = Trackers(config, 0, {})
         for step in (1, 2):
@@ -168,14 +166,11 @@ def test_wandb_goes_on_when_its_process_is_stopped(
     later steps are still recorded."""
     import wandb
 
-    config = load_config(write_config(tmp_path, data, run={"wandb": "offline"}), [])
-    (tmp_path / "run").mkdir()
+    config = configured(tmp_path, data, wandb="offline")
     try:
         trackers = Trackers(config, 0, {})
         trackers.log({"step": 1, "eval_loss": 1.0})
-        (process,) = (
-            child for child in psutil.Process().children() if "wandb-core" in child.name()
-        )
+        (process,) = (p for p in psutil.Process().children() if "wandb-core" in p.name())
         process.terminate()
         process.wait(60)
         for step in (2, 3):
@@ -192,23 +187,21 @@ def test_wandb_goes_on_when_its_process_is_stopped(
 # --- TensorBoard ----------------------------------------------------------------------------------
 
 
-def tensorboard_loss(folder: Path, purge: bool) -> list[tuple[int, float]]:
+def tensorboard(folder: Path, purge: bool = True, name: str = "loss") -> list[tuple[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(folder), purge_orphaned_data=purge)
     found.Reload()
-    return [(scalar.step, scalar.value) for scalar in found.Scalars("loss")]
+    return [(scalar.step, scalar.value) for scalar in found.Scalars(name)]
 
 
 def test_tensorboard_reads_every_step_once(thrice: Path) -> None:
     folder = thrice / "run" / "tensorboard"
-    assert dict(tensorboard_loss(folder, purge=True)) == pytest.approx(losses(thrice), rel=1e-6), (
-        "TensorBoard stores float32"
-    )
-    assert [step for step, _ in tensorboard_loss(folder, purge=True)] == [1, 2, 3, 4, 5, 6]
-    assert len(tensorboard_loss(folder, purge=False)) == 9, (
-        "the control: steps 4 to 6 were written twice"
-    )
+    once = tensorboard(folder)
+    assert [step for step, _ in once] == [1, 2, 3, 4]
+    assert dict(once) == pytest.approx(losses(thrice), rel=1e-6), "TensorBoard stores float32"
+    twice = tensorboard(folder, purge=False)
+    assert len(twice) == 6, "the control: steps 3 and 4 were written twice"
 
 
 # --- all trackers ---------------------------------------------------------------------------------
@@ -229,8 +222,7 @@ class Broken(Tracker):
 def test_a_tracker_that_fails_is_left_out_and_it_is_said_once(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = load_config(write_config(tmp_path, data, run={"tensorboard": True}), [])
-    (tmp_path / "run").mkdir()
+    config = configured(tmp_path, data, tensorboard=True)
     (tmp_path / "run" / "tensorboard").write_text("a file where a folder should be")
     trackers = Trackers(config, 0, {})
     broken = Broken()
@@ -240,12 +232,8 @@ def test_a_tracker_that_fails_is_left_out_and_it_is_said_once(
     trackers.close(failed=False)
     said = capsys.readouterr()
     assert broken.calls == 2
-    assert (
-        said.err.count(
-            "warning: broken failed and is disabled from now on: RuntimeError: no route to host"
-        )
-        == 1
-    )
+    why = "RuntimeError: no route to host"
+    assert said.err.count(f"warning: broken failed and is disabled from now on: {why}") == 1
     assert said.err.count("warning: TensorBoard failed and is disabled") == 1
     assert said.err.count("warning") == 2
     assert said.out.count("held-out 1.0000") == 4, "the other trackers continue"
@@ -253,18 +241,26 @@ def test_a_tracker_that_fails_is_left_out_and_it_is_said_once(
 
 
 def test_a_rollback_replaces_lines_and_scalars(data: Path, tmp_path: Path) -> None:
-    config = load_config(write_config(tmp_path, data, run={"tensorboard": True}), [])
-    (tmp_path / "run").mkdir()
-    trackers = Trackers(config, 0, {})
+    trackers = Trackers(configured(tmp_path, data, tensorboard=True), 0, {})
+    lines, board = trackers.trackers[0], trackers.trackers[2]
     for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0)):
-        trackers.trackers[0].log({"step": step, "loss": loss})
-        trackers.trackers[2].log({"step": step, "loss": loss, "mfu": None})
+        lines.log({"step": step, "loss": loss})
+        board.log({"step": step, "loss": loss, "mfu": None})
     trackers.went_back(1, reached=3)
-    trackers.trackers[0].log({"step": 2, "loss": 20.0})
-    trackers.trackers[2].log({"step": 2, "loss": 20.0})
+    for tracker in (lines, board):
+        tracker.log({"step": 2, "loss": 20.0})
     trackers.close(failed=False)
     assert losses(tmp_path) == {1: 1.0, 2: 20.0}
-    assert tensorboard_loss(tmp_path / "run" / "tensorboard", purge=True) == [(1, 1.0), (2, 20.0)]
+    assert tensorboard(tmp_path / "run" / "tensorboard") == [(1, 1.0), (2, 20.0)]
+
+
+def test_tensorboard_gets_one_scalar_per_layer(data: Path, tmp_path: Path) -> None:
+    trackers = Trackers(configured(tmp_path, data, tensorboard=True), 0, {})
+    by_layer = {"layer": [1, 2], "largest_share": [1.0, 1.5]}
+    trackers.trackers[2].log({"step": 1, "loss": 3.0, "experts_by_layer": by_layer})
+    trackers.close(failed=False)
+    folder = tmp_path / "run" / "tensorboard"
+    assert tensorboard(folder, name="experts_by_layer/largest_share/002") == [(1, 1.5)]
 
 
 def test_lines_wait_while_the_disk_is_full(
@@ -351,10 +347,9 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object])
 def test_bars_are_for_terminals(
     thrice: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint = str(thrice / "run" / "checkpoints" / "step-00000003")
-    assert "checking step-00000003:" in on_a_terminal(
-        monkeypatch, lambda: verify.main([checkpoint])
-    )
+    checkpoint = str(thrice / "run" / "checkpoints" / "step-00000002")
+    said_there = on_a_terminal(monkeypatch, lambda: verify.main([checkpoint]))
+    assert "checking step-00000002:" in said_there
     capsys.readouterr()
     assert verify.main([checkpoint]) == 0
     said = capsys.readouterr()
