@@ -181,22 +181,6 @@ def test_the_time_limit(cluster: Cluster, disturbed: Run) -> None:
     assert f"at step {saved};" in disturbed.log  # no step was lost
 
 
-def test_a_save_that_is_late(cluster: Cluster, data: Path, tmp_path: Path) -> None:
-    """A rank hangs, so half a minute before its end the job requeues itself without a save. The
-    next start makes steps: what asked the first one to stop is not for it."""
-    run = Run(cluster, tmp_path / "it", data).submit("--signal=B:USR1@120", nodes="n5", ranks=2)
-    run.wait_for_step(7)
-    with cluster.held("n5"):
-        run.shorten()
-        run.wait_for_log("the ranks have not saved in time")
-        cluster.start_now(run.job, restarts=1)
-    cluster.run("scontrol", "update", f"jobid={run.job}", "timelimit=60")
-    assert (run.folder / "run" / "logs" / f"{run.job}.0" / "STOP").exists()
-    cluster.wait_until_ended(run.job, "COMPLETED")
-    assert run.status["state"] == "finished"
-    assert cluster.job(run.job)["Restarts"] == "1"
-
-
 def test_a_rank_is_killed(cluster: Cluster, disturbed: Run) -> None:
     """torchrun restarts all ranks within the same job."""
     step = disturbed.step
@@ -247,6 +231,22 @@ def test_a_node_dies(cluster: Cluster, disturbed: Run, undisturbed: Run) -> None
 
 
 # --- links, spares, refusals ----------------------------------------------------------------------
+
+
+def test_a_save_that_is_late(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+    """A rank hangs, so half a minute before its end the job requeues itself without a save. The
+    next start makes steps: what asked the first one to stop is not for it."""
+    run = Run(cluster, tmp_path / "it", data).submit("--signal=B:USR1@120", nodes="n5", ranks=2)
+    run.wait_for_step(7)
+    with cluster.held("n5"):
+        run.shorten()
+        run.wait_for_log("the ranks have not saved in time")
+        cluster.start_now(run.job, restarts=1)
+    cluster.run("scontrol", "update", f"jobid={run.job}", "timelimit=60")
+    assert (run.folder / "run" / "logs" / f"{run.job}.0" / "STOP").exists()
+    cluster.wait_until_ended(run.job, "COMPLETED")
+    assert run.status["state"] == "finished"
+    assert cluster.job(run.job)["Restarts"] == "1"
 
 
 def test_an_array_of_three_links(cluster: Cluster, data: Path, tmp_path: Path) -> None:
