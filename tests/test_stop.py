@@ -170,7 +170,7 @@ RUNS = {
         # one step follows the save
         Request(1, "SIGUSR1", "save", 0, ("checkpoint.interval=12",), (3, 0, 2), (2, 3)),
         Request(0, "STOP", "start", reached=(0, 0, 0), saved=()),
-        Request(0, "SAVE", "step", 1, ("train.eval_interval=5",), (5, 8, 1), (3,), "finished"),
+        Request(0, "SAVE", "step", 1, ("train.eval_interval=17",), (5, 8, 1), (3,), "finished"),
     ]),
     "4 ranks, more": (4, 18, [
         *(Request(rank, how) for rank, how in [
@@ -246,9 +246,9 @@ def test_no_step_is_lost(made: Callable, run: str) -> None:
 
 
 def test_an_evaluation_is_abandoned(made: Callable) -> None:
-    """That of step 10 is; those of step 15 and of the last step are not, and are logged."""
+    """That of step 10 is; those of step 17 and of the last step are not, and are logged."""
     lines = metrics_of(made(IN_TEST)[2])
-    assert [line["step"] for line in lines if "eval_loss" in line] == [15, 18]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [17, 18]
 
 
 @pytest.mark.parametrize("call", [1, 2], ids=["agreed", "too late"])
