@@ -72,6 +72,54 @@ def configured(folder: Path, data: Path, **run: Any) -> Config:
     return load_config(write_config(folder, data, run=run), [])
 
 
+def test_memory_is_known_by_rank(thrice: Path) -> None:
+    events = read_events(thrice / "run")
+    lines = metrics_of(thrice)
+    first = next(event for event in events if event["event"] == "memory")
+    assert first["step"] == 1
+    assert len(first["peak_bytes"]) == 2
+    assert max(first["peak_bytes"]) == lines[0]["peak_memory_bytes"]
+    system = next(event for event in events if event["event"] == "system")
+    assert (system["world_size"], system["parameters"]) == (2, 88352)
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> str:
+    """The text that `action` writes to standard error if that is a terminal of 80 columns."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    said = ""
+    with open(theirs, "w", encoding="utf-8") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        action()
+        print("the end", file=terminal, flush=True)
+        while "the end" not in said:
+            said += os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    return said
+
+
+def test_bars_are_for_terminals(
+    thrice: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = str(thrice / "run" / "checkpoints" / "step-00000002")
+    said_there = on_a_terminal(monkeypatch, lambda: verify.main([checkpoint]))
+    assert "checking step-00000002:" in said_there
+    capsys.readouterr()
+    assert verify.main([checkpoint]) == 0
+    said = capsys.readouterr()
+    assert said.err == "", "no bar if it is not a terminal"
+    assert "good" in said.out
+
+    def by_another_rank() -> None:
+        with byte_bar("loading", 10, shown=False) as bar:
+            bar.update(10)
+
+    assert on_a_terminal(monkeypatch, by_another_rank).split() == ["the", "end"]
+
+
 # --- wandb ----------------------------------------------------------------------------------------
 
 
@@ -132,6 +180,29 @@ def test_no_secret_is_written(thrice: Path) -> None:
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
 
 
+# --- TensorBoard ----------------------------------------------------------------------------------
+
+
+def tensorboard(folder: Path, purge: bool = True, name: str = "loss") -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), purge_orphaned_data=purge)
+    found.Reload()
+    return [(scalar.step, scalar.value) for scalar in found.Scalars(name)]
+
+
+def test_tensorboard_reads_every_step_once(thrice: Path) -> None:
+    folder = thrice / "run" / "tensorboard"
+    once = tensorboard(folder)
+    assert [step for step, _ in once] == [1, 2, 3, 4]
+    assert dict(once) == pytest.approx(losses(thrice), rel=1e-6), "TensorBoard stores float32"
+    twice = tensorboard(folder, purge=False)
+    assert len(twice) == 6, "the control: steps 3 and 4 were written twice"
+
+
+# --- wandb that fails -----------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("key", [SECRET, ""])
 def test_without_a_server_wandb_writes_to_the_folder(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, key: str
@@ -182,26 +253,6 @@ def test_wandb_goes_on_when_its_process_is_stopped(
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     assert len({file.name for file in files}) == 1, "one id"
     assert [item["item"]["step"] for item in wandb_records(files[-1])["history"]] == [2, 3]
-
-
-# --- TensorBoard ----------------------------------------------------------------------------------
-
-
-def tensorboard(folder: Path, purge: bool = True, name: str = "loss") -> list[tuple[int, float]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    found = EventAccumulator(str(folder), purge_orphaned_data=purge)
-    found.Reload()
-    return [(scalar.step, scalar.value) for scalar in found.Scalars(name)]
-
-
-def test_tensorboard_reads_every_step_once(thrice: Path) -> None:
-    folder = thrice / "run" / "tensorboard"
-    once = tensorboard(folder)
-    assert [step for step, _ in once] == [1, 2, 3, 4]
-    assert dict(once) == pytest.approx(losses(thrice), rel=1e-6), "TensorBoard stores float32"
-    twice = tensorboard(folder, purge=False)
-    assert len(twice) == 6, "the control: steps 3 and 4 were written twice"
 
 
 # --- all trackers ---------------------------------------------------------------------------------
@@ -313,51 +364,3 @@ def test_a_start_drops_what_is_beyond_it_and_what_is_broken(tmp_path: Path) -> N
     assert lines.path.read_text() == '{"step": 1}\n{"step": 2}\n'
     assert JsonLines(tmp_path, 0).begins_anew
     assert (tmp_path / "metrics-1.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
-
-
-def test_memory_is_known_by_rank(thrice: Path) -> None:
-    events = read_events(thrice / "run")
-    lines = metrics_of(thrice)
-    first = next(event for event in events if event["event"] == "memory")
-    assert first["step"] == 1
-    assert len(first["peak_bytes"]) == 2
-    assert max(first["peak_bytes"]) == lines[0]["peak_memory_bytes"]
-    system = next(event for event in events if event["event"] == "system")
-    assert (system["world_size"], system["parameters"]) == (2, 88352)
-
-
-# --- progress -------------------------------------------------------------------------------------
-
-
-def on_a_terminal(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> str:
-    """The text that `action` writes to standard error if that is a terminal of 80 columns."""
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 80))
-    said = ""
-    with open(theirs, "w", encoding="utf-8") as terminal, monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", terminal)
-        action()
-        print("the end", file=terminal, flush=True)
-        while "the end" not in said:
-            said += os.read(ours, 1 << 16).decode()
-    os.close(ours)
-    return said
-
-
-def test_bars_are_for_terminals(
-    thrice: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint = str(thrice / "run" / "checkpoints" / "step-00000002")
-    said_there = on_a_terminal(monkeypatch, lambda: verify.main([checkpoint]))
-    assert "checking step-00000002:" in said_there
-    capsys.readouterr()
-    assert verify.main([checkpoint]) == 0
-    said = capsys.readouterr()
-    assert said.err == "", "no bar if it is not a terminal"
-    assert "good" in said.out
-
-    def by_another_rank() -> None:
-        with byte_bar("loading", 10, shown=False) as bar:
-            bar.update(10)
-
-    assert on_a_terminal(monkeypatch, by_another_rank).split() == ["the", "end"]
