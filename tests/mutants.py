@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.about import about
+from tests.modules import MODULES, ROOT, imports, module_name
 from tests.mutant_list import CHANGES
-from tests.test_house import MODULES, ROOT, imports, module_name
 
 # Of the files of tests that know a module: how many are run, how many of them first, and how many
 # are run where none knows it itself.

@@ -15,12 +15,11 @@ import pytest
 
 from model.config import ModelConfig
 from parallel.axes import AXES
+from tests.modules import MODULES, ROOT, imports, module_name
 from training.config import SECTIONS as SECTION_CLASSES
 from training.config import Config
 
-ROOT = Path(__file__).parent.parent
-ROOMS = ("benchmarks", "costs", "data", "docs", "model", "parallel", "runtime", "tests", "tools",
-         "training")  # fmt: skip
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 # Modules at the root may be imported everywhere; of this repository they import only each other.
 ROOT_FILES = {
@@ -38,36 +37,6 @@ MAY_IMPORT = {
     "runtime": {"costs", "training", "model", "parallel", "data"},
     "train": {"training", "runtime", "model", "parallel", "data"},  # and no tool
 }
-SOURCES = sorted(
-    [*ROOT.glob("*.py"), *(file for room in ROOMS for file in (ROOT / room).rglob("*.py"))]
-)
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-
-
-def module_name(file: Path) -> str:
-    parts = file.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {module_name(file): ast.parse(file.read_text(encoding="utf-8")) for file in SOURCES}
-
-
-def imports(tree: ast.AST) -> set[str]:
-    """Every module that `tree` imports, at any level of nesting. `from a import b` imports a, and
-    also a.b if that is a module."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports in this repository are absolute"
-            assert node.module
-            found |= {node.module} | {
-                f"{node.module}.{a.name}"
-                for a in node.names
-                if f"{node.module}.{a.name}" in MODULES
-            }
-    return found
 
 
 def forbidden(module: str, imported: set[str]) -> set[str]:
