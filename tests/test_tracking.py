@@ -161,6 +161,10 @@ def test_without_a_server_wandb_writes_to_the_folder(
     assert [item["item"]["step"] for item in wandb_records(file)["history"]] == [1, 2]
 
 
+def wandb_processes() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "wandb-core" in child.name()]
+
+
 def test_wandb_goes_on_when_its_process_is_stopped(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,20 +177,24 @@ def test_wandb_goes_on_when_its_process_is_stopped(
     try:
         trackers = Trackers(config, 0, {})
         trackers.log({"step": 1, "eval_loss": 1.0})
-        (process,) = (
-            child for child in psutil.Process().children() if "wandb-core" in child.name()
-        )
+        (process,) = wandb_processes()
         process.terminate()
         process.wait(60)
-        for step in (2, 3):
+        step = 1
+        while not wandb_processes():  # wandb notices it a moment later
+            step += 1
             trackers.log({"step": step, "eval_loss": 1.0})
+        trackers.log({"step": step + 1, "eval_loss": 1.0})
         trackers.close(failed=False)
     finally:
         wandb.teardown()
     assert "warning" not in capsys.readouterr().err
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     assert len({file.name for file in files}) == 1, "one id"
-    assert [item["item"]["step"] for item in wandb_records(files[-1])["history"]] == [2, 3]
+    assert [item["item"]["step"] for item in wandb_records(files[-1])["history"]] == [
+        step,
+        step + 1,
+    ]
 
 
 # --- TensorBoard ----------------------------------------------------------------------------------
