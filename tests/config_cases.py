@@ -263,6 +263,4 @@ def run_overrides(draw: st.DrawFn) -> list[str]:
     drawn = [
         (f"{section}.{key}", draw(fitting(PROPERTIES[section][key]))) for section, key in names
     ]
-    return [
-        f"{name}={dump(value).removesuffix(chr(10)).removesuffix('...')}" for name, value in drawn
-    ]
+    return [f"{name}={dump(value).rstrip().removesuffix('...').rstrip()}" for name, value in drawn]
