@@ -108,12 +108,17 @@ JUNK = ODD | st.recursive(
 NAMES = [(section, key) for section, keys in KEYS.items() for key in keys]
 
 
+def as_typed(name: str, value: object) -> str:
+    """NAME=VALUE as one would type it: without the marks of an end that YAML writes."""
+    return f"{name}={dump(value).rstrip().removesuffix('...').rstrip()}"
+
+
 @st.composite
 def override(draw: st.DrawFn) -> str:
     """`section.key=value`, usually with a value that the key allows."""
     section, key = draw(st.sampled_from(NAMES))
     value = draw(fitting(PROPERTIES[section][key])) if draw(st.integers(0, 3)) else draw(JUNK)
-    return f"{section}.{key}={dump(value).removesuffix(chr(10)).removesuffix('...')}"
+    return as_typed(f"{section}.{key}", value)
 
 
 ALPHABET = [*"[]{}:,&*!|>'\"%@`#?-~=<. \n\t\0\r0123456789eExXaAn_", "\ud800", "é", "<<: ", "&a ",
@@ -259,8 +264,8 @@ RUN_NAMES = [(section, key) for section, key in NAMES if key not in NOT_RUN.get(
 
 @st.composite
 def run_overrides(draw: st.DrawFn) -> list[str]:
-    names = draw(st.lists(st.sampled_from(RUN_NAMES), min_size=3, max_size=8, unique=True))
-    drawn = [
-        (f"{section}.{key}", draw(fitting(PROPERTIES[section][key]))) for section, key in names
+    names = draw(st.lists(st.sampled_from(RUN_NAMES), min_size=1, max_size=6, unique=True))
+    return [
+        as_typed(f"{section}.{key}", draw(fitting(PROPERTIES[section][key])))
+        for section, key in names
     ]
-    return [f"{name}={dump(value).rstrip().removesuffix('...').rstrip()}" for name, value in drawn]
