@@ -344,7 +344,7 @@ def some_runs(ranks: Ranks, folder: Path, count: int) -> None:
 
 
 def test_what_is_valid_runs(ranks: Ranks, tmp_path: Path) -> None:
-    some_runs(ranks, tmp_path, 16)
+    some_runs(ranks, tmp_path, 8)
 
 
 @pytest.mark.slow
