@@ -62,9 +62,7 @@ class EmbeddingGradient(LocalJob):
     destination: Destination
 
     def finish(self) -> None:
-        dw = self.destination.add_lookup(self.dy, self.rows)
-        if dw is not None:
-            self.destination.add(dw)
+        self.destination.add(self.destination.of_lookup(self.dy, self.rows))
 
 
 class LinearGradients:

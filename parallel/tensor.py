@@ -29,7 +29,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional
 
 from parallel.collectives import reduce_over_tp, start_all_gather, start_reduce_
-from parallel.deferred import EmbeddingGradient, LinearGradients, WeightGradientQueue
+from parallel.deferred import EmbeddingGradient, LinearGradients, WeightGradientQueue, deliver
 from parallel.kept import KeptOutputs
 from parallel.layer import Layer, Pieces, TensorParallel
 from parallel.parameter import EMBEDDING, MATRIX, Normal, WeightSpec
@@ -311,7 +311,8 @@ class EmbeddingFunction(torch.autograd.Function):
         if ctx.queue is not None and ctx.queue.is_deferring:
             ctx.queue.add(EmbeddingGradient(dy, rows, ctx.destination))
             return None, None, None, None
-        return None, None, None, ctx.destination.add_lookup(dy, rows)
+        dw = ctx.destination.of_lookup(dy, rows)
+        return None, None, None, deliver(dw, ctx.queue, ctx.destination)
 
 
 class VocabParallelEmbedding(Layer):

@@ -103,13 +103,12 @@ class Destination(NamedTuple):
             self.sum.begin(self.weight, total)
         return None
 
-    def add_lookup(self, dy: Tensor, rows: Tensor) -> Tensor | None:
-        """Add dy [S, B, D] to the sum at the rows [S, B] that were looked up; without a sum, return
-        the gradient [V/tp, D]."""
+    def of_lookup(self, dy: Tensor, rows: Tensor) -> Tensor:
+        """The gradient [V/tp, D], in the dtype of the sum, of a lookup of rows [S, B], for dy
+        [S, B, D]."""
         dy = dy if self.sum is None else dy.to(self.sum.dtype)
         num_rows = local_part(self.weight).shape[0]
-        dw = torch.ops.aten.embedding_dense_backward(dy, rows, num_rows, -1, False)
-        return dw if self.sum is None else self.add(dw)
+        return torch.ops.aten.embedding_dense_backward(dy, rows, num_rows, -1, False)
 
     def _begun(self, place: GradientSum, like: Tensor) -> Tensor | None:
         """The sum, or its `rows`, to which this gradient is added; a sum of rows begins with zeros

@@ -99,7 +99,7 @@ stop_in_time() {
   if [ -n "$stopping" ]; then return; fi # a second signal would end the ranks at once
   stopping=yes
   say "USR1: all ranks save, then the job requeues itself"
-  # Before that, $! below would be the process that ask_to_save starts.
+  # Earlier, $! below would be the process that ask_to_save starts; it is then called below.
   if [ -n "$follower" ]; then ask_to_save; fi
 }
 

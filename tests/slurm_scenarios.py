@@ -230,9 +230,6 @@ def test_a_node_dies(cluster: Cluster, disturbed: Run, undisturbed: Run) -> None
     assert losses(disturbed.folder) == losses(undisturbed.folder)  # every step's, bit for bit
 
 
-# --- links, spares, refusals ----------------------------------------------------------------------
-
-
 def test_a_save_that_is_late(cluster: Cluster, data: Path, tmp_path: Path) -> None:
     """A rank hangs, so half a minute before its end the job requeues itself without a save. The
     next start makes steps: what asked the first one to stop is not for it."""
@@ -247,6 +244,9 @@ def test_a_save_that_is_late(cluster: Cluster, data: Path, tmp_path: Path) -> No
     cluster.wait_until_ended(run.job, "COMPLETED")
     assert run.status["state"] == "finished"
     assert cluster.job(run.job)["Restarts"] == "1"
+
+
+# --- links, spares, refusals ----------------------------------------------------------------------
 
 
 def test_an_array_of_three_links(cluster: Cluster, data: Path, tmp_path: Path) -> None:

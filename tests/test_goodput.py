@@ -201,7 +201,7 @@ def write_run(folder: Path) -> Path:
 
 def test_what_a_run_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run")
-    found = measure(command.read_events(folder))
+    found = measure(command.events_of(folder, "--run"))
     assert (found.world_size, found.failures) == (4, 1)
     assert found.step == 2.0
     assert found.interval == 10.0

@@ -22,9 +22,8 @@ from errors import UserError
 from hardware import FAILURES_PER_GPU_DAY, H100, NODE_LOST_SHARE
 from parallel.axes import MAX_RANKS
 from runtime.checkpoints.goodput import DAY, best_interval, shares, spares_needed
-from runtime.records.events import read_events
 from tools.command import CommandParser, run_command
-from tools.goodput.measured import Measured, measure
+from tools.goodput.measured import events_of, measure
 from tools.goodput.simulate import Job, simulate
 
 AROUND = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the best interval
@@ -32,18 +31,9 @@ MOST_EVENTS = 500_000  # failures and planned stops in a simulation, which takes
 PARTS = ("saving", "repeated", "restarting", "waiting", "slower")
 
 
-def read_measured(run: Path) -> Measured:
-    """Raises UserError if there is nothing to measure."""
-    try:
-        return measure(read_events(run))
-    except OSError as error:
-        why = f"its events.jsonl cannot be read ({error.strerror})"
-        raise UserError("--run", str(run), why, "give a run folder (run.dir)") from None
-
-
 def job_of(options: argparse.Namespace) -> Job:
     """The job that the options describe; without an interval."""
-    found = read_measured(options.run) if options.run is not None else None
+    found = measure(events_of(options.run, "--run")) if options.run is not None else None
     gpus = options.gpus or (found.world_size if found else 0)
     if gpus < 1:
         raise UserError("--gpus", gpus, "the size of the job is not known", "give --gpus or --run")

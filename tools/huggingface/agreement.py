@@ -34,10 +34,10 @@ from tools.huggingface.config import CONFIG, read_json
 
 EDIT = "correct the file that is wrong"
 COPY = "correct it, or copy the file again"
-SAVE_AGAIN = (
+SAVE_AGAIN = (  # a checkpoint's own files have checksums
     "correct that file in the folder of the prepared data (data.path), and let the run save "
+    "another checkpoint"
 )
-SAVE_AGAIN += "another checkpoint"  # a checkpoint's own files have checksums
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 

@@ -14,22 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from runtime.records.events import changes_stage, read_events
+from runtime.records.events import changes_stage
 from runtime.records.ledger import account
 from tools.command import CommandParser, run_command
-from tools.goodput.measured import measure
+from tools.goodput.measured import events_of, measure
 from tools.report.goodput import effective_lines, stated_rate
 from tools.report.page import page
 from tools.report.run import read_run
 from tools.report.tables import MEANING
-
-
-def read(run: Path) -> list[dict[str, Any]]:
-    try:
-        return read_events(run)
-    except OSError as error:
-        why = f"its events.jsonl cannot be read ({error.strerror})"
-        raise UserError("RUN", str(run), why, "give a run folder (run.dir)") from None
 
 
 def ledger_lines(events: list[dict[str, Any]], rate: float) -> list[str]:
@@ -75,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
             write_page(options.run, options.out)
         if options.out is None or (options.run / "events.jsonl").is_file():
             rate = stated_rate(read_run(options.run).section("checkpoint"))
-            print("\n".join(ledger_lines(read(options.run), rate)))
+            print("\n".join(ledger_lines(events_of(options.run, "RUN"), rate)))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
