@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 
 from parallel.axes import MeshSizes
-from tools.parity.cases import covering_cases, pairs_of
+from tools.parity.__main__ import WORLDS, layouts_of
+from tools.parity.cases import covering_cases, option_values, pairs_of
 from tools.parity.chosen import schedule_cases
+from tools.parity.expert_cases import LAYOUTS, expert_values
 from tools.parity.row import line
 from tools.parity.run import check
 
@@ -70,6 +72,12 @@ def price(case):
 
 def values_of(pairs):
     return {value for pair in pairs for value in pair}
+
+
+COVERINGS = {
+    "dense": Covering({"layout": layouts_of(WORLDS, quick=True), **option_values()}),
+    "experts": Covering(expert_values(LAYOUTS)),
+}
 
 
 def thorough_but(kept, cases):

@@ -194,7 +194,7 @@ def test_copies_that_differ_are_examined_and_not_saved(
     assert (status["state"], "hold different numbers" in status["reason"]) == ("failed", True)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow  # a minute and a half
 def test_two_hundred_undisturbed_steps_raise_no_suspicion(
     ranks: Ranks, data: Path, tmp_path: Path
 ) -> None:

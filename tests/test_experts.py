@@ -15,21 +15,19 @@ import pytest
 
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
-from tests.parity_tiers import Covering, agrees, thorough_but
+from tests.parity_tiers import COVERINGS, agrees, thorough_but
 from tools.parity import cases
 from tools.parity.cases import BATCH, OPTIMIZER, SEQ_LEN, Case
 from tools.parity.expert_cases import (
     EP,
-    LAYOUTS,
     STEPS,
     expert_layout_cases,
-    expert_values,
     extreme_cases,
 )
 from tools.parity.run import expected
 from training.build import build_stages
 
-COVERING = Covering(expert_values(LAYOUTS))
+COVERING = COVERINGS["experts"]
 
 
 @pytest.mark.parametrize("case", thorough_but(COVERING.few, COVERING.pairs), ids=str)

@@ -15,16 +15,21 @@ import pytest
 from model.kernels.backend import why_not_triton
 from parallel.axes import AXES, MeshSizes
 from parallel.pipeline.schedules import SCHEDULES
-from tests.parity_tiers import DEEP, DEEPER, Covering, agrees, effective, thorough_but, values_of
+from tests.parity_tiers import (
+    COVERINGS,
+    DEEP,
+    DEEPER,
+    agrees,
+    effective,
+    thorough_but,
+    values_of,
+)
 from tools.parity import __main__ as parity
 from tools.parity.cases import BATCH, OPTIMIZER, STEPS, Case, cover, covering_cases, option_values
 from tools.parity.chosen import kernel_cases, schedule_cases
-from tools.parity.expert_cases import LAYOUTS as EXPERT_LAYOUTS
-from tools.parity.expert_cases import expert_values
 from tools.parity.run import assemble, expected, run_on_ranks
 
-QUICK = Covering({"layout": parity.layouts_of(parity.WORLDS, quick=True), **option_values()})
-COVERINGS = {"dense": QUICK, "experts": Covering(expert_values(EXPERT_LAYOUTS))}
+QUICK = COVERINGS["dense"]
 
 
 @pytest.mark.parametrize("case", thorough_but(QUICK.few, QUICK.pairs), ids=str)

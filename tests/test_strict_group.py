@@ -5,6 +5,7 @@ different numbers of rows."""
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -22,12 +23,15 @@ from tools.parity.expert_cases import STEPS, extreme_cases
 from tools.ranks import RankError, Ranks
 from tools.strict.referee import Operation, Peer, Referee, Wrong
 
+thorough, slow = (
+    partial(pytest.param, marks=mark) for mark in (pytest.mark.thorough, pytest.mark.slow)
+)
 
-def thorough(*values):
-    return pytest.param(*values, marks=pytest.mark.thorough)
+
+BACKENDS = ["strict", "strict_shared"]
 
 
-@pytest.fixture(scope="module", params=["strict", thorough("strict_shared")])
+@pytest.fixture(scope="module", params=[BACKENDS[0], thorough(BACKENDS[1])])
 def strict(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(8, timeout=200, backend=request.param) as pool:
         yield pool
@@ -289,18 +293,24 @@ EXPERTS = [
             stages_per_rank=2, zero_stage=2, num_dense_layers=1),
     replace(BASE, layout=MeshSizes(cp=2, tp=2, ep=4), tp_pieces=2, router="softmax"),
     replace(BASE, layout=MeshSizes(dp_shard=8, ep=4), zero_stage=3, cpu_offload=True),
-    *(case for case in extreme_cases((4, 8))
-      if case.first_bias and case.layout.ep == 4 and case not in QUICK),
 ]  # fmt: skip
+EXTREMES = [case for case in extreme_cases((4, 8))
+            if case.first_bias and case.layout.ep == 4 and case not in QUICK]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("case", "steps"),
+    ("strict", "case", "steps"),
     [
-        *((case, 1) for case in QUICK),
-        *(thorough(case, 2) for case in LAYOUTS),
-        *(thorough(case, STEPS) for case in EXPERTS),
+        *(("strict", case, 1) for case in QUICK),
+        *(thorough("strict", case, 2) for case in LAYOUTS),
+        *(thorough("strict", case, STEPS) for case in EXPERTS),
+        *(thorough("strict_shared", case, 1) for case in QUICK),
+        # seven minutes
+        *(slow("strict_shared", case, 2) for case in LAYOUTS),
+        *(slow("strict_shared", case, STEPS) for case in EXPERTS),
+        *(slow(strict, case, STEPS) for strict in BACKENDS for case in EXTREMES),
     ],
+    indirect=["strict"],
     ids=str,
 )
 def test_a_layout_trains(strict: Ranks, case: Case, steps: int) -> None:
@@ -309,11 +319,13 @@ def test_a_layout_trains(strict: Ranks, case: Case, steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("strict", "layout"),
     [
-        thorough(LAYOUT_3D),
-        pytest.param({"cp": 2, "tp": 2}, marks=pytest.mark.slow),
+        thorough("strict", LAYOUT_3D),
+        slow("strict_shared", LAYOUT_3D),  # a minute
+        *(slow(strict, {"cp": 2, "tp": 2}) for strict in BACKENDS),
     ],
+    indirect=["strict"],
     ids=str,
 )
 def test_a_run_saves_evaluates_and_resumes(
