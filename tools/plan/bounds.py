@@ -140,18 +140,21 @@ def least_bytes(
     of some micro-batch before any stage reduces those of the last micro-batch."""
     e, master, reduce = layout.compute, layout.master, layout.reduce
     states = alive.numel.over(shards) * (1 + layout.states_per_weight) * master
+    gathered = 0
     if zero < 3 and (zero > 0 or e != master):  # unsharded weights of this dtype are not copied
-        states += alive.numel.total * e
+        gathered = alive.numel.total * e
     whole = zero < 2 and again
     summed = reduce * (alive.numel.total if whole else alive.numel.over(shards))
     before = summed if steady else 0.0
-    kept = states + max(alive.kept + before, summed)
+    # A stage's last backward frees a block's gathered weights before it reduces the gradients.
+    end = summed + (gathered if again else 0)
+    kept = states + max(gathered + alive.kept + before, end)
     if not alive.kept:
         return kept, kept
     besides = alive.backward + (layout.smallest_block * e if zero == 3 else 0)
     if steady and zero >= 2:
         besides += alive.unreduced * reduce
-    return states + max(alive.kept + besides + before, summed), kept
+    return states + max(gathered + alive.kept + besides + before, end), kept
 
 
 @lru_cache(maxsize=1024)
