@@ -1,11 +1,9 @@
 """The rows that compare kernels of attention: each runs the kernel of its name, says which one that
 was, and does not affect the next."""
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from functools import partial
+from typing import get_args, get_type_hints
 from unittest.mock import patch
 
 import pytest
@@ -20,11 +18,13 @@ from errors import UserError
 from model import mask
 from model.config import ModelConfig
 from model.kernels import attention_choice
-from model.kernels.attention import CUDNN, FLASH2, FLASH3, Kernel, by_torch, load_flash3
+from model.kernels.attention import CUDNN, FLASH2, FLASH3, Kernel, by_torch
 from model.kernels.attention_choice import BY_REQUEST, PLANNED, choose
 from model.kernels.backend import why_not_triton
 from runtime.start.attention import choices
+from tests.benchmark_rows import tiny_rows
 from tests.counting import Operators
+from tests.planted import planted
 
 pytestmark = pytest.mark.skipif(
     why_not_triton(gpu_timing.DEVICE) is not None, reason="needs Triton"
@@ -33,39 +33,25 @@ MODEL_ROW = "8B width, lattice, triton, selective checkpointing, {}, long step"
 ATTENTION_ROW = "attention, {}"
 
 
-def rows_of(program: Any, folder: Path, *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
-    """The exit status of a program, and its rows by their names."""
-    file = folder / "rows"
-    file.unlink(missing_ok=True)
-    status = program.main(["--tiny", "--out", str(file), *arguments])
-    entries = [json.loads(line) for line in file.read_text().splitlines()]
-    return status, {entry["row"]["name"]: entry["row"] for entry in entries if "row" in entry}
-
-
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> Any:
+def ran(monkeypatch):
     """Pretends that every kernel that may be demanded runs on a CPU. Returns the list of the names
     of those that ran."""
     names: list[str] = []
 
-    def noted(name: str) -> Callable[..., Tensor]:
-        def run(*arguments: Any) -> Tensor:
-            names.append(name)
-            return by_torch(*arguments)
+    def noted(name: str, *arguments: Tensor) -> Tensor:
+        names.append(name)
+        return by_torch(*arguments)
 
-        return run
+    pretended = {name: Kernel(f"{name} here", partial(noted, name), ()) for name in BY_REQUEST}
 
-    pretended = {name: Kernel(f"{name} here", noted(name), ()) for name in BY_REQUEST}
-    impossible = attention_choice._impossible
-    monkeypatch.setattr(
-        attention_choice,
-        "_impossible",
-        lambda kernel, *rest: () if kernel in pretended.values() else impossible(kernel, *rest),
-    )
-    for name, kernel in pretended.items():
-        monkeypatch.setitem(BY_REQUEST, name, kernel)
+    @planted(attention_choice, "_impossible")
+    def all_possible(impossible, kernel, *rest):
+        return () if kernel in pretended.values() else impossible(kernel, *rest)
+
     choose.cache_clear()
-    yield names
+    with all_possible(), patch.dict(BY_REQUEST, pretended):
+        yield names
     choose.cache_clear()
 
 
@@ -75,35 +61,27 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Any:
     [(gpu_attention, ATTENTION_ROW, ()), (gpu_model, MODEL_ROW, ("--attention",))],
 )
 def test_a_row_runs_the_kernel_of_its_name(
-    ran: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    program: Any,
-    row: str,
-    arguments: tuple[str, ...],
-    kernel: str,
-) -> None:
+    ran, tmp_path, monkeypatch, program, row, arguments, kernel
+):
     # PyTorch's operations, because Triton's interpreter is slow
     modes = [(key, replace(variant, kernels="torch")) for key, variant in gpu_model.ATTENTION_ROWS]
     monkeypatch.setattr(gpu_model, "ATTENTION_ROWS", modes)
     name = row.format(kernel).replace("triton", "torch")
-    status, rows = rows_of(program, tmp_path, "--only", name, *arguments)
+    status, rows = tiny_rows(program, tmp_path, "--only", name, *arguments)
     assert (status, rows[name]["status"]) == (0, MEASURED), rows
     assert set(ran) == {kernel}
     assert f"{kernel} here" in rows[name]["kernel"]
 
 
-def test_the_automatic_choice_in_its_place_is_noticed(
-    ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_automatic_choice_in_its_place_is_noticed(ran, tmp_path, monkeypatch):
     # Plant: the model does not hear of the wanted kernel.
     monkeypatch.setattr(mask, "choose", lambda device, call, _: choose(device, call))
     name = ATTENTION_ROW.format("flash2")
-    assert rows_of(gpu_attention, tmp_path, "--only", name)[0] == 0
+    assert tiny_rows(gpu_attention, tmp_path, "--only", name)[0] == 0
     assert ran == []
 
 
-def test_the_names_are_those_of_the_configuration() -> None:
+def test_the_names_are_those_of_the_configuration():
     assert get_args(get_type_hints(ModelConfig)["attention_kernel"]) == ATTENTION_KERNELS
     size = gpu_programs.sizes(True)[gpu_programs.WIDE]
     for kernel in ATTENTION_KERNELS:
@@ -125,13 +103,8 @@ WITH_3 = PLANNED._replace(flash3=True)
     ],
 )
 def test_a_row_names_the_kernel_that_was_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-    device: attention_choice.Device,
-    kernel: str,
-    documents: bool,
-    said: str,
-    operator: object,
-) -> None:
+    monkeypatch, device, kernel, documents, said, operator
+):
     """At full size, on tensors without data."""
     monkeypatch.setattr(attention_choice, "PLANNED", device)
     monkeypatch.setattr("model.documents.to_device", Tensor.to)  # it knows only "cuda"
@@ -147,10 +120,8 @@ def test_a_row_names_the_kernel_that_was_chosen(
 @pytest.mark.parametrize(
     ("program", "arguments"), [(gpu_attention, ()), (gpu_model, ("--attention",))]
 )
-def test_a_kernel_that_cannot_run_is_skipped_with_the_reason(
-    tmp_path: Path, program: Any, arguments: tuple[str, ...]
-) -> None:
-    status, rows = rows_of(program, tmp_path, *arguments)
+def test_a_kernel_that_cannot_run_is_skipped_with_the_reason(tmp_path, program, arguments):
+    status, rows = tiny_rows(program, tmp_path, *arguments)
     assert status == 0
     row = MODEL_ROW if arguments else ATTENTION_ROW
     for kernel in BY_REQUEST:
@@ -162,7 +133,7 @@ def test_a_kernel_that_cannot_run_is_skipped_with_the_reason(
         }
 
 
-def test_another_error_of_the_configuration_is_a_failure() -> None:
+def test_another_error_of_the_configuration_is_a_failure():
     def wrong(key: str) -> None:
         with attention_kernels():
             raise UserError(key, "flash2", "a reason", "a remedy")
@@ -171,44 +142,44 @@ def test_another_error_of_the_configuration_is_a_failure() -> None:
     assert attempt(lambda: wrong("model.dim"))[1].startswith(FAILED)
 
 
-def test_after_a_row_torch_has_its_own_flash_attention_again() -> None:
+def test_after_a_row_torch_has_its_own_flash_attention_again():
     """Else the rows after that of flash 3 would run it too."""
     calls: list[str] = []
 
-    def restore() -> None:
-        calls.append("restored")
+    def use(kernel: str, fails: bool = False) -> None:
+        attention_choice.made_ready(attention_choice.Choice(BY_REQUEST[kernel], "", ()))
+        calls.append(kernel)
+        if fails:
+            raise RuntimeError
 
-    def fails() -> list[str]:
-        raise RuntimeError
-
+    torch_attention = "torch.nn.attention."
+    restore = partial(calls.append, "restored")
     with (
-        patch("torch.nn.attention.activate_flash_attention_impl", calls.append, create=True),
-        patch("torch.nn.attention.restore_flash_attention_impl", restore, create=True),
+        patch(f"{torch_attention}activate_flash_attention_impl", calls.append, create=True),
+        patch(f"{torch_attention}restore_flash_attention_impl", restore, create=True),
     ):
         for kernel in ("flash3", "flash2", "flash3"):
             with attention_kernels():
-                attention_choice.made_ready(attention_choice.Choice(BY_REQUEST[kernel], "", ()))
-                calls.append(kernel)
-        with pytest.raises(RuntimeError), attention_kernels():  # after a failure too
-            calls.extend(load_flash3() or fails())
+                use(kernel)
+        with pytest.raises(RuntimeError), attention_kernels():
+            use("flash3", fails=True)
         # within a run too: an examination's flash 2 between steps of flash 3
         for kernel in ("flash3", "flash2", "flash2", "flash3", "flash2"):
-            attention_choice.made_ready(attention_choice.Choice(BY_REQUEST[kernel], "", ()))
-    assert calls == [
-        "FA3", "flash3", "restored", "flash2", "FA3", "flash3", "restored", "FA3", "restored",
-        "FA3", "restored", "FA3", "restored",
-    ]  # fmt: skip
+            use(kernel)
+    flash3 = ["FA3", "flash3", "restored"]
+    within_a_run = [*flash3, "flash2", "flash2", *flash3, "flash2"]
+    assert calls == [*flash3, "flash2", *flash3, *flash3, *within_a_run]
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_another_mask_is_found(monkeypatch: pytest.MonkeyPatch, documents: bool) -> None:
+def test_another_mask_is_found(monkeypatch, documents):
     assert gpu_attention.measure(AUTO, documents, True)["right"]
     found = gpu_attention.mask_of(AUTO, not documents, True)
     monkeypatch.setattr(gpu_attention, "mask_of", lambda *_: found)
     assert not gpu_attention.measure(AUTO, documents, True)["right"]
 
 
-def test_the_model_s_layers_ask_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_s_layers_ask_for_the_kernel(monkeypatch):
     monkeypatch.setattr("runtime.start.attention.this_device", lambda _: WITH_3)
     size = gpu_programs.sizes(True)[gpu_programs.WIDE]
     for kernel in ("flash2", "flash3"):

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import DEFAULT, patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,30 +16,30 @@ import train
 from parallel.pipeline.runner import PipelineRunner
 from runtime.records import memory_report
 from runtime.records.memory_report import MemoryReports, table
-from tests.runs import status_of, train_run, write_config
+from tests.planted import planted
+from tests.runs import said_by, status_of, train_run, write_config
 from tools.plan import memory as planner
 from tools.plan.layout import Layout
-from tools.ranks import Ranks
 from training.load_config import load_config
 
 
 def run_out_of_memory(arguments: list[str], actions: int) -> bool:
     """Train with memory that runs out after `actions` actions of the second step. Returns whether
     the run ended with an out-of-memory error."""
-    give, done = PipelineRunner._give, [0]
+    before = iter(range(8 + actions - 1))  # a step has 4 forwards and 4 backwards
 
-    def give_until_it_is_full(*given: Any) -> None:
-        done[0] += 1
-        if done[0] == 8 + actions:  # a step has 4 forwards and 4 backwards
+    @planted(PipelineRunner, "_give")
+    def give_until_it_is_full(give: Any, *given: Any) -> None:
+        if next(before, None) is None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         give(*given)
 
-    with patch.object(PipelineRunner, "_give", give_until_it_is_full):
-        try:
-            train_run(arguments)
-        except torch.OutOfMemoryError:
-            return True
-    return False
+    with give_until_it_is_full():
+        return "OutOfMemoryError" in said_by(train_run, arguments)
+
+
+def plan_beside(config: str, report: Path) -> int:
+    return tools.plan.__main__.main([config, "--beside", str(report)])
 
 
 def cells(report: str) -> dict[str, list[str]]:
@@ -52,16 +52,12 @@ def cells(report: str) -> dict[str, list[str]]:
     return found
 
 
-def test_out_of_memory(
-    ranks: Ranks, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_out_of_memory(ranks, data, tmp_path, capsys):
     """With bfloat16 and ZeRO-1, out of memory after two micro-batches, the report counts gathered
     weights and also whole gradients in float32, which only FSDP holds; the plan agrees."""
-    overrides = ["train.dtype=bfloat16", "model.num_layers=2", "parallel.dp_shard=2",
-                 "train.micro_batch_size=1"]  # fmt: skip
-    arguments = [write_config(tmp_path, data), *overrides]
-    assert ranks.run(run_out_of_memory, 2, arguments, 4) == [True, True]
-    config = load_config(arguments[0], overrides)
+    steps, layout = {"dtype": "bfloat16", "micro_batch_size": 1}, {"dp_shard": 2}
+    file = write_config(tmp_path, data, train=steps, parallel=layout, model={"num_layers": 2})
+    assert ranks.run(run_out_of_memory, 2, [file], 4) == [True, True]
     for rank in range(2):
         written = tmp_path / "run" / "memory" / f"step-00000002-rank-{rank:05d}.txt"
         report = written.read_text()
@@ -72,18 +68,18 @@ def test_out_of_memory(
         assert "Tried to allocate 2.00 GiB." in report
         assert "planned" not in report.partition("To compare with the plan")[0]
         capsys.readouterr()
-        beside = [str(tmp_path / "run/config.yaml"), "--beside", str(written.with_suffix(".json"))]
-        assert tools.plan.__main__.main(beside) == 0
+        assert plan_beside(str(tmp_path / "run/config.yaml"), written.with_suffix(".json")) == 0
         found = cells(capsys.readouterr().out)
-        plan = planner.Memory(Layout.of_rank(config, 2, rank))
+        plan = planner.Memory(Layout.of_rank(load_config(file, []), 2, rank))
+        planned = {category: f"{size / 1e6:,.3f} MB" for category, size in plan.at_peak.items()}
         for category in ("sharded weights", "optimizer state", "gathered weights"):
-            assert found[category] == [f"{plan.at_peak[category] / 1e6:,.3f} MB"] * 2, category
+            assert found[category] == [planned[category]] * 2, category
         whole = sum(unit.numel for unit in plan.units[0]) * 4
         assert found["whole gradients"][0] == f"{whole / 1e6:,.3f} MB"
+        assert found["activations"] == [planned["activations"]]
         assert found["together"][1] == f"{plan.peak / 1e6:,.3f} MB"
         resident = float(found["together"][0].removesuffix(" MB").replace(",", ""))
         assert resident > 50, "a process with torch in it"
-        assert found["activations"] == [f"{plan.at_peak['activations'] / 1e6:,.3f} MB"]
     assert status_of(tmp_path)["state"] == "failed"
 
 
@@ -93,22 +89,18 @@ def train_with_requests(arguments: list[str]) -> str:
     request.parent.mkdir()
     request.touch()
     os.utime(request, ns=(1, 1))
-    step, made = train.TrainStep.__call__, []
 
-    def asking(*given: Any) -> Any:
-        made.append(step(*given))
-        if len(made) == 3:
+    @planted(train.TrainStep, "__call__")
+    def asking(call: Any, self: train.TrainStep, step: int, *batch: torch.Tensor) -> Any:
+        if step == 2:
             request.touch()
-        return made[-1]
+        return call(self, step, *batch)
 
-    with (
-        patch.object(train.TrainStep, "__call__", asking),
-        patch.object(memory_report, "LOOK_SECONDS", 0.0),
-    ):
+    with asking(), patch.object(memory_report, "LOOK_SECONDS", 0.0):
         return train_run(arguments)
 
 
-def test_on_request(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+def test_on_request(ranks, data, tmp_path):
     config = write_config(tmp_path, data, train={"steps": 5})
     assert ranks.run(train_with_requests, 1, [config]) == [""]
     assert not (tmp_path / "run" / "profile").exists()
@@ -121,37 +113,32 @@ def test_on_request(ranks: Ranks, data: Path, tmp_path: Path) -> None:
 # --- the table ------------------------------------------------------------------------------------
 
 
-def test_the_table_adds_up() -> None:
+def test_the_table_adds_up():
     plan = {"sharded weights": 4_000_000, "activations": 5_000_000, "temporary": 500_000}
     held = {"sharded weights": 4_000_000, "whole gradients": 2_000_000}
-    rows = [line.split() for line in table(held, 7_500_000, plan)]
-    assert rows[1:] == [
-        ["sharded", "weights", "4.000", "MB", "4.000", "MB"],
-        ["whole", "gradients", "2.000", "MB", "0.000", "MB"],
-        ["everything", "else", "1.500", "MB", "5.500", "MB"],
-        ["activations", "5.000", "MB"],
-        ["temporary", "0.500", "MB"],
-        ["together", "7.500", "MB", "9.500", "MB"],
+    assert [" ".join(line.split()) for line in table(held, 7_500_000, plan)][1:] == [
+        "sharded weights 4.000 MB 4.000 MB",
+        "whole gradients 2.000 MB 0.000 MB",
+        "everything else 1.500 MB 5.500 MB",
+        "activations 5.000 MB",
+        "temporary 0.500 MB",
+        "together 7.500 MB 9.500 MB",
     ]
     assert "planned" not in "\n".join(table({"sharded weights": 1}, 2))
-
-
-class PretendedMesh:
-    device = "cuda"
-    root = SimpleNamespace(size=lambda: 1)
-
-    @staticmethod
-    def coordinates() -> dict[str, int]:
-        return {"pp": 0, "tp": 0}
 
 
 def report_of_a_gpu(folder: str) -> None:
     """Write the report of a GPU that runs out of memory in step 8, with made-up answers from
     torch.cuda."""
-    run = SimpleNamespace(dir=folder, memory_history=True, profile_ranks=[0])
     pretended: Any = SimpleNamespace(
-        mesh=PretendedMesh,
-        config=SimpleNamespace(run=run),
+        mesh=SimpleNamespace(
+            device="cuda",
+            root=SimpleNamespace(size=lambda: 1),
+            coordinates=lambda: {"pp": 0, "tp": 0},
+        ),
+        config=SimpleNamespace(
+            run=SimpleNamespace(dir=folder, memory_history=True, profile_ranks=[0])
+        ),
         stages={},
         weights=[],
         optimizer=SimpleNamespace(state={"exp_avg": [torch.ones(1_000_000)]}),
@@ -159,31 +146,30 @@ def report_of_a_gpu(folder: str) -> None:
     answers = {"memory_allocated": 8_000_000, "memory_reserved": 9_000_000,
                "mem_get_info": (1_000_000, 80_000_000),
                "memory_summary": "torch's own table"}  # fmt: skip
-    told = {name: lambda answer=answer: answer for name, answer in answers.items()}
-    memory = patch.multiple(
-        torch.cuda.memory,
-        _record_memory_history=DEFAULT,
-        _dump_snapshot=lambda path: Path(path).write_bytes(b"snapshot"),
-    )
+    history = Mock()
+    memory = {
+        "_record_memory_history": history,
+        "_dump_snapshot": lambda path: Path(path).write_bytes(b"snapshot"),
+    }
     with (
-        patch.multiple(torch.cuda, **told),
-        memory as patched,
+        patch.multiple(torch.cuda, **{n: lambda a=a: a for n, a in answers.items()}),
+        patch.multiple(torch.cuda.memory, **memory),
         contextlib.suppress(torch.OutOfMemoryError),
         MemoryReports(pretended, step=7),
     ):
-        history = patched["_record_memory_history"]
         assert history.call_args.kwargs == {"max_entries": 100_000, "stacks": "python"}
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def test_a_gpus_report(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_gpus_report(ranks, tmp_path):
     ranks.run(report_of_a_gpu, 1, str(tmp_path))
-    report = (tmp_path / "memory" / "step-00000008-rank-00000.txt").read_text()
+    written = tmp_path / "memory" / "step-00000008-rank-00000.txt"
+    report = written.read_text()
     assert "The device has 80 MB, of which 1 MB are free; torch has reserved 9 MB." in report
     assert "torch's own table" in report
     assert cells(report)["together"] == ["8.000 MB"]
     assert cells(report)["optimizer state"] == ["0.000 MB"], "host memory does not count"
-    assert (tmp_path / "memory" / "step-00000008-rank-00000.pickle").read_bytes() == b"snapshot"
+    assert written.with_suffix(".pickle").read_bytes() == b"snapshot"
 
 
 REPORT = {"why": "asked for", "rank": 0, "world": 1, "coordinates": {"tp": 0}, "stages": [0],
@@ -201,21 +187,16 @@ REPORT = {"why": "asked for", "rank": 0, "world": 1, "coordinates": {"tp": 0}, "
         (json.dumps(REPORT | {"world": 3, "rank": 1}), "must be a multiple"),
     ],
 )
-def test_a_report_that_is_none(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, why: str
-) -> None:
+def test_a_report_that_is_none(data, tmp_path, capsys, text, why):
     (tmp_path / "report.json").write_text(text)
-    config = write_config(tmp_path, data)
-    assert tools.plan.__main__.main([config, "--beside", str(tmp_path / "report.json")]) == 2
+    assert plan_beside(write_config(tmp_path, data), tmp_path / "report.json") == 2
     said = capsys.readouterr().err
     assert why in said
     assert len(said.splitlines()) <= 2
 
 
-def test_a_run_that_cannot_be_planned(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_cannot_be_planned(data, tmp_path, capsys):
     (tmp_path / "report.json").write_text(json.dumps(REPORT))
-    arguments = ["parallel.cpu_offload=true", "--beside", str(tmp_path / "report.json")]
-    assert tools.plan.__main__.main([write_config(tmp_path, data), *arguments]) == 2
+    config = write_config(tmp_path, data, parallel={"cpu_offload": True})
+    assert plan_beside(config, tmp_path / "report.json") == 2
     assert "parallel.cpu_offload" in capsys.readouterr().err

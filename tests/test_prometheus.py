@@ -5,7 +5,6 @@ import socket
 import threading
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -60,12 +59,15 @@ def parsed(text: str) -> dict[Key, float]:
     return samples
 
 
-def key(metric: str, /, **labels: str) -> Key:
-    return metric, frozenset({"run": 'a "b"\\\n', **labels}.items())
+NAME = 'a "b"\\\n'
 
 
-def test_every_number_of_a_run() -> None:
-    found = parsed(exposition('a "b"\\\n', state_of(EVENTS, RECORD), {}))
+def key(metric: str, run: str = NAME, /, **labels: str) -> Key:
+    return metric, frozenset({"run": run, **labels}.items())
+
+
+def test_every_number_of_a_run():
+    found = parsed(exposition(NAME, state_of(EVENTS, RECORD), {}))
     expected = {
         key("lattice_running"): 1,
         key("lattice_state", state="running"): 1,
@@ -95,27 +97,26 @@ def test_every_number_of_a_run() -> None:
     assert seconds["start"] == 4.0
 
 
-def test_a_state_before_the_first_step_and_after_the_end() -> None:
+def test_a_state_before_the_first_step_and_after_the_end():
     empty = parsed(exposition("r", RunState(), {}))
-    assert empty["lattice_running", frozenset({("run", "r")})] == 0
+    assert empty[key("lattice_running", "r")] == 0
     state = state_of([*EVENTS, {"event": "end", "time": 1.0, "state": "failed", "step": 3}], RECORD)
-    assert parsed(exposition("r", state, {}))["lattice_running", frozenset({("run", "r")})] == 0
-    again = {"event": "start", "time": 2.0, "began": 2.0, "step": 0, "world_size": 8}
-    state.note_event(again)
+    assert parsed(exposition("r", state, {}))[key("lattice_running", "r")] == 0
+    state.note_event({"event": "start", "time": 2.0, "began": 2.0, "step": 0, "world_size": 8})
     assert state.state == "running"
     assert state.slow == {}  # of the start before
 
 
-def test_the_parser_can_refuse() -> None:
-    # Control: the checks above notice a split metric and a torn line.
+def test_the_parser_can_refuse():
+    """Control: a split metric and a torn line are noticed."""
     with pytest.raises(AssertionError):
         parsed("# HELP a x\n# TYPE a gauge\na 1\n# HELP b x\n# TYPE b gauge\nb 1\na 2\n")
     with pytest.raises(ValueError, match=r".*"):
         parsed('# HELP a x\n# TYPE a gauge\na{run="x} 1\n')
 
 
-def test_an_address() -> None:
-    assert address("9400") == ("127.0.0.1", 9400)  # loopback unless a host is given
+def test_an_address():
+    assert address("9400") == ("127.0.0.1", 9400), "loopback unless a host is given"
     assert address("0.0.0.0:9400") == ("0.0.0.0", 9400)
     assert address("[::1]:9400") == ("::1", 9400)
     assert address("bücher.example:9400") == ("bücher.example", 9400)
@@ -126,61 +127,66 @@ def test_an_address() -> None:
             address(wrong)
 
 
-def free_port() -> int:
+def free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def test_the_endpoint_of_a_companion(tmp_path: Path) -> None:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    with FedCompanion(tmp_path, prometheus=str(port)) as companion:
+def serving(text: str, address: str) -> Endpoint:
+    return Endpoint(Settings("f", "n", "c", 0, prometheus=address), lambda: text)
+
+
+def stop(endpoint: Endpoint) -> None:
+    assert endpoint.server is not None
+    endpoint.server.shutdown()
+    endpoint.server.server_close()
+
+
+def test_the_endpoint_of_a_companion(tmp_path):
+    here = free_address()
+    with FedCompanion(tmp_path, prometheus=here) as companion:
         companion.event("start", step=0, world_size=1, began=0.0)
         companion.step(3)
 
         def has_step() -> bool:
             try:
-                with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
+                with urllib.request.urlopen(f"http://{here}/metrics", timeout=5) as answer:
                     assert answer.headers["Content-Type"] == CONTENT_TYPE
                     found = parsed(answer.read().decode())
             except urllib.error.URLError:
                 return False
-            return found.get(("lattice_step", frozenset({("run", "runs/x")}))) == 3
+            return found.get(key("lattice_step", "runs/x")) == 3
 
         wait_until(has_step)
         with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(f"{url}/other", timeout=5)
+            urllib.request.urlopen(f"http://{here}/other", timeout=5)
         companion.event("end", state="finished", step=3, reason="")
         companion.end()
 
 
-def test_a_port_in_use_is_tried_again() -> None:
-    settings = Settings("f", "n", "c", 0, prometheus=f"127.0.0.1:{free_port()}")
-    first, second = Endpoint(settings, lambda: "a 1\n"), Endpoint(settings, lambda: "a 2\n")
+def test_a_port_in_use_is_tried_again():
+    here = free_address()
+    first, second = serving("a 1\n", here), serving("a 2\n", here)
     assert first.open() == ""
     assert second.open() != ""
-    assert first.server is not None
-    first.server.shutdown()
-    first.server.server_close()
+    stop(first)
     assert second.open() == ""
-    assert second.server is not None
-    second.server.shutdown()
-    second.server.server_close()
+    stop(second)
 
 
-def test_slow_clients_keep_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_clients_keep_no_thread(monkeypatch):
     """Clients that send nothing, or half a request, or read nothing of a long answer: the oldest
     give way to a new one, and none stays longer than its time."""
     monkeypatch.setattr(prometheus, "MOST_CLIENTS", 3)
-    settings = Settings("f", "n", "c", 0, prometheus=f"127.0.0.1:{free_port()}")
-    before, endpoint = threading.active_count(), Endpoint(settings, lambda: "a 1\n" * 4_000_000)
+    here = free_address()
+    before, endpoint = threading.active_count(), serving("a 1\n" * 4_000_000, here)
     assert endpoint.open() == ""
     slow = []
     for sent in (b"GET / HTTP/1.1\r\n\r\n", b"", b"GET / HTTP/1.1\r\nx: ") * 2:
         slow.append(socket.create_connection(endpoint.address))
         slow[-1].sendall(sent)
-    with urllib.request.urlopen(f"http://{settings.prometheus}/metrics", timeout=60) as answer:
+    with urllib.request.urlopen(f"http://{here}/metrics", timeout=60) as answer:
         assert answer.read(3) == b"a 1"
         wait_until(lambda: threading.active_count() <= before + 1 + 3)
     monkeypatch.setattr(prometheus, "CLIENT_SECONDS", 0.0)
@@ -188,14 +194,12 @@ def test_slow_clients_keep_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slow[-1].recv(1) == b"", "its time is over"
     monkeypatch.setattr(prometheus, "MOST_CLIENTS", 0)
     wait_until(lambda: threading.active_count() == before + 1)
-    assert endpoint.server is not None
-    endpoint.server.shutdown()
-    endpoint.server.server_close()
+    stop(endpoint)
     for client in slow:
         client.close()
 
 
-def test_the_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+def test_the_file_is_replaced_as_a_whole(tmp_path):
     path = tmp_path / "lattice.prom"
     with FedCompanion(tmp_path, prometheus=str(path)) as companion:
         companion.event("start", step=0, world_size=1, began=0.0)
@@ -204,13 +208,12 @@ def test_the_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
         companion.event("end", state="requeue", step=5, reason="SIGTERM was received")
         companion.end()
     found = parsed(path.read_text())
-    run = ("run", "runs/x")
-    assert found["lattice_step", frozenset({run})] == 5  # the last state is in it
-    assert found["lattice_state", frozenset({run, ("state", "requeue")})] == 1
-    assert sorted(tmp_path.glob("lattice*")) == [path]  # no partial file is left
+    assert found[key("lattice_step", "runs/x")] == 5, "the last state is in it"
+    assert found[key("lattice_state", "runs/x", state="requeue")] == 1
+    assert sorted(tmp_path.glob("lattice*")) == [path], "no partial file is left"
 
 
-def test_a_port_may_be_a_number_or_text(data: Path, tmp_path: Path) -> None:
+def test_a_port_may_be_a_number_or_text(data, tmp_path):
     for value in (9400, "9400", "0.0.0.0:9400", str(tmp_path / "x.prom")):
         check_alerts(load_config(write_config(tmp_path, data, run={"prometheus": value}), []))
     with pytest.raises(UserError, match=r"run\.prometheus"):

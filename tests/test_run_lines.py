@@ -7,8 +7,8 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from training.load_config import load_config
 
 ROOT = Path(__file__).parent.parent
 
+SLOWEST = r"blocks: the slowest rank computes \d+% more than the mean \(even split: \d+%\)"
 LAPTOP = r"2 stages of 2 blocks each: the slowest rank computes \d+% more than the mean"
 
 
@@ -31,47 +32,32 @@ LAPTOP = r"2 stages of 2 blocks each: the slowest rank computes \d+% more than t
     ("name", "overrides", "said"),
     [
         ("laptop", "", LAPTOP),
-        (
-            "llama3_8b",
-            "parallel.pp=4 parallel.layers_per_stage=auto",
-            r"4 stages of \d+, \d+, \d+, \d+ blocks: the slowest rank computes \d+% more "
-            r"than the mean \(even split: \d+%\)",
-        ),
-        (
-            "llama3_70b",
-            "parallel.tp=8 parallel.pp=4 parallel.schedule=1f1b parallel.stages_per_rank=1 "
-            "parallel.layers_per_stage=[20,20,21,19]",
-            r"4 stages of 20, 20, 21, 19 blocks: the slowest rank computes \d+% more than the mean "
-            r"\(even split: \d+%\)",
-        ),
+        ("llama3_8b", "pp=4 layers_per_stage=auto", rf"4 stages of \d+, \d+, \d+, \d+ {SLOWEST}"),
+        ("llama3_70b", "tp=8 pp=4 schedule=1f1b stages_per_rank=1 layers_per_stage=[20,20,21,19]",
+         f"4 stages of 20, 20, 21, 19 {SLOWEST}"),
     ],
-)
-def test_stages(name: str, overrides: str, said: str) -> None:
-    found = describe_stages(load_config(f"configs/{name}.yaml", overrides.split()))
-    assert re.fullmatch(said, found)
+)  # fmt: skip
+def test_stages(name, overrides, said):
+    parallel = [f"parallel.{override}" for override in overrides.split()]
+    assert re.fullmatch(said, describe_stages(load_config(f"configs/{name}.yaml", parallel)))
 
 
-def test_the_readme_shows_the_same_line() -> None:
+def test_the_readme_shows_the_same_line():
     assert re.search(rf"^{LAPTOP}$", Path("README.md").read_text(encoding="utf-8"), re.MULTILINE)
 
 
-def test_the_loss_beside_a_unigram_models() -> None:
-    assert (
-        compare_to_unigram(4.8487, 6.352)
-        == "held-out loss 4.849 nats per token, 1.503 below a unigram model's 6.352"
-    )
-    assert (
-        compare_to_unigram(6.412, 6.352)
-        == "held-out loss 6.412 nats per token, 0.060 above a unigram model's 6.352"
-    )
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [(4.8487, "4.849 nats per token, 1.503 below"), (6.412, "6.412 nats per token, 0.060 above")],
+)
+def test_the_loss_beside_a_unigram_models(loss, said):
+    assert compare_to_unigram(loss, 6.352) == f"held-out loss {said} a unigram model's 6.352"
 
 
-def test_a_world_that_the_axes_do_not_make() -> None:
-    """If the layout does not fit the world size, the remedies are the key that takes all remaining
-    ranks and the planner's search."""
-    config = load_config("configs/llama3_8b.yaml", [])
+def test_a_world_that_the_axes_do_not_make():
+    """The remedies are the key that takes all remaining ranks and the planner's search."""
     with pytest.raises(UserError) as refused:
-        config.validate(64)
+        load_config("configs/llama3_8b.yaml", []).validate(64)
     assert refused.value.key == "parallel.dp_shard"
     assert "parallel.dp_shard=-1 (here 64)" in refused.value.remedy
     assert "python -m tools.plan CONFIG --gpus 64 --search" in refused.value.remedy
@@ -95,12 +81,12 @@ def leave(program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_ctrl_c_leaves_no_traceback_and_what_must_be_done_is() -> None:
-    program = (
-        "def main():\n    try: raise KeyboardInterrupt\n    finally: "
-        "print('cleaned up', flush=True)\nrun_command(main)"
-    )
-    done = leave(program)
+def test_ctrl_c_leaves_no_traceback_and_what_must_be_done_is():
+    done = leave("""
+def main():
+    try: raise KeyboardInterrupt
+    finally: print("cleaned up", flush=True)
+run_command(main)""")
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "cleaned up\n", "")
 
 
@@ -111,23 +97,23 @@ def main():
     open('done', 'w').close()
     return 0
 """
-OUTPUTS = [  # how a shell starts it, its status, the first line that is shown
-    ("COMMAND | head -1; exit ${PIPESTATUS[0]}", 0, "8 × 4 0"),
-    ("PYTHONUNBUFFERED=1 COMMAND | head -1; exit ${PIPESTATUS[0]}", 0, "8 × 4 0"),
-    ("COMMAND 2>&1 >&- | head -1; exit ${PIPESTATUS[0]}", 0, "4 × 2"),
-    ("COMMAND <&- >&- 2>&-", 0, ""),
-    ("PYTHONIOENCODING=ascii COMMAND", 0, r"8 \xd7 4 0"),
-    ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 COMMAND", 0, r"8 \xd7 4 0"),
-    ("COMMAND 2>/dev/full", 0, "8 × 4 0"),
-    # its output is its result, so a script must learn that it is not there
-    ("COMMAND 2>&1 >/dev/full", 1, "4 × 2"),
-]
 
 
-@pytest.mark.parametrize(("shell", "status", "first"), OUTPUTS)
-def test_whatever_becomes_of_output_the_work_is_done(
-    tmp_path: Path, shell: str, status: int, first: str
-) -> None:
+@pytest.mark.parametrize(
+    ("shell", "status", "first"),
+    [
+        ("COMMAND | head -1; exit ${PIPESTATUS[0]}", 0, "8 × 4 0"),
+        ("PYTHONUNBUFFERED=1 COMMAND | head -1; exit ${PIPESTATUS[0]}", 0, "8 × 4 0"),
+        ("COMMAND 2>&1 >&- | head -1; exit ${PIPESTATUS[0]}", 0, "4 × 2"),
+        ("COMMAND <&- >&- 2>&-", 0, ""),
+        ("PYTHONIOENCODING=ascii COMMAND", 0, r"8 \xd7 4 0"),
+        ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 COMMAND", 0, r"8 \xd7 4 0"),
+        ("COMMAND 2>/dev/full", 0, "8 × 4 0"),
+        # its output is its result, so a script must learn that it is not there
+        ("COMMAND 2>&1 >/dev/full", 1, "4 × 2"),
+    ],
+)
+def test_whatever_becomes_of_output_the_work_is_done(tmp_path, shell, status, first):
     program = tmp_path / "program.py"
     program.write_text(LEFT + WORK + "run_command(main)", encoding="utf-8")
     done = subprocess.run(
@@ -142,43 +128,49 @@ def test_whatever_becomes_of_output_the_work_is_done(
     assert "Traceback" not in done.stderr + done.stdout
 
 
-def test_another_broken_pipe_is_an_error() -> None:
+def test_another_broken_pipe_is_an_error():
     done = leave("def main(): raise BrokenPipeError('of another process')\nrun_command(main)")
     assert done.returncode == 1
     assert "of another process" in done.stderr
 
 
 @pytest.mark.thorough
-def test_a_run_goes_on_without_a_reader_a_log_or_an_encoding(data: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, data)
-    command = f"{sys.executable} train.py {config} run.log_interval=1 2>/dev/full | head -1"
+def test_a_run_goes_on_without_a_reader_a_log_or_an_encoding(data, tmp_path):
+    command = f"{sys.executable} train.py {write_config(tmp_path, data)} run.log_interval=1"
     empty = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_RESTART_COUNT", "OMP_NUM_THREADS")
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"} | dict.fromkeys(empty, "")
     done = subprocess.run(
-        ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"],
+        ["bash", "-c", f"{command} 2>/dev/full | head -1; exit ${{PIPESTATUS[0]}}"],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
-        env=environment,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"} | dict.fromkeys(empty, ""),
     )
     assert done.returncode == 0
     assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
     assert status_of(tmp_path)["state"] == "finished"
 
 
-def test_every_command_ends_so() -> None:
-    files = [file for room in ("tools", "benchmarks") for file in Path(room).rglob("*.py")]
-    texts = {str(file): file.read_text(encoding="utf-8") for file in [*files, Path("train.py")]}
-    programs = {file: text for file, text in texts.items() if "\nif __name__ ==" in text}
+SOURCES = {
+    str(file): file.read_text(encoding="utf-8")
+    for file in [*Path("tools").rglob("*.py"), *Path("benchmarks").rglob("*.py"), Path("train.py")]
+}
+
+
+def test_every_command_ends_so():
+    programs = {file: text for file, text in SOURCES.items() if "\nif __name__ ==" in text}
     bare = {file for file, text in programs.items() if not text.endswith("run_command(main)\n")}
     # their output is a log, so it is no failure if it was lost
     logs = {"train.py", "tools/launch.py", "tools/torchrun/__main__.py"}
-    assert all('if __name__ == "__main__":' in texts[file] for file in logs)
-    assert all("    guard_output()\n" in texts[file] for file in logs)
+    assert all("    guard_output()\n" in programs[file] for file in logs)
     assert bare - logs == {"benchmarks/restart_marks.py"}  # which runs train.py
     assert len(programs) > 40
 
 
-# --- options ------------------------------------------------------------------------------------
+def test_every_command_has_this_parser():
+    other = {file for file, text in SOURCES.items() if "argparse.ArgumentParser(" in text}
+    assert other <= {"tools/command.py"}
+
+
+# --- options --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -192,7 +184,7 @@ def test_every_command_ends_so() -> None:
         ("a", "the following arguments are required: --tokenizer"),
     ],
 )
-def test_an_unknown_option_or_choice_names_the_nearest(words: str, said: str, capsys) -> None:
+def test_an_unknown_option_or_choice_names_the_nearest(words, said, capsys):
     parser = CommandParser(prog="python -m tools.x", description="What it does.")
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--offset", type=int)
@@ -209,7 +201,7 @@ def test_an_unknown_option_or_choice_names_the_nearest(words: str, said: str, ca
     assert parser.parse_args(fine).tokenizer == "-- a value"
 
 
-def test_a_path_may_begin_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_may_begin_with_the_home_folder(monkeypatch):
     """As --out=~/x, which no shell expands."""
     monkeypatch.setenv("HOME", "/home/me")
     parser = CommandParser(prog="python -m tools.x")
@@ -219,19 +211,17 @@ def test_a_path_may_begin_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) 
     assert (found.out, found.text) == (Path("/home/me/x"), "~/x")
 
 
-def test_a_subcommand_checks_its_own_options(capsys) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["push", "s3://a", "b", "--hepl"], "no option --hepl; did you mean --help?"),
+        (["psuh", "s3://a"], "did you mean push?"),
+    ],
+)
+def test_a_subcommand_checks_its_own_options(arguments, said, capsys):
     with pytest.raises(SystemExit):
-        objects.main(["push", "s3://a", "b", "--hepl"])
-    assert "no option --hepl; did you mean --help?" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        objects.main(["psuh", "s3://a"])
-    assert "did you mean push?" in capsys.readouterr().err
-
-
-def test_every_command_has_this_parser() -> None:
-    for file in [*Path("tools").rglob("*.py"), *Path("benchmarks").rglob("*.py")]:
-        if file != Path("tools/command.py"):
-            assert "argparse.ArgumentParser(" not in file.read_text(encoding="utf-8"), file
+        objects.main(arguments)
+    assert said in capsys.readouterr().err
 
 
 class Slow(io.StringIO):
@@ -243,17 +233,11 @@ class Slow(io.StringIO):
         return written
 
 
-def test_lines_of_two_threads_do_not_mix() -> None:
+def test_lines_of_two_threads_do_not_mix():
     """A checkpoint is reported from the thread that wrote it, between or beside lines of steps."""
     file = Slow()
     lines = ["step       3/10  loss  6.6713", "saved step-00000002: 1.1 MB"]
-    threads = [
-        threading.Thread(target=lambda line=line: [log(line, file) for _ in range(50)])
-        for line in lines
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    said = file.getvalue().split("\n")
-    assert sorted(said) == sorted(["", *lines * 50])
+    with ThreadPoolExecutor(2) as threads:
+        for line in lines:
+            threads.submit(lambda line=line: [log(line, file) for _ in range(50)])
+    assert sorted(file.getvalue().split("\n")) == sorted(["", *lines * 50])

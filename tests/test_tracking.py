@@ -11,8 +11,10 @@ import subprocess
 import sys
 import termios
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -24,30 +26,25 @@ from runtime.records.tracker import Tracker
 from runtime.records.trackers import JsonLines, Trackers
 from tests.runs import forget_last, losses, metrics_of, train_run, write_config
 from tools import verify
-from tools.ranks import Ranks
-from training.config import Config
 from training.load_config import load_config
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"  # has the length of a wandb key
 
 
-def tracked(arguments: list[str], environment: dict[str, str]) -> str:
-    """`train_run` with additional environment variables. wandb, which would read them only once per
+def tracked(arguments: list[str]) -> str:
+    """`train_run` with secrets in the environment. wandb, which would read them only once per
     process, is shut down afterwards."""
     import wandb
 
-    before = dict(os.environ)
-    os.environ.update(environment)
-    try:
-        return train_run(arguments)
-    finally:
-        wandb.teardown()
-        os.environ.clear()
-        os.environ.update(before)
+    with patch.dict(os.environ, WANDB_API_KEY=SECRET, AWS_SECRET_ACCESS_KEY=SECRET):
+        try:
+            return train_run(arguments)
+        finally:
+            wandb.teardown()
 
 
 @pytest.fixture(scope="module")
-def thrice(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def thrice(ranks, data, tmp_path_factory):
     """A run on 2 ranks with all trackers, in three starts: steps 1 and 2, steps 3 and 4, and again
     steps 3 and 4 because their checkpoint was deleted."""
     folder = tmp_path_factory.mktemp("tracked")
@@ -58,41 +55,53 @@ def thrice(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -
         checkpoint={"interval": 2},
         run={"wandb": "offline", "tensorboard": True},
     )
-    secrets = {"WANDB_API_KEY": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET}
     for steps in (2, 4, 4):
         if (folder / "run" / "checkpoints" / "step-00000004").exists():
             forget_last(folder)
-        assert ranks.run(tracked, 2, [config, f"train.steps={steps}"], secrets) == ["", ""]
+        assert ranks.run(tracked, 2, [config, f"train.steps={steps}"]) == ["", ""]
     return folder
 
 
-def configured(folder: Path, data: Path, **run: Any) -> Config:
-    """The configuration of a run whose folder exists."""
-    (folder / "run").mkdir()
-    return load_config(write_config(folder, data, run=run), [])
+@pytest.fixture
+def trackers(data, tmp_path):
+    """Makes the trackers of a run whose folder exists. wandb is shut down afterwards."""
+    (tmp_path / "run").mkdir()
+
+    def made(**run: Any) -> Trackers:
+        return Trackers(load_config(write_config(tmp_path, data, run=run), []), 0, {})
+
+    yield made
+    if wandb := sys.modules.get("wandb"):
+        wandb.teardown()
 
 
-def test_memory_is_known_by_rank(thrice: Path) -> None:
-    events = read_events(thrice / "run")
-    lines = metrics_of(thrice)
-    first = next(event for event in events if event["event"] == "memory")
-    assert first["step"] == 1
-    assert len(first["peak_bytes"]) == 2
-    assert max(first["peak_bytes"]) == lines[0]["peak_memory_bytes"]
-    system = next(event for event in events if event["event"] == "system")
+def log_steps(tracker: Trackers, *steps: int) -> None:
+    for step in steps:
+        tracker.log({"step": step, "eval_loss": 1.0})
+
+
+def wandb_files(folder: Path) -> list[Path]:
+    return sorted((folder / "run" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_memory_is_known_by_rank(thrice):
+    first = {event["event"]: event for event in reversed(read_events(thrice / "run"))}
+    memory, system = first["memory"], first["system"]
+    assert memory["step"] == 1
+    assert len(memory["peak_bytes"]) == 2
+    assert max(memory["peak_bytes"]) == metrics_of(thrice)[0]["peak_memory_bytes"]
     assert (system["world_size"], system["parameters"]) == (2, 88352)
 
 
 # --- progress -------------------------------------------------------------------------------------
 
 
-def on_a_terminal(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> str:
+def on_a_terminal(action: Callable[[], object]) -> str:
     """The text that `action` writes to standard error if that is a terminal of 80 columns."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
     said = ""
-    with open(theirs, "w", encoding="utf-8") as terminal, monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", terminal)
+    with open(theirs, "w", encoding="utf-8") as terminal, redirect_stderr(terminal):
         action()
         print("the end", file=terminal, flush=True)
         while "the end" not in said:
@@ -101,12 +110,9 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object])
     return said
 
 
-def test_bars_are_for_terminals(
-    thrice: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bars_are_for_terminals(thrice, capsys):
     checkpoint = str(thrice / "run" / "checkpoints" / "step-00000002")
-    said_there = on_a_terminal(monkeypatch, lambda: verify.main([checkpoint]))
-    assert "checking step-00000002:" in said_there
+    assert "checking step-00000002:" in on_a_terminal(lambda: verify.main([checkpoint]))
     capsys.readouterr()
     assert verify.main([checkpoint]) == 0
     said = capsys.readouterr()
@@ -117,7 +123,7 @@ def test_bars_are_for_terminals(
         with byte_bar("loading", 10, shown=False) as bar:
             bar.update(10)
 
-    assert on_a_terminal(monkeypatch, by_another_rank).split() == ["the", "end"]
+    assert on_a_terminal(by_another_rank).split() == ["the", "end"]
 
 
 # --- wandb ----------------------------------------------------------------------------------------
@@ -139,11 +145,10 @@ def wandb_records(file: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def test_three_starts_are_one_run_of_wandb(thrice: Path) -> None:
-    run = thrice / "run"
-    known = json.loads((run / "wandb-run.json").read_text())
+def test_three_starts_are_one_run_of_wandb(thrice):
+    known = json.loads((thrice / "run" / "wandb-run.json").read_text())
     assert known["repeated"] == 2
-    files = sorted((run / "wandb").glob("offline-run-*/*.wandb"))
+    files = wandb_files(thrice)
     assert [file.name for file in files] == [f"run-{known['id']}.wandb"] * 3
     starts = [wandb_records(file) for file in files]
     for start in starts:
@@ -162,9 +167,9 @@ def test_three_starts_are_one_run_of_wandb(thrice: Path) -> None:
     assert {"glob_name": "*", "step_metric": "step"}.items() <= starts[0]["metric"][1].items()
 
 
-def test_a_checkpoint_is_an_artifact_that_refers_to_it(thrice: Path) -> None:
+def test_a_checkpoint_is_an_artifact_that_refers_to_it(thrice):
     found = []
-    for file in sorted((thrice / "run" / "wandb").glob("offline-run-*/*.wandb")):
+    for file in wandb_files(thrice):
         (artifact,) = wandb_records(file)["artifact"]
         references = {entry["ref"] for entry in artifact["manifest"]["contents"]}
         step = next(alias for alias in artifact["aliases"] if alias != "latest")
@@ -174,7 +179,7 @@ def test_a_checkpoint_is_an_artifact_that_refers_to_it(thrice: Path) -> None:
     assert found == ["step-00000002", "step-00000004", "step-00000004"]
 
 
-def test_no_secret_is_written(thrice: Path) -> None:
+def test_no_secret_is_written(thrice):
     files = [path for path in (thrice / "run").rglob("*") if path.is_file()]
     assert len(files) > 20
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
@@ -191,42 +196,32 @@ def tensorboard(folder: Path, purge: bool = True, name: str = "loss") -> list[tu
     return [(scalar.step, scalar.value) for scalar in found.Scalars(name)]
 
 
-def test_tensorboard_reads_every_step_once(thrice: Path) -> None:
+def test_tensorboard_reads_every_step_once(thrice):
     folder = thrice / "run" / "tensorboard"
     once = tensorboard(folder)
     assert [step for step, _ in once] == [1, 2, 3, 4]
     assert dict(once) == pytest.approx(losses(thrice), rel=1e-6), "TensorBoard stores float32"
-    twice = tensorboard(folder, purge=False)
-    assert len(twice) == 6, "the control: steps 3 and 4 were written twice"
+    assert len(tensorboard(folder, purge=False)) == 6, "control: steps 3 and 4 were written twice"
 
 
 # --- wandb that fails -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", [SECRET, ""])
-def test_without_a_server_wandb_writes_to_the_folder(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, key: str
-) -> None:
+def test_without_a_server_wandb_writes_to_the_folder(trackers, tmp_path, monkeypatch, capsys, key):
     """With a key, wandb finds out only from the server; without one, before."""
-    import wandb
-
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", key)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setattr(wandb_tracker, "START_SECONDS", 0.5)
-    config = configured(tmp_path, data, wandb="online")
-    try:
-        trackers = Trackers(config, 0, {})
-        for step in (1, 2):
-            trackers.log({"step": step, "eval_loss": 1.0})
-        trackers.close(failed=False)
-    finally:
-        wandb.teardown()
+    online = trackers(wandb="online")
+    log_steps(online, 1, 2)
+    online.close(failed=False)
     said = capsys.readouterr().err
     assert said.count("warning") == 1, said
     command = f"wandb sync {tmp_path}/run/wandb/offline-run-*"
     assert f"warning: wandb cannot go online; to upload later: {command} (" in said
-    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    (file,) = wandb_files(tmp_path)
     assert [item["item"]["step"] for item in wandb_records(file)["history"]] == [1, 2]
 
 
@@ -234,35 +229,25 @@ def wandb_processes() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "wandb-core" in child.name()]
 
 
-def test_wandb_goes_on_when_its_process_is_stopped(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wandb_goes_on_when_its_process_is_stopped(trackers, tmp_path, capsys):
     """If wandb's own process is terminated, as by Slurm's SIGTERM two steps before the run ends,
     later steps are still recorded."""
-    import wandb
-
-    config = configured(tmp_path, data, wandb="offline")
-    try:
-        trackers = Trackers(config, 0, {})
-        trackers.log({"step": 1, "eval_loss": 1.0})
-        (process,) = wandb_processes()
-        process.terminate()
-        process.wait(60)
-        step = 1
-        while not wandb_processes():  # wandb notices it a moment later
-            step += 1
-            trackers.log({"step": step, "eval_loss": 1.0})
-        trackers.log({"step": step + 1, "eval_loss": 1.0})
-        trackers.close(failed=False)
-    finally:
-        wandb.teardown()
+    offline = trackers(wandb="offline")
+    log_steps(offline, 1)
+    (process,) = wandb_processes()
+    process.terminate()
+    process.wait(60)
+    step = 1
+    while not wandb_processes():  # wandb notices it a moment later
+        step += 1
+        log_steps(offline, step)
+    log_steps(offline, step + 1)
+    offline.close(failed=False)
     assert "warning" not in capsys.readouterr().err
-    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    files = wandb_files(tmp_path)
     assert len({file.name for file in files}) == 1, "one id"
-    assert [item["item"]["step"] for item in wandb_records(files[-1])["history"]] == [
-        step,
-        step + 1,
-    ]
+    recorded = [item["item"]["step"] for item in wandb_records(files[-1])["history"]]
+    assert recorded == [step, step + 1]
 
 
 # --- all trackers ---------------------------------------------------------------------------------
@@ -280,17 +265,12 @@ class Broken(Tracker):
             raise RuntimeError("no route to host")
 
 
-def test_a_tracker_that_fails_is_left_out_and_it_is_said_once(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = configured(tmp_path, data, tensorboard=True)
+def test_a_tracker_that_fails_is_left_out_and_it_is_said_once(trackers, tmp_path, capsys):
     (tmp_path / "run" / "tensorboard").write_text("a file where a folder should be")
-    trackers = Trackers(config, 0, {})
-    broken = Broken()
-    trackers.trackers.insert(0, broken)
-    for step in range(1, 5):
-        trackers.log({"step": step, "eval_loss": 1.0})
-    trackers.close(failed=False)
+    some, broken = trackers(tensorboard=True), Broken()
+    some.trackers.insert(0, broken)
+    log_steps(some, 1, 2, 3, 4)
+    some.close(failed=False)
     said = capsys.readouterr()
     assert broken.calls == 2
     why = "RuntimeError: no route to host"
@@ -301,32 +281,30 @@ def test_a_tracker_that_fails_is_left_out_and_it_is_said_once(
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4]
 
 
-def test_a_rollback_replaces_lines_and_scalars(data: Path, tmp_path: Path) -> None:
-    trackers = Trackers(configured(tmp_path, data, tensorboard=True), 0, {})
-    lines, board = trackers.trackers[0], trackers.trackers[2]
+def test_a_rollback_replaces_lines_and_scalars(trackers, tmp_path):
+    both = trackers(tensorboard=True)
+    lines, board = both.trackers[0], both.trackers[2]
     for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0)):
         lines.log({"step": step, "loss": loss})
         board.log({"step": step, "loss": loss, "mfu": None})
-    trackers.went_back(1, reached=3)
+    both.went_back(1, reached=3)
     for tracker in (lines, board):
         tracker.log({"step": 2, "loss": 20.0})
-    trackers.close(failed=False)
+    both.close(failed=False)
     assert losses(tmp_path) == {1: 1.0, 2: 20.0}
     assert tensorboard(tmp_path / "run" / "tensorboard") == [(1, 1.0), (2, 20.0)]
 
 
-def test_tensorboard_gets_one_scalar_per_layer(data: Path, tmp_path: Path) -> None:
-    trackers = Trackers(configured(tmp_path, data, tensorboard=True), 0, {})
+def test_tensorboard_gets_one_scalar_per_layer(trackers, tmp_path):
+    board = trackers(tensorboard=True)
     by_layer = {"layer": [1, 2], "largest_share": [1.0, 1.5]}
-    trackers.trackers[2].log({"step": 1, "loss": 3.0, "experts_by_layer": by_layer})
-    trackers.close(failed=False)
+    board.trackers[2].log({"step": 1, "loss": 3.0, "experts_by_layer": by_layer})
+    board.close(failed=False)
     folder = tmp_path / "run" / "tensorboard"
     assert tensorboard(folder, name="experts_by_layer/largest_share/002") == [(1, 1.5)]
 
 
-def test_lines_wait_while_the_disk_is_full(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_wait_while_the_disk_is_full(tmp_path, capsys):
     lines = JsonLines(tmp_path, 0)
     lines.path = tmp_path / "gone" / "metrics.jsonl"  # cannot be written, not even by root
     for step in (1, 2):
@@ -346,7 +324,7 @@ def test_lines_wait_while_the_disk_is_full(
     assert said.startswith("warning: the event checkpoint was not recorded: [Errno 2]")
 
 
-def test_a_line_that_the_disk_has_no_room_for_is_not_begun(tmp_path: Path) -> None:
+def test_a_line_that_the_disk_has_no_room_for_is_not_begun(tmp_path):
     (tmp_path / "run").mkdir()
     lines = JsonLines(tmp_path / "run", 0)
     lines.log({"step": 1, "loss": 1.0})
@@ -365,10 +343,9 @@ def test_a_line_that_the_disk_has_no_room_for_is_not_begun(tmp_path: Path) -> No
     assert losses(tmp_path) == {1: 1.0, 2: 2.0, 3: 3.0}
 
 
-def test_a_start_drops_what_is_beyond_it_and_what_is_broken(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1}\nnonsense\n{"step": 2}\n{"step": 3}\n{"step": 4'
-    )
+def test_a_start_drops_what_is_beyond_it_and_what_is_broken(tmp_path):
+    logged = '{"step": 1}\nnonsense\n{"step": 2}\n{"step": 3}\n{"step": 4'
+    (tmp_path / "metrics.jsonl").write_text(logged)
     lines = JsonLines(tmp_path, 2)
     assert (lines.reached, lines.begins_anew) == (3, False)
     assert lines.path.read_text() == '{"step": 1}\n{"step": 2}\n'
