@@ -1,6 +1,7 @@
-"""Data for tests: a tokenizer trained on source of the Python standard library, data sets prepared
+"""Data for tests: tokenizers trained on source of the Python standard library, data sets prepared
 from it, and how tests write and read sources."""
 
+import io
 import json
 import sysconfig
 from collections.abc import Sequence
@@ -9,12 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import safetensors.numpy
+import sentencepiece
 
 from data.files import Report
 from data.prepare import prepare
 from data.sources import documents
 from data.tokenizer import Tokenizer
 from errors import UserError
+from tools import prepare as prepare_command
 
 STDLIB_FOLDER = Path(sysconfig.get_paths()["stdlib"])
 SOURCE = str(STDLIB_FOLDER / "json")  # a handful of documents
@@ -52,12 +55,35 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.train((document.text for document in documents(MANY)), 800)
 
 
+@cache
+def sentencepiece_model(model_type: str = "bpe", **options: object) -> bytes:
+    """A model that SentencePiece trains on the lines of `SOURCE` with its own defaults."""
+    lines = (line for text in texts_of(SOURCE) for line in text.split("\n"))
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines,
+        model_writer=out,
+        model_type=model_type,
+        vocab_size=500,
+        minloglevel=2,
+        **options,
+    )
+    return out.getvalue()
+
+
 def prepared(out: Path, source: str = MANY, **options) -> Path:
     """Prepare `source` in `out`, in several small shards and with 30% of the documents held out;
     return `out`."""
     options = {"heldout_fraction": 0.3, "shard_tokens": 20_000} | options
     prepare(source, tokenizer(), out, **options)
     return out
+
+
+def prepare_by_command(source: object, tokenizer: object, out: object, *options: str) -> int:
+    """The exit status of tools.prepare, in one process unless `options` say otherwise."""
+    named = {"--source": source, "--tokenizer": tokenizer, "--out": out, "--workers": 1}
+    words = [str(word) for pair in named.items() for word in pair]
+    return prepare_command.main([*words, *options])
 
 
 def split_texts(folder: Path, split: str) -> list[str]:
@@ -102,6 +128,12 @@ def refusal(source: Path | str, **options) -> UserError:
     except UserError as refused:
         return refused
     raise AssertionError(f"{source} was not refused")
+
+
+def flip_a_bit(file: Path, at: int = -1) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
 
 
 def row(text: object) -> str:

@@ -1,14 +1,27 @@
-"""Small models of transformers with random weights, in Hugging Face folders."""
+"""Small models of transformers with random weights, in Hugging Face folders; and our checkpoints,
+written whole and loaded whole."""
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from model.config import ModelConfig
+from model.router import routers_of
+from model.transformer import Transformer
+from parallel.axes import MeshSizes
+from parallel.expert import ExpertParallel
+from parallel.layer import TensorParallel
+from parallel.mesh import build_mesh
+from parallel.parameter import weights_of
+from runtime.checkpoints.manifest import Manifest, fingerprint, write_manifest
 from tests.data_samples import tokenizer
 from tests.runs import same_tensors
+from tools.huggingface.checkpoint_reader import CheckpointReader
+from tools.huggingface.tensor_files import DTYPES, SINGLE, whole_places
 
 VOCAB = tokenizer().vocab_size
 SMALL = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -104,3 +117,43 @@ def stored(folder: Path) -> dict[str, Tensor]:
 
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return same_tensors(one, other) and all(one[n].dtype == other[n].dtype for n in one)
+
+
+def change(folder: Path, file: str, **fields: Any) -> None:
+    """Set fields of a JSON file, which need not be there."""
+    path = folder / file
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(content | fields))
+
+
+def write_checkpoint(folder: Path, tensors: dict[str, Tensor], trainer: dict[str, Any]) -> Path:
+    """A complete checkpoint, of one file of whole tensors."""
+    folder.mkdir()
+    save_file(tensors, folder / SINGLE, metadata=whole_places(tensors))
+    change(folder, "trainer.json", **trainer)
+    (folder / "tokenizer.model").write_bytes(tokenizer().model)
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+    entries = {name: (codes[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+    write_manifest(folder, Manifest({p.name: fingerprint(p) for p in folder.iterdir()}, entries))
+    return folder
+
+
+@torch.no_grad()
+def load_whole(
+    checkpoint: Path, dtype: torch.dtype, changes: dict[str, Any] | None = None, bias: bool = True
+) -> Transformer:
+    """The model of a checkpoint as training builds it, on one rank, with `changes` of its
+    configuration; without `bias`, the biases of its routers are zero."""
+    reader = CheckpointReader(checkpoint)
+    config = ModelConfig(**(reader.trainer.model | (changes or {})))
+    mesh = build_mesh(MeshSizes(), "cpu", config.has_experts)
+    ep = ExpertParallel.of(mesh) if config.has_experts else None
+    tp = TensorParallel.of(mesh.tp, sequence_parallel=False)
+    model = Transformer(config, range(config.num_layers), True, True, tp, ep=ep)
+    model.to(dtype).to_empty(device="cpu")
+    for weight in weights_of(model):
+        weight.sharded.to_local().copy_(reader.weight(weight.global_name))
+    for layer, router in routers_of(model):
+        if router.has_bias and bias:
+            router.bias = reader.weight(f"blocks.{layer}.feed_forward.router.bias")
+    return model

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from data.tokenizer import Tokenizer
 from runtime.checkpoints.manifest import Manifest, fingerprint, read_manifest, write_manifest
-from tests.data_samples import MANY, tokenizer
+from tests.data_samples import MANY, flip_a_bit, tokenizer
+from tests.huggingface_models import change, write_checkpoint
 from tests.runs import EXPERTS, checkpoint_of, same_tensors, train_run, write_config
 from tests.runs import run as train_to_the_end
 from tools import average, export, verify
@@ -39,6 +40,15 @@ def checkpoints(saved: Path) -> list[Path]:
     return [checkpoint_of(saved, step) for step in STEPS]
 
 
+def check_mean(out: Path, folders: list[Path], shares: list[float]) -> None:
+    found, sources = tensors(out), [tensors(folder) for folder in folders]
+    assert found.keys() == sources[0].keys()
+    for name, tensor in found.items():
+        wanted = sum(s * each[name].double() for s, each in zip(shares, sources, strict=True))
+        # to the last bit of float32, in which it is stored
+        assert torch.allclose(tensor.double(), wanted, rtol=2**-23, atol=1e-30), name
+
+
 @pytest.mark.parametrize(
     ("options", "shares"),
     [
@@ -54,13 +64,10 @@ def test_the_average_is_the_mean_in_float64(
     assert run(saved / "run", "--out", out, "--file-bytes", "100000", *options) == 0
     assert verify.main([str(out)]) == 0
     assert len(list(out.glob("*.safetensors"))) > 1
-    found, sources = tensors(out), [tensors(path) for path in checkpoints]
-    assert found.keys() == sources[0].keys()
-    for name, tensor in found.items():
-        wanted = sum(s * each[name].double() for s, each in zip(shares, sources, strict=True))
-        # to the last bit of float32, in which it is stored
-        assert torch.allclose(tensor.double(), wanted, rtol=2**-23, atol=1e-30), name
-        assert not torch.equal(tensor, sources[-1][name]), "control: it is not only the newest"
+    check_mean(out, checkpoints, shares)
+    newest = tensors(checkpoints[-1])
+    for name, tensor in tensors(out).items():
+        assert not torch.equal(tensor, newest[name]), "control: it is not only the newest"
     about = json.loads((out / "average.json").read_text())["checkpoints"]
     used = [share for share in shares if share]
     assert [each["weight"] for each in about] == pytest.approx(used)
@@ -72,9 +79,12 @@ def test_the_average_is_the_mean_in_float64(
 def test_the_average_of_identical_checkpoints_has_the_same_bits(
     checkpoints: list[Path], tmp_path: Path, dtype: torch.dtype, kind: str
 ) -> None:
-    copies = [tmp_path / str(number) for number in range(7)]
-    for copy in copies:
-        converted(checkpoints[-1], copy, dtype)
+    weights = tensors(checkpoints[-1])
+    named = {f"model.{name}": weight.to(dtype).clone() for name, weight in weights.items()}
+    for tensor in named.values():
+        tensor.flatten()[0] = -0.0
+    trainer = json.loads((checkpoints[-1] / "trainer.json").read_text())
+    copies = [write_checkpoint(tmp_path / str(n), named, trainer) for n in range(7)]
     out = tmp_path / "average"
     assert run(*copies, "--out", out, "--kind", kind, "--decay", "0.9") == 0
     found, wanted = tensors(out), tensors(copies[0])
@@ -84,25 +94,6 @@ def test_the_average_of_identical_checkpoints_has_the_same_bits(
     # Control: bits do show a difference. (A sum of seven divided by seven has other bits.)
     weight = wanted["norm.weight"].double() * torch.pi
     assert (bits(sum([weight] * 7) / 7) != bits(weight)).any()
-
-
-def converted(checkpoint: Path, out: Path, dtype: torch.dtype) -> None:
-    """Write a checkpoint with the weights of `checkpoint` in another dtype, and a −0 in each."""
-    from safetensors.torch import save_file
-
-    from tools.huggingface.tensor_files import DTYPES, whole_places
-
-    out.mkdir()
-    reader = CheckpointReader(checkpoint)
-    named = {f"model.{n}": reader.weight(n).to(dtype).clone() for n in reader.weights()}
-    for tensor in named.values():
-        tensor.flatten()[0] = -0.0
-    save_file(named, out / "model.safetensors", metadata=whole_places(named))
-    for file in ("trainer.json", "tokenizer.model"):
-        shutil.copy(checkpoint / file, out / file)
-    (code,) = (name for name, each in DTYPES.items() if each == dtype)
-    entries = {name: (code, tuple(tensor.shape)) for name, tensor in named.items()}
-    write_manifest(out, Manifest({p.name: fingerprint(p) for p in out.iterdir()}, entries))
 
 
 @pytest.mark.thorough
@@ -119,16 +110,8 @@ def test_checkpoints_with_experts_are_averaged(ranks: Ranks, data: Path, tmp_pat
     assert counts[0] < counts[1]
     out = tmp_path / "average"
     assert run(*folders, "--out", out) == 0
-    check_mean_of_two(out, *folders)
+    check_mean(out, folders, [1 / 2, 1 / 2])
     assert any(name.endswith("router.bias") for name in tensors(out))
-
-
-def check_mean_of_two(out: Path, *folders: Path) -> None:
-    found, (one, other) = tensors(out), map(tensors, folders)
-    assert found.keys() == one.keys()
-    for name, tensor in found.items():
-        wanted = (one[name].double() + other[name].double()) / 2
-        assert torch.allclose(tensor.double(), wanted, rtol=2**-23, atol=1e-30), name
 
 
 def test_an_average_is_used_like_a_checkpoint(
@@ -148,7 +131,7 @@ def test_an_average_is_used_like_a_checkpoint(
     counts = [len(list(folder.glob("*.safetensors"))) for folder in (again, checkpoints[-1])]
     assert counts[0] < counts[1], "other pieces"
     assert run(again, checkpoints[-1], "--out", tmp_path / "mixed") == 0
-    check_mean_of_two(tmp_path / "mixed", again, checkpoints[-1])
+    check_mean(tmp_path / "mixed", [again, checkpoints[-1]], [1 / 2, 1 / 2])
     assert export.main(["--checkpoint", str(out), "--out", str(tmp_path / "exported")]) == 0
     (message, *_) = ranks.run(
         train_run, 2, [config, f"checkpoint.resume={out}", f"run.dir={tmp_path / 'other'}"]
@@ -162,20 +145,14 @@ def other_tokenizer(folder: Path) -> None:
 
 
 def other_model(folder: Path) -> None:
-    trainer = json.loads((folder / "trainer.json").read_text())
-    trainer["model"]["norm_eps"] = 1e-3
-    (folder / "trainer.json").write_text(json.dumps(trainer))
-
-
-def flipped(folder: Path) -> None:
-    file = min(folder.glob("*.safetensors"))
-    file.write_bytes(file.read_bytes()[:-4] + b"flip")
+    model = json.loads((folder / "trainer.json").read_text())["model"]
+    change(folder, "trainer.json", model=model | {"norm_eps": 1e-3})
 
 
 CHANGES = {
     "another tokenizer": (other_tokenizer, True, "its tokenizer differs"),
     "another model": (other_model, True, "its model.norm_eps=0.001 differs"),
-    "damaged": (flipped, False, "sha256 differs"),
+    "damaged": (lambda f: flip_a_bit(min(f.glob("*.safetensors"))), False, "sha256 differs"),
 }
 
 
@@ -183,10 +160,9 @@ CHANGES = {
 def test_what_does_not_belong_together_is_refused(
     checkpoints: list[Path], tmp_path: Path, name: str, capsys: pytest.CaptureFixture
 ) -> None:
-    change, signed, said = CHANGES[name]
-    copy = tmp_path / "copy"
-    shutil.copytree(checkpoints[1], copy)
-    change(copy)
+    make_other, signed, said = CHANGES[name]
+    copy = Path(shutil.copytree(checkpoints[1], tmp_path / "copy"))
+    make_other(copy)
     if signed:
         manifest = read_manifest(checkpoints[1])
         files = {file: fingerprint(copy / file) for file in manifest.files}
@@ -202,17 +178,17 @@ def test_what_does_not_belong_together_is_refused(
         (["--last", "0"], "--last = 0: it must be at least 1"),
         (["--decay", "1"], "--decay = 1.0: it is the share"),
         (["--last", "1"], "there is only this one"),
+        (["run/checkpoints/step-00000002"], "it is named twice"),
     ],
 )
 def test_wrong_options_are_refused(
-    saved: Path, tmp_path: Path, options: list[str], said: str, capsys: pytest.CaptureFixture
+    saved: Path,
+    tmp_path: Path,
+    options: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert run(saved / "run", "--out", tmp_path / "out", *options) == 2
+    monkeypatch.chdir(saved)
+    assert run(*options, "run", "--out", tmp_path / "out") == 2
     assert said in capsys.readouterr().err
-
-
-def test_a_checkpoint_named_twice_is_refused(
-    saved: Path, checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    assert run(saved / "run", checkpoints[0], "--out", tmp_path / "out") == 2
-    assert "it is named twice" in capsys.readouterr().err

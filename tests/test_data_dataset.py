@@ -6,6 +6,8 @@ import os
 import resource
 import shutil
 import struct
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,18 +20,13 @@ from data.prepare import prepare
 from data.shards import MAX_HEADER_BYTES, map_tensor, read_header
 from data.tokenizer import Tokenizer
 from errors import UserError
-from tests.data_samples import SOURCE, STDLIB_FOLDER, prepared, tokenizer
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory) -> Path:
-    return prepared(tmp_path_factory.mktemp("data") / "prepared")
+from tests.data_samples import SOURCE, STDLIB_FOLDER, flip_a_bit, prepared, tokenizer
 
 
 @pytest.fixture
-def folder(original: Path, tmp_path) -> Path:
+def folder(data: Path, tmp_path) -> Path:
     """A copy to damage."""
-    return Path(shutil.copytree(original, tmp_path / "prepared"))
+    return Path(shutil.copytree(data, tmp_path / "prepared"))
 
 
 def whole(folder: Path, split: str) -> np.ndarray:
@@ -39,23 +36,14 @@ def whole(folder: Path, split: str) -> np.ndarray:
     )
 
 
-def edit_index(folder: Path, **changes) -> None:
-    path = folder / "index.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_windows_are_slices_of_the_whole(folder: Path, split: str) -> None:
     data, tokens = TokenDataset.open(folder, split), whole(folder, split)
     assert data.num_shards >= 2
     assert data.num_tokens == len(tokens)
-    boundary = np.flatnonzero(np.arange(len(tokens)) == data._starts[1])[0]
-    starts = np.concatenate(
-        [
-            np.arange(0, len(tokens) - 300, 997),
-            [boundary - 150, boundary - 300, boundary, len(tokens) - 300],
-        ]
-    )
+    boundary = data._starts[1]
+    special = [boundary - 150, boundary - 300, boundary, len(tokens) - 300]
+    starts = np.array([*range(0, len(tokens) - 300, 997), *special])
     for start in starts.tolist():
         assert np.array_equal(data.window(start, 300), tokens[start : start + 300])
     assert np.array_equal(data.gather(starts, 300), np.stack([tokens[s : s + 300] for s in starts]))
@@ -79,30 +67,60 @@ def test_document_starts_are_where_bos_is(folder: Path) -> None:
 def test_opening_reads_no_tokens(folder: Path) -> None:
     """Opening reads no tokens, so it does not notice changed content of the same size. `verify`
     does, and names the file."""
-    shard = folder / "train-00001.safetensors"
     TokenDataset.open(folder, "train").verify()
-    content = bytearray(shard.read_bytes())
-    content[600] ^= 1
-    shard.write_bytes(content)
+    flip_a_bit(folder / "train-00001.safetensors", 600)
     data = TokenDataset.open(folder, "train")
     with pytest.raises(UserError, match=r"train-00001\.safetensors.*sha256"):
         data.verify()
     TokenDataset.open(folder, "heldout").verify()
 
 
-@pytest.mark.parametrize("keep", [0, 4, 100, 600, -1])
-def test_truncated_shard_is_refused(folder: Path, keep: int) -> None:
+def change_index(folder: Path, **changes: object) -> None:
+    content = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps(content | changes))
+
+
+def becomes(content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "index.json").write_text(content)
+
+
+def leads_outside(folder: Path) -> None:
+    splits = json.loads((folder / "index.json").read_text())["splits"]
+    splits["train"]["shards"][0]["file"] = "../prepared/train-00000.safetensors"
+    change_index(folder, splits=splits)
+
+
+def truncate(folder: Path, keep: int) -> None:
     shard = folder / "train-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:keep])
-    with pytest.raises(UserError, match=r"train-00001\.safetensors.*truncated"):
-        TokenDataset.open(folder, "train")
-    TokenDataset.open(folder, "heldout")  # the other split is whole
 
 
-def test_missing_shard_is_refused(folder: Path) -> None:
-    (folder / "train-00002.safetensors").unlink()
-    with pytest.raises(UserError, match=r"train-00002\.safetensors.*missing"):
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    **{f"{keep} bytes of a shard": (partial(truncate, keep=keep),
+                                    r"train-00001\.safetensors.*truncated")
+       for keep in (0, 4, 100, 600, -1)},
+    "no shard": (lambda f: (f / "train-00002.safetensors").unlink(),
+                 r"train-00002\.safetensors.*missing"),
+    "an empty index": (becomes(""), "damaged"),
+    "a list": (becomes("[]"), "not a lattice"),
+    "no format": (becomes("{}"), "not a lattice"),
+    "another version": (becomes('{"format": "lattice-tokens", "version": 2}'), "version"),
+    "parts of the index missing": (
+        partial(change_index, splits={"train": {"shards": [{"file": "x"}]}}), "damaged"),
+    "a file outside": (leads_outside, "missing"),
+    "another dtype": (partial(change_index, dtype="float64"), "float64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "why"), DAMAGE.values(), ids=DAMAGE.keys())
+def test_damaged_folder_is_refused(
+    folder: Path, damage: Callable[[Path], object], why: str
+) -> None:
+    damage(folder)
+    with pytest.raises(UserError, match=why):
         TokenDataset.open(folder, "train")
+    if "safetensors" in why:
+        TokenDataset.open(folder, "heldout")  # the other split is whole
 
 
 def test_shard_of_the_right_size_with_another_header_is_refused(folder: Path) -> None:
@@ -121,9 +139,8 @@ def header_file(
 
 
 def entry(**changes) -> bytes:
-    return json.dumps(
-        {"tokens": {"dtype": "U16", "shape": [32], "data_offsets": [0, 64]} | changes}
-    ).encode()
+    tensor = {"dtype": "U16", "shape": [32], "data_offsets": [0, 64]}
+    return json.dumps({"tokens": tensor | changes}).encode()
 
 
 HOSTILE_HEADERS = {
@@ -157,53 +174,17 @@ def test_hostile_headers_are_refused(tmp_path, header: bytes, length: int | None
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"shape": [31]},
-        {"shape": [8, 4]},
-        {"dtype": "U32"},
-        {"dtype": "U8"},
-        {"data_offsets": [0, 62]},
-    ],
-)
+    [{"shape": [31]}, {"shape": [8, 4]}, {"dtype": "U32"}, {"dtype": "U8"},
+     {"data_offsets": [0, 62]}, {}],
+    ids=str,
+)  # fmt: skip
 def test_tensor_that_is_not_what_the_index_says_is_refused(tmp_path, changes: dict) -> None:
     path = header_file(tmp_path / "x.safetensors", entry(**changes))
+    if not changes:  # control
+        assert len(map_tensor(path, "tokens", np.dtype("uint16"), 32)) == 32
+        return
     with pytest.raises(UserError, match="but the index lists"):
         map_tensor(path, "tokens", np.dtype("uint16"), 32)
-    assert (
-        len(
-            map_tensor(header_file(tmp_path / "control", entry()), "tokens", np.dtype("uint16"), 32)
-        )
-        == 32
-    )
-
-
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [
-        ("", "damaged"),
-        ("[]", "not a lattice"),
-        ("{}", "not a lattice"),
-        ('{"format": "lattice-tokens", "version": 2}', "version"),
-    ],
-)
-def test_damaged_index_is_refused(folder: Path, content: str, why: str) -> None:
-    (folder / "index.json").write_text(content)
-    with pytest.raises(UserError, match=why):
-        TokenDataset.open(folder, "train")
-
-
-def test_index_with_parts_missing_or_leading_outside_is_refused(folder: Path) -> None:
-    splits = json.loads((folder / "index.json").read_text())["splits"]
-    edit_index(folder, splits={"train": {"shards": [{"file": "x"}]}})
-    with pytest.raises(UserError, match="damaged"):
-        TokenDataset.open(folder, "train")
-    splits["train"]["shards"][0]["file"] = "../prepared/train-00000.safetensors"
-    edit_index(folder, splits=splits)
-    with pytest.raises(UserError, match="missing"):
-        TokenDataset.open(folder, "train")
-    edit_index(folder, dtype="float64")
-    with pytest.raises(UserError, match="float64"):
-        TokenDataset.open(folder, "train")
 
 
 def test_folder_without_data_is_refused(tmp_path) -> None:
@@ -212,24 +193,24 @@ def test_folder_without_data_is_refused(tmp_path) -> None:
     assert raised.value.key == "data.path"
 
 
-def test_empty_split_is_refused(tmp_path) -> None:
-    folder = prepared(tmp_path / "out", SOURCE, heldout_fraction=0.0)
-    assert TokenDataset.open(folder, "train").unigram_nats_per_token is None
-    with pytest.raises(UserError, match="heldout"):
-        TokenDataset.open(folder, "heldout")
+@pytest.fixture(scope="module")
+def small() -> Tokenizer:
+    return Tokenizer.train(["some other text to learn from"], 280)
 
 
-def test_another_tokenizer_is_refused(folder: Path, tmp_path) -> None:
+def test_another_tokenizer_is_refused(folder: Path, small: Tokenizer, tmp_path) -> None:
     other = tmp_path / "other.model"
-    other.write_bytes(Tokenizer.train(["some other text to learn from"], 280).model)
+    other.write_bytes(small.model)
     open_data(DataConfig(path=str(folder), tokenizer=str(folder / "tokenizer.model")), "train")
     with pytest.raises(UserError) as raised:
         open_data(DataConfig(path=str(folder), tokenizer=str(other)), "train")
     assert raised.value.key == "data.tokenizer"
 
 
-def test_mixture_of_different_vocabularies_is_refused(folder: Path, tmp_path) -> None:
-    prepare(SOURCE, Tokenizer.train(["some other text to learn from"], 280), tmp_path / "other")
+def test_mixture_of_different_vocabularies_is_refused(
+    folder: Path, small: Tokenizer, tmp_path
+) -> None:
+    prepare(SOURCE, small, tmp_path / "other")
     with pytest.raises(UserError, match="different tokenizers"):
         open_data(DataConfig(path={str(folder): 1.0, str(tmp_path / "other"): 1.0}), "train")
 
@@ -240,12 +221,8 @@ def test_checksum_follows_the_content_not_the_place(folder: Path, tmp_path) -> N
     other = TokenDataset.open(prepared(tmp_path / "xml", str(STDLIB_FOLDER / "xml")), "train")
     assert one.checksum == again.checksum
     assert len({one.checksum, other.checksum, TokenDataset.open(folder, "heldout").checksum}) == 3
-    mixtures = [
-        Mixture([one, other], [1, 1]),
-        Mixture([other, one], [1, 1]),
-        Mixture([one, other], [1, 2]),
-    ]
-    assert len({mixture.checksum for mixture in mixtures}) == 3
+    ways = [([one, other], [1, 1]), ([other, one], [1, 1]), ([one, other], [1, 2])]
+    assert len({Mixture(*way).checksum for way in ways}) == 3
     assert Mixture([one], [1]).checksum == Mixture([one], [2]).checksum == one.checksum
 
 

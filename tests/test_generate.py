@@ -4,7 +4,6 @@ of ranks, and refuses bad input with a message."""
 import contextlib
 import functools
 import io
-import json
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,8 @@ import torch
 
 from data.tokenizer import Tokenizer
 from errors import UserError
-from tests.data_samples import tokenizer
+from tests.data_samples import flip_a_bit, tokenizer
+from tests.huggingface_models import change
 from tools.export import export
 from tools.generate import __main__ as program
 from tools.generate.load_model import load_model
@@ -38,14 +38,18 @@ def written(arguments):
     return out.getvalue()
 
 
+def greedy(folder, count=40):
+    """The command's options for one greedy text."""
+    return ["--checkpoint", str(folder), "--max-new-tokens", str(count), "--temperature", "0"]
+
+
 def tokens_after(arguments, prompt):
     """The tokens of a prompt, and those that the model generates after it."""
     options = program.parse(arguments)
     loaded = load_model(options.checkpoint, torch.float32, "cpu")
-    tokens = loaded.encode(prompt)
-    count, greedy = options.max_new_tokens, Sampling(temperature=0)
-    num_tokens = loaded.tokenizer.vocab_size
-    new = generate(loaded.model, [tokens], count, greedy, loaded.stop, num_tokens=num_tokens)
+    tokens, sampling = loaded.encode(prompt), Sampling(options.temperature)
+    num_tokens, count = loaded.tokenizer.vocab_size, options.max_new_tokens
+    new = generate(loaded.model, [tokens], count, sampling, loaded.stop, num_tokens=num_tokens)
     return tokens, [token for (token,) in new]
 
 
@@ -79,10 +83,11 @@ def foreign(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("foreign")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
-    ends = {"bos_token_id": tokenizer().bos_id, "eos_token_id": [tokenizer().eos_id, 300]}
-    config = LlamaConfig(vocab_size=tokenizer().vocab_size + 21, **sizes, **heads, **ends)
+    config = LlamaConfig(
+        vocab_size=tokenizer().vocab_size + 21, hidden_size=32, intermediate_size=48,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2,
+        bos_token_id=tokenizer().bos_id, eos_token_id=[tokenizer().eos_id, 300],
+    )  # fmt: skip
     model = LlamaForCausalLM(config)
     model.lm_head.weight.data[tokenizer().vocab_size :] *= 3
     model.save_pretrained(folder, max_shard_size="60KB")
@@ -94,42 +99,36 @@ def foreign(tmp_path_factory):
 def test_a_hugging_face_folder_writes_what_transformers_writes(ranks, foreign, tp):
     """The tokens are those of transformers on 1 and 4 ranks; with 4 there are fewer key/value heads
     than ranks, and the vocabulary does not divide evenly. None is an id beyond the tokenizer's."""
-    arguments = ["--checkpoint", str(foreign), "--max-new-tokens", "40"]
     expected = by_transformers(foreign, "import", 40)
-    assert ranks.run(tokens_after, tp, arguments, "import") == [expected] * tp
+    assert ranks.run(tokens_after, tp, greedy(foreign), "import") == [expected] * tp
     assert max(by_transformers(foreign, "import", 40, padding=True)[1]) >= tokenizer().vocab_size
     assert len(list(foreign.glob("*.safetensors"))) > 1
 
 
 def test_an_imported_folder_stops_where_transformers_stops(ranks, foreign, tmp_path):
     """At a token of its list that is not the tokenizer's eos."""
-    folder = tmp_path / "hf"
-    shutil.copytree(foreign, folder)
+    folder = shutil.copytree(foreign, tmp_path / "hf")
     end = by_transformers(foreign, "import", 40)[1][30]
     for file in ("config.json", "generation_config.json"):
-        content = json.loads((folder / file).read_text())
-        content["eos_token_id"] = [tokenizer().eos_id, end]
-        (folder / file).write_text(json.dumps(content))
+        change(folder, file, eos_token_id=[tokenizer().eos_id, end])
     expected = by_transformers(folder, "import", 40)
     assert len(expected[1]) <= 30
     import_hf(folder, tmp_path / "imported")
-    arguments = ["--checkpoint", str(tmp_path / "imported"), "--max-new-tokens", "40"]
-    assert ranks.run(tokens_after, 1, arguments, "import") == [expected]
+    assert ranks.run(tokens_after, 1, greedy(tmp_path / "imported"), "import") == [expected]
 
 
 def test_transformers_writes_from_our_export_what_the_checkpoint_writes(ranks, saved, tmp_path):
     out = tmp_path / "exported"
     export(newest(saved / "run"), out)
     for folder in (saved / "run", out):
-        arguments = ["--checkpoint", str(folder), "--max-new-tokens", "40"]
         expected = by_transformers(out, "def f", 40)
-        assert ranks.run(tokens_after, 2, arguments, "def f") == [expected] * 2
+        assert ranks.run(tokens_after, 2, greedy(folder), "def f") == [expected] * 2
 
 
 def test_any_ranks_write_what_a_checkpoint_of_any_layout_would(ranks, saved):
     """A checkpoint of a run with tp 2 and pp 2 generates the same text from one process or two,
     from one prompt or several."""
-    folder = ["--checkpoint", str(saved / "run"), "--max-new-tokens", "30", "--temperature", "0"]
+    folder = greedy(saved / "run", 30)
     (alone,) = ranks.run(written, 1, [*folder, "--prompt", "import email"])
     assert alone.startswith("import email")
     assert ranks.run(written, 2, [*folder, "--prompt", "import email"]) == [alone, ""]
@@ -172,8 +171,7 @@ def test_every_rank_refuses_alike(refused, key):
 
 @pytest.mark.parametrize("damage", ["config.json", "model.safetensors.index.json"])
 def test_a_damaged_hugging_face_folder_is_refused(ranks, foreign, tmp_path, damage):
-    folder = tmp_path / "damaged"
-    shutil.copytree(foreign, folder)
+    folder = shutil.copytree(foreign, tmp_path / "damaged")
     (folder / damage).write_text("{")
     messages = ranks.run(written, 2, ["--checkpoint", str(folder), "--prompt", "x"])
     assert messages == [messages[0]] * 2
@@ -183,14 +181,11 @@ def test_a_damaged_hugging_face_folder_is_refused(ranks, foreign, tmp_path, dama
 def test_nothing_is_generated_from_a_damaged_checkpoint(ranks, saved, tmp_path):
     """If one byte of a weight has changed, every rank refuses to generate, with the same message as
     tools.verify."""
-    folder = tmp_path / "run"
-    shutil.copytree(newest(saved / "run"), folder)
-    arguments = ["--checkpoint", str(folder), "--prompt", "x", "--max-new-tokens", "1"]
+    folder = shutil.copytree(newest(saved / "run"), tmp_path / "run")
+    arguments = [*greedy(folder, 1), "--prompt", "x"]
     assert ranks.run(written, 2, arguments)[0].startswith("x")
     file = max(folder.glob("*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip_a_bit(file)
     messages = ranks.run(written, 2, arguments)
     assert messages == [messages[0]] * 2
     assert f"its file {file.name!r} was changed (its sha256 differs)" in messages[0]

@@ -13,23 +13,29 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from errors import UserError
-from model.config import ModelConfig
 from model.router import routers_of
-from model.transformer import Batch, Transformer
-from parallel.axes import MeshSizes
-from parallel.expert import ExpertParallel
-from parallel.layer import TensorParallel
-from parallel.mesh import build_mesh
-from parallel.parameter import weights_of
+from model.transformer import Batch
 from runtime.checkpoints.manifest import verify
-from tests.data_samples import tokenizer
-from tests.huggingface_models import CASES, SMALL, VOCAB, make_model, same_bits, save, stored
-from tests.runs import run, write_config
+from tests.data_samples import flip_a_bit, tokenizer
+from tests.huggingface_models import (
+    CASES,
+    SMALL,
+    VOCAB,
+    change,
+    load_whole,
+    make_model,
+    same_bits,
+    save,
+    stored,
+)
+from tests.runs import names, run, write_config
 from tools import export, import_hf
 from tools.huggingface.checkpoint_reader import CheckpointReader, newest
 from tools.huggingface.config import HuggingFaceConfig, parameters
 from tools.huggingface.tensor_files import INDEX, SINGLE, FolderTensors
 from tools.ranks import Ranks
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 def their_logits(
@@ -63,23 +69,15 @@ def their_logits(
 
 
 def our_logits(
-    checkpoint: str, tokens: Tensor, exact: bool, changes: dict[str, Any]
+    checkpoint: Path, tokens: Tensor, exact: bool, changes: dict[str, Any]
 ) -> tuple[Tensor, list[Tensor]]:
     """The same of the checkpoint's weights, on one rank."""
-    reader = CheckpointReader(Path(checkpoint))
-    config = ModelConfig(**(reader.trainer.model | changes))
-    mesh = build_mesh(MeshSizes(), "cpu", config.has_experts)
-    ep = ExpertParallel.of(mesh) if config.has_experts else None
-    tp = TensorParallel.of(mesh.tp, sequence_parallel=False)
-    whole = Transformer(config, range(config.num_layers), True, True, tp, ep=ep)
-    model = whole.to(torch.float64 if exact else torch.float32).to_empty(device="cpu")
+    model = load_whole(checkpoint, torch.float64 if exact else torch.float32, changes)
     chosen: list[Tensor] = []
     for _, router in routers_of(model):
         router.register_forward_hook(lambda *call: chosen.append(call[2][1].chosen))
     positions = torch.arange(tokens.shape[1]).unsqueeze(1)
     with torch.no_grad():
-        for weight in weights_of(model):
-            weight.sharded.to_local().copy_(reader.weight(weight.global_name))
         logits = model(None, Batch(tokens.T, None, positions)).transpose(0, 1).clone()
     length, rows = tokens.T.shape
     return logits, [c.unflatten(0, (length, rows)).transpose(0, 1).flatten(0, 1) for c in chosen]
@@ -105,11 +103,11 @@ def test_round_trip(
     exact = trip.has_experts
     tokens = torch.randint(VOCAB, (2, 64), generator=torch.Generator().manual_seed(1))
     theirs, they_chose = their_logits(hf, tokens, exact, monkeypatch)
-    ours, we_chose = ranks.run(our_logits, 1, str(checkpoint), tokens, exact, {})[0]
+    ours, we_chose = ranks.run(our_logits, 1, checkpoint, tokens, exact, {})[0]
     assert ours.dtype == theirs.dtype
     assert (ours - theirs).abs().max() <= (1e-13 * theirs.abs().max() if exact else 1e-5)
     assert theirs.std() > 0.1, "logits worth comparing"
-    wrong, _ = ranks.run(our_logits, 1, str(checkpoint), tokens, exact, trip.control)[0]
+    wrong, _ = ranks.run(our_logits, 1, checkpoint, tokens, exact, trip.control)[0]
     assert (wrong - theirs).abs().max() > 1e-2, "control: a wrong setting must show"
     assert len(we_chose) == len(they_chose)
     assert bool(we_chose) == trip.has_experts
@@ -141,19 +139,18 @@ def test_round_trip(
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in the format of transformers 4, written without transformers."""
-    folder = tmp_path_factory.mktemp("hf") / "llama"
-    folder.mkdir()
-    content = {"architectures": ["LlamaForCausalLM"], "rope_theta": 10_000.0}
-    (folder / "config.json").write_text(json.dumps(content | {"torch_dtype": "float32"} | SMALL))
+    folder = tmp_path_factory.mktemp("hf")
+    llama = {"architectures": ["LlamaForCausalLM"], "rope_theta": 10_000.0}
+    change(folder, "config.json", torch_dtype="float32", **llama, **SMALL)
     generator = torch.Generator().manual_seed(2)
     wanted = parameters(HuggingFaceConfig(folder).model)
     tensors = {p.theirs: torch.randn(p.shape, generator=generator) for p in wanted}
-    names = list(tensors)
-    number = {name: 1 + i * 2 // len(names) for i, name in enumerate(names)}
-    file_of = {name: f"model-0000{number[name]}-of-00002.safetensors" for name in names}
-    for file in set(file_of.values()):
-        save_file({name: tensors[name] for name in names if file_of[name] == file}, folder / file)
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
+    half = len(tensors) // 2
+    file_of = {name: FIRST if i < half else SECOND for i, name in enumerate(tensors)}
+    for file in (FIRST, SECOND):
+        of_file = {name: tensor for name, tensor in tensors.items() if file_of[name] == file}
+        save_file(of_file, folder / file)
+    change(folder, INDEX, metadata={}, weight_map=file_of)
     (folder / "tokenizer.model").write_bytes(tokenizer().model)
     return folder
 
@@ -166,15 +163,12 @@ def change_tensors(
 ) -> None:
     """Replace or remove the tensor `name` in the first file, and in the index set its file to
     `index`, or remove its entry."""
-    file = folder / "model-00001-of-00002.safetensors"
-    tensors = load_file(file)
+    tensors = load_file(folder / FIRST)
     tensors.pop(name, None)
-    save_file(tensors if tensor is None else tensors | {name: tensor}, file)
-    content = json.loads((folder / INDEX).read_text())
-    content["weight_map"].pop(name, None)
-    if index is not None:
-        content["weight_map"][name] = index
-    (folder / INDEX).write_text(json.dumps(content))
+    save_file(tensors if tensor is None else tensors | {name: tensor}, folder / FIRST)
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    weight_map.pop(name, None)
+    change(folder, INDEX, weight_map=weight_map if index is None else weight_map | {name: index})
 
 
 def only_pickles(folder: Path) -> None:
@@ -183,7 +177,7 @@ def only_pickles(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"")
 
 
-FIRST, EMBEDDING = "model-00001-of-00002.safetensors", "model.embed_tokens.weight"
+EMBEDDING = "model.embed_tokens.weight"
 DAMAGE = {
     "missing tensor": (lambda f: change_tensors(f, EMBEDDING, None), f"{EMBEDDING} is missing"),
     "extra tensor": (
@@ -218,8 +212,7 @@ def test_a_folder_that_is_not_whole_is_refused(
     hf: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture
 ) -> None:
     damage, said = DAMAGE[name]
-    copy = tmp_path / "copy"
-    shutil.copytree(hf, copy)
+    copy = Path(shutil.copytree(hf, tmp_path / "copy"))
     damage(copy)
     assert import_hf.main(["--hf", str(copy), "--out", str(tmp_path / "new" / "out")]) == 2
     error = capsys.readouterr().err
@@ -231,11 +224,9 @@ def test_a_folder_that_is_not_whole_is_refused(
 def test_what_older_folders_have_beside_is_left_out(hf: Path, tmp_path: Path) -> None:
     """Import ignores the rotary frequencies and the copy of a tied head that older folders store as
     tensors. A head that differs from the embedding is refused."""
-    folder = tmp_path / "copy"
-    shutil.copytree(hf, folder)
+    folder = Path(shutil.copytree(hf, tmp_path / "copy"))
     change_tensors(folder, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(8), FIRST)
-    content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(content | {"tie_word_embeddings": True}))
+    change(folder, "config.json", tie_word_embeddings=True)
     with pytest.raises(UserError, match=r"lm_head\.weight is not a tensor of this model"):
         import_hf.import_hf(folder, tmp_path / "out")
     change_tensors(folder, EMBEDDING, FolderTensors(folder).tensor("lm_head.weight").clone(), FIRST)
@@ -259,19 +250,16 @@ def test_commands(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert stated["max_position_embeddings"] == SMALL["max_position_embeddings"]
     ends = json.loads((out / "generation_config.json").read_text())
     assert ends == {"bos_token_id": 1, "eos_token_id": 2}
-    for command, *again in (
-        (import_hf.main, "--hf", str(hf)),
-        (export.main, "--checkpoint", str(imported)),
-    ):
-        assert command([*again, "--out", str(out)]) == 2
-        assert "--out = " in capsys.readouterr().err
+    assert import_hf.main(["--hf", str(hf), "--out", str(out)]) == 2
+    assert "--out = " in capsys.readouterr().err
+    assert export.main(["--checkpoint", str(imported), "--out", str(out)]) == 2
+    assert "--out = " in capsys.readouterr().err
     assert export.main(["--checkpoint", str(tmp_path), "--out", str(tmp_path / "none")]) == 2
     assert "holds no complete checkpoint" in capsys.readouterr().err
-    file = imported / SINGLE
-    file.write_bytes(file.read_bytes()[:-4] + b"flip")
+    flip_a_bit(imported / SINGLE)
     assert export.main(["--checkpoint", str(imported), "--out", str(tmp_path / "none")]) == 2
     assert "sha256 differs" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["imported", "out"]
+    assert names(tmp_path) == ["imported", "out"]
 
 
 def test_experts_of_different_dtypes_are_refused(tmp_path: Path) -> None:
@@ -286,8 +274,7 @@ def test_experts_of_different_dtypes_are_refused(tmp_path: Path) -> None:
 
 def mixtral(folder: Path) -> dict[str, Tensor]:
     """Write a folder without its tensors; return them."""
-    content = {"architectures": ["MixtralForCausalLM"]} | CASES["Mixtral"].config
-    (folder / "config.json").write_text(json.dumps(content))
+    change(folder, "config.json", architectures=["MixtralForCausalLM"], **CASES["Mixtral"].config)
     (folder / "tokenizer.model").write_bytes(tokenizer().model)
     generator = torch.Generator().manual_seed(3)
     wanted = parameters(HuggingFaceConfig(folder).model)

@@ -14,6 +14,7 @@ from data.prepare import prepare
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
 from tests.data_samples import MANY, tokenizer
+from tests.huggingface_models import change
 from tools import export
 from tools.generate.load_model import load_model
 from tools.huggingface.agreement import GENERATION, ends, generation_config
@@ -32,12 +33,6 @@ CONFIG = {
 }  # fmt: skip
 STATED = {"eos_token_id": [END, 2], "bos_token_id": 1, "pad_token_id": 0, "temperature": 0.6,
           "do_sample": True}  # fmt: skip
-
-
-def change(folder: Path, file: str, **fields: Any) -> None:
-    path = folder / file
-    content = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(content | fields))
 
 
 def build(folder: Path, **config: Any) -> Path:

@@ -12,11 +12,16 @@ import torch
 from errors import UserError
 from model.config import ModelConfig
 from model.transformer import num_parameters
-from tools.huggingface.config import HuggingFaceConfig, config_json, parameters
+from tests import huggingface_models
+from tools.huggingface.config import MODEL_TYPES, HuggingFaceConfig, config_json, parameters
+from tools.huggingface.families import LACKS, fields_of_others
 
-SMALL = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 4,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
-         "vocab_size": 800, "max_position_embeddings": 128}  # fmt: skip
+SMALL = huggingface_models.SMALL | {"architectures": ["LlamaForCausalLM"]}
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
+MIXTRAL = huggingface_models.CASES["Mixtral"].config | {"architectures": ["MixtralForCausalLM"]}
+QWEN_MOE = huggingface_models.CASES["Qwen3-MoE, a dense layer"].config | {
+    "architectures": ["Qwen3MoeForCausalLM"]
+}
 # model → (published configuration, number of parameters)
 LLAMA31 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
@@ -44,13 +49,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
                                        "rope_theta": 500000.0},
          "tie_word_embeddings": True, "vocab_size": 128256},
         1_235_814_400,
-    ),
-    "Mistral Nemo": (
-        {"architectures": ["MistralForCausalLM"], "head_dim": 128, "hidden_size": 5120,
-         "intermediate_size": 14336, "max_position_embeddings": 131072, "num_attention_heads": 32,
-         "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
-         "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 131072},
-        12_247_782_400,
     ),
     "Qwen3 0.6B": (
         {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128,
@@ -118,23 +116,17 @@ def test_versions_of_transformers_say_rope_alike(tmp_path: Path) -> None:
     old = {key: value for key, value in content.items() if not key.startswith("rope")}
     scaling, theta = content["rope_scaling"], content["rope_theta"]
     older = {"type": "llama3", **{k: v for k, v in scaling.items() if k != "rope_type"}}
-    models = []
-    for rope in (
+    ropes: list[dict[str, Any]] = [
         {"rope_scaling": scaling, "rope_theta": theta},
         {"rope_parameters": scaling | {"rope_theta": theta}},
         {"rope_scaling": older, "rope_theta": int(theta)},
-    ):
-        models.append(read(tmp_path, old | rope).model)
+    ]
+    models = [read(tmp_path, old | rope).model for rope in ropes]
     assert models == models[:1] * 3
     assert models[0].rope_scaling == (8.0, 1.0, 4.0, 8192)
     assert read(tmp_path, old).model.rope_theta == 10_000.0
 
 
-SPARSE = SMALL | {"num_experts_per_tok": 2}
-MIXTRAL = SPARSE | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
-QWEN_MOE = SPARSE | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "head_dim": 16,
-                     "moe_intermediate_size": 32, "mlp_only_layers": [0], "norm_topk_prob": True,
-                     "tie_word_embeddings": True}  # fmt: skip
 DENSE = {
     "none": ([], 1, {"feed_forward": "experts", "num_dense_layers": 0}),
     "the first": ([0, 1], 1, {"feed_forward": "experts", "num_dense_layers": 2}),
@@ -161,74 +153,59 @@ def test_which_layers_are_dense(tmp_path: Path, name: str) -> None:
 
 def test_what_older_and_newer_files_leave_out(tmp_path: Path) -> None:
     """Missing keys have the defaults of transformers, and both names of num_experts are read."""
-    qwen = QWEN_MOE
-    newer = {"num_local_experts" if key == "num_experts" else key: qwen[key] for key in qwen}
-    assert read(tmp_path, newer).model == read(tmp_path, qwen).model
+    newer = QWEN_MOE | {"num_local_experts": QWEN_MOE["num_experts"]}
+    del newer["num_experts"]
+    assert read(tmp_path, newer).model == read(tmp_path, QWEN_MOE).model
     left_out = {"num_experts", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size"}
-    model = read(tmp_path, {key: qwen[key] for key in qwen.keys() - left_out}).model
+    model = read(tmp_path, {key: QWEN_MOE[key] for key in QWEN_MOE.keys() - left_out}).model
     found = model.num_experts, model.experts_per_token, model.router, model.expert_ffn_dim
     assert found == (128, 8, "softmax", 768)
 
 
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("another model", {"architectures": ["Qwen2ForCausalLM"]},
-     "architectures = ['Qwen2ForCausalLM']"),
-    ("Qwen 2", {"architectures": ["Qwen2ForCausalLM"]}, "queries, keys and values have biases"),
-    ("Gemma 2", {"architectures": ["Gemma2ForCausalLM"]}, "soft caps of scores and logits"),
-    ("OLMo 2", {"architectures": ["Olmo2ForCausalLM"]}, "its norms follow attention"),
-    ("a new family", {"architectures": ["NewForCausalLM"], "alibi": True, "logit_scale": 2.0},
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a new family": ({"architectures": ["NewForCausalLM"], "alibi": True, "logit_scale": 2.0},
      "are supported, and they have no alibi, logit_scale"),
-    ("many new fields", {"architectures": ["New"]} | {f"field_{i}": 1 for i in range(20)},
+    "many new fields": ({"architectures": ["New"]} | {f"field_{i}": 1 for i in range(20)},
      "field_15, 12 other fields"),
-    ("no name", {"architectures": [["Llama"]]}, "architectures = [['Llama']]"),
-    ("none", {"architectures": None}, "architectures = None"),
-    ("bias", {"attention_bias": True}, "attention_bias = True"),
-    ("bias of the feed-forward", {"mlp_bias": True}, "mlp_bias = True"),
-    ("activation", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-    ("quantized", {"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}"),
-    ("its own code", {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "auto_map = "),
-    ("linear rope", {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "no name": ({"architectures": [["Llama"]]}, "architectures = [['Llama']]"),
+    "none": ({"architectures": None}, "architectures = None"),
+    "bias": ({"attention_bias": True}, "attention_bias = True"),
+    "bias of the feed-forward": ({"mlp_bias": True}, "mlp_bias = True"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}"),
+    "its own code": ({"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "auto_map = "),
+    "linear rope": ({"rope_scaling": {"type": "linear", "factor": 2.0}},
      "rope_scaling = {'type': 'linear'"),
-    ("yarn", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+    "yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
      "rope_parameters = {'rope_type': 'yarn'"),
-    ("half rotated", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-    ("half rotated, newer", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "half rotated": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    "half rotated, newer": ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
      "rope_parameters = "),
-    ("by layer", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+    "by layer": ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
      "rope_parameters = "),
-    ("window", {"architectures": ["MistralForCausalLM"], "sliding_window": 64},
-     "sliding_window = 64"),
-    ("window by default",
-     {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192},
-     "sliding_window = 4096"),
-    ("window of Qwen3",
-     {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 64},
-     "sliding_window = 64"),
-    ("layers of kinds", {"layer_types": ["full_attention", "sliding_attention"] * 2},
+    "window": (MISTRAL | {"sliding_window": 64}, "sliding_window = 64"),
+    "window by default": (MISTRAL | {"max_position_embeddings": 8192}, "sliding_window = 4096"),
+    "window of Qwen3": ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True,
+                         "sliding_window": 64}, "sliding_window = 64"),
+    "layers of kinds": ({"layer_types": ["full_attention", "sliding_attention"] * 2},
      "layer_types = "),
-    ("missing", {"hidden_size": None}, "hidden_size = None"),
-    ("text for a number", {"vocab_size": "800"}, "vocab_size = '800'"),
-    ("half a scaling", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+    "missing": ({"hidden_size": None}, "hidden_size = None"),
+    "text for a number": ({"vocab_size": "800"}, "vocab_size = '800'"),
+    "half a scaling": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
      "rope_scaling.low_freq_factor = None"),
-    ("heads", {"num_key_value_heads": 3}, "model.num_kv_heads = 3"),
-    ("OLMoE", MIXTRAL | {"architectures": ["OlmoeForCausalLM"]}, "over all heads together"),
-    ("DeepSeek-V2", MIXTRAL | {"architectures": ["DeepseekV2ForCausalLM"]}, "latent"),
-    ("DeepSeek-V3", MIXTRAL | {"architectures": ["DeepseekV3ForCausalLM"]}, "latent"),
-    ("gpt-oss", MIXTRAL | {"architectures": ["GptOssForCausalLM"]}, "biases"),
-    ("Qwen2-MoE", MIXTRAL | {"architectures": ["Qwen2MoeForCausalLM"]},
-     "a gate on the shared expert"),
-    ("window of Mixtral", MIXTRAL | {"sliding_window": 64}, "sliding_window = 64"),
-    ("no experts", MIXTRAL | {"num_local_experts": 0}, "model.num_experts = 0"),
-    ("too many chosen", MIXTRAL | {"num_experts_per_tok": 9}, "model.experts_per_token = 9"),
-    ("text for a number of experts", MIXTRAL | {"num_local_experts": "8"},
+    "heads": ({"num_key_value_heads": 3}, "model.num_kv_heads = 3"),
+    "window of Mixtral": (MIXTRAL | {"sliding_window": 64}, "sliding_window = 64"),
+    "no experts": (MIXTRAL | {"num_local_experts": 0}, "model.num_experts = 0"),
+    "too many chosen": (MIXTRAL | {"num_experts_per_tok": 9}, "model.experts_per_token = 9"),
+    "text for a number of experts": (MIXTRAL | {"num_local_experts": "8"},
      "num_local_experts = '8'"),
-]  # fmt: skip
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "change", "said"), REFUSED, ids=[name for name, *_ in REFUSED])
-def test_what_would_be_another_model_is_refused(
-    tmp_path: Path, name: str, change: dict[str, Any], said: str
-) -> None:
+@pytest.mark.parametrize("name", [*REFUSED, *LACKS])
+def test_what_would_be_another_model_is_refused(tmp_path: Path, name: str) -> None:
+    """`LACKS` says of a family that is known what it has and ours lack."""
+    change, said = REFUSED.get(name) or ({"architectures": [name]}, LACKS[name])
     with pytest.raises(UserError) as refusal:
         read(tmp_path, SMALL | change)
     assert said in str(refusal.value)
@@ -250,8 +227,7 @@ NOT_EXPORTED: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_what_their_models_lack_is_not_exported(tmp_path: Path, name: str) -> None:
     """Control: without the change, the model is exported, and keys of training are free."""
     changes, key, remedy = NOT_EXPORTED[name]
-    model = read(tmp_path, QWEN_MOE).model
-    model = dataclasses.replace(model, num_dense_layers=0)
+    model = dataclasses.replace(read(tmp_path, QWEN_MOE).model, num_dense_layers=0)
     free = {"router_aux_weight": 0.5, "router_z_weight": 0.5}
     assert parameters(dataclasses.replace(model, **free)) == parameters(model)
     for refuse in (parameters, written):
@@ -262,17 +238,13 @@ def test_what_their_models_lack_is_not_exported(tmp_path: Path, name: str) -> No
 
 
 def test_a_window_that_hides_nothing_is_none(tmp_path: Path) -> None:
-    content = SMALL | {"architectures": ["MistralForCausalLM"], "sliding_window": 128}
-    assert read(tmp_path, content).max_length == 128
+    assert read(tmp_path, SMALL | MISTRAL | {"sliding_window": 128}).max_length == 128
 
 
 def test_known_families_and_fields_are_those_of_transformers() -> None:
     """A family's name is the class of transformers, and the configurations of the families that are
     supported have no field that would be called unknown."""
     import transformers
-
-    from tools.huggingface.config import MODEL_TYPES
-    from tools.huggingface.families import LACKS, fields_of_others
 
     assert [name for name in LACKS if not hasattr(transformers, name)] == []
     for kind in MODEL_TYPES.values():

@@ -1,9 +1,7 @@
 """What a text says cannot become a control token, and text that a tokenizer does not keep is
 counted. SentencePiece is the reference for tokenizer.json files made from its models."""
 
-import io
 import json
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -15,31 +13,22 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from data.prepare import Encoded, _SplitWriter
-from data.sources import documents
 from data.text_kept import Kept
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
-from tests.data_samples import HOSTILE, SOURCE, tokenizer
-from tools import prepare as prepare_command
+from tests.data_samples import (
+    HOSTILE,
+    SOURCE,
+    prepare_by_command,
+    row,
+    sentencepiece_model,
+    texts_of,
+    tokenizer,
+    write,
+)
 from tools.huggingface.tokenizer import tokenizer_json
 
 STRUCTURE = "a <s>struck out</s> b<s></s><unk><pad> <0x0A>漢<0x41> <|im_end|>x"
-
-
-@cache
-def trained(model_type: str, **options: object) -> bytes:
-    """A SentencePiece model with a control token of its own."""
-    out = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(line for d in documents(SOURCE) for line in d.text.split("\n") if line),
-        model_writer=out,
-        model_type=model_type,
-        vocab_size=500,
-        minloglevel=2,
-        control_symbols=["<|im_end|>"],
-        **options,
-    )
-    return out.getvalue()
 
 
 def converted(model: bytes, folder: Path) -> bytes:
@@ -61,16 +50,17 @@ def test_a_text_is_what_sentencepiece_reads(
 ) -> None:
     """A tokenizer.json made from a SentencePiece model gives its ids, also for texts that spell
     control tokens and bytes."""
-    if model_type == "unigram":
-        model = trained(model_type, byte_fallback=byte_fallback)
-        made = converted(model, tmp_path)
-    else:
-        plain = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
-        model = trained(model_type, byte_fallback=byte_fallback, **plain)
-        made = tokenizer_json(model) or b""
+    plain = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    model = sentencepiece_model(
+        model_type,
+        byte_fallback=byte_fallback,
+        control_symbols="<|im_end|>",
+        **({} if model_type == "unigram" else plain),
+    )
+    made = tokenizer_json(model) or b"" if model_type == "bpe" else converted(model, tmp_path)
     loaded, same = Tokenizer({JSON: made}), Tokenizer({MODEL: model})
     texts = [STRUCTURE, *(HOSTILE[name] for name in ("control tokens", "byte tokens", "emoji"))]
-    texts += [document.text for document in documents(SOURCE)]
+    texts += texts_of(SOURCE)
     reference = sentencepiece.SentencePieceProcessor(model_proto=model)
     expected = reference.encode(texts)
     assert loaded.encode_batch(texts) == same.encode_batch(texts) == expected
@@ -83,57 +73,45 @@ def test_a_text_is_what_sentencepiece_reads(
     assert ({1, 2} <= set(reads)) == (model_type == "unigram")
 
 
-def word_model(pieces: dict[str, int], **options: object) -> tokenizers.Tokenizer:
-    """A BPE model that takes a whole text that is in its vocabulary, as Llama 3's does a word."""
-    made = tokenizers.Tokenizer(models.BPE(pieces, [], unk_token="<unk>", **options))
-    made.decoder = decoders.Fuse()
-    return made
-
-
 LETTERS = {letter: number for number, letter in enumerate("<s>/abcdef ")}
 ENDS = {"<s>": 20, "</s>": 21, "<unk>": 22}
-
-
-def special(made: tokenizers.Tokenizer, **flags: bool) -> bytes:
-    made.add_special_tokens([AddedToken(name, **flags) for name in ENDS])
-    return made.to_str().encode()
-
-
-def not_special() -> bytes:
-    content = json.loads(special(word_model(LETTERS | ENDS)))
-    for token in content["added_tokens"]:
-        token["special"] = False
-    return json.dumps(content).encode()
-
-
-def lowered() -> bytes:
-    made = tokenizers.Tokenizer(models.WordLevel(LETTERS | ENDS, unk_token="<unk>"))
-    made.normalizer = normalizers.Lowercase()
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return special(made, normalized=True, lstrip=True, single_word=True)
-
-
-def in_vocabulary(model: models.Model) -> bytes:
-    """The control tokens are only in the model's vocabulary, not among the added ones."""
-    made = tokenizers.Tokenizer(model)
-    made.pre_tokenizer, made.decoder = pre_tokenizers.WhitespaceSplit(), decoders.Fuse()
-    return made.to_str().encode()
-
-
-WORDS = LETTERS | ENDS | {"</": 11, "</s": 12, "##s": 13}
-PIECES = {i: piece for piece, i in WORDS.items()}
+WORDS = LETTERS | ENDS
+PARTS = WORDS | {"</": 11, "</s": 12, "##s": 13}
+NAMES = {number: piece for piece, number in PARTS.items()}
+UNIGRAM = [(NAMES.get(number, f"<{number}>"), -1.0) for number in range(23)]
 MERGES = [("<", "/"), ("</", "s"), ("</s", ">")]
+
+
+def made(model: models.Model, *, split: bool = True, lower: bool = False, **added: bool) -> bytes:
+    """A tokenizer.json whose control tokens are only in the model's vocabulary, or, with flags in
+    `added`, among the added tokens too."""
+    built = tokenizers.Tokenizer(model)
+    built.decoder = decoders.Fuse()
+    if split:
+        built.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if lower:
+        built.normalizer = normalizers.Lowercase()
+    if added:
+        built.add_tokens([AddedToken(name, **added) for name in ENDS])
+    return built.to_str().encode()
+
+
 KINDS = {
-    "BPE": in_vocabulary(models.BPE(WORDS, MERGES, unk_token="<unk>")),
-    "WordLevel": in_vocabulary(models.WordLevel(WORDS, unk_token="<unk>")),
-    "WordPiece": in_vocabulary(models.WordPiece(WORDS, unk_token="<unk>")),
-    "Unigram": in_vocabulary(
-        models.Unigram([(PIECES.get(i, f"<{i}>"), -1.0) for i in range(23)], 22, False)
+    "BPE": made(models.BPE(PARTS, MERGES, unk_token="<unk>")),
+    "WordLevel": made(models.WordLevel(PARTS, unk_token="<unk>")),
+    "WordPiece": made(models.WordPiece(PARTS, unk_token="<unk>")),
+    "Unigram": made(models.Unigram(UNIGRAM, 22, False)),
+    "a whole text in the vocabulary": made(  # it takes that, as Llama 3's does a word
+        models.BPE(WORDS, [], unk_token="<unk>", ignore_merges=True), split=False, special=True
     ),
-    "a whole text in the vocabulary": special(word_model(LETTERS | ENDS, ignore_merges=True)),
-    "ends that are not special": not_special(),
-    "normalized, whole words": lowered(),
-}
+    "ends that are not special": made(
+        models.BPE(WORDS, [], unk_token="<unk>"), split=False, special=False, normalized=False
+    ),
+    "normalized, whole words": made(
+        models.WordLevel(WORDS, unk_token="<unk>"), lower=True,
+        special=True, normalized=True, lstrip=True, single_word=True,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,7 +133,7 @@ def test_no_kind_of_model_finds_control_tokens_in_a_text(kind: str) -> None:
 def test_an_eos_that_texts_may_contain_is_refused() -> None:
     """SentencePiece itself says that a model whose `</s>` is a token for texts has no eos."""
     with pytest.raises(UserError, match="no eos token"):
-        Tokenizer({MODEL: trained("bpe", user_defined_symbols="</s>")})
+        Tokenizer({MODEL: sentencepiece_model(user_defined_symbols="</s>")})
 
 
 def test_no_control_token_is_written_into_a_document(tmp_path: Path) -> None:
@@ -195,7 +173,12 @@ def normalizing() -> bytes:
 
 # tokenizer → unknown tokens, changed documents of three, what TEXT becomes
 LOSSES = {
-    "unknown": ({MODEL: trained("unigram")}, 4, 2, "A \u2047  costs 5  \u2047   \u2047 "),
+    "unknown": (
+        {MODEL: sentencepiece_model("unigram")},
+        4,
+        2,
+        "A \u2047  costs 5  \u2047   \u2047 ",
+    ),
     "dropped": ({JSON: dropping()}, 0, 2, "A costs 5   !"),
     "normalized": ({JSON: normalizing()}, 0, 2, TEXT.lower()),
     "kept": ({MODEL: tokenizer().model}, 0, 0, ""),
@@ -207,16 +190,11 @@ def test_text_that_is_not_kept_is_counted(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     files, unknown, changed, became = LOSSES[name]
-    rows = [{"text": TEXT}, {"text": "\uff21"}, {"text": "abc def"}]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "files").mkdir()
-    for file, content in files.items():
-        (tmp_path / "files" / file).write_bytes(content)
-    command = ["--source", str(tmp_path / "a.jsonl"), "--tokenizer", str(tmp_path / "files")]
-    command += ["--out", str(tmp_path / "out"), "--workers", "1", "--heldout-fraction", "0"]
-    assert prepare_command.main(command) == 0
+    write(tmp_path, {"a.jsonl": row(TEXT) + row("\uff21") + row("abc def")})
+    folder, out = write(tmp_path / "files", files), tmp_path / "out"
+    assert prepare_by_command(tmp_path / "a.jsonl", folder, out, "--heldout-fraction", "0") == 0
     said = capsys.readouterr().out
-    index = json.loads((tmp_path / "out" / "index.json").read_text())
+    index = json.loads((out / "index.json").read_text())
     if not changed:
         assert "text_not_kept" not in index
         assert "does not keep" not in said
@@ -233,10 +211,8 @@ def test_a_tokenizer_that_has_no_tokens_for_a_text_is_refused(
     """Also where a worker process finds it. A machine without memory is no tokenizer's fault."""
     made = tokenizers.Tokenizer(models.Unigram([("a", -1.0)], None, byte_fallback=False))
     made.add_special_tokens(["<s>", "</s>"])
-    (tmp_path / JSON).write_text(made.to_str())
-    (tmp_path / "a.txt").write_text(TEXT)
-    command = ["--source", str(tmp_path / "a.txt"), "--tokenizer", str(tmp_path / JSON)]
-    assert prepare_command.main([*command, "--out", str(tmp_path / "out"), "--workers", "1"]) == 2
+    write(tmp_path, {JSON: made.to_str(), "a.txt": TEXT})
+    assert prepare_by_command(tmp_path / "a.txt", tmp_path / JSON, tmp_path / "out") == 2
     assert "it cannot encode a text: " in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     loaded = Tokenizer.load(tmp_path / JSON)

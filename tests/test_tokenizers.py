@@ -3,7 +3,6 @@ file. Prepared data and checkpoints keep all of a tokenizer's files."""
 
 import base64
 import hashlib
-import io
 import json
 import shutil
 from functools import cache
@@ -11,22 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sentencepiece
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from data.config import DataConfig
 from data.dataset import open_data
 from data.prepare import prepare
-from data.sources import documents
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
 from runtime.checkpoints.manifest import read_manifest
-from tests.data_samples import HOSTILE, MANY, SOURCE, tokenizer
+from tests.data_samples import (
+    HOSTILE,
+    MANY,
+    SOURCE,
+    prepare_by_command,
+    sentencepiece_model,
+    texts_of,
+    tokenizer,
+)
 from tests.runs import train_run, write_config
-from tools import prepare as prepare_command
 from tools.huggingface.checkpoint_reader import newest
-from tools.huggingface.tokenizer import huggingface_files, tokenizer_json
+from tools.huggingface.tokenizer import huggingface_files
 from tools.ranks import Ranks
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
@@ -42,7 +46,7 @@ def llama3() -> bytes:
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator((document.text for document in documents(SOURCE)), trainer)
+    made.train_from_iterator(texts_of(SOURCE), trainer)
     made.add_special_tokens([BOS, EOS, "<|eot_id|>"])
     made.add_tokens([AddedToken("<think>", special=False)])
     made.post_processor = processors.TemplateProcessing(
@@ -67,39 +71,42 @@ def folder(tmp_path: Path) -> Path:
     return write(tmp_path / "llama3", CONFIG)
 
 
-def test_bos_begins_a_prompt_as_the_tokenizer_s_configuration_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("processor", "told", "expected"),
+    [(True, None, True), (False, None, False), (True, False, False), (False, True, True)],
+    ids=["processor", "no processor", "told not to", "told to"],
+)
+def test_bos_begins_a_prompt_as_the_tokenizer_s_configuration_says(
+    tmp_path: Path, processor: bool, told: bool | None, expected: bool
+) -> None:
     """A prompt begins with bos if add_bos_token says so, or without that key if the post-processor
-    adds it (transformers 5 considers only the latter). With our own tokenizers it always does, as
-    in training, unless add_bos_token is false."""
-    processed, plain = json.loads(llama3()), json.loads(llama3())
-    plain["post_processor"] = None
-    cases = {  # tokenizer.json, add_bos_token → whether bos begins
-        "processor": (processed, None, True),
-        "no processor": (plain, None, False),
-        "told not to": (processed, False, False),
-        "told to": (plain, True, True),
-    }
-    for name, (content, told, expected) in cases.items():
-        folder = write(tmp_path / name, CONFIG | ({} if told is None else {"add_bos_token": told}))
-        (folder / JSON).write_text(json.dumps(content))
-        found = Tokenizer.load(folder)
-        assert found.adds_bos == expected, name
-        assert found.bos_id >= 0
-        assert found.encode("a") == Tokenizer({JSON: llama3()}).encode("a")  # without bos
-    assert tokenizer().adds_bos
-    told = (json.dumps({"add_bos_token": False})).encode()
-    assert not Tokenizer({MODEL: tokenizer().model, "tokenizer_config.json": told}).adds_bos
-    assert (
-        Tokenizer({MODEL: tokenizer().model, "tokenizer_config.json": told}).sha256
-        == tokenizer().sha256
-    )
+    adds it (transformers 5 considers only the latter)."""
+    content = json.loads(llama3())
+    if not processor:
+        content["post_processor"] = None
+    config = CONFIG if told is None else CONFIG | {"add_bos_token": told}
+    found = Tokenizer.load(write(tmp_path, config, tokenizer=json.dumps(content)))
+    assert found.adds_bos == expected
+    assert found.bos_id >= 0
+    assert found.encode("a") == Tokenizer({JSON: llama3()}).encode("a")  # without bos
 
 
+def test_our_own_tokenizer_adds_bos_unless_told_not_to() -> None:
+    told = b'{"add_bos_token": false}'
+    other = Tokenizer({MODEL: tokenizer().model, "tokenizer_config.json": told})
+    assert (tokenizer().adds_bos, other.adds_bos) == (True, False)
+    assert other.sha256 == tokenizer().sha256
+
+
+@pytest.mark.parametrize("file", [JSON, MODEL])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_text_is_kept(folder: Path, name: str) -> None:
-    loaded, text = Tokenizer.load(folder), HOSTILE[name]
-    assert loaded.decode(loaded.encode(text)) == text
-    assert loaded.encode_batch([text, "x"]) == [loaded.encode(text), loaded.encode("x")]
+def test_text_is_kept(folder: Path, name: str, file: str) -> None:
+    loaded, text = Tokenizer.load(folder) if file == JSON else tokenizer(), HOSTILE[name]
+    ids = loaded.encode(text)
+    assert loaded.decode(ids) == text
+    assert loaded.encode_batch([text, "x"]) == [ids, loaded.encode("x")]
+    assert all(0 <= token < loaded.vocab_size for token in ids)
+    assert not {loaded.unk_id, loaded.bos_id, loaded.eos_id} & set(ids)
 
 
 def test_ids_and_roles(folder: Path) -> None:
@@ -159,11 +166,8 @@ def test_who_says_what_begins_and_ends(
         (lambda f: write(f, CONFIG | {"eos_token": "<end>"}), "no token '<end>'"),
         (lambda f: (f / "tokenizer_config.json").write_text("{"),
          "tokenizer_config.json beside it is not JSON"),
-        (lambda f: (f / JSON).write_text("{}"), "not a readable tokenizer.json"),
-        (lambda f: (f / JSON).unlink(), "neither tokenizer.model nor tokenizer.json"),
-        (lambda f: (f / MODEL).write_text("junk"), "this is not a SentencePiece model"),
     ],
-    ids=["no eos", "unknown eos", "no JSON beside", "no tokenizer", "no file", "no SentencePiece"],
+    ids=["no eos", "unknown eos", "no JSON beside"],
 )  # fmt: skip
 def test_what_cannot_be_used_is_refused(folder: Path, change: Any, said: str) -> None:
     change(folder)
@@ -196,31 +200,15 @@ def test_the_file_chooses_and_the_digest_covers_what_decides(folder: Path, tmp_p
     )
 
 
-def test_llama_2s_kind_of_sentencepiece() -> None:
+@pytest.mark.parametrize("text", ["def f():\n    return '漢字'\n", "  x", "a"])
+def test_llama_2s_kind_of_sentencepiece(text: str) -> None:
     """A SentencePiece model that adds a space before each text, as Llama 2's, reproduces texts
-    without that space, also after conversion to tokenizer.json."""
-    out = io.BytesIO()
-    texts = [line for document in documents(SOURCE) for line in document.text.split("\n")]
-    options = {
-        "byte_fallback": True,
-        "normalization_rule_name": "identity",
-        "remove_extra_whitespaces": False,
-    }
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts),
-        model_writer=out,
-        model_type="bpe",
-        vocab_size=600,
-        minloglevel=2,
-        **options,
+    without that space."""
+    model = sentencepiece_model(
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False
     )
-    loaded = Tokenizer({MODEL: out.getvalue()})
-    for text in ("def f():\n    return '漢字'\n", "  x", "a"):
-        assert loaded.decode([loaded.bos_id, *loaded.encode(text), loaded.eos_id]) == text
-    made = tokenizer_json(loaded.model)
-    assert made is not None
-    other = Tokenizer({JSON: made})
-    assert other.encode_batch(texts) == loaded.encode_batch(texts)
+    loaded = Tokenizer({MODEL: model})
+    assert loaded.decode([loaded.bos_id, *loaded.encode(text), loaded.eos_id]) == text
 
 
 # --- in data and checkpoints ----------------------------------------------------------------------
@@ -232,23 +220,18 @@ def test_prepare_with_a_tokenizer_json(
     """The command prepares data with a tokenizer.json in several processes, and the prepared folder
     contains all files of the tokenizer."""
     out = tmp_path / "out"
-    arguments = ["--source", MANY, "--tokenizer", str(folder / JSON), "--out", str(out),
-                 "--workers", "2"]  # fmt: skip
-    assert prepare_command.main(arguments) == 0, capsys.readouterr().err
+    said = prepare_by_command(MANY, folder / JSON, out, "--workers", "2")
+    assert said == 0, capsys.readouterr().err
     loaded = Tokenizer.load(out)
     assert loaded.files == Tokenizer.load(folder).files
-    data = open_data(
-        DataConfig(str(out), tokenizer=str(folder / JSON), document_mask=True), "train"
-    )
+    config = DataConfig(str(out), tokenizer=str(folder / JSON), document_mask=True)
+    data = open_data(config, "train")
     assert (data.vocab_size, data.bos_id, data.tokenizer_path) == (504, 500, out / JSON)
     source = data.sources[0]
     starts = source.document_starts(0)
     first = source.window(int(starts[0]), int(starts[1])).tolist()
     assert (first[0], first[-1]) == (500, 501)
-    assert loaded.decode(first) in {document.text for document in documents(MANY)}
-    other = write(tmp_path / "other", CONFIG | {"eos_token": "<|eot_id|>"})
-    with pytest.raises(UserError, match="another tokenizer"):
-        open_data(DataConfig(str(out), tokenizer=str(other)), "train")
+    assert loaded.decode(first) in texts_of(MANY)
 
 
 def test_documents_without_bos(tmp_path: Path) -> None:
@@ -266,17 +249,13 @@ def test_documents_without_bos(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_takes_it_along(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
-    """A checkpoint contains all files of the tokenizer with their checksums. The model may have a
+    """A checkpoint contains all files of the tokenizer with their checksums. The model may have
     more rows than the tokenizer has tokens, not fewer."""
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     data = tmp_path / "data"
     prepare(MANY, Tokenizer.load(folder), data)
-    sections = {
-        "train": {"steps": 1},
-        "checkpoint": {"interval": 1},
-        "model": {"num_layers": 1, "vocab_size": 600},
-    }
-    config = write_config(tmp_path, data, **sections)
+    model, steps = {"num_layers": 1, "vocab_size": 600}, {"steps": 1}
+    config = write_config(tmp_path, data, model=model, train=steps, checkpoint={"interval": 1})
     assert ranks.run(train_run, 1, [config]) == [""]
     checkpoint = newest(tmp_path / "run")
     loaded = Tokenizer.load(checkpoint)
@@ -290,32 +269,28 @@ def test_a_checkpoint_takes_it_along(folder: Path, ranks: Ranks, tmp_path: Path)
 # --- for Hugging Face's tools ---------------------------------------------------------------------
 
 
+def theirs_of(ours: Tokenizer, folder: Path) -> Any:
+    """What transformers loads from the files that we write to `folder`."""
+    from transformers import AutoTokenizer
+
+    for name, content in huggingface_files(ours, 100_000).items():
+        (folder / name).write_bytes(content)
+    return AutoTokenizer.from_pretrained(folder)
+
+
 def test_our_sentencepiece_as_tokenizer_json(tmp_path: Path) -> None:
     """Our SentencePiece model converted to tokenizer.json gives the same ids in the tokenizers
     library, in transformers and here."""
-    from transformers import AutoTokenizer
-
-    files = huggingface_files(tokenizer(), 100_000)
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
-    )
-    texts = [document.text for document in documents(MANY)] + [
-        text for text in HOSTILE.values() if "\u2581" not in text
-    ]
+    texts = texts_of(MANY) + [text for text in HOSTILE.values() if "\u2581" not in text]
     expected = tokenizer().encode_batch(texts)
+    theirs = theirs_of(tokenizer(), tmp_path)
     other = Tokenizer.load(tmp_path / JSON)
     assert other.encode_batch(texts) == expected
     assert (other.bos_id, other.eos_id, other.vocab_size) == (1, 2, tokenizer().vocab_size)
     assert [other.decode(ids) for ids in expected] == texts
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    # transformers reads </s> in a text as a control token
-    plain = [index for index, text in enumerate(texts) if "</s>" not in text]
-    assert [theirs.encode(texts[index]) for index in plain] == [
-        [1, *expected[index]] for index in plain
-    ]
-    assert [theirs.decode(expected[index]) for index in plain] == [texts[index] for index in plain]
+    for text, ids in zip(texts, expected, strict=True):
+        if "</s>" not in text:  # transformers reads it as a control token
+            assert (theirs.encode(text), theirs.decode(ids)) == ([1, *ids], text)
 
 
 RECORDED = json.loads((Path(__file__).parent / "fixtures" / "llama_cpp.json").read_text())
@@ -325,15 +300,11 @@ RECORDED = json.loads((Path(__file__).parent / "fixtures" / "llama_cpp.json").re
 def test_other_programs_read_the_tokens_that_were_trained(name: str, tmp_path: Path) -> None:
     """transformers and llama.cpp read from an export the ids with which the model was trained: the
     fixture has those of llama.cpp, and the commands that made them."""
-    from transformers import AutoTokenizer
-
     recorded = RECORDED["models"][name]
     ours = Tokenizer({MODEL: base64.b64decode(recorded["model"])})
     expected = [[ours.bos_id, *ids] for ids in ours.encode_batch(RECORDED["texts"])]
     assert recorded["tokens"] == expected
-    for file, content in huggingface_files(ours, 100_000).items():
-        (tmp_path / file).write_bytes(content)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    theirs = theirs_of(ours, tmp_path)
     for text, ids in zip(RECORDED["texts"], expected, strict=True):
         if "</s>" not in text:  # transformers reads control tokens in texts
             assert theirs.encode(text) == ids, text
@@ -346,16 +317,10 @@ def test_other_programs_read_the_tokens_that_were_trained(name: str, tmp_path: P
 
 def test_what_a_tokenizer_config_lacks_is_written(tmp_path: Path) -> None:
     """Also beside a tokenizer_config.json that is there, which keeps what it says."""
-    from transformers import AutoTokenizer
-
     given = {"chat_template": "{{ messages }}", "add_bos_token": False, "model_max_length": 7}
     told = {"tokenizer_config.json": json.dumps(given).encode()}
-    for file, content in huggingface_files(
-        Tokenizer({MODEL: tokenizer().model, **told}), 9
-    ).items():
-        (tmp_path / file).write_bytes(content)
+    theirs = theirs_of(Tokenizer({MODEL: tokenizer().model, **told}), tmp_path)
     assert given.items() <= json.loads((tmp_path / "tokenizer_config.json").read_text()).items()
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.encode("def f") == tokenizer().encode("def f")
     assert (theirs.bos_token_id, theirs.eos_token_id, theirs.unk_token_id) == (1, 2, 0)
 
@@ -363,18 +328,8 @@ def test_what_a_tokenizer_config_lacks_is_written(tmp_path: Path) -> None:
 def test_a_model_that_no_tokenizer_json_can_be_is_left_as_it_is() -> None:
     """A SentencePiece model that normalises text is not converted to tokenizer.json, because a
     probe finds that the result would differ."""
-    out = io.BytesIO()
-    texts = (document.text for document in documents(SOURCE))
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=texts,
-        model_writer=out,
-        model_type="bpe",
-        vocab_size=400,
-        minloglevel=2,
-        byte_fallback=True,
-    )
-    files = huggingface_files(Tokenizer({MODEL: out.getvalue()}), 32)
-    assert list(files) == [MODEL]
+    ours = Tokenizer({MODEL: sentencepiece_model(byte_fallback=True)})
+    assert list(huggingface_files(ours, 32)) == [MODEL]
 
 
 def test_files_that_were_there_stay(folder: Path) -> None:
