@@ -161,26 +161,6 @@ def test_a_packed_window_is_its_documents_alone(ranks, name):
         assert min(distances) > 1e-3
 
 
-def logits_of(*batches):
-    model = small_model(Case(MeshSizes()))
-    with torch.no_grad():
-        return [model(None, packed(tokens)) for tokens in batches]
-
-
-@pytest.mark.parametrize(("row", "column"), [(0, 1), (0, 5), (1, 3), (1, 9)])
-def test_a_token_matters_in_its_own_document_alone(ranks, row, column):
-    """Changing a token changes the logits from its position to the end of its document, and no
-    others, bit for bit."""
-    tokens = window("two sequences")
-    changed = tokens.clone()
-    changed[row, column] += 100
-    ((before, after),) = ranks.run(logits_of, 1, tokens, changed)
-    touched = torch.zeros(S, 2, dtype=torch.bool)
-    end = next(b for a, b in documents_of(tokens[row]) if a <= column < b)
-    touched[column:end, row] = True
-    assert torch.equal((before != after).any(dim=-1), touched)
-
-
 # --- every layout ---------------------------------------------------------------------------------
 
 

@@ -97,7 +97,7 @@ def torch_adamw(state, steps, dtype, max_norm=1.0, fused=False):
 # --- the update -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+@pytest.mark.parametrize("max_norm", [0.0, 1.0, 1e3], ids=["no limit", "clipped", "within"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.float64, 1e-14)])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_three_steps_are_torchs_in_float64(kernels, dtype, bound, max_norm):
@@ -158,10 +158,18 @@ def test_gradients_may_start_anywhere_and_have_any_strides(dtype):
         assert same(aligned.tensors(), other.tensors())
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_without_gradients_only_decay_changes_weights(kernels):
+    """A norm of zero is no denominator."""
+    state = State(torch.float64)
+    expected = [p * (1 - RATES.lr * decay) for p, decay in zip(state.p, DECAYS, strict=True)]
+    state.update([torch.zeros_like(p) for p in state.p], kernels)
+    assert worst(state.p, expected) < 1e-15
+
+
 @triton
 def test_a_table_of_unlike_tensors_is_refused():
-    """Tables of tensors with other sizes, dtypes or strides are refused, because the kernel trusts
-    its table."""
+    """Of other sizes, dtypes or strides, because the kernel trusts its table."""
     a, b = torch.zeros(4), torch.zeros(4, dtype=torch.float64)
     for lists in ([[a, b]], [[a], [torch.zeros(5)]], [[torch.zeros(4, 2)[:, 0]]]):
         with pytest.raises(AssertionError):

@@ -13,14 +13,13 @@ from model.config import RopeScaling
 from model.initialise import draw_rows
 from model.kernels.rotary import rotate
 from model.positions import Rotary, rotary_angles
-from model.transformer import Batch, num_parameters
+from model.transformer import num_parameters
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from parallel.parameter import Constant, Normal, weights_of
-from tests.parity_tiers import agrees
 from tools.parity import reference
 from tools.parity.cases import Case
-from tools.parity.run import global_batch, reference_model
+from tools.parity.run import reference_model
 from training.build import build_stages
 
 
@@ -75,31 +74,6 @@ def test_draws_have_their_standard_deviation_and_no_mean():
     drawn = draw_rows("x", (512, 512), range(512), 0.005, seed=0)
     assert drawn.std().item() == pytest.approx(0.005, rel=0.01)
     assert drawn.mean().abs().item() < 5 * 0.005 / 512
-
-
-def logits_of(case, tokens):
-    """Logits [S, B, V/tp] for whole sequences [B, S] on this tp rank."""
-    positions = torch.arange(tokens.shape[1]).unsqueeze(1)
-    with torch.no_grad():
-        return the_stage(case)(None, Batch(tokens.T.contiguous(), None, positions))
-
-
-@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
-def test_tp_ranks_share_key_value_heads(ranks, num_kv_heads):
-    """On more tp ranks than key/value heads, each rank uses the head of its queries."""
-    agrees(ranks, Case(MeshSizes(tp=4), num_kv_heads=num_kv_heads))
-
-
-@pytest.mark.parametrize("layout", [MeshSizes(), MeshSizes(tp=2)], ids=str)
-def test_no_position_sees_the_future(ranks, layout):
-    """Changing token 9 changes the logits from position 9 on, and no bit of those before."""
-    case = Case(layout)
-    tokens, _ = global_batch(case.vocab_size, 0)
-    changed = tokens.clone()
-    changed[:, 9] = (changed[:, 9] + 1) % case.vocab_size
-    before, after = (ranks.run(logits_of, case.world, case, t)[0] for t in (tokens, changed))
-    assert torch.equal(before[:9], after[:9])
-    assert (before[9:] != after[9:]).flatten(1).any(dim=1).all()
 
 
 LLAMA_3_1 = RopeScaling(8.0, 1.0, 4.0, 8192)
