@@ -156,8 +156,8 @@ def test_no_length_and_no_examination_is_refused_in_a_run(wanted: str, flag: boo
                 patch.object(attention_choice, "load_flash3") as load,
             ):
                 mask = make_mask(positions, *about)
-            name = {CUDNN.run: "cudnn", FLASH2.run: "flash"}[mask.dense]
-            found[length, repeats] = "flash3" if load.called else name.replace("flash", "flash2")
+            flash = "flash3" if load.called else "flash2"
+            found[length, repeats] = {CUDNN.run: "cudnn", FLASH2.run: flash}[mask.dense]
     finally:
         torch.use_deterministic_algorithms(before)
     others = {"cudnn": "flash3", "flash2": "flash2", "flash3": "flash3"}[wanted]
@@ -171,12 +171,9 @@ def test_no_length_and_no_examination_is_refused_in_a_run(wanted: str, flag: boo
 
 def inputs(call: Call, device: str = "meta", length: int = 0) -> list[torch.Tensor]:
     """q [S, 1, 4, E], k and v [S, 1, 2, E]."""
-    length = length or call.length
-    return [
-        torch.randn(length, 1, heads, call.head_dim, dtype=call.dtype, device=device)
-        .requires_grad_()
-        for heads in (4, 2, 2)
-    ]  # fmt: skip
+    shapes = [(length or call.length, 1, heads, call.head_dim) for heads in (4, 2, 2)]
+    of = {"dtype": call.dtype, "device": device, "requires_grad": True}
+    return [torch.randn(shape, **of) for shape in shapes]
 
 
 @pytest.mark.parametrize(
@@ -208,9 +205,8 @@ def test_the_operator_that_runs_is_the_chosen_one(
         y.sum().backward()
     assert y.shape == q.shape
     assert [t.grad.shape for t in (q, k, v)] == [t.shape for t in (q, k, v)]
-    dense, packed = (*chosen.operators, None, None)[:2]
-    expected = packed if call.packed and chosen.packs else dense
-    assert seen.attention() == ([] if expected is None else [expected])
+    at = 1 if call.packed and chosen.packs else 0
+    assert seen.attention() == list(chosen.operators[at : at + 1])
 
 
 class Attending(nn.Module):
@@ -281,16 +277,15 @@ def test_the_cpu_computes_as_before(dtype: torch.dtype, biased: bool) -> None:
     with Operators() as seen:
         y = mask(q, k, v)
     assert set(ON_CPU.operators) <= set(seen.found)
-    heads_first = [t.permute(1, 2, 0, 3) for t in (q, k, v)]
+    q, k, v, y = (t.permute(1, 2, 0, 3) for t in (q, k, v, y))  # heads first
     expected = torch.nn.functional.scaled_dot_product_attention(
-        *heads_first, attn_mask=bias, is_causal=not biased, enable_gqa=True
-    ).permute(2, 0, 1, 3)
+        q, k, v, attn_mask=bias, is_causal=not biased, enable_gqa=True
+    )
     assert torch.equal(y, expected)
-    assert torch.equal(y, by_torch(*heads_first, bias).permute(2, 0, 1, 3))
-    far = (by_math(*heads_first, bias).permute(2, 0, 1, 3) - expected).abs().max()
-    assert far < 8 * torch.finfo(dtype).eps
-    wrong = by_math(*heads_first, None if biased else scores_bias(positions, dtype, 3))
-    assert (wrong.permute(2, 0, 1, 3) - expected).abs().max() > 0.1  # control: another mask
+    assert torch.equal(y, by_torch(q, k, v, bias))
+    assert (by_math(q, k, v, bias) - expected).abs().max() < 8 * torch.finfo(dtype).eps
+    another = None if biased else scores_bias(positions, dtype, 3)
+    assert (by_math(q, k, v, another) - expected).abs().max() > 0.1  # control: another mask
 
 
 # --- flash 3 --------------------------------------------------------------------------------------

@@ -13,12 +13,11 @@ from costs.routing import Routing, check_imbalance
 from costs.seconds import Rates
 from costs.setting import Setting
 from costs.summary import flops_per_token, layer_costs, model_flops
-from costs.units import Record, Sums, Unit, unit
+from costs.units import Sums, Unit, unit
 from errors import UserError
 from hardware import H100
 from model.config import ModelConfig
 from model.transformer import num_active_parameters, num_parameters
-from parallel.memory import GRADIENTS
 from training.load_config import load_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -33,13 +32,6 @@ QWEN3_235B = ModelConfig(dim=4096, num_layers=94, num_heads=64, num_kv_heads=4, 
                          qk_norm=True, ffn_dim=12288, vocab_size=151936, feed_forward="experts",
                          num_experts=128, experts_per_token=8, expert_ffn_dim=1536)  # fmt: skip
 MODES = ["none", "selective", "full"]
-SETTINGS = [
-    Setting(SMALL, LONG),
-    Setting(SMALL, LONG, micro_batch_size=3, ep=8, ep_rank=5),
-    Setting(SMALL, LONG, tp=2, cp=2, ep=4, imbalance=1.5),
-    Setting(SMALL, LONG, tp=2, ep=2, dtype=torch.float32),
-    Setting(BALANCED, LONG, tp=2, cp=2, ep=4),
-]
 
 
 def experts(setting: Setting) -> Unit:
@@ -112,6 +104,8 @@ def test_ranks_share_what_one_computes(ep: int) -> None:
     alone = model_flops(experts(Setting(SMALL, LONG)))
     of_rank = Setting(SMALL, LONG, tp=2, cp=2, ep=ep)
     assert model_flops(experts(of_rank)) == alone / 4
+    local = [w.shape for w in experts(of_rank).weights if w.spec.sharded_over == "fsdp_ep"]
+    assert {shape[0] for shape in local} == {X // ep}
     if ep > 1:
         more = model_flops(experts(replace(of_rank, imbalance=1.5))) - alone / 4
         assert more == 0.5 * 6 * 3 * D * F * K * LONG / 4
@@ -150,26 +144,18 @@ def test_experts_with_few_rows_waste_a_device() -> None:
 # --- what travels ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("imbalance", [1.0, 1.5])
-@pytest.mark.parametrize("mode", MODES)
-def test_what_is_sent_over_ep(mode: str, imbalance: float, split: bool) -> None:
-    """The table in parallel/expert.py. With full checkpointing rows and weights are sent there
-    again; deferred weight gradients send nothing."""
-    setting = Setting(SMALL, LONG, tp=2, ep=4, imbalance=imbalance, activation_checkpointing=mode)
-    record, rows = experts(setting).record(split), round(LONG // 2 * K * imbalance)
-    found = {
-        name: {call: n for call, n in phase.sends.items() if call.axis == "ep"}
-        for name, phase in record.phases.items()
-    }
+def test_what_is_sent_over_ep(imbalance: float) -> None:
+    """The table in parallel/expert.py. (test_expert_collectives.py compares a run with all of it,
+    and test_plan.py the plan with a rehearsal.)"""
+    forward = experts(Setting(SMALL, LONG, tp=2, ep=4, imbalance=imbalance)).whole.phases["forward"]
+    rows = round(LONG // 2 * K * imbalance)
+    found = {call: n for call, n in forward.sends.items() if call.axis == "ep"}
     counts, there, weights = (
         Call("ep", "all_to_all", size) for size in (8 * X, rows * D * BYTES, rows * 4)
     )
-    again = 1 if mode == "full" else 0
-    assert found["forward"] == {counts: 1, there: 2, weights: 1}
-    assert found["input" if split else "backward"] == {there: 2 + again, weights: 1 + again}
-    assert not found.get("weight")
-    sent = sum(wire_bytes(c.kind, c.bytes, 4) * n for c, n in found["forward"].items())
+    assert found == {counts: 1, there: 2, weights: 1}
+    sent = sum(wire_bytes(c.kind, c.bytes, 4) * n for c, n in found.items())
     assert sent == (8 * X + rows * (D * BYTES + 4) + rows * D * BYTES) * 3 / 4
 
 
@@ -228,29 +214,6 @@ def test_what_the_feed_forward_keeps(mode: str, imbalance: float) -> None:
         "full": routes,
     }
     assert kept == expected[mode]
-
-
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: f"ep {setting.ep}")
-def test_all_that_stays_are_gradients(setting: Setting, mode: str, split: bool) -> None:
-    """After all phases only the gradients of this rank's weights are left: of experts, X/ep."""
-    one = experts(replace(setting, activation_checkpointing=mode))
-    assert left(one.record(split)) == {GRADIENTS: rounded(*sizes(one, setting.dtype))}
-    local = [w.shape for w in one.weights if w.spec.sharded_over == "fsdp_ep"]
-    assert {shape[0] for shape in local} == {X // setting.ep}
-
-
-def left(record: Record) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for phase in record.phases.values():
-        for category, size in phase.effect.changes.items():
-            found[category] = found.get(category, 0) + size
-    return {category: size for category, size in found.items() if size}
-
-
-def sizes(one: Unit, dtype: torch.dtype) -> list[int]:
-    return [weight.numel * dtype.itemsize for weight in one.weights]
 
 
 # --- for other code -------------------------------------------------------------------------------

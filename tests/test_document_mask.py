@@ -24,7 +24,7 @@ from errors import UserError
 from model.documents import find_documents
 from model.initialise import initialise
 from model.kernels.attention import OPERATORS
-from model.mask import Mask, make_mask, scores_bias
+from model.mask import Mask, scores_bias
 from model.transformer import Batch, Transformer
 from parallel.activation import wrap_blocks
 from parallel.axes import MeshSizes
@@ -33,7 +33,7 @@ from parallel.mesh import build_mesh
 from tests.data_samples import SOURCE, prepared, tokenizer
 from tests.flash import flash_attention_stands_in
 from tests.planted import planted
-from tests.runs import fresh, losses, metrics_of, train_run, write_config
+from tests.runs import evaluations, fresh, losses, run, write_config
 from tools.parity.cases import BOS, Case
 from tools.parity.run import check
 from training.step import TrainStep
@@ -90,14 +90,6 @@ def test_positions_boundaries_and_mask_are_those_of_the_documents(name):
     assert torch.equal(mask == -math.inf, ~sees)
 
 
-def test_a_mask_is_made_where_flash_attention_does_not_take_documents():
-    positions, (documents,) = find_documents(window("consecutive"), BOS, "cpu", [range(S)])
-    assert make_mask(positions, None, None, torch.float32, 64) == Mask()
-    mask = make_mask(positions, documents, None, torch.bfloat16, 64)  # the CPU
-    assert not mask.packed
-    assert mask.bias.dtype == torch.bfloat16
-
-
 # --- the model ------------------------------------------------------------------------------------
 
 
@@ -123,12 +115,13 @@ def plain(tokens):
     return Batch(tokens.T.contiguous(), None, torch.arange(tokens.shape[1]).unsqueeze(1))
 
 
-def gradients(model, outputs):
-    """Parameter name → gradient of a weighted sum of all logits."""
+def result(model, outputs):
+    """These logits, and parameter name → gradient of a weighted sum of them."""
     model.zero_grad()
     torch.manual_seed(1)
     (outputs * torch.randn(outputs.shape, dtype=outputs.dtype)).sum().backward()
-    return {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
+    gradients = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
+    return outputs.detach(), gradients
 
 
 def packed_alone_and_plain(name):
@@ -139,62 +132,33 @@ def packed_alone_and_plain(name):
         torch.cat([model(None, plain(row[a:b].unsqueeze(0))) for a, b in documents_of(row)])
         for row in tokens
     ]
-    found = []
-    for outputs in (
-        model(None, packed(tokens)),
-        torch.cat(alone, dim=1),
-        model(None, plain(tokens)),
-    ):
-        found.append((outputs.detach(), gradients(model, outputs)))
-    return found
+    computed = model(None, packed(tokens)), torch.cat(alone, dim=1), model(None, plain(tokens))
+    return [result(model, outputs) for outputs in computed]
 
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_packed_window_is_its_documents_alone(ranks, name):
-    ((logits, grads), (expected, expected_grads), (unmasked, unmasked_grads)) = ranks.run(
-        packed_alone_and_plain, 1, name
-    )[0]
+    ((ours, alone, unmasked),) = ranks.run(packed_alone_and_plain, 1, name)
 
     def far(ours, theirs):
         return ((ours - theirs).norm() / theirs.norm()).item()
 
-    assert far(logits, expected) < 1e-12
-    for parameter, gradient in expected_grads.items():
+    assert far(ours[0], alone[0]) < 1e-12
+    for parameter, gradient in alone[1].items():
         # With documents of one token each, queries and keys have no gradient.
         if gradient.norm() > 1e-12:
-            assert far(grads[parameter], gradient) < 1e-12, parameter
+            assert far(ours[1][parameter], gradient) < 1e-12, parameter
         else:
             assert name == "nothing but bos"
-            assert grads[parameter].norm() < 1e-12, parameter
+            assert ours[1][parameter].norm() < 1e-12, parameter
     # Control: with several documents, a causal mask without documents gives another result. (Not if
     # all tokens are equal, as any weighted mean of equal values is the same.)
-    distances = [
-        far(unmasked, expected),
-        far(unmasked_grads["embedding.weight"], expected_grads["embedding.weight"]),
-    ]
+    embeddings = (each[1]["embedding.weight"] for each in (unmasked, alone))
+    distances = [far(unmasked[0], alone[0]), far(*embeddings)]
     if name in ("no bos", "bos first"):
         assert max(distances) < 1e-12
     elif name != "nothing but bos":
         assert min(distances) > 1e-3
-
-
-def logits_of(tokens):
-    with torch.no_grad():
-        return small_model(Case(MeshSizes()))(None, packed(tokens))
-
-
-@pytest.mark.parametrize(("row", "column"), [(0, 1), (0, 5), (1, 3), (1, 9)])
-def test_a_token_matters_in_its_own_document_alone(ranks, row, column):
-    """Changing a token changes the logits from its position to the end of its document, and no
-    others, bit for bit."""
-    tokens = window("two sequences")
-    changed = tokens.clone()
-    changed[row, column] += 100
-    before, after = (ranks.run(logits_of, 1, t)[0] for t in (tokens, changed))
-    touched = torch.zeros(S, 2, dtype=torch.bool)
-    end = next(b for a, b in documents_of(tokens[row]) if a <= column < b)
-    touched[column:end, row] = True
-    assert torch.equal((before != after).any(dim=-1), touched)
 
 
 # --- every layout ---------------------------------------------------------------------------------
@@ -218,16 +182,12 @@ def test_forgotten_documents_are_found(ranks):
 def by_boundaries(name, checkpointing, compile):
     """Logits and gradients by mask and by boundaries, the calls of the plain kernels, and the
     number of blocks."""
-    model, tokens = (
-        small_model(Case(MeshSizes(), num_kv_heads=2), checkpointing, compile),
-        window(name),
-    )
-    by_mask = model(None, packed(tokens))
-    found = [(by_mask.detach(), gradients(model, by_mask))]
+    model = small_model(Case(MeshSizes(), num_kv_heads=2), checkpointing, compile)
+    batch = packed(window(name))
+    by_mask = result(model, model(None, batch))
     with flash_attention_stands_in() as calls:
-        outputs = model(None, packed(tokens))
-        found.append((outputs.detach(), gradients(model, outputs)))
-    return found, dict(calls), len(model.blocks)
+        by_boundary = result(model, model(None, batch))
+    return by_mask, by_boundary, dict(calls), len(model.blocks)
 
 
 @pytest.mark.parametrize(
@@ -241,9 +201,9 @@ def by_boundaries(name, checkpointing, compile):
 def test_model_by_boundaries_is_the_model_by_mask(ranks, checkpointing, forwards, compile):
     """The model computes the same by boundaries as by mask. Selective checkpointing keeps
     attention's output, and full checkpointing recomputes it."""
-    ((by_mask, by_boundary), calls, blocks) = ranks.run(
+    ((by_mask, by_boundary, calls, blocks),) = ranks.run(
         by_boundaries, 1, "two sequences", checkpointing, compile
-    )[0]
+    )
     assert calls == {"forward": forwards * blocks, "backward": blocks}
     assert (by_mask[0] - by_boundary[0]).abs().max() < 1e-12
     for parameter, gradient in by_mask[1].items():
@@ -296,24 +256,24 @@ def test_another_number_of_documents_compiles_no_more_than_once_again():
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def test_data_without_bos_is_refused(tmp_path: Path):
+@pytest.mark.parametrize("bos_id", [-1, None])
+def test_data_without_bos_is_refused(tmp_path: Path, bos_id: int | None):
     data = prepared(tmp_path / "data")
     config = DataConfig(str(data), document_mask=True)
     assert open_data(config, "train").bos_id == tokenizer().bos_id
     index = json.loads((data / "index.json").read_text())
-    for change in ({"bos_id": -1}, {"bos_id": None}):
-        (data / "index.json").write_text(json.dumps(index | change))
-        with pytest.raises(UserError, match="bos") as refusal:
-            open_data(config, "train")
-        assert str(refusal.value).startswith("data.document_mask = True")
-        assert "data.document_mask=false" in str(refusal.value)
-        open_data(DataConfig(str(data)), "train")  # without the mask no bos is needed
+    (data / "index.json").write_text(json.dumps(index | {"bos_id": bos_id}))
+    with pytest.raises(UserError, match=r"^data\.document_mask = True.*bos") as refusal:
+        open_data(config, "train")
+    assert "data.document_mask=false" in str(refusal.value)
+    open_data(DataConfig(str(data)), "train")  # without the mask no bos is needed
 
 
 def step_without_bos():
     config = Case(MeshSizes(), document_mask=True).config()
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     with pytest.raises(AssertionError):
-        TrainStep(config, build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu"), {})
+        TrainStep(config, mesh, {})
 
 
 def test_a_step_does_not_forget_the_mask_for_want_of_a_bos(ranks):
@@ -324,29 +284,22 @@ def test_a_step_does_not_forget_the_mask_for_want_of_a_bos(ranks):
 def test_a_run_masks_in_training_and_evaluation(ranks, tmp_path: Path):
     """Complete runs on single lines of code as documents have the same training and evaluation
     losses on two ranks as on one, and other losses than a run without the mask."""
-    lines = [
-        text
-        for file in sorted(Path(SOURCE).glob("*.py"))
-        for text in file.read_text().splitlines()
-        if text.strip()
-    ]
-    (tmp_path / "short.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in lines)
-    )
+    texts = [file.read_text().splitlines() for file in sorted(Path(SOURCE).glob("*.py"))]
+    lines = [json.dumps({"text": line}) for text in texts for line in text if line.strip()]
+    (tmp_path / "short.jsonl").write_text("\n".join(lines))
     data = prepared(tmp_path / "data", str(tmp_path / "short.jsonl"))
     train = {"steps": 2, "eval_interval": 2}
     # large, so that attention is far from uniform
     config = write_config(tmp_path, data, train=train, model={"init_std": 0.2})
     found = []
-    for world, overrides in (
-        (2, ["parallel.tp=2", "data.document_mask=true"]),
-        (1, ["data.document_mask=true", "train.micro_batch_size=4"]),
-        (1, []),
+    for world, *overrides in (
+        (2, "data.document_mask=true", "parallel.tp=2"),
+        (1, "data.document_mask=true", "train.micro_batch_size=4"),
+        (1,),
     ):
         fresh(tmp_path)
-        assert not any(ranks.run(train_run, world, [config, *overrides]))
-        last = metrics_of(tmp_path)[-1]
-        found.append({**losses(tmp_path), "evaluation": last["eval_loss"]})
+        run(ranks, world, config, *overrides)
+        found.append({**losses(tmp_path), "evaluation": evaluations(tmp_path)[2]})
     masked, masked_too, unmasked = found
     assert masked == pytest.approx(masked_too, rel=1e-5)
     assert all(masked[name] != pytest.approx(unmasked[name], rel=1e-4) for name in unmasked)

@@ -2,6 +2,7 @@
 skipped steps, stochastic rounding and the gradient norm."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,10 +19,7 @@ KERNELS = ["torch", pytest.param("triton", marks=triton)]
 SIZES = (1, 13, BLOCK, 0, BLOCK + 1, 997, 7, 5)
 DECAYS = [0.1, 0.0] * 4
 RATES = Rates(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, max_norm=1.0)
-BFLOAT16_LOCATIONS = [
-    Location(key=i + 1, first=0, width=max(1, n), global_width=max(1, n))
-    for i, n in enumerate(SIZES)
-]
+LOCATIONS = [Location(i, 0, max(1, n), max(1, n)) for i, n in enumerate(SIZES, 1)]  # for bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -40,27 +38,26 @@ class State:
     """Weights, moments and update count for tensors of SIZES."""
 
     def __init__(self, dtype):
-        self.generator = torch.Generator().manual_seed(0)
-        self.p = [t.to(dtype) for t in self.draw()]
+        self.p = random_tensors(0, dtype)
         self.m, self.v = ([torch.zeros_like(t) for t in self.p] for _ in range(2))
         self.step = torch.zeros(())
 
-    def draw(self):
-        return [randn(n, self.generator) for n in SIZES]
-
-    def update(self, gradients, norm, kernels, rates=RATES):
-        copies = [g.clone() for g in gradients]
-        norm = torch.tensor(norm, dtype=torch.float64)
-        adamw(self.p, copies, self.m, self.v, DECAYS, BFLOAT16_LOCATIONS, self.step, norm, rates,
-              kernels)  # fmt: skip
+    def update(self, gradients, kernels, rates=RATES, norm=None):
+        """With the norm of these gradients, unless another is given. They are overwritten."""
+        norm = torch.tensor(norm_of(gradients) if norm is None else norm, dtype=torch.float64)
+        adamw(self.p, gradients, self.m, self.v, DECAYS, LOCATIONS, self.step, norm, rates, kernels)
 
     def tensors(self):
         return [*self.p, *self.m, *self.v, self.step]
 
 
-def gradients_of(step, dtype, size=1.0):
-    generator = torch.Generator().manual_seed(100 + step)
-    return [(randn(n, generator) * size).to(dtype) for n in SIZES]
+def random_tensors(seed, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    return [randn(n, generator).to(dtype) for n in SIZES]
+
+
+def gradients_of(step, dtype):
+    return random_tensors(100 + step, dtype)
 
 
 def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
@@ -78,19 +75,20 @@ def worst(ours, theirs):
     return ((a - b).abs().max() / b.abs().max()).item()
 
 
-def torch_adamw(weights, steps, max_norm, fused):
-    """Weights and moments after torch's own optimizer has applied all `steps` of gradients, each
-    clipped."""
-    parameters = [torch.nn.Parameter(w.clone()) for w in weights]
+def torch_adamw(state, steps, dtype, max_norm=1.0, fused=False):
+    """Weights and moments after torch's own optimizer has made `steps` updates in `dtype` with the
+    gradients of `gradients_of`, clipped."""
+    parameters = [torch.nn.Parameter(w.to(dtype, copy=True)) for w in state.p]
     groups = [{"params": parameters[i::2], "weight_decay": DECAYS[i]} for i in range(2)]
     optimizer = torch.optim.AdamW(
         groups, lr=RATES.lr, betas=RATES.betas, eps=RATES.eps, fused=fused
     )
-    for gradients in steps:
+    for step in range(steps):
+        gradients = gradients_of(step, state.p[0].dtype)
         norm = torch.tensor(norm_of(gradients), dtype=torch.float64)
         factor = (max_norm / norm).clamp(max=1.0) if max_norm else torch.ones(())
         for p, g in zip(parameters, gradients, strict=True):
-            p.grad = g.to(p.dtype) * factor.to(p.dtype)
+            p.grad = g.to(dtype) * factor.to(dtype)
         optimizer.step()
     moments = [[optimizer.state[p][key] for p in parameters] for key in ("exp_avg", "exp_avg_sq")]
     return [[p.detach() for p in parameters], *moments]
@@ -99,21 +97,14 @@ def torch_adamw(weights, steps, max_norm, fused):
 # --- the update -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+@pytest.mark.parametrize("max_norm", [0.0, 1.0, 1e3], ids=["no limit", "clipped", "within"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.float64, 1e-14)])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_three_steps_are_torchs_in_float64(kernels, dtype, bound, max_norm):
     state = State(dtype)
-    steps = [gradients_of(i, dtype) for i in range(3)]
-    expected = torch_adamw(
-        [p.double() for p in state.p],
-        [[g.double() for g in s] for s in steps],
-        max_norm,
-        fused=False,
-    )
-    for gradients in steps:
-        rates = Rates(RATES.lr, RATES.betas, RATES.eps, max_norm)
-        state.update(gradients, norm_of(gradients), kernels, rates)
+    expected = torch_adamw(state, 3, torch.float64, max_norm)
+    for step in range(3):
+        state.update(gradients_of(step, dtype), kernels, replace(RATES, max_norm=max_norm))
     for ours, theirs in zip((state.p, state.m, state.v), expected, strict=True):
         assert worst(ours, theirs) <= bound
     assert state.step == 3
@@ -123,11 +114,8 @@ def test_three_steps_are_torchs_in_float64(kernels, dtype, bound, max_norm):
 def test_the_comparison_sees_a_wrong_bias_correction(kernels):
     state = State(torch.float32)
     state.step += 1  # plant: the first update is taken for the second
-    gradients = gradients_of(0, torch.float32)
-    expected = torch_adamw(
-        [p.double() for p in state.p], [[g.double() for g in gradients]], 1.0, fused=False
-    )
-    state.update(gradients, norm_of(gradients), kernels)
+    expected = torch_adamw(state, 1, torch.float64)
+    state.update(gradients_of(0, torch.float32), kernels)
     assert worst(state.m, expected[1]) <= 2e-6
     assert worst(state.p, expected[0]) > 1e-4
 
@@ -135,10 +123,9 @@ def test_the_comparison_sees_a_wrong_bias_correction(kernels):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_reference_is_torchs_fused_adamw_to_the_bit(dtype):
     state = State(dtype)
-    steps = [gradients_of(i, dtype) for i in range(3)]
-    weights, first, second = torch_adamw(state.p, steps, 1.0, fused=True)
-    for gradients in steps:
-        state.update(gradients, norm_of(gradients), "torch")
+    weights, first, second = torch_adamw(state, 3, dtype, fused=True)
+    for step in range(3):
+        state.update(gradients_of(step, dtype), "torch")
     assert same(state.tensors(), [*weights, *first, *second, state.step])
 
 
@@ -147,9 +134,9 @@ def test_bias_corrections_lose_no_digits():
     """1 − βᵗ is exact for β = 0.999999 and t = 1. As a difference in float32 it would have only one
     correct digit."""
     state = State(torch.float32)
-    gradients = [torch.full_like(p, 0.5) for p in state.p]
     before = [p.clone() for p in state.p]
-    state.update(gradients, 1.0, "triton", Rates(1.0, (0.999999, 0.999999), 1e-12, 0.0))
+    rates = Rates(1.0, (0.999999, 0.999999), 1e-12, 0.0)
+    state.update([torch.full_like(p, 0.5) for p in state.p], "triton", rates)
     for p, old, decay in zip(state.p, before, DECAYS, strict=True):
         # m/(1−β₁) = g, v/(1−β₂) = g²
         assert torch.allclose(old * (1 - decay) - p, torch.ones_like(p), rtol=2e-6)
@@ -165,18 +152,24 @@ def test_gradients_may_start_anywhere_and_have_any_strides(dtype):
     wide = [torch.stack((g, g), dim=1)[:, 0] for g in gradients]
     assert prepare([gradients], [], BLOCK).aligned
     assert not prepare([views], [], BLOCK).aligned
-    norm = torch.tensor(norm_of(gradients), dtype=torch.float64)
     for state, theirs in ((aligned, gradients), (odd, views), (strided, wide)):
-        adamw(state.p, theirs, state.m, state.v, DECAYS, BFLOAT16_LOCATIONS, state.step, norm,
-              RATES, "triton")  # fmt: skip
+        state.update(theirs, "triton")
     for other in (odd, strided):
         assert same(aligned.tensors(), other.tensors())
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_without_gradients_only_decay_changes_weights(kernels):
+    """A norm of zero is no denominator."""
+    state = State(torch.float64)
+    expected = [p * (1 - RATES.lr * decay) for p, decay in zip(state.p, DECAYS, strict=True)]
+    state.update([torch.zeros_like(p) for p in state.p], kernels)
+    assert worst(state.p, expected) < 1e-15
+
+
 @triton
 def test_a_table_of_unlike_tensors_is_refused():
-    """Tables of tensors with other sizes, dtypes or strides are refused, because the kernel trusts
-    its table."""
+    """Of other sizes, dtypes or strides, because the kernel trusts its table."""
     a, b = torch.zeros(4), torch.zeros(4, dtype=torch.float64)
     for lists in ([[a, b]], [[a], [torch.zeros(5)]], [[torch.zeros(4, 2)[:, 0]]]):
         with pytest.raises(AssertionError):
@@ -192,33 +185,20 @@ def test_a_step_without_a_finite_norm_never_was(kernels, bad, dtype):
     """A step with a norm that is not finite changes neither weights nor moments, nor the bias
     correction and random bits of the next step."""
     state, undisturbed = State(dtype), State(dtype)
-    first, second = gradients_of(0, dtype), gradients_of(1, dtype)
     for either in (state, undisturbed):
-        either.update(first, norm_of(first), kernels)
+        either.update(gradients_of(0, dtype), kernels)
     before = [t.clone() for t in state.tensors()]
-    poisoned = [g.clone() for g in second]
+    poisoned = gradients_of(1, dtype)
     poisoned[4][7] = bad
-    state.update(poisoned, bad, kernels)
+    state.update(poisoned, kernels, norm=bad)
     assert same(state.tensors(), before)
     for either in (state, undisturbed):
-        either.update(second, norm_of(second), kernels)
+        either.update(gradients_of(1, dtype), kernels)
     assert same(state.tensors(), undisturbed.tensors())
     assert not torch.equal(state.p[4], before[4])
 
 
 # --- rounding -------------------------------------------------------------------------------------
-
-
-def plain_lowbias32(x):
-    """Wellons's lowbias32 on Python integers."""
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = (x ^ x >> shift) * factor % 2**32
-    return x ^ x >> 16
-
-
-def test_the_hash_is_lowbias32():
-    numbers = [0, 1, 2, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xDEADBEEF, 0xFFFFFFFF]
-    assert lowbias32(torch.tensor(numbers)).tolist() == [plain_lowbias32(x) for x in numbers]
 
 
 def test_every_input_bit_turns_every_output_bit_half_of_the_time():
@@ -262,19 +242,19 @@ def test_kernel_and_reference_round_with_the_same_bits():
     it multiplies and adds separately, as PyTorch on the CPU. (A GPU fuses the two.)"""
     if not INTERPRETED:
         pytest.skip("kernels are compiled here")
-    states = State(torch.bfloat16), State(torch.bfloat16)
-    for i in range(2):
-        gradients = gradients_of(i, torch.bfloat16)
-        for state, kernels in zip(states, ("triton", "torch"), strict=True):
-            state.update(gradients, norm_of(gradients), kernels)
-    assert same(states[0].tensors(), states[1].tensors())
+    kernel, reference = State(torch.bfloat16), State(torch.bfloat16)
+    for step in range(2):
+        kernel.update(gradients_of(step, torch.bfloat16), "triton")
+        reference.update(gradients_of(step, torch.bfloat16), "torch")
+    assert same(kernel.tensors(), reference.tensors())
 
 
-def one_bfloat16_update(p, v, location, kernels, rates=RATES, step=0.0):
-    m, g = torch.zeros_like(p), torch.zeros_like(p)
-    count = torch.tensor(step)
-    adamw([p], [g], [m], [v], [0.1], [location], count, torch.ones((), dtype=torch.float64), rates,
-          kernels)  # fmt: skip
+def one_bfloat16_update(values, location, kernels):
+    """p and v after an update without gradient from these values of both."""
+    p, v, m, g = values.clone(), values.clone(), torch.zeros_like(values), torch.zeros_like(values)
+    norm = torch.ones((), dtype=torch.float64)
+    adamw([p], [g], [m], [v], [0.1], [location], torch.zeros(()), norm, RATES, kernels)
+    return p, v
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -282,8 +262,7 @@ def test_small_changes_are_not_lost(kernels):
     """Stochastic rounding keeps small changes on average. 0.95 lies a fifth of the way between two
     bfloat16 numbers: rounded to nearest, every result would be too small by a fifth of a unit."""
     count = 4 * BLOCK
-    p, v = torch.ones(count).bfloat16(), torch.ones(count).bfloat16()
-    one_bfloat16_update(p, v, Location(1, 0, count, count), kernels)
+    p, v = one_bfloat16_update(torch.ones(count).bfloat16(), Location(1, 0, count, count), kernels)
     ulp = 2**-8
     bound = 5 * 0.4 * ulp / math.sqrt(count)  # five standard deviations
     nearest = torch.tensor(0.95).bfloat16().item()
@@ -297,34 +276,25 @@ ROWS, COLUMNS = 9, 701
 
 
 @pytest.mark.parametrize(
-    "cuts",
-    [
-        (range(9), range(701)),
-        (range(2, 7), range(701)),
-        (range(9), range(300, 701)),
-        (range(4, 9), range(17, 18)),
-    ],
+    ("rows", "columns"),
+    [((0, 9), (0, 701)), ((2, 7), (0, 701)), ((0, 9), (300, 701)), ((4, 9), (17, 18))],
 )
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_a_part_rounds_as_the_whole_does(kernels, cuts):
+def test_a_part_rounds_as_the_whole_does(kernels, rows, columns):
     """A shard (by rows, columns or both) rounds as the same part of the whole tensor. Global
     indices here need more than 31 bits."""
-    rows, columns = cuts
     first = 3_000_000_000
     whole = torch.linspace(0.5, 1.5, ROWS * COLUMNS).view(ROWS, COLUMNS).bfloat16()
-    p, v = whole.clone(), whole.clone()
-    one_bfloat16_update(p, v, Location(5, first, COLUMNS, COLUMNS), "torch")
-    region = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
-    my_p, my_v = whole[region].clone(), whole[region].clone()
-    location = Location(5, first + rows.start * COLUMNS + columns.start, len(columns), COLUMNS)
-    one_bfloat16_update(my_p, my_v, location, kernels)
-    assert torch.equal(my_p, p[region])
-    assert torch.equal(my_v, v[region])
-    if len(columns) > 1:  # control: with a wrong location, a shard rounds differently
-        lost_p, lost_v = whole[region].clone(), whole[region].clone()
-        lost = Location(5, first + 1, len(columns), len(columns))
-        one_bfloat16_update(lost_p, lost_v, lost, kernels)
-        assert not torch.equal(lost_v, v[region])
+    region = slice(*rows), slice(*columns)
+    expected = [
+        t[region] for t in one_bfloat16_update(whole, Location(5, first, COLUMNS, COLUMNS), "torch")
+    ]
+    part, width = whole[region].contiguous(), columns[1] - columns[0]
+    place = Location(5, first + rows[0] * COLUMNS + columns[0], width, COLUMNS)
+    assert same(one_bfloat16_update(part, place, kernels), expected)
+    if width > 1:  # control: with a wrong location, a shard rounds differently
+        lost = Location(5, first + 1, width, width)
+        assert not torch.equal(one_bfloat16_update(part, lost, kernels)[1], expected[1])
 
 
 def test_bits_differ_from_step_to_step_and_from_tensor_to_tensor():

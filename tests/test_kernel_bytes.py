@@ -5,6 +5,7 @@ are served by a cache; they are counted separately, and explained where they occ
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -30,22 +31,23 @@ def tensor(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.randn(shape).to(dtype).requires_grad_()
 
 
-def launches_of(call: Callable[[], object]) -> list[Launch]:
+def launches_of(operation: Callable[..., object], *arguments: Any) -> list[Launch]:
     with counted() as launches:
-        call()
+        operation(*arguments)
     return launches
 
 
 def forward_and_backward(
-    call: Callable[[], Tensor | tuple[Tensor, ...]], *inputs: Tensor
-) -> tuple[Launch, Launch]:
+    operation: Callable[..., Tensor | tuple[Tensor, ...]], inputs: list[Tensor], *options: Any
+) -> list[Launch]:
+    """The launches of an operation by Triton, and of its backward to all inputs."""
+
     def both() -> None:
-        y = call()
+        y = operation(*inputs, *options, "triton")
         outputs = (y,) if isinstance(y, Tensor) else y
         torch.autograd.grad(outputs, inputs, [torch.ones_like(output) for output in outputs])
 
-    forward, backward = launches_of(both)
-    return forward, backward
+    return launches_of(both)
 
 
 def moved(launch: Launch) -> int:
@@ -57,21 +59,16 @@ def moved(launch: Launch) -> int:
 @pytest.mark.parametrize(("rows", "width"), [(16, 1024), (9, 4096), (50, 96)])
 @pytest.mark.parametrize("add", [False, True])
 def test_norm(rows: int, width: int, add: bool) -> None:
-    x, residual, weight = tensor(rows, width), tensor(rows, width), tensor(width)
+    x, weight = tensor(rows, width), tensor(width)
     if add:
-        forward, backward = forward_and_backward(
-            lambda: add_rms_norm(x, residual, weight, 1e-5, "triton"), x, residual, weight
-        )
+        inputs = [x, tensor(rows, width), weight]
+        forward, backward = forward_and_backward(add_rms_norm, inputs, 1e-5)
     else:
-        forward, backward = forward_and_backward(
-            lambda: rms_norm(x, weight, 1e-5, "triton"), x, weight
-        )
+        forward, backward = forward_and_backward(rms_norm, [x, weight], 1e-5)
     elements, weights, rstd = rows * width, 2 * width, 4 * rows
     assert moved(forward) == (8 if add else 4) * elements + weights + rstd
-    assert (
-        moved(backward)
-        == (8 if add else 6) * elements + weights + rstd + 4 * width * backward.programs
-    )
+    sums = 4 * width * backward.programs
+    assert moved(backward) == (8 if add else 6) * elements + weights + rstd + sums
     assert forward.loaded_again == 0
     tiles = backend.cdiv(rows, backend.rows_at_once(backend.next_power_of_2(width)))
     # the weight, once for each tile of a program after the first
@@ -86,44 +83,39 @@ def test_rotary(heads: int, kv_heads: int, head_dim: int, in_place: bool) -> Non
     cos, sin = torch.randn(2, tokens // 2, 2, 1, head_dim // 2)
     if in_place:
         with torch.no_grad():
-            launches = launches_of(lambda: rotate(q, k, cos, sin, "triton"))
+            launches = launches_of(rotate, q, k, cos, sin, "triton")
     else:
-        launches = [*forward_and_backward(lambda: rotate(q, k, cos, sin, "triton"), q, k)]
+        launches = forward_and_backward(
+            lambda q, k, kernels: rotate(q, k, cos, sin, kernels), [q, k]
+        )
     elements = tokens * (heads + kv_heads) * head_dim
     for launch in launches:
         assert moved(launch) == 4 * elements + 4 * elements // (heads + kv_heads)
         assert launch.loaded_again == 0
 
 
-def test_swiglu() -> None:
-    gate, up = tensor(7, 1000), tensor(7, 1000)
-    forward, backward = forward_and_backward(lambda: swiglu(gate, up, "triton"), gate, up)
-    assert moved(forward) == 6 * gate.numel()
-    assert moved(backward) == 10 * gate.numel()
-    assert forward.loaded_again == backward.loaded_again == 0
-
-
 @pytest.mark.parametrize("width", [96, 3000])
-def test_weighted_swiglu(width: int) -> None:
-    gate, up, weights = tensor(7, width), tensor(7, width), tensor(7, dtype=torch.float32)
-    forward, backward = forward_and_backward(
-        lambda: weighted_swiglu(gate, up, weights, "triton"), gate, up, weights
-    )
-    assert moved(forward) == 6 * gate.numel() + 4 * 7
-    assert moved(backward) == 10 * gate.numel() + 8 * 7
+@pytest.mark.parametrize("weighted", [False, True])
+def test_swiglu(weighted: bool, width: int) -> None:
+    inputs, per_row = [tensor(7, width), tensor(7, width)], 0
+    if weighted:
+        inputs, per_row = [*inputs, tensor(7, dtype=torch.float32)], 4
+    operation = weighted_swiglu if weighted else swiglu
+    forward, backward = forward_and_backward(operation, inputs)
+    assert moved(forward) == 6 * 7 * width + per_row * 7
+    assert moved(backward) == 10 * 7 * width + 2 * per_row * 7
     assert forward.loaded_again == backward.loaded_again == 0
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(9, 512), (3, 10_000)])
 def test_cross_entropy(tokens: int, width: int) -> None:
     logits, targets = tensor(tokens, width).detach(), torch.arange(tokens)
-    (found,) = launches_of(lambda: statistics(logits, targets, 0, "triton"))
+    (found,) = launches_of(statistics, logits, targets, 0, "triton")
     assert moved(found) == 2 * logits.numel() + 20 * tokens
     assert found.loaded_again == 2 * tokens  # the target's logit
     row = merge(statistics(logits, targets, 0, "triton").unsqueeze(0))
-    (found,) = launches_of(
-        lambda: gradient_over_logits_(logits, targets, row, torch.ones(()), 0, 1e-4, "triton")
-    )
+    about = logits, targets, row, torch.ones(()), 0, 1e-4, "triton"
+    (found,) = launches_of(gradient_over_logits_, *about)
     # per token a target and two statistics; and the scale
     assert moved(found) == 4 * logits.numel() + 16 * tokens + 4
     assert found.loaded_again == 0
@@ -137,66 +129,53 @@ def test_adamw(dtype: torch.dtype, per_parameter: int, fields: int, scalars: int
     p, g, m, v = ([torch.rand(size).to(dtype) for size in sizes] for _ in range(4))
     locations = [Location(1, 0, size, size) for size in sizes]
     norm, rates = torch.ones((), dtype=torch.float64), Rates(1e-3, (0.9, 0.95), 1e-8, 1.0)
-    (found,) = launches_of(
-        lambda: adamw(p, g, m, v, [0.1, 0.0], locations, torch.zeros(()), norm, rates, "triton")
-    )
+    about = p, g, m, v, [0.1, 0.0], locations, torch.zeros(()), norm, rates, "triton"
+    (found,) = launches_of(adamw, *about)
     blocks = sum(backend.cdiv(size, adamw_file.BLOCK) for size in sizes)
-    assert (
-        moved(found)
-        == per_parameter * sum(sizes) + 8 * blocks + 8 * fields * len(sizes) + 8 * scalars
-    )
+    table = 8 * blocks + 8 * fields * len(sizes) + 8 * scalars
+    assert moved(found) == per_parameter * sum(sizes) + table
     assert found.loaded_again == 0
 
 
 @pytest.mark.parametrize(("dtype", "per_element"), [(torch.float32, 4), (BF16, 2)])
 def test_gradient_norm(dtype: torch.dtype, per_element: int) -> None:
     sizes = [20_000, 7]
-    squares, total = launches_of(
-        lambda: square_sum([torch.rand(size).to(dtype) for size in sizes], [1, 2], "triton")
-    )
+    gradients = [torch.rand(size).to(dtype) for size in sizes]
+    squares, total = launches_of(square_sum, gradients, [1, 2], "triton")
     blocks = sum(backend.cdiv(size, gradient_norm.BLOCK) for size in sizes)
     assert moved(squares) == per_element * sum(sizes) + (8 + 8) * blocks + 8 * 3 * len(sizes)
     assert moved(total) == 8 * blocks + 8
     assert squares.loaded_again == total.loaded_again == 0
 
 
-# --- controls -------------------------------------------------------------------------------------
-
-
-def test_wasteful_kernels_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Control: the counter finds additional loads, repeated loads and repeated stores.
+@pytest.mark.parametrize(
+    ("waste", "expected"),
+    [
+        ("nothing", Launch("copy", 2, 400, 400, 0, 0)),
+        ("another tensor", Launch("copy", 2, 800, 400, 0, 0)),
+        ("a load again", Launch("copy", 2, 400, 400, 400, 0)),
+        ("a store again", Launch("copy", 2, 400, 400, 0, 2 * 8 * 4)),
+    ],
+)
+def test_wasteful_kernels_are_found(
+    monkeypatch: pytest.MonkeyPatch, waste: str, expected: Launch
+) -> None:
+    # Controls: the counter finds additional loads, repeated loads and repeated stores.
     import triton
     import triton.language as tl
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
     @triton.jit
-    def copy(
-        X,
-        EXTRA,
-        Y,
-        n,
-        READ_EXTRA: tl.constexpr,
-        AGAIN: tl.constexpr,
-        STORE_ALL: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
+    def copy(X, OTHER, Y, n, WASTE: tl.constexpr, BLOCK: tl.constexpr):
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(X + i, mask=i < n)
-        if READ_EXTRA:
-            x += tl.load(EXTRA + i, mask=i < n)
-        if AGAIN:
+        if WASTE == "another tensor":
+            x += tl.load(OTHER + i, mask=i < n)
+        if WASTE == "a load again":
             x += tl.load(X + i, mask=i < n)
         tl.store(Y + i, x, mask=i < n)
-        if STORE_ALL:
+        if WASTE == "a store again":
             tl.store(Y + tl.arange(0, 8), tl.zeros((8,), tl.float32))
 
-    def traffic(extra: bool = False, again: bool = False, store_all: bool = False) -> Launch:
-        x, other, y = torch.rand(3, 100)
-        (found,) = launches_of(lambda: copy[(2,)](x, other, y, 100, extra, again, store_all, 64))
-        return found
-
-    assert traffic() == Launch("copy", 2, 400, 400, 0, 0)
-    assert traffic(extra=True) == Launch("copy", 2, 800, 400, 0, 0)
-    assert traffic(again=True) == Launch("copy", 2, 400, 400, 400, 0)
-    assert traffic(store_all=True).stored_again > 0
+    assert launches_of(copy[(2,)], *torch.rand(3, 100), 100, waste, 64) == [expected]

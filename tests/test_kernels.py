@@ -14,18 +14,14 @@ import torch
 import torch.nn.functional as F
 
 from model.kernels.backend import INTERPRETED, exact, why_not_triton
-from model.kernels.cross_entropy import (
-    gradient_over_logits_,
-    merge,
-    statistics,
-    token_losses,
-)
+from model.kernels.cross_entropy import gradient_over_logits_, merge, statistics, token_losses
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rotary import rotate
 from model.kernels.swiglu import swiglu
 from model.kernels.weighted_swiglu import weighted_swiglu
 from model.positions import Rotary, rotary_angles
 from parallel.weight_gradient import Destination, GradientSum
+from tests.planted import name_of
 from tokens import IGNORE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,6 +30,8 @@ EPS = 1e-5
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 WIDTHS = [1, 7, 64, 97, 1000]
 KERNELS = ["triton", "torch"]
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_kernel = pytest.mark.parametrize("kernels", KERNELS)
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +44,13 @@ def on_device():
 def randn(*shape, dtype, seed=0):
     """Random numbers that are the same on every device."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(
-        DEVICE, dtype
-    )
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return drawn.to(DEVICE, dtype)
+
+
+def tensors(dtype, *shapes):
+    """Different random numbers in each."""
+    return [randn(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
 
 
 def assert_close(found, exact, *, rounded_input=False, terms=0.0):
@@ -88,34 +90,38 @@ def exact_rms_norm(x, w):
     return (x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * w,)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def exact_swiglu(gate, up):
+    return (gate * torch.sigmoid(gate) * up,)
+
+
+def triton_rms_norm(x, w):
+    return (rms_norm(x, w, EPS, "triton"),)
+
+
+@each_dtype
 @pytest.mark.parametrize(
     "shape", [(5, width) for width in WIDTHS] + [(2, 3, 16), (1, 33), (0, 8)], ids=str
 )
 def test_rms_norm(shape, dtype):
-    inputs = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype, seed=1)
     # The norm of one number is its sign, and its gradient is as small as eps.
     cancels = 1.0 if shape[-1] == 1 else 0.0
-    compare(lambda x, w: (rms_norm(x, w, EPS, "triton"),), exact_rms_norm, inputs, terms=cancels)
+    compare(triton_rms_norm, exact_rms_norm, tensors(dtype, shape, shape[-1:]), terms=cancels)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype
 @pytest.mark.parametrize("shape", [(5, 97), (2, 3, 64), (0, 8)], ids=str)
 def test_add_rms_norm(shape, dtype):
-    inputs = (
-        randn(*shape, dtype=dtype),
-        randn(*shape, dtype=dtype, seed=2),
-        randn(shape[-1], dtype=dtype, seed=1),
-    )
-
     def exact(x, r, w):
-        s = x + r
-        return *exact_rms_norm(s, w), s
+        return *exact_rms_norm(x + r, w), x + r
 
-    compare(lambda x, r, w: add_rms_norm(x, r, w, EPS, "triton"), exact, inputs, rounded_input=True)
+    def ours(x, r, w):
+        return add_rms_norm(x, r, w, EPS, "triton")
+
+    x, w, r = tensors(dtype, shape, shape[-1:], shape)
+    compare(ours, exact, (x, r, w), rounded_input=True)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@each_kernel
 def test_the_gradient_of_a_norm_is_added_to_its_sum_unrounded(kernels):
     x, dy, w = (randn(*shape, dtype=torch.bfloat16) for shape in [(40, 16), (40, 16), (16,)])
     holder = SimpleNamespace(total=None)
@@ -127,32 +133,25 @@ def test_the_gradient_of_a_norm_is_added_to_its_sum_unrounded(kernels):
     assert w.grad is None
 
 
-def test_add_rms_norm_where_one_output_goes_nowhere():
-    x, r, w = (
-        randn(4, 16, dtype=torch.float32),
-        randn(4, 16, dtype=torch.float32, seed=1),
-        torch.ones(16),
-    )
-    for used in (0, 1):
-        gradients = []
-        for kernels in KERNELS:
-            leaf = x.clone().requires_grad_()
-            add_rms_norm(leaf, r, w, EPS, kernels)[used].cos().sum().backward()
-            gradients.append(leaf.grad)
-        assert_close(gradients[0], gradients[1].double())
+@pytest.mark.parametrize("used", [0, 1], ids=["norm", "sum"])
+def test_add_rms_norm_where_one_output_goes_nowhere(used):
+    x, r = tensors(torch.float32, (4, 16), (4, 16))
+    gradients = []
+    for kernels in KERNELS:
+        leaf = x.clone().requires_grad_()
+        add_rms_norm(leaf, r, torch.ones(16), EPS, kernels)[used].cos().sum().backward()
+        gradients.append(leaf.grad)
+    assert_close(gradients[0], gradients[1].double())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kernels", KERNELS)
+@each_dtype
+@each_kernel
 @pytest.mark.parametrize(
     ("s", "b", "q_heads", "k_heads", "width"),
     [(5, 2, 4, 2, 8), (3, 1, 1, 1, 2), (4, 2, 3, 1, 20), (0, 2, 4, 4, 8)],
 )
 def test_rotary(s, b, q_heads, k_heads, width, kernels, dtype):
-    inputs = (
-        randn(s, b, q_heads, width, dtype=dtype),
-        randn(s, b, k_heads, width, dtype=dtype, seed=1),
-    )
+    inputs = tensors(dtype, (s, b, q_heads, width), (s, b, k_heads, width))
     for positions in (torch.arange(s).unsqueeze(1), torch.arange(s * b).view(s, b) * 37):
         cos, sin = rotary_angles(positions, Rotary(width, 10000.0), dtype)
 
@@ -167,42 +166,41 @@ def test_rotary(s, b, q_heads, k_heads, width, kernels, dtype):
 
 
 def test_rotary_in_place_without_gradients_alone():
-    q, k = randn(3, 1, 2, 8, dtype=torch.float32), randn(3, 1, 1, 8, dtype=torch.float32, seed=1)
+    q, k = tensors(torch.float32, (3, 1, 2, 8), (3, 1, 1, 8))
     cos, sin = rotary_angles(torch.arange(3).unsqueeze(1), Rotary(8, 10000.0), torch.float32)
-    expected = rotate(q, k, cos, sin, "torch")
-    kept = q.clone()
+    expected, kept = rotate(q, k, cos, sin, "torch"), q.clone()
     turned = rotate(q, k, cos, sin, "triton")
     assert torch.equal(q, kept)
-    assert_close(turned[0], expected[0].double())
     with torch.no_grad():
-        q_turned, k_turned = rotate(q, k, cos, sin, "triton")
-    assert q_turned.data_ptr() == q.data_ptr()
-    assert_close(q, expected[0].double())
-    assert_close(k_turned, expected[1].double())
+        in_place = rotate(q, k, cos, sin, "triton")
+    assert in_place[0].data_ptr() == q.data_ptr()
+    for found in (turned, in_place):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_close(ours, theirs.double())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kernels", KERNELS)
+@each_dtype
+@each_kernel
 @pytest.mark.parametrize("shape", [(1,), (3, 7), (5, 2, 499), (0, 4)], ids=str)
 def test_swiglu(shape, kernels, dtype):
     if kernels == "torch" and dtype == torch.bfloat16:
         pytest.skip("PyTorch's silu rounds before the product")
-    inputs = randn(*shape, dtype=dtype) * 5, randn(*shape, dtype=dtype, seed=1)
-    compare(lambda g, u: (swiglu(g, u, kernels),), lambda g, u: (g * torch.sigmoid(g) * u,), inputs)
+    gate, up = tensors(dtype, shape, shape)
+    compare(lambda g, u: (swiglu(g, u, kernels),), exact_swiglu, (gate * 5, up))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kernels", KERNELS)
+@each_dtype
+@each_kernel
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 2499), (0, 4)], ids=str)
 def test_weighted_swiglu(shape, kernels, dtype):
     if kernels == "torch" and dtype == torch.bfloat16:
         pytest.skip("PyTorch's silu rounds before the product, as does its product")
-    gate, up = randn(*shape, dtype=dtype) * 5, randn(*shape, dtype=dtype, seed=1)
+    gate, up = tensors(dtype, shape, shape)
     weights = randn(shape[0], dtype=exact(dtype), seed=2)
     compare(
         lambda g, u, w: (weighted_swiglu(g, u, w, kernels),),
-        lambda g, u, w: (g * torch.sigmoid(g) * u * w.unsqueeze(1),),
-        (gate, up, weights),
+        lambda g, u, w: (exact_swiglu(g, u)[0] * w.unsqueeze(1),),
+        (gate * 5, up, weights),
     )
 
 
@@ -215,37 +213,39 @@ def test_swiglu_far_out():
     assert torch.equal(gate.grad, torch.tensor([0.0, 0.0, 0.5, 1.0, 1.0]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_inputs_of_any_strides(dtype):
-    """Operations accept any strides: every other row, every other column, transposed, expanded, and
-    a gradient that is one expanded number."""
-    wide = randn(10, 64, dtype=dtype)
-    w = randn(32, dtype=dtype, seed=1)
-    for x in (
-        wide[::2, :32],
-        wide[:, ::2],
-        randn(32, 10, dtype=dtype).T,
-        wide[:1, :32].expand(10, 32),
-    ):
-        other = x.flip(0)
-        compare(lambda a, w: (rms_norm(a, w, EPS, "triton"),), exact_rms_norm, (x, w))
-        compare(
-            lambda g, u: (swiglu(g, u, "triton"),),
-            lambda g, u: (g * torch.sigmoid(g) * u,),
-            (x, other),
-        )
-        found = x.detach().requires_grad_()
-        swiglu(found, other, "triton").sum().backward()
-        exact = x.detach().double().requires_grad_()
-        swiglu(exact, other.double(), "torch").sum().backward()
-        assert_close(found.grad, exact.grad)
-    # [S, B, H, E] with the strides of the gradients that attention's backward returns
+@each_dtype
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda wide: wide[::2, :32],
+        lambda wide: wide[:, ::2],
+        lambda wide: wide.view(64, 10)[:32].T,
+        lambda wide: wide[:1, :32].expand(10, 32),
+    ],
+    ids=["every other row", "every other column", "transposed", "expanded"],
+)
+def test_inputs_of_any_strides(view, dtype):
+    """Also a gradient that is one expanded number."""
+    wide, w = tensors(dtype, (10, 64), (32,))
+    x = view(wide)
+    other = x.flip(0)
+    compare(triton_rms_norm, exact_rms_norm, (x, w))
+    compare(lambda g, u: (swiglu(g, u, "triton"),), exact_swiglu, (x, other))
+    found, exact = x.detach().requires_grad_(), x.detach().double().requires_grad_()
+    swiglu(found, other, "triton").sum().backward()
+    swiglu(exact, other.double(), "torch").sum().backward()
+    assert_close(found.grad, exact.grad)
+
+
+@each_dtype
+@pytest.mark.parametrize("back", [False, True])
+def test_rotary_of_strides_that_attention_returns(back, dtype):
+    """[S, B, H, E] with the strides of the gradients of attention's backward."""
     q = randn(2, 3, 5, 8, dtype=dtype).permute(2, 0, 1, 3)
-    cos, sin = rotary_angles(torch.arange(5).unsqueeze(1), Rotary(8, 10000.0), dtype)
-    for back in (False, True):
-        turned, _ = torch.ops.lattice.rotate(q, q, cos, sin, back)
-        again, _ = torch.ops.lattice.rotate(q.contiguous(), q.contiguous(), cos, sin, back)
-        assert torch.equal(turned, again)
+    angles = rotary_angles(torch.arange(5).unsqueeze(1), Rotary(8, 10000.0), dtype)
+    turned, _ = torch.ops.lattice.rotate(q, q, *angles, back)
+    again, _ = torch.ops.lattice.rotate(q.contiguous(), q.contiguous(), *angles, back)
+    assert torch.equal(turned, again)
 
 
 def exact_loss(z, targets, z_loss):
@@ -258,54 +258,40 @@ def exact_loss(z, targets, z_loss):
 def whole_loss(z, targets, first_rows, z_loss, scale, kernels):
     """Loss and gradient for logits whose columns are split at `first_rows`, computed as by one rank
     per part."""
-    cuts = [*first_rows, z.shape[1]]
-    shards = [z[:, a:b].clone() for a, b in pairwise(cuts)]
-    row = merge(
-        torch.stack(
-            [
-                statistics(s, targets, first, kernels)
-                for s, first in zip(shards, first_rows, strict=True)
-            ]
-        )
-    )
-    loss = token_losses(row, targets, z_loss).sum()
-    for shard, first in zip(shards, first_rows, strict=True):
+    shards = [z[:, a:b].clone() for a, b in pairwise([*first_rows, z.shape[1]])]
+    parts = list(zip(shards, first_rows, strict=True))
+    row = merge(torch.stack([statistics(s, targets, first, kernels) for s, first in parts]))
+    for shard, first in parts:
         gradient_over_logits_(shard, targets, row, torch.tensor(scale), first, z_loss, kernels)
-    return loss, torch.cat(shards, dim=1)
+    return token_losses(row, targets, z_loss).sum(), torch.cat(shards, dim=1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kernels", KERNELS)
+@each_dtype
+@each_kernel
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize(
     ("tokens", "vocab", "first_rows"),
     [
-        (6, 1, [0]),
-        (5, 97, [0]),
-        (5, 97, [0, 33, 66]),
-        (3, 9001, [0]),
-        (4, 3, [0, 1, 2, 3]),
-        (0, 8, [0, 4]),
+        *((6, 1, [0]), (5, 97, [0]), (5, 97, [0, 33, 66]), (3, 9001, [0])),
+        *((4, 3, [0, 1, 2, 3]), (0, 8, [0, 4])),
     ],
 )
 def test_cross_entropy(tokens, vocab, first_rows, z_loss, kernels, dtype):
     z = randn(tokens, vocab, dtype=dtype) * 3
-    targets = torch.randint(
-        vocab, (tokens,), generator=torch.Generator().manual_seed(1), device="cpu"
-    ).to(DEVICE)
+    generator = torch.Generator().manual_seed(1)
+    targets = torch.randint(vocab, (tokens,), generator=generator, device="cpu").to(DEVICE)
     targets[1:2] = IGNORE
     loss, gradient = whole_loss(z, targets, first_rows, z_loss, 0.25, kernels)
     exact = z.double().requires_grad_()
     expected = exact_loss(exact, targets, z_loss)
     (0.25 * expected).backward()
-    assert loss.item() == pytest.approx(
-        expected.item(), rel=2e-6 if dtype != torch.float64 else 1e-14, abs=1e-9
-    )
+    bound = 1e-14 if dtype == torch.float64 else 2e-6
+    assert loss.item() == pytest.approx(expected.item(), rel=bound, abs=1e-9)
     assert_close(gradient, exact.grad)
     assert not gradient[1:2].any()
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@each_kernel
 def test_cross_entropy_far_out(kernels):
     """Loss and gradient are right for logits of ±1e4, for a row with all columns of one rank masked
     out, and for a row without a target and without a finite logit."""
@@ -327,13 +313,12 @@ def test_cross_entropy_far_out(kernels):
     assert not gradient[4].any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype
 def test_operations_keep_the_library_contract(dtype):
     """Every operation passes torch's checks of its schema, fake tensors, autograd registration and
     ahead-of-time autograd, on which the compiler and checkpointing rely."""
-    x, r = (randn(4, 2, 16, dtype=dtype, seed=i).requires_grad_() for i in (0, 1))
-    w = randn(16, dtype=dtype, seed=2).requires_grad_()
-    q, k = (randn(3, 2, h, 8, dtype=dtype, seed=h).requires_grad_() for h in (4, 2))
+    shapes = (4, 2, 16), (4, 2, 16), (16,), (3, 2, 4, 8), (3, 2, 2, 8)
+    x, r, w, q, k = (t.requires_grad_() for t in tensors(dtype, *shapes))
     cos, sin = rotary_angles(torch.arange(3).unsqueeze(1), Rotary(8, 10000.0), dtype)
     z, targets = randn(4, 11, dtype=dtype), torch.tensor([1, IGNORE, 12, 10])
     _, rstd = (t.detach() for t in torch.ops.lattice.rms_norm(x, w, EPS))
@@ -355,23 +340,27 @@ def test_operations_keep_the_library_contract(dtype):
         torch.library.opcheck(op.default, arguments)
 
 
-def test_a_planted_error_is_caught():
-    """Control: an omitted eps, targets one column off, and gradients truncated instead of rounded
-    to bfloat16 are all outside the bounds."""
+def test_an_omitted_eps_is_caught():
     x, w = randn(5, 64, dtype=torch.float32) * 1e-2, torch.ones(64)
     with pytest.raises(AssertionError):
         compare(lambda x, w: (rms_norm(x, w, 0.0, "triton"),), exact_rms_norm, (x, w))
+
+
+def one_column_off(z, targets, _):
+    return whole_loss(z, targets + 1, [0], 0.0, 1.0, "triton")[1]
+
+
+def truncated_to_bfloat16(z, targets, gradient):
+    return (gradient.float().view(torch.int32) & -65536).view(torch.float32).bfloat16()
+
+
+@pytest.mark.parametrize("mistake", [one_column_off, truncated_to_bfloat16], ids=name_of)
+def test_a_wrong_gradient_is_caught(mistake):
     z, targets = randn(5, 31, dtype=torch.float32), torch.arange(5)
-    _, gradient = whole_loss(z, targets + 1, [0], 0.0, 1.0, "triton")
     exact = z.double().requires_grad_()
     exact_loss(exact, targets, 0.0).backward()
     with pytest.raises(AssertionError):
-        assert_close(gradient, exact.grad)
-    truncated = (
-        (exact.grad.float().view(torch.int32) & -65536).view(torch.float32).to(torch.bfloat16)
-    )
-    with pytest.raises(AssertionError):
-        assert_close(truncated, exact.grad)
+        assert_close(mistake(z, targets, exact.grad), exact.grad)
 
 
 def test_the_interpreter_rounds_as_a_gpu_does():
@@ -384,12 +373,10 @@ def test_the_interpreter_rounds_as_a_gpu_does():
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
     as_float = torch.from_numpy(to_float32(every.numpy()))
     assert torch.equal(as_float.nan_to_num(7), every.view(torch.bfloat16).float().nan_to_num(7))
-    between = (
-        randn(1 << 16, dtype=torch.float32) * as_float.abs().clamp(1e-30, 1e30).nan_to_num(1).sqrt()
-    )
+    spread = as_float.abs().clamp(1e-30, 1e30).nan_to_num(1).sqrt()
+    between = randn(1 << 16, dtype=torch.float32) * spread
     ties = (every.to(torch.int32) << 16 | 0x8000).view(torch.float32)
     for x in (between, ties):
-        rounded = torch.from_numpy(to_bfloat16(x.numpy())).view(torch.bfloat16)
-        assert torch.equal(
-            rounded.float().nan_to_num(7), x.to(torch.bfloat16).float().nan_to_num(7)
-        )
+        rounded = torch.from_numpy(to_bfloat16(x.numpy())).view(torch.bfloat16).float()
+        expected = x.to(torch.bfloat16).float()
+        assert torch.equal(rounded.nan_to_num(7), expected.nan_to_num(7))

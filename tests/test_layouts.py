@@ -16,6 +16,7 @@ from tools.plan import __main__ as plan
 from tools.preflight import __main__ as preflight
 from tools.rehearse import __main__ as rehearse
 from tools.streams import __main__ as streams
+from training.config import Config
 from training.layouts import checked_layouts, choose_layout, layout_sizes
 from training.load_config import dump_config, load_config
 
@@ -27,37 +28,43 @@ LIST = [
 ]  # for 8, 4, 4 and 2 ranks
 
 
+OF_STAGE_1 = [
+    {"pp": 1, "cp": 4, "dp_shard": 2, "tp": 1},
+    {"cp": 2, "dp_shard": 2, "tp": 1},
+    {"cp": 2, "dp_shard": 1, "tp": 1},
+]  # for 8, 4 and 2 ranks
+
+
+def configured(folder: Path, *of_stage_1: dict[str, int]) -> str:
+    """A configuration with `LIST`, whose layouts all fit batches of 8 sequences; if layouts of a
+    second stage are given, that stage has longer sequences and these."""
+    path = write_config(folder, folder / "data", parallel={"layouts": LIST, "zero_stage": 1})
+    if of_stage_1:
+        later = {"from_step": 2, "train": {"seq_len": 64}, "parallel": {"layouts": of_stage_1}}
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"\nstages: {json.dumps([later])}\n")
+    return path
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    """A configuration with this list; all its layouts fit batches of 8 sequences."""
-    return write_config(tmp_path, tmp_path / "data", parallel={"layouts": LIST, "zero_stage": 1})
+    return configured(tmp_path)
 
 
-def wrong(path: str, layouts: object) -> UserError:
-    """The error of a configuration with this list on 8 ranks."""
+def refused(path: str, world: int, *overrides: str) -> UserError:
+    """Why no layout is chosen for this world."""
     with pytest.raises(UserError) as caught:
-        choose_layout(load_config(path, [f"parallel.layouts={layouts}"]), 8)
+        choose_layout(load_config(path, [*overrides]), world)
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("world", "axes"),
-    [
-        (2, (1, 2, 1)),
-        (3, (1, 2, 1)),
-        (4, (1, 4, 1)),
-        (7, (1, 4, 1)),
-        (8, (2, 2, 2)),
-        (9, (2, 2, 2)),
-    ],
-)
-def test_the_largest_that_fits(path: str, world: int, axes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(("world", "at"), [(2, 3), (3, 3), (4, 1), (7, 1), (8, 0), (9, 0)])
+def test_the_largest_that_fits(path: str, world: int, at: int) -> None:
     """Of the two layouts for four ranks, the first one is taken."""
     chosen = choose_layout(load_config(path, []), world)
-    parallel = chosen.parallel
-    assert (parallel.pp, parallel.dp_shard, parallel.tp) == axes
-    assert chosen.train.micro_batch_size == (1 if axes == (1, 4, 1) else 2)
-    assert parallel.zero_stage == (3 if axes == (1, 4, 1) else 1)
+    expected = {"pp": 1, "tp": 1, "micro_batch_size": 2, "zero_stage": 1} | LIST[at]
+    values = vars(chosen.train) | vars(chosen.parallel)
+    assert {key: values[key] for key in expected} == expected
     assert chosen.train.global_batch_size == 8
 
 
@@ -67,14 +74,18 @@ def test_without_a_list_nothing_changes(tmp_path: Path) -> None:
     assert layout_sizes(config) == []
 
 
-def test_a_chosen_configuration_chooses_again_alike(path: str, tmp_path: Path) -> None:
-    """The run folder's config.yaml starts the same layouts as the file it came from: a key that a
-    layout leaves out does not become that of the layout which happened to be chosen."""
-    config = load_config(path, [])
-    saved = tmp_path / "saved.yaml"
-    saved.write_text(dump_config(choose_layout(config, 4)))
-    for world in (2, 4, 8):
-        assert choose_layout(load_config(str(saved), []), world) == choose_layout(config, world)
+def chosen_again(path: str, first: int, world: int) -> Config:
+    """What the run folder's config.yaml of a run on `first` ranks chooses for another world."""
+    saved = Path(path).with_name("saved.yaml")
+    saved.write_text(dump_config(choose_layout(load_config(path, []), first)))
+    return choose_layout(load_config(str(saved), []), world)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_a_chosen_configuration_chooses_again_alike(path: str, world: int) -> None:
+    """A key that a layout leaves out does not become that of the layout which happened to be
+    chosen."""
+    assert chosen_again(path, 4, world) == choose_layout(load_config(path, []), world)
 
 
 def test_sizes_need_no_checks_of_the_model(path: str) -> None:
@@ -83,9 +94,7 @@ def test_sizes_need_no_checks_of_the_model(path: str) -> None:
 
 
 def test_too_small_a_world(path: str) -> None:
-    with pytest.raises(UserError) as caught:
-        choose_layout(load_config(path, []), 1)
-    error = caught.value
+    error = refused(path, 1)
     assert error.key == "parallel.layouts[3]"
     assert "the world has 1 processes, and the smallest layout needs 2" in error.why
     assert "start at least 2 processes" in error.remedy
@@ -108,6 +117,7 @@ def test_too_small_a_world(path: str) -> None:
         ("[{dp: 2}]", "parallel.layouts[0].dp", "no such key"),
         ("[{layouts: []}]", "parallel.layouts[0].layouts", "no such key"),
         ("[{seq_len: 64}]", "parallel.layouts[0].seq_len", "no such key"),
+        ("[{global_batch_size: 16}]", "parallel.layouts[0].global_batch_size", "no such key"),
         ("[2]", "parallel.layouts", "has the type int"),
         ("{dp_shard: 2}", "parallel.layouts", "has the type dict"),
     ],
@@ -118,10 +128,10 @@ def test_refusals(
 ) -> None:  # fmt: skip
     """The error names the layout, although another would have been chosen; every command gives the
     same one."""
-    error = wrong(path, layouts)
+    arguments = [path, f"parallel.layouts={layouts}"]
+    error = refused(path, 8, arguments[1])
     assert error.key == key
     assert why in error.why
-    arguments = [path, f"parallel.layouts={layouts}"]
     for command in (plan.main, rehearse.main, streams.main):
         assert command([*arguments, "--gpus", "8"]) == 2
         assert f"error: {error}" in capsys.readouterr().err
@@ -148,10 +158,6 @@ def test_what_every_command_takes(path: str, capsys: pytest.CaptureFixture[str])
         assert "the same collectives" in capsys.readouterr().out
 
 
-def test_the_batch_is_not_a_layouts_business(path: str) -> None:
-    assert "no such key" in wrong(path, "[{dp_shard: 2, global_batch_size: 16}]").why
-
-
 def test_queues_follow_the_chosen_layout(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA_DEVICE_MAX_CONNECTIONS is 1 with tp, 32 without."""
     for world, expected in (("8", "1"), ("2", "32")):
@@ -168,39 +174,19 @@ def test_a_list_in_python() -> None:
         ParallelConfig(layouts=[{"dp": 1}])
 
 
-def staged(tmp_path: Path, layouts: list[dict]) -> str:
-    """A configuration with `LIST`, whose second stage has longer sequences and these layouts."""
-    later = {"from_step": 2, "train": {"seq_len": 64}, "parallel": {"layouts": layouts}}
-    path = write_config(tmp_path, tmp_path / "data", parallel={"layouts": LIST, "zero_stage": 1})
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(f"\nstages: {json.dumps([later])}\n")
-    return path
-
-
-OF_STAGE_1 = [
-    {"pp": 1, "cp": 4, "dp_shard": 2, "tp": 1},
-    {"cp": 2, "dp_shard": 2, "tp": 1},
-    {"cp": 2, "dp_shard": 1, "tp": 1},
-]
-
-
 @pytest.mark.parametrize(("world", "cp"), [(8, 4), (5, 2), (3, 2)])
 def test_each_stage_has_a_layout_for_the_same_ranks(tmp_path: Path, world: int, cp: int) -> None:
-    config = load_config(staged(tmp_path, OF_STAGE_1), [])
-    chosen = choose_layout(config, world)
+    path = configured(tmp_path, *OF_STAGE_1)
+    chosen = choose_layout(load_config(path, []), world)
     first, second = chosen.each_stage
     assert first.parallel.num_ranks == second.parallel.num_ranks <= world
     assert (first.parallel.cp, second.parallel.cp) == (1, cp)
-    assert layout_sizes(config) == [8, 4, 4, 2]
-    again = tmp_path / "again.yaml"  # the run folder's config.yaml chooses the same
-    again.write_text(dump_config(chosen))
-    assert choose_layout(load_config(str(again), []), world) == chosen
+    assert layout_sizes(chosen) == [8, 4, 4, 2]
+    assert chosen_again(path, world, world) == chosen
 
 
 def test_a_stage_without_a_layout_for_these_ranks(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        choose_layout(load_config(staged(tmp_path, OF_STAGE_1[:2]), []), 8)
-    error = caught.value
+    error = refused(configured(tmp_path, *OF_STAGE_1[:2]), 8)
     assert error.key == "parallel.layouts[3]"
     assert "stages.1.parallel.layouts" in error.why
     assert "none has 2 ranks" in error.why

@@ -1,6 +1,7 @@
 """The head's projection and loss, computed in pieces over tp, have the loss and gradients of whole
 logits on one rank."""
 
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -22,12 +23,8 @@ from tokens import IGNORE
 
 S, B, D = 20, 2, 24
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KERNELS = [
-    pytest.param(
-        "triton", marks=pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs Triton")
-    ),
-    "torch",
-]
+needs_triton = pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs Triton")
+KERNELS = [pytest.param("triton", marks=needs_triton), "torch"]
 
 
 def operands(vocab, dtype):
@@ -63,15 +60,11 @@ def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes, sequence_
     cut, results = module.pieces_of, []
     for piece_bytes in sizes:
         x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))
-        arguments = (x, weight, targets, scale, rows.start, mesh.tp.get_group(), sequence_parallel)
-        options = {
-            "matmul": Matmul(),
-            "vocab_size": vocab,
-            "z_loss": z_loss,
-            "kernels": kernels,
-            "piece_bytes": piece_bytes,
-            "sequence_pieces": told,
-        }
+        head = partial(
+            linear_cross_entropy, x, weight, targets, scale, rows.start, mesh.tp.get_group(),
+            sequence_parallel, matmul=Matmul(), vocab_size=vocab, z_loss=z_loss, kernels=kernels,
+            piece_bytes=piece_bytes, sequence_pieces=told,
+        )  # fmt: skip
         heights = []
 
         def watched(*given, heights=heights):
@@ -80,13 +73,11 @@ def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes, sequence_
                 yield piece, piece_targets
 
         with Listener(mesh) as forward, patch.object(module, "pieces_of", watched):
-            loss = linear_cross_entropy(*arguments, **options)
+            loss = head()
         with Listener(mesh) as backward:
             (3 * loss).backward()
         with torch.no_grad():
-            assert torch.equal(linear_cross_entropy(*arguments, **options), loss), (
-                "without gradients the loss is the same"
-            )
+            assert torch.equal(head(), loss), "without gradients the loss is the same"
         travelled = forward.count(), backward.count(), forward.largest
         results.append((loss.detach(), x.grad, weight.grad, heights, *travelled))
     return results
@@ -94,6 +85,14 @@ def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes, sequence_
 
 def relative(found, exact):
     return ((found.double() - exact).abs().max() / exact.abs().max()).item()
+
+
+def errors(results, exact, sequence_parallel=True):
+    """Of the loss, dx and dw that the ranks' results are together; all ranks have the same loss."""
+    assert all(torch.equal(r[0], results[0][0]) for r in results)
+    dx = torch.cat([r[1] for r in results]) if sequence_parallel else results[-1][1]
+    found = results[0][0], dx, torch.cat([r[2] for r in results])
+    return [relative(ours, theirs) for ours, theirs in zip(found, exact, strict=True)]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -119,7 +118,7 @@ def test_is_what_whole_logits_give(ranks, tp, sequence_parallel, dtype, bounds, 
     float64 also in one piece, and in pieces of one row (not in the slow interpreter). Tested with
     z_loss, a vocabulary that tp does not divide, and an incoming gradient other than 1."""
     vocab, z_loss = 51, 1e-2
-    loss, dx, dw = expected(vocab, dtype, z_loss)
+    exact = expected(vocab, dtype, z_loss)
     rows = S // tp if sequence_parallel else S
     unequal = {20: [7, 7, 6], 10: [4, 4, 2], 5: [2, 2, 1]}[rows]
     sizes = {14 * cdiv(vocab, tp) * dtype.itemsize: unequal}
@@ -129,46 +128,29 @@ def test_is_what_whole_logits_give(ranks, tp, sequence_parallel, dtype, bounds, 
         in_pieces, tp, vocab, dtype, sequence_parallel, z_loss, kernels, list(sizes)
     )
     for heights, *results in zip(sizes.values(), *of_ranks, strict=True):
-        found_dx = torch.cat([r[1] for r in results]) if sequence_parallel else results[-1][1]
-        found_dw = torch.cat([r[2] for r in results])
-        assert all(torch.equal(r[0], results[0][0]) for r in results), (
-            "every rank returns the same loss"
-        )
-        assert found_dx.dtype == found_dw.dtype == dtype
-        assert all(r[3] == heights for r in results)
-        errors = relative(results[0][0], loss), relative(found_dx, dx), relative(found_dw, dw)
-        assert all(error <= bound for error, bound in zip(errors, bounds, strict=True)), errors
+        assert all(r[1].dtype == r[2].dtype == dtype and r[3] == heights for r in results)
+        found = errors(results, exact, sequence_parallel)
+        assert all(error <= bound for error, bound in zip(found, bounds, strict=True)), found
 
 
-def test_a_sequence_in_pieces(ranks):
+@pytest.mark.parametrize(("told", "right"), [(2, True), (1, False)], ids=["right", "control"])
+def test_a_sequence_in_pieces(ranks, told, right):
     """If a rank holds its part of each of the sequence's pieces, every row still meets its own
     target. Control: a head that is told of one piece gives another loss."""
     loss, dx, dw = expected(51, torch.float64, 0.0)
+    exact = loss, by_rank(dx, 2, 2).flatten(0, 1), dw
     sizes = [1 << 20, 14 * 26 * 8]  # the tokens at once, and in three pieces of the head's own
-    for told in (2, 1):
-        of_ranks = ranks.run(in_pieces, 2, 51, torch.float64, True, 0.0, "torch", sizes, 2, told)
-        for results in zip(*of_ranks, strict=True):
-            found_dx = by_rank(dx, 2, 2) - torch.stack([r[1] for r in results])
-            found_dw = torch.cat([r[2] for r in results])
-            right = [
-                relative(results[0][0], loss) < 1e-14,
-                found_dx.abs().max() < 1e-14,
-                relative(found_dw, dw) < 1e-14,
-            ]
-            assert right == [told == 2] * 3
+    of_ranks = ranks.run(in_pieces, 2, 51, torch.float64, True, 0.0, "torch", sizes, 2, told)
+    for results in zip(*of_ranks, strict=True):
+        assert [error < 1e-14 for error in errors(results, exact)] == [right] * 3
 
 
 def test_more_ranks_than_rows_of_the_vocabulary(ranks):
     """With fewer rows of the vocabulary than ranks, a rank without columns takes part in the
     collectives and the result is right."""
-    loss, dx, dw = expected(3, torch.float64, 0.0)
-    results = [
-        found
-        for (found,) in ranks.run(in_pieces, 4, 3, torch.float64, True, 0.0, "torch", [1 << 20])
-    ]
-    assert relative(results[0][0], loss) < 1e-14
-    assert relative(torch.cat([r[1] for r in results]), dx) < 1e-14
-    assert relative(torch.cat([r[2] for r in results]), dw) < 1e-14
+    of_ranks = ranks.run(in_pieces, 4, 3, torch.float64, True, 0.0, "torch", [1 << 20])
+    found = errors([result for (result,) in of_ranks], expected(3, torch.float64, 0.0))
+    assert max(found) < 1e-14
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
