@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -110,3 +111,9 @@ def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -25,18 +24,12 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.alert_helpers import ROOT, FedCompanion, wait_until
+from tests.alert_helpers import ROOT, FedCompanion, free_port, wait_until
 from tests.runs import write_config
 
 RULES = ROOT / "monitoring" / "lattice_alerts.yaml"
 RULE_TESTS = ROOT / "monitoring" / "lattice_alerts_test.yaml"
 BUCKET = "checkpoints"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def get(url: str) -> str:

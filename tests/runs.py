@@ -229,6 +229,12 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def contents(run: Path) -> dict[str, bytes]:
+    """The content of every file of a run folder but the lease, which each start takes."""
+    files = [path for path in run.rglob("*") if path.is_file() and path.parent.name != "lease"]
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}
+
+
 def fresh(folder: Path) -> None:
     shutil.rmtree(folder / "run", ignore_errors=True)
 

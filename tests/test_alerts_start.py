@@ -19,7 +19,7 @@ from runtime.records.events import read_events
 from runtime.records.status import record_failed_start, record_failure
 from runtime.signals import Signals
 from tests.alert_helpers import FedCompanion, Receiver, wait_until
-from tests.runs import forked, losses, said_by, status, status_of, train_run, write_config
+from tests.runs import contents, forked, losses, said_by, status, status_of, train_run, write_config
 from tests.stages import write_stages
 from tools import alarm
 from tools.ranks import Ranks
@@ -142,12 +142,6 @@ def test_a_refused_start(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     added = after.pop("events.jsonl").removeprefix(before.pop("events.jsonl"))
     assert json.loads(added)["event"] == "refused"
     assert after == before
-
-
-def contents(run: Path) -> dict[str, bytes]:
-    """The content of every file, without the lease, which each start takes."""
-    files = [path for path in run.rglob("*") if path.is_file() and path.parent.name != "lease"]
-    return {str(path.relative_to(run)): path.read_bytes() for path in files}
 
 
 def test_a_failed_start_is_not_the_one_after_it(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from runtime.checkpoints.lease import Lease
 from runtime.checkpoints.manifest import MANIFEST, Damaged, Manifest, read_manifest
 from runtime.checkpoints.save import Saver
 from runtime.records.events import read_events
+from tests.planted import planted
 from tests.runs import (
     checkpoint_of,
     copy_of,
@@ -67,18 +68,16 @@ def test_a_good_checkpoint_is_good(saved: Path, capsys: pytest.CaptureFixture[st
     assert all(event["stall_seconds"] >= 0 for event in events)
 
 
-def test_a_flipped_bit_in_any_file_is_found(saved: Path, tmp_path: Path) -> None:
-    """Verification finds a flipped bit in the first, the middle or the last byte of any file of a
-    checkpoint."""
-    good = saved / "run" / "checkpoints" / "step-00000006"
+@pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
+def test_a_flipped_bit_in_any_file_is_found(saved: Path, tmp_path: Path, at: float) -> None:
+    """In the first, the middle or the last byte of any file of a checkpoint."""
+    good, bad = checkpoint_of(saved, 6), tmp_path / "step-00000006"
     for name in names(good):
-        for at in (0.0, 0.5, 1.0):
-            bad = tmp_path / "step-00000006"
-            shutil.copytree(good, bad, dirs_exist_ok=True)
-            flip_a_bit(bad / name, at)
-            with pytest.raises(Damaged):
-                manifest.verify(bad)
-            shutil.rmtree(bad)
+        shutil.copytree(good, bad)
+        flip_a_bit(bad / name, at)
+        with pytest.raises(Damaged):
+            manifest.verify(bad)
+        shutil.rmtree(bad)
 
 
 LOST = "no manifest"
@@ -99,49 +98,39 @@ def test_the_newest_good_one_is_used_and_it_is_said_once(
     in another layout, reaches the same losses, and saves good ones under the same names; one
     message for each is printed."""
     config, checkpoints = copy_of(saved, tmp_path)
-    messages = []
+    warnings = []
     for name, what in (("step-00000006", newest), ("step-00000004", before)):
         if what == LOST:
             (checkpoints / name / MANIFEST).unlink()
-            messages.append(f"{name} has no manifest.json: it is put aside")
+            warnings.append(f"{name} has no manifest.json: it is put aside")
             continue
-        shards = sorted((checkpoints / name).glob("*.safetensors"))
-        flip_a_bit(shards[-1] if what == "tensors" else checkpoints / name / what)
-        messages.append(f"{name} is damaged")
+        shard = max((checkpoints / name).glob("*.safetensors"))
+        flip_a_bit(shard if what == "tensors" else checkpoints / name / what)
+        warnings.append(f"{name} is damaged")
     results = ranks.run(heard, 2, [config, "parallel.pp=1"])
     assert [refusal for refusal, _ in results] == ["", ""]
     said = "".join(said for _, said in results)
-    assert [said.count(message) for message in messages] == [1, 1]
+    assert [said.count(warning) for warning in warnings] == [1, 1]
     after, expected = losses(tmp_path), losses(saved)
     assert all(after[step] == expected[step] for step in (1, 2))
     assert after == pytest.approx(expected, rel=1e-4)
-    assert names(checkpoints) == [
-        "latest", "step-00000002", "step-00000004", "step-00000004.damaged", "step-00000006",
-        "step-00000006.damaged",
-    ]  # fmt: skip
+    saved_names = [f"step-0000000{step}" for step in (2, 4, 6)]
+    put_aside = [f"{name}.damaged" for name in saved_names[1:]]
+    assert names(checkpoints) == sorted(["latest", *saved_names, *put_aside])
     assert (checkpoints / "latest").read_text() == "step-00000006"
     assert verify.main([str(checkpoints)]) == 0
     assert status_of(tmp_path)["state"] == "finished"
 
 
-@pytest.fixture(scope="module")
-def flipped(ranks: Ranks, saved: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The messages of two runs that name a damaged checkpoint."""
-    folder = tmp_path_factory.mktemp("flipped")
-    config, _ = copy_of(saved, folder)
-    flip_a_bit(sorted(checkpoint_of(folder, 6).glob("*.safetensors"))[0])
-    named, other = checkpoint_of(folder, 6), f"run.dir={folder / 'other'}"
-    cases = {key: [config, f"checkpoint.{key}={named}", other] for key in NAMED}
-    return ranks.run(messages, 4, cases)[3]
-
-
-NAMED = ("resume", "load_weights_only")
-
-
-@pytest.mark.parametrize("key", NAMED)
-def test_a_named_checkpoint_must_be_good(flipped: dict[str, str], key: str) -> None:
-    assert flipped[key].startswith(f"checkpoint.{key} = ")
-    assert "sha256 differs" in flipped[key]
+def test_a_named_checkpoint_must_be_good(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
+    config, _ = copy_of(saved, tmp_path)
+    named, other = checkpoint_of(tmp_path, 6), f"run.dir={tmp_path / 'other'}"
+    flip_a_bit(min(named.glob("*.safetensors")))
+    keys = ("checkpoint.resume", "checkpoint.load_weights_only")
+    said = ranks.run(messages, 4, {key: [config, f"{key}={named}", other] for key in keys})[3]
+    for key in keys:
+        assert said[key].startswith(f"{key} = ")
+        assert "sha256 differs" in said[key]
 
 
 @pytest.mark.parametrize(
@@ -170,13 +159,11 @@ def test_manifests_that_are_none(tmp_path: Path) -> None:
 def test_keeping(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """Kept are the last two checkpoints and that of every fourth step. Partial checkpoints of a
     killed run are removed."""
-    config = write_config(
-        tmp_path, data, checkpoint={"interval": 1, "keep_last": 2, "keep_every": 4}
-    )
+    kept = {"interval": 1, "keep_last": 2, "keep_every": 4}
     checkpoints = tmp_path / "run" / "checkpoints"
-    for left in ("partial-00000001-0000/step-00000003", "partial-00000001-0000/step-00000002"):
-        (checkpoints / left).mkdir(parents=True)
-    run(ranks, 1, config)
+    for step in (2, 3):
+        (checkpoints / f"partial-00000001-0000/step-0000000{step}").mkdir(parents=True)
+    run(ranks, 1, write_config(tmp_path, data, checkpoint=kept))
     assert names(checkpoints) == ["latest", "step-00000004", "step-00000005", "step-00000006"]
     assert (checkpoints / "latest").read_text() == "step-00000006"
 
@@ -194,34 +181,32 @@ FAULTS = [  # where a save fails, at which step, with which error, on which rank
 
 
 def train_with_faults(arguments: list[str]) -> tuple[str, str]:
-    def planted(name: str) -> Any:
-        place = runtime.checkpoints.save if name != "create_stream" else FileSystem  # DCP's
-        honest = getattr(place, name)
-
-        def faulty(*given: object, **options: object) -> object:
+    def faulty(name: str) -> Any:
+        @planted(FileSystem if name == "create_stream" else runtime.checkpoints.save, name)
+        def failing(honest: Any, *given: object, **options: object) -> object:
             about = " ".join(map(str, given))
             for where, step, kind, rank in FAULTS:
                 if (where, rank) == (name, dist.get_rank()) and f"step-{step:08d}" in about:
                     raise OSError(kind, os.strerror(kind))
             return honest(*given, **options)
 
-        return patch.object(place, name, faulty)
+        return failing()
 
     with contextlib.ExitStack() as stack:
         for name in {where for where, *_ in FAULTS}:
-            stack.enter_context(planted(name))
+            stack.enter_context(faulty(name))
         return heard(arguments)
 
 
+Spoilt = tuple[Path, list[str], list[str]]
+
+
 @pytest.fixture(scope="module")
-def spoilt(
-    ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[str], list[str]]:
+def spoilt(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Spoilt:
     """The folder of a run on 2 ranks that saves after each of 12 steps, and of which every second
     save fails; how it ended on each rank, and the lines it wrote to standard error."""
-    folder = tmp_path_factory.mktemp("spoilt")
-    sections = {"parallel": {"tp": 2}, "train": {"steps": 12}}
-    config = write_config(folder, data, checkpoint={"interval": 1, "keep_last": 20}, **sections)
+    folder, saves = tmp_path_factory.mktemp("spoilt"), {"interval": 1, "keep_last": 20}
+    config = write_config(folder, data, checkpoint=saves, parallel={"tp": 2}, train={"steps": 12})
     results = ranks.run(train_with_faults, 2, [config])
     said = "".join(said for _, said in results).splitlines()
     return folder, [why for why, _ in results], said
@@ -229,7 +214,7 @@ def spoilt(
 
 @pytest.mark.parametrize(("place", "step", "kind", "rank"), FAULTS[:-1])
 def test_a_save_that_one_rank_cannot_finish(
-    spoilt: tuple[Path, list[str], list[str]], place: str, step: int, kind: int, rank: int
+    spoilt: Spoilt, place: str, step: int, kind: int, rank: int
 ) -> None:
     """If one rank cannot write its part, no checkpoint is committed, all ranks continue training
     after one warning, and the next save works."""
@@ -242,13 +227,11 @@ def test_a_save_that_one_rank_cannot_finish(
     assert f"the newest is step-{step - 1:08d}" in line
 
 
-def test_no_failed_save_is_shown_as_a_traceback(
-    spoilt: tuple[Path, list[str], list[str]],
-) -> None:
+def test_no_failed_save_is_shown_as_a_traceback(spoilt: Spoilt) -> None:
     assert "Traceback" not in "".join(spoilt[2])
 
 
-def test_a_last_save_that_fails_is_no_success(spoilt: tuple[Path, list[str], list[str]]) -> None:
+def test_a_last_save_that_fails_is_no_success(spoilt: Spoilt) -> None:
     folder, ends, _ = spoilt
     assert all("step 12 was not saved" in why for why in ends)
     status = status_of(folder)
@@ -286,21 +269,17 @@ def saved_while_training(config_path: str) -> tuple[bool, float]:
     """Save, train one step before anything is written, then let the writing proceed. Returns
     whether the saved copies are those from before the step, and how far the weights moved."""
     train = step_of([config_path])
-    mesh = train.mesh
-    tokens = (
-        torch.arange(8 * 32).view(8, 32).chunk(mesh.dp_size)[mesh.dp_rank]
-        % train.config.model.vocab_size
-    )
+    tokens = torch.arange(8 * 32).view(8, 32) % train.config.model.vocab_size
+    tokens = tokens.chunk(train.mesh.dp_size)[train.mesh.dp_rank]
     train(0, tokens, tokens)
     go = threading.Event()
-    honest = Saver._write_partial
 
-    def later(self: Saver, *arguments: object) -> Manifest:
+    @planted(Saver, "_write_partial")
+    def later(honest: Any, *about: object) -> Manifest:
         go.wait()
-        return honest(self, *arguments)
+        return honest(*about)
 
-    folder = train.config.run.dir
-    with patch.object(Saver, "_write_partial", later), Lease(folder, "cpu") as lease:
+    with later(), Lease(train.config.run.dir, "cpu") as lease:
         saver = Saver(train, Path(__file__), lease)
         saver.save(1, 0, {"next_sample": 0, "skipped": []})
         before = {name: tensor.to_local().clone() for name, tensor in saver.tensors.items()}

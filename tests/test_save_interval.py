@@ -1,6 +1,5 @@
 """checkpoint.interval=auto, the marks of a start, and the ranks that tools.torchrun forks."""
 
-import contextlib
 import io
 import json
 import os
@@ -28,24 +27,15 @@ from runtime.records.events import append_event, read_events
 from runtime.records.ledger import account
 from runtime.start import parts, times
 from runtime.start.times import StartTimes
-from tests.runs import losses, run, train_run, write_config
+from tests.runs import LAYOUT_3D, losses, run, train_run, write_config
 from tools import export
 from tools.ranks import Ranks
 from training.load_config import load_config
-from training.sections import CheckpointConfig
 
 ROOT = Path(__file__).parent.parent
 
 
-class FakeRun:
-    """The steps of a run, as SaveInterval sees them: each takes `step_seconds`, and is logged."""
-
-    def __init__(self, config: Any, step_seconds: float) -> None:
-        self.config, self.step, self.step_seconds = config, 0, step_seconds
-
-    @property
-    def is_last(self) -> bool:
-        return False
+OFTEN = mtbf_of(1.0, 1) / 400.0  # failures per day of a GPU: one in 400 s
 
 
 def saves(
@@ -55,7 +45,8 @@ def saves(
     overrides = [f"run.dir={folder}", "checkpoint.interval=auto"]
     overrides += [f"checkpoint.failures_per_gpu_day={rate}"]
     config = load_config("configs/laptop.yaml", overrides)
-    of, found = FakeRun(config, step_seconds), []
+    of: Any = SimpleNamespace(config=config, step=0, step_seconds=step_seconds, is_last=False)
+    found = []
     with (
         patch.object(save_interval, "from_rank_0", lambda action, device: action()),
         patch.object(save_interval.dist, "get_world_size", lambda: 1),
@@ -64,7 +55,7 @@ def saves(
         interval = SaveInterval(config, 0, 0, "cpu")
         for _ in range(steps):
             of.step += 1
-            if interval.is_due(of):  # type: ignore[arg-type]
+            if interval.is_due(of):
                 found.append(of.step)
                 interval.saved(of.step, wait, dict(last))
     return found
@@ -73,7 +64,7 @@ def saves(
 def test_the_interval_is_youngs(tmp_path: Path) -> None:
     """With saves of 0.5 s and a failure in 400 s, √(2sM) is 20 steps of a second. Before it is
     measured, a save is estimated to cost nothing here, so it is measured soon."""
-    found = saves(tmp_path, 100, wait=0.5, rate=mtbf_of(1.0, 1) / 400.0)
+    found = saves(tmp_path, 100, wait=0.5, rate=OFTEN)
     gaps = [after - before for before, after in pairwise(found)]
     assert found[0] == 1  # a run that logs rarely is not without a checkpoint until its second line
     assert gaps[:2] == [1, 20]
@@ -81,18 +72,24 @@ def test_the_interval_is_youngs(tmp_path: Path) -> None:
     events = [e for e in read_events(tmp_path) if e["event"] == "interval"]
     assert [event["steps"] for event in events] == [1, 20]
     # the control: a rarer failure, a longer interval
-    rarer = saves(tmp_path / "rarer", 100, wait=0.5, rate=mtbf_of(1.0, 1) / 1600.0)
+    rarer = saves(tmp_path / "rarer", 100, wait=0.5, rate=OFTEN / 4)
     assert rarer[-1] - rarer[-2] == 40
 
 
-def test_the_interval_has_bounds(tmp_path: Path) -> None:
-    """A checkpoint takes time to be written, and an hour is the longest; a step, the shortest."""
-    busy = saves(tmp_path / "a", 200, 0.5, mtbf_of(1.0, 1) / 400.0, write_seconds=30.0)
-    assert busy[-1] - busy[-2] == 60
-    rare = saves(tmp_path / "b", 3 * int(MOST_SECONDS), 0.5, 1e-9, step_seconds=1.0)
-    assert rare[-1] - rare[-2] == MOST_SECONDS
-    long = saves(tmp_path / "c", 10, 0.5, mtbf_of(1.0, 1) / 400.0, step_seconds=1000.0)
-    assert long[-1] - long[-2] == 1
+@pytest.mark.parametrize(
+    ("steps", "rate", "about", "gap"),
+    [
+        (200, OFTEN, {"write_seconds": 30.0}, 60),  # a checkpoint takes time to be written
+        (3 * int(MOST_SECONDS), 1e-9, {}, MOST_SECONDS),
+        (10, OFTEN, {"step_seconds": 1000.0}, 1),
+    ],
+    ids=["slow to write", "an hour", "a step"],
+)
+def test_the_interval_has_bounds(
+    tmp_path: Path, steps: int, rate: float, about: dict[str, float], gap: int
+) -> None:
+    found = saves(tmp_path, steps, 0.5, rate, **about)
+    assert found[-1] - found[-2] == gap
 
 
 def test_earlier_starts_count(tmp_path: Path) -> None:
@@ -104,7 +101,7 @@ def test_earlier_starts_count(tmp_path: Path) -> None:
     append_event(tmp_path, "start", step=2, began=0.0, world_size=1)
     append_event(tmp_path, "checkpoint", step=3, **saved)
     assert measured_saves(read_events(tmp_path)) == ([0.5, 0.5], [1.0, 1.0])
-    found = saves(tmp_path, 50, wait=0.5, rate=mtbf_of(1.0, 1) / 400.0)
+    found = saves(tmp_path, 50, wait=0.5, rate=OFTEN)
     assert found[:2] == [20, 40]
 
 
@@ -128,34 +125,18 @@ def test_nothing_fails_and_nothing_costs(tmp_path: Path) -> None:
     assert "Infinity" not in text
 
 
-def test_a_number_and_never(tmp_path: Path) -> None:
-    """0 saves after the last step only; `never` not even then. The default is `auto`."""
-    assert CheckpointConfig().interval == "auto"
-    for value, expected in (("never", []), ("0", [10]), ("4", [4, 8, 10])):
-        overrides = [f"checkpoint.interval={value}", "train.steps=10"]
-        config = load_config("configs/laptop.yaml", overrides)
-        of, interval = Run(config, *[None] * 2, Start()), SaveInterval(config, 0, 0, "cpu")  # type: ignore[arg-type]
-        found = []
-        for of.step in range(1, 11):
-            found += [of.step] * interval.is_due(of)
-        assert found == expected
-
-
-def test_the_end_says_what_was_not_saved(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """A run without a word about checkpoints can be exported; `never` says that it cannot.
-    (A stop saves all the same: the runs of test_stop.py have `never`.)"""
-    said = {}
-    for name in ("auto", "never"):
-        (tmp_path / name).mkdir()
-        config = Path(write_config(tmp_path / name, data, train={"steps": 2}))
-        if name == "auto":  # the default
-            text = config.read_text()
-            config.write_text(text.replace("checkpoint:\n  interval: never\n", "checkpoint: {}\n"))
-        ((_, said[name]),) = ranks.run(spoken, 1, [str(config)])
-    assert "finished after 2 steps; run folder" in said["auto"]
-    arguments = ["--checkpoint", str(tmp_path / "auto" / "run"), "--out", str(tmp_path / "out")]
-    assert export.main(arguments) == 0
-    assert "finished after 2 steps; nothing was saved (checkpoint.interval=never)" in said["never"]
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("never", []), ("0", [10]), ("4", [4, 8, 10])],  # 0 saves after the last step only
+)
+def test_a_number_and_never(value: str, expected: list[int]) -> None:
+    overrides = [f"checkpoint.interval={value}", "train.steps=10"]
+    config = load_config("configs/laptop.yaml", overrides)
+    of, interval = Run(config, *[None] * 2, Start()), SaveInterval(config, 0, 0, "cpu")  # type: ignore[arg-type]
+    found = []
+    for of.step in range(1, 11):
+        found += [of.step] * interval.is_due(of)
+    assert found == expected
 
 
 def spoken(arguments: list[str]) -> tuple[str, str]:
@@ -163,12 +144,33 @@ def spoken(arguments: list[str]) -> tuple[str, str]:
         return train_run(arguments), said.getvalue()
 
 
-def test_values_that_are_refused() -> None:
-    for value in ("often", "-1", "true", "1.5"):
-        with pytest.raises(UserError, match=r"checkpoint\.interval"):
-            load_config("configs/laptop.yaml", [f"checkpoint.interval={value}"])
-    with pytest.raises(UserError, match=r"checkpoint\.failures_per_gpu_day"):
-        load_config("configs/laptop.yaml", ["checkpoint.failures_per_gpu_day=-1"])
+@pytest.mark.parametrize(
+    ("interval", "end"),
+    [("auto", "run folder"), ("never", "nothing was saved (checkpoint.interval=never)")],
+)
+def test_the_end_says_what_was_not_saved(
+    ranks: Ranks, data: Path, tmp_path: Path, interval: str, end: str
+) -> None:
+    """A run without a word about checkpoints can be exported; `never` says that it cannot.
+    (A stop saves all the same: the runs of test_stop.py have `never`.)"""
+    config = Path(write_config(tmp_path, data, train={"steps": 2}))
+    if interval == "auto":  # the default
+        text = config.read_text()
+        config.write_text(text.replace("checkpoint:\n  interval: never\n", "checkpoint: {}\n"))
+    ((refusal, said),) = ranks.run(spoken, 1, [str(config)])
+    assert (refusal, f"finished after 2 steps; {end}" in said) == ("", True)
+    arguments = ["--checkpoint", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
+    assert (export.main(arguments) == 0) == (interval == "auto")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [*(f"interval={value}" for value in ("often", "-1", "true", "1.5")), "failures_per_gpu_day=-1"],
+)
+def test_values_that_are_refused(override: str) -> None:
+    key, _, _ = override.partition("=")
+    with pytest.raises(UserError, match=rf"checkpoint\.{key}"):
+        load_config("configs/laptop.yaml", [f"checkpoint.{override}"])
 
 
 @pytest.fixture(scope="module")
@@ -181,22 +183,21 @@ def decided(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) 
         "rare": {"interval": "auto", "failures_per_gpu_day": 0.0, "keep_every": 3},
     }.items():
         (folder / name).mkdir()
-        layout = {"tp": 2, "pp": 2}
-        run(ranks, 4, write_config(folder / name, data, parallel=layout, checkpoint=checkpoint))
+        run(ranks, 4, write_config(folder / name, data, parallel=LAYOUT_3D, checkpoint=checkpoint))
     return folder
-
-
-def saved_steps(folder: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in folder.glob("run/checkpoints/step-????????"))
 
 
 @pytest.mark.thorough
 def test_all_ranks_save_the_same_steps(decided: Path) -> None:
     """Where no failure is expected, only keep_every's and the last."""
-    assert saved_steps(decided / "never") == []
-    assert saved_steps(decided / "rare") == [3, 6]
-    assert saved_steps(decided / "auto")[-1] == 6
-    assert len(saved_steps(decided / "auto")) > 2
+    saved = {
+        run.name: sorted(int(path.name[5:]) for path in run.glob("run/checkpoints/step-????????"))
+        for run in decided.iterdir()
+    }
+    assert saved["never"] == []
+    assert saved["rare"] == [3, 6]
+    assert saved["auto"][-1] == 6
+    assert len(saved["auto"]) > 2
 
 
 @pytest.mark.thorough
@@ -206,7 +207,7 @@ def test_saving_does_not_change_training(decided: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_start_has_parts(decided: Path) -> None:
-    (started,) = lines(decided / "auto" / "run", "started")
+    (started,) = (e for e in read_events(decided / "auto" / "run") if e["event"] == "started")
     parts = {"verify", "lease", "build", "load", "listeners", "step"}
     assert parts <= started["seconds"].keys()
 
@@ -275,53 +276,46 @@ def test_a_later_stage_begins_where_the_one_before_ended(tmp_path: Path) -> None
 # --- ranks forked by tools.torchrun ---------------------------------------------------------------
 
 
-def lines(folder: Path, event: str) -> list[dict[str, Any]]:
-    with contextlib.suppress(OSError):
-        return [line for line in read_events(folder) if line["event"] == event]
-    return []
+def forked_run(folder: Path, data: Path, kill: bool) -> tuple[dict[int, float], int]:
+    """Train with two ranks under tools.torchrun; `kill` one after the first checkpoint. Return the
+    losses, and how often the run has started."""
+    saves, train = {"interval": 2}, {"steps": 40, "max_minutes": 4}
+    folder.mkdir()
+    config = write_config(folder, data, train=train, checkpoint=saves)
+    command = [sys.executable, "-m", "tools.torchrun", "--standalone", "--local-addr", "localhost",
+               "--nproc-per-node=2", "--max-restarts=2", "train.py", config]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    nowhere = subprocess.DEVNULL
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=nowhere, stderr=nowhere
+    ) as agent:
+        if kill:
+            while not list((folder / "run").glob("checkpoints/step-*")):
+                assert agent.poll() is None
+                time.sleep(0.02)
+            holder = next((folder / "run" / "lease").iterdir()).read_text()
+            os.kill(int(json.loads(holder)["pid"]), signal.SIGKILL)
+        assert agent.wait(200) == 0
+    events = read_events(folder / "run")
+    starts = [event for event in events if event["event"] == "started"]
+    assert all(start["seconds"]["import"] < 1.0 for start in starts), "imported once"
+    assert account(events)["steps"] > 0
+    return losses(folder), len(starts)
 
 
 @pytest.mark.thorough
 def test_forked_ranks_restart(data: Path, tmp_path: Path) -> None:
     """A rank of two that is killed is started again, without importing anything, and the run ends
     with the losses of an undisturbed one."""
-    losses_of = {}
-    for name in ("alone", "killed"):
-        folder = tmp_path / name
-        folder.mkdir()
-        config = write_config(
-            folder, data, train={"steps": 40, "max_minutes": 4}, checkpoint={"interval": 2}
-        )
-        command = [sys.executable, "-m", "tools.torchrun", "--standalone", "--local-addr",
-                   "localhost", "--nproc-per-node=2", "--max-restarts=2", "train.py"]  # fmt: skip
-        with subprocess.Popen(
-            [*command, config],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        ) as agent:
-            if name == "killed":
-                while not lines(folder / "run", "checkpoint"):
-                    assert agent.poll() is None
-                    time.sleep(0.02)
-                holder = next((folder / "run" / "lease").iterdir()).read_text()
-                os.kill(int(json.loads(holder)["pid"]), signal.SIGKILL)
-            assert agent.wait(200) == 0
-        losses_of[name] = losses(folder)
-        starts = lines(folder / "run", "started")
-        assert len(starts) == (2 if name == "killed" else 1)
-        assert all(start["seconds"]["import"] < 1.0 for start in starts), "imported once"
-        assert account(read_events(folder / "run"))["steps"] > 0
-    assert losses_of["killed"] == losses_of["alone"]
+    expected, starts = forked_run(tmp_path / "alone", data, kill=False)
+    assert starts == 1
+    assert forked_run(tmp_path / "killed", data, kill=True) == (expected, 2)
 
 
 @pytest.mark.thorough
-def test_forked_ranks_need_a_script() -> None:
-    for arguments, why in ((["nowhere.py"], "nowhere.py"), (["-m", "train"], "train")):
-        done = subprocess.run(
-            [sys.executable, "-m", "tools.torchrun", *arguments],
-            cwd=ROOT, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode
-        assert f"error: {why} is not a script" in done.stderr
+@pytest.mark.parametrize("arguments", [["nowhere.py"], ["-m", "train"]])
+def test_forked_ranks_need_a_script(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "tools.torchrun", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert f"error: {arguments[-1]} is not a script" in done.stderr

@@ -16,7 +16,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from errors import UserError
@@ -24,22 +23,21 @@ from model.kernels.backend import cdiv
 from model.kernels.linear_cross_entropy import PIECE_BYTES
 from model.transformer import Head
 from parallel.axes import MeshSizes
-from parallel.mesh import build_mesh
 from runtime.records.trackers import of_tasks as of_tasks_of
 from runtime.tasks.files import Example, Task, read_tasks
 from runtime.tasks.rows import Row, TaskRows, Text, log_likelihoods, measures, tokenize, windows
 from runtime.tasks.scoring import PipelineScorer, lengths
 from tests.data_samples import tokenizer
+from tests.planted import planted
 from tests.runs import losses, messages, metrics_of, run, write_config
+from tests.steps import make_step
 from tools import evaluate, export
 from tools.parity.cases import BOS, SEED, SEQ_LEN, Case
 from tools.parity.run import reference_model
 from tools.ranks import Ranks
 from tools.report.page import page
 from tools.report.run import read_run
-from training.build import build_stages
 from training.precision import DTYPES
-from training.step import TrainStep
 
 # --- the same on every layout ---------------------------------------------------------------------
 
@@ -73,10 +71,11 @@ def scored(
     """Score some rows on this rank, in pieces of so many tokens, until `batches` groups of
     micro-batches are done; return the largest number of tokens whose logits were computed at a
     time, too."""
-    most, head = [0], Head.__init__
+    most, done = [0], count()
 
-    def built(self: Head, *arguments: Any) -> None:
-        head(self, *arguments)
+    @planted(Head, "__init__")
+    def built(honest: Any, self: Head, *arguments: Any) -> None:
+        honest(self, *arguments)
         product = self.matmul.forward
 
         def forward(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
@@ -85,18 +84,13 @@ def scored(
 
         self.matmul.forward = forward  # type: ignore[method-assign]
 
-    config = case.config()
-    sizes = config.parallel.mesh_sizes(dist.get_world_size())
-    mesh = build_mesh(sizes, "cpu", config.model.has_experts)
     token_bytes = cdiv(case.vocab_size, case.layout.tp) * DTYPES[case.dtype].itemsize
     with (
-        patch.object(Head, "__init__", built),
+        built(),
         patch("runtime.tasks.scoring.SHORTEST", 4),
         patch.dict(PIECE_BYTES, {"cpu": pieces * token_bytes} if pieces else {}),
     ):
-        train = TrainStep(config, mesh, build_stages(config, mesh), BOS)
-        done = count()
-        score = PipelineScorer(train, SEQ_LEN)
+        score = PipelineScorer(make_step(case), SEQ_LEN)
         return score(some_rows(case.vocab_size), lambda: next(done) < batches), most[0]
 
 
@@ -168,16 +162,12 @@ def test_rows_are_computed_in_short_lengths() -> None:
 # --- what is scored -------------------------------------------------------------------------------
 
 
-def task_of(*examples: Example) -> Task:
-    return Task("some", examples)
-
-
 def example(context: str, *texts: str, answer: int | None = 0) -> Example:
     return Example("file, line 1", context, texts, answer)
 
 
 def rows_of(context: str, choice: str, seq_len: int = 64) -> Row:
-    task = task_of(example(context, choice, "other"))
+    task = Task("some", (example(context, choice, "other"),))
     (found,) = tokenize([task], tokenizer(), seq_len, "train.tasks")
     return found.examples[0][0].rows[0]
 
@@ -235,23 +225,25 @@ def test_each_token_of_a_text_is_scored_once(tokens: int, sizes: list[int]) -> N
 
 def test_measures() -> None:
     """By its log-likelihood the short choice wins, per byte the long one."""
-    examples = [example("", "abcdefgh", "ab", answer=0), example("", "a", "b", answer=1)]
+    examples = (example("", "abcdefgh", "ab", answer=0), example("", "a", "b", answer=1))
     row = Row(np.arange(2), 1)
     texts = tuple(tuple(Text((row,), len(t)) for t in each.texts) for each in examples)
-    task = TaskRows(task_of(*examples), texts)
+    task = TaskRows(Task("some", examples), texts)
     (found,) = log_likelihoods([task], [-8.0, -6.0, -1.0, -1.0])
     assert measures(task, found) == {
         "accuracy_per_byte": 0.5,  # of equal ones the first is chosen
         "accuracy": 0.0,
         "bits_per_byte": 9 / 9 / math.log(2),
     }
-    whole = TaskRows(task_of(example("", "abcd", answer=None)), ((Text((row, row), 4),),))
+    text = Task("some", (example("", "abcd", answer=None),))
+    whole = TaskRows(text, ((Text((row, row), 4),),))
     (found,) = log_likelihoods([whole], [-1.0, -3.0])
     assert measures(whole, found) == {"bits_per_byte": 1 / math.log(2)}
 
 
 def test_bytes_are_those_of_utf_8() -> None:
-    (found,) = tokenize([task_of(example("", "é€", "x\ud800"))], tokenizer(), 64, "")
+    task = Task("some", (example("", "é€", "x\ud800"),))
+    (found,) = tokenize([task], tokenizer(), 64, "")
     assert [text.num_bytes for text in found.texts()] == [5, 4]  # a lone surrogate: U+FFFD
 
 
@@ -270,21 +262,28 @@ REFUSED = {
 }
 
 
-def test_all_lines_with_errors_are_listed_and_a_pointer_is_called_so(tmp_path: Path) -> None:
+def test_all_lines_with_errors_are_listed(tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
     file.write_text("\n".join([GOOD, "{", GOOD, "[]", "1"]))
     with pytest.raises(UserError) as raised:
         read_tasks([str(file)], "train.tasks")
-    assert [line.split(": ")[0].strip() for line in raised.value.why.splitlines()[1:]] == [
-        f"{file}, line {number}" for number in (2, 4, 5)
-    ]
-    for content, why in (
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "it is a Git LFS"),
-        (gzip.compress(GOOD.encode()), "it is compressed"),
-    ):
-        file.write_bytes(content)
-        with pytest.raises(UserError, match=why):
-            read_tasks([str(file)], "train.tasks")
+    named = [line.split(": ")[0].strip() for line in raised.value.why.splitlines()[1:]]
+    assert named == [f"{file}, line {number}" for number in (2, 4, 5)]
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [(POINTER, "it is a Git LFS"), (gzip.compress(GOOD.encode()), "it is compressed")],
+)
+def test_a_file_that_is_no_text_is_called_what_it_is(
+    tmp_path: Path, content: bytes, why: str
+) -> None:
+    (tmp_path / "t.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=why):
+        read_tasks([str(tmp_path / "t.jsonl")], "train.tasks")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -342,7 +341,7 @@ def evaluated(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory
     sequences, which no layout divides, so that padding must not count; and of one without tasks.
     The last text is cut into windows."""
     folder = tmp_path_factory.mktemp("tasks")
-    (bundled,) = (task for task in read_tasks(["python"], "") if task.has_choices)
+    (bundled,) = read_tasks(["python"], "")
     texts = [json.dumps({"text": "import os\n" * n}) for n in (1, 3, 20)]
     choices = [
         json.dumps({"context": each.context, "choices": each.texts, "answer": each.answer})
@@ -412,7 +411,6 @@ def test_a_run_with_a_bad_task_is_refused(ranks: Ranks, data: Path, tmp_path: Pa
 
 # --- tools.evaluate -------------------------------------------------------------------------------
 
-BUNDLED = ["python", "python_text"]
 LENGTH = 32  # that of the runs
 
 
@@ -426,10 +424,17 @@ def tasks(evaluated: Path) -> list[str]:
     return [str(evaluated / f"{name}.jsonl") for name in ("choose", "mine")]
 
 
-def scored_by_the_tool(arguments: list[str]) -> dict[str, list[list[float]]]:
-    """What tools.evaluate computes, on this rank of an existing process group."""
+def found_by_the_tool(arguments: list[str]) -> tuple[dict[str, Any], dict[str, float]]:
+    """What tools.evaluate computes, on this rank of an existing process group: each task's
+    log-likelihoods, and its measures under the names of a run's metrics."""
     tasks, found = evaluate.evaluate(evaluate.parse(arguments), "cpu")
-    return {task.task.name: values for task, values in zip(tasks, found, strict=True)}
+    values = {each.task.name: values for each, values in zip(tasks, found, strict=True)}
+    measured = {
+        f"task/{each.task.name}/{name}": value
+        for each in tasks
+        for name, value in measures(each, values[each.task.name]).items()
+    }
+    return values, measured
 
 
 def test_log_likelihoods_are_those_of_transformers(
@@ -441,7 +446,7 @@ def test_log_likelihoods_are_those_of_transformers(
     out = tmp_path / "exported"
     assert export.main(["--checkpoint", str(trained), "--out", str(out)]) == 0
     arguments = ["--checkpoint", str(out), "--tasks", *tasks, "--dtype", "float64"]
-    found = ranks.run(scored_by_the_tool, 1, arguments)[0]
+    found, _ = ranks.run(found_by_the_tool, 1, arguments)[0]
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
 
     def values(tokens: list[int]) -> torch.Tensor:
@@ -477,20 +482,10 @@ def test_a_run_and_the_tool_agree(
 ) -> None:
     """The run recorded, through pp and tp, what the tool computes from its checkpoint."""
     arguments = ["--checkpoint", str(trained), "--tasks", *tasks, "--dtype", "float64"]
-    results = ranks.run(measured, world, arguments)
     record = metrics_of(trained.parent)[-1]
     of_tasks = {key: value for key, value in record.items() if key.startswith("task/")}
-    for result in results:
-        assert result == pytest.approx(of_tasks, rel=1e-9)
-
-
-def measured(arguments: list[str]) -> dict[str, float]:
-    tasks, found = evaluate.evaluate(evaluate.parse(arguments), "cpu")
-    return {
-        f"task/{task.task.name}/{name}": value
-        for task, values in zip(tasks, found, strict=True)
-        for name, value in measures(task, values).items()
-    }
+    for _, measured in ranks.run(found_by_the_tool, world, arguments):
+        assert measured == pytest.approx(of_tasks, rel=1e-9)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
@@ -501,14 +496,14 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
 @pytest.mark.thorough
 def test_the_command(trained: Path, tmp_path: Path) -> None:
     """It prints a table, and writes all log-likelihoods."""
-    file = tmp_path / "found.json"
-    done = command("--checkpoint", str(trained), "--tasks", *BUNDLED, "--json", str(file))
+    file, bundled = tmp_path / "found.json", ["python", "python_text"]
+    done = command("--checkpoint", str(trained), "--tasks", *bundled, "--json", str(file))
     assert done.returncode == 0, done.stderr
     head, *lines = done.stdout.splitlines()
     assert head.split() == ["task", "examples", "accuracy", "per", "byte", "accuracy", "bits/byte"]
-    assert [line.split()[0] for line in lines] == BUNDLED
+    assert [line.split()[0] for line in lines] == bundled
     content = json.loads(file.read_text())
-    assert [len(content[name]["log_likelihoods"]) for name in BUNDLED] == [40, 10]
+    assert [len(content[name]["log_likelihoods"]) for name in bundled] == [40, 10]
     assert f"{content['python']['accuracy']:.1%}" in lines[0]
 
 
@@ -516,14 +511,14 @@ def test_the_command(trained: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--tasks", "pythn"], "--tasks = 'pythn': there is no bundled task"),
-        (["--tasks", "python", "--seq-len", "0"], "--seq-len = 0: it must be at least 1"),
-        (["--tasks", "python", "--seq-len", "1"], "a row has between 1 and 1"),
-        (["--tasks", "python", "--json", "/none/x"], "--json = '/none/x': it cannot be written"),
+        (["pythn"], "--tasks = 'pythn': there is no bundled task"),
+        (["python", "--seq-len", "0"], "--seq-len = 0: it must be at least 1"),
+        (["python", "--seq-len", "1"], "a row has between 1 and 1"),
+        (["python", "--json", "/none/x"], "--json = '/none/x': it cannot be written"),
     ],
 )
 def test_the_command_refuses(trained: Path, arguments: list[str], said: str) -> None:
-    done = command("--checkpoint", str(trained), *arguments)
+    done = command("--checkpoint", str(trained), "--tasks", *arguments)
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
