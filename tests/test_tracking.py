@@ -71,6 +71,10 @@ def trackers(data, tmp_path):
         return Trackers(load_config(write_config(tmp_path, data, run=run), []), 0, {})
 
     yield made
+    shut_down_wandb()
+
+
+def shut_down_wandb() -> None:
     if wandb := sys.modules.get("wandb"):
         wandb.teardown()
 
@@ -81,6 +85,7 @@ def log_steps(tracker: Trackers, *steps: int) -> None:
 
 
 def wandb_files(folder: Path) -> list[Path]:
+    shut_down_wandb()  # its process may still be writing
     return sorted((folder / "run" / "wandb").glob("offline-run-*/*.wandb"))
 
 
