@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
-from benchmarks import gpu_attention, gpu_model, gpu_programs, gpu_timing
-from benchmarks.gpu_programs import ATTENTION_KERNELS, AUTO, Variant, attention_kernels, config_of
+from benchmarks import gpu_attention, gpu_model, gpu_timing
+from benchmarks.gpu_programs import ATTENTION_KERNELS, AUTO, attention_kernels
 from benchmarks.gpu_rows import attempt
 from benchmarks.gpu_status import FAILED, MEASURED, NEEDS
 from costs.as_on_gpu import AsOnGpu
@@ -21,7 +21,6 @@ from model.kernels import attention_choice
 from model.kernels.attention import CUDNN, FLASH2, FLASH3, Kernel, by_torch
 from model.kernels.attention_choice import BY_REQUEST, PLANNED, choose
 from model.kernels.backend import why_not_triton
-from runtime.start.attention import choices
 from tests.benchmark_rows import tiny_rows
 from tests.counting import Operators
 from tests.planted import planted
@@ -83,9 +82,6 @@ def test_the_automatic_choice_in_its_place_is_noticed(ran, tmp_path, monkeypatch
 
 def test_the_names_are_those_of_the_configuration():
     assert get_args(get_type_hints(ModelConfig)["attention_kernel"]) == ATTENTION_KERNELS
-    size = gpu_programs.sizes(True)[gpu_programs.WIDE]
-    for kernel in ATTENTION_KERNELS:
-        assert config_of(size, Variant(attention=kernel)).model.attention_kernel == kernel
 
 
 WITH_3 = PLANNED._replace(flash3=True)
@@ -177,11 +173,3 @@ def test_another_mask_is_found(monkeypatch, documents):
     found = gpu_attention.mask_of(AUTO, not documents, True)
     monkeypatch.setattr(gpu_attention, "mask_of", lambda *_: found)
     assert not gpu_attention.measure(AUTO, documents, True)["right"]
-
-
-def test_the_model_s_layers_ask_for_the_kernel(monkeypatch):
-    monkeypatch.setattr("runtime.start.attention.this_device", lambda _: WITH_3)
-    size = gpu_programs.sizes(True)[gpu_programs.WIDE]
-    for kernel in ("flash2", "flash3"):
-        ((_, choice),) = choices(config_of(size, Variant(attention=kernel)), "cuda")
-        assert choice.kernel is BY_REQUEST[kernel]

@@ -20,7 +20,6 @@ from tests.alert_helpers import FedCompanion, wait_until
 from tests.runs import write_config
 from training.load_config import load_config
 
-Key = tuple[str, frozenset[tuple[str, str]]]
 EVENTS = [
     {"event": "start", "time": 1.0, "began": 0.0, "step": 0, "world_size": 8},
     {"event": "spent", "time": 9.0, "step": 10, "seconds": {"start": 4.0, "steps": 5.0}},
@@ -44,64 +43,61 @@ def state_of(events: list[dict], record: dict) -> RunState:
     return state
 
 
-def parsed(text: str) -> dict[Key, float]:
-    """Every sample of a text; asserts what the parser accepts silently, too."""
-    samples: dict[Key, float] = {}
+def parsed(text: str, run: str = "runs/x") -> dict[str, float]:
+    """The samples of a text, by name and labels other than the run's. Asserts what the parser
+    accepts silently, too."""
+    samples: dict[str, float] = {}
     families = list(text_string_to_metric_families(text))
     assert len({family.name for family in families}) == len(families), "a metric is split"
     for family in families:
         assert family.documentation
         assert family.type in ("gauge", "counter"), family
         for sample in family.samples:
-            key = sample.name, frozenset(sample.labels.items())
-            assert key not in samples
-            samples[key] = sample.value
+            labels = dict(sample.labels)
+            assert labels.pop("run") == run
+            name = " ".join([sample.name, *map("=".join, sorted(labels.items()))])
+            assert name not in samples
+            samples[name] = sample.value
     return samples
 
 
-NAME = 'a "b"\\\n'
-
-
-def key(metric: str, run: str = NAME, /, **labels: str) -> Key:
-    return metric, frozenset({"run": run, **labels}.items())
-
-
 def test_every_number_of_a_run():
-    found = parsed(exposition(NAME, state_of(EVENTS, RECORD), {}))
+    name = 'a "b"\\\n'
+    found = parsed(exposition(name, state_of(EVENTS, RECORD), {}), name)
     expected = {
-        key("lattice_running"): 1,
-        key("lattice_state", state="running"): 1,
-        key("lattice_state", state="failed"): 0,
-        key("lattice_last_step_timestamp_seconds"): 100,
-        key("lattice_step"): 12,
-        key("lattice_learning_rate"): 3e-4,
-        key("lattice_peak_memory_bytes"): 7,
-        key("lattice_record", name="router_z_loss"): 0.5,
-        key("lattice_events_total", event="rollback"): 1,
-        key("lattice_events_total", event="checkpoint"): 2,
-        key("lattice_failed_saves_total"): 1,
-        key("lattice_start_timestamp_seconds"): 1,
-        key("lattice_suspicions_total", verdict="reproducible"): 1,
-        key("lattice_suspicions_total", verdict="persistent"): 0,
-        key("lattice_checkpoint_step"): 10,
-        key("lattice_checkpoint_timestamp_seconds"): 10,
-        key("lattice_checkpoint_bytes"): 64,
-        key("lattice_slow_rank_ratio", rank="3", node="n1"): 1.3,
-        key("lattice_spare_nodes"): 2,
+        "lattice_running": 1,
+        "lattice_state state=running": 1,
+        "lattice_state state=failed": 0,
+        "lattice_last_step_timestamp_seconds": 100,
+        "lattice_step": 12,
+        "lattice_learning_rate": 3e-4,
+        "lattice_peak_memory_bytes": 7,
+        "lattice_record name=router_z_loss": 0.5,
+        "lattice_events_total event=rollback": 1,
+        "lattice_events_total event=checkpoint": 2,
+        "lattice_failed_saves_total": 1,
+        "lattice_start_timestamp_seconds": 1,
+        "lattice_suspicions_total verdict=reproducible": 1,
+        "lattice_suspicions_total verdict=persistent": 0,
+        "lattice_checkpoint_step": 10,
+        "lattice_checkpoint_timestamp_seconds": 10,
+        "lattice_checkpoint_bytes": 64,
+        "lattice_slow_rank_ratio node=n1 rank=3": 1.3,
+        "lattice_spare_nodes": 2,
     }
-    assert {name: found.get(name) for name in expected} == expected
-    assert found[key("lattice_loss")] != found[key("lattice_loss")]  # NaN is a value here
-    assert key("lattice_mfu_ratio") not in found  # not known, so not there
+    assert {each: found.get(each) for each in expected} == expected
+    assert found["lattice_loss"] != found["lattice_loss"]  # NaN is a value here
+    assert "lattice_mfu_ratio" not in found  # not known, so not there
     seconds = account(EVENTS)
-    assert {cause: found[key("lattice_spent_seconds", cause=cause)] for cause in CAUSES} == seconds
+    assert {cause: found[f"lattice_spent_seconds cause={cause}"] for cause in CAUSES} == seconds
     assert seconds["start"] == 4.0
 
 
 def test_a_state_before_the_first_step_and_after_the_end():
-    empty = parsed(exposition("r", RunState(), {}))
-    assert empty[key("lattice_running", "r")] == 0
+    empty = parsed(exposition("runs/x", RunState(), {}))
+    assert empty["lattice_running"] == 0
     state = state_of([*EVENTS, {"event": "end", "time": 1.0, "state": "failed", "step": 3}], RECORD)
-    assert parsed(exposition("r", state, {}))[key("lattice_running", "r")] == 0
+    assert parsed(exposition("runs/x", state, {}))["lattice_running"] == 0
     state.note_event({"event": "start", "time": 2.0, "began": 2.0, "step": 0, "world_size": 8})
     assert state.state == "running"
     assert state.slow == {}  # of the start before
@@ -109,7 +105,7 @@ def test_a_state_before_the_first_step_and_after_the_end():
 
 def test_the_parser_can_refuse():
     """Control: a split metric and a torn line are noticed."""
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="a metric is split"):
         parsed("# HELP a x\n# TYPE a gauge\na 1\n# HELP b x\n# TYPE b gauge\nb 1\na 2\n")
     with pytest.raises(ValueError, match=r".*"):
         parsed('# HELP a x\n# TYPE a gauge\na{run="x} 1\n')
@@ -156,7 +152,7 @@ def test_the_endpoint_of_a_companion(tmp_path):
                     found = parsed(answer.read().decode())
             except urllib.error.URLError:
                 return False
-            return found.get(key("lattice_step", "runs/x")) == 3
+            return found.get("lattice_step") == 3
 
         wait_until(has_step)
         with pytest.raises(urllib.error.HTTPError, match="404"):
@@ -208,8 +204,8 @@ def test_the_file_is_replaced_as_a_whole(tmp_path):
         companion.event("end", state="requeue", step=5, reason="SIGTERM was received")
         companion.end()
     found = parsed(path.read_text())
-    assert found[key("lattice_step", "runs/x")] == 5, "the last state is in it"
-    assert found[key("lattice_state", "runs/x", state="requeue")] == 1
+    assert found["lattice_step"] == 5, "the last state is in it"
+    assert found["lattice_state state=requeue"] == 1
     assert sorted(tmp_path.glob("lattice*")) == [path], "no partial file is left"
 
 

@@ -77,13 +77,12 @@ def commands(page: Path) -> list[Command]:
         lines = content.splitlines()
         at = 0
         while at < len(lines):
-            first = at
-            if language == "bash" and (not lines[at].strip() or lines[at].startswith("#")):
+            first, console = at, language == "console"
+            if not console and (not lines[at].strip() or lines[at].startswith("#")):
                 at += 1
                 continue
-            assert language == "bash" or lines[at].startswith("$ "), (
-                f"{page.name}:{start + at}: output before any command"
-            )
+            where = f"{page.name}:{start + at}"
+            assert not console or lines[at].startswith("$ "), f"{where}: output before any command"
             command = [lines[at].removeprefix("$ ")]
             here = re.search(r"<<'(\w+)'$", command[0])
             last = here[1] if here else "'" if command[0].endswith(" -c '") else None
@@ -91,19 +90,17 @@ def commands(page: Path) -> list[Command]:
                 at += 1
                 command.append(lines[at])
             at += 1
-            output: list[str] | None = None
-            if language == "console":
-                output = []
-                while at < len(lines) and not lines[at].startswith("$ "):
-                    output.append(lines[at])
-                    at += 1
-            reason = re.search(r"\s+# not run: (.+)$", command[-1])
-            if reason:
-                command[-1] = command[-1][: reason.start()]
-            shown = None if output is None else "\n".join(output)
+            output = at
+            while console and at < len(lines) and not lines[at].startswith("$ "):
+                at += 1
+            command[-1], _, reason = command[-1].partition("# not run: ")
             found.append(
                 Command(
-                    page.name, start + first, "\n".join(command), shown, reason[1] if reason else ""
+                    page.name,
+                    start + first,
+                    "\n".join(command).rstrip(),
+                    "\n".join(lines[output:at]) if console else None,
+                    reason,
                 )
             )
     return found
@@ -115,19 +112,16 @@ NUMBER = re.compile(r"\d[\d,.]*")
 def matches(shown: str, printed: str) -> bool:
     """Whether a command printed what the page shows; numbers, empty lines and the amount of space
     between words are not compared."""
-    shown, printed = (
-        "".join(
-            f"{' '.join(NUMBER.sub('0', row).split())}\n"
-            for row in text.splitlines()
-            if row.strip()
-        )
-        for text in (shown, printed)
-    )
+
+    def without_numbers(text: str) -> str:
+        rows = (" ".join(NUMBER.sub("0", row).split()) for row in text.splitlines())
+        return "".join(f"{row}\n" for row in rows if row)
+
     pattern = "".join(
         r"(?:.*\n)*?" if row == "…" else ".*?".join(map(re.escape, row.split("…"))) + r"\n"
-        for row in shown.splitlines()
+        for row in without_numbers(shown).splitlines()
     )
-    return re.fullmatch(pattern, printed) is not None
+    return re.fullmatch(pattern, without_numbers(printed)) is not None
 
 
 def copy_tree(folder: Path) -> Path:
@@ -137,11 +131,8 @@ def copy_tree(folder: Path) -> Path:
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
     programs = copy / ".venv" / "bin"
     programs.mkdir(parents=True)
-    for name, run in (
-        ("python", ""),
-        ("torchrun", " -m torch.distributed.run"),
-        ("pytest", " -m pytest"),
-    ):
+    modules = {"python": "", "torchrun": " -m torch.distributed.run", "pytest": " -m pytest"}
+    for name, run in modules.items():
         (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{run} "$@"\n')
         (programs / name).chmod(0o755)
     return copy
@@ -155,46 +146,45 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
+def run_process(
+    arguments: list[str], folder: Path, said: str = "", seconds: int = SECONDS
+) -> tuple[int, str, str]:
+    done = subprocess.run(
+        arguments,
+        cwd=folder,
+        env=environment(folder),
+        input=said,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
 def run(command: str, folder: Path) -> tuple[int, str, str]:
     """Status, standard output and standard error of a command in a copy of the repository."""
     python = as_python(command)
     if python is not None:
         return run_python(*python, folder)
-    arguments = ["bash", "-euo", "pipefail", "-c", command]
-    done = subprocess.run(
-        arguments,
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        stdin=subprocess.DEVNULL,
-    )
-    return done.returncode, done.stdout, done.stderr
+    return run_process(["bash", "-euo", "pipefail", "-c", command], folder)
+
+
+IN_COPY = """
+import json, sys
+from pathlib import Path
+from tests.transcripts import run
+if __name__ == "__main__":
+    json.dump([run(command, Path.cwd()) for command in json.load(sys.stdin)], sys.stdout)
+"""
 
 
 def run_in_copy(wanted: list[str], folder: Path) -> list[tuple[int, str, str]]:
     """The results of `run` for several commands in a modified copy, with the modules of that copy:
     one process runs them all."""
-    program = (
-        "import json, sys; from pathlib import Path; from tests.transcripts import run; "
-        "said = json.load(sys.stdin)\n"
-    )
-    program += (
-        "if __name__ == '__main__': json.dump([run(command, Path.cwd()) for command in said], "
-        "sys.stdout)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        input=json.dumps(wanted),
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS * len(wanted),
-    )
-    assert done.returncode == 0, done.stderr
-    return [tuple(answer) for answer in json.loads(done.stdout)]
+    program = [sys.executable, "-c", IN_COPY]
+    status, output, errors = run_process(program, folder, json.dumps(wanted), SECONDS * len(wanted))
+    assert status == 0, errors
+    return [tuple(answer) for answer in json.loads(output)]
 
 
 def as_python(command: str) -> tuple[list[str], str] | None:
