@@ -173,22 +173,17 @@ def test_what_does_not_belong_together_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("arguments", "said"),
     [
         (["--last", "0"], "--last = 0: it must be at least 1"),
         (["--decay", "1"], "--decay = 1.0: it is the share"),
         (["--last", "1"], "there is only this one"),
-        (["run/checkpoints/step-00000002"], "it is named twice"),
+        (["{saved}/run/checkpoints/step-00000002"], "it is named twice"),
     ],
 )
-def test_wrong_options_are_refused(
-    saved: Path,
-    tmp_path: Path,
-    options: list[str],
-    said: str,
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+def test_wrong_arguments_are_refused(
+    saved: Path, tmp_path: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.chdir(saved)
-    assert run(*options, "run", "--out", tmp_path / "out") == 2
+    words = [word.format(saved=saved) for word in arguments]
+    assert run(*words, saved / "run", "--out", tmp_path / "out") == 2
     assert said in capsys.readouterr().err

@@ -118,6 +118,7 @@ def cache_error(config, dtype, sabotage=nullcontext):
 @pytest.mark.parametrize(
     ("name", "dtype", "bound"),
     [*((name, torch.float64, 1e-12) for name in MODELS), ("grouped", torch.float32, 1e-5)],
+    ids=[*MODELS, "float32"],
 )
 def test_with_the_cache_as_without(ranks, name, dtype, bound):
     ((different, error, kinds),) = ranks.run(cache_error, 1, MODELS[name], dtype)

@@ -99,6 +99,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     **{f"{keep} bytes of a shard": (partial(truncate, keep=keep),
                                     r"train-00001\.safetensors.*truncated")
        for keep in (0, 4, 100, 600, -1)},
+    "no folder": (shutil.rmtree, "no prepared data"),
     "no shard": (lambda f: (f / "train-00002.safetensors").unlink(),
                  r"train-00002\.safetensors.*missing"),
     "an empty index": (becomes(""), "damaged"),
@@ -185,12 +186,6 @@ def test_tensor_that_is_not_what_the_index_says_is_refused(tmp_path, changes: di
         return
     with pytest.raises(UserError, match="but the index lists"):
         map_tensor(path, "tokens", np.dtype("uint16"), 32)
-
-
-def test_folder_without_data_is_refused(tmp_path) -> None:
-    with pytest.raises(UserError, match="no prepared data") as raised:
-        open_data(DataConfig(path=str(tmp_path / "nowhere")), "train")
-    assert raised.value.key == "data.path"
 
 
 @pytest.fixture(scope="module")

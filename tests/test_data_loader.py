@@ -14,7 +14,7 @@ import torch
 
 from data.config import DataConfig
 from data.dataset import Mixture, TokenDataset, open_data
-from data.loader import BatchLoader, check_state, heldout_batches
+from data.loader import BatchLoader, heldout_batches
 from errors import UserError
 from tests.data_samples import STDLIB_FOLDER, prepared
 from tokens import IGNORE
@@ -131,15 +131,6 @@ def test_skipped_samples_are_never_handed_out(mixture: Mixture) -> None:
     allowed = [i for i in range(80) if not 16 <= i < 30][:40]
     assert torch.equal(read.flatten(0, 1), rows[allowed])
     assert (states[0]["next_sample"], states[0]["skipped"]) == (54, [[16, 30]])
-
-
-def test_state_of_other_data_is_refused(mixture: Mixture, single: TokenDataset) -> None:
-    _, states = take(single, 1)
-    check_state(states[0], single)
-    check_state(states[0], Mixture([single], [1.0]))
-    with pytest.raises(UserError) as raised:
-        check_state(states[0], mixture)
-    assert raised.value.key == "data.path"
 
 
 def test_bad_arguments_are_refused(single: TokenDataset) -> None:

@@ -44,13 +44,6 @@ def test_stdlib_is_real_sorted_and_without_tests() -> None:
     assert sum(len(document.text) for document in read) > 5_000_000
 
 
-def test_text_files_are_read_exactly(tmp_path) -> None:
-    write(tmp_path, {f"{i}.txt": text for i, text in enumerate(TEXTS)} | {"image.png": b"\x89PNG"})
-    assert texts_of(str(tmp_path)) == TEXTS
-    assert texts_of(str(tmp_path / "*.txt")) == TEXTS
-    assert texts_of(str(tmp_path / "1.txt")) == TEXTS[1:2]
-
-
 def test_large_text_file_is_cut_at_line_ends_and_loses_nothing(tmp_path) -> None:
     text = "".join(f"line {i} ".ljust(90) + "\r\n" for i in range(30_000))
     write(tmp_path, {"large.txt": text, "one_line.txt": "x" * (3 * MAX_TEXT_CHARS)})

@@ -191,15 +191,14 @@ def test_nothing_is_generated_from_a_damaged_checkpoint(ranks, saved, tmp_path):
     assert f"its file {file.name!r} was changed (its sha256 differs)" in messages[0]
 
 
-def test_bos_begins_a_prompt_unless_told_otherwise(ranks, saved):
-    (loaded,) = ranks.run(first_tokens, 1, newest(saved / "run"))
-    bos, first = tokenizer().bos_id, tokenizer().encode("x")[0]
-    assert loaded == [bos, bos, first]
-
-
 def first_tokens(folder):
     loaded = load_model(folder, torch.float32, "cpu")
     return [loaded.encode("x", bos)[0] for bos in (None, True, False)]
+
+
+def test_bos_begins_a_prompt_unless_told_otherwise(ranks, saved):
+    bos, first = tokenizer().bos_id, tokenizer().encode("x")[0]
+    assert ranks.run(first_tokens, 1, newest(saved / "run")) == [[bos, bos, first]]
 
 
 def test_more_ranks_than_heads_are_refused(ranks, saved):
@@ -211,10 +210,9 @@ def test_more_ranks_than_heads_are_refused(ranks, saved):
 
 @pytest.mark.thorough  # a fresh process; the tests above run its program on ranks
 def test_the_command(saved):
-    command = [sys.executable, "-m", "tools.generate", "--checkpoint", str(saved / "run"),
-               "--prompt", "naïve €"]  # fmt: skip
-    options = ["--max-new-tokens", "5", "--top-k", "3", "--dtype", "bfloat16"]
-    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, timeout=120)
+    options = ["--prompt", "naïve €", "--dtype", "bfloat16", "--temperature", "1", "--top-k", "3"]
+    command = [sys.executable, "-m", "tools.generate", *greedy(saved / "run", 5), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.decode().startswith("naïve €")
     assert done.stdout.endswith(b"\n")

@@ -39,20 +39,16 @@ FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safete
 
 
 def their_logits(
-    folder: Path, tokens: Tensor, exact: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Tensor, list[Tensor]]:
-    """Logits [B, S, V] in float32, or in float64 (`exact`), and the experts [B·S, k] that each
-    layer with experts chooses.
+    """Logits [B, S, V] in float64, and the experts [B·S, k] that each layer with experts chooses.
 
     Their code converts to float32 what should be more exact than bfloat16; that is float64 here.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     chosen: list[Tensor] = []
-    if not exact:
-        with torch.no_grad():
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-            return model(tokens).logits, chosen
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, experts_implementation="eager"
     )
@@ -64,15 +60,16 @@ def their_logits(
         patch.setattr(torch, "float", torch.float64)
         patch.setattr(Tensor, "float", Tensor.double)
         rotary = model.model.rotary_emb
-        rotary.inv_freq = rotary.compute_default_rope_parameters(model.config)[0]
+        of_kind = ROPE_INIT_FUNCTIONS.get(rotary.rope_type, rotary.compute_default_rope_parameters)
+        rotary.inv_freq = of_kind(model.config)[0]
         return model(tokens).logits, chosen
 
 
 def our_logits(
-    checkpoint: Path, tokens: Tensor, exact: bool, changes: dict[str, Any]
+    checkpoint: Path, tokens: Tensor, changes: dict[str, Any]
 ) -> tuple[Tensor, list[Tensor]]:
     """The same of the checkpoint's weights, on one rank."""
-    model = load_whole(checkpoint, torch.float64 if exact else torch.float32, changes)
+    model = load_whole(checkpoint, torch.float64, changes)
     chosen: list[Tensor] = []
     for _, router in routers_of(model):
         router.register_forward_hook(lambda *call: chosen.append(call[2][1].chosen))
@@ -100,14 +97,13 @@ def test_round_trip(
     import_hf.import_hf(hf, checkpoint, file_bytes=150_000)
     assert verify(checkpoint)
 
-    exact = trip.has_experts
     tokens = torch.randint(VOCAB, (2, 64), generator=torch.Generator().manual_seed(1))
-    theirs, they_chose = their_logits(hf, tokens, exact, monkeypatch)
-    ours, we_chose = ranks.run(our_logits, 1, checkpoint, tokens, exact, {})[0]
-    assert ours.dtype == theirs.dtype
-    assert (ours - theirs).abs().max() <= (1e-13 * theirs.abs().max() if exact else 1e-5)
+    theirs, they_chose = their_logits(hf, tokens, monkeypatch)
+    ours, we_chose = ranks.run(our_logits, 1, checkpoint, tokens, {})[0]
+    assert ours.dtype == theirs.dtype == torch.float64
+    assert (ours - theirs).abs().max() <= 1e-13 * theirs.abs().max()
     assert theirs.std() > 0.1, "logits worth comparing"
-    wrong, _ = ranks.run(our_logits, 1, checkpoint, tokens, exact, trip.control)[0]
+    wrong, _ = ranks.run(our_logits, 1, checkpoint, tokens, trip.control)[0]
     assert (wrong - theirs).abs().max() > 1e-2, "control: a wrong setting must show"
     assert len(we_chose) == len(they_chose)
     assert bool(we_chose) == trip.has_experts
@@ -130,28 +126,32 @@ def test_round_trip(
         assert same_bits(stored(out), stored(hf)), name
         assert (out / INDEX).exists()
         assert (out / "tokenizer.model").read_bytes() == tokenizer().model
-    again, _ = their_logits(out, tokens, exact, monkeypatch)
+    again, _ = their_logits(out, tokens, monkeypatch)
     assert torch.equal(again, theirs)
     length = json.loads((out / "config.json").read_text())["max_position_embeddings"]
     assert length == 32, "the sequence length of our run"
 
 
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in the format of transformers 4, written without transformers."""
-    folder = tmp_path_factory.mktemp("hf")
-    llama = {"architectures": ["LlamaForCausalLM"], "rope_theta": 10_000.0}
-    change(folder, "config.json", torch_dtype="float32", **llama, **SMALL)
+def random_folder(folder: Path, family: str, config: dict[str, Any]) -> dict[str, Tensor]:
+    """Write a folder in the format of transformers 4, without its tensors; return them."""
+    change(folder, "config.json", architectures=[family], torch_dtype="float32", **config)
+    (folder / "tokenizer.model").write_bytes(tokenizer().model)
     generator = torch.Generator().manual_seed(2)
     wanted = parameters(HuggingFaceConfig(folder).model)
-    tensors = {p.theirs: torch.randn(p.shape, generator=generator) for p in wanted}
+    return {p.theirs: torch.randn(p.shape, generator=generator) for p in wanted}
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two files of tensors."""
+    folder = tmp_path_factory.mktemp("hf")
+    tensors = random_folder(folder, "LlamaForCausalLM", SMALL | {"rope_theta": 10_000.0})
     half = len(tensors) // 2
     file_of = {name: FIRST if i < half else SECOND for i, name in enumerate(tensors)}
     for file in (FIRST, SECOND):
         of_file = {name: tensor for name, tensor in tensors.items() if file_of[name] == file}
         save_file(of_file, folder / file)
     change(folder, INDEX, metadata={}, weight_map=file_of)
-    (folder / "tokenizer.model").write_bytes(tokenizer().model)
     return folder
 
 
@@ -264,7 +264,7 @@ def test_commands(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> No
 
 def test_experts_of_different_dtypes_are_refused(tmp_path: Path) -> None:
     """Our tensor of all experts has one dtype."""
-    tensors = mixtral(tmp_path)
+    tensors = random_folder(tmp_path, "MixtralForCausalLM", CASES["Mixtral"].config)
     name = "model.layers.2.block_sparse_moe.experts.5.w3.weight"
     tensors[name] = tensors[name].bfloat16()
     save_file(tensors, tmp_path / SINGLE)
@@ -272,18 +272,9 @@ def test_experts_of_different_dtypes_are_refused(tmp_path: Path) -> None:
         import_hf.import_hf(tmp_path, tmp_path / "out")
 
 
-def mixtral(folder: Path) -> dict[str, Tensor]:
-    """Write a folder without its tensors; return them."""
-    change(folder, "config.json", architectures=["MixtralForCausalLM"], **CASES["Mixtral"].config)
-    (folder / "tokenizer.model").write_bytes(tokenizer().model)
-    generator = torch.Generator().manual_seed(3)
-    wanted = parameters(HuggingFaceConfig(folder).model)
-    return {p.theirs: torch.randn(p.shape, generator=generator) for p in wanted}
-
-
 def test_one_expert_is_read_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An export reads no tensor of all experts at once, of whatever pieces it consists."""
-    tensors = mixtral(tmp_path)
+    tensors = random_folder(tmp_path, "MixtralForCausalLM", CASES["Mixtral"].config)
     save_file(tensors, tmp_path / SINGLE)
     import_hf.import_hf(tmp_path, tmp_path / "imported")
     sizes, original = [], CheckpointReader.weight

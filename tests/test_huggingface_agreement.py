@@ -14,7 +14,7 @@ from data.prepare import prepare
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
 from tests.data_samples import MANY, tokenizer
-from tests.huggingface_models import change
+from tests.huggingface_models import SCALED, SMALL, change
 from tools import export
 from tools.generate.load_model import load_model
 from tools.huggingface.agreement import GENERATION, ends, generation_config
@@ -24,12 +24,9 @@ from tools.import_hf import import_hf
 from tools.ranks import Ranks
 
 END = tokenizer().vocab_size  # <|im_end|>, a token that was added beside tokenizer.model
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "intermediate_size": 16, "vocab_size": END + 1, "max_position_embeddings": 32,
-    "rope_theta": 10_000.0,
-    "bos_token_id": 1, "eos_token_id": END,
+CONFIG = SMALL | {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1,
+    "vocab_size": END + 1, "rope_theta": 10_000.0, "bos_token_id": 1, "eos_token_id": END,
 }  # fmt: skip
 STATED = {"eos_token_id": [END, 2], "bos_token_id": 1, "pad_token_id": 0, "temperature": 0.6,
           "do_sample": True}  # fmt: skip
@@ -101,66 +98,64 @@ def test_what_llama_cpp_does_not_read_is_said(
     assert ("--override-kv" in capsys.readouterr().out) == (kind == "qwen3")
 
 
-def other_tokenizer_json(folder: Path) -> None:
+def other_tokenizer_json() -> dict[str, Any]:
     made = json.loads(huggingface_files(tokenizer(), 32)[JSON])
     vocab = made["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-    (folder / JSON).write_text(json.dumps(made))
+    return made
 
 
-SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-# what disagrees → the change, and what the message says
-DISAGREE: dict[str, tuple[Any, list[str]]] = {
-    "eos of the two": (lambda f: change(f, "config.json", eos_token_id=5),
+SLOWER = SCALED | {"factor": 4.0, "rope_theta": 1e4}
+MODEL_CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+# what disagrees → changed fields by file, and what the message says
+DISAGREE: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
+    "eos of the two": ({MODEL_CONFIG: {"eos_token_id": 5}},
                        ["config.json: eos_token_id = 5", f"{GENERATION} in", f"[{END}, 2]"]),
-    "eos of the tokenizer": (lambda f: change(f, GENERATION, eos_token_id=END),
+    "eos of the tokenizer": ({GENERATION: {"eos_token_id": END}},
                              [f"eos_token_id = {END}: its tokenizer says 2"]),
-    "bos of the two": (lambda f: change(f, GENERATION, bos_token_id=5),
+    "bos of the two": ({GENERATION: {"bos_token_id": 5}},
                        ["config.json: bos_token_id = 1", "says 5"]),
-    "bos of the tokenizer": (lambda f: [change(f, file, bos_token_id=5)
-                                        for file in (GENERATION, "config.json")],
+    "bos of the tokenizer": ({GENERATION: {"bos_token_id": 5}, MODEL_CONFIG: {"bos_token_id": 5}},
                              ["bos_token_id = 5: its tokenizer says 1"]),
-    "eos without a row": (lambda f: change(f, GENERATION, eos_token_id=[END, 2, END + 1]),
+    "eos without a row": ({GENERATION: {"eos_token_id": [END, 2, END + 1]}},
                           [f"vocabulary has {END + 1} tokens"]),
-    "one eos without a row": (lambda f: [change(f, GENERATION, eos_token_id=[2, 99_999]),
-                                         change(f, "config.json", eos_token_id=2)],
-                              [f"{GENERATION}: eos_token_id = 99999: the model's vocabulary has"]),
-    "eos that is a text": (lambda f: change(f, GENERATION, eos_token_id="</s>"),
+    "one eos without a row": (
+        {GENERATION: {"eos_token_id": [2, 99_999]}, MODEL_CONFIG: {"eos_token_id": 2}},
+        [f"{GENERATION}: eos_token_id = 99999: the model's vocabulary has"]),
+    "eos that is a text": ({GENERATION: {"eos_token_id": "</s>"}},
                            ["eos_token_id = '</s>': it must be the id"]),
-    "eos by name": (lambda f: change(f, "tokenizer_config.json", eos_token="<|im_end|>"),
+    "eos by name": ({TOKENIZER_CONFIG: {"eos_token": "<|im_end|>"}},
                     ["eos_token is '</s>', and tokenizer_config.json beside it names '<|im_end|>'",
                      "--tokenizer PATH"]),
-    "bos in two files": (lambda f: change(f, "special_tokens_map.json", bos_token="<bos>"),
+    "bos in two files": ({"special_tokens_map.json": {"bos_token": "<bos>"}},
                          ["bos_token is '<s>', and special_tokens_map.json beside",
                           "names '<bos>'"]),
-    "an added token": (lambda f: change(f, "added_tokens.json", **{"<|im_end|>": 2}),
+    "an added token": ({"added_tokens.json": {"<|im_end|>": 2}},
                        ["added_tokens.json: token 2 = '<|im_end|>'",
                         "tokenizer.model says '</s>'"]),
     "added tokens of another form": (
-        lambda f: change(f, "tokenizer_config.json", added_tokens_decoder={"0": "<s>"}),
+        {TOKENIZER_CONFIG: {"added_tokens_decoder": {"0": "<s>"}}},
         ["tokenizer_config.json: added_tokens_decoder = {'0': '<s>'}: it must be"]),
     "two added tokens": (
-        lambda f: change(f, "tokenizer_config.json",
-                         added_tokens_decoder={str(END + 1): {"content": "<|im_end|>"}}),
+        {TOKENIZER_CONFIG: {"added_tokens_decoder": {str(END + 1): {"content": "<|im_end|>"}}}},
         [f"token {END + 1} = '<|im_end|>': added_tokens.json says {END}"]),
-    "tokenizer.json": (other_tokenizer_json, [f"{JSON}: token ", f"{MODEL} says "]),
-    "theta": (lambda f: change(f, "config.json", rope_parameters={"rope_theta": 5e5}),
+    "tokenizer.json": ({JSON: other_tokenizer_json()}, [f"{JSON}: token ", f"{MODEL} says "]),
+    "theta": ({MODEL_CONFIG: {"rope_parameters": {"rope_theta": 5e5}}},
               ["rope_theta = 10000.0: rope_parameters says 500000.0"]),
-    "scaling": (
-        lambda f: change(f, "config.json", rope_scaling=SCALED,
-                         rope_parameters=SCALED | {"factor": 4.0, "rope_theta": 1e4}),
-        ["rope_scaling = ", "'factor': 8.0", "rope_parameters says", "'factor': 4.0"]),
-    "model_type": (lambda f: change(f, "config.json", model_type="qwen3"),
+    "scaling": ({MODEL_CONFIG: {"rope_scaling": SCALED, "rope_parameters": SLOWER}},
+                ["rope_scaling = ", "'factor': 8.0", "rope_parameters says", "'factor': 4.0"]),
+    "model_type": ({MODEL_CONFIG: {"model_type": "qwen3"}},
                    ["model_type = 'qwen3': architectures says 'llama'"]),
-    "dtype": (lambda f: change(f, "config.json", torch_dtype="float32", dtype="bfloat16"),
+    "dtype": ({MODEL_CONFIG: {"torch_dtype": "float32", "dtype": "bfloat16"}},
               ["torch_dtype = 'float32': dtype says 'bfloat16'"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DISAGREE)
 def test_files_that_disagree_are_refused(chat: Path, tmp_path: Path, name: str) -> None:
-    disagree, said = DISAGREE[name]
-    disagree(chat)
+    changes, said = DISAGREE[name]
+    for file, fields in changes.items():
+        change(chat, file, **fields)
     with pytest.raises(UserError) as refused:
         import_hf(chat, tmp_path / "out")
     for each in said:

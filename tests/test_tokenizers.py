@@ -1,21 +1,25 @@
 """One interface for two tokenizer libraries (`tokenizer.json` and SentencePiece), chosen by the
-file. Prepared data and checkpoints keep all of a tokenizer's files."""
+file, reproduces every text exactly. Prepared data and checkpoints keep all its files."""
 
 import base64
 import hashlib
 import json
+import random
+import re
 import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from data.config import DataConfig
 from data.dataset import open_data
 from data.prepare import prepare
+from data.sources import STDLIB
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
 from runtime.checkpoints.manifest import read_manifest
@@ -27,8 +31,9 @@ from tests.data_samples import (
     sentencepiece_model,
     texts_of,
     tokenizer,
+    write,
 )
-from tests.runs import train_run, write_config
+from tests.runs import run, write_config
 from tools.huggingface.checkpoint_reader import newest
 from tools.huggingface.tokenizer import huggingface_files
 from tools.ranks import Ranks
@@ -56,19 +61,17 @@ def llama3() -> bytes:
     return made.to_str().encode()
 
 
-def write(folder: Path, config: dict[str, Any] | None = None, **files: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / JSON).write_bytes(llama3())
+def make(folder: Path, config: dict[str, Any] | None = None, **others: str) -> Path:
+    """Write llama3() and what is beside it; `others` are JSON files by their names."""
+    files = {JSON: llama3()} | {f"{name}.json": content for name, content in others.items()}
     if config is not None:
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    for name, content in files.items():
-        (folder / f"{name}.json").write_text(content)
-    return folder
+        files["tokenizer_config.json"] = json.dumps(config)
+    return write(folder, files)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write(tmp_path / "llama3", CONFIG)
+    return make(tmp_path / "llama3", CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +88,7 @@ def test_bos_begins_a_prompt_as_the_tokenizer_s_configuration_says(
     if not processor:
         content["post_processor"] = None
     config = CONFIG if told is None else CONFIG | {"add_bos_token": told}
-    found = Tokenizer.load(write(tmp_path, config, tokenizer=json.dumps(content)))
+    found = Tokenizer.load(make(tmp_path, config, tokenizer=json.dumps(content)))
     assert found.adds_bos == expected
     assert found.bos_id >= 0
     assert found.encode("a") == Tokenizer({JSON: llama3()}).encode("a")  # without bos
@@ -113,15 +116,19 @@ def test_ids_and_roles(folder: Path) -> None:
     loaded = Tokenizer.load(folder)
     assert loaded.vocab_size == 504
     assert (loaded.bos_id, loaded.eos_id) == (500, 501)
-    ids = loaded.encode("def f(x): return x\n" * 50)
-    assert len(ids) > 16, "the file's truncation is not applied"
-    assert loaded.decode([loaded.bos_id, *ids, loaded.eos_id]) == "def f(x): return x\n" * 50
-    assert loaded.decode([*loaded.encode("x"), 504, 600]) == "x", (
-        "ids beyond the vocabulary, from a model's padding rows, have no text"
-    )
-    assert tokenizer().decode([*tokenizer().encode("x"), tokenizer().vocab_size]) == "x"
-    assert loaded.decode(loaded.encode("a\ud800b")) == "a\ufffdb"
+    assert len(loaded.encode("x\n" * 50)) > 16, "the file's truncation is not applied"
     assert loaded.encode_arrays(["x"])[0].dtype == "int32"
+
+
+@pytest.mark.parametrize("file", [JSON, MODEL])
+def test_what_has_no_text(folder: Path, file: str) -> None:
+    loaded = Tokenizer.load(folder) if file == JSON else tokenizer()
+    text = "def f():\n    pass\n"
+    assert loaded.decode([loaded.bos_id, *loaded.encode(text), loaded.eos_id]) == text
+    # ids beyond the vocabulary, from a model's padding rows
+    beyond = [loaded.vocab_size, loaded.vocab_size + 96]
+    assert loaded.decode([*loaded.encode("x"), *beyond]) == "x"
+    assert loaded.decode(loaded.encode("a\ud800b\udfff 🐍")) == "a\ufffdb\ufffd 🐍"
 
 
 def test_special_tokens_in_a_text_are_text(folder: Path) -> None:
@@ -155,15 +162,15 @@ def test_special_tokens_in_a_text_are_text(folder: Path) -> None:
 def test_who_says_what_begins_and_ends(
     tmp_path: Path, config: dict | None, files: dict[str, str], expected: tuple
 ) -> None:
-    loaded = Tokenizer.load(write(tmp_path, config, **files), check_beside=True)
+    loaded = Tokenizer.load(make(tmp_path, config, **files), check_beside=True)
     assert (loaded.bos_id, loaded.eos_id) == expected
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda f: write(f, {"eos_token": None}), "no file names the token that ends documents"),
-        (lambda f: write(f, CONFIG | {"eos_token": "<end>"}), "no token '<end>'"),
+        (lambda f: make(f, {"eos_token": None}), "no file names the token that ends documents"),
+        (lambda f: make(f, CONFIG | {"eos_token": "<end>"}), "no token '<end>'"),
         (lambda f: (f / "tokenizer_config.json").write_text("{"),
          "tokenizer_config.json beside it is not JSON"),
     ],
@@ -186,13 +193,13 @@ def test_the_file_chooses_and_the_digest_covers_what_decides(folder: Path, tmp_p
     )
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     assert Tokenizer.load(folder).sha256 == one.sha256, "a template does not affect ids"
-    write(folder, CONFIG | {"eos_token": "<|eot_id|>"})
+    make(folder, CONFIG | {"eos_token": "<|eot_id|>"})
     assert Tokenizer.load(folder).sha256 != one.sha256, "the token that ends documents does"
     (folder / MODEL).write_bytes(tokenizer().model)
     with pytest.raises(UserError, match=r"bos_token is '<s>', and .* names '<\|begin_of_text\|>'"):
         Tokenizer.load(folder, check_beside=True)
     assert Tokenizer.load(folder).sha256 == tokenizer().sha256, "of a run that has these files"
-    write(folder, {"bos_token": "", "eos_token": {"content": "</s>"}})
+    make(folder, {"bos_token": "", "eos_token": {"content": "</s>"}})
     both = Tokenizer.load(folder, check_beside=True)
     assert both.sha256 == tokenizer().sha256 == hashlib.sha256(tokenizer().model).hexdigest()
     assert list(both.files) == [MODEL, "tokenizer_config.json", "chat_template.jinja", JSON], (
@@ -209,6 +216,96 @@ def test_llama_2s_kind_of_sentencepiece(text: str) -> None:
     )
     loaded = Tokenizer({MODEL: model})
     assert loaded.decode([loaded.bos_id, *loaded.encode(text), loaded.eos_id]) == text
+
+
+# --- our own tokenizer ----------------------------------------------------------------------------
+
+
+def test_every_stdlib_file_round_trips() -> None:
+    texts = texts_of(STDLIB)
+    assert sum(map(len, texts)) > 5_000_000
+    for text, ids in zip(texts, tokenizer().encode_batch(texts), strict=True):
+        assert tokenizer().decode(ids) == text
+
+
+def test_random_unicode_round_trips() -> None:
+    generator = random.Random(0)
+    for _ in range(300):
+        points = (
+            generator.choice([generator.randrange(0x80), generator.randrange(0x110000)])
+            for _ in range(40)
+        )
+        text = "".join(chr(point) for point in points if not 0xD800 <= point < 0xE000)
+        assert tokenizer().decode(tokenizer().encode(text)) == text
+
+
+def test_control_plain_sentencepiece_does_not_round_trip() -> None:
+    """Control: the hostile strings find a tokenizer that alters text, here SentencePiece with its
+    default settings."""
+    plain = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
+    lost = {name for name, text in HOSTILE.items() if plain.decode(plain.encode(text)) != text}
+    assert lost >= {"tabs", "spaces around", "trailing newlines", "SentencePiece's space",
+                    "compatibility forms"}  # fmt: skip
+
+
+def test_control_space_mark_needs_our_spelling() -> None:
+    raw = sentencepiece.SentencePieceProcessor(model_proto=tokenizer().model)
+    assert raw.decode(raw.encode("a\u2581b")) == "a b"
+
+
+def test_broken_bytes_do_not_raise() -> None:
+    snake = tokenizer().encode("🐍")
+    assert len(snake) == 4  # four bytes, because it is not in the vocabulary
+    assert "\ufffd" in tokenizer().decode(snake[:2])
+
+
+def test_newlines_and_digits_are_tokens_of_their_own() -> None:
+    assert tokenizer().encode("a\n\nb")[1:3] == tokenizer().encode("\n") * 2
+    assert len(tokenizer().encode("20261121")) == 8
+
+
+def test_training_is_deterministic_and_reaches_the_size() -> None:
+    texts = texts_of(MANY)
+    one, two = Tokenizer.train(texts, 500), Tokenizer.train(texts, 500)
+    assert one.sha256 == two.sha256
+    assert one.vocab_size == 500
+    assert one.sha256 != Tokenizer.train(texts[:-5], 500).sha256
+
+
+@pytest.mark.parametrize(
+    ("texts", "size", "key"),
+    [(["hello world"], 4000, "--vocab-size"), (["hello world"], 100, "--vocab-size"),
+     ([], 300, "--source")],
+    ids=["too large", "too small", "no text"],
+)  # fmt: skip
+def test_training_refuses(texts: list[str], size: int, key: str) -> None:
+    with pytest.raises(UserError) as raised:
+        Tokenizer.train(texts, size)
+    assert raised.value.key == key
+    # The message does not name options of SentencePiece, which our command does not have.
+    assert "character_coverage" not in str(raised.value)
+    if found := re.search(r"at (?:least|most) (\d+)", raised.value.remedy):  # the remedy works
+        assert Tokenizer.train(texts, int(found[1])).vocab_size == int(found[1])
+
+
+def test_what_the_source_refuses_is_said_as_it_is() -> None:
+    """An error of the source arrives unchanged, although SentencePiece wraps what its iterator
+    raises."""
+
+    def texts():
+        yield "some text"
+        raise UserError("--source", "x.jsonl", "line 31: it is not JSON", "mend it")
+
+    with pytest.raises(UserError, match="line 31: it is not JSON") as refused:
+        Tokenizer.train(texts(), 600)
+    assert refused.value.key == "--source"
+
+
+def test_loading_refuses_what_is_no_model(tmp_path) -> None:
+    write(tmp_path, {"empty.model": b""})
+    for name in ("empty.model", "missing.model"):
+        with pytest.raises(UserError, match=name):
+            Tokenizer.load(tmp_path / name)
 
 
 # --- in data and checkpoints ----------------------------------------------------------------------
@@ -235,7 +332,7 @@ def test_prepare_with_a_tokenizer_json(
 
 
 def test_documents_without_bos(tmp_path: Path) -> None:
-    loaded = Tokenizer.load(write(tmp_path / "qwen", {"bos_token": None, "eos_token": EOS}))
+    loaded = Tokenizer.load(make(tmp_path / "qwen", {"bos_token": None, "eos_token": EOS}))
     index = prepare(MANY, loaded, tmp_path / "out")
     assert index["bos_id"] == -1
     source = open_data(DataConfig(str(tmp_path / "out")), "train").sources[0]
@@ -250,20 +347,17 @@ def test_documents_without_bos(tmp_path: Path) -> None:
 
 def test_a_checkpoint_takes_it_along(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
     """A checkpoint contains all files of the tokenizer with their checksums. The model may have
-    more rows than the tokenizer has tokens, not fewer."""
+    more rows than the tokenizer has tokens."""
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     data = tmp_path / "data"
     prepare(MANY, Tokenizer.load(folder), data)
     model, steps = {"num_layers": 1, "vocab_size": 600}, {"steps": 1}
     config = write_config(tmp_path, data, model=model, train=steps, checkpoint={"interval": 1})
-    assert ranks.run(train_run, 1, [config]) == [""]
+    run(ranks, 1, config)
     checkpoint = newest(tmp_path / "run")
     loaded = Tokenizer.load(checkpoint)
     assert loaded.files == Tokenizer.load(folder).files
     assert loaded.files.keys() <= read_manifest(checkpoint).files.keys()
-    fewer = ["model.vocab_size=503", f"run.dir={tmp_path / 'other'}"]
-    (refusal,) = ranks.run(train_run, 1, [config, *fewer])
-    assert refusal.startswith("model.vocab_size = 503: the data's tokenizer has 504 tokens")
 
 
 # --- for Hugging Face's tools ---------------------------------------------------------------------
@@ -273,9 +367,7 @@ def theirs_of(ours: Tokenizer, folder: Path) -> Any:
     """What transformers loads from the files that we write to `folder`."""
     from transformers import AutoTokenizer
 
-    for name, content in huggingface_files(ours, 100_000).items():
-        (folder / name).write_bytes(content)
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(write(folder, huggingface_files(ours, 100_000)))
 
 
 def test_our_sentencepiece_as_tokenizer_json(tmp_path: Path) -> None:
