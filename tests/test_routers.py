@@ -1,8 +1,8 @@
 """The kinds of routers at the limits of their numbers, and beside DeepSeek's.
 
 test_experts.py compares every kind, its scale, biases and losses of each sequence with a reference
-in whole steps, test_experts_controls.py shows that it would notice, and test_huggingface.py compares
-the routers of published models with those of transformers.
+in whole steps, test_experts_controls.py shows that it would notice, and test_huggingface.py
+compares the routers of published models with those of transformers.
 """
 
 from dataclasses import replace
@@ -48,6 +48,20 @@ def routed(router: BaseRouter, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def account(sequences: int, dtype: torch.dtype = torch.float64) -> Account:
     return Account(torch.zeros(X, dtype=torch.int64), torch.zeros(2, dtype=dtype), sequences)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_counts_of_sequences_add_up(kind):
+    router, x = router_of(replace(CONFIG, router=kind)), tokens()
+
+    def counted(x: Tensor) -> Account:
+        router.account = account(B)
+        routed(router, x)
+        return router.account
+
+    whole, parts = counted(x), [counted(x[:, b : b + 1]) for b in range(B)]
+    torch.testing.assert_close(whole.losses, sum(part.losses for part in parts))
+    assert torch.equal(whole.counts, sum(part.counts for part in parts))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
