@@ -150,19 +150,20 @@ def test_add_rms_norm_where_one_output_goes_nowhere(used):
     ("s", "b", "q_heads", "k_heads", "width"),
     [(5, 2, 4, 2, 8), (3, 1, 1, 1, 2), (4, 2, 3, 1, 20), (0, 2, 4, 4, 8)],
 )
-def test_rotary(s, b, q_heads, k_heads, width, kernels, dtype):
+@pytest.mark.parametrize("apart", [False, True])
+def test_rotary(s, b, q_heads, k_heads, width, kernels, dtype, apart):
+    """Also if each sequence has positions of its own."""
+    together = torch.arange(s).unsqueeze(1)
+    positions = torch.arange(s * b).view(s, b) * 37 if apart else together
+    cos, sin = rotary_angles(positions, Rotary(width, 10000.0), dtype)
+    turn = torch.complex(cos.double(), sin.double())
+
+    def exact(*heads):
+        turned = [torch.complex(*x.chunk(2, dim=-1)) * turn for x in heads]
+        return [torch.cat((z.real, z.imag), dim=-1) for z in turned]
+
     inputs = tensors(dtype, (s, b, q_heads, width), (s, b, k_heads, width))
-    for positions in (torch.arange(s).unsqueeze(1), torch.arange(s * b).view(s, b) * 37):
-        cos, sin = rotary_angles(positions, Rotary(width, 10000.0), dtype)
-
-        def exact(*heads, turn=torch.complex(cos.double(), sin.double())):  # noqa: B008 - of this round
-            turned = []
-            for x in heads:
-                z = torch.complex(*x.chunk(2, dim=-1)) * turn
-                turned.append(torch.cat((z.real, z.imag), dim=-1))
-            return turned
-
-        compare(lambda q, k, cos=cos, sin=sin: rotate(q, k, cos, sin, kernels), exact, inputs)
+    compare(lambda q, k: rotate(q, k, cos, sin, kernels), exact, inputs)
 
 
 def test_rotary_in_place_without_gradients_alone():
@@ -248,11 +249,13 @@ def test_rotary_of_strides_that_attention_returns(back, dtype):
     assert torch.equal(turned, again)
 
 
-def exact_loss(z, targets, z_loss):
-    """The loss summed over target tokens, computed by PyTorch."""
-    counted = targets != IGNORE
-    ce = F.cross_entropy(z, targets, ignore_index=IGNORE, reduction="sum")
-    return ce + z_loss * (z.logsumexp(-1).square() * counted).sum()
+def exact_loss(z, targets, z_loss=0.0, scale=1.0):
+    """The loss summed over target tokens, and its gradient times `scale`, computed by PyTorch."""
+    z, counted = z.double().requires_grad_(), targets != IGNORE
+    loss = F.cross_entropy(z, targets, ignore_index=IGNORE, reduction="sum")
+    loss = loss + z_loss * (z.logsumexp(-1).square() * counted).sum()
+    (scale * loss).backward()
+    return loss.item(), z.grad
 
 
 def whole_loss(z, targets, first_rows, z_loss, scale, kernels):
@@ -282,12 +285,10 @@ def test_cross_entropy(tokens, vocab, first_rows, z_loss, kernels, dtype):
     targets = torch.randint(vocab, (tokens,), generator=generator, device="cpu").to(DEVICE)
     targets[1:2] = IGNORE
     loss, gradient = whole_loss(z, targets, first_rows, z_loss, 0.25, kernels)
-    exact = z.double().requires_grad_()
-    expected = exact_loss(exact, targets, z_loss)
-    (0.25 * expected).backward()
+    exact, exact_gradient = exact_loss(z, targets, z_loss, 0.25)
     bound = 1e-14 if dtype == torch.float64 else 2e-6
-    assert loss.item() == pytest.approx(expected.item(), rel=bound, abs=1e-9)
-    assert_close(gradient, exact.grad)
+    assert loss.item() == pytest.approx(exact, rel=bound, abs=1e-9)
+    assert_close(gradient, exact_gradient)
     assert not gradient[1:2].any()
 
 
@@ -305,11 +306,9 @@ def test_cross_entropy_far_out(kernels):
     targets = torch.tensor([int(z[0].argmax()), 8, 30, 0, IGNORE, 3])
     loss, gradient = whole_loss(z, targets, [0, 20], 0.0, 1.0, kernels)
     counted = [0, 1, 2, 3, 5]
-    exact = z.double()[counted].requires_grad_()
-    expected = exact_loss(exact, targets[counted], 0.0)
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=2e-6)
-    assert_close(gradient[counted], exact.grad)
+    exact, exact_gradient = exact_loss(z[counted], targets[counted])
+    assert loss.item() == pytest.approx(exact, rel=2e-6)
+    assert_close(gradient[counted], exact_gradient)
     assert not gradient[4].any()
 
 
@@ -357,10 +356,9 @@ def truncated_to_bfloat16(z, targets, gradient):
 @pytest.mark.parametrize("mistake", [one_column_off, truncated_to_bfloat16], ids=name_of)
 def test_a_wrong_gradient_is_caught(mistake):
     z, targets = randn(5, 31, dtype=torch.float32), torch.arange(5)
-    exact = z.double().requires_grad_()
-    exact_loss(exact, targets, 0.0).backward()
+    _, exact = exact_loss(z, targets)
     with pytest.raises(AssertionError):
-        assert_close(mistake(z, targets, exact.grad), exact.grad)
+        assert_close(mistake(z, targets, exact), exact)
 
 
 def test_the_interpreter_rounds_as_a_gpu_does():

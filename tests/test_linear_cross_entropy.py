@@ -1,5 +1,5 @@
 """The head's projection and loss, computed in pieces over tp, have the loss and gradients of whole
-logits on one rank."""
+logits on one rank. (Parity has cases with a sequence in pieces over tp, and a control for them.)"""
 
 from functools import partial
 from unittest.mock import patch
@@ -15,7 +15,6 @@ from model.kernels.cross_entropy import vocab_parallel_cross_entropy
 from model.kernels.linear_cross_entropy import linear_cross_entropy
 from model.matmul import Matmul
 from parallel.axes import MeshSizes
-from parallel.collectives import by_rank
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
 from tests.counting import Listener
@@ -47,14 +46,14 @@ def expected(vocab, dtype, z_loss):
     return loss.detach(), x.grad, weight.grad
 
 
-def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes, sequence_pieces=1, told=1):
+def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes):
     """For each size of a piece's logits in bytes: this rank's loss, dx and dw, the rows of each
     piece, the collectives of forward and backward, and the largest tensor."""
     mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
     tp, rank = mesh.tp.size(), mesh.tp.get_local_rank()
     x, weight, targets = operands(vocab, dtype)
     rows = chunk_range(vocab, tp, rank)
-    x = by_rank(x, tp, sequence_pieces)[rank] if sequence_parallel else x
+    x = x.chunk(tp)[rank] if sequence_parallel else x
     weight = weight[rows.start : rows.stop]
     scale = torch.tensor(1 / 7, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     cut, results = module.pieces_of, []
@@ -63,7 +62,7 @@ def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes, sequence_
         head = partial(
             linear_cross_entropy, x, weight, targets, scale, rows.start, mesh.tp.get_group(),
             sequence_parallel, matmul=Matmul(), vocab_size=vocab, z_loss=z_loss, kernels=kernels,
-            piece_bytes=piece_bytes, sequence_pieces=told,
+            piece_bytes=piece_bytes,
         )  # fmt: skip
         heights = []
 
@@ -131,18 +130,6 @@ def test_is_what_whole_logits_give(ranks, tp, sequence_parallel, dtype, bounds, 
         assert all(r[1].dtype == r[2].dtype == dtype and r[3] == heights for r in results)
         found = errors(results, exact, sequence_parallel)
         assert all(error <= bound for error, bound in zip(found, bounds, strict=True)), found
-
-
-@pytest.mark.parametrize(("told", "right"), [(2, True), (1, False)], ids=["right", "control"])
-def test_a_sequence_in_pieces(ranks, told, right):
-    """If a rank holds its part of each of the sequence's pieces, every row still meets its own
-    target. Control: a head that is told of one piece gives another loss."""
-    loss, dx, dw = expected(51, torch.float64, 0.0)
-    exact = loss, by_rank(dx, 2, 2).flatten(0, 1), dw
-    sizes = [1 << 20, 14 * 26 * 8]  # the tokens at once, and in three pieces of the head's own
-    of_ranks = ranks.run(in_pieces, 2, 51, torch.float64, True, 0.0, "torch", sizes, 2, told)
-    for results in zip(*of_ranks, strict=True):
-        assert [error < 1e-14 for error in errors(results, exact)] == [right] * 3
 
 
 def test_more_ranks_than_rows_of_the_vocabulary(ranks):

@@ -1,7 +1,6 @@
-"""The model: its number of parameters, its initial weights, causality, and the precision of its
-positions."""
+"""The model: its number of parameters, how weights are drawn, and its positions. (What its initial
+weights are and what it computes, test_parity.py and test_huggingface.py compare.)"""
 
-import math
 import re
 from itertools import pairwise
 
@@ -16,7 +15,8 @@ from model.positions import Rotary, rotary_angles
 from model.transformer import num_parameters
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
-from parallel.parameter import Constant, Normal, weights_of
+from parallel.parameter import weights_of
+from tests.parity_tiers import agrees
 from tools.parity import reference
 from tools.parity.cases import Case
 from tools.parity.run import reference_model
@@ -45,35 +45,16 @@ def test_rows_are_the_same_whoever_draws_them():
     assert not torch.equal(whole, draw_rows("x", shape, range(300), 1.0, seed=2))
 
 
-def the_stage(case):
-    config = case.config()
-    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
-    (stage,) = build_stages(config, mesh).values()
-    return stage
-
-
-def initial_weights(case):
-    return {each.name: each.spec.initial for each in weights_of(the_stage(case))}
-
-
-def test_initial_weights_are_smaller_where_the_residual_is_written(ranks):
-    case = Case(MeshSizes())
-    model = case.config().model
-    (found,) = ranks.run(initial_weights, 1, case)
-    for name, initial in found.items():
-        if name.endswith("norm.weight"):
-            assert initial == Constant(1.0), name
-        else:
-            writes = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
-            assert initial == Normal(
-                model.init_std / math.sqrt(2 * model.num_layers) if writes else model.init_std
-            ), name
-
-
 def test_draws_have_their_standard_deviation_and_no_mean():
     drawn = draw_rows("x", (512, 512), range(512), 0.005, seed=0)
     assert drawn.std().item() == pytest.approx(0.005, rel=0.01)
     assert drawn.mean().abs().item() < 5 * 0.005 / 512
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+def test_tp_ranks_share_key_value_heads(ranks, num_kv_heads):
+    """On more tp ranks than key/value heads, each rank uses the head of its queries."""
+    agrees(ranks, Case(MeshSizes(tp=4), num_kv_heads=num_kv_heads))
 
 
 LLAMA_3_1 = RopeScaling(8.0, 1.0, 4.0, 8192)
@@ -128,7 +109,9 @@ def test_angles_are_exact_enough_to_tell_positions_apart():
 
 
 def weight_that_says_nothing(case):
-    stage = the_stage(case)
+    config = case.config()
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
+    (stage,) = build_stages(config, mesh).values()
     stage.norm.register_parameter("bias", torch.nn.Parameter(torch.zeros(1)))
     with pytest.raises(AssertionError, match=re.escape("['norm.bias']")):
         weights_of(stage)
