@@ -55,6 +55,7 @@ WRONG = [
     ("checkpoint.load_weights_only=/nowhere", "checkpoint.load_weights_only",
      "a run folder or a folder step-…"),
     ("model.dim=1048576", "model", "use more processes"),
+    ("run.dir=/proc/run", "run.dir", "not a writable folder"),
     (f"run.dir={'x' * 300}", "run.dir", "longer than the file system allows"),
     (f"data.path={'x' * 300}", "data.path", "cannot be read"),
     ("run.on_event=no-such-program", "run.on_event", "not an executable"),

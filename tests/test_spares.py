@@ -62,7 +62,7 @@ NAMED = {"reason": "slow"}
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('{"a": {"reason": "slow"},\n "b": "slow",\n}\n', {"a": NAMED, "b": NAMED}),
+        ('{"a": {"reason": "slow"},\n "b": "wrong",\n}\n', {"a": NAMED, "b": {"reason": "wrong"}}),
         ('["a", "b"]', {"a": ANY, "b": ANY}),
         ("- a\n- b\n", {"a": ANY, "b": ANY}),
         ('{\n\t"a": "slow",\n\t"b": 1\n}', {"a": NAMED, "b": ANY}),
