@@ -24,8 +24,9 @@ from typing import Any
 import pytest
 import yaml
 
+from runtime.records.events import read_events
 from tests.alert_helpers import ROOT, FedCompanion, free_port, wait_until
-from tests.runs import write_config
+from tests.runs import status_of, write_config
 
 RULES = ROOT / "monitoring" / "lattice_alerts.yaml"
 RULE_TESTS = ROOT / "monitoring" / "lattice_alerts_test.yaml"
@@ -77,9 +78,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def promtool(programs: Path, *arguments: str, text: str | None = None) -> str:
-    done = subprocess.run(
-        [programs / "promtool", *arguments], input=text, capture_output=True, text=True
-    )
+    command = [programs / "promtool", *arguments]
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -97,6 +97,7 @@ def test_every_rule_is_right_and_tested(programs: Path) -> None:
     assert used <= shown
 
 
+NEWEST = "and on (run, instance) lattice:newest"
 START = "unless on (run, instance) time() - lattice_start_timestamp_seconds"
 
 
@@ -107,12 +108,8 @@ START = "unless on (run, instance) time() - lattice_start_timestamp_seconds"
         # what keeps a rule quiet: a run that began again, another machine, another stage
         (f"{START} < 1800", "", "LatticeNoStep"),
         (f"{START} < 14400", "", "LatticeNoCheckpoint"),
-        (
-            "> 300\n          and on (run, instance) lattice:newest",
-            "> 300",
-            "LatticeFileNotWritten",
-        ),
-        ("== 1 and on (run, instance) lattice:newest", "== 1", "LatticeRunFailed"),
+        (f"> 300\n          {NEWEST}", "> 300", "LatticeFileNotWritten"),
+        (f"== 1 {NEWEST}", "== 1", "LatticeRunFailed"),
         ('lattice_events_total{event="stage"}', 'lattice_events_total{event="x"}', "LatticeSlow"),
     ],
 )
@@ -139,12 +136,9 @@ def test_prometheus_scrapes_a_run_and_raises_the_alarm(programs: Path, tmp_path:
         "scrape_configs": [scrape],
     }
     (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(settings))
-    command = [
-        str(programs / "prometheus"),
-        f"--config.file={tmp_path}/prometheus.yaml",
-        f"--storage.tsdb.path={tmp_path}/data",
-        f"--web.listen-address=127.0.0.1:{own}",
-    ]
+    command = [str(programs / "prometheus"), f"--config.file={tmp_path}/prometheus.yaml",
+               f"--storage.tsdb.path={tmp_path}/data",
+               f"--web.listen-address=127.0.0.1:{own}"]  # fmt: skip
     api = f"http://127.0.0.1:{own}/api/v1"
 
     def firing() -> set[str]:
@@ -160,10 +154,9 @@ def test_prometheus_scrapes_a_run_and_raises_the_alarm(programs: Path, tmp_path:
         companion.event("start", step=0, world_size=1, began=time.time())
         companion.step(7, lr=3e-4, tokens_per_second=1000.0, step_seconds=0.5)
         wait_until(lambda: value("lattice_step") == ["7"])
-        output = promtool(
-            programs, "check", "metrics", text=get(f"http://127.0.0.1:{port}/metrics")
-        )
-        assert output == ""  # it names what is not as Prometheus recommends
+        shown = get(f"http://127.0.0.1:{port}/metrics")
+        # it names what is not as Prometheus recommends
+        assert promtool(programs, "check", "metrics", text=shown) == ""
         time.sleep(3)
         assert firing() == set()  # control: a healthy run
         companion.event("checkpoint", step=8, failed="OSError: no space left")
@@ -206,9 +199,8 @@ def test_checkpoints_reach_an_s3_server_that_drops_requests_and_come_back(
     }
 
     def call(*command: str, status: int = 0) -> str:
-        done = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
+        program = [sys.executable, *command]
+        done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout
 
@@ -223,23 +215,19 @@ def test_checkpoints_reach_an_s3_server_that_drops_requests_and_come_back(
     with running(*server, env=environment):
         wait_until(lambda: answers(f"http://127.0.0.1:{port}/moto-api/"))
         fixed.touch()
-        create = f"import boto3; boto3.client('s3').create_bucket(Bucket={BUCKET!r})"
-        call("-c", create)
+        call("-c", f"import boto3; boto3.client('s3').create_bucket(Bucket={BUCKET!r})")
         fixed.unlink()
         launch = ("-m", "tools.launch", "--nproc-per-node", "2", config)
         call(*launch)
         # Whatever is listed as complete can be fetched and is right.
-        listed = objects("list", url).split()
-        for name in listed:
+        for name in objects("list", url).split():
             objects("fetch", f"{url}/{name}", str(tmp_path / "listed"))
-        events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").open()]
-        tried = [event for event in events if event["event"] == "after_commit"]
+        tried = [e for e in read_events(tmp_path / "run") if e["event"] == "after_commit"]
         assert any("failed" in event for event in tried), "the server dropped nothing"
         fixed.touch()
         # The next start runs the command for what is still pending.
         call(*launch)
-        status = json.loads((tmp_path / "run/status.json").read_text())
-        assert status["after_commit"] == {"done_step": 6, "pending": []}
+        assert status_of(tmp_path)["after_commit"] == {"done_step": 6, "pending": []}
         assert objects("list", url).split() == [f"step-0000000{step}" for step in (2, 4, 6)]
 
         # The machines are lost. The way back: fetch, verify, start.

@@ -17,63 +17,52 @@ from yaml_text import dump
 
 LAPTOP = Path(__file__).parent.parent / "configs" / "laptop.yaml"
 SCHEMA = schema()
-PROPERTIES: dict[str, dict[str, Any]] = {
-    section: SCHEMA["$defs"][SCHEMA["properties"][section]["$ref"].split("/")[-1]]["properties"]
-    for section in KEYS
-}
-
-
 OF_TEXT = st.characters(
     codec="utf-8", exclude_categories=["Cc", "Zl", "Zp"], exclude_characters="\uffff\ufffe"
 )
 
 
-def referred(reference: str) -> dict[str, Any]:
-    """The part of the schema that `#/$defs/...` names."""
-    node = SCHEMA
-    for name in reference.removeprefix("#/").split("/"):
-        node = node[name]
-    return node
+USUAL_TEXTS = ["prepared/laptop", "none", "zb_v", "interleaved_1f1b", "2:3"]
+
+
+def referred(node: dict[str, Any]) -> dict[str, Any]:
+    """The part of the schema that a node names as `#/$defs/...`."""
+    part = SCHEMA
+    for name in node["$ref"].removeprefix("#/").split("/"):
+        part = part[name]
+    return part
+
+
+PROPERTIES = {section: referred(SCHEMA["properties"][section])["properties"] for section in KEYS}
 
 
 def fitting(node: dict[str, Any]) -> st.SearchStrategy[Any]:
     """Values that a part of the schema allows, mostly small ones and the bounds."""
     if "$ref" in node:
-        return fitting(referred(node["$ref"]))
+        return fitting(referred(node))
     if "anyOf" in node:
         return st.one_of([fitting(option) for option in node["anyOf"]])
     if "enum" in node:
         return st.sampled_from(node["enum"])
     if "const" in node:
         return st.just(node["const"])
-    least, most = (
-        node.get("minimum", node.get("exclusiveMinimum")),
-        node.get("maximum", node.get("exclusiveMaximum")),
-    )
+    least = node.get("minimum", node.get("exclusiveMinimum"))
+    most = node.get("maximum", node.get("exclusiveMaximum"))
     match node.get("type"):
         case "integer":
-            return (
-                st.integers(least, min(most, least + 8))
-                | st.sampled_from([least, most])
-                | st.integers(least, most)
-            )
+            small = st.integers(least, min(most, least + 8))
+            return small | st.sampled_from([least, most]) | st.integers(least, most)
         case "number":
-            within = {
-                "exclude_min": "exclusiveMinimum" in node,
-                "exclude_max": "exclusiveMaximum" in node,
-            }
-            return st.floats(least, most, **within) | st.floats(
-                least, min(most, least + 1), **within
-            )
+            within = {"exclude_min": "exclusiveMinimum" in node,
+                      "exclude_max": "exclusiveMaximum" in node}  # fmt: skip
+            small = st.floats(least, min(most, least + 1), **within)
+            return st.floats(least, most, **within) | small
         case "boolean":
             return st.booleans()
         case "null":
             return st.none()
         case "string":
-            usual = st.sampled_from(
-                ["prepared/laptop", "none", "zb_v", "interleaved_1f1b", "2:3",
-                 "x" * node["maxLength"]]
-            )  # fmt: skip
+            usual = st.sampled_from([*USUAL_TEXTS, "x" * node["maxLength"]])
             return usual | st.text(OF_TEXT, min_size=node.get("minLength", 0), max_size=9)
         case "array":
             if "prefixItems" in node:
@@ -84,9 +73,8 @@ def fitting(node: dict[str, Any]) -> st.SearchStrategy[Any]:
             return st.fixed_dictionaries({}, optional=keys)
         case "object":
             (values,) = node["patternProperties"].values()
-            return st.dictionaries(
-                fitting({"type": "string", **node["propertyNames"]}), fitting(values), max_size=3
-            )
+            keys = {"type": "string", **node["propertyNames"]}
+            return st.dictionaries(fitting(keys), fitting(values), max_size=3)
     raise AssertionError(f"the schema has a part that is not known here: {node}")
 
 
@@ -96,13 +84,11 @@ ODD_TEXTS = ["", "nan", "a\nb", "a\0b", "\x1b[31m", "\u2028", "../" * 500, "~", 
          "x" * 10000]  # fmt: skip
 OTHERS = [None, True, [], {}, [[]], [1] * 9999, [0] * 2, {"a": 0}, {"": 1}, {"a": {"b": []}},
           {1: 2}, [None], ["auto"]]  # fmt: skip
+SHORT_KEYS = st.text(max_size=5) | st.integers()
 ODD = st.sampled_from([*INTEGERS, *FLOATS, *ODD_TEXTS, *OTHERS])
 JUNK = ODD | st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(SHORT_KEYS, inner, max_size=3),
     max_leaves=6,
 )
 NAMES = [(section, key) for section, keys in KEYS.items() for key in keys]
@@ -223,9 +209,7 @@ def command_line(draw: st.DrawFn) -> tuple[str, list[str]]:
     return tool, [str(LAPTOP), "parallel.dp_shard=-1", *search, *options]
 
 
-VALUES = st.sampled_from(
-    ["", " ", "x", "1x", "\u0662", "1.5", "9" * 5000, "a b", " 1", "\udcff", "*"]
-)
+ODD_VALUES = ["", " ", "x", "1x", "\u0662", "1.5", "9" * 5000, "a b", " 1", "\udcff", "*"]
 
 
 @st.composite
@@ -233,7 +217,8 @@ def environment(draw: st.DrawFn) -> tuple[bool, dict[str, str]]:
     """Whether a process is a rank, and variables that it reads."""
     usual = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     names = st.sampled_from([*OF_RANK, *OF_JOB, *TEXTS])
-    drawn = draw(st.dictionaries(names, VALUES | SIZES.map(str), max_size=4))
+    values = st.sampled_from(ODD_VALUES) | SIZES.map(str)
+    drawn = draw(st.dictionaries(names, values, max_size=4))
     return draw(st.booleans()), (usual if draw(st.booleans()) else {}) | drawn
 
 

@@ -3,6 +3,7 @@ person, although no step's listeners are there to record them."""
 
 import json
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,7 @@ from runtime.records.events import read_events
 from runtime.records.status import record_failed_start, record_failure
 from runtime.signals import Signals
 from tests.alert_helpers import FedCompanion, Receiver, wait_until
+from tests.planted import planted
 from tests.runs import contents, forked, losses, said_by, status, status_of, train_run, write_config
 from tests.stages import write_stages
 from tools import alarm
@@ -30,15 +32,15 @@ REFUSAL = UserError("checkpoint.resume", "auto", "cannot be read", "mount the fi
 
 def run_that_cannot_build(arguments: list[str], call: int, refuses: bool = False) -> str:
     """Train; the model of the `call`-th stage that is built cannot be built, as without memory."""
-    honest, built = train.build_stages, [0]
+    built = count(1)
 
-    def build(*about: Any) -> Any:
-        built[0] += 1
-        if built[0] == call:
+    @planted(train, "build_stages")
+    def build(honest: Any, *about: Any) -> Any:
+        if next(built) == call:
             raise REFUSAL if refuses else RuntimeError("out of memory")
         return honest(*about)
 
-    with patch.object(train, "build_stages", build):
+    with build():
         return train_run(arguments)
 
 
@@ -113,13 +115,14 @@ def test_between_two_stages_a_start_has_no_status(ranks: Ranks, data: Path, tmp_
 
 def run_that_looks(arguments: list[str], folder: Path) -> bool:
     """Train; return whether there was no status.json between the two stages."""
-    honest, missing = train.next_start, []
+    missing = []
 
-    def look(run: Any) -> Any:
+    @planted(train, "next_start")
+    def look(honest: Any, run: Any) -> Any:
         missing.append(not (folder / "status.json").exists())
         return honest(run)
 
-    with patch.object(train, "next_start", look):
+    with look():
         assert train_run(arguments) == ""
     return missing[0]
 
@@ -176,16 +179,20 @@ def test_a_job_that_gives_up(
     assert not (tmp_path / "run").exists()
 
 
+LOST_AT_START = f"{LOST} while the run started"
+
+
 def test_the_launcher_names_the_rank_that_was_killed(tmp_path: Path) -> None:
     """Rank 0 knows only that it has lost a connection, also before the first step."""
-    lost = f"{LOST} while the run started"
-    record_failed_start(tmp_path, lost)
-    assert record_failure(tmp_path, "rank 1 was killed") == "rank 1 was killed"
-    found = json.loads((tmp_path / "status.json").read_text())
+    (tmp_path / "run").mkdir()
+    record_failed_start(tmp_path / "run", LOST_AT_START)
+    assert record_failure(tmp_path / "run", "rank 1 was killed") == "rank 1 was killed"
+    found = status_of(tmp_path)
     assert (found["state"], found["reason"]) == ("failed", "rank 1 was killed")
-    # control: what an earlier start has left stays
-    (tmp_path / "earlier").mkdir()
-    line = {"event": "end", "time": 1.0, "state": "failed", "step": 0, "reason": lost}
-    (tmp_path / "earlier" / "events.jsonl").write_text(json.dumps(line) + "\n")
-    assert record_failure(tmp_path / "earlier", "rank 1 was killed") == "rank 1 was killed"
-    assert not (tmp_path / "earlier" / "status.json").exists()
+
+
+def test_what_an_earlier_start_has_left_stays(tmp_path: Path) -> None:
+    line = {"event": "end", "time": 1.0, "state": "failed", "step": 0, "reason": LOST_AT_START}
+    (tmp_path / "events.jsonl").write_text(json.dumps(line) + "\n")
+    assert record_failure(tmp_path, "rank 1 was killed") == "rank 1 was killed"
+    assert not (tmp_path / "status.json").exists()

@@ -58,12 +58,9 @@ from training.load_config import dump_config, load_config
 
 MOST_SECONDS = 10  # of CPU time per case; an idle machine needs at most 5
 short = settings(
-    max_examples=75,
-    deadline=None,
+    max_examples=75, deadline=None, derandomize=True, database=None,
     suppress_health_check=list(HealthCheck),
-    derandomize=True,
-    database=None,
-)
+)  # fmt: skip
 long = settings(short, max_examples=400, derandomize=False, phases=[Phase.generate])
 
 
@@ -95,15 +92,19 @@ def check_message(error: UserError) -> None:
     assert "\x1b" not in message
 
 
+def written_reads_back(config: Config, path: Path) -> None:
+    written = path.with_name("dumped.yaml")
+    written.write_text(dump_config(config), encoding="utf-8")
+    assert repr(load_config(str(written), [])) == repr(config)
+
+
 def is_valid(path: Path, overrides: list[str], world: int) -> bool:
     """Whether it is valid: then, what a run and the tools derive from it before they compute
     anything is checked too."""
     config = outcome(path, overrides, world)
     if config is None:
         return False
-    written = path.with_name("dumped.yaml")
-    written.write_text(dump_config(config), encoding="utf-8")
-    assert repr(load_config(str(written), [])) == repr(config)
+    written_reads_back(config, path)
     world = config.parallel.num_ranks if config.parallel.layouts else world
     layers = config.split_layers()
     assert [layer for stage in layers for layer in stage] == list(range(config.model.num_layers))
@@ -138,9 +139,7 @@ def arrives(base: Path, case: tuple[str, str, Any]) -> bool:
     if config is not None:
         section, _, name = key.partition(".")
         assert getattr(getattr(config, section), name) == value
-        written = base.with_name("dumped.yaml")
-        written.write_text(dump_config(config), encoding="utf-8")
-        assert load_config(str(written), []) == config
+        written_reads_back(config, base)
     return config is not None
 
 
@@ -274,15 +273,12 @@ def fuzz(kind: str, folder: Path, effort: settings) -> None:
     assert written <= {"laptop.yaml", "dumped.yaml", "damaged.yaml"}, "nothing is written"
 
 
+@pytest.mark.parametrize(
+    "effort", [short, pytest.param(long, marks=pytest.mark.thorough)], ids=["few", "thousands"]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_message_or_it_works(kind: str, tmp_path: Path) -> None:
-    fuzz(kind, tmp_path, short)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_message_or_it_works_in_thousands_of_cases(kind: str, tmp_path: Path) -> None:
-    fuzz(kind, tmp_path, long)
+def test_one_message_or_it_works(kind: str, effort: settings, tmp_path: Path) -> None:
+    fuzz(kind, tmp_path, effort)
 
 
 @pytest.mark.thorough
@@ -306,22 +302,20 @@ def test_the_fuzz_would_find_a_traceback(tmp_path: Path, monkeypatch: pytest.Mon
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def some_runs(ranks: Ranks, folder: Path, count: int) -> None:
-    """Run `count` configurations. Each must reach its last step, be refused with a message, or end
-    with the error of a diverging run."""
-    data = prepared(folder / "data")
+@pytest.mark.parametrize("count", [8, pytest.param(100, marks=pytest.mark.slow)])
+def test_what_is_valid_runs(ranks: Ranks, tmp_path: Path, count: int) -> None:
+    """Each run must reach its last step, be refused with a message, or end with the error of a
+    diverging run."""
+    data = prepared(tmp_path / "data")
+    sizes = {"steps": 3, "seq_len": 16, "global_batch_size": 4, "micro_batch_size": 2}
     ends: Counter[str] = Counter()
     began = time.perf_counter()
 
     @settings(short, max_examples=count, phases=[Phase.generate])
     @given(run_overrides())
     def run(overrides: list[str]) -> None:
-        here = Path(tempfile.mkdtemp(dir=folder))
-        base = write_config(
-            here,
-            data,
-            train={"steps": 3, "seq_len": 16, "global_batch_size": 4, "micro_batch_size": 2},
-        )
+        here = Path(tempfile.mkdtemp(dir=tmp_path))
+        base = write_config(here, data, train=sizes)
         try:
             message = ranks.run(train_run, 1, [base, *overrides])[0]
         except RankError as error:
@@ -341,12 +335,3 @@ def some_runs(ranks: Ranks, folder: Path, count: int) -> None:
         f"{time.perf_counter() - began:.1f} s"
     )
     assert ends["finished"]
-
-
-def test_what_is_valid_runs(ranks: Ranks, tmp_path: Path) -> None:
-    some_runs(ranks, tmp_path, 8)
-
-
-@pytest.mark.slow
-def test_what_is_valid_runs_a_hundred_times(ranks: Ranks, tmp_path: Path) -> None:
-    some_runs(ranks, tmp_path, 100)

@@ -11,11 +11,13 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
+import training.step
 from errors import UserError
 from runtime.checkpoints import lease
 from runtime.checkpoints.lease import Lease
 from runtime.checkpoints.lease_holder import Holder, newest_lease
-from tests.runs import losses, train_run, write_config
+from tests.planted import planted
+from tests.runs import losses, names, train_run, write_config
 from tools.ranks import RankError, Ranks
 
 
@@ -37,7 +39,6 @@ def hold(run: Path, age: float = 0.0, **about: object) -> Path:
 
 
 ELSEWHERE = {"machine": "another"}
-DEAD = {"pid": 999_999_999}
 
 
 class Ended(Exception):
@@ -69,7 +70,7 @@ def test_it_is_taken_renewed_and_released(tmp_path: Path) -> None:
         (run / "metrics.jsonl").touch()
     assert path.stat().st_mtime == 0
     with Lease(run, "cpu"):
-        assert [path.name for path in (run / "lease").iterdir()] == ["00000002.json"]
+        assert names(run / "lease") == ["00000002.json"]
 
 
 def test_a_run_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
@@ -82,32 +83,28 @@ def test_a_living_holder_is_named_and_nothing_is_written(tmp_path: Path) -> None
     path = hold(tmp_path / "run", age=3)
     with pytest.raises(UserError) as refusal, Lease(tmp_path / "run", "cpu"):
         pass
-    said = str(refusal.value)
-    assert f"process {os.getpid()} on host n17, since 20" in said
-    assert "renewed its lease" in said
-    assert "3 s ago" in said
-    assert str(path) in said
-    assert [file.name for file in (tmp_path / "run").rglob("*") if file.is_file()] == [path.name]
+    holder = f"process {os.getpid()} on host n17, since 20"
+    for part in (holder, "renewed its lease", "3 s ago", str(path)):
+        assert part in str(refusal.value)
+    assert [file for file in (tmp_path / "run").rglob("*") if file.is_file()] == [path]
 
 
-@pytest.mark.parametrize(
-    ("about", "environment"),
-    [
-        (DEAD, {}),
-        ({"process_began": "1"}, {}),
-        (
-            ELSEWHERE | {"job": "77", "restart": 1},
-            {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "2"},
-        ),
-    ],
-    ids=["a dead process", "another process of that number", "the same Slurm job, requeued"],
-)
-def test_it_is_taken_over_at_once(tmp_path: Path, about: dict, environment: dict) -> None:
-    hold(tmp_path / "run", **about)
-    with (
-        patch.dict(os.environ, environment),
-        patch.object(time, "sleep", side_effect=AssertionError("it waits")),
-    ):
+LEFT = {  # what the holder was
+    "a dead process": {"pid": 999_999_999},
+    "another process of that number": {"process_began": "1"},
+    "the same Slurm job, requeued": ELSEWHERE | {"job": "77", "restart": 1},
+}
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_it_is_taken_over_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    hold(tmp_path / "run", **LEFT[left])
+    if "Slurm" in left:
+        monkeypatch.setenv("SLURM_JOB_ID", "77")
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    with patch.object(time, "sleep", side_effect=AssertionError("it waits")):
         Lease(tmp_path / "run", "cpu")._try_to_take()
     assert newest_lease(tmp_path / "run" / "lease").number == 4
 
@@ -175,25 +172,22 @@ MOVES = {
 def test_a_displaced_run_changes_nothing(tmp_path: Path, what: str, when: str) -> None:
     with quick(60.0):
         first = paused(tmp_path / "run")
-        source, target = MOVES[what](first)
+        require = first._require
 
         def take_over() -> None:
             with Lease(tmp_path / "run", "cpu"):
                 (tmp_path / "run" / "metrics.jsonl").touch()
 
+        checks = iter([take_over, require])  # the other run takes the lease after the check
         if when == "before its check":
             take_over()
-            with pytest.raises(Ended, match="was displaced by process"):
-                first.move(source, target)
-        else:
-            require = first._require
-            checks = iter([take_over, require])  # the other run takes the lease after the check
-            with (
-                patch.object(first, "_require", lambda: next(checks)()),
-                pytest.raises(Ended, match="was displaced by"),
-            ):
-                first.move(source, target)
-    assert sorted(path.name for path in first.checkpoints.iterdir()) == ["step-00000020"]
+            checks = iter([require])
+        with (
+            patch.object(first, "_require", lambda: next(checks)()),
+            pytest.raises(Ended, match="was displaced by process"),
+        ):
+            first.move(*MOVES[what](first))
+    assert names(first.checkpoints) == ["step-00000020"]
 
 
 def test_the_fence_test_can_fail(tmp_path: Path) -> None:
@@ -221,7 +215,7 @@ def test_what_was_being_put_aside_is_not_swept_away(tmp_path: Path) -> None:
         (first.work / "partial-00000001-9" / "step-00000060.damaged").mkdir(parents=True)
         (first.work / "step-00000020.abandoned-2").mkdir()
         with Lease(tmp_path / "run", "cpu"):
-            left = sorted(path.name for path in first.checkpoints.iterdir())
+            left = names(first.checkpoints)
     assert left == ["step-00000020", "step-00000020.abandoned-2", "step-00000060.damaged"]
 
 
@@ -249,22 +243,15 @@ def test_a_run_that_is_displaced_ends_with_status_2(
 def train_until_displaced(arguments: list[str]) -> str:
     """Train while another start takes over the folder in step 4, which this run notices when it
     writes that step's line."""
-    import training.step
 
-    honest = training.step.learning_rate
-
-    def displaced(step: int, *about: object) -> float:
+    @planted(training.step, "learning_rate")
+    def displaced(honest, step: int, *about: object) -> float:
         if step == 3 and dist.get_rank() == 0:
-            run = Path(arguments[0]).parent / "run"
-            (run / "lease" / "00000002.json").write_text(
-                Holder.this_process("00000002-0").model_dump_json()
-            )
+            newer = Path(arguments[0]).parent / "run" / "lease" / "00000002.json"
+            newer.write_text(Holder.this_process("00000002-0").model_dump_json())
         return honest(step, *about)
 
-    with (
-        patch.object(training.step, "learning_rate", displaced),
-        patch.object(lease, "TRUST_SECONDS", 0.0),
-    ):
+    with displaced(), patch.object(lease, "TRUST_SECONDS", 0.0):
         return train_run(arguments)
 
 

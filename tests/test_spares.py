@@ -62,7 +62,7 @@ NAMED = {"reason": "slow"}
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('{"a": {"reason": "slow"},\n "b": "slow",\n}\n', {"a": NAMED, "b": NAMED}),
+        ('{"a": {"reason": "slow"},\n "b": "wrong",\n}\n', {"a": NAMED, "b": {"reason": "wrong"}}),
         ('["a", "b"]', {"a": ANY, "b": ANY}),
         ("- a\n- b\n", {"a": ANY, "b": ANY}),
         ('{\n\t"a": "slow",\n\t"b": 1\n}', {"a": NAMED, "b": ANY}),
@@ -148,17 +148,16 @@ def test_a_spare_does_not_outlive_rank_0(ranks: Ranks, tmp_path: Path) -> None:
     assert "no sign of life" in str(found[1]["status"])
 
 
-@pytest.mark.parametrize(("asked", "ends"), [(True, 0), (False, "no sign of life")])
-def test_a_spare_does_not_hang_with_rank_0(asked: bool, ends: int | str) -> None:
+@pytest.mark.parametrize(("asked", "status"), [(True, "^0$"), (False, "no sign of life")])
+def test_a_spare_does_not_hang_with_rank_0(asked: bool, status: str) -> None:
     """The process of its store is stopped: nothing answers."""
     store = SimpleNamespace(check=lambda keys: time.sleep(600))
     with (
         patch.object(spares, "LOST_SECONDS", 1.0),
         patch.object(spares, "LOOK_SECONDS", 0.1),
-        pytest.raises(SystemExit) as left,
+        pytest.raises(SystemExit, match=status),
     ):
         spares._wait_as_spare(store, signalled(asked))  # type: ignore[arg-type]
-    assert str(ends) in str(left.value.code)
 
 
 class Agents:

@@ -16,14 +16,16 @@ from data.sampler import mixture_pattern
 from runtime.records.events import read_events
 from tests.data_samples import SOURCE, prepared
 from tests.runs import (
+    checkpoint_of,
     copy_of,
     dies,
     global_state,
     losses,
     messages,
     metrics_of,
+    run,
+    same_tensors,
     status_of,
-    train_run,
 )
 from tests.stages import Read, check_reads, expected, mixture, recorded_run, write_stages
 from tools.ranks import Ranks
@@ -72,9 +74,7 @@ def test_every_token_over_three_stages(data: Path, other: Path) -> None:
             for loader in loaders:
                 loader.close()
     assert next(left, None) is None
-    small = [
-        n for (source, length, _), n in windows.items() if (source, length) == (few.checksum, 64)
-    ]
+    small = [n for window, n in windows.items() if window[:2] == (few.checksum, 64)]
     assert max(small) > 2, "several epochs"
     assert max(small) - min(small) <= 1 + 1, "each once per epoch, but for those left out"
 
@@ -156,8 +156,8 @@ def staged(
 
 def last_state(ranks: Ranks, folder: Path) -> dict[str, torch.Tensor]:
     """The weights and moments at the end, loaded on one rank."""
-    last = str(folder / "run" / "checkpoints" / "step-00000007")
-    return ranks.run(global_state, 1, [str(folder / "config.yaml")], last)[0]
+    last = checkpoint_of(folder, 7)
+    return ranks.run(global_state, 1, [str(folder / "config.yaml")], str(last))[0]
 
 
 @pytest.fixture(scope="module")
@@ -171,35 +171,34 @@ def whole(
     return folder, losses(folder), last_state(ranks, folder)
 
 
-KILLS = [
-    ("before the save", 3),
-    ("before the commit", 5),
-    ("after the save", 3),
-    ("the changeover", 3),
-    ("the changeover", 5),
-    ("begun", 5),
-]
+def killed_run(ranks: Ranks, world: int, config: str, kills: list[tuple[str, int]]) -> None:
+    """Run in the folder of `config`, killed at these places, until the end."""
+    reads = Path(config).with_name("reads")
+    for where, step in kills:
+        with dies():
+            ranks.run(recorded_run, world, [config], reads, where, step)
+    assert ranks.run(recorded_run, world, [config], reads) == [""] * world
+
+
+THOROUGH = [("before the save", 3), ("before the commit", 5), ("after the save", 3),
+            ("the changeover", 5), ("begun", 5)]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "kills",
-    [KILLS[3:4], *(pytest.param([one], marks=pytest.mark.thorough) for one in KILLS)],
+    "kill",
+    [("the changeover", 3), *(pytest.param(kill, marks=pytest.mark.thorough) for kill in THOROUGH)],
     ids=str,
 )
 def test_killed_at_a_boundary(
-    ranks: Ranks, data: Path, other: Path, tmp_path: Path, whole: tuple, kills: list
+    ranks: Ranks, data: Path, other: Path, tmp_path: Path, whole: tuple, kill: tuple
 ) -> None:
     """Killed at a boundary and started again, a run reads the same samples and has the same bits:
     of every loss, and of the weights and moments at the end."""
     config = staged(tmp_path, data, other)
-    for where, step in kills:
-        with dies():
-            ranks.run(recorded_run, 2, [config], tmp_path / "reads", where, step)
-    assert ranks.run(recorded_run, 2, [config], tmp_path / "reads") == ["", ""]
+    killed_run(ranks, 2, config, [kill])
     check_reads(tmp_path / "reads", reference(data, other))
     assert losses(tmp_path) == whole[1]
-    state = last_state(ranks, tmp_path)
-    assert all(torch.equal(state[name], tensor) for name, tensor in whole[2].items())
+    assert same_tensors(last_state(ranks, tmp_path), whole[2])
     kinds = [event["event"] for event in read_events(tmp_path / "run")]
     assert kinds.count("stage") >= 2
 
@@ -212,10 +211,7 @@ def test_other_layouts_in_each_stage(
     """With another layout in each stage, on twice the ranks, killed in the changeover and after a
     save, a run reads the same samples; losses agree to the rounding of sums."""
     config = staged(tmp_path, data, other, layouts)
-    for where, step in (("the changeover", 3), ("after the save", 5)):
-        with dies():
-            ranks.run(recorded_run, 4, [config], tmp_path / "reads", where, step)
-    assert ranks.run(recorded_run, 4, [config], tmp_path / "reads") == [""] * 4
+    killed_run(ranks, 4, config, [("the changeover", 3), ("after the save", 5)])
     check_reads(tmp_path / "reads", reference(data, other))
     found = losses(tmp_path)
     assert all(found[step] == pytest.approx(loss, rel=1e-9) for step, loss in whole[1].items())
@@ -226,19 +222,18 @@ def test_other_layouts_in_each_stage(
 
 
 def test_what_a_boundary_leaves(whole: tuple[Path, dict, dict]) -> None:
-    run = whole[0] / "run"
-    events = read_events(run)
+    events = read_events(whole[0] / "run")
     assert [e["step"] for e in events if e["event"] == "start"] == [0, 3, 5]
     ends = [(e["state"], e["reason"]) for e in events if e["event"] == "end"]
     assert ends[:2] == [("requeue", "stage 1 begins"), ("requeue", "stage 2 begins")]
-    assert status_of(run.parent)["state"] == "finished"
+    assert status_of(whole[0])["state"] == "finished"
     changed = [e for e in events if e["event"] == "stage"]
     assert [(e["stage"], e["step"]) for e in changed] == [(1, 3), (2, 5)]
     assert "train.seq_len 32 → 64" in changed[1]["changes"]
-    lines = metrics_of(run.parent)
+    lines = metrics_of(whole[0])
     assert [line["tokens"] for line in lines] == [256, 512, 768, 1152, 1536, 1792, 2048]
     assert [line["lr"] for line in lines][-2:] == [1e-3, 5.5e-4], "a phase of two steps"
-    trainer = json.loads((run / "checkpoints" / "step-00000007" / "trainer.json").read_text())
+    trainer = json.loads((checkpoint_of(whole[0], 7) / "trainer.json").read_text())
     assert [(e["step"], e["data"]["next_sample"]) for e in trainer["earlier"]] == [(3, 24), (5, 24)]
     assert (trainer["seq_len"], trainer["data"]["next_sample"]) == (64, 8)
 
@@ -282,5 +277,5 @@ def test_a_later_stage_may_be_added(ranks: Ranks, tmp_path: Path, whole: tuple) 
     raw = yaml.safe_load(Path(config).read_text())
     raw["stages"].append({"from_step": 7, "train": {"seq_len": 16}})
     Path(config).write_text(yaml.safe_dump(raw))
-    assert ranks.run(train_run, 1, [config, "train.steps=8"]) == [""]
+    run(ranks, 1, config, "train.steps=8")
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7, 8]
