@@ -80,6 +80,18 @@ def test_every_alarm_is_received(tmp_path: Path) -> None:
     assert said.count("\n") == said.count("lines that are no whole records") == 1, said
 
 
+def test_events_of_earlier_starts_are_not_sent_again(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with FedCompanion(tmp_path) as before:
+        before.event("end", state="requeue", step=4, reason="SIGTERM was received")
+        before.end()
+    with Receiver() as server, FedCompanion(tmp_path, on_event=server.url) as companion:
+        companion.event("start", step=4, world_size=8, began=0.0)
+        companion.event("end", state="failed", step=5, reason="broken")
+        companion.end()
+    assert server.kinds() == ["start", "end"]
+
+
 def test_a_killed_rank_0_is_reported(tmp_path: Path) -> None:
     """The pipe's other end closes however rank 0 goes: here its process is killed."""
     program = (
