@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -74,10 +75,17 @@ def values_of(pairs):
     return {value for pair in pairs for value in pair}
 
 
-COVERINGS = {
-    "dense": Covering({"layout": layouts_of(WORLDS, quick=True), **option_values()}),
-    "experts": Covering(expert_values(LAYOUTS)),
-}
+# They take seconds to find. Ranks import this file too, and do not need them.
+
+
+@cache
+def dense_covering() -> Covering:
+    return Covering({"layout": layouts_of(WORLDS, quick=True), **option_values()})
+
+
+@cache
+def expert_covering() -> Covering:
+    return Covering(expert_values(LAYOUTS))
 
 
 def thorough_but(kept, cases):

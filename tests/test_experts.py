@@ -15,7 +15,7 @@ import pytest
 
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
-from tests.parity_tiers import COVERINGS, agrees, thorough_but
+from tests.parity_tiers import agrees, expert_covering, thorough_but
 from tools.parity import cases
 from tools.parity.cases import BATCH, OPTIMIZER, SEQ_LEN, Case
 from tools.parity.expert_cases import (
@@ -27,7 +27,7 @@ from tools.parity.expert_cases import (
 from tools.parity.run import expected
 from training.build import build_stages
 
-COVERING = COVERINGS["experts"]
+COVERING = expert_covering()
 
 
 @pytest.mark.parametrize("case", thorough_but(COVERING.few, COVERING.pairs), ids=str)

@@ -16,11 +16,12 @@ from model.kernels.backend import why_not_triton
 from parallel.axes import AXES, MeshSizes
 from parallel.pipeline.schedules import SCHEDULES
 from tests.parity_tiers import (
-    COVERINGS,
     DEEP,
     DEEPER,
     agrees,
+    dense_covering,
     effective,
+    expert_covering,
     thorough_but,
     values_of,
 )
@@ -29,7 +30,8 @@ from tools.parity.cases import BATCH, OPTIMIZER, STEPS, Case, cover, covering_ca
 from tools.parity.chosen import kernel_cases, schedule_cases
 from tools.parity.run import assemble, expected, run_on_ranks
 
-QUICK = COVERINGS["dense"]
+QUICK = dense_covering()
+COVERINGS = {"dense": QUICK, "experts": expert_covering()}
 
 
 @pytest.mark.parametrize("case", thorough_but(QUICK.few, QUICK.pairs), ids=str)

@@ -24,7 +24,7 @@ from parallel.mesh import to_device
 from parallel.pipeline.schedules import SCHEDULES
 from parallel.pipeline.transfer import Transfers
 from runtime.device import device_thread
-from tests.parity_tiers import COVERINGS, thorough_but
+from tests.parity_tiers import dense_covering, expert_covering, thorough_but
 from tools.parity import __main__ as parity
 from tools.parity.cases import Case
 from tools.parity.run import heads_in_pieces
@@ -167,7 +167,7 @@ def covering() -> Iterator[Any]:
     """The parity proof's cases, in which every pair of option values occurs, on the kernels of a
     GPU, mostly in bfloat16, and on the first or the last rank in turn. All together take seven
     minutes, so that those with every value once are thorough, and the others slow."""
-    few = {*COVERINGS["dense"].few, *COVERINGS["experts"].few}
+    few = {*dense_covering().few, *expert_covering().few}
     known = set()
     for number, (case, _) in enumerate(parity.plan(parity.WORLDS, quick=True)[0]):
         dtype = "float32" if number % 4 == 0 else "bfloat16"
