@@ -1,6 +1,6 @@
 """Mutants: small mistakes, made on purpose, of which a test should find each (mutant_list.py).
 
-    python -m tests.mutants                         all of them: under an hour on two cores
+    python -m tests.mutants                         all of them: a minute or more for each
     python -m tests.mutants --only parallel/ok      those whose file, text or note contains this
     python -m tests.mutants --json FILE --continue  those that FILE does not judge yet
     python -m tests.mutants --list                  run nothing: print each, and its tests

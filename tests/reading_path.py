@@ -15,12 +15,9 @@ from pathlib import Path
 from types import FrameType
 
 from parallel.axes import MeshSizes
-from parallel.mesh import build_mesh
+from tests.steps import make_step, rows_of
 from tools.parity.cases import Case
-from tools.parity.run import global_batch
 from tools.ranks import Ranks
-from training.build import build_stages
-from training.step import TrainStep
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("model", "parallel", "training")
@@ -36,10 +33,8 @@ def entered(case: Case) -> set[tuple[str, int]]:
         if event == "call" and file.startswith(ROOMS) and not file.startswith(LEFT_OUT):
             seen.add((file, frame.f_code.co_firstlineno))
 
-    config = case.config()
-    mesh = build_mesh(config.parallel.mesh_sizes(case.world), "cpu")
-    train = TrainStep(config, mesh, build_stages(config, mesh))
-    rows = [t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)]
+    train = make_step(case)
+    rows = rows_of(train)
     sys.setprofile(note)
     try:
         train(0, *rows)

@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 import tools.ranks
 import train
 from errors import UserError
-from parallel.mesh import build_mesh
 from runtime.checkpoints import checkpoint
 from runtime.checkpoints.manifest import MANIFEST, PLACES
 from runtime.checkpoints.save_errors import SaveFailed
@@ -29,8 +28,8 @@ from runtime.messages import on_all_ranks
 from runtime.signals import Signals
 from tests.data_samples import tokenizer
 from tests.planted import planted
+from tests.steps import make_step
 from tools.ranks import RankError, Ranks
-from training.build import build_stages
 from training.load_config import load_config
 from training.step import TrainStep
 
@@ -192,10 +191,7 @@ def same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
 def step_of(arguments: list[str]) -> TrainStep:
     """The training step of a configuration, on the ranks of this process group."""
     warnings.simplefilter("ignore")
-    config = load_config(arguments[0], arguments[1:])
-    sizes = config.parallel.mesh_sizes(dist.get_world_size())
-    mesh = build_mesh(sizes, "cpu", config.model.has_experts)
-    return TrainStep(config, mesh, build_stages(config, mesh))
+    return make_step(load_config(arguments[0], arguments[1:]))
 
 
 def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:

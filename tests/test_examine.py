@@ -19,7 +19,6 @@ from model.kernels.attention_choice import PLANNED, Choice
 from model.kernels.bit_hash import hash_of
 from model.matmul import Matmul
 from parallel.axes import MeshSizes
-from parallel.mesh import build_mesh
 from parallel.weight_gradient import LinearProducts
 from runtime.checkpoints.save import Saver
 from runtime.health import examine, refusal
@@ -42,10 +41,9 @@ from tests.runs import (
     train_run,
     write_config,
 )
+from tests.steps import make_step, rows_of
 from tools.parity.cases import Case
-from tools.parity.run import global_batch
 from tools.ranks import Ranks
-from training.build import build_stages
 from training.load_config import load_config
 from training.step import TrainStep
 
@@ -251,10 +249,8 @@ def test_a_compiled_model_has_no_products_to_compare() -> None:
 
 def step_of(case: Case) -> tuple[TrainStep, list[torch.Tensor]]:
     """A step of this case, and this rank's rows of a batch."""
-    config = case.config()
-    mesh = build_mesh(config.parallel.mesh_sizes(case.world), "cpu", config.model.has_experts)
-    rows = [t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)]
-    return TrainStep(config, mesh, build_stages(config, mesh)), rows
+    step = make_step(case)
+    return step, rows_of(step)
 
 
 def copies_after(case: Case) -> tuple[bool, bool]:
@@ -336,9 +332,7 @@ def kernels_as_on_a_gpu(wanted: str) -> list[str]:
     arguments = [f"model.attention_kernel={wanted}", "train.dtype=bfloat16", "train.seq_len=128"]
     arguments += ["model.num_layers=2", "train.global_batch_size=1", "train.micro_batch_size=1"]
     arguments += ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1"]
-    config = load_config("configs/laptop.yaml", arguments)
-    mesh = build_mesh(MeshSizes(), "cpu")
-    step = TrainStep(config, mesh, build_stages(config, mesh))
+    step = make_step(load_config("configs/laptop.yaml", arguments))
     rows = torch.ones(1, 128, dtype=torch.int64), torch.ones(1, 128, dtype=torch.int64)
     with (
         patch("model.mask.device_of", lambda _: PLANNED._replace(flash3=True)),

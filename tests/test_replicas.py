@@ -6,27 +6,18 @@ import pytest
 import torch.distributed as dist
 
 from parallel.axes import MeshSizes
-from parallel.mesh import build_mesh
 from runtime.health.replicas import ReplicasDiffer, check_replicas
 from tests.faulty_runs import flip_a_bit
+from tests.steps import make_step, rows_of
 from tools.parity.cases import Case
-from tools.parity.run import global_batch
 from tools.ranks import Ranks
-from training.build import build_stages
-from training.step import TrainStep
 
 
 def differing(case: Case, rank: int, name: str) -> str:
     """Train one step, check the replicas, flip one bit of the tensor `name` on `rank`, and return
     the message of the next check (empty if it finds nothing)."""
-    config = case.config()
-    sizes = config.parallel.mesh_sizes(dist.get_world_size())
-    mesh = build_mesh(sizes, "cpu", config.model.has_experts)
-    step = TrainStep(config, mesh, build_stages(config, mesh))
-    tokens, targets = (
-        t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)
-    )
-    step(0, tokens, targets)
+    step = make_step(case)
+    step(0, *rows_of(step))
     check_replicas(step)
     if dist.get_rank() == rank:
         flip_a_bit(step, name)
