@@ -52,14 +52,14 @@ COMPILERS = 4  # processes that fill the compilers' caches before anything is ti
 PARTS: dict[str, list[list[list[Task]]]] = {
     RIGHT: [
         [
+            [Task("training", "benchmarks.gpu_training", 240)],
             [
-                Task("training", "benchmarks.gpu_training", 240),
                 Task("kernels", "benchmarks.gpu_kernels", 150, ("--checks",)),
                 Task("memory", "benchmarks.gpu_memory", 200),
             ],
             [Task("tests of kernels", "benchmarks.gpu_tests", 300, ("--only", "kernel"))],
+            [Task("resume", "benchmarks.gpu_resume", 200)],
             [
-                Task("resume", "benchmarks.gpu_resume", 200),
                 Task("tests of the head", "benchmarks.gpu_tests", 60, ("--only", "head")),
                 Task("tests of runs", "benchmarks.gpu_tests", 240, ("--only", "runs")),
             ],
@@ -67,16 +67,16 @@ PARTS: dict[str, list[list[list[Task]]]] = {
     ],
     FAST: [
         [
+            [
+                Task("profile", "benchmarks.gpu_profile", 50),
+                Task("model", "benchmarks.gpu_model", 220),
+            ]
+        ],
+        [
             [Task(f"compile {i}", "benchmarks.gpu_kernels", 60, ("--compile", f"{i}/{COMPILERS}"))]
             for i in range(COMPILERS)
         ],
-        [
-            [
-                Task("kernels", "benchmarks.gpu_kernels", 110),
-                Task("profile", "benchmarks.gpu_profile", 50),
-                Task("model", "benchmarks.gpu_model", 300),
-            ]
-        ],
+        [[Task("kernels", "benchmarks.gpu_kernels", 110)]],
     ],
     OPEN: [
         [

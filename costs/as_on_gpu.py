@@ -26,6 +26,15 @@ DEVICE = "meta"
 _ops = torch.ops.aten
 
 
+def _sum_into(*_: Any, out: Tensor, **__: Any) -> Tensor:
+    return out
+
+
+# torch 2.11 misreads the arguments of a product that sums in a wider dtype if it has no data.
+_REGISTERED = torch.library.Library("aten", "IMPL", DEVICE.capitalize())
+_REGISTERED.impl("addmm.dtype_out", _sum_into, allow_override=True)
+
+
 class AsOnGpu(TorchFunctionMode):
     """A context in which the calling thread treats meta tensors as GPU tensors."""
 

@@ -163,7 +163,9 @@ class LocalTensor(torch.autograd.Function):
     ) -> Tensor:
         ctx.queue, ctx.destination = queue, destination
         ctx.set_materialize_grads(False)  # a gradient that went elsewhere stays None
-        return local_part(weight)
+        # A tensor of its own: with torch 2.11 `to_local` gives the one that the weight holds, which
+        # would then lead to this node and back to the weight, and never be freed.
+        return local_part(weight).detach()
 
     @staticmethod
     def backward(ctx: Any, dw: Tensor | None) -> tuple[Tensor | None, None, None]:

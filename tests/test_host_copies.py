@@ -61,8 +61,8 @@ def test_what_is_asked_of_the_allocator() -> None:
     bytes as the tensors have."""
     asked: list[int] = []
 
-    def empty(size: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
-        assert (dtype, pin_memory) == (torch.uint8, True)
+    def empty(size: int, *, dtype: torch.dtype, device: str, pin_memory: bool) -> torch.Tensor:
+        assert (dtype, device, pin_memory) == (torch.uint8, "cpu", True)
         asked.append(size)
         return torch.zeros(size, dtype=dtype)
 

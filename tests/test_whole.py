@@ -2,6 +2,7 @@
 of weights and gradients."""
 
 import contextlib
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -11,10 +12,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from parallel.axes import MeshSizes
 from parallel.data import check_reduced
+from parallel.layer import LocalTensor
 from parallel.weight_gradient import Destination, GradientSum
+from parallel.whole import WholeWeight
 from tests.steps import make_step, rows_of
 from tools.parity.cases import Case
 from tools.parity.run import run_on_ranks
@@ -92,6 +96,47 @@ def test_weights_are_copied_only_to_another_dtype(ranks, setting):
     assert len(in_forward) >= len(between_steps) > 10
     assert set(in_forward) == {setting == SETTINGS["bfloat16"]}
     assert not any(between_steps)
+
+
+def own_tensor(weight, **_):
+    """DTensor.to_local in torch 2.11, where no gradients are recorded: not a view."""
+    return weight._local_tensor
+
+
+def without_a_view(ctx, weight, queue, destination):
+    """The mistake: the weight's own tensor leads to this node, which leads back to the weight."""
+    ctx.queue, ctx.destination = queue, destination
+    ctx.set_materialize_grads(False)
+    return own_tensor(weight)
+
+
+def left_after_a_step(*replaced):
+    """The number of weights' copies, and how many of them are still in memory after the step."""
+    copies, begin = [], WholeWeight.begin
+
+    def look(weight):
+        begin(weight)
+        copies.append(weakref.ref(weight.layer.weight))
+
+    step = step_of(ONE, **SETTINGS["bfloat16"])
+    other = patch.object(*replaced) if replaced else nullcontext()
+    with patch.object(WholeWeight, "begin", look), other:
+        step(0, *rows_of(step))
+    return len(copies), sum(copy() is not None for copy in copies)
+
+
+@pytest.mark.parametrize(
+    "torch_2_11", [(), (DTensor, "to_local", own_tensor)], ids=["torch", "torch 2.11"]
+)
+def test_copies_are_freed_after_each_step(ranks, torch_2_11):
+    ((copies, left),) = ranks.run(left_after_a_step, 1, *torch_2_11)
+    assert copies > 10
+    assert not left
+
+
+def test_a_copy_that_leads_to_itself_is_found(ranks):
+    ((copies, left),) = ranks.run(left_after_a_step, 1, LocalTensor, "forward", without_a_view)
+    assert left == copies
 
 
 EXPERTS = Case(

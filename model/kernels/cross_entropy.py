@@ -40,7 +40,10 @@ from model.kernels.backend import (
 from parallel.collectives import start_all_gather
 from tokens import IGNORE
 
-MAX_BLOCK = 8192  # columns handled at once
+# Columns handled at once, by threads that handle 32 each. Of 8 such choices this one was among the
+# best for both kernels on an H200, for 8192 tokens and 128,256 columns: statistics took 0.56 ms
+# instead of 0.73 with 8192 columns and 16 a thread.
+MAX_BLOCK = 4096
 
 
 class Normaliser(NamedTuple):
@@ -274,7 +277,7 @@ def _statistics(logits: Tensor, targets: Tensor, first_row: int) -> Tensor:
         _statistics_kernel[(cdiv(tokens, at_once),)](
             logits, targets.contiguous(), out, logits.stride(0), width, first_row, tokens,
             ACC=accumulator(logits.dtype), ROWS=at_once, BLOCK=block,
-            num_warps=warps_for(at_once * block),
+            num_warps=warps_for(at_once * block // 2),
         )  # fmt: skip
     return out
 
@@ -302,7 +305,7 @@ def _gradient_(
         _gradient_kernel[(cdiv(tokens, at_once), cdiv(width, block))](
             logits, targets.contiguous(), peak, total, scale, logits.stride(0), width, first_row,
             tokens, IGNORED=IGNORE, Z_LOSS=z_loss, ACC=accumulator(logits.dtype), ROWS=at_once,
-            BLOCK=block, num_warps=warps_for(at_once * block),
+            BLOCK=block, num_warps=warps_for(at_once * block // 2),
         )  # fmt: skip
 
 

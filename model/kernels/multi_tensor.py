@@ -76,7 +76,8 @@ def prepare(
     device = tensors[0][0].device
     # a transposed view; the copy below makes it contiguous
     rows = torch.tensor([sizes, *addresses, *fields], dtype=torch.int64).T
-    table = torch.empty(rows.shape, dtype=torch.int64, pin_memory=device.type == "cuda").copy_(rows)
+    on_gpu = device.type == "cuda"
+    table = torch.empty(rows.shape, dtype=torch.int64, device="cpu", pin_memory=on_gpu).copy_(rows)
     return Launch(table.to(device, non_blocking=True), _places(sizes, block, device), aligned)
 
 

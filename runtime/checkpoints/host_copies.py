@@ -26,7 +26,7 @@ def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     # at least one unit, so that a tensor without elements has a place too
     sizes = [max(1, -(-each.nbytes // ALIGNMENT)) * ALIGNMENT for each in tensors.values()]
     for size, members in power_of_two_buffers(sizes):
-        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu).numpy()
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=on_gpu).numpy()
         begin = 0
         for member in members:
             tensor = tensors[names[member]]
