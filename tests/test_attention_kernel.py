@@ -44,6 +44,7 @@ from model.kernels.attention_choice import (
 from model.mask import Mask, make_mask, scores_bias
 from parallel.activation import wrap_blocks
 from tests.counting import Operators
+from tests.flash import flash_attention_stands_in
 
 ROOT = Path(__file__).parent.parent
 HOPPER = PLANNED
@@ -279,6 +280,22 @@ def test_the_cpu_computes_as_before(dtype: torch.dtype, biased: bool) -> None:
     assert (by_math(q, k, v, bias) - expected).abs().max() < 8 * torch.finfo(dtype).eps
     another = None if biased else scores_bias(positions, dtype, 3)
     assert (by_math(q, k, v, another) - expected).abs().max() > 0.1  # control: another mask
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["bias", "packed"])
+def test_a_query_sees_the_nearest_keys_of_its_window(packed: bool) -> None:
+    """A window of 3: itself and the two before it; later and farther keys change nothing."""
+    length, window = 8, 3
+    q, k, v = (torch.randn(length, 1, 2, 4, dtype=torch.float64) for _ in range(3))
+    with flash_attention_stands_in() if packed else nullcontext():
+        mask = make_mask(torch.arange(length).unsqueeze(1), None, window, torch.float64, 4)
+        y = mask(q, k, v)
+    assert mask.packed == packed
+    for query in range(length):
+        seen = slice(max(0, query + 1 - window), query + 1)
+        scores = torch.einsum("bhe,jbhe->bhj", q[query], k[seen]) / 2  # √E
+        expected = torch.einsum("bhj,jbhe->bhe", scores.softmax(-1), v[seen])
+        torch.testing.assert_close(y[query], expected)
 
 
 # --- flash 3 --------------------------------------------------------------------------------------
