@@ -2,6 +2,7 @@
 weights are and what it computes, test_parity.py and test_huggingface.py compare.)"""
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from model.config import RopeScaling
+from model.documents import find_documents
 from model.initialise import draw_rows
 from model.kernels.rotary import rotate
 from model.positions import Rotary, rotary_angles
@@ -17,8 +19,9 @@ from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
 from tests.parity_tiers import agrees
+from tests.steps import make_step, rows_of
 from tools.parity import reference
-from tools.parity.cases import Case
+from tools.parity.cases import BOS, Case
 from tools.parity.run import reference_model
 from training.build import build_stages
 
@@ -119,3 +122,40 @@ def weight_that_says_nothing(case):
 
 def test_a_parameter_must_say_what_it_is(ranks):
     ranks.run(weight_that_says_nothing, 1, Case(MeshSizes()))
+
+
+def losses(z_loss):
+    """Mean loss of a batch in evaluation, and in training, where it is the model's own."""
+    config = Case(MeshSizes()).config()
+    step = make_step(replace(config, model=replace(config.model, z_loss=z_loss)))
+    evaluated, targets = step.evaluate(*rows_of(step))
+    trained, _ = step.forward_backward(*rows_of(step))
+    return (evaluated / targets).item(), trained.item()
+
+
+def test_z_loss_is_added_in_training_only(ranks):
+    (with_it,), (without,) = (ranks.run(losses, 1, z_loss) for z_loss in (0.1, 0.0))
+    assert with_it[0] == pytest.approx(without[1], rel=1e-12)
+    assert with_it[1] > without[1] + 0.1
+
+
+@pytest.mark.parametrize("size", [3, 4, 6])
+def test_a_part_has_the_keys_of_its_documents(size):
+    """Of each sequence: of the first document in the part also the keys before the part, of the
+    others those in the part."""
+    begins = {0: (0, 2, 7), 1: (0, 5, 10), 2: (0, 11)}  # of documents, in 12 tokens
+    tokens = torch.full((3, 12), 9)
+    for sequence, places in begins.items():
+        tokens[sequence, list(places)] = BOS
+    parts = [range(start, start + size) for start in range(0, 12, size)]
+    _, found = find_documents(tokens, BOS, "cpu", parts)
+    for part, documents in zip(parts, found, strict=True):
+        queries, keys = [0], [0]
+        for places in begins.values():
+            for begin, end in pairwise((*places, 12)):
+                if begin < part.stop and end > part.start:
+                    last = min(end, part.stop)
+                    queries.append(queries[-1] + last - max(begin, part.start))
+                    keys.append(keys[-1] + last - begin)
+        assert documents.queries.tolist() == queries
+        assert documents.keys.tolist() == keys
