@@ -89,7 +89,7 @@ lint: $(dev)
 	$(PYTHON) -m mypy
 
 parity: $(runtime)
-	OMP_NUM_THREADS=1 $(PYTHON) -m tools.parity $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m proofs.parity $(ARGS)
 
 bench: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.data_pipeline

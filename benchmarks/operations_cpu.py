@@ -23,12 +23,12 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from benchmarks.about import about
+from proofs.ranks import Ranks
 from runtime.health.examine import Examination
 from runtime.health.judge import Judge
 from runtime.health.slow_ranks import SlowRanks, TimedProducts
 from tests.runs import train_run
 from tools.command import CommandParser, run_command
-from tools.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
 CONFIG, RANKS = "configs/laptop.yaml", 8

@@ -60,9 +60,9 @@ from parallel.pipeline.schedules import build_schedule
 from parallel.pipeline.simulate import Costs, Event, Timeline, simulate
 from parallel.pipeline.transfer import Transfers
 from parallel.weight_gradient import Destination
+from proofs.ranks import Ranks
 from runtime.profiling.trace import ActionRecorder
 from tools.command import CommandParser, run_command
-from tools.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
 RANKS = 4

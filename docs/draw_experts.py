@@ -14,7 +14,7 @@ from docs.svg import FAINT, INK, MUTED, PAPER, line, rectangle, text
 from parallel.axes import MeshSizes
 from parallel.expert import Exchange, ExpertParallel, find_routes
 from parallel.mesh import build_mesh
-from tools.ranks import Ranks
+from proofs.ranks import Ranks
 
 EP, EXPERTS, K = 2, 4, 2
 CHOSEN = (((0, 2), (1, 3), (0, 1)), ((1, 2), (0, 2), (2, 1)))  # by each token of each rank

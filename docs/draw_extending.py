@@ -16,7 +16,8 @@ ROOMS = {  # first folder of a file → colour
     "runtime": "#be185d",
     "train.py": "#111827",
     "slurm": "#b45309",
-    "tools": "#0f766e",
+    "proofs": "#0f766e",
+    "tools": "#4d7c0f",
     "tests": "#6b7280",
 }
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.ranks import Ranks
+from proofs.ranks import Ranks
 
 if find_spec("triton") is not None and not torch.cuda.is_available():
     # Set before anything imports Triton; inherited by ranks and by programs that tests start.
@@ -58,7 +58,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """A pool of up to 8 ranks, forked at first use and kept for all tests; see tools/ranks.py."""
+    """A pool of up to 8 ranks, forked at first use and kept for all tests; see proofs/ranks.py."""
     with Ranks(8) as pool:
         yield pool
 

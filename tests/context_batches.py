@@ -11,12 +11,12 @@ import torch
 
 from parallel.axes import MeshSizes
 from parallel.context import ContextParallel, Piece
+from proofs.parity.cases import BATCH, BOS, SEED, SEQ_LEN, Case
+from proofs.parity.row import Row
+from proofs.parity.run import Expected, compare, reference_model, run_on_ranks
+from proofs.ranks import RankError
 from tests.planted import planted
 from tokens import IGNORE
-from tools.parity.cases import BATCH, BOS, SEED, SEQ_LEN, Case
-from tools.parity.row import Row
-from tools.parity.run import Expected, compare, reference_model, run_on_ranks
-from tools.ranks import RankError
 
 CP2 = Case(MeshSizes(cp=2))
 WINDOW = {"attention": ("sliding_window", "causal"), "attention_window": 5}
@@ -60,7 +60,7 @@ TARGETS = {  # the rank without targets: cp, rank
 
 @contextlib.contextmanager
 def given(name, bug=contextlib.nullcontext):
-    with patch("tools.parity.run.global_batch", lambda vocab_size, step: batch(name)), bug():
+    with patch("proofs.parity.run.global_batch", lambda vocab_size, step: batch(name)), bug():
         yield
 
 

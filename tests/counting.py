@@ -15,9 +15,9 @@ from model.transformer import Block
 from parallel.context import PIECES, ContextParallel
 from parallel.layer import TensorParallel
 from parallel.mesh import Mesh, build_mesh
+from proofs.parity.cases import BATCH, SEQ_LEN
+from proofs.parity.run import heads_in_pieces
 from tests.steps import make_step, rows_of
-from tools.parity.cases import BATCH, SEQ_LEN
-from tools.parity.run import heads_in_pieces
 
 S, B = 8, 2  # sequence and micro-batch of `one_block`
 KINDS = {  # c10d's operator → kind; the largest tensor of each call is the whole tensor

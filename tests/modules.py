@@ -4,8 +4,8 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("benchmarks", "costs", "data", "docs", "model", "parallel", "runtime", "tests", "tools",
-         "training")  # fmt: skip
+ROOMS = ("benchmarks", "costs", "data", "docs", "model", "parallel", "proofs", "runtime", "tests",
+         "tools", "training")  # fmt: skip
 SOURCES = sorted(
     [*ROOT.glob("*.py"), *(file for room in ROOMS for file in (ROOT / room).rglob("*.py"))]
 )

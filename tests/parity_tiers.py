@@ -7,12 +7,12 @@ from functools import cache
 import pytest
 
 from parallel.axes import MeshSizes
-from tools.parity.__main__ import WORLDS, layouts_of
-from tools.parity.cases import covering_cases, option_values, pairs_of
-from tools.parity.chosen import schedule_cases
-from tools.parity.expert_cases import LAYOUTS, expert_values
-from tools.parity.row import line
-from tools.parity.run import check
+from proofs.parity.__main__ import WORLDS, layouts_of
+from proofs.parity.cases import covering_cases, option_values, pairs_of
+from proofs.parity.chosen import schedule_cases
+from proofs.parity.expert_cases import LAYOUTS, expert_values
+from proofs.parity.row import line
+from proofs.parity.run import check
 
 # Every schedule with pp 4: in `make test` without another axis, with up to two stages per rank and
 # twice as many micro-batches as ranks; in the thorough tests with tp 2, every number of stages and

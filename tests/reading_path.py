@@ -15,9 +15,9 @@ from pathlib import Path
 from types import FrameType
 
 from parallel.axes import MeshSizes
+from proofs.parity.cases import Case
+from proofs.ranks import Ranks
 from tests.steps import make_step, rows_of
-from tools.parity.cases import Case
-from tools.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("model", "parallel", "training")

@@ -18,9 +18,10 @@ import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file
 
-import tools.ranks
+import proofs.ranks
 import train
 from errors import UserError
+from proofs.ranks import RankError, Ranks
 from runtime.checkpoints import checkpoint
 from runtime.checkpoints.manifest import MANIFEST, PLACES
 from runtime.checkpoints.save_errors import SaveFailed
@@ -29,7 +30,6 @@ from runtime.signals import Signals
 from tests.data_samples import tokenizer
 from tests.planted import planted
 from tests.steps import make_step
-from tools.ranks import RankError, Ranks
 from training.load_config import load_config
 from training.step import TrainStep
 
@@ -111,7 +111,10 @@ def said_by(function: Callable[..., str], *arguments: Any) -> str:
 @contextlib.contextmanager
 def dies(said: str | None = None) -> Iterator[pytest.ExceptionInfo[RankError]]:
     """Expect that a rank dies, and do not wait for the others, which may wait for it."""
-    with patch.object(tools.ranks, "GRACE_SECONDS", 0.5), pytest.raises(RankError, match=said) as e:
+    with (
+        patch.object(proofs.ranks, "GRACE_SECONDS", 0.5),
+        pytest.raises(RankError, match=said) as e,
+    ):
         yield e
 
 
@@ -125,10 +128,10 @@ def forked(
     log: Path, function: Callable[..., None], *arguments: Any, errors: Path | None = None
 ) -> Any:
     """Run a function in a process of its own, which has already imported torch: forked like ranks
-    (tools/ranks.py), in two seconds less than a new one takes. Its output goes to `log`, standard
+    (proofs/ranks.py), in two seconds less than a new one takes. Its output goes to `log`, standard
     error to `errors`, if that is given."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(tools.ranks.PRELOAD)
+    context.set_forkserver_preload(proofs.ranks.PRELOAD)
     about = (log, errors or log, function, *arguments)
     process = context.Process(target=_write_to, args=about)
     process.start()

@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from parallel.mesh import build_mesh
-from tools.parity.cases import BOS, Case
-from tools.parity.run import global_batch
+from proofs.parity.cases import BOS, Case
+from proofs.parity.run import global_batch
 from training.build import build_stages
 from training.config import Config
 from training.step import TrainStep

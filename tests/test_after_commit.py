@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from proofs.ranks import Ranks
 from runtime.alerts import after_commit
 from runtime.alerts.after_commit import RECORD, Commands, is_running, progress, read_record
 from runtime.alerts.settings import Settings
@@ -16,7 +17,6 @@ from runtime.checkpoints.names import MANIFEST
 from runtime.checkpoints.save import Saver
 from tests.alert_helpers import wait_until
 from tests.runs import fresh, losses, names, run, status_of, write_config
-from tools.ranks import Ranks
 
 
 class Folder:

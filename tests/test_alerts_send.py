@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from errors import UserError
+from proofs.ranks import Ranks
 from runtime.alerts import send
 from runtime.alerts.alarms import alarm
 from runtime.alerts.check import check_alerts
@@ -16,7 +17,6 @@ from runtime.alerts.companion import END_EVENT_SECONDS, ENDING_SECONDS
 from runtime.alerts.send import Sender
 from tests.alert_helpers import ROOT, FedCompanion, Receiver, wait_until
 from tests.runs import fresh, losses, train_run, write_config
-from tools.ranks import Ranks
 from training.load_config import load_config
 
 # --- a webhook that does not work -----------------------------------------------------------------

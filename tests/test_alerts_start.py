@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import train
 from errors import UserError
+from proofs.ranks import Ranks
 from runtime import next_stage
 from runtime.alerts import send
 from runtime.messages import LOST
@@ -24,7 +25,6 @@ from tests.planted import planted
 from tests.runs import contents, forked, losses, said_by, status, status_of, train_run, write_config
 from tests.stages import write_stages
 from tools import alarm
-from tools.ranks import Ranks
 
 STAGES = [{"from_step": 2, "train": {"seq_len": 16}}]
 REFUSAL = UserError("checkpoint.resume", "auto", "cannot be read", "mount the file system")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
+from proofs.ranks import Ranks
 from runtime.checkpoints.manifest import Manifest, fingerprint, read_manifest, write_manifest
 from tests.data_samples import MANY, flip_a_bit, tokenizer
 from tests.huggingface_models import change, write_checkpoint
@@ -16,7 +17,6 @@ from tests.runs import EXPERTS, checkpoint_of, same_tensors, train_run, write_co
 from tests.runs import run as train_to_the_end
 from tools import average, export, verify
 from tools.huggingface.checkpoint_reader import CheckpointReader
-from tools.ranks import Ranks
 
 STEPS = (2, 4, 6)
 

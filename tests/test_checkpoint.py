@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 import runtime.checkpoints.save
+from proofs.ranks import Ranks
 from runtime.checkpoints import manifest
 from runtime.checkpoints.lease import Lease
 from runtime.checkpoints.manifest import MANIFEST, Damaged, Manifest, read_manifest
@@ -43,7 +44,6 @@ from tests.runs import (
     write_config,
 )
 from tools import verify
-from tools.ranks import Ranks
 
 ONE_RANK = ["parallel.tp=1", "parallel.pp=1"]
 

@@ -10,11 +10,11 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 import runtime.checkpoints.save
+from proofs.ranks import Ranks
 from runtime.checkpoints.manifest import MANIFEST, Manifest
 from runtime.checkpoints.save_errors import SaveFailed, agree
 from runtime.records.events import read_events
 from tests.runs import copy_of, heard, names, write_config
-from tools.ranks import Ranks
 
 
 def test_what_comes_in_the_way_meanwhile_is_put_aside(

@@ -22,13 +22,13 @@ from hypothesis.strategies import DataObject
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from errors import UserError
+from proofs.ranks import Ranks
 from runtime.checkpoints import manifest
 from runtime.checkpoints.manifest import MANIFEST, PLACES, Damaged, fingerprint
 from runtime.checkpoints.trainer_state import FILE, TrainerState, parse_trainer, verify_checkpoint
 from tests.runs import checkpoint_of, run, stored_tensors, write_config
 from tools import verify
 from tools.huggingface.checkpoint_reader import CheckpointReader
-from tools.ranks import Ranks
 
 ODD_NUMBERS = [-1, 0, 1, 2, 2**31, 2**63 - 1, 2**63, 10**15, 10**400, -0.0, 0.5, 1e308,
                float("inf"), float("nan"), True]  # fmt: skip

@@ -15,13 +15,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from errors import UserError
+from proofs.ranks import Ranks
 from runtime.checkpoints import manifest
 from runtime.checkpoints.manifest import Damaged, Manifest, read_manifest, write_manifest
 from runtime.checkpoints.trainer_state import verify_checkpoint
 from tests.runs import copy_of, train_run
 from tools import export, verify
 from tools.generate.load_model import load_model
-from tools.ranks import Ranks
 
 HOSTILE = ["pickle for tensors", "a path for a name", "an absurd shape", "a negative shape",
            "two files exchanged", "a file too many", "a shard and its entry lost", "truncated",

@@ -16,11 +16,11 @@ from parallel.collectives import by_rank, start_all_gather, start_reduce_scatter
 from parallel.data import fsdp_modules
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
+from proofs.parity.cases import BATCH, SEQ_LEN, Case
 from tests.counting import B, Listener, S, one_block
 from tests.parity_tiers import thorough_but
 from tests.steps import make_step, rows_of
 from tokens import IGNORE
-from tools.parity.cases import BATCH, SEQ_LEN, Case
 
 DOUBLE = 8  # bytes of a float64
 

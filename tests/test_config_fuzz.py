@@ -27,6 +27,7 @@ from costs.summary import flops_per_token
 from errors import UserError
 from model.transformer import num_parameters
 from output import guard_output
+from proofs.ranks import RankError, Ranks
 from runtime.checkpoints.lease_holder import Holder
 from runtime.messages import this_rank
 from runtime.start.environment import OF_JOB, OF_RANK, TEXTS, check_environment
@@ -48,7 +49,6 @@ from tests.data_samples import prepared
 from tests.runs import status_of, train_run, write_config
 from tools.goodput import __main__ as goodput
 from tools.plan import __main__ as plan
-from tools.ranks import RankError, Ranks
 from tools.rehearse import __main__ as rehearse
 from tools.streams import __main__ as streams
 from tools.timeline import __main__ as timeline

@@ -25,12 +25,12 @@ from parallel.expert import ExpertParallel
 from parallel.fsdp_units import shard
 from parallel.layer import TensorParallel
 from parallel.mesh import Mesh, build_mesh
+from proofs.ranks import PRELOAD
 from tools.launch import layout
 from tools.plan.hardware import find_device
 from tools.plan.layout import Layout
 from tools.plan.peaks import peaks
 from tools.plan.time import StepTime
-from tools.ranks import PRELOAD
 from training.config import Config
 from training.layouts import choose_layout, layout_sizes
 from training.load_config import load_config

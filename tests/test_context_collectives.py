@@ -13,9 +13,9 @@ from torch import Tensor
 from parallel.axes import MeshSizes
 from parallel.context import PIECES, ContextParallel, Piece, SplitAttention
 from parallel.mesh import build_mesh
+from proofs.parity.cases import BATCH, Case
+from proofs.parity.run import heads_in_pieces
 from tests.counting import gathers, once, sent_over_cp
-from tools.parity.cases import BATCH, Case
-from tools.parity.run import heads_in_pieces
 
 LAYERS = [  # layout, options, key/value heads of a tp rank, sequences per micro-batch in make test
     (MeshSizes(dp_shard=2, cp=2), {"document_mask": True}, 4, 1),

@@ -21,13 +21,13 @@ from parallel.activation import PRODUCTS
 from parallel.axes import MeshSizes
 from parallel.collectives import Pending
 from parallel.context import SplitAttention
+from proofs.parity.cases import Case
+from proofs.parity.row import Row, line
+from proofs.parity.run import compare, expected, heads_in_pieces, run_on_ranks
+from proofs.ranks import RankError
 from tests.context_batches import with_rows
 from tests.planted import planted
 from tests.steps import make_step, rows_of
-from tools.parity.cases import Case
-from tools.parity.row import Row, line
-from tools.parity.run import compare, expected, heads_in_pieces, run_on_ranks
-from tools.ranks import RankError
 
 CP2 = MeshSizes(cp=2)
 

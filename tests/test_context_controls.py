@@ -13,11 +13,11 @@ import training.step
 from model.mask import Mask
 from parallel.axes import MeshSizes
 from parallel.context import BesideEachOther, Gather, SplitAttention
+from proofs.parity.cases import Case
+from proofs.parity.run import check
 from tests.context_batches import CP2, check_batch, other_keys_in_backward, with_rows
 from tests.planted import gradients_averaged, name_of, planted, replicas_counted_in_the_norm
 from tokens import IGNORE
-from tools.parity.cases import Case
-from tools.parity.run import check
 from training.step import TrainStep
 
 

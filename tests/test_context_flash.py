@@ -15,6 +15,10 @@ from model.documents import find_documents
 from model.mask import Mask, make_mask, scores_bias
 from parallel.axes import MeshSizes
 from parallel.context import ContextParallel, Piece
+from proofs.parity.cases import BOS, SEQ_LEN, Case
+from proofs.parity.row import line
+from proofs.parity.run import check
+from proofs.ranks import Ranks
 from tests.context_batches import (
     DOCUMENTS,
     WINDOW,
@@ -26,10 +30,6 @@ from tests.counting import gathers, once, sent_over_cp
 from tests.flash import flash_attention_stands_in
 from tests.parity_tiers import agrees, thorough_but
 from tests.planted import name_of, planted
-from tools.parity.cases import BOS, SEQ_LEN, Case
-from tools.parity.row import line
-from tools.parity.run import check
-from tools.ranks import Ranks
 
 PARTS = {  # of all ranks of cp 2, 4 and 8, and the whole sequence
     f"{part.start}-{part.stop}": part

@@ -9,13 +9,13 @@ import torch
 from parallel.axes import MeshSizes
 from parallel.context import ContextParallel, in_order, number_of_pieces, sum_by_rank
 from parallel.pipeline.schedules import SCHEDULES
+from proofs.parity.__main__ import WORLDS, plan
+from proofs.parity.cases import SEQ_LEN, Case, option_values
+from proofs.parity.chosen import context_cases
+from proofs.parity.row import line
 from tests.context_batches import CP2, DOCUMENTS, TARGETS, WINDOW, batch, check_batch, with_rows
 from tests.parity_tiers import agrees, thorough_but
 from tokens import IGNORE
-from tools.parity.__main__ import WORLDS, plan
-from tools.parity.cases import SEQ_LEN, Case, option_values
-from tools.parity.chosen import context_cases
-from tools.parity.row import line
 
 
 def layouts(*sizes):

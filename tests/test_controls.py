@@ -27,6 +27,8 @@ from parallel.partial import PartialGradients
 from parallel.pipeline.runner import PipelineRunner
 from parallel.pipeline.tied import TiedEmbedding
 from parallel.weight_gradient import GradientSum
+from proofs.parity.cases import Case
+from proofs.parity.run import check
 from tests.planted import (
     gradients_averaged,
     name_of,
@@ -35,8 +37,6 @@ from tests.planted import (
     replicas_counted_in_the_norm,
 )
 from tokens import IGNORE
-from tools.parity.cases import Case
-from tools.parity.run import check
 
 TP = Case(MeshSizes(tp=2))
 SHARED_KV = Case(MeshSizes(tp=4), num_kv_heads=2, sequence_parallel=False)

@@ -13,11 +13,11 @@ from data.heldout import FEW, MOST_DOCUMENTS, Part, Splitter, cut, held_out
 from data.prepare import prepare
 from data.sources import Document
 from errors import UserError
+from proofs.ranks import Ranks
 from runtime.start.preconditions import open_train_and_heldout
 from tests.data_samples import MANY, prepared, split_texts, tokenizer
 from tests.runs import run, write_config
 from tools import prepare as prepare_command
-from tools.ranks import Ranks
 from tools.tokenizer import texts as tokenizer_texts
 from training.load_config import load_config
 

@@ -12,10 +12,10 @@ import torch
 from torch.distributed.checkpoint import HuggingFaceStorageWriter, filesystem
 
 from hardware import DATA_SHEETS, data_sheet_of
+from proofs.ranks import RankError, Ranks
 from runtime.checkpoints.save import Saver
 from runtime.device import CUBLAS, deterministic, device_thread
 from tests.runs import train_run, write_config
-from tools.ranks import RankError, Ranks
 
 ROOT = Path(__file__).parent.parent
 

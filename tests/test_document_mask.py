@@ -30,12 +30,12 @@ from parallel.activation import wrap_blocks
 from parallel.axes import MeshSizes
 from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
+from proofs.parity.cases import BOS, Case
+from proofs.parity.run import check
 from tests.data_samples import SOURCE, prepared, tokenizer
 from tests.flash import flash_attention_stands_in
 from tests.planted import planted
 from tests.runs import evaluations, fresh, losses, run, write_config
-from tools.parity.cases import BOS, Case
-from tools.parity.run import check
 from training.step import TrainStep
 
 S = 12

@@ -20,6 +20,8 @@ from model.kernels.bit_hash import hash_of
 from model.matmul import Matmul
 from parallel.axes import MeshSizes
 from parallel.weight_gradient import LinearProducts
+from proofs.parity.cases import Case
+from proofs.ranks import Ranks
 from runtime.checkpoints.save import Saver
 from runtime.health import examine, refusal
 from runtime.health.compare import Computed, _is_rounding, compute, disputes
@@ -42,8 +44,6 @@ from tests.runs import (
     write_config,
 )
 from tests.steps import make_step, rows_of
-from tools.parity.cases import Case
-from tools.ranks import Ranks
 from training.load_config import load_config
 from training.step import TrainStep
 

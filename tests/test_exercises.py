@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from proofs.ranks import RankError, Ranks
 from tests import exercise_answers
-from tools.ranks import RankError, Ranks
 
 ROOT = Path(__file__).parent.parent
 NAMES = sorted(file.stem for file in (ROOT / "docs" / "exercises").glob("test_*.py"))

@@ -17,9 +17,9 @@ import parallel.expert
 from costs.operators import needs_value
 from parallel.axes import MeshSizes
 from parallel.expert import Exchange, TokenDispatch
+from proofs.parity.cases import Case
 from tests.parity_tiers import thorough_but
 from tests.steps import make_step, rows_of
-from tools.parity.cases import Case
 
 D, X, K = 32, 8, 3  # of the parity proof's model
 

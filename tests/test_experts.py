@@ -1,12 +1,12 @@
 """Every layout of a mixture of experts computes what a plain loop over the experts computes
-(tools/parity/reference_experts.py): gradients, the experts that each token chooses, the routers'
+(proofs/parity/reference_experts.py): gradients, the experts that each token chooses, the routers'
 losses, and optimizer steps with clipping and changed biases. Also with loads as uneven as they can
 be: all tokens at one expert, an expert without tokens, a rank that receives no rows, and experts
 that FSDP must cut.
 
 `make test` runs a few cases, in which every value of every option occurs, for one step, and `make
 test-rest` the others, which together cover every pair of values, for three. `python -m
-tools.parity` has all layouts. test_experts_controls.py shows that this comparison can fail.
+proofs.parity` has all layouts. test_experts_controls.py shows that this comparison can fail.
 """
 
 from dataclasses import replace
@@ -15,16 +15,16 @@ import pytest
 
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
-from tests.parity_tiers import agrees, expert_covering, thorough_but
-from tools.parity import cases
-from tools.parity.cases import BATCH, OPTIMIZER, SEQ_LEN, Case
-from tools.parity.expert_cases import (
+from proofs.parity import cases
+from proofs.parity.cases import BATCH, OPTIMIZER, SEQ_LEN, Case
+from proofs.parity.expert_cases import (
     EP,
     STEPS,
     expert_layout_cases,
     extreme_cases,
 )
-from tools.parity.run import expected
+from proofs.parity.run import expected
+from tests.parity_tiers import agrees, expert_covering, thorough_but
 from training.build import build_stages
 
 COVERING = expert_covering()
@@ -51,7 +51,7 @@ def test_twenty_steps(ranks, case, dtype):
 
 
 def test_every_layout_with_every_ep():
-    """`python -m tools.parity` has them, with every kind of router and zero_stage."""
+    """`python -m proofs.parity` has them, with every kind of router and zero_stage."""
     found = {case.layout for case in expert_layout_cases((1, 2, 4, 8))}
     for world in (1, 2, 4, 8):
         for sizes in MeshSizes.all_of(world):

@@ -5,7 +5,7 @@ import dataclasses
 from benchmarks import experts_loss
 from benchmarks.experts_cpu import AS_MIXTRAL, EXPERTS, SAME, mixtral, mixtral_step, our_step, ours
 from benchmarks.train_cpu import random_batches
-from tools.ranks import Ranks
+from proofs.ranks import Ranks
 
 SMALL = ["parallel.ep=1", "train.global_batch_size=2", "train.micro_batch_size=1",
          "train.seq_len=32"]  # fmt: skip

@@ -18,10 +18,10 @@ from model.feed_forward.experts import Experts
 from model.router import BaseRouter
 from parallel.axes import EXPERT_AXES, MeshSizes
 from parallel.expert import TokenDispatch
+from proofs.parity.cases import Case
+from proofs.parity.expert_cases import STEPS
+from proofs.parity.run import check, run_on_ranks
 from tests.planted import name_of, nothing_wrong, planted
-from tools.parity.cases import Case
-from tools.parity.expert_cases import STEPS
-from tools.parity.run import check, run_on_ranks
 from training.balance import Balance
 from training.guard import UpdateGuard
 

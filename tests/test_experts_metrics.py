@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from model.config import ModelConfig
+from proofs.ranks import Ranks
 from runtime.records import metrics
 from runtime.records.expert_load import ENOUGH_ROWS, LoadStatistics, figures_of
 from runtime.records.tracker import scalars
 from tests.report_page import written
 from tests.runs import EXPERTS, metrics_of, run, train_run, write_config
-from tools.ranks import Ranks
 from training.balance import Loads
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from errors import UserError
 from model.config import KEYS_OF_EXPERTS, ModelConfig
+from proofs.ranks import Ranks
 from tests.data_samples import prepared
 from tests.runs import EXPERTS, train_run, write_config
-from tools.ranks import Ranks
 from training.load_config import dump_config, load_config
 
 LAPTOP = str(Path(__file__).parent.parent / "configs" / "laptop.yaml")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from parallel.memory import MOMENTS, WEIGHTS
+from proofs.ranks import Ranks
 from runtime.checkpoints import checkpoint
 from runtime.checkpoints.manifest import read_manifest
 from runtime.checkpoints.trainer_state import parse_trainer
@@ -27,7 +28,6 @@ from tests.runs import (
     write_config,
 )
 from tools import verify
-from tools.ranks import Ranks
 from training.load_config import load_config
 
 BIASES = {f"model.blocks.{layer}.feed_forward.router.bias" for layer in (1, 2, 3)}

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from parallel.axes import MeshSizes
+from proofs.parity.cases import Case
+from proofs.parity.run import assemble, parts
 from tests.steps import make_step, named_parameters, rows_of
-from tools.parity.cases import Case
-from tools.parity.run import assemble, parts
 
 
 def full_tensors(case):

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from proofs.ranks import Ranks
 from runtime.garbage import GarbageCollection
 from tests.runs import train_run, write_config
-from tools.ranks import Ranks
 from training.step import TrainStep
 
 STEPS, INTERVAL = 4, 2

@@ -15,6 +15,7 @@ from parallel.axes import MeshSizes
 from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
+from proofs.ranks import Ranks
 from runtime.checkpoints.trainer_state import model_entries
 from tests.counting import Listener
 from tests.data_samples import tokenizer
@@ -26,7 +27,6 @@ from tools.generate.load_model import load_model
 from tools.generate.loop import generate
 from tools.generate.sampling import Sampling
 from tools.huggingface.checkpoint_reader import CheckpointReader, newest
-from tools.ranks import Ranks
 
 PROMPTS = [[5, 17, 300, 41, 8], [7, 99]]
 COUNT = 8

@@ -15,12 +15,12 @@ import torch.distributed as dist
 import training.guard
 import training.step
 from data.loader import BatchLoader
+from proofs.ranks import RankError, Ranks
 from runtime.records.events import read_events
 from tests.faulty_runs import run_with_bad_batches, run_with_bad_steps, run_without
 from tests.planted import planted
 from tests.runs import fresh, losses, metrics_of, said_by, status_of, train_run, write_config
 from tests.stages import mixture
-from tools.ranks import RankError, Ranks
 from training.guard import WINDOW, UpdateGuard
 from training.step import TrainStep
 

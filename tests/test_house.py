@@ -26,7 +26,7 @@ ROOT_FILES = {
     "errors", "hardware", "kinds", "output", "settings", "tokens", "triton_interpreter",
     "yaml_text",
 }  # fmt: skip
-# Which other packages ("rooms") each one may import, apart from itself and the root files. tools/,
+# Which other packages ("rooms") each one may import, apart from itself and the root files. proofs/,
 # tests/ and benchmarks/ may import everything but a test file.
 MAY_IMPORT = {
     "model": {"parallel"},
@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "training": {"costs", "model", "parallel", "data"},
     "runtime": {"costs", "training", "model", "parallel", "data"},
     "train": {"training", "runtime", "model", "parallel", "data"},  # and no tool
+    "tools": {"costs", "data", "model", "parallel", "runtime", "tasks", "train", "training"},
 }
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from errors import UserError
 from model.router import routers_of
 from model.transformer import Batch
+from proofs.ranks import Ranks
 from runtime.checkpoints.manifest import verify
 from tests.data_samples import flip_a_bit, tokenizer
 from tests.huggingface_models import (
@@ -33,7 +34,6 @@ from tools import export, import_hf
 from tools.huggingface.checkpoint_reader import CheckpointReader, newest
 from tools.huggingface.config import HuggingFaceConfig, parameters
 from tools.huggingface.tensor_files import INDEX, SINGLE, FolderTensors
-from tools.ranks import Ranks
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 

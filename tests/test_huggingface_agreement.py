@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from data.prepare import prepare
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
+from proofs.ranks import Ranks
 from tests.data_samples import MANY, tokenizer
 from tests.huggingface_models import SCALED, SMALL, change
 from tools import export
@@ -21,7 +22,6 @@ from tools.huggingface.agreement import GENERATION, ends, generation_config
 from tools.huggingface.config import HuggingFaceConfig, parameters
 from tools.huggingface.tokenizer import huggingface_files
 from tools.import_hf import import_hf
-from tools.ranks import Ranks
 
 END = tokenizer().vocab_size  # <|im_end|>, a token that was added beside tokenizer.model
 CONFIG = SMALL | {

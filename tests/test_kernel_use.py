@@ -25,8 +25,8 @@ from parallel.axes import MeshSizes
 from parallel.context import ContextParallel
 from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
+from proofs.parity.cases import Case
 from tests.counting import Listener
-from tools.parity.cases import Case
 
 ROOT = Path(__file__).parent.parent
 needs_triton = pytest.mark.skipif(backend.why_not_triton("cpu") is not None, reason="needs Triton")

@@ -15,12 +15,12 @@ from model.transformer import Transformer, kinds_of_blocks, num_parameters
 from parallel.axes import MeshSizes
 from parallel.layer import TensorParallel
 from parallel.parameter import weights_of
+from proofs.parity.cases import Case
+from proofs.parity.reference import ATTENTION, FEED_FORWARD
+from proofs.parity.row import line
+from proofs.parity.run import check
 from runtime.checkpoints.checkpoint import _start_from
 from tests.runs import checkpoint_of
-from tools.parity.cases import Case
-from tools.parity.reference import ATTENTION, FEED_FORWARD
-from tools.parity.row import line
-from tools.parity.run import check
 from training.load_config import load_config
 
 # Every second layer has a window of 5 tokens, in sequences of 16; Gemma alternates like this.

@@ -18,11 +18,11 @@ from model.transformer import num_parameters
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
+from proofs.parity import reference
+from proofs.parity.cases import BOS, Case
+from proofs.parity.run import reference_model
 from tests.parity_tiers import agrees
 from tests.steps import make_step, rows_of
-from tools.parity import reference
-from tools.parity.cases import BOS, Case
-from tools.parity.run import reference_model
 from training.build import build_stages
 
 

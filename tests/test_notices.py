@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from proofs.ranks import Ranks
 from runtime.start.notices import changed_settings, notices
 from tests.runs import train_run, write_config
-from tools.ranks import Ranks
 from training.load_config import dump_config, load_config
 
 CONFIG = "configs/laptop.yaml"

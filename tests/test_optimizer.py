@@ -12,13 +12,13 @@ from errors import UserError
 from model.initialise import draw_rows
 from parallel.axes import MeshSizes
 from parallel.placement import local_region
+from proofs.parity.cases import Case
+from proofs.parity.reference_training import warmup_cosine
+from proofs.parity.run import assemble, parts
 from runtime.checkpoints.checkpoint import held_tensors
 from tests.counting import Listener
 from tests.runs import same_tensors
 from tests.steps import make_step, rows_of
-from tools.parity.cases import Case
-from tools.parity.reference_training import warmup_cosine
-from tools.parity.run import assemble, parts
 from training.learning_rate import check_learning_rate, learning_rate
 from training.sections import OptimizerConfig
 

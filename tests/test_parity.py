@@ -1,5 +1,5 @@
 """Every layout of the model computes what the unsharded model computes: the quick part of `python
--m tools.parity`.
+-m proofs.parity`.
 
 `make test` runs a few of the quick cases, in which every value of every option occurs. `make
 test-rest` runs the other quick cases; together they cover every pair of values. `make test-slow`
@@ -15,6 +15,10 @@ import pytest
 from model.kernels.backend import why_not_triton
 from parallel.axes import AXES, MeshSizes
 from parallel.pipeline.schedules import SCHEDULES
+from proofs.parity import __main__ as parity
+from proofs.parity.cases import BATCH, OPTIMIZER, STEPS, Case, cover, covering_cases, option_values
+from proofs.parity.chosen import kernel_cases, schedule_cases
+from proofs.parity.run import assemble, expected, run_on_ranks
 from tests.parity_tiers import (
     DEEP,
     DEEPER,
@@ -25,10 +29,6 @@ from tests.parity_tiers import (
     thorough_but,
     values_of,
 )
-from tools.parity import __main__ as parity
-from tools.parity.cases import BATCH, OPTIMIZER, STEPS, Case, cover, covering_cases, option_values
-from tools.parity.chosen import kernel_cases, schedule_cases
-from tools.parity.run import assemble, expected, run_on_ranks
 
 QUICK = dense_covering()
 COVERINGS = {"dense": QUICK, "experts": expert_covering()}

@@ -20,10 +20,10 @@ from model.transformer import Batch
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
+from proofs.parity.cases import BATCH, SEQ_LEN, Case
+from proofs.parity.run import global_batch
 from tests.steps import make_step, named_parameters, rows_of
 from tokens import IGNORE
-from tools.parity.cases import BATCH, SEQ_LEN, Case
-from tools.parity.run import global_batch
 from training.gradient import gradient_norm
 
 

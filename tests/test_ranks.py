@@ -1,4 +1,4 @@
-"""The pool of ranks (tools/ranks.py) gives each task a fresh process group, reports failures, and
+"""The pool of ranks (proofs/ranks.py) gives each task a fresh process group, reports failures, and
 leaves no state of one task to the next."""
 
 import os
@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 import runtime.start.init_distributed
 from parallel.axes import MeshSizes
-from tools.parity.cases import Case
-from tools.parity.run import check
-from tools.ranks import RankError, Ranks
+from proofs.parity.cases import Case
+from proofs.parity.run import check
+from proofs.ranks import RankError, Ranks
 
 
 def sum_of_ranks(start):
@@ -37,7 +37,7 @@ def fail_on_rank_one():
 
 
 def test_failure_of_one_rank_is_told_and_the_pool_recovers(ranks, monkeypatch):
-    monkeypatch.setattr("tools.ranks.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("proofs.ranks.GRACE_SECONDS", 0.5)
     started = time.monotonic()
     with pytest.raises(RankError, match="what rank 1 says"):
         ranks.run(fail_on_rank_one, 2)

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from proofs.ranks import Ranks
 from tests.reading_path import lines_to_read, to_read
-from tools.ranks import Ranks
 
 MAX_LINES = 1690
 

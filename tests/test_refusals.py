@@ -15,12 +15,12 @@ import torch.distributed as dist
 from data.dataset import TokenDataset
 from parallel.pipeline.actions import BACKWARD, FORWARD, Action
 from parallel.pipeline.schedules import SCHEDULES
+from proofs.ranks import Ranks
 from runtime import torchrun
 from runtime.start import preconditions
 from tests.data_samples import prepared
 from tests.planted import planted
 from tests.runs import contents, messages, run, train_run, write_config
-from tools.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
 

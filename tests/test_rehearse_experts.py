@@ -12,9 +12,9 @@ from torch import Tensor
 
 from model.router import BaseRouter
 from parallel.mesh import build_mesh
+from proofs.ranks import Ranks
 from tests.parity_tiers import thorough_but
 from tools.plan.traffic import by_axis
-from tools.ranks import Ranks
 from tools.rehearse.__main__ import main
 from tools.rehearse.rank import alone, rehearse, rehearse_for_real, rows
 from tools.rehearse.tape import Tape

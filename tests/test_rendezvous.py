@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from parallel.axes import MeshSizes
 from parallel.pipeline.schedules import SCHEDULES
+from proofs.parity.row import line
+from proofs.parity.run import check
+from proofs.ranks import RankError, Ranks
 from tests.parity_tiers import DEEP, DEEPER, thorough_but
-from tools.parity.row import line
-from tools.parity.run import check
-from tools.ranks import RankError, Ranks
 
 READY, DATA = 1, 2  # tags: each message is sent as two
 

@@ -6,11 +6,11 @@ import pytest
 import torch.distributed as dist
 
 from parallel.axes import MeshSizes
+from proofs.parity.cases import Case
+from proofs.ranks import Ranks
 from runtime.health.replicas import ReplicasDiffer, check_replicas
 from tests.faulty_runs import flip_a_bit
 from tests.steps import make_step, rows_of
-from tools.parity.cases import Case
-from tools.ranks import Ranks
 
 
 def differing(case: Case, rank: int, name: str) -> str:

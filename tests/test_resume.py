@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from proofs.ranks import Ranks
 from runtime.checkpoints import checkpoint
 from runtime.checkpoints.lease import Lease
 from runtime.checkpoints.save import Saver
@@ -28,7 +29,6 @@ from tests.runs import (
     train_run,
     write_config,
 )
-from tools.ranks import Ranks
 from training.step import TrainStep
 
 thorough = partial(pytest.param, marks=pytest.mark.thorough)

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 
+from proofs.ranks import Ranks
 from runtime import signals
 from runtime.checkpoints import save_interval
 from runtime.checkpoints.checkpoint import Start
@@ -28,7 +29,6 @@ from runtime.start import parts, times
 from runtime.start.times import StartTimes
 from tests.runs import LAYOUT_3D, losses, run, train_run, write_config
 from tools import export
-from tools.ranks import Ranks
 from training.load_config import load_config
 
 ROOT = Path(__file__).parent.parent

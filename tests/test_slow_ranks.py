@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from data.loader import BatchLoader
 from model.matmul import Matmul
+from proofs.ranks import Ranks
 from runtime.health import slow_ranks
 from runtime.health.excluded import exclude, excluded_nodes
 from runtime.health.judge import Judge, median_of_others
 from runtime.records.events import read_events
 from tests.runs import LAYOUT_3D, metrics_of, status_of, train_run, write_config
-from tools.ranks import Ranks
 
 NOISE = Path(__file__).parent / "fixtures" / "product_times.json"
 PRODUCT_SECONDS, WAIT_SECONDS = 4e-3, 20e-3

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from proofs.ranks import Ranks
 from runtime.health.excluded import exclude, excluded_nodes, node_name
 from runtime.signals import Signals
 from runtime.start import spares
@@ -24,7 +25,6 @@ from runtime.start.spares import choose_ranks, training_ranks
 from runtime.torchrun import SPARES
 from tests.alert_helpers import ROOT, free_port, wait_until
 from tests.runs import run, train_run, write_config
-from tools.ranks import Ranks
 
 NODES = ["a", "a", "b", "b", "c", "c", "d", "d"]  # the node of each rank
 

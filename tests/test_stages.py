@@ -13,6 +13,7 @@ from data.dataset import Mixture
 from data.earlier import Earlier, continued, samples_of, windows_of
 from data.loader import BatchLoader
 from data.sampler import mixture_pattern
+from proofs.ranks import Ranks
 from runtime.records.events import read_events
 from tests.data_samples import SOURCE, prepared
 from tests.runs import (
@@ -28,7 +29,6 @@ from tests.runs import (
     status_of,
 )
 from tests.stages import Read, check_reads, expected, mixture, recorded_run, write_stages
-from tools.ranks import Ranks
 
 DP2, TP2, PP2 = {"dp_shard": -1}, {"tp": 2}, {"pp": 2}
 

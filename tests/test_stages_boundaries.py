@@ -12,12 +12,12 @@ import torch
 
 import train
 import training.step
+from proofs.ranks import Ranks
 from runtime import next_stage
 from runtime.checkpoints import saving
 from runtime.records.events import read_events
 from tests.runs import fresh, losses, said_by, status_of, train_run
 from tests.stages import Read, expected, mixture, recorded, write_stages
-from tools.ranks import Ranks
 
 # --- rollback across a boundary -----------------------------------------------------------------
 

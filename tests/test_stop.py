@@ -20,13 +20,13 @@ import pytest
 import torch.distributed as dist
 
 import train
+from proofs.ranks import Ranks
 from runtime import all_listeners, signals, stop
 from runtime.messages import LostConnection, fail
 from runtime.signals import Signals
 from runtime.stop import StopRequests
 from tests.drills.stops import catches
 from tests.runs import dies, losses, metrics_of, status_of, train_run, write_config
-from tools.ranks import Ranks
 from training.load_config import load_config
 
 ROOT = Path(__file__).parent.parent

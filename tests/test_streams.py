@@ -23,11 +23,11 @@ from parallel.expert import Exchange
 from parallel.mesh import to_device
 from parallel.pipeline.schedules import SCHEDULES
 from parallel.pipeline.transfer import Transfers
+from proofs.parity import __main__ as parity
+from proofs.parity.cases import Case
+from proofs.parity.run import heads_in_pieces
 from runtime.device import device_thread
 from tests.parity_tiers import dense_covering, expert_covering, thorough_but
-from tools.parity import __main__ as parity
-from tools.parity.cases import Case
-from tools.parity.run import heads_in_pieces
 from tools.plan.candidates import FIXED
 from tools.rehearse.fake_gpu import one_rank
 from tools.rehearse.rank import alone

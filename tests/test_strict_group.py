@@ -1,4 +1,4 @@
-"""Lattice under a process group that orders communication as strictly as NCCL (tools/strict), and
+"""Lattice under a process group that orders communication as strictly as NCCL (proofs/strict), and
 planted faults that gloo forgives and NCCL does not. With experts, the ranks of an all-to-all send
 different numbers of rows."""
 
@@ -16,12 +16,12 @@ import torch.distributed as dist
 from parallel.axes import MeshSizes
 from parallel.pipeline.lower import Exchange, Message, Transfer
 from parallel.pipeline.transfer import Transfers
+from proofs.parity.cases import Case
+from proofs.parity.expert_cases import STEPS, extreme_cases
+from proofs.ranks import RankError, Ranks
+from proofs.strict.referee import Operation, Peer, Referee, Wrong
 from tests.parity_tiers import agrees
 from tests.runs import LAYOUT_3D, forget_last, losses, metrics_of, train_run, write_config
-from tools.parity.cases import Case
-from tools.parity.expert_cases import STEPS, extreme_cases
-from tools.ranks import RankError, Ranks
-from tools.strict.referee import Operation, Peer, Referee, Wrong
 
 thorough, slow = (
     partial(pytest.param, marks=mark) for mark in (pytest.mark.thorough, pytest.mark.slow)
@@ -314,7 +314,7 @@ EXTREMES = [case for case in extreme_cases((4, 8))
     ids=str,
 )
 def test_a_layout_trains(strict: Ranks, case: Case, steps: int) -> None:
-    """`python -m tools.parity --strict` runs all."""
+    """`python -m proofs.parity --strict` runs all."""
     agrees(strict, case, steps)
 
 

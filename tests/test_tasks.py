@@ -23,6 +23,9 @@ from model.kernels.backend import cdiv
 from model.kernels.linear_cross_entropy import PIECE_BYTES
 from model.transformer import Head
 from parallel.axes import MeshSizes
+from proofs.parity.cases import BOS, SEED, SEQ_LEN, Case
+from proofs.parity.run import reference_model
+from proofs.ranks import Ranks
 from runtime.records.trackers import of_tasks as of_tasks_of
 from runtime.tasks.files import Example, Task, read_tasks
 from runtime.tasks.rows import Row, TaskRows, Text, log_likelihoods, measures, tokenize, windows
@@ -32,9 +35,6 @@ from tests.planted import planted
 from tests.runs import losses, messages, metrics_of, run, write_config
 from tests.steps import make_step
 from tools import evaluate, export
-from tools.parity.cases import BOS, SEED, SEQ_LEN, Case
-from tools.parity.run import reference_model
-from tools.ranks import Ranks
 from tools.report.page import page
 from tools.report.run import read_run
 from training.precision import DTYPES
@@ -129,7 +129,7 @@ def test_log_likelihoods_are_those_of_the_reference(found: Callable, name: str) 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["pp 2, cp 2", "ep 2, dp_replicate 2"])
 def test_the_order_of_collectives_suits_nccl(name: str) -> None:
-    """On a process group that is as strict about order and shapes as NCCL (tools/strict)."""
+    """On a process group that is as strict about order and shapes as NCCL (proofs/strict)."""
     with Ranks(8, timeout=200, backend="strict") as strict:
         results = strict.run(scored, CASES[name].world, CASES[name])
     assert results[0][0] == pytest.approx(expected(CASES[name]), abs=1e-9)

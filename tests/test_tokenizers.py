@@ -22,6 +22,7 @@ from data.prepare import prepare
 from data.sources import STDLIB
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
+from proofs.ranks import Ranks
 from runtime.checkpoints.manifest import read_manifest
 from tests.data_samples import (
     HOSTILE,
@@ -36,7 +37,6 @@ from tests.data_samples import (
 from tests.runs import run, write_config
 from tools.huggingface.checkpoint_reader import newest
 from tools.huggingface.tokenizer import huggingface_files
-from tools.ranks import Ranks
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 CONFIG = {"bos_token": BOS, "eos_token": EOS, "model_max_length": 128}

@@ -5,6 +5,7 @@ import pytest
 
 from hardware import H100
 from parallel.axes import MeshSizes
+from proofs.parity.cases import Case
 from runtime.start.topology import (
     describe_nodes,
     tp_between_nodes,
@@ -12,7 +13,6 @@ from runtime.start.topology import (
     tp_spans_nodes,
 )
 from tests.counting import B, S, one_block
-from tools.parity.cases import Case
 
 
 @pytest.mark.parametrize(

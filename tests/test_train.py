@@ -13,6 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from proofs.ranks import Ranks
 from runtime.checkpoints import manifest
 from runtime.checkpoints.manifest import read_manifest
 from tests.runs import (
@@ -28,7 +29,6 @@ from tests.runs import (
     train_run,
     write_config,
 )
-from tools.ranks import Ranks
 
 # --- what a run leaves ----------------------------------------------------------------------------
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 import runtime.watchdog
+from proofs.ranks import RankError, Ranks
 from runtime.records.events import read_events
 from runtime.watchdog import Watchdog, innermost_line, where_it_waits
 from tests.runs import forked, status, train_run, write_config
-from tools.ranks import RankError, Ranks
 from training.load_config import load_config
 from training.step import TrainStep
 

@@ -19,9 +19,9 @@ from parallel.data import check_reduced
 from parallel.layer import LocalTensor
 from parallel.weight_gradient import Destination, GradientSum
 from parallel.whole import WholeWeight
+from proofs.parity.cases import Case
+from proofs.parity.run import run_on_ranks
 from tests.steps import make_step, rows_of
-from tools.parity.cases import Case
-from tools.parity.run import run_on_ranks
 
 ONE, PIPELINE = Case(MeshSizes()), Case(MeshSizes(pp=2), schedule="zb_h1")
 SETTINGS = {

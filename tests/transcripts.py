@@ -19,7 +19,7 @@ In ```bash blocks every line is a command, without `$ `, and the page shows no o
 
 Commands run at the root of a copy of the repository. A command that only runs Python runs in a
 process that has already imported torch (forked from multiprocessing's fork server, as in
-tools/ranks.py), which saves seconds. All others run in bash.
+proofs/ranks.py), which saves seconds. All others run in bash.
 """
 
 import io
@@ -38,7 +38,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.ranks import PRELOAD
+from proofs.ranks import PRELOAD
 
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = (".git", ".venv", "runs", "prepared", "wandb", "__pycache__", ".*_cache", "*.pyc",

@@ -1,8 +1,7 @@
 """Commands other than training; each has `python -m tools.NAME --help`.
 
 A folder is one command and its parts, except huggingface/, which import_hf and export share.
-ranks.py is the process pool used by parity and the tests, strict/ a process group for them that is
-as strict about order as NCCL; command.py ends a command cleanly.
+command.py ends a command cleanly.
 
 Before a run      tokenizer, prepare     text → tokens → token shards
                   plan, rehearse         predict a job's needs; execute any rank of it here
@@ -19,7 +18,6 @@ During and after  report, plot, profile  a run as a page, or as a picture; a tra
                   evaluate               score the model on tasks
                   average                average the weights of checkpoints
                   import_hf, export      convert from and to Hugging Face folders
-To trust it       parity                 compare every layout with one device
-                  streams                check streams, memory and overlap without a GPU
+To trust it       streams                check streams, memory and overlap without a GPU
                   compile_kernels        compile the kernels for every GPU, without having one
 """

@@ -1,12 +1,12 @@
 """Four running ranks for the exercises that communicate: `ranks.run(function, 2, …)`, see
-tools/ranks.py. Their process group names collectives that do not match, and deadlocks, at once
-(tools/strict); gloo would wait for minutes."""
+proofs/ranks.py. Their process group names collectives that do not match, and deadlocks, at once
+(proofs/strict); gloo would wait for minutes."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tools.ranks import Ranks
+from proofs.ranks import Ranks
 
 
 @pytest.fixture(scope="session")

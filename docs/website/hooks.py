@@ -26,7 +26,7 @@ from docs.website.timelines import timelines
 
 ROOT = Path(__file__).resolve().parents[2]
 # folders and programs whose modules are documented; tests, benchmarks and pages are only shown
-DOCUMENTED = ("model", "parallel", "training", "data", "runtime", "costs", "tools")
+DOCUMENTED = ("model", "parallel", "training", "data", "runtime", "costs", "tools", "proofs")
 LINK = re.compile(r"(\]\(|\bsrc=\"|\bhref=\")([^)\"\s]+)")
 FIRST = "---\nhide: [navigation]\n---\n"  # nothing is beside the site's first page
 CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)

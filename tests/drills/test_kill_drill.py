@@ -31,6 +31,7 @@ import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file
 
+from proofs.ranks import Ranks
 from runtime import signals
 from runtime.checkpoints import save
 from runtime.checkpoints.manifest import Damaged, verify
@@ -40,7 +41,6 @@ from runtime.records.events import read_events
 from runtime.records.ledger import account
 from tests.planted import planted
 from tests.runs import LAYOUT_3D, dies, metrics_of, train_run, write_config
-from tools.ranks import Ranks
 from training.step import TrainStep
 
 ROOT = Path(__file__).parent.parent.parent

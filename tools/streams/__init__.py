@@ -13,6 +13,6 @@ seconds.py     how long that takes on a device
 findings.py    what was found, and on which line
 
 The step is also run by tools/rehearse, on a device without streams, to measure memory. Not seen
-here: what happens inside an operator, other ranks (tools/strict checks their order), and compiled
+here: what happens inside an operator, other ranks (proofs/strict checks their order), and compiled
 code.
 """

@@ -1,4 +1,4 @@
-"""Proves that every layout computes the same as the unsharded model: `python -m tools.parity`.
+"""Proves that every layout computes the same as the unsharded model: `python -m proofs.parity`.
 
 __main__.py           the command
 cases.py              the layouts and options that are compared

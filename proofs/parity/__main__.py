@@ -1,4 +1,4 @@
-"""The parity proof: `python -m tools.parity [--world N] [--quick] [--json FILE]`.
+"""The parity proof: `python -m proofs.parity [--world N] [--quick] [--json FILE]`.
 
 Every way to split the model must compute the same as the unsharded model (reference.py). For every
 layout of 1, 2, 4 and 8 ranks, it compares initial weights, loss, gradient norm, every parameter's
@@ -20,15 +20,15 @@ from pathlib import Path
 
 from model.kernels.backend import why_not_triton
 from parallel.axes import MeshSizes
+from proofs.parity.cases import QUICK_LAYOUTS, STEPS, Case, Pair, covering_cases, option_values
+from proofs.parity.chosen import context_cases, kernel_cases, schedule_cases
+from proofs.parity.expert_cases import LAYOUTS as EXPERT_LAYOUTS
+from proofs.parity.expert_cases import STEPS as EXPERT_STEPS
+from proofs.parity.expert_cases import expert_layout_cases, expert_values, extreme_cases
+from proofs.parity.row import BOUNDS, Row, as_json, line
+from proofs.parity.run import check
+from proofs.ranks import Ranks
 from tools.command import CommandParser, run_command
-from tools.parity.cases import QUICK_LAYOUTS, STEPS, Case, Pair, covering_cases, option_values
-from tools.parity.chosen import context_cases, kernel_cases, schedule_cases
-from tools.parity.expert_cases import LAYOUTS as EXPERT_LAYOUTS
-from tools.parity.expert_cases import STEPS as EXPERT_STEPS
-from tools.parity.expert_cases import expert_layout_cases, expert_values, extreme_cases
-from tools.parity.row import BOUNDS, Row, as_json, line
-from tools.parity.run import check
-from tools.ranks import Ranks
 
 WORLDS = (1, 2, 4, 8)
 
@@ -71,7 +71,7 @@ def run(ranks: Ranks, cases: list[tuple[Case, int]]) -> Iterator[tuple[Row, int]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = CommandParser(prog="python -m tools.parity", description=__doc__)
+    parser = CommandParser(prog="python -m proofs.parity", description=__doc__)
     parser.add_argument(
         "--world", type=int, metavar="N", help="only layouts of N ranks (default: 1, 2, 4 and 8)"
     )
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="over a process group that orders communication as strictly as NCCL (tools/strict)",
+        help="over a process group that orders communication as strictly as NCCL (proofs/strict)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every row to FILE")
     options = parser.parse_args(arguments)

@@ -7,7 +7,7 @@ from itertools import product
 
 from kinds import kinds_in
 from parallel.axes import MeshSizes
-from tools.parity.cases import Case, option_values
+from proofs.parity.cases import Case, option_values
 
 STEPS = 3  # with a clipped update in each, and a change of biases
 EP = (1, 2, 4)

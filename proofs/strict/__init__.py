@@ -23,6 +23,6 @@ end. Random delays before operations vary who comes first.
 What it does not see: groups that are made for gloo (agreements between hosts), and streams. A rank
 that waits in such a group is not known to wait, so a deadlock there ends in gloo's timeout.
 
-Ranks(8, backend="strict") runs tasks on it (tools/ranks.py); python -m tools.parity --strict runs
+Ranks(8, backend="strict") runs tasks on it (proofs/ranks.py); python -m proofs.parity --strict runs
 the parity proof.
 """

@@ -37,7 +37,7 @@ PRELOAD = [
     "torch._dynamo",
     "sympy",
     "safetensors.torch",
-    "tools.parity.run",
+    "proofs.parity.run",
     "train",
 ]
 GRACE_SECONDS = 3.0  # for other ranks to report too, after one has failed
@@ -55,7 +55,7 @@ class Ranks:
         size: the largest world size.
         timeout: seconds that one task may take.
         backend: "gloo"; or "strict" or "strict_shared", which order communication as NCCL does
-            (tools/strict).
+            (proofs/strict).
     """
 
     def __init__(self, size: int = 8, timeout: float = 600.0, backend: str = "gloo") -> None:
@@ -155,8 +155,8 @@ def _serve(rank: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from proofs.strict import group as strict  # registers the backend
     from runtime.start import init_distributed
-    from tools.strict import group as strict  # registers the backend
 
     os.environ["GLOO_SOCKET_IFNAME"] = next(
         name for _, name in socket.if_nameindex() if name.startswith("lo")

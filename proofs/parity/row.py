@@ -5,7 +5,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tools.parity.cases import Case
+from proofs.parity.cases import Case
 
 # Weights and copies must be equal bit for bit. In float64, rounding errors are so small that they
 # hide no bug. Float32 rounds at 6e-8, and Adam, which divides by the gradient's size, amplifies

@@ -25,13 +25,13 @@ from model.router import routers_of
 from parallel import context
 from parallel.mesh import build_mesh
 from parallel.placement import local_region
-from tools.parity.cases import BATCH, BOS, OPTIMIZER, SEED, SEQ_LEN, STEPS, Case
-from tools.parity.reference import IGNORE, Reference, Rotary
-from tools.parity.reference_experts import Routing, auxiliary_losses, experts_of
-from tools.parity.reference_training import train, warmup_cosine
-from tools.parity.routing import Choices, assemble_choices, recording
-from tools.parity.row import Row
-from tools.ranks import RankError, Ranks
+from proofs.parity.cases import BATCH, BOS, OPTIMIZER, SEED, SEQ_LEN, STEPS, Case
+from proofs.parity.reference import IGNORE, Reference, Rotary
+from proofs.parity.reference_experts import Routing, auxiliary_losses, experts_of
+from proofs.parity.reference_training import train, warmup_cosine
+from proofs.parity.routing import Choices, assemble_choices, recording
+from proofs.parity.row import Row
+from proofs.ranks import RankError, Ranks
 from training.build import build_stages
 from training.precision import DTYPES
 from training.step import TrainStep

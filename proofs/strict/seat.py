@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tools.strict.referee import Operation, Referee, Wrong
+from proofs.strict.referee import Operation, Referee, Wrong
 
 MAX_DELAY = 0.001  # seconds before an operation begins
 LOOK_SECONDS = 0.1  # after which a rank that waits looks whether the task has failed

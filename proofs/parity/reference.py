@@ -4,7 +4,7 @@ It is deliberately a second implementation, written from the papers with nothing
 here imports `model/`, `parallel/` or `training/`, layers are `nn.Linear` and `nn.Embedding`, the
 batch comes first, [B, S, D], attention is a masked softmax, a mixture of experts is a loop over
 experts (reference_experts.py), and AdamW is torch's own (reference_training.py). Parameter names
-are the same, so that gradients can be compared by name. `tools/parity` compares the two.
+are the same, so that gradients can be compared by name. `proofs/parity` compares the two.
 """
 
 import math
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from tools.parity.reference_experts import Experts, Routing, set_padding
+from proofs.parity.reference_experts import Experts, Routing, set_padding
 
 IGNORE = -100  # F.cross_entropy's default
 

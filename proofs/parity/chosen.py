@@ -7,7 +7,7 @@ from itertools import product
 
 from parallel.axes import MeshSizes
 from parallel.pipeline.schedules import SCHEDULES
-from tools.parity.cases import BATCH, Case, option_values
+from proofs.parity.cases import BATCH, Case, option_values
 
 
 def schedule_cases(worlds: Sequence[int]) -> list[Case]:

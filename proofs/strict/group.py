@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tools.strict.referee import Operation, Peer
-from tools.strict.seat import Job, Seat, Work, referee
+from proofs.strict.referee import Operation, Peer
+from proofs.strict.seat import Job, Seat, Work, referee
 
 # torch's methods of a process group, and gloo's where it has another name
 COLLECTIVES = {

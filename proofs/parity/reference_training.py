@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from tools.parity.reference import Reference
-from tools.parity.reference_experts import auxiliary_losses, experts_of
+from proofs.parity.reference import Reference
+from proofs.parity.reference_experts import auxiliary_losses, experts_of
 
 
 def warmup_cosine(*, peak: float, warmup: int, steps: int, floor: float) -> Callable[[int], float]:
