@@ -5,10 +5,10 @@
     python -m tests.mutants --json FILE --continue  those that FILE does not judge yet
     python -m tests.mutants --list                  run nothing: print each, and its tests
 
-Each is made in a copy of the working tree, where tests run until one fails: first the files of
-tests that import the changed module most directly, then broad ones (`steps`). The survivors are
-then made together, for one run of all of `make test`; if tests fail there, these judge each
-survivor by itself. In the end, every test that has found a mutant must pass in the unchanged copy.
+Each is made in a copy of the working tree, where tests run until one fails: the files of tests that
+import the changed module most directly (`steps`). The survivors are then made together, for one
+run of all of `make test`; if tests fail there, these judge each survivor by itself. In the end,
+every test that has found a mutant must pass in the unchanged copy.
 """
 
 import argparse
@@ -35,8 +35,6 @@ from tests.mutant_list import CHANGES
 # Of the files of tests that know a module: how many are run, how many of them first, and how many
 # are run where none knows it itself.
 MOST, FIRST, LEAST = 6, 2, 3
-LAYOUTS = ["tests/test_parity.py", "tests/test_experts.py"]
-RUNS = ["tests/test_train.py", "tests/test_checkpoint.py"]
 HANGS = 240  # seconds after which a test is ended, and has found the mutant: ranks may wait forever
 ERROR = "error: "
 SECONDS = itertools.count(int(time.time()))
@@ -76,7 +74,7 @@ def known_to(name: str) -> set[str]:
 
 def steps(file: str) -> list[list[str]]:
     """The files of tests to run with a mutant of `file`, until one fails: those that know the
-    module, or know one that does, the ones first that know least else; then broad ones."""
+    module, or know one that does, the ones first that know least else."""
     module, ranked = module_name(ROOT / file), []
     for name in (each for each in MODULES if each.startswith("tests.test_")):
         known = known_to(name) & MODULES.keys()
@@ -84,9 +82,7 @@ def steps(file: str) -> list[list[str]]:
             ranked.append((module not in known, len(known), name.replace(".", "/") + ".py"))
     knows_it = sum(not of_second for of_second, *_ in ranked)
     near = [path for *_, path in sorted(ranked)[: min(knows_it, MOST) or LEAST]]
-    broad = RUNS if file.startswith(("data/", "runtime/")) else LAYOUTS
-    found = [near[:FIRST], near[FIRST:], [each for each in broad if each not in near]]
-    return [files for files in found if files]
+    return [files for files in (near[:FIRST], near[FIRST:]) if files]
 
 
 @contextlib.contextmanager
