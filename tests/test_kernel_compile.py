@@ -42,22 +42,6 @@ def copy(X, Y, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def add(X, Y, Z, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(X + i)
-    y = tl.load(Y + i)
-    tl.store(Z + i, x + y)
-
-
-@triton.jit
-def follow(X, Y, Z, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(X + i)
-    y = tl.load(Y + x)
-    tl.store(Z + i, y)
-
-
-@triton.jit
 def hoard(X, Y, n, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -74,8 +58,8 @@ def transpose(X, Y, n, BLOCK: tl.constexpr):
     tl.store(Y + i[:, None] * BLOCK + i[None, :], tl.trans(x))
 
 
-def launch(kernel, n, warps, block, shift=0, dtype=torch.float32):
-    tensors = [torch.empty(n + shift, dtype=dtype)[shift:] for _ in kernel.arg_names[:-2]]
+def launch(kernel, n, warps, block, shift=0):
+    tensors = [torch.empty(n + shift)[shift:] for _ in kernel.arg_names[:-2]]
     kernel[(1,)](*tensors, n, BLOCK=block, num_warps=warps)
 
 
@@ -89,10 +73,6 @@ SPECIMENS = [
     Specimen("spills", lambda: launch(hoard, 65536, 1, 256 * backend.LANES)),
     Specimen("shared", lambda: launch(transpose, 256 * 256, 8, 256)),
     Specimen("threads", lambda: launch(copy, 32768, 32, 32768)),
-    Specimen("full", lambda: launch(add, 65536, 4, 512)),
-    Specimen("follow", lambda: launch(follow, 65536, 4, 512, dtype=torch.int32), wide=False),
-    Specimen("many registers", lambda: launch(hoard, 65536, 1, 64 * 32)),
-    Specimen("tiny block", lambda: launch(copy, 65536, 1, 32), wide=False),
 ]
 """
 OUTSIDE = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -127,15 +107,6 @@ EACH_TARGET = pytest.mark.parametrize(
 @EACH_TARGET
 def test_kernels_have_no_faults(target: str) -> None:
     assert [(k["kernel"], k["specimen"], k["faults"]) for k in kernels(target) if k["faults"]] == []
-
-
-@EACH_TARGET
-def test_loads_in_flight_suffice(target: str) -> None:
-    counted = [k for k in kernels(target) if k["in_flight_needed"]]
-    assert bool(counted) == target.startswith("sm")
-    assert [k["hints"] for k in counted if k["hints"]] == []
-    for one in counted:
-        assert one["in_flight_at_once"] >= 4 * one["in_flight_needed"], one
 
 
 def launched(file: Path) -> set[str]:
@@ -189,26 +160,6 @@ def test_narrow_accesses_are_counted_and_allowed_one_by_one(controls) -> None:
     assert (sound["wide_loads"], sound["narrow_loads"]) == (2, 0)
     faults = controls["sm_90", "odd but allowed"]["faults"]
     assert all("tl.load(X" in fault and "tl.store" not in fault for fault in faults)
-
-
-def test_kernels_that_use_little_of_a_multiprocessor_are_seen(controls) -> None:
-    """Controls: many registers or tiny blocks leave fewer warps than the full kernel has; a load
-    whose address is the result of another does not add to the bytes in flight; and tiny blocks of
-    narrow loads have too few of them."""
-    names = ("full", "follow", "many registers", "tiny block")
-    full, follow, registers, tiny = (controls["sm_90", name] for name in names)
-    assert (full["warps"], full["limit"]) == (64, "threads")
-    assert registers["registers"] > 128
-    assert registers["limit"] == "registers"
-    assert registers["warps"] < full["warps"] / 3
-    assert (tiny["blocks"], tiny["warps"], tiny["limit"]) == (32, 32, "blocks")
-    # four numbers of each tensor per thread: both are under way at once, unless one must wait
-    assert (full["in_flight"], follow["in_flight"]) == (32, 16)
-    assert full["in_flight_at_once"] == 32 * 2048
-    assert tiny["in_flight_at_once"] == 4 * 1024 < tiny["in_flight_needed"]
-    assert [bool(each["hints"]) for each in (full, follow, registers, tiny)] == [False] * 3 + [True]
-    assert "4,096 on a multiprocessor, where the memory's bandwidth needs 6,924" in tiny["hints"][0]
-    assert not tiny["faults"]
 
 
 def test_help_and_refusals_need_no_triton(tmp_path: Path) -> None:

@@ -18,12 +18,6 @@ itself is skipped. A kernel fails (exit status 1) with one of these faults:
 Columns: registers per thread (AMD: vector registers); stack in bytes per thread; local: loads and
 stores of spilled values; loads and stores of tensors in global memory, 16 bytes wide + narrower;
 shared memory in bytes per program.
-
-The second table tells how much of a multiprocessor the kernel uses, and whether its loads can keep
-the memory busy: blocks (programs) and warps that a multiprocessor holds at once; what limits them;
-bytes of tensors that a thread has in flight at once, and all threads of a multiprocessor; and the
-bytes that Little's law requires there: bandwidth · latency / multiprocessors. `too few` is a hint,
-not a fault. docs/occupancy.md explains how to read it.
 """
 
 import json
@@ -101,13 +95,12 @@ def main(arguments: list[str] | None = None) -> int:
     print(
         f"compiled by Triton {compiler.triton.__version__}",
         compiler.table(reports),
-        compiler.occupancy_table(reports),
         sep="\n\n",
     )
     failed = [report for report in reports if report.faults]
-    for report in reports:
-        if found := report.faults + report.hints:
-            print(f"\n{report.kernel} ({report.specimen}) on {report.target}", *found, sep="\n    ")
+    for report in failed:
+        where = f"\n{report.kernel} ({report.specimen}) on {report.target}"
+        print(where, *report.faults, sep="\n    ")
     print(f"\n{len(reports)} kernels compiled, {len(failed)} with faults")
     return int(bool(failed))
 

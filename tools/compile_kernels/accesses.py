@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.compile_kernels.flight import AMD_SIZES
+AMD_SIZES = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}  # all others are smaller
 
 Place = tuple[str, int, int]  # file, line and column of the source
 

@@ -28,8 +28,6 @@ from triton.runtime.driver import driver
 
 from model.kernels import backend, multi_tensor
 from tools.compile_kernels.accesses import MERGED, accesses, describe, row_accesses
-from tools.compile_kernels.flight import IN_FLIGHT, READERS
-from tools.compile_kernels.occupancy import bytes_needed, occupancy
 from tools.compile_kernels.specimens import Specimen
 from tools.compile_kernels.targets import TARGETS
 
@@ -64,15 +62,7 @@ class Report:
     wide_stores: int
     narrow_stores: int
     shared: int
-    blocks: int  # that a multiprocessor holds at once
-    warps: int
-    warps_of: int  # the most that it could hold
-    limit: str  # what allows no more blocks
-    in_flight: int | None  # bytes per thread; None: not counted
-    in_flight_at_once: int | None  # bytes on a multiprocessor, if all its threads wait for loads
-    in_flight_needed: int | None  # the same, for the memory's bandwidth; None: unknown
     faults: list[str]
-    hints: list[str]
     triton: str = triton.__version__  # registers and widths depend on it
 
 
@@ -151,8 +141,8 @@ def launches_of(chosen: Sequence[Specimen], target: str) -> list[Launch]:
 # --- what was compiled ----------------------------------------------------------------------------
 
 
-def nvidia_usage(cubin: bytes) -> tuple[Usage, str]:
-    """Read the usage from the machine code (SASS), which is returned too."""
+def nvidia_usage(cubin: bytes) -> Usage:
+    """Read the usage from the machine code (SASS)."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -163,17 +153,14 @@ def nvidia_usage(cubin: bytes) -> tuple[Usage, str]:
                 text=True,
                 check=True,
             ).stdout
-            for tool, *options in (
-                ("cuobjdump", "--dump-resource-usage"),
-                ("nvdisasm", "-hex"),  # with the instructions' bits
-            )
+            for tool, *options in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm",))
         )
     found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", listing)}
     local, wide = (
         len(re.findall(which, sass))
         for which in (r"\b(?:LDL|STL)\b", r"\b(?:LDG|STG|LDGSTS)\S*\.128\b")
     )
-    return Usage(found["REG"], found["STACK"], local, wide), sass
+    return Usage(found["REG"], found["STACK"], local, wide)
 
 
 def amd_usage(assembly: str) -> Usage:
@@ -188,11 +175,10 @@ def amd_usage(assembly: str) -> Usage:
 
 def compile_launch(launch: Launch) -> Report:
     gpu, specimen, kernel = gpu_target(launch.target), launch.specimen, launch.source.fn.fn
-    target = TARGETS[launch.target]
     compiled = triton.compile(launch.source, target=gpu, options=launch.options)
     nvidia = gpu.backend == "cuda"
     assembly = compiled.asm["ptx" if nvidia else "amdgcn"]
-    usage, code = nvidia_usage(compiled.asm["cubin"]) if nvidia else (amd_usage(assembly), assembly)
+    usage = nvidia_usage(compiled.asm["cubin"]) if nvidia else amd_usage(assembly)
     threads, shared = compiled.metadata.num_warps * gpu.warp_size, compiled.metadata.shared
 
     of_rows = row_accesses(compiled.asm["ttir"])
@@ -205,17 +191,6 @@ def compile_launch(launch: Launch) -> Report:
     file = Path(kernel.__code__.co_filename)
     narrow = {describe(access, file) for access in of_tensors if access.size < WIDE}
 
-    resident = occupancy(target, threads, usage.registers, shared)
-    sizes = {access.size for access in of_tensors if access.what == "load"}
-    in_flight = IN_FLIGHT[target.backend](READERS[target.backend](code), sizes)
-    at_once = None if in_flight is None else in_flight * resident.blocks * threads
-    needed, hints = bytes_needed(target), []
-    if at_once and needed is not None and at_once < needed:
-        hints.append(
-            f"too few bytes in flight: {at_once:,} on a multiprocessor, where the memory's "
-            f"bandwidth needs {needed:,}"
-        )
-
     faults = []
     if usage.stack or usage.local:
         faults.append(f"spills: {usage.stack} bytes of stack, {usage.local} accesses to them")
@@ -227,8 +202,8 @@ def compile_launch(launch: Launch) -> Report:
         ]
     if usage.wide is not None and usage.wide < count[True, "load"] + count[True, "store"]:
         faults.append("narrow: the assembler split 16-byte accesses")
-    if shared > target.shared:
-        faults.append(f"shared: {shared:,} bytes; a program can have {target.shared:,}")
+    if shared > (most := TARGETS[launch.target].shared):
+        faults.append(f"shared: {shared:,} bytes; a program can have {most:,}")
     if threads > backend.MAX_THREADS:
         faults.append(f"threads: {threads:,}; a program can have {backend.MAX_THREADS:,}")
     return Report(
@@ -237,9 +212,7 @@ def compile_launch(launch: Launch) -> Report:
         registers=usage.registers, stack=usage.stack, local=usage.local,
         wide_loads=count[True, "load"], narrow_loads=count[False, "load"],
         wide_stores=count[True, "store"], narrow_stores=count[False, "store"],
-        shared=shared, blocks=resident.blocks, warps=resident.warps, warps_of=target.limits.warps,
-        limit=resident.limit, in_flight=in_flight, in_flight_at_once=at_once,
-        in_flight_needed=needed, faults=faults, hints=hints,
+        shared=shared, faults=faults,
     )  # fmt: skip
 
 
@@ -274,24 +247,6 @@ def table(reports: Sequence[Report]) -> str:
         for r in reports
     ]  # fmt: skip
     return aligned(rows, left=(0, 1, 2, 10))
-
-
-def occupancy_table(reports: Sequence[Report]) -> str:
-    head = ("kernel", "specimen", "target", "blocks", "warps", "occupancy", "limited by",
-            "in flight", "on a multiprocessor", "needed", "")  # fmt: skip
-    rows = [head] + [
-        (
-            r.kernel, r.specimen, r.target, str(r.blocks), f"{r.warps} of {r.warps_of}",
-            f"{r.warps / r.warps_of:.0%}", r.limit, *map(_count, (r.in_flight,
-            r.in_flight_at_once, r.in_flight_needed)), "too few" if r.hints else "",
-        )
-        for r in reports
-    ]  # fmt: skip
-    return aligned(rows, left=(0, 1, 2, 6, 10))
-
-
-def _count(number: int | None) -> str:
-    return f"{number:,}" if number else "-"
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:

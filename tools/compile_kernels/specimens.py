@@ -57,19 +57,13 @@ def _norm(width: int, dtype: torch.dtype = BF16) -> None:
 
 
 def _norm_of_sum(width: int, dtype: torch.dtype = BF16) -> None:
-    x, residual, weight = (
-        _empty(TOKENS, width, dtype=dtype),
-        _empty(TOKENS, width, dtype=dtype),
-        _empty(width, dtype=dtype),
-    )
+    x, residual = (_empty(TOKENS, width, dtype=dtype) for _ in range(2))
+    weight = _empty(width, dtype=dtype)
     _backward(add_rms_norm(x, residual, weight, 1e-5, "triton"), x, residual, weight)
 
 
 def _rotary(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = BF16) -> None:
-    q, k = (
-        _empty(TOKENS, 1, heads, head_dim, dtype=dtype),
-        _empty(TOKENS, 1, kv_heads, head_dim, dtype=dtype),
-    )
+    q, k = (_empty(TOKENS, 1, count, head_dim, dtype=dtype) for count in (heads, kv_heads))
     cos, sin = torch.empty(2, TOKENS, 1, 1, head_dim // 2)
     _backward(rotate(q, k, cos, sin, "triton"), q, k)
     with torch.no_grad():
@@ -88,20 +82,15 @@ def _weighted_gate(width: int, dtype: torch.dtype = BF16) -> None:
 
 
 def _loss(vocabulary: int, dtype: torch.dtype = BF16) -> None:
-    logits, targets = (
-        torch.empty(TOKENS, vocabulary, dtype=dtype),
-        torch.zeros(TOKENS, dtype=torch.int64),
-    )
+    logits = torch.empty(TOKENS, vocabulary, dtype=dtype)
+    targets = torch.zeros(TOKENS, dtype=torch.int64)
     row = merge(statistics(logits, targets, vocabulary, "triton").unsqueeze(0))
     gradient_over_logits_(logits, targets, row, torch.ones(()), vocabulary, 1e-4, "triton")
 
 
 def _gradients(dtype: torch.dtype, shift: int = 0) -> None:
-    gradients = [
-        torch.empty(4096 * 17 + shift, dtype=dtype)[shift:],
-        torch.empty(4096, dtype=dtype),
-    ]
-    square_sum(gradients, [1, 8], "triton")
+    first, second = torch.empty(4096 * 17 + shift, dtype=dtype), torch.empty(4096, dtype=dtype)
+    square_sum([first[shift:], second], [1, 8], "triton")
 
 
 def _hash(dtype: torch.dtype, shift: int = 0) -> None:
@@ -113,19 +102,9 @@ def _update(dtype: torch.dtype) -> None:
         [torch.empty(4096, 17, dtype=dtype), torch.empty(4096, dtype=dtype)] for _ in range(4)
     )
     locations = [Location(1, 0, 17, 17), Location(2, 0, 4096, 4096)]
-    norm = torch.ones((), dtype=torch.float64)
-    adamw(
-        p,
-        g,
-        m,
-        v,
-        [0.1, 0.0],
-        locations,
-        torch.zeros(()),
-        norm,
-        Rates(1e-3, (0.9, 0.95), 1e-8, 1.0),
-        "triton",
-    )
+    count, norm = torch.zeros(()), torch.ones((), dtype=torch.float64)
+    rates = Rates(1e-3, (0.9, 0.95), 1e-8, 1.0)
+    adamw(p, g, m, v, [0.1, 0.0], locations, count, norm, rates, "triton")
 
 
 ANGLES = ("COS + angles", "SIN + angles")  # 64 numbers per token, read by more threads than that
