@@ -19,7 +19,7 @@ from runtime.evaluation import compare_to_unigram
 from runtime.start.topology import describe_stages
 from tests.runs import losses, status_of, write_config
 from tools import objects
-from tools.command import CommandParser
+from tools.command import CommandParser, at_least, duration, reports_errors, table
 from training.load_config import load_config
 
 ROOT = Path(__file__).parent.parent
@@ -209,6 +209,38 @@ def test_a_path_may_begin_with_the_home_folder(monkeypatch):
     parser.add_argument("--text")
     found = parser.parse_args(["--out=~/x", "--text=~/x"])
     assert (found.out, found.text) == (Path("/home/me/x"), "~/x")
+
+
+def test_an_option_has_the_type_of_its_default_and_states_it(capsys):
+    parser = CommandParser(prog="python -m tools.x")
+    parser.required("--out", Path, "DIR", "the folder to write")
+    parser.option("--share", 0.5, "X", "what is kept")
+    parser.option("--last", int, "N", "the newest N")
+    parser.option("--force", bool, None, "replace it")
+    found = parser.parse_args(["--out", "x", "--share", "1"])
+    assert vars(found) == {"out": Path("x"), "share": 1.0, "last": None, "force": False}
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    assert "--share X   what is kept (default: 0.5)" in capsys.readouterr().out
+
+
+def test_an_error_that_the_user_can_fix_is_status_2(capsys):
+    @reports_errors
+    def main(last):
+        at_least(1, last=last, max_length=None)
+        return 0
+
+    assert (main(1), main(last=0)) == (0, 2)
+    said = "error: --last = 0: it must be at least 1\n  remedy: give a larger number\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_table_and_durations():
+    rows = [("task", "shards", "said"), ("one", "10", "a b"), ("other", "7", "")]
+    expected = "task   shards  said\none        10  a b\nother       7"
+    assert table(rows, left=(0, 2)) == expected
+    said = [duration(seconds) for seconds in (3.21, 724.9, 18_720, 273_600)]
+    assert said == ["3.2 s", "12 min 4 s", "5 h 12 min", "3 d 4 h"]
 
 
 @pytest.mark.parametrize(

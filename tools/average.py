@@ -19,10 +19,8 @@ or one larger tensor), and some rows of one tensor of each checkpoint. The exit 
 something is refused.
 """
 
-import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -43,7 +41,7 @@ from runtime.checkpoints.manifest import (
 )
 from runtime.checkpoints.run_folder import checkpoints_of
 from runtime.checkpoints.trainer_state import verify_checkpoint
-from tools.command import CommandParser, run_command
+from tools.command import CommandParser, at_least, reports_errors, run_command
 from tools.huggingface.checkpoint_reader import WEIGHTS, CheckpointReader
 from tools.huggingface.new_folder import new_folder, refuse_existing
 from tools.huggingface.tensor_files import DTYPES, Piece, whole_places, write_files
@@ -164,67 +162,29 @@ def write(
         write_manifest(folder, Manifest(files, tensors))
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = CommandParser(prog="python -m tools.average", description=__doc__)
-    parser.add_argument(
-        "checkpoints",
-        nargs="+",
-        type=Path,
-        metavar="RUN_OR_CHECKPOINT",
-        help="checkpoints, or run folders",
-    )
-    parser.add_argument(
-        "--out",
-        required=True,
-        type=Path,
-        metavar="DIR",
-        help="the checkpoint to write, which must not exist yet",
-    )
-    parser.add_argument(
-        "--last", type=int, metavar="N", help="of each run only the newest N (default: all)"
-    )
-    parser.add_argument(
-        "--kind", choices=KINDS, default="uniform", help="the weights (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--decay",
-        type=float,
-        default=0.5,
-        metavar="D",
-        help="exponential: what the average keeps at each next checkpoint (default %(default)s)",
-    )
-    parser.add_argument(
-        "--file-bytes",
-        type=int,
-        default=FILE_BYTES,
-        metavar="N",
-        help="the most bytes of tensors in one file (default: %(default)s)",
-    )
-    return parser.parse_args(arguments)
-
-
+@reports_errors
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
-    try:
-        for key, least in (("last", 1), ("file_bytes", 1)):
-            value = getattr(options, key)
-            if value is not None and value < least:
-                name = f"--{key.replace('_', '-')}"
-                raise UserError(name, value, f"it must be at least {least}", "give a larger number")
-        if not 0 <= options.decay < 1:
-            why = "it is the share that is kept, from 0 up to but not including 1"
-            raise UserError("--decay", options.decay, why, "give for example 0.5")
-        refuse_existing(options.out)
-        readers = find(options.checkpoints, options.last)
-        shares = weights(len(readers), options.kind, options.decay)
-        sources = [
-            {"path": str(r.folder), "step": r.trainer.step, "tokens": r.trainer.tokens, "weight": w}
-            for r, w in zip(readers, shares, strict=True)
-        ]
-        write(readers, shares, options.out, {"checkpoints": sources}, options.file_bytes)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    parser = CommandParser(prog="python -m tools.average", description=__doc__)
+    what = "checkpoints, or run folders"
+    parser.option("checkpoints", Path, "RUN_OR_CHECKPOINT", what, nargs="+")
+    parser.required("--out", Path, "DIR", "the checkpoint to write, which must not exist yet")
+    parser.option("--last", int, "N", "of each run only the newest N (default: all)")
+    parser.option("--kind", "uniform", None, "the weights", choices=KINDS)
+    parser.option("--decay", 0.5, "D", "exponential: what the average keeps at each checkpoint")
+    parser.option("--file-bytes", FILE_BYTES, "N", "the most bytes of tensors in one file")
+    options = parser.parse_args(arguments)
+    at_least(1, last=options.last, file_bytes=options.file_bytes)
+    if not 0 <= options.decay < 1:
+        why = "it is the share that is kept, from 0 up to but not including 1"
+        raise UserError("--decay", options.decay, why, "give for example 0.5")
+    refuse_existing(options.out)
+    readers = find(options.checkpoints, options.last)
+    shares = weights(len(readers), options.kind, options.decay)
+    sources = [
+        {"path": str(r.folder), "step": r.trainer.step, "tokens": r.trainer.tokens, "weight": w}
+        for r, w in zip(readers, shares, strict=True)
+    ]
+    write(readers, shares, options.out, {"checkpoints": sources}, options.file_bytes)
     for source in sources:
         print(f"{source['weight']:.6f} × {source['path']}, step {source['step']}")
     size = sum(path.stat().st_size for path in options.out.iterdir() if path.name != MANIFEST)

@@ -1,14 +1,27 @@
-"""What commands share: they end without a traceback on Ctrl-C, whatever becomes of their output
-(output.py); their options; and the argument for settings."""
+"""What commands share: how they end (without a traceback, on Ctrl-C and whatever becomes of their
+output: output.py), their options, and how they print tables and durations.
+
+    @reports_errors
+    def main(arguments: list[str] | None = None) -> int:
+        parser = CommandParser(prog="python -m tools.NAME", description=__doc__)
+        parser.required("--out", Path, "DIR", "the folder to write")
+        parser.option("--file-bytes", 1_000_000, "N", "the most bytes in one file")
+        options = parser.parse_args(arguments)
+        ...
+
+    if __name__ == "__main__":
+        run_command(main)
+"""
 
 import argparse
 import difflib
+import functools
 import itertools
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +50,53 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     sys.exit(status)  # type: ignore[arg-type]
 
 
+def reports_errors(main: Callable[..., int]) -> Callable[..., int]:
+    """Decorates a command's main function: a UserError is printed, and the status is 2."""
+
+    @functools.wraps(main)
+    def reporting(*arguments: Any, **named: Any) -> int:
+        try:
+            return main(*arguments, **named)
+        except UserError as error:
+            log(f"error: {error}")
+            return 2
+
+    return reporting
+
+
+def at_least(least: int, **options: int | None) -> None:
+    """Raises UserError for an option with a smaller value; None was not given."""
+    for name, value in options.items():
+        if value is not None and value < least:
+            key, why = f"--{name.replace('_', '-')}", f"it must be at least {least}"
+            raise UserError(key, value, why, "give a larger number")
+
+
+def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """The rows, of which the first names the columns, as lines of text. Columns are aligned to the
+    right, except those in `left`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if at in left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def duration(seconds: float) -> str:
+    """3.2 s, 12 min 4 s, 5 h 12 min or 3 d 4 h."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f} min {seconds % 60 // 1:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes // 1440} d {minutes % 1440 // 60} h"
+
+
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Let a command take settings after the configuration."""
     parser.add_argument(
@@ -57,6 +117,22 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=raw, **settings)
         # what type=Path does: a shell expands --out ~/x, but not --out=~/x
         self.register("type", Path, lambda text: Path(os.path.expanduser(text)))
+
+    def option(self, name: str, kind: Any, metavar: str | None, help: str, **settings: Any) -> None:
+        """Adds an option, or an argument if `name` has no dashes. `kind` is the type of its value,
+        or its default, which the help then states; bool: a switch."""
+        if kind is bool:
+            settings["action"] = "store_true"
+        else:
+            is_type = isinstance(kind, type)
+            settings |= {"type": kind if is_type else type(kind), "metavar": metavar}
+            settings |= {} if is_type else {"default": kind}
+            help += "" if is_type else " (default: %(default)s)"
+        self.add_argument(name, help=help, **settings)
+
+    def required(self, name: str, kind: type, metavar: str, help: str, **settings: Any) -> None:
+        """Adds an option that must be given."""
+        self.option(name, kind, metavar, help, required=True, **settings)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Checks the options' names first; argparse would name a missing option instead."""

@@ -14,7 +14,6 @@ The exit status is 2 if something is refused.
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from runtime.start.init_distributed import init_distributed
 from runtime.tasks.files import read_tasks
 from runtime.tasks.rows import TaskRows, log_likelihoods, measures, tokenize
 from runtime.tasks.scoring import score_whole
-from tools.command import CommandParser, run_command
+from tools.command import CommandParser, at_least, run_command, table
 from tools.generate.load_model import load_model
 from tools.huggingface.checkpoint_reader import newest
 from tools.huggingface.config import CONFIG, HuggingFaceConfig
@@ -44,11 +43,7 @@ def longest(folder: Path) -> int:
 def evaluate(options: argparse.Namespace, device: str) -> tuple[list[TaskRows], Any]:
     """The tasks, and the log-likelihood of each text of each example of each. Runs on every rank;
     raises the same UserError on all."""
-    for key in ("seq_len", "tokens_at_once"):
-        value = getattr(options, key)
-        if value is not None and value < 1:
-            name = f"--{key.replace('_', '-')}"
-            raise UserError(name, value, "it must be at least 1", "give a larger number")
+    at_least(1, seq_len=options.seq_len, tokens_at_once=options.tokens_at_once)
     read = from_rank_0(lambda: read_tasks(options.tasks, "--tasks"), device)
     loaded = load_model(options.checkpoint, DTYPES[options.dtype], device)
 
@@ -67,22 +62,18 @@ def evaluate(options: argparse.Namespace, device: str) -> tuple[list[TaskRows], 
     return tasks, log_likelihoods(tasks, of_rows)
 
 
-def table(tasks: list[TaskRows], found: Any) -> str:
+def describe(tasks: list[TaskRows], found: Any) -> str:
     """A line for each task, with its measures."""
-    lines = [
-        f"{'task':<24}{'examples':>9}{'accuracy per byte':>19}{'accuracy':>10}{'bits/byte':>11}"
-    ]
+    rows = [("task", "examples", "accuracy per byte", "accuracy", "bits/byte")]
     for task, values in zip(tasks, found, strict=True):
         measured = measures(task, values)
-        cells = [
+        by_byte, accuracy = (
             f"{measured[name]:.1%}" if name in measured else ""
             for name in ("accuracy_per_byte", "accuracy")
-        ]
-        lines.append(
-            f"{task.task.name:<24}{len(task.examples):>9}{cells[0]:>19}{cells[1]:>10}"
-            f"{measured['bits_per_byte']:>11.4f}"
         )
-    return "\n".join(lines)
+        bits = f"{measured['bits_per_byte']:.4f}"
+        rows.append((task.task.name, str(len(task.examples)), by_byte, accuracy, bits))
+    return table(rows)
 
 
 def write_json(path: Path, tasks: list[TaskRows], found: Any) -> None:
@@ -99,39 +90,14 @@ def write_json(path: Path, tasks: list[TaskRows], found: Any) -> None:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(prog="python -m tools.evaluate", description=__doc__)
-    parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="a checkpoint, run folder or exported folder",
-    )
-    parser.add_argument(
-        "--tasks",
-        nargs="+",
-        required=True,
-        metavar="NAME_OR_FILE",
-        help="names of tasks in tasks/, or files in the same format",
-    )
-    parser.add_argument(
-        "--seq-len",
-        type=int,
-        metavar="N",
-        help="the most tokens of a row (default: the model's sequence length)",
-    )
-    parser.add_argument(
-        "--tokens-at-once",
-        type=int,
-        default=4096,
-        metavar="N",
-        help="tokens computed together (default %(default)s)",
-    )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="computation dtype (default float32)"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write all log-likelihoods, in nats"
-    )
+    parser.required("--checkpoint", Path, "DIR", "a checkpoint, run folder or exported folder")
+    tasks = "names of tasks in tasks/, or files in the same format"
+    parser.required("--tasks", str, "NAME_OR_FILE", tasks, nargs="+")
+    length = "the most tokens of a row (default: the model's sequence length)"
+    parser.option("--seq-len", int, "N", length)
+    parser.option("--tokens-at-once", 4096, "N", "tokens computed together")
+    parser.option("--dtype", "float32", None, "computation dtype", choices=DTYPES)
+    parser.option("--json", Path, "FILE", "also write all log-likelihoods, in nats")
     return parser.parse_args(arguments)
 
 
@@ -143,8 +109,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             if options.json is not None:
                 write_json(options.json, tasks, found)
-            print(table(tasks, found))
-            sys.stdout.flush()
+            print(describe(tasks, found), flush=True)
     except UserError as error:
         refuse(error)
     dist.destroy_process_group()

@@ -11,7 +11,6 @@ tensors are in memory at a time. The exit status is 2 if the export is refused.
 
 import json
 import math
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from data.tokenizer import GENERATION, JSON, MODEL, Tokenizer
 from errors import UserError
 from runtime.checkpoints.manifest import Damaged
 from runtime.checkpoints.trainer_state import verify_checkpoint
-from tools.command import CommandParser, run_command
+from tools.command import CommandParser, at_least, reports_errors, run_command
 from tools.huggingface.agreement import IDS, generation_config
 from tools.huggingface.checkpoint_reader import CheckpointReader, newest
 from tools.huggingface.config import CONFIG, Parameter, config_json, option_named, parameters
@@ -50,10 +49,7 @@ def export(
     Raises UserError for what the user can fix.
     """
     refuse_existing(out)
-    for key, value in (("--file-bytes", file_bytes), ("--max-length", max_length)):
-        if value is not None and value < 1:
-            why = "it must be at least 1"
-            raise UserError(key, value, why, "leave it out, or give a larger number")
+    at_least(1, file_bytes=file_bytes, max_length=max_length)
     try:
         verify_checkpoint(checkpoint)
     except Damaged as damaged:
@@ -107,50 +103,18 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+@reports_errors
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.export", description=__doc__)
-    parser.add_argument(
-        "--checkpoint",
-        required=True,
-        type=Path,
-        metavar="DIR",
-        help="a checkpoint, or a run folder",
-    )
-    parser.add_argument(
-        "--out",
-        required=True,
-        type=Path,
-        metavar="DIR",
-        help="the folder to write, which must not exist yet",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="dtype of the weights (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--file-bytes",
-        type=int,
-        default=FILE_BYTES,
-        metavar="N",
-        help="the most bytes of tensors in one file (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-length",
-        type=int,
-        metavar="N",
-        help="max_position_embeddings (default: the sequence length of its training)",
-    )
+    parser.required("--checkpoint", Path, "DIR", "a checkpoint, or a run folder")
+    parser.required("--out", Path, "DIR", "the folder to write, which must not exist yet")
+    parser.option("--dtype", "float32", None, "of the weights", choices=("float32", "bfloat16"))
+    parser.option("--file-bytes", FILE_BYTES, "N", "the most bytes of tensors in one file")
+    length = "max_position_embeddings (default: the sequence length of its training)"
+    parser.option("--max-length", int, "N", length)
     options = parser.parse_args(arguments)
-    try:
-        checkpoint = newest(options.checkpoint)
-        config = export(
-            checkpoint, options.out, options.dtype, options.file_bytes, options.max_length
-        )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    checkpoint = newest(options.checkpoint)
+    config = export(checkpoint, options.out, options.dtype, options.file_bytes, options.max_length)
     files = sorted(options.out.iterdir())
     size = sum(file.stat().st_size for file in files)
     print(

@@ -14,7 +14,6 @@ import is refused.
 import dataclasses
 import json
 import math
-import sys
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -36,7 +35,7 @@ from runtime.checkpoints.manifest import (
     write_manifest,
 )
 from runtime.checkpoints.trainer_state import FREE_MODEL_KEYS, model_entries
-from tools.command import CommandParser, run_command
+from tools.command import CommandParser, reports_errors, run_command
 from tools.huggingface.agreement import check_tokens, generation_config
 from tools.huggingface.checkpoint_reader import WEIGHTS
 from tools.huggingface.config import CONFIG, HuggingFaceConfig, Parameter, parameters
@@ -147,31 +146,15 @@ def model_yaml(model: ModelConfig, out: Path) -> str:
     )
 
 
+@reports_errors
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.import_hf", description=__doc__)
-    parser.add_argument(
-        "--hf", required=True, type=Path, metavar="DIR", help="the folder in Hugging Face format"
-    )
-    parser.add_argument(
-        "--out",
-        required=True,
-        type=Path,
-        metavar="DIR",
-        help="the checkpoint to write, which must not exist yet",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="PATH",
-        help="the model's tokenizer (default: the one in --hf)",
-    )
+    parser.required("--hf", Path, "DIR", "the folder in Hugging Face format")
+    parser.required("--out", Path, "DIR", "the checkpoint to write, which must not exist yet")
+    parser.option("--tokenizer", Path, "PATH", "the model's tokenizer (default: the one in --hf)")
     options = parser.parse_args(arguments)
     out = options.out
-    try:
-        model = import_hf(options.hf, out, tokenizer_path=options.tokenizer)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    model = import_hf(options.hf, out, tokenizer_path=options.tokenizer)
     size = sum(path.stat().st_size for path in out.iterdir() if path.name != MANIFEST)
     print(
         f"{out}: {num_parameters(model):,} parameters, {size:,} bytes, "

@@ -52,7 +52,7 @@ from errors import UserError
 from runtime.records.status import read_status, record_failure
 from runtime.signals import Signals
 from runtime.start.environment import check_environment
-from tools.command import CommandParser
+from tools.command import CommandParser, add_overrides, reports_errors
 from training.layouts import valid_layout
 from training.load_config import load_config
 
@@ -313,33 +313,26 @@ def finish(ending: Ending, folder: Path) -> int:
     return status
 
 
-def main() -> None:
+@reports_errors
+def main() -> int:
     parser = CommandParser(prog="python -m tools.launch", description=__doc__)
-    parser.add_argument(
-        "--nproc-per-node",
-        type=int,
-        metavar="N",
-        help="number of processes; the layout is then that of the configuration",
-    )
-    parser.add_argument("config", metavar="CONFIG.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    number = "number of processes; the layout is then that of the configuration"
+    parser.option("--nproc-per-node", int, "N", number)
+    parser.option("config", str, "CONFIG.yaml", "what to train")
+    add_overrides(parser)
     options = parser.parse_intermixed_args()
     gpus = count_gpus()
     processes, overrides = options.nproc_per_node, []
-    try:
-        check_environment(is_rank=False)
-        if processes is None:
-            processes, overrides = layout(gpus, options.config, options.overrides)
-        arguments = [options.config, *overrides, *options.overrides]
-        check_processes(processes, gpus)
-        # Before any process is started. There are no spares: nodes do not come and go here.
-        config, processes = valid_layout(load_config(options.config, arguments[1:]), processes)
-    except UserError as error:
-        log(f"error: {error}")
-        sys.exit(2)
+    check_environment(is_rank=False)
+    if processes is None:
+        processes, overrides = layout(gpus, options.config, options.overrides)
+    arguments = [options.config, *overrides, *options.overrides]
+    check_processes(processes, gpus)
+    # Before any process is started. There are no spares: nodes do not come and go here.
+    config, processes = valid_layout(load_config(options.config, arguments[1:]), processes)
     log(" ".join([f"{processes} processes on this machine: train.py", *arguments]), sys.stdout)
-    sys.exit(finish(start_processes(processes, run_rank, arguments), Path(config.run.dir)))
+    return finish(start_processes(processes, run_rank, arguments), Path(config.run.dir))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,14 +17,14 @@ the manifest, and renames the folder at the end; it continues an interrupted fet
 """
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from errors import UserError
+from output import log
 from runtime.checkpoints.manifest import Damaged, check_sizes, fingerprint, read_manifest, verify
 from runtime.checkpoints.names import MANIFEST, NAME
-from tools.command import CommandParser, run_command
+from tools.command import CommandParser, reports_errors, run_command
 
 PARTIAL = f"{MANIFEST}.partial"
 FETCHING = ".fetching"  # suffix of a folder that is being fetched
@@ -151,6 +151,7 @@ def fetch(store: Store, name: str, folder: Path) -> str:
     return f"{len(missing)} files, {manifest.num_bytes / 1e6:,.1f} MB, every sha256 is right"
 
 
+@reports_errors
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.objects", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -164,13 +165,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return run(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except UserError:
+        raise
     except Damaged as error:
-        print(f"error: {error}", file=sys.stderr)
+        log(f"error: {error}")
     except Exception as error:  # of the store: no network, no such bucket, no permission
-        print(f"error: {options.url}: {type(error).__name__}: {error}", file=sys.stderr)
+        log(f"error: {options.url}: {type(error).__name__}: {error}")
     return 1
 
 

@@ -7,95 +7,58 @@ token shards in DIR as `data.path`. data/prepare.py describes the folder's conte
 """
 
 import os
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from data.files import Report
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
-from errors import UserError
-from tools.command import CommandParser, run_command
+from tools.command import CommandParser, duration, reports_errors, run_command
 
 
 def add_source_options(parser: CommandParser) -> None:
     """The options of a command that reads documents."""
-    parser.add_argument(
-        "--source",
-        required=True,
-        nargs="+",
-        action="extend",
-        help="where the text comes from: one or several",
-    )
-    parser.add_argument(
-        "--text-field",
-        metavar="NAME",
-        help="the column that holds the text (default: text, or the only text column)",
-    )
-    parser.add_argument(
-        "--split",
-        default="train",
-        help="the split of a folder of tables or a Hugging Face data set (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--skip",
-        nargs="+",
-        action="extend",
-        choices=["missing", "damaged"],
-        default=[],
-        help="count and leave out, instead of refusing: rows without the column of the text "
-        "(missing); damaged rows, and files from the damage on (damaged)",
-    )
+    several: dict[str, Any] = {"nargs": "+", "action": "extend"}
+    parser.required("--source", str, "SOURCE", "where the text comes from", **several)
+    field = "the column that holds the text (default: text, or the only text column)"
+    parser.option("--text-field", str, "NAME", field)
+    split = "the split of a folder of tables or a Hugging Face data set"
+    parser.option("--split", "train", "NAME", split)
+    skipped = "count and leave out, instead of refusing: rows without the column of the text "
+    skipped += "(missing); damaged rows, and files from the damage on (damaged)"
+    kinds = ["missing", "damaged"]
+    parser.option("--skip", str, None, skipped, choices=kinds, default=[], **several)
 
 
+@reports_errors
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.prepare", description=__doc__)
     add_source_options(parser)
-    parser.add_argument(
-        "--tokenizer",
-        required=True,
-        metavar="FILE",
-        help="a SentencePiece model (tools.tokenizer trains one), a tokenizer.json, "
-        "or a folder with either (a checkpoint)",
-    )
-    parser.add_argument(
-        "--out", required=True, type=Path, metavar="DIR", help="the folder to write"
-    )
-    parser.add_argument(
-        "--heldout-fraction",
-        type=float,
-        default=0.05,
-        help="the fraction of documents (if there are few: of the end of each) held out of "
-        "training (default: %(default)s; 0: none)",
-    )
-    parser.add_argument(
-        "--shard-tokens", type=int, default=1 << 27, help="tokens per file (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=os.cpu_count(),
-        help="tokenizing processes (default: one per core, %(default)s)",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace the folder if it exists")
+    tokenizer = "a SentencePiece model (tools.tokenizer trains one), a tokenizer.json, or a folder "
+    tokenizer += "with either (a checkpoint)"
+    parser.required("--tokenizer", str, "FILE", tokenizer)
+    parser.required("--out", Path, "DIR", "the folder to write")
+    heldout = "the fraction of documents (if there are few: of the end of each) held out of "
+    heldout += "training; 0: none"
+    parser.option("--heldout-fraction", 0.05, "X", heldout)
+    parser.option("--shard-tokens", 1 << 27, "N", "tokens per file")
+    parser.option("--workers", os.cpu_count() or 1, "N", "tokenizing processes")
+    parser.option("--overwrite", bool, None, "replace the folder if it exists")
     options = parser.parse_args(arguments)
     started, report = time.monotonic(), Report(options.skip, announce=True)
-    try:
-        index = prepare(
-            options.source,
-            Tokenizer.load(options.tokenizer, "--tokenizer", check_beside=True),
-            options.out,
-            text_field=options.text_field,
-            split=options.split,
-            heldout_fraction=options.heldout_fraction,
-            shard_tokens=options.shard_tokens,
-            workers=options.workers,
-            overwrite=options.overwrite,
-            report=report,
-        )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    index = prepare(
+        options.source,
+        Tokenizer.load(options.tokenizer, "--tokenizer", check_beside=True),
+        options.out,
+        text_field=options.text_field,
+        split=options.split,
+        heldout_fraction=options.heldout_fraction,
+        shard_tokens=options.shard_tokens,
+        workers=options.workers,
+        overwrite=options.overwrite,
+        report=report,
+    )
     seconds = time.monotonic() - started
     for name, split in index["splits"].items():
         print(
@@ -120,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     tokens = sum(split["tokens"] for split in index["splits"].values())
     print(
-        f"{options.out} is complete: {tokens / seconds:,.0f} tokens/s in {seconds:.1f} s with "
+        f"{options.out} is complete: {tokens / seconds:,.0f} tokens/s in {duration(seconds)} with "
         f"{options.workers} workers"
     )
     if index["splits"]["heldout"]["tokens"] == 0:

@@ -6,12 +6,11 @@ how much of it is exposed, idle time, and the operators or kernels that took the
 only the trace.
 """
 
-import sys
 from pathlib import Path
 
 from errors import UserError
 from runtime.profiling.profile_summary import REMEDY, describe, read_trace, summarise
-from tools.command import CommandParser, run_command
+from tools.command import CommandParser, reports_errors, run_command
 
 
 def traces_of(run: Path) -> list[Path]:
@@ -24,17 +23,12 @@ def traces_of(run: Path) -> list[Path]:
     return found
 
 
+@reports_errors
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.profile", description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or a trace file")
-    options = parser.parse_args(arguments)
-    try:
-        tables = [
-            describe(summarise(read_trace(path), str(path))) for path in traces_of(options.run)
-        ]
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    parser.option("run", Path, "RUN", "a run folder, or a trace file")
+    traces = traces_of(parser.parse_args(arguments).run)
+    tables = [describe(summarise(read_trace(path), str(path))) for path in traces]
     print("\n\n".join(tables))
     return 0
 

@@ -108,7 +108,7 @@ def comments(cls: Any) -> dict[str, str]:
 
 def main() -> None:
     parser = CommandParser(description="Write the JSON schema of configuration files.")
-    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    parser.required("--out", Path, "FILE", "the file to write")
     parser.parse_args().out.write_text(text(), encoding="utf-8")
 
 

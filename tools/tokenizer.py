@@ -10,7 +10,6 @@ on about --max-characters from the start of the source; so the source should be 
 
 import argparse
 import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from data.heldout import Splitter
 from data.sources import documents
 from data.tokenizer import Tokenizer
 from errors import UserError
-from tools.command import CommandParser, run_command
+from tools.command import CommandParser, reports_errors, run_command
 from tools.prepare import add_source_options
 
 
@@ -58,53 +57,29 @@ def check(options: argparse.Namespace) -> None:
             raise UserError("--out", str(options.out), why, remedy) from None
 
 
+@reports_errors
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.tokenizer", description=__doc__)
     add_source_options(parser)
-    parser.add_argument(
-        "--vocab-size", required=True, type=int, help="the number of tokens, bytes included"
-    )
-    parser.add_argument(
-        "--out", required=True, type=Path, metavar="FILE", help="the model to write"
-    )
-    parser.add_argument(
-        "--heldout-fraction",
-        type=float,
-        default=0.05,
-        help="the value that tools.prepare will get (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-characters",
-        type=int,
-        default=100_000_000,
-        help="characters to train on, held in memory (default: %(default)s)",
-    )
+    parser.required("--vocab-size", int, "N", "the number of tokens, bytes included")
+    parser.required("--out", Path, "FILE", "the model to write")
+    parser.option("--heldout-fraction", 0.05, "X", "the value that tools.prepare will get")
+    parser.option("--max-characters", 100_000_000, "N", "to train on, held in memory")
     options = parser.parse_args(arguments)
-    partial, report = (
-        options.out.parent / f"{options.out.name}.partial",
-        Report(options.skip, announce=True),
-    )
+    partial = options.out.parent / f"{options.out.name}.partial"
+    report = Report(options.skip, announce=True)
+    check(options)
+    tokenizer = Tokenizer.train(texts(options, report), options.vocab_size)
     try:
-        check(options)
-        tokenizer = Tokenizer.train(texts(options, report), options.vocab_size)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(tokenizer.model)
         partial.replace(options.out)
-    except OSError as error:  # an error of writing: errors of reading the source are UserErrors
-        print(
-            f"error: --out = {str(options.out)!r}: cannot be written ({error.strerror})",
-            file=sys.stderr,
-        )
-        print(
-            "  remedy: free some space, or give a file where you have permission to write",
-            file=sys.stderr,
-        )
+    except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        return 2
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        why = f"cannot be written ({error.strerror})"
+        remedy = "free some space, or give a file where you have permission to write"
+        raise UserError("--out", str(options.out), why, remedy) from None
     if report.lines():
         print("\n".join(report.lines()))
     print(f"{options.out}: {tokenizer.vocab_size} tokens, sha256 {tokenizer.sha256}")

@@ -6,30 +6,20 @@ folder, or a run folder, all of whose checkpoints are verified. Nothing is unpic
 are loaded. The exit status is 1 if any checkpoint is damaged.
 """
 
-import sys
 from pathlib import Path
 
-from errors import UserError
 from runtime.checkpoints.manifest import Damaged
 from runtime.checkpoints.run_folder import checkpoints_of
 from runtime.checkpoints.trainer_state import verify_checkpoint
-from tools.command import CommandParser, run_command
+from tools.command import CommandParser, reports_errors, run_command
 
 
+@reports_errors
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.verify", description=__doc__)
-    parser.add_argument(
-        "checkpoint",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="runs/laptop, or runs/laptop/checkpoints/step-…",
-    )
-    options = parser.parse_args(arguments)
-    try:
-        checkpoints = checkpoints_of(options.checkpoint, "CHECKPOINT")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    what = "runs/laptop, or runs/laptop/checkpoints/step-…"
+    parser.option("checkpoint", Path, "CHECKPOINT", what)
+    checkpoints = checkpoints_of(parser.parse_args(arguments).checkpoint, "CHECKPOINT")
     damaged = 0
     for path in checkpoints:
         try:

@@ -22,12 +22,12 @@ shared memory in bytes per program.
 
 import json
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from errors import UserError
-from tools.command import CommandParser, run_command
+from tools.command import CommandParser, reports_errors, run_command
 from tools.compile_kernels.targets import TARGETS
 
 
@@ -43,60 +43,36 @@ def check_triton() -> None:
         raise UserError("triton", None, why, "pip install triton (Linux only)") from None
 
 
+@reports_errors
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.compile_kernels", description=__doc__)
-    parser.add_argument(
-        "--target", nargs="+", choices=TARGETS, default=[*TARGETS], help="GPUs (default: all)"
-    )
-    parser.add_argument(
-        "--only", metavar="TEXT", default="", help="only specimens whose name contains TEXT"
-    )
-    parser.add_argument(
-        "--specimens",
-        type=Path,
-        metavar="FILE",
-        help="use FILE instead of tools/compile_kernels/specimens.py",
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the table, with each fault in full"
-    )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=os.cpu_count(),
-        metavar="N",
-        help="number of parallel processes (default: one per core)",
-    )
+    targets: dict[str, Any] = {"nargs": "+", "choices": TARGETS, "default": [*TARGETS]}
+    parser.option("--target", str, None, "GPUs (default: all)", **targets)
+    parser.option("--only", str, "TEXT", "only specimens whose name contains it", default="")
+    own = "use FILE instead of tools/compile_kernels/specimens.py"
+    parser.option("--specimens", Path, "FILE", own)
+    parser.option("--json", Path, "FILE", "write the table, with each fault in full")
+    parser.option("--processes", os.cpu_count() or 1, "N", "number of parallel processes")
     options = parser.parse_args(arguments)
-    try:
-        check_triton()  # imports Triton before any kernel, so that kernels are compiled ones
-        import torch
+    check_triton()  # imports Triton before any kernel, so that kernels are compiled ones
+    import torch
 
-        from tools.compile_kernels import compiler, specimens
+    from tools.compile_kernels import compiler, specimens
 
-        given = specimens.SPECIMENS
-        if options.specimens is not None:
-            given = compiler.specimens_in(options.specimens)
-        chosen = [specimen for specimen in given if options.only in specimen.name]
-        if not chosen:
-            remedy = f"give a part of one of these names: {', '.join(s.name for s in given)}"
-            raise UserError("--only", options.only, "no specimen's name contains it", remedy)
-        torch.set_num_threads(1)  # processes are forked: there must be no threads
-        reports = compiler.compile_all(
-            [launch for name in options.target for launch in compiler.launches_of(chosen, name)],
-            options.processes,
-        )
-        if options.json is not None:
-            text = json.dumps([asdict(report) for report in reports], indent=1)
-            options.json.write_text(text + "\n", encoding="utf-8")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(
-        f"compiled by Triton {compiler.triton.__version__}",
-        compiler.table(reports),
-        sep="\n\n",
-    )
+    given = specimens.SPECIMENS
+    if options.specimens is not None:
+        given = compiler.specimens_in(options.specimens)
+    chosen = [specimen for specimen in given if options.only in specimen.name]
+    if not chosen:
+        remedy = f"give a part of one of these names: {', '.join(s.name for s in given)}"
+        raise UserError("--only", options.only, "no specimen's name contains it", remedy)
+    torch.set_num_threads(1)  # processes are forked: there must be no threads
+    launches = [one for name in options.target for one in compiler.launches_of(chosen, name)]
+    reports = compiler.compile_all(launches, options.processes)
+    if options.json is not None:
+        text = json.dumps([asdict(report) for report in reports], indent=1)
+        options.json.write_text(text + "\n", encoding="utf-8")
+    print(f"compiled by Triton {compiler.triton.__version__}\n\n{compiler.describe(reports)}")
     failed = [report for report in reports if report.faults]
     for report in failed:
         where = f"\n{report.kernel} ({report.specimen}) on {report.target}"

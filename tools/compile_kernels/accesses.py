@@ -76,7 +76,7 @@ def accesses(assembly: str) -> list[Access]:
     return found
 
 
-def describe(access: Access, kernel: Path) -> str:
+def lines_of(access: Access, kernel: Path) -> str:
     """The source lines of an access, in the kernel's file or another file of its folder."""
     lines = [
         f"{file}:{row} {linecache.getline(str(kernel.with_name(file)), row).strip()}"

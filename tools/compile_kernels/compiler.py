@@ -27,7 +27,8 @@ from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
 from model.kernels import backend, multi_tensor
-from tools.compile_kernels.accesses import MERGED, accesses, describe, row_accesses
+from tools.command import table
+from tools.compile_kernels.accesses import MERGED, accesses, lines_of, row_accesses
 from tools.compile_kernels.specimens import Specimen
 from tools.compile_kernels.targets import TARGETS
 
@@ -189,7 +190,7 @@ def compile_launch(launch: Launch) -> Report:
     ]
     count = Counter((access.size >= WIDE, access.what) for access in of_tensors)
     file = Path(kernel.__code__.co_filename)
-    narrow = {describe(access, file) for access in of_tensors if access.size < WIDE}
+    narrow = {lines_of(access, file) for access in of_tensors if access.size < WIDE}
 
     faults = []
     if usage.stack or usage.local:
@@ -235,7 +236,8 @@ def _compile_one(index: int) -> Report:
 # --- the table ------------------------------------------------------------------------------------
 
 
-def table(reports: Sequence[Report]) -> str:
+def describe(reports: Sequence[Report]) -> str:
+    """The table that the command's help explains."""
     named = "kernel specimen target threads registers stack local loads stores shared"
     rows = [(*named.split(), "")] + [
         (
@@ -246,19 +248,7 @@ def table(reports: Sequence[Report]) -> str:
         )
         for r in reports
     ]  # fmt: skip
-    return aligned(rows, left=(0, 1, 2, 10))
-
-
-def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
-    """The rows as lines of text. Columns are aligned to the right, except those in `left`."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i in left else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    return table(rows, left=(0, 1, 2, 10))
 
 
 def specimens_in(path: Path) -> list[Specimen]:

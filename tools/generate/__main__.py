@@ -23,7 +23,7 @@ import torch.distributed as dist
 from errors import UserError
 from runtime.messages import from_rank_0, on_all_ranks, refuse
 from runtime.start.init_distributed import init_distributed
-from tools.command import CommandParser, run_command
+from tools.command import CommandParser, at_least, run_command
 from tools.generate.load_model import load_model
 from tools.generate.loop import continue_texts
 from tools.generate.sampling import Sampling
@@ -32,12 +32,8 @@ from training.precision import DTYPES
 
 def read_options(options: argparse.Namespace) -> tuple[list[str], Sampling]:
     """The prompts, and how to sample. Raises UserError for an invalid option."""
-    if options.max_new_tokens < 0:
-        why = "a number of tokens cannot be negative"
-        raise UserError("--max-new-tokens", options.max_new_tokens, why, "give 0 or more")
-    if options.batch_size < 1:
-        why = "a batch needs at least one prompt"
-        raise UserError("--batch-size", options.batch_size, why, "give 1 or more")
+    at_least(0, max_new_tokens=options.max_new_tokens)
+    at_least(1, batch_size=options.batch_size)
     prompts = list(options.prompt)
     if options.prompts is not None:
         try:
@@ -86,66 +82,20 @@ def run(options: argparse.Namespace, device: str) -> None:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(prog="python -m tools.generate", description=__doc__)
-    parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="a checkpoint, run folder or exported folder",
-    )
-    parser.add_argument(
-        "--prompt",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="the text to continue; may be repeated",
-    )
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="more prompts, one per line")
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        default=16,
-        metavar="N",
-        help="prompts computed together (default 16)",
-    )
-    parser.add_argument(
-        "--max-new-tokens",
-        type=int,
-        default=128,
-        metavar="N",
-        help="the most tokens to generate for each prompt (default 128)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="T",
-        help="0: always the most likely token (default 0.8)",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        default=0,
-        metavar="K",
-        help="sample from the K most likely tokens (default: all)",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="sample from the fewest tokens with total probability P (default 1)",
-    )
-    parser.add_argument(
-        "--bos",
-        action=argparse.BooleanOptionalAction,
-        help="whether to begin with the token that begins a document (default: "
-        "as in the tokenizer's configuration)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="computation dtype (default float32)"
-    )
+    add, repeated = parser.option, {"action": "append", "default": []}
+    parser.required("--checkpoint", Path, "DIR", "a checkpoint, run folder or exported folder")
+    add("--prompt", str, "TEXT", "the text to continue; may be repeated", **repeated)
+    add("--prompts", Path, "FILE", "more prompts, one per line")
+    add("--batch-size", 16, "N", "prompts computed together")
+    add("--max-new-tokens", 128, "N", "the most tokens to generate for each prompt")
+    add("--temperature", 0.8, "T", "0: always the most likely token")
+    add("--top-k", 0, "K", "sample from the K most likely tokens; 0: from all")
+    add("--top-p", 1.0, "P", "sample from the fewest tokens with total probability P")
+    bos = "whether to begin with the token that begins a document (default: as in the "
+    bos += "tokenizer's configuration)"
+    parser.add_argument("--bos", action=argparse.BooleanOptionalAction, help=bos)
+    add("--seed", 0, "N", "seed of the sampling")
+    add("--dtype", "float32", None, "computation dtype", choices=DTYPES)
     return parser.parse_args(arguments)
 
 

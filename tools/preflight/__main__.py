@@ -41,10 +41,10 @@ from runtime.messages import log
 from runtime.start.attention import describe_attention
 from runtime.start.environment import LARGEST, check_environment, check_number
 from runtime.start.preconditions import check_writable, open_stages
-from tools.command import CommandParser, run_command
+from tools.command import CommandParser, add_overrides, run_command
 from tools.preflight.links import Links
 from tools.preflight.node import look_at_node
-from tools.preflight.verdict import SKEW_SECONDS, Report, choose, odd_ones, slow_ones, table
+from tools.preflight.verdict import SKEW_SECONDS, Report, choose, describe, odd_ones, slow_ones
 from training.config import Config
 from training.layouts import layout_sizes, valid_layout
 from training.load_config import load_config
@@ -122,7 +122,7 @@ def judge(
     chosen = choose(names, failed, set(excluded), set(slow), needed)
 
     log(f"preflight of {meeting.num_nodes} nodes, {time.monotonic() - started:.0f} s")
-    log(table(reports))
+    log(describe(reports))
     log(f"  {attention}")
     for node in sorted(failed):
         log(f"  FAILED   {names[node]}: {'; '.join(problems[node])}")
@@ -173,32 +173,18 @@ def read_config(options: argparse.Namespace, num_nodes: int) -> Config:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.preflight", description=__doc__)
-    parser.add_argument(
-        "--meet", required=True, metavar="HOST:PORT", help="a free port of the first node"
-    )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--ranks-per-node", type=int, required=True)
-    parser.add_argument("--spare-nodes", type=int, default=0)
-    parser.add_argument(
-        "--min-nodes",
-        type=int,
-        default=0,
-        help="after a node has died, torchrun goes on with this many; 0: it does not",
-    )
-    parser.add_argument(
-        "--node-names",
-        default="",
-        metavar="A,B,…",
-        help="names of all nodes, for those that send no report",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=55,
-        help="time limit in seconds after the import of torch; reports are due after half of it",
-    )
-    parser.add_argument("config", metavar="CONFIG.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.required("--meet", str, "HOST:PORT", "a free port of the first node")
+    parser.option("--device", "cuda", None, "what to train on", choices=["cuda", "cpu"])
+    parser.required("--ranks-per-node", int, "N", "the processes that train on each node")
+    parser.option("--spare-nodes", 0, "N", "nodes to leave out")
+    fewer = "after a node has died, torchrun goes on with this many; 0: it does not"
+    parser.option("--min-nodes", 0, "N", fewer)
+    names = "names of all nodes, for those that send no report"
+    parser.option("--node-names", str, "A,B,…", names, default="")
+    limit = "time limit after the import of torch; reports are due after half of it"
+    parser.option("--seconds", 55.0, "S", limit)
+    parser.option("config", str, "CONFIG.yaml", "what to train")
+    add_overrides(parser)
     options = parser.parse_args(arguments)
     started = time.monotonic()
     deadline = started + options.seconds

@@ -5,6 +5,8 @@ import statistics
 from collections import Counter
 from typing import Any
 
+from tools.command import table
+
 SLOW = 0.75  # a link below this fraction of the median is slow
 SKEW_SECONDS = 2.0  # with a larger skew, logs of different nodes cannot be compared
 
@@ -54,18 +56,14 @@ def choose(
     return sorted(fit[:needed]) if len(fit) >= needed else []
 
 
-def table(reports: dict[int, Report]) -> str:
-    lines = [
-        f"  {'node':<16}{'GPUs':<44}"
-        f"{'within GB/s':>12}{'across GB/s':>12}{'run GB free':>12}{'clock':>10}"
-    ]
+def describe(reports: dict[int, Report]) -> str:
+    """A line for each node."""
+    rows = [("  node", "GPUs", "within GB/s", "across GB/s", "run GB free", "clock")]
     for report in reports.values():
         within, across = (
             f"{report[key] / 1e9:.2f}" if report.get(key) else "–" for key in ("within", "across")
         )
         skew = f"{report['skew']:+.2f} s" if "clock" in report else "–"
-        lines.append(
-            f"  {report['name']:<16}{report['gpus']:<44}"
-            f"{within:>12}{across:>12}{report['free_bytes'] / 1e9:>12,.0f}{skew:>10}"
-        )
-    return "\n".join(lines)
+        free = f"{report['free_bytes'] / 1e9:,.0f}"
+        rows.append((f"  {report['name']}", report["gpus"], within, across, free, skew))
+    return table(rows, left=(0, 1))
