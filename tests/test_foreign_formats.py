@@ -13,7 +13,7 @@ from errors import UserError
 from tests.data_samples import tokenizer
 from tests.huggingface_models import make_model, save
 from tools import import_hf
-from tools.huggingface.foreign import refuse_foreign
+from tools.huggingface.config import refuse_foreign
 
 TEKKEN = json.dumps(
     {"config": {"pattern": ".", "version": "v3"}, "vocab": [{"rank": 0, "token_bytes": "AA=="}]}

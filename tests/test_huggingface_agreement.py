@@ -18,6 +18,7 @@ from tests.data_samples import MANY, tokenizer
 from tests.huggingface_models import SCALED, SMALL, change
 from tools import export
 from tools.generate.load_model import load_model
+from tools.huggingface import checkpoint_reader
 from tools.huggingface.agreement import GENERATION, ends, generation_config
 from tools.huggingface.config import HuggingFaceConfig, parameters
 from tools.huggingface.tokenizer import huggingface_files
@@ -169,7 +170,7 @@ def test_a_checkpoint_s_own_files_are_not_compared(
     """It has no other ones. What cannot be read is refused by the option that names it."""
     imported = tmp_path / "imported"
     import_hf(chat, imported)
-    monkeypatch.setattr(export, "verify_checkpoint", lambda folder: None)
+    monkeypatch.setattr(checkpoint_reader, "verify_checkpoint", lambda folder: None)
     change(imported, "special_tokens_map.json", eos_token="<|im_end|>")
     export.export(imported, tmp_path / "out")
     broken = (imported / GENERATION).read_text().replace("{", "x", 1)  # of the same size

@@ -31,25 +31,17 @@ from torch import Tensor
 
 from data.tokenizer import tokenizer_files
 from errors import UserError
-from runtime.checkpoints.manifest import (
-    MANIFEST,
-    Damaged,
-    Manifest,
-    fingerprint,
-    write_durably,
-    write_manifest,
-)
+from runtime.checkpoints.manifest import MANIFEST
 from runtime.checkpoints.run_folder import checkpoints_of
-from runtime.checkpoints.trainer_state import verify_checkpoint
 from tools.command import CommandParser, at_least, reports_errors, run_command
 from tools.huggingface.checkpoint_reader import WEIGHTS, CheckpointReader
-from tools.huggingface.new_folder import new_folder, refuse_existing
-from tools.huggingface.tensor_files import DTYPES, Piece, whole_places, write_files
+from tools.huggingface.new_folder import refuse_existing, write_weights
+from tools.huggingface.tensor_files import DTYPES, Piece
 
 FILE_BYTES = 1_000_000_000
 NUMBERS_AT_ONCE = 1 << 22  # of each checkpoint, in float64
 KINDS = ("uniform", "exponential")
-OF_THE_RUN = ("seq_len", "seed")  # of trainer.json; that of the newest is kept
+OF_THE_RUN = ("seq_len", "seed", "model")  # of trainer.json; that of the newest is kept
 
 
 def find(named: Sequence[Path], last: int | None) -> list[CheckpointReader]:
@@ -66,14 +58,8 @@ def find(named: Sequence[Path], last: int | None) -> list[CheckpointReader]:
     if len(folders) < 2:
         why = "there is only this one"
         raise UserError("RUN_OR_CHECKPOINT", str(folders[0]), why, "name two or more checkpoints")
-    for folder in folders:
-        try:
-            verify_checkpoint(folder)
-        except Damaged as damaged:
-            why = f"is not a valid checkpoint: {damaged}"
-            remedy = "leave it out, or give another step-… folder"
-            raise UserError("RUN_OR_CHECKPOINT", str(folder), why, remedy) from None
-    readers = sorted(map(CheckpointReader, folders), key=lambda reader: reader.trainer.step)
+    readers = [CheckpointReader(each, "RUN_OR_CHECKPOINT", verified=True) for each in folders]
+    readers.sort(key=lambda reader: reader.trainer.step)
     for reader in readers[1:]:
         check_alike(readers[0], reader)
     return readers
@@ -121,7 +107,8 @@ def average(readers: Sequence[CheckpointReader], shares: Sequence[float], name: 
     height = max(1, NUMBERS_AT_ONCE // math.prod(shape[1:]))
     for start in range(0, shape[0], height):
         rows = range(start, min(start + height, shape[0]))
-        first, *others = (reader.rows(name, rows).double() for reader in readers)
+        region = [rows, *map(range, shape[1:])]
+        first, *others = (reader.region(name, region).double() for reader in readers)
         change = torch.zeros_like(first)
         for other, share in zip(others, shares[1:], strict=True):
             change.add_(other - first, alpha=share)
@@ -144,22 +131,14 @@ def write(
     for name, (dtype, shape) in tensors.items():
         load = partial(average, readers, shares, name.removeprefix(WEIGHTS))
         pieces.append(Piece(name, math.prod(shape) * DTYPES[dtype].itemsize, load))
-    # Only its weights can be loaded: it has no state of an optimizer.
     trainer = {
-        **{"step": 0, "updates": 0, "tokens": 0, "recent_losses": [], "bad_in_a_row": 0},
         **{key: getattr(newest.trainer, key) for key in OF_THE_RUN},
-        "model": newest.trainer.model,
         "data": {"checksum": "averaged", "next_sample": 0, "skipped": []},
     }
-    with new_folder(out) as folder:
-        task = f"averaging {len(readers)} checkpoints"
-        write_files(folder, pieces, file_bytes, whole_places, task)
-        for name, path in tokenizer_files(newest.folder).items():
-            (folder / name).write_bytes(path.read_bytes())
-        write_durably(folder / "trainer.json", json.dumps(trainer, indent=1))
-        write_durably(folder / "average.json", json.dumps(about, indent=1))
-        files = {path.name: fingerprint(path) for path in folder.iterdir()}
-        write_manifest(folder, Manifest(files, tensors))
+    files = {name: path.read_bytes() for name, path in tokenizer_files(newest.folder).items()}
+    files["average.json"] = json.dumps(about, indent=1).encode()
+    task = f"averaging {len(readers)} checkpoints"
+    write_weights(out, pieces, tensors, files, trainer, file_bytes, task)
 
 
 @reports_errors

@@ -18,15 +18,12 @@ from typing import Any
 import torch
 
 from data.tokenizer import GENERATION, JSON, MODEL, Tokenizer
-from errors import UserError
-from runtime.checkpoints.manifest import Damaged
-from runtime.checkpoints.trainer_state import verify_checkpoint
 from tools.command import CommandParser, at_least, reports_errors, run_command
 from tools.huggingface.agreement import IDS, generation_config
 from tools.huggingface.checkpoint_reader import CheckpointReader, newest
 from tools.huggingface.config import CONFIG, Parameter, config_json, option_named, parameters
 from tools.huggingface.new_folder import new_folder, refuse_existing
-from tools.huggingface.tensor_files import FILE_BYTES, SINGLE, Piece, write_files, write_index
+from tools.huggingface.tensor_files import FILE_BYTES, INDEX, Piece, write_files
 from tools.huggingface.tokenizer import huggingface_files
 from training.precision import DTYPES
 
@@ -50,18 +47,10 @@ def export(
     """
     refuse_existing(out)
     at_least(1, file_bytes=file_bytes, max_length=max_length)
-    try:
-        verify_checkpoint(checkpoint)
-    except Damaged as damaged:
-        why = f"is not a valid checkpoint: {damaged}"
-        remedy = "give another step-… folder"
-        raise UserError("--checkpoint", str(checkpoint), why, remedy) from None
-    reader = CheckpointReader(checkpoint)
+    reader = CheckpointReader(checkpoint, verified=True)
     tokenizer = Tokenizer.load(checkpoint)
     wanted = parameters(reader.model)
-    if {p.ours: p.our_shape for p in wanted} != reader.weights():
-        why = "its tensors do not match the model in its trainer.json"
-        raise UserError("--checkpoint", str(checkpoint), why, "give another step-… folder")
+    reader.require({p.ours: p.our_shape for p in wanted})
     max_length = max_length or reader.trainer.seq_len
     with option_named():
         generation = generation_config(checkpoint, tokenizer, reader.model.vocab_size)
@@ -74,11 +63,11 @@ def export(
         for p in wanted
     ]
     with new_folder(out) as folder:
-        file_of = write_files(
-            folder, pieces, file_bytes, lambda tensors: {"format": "pt"}, f"exporting {out.name}"
-        )
-        if set(file_of.values()) != {SINGLE}:
-            write_index(folder, file_of, sum(piece.num_bytes for piece in pieces))
+        task = f"exporting {out.name}"
+        plan = write_files(folder, pieces, file_bytes, lambda tensors: {"format": "pt"}, task)
+        if plan.is_sharded:
+            index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+            _write(folder / INDEX, index)
         for name, content in huggingface_files(tokenizer, max_length).items():
             (folder / name).write_bytes(content)
         _write(folder / CONFIG, config)

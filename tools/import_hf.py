@@ -27,28 +27,25 @@ from data.tokenizer import GENERATION, Tokenizer
 from errors import UserError
 from model.config import ModelConfig
 from model.transformer import num_parameters
-from runtime.checkpoints.manifest import (
-    MANIFEST,
-    Manifest,
-    fingerprint,
-    write_durably,
-    write_manifest,
-)
+from runtime.checkpoints.manifest import MANIFEST
 from runtime.checkpoints.trainer_state import FREE_MODEL_KEYS, model_entries
 from tools.command import CommandParser, reports_errors, run_command
 from tools.huggingface.agreement import check_tokens, generation_config
 from tools.huggingface.checkpoint_reader import WEIGHTS
-from tools.huggingface.config import CONFIG, HuggingFaceConfig, Parameter, parameters
-from tools.huggingface.foreign import refuse_foreign
-from tools.huggingface.new_folder import new_folder, refuse_existing
+from tools.huggingface.config import (
+    CONFIG,
+    HuggingFaceConfig,
+    Parameter,
+    parameters,
+    refuse_foreign,
+)
+from tools.huggingface.new_folder import refuse_existing, write_weights
 from tools.huggingface.tensor_files import (
     DTYPES,
     FILE_BYTES,
     FolderTensors,
     Piece,
     check_tensors,
-    whole_places,
-    write_files,
 )
 
 # written to model.yaml even if they have their default values
@@ -75,8 +72,6 @@ def import_hf(
         raise UserError(f"{hf / CONFIG}: vocab_size", config.model.vocab_size, why, remedy)
     check_tokens(tokenizer, tokenizer_path or hf)
     generation = generation_config(hf, tokenizer, config.model.vocab_size)
-    files = tokenizer.files | {GENERATION: json.dumps(generation, indent=2).encode()}
-
     held, pieces = {}, []
     for ours, parts in groupby(parameters(config.model), lambda p: p.ours):
         first, *others = parts
@@ -84,14 +79,18 @@ def import_hf(
         held[WEIGHTS + ours] = dtype, first.our_shape
         size = math.prod(first.our_shape) * DTYPES[dtype].itemsize
         pieces.append(Piece(WEIGHTS + ours, size, partial(_load, tensors, [first, *others])))
-    with new_folder(out) as folder:
-        write_files(folder, pieces, file_bytes, whole_places, f"importing {out.name}")
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
-        write_durably(folder / "trainer.json", json.dumps(trainer(config), indent=1))
-        write_durably(folder / "model.yaml", model_yaml(config.model, out))
-        fingerprints = {path.name: fingerprint(path) for path in folder.iterdir()}
-        write_manifest(folder, Manifest(fingerprints, held))
+    files = {
+        **tokenizer.files,
+        GENERATION: json.dumps(generation, indent=2).encode(),
+        "model.yaml": model_yaml(config.model, out).encode(),
+    }
+    trainer = {
+        "seed": 0,
+        "seq_len": config.max_length,
+        "model": model_entries(config.model),
+        "data": {"checksum": "imported", "next_sample": 0, "skipped": []},
+    }
+    write_weights(out, pieces, held, files, trainer, file_bytes, f"importing {out.name}")
     return config.model
 
 
@@ -111,21 +110,6 @@ def load_tokenizer(hf: Path, named: Path | None) -> Tokenizer:
         remedy += "--tokenizer PATH"
         remedy = error.remedy if named else remedy
         raise UserError("--tokenizer", named and str(named), why, remedy) from error
-
-
-def trainer(config: HuggingFaceConfig) -> dict[str, Any]:
-    """The trainer.json of a model not trained by Lattice: only its weights can be loaded."""
-    return {
-        "step": 0,
-        "updates": 0,
-        "tokens": 0,
-        "seed": 0,
-        "seq_len": config.max_length,
-        "recent_losses": [],
-        "bad_in_a_row": 0,
-        "model": model_entries(config.model),
-        "data": {"checksum": "imported", "next_sample": 0, "skipped": []},
-    }
 
 
 def said(model: ModelConfig) -> dict[str, Any]:

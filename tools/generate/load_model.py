@@ -35,8 +35,13 @@ from runtime.checkpoints.trainer_state import read_trainer
 from runtime.messages import from_rank_0, on_all_ranks
 from tools.huggingface.agreement import ends, generation_config
 from tools.huggingface.checkpoint_reader import newest
-from tools.huggingface.config import CONFIG, HuggingFaceConfig, option_named, parameters
-from tools.huggingface.foreign import refuse_foreign
+from tools.huggingface.config import (
+    CONFIG,
+    HuggingFaceConfig,
+    option_named,
+    parameters,
+    refuse_foreign,
+)
 from tools.huggingface.tensor_files import FolderTensors, check_tensors
 
 

@@ -9,6 +9,7 @@ one by itself, so the memory needed is that of the largest tensor, not that of t
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from runtime.checkpoints.manifest import (
 )
 from runtime.checkpoints.run_folder import checkpoints_of
 from runtime.checkpoints.tiling import random_point, value_at
-from runtime.checkpoints.trainer_state import TrainerState, read_trainer
+from runtime.checkpoints.trainer_state import TrainerState, read_trainer, verify_checkpoint
 from tools.huggingface.tensor_files import DTYPES, file_opener
 
 WEIGHTS = "model."  # the prefix of weights; optimizer state has the prefix "optimizer."
@@ -40,33 +41,32 @@ def newest(folder: Path) -> Path:
 class CheckpointReader:
     """The weights of one checkpoint.
 
-    Opening reads only the manifest and the headers of the files, and does not verify checksums
-    (runtime/checkpoints/manifest.py does). Raises UserError with the key --checkpoint if the folder
-    is not a checkpoint, or if its files do not contain every tensor element exactly once.
+    Opening reads only the manifest and the headers of the files; with `verified` it reads every
+    file and compares its checksum first. Raises UserError with this key if the folder is not a
+    checkpoint, or if its files do not contain every tensor element exactly once.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, key: str = "--checkpoint", verified: bool = False) -> None:
         self.folder, self._open = folder, file_opener()
-        # this also compares the files' sizes with the manifest
-        self.trainer: TrainerState = read_trainer(folder, "--checkpoint")
-        self.model: ModelConfig = self.trainer.model_config_saved
         # tensor → its pieces: (file, offsets of the piece in the global tensor)
         self._pieces: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
         covered: Counter[str] = Counter()
         point = random_point()
         try:
+            if verified:
+                verify_checkpoint(folder)
+            # this also compares the files' sizes with the manifest
+            self.trainer: TrainerState = read_trainer(folder, key)
+            self.model: ModelConfig = self.trainer.model_config_saved
             self.manifest: Manifest = read_manifest(folder)
-            for file in self.manifest.files:
-                for piece in (
-                    read_pieces(folder / file, self.manifest) if file.endswith(TENSORS) else []
-                ):
+            for file in filter(lambda name: name.endswith(TENSORS), self.manifest.files):
+                for piece in read_pieces(folder / file, self.manifest):
                     self._pieces[piece.name].append((file, piece.offsets))
                     covered[piece.name] += value_at(point, piece.offsets, piece.sizes)
             check_whole(self.manifest, covered, point)
         except Damaged as damaged:
             why = f"is not a valid checkpoint: {damaged}"
-            remedy = "give another step-… folder"
-            raise UserError("--checkpoint", str(folder), why, remedy) from None
+            raise UserError(key, str(folder), why, "give another step-… folder") from None
 
     def weights(self) -> dict[str, tuple[int, ...]]:
         """Every weight's name (`blocks.0.attention.query.weight`) → its global shape."""
@@ -77,24 +77,38 @@ class CheckpointReader:
             if name.startswith(WEIGHTS)
         }
 
-    def weight(self, name: str, index: int | None = None) -> Tensor:
-        """The global tensor, or of its first dimension only `index`, on the CPU, in the dtype in
-        which it was saved."""
-        _, shape = self.manifest.tensors[WEIGHTS + name]
-        if index is None:
-            return self.rows(name, range(shape[0]))
-        return self.rows(name, range(index, index + 1))[0]
+    def require(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Raises UserError unless these are the weights and their shapes."""
+        if shapes != self.weights():
+            why = "its tensors do not match the model in its trainer.json"
+            remedy = "give another step-… folder"
+            raise UserError("--checkpoint", str(self.folder), why, remedy)
 
-    def rows(self, name: str, rows: range) -> Tensor:
-        """A part of the first dimension of the global tensor, as `weight`."""
-        dtype, shape = self.manifest.tensors[WEIGHTS + name]
-        found = torch.empty((len(rows), *shape[1:]), dtype=DTYPES[dtype])
+    def weight(self, name: str, index: int | None = None) -> Tensor:
+        """The global tensor, or of its first dimension only `index`."""
+        _, (rows, *others) = self.manifest.tensors[WEIGHTS + name]
+        first = range(rows) if index is None else range(index, index + 1)
+        found = self.region(name, [first, *map(range, others)])
+        return found if index is None else found[0]
+
+    def region(self, name: str, region: Sequence[range]) -> Tensor:
+        """A part of the global tensor, on the CPU, in the dtype in which it was saved."""
+        dtype, _ = self.manifest.tensors[WEIGHTS + name]
+        found = torch.empty([len(part) for part in region], dtype=DTYPES[dtype])
         for file, offsets in self._pieces[WEIGHTS + name]:
             piece = self._open(self.folder / file).get_slice(WEIGHTS + name)
-            first, *others = zip(offsets, piece.get_shape(), strict=True)
-            begin, end = max(rows.start, first[0]), min(rows.stop, sum(first))
-            if begin < end:
-                place = [slice(begin - rows.start, end - rows.start)]
-                place += [slice(at, at + n) for at, n in others]
-                found[tuple(place)] = piece[begin - first[0] : end - first[0]]
+            sizes = piece.get_shape()
+            common = [
+                range(max(part.start, at), min(part.stop, at + size))
+                for part, at, size in zip(region, offsets, sizes, strict=True)
+            ]
+            if all(common):  # none is empty
+                in_region = _slices(common, [part.start for part in region])
+                found[in_region] = piece[_slices(common, offsets)]
         return found
+
+
+def _slices(parts: Sequence[range], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(
+        slice(part.start - at, part.stop - at) for part, at in zip(parts, origin, strict=True)
+    )

@@ -11,6 +11,7 @@ Both versions read the older names, so those are written here.
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
@@ -84,6 +85,7 @@ COPY_AGAIN = (
     "copy the folder again: it needs config.json, *.safetensors and, if there are several, "
     "model.safetensors.index.json"
 )
+SAFETENSORS = "give a folder with the same model's config.json and *.safetensors"
 # ours → theirs, in rope_scaling with rope_type llama3 (Llama 3.1 and 3.2)
 ROPE = {
     "rope_scaling_factor": "factor",
@@ -162,6 +164,34 @@ def architecture_of(model: ModelConfig) -> str:
         return "Qwen3ForCausalLM"
     # transformers' Llama refuses such a width, although its computation would be the same
     return "MistralForCausalLM" if model.dim % model.num_heads else "LlamaForCausalLM"
+
+
+def refuse_foreign(folder: Path, key: str) -> None:
+    """Raises UserError with this key if `folder` is not a folder, or has weights only in an
+    unsupported format."""
+    if folder.is_file():
+        with folder.open("rb") as file:
+            is_gguf = file.read(4) == b"GGUF" or folder.suffix == ".gguf"
+        why = "it is a GGUF file, a format that is not supported"
+        why = why if is_gguf else "it is a file, not a folder"
+        raise UserError(key, str(folder), why, SAFETENSORS)
+    if not folder.is_dir():
+        why, remedy = "there is no such folder", "check the path"
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.parent.exists():
+            why += " here, and nothing is downloaded from the Hugging Face hub"
+            remedy = f"download it: `hf download {folder} --local-dir {folder.name}`, and give "
+            remedy += f"{key} {folder.name}"
+        raise UserError(key, str(folder), why, remedy)
+    names = {path.name for path in folder.iterdir()}
+    if CONFIG in names:
+        return
+    if any(name.endswith(".gguf") for name in names):
+        why = "it contains a model in GGUF format, which is not supported"
+        raise UserError(key, str(folder), why, SAFETENSORS)
+    if "params.json" in names and any(name.startswith("consolidated") for name in names):
+        why = "it contains a model in its publisher's own format (params.json, consolidated.*), "
+        why += "which is not supported"
+        raise UserError(key, str(folder), why, SAFETENSORS)
 
 
 class HuggingFaceConfig:

@@ -1,15 +1,19 @@
-"""Creates an output folder completely or not at all."""
+"""Creates a folder completely or not at all: any, or a checkpoint that has only weights."""
 
+import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
 from errors import UserError
+from runtime.checkpoints.manifest import Manifest, fingerprint, write_durably, write_manifest
+from tools.huggingface.tensor_files import Piece, whole_places, write_files
 
 
 def refuse_existing(out: Path) -> None:
@@ -44,3 +48,29 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise UserError("--out", str(out), f"it was not written: {error}", remedy) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_weights(
+    out: Path,
+    pieces: Iterable[Piece],
+    tensors: dict[str, tuple[str, tuple[int, ...]]],
+    others: dict[str, bytes],
+    trainer: dict[str, Any],
+    file_bytes: int,
+    task: str,
+) -> None:
+    """Writes a checkpoint from which only weights can be loaded: it has no state of an optimizer.
+
+    Args:
+        tensors: the dtype and shape of each piece.
+        others: the content of further files, such as the tokenizer's.
+        trainer: the entries of trainer.json that say what was trained and on what.
+    """
+    begun = {"step": 0, "updates": 0, "tokens": 0, "recent_losses": [], "bad_in_a_row": 0}
+    with new_folder(out) as folder:
+        write_files(folder, pieces, file_bytes, whole_places, task)
+        for name, content in others.items():
+            (folder / name).write_bytes(content)
+        write_durably(folder / "trainer.json", json.dumps(begun | trainer, indent=1))
+        files = {path.name: fingerprint(path) for path in folder.iterdir()}
+        write_manifest(folder, Manifest(files, tensors))

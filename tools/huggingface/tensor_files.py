@@ -146,40 +146,34 @@ def write_files(
     file_bytes: int,
     metadata: Callable[[dict[str, Tensor]], dict[str, str]],
     task: str,
-) -> dict[str, str]:
-    """Writes `pieces`, in order, to safetensors files in `folder`; returns tensor → file name.
+) -> Any:
+    """Writes `pieces` to safetensors files in `folder`, and returns huggingface_hub's plan: which
+    tensors are in which file.
 
-    A file has as many tensors as fit into `file_bytes`, and at least one. A single file is named
-    `model.safetensors`.
+    A file has as many tensors as fit into `file_bytes`, or one that is larger. A single file is
+    named `model.safetensors`.
 
     Args:
         metadata: returns the metadata, stored in the header, of a file with these tensors.
         task: the label of the progress bar.
     """
-    groups: list[list[Piece]] = []
-    room = 0
-    for piece in pieces:
-        if not groups or piece.num_bytes > room:
-            groups.append([])
-            room = file_bytes
-        groups[-1].append(piece)
-        room -= piece.num_bytes
-    total = sum(piece.num_bytes for group in groups for piece in group)
-    file_of: dict[str, str] = {}
-    with byte_bar(task, total) as bar:
-        for number, group in enumerate(groups, 1):
-            file = (
-                SINGLE
-                if len(groups) == 1
-                else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-            )
+    from huggingface_hub import split_state_dict_into_shards_factory  # comes with datasets
+
+    by_name = {piece.name: piece for piece in pieces}
+    plan = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda piece: piece.num_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=file_bytes,
+    )
+    with byte_bar(task, plan.metadata["total_size"]) as bar:
+        for file, names in plan.filename_to_tensors.items():
             tensors = {}
-            for piece in group:
-                tensors[piece.name] = piece.load()
-                bar.update(piece.num_bytes)
+            for name in names:
+                tensors[name] = by_name[name].load()
+                bar.update(by_name[name].num_bytes)
             save_file(tensors, folder / file, metadata=metadata(tensors))
-            file_of |= dict.fromkeys(tensors, file)
-    return file_of
+    return plan
 
 
 def whole_places(tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -187,9 +181,3 @@ def whole_places(tensors: dict[str, Tensor]) -> dict[str, str]:
     whole, so it begins at 0."""
     places = {name: {"saved_offsets": [0] * tensor.ndim} for name, tensor in tensors.items()}
     return {PLACES: json.dumps(places)}
-
-
-def write_index(folder: Path, file_of: dict[str, str], num_bytes: int) -> None:
-    """Writes the index that Hugging Face's tools expect if there are several files."""
-    content = {"metadata": {"total_size": num_bytes}, "weight_map": file_of}
-    (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
