@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
 from data.tokenizer import Tokenizer
@@ -34,7 +32,7 @@ from runtime.checkpoints.checkpoint import require_good
 from runtime.checkpoints.trainer_state import read_trainer
 from runtime.messages import from_rank_0, on_all_ranks
 from tools.huggingface.agreement import ends, generation_config
-from tools.huggingface.checkpoint_reader import newest
+from tools.huggingface.checkpoint_reader import CheckpointReader, newest
 from tools.huggingface.config import (
     CONFIG,
     HuggingFaceConfig,
@@ -95,11 +93,8 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
     held = weights_of(model)
     weights = {weight.name: weight.sharded for weight in held if not weight.is_copy}
     read = read_checkpoint if source.is_checkpoint else read_exported
-    biases = {
-        bias_name(layer): router.bias
-        for layer, router in routers_of(model)
-        if router.bias is not None
-    }
+    routers = routers_of(model)
+    biases = {bias_name(at): router.bias for at, router in routers if router.bias is not None}
     on_all_ranks(lambda: read(source, weights, biases), device)
     for copy in filter(lambda weight: weight.is_copy, held):  # the head of tied embeddings
         copy.sharded.to_local().copy_(weights[copy.global_name].to_local())
@@ -116,9 +111,8 @@ def find(folder: Path, tp: int) -> Source:
         refuse_foreign(folder, "--checkpoint")
         path = newest(folder)
         source = Source(path, True, read_trainer(path, "--checkpoint").model_config_saved)
-    config = replace(
-        source.config, kernels="auto"
-    )  # the machine may differ from the one that trained it
+    # the machine may differ from the one that trained it
+    config = replace(source.config, kernels="auto")
     if not fits(config, tp):
         what = f"{config.num_heads} query and {config.num_kv_heads} key/value heads"
         if config.num_experts % tp:
@@ -162,14 +156,12 @@ def empty_model(config: ModelConfig, dtype: torch.dtype, device: str) -> Transfo
 def read_checkpoint(source: Source, weights: dict[str, DTensor], biases: dict[str, Tensor]) -> None:
     """Fills this rank's shard of every weight, and the biases of routers, from a checkpoint of any
     layout."""
-    wanted = {f"model.{name}": tensor for name, tensor in (weights | biases).items()}
-    try:
-        dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(source.folder)))
-    except dcp.CheckpointException as error:
-        first = next(iter(error.failures.values()))[0]
-        remedy = "give another step-… folder"
-        why = f"it cannot be read: {first}"
-        raise UserError("--checkpoint", str(source.folder), why, remedy) from None
+    reader = CheckpointReader(source.folder)
+    reader.require({name: tuple(found.shape) for name, found in (weights | biases).items()})
+    for name, weight in weights.items():
+        weight.to_local().copy_(reader.region(name, local_region(weight)))
+    for name, bias in biases.items():
+        bias.copy_(reader.weight(name))
 
 
 def read_exported(source: Source, weights: dict[str, DTensor], biases: dict[str, Tensor]) -> None:
