@@ -13,7 +13,7 @@ from errors import UserError
 from model.config import ModelConfig
 from model.transformer import num_parameters
 from tests import huggingface_models
-from tools.huggingface.config import MODEL_TYPES, HuggingFaceConfig, config_json, parameters
+from tools.huggingface.config import ARCHITECTURES, HuggingFaceConfig, config_json, parameters
 from tools.huggingface.families import LACKS, fields_of_others
 
 SMALL = huggingface_models.SMALL | {"architectures": ["LlamaForCausalLM"]}
@@ -247,5 +247,6 @@ def test_known_families_and_fields_are_those_of_transformers() -> None:
     import transformers
 
     assert [name for name in LACKS if not hasattr(transformers, name)] == []
-    for kind in MODEL_TYPES.values():
-        assert fields_of_others(transformers.AutoConfig.for_model(kind).to_diff_dict()) == []
+    for defaults in ARCHITECTURES.values():
+        config = transformers.AutoConfig.for_model(defaults["model_type"])
+        assert fields_of_others(config.to_diff_dict()) == []

@@ -44,27 +44,21 @@ FIELDS = {
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-# The architectures that Lattice's model covers, and the defaults in which they differ; None:
-# derived from num_attention_heads and hidden_size.
+# The architectures that Lattice's model covers, and the values in which they differ if config.json
+# does not state them; None: derived from num_attention_heads and hidden_size.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {"num_key_value_heads": None, "head_dim": None},
-    "MistralForCausalLM": {"num_key_value_heads": 8, "head_dim": None, "sliding_window": 4096},
+    "LlamaForCausalLM": {"model_type": "llama", "num_key_value_heads": None, "head_dim": None},
+    "MistralForCausalLM": {"model_type": "mistral", "num_key_value_heads": 8, "head_dim": None,
+                           "sliding_window": 4096},
     # norms of queries and keys (qk_norm)
-    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
-    MIXTRAL: {"num_key_value_heads": 8, "head_dim": None, "rms_norm_eps": 1e-5,
-              "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
-              "router_aux_loss_coef": 0.001},
-    QWEN3_MOE: {"num_key_value_heads": 4, "head_dim": None, "num_experts_per_tok": 8,
-                "moe_intermediate_size": 768, "norm_topk_prob": False, "decoder_sparse_step": 1,
-                "router_aux_loss_coef": 0.001},
+    "Qwen3ForCausalLM": {"model_type": "qwen3", "num_key_value_heads": 32, "head_dim": 128},
+    MIXTRAL: {"model_type": "mixtral", "num_key_value_heads": 8, "head_dim": None,
+              "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8,
+              "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
+    QWEN3_MOE: {"model_type": "qwen3_moe", "num_key_value_heads": 4, "head_dim": None,
+                "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
+                "decoder_sparse_step": 1, "router_aux_loss_coef": 0.001},
 }  # fmt: skip
-MODEL_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen3ForCausalLM": "qwen3",
-    MIXTRAL: "mixtral",
-    QWEN3_MOE: "qwen3_moe",
-}
 WITH_WINDOW = ("MistralForCausalLM", MIXTRAL)  # sliding_window is used wherever it is given
 WITH_QK_NORM = ("Qwen3ForCausalLM", QWEN3_MOE)
 DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
@@ -233,20 +227,15 @@ class HuggingFaceConfig:
         key = "rope_scaling" if self._content.get("rope_scaling") else "rope_parameters"
         rope = self._content.get(key) or {}
         kind = _rope_type(rope)
-        if kind not in ("default", "llama3") or any(
-            isinstance(value, dict) for value in rope.values()
-        ):
-            raise self._refusal(
-                key,
-                rope,
-                "only the rope_type default and llama3 are supported, the same in all layers",
-            )
+        by_layer = any(isinstance(value, dict) for value in rope.values())
+        if kind not in ("default", "llama3") or by_layer:
+            why = "only the rope_type default and llama3 are supported, the same in all layers"
+            raise self._refusal(key, rope, why)
         if rope.get("partial_rotary_factor") not in (None, 1):
             raise self._refusal(key, rope, MUST_BE["partial_rotary_factor"][1])
         theta = rope.get("rope_theta", self._content.get("rope_theta"))
-        found = {
-            "rope_theta": self._checked("rope_theta", 10_000.0 if theta is None else theta, float)
-        }
+        theta = 10_000.0 if theta is None else theta
+        found = {"rope_theta": self._checked("rope_theta", theta, float)}
         if kind == "llama3":
             hints = get_type_hints(ModelConfig)
             rope = {"original_max_position_embeddings": self.max_length} | rope
@@ -261,11 +250,9 @@ class HuggingFaceConfig:
         scaling, parameters = (
             content.get(key) or {} for key in ("rope_scaling", "rope_parameters")
         )
+        kind = ARCHITECTURES[architecture]["model_type"]
         facts: list[tuple[tuple[str, Any], tuple[str, Any]]] = [
-            (
-                ("model_type", content.get("model_type")),
-                ("architectures", MODEL_TYPES[architecture]),
-            ),
+            (("model_type", content.get("model_type")), ("architectures", kind)),
             *(((key, content.get(key)), (other, content.get(other))) for key, other in TWICE),
         ]
         if isinstance(parameters, dict) and isinstance(scaling, dict):
@@ -290,20 +277,15 @@ class HuggingFaceConfig:
         )
         window = self._get("sliding_window", int, null=self.max_length) if used else self.max_length
         if window < self.max_length:
-            why = (
-                "a token would not attend to tokens before the window, and sequences have up to "
-                f"max_position_embeddings={self.max_length}"
-            )
-            remedy = (
-                f"set max_position_embeddings to {window} in config.json: "
-                "for sequences of at most that length both compute the same"
-            )
+            why = "a token would not attend to tokens before the window, and sequences have up to "
+            why += f"max_position_embeddings={self.max_length}"
+            remedy = f"set max_position_embeddings to {window} in config.json: for sequences of at "
+            remedy += "most that length both compute the same"
             raise self._refusal("sliding_window", window, why, remedy)
         kinds = self._content.get("layer_types") or []
         if not used and any(kind != "full_attention" for kind in kinds):
-            raise self._refusal(
-                "layer_types", sorted(set(kinds)), "every layer's attention is full here"
-            )
+            why = "every layer's attention is full here"
+            raise self._refusal("layer_types", sorted(set(kinds)), why)
 
     def _get(self, key: str, kind: type, null: Any = None) -> Any:
         """The value of `key`, or `null` if it is missing or None. Raises UserError unless it has
@@ -331,7 +313,7 @@ def config_json(model: ModelConfig, *, dtype: str, max_length: int) -> dict[str,
     """The config.json of an exported model, without bos and eos. dtype: that of its tensors,
     `float32` or `bfloat16`."""
     architecture = architecture_of(model)
-    kind = MODEL_TYPES[architecture]
+    kind = ARCHITECTURES[architecture]["model_type"]
     content: dict[str, Any] = {"architectures": [architecture], "model_type": kind}
     content |= {theirs: getattr(model, ours) for ours, theirs in FIELDS.items()}
     content |= {
