@@ -30,7 +30,7 @@ from tools.huggingface.experts import (
     expert_fields,
     read_experts,
 )
-from tools.huggingface.families import LACKS, fields_of_others
+from tools.huggingface.families import LACKS
 
 CONFIG = "config.json"
 # ours → theirs, where only the name differs
@@ -201,8 +201,6 @@ class HuggingFaceConfig:
         architecture = str(named[0]) if isinstance(named, list) and len(named) == 1 else ""
         if architecture not in ARCHITECTURES:
             why = f"only {', '.join(ARCHITECTURES)} are supported"
-            if unknown := fields_of_others(content):
-                why += f", and they have no {', '.join(unknown)}"
             raise self._refusal("architectures", named, LACKS.get(architecture, why))
         self._content = DEFAULTS | ARCHITECTURES[architecture] | content
         self._refuse_contradictions(content, architecture)

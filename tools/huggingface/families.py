@@ -1,8 +1,6 @@
 """What Lattice lacks for other families of models: the reason in the refusal of each. Read from the
 code of transformers 5.23."""
 
-from typing import Any
-
 GEMMA = "its norms multiply by 1 + weight, its embeddings are scaled by √D and its gate is GELU"
 AFTER = "its norms follow attention and feed-forward instead of preceding them"
 WHOLE = "its norms of queries and keys are over all heads together, here over each"
@@ -42,23 +40,3 @@ LACKS = {
     "Starcoder2ForCausalLM": "its norms are LayerNorm, its linear layers have biases, and its "
     "feed-forward has no gate",
 }
-# The fields of the supported families, and those that do not change what a model computes.
-KNOWN = """
-_attn_implementation _name_or_path architectures attention_bias attention_dropout auto_map
-bos_token_id decoder_sparse_step dtype eos_token_id head_dim hidden_act hidden_size
-initializer_range intermediate_size layer_types max_position_embeddings max_window_layers
-mlp_bias mlp_only_layers model_type moe_intermediate_size norm_topk_prob num_attention_heads
-num_experts num_experts_per_tok num_hidden_layers num_key_value_heads num_local_experts
-output_router_logits pad_token_id partial_rotary_factor pretraining_tp quantization_config
-rms_norm_eps rope_parameters rope_scaling rope_theta router_aux_loss_coef router_jitter_noise
-sliding_window tie_word_embeddings torch_dtype transformers_version unk_token_id use_cache
-use_sliding_window vocab_size
-"""
-SHOWN = 8
-
-
-def fields_of_others(content: dict[str, Any]) -> list[str]:
-    """The fields of a config.json that no supported family has."""
-    unknown = sorted(content.keys() - {*KNOWN.split()})
-    more = f"{len(unknown) - SHOWN} other fields"
-    return unknown if len(unknown) <= SHOWN else [*unknown[:SHOWN], more]
