@@ -30,8 +30,8 @@ from runtime.checkpoints.goodput import best_interval, effective_exactly, shares
 from runtime.records.events import read_events
 from runtime.records.ledger import account
 from tools.command import CommandParser, run_command
-from tools.goodput.measured import measure
 from tools.goodput.simulate import Job, simulate
+from tools.report.ledger import measure
 
 ROOT = Path(__file__).parent.parent
 WORLD = 4

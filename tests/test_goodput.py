@@ -21,10 +21,10 @@ from runtime.checkpoints.goodput import (
 )
 from runtime.records.events import append_event, read_events
 from tools.goodput import __main__ as command
-from tools.goodput.measured import measure
 from tools.goodput.simulate import Job, simulate
 from tools.plan.goodput import describe_goodput, goodput
 from tools.report.goodput import effective_lines
+from tools.report.ledger import measure
 from training.load_config import load_config
 
 

@@ -3,7 +3,7 @@ tools.goodput`
 
 __main__.py    the command, and its tables
 simulate.py    a run with failures, saves, repairs and spare nodes, event by event
-measured.py    what saves, restarts and steps took in a run, from its events.jsonl
 
-The closed forms are in runtime/checkpoints/goodput.py, where a run chooses its interval.
+What saves, restarts and steps took in a run is measured in tools/report/ledger.py. The closed forms
+are in runtime/checkpoints/goodput.py, where a run chooses its interval.
 """

@@ -23,8 +23,8 @@ from hardware import FAILURES_PER_GPU_DAY, H100, NODE_LOST_SHARE
 from parallel.axes import MAX_RANKS
 from runtime.checkpoints.goodput import DAY, best_interval, shares, spares_needed
 from tools.command import CommandParser, run_command
-from tools.goodput.measured import events_of, measure
 from tools.goodput.simulate import Job, simulate
+from tools.report.ledger import events_of, measure
 
 AROUND = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the best interval
 MOST_EVENTS = 500_000  # failures and planned stops in a simulation, which takes a second
