@@ -11,13 +11,12 @@ from typing import NamedTuple
 import pytest
 
 from errors import UserError
-from tools.plan.__main__ import describe_search
 from tools.plan.candidates import Candidate, candidates
+from tools.plan.describe import ALIKE, describe_search, rows
 from tools.plan.hardware import Device, find_device
 from tools.plan.layout import Layout
-from tools.plan.memory import Memory, batch_bytes
-from tools.plan.peaks import CHECKED, GROWING, peaks, shortened
-from tools.plan.search import ALIKE, Found, Result, describe, rows, search
+from tools.plan.memory import CHECKED, GROWING, Memory, batch_bytes, peaks, shortened
+from tools.plan.search import Found, Result, describe_alike, search
 from training.config import Config
 from training.load_config import load_config
 
@@ -232,7 +231,7 @@ def test_a_hopeless_search_says_what_is_nearest() -> None:
     nearest.config.validate(8)
     assert nearest.peak / 1e9 == pytest.approx(float(stated[1]), abs=0.05)
     assert nearest.peak > device.room
-    assert nearest.describe() in e.value.why
+    assert describe_alike([nearest]) in e.value.why
     # It is chosen by its bound, which is close to its real peak, and no other layout has a smaller
     # one.
     assert (
@@ -290,7 +289,7 @@ def test_layouts_that_hardly_differ_are_one_row(eight: Result) -> None:
         )
     many = max(shown, key=len)
     assert len(many) > 1
-    assert re.search(r"\w/\w", describe(many))  # the values in which they differ
+    assert re.search(r"\w/\w", describe_alike(many))  # the values in which they differ
     text = describe_search(eight)
     assert f"{many[0].seconds:.3f}-{many[-1].seconds:.3f}" in text
     assert f"({len(many)} layouts)" in text
@@ -327,7 +326,7 @@ def test_long_sequences_are_split_over_cp() -> None:
     best = result.best[0]
     assert best.config.parallel.cp > 1
     assert best.estimate == pytest.approx(best.seconds, rel=0.1)
-    assert f"cp {best.config.parallel.cp} pp" in best.describe()
+    assert f"cp {best.config.parallel.cp} pp" in describe_alike([best])
     overrides = [*keys, "train.seq_len=32768", *best.overrides().split()]
     assert load_config(path, overrides) == best.config
     back = replace(best, searched_cp=best.config.parallel.cp)

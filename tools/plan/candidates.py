@@ -1,6 +1,5 @@
-"""Lists every layout of a model on a number of GPUs, each with a lower bound on its bytes
-(plan/bounds.py: the largest of its ranks' bounds) and, if the bound fits, an estimate of its step's
-seconds (plan/estimate.py).
+"""Lists every layout of a model on a number of GPUs, each with a lower bound on its bytes (the largest
+of its ranks' bounds) and, if the bound fits, an estimate of its step's seconds (plan/estimate.py).
 """
 
 import itertools
@@ -14,8 +13,16 @@ from errors import UserError
 from model.config import ModelConfig
 from model.transformer import check_tp
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
-from tools.plan.bounds import GROWING, SPLIT, least_bytes, most_alive, where
-from tools.plan.estimate import Estimate, Stage, ranks_of
+from tools.plan.estimate import (
+    GROWING,
+    SPLIT,
+    Estimate,
+    Stage,
+    least_bytes,
+    most_alive,
+    ranks_of,
+    where,
+)
 from tools.plan.hardware import Device
 from tools.plan.layout import Layout, Numbers
 from tools.plan.time import StepTime

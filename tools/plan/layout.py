@@ -16,7 +16,7 @@ from costs.setting import Setting
 from costs.summary import blocks
 from costs.units import EMBEDDING, HEAD, LocalWeight, Sums, Unit, kinds_of_layers, unit
 from errors import UserError
-from parallel.axes import AXES, MeshSizes
+from parallel.axes import AXES, MAX_RANKS, MeshSizes
 from parallel.fsdp_units import sharded_dimension
 from parallel.pipeline.actions import (
     BACKWARD,
@@ -29,7 +29,6 @@ from parallel.pipeline.actions import (
 )
 from parallel.placement import chunk_range
 from parallel.weight_gradient import sum_dtype
-from tools.plan.check import check_gpus
 from training.config import Config
 from training.optimizers import optimizer_class
 from training.precision import Precision
@@ -55,6 +54,13 @@ def world_of(path: str, config: Config, gpus: int | None) -> int:
         why = "parallel.dp_shard=-1 needs the number of GPUs, which is not known"
         raise UserError("--gpus", None, why, "give --gpus N")
     return int(first_line[1])
+
+
+def check_gpus(key: str, number: int) -> None:
+    """Raises UserError."""
+    if not 1 <= number <= MAX_RANKS:
+        why = f"must be at least 1 and at most {MAX_RANKS:,}"
+        raise UserError(key, number, why, "give a number of GPUs")
 
 
 class Gathered:

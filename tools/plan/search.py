@@ -4,7 +4,7 @@ for their speed.
 The search lists all layouts (plan/candidates.py), drops those whose lower bound exceeds the memory,
 and estimates the time of the others. It takes them in the order of their estimates, until enough of
 them fit or none is left: it counts their memory on every pipeline rank, checks those that fit as a
-run would check them (both in a shortened step: plan/peaks.py), and simulates their step. For the
+run would check them (both in a shortened step: plan/memory.py), and simulates their step. For the
 frontier it also examines, in the same way, the layouts that keep less memory than every faster one.
 
 If nothing fits, the error names the nearest alternative: the least number of GPUs whose memory
@@ -15,22 +15,21 @@ least memory.
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from errors import UserError
 from model.transformer import num_parameters
 from tools.plan.candidates import Candidate, candidates, space
-from tools.plan.check import check_before_search
+from tools.plan.check import check_can_be_planned
 from tools.plan.hardware import GB, Device
 from tools.plan.layout import Layout
-from tools.plan.peaks import CHECKED, peaks, shared, shortened
-from tools.plan.time import Part, StepTime
+from tools.plan.memory import CHECKED, peaks, shared, shortened
+from tools.plan.time import StepTime
 from training.config import Config
 from training.optimizers import state_bytes
 
 ENOUGH = 20  # layouts that fit; twice as many as shown, because estimates may swap neighbours
-ALIKE = 0.01  # of a step's seconds; the order of two layouts that differ by less is uncertain
 NEAREST = 20  # layouts with the lowest bounds, among which the nearest valid one is chosen
 SEARCHED = ("tp", "pp", "dp_shard", "dp_replicate", "schedule", "stages_per_rank",
             "layers_per_stage", "zero_stage")  # fmt: skip
@@ -95,9 +94,6 @@ class Found:
         ranks = [rank for rank in (self.fullest, 1, 0, pp - 1, pp // 2) if rank < pp]
         return peaks(self.layout, ranks)
 
-    def describe(self) -> str:
-        return describe([self])
-
     def overrides(self) -> str:
         """The overrides that turn the searched configuration into this one."""
         p, t = self.config.parallel, self.config.train
@@ -158,7 +154,7 @@ def search(config: Config, world: int, device: Device, wanted: int = 10) -> Resu
         )
         nearest = examine.nearest(everything)
         if nearest is not None:
-            why += f"; the nearest needs {nearest.peak / GB:.1f} GB: {nearest.describe()}"
+            why += f"; the nearest needs {nearest.peak / GB:.1f} GB: {describe_alike([nearest])}"
         remedy = "take more GPUs, or larger ones (--device), or a smaller model or train.seq_len"
         if nearest is not None:
             remedy += (
@@ -176,6 +172,22 @@ def search(config: Config, world: int, device: Device, wanted: int = 10) -> Resu
     return Result(
         best, also, len(everything), len(examine.known), frontier, space(config, world, device)
     )
+
+
+def check_before_search(config: Config) -> None:
+    """Raise UserError for what is wrong in every layout."""
+    check_can_be_planned(config)
+    # Settings that are wrong only in some layouts are replaced by ones that are valid on one rank.
+    # The micro-batch size, which this replaces too, is checked below.
+    parallel = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, dp_shard=1, dp_replicate=1,
+                       schedule="1f1b", stages_per_rank=1, layers_per_stage=None,
+                       zero_stage=2)  # fmt: skip
+    alone = replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=1),
+                    run=replace(config.run, profile_ranks=[0]))  # fmt: skip
+    alone.validate(1)
+    size = config.train.micro_batch_size
+    if size < 1:
+        raise UserError("train.micro_batch_size", size, "must be at least 1", "give 1 or more")
 
 
 def _check_states_fit(config: Config, world: int, room: float) -> None:
@@ -268,30 +280,7 @@ def as_text(value: object) -> str:
     )
 
 
-def rows(found: Sequence[Found]) -> list[list[Found]]:
-    """Group layouts, given in the order of their seconds, into rows of layouts that hardly differ.
-
-    The layouts of a row compute the same (tp, cp, ep, pp, schedule, micro-batch, recomputation) and
-    take at most 1% longer than its first. They may differ in how layers and data-parallel ranks are
-    divided, and in the ZeRO stage.
-    """
-    together: dict[tuple[object, ...], list[list[Found]]] = {}
-    ordered: list[list[Found]] = []
-    for one in found:
-        p, t = one.config.parallel, one.config.train
-        work = (p.tp, p.cp, p.ep, p.pp, p.schedule, p.sequence_parallel, t.micro_batch_size,
-                t.activation_checkpointing)  # fmt: skip
-        alike = together.setdefault(work, [])
-        row = next((row for row in alike if one.seconds <= (1 + ALIKE) * row[0].seconds), None)
-        if row is None:
-            row = []
-            alike.append(row)
-            ordered.append(row)
-        row.append(one)
-    return ordered
-
-
-def describe(alike: Sequence[Found]) -> str:
+def describe_alike(alike: Sequence[Found]) -> str:
     """Describe the layouts of one row; `zero 1/2` means that some have ZeRO stage 1 and some 2."""
     parallel, train = [one.config.parallel for one in alike], alike[0].config.train
     p = parallel[0]
@@ -318,28 +307,3 @@ def describe(alike: Sequence[Found]) -> str:
 
 def _each(values: Iterable[object]) -> str:
     return "/".join(map(str, dict.fromkeys(values)))
-
-
-def why_not(best: Found, other: Found) -> str:
-    """Explain where the second layout loses time."""
-    a, b = best.time, other.time
-    work = []  # of a rank, on average
-    for time in (a, b):
-        parts = map(Part, time.costs.forward, time.costs.input_grad, time.costs.weight_grad)
-        work.append(
-            sum(part.total for part in parts) * time.layout.num_microbatches / time.layout.sizes.pp
-        )
-    pipeline = [t.timeline.step_time for t in (a, b)]
-    idle = [
-        one.bubble_fraction * seconds for one, seconds in zip((best, other), pipeline, strict=True)
-    ]
-    tail = [one.seconds - seconds for one, seconds in zip((best, other), pipeline, strict=True)]
-    reasons = {
-        "in the actions themselves (computation, tp, exposed gathers)": work[1] - work[0],
-        "waiting in the pipeline": idle[1] - idle[0],
-        "after the last action (reductions, optimizer)": tail[1] - tail[0],
-    }
-    text = ", ".join(
-        f"{seconds:+.3f} s {what}" for what, seconds in reasons.items() if abs(seconds) >= 5e-4
-    )
-    return f"{other.seconds - best.seconds:+.3f} s: {text or 'they are alike'}"
