@@ -1,5 +1,6 @@
-"""Lists every layout of a model on a number of GPUs, each with a lower bound on its bytes (the largest
-of its ranks' bounds) and, if the bound fits, an estimate of its step's seconds (plan/estimate.py).
+"""Lists every layout of a model on a number of GPUs, each with a lower bound on its bytes (the
+largest of its ranks' bounds) and, if the bound fits, an estimate of its step's seconds
+(plan/estimate.py).
 """
 
 import itertools
@@ -14,17 +15,16 @@ from model.config import ModelConfig
 from model.transformer import check_tp
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
 from tools.plan.estimate import (
-    GROWING,
     SPLIT,
     Estimate,
     Stage,
     least_bytes,
     most_alive,
     ranks_of,
-    where,
 )
 from tools.plan.hardware import Device
-from tools.plan.layout import Layout, Numbers
+from tools.plan.layout import Layout, Numbers, ranks_of_stages
+from tools.plan.memory import GROWING
 from tools.plan.time import StepTime
 from training.check_experts import sides_that_cannot_be_cut
 from training.config import Config, cuts_of_sequence
@@ -151,7 +151,7 @@ def pipelines(config: Config, pp: int, m: int) -> Iterator[Pipeline]:
             continue
         even = even_split(layers, stages)
         yield Pipeline(pp, schedule, v, None, even)
-        balanced = _balanced(costs, tuple(where(schedule, pp, v))) if pp > 1 else even
+        balanced = _balanced(costs, tuple(ranks_of_stages(schedule, pp, v))) if pp > 1 else even
         if balanced != even:
             yield Pipeline(pp, schedule, v, "auto", balanced)
 
@@ -185,7 +185,7 @@ def _data_parallel(
         for zero in _zero_stages(max(shards)):
             if one_dtype and ((m > 1 and zero < 2) or shard < dp):
                 continue
-            least = [least_bytes(one, layout, shards, zero, again, steady) for one in alive]
+            least = [least_bytes(one, stage.block, shards, zero, again, steady) for one in alive]
             bound, rank = max((b, -one.rank) for one, (b, _) in zip(alive, least, strict=True))
             kept = max(k for _, k in least)
             seconds = math.inf

@@ -27,14 +27,14 @@ from typing import NamedTuple
 from costs.links import Links
 from costs.recorder import Phase
 from costs.units import Sums
-from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, FORWARD, Action, stage_ranks
+from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, FORWARD, Action
 from parallel.pipeline.schedules import build_schedule
 from parallel.weight_gradient import sum_dtype
-from tools.plan.layout import SHARDED_OVER, Layout, Numbers, numbers_of
+from tools.plan.layout import SHARDED_OVER, Layout, Numbers, numbers_of, ranks_of_stages
+from tools.plan.memory import GROWING
 from tools.plan.time import NOTHING, Gathers, Part, StepTime
 from training.precision import Precision
 
-GROWING = ("gpipe", "breadth_first")  # keep every micro-batch until all forwards are done
 ALWAYS_SPLIT = ("zb_h1", "zb_v")  # split every backward
 SPLIT = (*ALWAYS_SPLIT, "dualpipe_v")  # compute (some) weight gradients in separate actions
 
@@ -47,7 +47,7 @@ class Block:
     several kinds of blocks, each figure is the minimum over them."""
 
     def __init__(self, layout: Layout) -> None:
-        kinds = list(layout.kinds)
+        self.layout, kinds = layout, list(layout.kinds)
         self.part = layout.hidden_bytes  # its input's gradient, or its output
         # Sums of gradients are counted separately.
         dtypes = Precision.of(layout.config)
@@ -59,7 +59,7 @@ class Block:
         self.kept = min(_stays(each["forward"]) for each in phases)
         # the peak of backward above its beginning
         self.whole = min(each["backward"].effect.height for each in phases)
-        # of the FSDP unit that is reduced last, which is the one without experts
+        # of the FSDP unit without experts, which is reduced last
         self.numel = min(numbers_of(unit).rest for unit in kinds)
         self.table = layout.embedding.numel  # or that of the head
         self._kinds = kinds
@@ -119,7 +119,7 @@ def most_alive(
         steady: whether forwards and backwards alternate for long.
     """
     blocks, fewest, unreduced = ([0] * pp for _ in range(3))
-    for s, (rank, count) in enumerate(zip(where(schedule, pp, v), counts, strict=True)):
+    for s, (rank, count) in enumerate(zip(ranks_of_stages(schedule, pp, v), counts, strict=True)):
         blocks[rank] += count
         if count:  # the fewest blocks in any of the rank's stages that have blocks
             fewest[rank] = min(count, fewest[rank]) if fewest[rank] else count
@@ -143,11 +143,12 @@ def most_alive(
 
 
 def least_bytes(
-    alive: Alive, layout: Layout, shards: Numbers, zero: int, again: bool, steady: bool
+    alive: Alive, block: Block, shards: Numbers, zero: int, again: bool, steady: bool
 ) -> tuple[float, float]:
     """Two figures for a rank whose weights are sharded over `shards` ranks: the bound, and the part
     of it that is kept (states, gradients and activations). `again`: every stage has whole gradients
     of some micro-batch before any stage reduces those of the last micro-batch."""
+    layout = block.layout
     e, master, reduce = layout.compute, layout.master, layout.reduce
     states = alive.numel.over(shards) * (1 + layout.states_per_weight) * master
     gathered = 0
@@ -161,16 +162,10 @@ def least_bytes(
     kept = states + max(gathered + alive.kept + before, end)
     if not alive.kept:
         return kept, kept
-    besides = alive.backward + (layout.smallest_block * e if zero == 3 else 0)
+    besides = alive.backward + (block.numel * e if zero == 3 else 0)
     if steady and zero >= 2:
         besides += alive.unreduced * reduce
     return states + max(gathered + alive.kept + besides + before, end), kept
-
-
-@lru_cache(maxsize=1024)
-def where(schedule: str, pp: int, v: int) -> list[int]:
-    """The pipeline rank of each stage."""
-    return list(stage_ranks(build_schedule(schedule, pp, v, 2 * pp)))
 
 
 @lru_cache(maxsize=4096)
@@ -208,7 +203,7 @@ class Rank(NamedTuple):
 
 def ranks_of(schedule: str, pp: int, v: int, counts: Sequence[int]) -> list[Rank]:
     """What each pipeline rank holds. `counts`: blocks of each stage."""
-    rank_of = where(schedule, pp, v)
+    rank_of = ranks_of_stages(schedule, pp, v)
     blocks = [0] * pp
     for rank, count in zip(rank_of, counts, strict=True):
         blocks[rank] += count
@@ -316,7 +311,7 @@ class Estimate:
         `replicas` times."""
         layout, time, m = self.stage.layout, self.stage.time, self.m
         sizes, e, number = layout.sizes, layout.compute, self.units
-        links = Links(time.device, layout.tp, shards.rest, replicas.rest, self.world, sizes.cp,
+        links = Links(time.device, sizes.tp, shards.rest, replicas.rest, self.world, sizes.cp,
                       sizes.ep, shards.experts, replicas.experts)  # fmt: skip
 
         def of(view: str, numel: int, over: int) -> tuple[float, float, float]:

@@ -39,9 +39,7 @@ from parallel.pipeline.actions import (
     Kind,
 )
 from parallel.pipeline.lower import Exchange, Program, lower, need_of, result_of
-from parallel.pipeline.schedules import build_schedule
-from tools.plan.estimate import GROWING, where
-from tools.plan.layout import Gathered, Layout, gathered
+from tools.plan.layout import Gathered, Layout, gathered, schedule_of
 
 
 class Account:
@@ -511,6 +509,7 @@ def batch_bytes(layout: Layout) -> int:
     return both + 8 * (train.seq_len if layout.sizes.cp == 1 else numbers // train.micro_batch_size)
 
 
+GROWING = ("gpipe", "breadth_first")  # keep every micro-batch until all forwards are done
 COUNTED = 4  # micro-batches per pipeline rank of the step in which memory is counted
 CHECKED = 2  # of the step in which a schedule is checked: the fewest that all schedules accept
 
@@ -529,15 +528,6 @@ def shortened(layout: Layout, times: int) -> Layout:
     return replace(layout, config=replace(config, train=train))
 
 
-def shared(layout: Layout) -> Layout:
-    """The same layout with its schedule taken from a cache, because neighbours in the order of
-    estimates often have the same schedule."""
-    p, copy = layout.config.parallel, replace(layout)
-    schedule = _schedule(p.schedule, p.pp, p.stages_per_rank, layout.num_microbatches)
-    vars(copy).update(schedule=schedule, where=where(p.schedule, p.pp, p.stages_per_rank))
-    return copy
-
-
 def peaks(layout: Layout, first: Sequence[int] = ()) -> Iterator[int]:
     """Yield the peak bytes of each pipeline rank, starting with the ranks in `first`, counted in a
     step with few micro-batches.
@@ -549,7 +539,7 @@ def peaks(layout: Layout, first: Sequence[int] = ()) -> Iterator[int]:
     do not repeat: they keep all micro-batches, and are counted in full.
     """
     p = layout.config.parallel
-    short = shared(layout if p.schedule in GROWING else shortened(layout, COUNTED))
+    short = layout if p.schedule in GROWING else shortened(layout, COUNTED)
     programs = _programs(p.schedule, p.pp, p.stages_per_rank, short.num_microbatches)
     rest = batch_bytes(layout) - batch_bytes(short)
     for rank in dict.fromkeys([*first, *range(p.pp)]):
@@ -558,9 +548,4 @@ def peaks(layout: Layout, first: Sequence[int] = ()) -> Iterator[int]:
 
 @lru_cache(maxsize=16)
 def _programs(schedule: str, pp: int, v: int, m: int) -> list[Program]:
-    return lower(_schedule(schedule, pp, v, m))
-
-
-@lru_cache(maxsize=2)  # long ones are large
-def _schedule(schedule: str, pp: int, v: int, m: int) -> list[list[Action]]:
-    return build_schedule(schedule, pp, v, m)
+    return lower(schedule_of(schedule, pp, v, m))

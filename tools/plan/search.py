@@ -24,7 +24,7 @@ from tools.plan.candidates import Candidate, candidates, space
 from tools.plan.check import check_can_be_planned
 from tools.plan.hardware import GB, Device
 from tools.plan.layout import Layout
-from tools.plan.memory import CHECKED, peaks, shared, shortened
+from tools.plan.memory import CHECKED, peaks, shortened
 from tools.plan.time import StepTime
 from training.config import Config
 from training.optimizers import state_bytes
@@ -54,7 +54,7 @@ class Found:
     def _simulated(self) -> tuple[float, float]:
         """Seconds of a step, and its bubble. The timeline is not kept, because the timelines of all
         layouts found would fill the memory."""
-        time = StepTime(shared(self.layout), self.device)
+        time = StepTime(self.layout, self.device)
         return time.step_seconds, time.timeline.bubble_fraction
 
     @property

@@ -255,7 +255,7 @@ def describe_narrow(found: Sequence[dict[str, Any]], layout: Layout, device: Dev
             f"    {names}: results of {sizes}, {one['tiles']} tiles; {one['share']:.1%} of the "
             f"FLOPs in the products of {one['unit']}"
         )
-    remedies = ["a smaller parallel.tp"] if layout.tp > 1 else []
+    remedies = ["a smaller parallel.tp"] if layout.sizes.tp > 1 else []
     if any(layout.tokens in result for one in found for result in one["results"]):
         remedies.append("a larger train.micro_batch_size (except for weight gradients)")
     remedies.append("one product for weights that read the same input (query, key, value)")

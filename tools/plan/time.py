@@ -94,8 +94,8 @@ class StepTime:
 
     def __init__(self, layout: Layout, device: Device) -> None:
         self.layout, self.device = layout, device
-        sizes, experts = layout.sizes, layout.sharding["fsdp_ep"]
-        self.links = Links(device, layout.tp, layout.shards, layout.replicas, layout.world,
+        sizes, weights, experts = layout.sizes, layout.sharding["fsdp"], layout.sharding["fsdp_ep"]
+        self.links = Links(device, sizes.tp, weights.shards, weights.replicas, layout.world,
                            sizes.cp, sizes.ep, experts.shards, experts.replicas)  # fmt: skip
         self.rates = Rates(device, self.links, layout.compute)
         self._costs: dict[tuple[Unit, Kind], Cost] = {}

@@ -146,7 +146,7 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
     partial = local(units, lambda weight: weight.spec.gradient_is_partial)
     if partial:
-        add("tp", layout.tp, partial)
+        add("tp", layout.sizes.tp, partial)
     copies = local([layout.head], lambda weight: weight.spec.copy_of is not None)
     has_one_end = (layout.embedding in units) != (layout.head in units)
     if copies and ends is not None and has_one_end:
@@ -159,10 +159,10 @@ def axis_names(layout: Layout) -> tuple[str, str, str, str | None]:
     the first and last stage's ranks are counted: the innermost axis of weights with the same ranks,
     if there is one."""
     sizes, of_weights = layout.sizes, layout.sizes.of_weights()
-    loss = "dp_shard" if layout.replicas == 1 else "dp_replicate" if layout.shards == 1 else "loss"
-    batch = loss
+    shards, replicas, _ = layout.sharding["fsdp"]
+    batch = loss = "dp_shard" if replicas == 1 else "dp_replicate" if shards == 1 else "loss"
     if sizes.cp > 1:
-        batch = "dp_replicate" if sizes.dp_replicate == layout.replicas == sizes.dp else "batch"
+        batch = "dp_replicate" if sizes.dp_replicate == replicas == sizes.dp else "batch"
     alone = [axis for axis, size in reversed(of_weights.items()) if size == layout.world]
     world = alone[0] if alone else "loss" if sizes.dp * sizes.cp == layout.world else "world"
     where = layout.where
