@@ -99,14 +99,11 @@ def test_the_search_estimates_what_is_simulated_and_finds_what_fits() -> None:
     result = search(config, 32, H100)
     assert result.layouts > 1000
     assert [one.seconds for one in result.best] == sorted(one.seconds for one in result.best)
-    for one in (*result.best, *result.frontier):
+    for one in result.best:
         one.config.validate(32)
         assert one.estimate == pytest.approx(one.seconds, rel=0.1)
         assert one.peak <= H100.room
         assert load_config(LLAMA_8B, one.overrides().split()) == one.config
-    assert [one.peak for one in result.frontier] == sorted(
-        (one.peak for one in result.frontier), reverse=True
-    )
     with pytest.raises(UserError, match="--gpus"):
         search(config, 32, replace(H100, memory_bytes=9e9))
 

@@ -125,7 +125,7 @@ def test_bounds_are_bounds_and_near_where_schedules_repeat_themselves() -> None:
     for found in by_schedule.values():
         for one in found[:: max(1, len(found) // 8)]:
             peak = Found(one.config(), 8, device).peak
-            assert one.kept <= one.bound <= peak, one
+            assert one.bound <= peak, one
             ratios.append(one.bound / peak)
     assert median(ratios) > 0.9
 
@@ -172,7 +172,7 @@ def test_the_search_finds_the_fastest_of_all_that_fit(small: Small) -> None:
 
 
 def wrong_bounds(small: Small) -> list[Candidate]:
-    return [one for one, found in small.every if not one.kept <= one.bound <= found.peak]
+    return [one for one, found in small.every if one.bound > found.peak]
 
 
 def test_no_bound_exceeds_what_it_bounds(small: Small) -> None:
@@ -202,11 +202,6 @@ def test_of_a_hard_case_few_layouts_are_counted() -> None:
     assert result.best
     assert result.layouts > 20_000
     assert result.counted < 40
-    # The reason is that the bound includes the memory of backward. Without it, more than twice as
-    # many layouts would have to be counted.
-    room = device.room
-    every = list(candidates(config, 40, device))
-    assert sum(one.bound <= room for one in every) < 0.5 * sum(one.kept <= room for one in every)
 
 
 @pytest.mark.slow

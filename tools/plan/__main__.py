@@ -8,7 +8,7 @@
     python -m tools.plan RUN/config.yaml --beside RUN/memory/step-….json    a rank's memory report
 
 Without --gpus, the number of GPUs is the product of the axes, or is read from the file's first line
-(`# world: 256`). --pictures FOLDER draws memory.svg, timeline.svg and, with --search, frontier.svg.
+(`# world: 256`). --pictures FOLDER draws memory.svg and timeline.svg.
 1 GB is 1e9 bytes. docs/plan_model.md explains how the figures are computed; docs/plan_accuracy.md
 compares them with rehearsals and published results.
 """
@@ -23,7 +23,7 @@ from errors import UserError
 from tools.command import CommandParser, add_overrides, run_command
 from tools.plan.beside import beside, read_report
 from tools.plan.check import add_data_stage, check_can_be_planned, one_stage
-from tools.plan.describe import describe_plan, describe_search, draw_frontier, draw_memory
+from tools.plan.describe import describe_plan, describe_search, draw_memory
 from tools.plan.guide import zero_table
 from tools.plan.hardware import DEVICES, find_device
 from tools.plan.layout import Layout, check_gpus, world_of
@@ -126,7 +126,6 @@ def print_plan(options: argparse.Namespace) -> None:
     if which:
         print(which)
     result: dict[str, Any] = {}
-    frontier: list[Found] = []
     if options.search:
         searched = search(config, world, device)
         print(describe_search(searched) + "\n")
@@ -135,9 +134,8 @@ def print_plan(options: argparse.Namespace) -> None:
             "counted": searched.counted,
             "space": searched.space,
             "best": [found_as_dict(one) for one in searched.best],
-            "frontier": [found_as_dict(one) for one in searched.frontier],
         }
-        config, frontier = searched.best[0].config, searched.frontier
+        config = searched.best[0].config
         config.validate(world)
     check_can_be_planned(config)
     plan = summarise(config, world, device, options.tokens, options.price)
@@ -153,11 +151,6 @@ def print_plan(options: argparse.Namespace) -> None:
                 draw([Panel(config.parallel.schedule, timeline, figures(timeline, " s"))], "s"),
                 options.pictures / "timeline.svg",
             )
-            if frontier:
-                save(
-                    draw_frontier(frontier, plan["memory_bytes_available"]),
-                    options.pictures / "frontier.svg",
-                )
     except OSError as error:
         why = f"cannot be written ({error.strerror})"
         remedy = "choose another path"

@@ -53,7 +53,6 @@ class Candidate(NamedTuple):
 
     estimate: float  # seconds of a step; infinite if the bound does not fit, as it is not needed
     bound: float  # bytes; the layout needs no less
-    kept: float  # bytes of states and of what is kept for backward; the frontier compares these
     fullest: int  # the pipeline rank with the largest bound
     alike: Config  # the part of the configuration that concerns the inside of a stage
     pipeline: Pipeline
@@ -186,8 +185,7 @@ def _data_parallel(
             if one_dtype and ((m > 1 and zero < 2) or shard < dp):
                 continue
             least = [least_bytes(one, stage.block, shards, zero, again, steady) for one in alive]
-            bound, rank = max((b, -one.rank) for one, (b, _) in zip(alive, least, strict=True))
-            kept = max(k for _, k in least)
+            bound, rank = max((b, -one.rank) for one, b in zip(alive, least, strict=True))
             seconds = math.inf
             if bound <= device.room:
                 reduced = zero >= 2
@@ -195,9 +193,7 @@ def _data_parallel(
                     v = pipe.stages_per_rank
                     estimates[reduced] = Estimate(stage, pipe.schedule, v, ranks, m, world, reduced)
                 seconds = estimates[reduced].seconds(shards, replicas, zero)
-            yield Candidate(
-                seconds, bound, kept, -rank, stage.alike, pipe, shard, dp // shard, zero
-            )
+            yield Candidate(seconds, bound, -rank, stage.alike, pipe, shard, dp // shard, zero)
 
 
 def _zero_stages(shard: int) -> tuple[Literal[0, 1, 2, 3], ...]:

@@ -8,28 +8,11 @@ from parallel.memory import ACTIVATIONS
 from tools.plan.goodput import describe_goodput
 from tools.plan.hardware import GB
 from tools.plan.search import Found, Result, describe_alike
-from tools.plan.time import Part
-from tools.timeline.draw import FONT, INK, MUTED, PAPER, TEXT_SIZE, WIDTH
 
 if TYPE_CHECKING:  # it takes a second to import
     from matplotlib.figure import Figure
 
 ALIKE = 0.01  # of a step's seconds; the order of two layouts that differ by less is uncertain
-
-# Lightness decreases along the list, so that neighbours differ for the colour-blind too.
-COLOURS = (
-    "#fbe68f",
-    "#c5cad3",
-    "#8ba6f7",
-    "#cf6aa3",
-    "#d39400",
-    "#187a3a",
-    "#1740a8",
-    "#5e1040",
-    "#6b7280",
-    "#1f2937",
-    "#c4f5d6",
-)
 
 
 def describe_plan(plan: dict[str, Any]) -> str:
@@ -105,8 +88,6 @@ def describe_search(result: Result) -> str:
         lines.append(
             f"{i + 1:2d} {seconds:>15}  {mfu:>10}  {size:>11}  {describe_alike(row)}{number}"
         )
-    if len(found) > 1:
-        lines.append(f"the second loses {why_not(found[0][0], found[1][0])}")
     lines.append(f"the first: {found[0][0].overrides()}")
     return "\n".join(lines + result.space)
 
@@ -140,90 +121,25 @@ def rows(found: Sequence[Found]) -> list[list[Found]]:
     return ordered
 
 
-def why_not(best: Found, other: Found) -> str:
-    """Explain where the second layout loses time."""
-    a, b = best.time, other.time
-    work = []  # of a rank, on average
-    for time in (a, b):
-        parts = map(Part, time.costs.forward, time.costs.input_grad, time.costs.weight_grad)
-        work.append(
-            sum(part.total for part in parts) * time.layout.num_microbatches / time.layout.sizes.pp
-        )
-    pipeline = [t.timeline.step_time for t in (a, b)]
-    idle = [
-        one.bubble_fraction * seconds for one, seconds in zip((best, other), pipeline, strict=True)
-    ]
-    tail = [one.seconds - seconds for one, seconds in zip((best, other), pipeline, strict=True)]
-    reasons = {
-        "in the actions themselves (computation, tp, exposed gathers)": work[1] - work[0],
-        "waiting in the pipeline": idle[1] - idle[0],
-        "after the last action (reductions, optimizer)": tail[1] - tail[0],
-    }
-    text = ", ".join(
-        f"{seconds:+.3f} s {what}" for what, seconds in reasons.items() if abs(seconds) >= 5e-4
-    )
-    return f"{other.seconds - best.seconds:+.3f} s: {text or 'they are alike'}"
-
-
 def draw_memory(plan: dict[str, Any]) -> "Figure":
     """Draw a bar per pipeline rank, divided by category, and a line at the available memory."""
-    import matplotlib
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams.update({"font.family": "sans-serif", "font.sans-serif": FONT})
     ranks = plan["ranks"]
     names = list(dict.fromkeys(name for rank in ranks for name in rank["memory"]))
-    figure = Figure(figsize=(WIDTH, 1.6 + 0.34 * len(ranks)), facecolor=PAPER, layout="constrained")
+    figure = Figure(figsize=(8, 1.6 + 0.34 * len(ranks)), layout="constrained")
     axes = figure.add_subplot()
-    assert len(names) <= len(COLOURS)
-    for name, colour in zip(names, COLOURS, strict=False):
+    places, left = [f"pp rank {rank['pp_rank']}" for rank in ranks], [0.0] * len(ranks)
+    for number, name in enumerate(names):
+        # its lightness changes along the list, so that neighbours differ for the colour-blind too
+        colour = colormaps["viridis_r"](number / len(names))
         sizes = [rank["memory"].get(name, 0) / GB for rank in ranks]
-        left = [
-            sum(rank["memory"].get(before, 0) for before in names[: names.index(name)]) / GB
-            for rank in ranks
-        ]
-        axes.barh(
-            [rank["pp_rank"] for rank in ranks],
-            sizes,
-            left=left,
-            color=colour,
-            label=name,
-            height=0.8,
-        )
-    axes.axvline(plan["memory_bytes_available"] / GB, color=INK, linestyle="--", linewidth=1)
+        axes.barh(places, sizes, left=left, color=colour, edgecolor="white", label=name)
+        left = [before + size for before, size in zip(left, sizes, strict=True)]
+    axes.axvline(plan["memory_bytes_available"] / GB, color="black", linestyle="--", linewidth=1)
     axes.invert_yaxis()
-    axes.set_yticks(
-        [rank["pp_rank"] for rank in ranks],
-        [f"pp rank {rank['pp_rank']}" for rank in ranks],
-        size=TEXT_SIZE,
-    )
-    axes.set_xlabel("GB at the peak; dashed: available", size=TEXT_SIZE, color=MUTED)
+    axes.set_xlabel("GB at the peak; dashed: available")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=3, fontsize=TEXT_SIZE - 1, frameon=False)
-    return figure
-
-
-def draw_frontier(frontier: Sequence["Found"], room: float) -> "Figure":
-    """Draw the layouts that no other layout beats in both time and memory."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    matplotlib.rcParams.update({"font.family": "sans-serif", "font.sans-serif": FONT})
-    figure = Figure(figsize=(WIDTH, 4.2), facecolor=PAPER, layout="constrained")
-    axes = figure.add_subplot()
-    memory, seconds = [one.peak / GB for one in frontier], [one.seconds for one in frontier]
-    axes.plot(memory, seconds, "o-", color="#1740a8", drawstyle="steps-post")
-    for one, x, y in zip(frontier, memory, seconds, strict=True):
-        p = one.config.parallel
-        label = (
-            f"tp {p.tp} pp {p.pp} zero {p.zero_stage} {p.schedule}, "
-            f"{one.config.train.activation_checkpointing}"
-        )
-        axes.annotate(
-            label, (x, y), xytext=(4, 5), textcoords="offset points", size=TEXT_SIZE - 2, color=INK
-        )
-    axes.axvline(room / GB, color=INK, linestyle="--", linewidth=1)
-    axes.set_xlabel("GB at the peak", size=TEXT_SIZE, color=MUTED)
-    axes.set_ylabel("seconds of a step", size=TEXT_SIZE, color=MUTED)
-    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
     return figure

@@ -144,10 +144,9 @@ def most_alive(
 
 def least_bytes(
     alive: Alive, block: Block, shards: Numbers, zero: int, again: bool, steady: bool
-) -> tuple[float, float]:
-    """Two figures for a rank whose weights are sharded over `shards` ranks: the bound, and the part
-    of it that is kept (states, gradients and activations). `again`: every stage has whole gradients
-    of some micro-batch before any stage reduces those of the last micro-batch."""
+) -> float:
+    """The bound for a rank whose weights are sharded over `shards` ranks. `again`: every stage has
+    whole gradients of some micro-batch before any stage reduces those of the last micro-batch."""
     layout = block.layout
     e, master, reduce = layout.compute, layout.master, layout.reduce
     states = alive.numel.over(shards) * (1 + layout.states_per_weight) * master
@@ -156,16 +155,14 @@ def least_bytes(
         gathered = alive.numel.total * e
     whole = zero < 2 and again
     summed = reduce * (alive.numel.total if whole else alive.numel.over(shards))
-    before = summed if steady else 0.0
     # A stage's last backward frees a block's gathered weights before it reduces the gradients.
     end = summed + (gathered if again else 0)
-    kept = states + max(gathered + alive.kept + before, end)
-    if not alive.kept:
-        return kept, kept
-    besides = alive.backward + (block.numel * e if zero == 3 else 0)
-    if steady and zero >= 2:
-        besides += alive.unreduced * reduce
-    return states + max(gathered + alive.kept + besides + before, end), kept
+    most = gathered + alive.kept + (summed if steady else 0.0)
+    if alive.kept:
+        most += alive.backward + (block.numel * e if zero == 3 else 0)
+        if steady and zero >= 2:
+            most += alive.unreduced * reduce
+    return states + max(most, end)
 
 
 @lru_cache(maxsize=4096)

@@ -95,7 +95,7 @@ class Account:
         height, at_height, changes = effect
         if self.total + height > self.peak:
             self.peak, self.peak_action = self.total + height, self.action
-            self._at_peak = {c: self.now[c] + at_height.get(c, 0) for c in {*self.now, *at_height}}
+            self._at_peak = {c: self.now[c] + at_height.get(c, 0) for c in self.now | at_height}
         for category, size in changes.items():
             self.now[category] += size
             self.total += size
@@ -283,13 +283,14 @@ class Sharded:
         self.account.free(REDUCING, held)
 
 
-class Whole:
-    """The state of a rank's weights: the methods of `Sharded` (sharded.py), for a rank on which
-    FSDP is not used."""
+class Whole(Sharded):
+    """The same on a rank whose weights no other rank shares, where FSDP is not used: nothing is
+    gathered or reduced. Copies of the weights live from the first action of a step to a stage's
+    last backward."""
 
     def __init__(self, layout: Layout, account: Account) -> None:
-        self.layout, self.account = layout, account
-        self.summed: set[tuple[int, int]] = set()  # (stage, index) of units with sums of gradients
+        super().__init__(layout, account)
+        self.gathered, self.resharding = {key for key, _, _ in self.unit_of.values()}, False
         # Weights are copied unless all dtypes are equal, but the copies share the masters' memory
         # if those have the compute dtype.
         self.copies = layout.compute != layout.master
@@ -302,31 +303,13 @@ class Whole:
                     self.account.add(GATHERED, unit.numel * self.layout.compute)
 
     def begun(self, stage: int, index: int) -> bool:
-        return (stage, index) in self.summed
-
-    def has_experts(self, stage: int, index: int) -> bool:
-        return False  # they are no unit of their own
-
-    def state(self, stage: int) -> Hashable:
-        return sum(key[0] == stage for key in self.summed)
-
-    def gather(self, stage: int, index: int, forward: bool, before: int, over: str = OUTER) -> int:
-        return 0
-
-    def prefetched(self, stage: int, index: int, over: str = OUTER) -> int:
-        return 0
-
-    def after_forward(self, stage: int, index: int, over: str = OUTER) -> None:
-        pass
-
-    def after_input_gradient(self, stage: int, index: int, over: str = OUTER) -> None:
-        pass
+        return (stage, index, OUTER) in self.accumulated
 
     def after_backward(self, stage: int, index: int, last: bool, over: str = OUTER) -> None:
         """After a unit's backward: its sums, if they are new and in the master dtype, are the
         gradients that the optimizer reads."""
-        if (stage, index) not in self.summed and over == OUTER:
-            self.summed.add((stage, index))
+        if over == OUTER and not self.begun(stage, index):
+            self.accumulated.add((stage, index, OUTER))
             if self.layout.sum == self.layout.master:
                 self._hand_over(stage, index)
 

@@ -1,11 +1,9 @@
-"""Finds the fastest layouts of a model on a number of GPUs, and those that need the least memory
-for their speed.
+"""Finds the fastest layouts of a model on a number of GPUs.
 
 The search lists all layouts (plan/candidates.py), drops those whose lower bound exceeds the memory,
 and estimates the time of the others. It takes them in the order of their estimates, until enough of
 them fit or none is left: it counts their memory on every pipeline rank, checks those that fit as a
-run would check them (both in a shortened step: plan/memory.py), and simulates their step. For the
-frontier it also examines, in the same way, the layouts that keep less memory than every faster one.
+run would check them (both in a shortened step: plan/memory.py), and simulates their step.
 
 If nothing fits, the error names the nearest alternative: the least number of GPUs whose memory
 holds weights, gradients and optimizer state (found without a search), or the layout that needs the
@@ -118,7 +116,6 @@ class Result:
     also: list[Found]  # further layouts found to fit, slower than the best
     layouts: int  # the number of layouts that obey the configuration's rules
     counted: int  # the number of layouts whose memory was counted exactly, not only bounded
-    frontier: list[Found]  # in order of increasing time and decreasing memory
     space: list[str]  # a description of what was searched
 
 
@@ -138,40 +135,54 @@ def search(config: Config, world: int, device: Device, wanted: int = 10) -> Resu
         remedy = "choose numbers with more divisors"
         raise UserError("train.global_batch_size", config.train.global_batch_size, why, remedy)
     possible = sorted((c for c in everything if c.bound <= room), key=lambda c: c.estimate)
-    examine = Examiner(world, device, room, config.parallel.cp)
     fitting: list[Found] = []
+    counted, refused, too_large = 0, None, 0
     for candidate in possible:
         if len(fitting) == ENOUGH:
             break
-        if (found := examine(candidate)) is not None:
+        found = _found(candidate, config, world, device)
+        counted += 1
+        if not found.fits(room):
+            too_large += 1
+        elif error := _error(found):
+            refused = error
+        else:
             fitting.append(found)
     if not fitting:
-        if examine.refused is not None and not examine.too_large:
-            raise examine.refused
+        if refused is not None and not too_large:
+            raise refused
         why = (
             f"none of {len(everything):,} layouts fits {room / GB:.0f} GB a GPU "
-            f"({len(examine.known):,} were counted exactly)"
+            f"({counted:,} were counted exactly)"
         )
-        nearest = examine.nearest(everything)
-        if nearest is not None:
-            why += f"; the nearest needs {nearest.peak / GB:.1f} GB: {describe_alike([nearest])}"
         remedy = "take more GPUs, or larger ones (--device), or a smaller model or train.seq_len"
-        if nearest is not None:
+        # Bounds are a few percent below the exact count.
+        lowest = heapq.nsmallest(NEAREST, everything, key=lambda candidate: candidate.bound)
+        each = (_found(candidate, config, world, device) for candidate in lowest)
+        if nearest := next((one for one in each if not _error(one)), None):
+            why += f"; the nearest needs {nearest.peak / GB:.1f} GB: {describe_alike([nearest])}"
             remedy += (
                 "; to see the memory of the nearest layout in detail, plan it without --search: "
                 f"{nearest.overrides()}"
             )
         raise UserError("--gpus", world, why, remedy)
-    on_frontier = [found for one in _lowest(possible) if (found := examine(one)) is not None]
-    frontier: list[Found] = []
-    for found in sorted([*fitting, *on_frontier], key=_order):
-        if not frontier or found.peak < frontier[-1].peak:
-            frontier.append(found)
-    fitting.sort(key=_order)
+    fitting.sort(key=lambda found: (found.seconds, found.peak))
     best, also = fitting[:wanted], fitting[wanted:]
-    return Result(
-        best, also, len(everything), len(examine.known), frontier, space(config, world, device)
-    )
+    return Result(best, also, len(everything), counted, space(config, world, device))
+
+
+def _found(candidate: Candidate, config: Config, world: int, device: Device) -> Found:
+    cp, fullest = config.parallel.cp, candidate.fullest
+    return Found(candidate.config(), world, device, fullest, candidate.estimate, cp)
+
+
+def _error(found: Found) -> UserError | None:
+    """Why a run with this layout would not start; None if it would."""
+    try:
+        shortened(found.layout, CHECKED).config.validate(found.world)
+    except UserError as error:
+        return error
+    return None
 
 
 def check_before_search(config: Config) -> None:
@@ -208,67 +219,6 @@ def _check_states_fit(config: Config, world: int, room: float) -> None:
         f"take more than {least:,} GPUs, for activations come on top, or larger ones (--device)"
     )
     raise UserError("--gpus", world, why, remedy)
-
-
-class Examiner:
-    """Decides whether candidates are valid and fit, each only once."""
-
-    def __init__(self, world: int, device: Device, room: float, searched_cp: int) -> None:
-        self.world, self.device, self.room = world, device, room
-        self.searched_cp = searched_cp
-        self.known: dict[int, Found | None] = {}  # by id(), since a search keeps its candidates
-        self.refused: UserError | None = None  # the last error of a layout that is not valid
-        self.too_large = 0
-
-    def __call__(self, candidate: Candidate) -> Found | None:
-        if id(candidate) not in self.known:
-            self.known[id(candidate)] = self._examine(candidate)
-        return self.known[id(candidate)]
-
-    def _examine(self, candidate: Candidate) -> Found | None:
-        found = self._found(candidate)
-        if not found.fits(self.room):
-            self.too_large += 1
-            return None
-        return found if self._valid(found) else None
-
-    def nearest(self, everything: list[Candidate]) -> Found | None:
-        """The valid layout with the lowest bound. Bounds are a few percent below the exact
-        count."""
-        lowest = heapq.nsmallest(NEAREST, everything, key=lambda candidate: candidate.bound)
-        return next(filter(self._valid, map(self._found, lowest)), None)
-
-    def _found(self, candidate: Candidate) -> Found:
-        return Found(
-            candidate.config(),
-            self.world,
-            self.device,
-            candidate.fullest,
-            candidate.estimate,
-            self.searched_cp,
-        )
-
-    def _valid(self, found: Found) -> bool:
-        """Whether a run with this layout would start."""
-        try:
-            shortened(found.layout, CHECKED).config.validate(self.world)
-        except UserError as error:
-            self.refused = error
-            return False
-        return True
-
-
-def _order(found: Found) -> tuple[float, int]:
-    return found.seconds, found.peak
-
-
-def _lowest(possible: list[Candidate]) -> Iterator[Candidate]:
-    """Yield the candidates that keep less memory than every faster one."""
-    lowest = float("inf")
-    for candidate in possible:
-        if candidate.kept < lowest:
-            lowest = candidate.kept
-            yield candidate
 
 
 def as_text(value: object) -> str:
