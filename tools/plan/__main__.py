@@ -28,7 +28,7 @@ from tools.plan.guide import zero_table
 from tools.plan.hardware import DEVICES, find_device
 from tools.plan.layout import Layout, check_gpus, world_of
 from tools.plan.node_counts import describe_layouts
-from tools.plan.search import Found, search
+from tools.plan.search import search
 from tools.plan.summary import summarise
 from tools.plan.time import StepTime
 from tools.timeline.draw import Panel, draw, save
@@ -37,62 +37,24 @@ from training.layouts import valid_layout
 from training.load_config import load_config
 
 
-def found_as_dict(one: Found) -> dict[str, Any]:
-    return {
-        "overrides": one.overrides(),
-        "step_seconds": one.seconds,
-        "mfu": one.time.mfu,
-        "bubble_fraction": one.bubble_fraction,
-        "peak_memory_bytes": one.peak,
-    }
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.plan", description=__doc__)
-    parser.add_argument("config", metavar="CONFIG", help="a configuration file")
+    add = parser.add_argument
+    add("config", metavar="CONFIG", help="a configuration file")
     add_overrides(parser)
-    parser.add_argument(
-        "--gpus",
-        type=int,
-        metavar="N",
-        help="number of GPUs (default: the product of the axes, or the file's first line)",
-    )
+    add("--gpus", type=int, metavar="N", help="number of GPUs (default: as described above)")
     add_data_stage(parser)
-    parser.add_argument(
-        "--device",
-        default="h100",
-        metavar="NAME",
-        help=f"{', '.join(DEVICES)}, or a JSON file of rates",
-    )
-    parser.add_argument(
-        "--search",
-        action="store_true",
-        help="search all layouts; the configuration's own layout is ignored",
-    )
-    parser.add_argument(
-        "--layouts",
-        type=int,
-        metavar="MIN",
-        help="with --search: the list parallel.layouts for MIN to --gpus GPUs, in whole nodes of 8",
-    )
-    parser.add_argument(
-        "--guide",
-        type=int,
-        metavar="N",
-        help="print ZeRO's memory and traffic on N GPUs as guides count them",
-    )
-    parser.add_argument(
-        "--beside",
-        type=Path,
-        metavar="FILE",
-        help="print a rank's memory report (RUN/memory/*.json) next to its plan",
-    )
-    parser.add_argument("--tokens", type=float, default=0.0, metavar="T", help="tokens of the run")
-    parser.add_argument(
-        "--price", type=float, default=0.0, metavar="P", help="price of one GPU for one hour"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw pictures in FOLDER")
+    devices = f"{', '.join(DEVICES)}, or a JSON file of rates"
+    add("--device", default="h100", metavar="NAME", help=devices)
+    add("--search", action="store_true", help="search all layouts, whatever CONFIG has")
+    of_nodes = "with --search: the list parallel.layouts for MIN to --gpus GPUs, in nodes of 8"
+    add("--layouts", type=int, metavar="MIN", help=of_nodes)
+    add("--guide", type=int, metavar="N", help="ZeRO's memory and traffic as guides count them")
+    add("--beside", type=Path, metavar="FILE", help="a rank's memory report, RUN/memory/*.json")
+    add("--tokens", type=float, default=0.0, metavar="T", help="tokens of the run")
+    add("--price", type=float, default=0.0, metavar="P", help="price of one GPU for one hour")
+    add("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    add("--pictures", type=Path, metavar="FOLDER", help="draw pictures in FOLDER")
     options = parser.parse_intermixed_args(arguments)
     try:
         print_plan(options)
@@ -129,12 +91,7 @@ def print_plan(options: argparse.Namespace) -> None:
     if options.search:
         searched = search(config, world, device)
         print(describe_search(searched) + "\n")
-        result["search"] = {
-            "layouts": searched.layouts,
-            "counted": searched.counted,
-            "space": searched.space,
-            "best": [found_as_dict(one) for one in searched.best],
-        }
+        result["search"] = searched.as_dict()
         config = searched.best[0].config
         config.validate(world)
     check_can_be_planned(config)
@@ -147,10 +104,8 @@ def print_plan(options: argparse.Namespace) -> None:
         if options.pictures is not None:
             save(draw_memory(plan), options.pictures / "memory.svg")
             timeline = StepTime(Layout(config, world, 0), device).timeline
-            save(
-                draw([Panel(config.parallel.schedule, timeline, figures(timeline, " s"))], "s"),
-                options.pictures / "timeline.svg",
-            )
+            panel = Panel(config.parallel.schedule, timeline, figures(timeline, " s"))
+            save(draw([panel], "s"), options.pictures / "timeline.svg")
     except OSError as error:
         why = f"cannot be written ({error.strerror})"
         remedy = "choose another path"

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from errors import UserError
 from model.transformer import num_parameters
@@ -117,6 +118,19 @@ class Result:
     layouts: int  # the number of layouts that obey the configuration's rules
     counted: int  # the number of layouts whose memory was counted exactly, not only bounded
     space: list[str]  # a description of what was searched
+
+    def as_dict(self) -> dict[str, Any]:
+        best = [
+            {
+                "overrides": one.overrides(),
+                "step_seconds": one.seconds,
+                "mfu": one.time.mfu,
+                "bubble_fraction": one.bubble_fraction,
+                "peak_memory_bytes": one.peak,
+            }
+            for one in self.best
+        ]
+        return {"layouts": self.layouts, "counted": self.counted, "space": self.space, "best": best}
 
 
 def search(config: Config, world: int, device: Device, wanted: int = 10) -> Result:
