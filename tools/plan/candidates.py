@@ -14,17 +14,9 @@ from errors import UserError
 from model.config import ModelConfig
 from model.transformer import check_tp
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
-from tools.plan.estimate import (
-    SPLIT,
-    Estimate,
-    Stage,
-    least_bytes,
-    most_alive,
-    ranks_of,
-)
+from tools.plan.estimate import SPLIT, Bound, Estimate, Pipeline, Stage
 from tools.plan.hardware import Device
 from tools.plan.layout import Layout, Numbers, ranks_of_stages
-from tools.plan.memory import GROWING
 from tools.plan.time import StepTime
 from training.check_experts import sides_that_cannot_be_cut
 from training.config import Config, cuts_of_sequence
@@ -36,16 +28,6 @@ MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", 
 MICRO_BATCHES = (1, 2, 4, 8)  # sequences
 CP_TOKENS = 8192  # of a sequence; a cp rank keeps at least as many, which fill its kernels
 VIRTUAL = 8  # stages per rank of interleaved schedules: all up to this; more only if even
-
-
-class Pipeline(NamedTuple):
-    """How layers are split into stages, and the schedule."""
-
-    pp: int
-    schedule: str
-    stages_per_rank: int
-    layers_per_stage: list[int] | Literal["auto"] | None  # as in the configuration
-    counts: list[int]  # the resulting number of layers of each stage
 
 
 class Candidate(NamedTuple):
@@ -162,16 +144,9 @@ def _data_parallel(
     layout, device, sizes = stage.layout, stage.time.device, stage.layout.sizes
     cp, ep = sizes.cp, sizes.ep
     inner = sizes.tp * cp  # the ranks that share a stage's work on one sequence
-    ranks = ranks_of(pipe.schedule, pipe.pp, pipe.stages_per_rank, pipe.counts)
-    numbers = stage.parameters(ranks)
+    ranks = pipe.ranks()
+    bounds = Bound(stage, pipe, ranks, m)
     one_dtype = layout.config.parallel.reduce_dtype == layout.config.train.dtype == "bfloat16"
-    # in breadth_first a stage finishes all its backwards before the next stage begins its own
-    several = pipe.stages_per_rank > 1
-    again = m > (pipe.pp if several else 1) and not (several and pipe.schedule in GROWING)
-    steady = m >= 4 * pipe.pp and pipe.schedule not in GROWING
-    alive = most_alive(
-        stage.block, pipe.schedule, pipe.pp, pipe.stages_per_rank, pipe.counts, numbers, m, steady
-    )
     estimates: dict[bool, Estimate] = {}
     for shard in _divisors(dp):
         if shard < dp and shard * inner < min(device.gpus_per_node, dp * inner):
@@ -184,16 +159,13 @@ def _data_parallel(
         for zero in _zero_stages(max(shards)):
             if one_dtype and ((m > 1 and zero < 2) or shard < dp):
                 continue
-            least = [least_bytes(one, stage.block, shards, zero, again, steady) for one in alive]
-            bound, rank = max((b, -one.rank) for one, b in zip(alive, least, strict=True))
-            seconds = math.inf
+            (bound, fullest), seconds = bounds.bytes(shards, zero), math.inf
             if bound <= device.room:
                 reduced = zero >= 2
                 if reduced not in estimates:
-                    v = pipe.stages_per_rank
-                    estimates[reduced] = Estimate(stage, pipe.schedule, v, ranks, m, world, reduced)
+                    estimates[reduced] = Estimate(stage, pipe, ranks, m, world, reduced)
                 seconds = estimates[reduced].seconds(shards, replicas, zero)
-            yield Candidate(seconds, bound, -rank, stage.alike, pipe, shard, dp // shard, zero)
+            yield Candidate(seconds, bound, fullest, stage.alike, pipe, shard, dp // shard, zero)
 
 
 def _zero_stages(shard: int) -> tuple[Literal[0, 1, 2, 3], ...]:

@@ -22,7 +22,7 @@ bubble by its paper's formula, and the exposed communication of data parallelism
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, cached_property, lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from costs.links import Links
 from costs.recorder import Phase
@@ -39,7 +39,34 @@ ALWAYS_SPLIT = ("zb_h1", "zb_v")  # split every backward
 SPLIT = (*ALWAYS_SPLIT, "dualpipe_v")  # compute (some) weight gradients in separate actions
 
 
-# --- bytes ---
+class Pipeline(NamedTuple):
+    """How layers are split into stages, and the schedule."""
+
+    pp: int
+    schedule: str
+    stages_per_rank: int
+    layers_per_stage: list[int] | Literal["auto"] | None  # as in the configuration
+    counts: list[int]  # the resulting number of layers of each stage
+
+    @property
+    def where(self) -> list[int]:
+        """The rank of each stage."""
+        return ranks_of_stages(self.schedule, self.pp, self.stages_per_rank)
+
+    def ranks(self) -> list["Rank"]:
+        """What each pipeline rank holds."""
+        blocks, where = [0] * self.pp, self.where
+        for rank, count in zip(where, self.counts, strict=True):
+            blocks[rank] += count
+        return [Rank(blocks[r], r == where[0], r == where[-1]) for r in range(self.pp)]
+
+
+class Rank(NamedTuple):
+    """What one rank of a pipeline holds."""
+
+    blocks: int
+    first: bool  # has the embedding
+    last: bool  # has the head
 
 
 class Block:
@@ -88,123 +115,6 @@ class Block:
 
 def _stays(phase: Phase) -> int:
     return sum(phase.effect.changes.values())
-
-
-class Alive(NamedTuple):
-    """What is alive on a pipeline rank at the moment that the top of this file describes."""
-
-    rank: int  # the first of the ranks with equal figures
-    numel: Numbers  # parameters
-    kept: int  # bytes that blocks keep
-    backward: int  # bytes that the backward needs in addition
-    unreduced: int  # elements of the gradients that each stage reduced last, before reduction
-
-
-def most_alive(
-    block: Block,
-    schedule: str,
-    pp: int,
-    v: int,
-    counts: list[int],
-    numbers: list[Numbers],
-    m: int,
-    steady: bool,
-) -> list[Alive]:
-    """What is alive on each pipeline rank; ranks with equal figures are listed once.
-
-    Args:
-        block: the bytes that a block needs.
-        counts: blocks of each stage.
-        numbers: parameters of each rank.
-        steady: whether forwards and backwards alternate for long.
-    """
-    blocks, fewest, unreduced = ([0] * pp for _ in range(3))
-    for s, (rank, count) in enumerate(zip(ranks_of_stages(schedule, pp, v), counts, strict=True)):
-        blocks[rank] += count
-        if count:  # the fewest blocks in any of the rank's stages that have blocks
-            fewest[rank] = min(count, fewest[rank]) if fewest[rank] else count
-        unreduced[rank] += block.numel if s and count else block.table
-    if schedule in GROWING:
-        live = [m * count for count in blocks]
-    else:
-        live = _live(schedule, pp, v, tuple(counts), min(m, 2 * pp) if m > 1 else 1)
-    found: dict[tuple[Numbers, int, int, int], int] = {}
-    for rank in reversed(range(pp)):
-        # At each block an input gradient may keep more than it frees; the last block is the peak.
-        backward = block.whole
-        if schedule in SPLIT:
-            split = block.split + max(0, block.more) * (fewest[rank] - 1)
-            backward = split if schedule in ALWAYS_SPLIT else min(block.whole, split)
-        if schedule == "zb_h1" and steady:  # weight gradients of `rank` micro-batches are deferred
-            backward += rank * blocks[rank] * block.deferred
-        most = block.part + backward if live[rank] else 0
-        found[numbers[rank], live[rank] * block.kept, most, unreduced[rank]] = rank
-    return [Alive(rank, *key) for key, rank in found.items()]
-
-
-def least_bytes(
-    alive: Alive, block: Block, shards: Numbers, zero: int, again: bool, steady: bool
-) -> float:
-    """The bound for a rank whose weights are sharded over `shards` ranks. `again`: every stage has
-    whole gradients of some micro-batch before any stage reduces those of the last micro-batch."""
-    layout = block.layout
-    e, master, reduce = layout.compute, layout.master, layout.reduce
-    states = alive.numel.over(shards) * (1 + layout.states_per_weight) * master
-    gathered = 0
-    if zero < 3 and (zero > 0 or e != master):  # unsharded weights of this dtype are not copied
-        gathered = alive.numel.total * e
-    whole = zero < 2 and again
-    summed = reduce * (alive.numel.total if whole else alive.numel.over(shards))
-    # A stage's last backward frees a block's gathered weights before it reduces the gradients.
-    end = summed + (gathered if again else 0)
-    most = gathered + alive.kept + (summed if steady else 0.0)
-    if alive.kept:
-        most += alive.backward + (block.numel * e if zero == 3 else 0)
-        if steady and zero >= 2:
-            most += alive.unreduced * reduce
-    return states + max(most, end)
-
-
-@lru_cache(maxsize=4096)
-def _live(schedule: str, pp: int, v: int, counts: tuple[int, ...], m: int) -> list[int]:
-    """For each rank, the maximum over time of its blocks times the micro-batches alive in them,
-    counted in the schedule for `m` micro-batches. With more micro-batches it is not lower."""
-    most = []
-    for actions in _schedule(schedule, pp, v, m):
-        live = highest = 0
-        for kind, stage, _ in actions:
-            if kind is FORWARD:
-                live += counts[stage]
-                highest = max(highest, live)
-            elif kind in (BACKWARD, BACKWARD_INPUT):
-                live -= counts[stage]
-        most.append(highest)
-    return most
-
-
-@lru_cache(maxsize=256)
-def _schedule(schedule: str, pp: int, v: int, m: int) -> list[list[Action]]:
-    return build_schedule(schedule, pp, v, m)
-
-
-# --- seconds ---
-
-
-class Rank(NamedTuple):
-    """What one rank of a pipeline holds."""
-
-    blocks: int
-    first: bool  # has the embedding
-    last: bool  # has the head
-
-
-def ranks_of(schedule: str, pp: int, v: int, counts: Sequence[int]) -> list[Rank]:
-    """What each pipeline rank holds. `counts`: blocks of each stage."""
-    rank_of = ranks_of_stages(schedule, pp, v)
-    blocks = [0] * pp
-    for rank, count in zip(rank_of, counts, strict=True):
-        blocks[rank] += count
-    return [Rank(blocks[r], r == rank_of[0], r == rank_of[-1]) for r in range(pp)]
 
 
 class Stage:
@@ -261,30 +171,127 @@ class Stage:
         return StepTime(layout, self.time.device).message_seconds
 
 
-class Estimate:
-    """Estimates of the layouts that shard one pipeline's weights in different ways.
+# --- bytes ---
+
+
+class Alive(NamedTuple):
+    """What is alive on a pipeline rank at the moment that the top of this file describes."""
+
+    rank: int  # the first of the ranks with equal figures
+    numel: Numbers  # parameters
+    kept: int  # bytes that blocks keep
+    backward: int  # bytes that the backward needs in addition
+    unreduced: int  # elements of the gradients that each stage reduced last, before reduction
+
+
+class Bound:
+    """Lower bounds of the layouts that shard one pipeline's weights in different ways.
 
     Args:
         stage: what the inside of a stage costs.
-        schedule, v: the schedule, and its stages per rank.
-        ranks: what each pipeline rank holds.
+        pipe: the pipeline, and `ranks`, what each of its ranks holds.
         m: number of micro-batches.
-        world: number of GPUs.
-        reduced: as in `Stage`.
     """
+
+    def __init__(self, stage: Stage, pipe: Pipeline, ranks: Sequence[Rank], m: int) -> None:
+        self.block, self.layout = stage.block, stage.layout
+        growing, several = pipe.schedule in GROWING, pipe.stages_per_rank > 1
+        # Every stage has whole gradients of some micro-batch before any stage reduces those of the
+        # last. (In breadth_first a stage ends all its backwards before the next begins its own.)
+        self.again = m > (pipe.pp if several else 1) and not (several and growing)
+        # forwards and backwards alternate for long
+        self.steady = m >= 4 * pipe.pp and not growing
+        self.alive = self._alive(pipe, ranks, stage.parameters(ranks), m)
+
+    def _alive(
+        self, pipe: Pipeline, ranks: Sequence[Rank], numbers: list[Numbers], m: int
+    ) -> list[Alive]:
+        """What is alive on each pipeline rank; ranks with equal figures are listed once."""
+        block, (pp, schedule, v, _, counts) = self.block, pipe
+        fewest, unreduced = [0] * pp, [0] * pp
+        for s, (rank, count) in enumerate(zip(pipe.where, counts, strict=True)):
+            if count:  # the fewest blocks in any of the rank's stages that have blocks
+                fewest[rank] = min(count, fewest[rank]) if fewest[rank] else count
+            unreduced[rank] += block.numel if s and count else block.table
+        if schedule in GROWING:
+            live = [m * rank.blocks for rank in ranks]
+        else:
+            live = _live(schedule, pp, v, tuple(counts), min(m, 2 * pp) if m > 1 else 1)
+        found: dict[tuple[Numbers, int, int, int], int] = {}
+        for rank in reversed(range(pp)):
+            # At each block an input gradient may keep more than it frees; the last is the peak.
+            backward = block.whole
+            if schedule in SPLIT:
+                split = block.split + max(0, block.more) * (fewest[rank] - 1)
+                backward = split if schedule in ALWAYS_SPLIT else min(block.whole, split)
+            if schedule == "zb_h1" and self.steady:  # `rank` micro-batches' weight gradients wait
+                backward += rank * ranks[rank].blocks * block.deferred
+            most = block.part + backward if live[rank] else 0
+            found[numbers[rank], live[rank] * block.kept, most, unreduced[rank]] = rank
+        return [Alive(rank, *key) for key, rank in found.items()]
+
+    def bytes(self, shards: Numbers, zero: int) -> tuple[float, int]:
+        """The bound with weights sharded over `shards` ranks, and the pipeline rank whose it is."""
+        bound, rank = max((self._of_rank(one, shards, zero), -one.rank) for one in self.alive)
+        return bound, -rank
+
+    def _of_rank(self, alive: Alive, shards: Numbers, zero: int) -> float:
+        layout, e, master = self.layout, self.layout.compute, self.layout.master
+        states = alive.numel.over(shards) * (1 + layout.states_per_weight) * master
+        gathered = 0
+        if zero < 3 and (zero > 0 or e != master):  # unsharded weights of this dtype are not copied
+            gathered = alive.numel.total * e
+        whole = zero < 2 and self.again
+        summed = layout.reduce * (alive.numel.total if whole else alive.numel.over(shards))
+        # A stage's last backward frees a block's gathered weights before it reduces the gradients.
+        end = summed + (gathered if self.again else 0)
+        most = gathered + alive.kept + (summed if self.steady else 0.0)
+        if alive.kept:
+            most += alive.backward + (self.block.numel * e if zero == 3 else 0)
+            if self.steady and zero >= 2:
+                most += alive.unreduced * layout.reduce
+        return states + max(most, end)
+
+
+@lru_cache(maxsize=4096)
+def _live(schedule: str, pp: int, v: int, counts: tuple[int, ...], m: int) -> list[int]:
+    """For each rank, the maximum over time of its blocks times the micro-batches alive in them,
+    counted in the schedule for `m` micro-batches. With more micro-batches it is not lower."""
+    most = []
+    for actions in _schedule(schedule, pp, v, m):
+        live = highest = 0
+        for kind, stage, _ in actions:
+            if kind is FORWARD:
+                live += counts[stage]
+                highest = max(highest, live)
+            elif kind in (BACKWARD, BACKWARD_INPUT):
+                live -= counts[stage]
+        most.append(highest)
+    return most
+
+
+@lru_cache(maxsize=256)
+def _schedule(schedule: str, pp: int, v: int, m: int) -> list[list[Action]]:
+    return build_schedule(schedule, pp, v, m)
+
+
+# --- seconds ---
+
+
+class Estimate:
+    """Estimates of the same layouts, for a job of `world` GPUs. `reduced`: as in `Stage`."""
 
     def __init__(
         self,
         stage: Stage,
-        schedule: str,
-        v: int,
+        pipe: Pipeline,
         ranks: Sequence[Rank],
         m: int,
         world: int,
         reduced: bool,
     ) -> None:
         self.stage, self.m, self.world = stage, m, world
-        device, pp = stage.time.device, len(ranks)
+        device, (pp, schedule, v, *_) = stage.time.device, pipe
         block, embedding, head = stage.parts(schedule in SPLIT, reduced)
         seconds_of = {
             r: block * r.blocks
