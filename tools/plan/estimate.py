@@ -98,9 +98,7 @@ class Block:
     @cached_property
     def split(self) -> int:
         """The peak of an input gradient above its beginning."""
-        return min(
-            unit.record(True, self.sums).phases["input"].effect.height for unit in self._kinds
-        )
+        return min(phase.effect.height for phase in self._inputs)
 
     @cached_property
     def more(self) -> int:

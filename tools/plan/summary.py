@@ -28,41 +28,37 @@ MFU_FORMULA = (
 def hidden(layout: Layout, axis: str) -> str:
     """Describe which part of an axis's communication is hidden behind computation."""
     parallel = layout.config.parallel
-    as_one, zero = parallel.fsdp_unit == "stage", parallel.zero_stage
-    if axis == "tp":
-        pieces = parallel.tp_pieces
-        forward = "exposed in forward"
-        if pieces > 1:
-            forward = f"in forward, {pieces - 1} of {pieces} pieces hidden behind products"
-        if not parallel.sequence_parallel:
-            return f"{forward}; in backward, hidden behind weight gradients"
-        return (
-            f"{forward}; in backward, gathers hidden behind input gradients, scatters behind "
-            "weight gradients"
-        )
-    if axis == "cp":
-        return "keys and values of every attention layer, and their gradients"
-    if axis == "ep":
-        return "hidden behind a shared expert, if there is one"
-    axis = {"efsdp": "dp_shard", "ep_replicate": "dp_replicate"}.get(axis, axis)
-    if axis == "dp_shard" and zero == 3:
-        return (
-            "nothing hidden, because a stage is one unit"
-            if as_one
-            else "gathers hidden behind the previous unit, reductions behind the next"
-        )
-    if axis == "dp_shard":
-        gathers = "gathers exposed" if as_one else "gathers hidden behind the first forward"
+    as_one, zero, pieces = parallel.fsdp_unit == "stage", parallel.zero_stage, parallel.tp_pieces
+    tp = "exposed in forward"
+    if pieces > 1:
+        tp = f"in forward, {pieces - 1} of {pieces} pieces hidden behind products"
+    tp += "; in backward, "
+    if parallel.sequence_parallel:
+        tp += "gathers hidden behind input gradients, scatters behind weight gradients"
+    else:
+        tp += "hidden behind weight gradients"
+    last = "hidden behind the last backward"
+    if zero == 3 and as_one:
+        shards = "nothing hidden, because a stage is one unit"
+    elif zero == 3:
+        shards = "gathers hidden behind the previous unit, reductions behind the next"
+    else:
+        gathers = "exposed" if as_one else "hidden behind the first forward"
+        reductions = "exposed" if as_one else last
         if zero == 2:
-            return f"{gathers}, reductions hidden behind {'next actions' if as_one else 'backward'}"
-        return f"{gathers}, reductions {'exposed' if as_one else 'hidden behind the last backward'}"
-    if axis == "dp_replicate":
-        return "exposed, after the last backward" if as_one else "hidden behind the last backward"
-    return (
-        "hidden behind other micro-batches, as the schedule allows"
-        if axis == "pp"
-        else "exposed, after the last backward"
-    )
+            reductions = f"hidden behind {'next actions' if as_one else 'backward'}"
+        shards = f"gathers {gathers}, reductions {reductions}"
+    replicas = "exposed, after the last backward" if as_one else last
+    return {
+        "tp": tp,
+        "cp": "keys and values of every attention layer, and their gradients",
+        "ep": "hidden behind a shared expert, if there is one",
+        "dp_shard": shards,
+        "efsdp": shards,
+        "dp_replicate": replicas,
+        "ep_replicate": replicas,
+        "pp": "hidden behind other micro-batches, as the schedule allows",
+    }.get(axis, "exposed, after the last backward")
 
 
 def assumptions(config: Config, device: Device) -> list[str]:
@@ -154,19 +150,17 @@ def _rank(time: StepTime, program: Program, layout: Layout) -> dict[str, Any]:
             row["wire_seconds"], row["exposed_seconds"] = seconds[axis]
         row["hidden"] = hidden(layout, axis)
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
+    largest = sorted(memory.at_peak.items(), key=lambda item: -item[1])
     return {
         "pp_rank": layout.pp_rank,
         "stages": layout.stages,
         "blocks": len(units) - (layout.embedding in units) - (layout.head in units),
         "parameters": sum(unit.numel for unit in units),
-        "flops_per_step": _flops(layout),
+        # of forward and backward, without recomputation
+        "flops_per_step": layout.num_microbatches * sum(map(model_flops, units)),
         "peak_memory_bytes": memory.peak,
-        "peak_in": "after the last action"
-        if memory.peak_action is None
-        else str(memory.peak_action),
-        "memory": dict(
-            sorted(((k, v) for k, v in memory.at_peak.items() if v), key=lambda item: -item[1])
-        ),
+        "peak_in": str(memory.peak_action or "after the last action"),
+        "memory": {category: size for category, size in largest if size},
         "activations": memory.activations,
         "live_micro_batches": time.timeline.peak_live(layout.pp_rank),
         "collectives": {_name(layout, axis): row for axis, row in traffic.items()},
@@ -183,12 +177,6 @@ def _ranks(layout: Layout, call: Call) -> int:
     sizes = layout.sizes
     views = {"cp": sizes.cp, "loss": sizes.dp * sizes.cp, "batch": sizes.dp, "ends": 2}
     return {**sizes.of_weights(), **views}.get(call.axis, layout.world)
-
-
-def _flops(layout: Layout) -> float:
-    """FLOPs of forward and backward of a step, without recomputation."""
-    units = [unit for stage in layout.stages for unit in layout.units(stage)]
-    return layout.num_microbatches * sum(map(model_flops, units))
 
 
 # --- products that leave multiprocessors without work ---
