@@ -260,6 +260,17 @@ def eight() -> Result:
     return search(load_config(str(CONFIGS / "llama3_8b.yaml"), []), 8, find_device("h100"))
 
 
+def test_what_is_found_fits_and_is_in_order(eight: Result) -> None:
+    """Estimates are near what is simulated, and the printed overrides lead to the layout."""
+    assert [one.seconds for one in eight.best] == sorted(one.seconds for one in eight.best)
+    for one in eight.best:
+        one.config.validate(8)
+        assert one.estimate == pytest.approx(one.seconds, rel=0.1)
+        assert one.peak <= one.device.room
+        overrides = one.overrides().split()
+        assert load_config(str(CONFIGS / "llama3_8b.yaml"), overrides) == one.config
+
+
 def test_the_8b_file_is_nearly_as_fast_as_the_fastest(eight: Result) -> None:
     file = Found(load_config(str(CONFIGS / "llama3_8b.yaml"), []), 8, find_device("h100"))
     assert file.seconds < 1.05 * eight.best[0].seconds
