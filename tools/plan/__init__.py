@@ -15,8 +15,7 @@ time.py        seconds of each action and of a step, MFU, and how much communica
 goodput.py     effective training time, and spare nodes
 candidates.py  all layouts of a number of GPUs
 estimate.py    for each a lower bound on its bytes, and an estimate of its step's seconds
-search.py      the fastest layouts that fit
-node_counts.py the list `parallel.layouts`, for a range of node counts
+search.py      the fastest layouts that fit; the list `parallel.layouts` for a range of nodes
 guide.py       ZeRO's memory and traffic as guides count them
 beside.py      a memory report next to the plan of its rank
 """

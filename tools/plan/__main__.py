@@ -27,8 +27,7 @@ from tools.plan.describe import describe_plan, describe_search, draw_memory
 from tools.plan.guide import zero_table
 from tools.plan.hardware import DEVICES, find_device
 from tools.plan.layout import Layout, check_gpus, world_of
-from tools.plan.node_counts import describe_layouts
-from tools.plan.search import search
+from tools.plan.search import describe_layouts, search
 from tools.plan.summary import summarise
 from tools.plan.time import StepTime
 from tools.timeline.draw import Panel, draw, save
