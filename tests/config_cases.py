@@ -188,10 +188,7 @@ NUMBERS = {
     "rehearse": ["--gpus", "--rank"],
     "streams": ["--gpus", "--rank"],
     "timeline": ["--stages", "--micro-batches", "--stages-per-rank"],
-    "goodput": ["--gpus", "--gpus-per-node", "--save", "--commit", "--restart", "--interval",
-                "--days", "--failures-per-gpu-day", "--lemons", "--lemon-factor", "--spares",
-                "--stops-per-day", "--repair-days"],
-}  # fmt: skip
+}
 
 
 @st.composite
@@ -203,8 +200,6 @@ def command_line(draw: st.DrawFn) -> tuple[str, list[str]]:
     if tool == "timeline":
         usual = ["--stages", "2", "--micro-batches", "4"]
         return tool, ["--schedule", draw(st.sampled_from(list(SCHEDULES))), *usual, *options]
-    if tool == "goodput":
-        return tool, ["--gpus", "8", "--save", "1", *options]
     search = ["--search"] if tool == "plan" and draw(st.booleans()) else []
     return tool, [str(LAPTOP), "parallel.dp_shard=-1", *search, *options]
 

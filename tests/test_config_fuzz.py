@@ -47,7 +47,6 @@ from tests.config_cases import (
 )
 from tests.data_samples import prepared
 from tests.runs import status_of, train_run, write_config
-from tools.goodput import __main__ as goodput
 from tools.plan import __main__ as plan
 from tools.rehearse import __main__ as rehearse
 from tools.streams import __main__ as streams
@@ -149,7 +148,6 @@ TOOLS: dict[str, tuple[Any, list[str]]] = {
     "rehearse": (rehearse, ["alone"]),
     "streams": (streams, ["alone"]),
     "timeline": (timeline, []),
-    "goodput": (goodput, []),
 }
 
 

@@ -29,7 +29,7 @@ from proofs.ranks import PRELOAD
 from tools.launch import layout
 from tools.plan.hardware import find_device
 from tools.plan.layout import Layout
-from tools.plan.peaks import peaks
+from tools.plan.memory import peaks
 from tools.plan.time import StepTime
 from training.config import Config
 from training.layouts import choose_layout, layout_sizes

@@ -2,9 +2,6 @@
 rehearsal. Also tested: planned times, the search, and the command."""
 
 import json
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +9,9 @@ import pytest
 from benchmarks import plan_memory
 from costs.links import Links
 from costs.summary import flops_per_token
-from errors import UserError
 from model.transformer import num_parameters
 from parallel.memory import ACTIVATIONS, MOMENTS, SHARDED_GRADIENTS, TEMPORARY, WEIGHTS
 from tools.plan.__main__ import main
-from tools.plan.candidates import Candidate, candidates
 from tools.plan.guide import STAGES, guide_bytes, our_bytes
 from tools.plan.hardware import find_device
 from tools.plan.layout import Layout
@@ -93,36 +88,6 @@ def test_a_step_frees_what_it_allocates(schedule: str, zero_stage: int) -> None:
         assert memory.peak == sum(memory.at_peak.values())
 
 
-@pytest.mark.thorough
-def test_the_search_estimates_what_is_simulated_and_finds_what_fits() -> None:
-    config = load_config(LLAMA_8B, [])
-    result = search(config, 32, H100)
-    assert result.layouts > 1000
-    assert [one.seconds for one in result.best] == sorted(one.seconds for one in result.best)
-    for one in (*result.best, *result.frontier):
-        one.config.validate(32)
-        assert one.estimate == pytest.approx(one.seconds, rel=0.1)
-        assert one.peak <= H100.room
-        assert load_config(LLAMA_8B, one.overrides().split()) == one.config
-    assert [one.peak for one in result.frontier] == sorted(
-        (one.peak for one in result.frontier), reverse=True
-    )
-    with pytest.raises(UserError, match="--gpus"):
-        search(config, 32, replace(H100, memory_bytes=9e9))
-
-
-@pytest.mark.thorough
-def test_bounds_of_memory_are_bounds() -> None:
-    config = load_config(LLAMA_70B, [*plan_memory.SMALL.split(), "train.seq_len=256"])
-    by_schedule: dict[str, list[Candidate]] = {}
-    for one in candidates(config, 16, H100):
-        by_schedule.setdefault(one.pipeline.schedule, []).append(one)
-    assert len(by_schedule) == 7
-    some = [one for found in by_schedule.values() for one in found[:: max(1, len(found) // 8)]]
-    for one in some:
-        assert one.bound <= Found(one.config(), 16, H100).peak, one
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 def test_the_fullest_rank_counts_wherever_it_is(schedule: str) -> None:
     """A layout fits only if its fullest rank fits, whichever rank that is. Under zb_v it is not
@@ -141,10 +106,9 @@ def test_the_fullest_rank_counts_wherever_it_is(schedule: str) -> None:
         assert peaks[0] < max(peaks)
 
 
-@pytest.mark.parametrize("world", [12, pytest.param(20, marks=pytest.mark.thorough)])
-def test_worlds_that_tp_does_not_divide(world: int) -> None:
-    config = load_config(LLAMA_70B, [*SMALL, f"train.global_batch_size={world}"])
-    assert len(search(config, world, H100, wanted=1).best) == 1
+def test_a_world_that_tp_does_not_divide() -> None:
+    config = load_config(LLAMA_70B, [*SMALL, "train.global_batch_size=12"])
+    assert len(search(config, 12, H100, wanted=1).best) == 1
 
 
 def test_only_what_a_run_would_start_is_found() -> None:
@@ -279,23 +243,6 @@ def test_the_file_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert plan["step_seconds"] > 0
     assert 0 < plan["bubble_fraction"] < 1
     assert "MFU" in capsys.readouterr().out
-
-
-def test_a_reader_that_stops_reading_gets_no_traceback() -> None:
-    """If the reader of the output closes the pipe, as `| head` does, the command ends without a
-    traceback."""
-    main = "from tools.command import run_command; run_command(lambda: print('x' * 10**6))"
-    command = [sys.executable, "-c", main]
-    process = subprocess.Popen(
-        command, cwd=CONFIGS.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    process.stdout.close()
-    assert process.stderr is not None
-    errors = process.stderr.read()
-    process.stderr.close()
-    assert process.wait(timeout=300) == 0
-    assert errors == b""
 
 
 def test_devices_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from costs.storages import key_of
 from tools.plan.__main__ import main
 from tools.plan.hardware import Device, find_device
 from tools.plan.layout import Layout
-from tools.plan.narrow import describe_narrow, narrow_products
+from tools.plan.summary import describe_narrow, narrow_products
 from training.load_config import load_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"

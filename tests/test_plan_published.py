@@ -13,7 +13,7 @@ from benchmarks.plan_published import ROWS
 from benchmarks.published_rows import Row
 from tools.plan.hardware import DEVICES, GB, find_device
 from tools.plan.layout import Layout
-from tools.plan.peaks import peaks
+from tools.plan.memory import peaks
 from training.load_config import load_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"

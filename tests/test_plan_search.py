@@ -11,13 +11,12 @@ from typing import NamedTuple
 import pytest
 
 from errors import UserError
-from tools.plan.__main__ import describe_search
 from tools.plan.candidates import Candidate, candidates
+from tools.plan.describe import ALIKE, describe_search, rows
 from tools.plan.hardware import Device, find_device
 from tools.plan.layout import Layout
-from tools.plan.memory import Memory, batch_bytes
-from tools.plan.peaks import CHECKED, GROWING, peaks, shortened
-from tools.plan.search import ALIKE, Found, Result, describe, rows, search
+from tools.plan.memory import CHECKED, GROWING, Memory, batch_bytes, peaks, shortened
+from tools.plan.search import Found, Result, describe_alike, search
 from training.config import Config
 from training.load_config import load_config
 
@@ -126,7 +125,7 @@ def test_bounds_are_bounds_and_near_where_schedules_repeat_themselves() -> None:
     for found in by_schedule.values():
         for one in found[:: max(1, len(found) // 8)]:
             peak = Found(one.config(), 8, device).peak
-            assert one.kept <= one.bound <= peak, one
+            assert one.bound <= peak, one
             ratios.append(one.bound / peak)
     assert median(ratios) > 0.9
 
@@ -173,7 +172,7 @@ def test_the_search_finds_the_fastest_of_all_that_fit(small: Small) -> None:
 
 
 def wrong_bounds(small: Small) -> list[Candidate]:
-    return [one for one, found in small.every if not one.kept <= one.bound <= found.peak]
+    return [one for one, found in small.every if one.bound > found.peak]
 
 
 def test_no_bound_exceeds_what_it_bounds(small: Small) -> None:
@@ -203,11 +202,6 @@ def test_of_a_hard_case_few_layouts_are_counted() -> None:
     assert result.best
     assert result.layouts > 20_000
     assert result.counted < 40
-    # The reason is that the bound includes the memory of backward. Without it, more than twice as
-    # many layouts would have to be counted.
-    room = device.room
-    every = list(candidates(config, 40, device))
-    assert sum(one.bound <= room for one in every) < 0.5 * sum(one.kept <= room for one in every)
 
 
 @pytest.mark.slow
@@ -232,7 +226,7 @@ def test_a_hopeless_search_says_what_is_nearest() -> None:
     nearest.config.validate(8)
     assert nearest.peak / 1e9 == pytest.approx(float(stated[1]), abs=0.05)
     assert nearest.peak > device.room
-    assert nearest.describe() in e.value.why
+    assert describe_alike([nearest]) in e.value.why
     # It is chosen by its bound, which is close to its real peak, and no other layout has a smaller
     # one.
     assert (
@@ -266,6 +260,17 @@ def eight() -> Result:
     return search(load_config(str(CONFIGS / "llama3_8b.yaml"), []), 8, find_device("h100"))
 
 
+def test_what_is_found_fits_and_is_in_order(eight: Result) -> None:
+    """Estimates are near what is simulated, and the printed overrides lead to the layout."""
+    assert [one.seconds for one in eight.best] == sorted(one.seconds for one in eight.best)
+    for one in eight.best:
+        one.config.validate(8)
+        assert one.estimate == pytest.approx(one.seconds, rel=0.1)
+        assert one.peak <= one.device.room
+        overrides = one.overrides().split()
+        assert load_config(str(CONFIGS / "llama3_8b.yaml"), overrides) == one.config
+
+
 def test_the_8b_file_is_nearly_as_fast_as_the_fastest(eight: Result) -> None:
     file = Found(load_config(str(CONFIGS / "llama3_8b.yaml"), []), 8, find_device("h100"))
     assert file.seconds < 1.05 * eight.best[0].seconds
@@ -290,7 +295,7 @@ def test_layouts_that_hardly_differ_are_one_row(eight: Result) -> None:
         )
     many = max(shown, key=len)
     assert len(many) > 1
-    assert re.search(r"\w/\w", describe(many))  # the values in which they differ
+    assert re.search(r"\w/\w", describe_alike(many))  # the values in which they differ
     text = describe_search(eight)
     assert f"{many[0].seconds:.3f}-{many[-1].seconds:.3f}" in text
     assert f"({len(many)} layouts)" in text
@@ -327,7 +332,7 @@ def test_long_sequences_are_split_over_cp() -> None:
     best = result.best[0]
     assert best.config.parallel.cp > 1
     assert best.estimate == pytest.approx(best.seconds, rel=0.1)
-    assert f"cp {best.config.parallel.cp} pp" in best.describe()
+    assert f"cp {best.config.parallel.cp} pp" in describe_alike([best])
     overrides = [*keys, "train.seq_len=32768", *best.overrides().split()]
     assert load_config(path, overrides) == best.config
     back = replace(best, searched_cp=best.config.parallel.cp)

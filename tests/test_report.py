@@ -22,9 +22,9 @@ from runtime.records.status import read_status, record_failed_start, record_fail
 from tests.report_page import written
 from tests.runs import evaluations, losses, run, write_config
 from tools import plot
-from tools.goodput.measured import measure
 from tools.report import __main__ as report
 from tools.report.charts import BINS, thin, ticks
+from tools.report.ledger import measure
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), "")

@@ -8,7 +8,7 @@ from data.earlier import counts
 from data.sampler import mixture_pattern, samples_back
 from errors import UserError
 from runtime.records.ledger import account
-from tools.plan.stages import one_stage
+from tools.plan.check import one_stage
 from training.config import Config
 from training.learning_rate import learning_rate
 from training.load_config import dump_config, load_config

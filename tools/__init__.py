@@ -7,7 +7,6 @@ Before a run      tokenizer, prepare     text → tokens → token shards
                   plan, rehearse         predict a job's needs; execute any rank of it here
                   timeline               draw a schedule
                   preflight              check that the nodes are fit
-                  goodput                how often to save, and how many nodes to keep spare
                   launch                 start a run on one machine, importing everything once
                   torchrun               torchrun, importing everything once on each node
 For editors       schema                 schema of configuration files, for completion and checks

@@ -1,5 +1,5 @@
 """How much of a run's time is effective when it fails now and then, and how often to save: closed
-forms. (tools/goodput/ simulates the same, and adds spare nodes.)
+forms, which tests/test_goodput.py compares with a simulation.
 
     s  save     seconds for which training waits for a save
     w  commit   seconds from a save's beginning until a failure no longer loses it
@@ -57,29 +57,11 @@ def best_interval(save: float, mtbf: float) -> float:
     return math.sqrt(2 * save * mtbf) if math.isfinite(mtbf) else math.inf
 
 
-def best_interval_daly(save: float, mtbf: float) -> float:
-    """The optimum to higher order in s/M, in seconds (Daly, "A higher order estimate of the optimum
-    checkpoint interval for restart dumps", Future Generation Computer Systems 22, 2006, equation
-    37). It matters only where saves take a considerable part of M."""
-    if save >= 2 * mtbf:
-        return mtbf
-    ratio = save / (2 * mtbf)
-    return math.sqrt(2 * save * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
-
-
 def shares(costs: Interruptions, interval: float) -> Shares:
     """The first-order shares above, of the whole time; right where M ≫ τ, w and R."""
     saving = costs.save / (interval + costs.save)
     repeated = (interval / 2 + costs.commit) / costs.mtbf
     return Shares(saving, repeated, costs.restart / costs.mtbf)
-
-
-def effective_exactly(costs: Interruptions, interval: float) -> float:
-    """ETTR for Poisson failures at all times, restarts included, if saves commit at once (w = s):
-    Daly's equation 20, as τ over the expected time of τ and a save."""
-    m = costs.mtbf
-    grown = math.exp(costs.restart / m) * m * math.expm1((interval + costs.save) / m)
-    return interval / grown
 
 
 def spares_needed(mean_missing: float, certainty: float = 0.99) -> int:

@@ -1,6 +1,6 @@
-"""Lists every layout of a model on a number of GPUs, each with a lower bound on its bytes
-(plan/bounds.py: the largest of its ranks' bounds) and, if the bound fits, an estimate of its step's
-seconds (plan/estimate.py).
+"""Lists every layout of a model on a number of GPUs, each with a lower bound on its bytes (the
+largest of its ranks' bounds) and, if the bound fits, an estimate of its step's seconds
+(plan/estimate.py).
 """
 
 import itertools
@@ -14,10 +14,9 @@ from errors import UserError
 from model.config import ModelConfig
 from model.transformer import check_tp
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
-from tools.plan.bounds import GROWING, SPLIT, least_bytes, most_alive, where
-from tools.plan.estimate import Estimate, Stage, ranks_of
+from tools.plan.estimate import SPLIT, Bound, Estimate, Pipeline, Stage
 from tools.plan.hardware import Device
-from tools.plan.layout import Layout, Numbers
+from tools.plan.layout import Layout, Numbers, ranks_of_stages
 from tools.plan.time import StepTime
 from training.check_experts import sides_that_cannot_be_cut
 from training.config import Config, cuts_of_sequence
@@ -31,22 +30,11 @@ CP_TOKENS = 8192  # of a sequence; a cp rank keeps at least as many, which fill 
 VIRTUAL = 8  # stages per rank of interleaved schedules: all up to this; more only if even
 
 
-class Pipeline(NamedTuple):
-    """How layers are split into stages, and the schedule."""
-
-    pp: int
-    schedule: str
-    stages_per_rank: int
-    layers_per_stage: list[int] | Literal["auto"] | None  # as in the configuration
-    counts: list[int]  # the resulting number of layers of each stage
-
-
 class Candidate(NamedTuple):
     """A layout, with its estimate and its bound."""
 
     estimate: float  # seconds of a step; infinite if the bound does not fit, as it is not needed
     bound: float  # bytes; the layout needs no less
-    kept: float  # bytes of states and of what is kept for backward; the frontier compares these
     fullest: int  # the pipeline rank with the largest bound
     alike: Config  # the part of the configuration that concerns the inside of a stage
     pipeline: Pipeline
@@ -144,7 +132,7 @@ def pipelines(config: Config, pp: int, m: int) -> Iterator[Pipeline]:
             continue
         even = even_split(layers, stages)
         yield Pipeline(pp, schedule, v, None, even)
-        balanced = _balanced(costs, tuple(where(schedule, pp, v))) if pp > 1 else even
+        balanced = _balanced(costs, tuple(ranks_of_stages(schedule, pp, v))) if pp > 1 else even
         if balanced != even:
             yield Pipeline(pp, schedule, v, "auto", balanced)
 
@@ -156,16 +144,9 @@ def _data_parallel(
     layout, device, sizes = stage.layout, stage.time.device, stage.layout.sizes
     cp, ep = sizes.cp, sizes.ep
     inner = sizes.tp * cp  # the ranks that share a stage's work on one sequence
-    ranks = ranks_of(pipe.schedule, pipe.pp, pipe.stages_per_rank, pipe.counts)
-    numbers = stage.parameters(ranks)
+    ranks = pipe.ranks()
+    bounds = Bound(stage, pipe, ranks, m)
     one_dtype = layout.config.parallel.reduce_dtype == layout.config.train.dtype == "bfloat16"
-    # in breadth_first a stage finishes all its backwards before the next stage begins its own
-    several = pipe.stages_per_rank > 1
-    again = m > (pipe.pp if several else 1) and not (several and pipe.schedule in GROWING)
-    steady = m >= 4 * pipe.pp and pipe.schedule not in GROWING
-    alive = most_alive(
-        stage.block, pipe.schedule, pipe.pp, pipe.stages_per_rank, pipe.counts, numbers, m, steady
-    )
     estimates: dict[bool, Estimate] = {}
     for shard in _divisors(dp):
         if shard < dp and shard * inner < min(device.gpus_per_node, dp * inner):
@@ -178,19 +159,13 @@ def _data_parallel(
         for zero in _zero_stages(max(shards)):
             if one_dtype and ((m > 1 and zero < 2) or shard < dp):
                 continue
-            least = [least_bytes(one, layout, shards, zero, again, steady) for one in alive]
-            bound, rank = max((b, -one.rank) for one, (b, _) in zip(alive, least, strict=True))
-            kept = max(k for _, k in least)
-            seconds = math.inf
+            (bound, fullest), seconds = bounds.bytes(shards, zero), math.inf
             if bound <= device.room:
                 reduced = zero >= 2
                 if reduced not in estimates:
-                    v = pipe.stages_per_rank
-                    estimates[reduced] = Estimate(stage, pipe.schedule, v, ranks, m, world, reduced)
+                    estimates[reduced] = Estimate(stage, pipe, ranks, m, world, reduced)
                 seconds = estimates[reduced].seconds(shards, replicas, zero)
-            yield Candidate(
-                seconds, bound, kept, -rank, stage.alike, pipe, shard, dp // shard, zero
-            )
+            yield Candidate(seconds, bound, fullest, stage.alike, pipe, shard, dp // shard, zero)
 
 
 def _zero_stages(shard: int) -> tuple[Literal[0, 1, 2, 3], ...]:

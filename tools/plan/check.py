@@ -1,18 +1,12 @@
-"""Refuses configurations that cannot be planned, and lists the assumptions of a plan."""
+"""Which job a tool looks at: the stage of a run with stages of data (training/stages.py), one at a
+time; and what cannot be planned."""
 
-from dataclasses import replace
+import argparse
 
 from errors import UserError
-from parallel.axes import MAX_RANKS
-from tools.plan.hardware import Device
+from tools.plan.layout import Layout
+from tools.plan.memory import peaks
 from training.config import Config
-
-
-def check_gpus(key: str, number: int) -> None:
-    """Raises UserError."""
-    if not 1 <= number <= MAX_RANKS:
-        why = f"must be at least 1 and at most {MAX_RANKS:,}"
-        raise UserError(key, number, why, "give a number of GPUs")
 
 
 def check_can_be_planned(config: Config) -> None:
@@ -23,33 +17,29 @@ def check_can_be_planned(config: Config) -> None:
         raise UserError("parallel.cpu_offload", True, why, "set parallel.cpu_offload=false")
 
 
-def check_before_search(config: Config) -> None:
-    """Raise UserError for what is wrong in every layout."""
-    check_can_be_planned(config)
-    # Settings that are wrong only in some layouts are replaced by ones that are valid on one rank.
-    # The micro-batch size, which this replaces too, is checked below.
-    parallel = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, dp_shard=1, dp_replicate=1,
-                       schedule="1f1b", stages_per_rank=1, layers_per_stage=None,
-                       zero_stage=2)  # fmt: skip
-    alone = replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=1),
-                    run=replace(config.run, profile_ranks=[0]))  # fmt: skip
-    alone.validate(1)
-    size = config.train.micro_batch_size
-    if size < 1:
-        raise UserError("train.micro_batch_size", size, "must be at least 1", "give 1 or more")
+def add_data_stage(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--data-stage",
+        type=int,
+        metavar="K",
+        help="the stage of a configuration with `stages` (default: the one with the highest peak)",
+    )
 
 
-def assumptions(config: Config, device: Device) -> list[str]:
-    """The respects in which the planned figures may differ from the run, as lines of text."""
-    lines = []
-    if config.train.compile:
-        lines.append(
-            "planned without train.compile=true, which makes a step a little faster and keeps a "
-            "little less memory"
-        )
-    if device.name != device.efficiencies_of:
-        lines.append(
-            f"efficiencies are those of {device.efficiencies_of}, except those that a file of "
-            "rates replaces"
-        )
-    return lines
+def one_stage(config: Config, world: int, number: int | None) -> tuple[Config, str]:
+    """The configuration of stage `number`, or of the stage that needs the most memory on some rank;
+    and a line that says which, empty for a configuration without stages. Raises UserError."""
+    stages = config.each_stage
+    last = len(stages) - 1
+    if number is not None and not 0 <= number <= last:
+        why = f"the configuration has the stages 0 to {last}"
+        raise UserError("--data-stage", number, why, "choose one of them")
+    if not last:
+        return config, ""
+    if number is not None:
+        return stages[number].alone, f"stage {number} of 0 to {last}"
+    config.validate(world)
+    most = [max(peaks(Layout(stage.alone, world, 0))) for stage in stages]
+    number = most.index(max(most))
+    each = ", ".join(f"{peak / 1e9:.2f}" for peak in most)
+    return stages[number].alone, f"stage {number} of 0 to {last}, whose peaks are {each} GB"

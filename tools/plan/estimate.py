@@ -1,18 +1,64 @@
-"""An estimate of a step's seconds without a simulation, because a search needs it for many layouts.
+"""What a search needs to know of every layout, computed from sizes only: a lower bound on the bytes
+that it needs, and an estimate of its step's seconds.
 
-It adds up what plan/time.py simulates: the work of the slowest rank, the schedule's bubble by its
-paper's formula, and the exposed communication of data parallelism.
+The bound counts bytes at the moment when a pipeline rank begins a backward with the most
+activations alive. At that moment memory holds
+
+    the rank's sharded weights and moments, and gathered weights in the compute dtype: all of them,
+        or with zero_stage 3 those of one block
+    what its blocks keep for the micro-batches that the schedule has alive on the rank
+    the additional needs of one block's backward, the incoming gradient, and what is kept for
+        deferred weight gradients
+    where forwards and backwards alternate for long: the gradients of the previous micro-batches,
+        and with zero_stage 2 and 3, for each stage, the unsharded gradients that it reduced last,
+        which FSDP holds until the stage's next reduction
+
+Buffers of gathers, messages and the head are not included; plan/memory.py counts them.
+
+The estimate adds up what plan/time.py simulates: the work of the slowest rank, the schedule's
+bubble by its paper's formula, and the exposed communication of data parallelism.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
-from typing import NamedTuple
+from functools import cache, cached_property, lru_cache
+from typing import Literal, NamedTuple
 
 from costs.links import Links
-from tools.plan.bounds import SPLIT, Block, where
-from tools.plan.layout import SHARDED_OVER, Layout, Numbers, numbers_of
+from costs.recorder import Phase
+from costs.units import Sums
+from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, FORWARD, Action
+from parallel.pipeline.schedules import build_schedule
+from parallel.weight_gradient import sum_dtype
+from tools.plan.layout import SHARDED_OVER, Layout, Numbers, numbers_of, ranks_of_stages
+from tools.plan.memory import GROWING
 from tools.plan.time import NOTHING, Gathers, Part, StepTime
+from training.precision import Precision
+
+ALWAYS_SPLIT = ("zb_h1", "zb_v")  # split every backward
+SPLIT = (*ALWAYS_SPLIT, "dualpipe_v")  # compute (some) weight gradients in separate actions
+
+
+class Pipeline(NamedTuple):
+    """How layers are split into stages, and the schedule."""
+
+    pp: int
+    schedule: str
+    stages_per_rank: int
+    layers_per_stage: list[int] | Literal["auto"] | None  # as in the configuration
+    counts: list[int]  # the resulting number of layers of each stage
+
+    @property
+    def where(self) -> list[int]:
+        """The rank of each stage."""
+        return ranks_of_stages(self.schedule, self.pp, self.stages_per_rank)
+
+    def ranks(self) -> list["Rank"]:
+        """What each pipeline rank holds."""
+        blocks, where = [0] * self.pp, self.where
+        for rank, count in zip(where, self.counts, strict=True):
+            blocks[rank] += count
+        return [Rank(blocks[r], r == where[0], r == where[-1]) for r in range(self.pp)]
 
 
 class Rank(NamedTuple):
@@ -23,13 +69,50 @@ class Rank(NamedTuple):
     last: bool  # has the head
 
 
-def ranks_of(schedule: str, pp: int, v: int, counts: Sequence[int]) -> list[Rank]:
-    """What each pipeline rank holds. `counts`: blocks of each stage."""
-    rank_of = where(schedule, pp, v)
-    blocks = [0] * pp
-    for rank, count in zip(rank_of, counts, strict=True):
-        blocks[rank] += count
-    return [Rank(blocks[r], r == rank_of[0], r == rank_of[-1]) for r in range(pp)]
+class Block:
+    """The bytes that a block needs for one micro-batch, and numbers of parameters. If there are
+    several kinds of blocks, each figure is the minimum over them."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, kinds = layout, list(layout.kinds)
+        self.part = layout.hidden_bytes  # its input's gradient, or its output
+        # Sums of gradients are counted separately.
+        dtypes = Precision.of(layout.config)
+        dtype = sum_dtype(False, 0, dtypes.compute, dtypes.master, dtypes.reduce)
+        assert dtype is not None
+        self.sums = Sums(dtype, begun=True)
+        phases = [unit.record(False, self.sums).phases for unit in kinds]
+        # kept for backward, including the block's output
+        self.kept = min(_stays(each["forward"]) for each in phases)
+        # the peak of backward above its beginning
+        self.whole = min(each["backward"].effect.height for each in phases)
+        # of the FSDP unit without experts, which is reduced last
+        self.numel = min(numbers_of(unit).rest for unit in kinds)
+        self.table = layout.embedding.numel  # or that of the head
+        self._kinds = kinds
+
+    @cached_property
+    def _inputs(self) -> list[Phase]:
+        return [unit.record(True, self.sums).phases["input"] for unit in self._kinds]
+
+    @cached_property
+    def split(self) -> int:
+        """The peak of an input gradient above its beginning."""
+        return min(phase.effect.height for phase in self._inputs)
+
+    @cached_property
+    def more(self) -> int:
+        """The bytes that an input gradient adds from its beginning to its end."""
+        return min(map(_stays, self._inputs))
+
+    @property
+    def deferred(self) -> int:
+        """All bytes that are kept for the weight gradient."""
+        return self.more + self.kept
+
+
+def _stays(phase: Phase) -> int:
+    return sum(phase.effect.changes.values())
 
 
 class Stage:
@@ -86,30 +169,127 @@ class Stage:
         return StepTime(layout, self.time.device).message_seconds
 
 
-class Estimate:
-    """Estimates of the layouts that shard one pipeline's weights in different ways.
+# --- bytes ---
+
+
+class Alive(NamedTuple):
+    """What is alive on a pipeline rank at the moment that the top of this file describes."""
+
+    rank: int  # the first of the ranks with equal figures
+    numel: Numbers  # parameters
+    kept: int  # bytes that blocks keep
+    backward: int  # bytes that the backward needs in addition
+    unreduced: int  # elements of the gradients that each stage reduced last, before reduction
+
+
+class Bound:
+    """Lower bounds of the layouts that shard one pipeline's weights in different ways.
 
     Args:
         stage: what the inside of a stage costs.
-        schedule, v: the schedule, and its stages per rank.
-        ranks: what each pipeline rank holds.
+        pipe: the pipeline, and `ranks`, what each of its ranks holds.
         m: number of micro-batches.
-        world: number of GPUs.
-        reduced: as in `Stage`.
     """
+
+    def __init__(self, stage: Stage, pipe: Pipeline, ranks: Sequence[Rank], m: int) -> None:
+        self.block, self.layout = stage.block, stage.layout
+        growing, several = pipe.schedule in GROWING, pipe.stages_per_rank > 1
+        # Every stage has whole gradients of some micro-batch before any stage reduces those of the
+        # last. (In breadth_first a stage ends all its backwards before the next begins its own.)
+        self.again = m > (pipe.pp if several else 1) and not (several and growing)
+        # forwards and backwards alternate for long
+        self.steady = m >= 4 * pipe.pp and not growing
+        self.alive = self._alive(pipe, ranks, stage.parameters(ranks), m)
+
+    def _alive(
+        self, pipe: Pipeline, ranks: Sequence[Rank], numbers: list[Numbers], m: int
+    ) -> list[Alive]:
+        """What is alive on each pipeline rank; ranks with equal figures are listed once."""
+        block, (pp, schedule, v, _, counts) = self.block, pipe
+        fewest, unreduced = [0] * pp, [0] * pp
+        for s, (rank, count) in enumerate(zip(pipe.where, counts, strict=True)):
+            if count:  # the fewest blocks in any of the rank's stages that have blocks
+                fewest[rank] = min(count, fewest[rank]) if fewest[rank] else count
+            unreduced[rank] += block.numel if s and count else block.table
+        if schedule in GROWING:
+            live = [m * rank.blocks for rank in ranks]
+        else:
+            live = _live(schedule, pp, v, tuple(counts), min(m, 2 * pp) if m > 1 else 1)
+        found: dict[tuple[Numbers, int, int, int], int] = {}
+        for rank in reversed(range(pp)):
+            # At each block an input gradient may keep more than it frees; the last is the peak.
+            backward = block.whole
+            if schedule in SPLIT:
+                split = block.split + max(0, block.more) * (fewest[rank] - 1)
+                backward = split if schedule in ALWAYS_SPLIT else min(block.whole, split)
+            if schedule == "zb_h1" and self.steady:  # `rank` micro-batches' weight gradients wait
+                backward += rank * ranks[rank].blocks * block.deferred
+            most = block.part + backward if live[rank] else 0
+            found[numbers[rank], live[rank] * block.kept, most, unreduced[rank]] = rank
+        return [Alive(rank, *key) for key, rank in found.items()]
+
+    def bytes(self, shards: Numbers, zero: int) -> tuple[float, int]:
+        """The bound with weights sharded over `shards` ranks, and the pipeline rank whose it is."""
+        bound, rank = max((self._of_rank(one, shards, zero), -one.rank) for one in self.alive)
+        return bound, -rank
+
+    def _of_rank(self, alive: Alive, shards: Numbers, zero: int) -> float:
+        layout, e, master = self.layout, self.layout.compute, self.layout.master
+        states = alive.numel.over(shards) * (1 + layout.states_per_weight) * master
+        gathered = 0
+        if zero < 3 and (zero > 0 or e != master):  # unsharded weights of this dtype are not copied
+            gathered = alive.numel.total * e
+        whole = zero < 2 and self.again
+        summed = layout.reduce * (alive.numel.total if whole else alive.numel.over(shards))
+        # A stage's last backward frees a block's gathered weights before it reduces the gradients.
+        end = summed + (gathered if self.again else 0)
+        most = gathered + alive.kept + (summed if self.steady else 0.0)
+        if alive.kept:
+            most += alive.backward + (self.block.numel * e if zero == 3 else 0)
+            if self.steady and zero >= 2:
+                most += alive.unreduced * layout.reduce
+        return states + max(most, end)
+
+
+@lru_cache(maxsize=4096)
+def _live(schedule: str, pp: int, v: int, counts: tuple[int, ...], m: int) -> list[int]:
+    """For each rank, the maximum over time of its blocks times the micro-batches alive in them,
+    counted in the schedule for `m` micro-batches. With more micro-batches it is not lower."""
+    most = []
+    for actions in _schedule(schedule, pp, v, m):
+        live = highest = 0
+        for kind, stage, _ in actions:
+            if kind is FORWARD:
+                live += counts[stage]
+                highest = max(highest, live)
+            elif kind in (BACKWARD, BACKWARD_INPUT):
+                live -= counts[stage]
+        most.append(highest)
+    return most
+
+
+@lru_cache(maxsize=256)
+def _schedule(schedule: str, pp: int, v: int, m: int) -> list[list[Action]]:
+    return build_schedule(schedule, pp, v, m)
+
+
+# --- seconds ---
+
+
+class Estimate:
+    """Estimates of the same layouts, for a job of `world` GPUs. `reduced`: as in `Stage`."""
 
     def __init__(
         self,
         stage: Stage,
-        schedule: str,
-        v: int,
+        pipe: Pipeline,
         ranks: Sequence[Rank],
         m: int,
         world: int,
         reduced: bool,
     ) -> None:
         self.stage, self.m, self.world = stage, m, world
-        device, pp = stage.time.device, len(ranks)
+        device, (pp, schedule, v, *_) = stage.time.device, pipe
         block, embedding, head = stage.parts(schedule in SPLIT, reduced)
         seconds_of = {
             r: block * r.blocks
@@ -133,7 +313,7 @@ class Estimate:
         `replicas` times."""
         layout, time, m = self.stage.layout, self.stage.time, self.m
         sizes, e, number = layout.sizes, layout.compute, self.units
-        links = Links(time.device, layout.tp, shards.rest, replicas.rest, self.world, sizes.cp,
+        links = Links(time.device, sizes.tp, shards.rest, replicas.rest, self.world, sizes.cp,
                       sizes.ep, shards.experts, replicas.experts)  # fmt: skip
 
         def of(view: str, numel: int, over: int) -> tuple[float, float, float]:

@@ -24,52 +24,48 @@ def guide_bytes(parameters: float, ranks: int, zero_stage: int) -> float:
     )
 
 
-def our_bytes(config: Config, ranks: int, zero_stage: ZeroStage) -> dict[str, float]:
-    """Bytes that Lattice holds on each of `ranks` data-parallel ranks between two micro-batches,
-    without activations and buffers."""
+def data_parallel(config: Config, ranks: int, zero_stage: ZeroStage) -> Layout:
+    """The job without any parallelism but that over `ranks` data-parallel ranks."""
     shard, replicate = (1, ranks) if zero_stage == 0 else (ranks, 1)
     parallel = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, schedule="1f1b", stages_per_rank=1,
                        layers_per_stage=None, dp_shard=shard, dp_replicate=replicate,
                        zero_stage=zero_stage)  # fmt: skip
-    layout = Layout(replace(config, parallel=parallel), ranks, 0)
+    return Layout(replace(config, parallel=parallel), ranks, 0)
+
+
+def our_bytes(config: Config, ranks: int, zero_stage: ZeroStage) -> dict[str, float]:
+    """Bytes that Lattice holds on each of `ranks` data-parallel ranks between two micro-batches,
+    without activations and buffers."""
+    layout = data_parallel(config, ranks, zero_stage)
+    shard = layout.sizes.dp_shard
     numel = sum(unit.numel for unit in layout.units(0))
-    table = {
+    return {
         WEIGHTS: numel * layout.master / shard,
         MOMENTS: layout.states_per_weight * numel * layout.master / shard,
+        GATHERED: numel * layout.compute if zero_stage < 3 else 0.0,
+        GRADIENTS: numel * layout.reduce if zero_stage < 2 else 0.0,
+        SHARDED_GRADIENTS: numel * layout.reduce / shard if zero_stage >= 2 else 0.0,
     }
-    table[GATHERED] = numel * layout.compute if zero_stage < 3 else 0.0
-    table[GRADIENTS] = numel * layout.reduce if zero_stage < 2 else 0.0
-    table[SHARDED_GRADIENTS] = numel * layout.reduce / shard if zero_stage >= 2 else 0.0
-    return table
 
 
-def guide_traffic(parameters: float, ranks: int, strategy: str) -> float:
-    """Bytes that one rank sends in a step of one micro-batch. In a ring of n ranks, each sends
-    (n − 1) / n of the tensor per gather or scatter.
-
-    DDP all-reduces bfloat16 gradients, which is twice the model. ZeRO-3 and FSDP gather weights in
-    forward and in backward and reduce-scatter gradients: three times the model. ZeRO-1 and ZeRO-2
-    reduce-scatter gradients and gather weights once: twice the model, as in DDP.
-    """
-    times = {"ddp": 2, "zero 1": 2, "zero 2": 2, "zero 3": 3}[strategy]
-    return parameters * 2 * times * (ranks - 1) / ranks
+# How often a step of one micro-batch sends the whole model: (gradients, weights). DDP all-reduces
+# gradients, which counts twice; ZeRO-1 and ZeRO-2 reduce-scatter gradients and gather weights once;
+# ZeRO-3 and FSDP gather weights in forward and in backward.
+PASSES = {"ddp": (2, 0), "zero 1": (1, 1), "zero 2": (1, 1), "zero 3": (1, 2)}
 
 
-def our_traffic(config: Config, ranks: int, strategy: str) -> float:
-    """The same for Lattice, which reduces gradients in parallel.reduce_dtype (an all-reduce counts
-    twice, a reduce-scatter once) and gathers weights in train.dtype."""
-    parallel = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, schedule="1f1b", stages_per_rank=1,
-                       layers_per_stage=None, dp_shard=ranks, dp_replicate=1)  # fmt: skip
-    layout = Layout(replace(config, parallel=parallel), ranks, 0)
-    passes = {"ddp": (2, 0), "zero 1": (1, 1), "zero 2": (1, 1), "zero 3": (1, 2)}
-    reduced, gathered = passes[strategy]
-    width = reduced * layout.reduce + gathered * layout.compute
-    return num_parameters(config.model) * width * (ranks - 1) / ranks
+def traffic(parameters: float, ranks: int, gradient: int, weight: int) -> str:
+    """For each strategy, the GB that one rank sends in a step of one micro-batch with gradients and
+    weights of so many bytes. In a ring of n ranks, each sends (n − 1) / n of the tensor per gather
+    or scatter."""
+    sent = parameters * (ranks - 1) / ranks / GB
+    each = PASSES.items()
+    return ", ".join(f"{name} {sent * (g * gradient + w * weight):.1f}" for name, (g, w) in each)
 
 
 def zero_table(config: Config, ranks: int) -> str:
     """A table as text: the bytes per rank for each ZeRO stage as guides count them, for a round
-    number of parameters, and as Lattice holds them."""
+    number of parameters, and as Lattice holds them; and what a rank sends."""
     model = num_parameters(config.model)
     parameters = round(model, -9) if model >= 1e9 else model
     lines = [
@@ -84,18 +80,13 @@ def zero_table(config: Config, ranks: int) -> str:
     for stage in STAGES:
         ours = our_bytes(config, ranks, stage)
         parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in ours.items() if size)
-        lines.append(
-            f"{stage:10d} {guide_bytes(parameters, ranks, stage) / GB:8.4g} "
-            f"{sum(ours.values()) / GB:9.1f}   {parts}"
-        )
-    lines.append("traffic that one GPU sends for one micro-batch, in GB:")
-    names = ("ddp", "zero 1", "zero 2", "zero 3")
-    guides = ", ".join(
-        f"{name} {guide_traffic(parameters, ranks, name) / GB:.1f}" for name in names
-    )
-    ours_sent = ", ".join(f"{name} {our_traffic(config, ranks, name) / GB:.1f}" for name in names)
+        guides = guide_bytes(parameters, ranks, stage) / GB
+        lines.append(f"{stage:10d} {guides:8.4g} {sum(ours.values()) / GB:9.1f}   {parts}")
+    layout = data_parallel(config, ranks, 3)
+    ours_sent = traffic(model, ranks, layout.reduce, layout.compute)
     lines += [
-        f"  guides, all in bfloat16: {guides}",
+        "traffic that one GPU sends for one micro-batch, in GB:",
+        f"  guides, all in bfloat16: {traffic(parameters, ranks, 2, 2)}",
         f"  Lattice, gradients in {config.parallel.reduce_dtype}: {ours_sent}",
     ]
     return "\n".join(lines)

@@ -16,7 +16,7 @@ from costs.setting import Setting
 from costs.summary import blocks
 from costs.units import EMBEDDING, HEAD, LocalWeight, Sums, Unit, kinds_of_layers, unit
 from errors import UserError
-from parallel.axes import AXES, MeshSizes
+from parallel.axes import AXES, MAX_RANKS, MeshSizes
 from parallel.fsdp_units import sharded_dimension
 from parallel.pipeline.actions import (
     BACKWARD,
@@ -26,10 +26,11 @@ from parallel.pipeline.actions import (
     Action,
     Kind,
     splits_backward,
+    stage_ranks,
 )
+from parallel.pipeline.schedules import build_schedule
 from parallel.placement import chunk_range
 from parallel.weight_gradient import sum_dtype
-from tools.plan.check import check_gpus
 from training.config import Config
 from training.optimizers import optimizer_class
 from training.precision import Precision
@@ -55,6 +56,25 @@ def world_of(path: str, config: Config, gpus: int | None) -> int:
         why = "parallel.dp_shard=-1 needs the number of GPUs, which is not known"
         raise UserError("--gpus", None, why, "give --gpus N")
     return int(first_line[1])
+
+
+def check_gpus(key: str, number: int) -> None:
+    """Raises UserError."""
+    if not 1 <= number <= MAX_RANKS:
+        why = f"must be at least 1 and at most {MAX_RANKS:,}"
+        raise UserError(key, number, why, "give a number of GPUs")
+
+
+@lru_cache(maxsize=4)  # long ones are large
+def schedule_of(name: str, pp: int, stages_per_rank: int, m: int) -> Sequence[Sequence[Action]]:
+    """Each pipeline rank's actions in a step of `m` micro-batches."""
+    return build_schedule(name, pp, stages_per_rank, m)
+
+
+@lru_cache(maxsize=1024)
+def ranks_of_stages(name: str, pp: int, stages_per_rank: int) -> list[int]:
+    """The pipeline rank of each stage, whatever the number of micro-batches."""
+    return stage_ranks(build_schedule(name, pp, stages_per_rank, 2 * pp))
 
 
 class Gathered:
@@ -153,31 +173,16 @@ class Layout:
     def sizes(self) -> MeshSizes:
         return self.config.parallel.mesh_sizes(self.world)
 
-    @property
-    def tp(self) -> int:
-        return self.sizes.tp
-
     @cached_property
     def sharding(self) -> dict[str, Sharding]:
         """By the view of the mesh that a weight is sharded over."""
         weights, experts = self.sizes.of_weights(), self.sizes.of_experts()
         shards, of_experts = weights["dp_shard"], experts["efsdp"]
-        inside = (self.shard_rank * self.tp + self.tp_rank) // self.sizes.ep
+        inside = (self.shard_rank * self.sizes.tp + self.tp_rank) // self.sizes.ep
         return {
             "fsdp": Sharding(shards, weights["dp_replicate"], self.shard_rank),
             "fsdp_ep": Sharding(of_experts, experts["ep_replicate"], inside % of_experts),
         }
-
-    @cached_property
-    def shards(self) -> int:
-        """The number of ranks that the weights other than experts are sharded over: dp_shard, cp
-        included."""
-        return self.sharding["fsdp"].shards
-
-    @cached_property
-    def replicas(self) -> int:
-        """The number of ranks that hold the same shard of these weights."""
-        return self.sharding["fsdp"].replicas
 
     @cached_property
     def whole(self) -> bool:
@@ -235,9 +240,10 @@ class Layout:
     def num_microbatches(self) -> int:
         return self.config.num_microbatches(self.sizes.dp)
 
-    @cached_property
+    @property
     def schedule(self) -> Sequence[Sequence[Action]]:
-        return self.config.schedule(self.sizes.dp)
+        p = self.config.parallel
+        return schedule_of(p.schedule, p.pp, p.stages_per_rank, self.num_microbatches)
 
     # --- units ---
 
@@ -255,23 +261,15 @@ class Layout:
         return unit(self.setting, HEAD)
 
     @cached_property
-    def _blocks(self) -> list[Unit]:
-        by_kind = {unit.name: unit for unit in self.kinds}
-        return [by_kind[kind] for kind in kinds_of_layers(self.config.model)]
-
-    @cached_property
     def kinds(self) -> Counter[Unit]:
         """One block of each kind, and how many blocks the model has of it."""
         return blocks(replace(self.setting, tp_rank=0))
 
     @cached_property
-    def smallest_block(self) -> int:
-        """Parameters of the smallest kind of block, without experts."""
-        return min(numbers_of(unit).rest for unit in self.kinds)
-
-    @cached_property
     def _units(self) -> list[list[Unit]]:
-        units = [[self._blocks[layer] for layer in layers] for layers in self._split]
+        by_kind = {unit.name: unit for unit in self.kinds}
+        blocks = [by_kind[kind] for kind in kinds_of_layers(self.config.model)]
+        units = [[blocks[layer] for layer in layers] for layers in self.config.split_layers()]
         units[0].insert(0, self.embedding)
         units[-1].append(self.head)
         return units
@@ -313,35 +311,24 @@ class Layout:
         """Bytes of the hidden states that pass from unit to unit."""
         return self.embedding.hidden_bytes
 
-    @cached_property
-    def _split(self) -> list[range]:
-        return self.config.split_layers()
+    @property
+    def num_stages(self) -> int:
+        return self.config.parallel.num_stages
 
-    @cached_property
+    @property
     def where(self) -> list[int]:
         """The pipeline rank of each stage."""
-        return self.config.parallel.ranks_of_stages
+        p = self.config.parallel
+        return ranks_of_stages(p.schedule, p.pp, p.stages_per_rank)
 
-    @cached_property
+    @property
     def stages(self) -> list[int]:
         """The stages of this pipeline rank."""
         return [s for s, rank in enumerate(self.where) if rank == self.pp_rank]
 
     def at(self, pp_rank: int) -> "Layout":
         """The same job on another pipeline rank; what is equal on all ranks is not recomputed."""
+        known = vars(self) | {"_units": self._units, "splits_backward": self.splits_backward}
         other = replace(self, pp_rank=pp_rank)
-        alike = (
-            "where",
-            "_split",
-            "_units",
-            "schedule",
-            "splits_backward",
-            "sizes",
-            "num_microbatches",
-        )
-        other.__dict__.update({name: getattr(self, name) for name in alike})
+        vars(other).update(known | {"pp_rank": pp_rank})
         return other
-
-    @cached_property
-    def num_stages(self) -> int:
-        return self.config.parallel.num_stages

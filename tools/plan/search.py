@@ -1,11 +1,9 @@
-"""Finds the fastest layouts of a model on a number of GPUs, and those that need the least memory
-for their speed.
+"""Finds the fastest layouts of a model on a number of GPUs.
 
 The search lists all layouts (plan/candidates.py), drops those whose lower bound exceeds the memory,
 and estimates the time of the others. It takes them in the order of their estimates, until enough of
 them fit or none is left: it counts their memory on every pipeline rank, checks those that fit as a
-run would check them (both in a shortened step: plan/peaks.py), and simulates their step. For the
-frontier it also examines, in the same way, the layouts that keep less memory than every faster one.
+run would check them (both in a shortened step: plan/memory.py), and simulates their step.
 
 If nothing fits, the error names the nearest alternative: the least number of GPUs whose memory
 holds weights, gradients and optimizer state (found without a search), or the layout that needs the
@@ -15,23 +13,26 @@ least memory.
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from errors import UserError
 from model.transformer import num_parameters
+from parallel.axes import AXES
+from parallel.layouts import MAX_LAYOUTS, OF_TRAIN
 from tools.plan.candidates import Candidate, candidates, space
-from tools.plan.check import check_before_search
+from tools.plan.check import check_can_be_planned
 from tools.plan.hardware import GB, Device
 from tools.plan.layout import Layout
-from tools.plan.peaks import CHECKED, peaks, shared, shortened
-from tools.plan.time import Part, StepTime
+from tools.plan.memory import CHECKED, peaks, shortened
+from tools.plan.time import StepTime
 from training.config import Config
 from training.optimizers import state_bytes
 
 ENOUGH = 20  # layouts that fit; twice as many as shown, because estimates may swap neighbours
-ALIKE = 0.01  # of a step's seconds; the order of two layouts that differ by less is uncertain
 NEAREST = 20  # layouts with the lowest bounds, among which the nearest valid one is chosen
+GPUS_PER_NODE = 8  # of the list `parallel.layouts`
 SEARCHED = ("tp", "pp", "dp_shard", "dp_replicate", "schedule", "stages_per_rank",
             "layers_per_stage", "zero_stage")  # fmt: skip
 
@@ -55,7 +56,7 @@ class Found:
     def _simulated(self) -> tuple[float, float]:
         """Seconds of a step, and its bubble. The timeline is not kept, because the timelines of all
         layouts found would fill the memory."""
-        time = StepTime(shared(self.layout), self.device)
+        time = StepTime(self.layout, self.device)
         return time.step_seconds, time.timeline.bubble_fraction
 
     @property
@@ -95,9 +96,6 @@ class Found:
         ranks = [rank for rank in (self.fullest, 1, 0, pp - 1, pp // 2) if rank < pp]
         return peaks(self.layout, ranks)
 
-    def describe(self) -> str:
-        return describe([self])
-
     def overrides(self) -> str:
         """The overrides that turn the searched configuration into this one."""
         p, t = self.config.parallel, self.config.train
@@ -122,8 +120,20 @@ class Result:
     also: list[Found]  # further layouts found to fit, slower than the best
     layouts: int  # the number of layouts that obey the configuration's rules
     counted: int  # the number of layouts whose memory was counted exactly, not only bounded
-    frontier: list[Found]  # in order of increasing time and decreasing memory
     space: list[str]  # a description of what was searched
+
+    def as_dict(self) -> dict[str, Any]:
+        best = [
+            {
+                "overrides": one.overrides(),
+                "step_seconds": one.seconds,
+                "mfu": one.time.mfu,
+                "bubble_fraction": one.bubble_fraction,
+                "peak_memory_bytes": one.peak,
+            }
+            for one in self.best
+        ]
+        return {"layouts": self.layouts, "counted": self.counted, "space": self.space, "best": best}
 
 
 def search(config: Config, world: int, device: Device, wanted: int = 10) -> Result:
@@ -142,40 +152,70 @@ def search(config: Config, world: int, device: Device, wanted: int = 10) -> Resu
         remedy = "choose numbers with more divisors"
         raise UserError("train.global_batch_size", config.train.global_batch_size, why, remedy)
     possible = sorted((c for c in everything if c.bound <= room), key=lambda c: c.estimate)
-    examine = Examiner(world, device, room, config.parallel.cp)
     fitting: list[Found] = []
+    counted, refused, too_large = 0, None, 0
     for candidate in possible:
         if len(fitting) == ENOUGH:
             break
-        if (found := examine(candidate)) is not None:
+        found = _found(candidate, config, world, device)
+        counted += 1
+        if not found.fits(room):
+            too_large += 1
+        elif error := _error(found):
+            refused = error
+        else:
             fitting.append(found)
     if not fitting:
-        if examine.refused is not None and not examine.too_large:
-            raise examine.refused
+        if refused is not None and not too_large:
+            raise refused
         why = (
             f"none of {len(everything):,} layouts fits {room / GB:.0f} GB a GPU "
-            f"({len(examine.known):,} were counted exactly)"
+            f"({counted:,} were counted exactly)"
         )
-        nearest = examine.nearest(everything)
-        if nearest is not None:
-            why += f"; the nearest needs {nearest.peak / GB:.1f} GB: {nearest.describe()}"
         remedy = "take more GPUs, or larger ones (--device), or a smaller model or train.seq_len"
-        if nearest is not None:
+        # Bounds are a few percent below the exact count.
+        lowest = heapq.nsmallest(NEAREST, everything, key=lambda candidate: candidate.bound)
+        each = (_found(candidate, config, world, device) for candidate in lowest)
+        if nearest := next((one for one in each if not _error(one)), None):
+            why += f"; the nearest needs {nearest.peak / GB:.1f} GB: {describe_alike([nearest])}"
             remedy += (
                 "; to see the memory of the nearest layout in detail, plan it without --search: "
                 f"{nearest.overrides()}"
             )
         raise UserError("--gpus", world, why, remedy)
-    on_frontier = [found for one in _lowest(possible) if (found := examine(one)) is not None]
-    frontier: list[Found] = []
-    for found in sorted([*fitting, *on_frontier], key=_order):
-        if not frontier or found.peak < frontier[-1].peak:
-            frontier.append(found)
-    fitting.sort(key=_order)
+    fitting.sort(key=lambda found: (found.seconds, found.peak))
     best, also = fitting[:wanted], fitting[wanted:]
-    return Result(
-        best, also, len(everything), len(examine.known), frontier, space(config, world, device)
-    )
+    return Result(best, also, len(everything), counted, space(config, world, device))
+
+
+def _found(candidate: Candidate, config: Config, world: int, device: Device) -> Found:
+    cp, fullest = config.parallel.cp, candidate.fullest
+    return Found(candidate.config(), world, device, fullest, candidate.estimate, cp)
+
+
+def _error(found: Found) -> UserError | None:
+    """Why a run with this layout would not start; None if it would."""
+    try:
+        shortened(found.layout, CHECKED).config.validate(found.world)
+    except UserError as error:
+        return error
+    return None
+
+
+def check_before_search(config: Config) -> None:
+    """Raise UserError for what is wrong in every layout."""
+    check_can_be_planned(config)
+    # Settings that are wrong only in some layouts are replaced by ones that are valid on one rank.
+    # The micro-batch size, which this replaces too, is checked below.
+    parallel = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, dp_shard=1, dp_replicate=1,
+                       schedule="1f1b", stages_per_rank=1, layers_per_stage=None,
+                       zero_stage=2)  # fmt: skip
+    alone = replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=1),
+                    run=replace(config.run, profile_ranks=[0]))  # fmt: skip
+    alone.validate(1)
+    size = config.train.micro_batch_size
+    if size < 1:
+        raise UserError("train.micro_batch_size", size, "must be at least 1", "give 1 or more")
 
 
 def _check_states_fit(config: Config, world: int, room: float) -> None:
@@ -198,67 +238,6 @@ def _check_states_fit(config: Config, world: int, room: float) -> None:
     raise UserError("--gpus", world, why, remedy)
 
 
-class Examiner:
-    """Decides whether candidates are valid and fit, each only once."""
-
-    def __init__(self, world: int, device: Device, room: float, searched_cp: int) -> None:
-        self.world, self.device, self.room = world, device, room
-        self.searched_cp = searched_cp
-        self.known: dict[int, Found | None] = {}  # by id(), since a search keeps its candidates
-        self.refused: UserError | None = None  # the last error of a layout that is not valid
-        self.too_large = 0
-
-    def __call__(self, candidate: Candidate) -> Found | None:
-        if id(candidate) not in self.known:
-            self.known[id(candidate)] = self._examine(candidate)
-        return self.known[id(candidate)]
-
-    def _examine(self, candidate: Candidate) -> Found | None:
-        found = self._found(candidate)
-        if not found.fits(self.room):
-            self.too_large += 1
-            return None
-        return found if self._valid(found) else None
-
-    def nearest(self, everything: list[Candidate]) -> Found | None:
-        """The valid layout with the lowest bound. Bounds are a few percent below the exact
-        count."""
-        lowest = heapq.nsmallest(NEAREST, everything, key=lambda candidate: candidate.bound)
-        return next(filter(self._valid, map(self._found, lowest)), None)
-
-    def _found(self, candidate: Candidate) -> Found:
-        return Found(
-            candidate.config(),
-            self.world,
-            self.device,
-            candidate.fullest,
-            candidate.estimate,
-            self.searched_cp,
-        )
-
-    def _valid(self, found: Found) -> bool:
-        """Whether a run with this layout would start."""
-        try:
-            shortened(found.layout, CHECKED).config.validate(self.world)
-        except UserError as error:
-            self.refused = error
-            return False
-        return True
-
-
-def _order(found: Found) -> tuple[float, int]:
-    return found.seconds, found.peak
-
-
-def _lowest(possible: list[Candidate]) -> Iterator[Candidate]:
-    """Yield the candidates that keep less memory than every faster one."""
-    lowest = float("inf")
-    for candidate in possible:
-        if candidate.kept < lowest:
-            lowest = candidate.kept
-            yield candidate
-
-
 def as_text(value: object) -> str:
     """The value as written in an override, without spaces."""
     if isinstance(value, list):
@@ -268,30 +247,7 @@ def as_text(value: object) -> str:
     )
 
 
-def rows(found: Sequence[Found]) -> list[list[Found]]:
-    """Group layouts, given in the order of their seconds, into rows of layouts that hardly differ.
-
-    The layouts of a row compute the same (tp, cp, ep, pp, schedule, micro-batch, recomputation) and
-    take at most 1% longer than its first. They may differ in how layers and data-parallel ranks are
-    divided, and in the ZeRO stage.
-    """
-    together: dict[tuple[object, ...], list[list[Found]]] = {}
-    ordered: list[list[Found]] = []
-    for one in found:
-        p, t = one.config.parallel, one.config.train
-        work = (p.tp, p.cp, p.ep, p.pp, p.schedule, p.sequence_parallel, t.micro_batch_size,
-                t.activation_checkpointing)  # fmt: skip
-        alike = together.setdefault(work, [])
-        row = next((row for row in alike if one.seconds <= (1 + ALIKE) * row[0].seconds), None)
-        if row is None:
-            row = []
-            alike.append(row)
-            ordered.append(row)
-        row.append(one)
-    return ordered
-
-
-def describe(alike: Sequence[Found]) -> str:
+def describe_alike(alike: Sequence[Found]) -> str:
     """Describe the layouts of one row; `zero 1/2` means that some have ZeRO stage 1 and some 2."""
     parallel, train = [one.config.parallel for one in alike], alike[0].config.train
     p = parallel[0]
@@ -320,26 +276,52 @@ def _each(values: Iterable[object]) -> str:
     return "/".join(map(str, dict.fromkeys(values)))
 
 
-def why_not(best: Found, other: Found) -> str:
-    """Explain where the second layout loses time."""
-    a, b = best.time, other.time
-    work = []  # of a rank, on average
-    for time in (a, b):
-        parts = map(Part, time.costs.forward, time.costs.input_grad, time.costs.weight_grad)
-        work.append(
-            sum(part.total for part in parts) * time.layout.num_microbatches / time.layout.sizes.pp
-        )
-    pipeline = [t.timeline.step_time for t in (a, b)]
-    idle = [
-        one.bubble_fraction * seconds for one, seconds in zip((best, other), pipeline, strict=True)
-    ]
-    tail = [one.seconds - seconds for one, seconds in zip((best, other), pipeline, strict=True)]
-    reasons = {
-        "in the actions themselves (computation, tp, exposed gathers)": work[1] - work[0],
-        "waiting in the pipeline": idle[1] - idle[0],
-        "after the last action (reductions, optimizer)": tail[1] - tail[0],
-    }
-    text = ", ".join(
-        f"{seconds:+.3f} s {what}" for what, seconds in reasons.items() if abs(seconds) >= 5e-4
-    )
-    return f"{other.seconds - best.seconds:+.3f} s: {text or 'they are alike'}"
+# --- the list `parallel.layouts`, for a range of node counts ---
+
+
+def describe_layouts(config: Config, least: int, most: int, device: Device) -> str:
+    """The list as YAML: the fastest layout that fits, for every number of nodes between those of
+    `most` GPUs and of `least`; then why there is none, by number of GPUs. A layout that is slower
+    than one of fewer GPUs is left out: those train faster with spares."""
+    if not 1 <= least <= most:
+        raise UserError("--layouts", least, "is not between 1 and --gpus", f"give at most {most}")
+    single = replace(config, parallel=replace(config.parallel, layouts=[]))
+    step = min(GPUS_PER_NODE, most)
+    worlds = range(-(-least // step) * step, most + 1, step)
+    if len(worlds) > MAX_LAYOUTS:
+        why = f"{len(worlds):,} numbers of nodes, and a list has at most {MAX_LAYOUTS} layouts"
+        raise UserError("--layouts", least, why, f"give {worlds[-MAX_LAYOUTS]} or more")
+    found: list[Found] = []
+    refused = []
+    for world in worlds:
+        try:
+            best = search(single, world, device, wanted=1).best[0]
+        except UserError as error:
+            refused.append(f"{world} GPUs: {error.key} = {error.value}: {error.why}")
+            continue
+        if not found or best.seconds < found[-1].seconds:
+            found.append(best)
+    if not found:
+        why = f"no layout fits: {refused[-1]}"
+        raise UserError("--layouts", least, why, "use more GPUs, or another batch size")
+    return "\n".join([as_yaml(config, found[::-1]), *refused])
+
+
+def as_yaml(config: Config, found: list[Found]) -> str:
+    """The list as it is pasted into the section `parallel`: the axes, and every other key in which
+    one of the layouts differs from `config`."""
+    own, values = _values(config), [_values(one.config) for one in found]
+    # an axis that is 1 everywhere says nothing
+    keys = [key for key in own if key == "dp_shard" or any(one[key] != own[key] for one in values)]
+    lines = ["parallel:", "  layouts:"]
+    for one, given in zip(found, values, strict=True):
+        text = ", ".join(f"{key}: {as_text(given[key])}" for key in keys)
+        lines.append(f"  - {{{text}}} # {one.world} GPUs, {one.seconds:.3f} s a step")
+    return "\n".join(lines)
+
+
+def _values(config: Config) -> dict[str, Any]:
+    experts = ["ep"] if config.model.has_experts else []
+    keys = dict.fromkeys((*AXES, *experts, *SEARCHED, "sequence_parallel"))
+    values = {key: getattr(config.parallel, key) for key in keys}
+    return values | {key: getattr(config.train, key) for key in OF_TRAIN}

@@ -1,19 +1,22 @@
-"""All figures of one job that tools/plan prints, as a dictionary."""
+"""All figures of one job that tools/plan prints, as a dictionary; with a warning of matrix products
+that are too narrow for the device."""
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from costs.collectives import Call, wire_bytes
+from costs.events import Product
 from costs.summary import model_flops
+from costs.units import Unit
 from model.transformer import num_parameters
+from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from parallel.pipeline.lower import Program, lower
-from tools.plan.check import assumptions
-from tools.plan.exposure import seconds_on_the_wire
 from tools.plan.goodput import goodput
 from tools.plan.hardware import Device
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory
-from tools.plan.narrow import describe_narrow, narrow_products
-from tools.plan.time import StepTime
+from tools.plan.time import StepTime, seconds_on_the_wire
 from tools.plan.traffic import by_axis, collectives
 from training.config import Config
 
@@ -25,41 +28,53 @@ MFU_FORMULA = (
 def hidden(layout: Layout, axis: str) -> str:
     """Describe which part of an axis's communication is hidden behind computation."""
     parallel = layout.config.parallel
-    as_one, zero = parallel.fsdp_unit == "stage", parallel.zero_stage
-    if axis == "tp":
-        pieces = parallel.tp_pieces
-        forward = "exposed in forward"
-        if pieces > 1:
-            forward = f"in forward, {pieces - 1} of {pieces} pieces hidden behind products"
-        if not parallel.sequence_parallel:
-            return f"{forward}; in backward, hidden behind weight gradients"
-        return (
-            f"{forward}; in backward, gathers hidden behind input gradients, scatters behind "
-            "weight gradients"
-        )
-    if axis == "cp":
-        return "keys and values of every attention layer, and their gradients"
-    if axis == "ep":
-        return "hidden behind a shared expert, if there is one"
-    axis = {"efsdp": "dp_shard", "ep_replicate": "dp_replicate"}.get(axis, axis)
-    if axis == "dp_shard" and zero == 3:
-        return (
-            "nothing hidden, because a stage is one unit"
-            if as_one
-            else "gathers hidden behind the previous unit, reductions behind the next"
-        )
-    if axis == "dp_shard":
-        gathers = "gathers exposed" if as_one else "gathers hidden behind the first forward"
+    as_one, zero, pieces = parallel.fsdp_unit == "stage", parallel.zero_stage, parallel.tp_pieces
+    tp = "exposed in forward"
+    if pieces > 1:
+        tp = f"in forward, {pieces - 1} of {pieces} pieces hidden behind products"
+    tp += "; in backward, "
+    if parallel.sequence_parallel:
+        tp += "gathers hidden behind input gradients, scatters behind weight gradients"
+    else:
+        tp += "hidden behind weight gradients"
+    last = "hidden behind the last backward"
+    if zero == 3 and as_one:
+        shards = "nothing hidden, because a stage is one unit"
+    elif zero == 3:
+        shards = "gathers hidden behind the previous unit, reductions behind the next"
+    else:
+        gathers = "exposed" if as_one else "hidden behind the first forward"
+        reductions = "exposed" if as_one else last
         if zero == 2:
-            return f"{gathers}, reductions hidden behind {'next actions' if as_one else 'backward'}"
-        return f"{gathers}, reductions {'exposed' if as_one else 'hidden behind the last backward'}"
-    if axis == "dp_replicate":
-        return "exposed, after the last backward" if as_one else "hidden behind the last backward"
-    return (
-        "hidden behind other micro-batches, as the schedule allows"
-        if axis == "pp"
-        else "exposed, after the last backward"
-    )
+            reductions = f"hidden behind {'next actions' if as_one else 'backward'}"
+        shards = f"gathers {gathers}, reductions {reductions}"
+    replicas = "exposed, after the last backward" if as_one else last
+    return {
+        "tp": tp,
+        "cp": "keys and values of every attention layer, and their gradients",
+        "ep": "hidden behind a shared expert, if there is one",
+        "dp_shard": shards,
+        "efsdp": shards,
+        "dp_replicate": replicas,
+        "ep_replicate": replicas,
+        "pp": "hidden behind other micro-batches, as the schedule allows",
+    }.get(axis, "exposed, after the last backward")
+
+
+def assumptions(config: Config, device: Device) -> list[str]:
+    """The respects in which the planned figures may differ from the run, as lines of text."""
+    lines = []
+    if config.train.compile:
+        lines.append(
+            "planned without train.compile=true, which makes a step a little faster and keeps a "
+            "little less memory"
+        )
+    if device.name != device.efficiencies_of:
+        lines.append(
+            f"efficiencies are those of {device.efficiencies_of}, except those that a file of "
+            "rates replaces"
+        )
+    return lines
 
 
 def summarise(
@@ -135,19 +150,17 @@ def _rank(time: StepTime, program: Program, layout: Layout) -> dict[str, Any]:
             row["wire_seconds"], row["exposed_seconds"] = seconds[axis]
         row["hidden"] = hidden(layout, axis)
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
+    largest = sorted(memory.at_peak.items(), key=lambda item: -item[1])
     return {
         "pp_rank": layout.pp_rank,
         "stages": layout.stages,
         "blocks": len(units) - (layout.embedding in units) - (layout.head in units),
         "parameters": sum(unit.numel for unit in units),
-        "flops_per_step": _flops(layout),
+        # of forward and backward, without recomputation
+        "flops_per_step": layout.num_microbatches * sum(map(model_flops, units)),
         "peak_memory_bytes": memory.peak,
-        "peak_in": "after the last action"
-        if memory.peak_action is None
-        else str(memory.peak_action),
-        "memory": dict(
-            sorted(((k, v) for k, v in memory.at_peak.items() if v), key=lambda item: -item[1])
-        ),
+        "peak_in": str(memory.peak_action or "after the last action"),
+        "memory": {category: size for category, size in largest if size},
         "activations": memory.activations,
         "live_micro_batches": time.timeline.peak_live(layout.pp_rank),
         "collectives": {_name(layout, axis): row for axis, row in traffic.items()},
@@ -166,7 +179,72 @@ def _ranks(layout: Layout, call: Call) -> int:
     return {**sizes.of_weights(), **views}.get(call.axis, layout.world)
 
 
-def _flops(layout: Layout) -> float:
-    """FLOPs of forward and backward of a step, without recomputation."""
-    units = [unit for stage in layout.stages for unit in layout.units(stage)]
-    return layout.num_microbatches * sum(map(model_flops, units))
+# --- products that leave multiprocessors without work ---
+# A product is computed tile by tile, each tile of the result by one multiprocessor. So it takes
+# ⌈tiles / multiprocessors⌉ waves, and in a wave with fewer tiles than multiprocessors the others
+# are idle ("wave quantization": NVIDIA, Matrix Multiplication Background User's Guide, section
+# 3.2). A product below one wave never uses the whole device. This happens to weights that tp makes
+# narrow, first of all to those of key and value. docs/plan_model.md explains what is assumed about
+# tiles.
+
+
+def narrow_products(layout: Layout, device: Device) -> list[dict[str, Any]]:
+    """The products of a block of each kind, and of the head, with fewer tiles than `device` has
+    multiprocessors; one entry for all of the same three sizes, most FLOPs first. `weights` are the
+    weights that have products of these sizes, `results` the narrow ones' rows and columns, `tiles`
+    the least number of tiles of one, `share` their part of the FLOPs of the unit's products."""
+    found = []
+    for unit in (*layout.kinds, layout.head):
+        products = _products(layout, unit)
+        flops = sum(product.flops for product in products)
+        alike: dict[tuple[int, ...], list[Product]] = defaultdict(list)
+        # a weight's three products (forward, input and weight gradient) have the same three sizes
+        for product in products:
+            alike[tuple(sorted((product.rows, product.columns, product.inner)))].append(product)
+        for same in alike.values():
+            narrow = [p for p in same if _tiles(p, device) < device.multiprocessors]
+            if narrow:
+                found.append(
+                    {
+                        "unit": unit.name,
+                        "weights": sorted({product.weight for product in same} - {""}),
+                        "results": sorted({(product.rows, product.columns) for product in narrow}),
+                        "tiles": min(_tiles(product, device) for product in narrow),
+                        "share": sum(product.flops for product in narrow) / flops,
+                    }
+                )
+    return sorted(found, key=lambda one: -one["share"])
+
+
+def _tiles(product: Product, device: Device) -> int:
+    """Those that are computed at once."""
+    return product.tiles(device.tile) // product.launches
+
+
+def _products(layout: Layout, unit: Unit) -> list[Product]:
+    """Those of one micro-batch, as the layout runs them."""
+    backward = (BACKWARD_INPUT, BACKWARD_WEIGHT) if layout.splits_backward else (BACKWARD,)
+    events = (event for kind in (FORWARD, *backward) for event in layout.phase(kind, unit).events)
+    return [event for event in events if isinstance(event, Product)]
+
+
+def describe_narrow(found: Sequence[dict[str, Any]], layout: Layout, device: Device) -> list[str]:
+    """The warning, as lines of text; none if nothing was found."""
+    if not found:
+        return []
+    lines = [
+        f"warning: products with fewer tiles of {device.tile} × {device.tile} than the "
+        f"{device.multiprocessors} multiprocessors, the rest of which are idle:"
+    ]
+    for one in found:
+        names = ", ".join(one["weights"]) or "products without a weight"
+        sizes = " and ".join(f"{rows:,} × {columns:,}" for rows, columns in one["results"])
+        lines.append(
+            f"    {names}: results of {sizes}, {one['tiles']} tiles; {one['share']:.1%} of the "
+            f"FLOPs in the products of {one['unit']}"
+        )
+    remedies = ["a smaller parallel.tp"] if layout.sizes.tp > 1 else []
+    if any(layout.tokens in result for one in found for result in one["results"]):
+        remedies.append("a larger train.micro_batch_size (except for weight gradients)")
+    remedies.append("one product for weights that read the same input (query, key, value)")
+    return [*lines, f"    remedies: {'; '.join(remedies)}"]

@@ -14,7 +14,7 @@ it has launched nothing that the device could compute meanwhile: each such wait 
 previous experts and the attention.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -25,6 +25,7 @@ from costs.seconds import Cost, Rates
 from costs.summary import flops_per_token
 from costs.units import Unit
 from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Kind
+from parallel.pipeline.lower import result_of
 from parallel.pipeline.simulate import Costs, Timeline, simulate
 from tools.plan.hardware import Device
 from tools.plan.layout import SHARDED_OVER, Gathered, Layout, numbers_of
@@ -93,8 +94,8 @@ class StepTime:
 
     def __init__(self, layout: Layout, device: Device) -> None:
         self.layout, self.device = layout, device
-        sizes, experts = layout.sizes, layout.sharding["fsdp_ep"]
-        self.links = Links(device, layout.tp, layout.shards, layout.replicas, layout.world,
+        sizes, weights, experts = layout.sizes, layout.sharding["fsdp"], layout.sharding["fsdp_ep"]
+        self.links = Links(device, sizes.tp, weights.shards, weights.replicas, layout.world,
                            sizes.cp, sizes.ep, experts.shards, experts.replicas)  # fmt: skip
         self.rates = Rates(device, self.links, layout.compute)
         self._costs: dict[tuple[Unit, Kind], Cost] = {}
@@ -300,3 +301,83 @@ class StepTime:
         config = self.layout.config
         flops = flops_per_token(config.model, config.train.seq_len, whole_attention)
         return self.tokens_per_second * flops / (self.layout.world * self.device.peak_flops)
+
+
+# --- a rank's communication, and how much of it is exposed ---
+
+
+class Seconds(NamedTuple):
+    """Seconds of communication over one axis, in one step."""
+
+    wire: float
+    exposed: float  # the part during which computation waits
+
+
+def seconds_on_the_wire(time: StepTime, pp_rank: int) -> dict[str, Seconds]:
+    """Seconds by axis, on pipeline rank `pp_rank`. The exposed seconds of `pp` are by how much the
+    whole step is longer because messages take time. Those of gathers and reductions are shared out
+    to the axes of experts and of other weights as their seconds on the wire."""
+    layout = time.layout.at(pp_rank)
+    parallel, m = layout.config.parallel, layout.num_microbatches
+    gathers = waits = reductions = replicas = 0.0
+    for stage in layout.stages:
+        gather, scatter, over_replicas = time.data_parallel(stage)
+        gathers += gather * (2 * m if parallel.zero_stage == 3 else 1)
+        reductions += scatter * (m if parallel.zero_stage >= 2 else 1)
+        replicas += over_replicas
+        waits += m * time.waits(stage).total
+    late = _late_start(time, pp_rank)
+    tail = max(0.0, time.reductions[pp_rank] - time.timeline.ranks[pp_rank][-1].end)
+    over_shards = max(0.0, tail - replicas) if replicas else tail
+    table = {
+        "tp": _inside_units(time, layout, "tp"),
+        "cp": _inside_units(time, layout, "cp"),
+        "ep": _inside_units(time, layout, "ep"),
+    }
+    exposed = waits + late + over_shards, tail - over_shards
+    for axis, share in _shares(time, layout, "shards").items():
+        table[axis] = Seconds((gathers + reductions) * share, exposed[0] * share)
+    for axis, share in _shares(time, layout, "replicas").items():
+        table[axis] = Seconds(replicas * share, exposed[1] * share)
+    results = [result_of(action, layout.num_stages) for action in layout.schedule[pp_rank]]
+    sent = sum(
+        message is not None and layout.where[message.stage] != pp_rank for message in results
+    )
+    table["pp"] = Seconds(sent * time.message_seconds, time.waiting_for_messages)
+    return {axis: seconds for axis, seconds in table.items() if seconds.wire}
+
+
+def _shares(time: StepTime, layout: Layout, over: str) -> dict[str, float]:
+    """Which part of the seconds of collectives over shards, or over replicas, are on each axis."""
+    seconds: dict[str, float] = {}
+    for _, unit in (each for stage in layout.stages for each in layout.fsdp_units(stage)):
+        gather, scatter, replicas = time.of_unit(unit)
+        axis = SHARDED_OVER[unit.over][over == "replicas"]
+        one = replicas if over == "replicas" else gather + scatter
+        seconds[axis] = seconds.get(axis, 0.0) + one
+    total = sum(seconds.values())
+    return {axis: one / total if total else 0.0 for axis, one in seconds.items()}
+
+
+def _inside_units(time: StepTime, layout: Layout, axis: str) -> Seconds:
+    """Seconds of the communication that is recorded from units."""
+    units = [unit for stage in layout.stages for unit in layout.units(stage)]
+
+    def seconds(which: Callable[[Cost], Mapping[str, float]]) -> float:
+        def over_axis(cost: Cost) -> float:
+            return which(cost).get(axis, 0.0)
+
+        parts = (time.part(unit, seconds=over_axis).total for unit in units)
+        return sum(layout.num_microbatches * part for part in parts)
+
+    return Seconds(seconds(attrgetter("wire")), seconds(attrgetter("exposed")))
+
+
+def _late_start(time: StepTime, pp_rank: int) -> float:
+    """Seconds by which the first forwards of this rank's stages are longer than later ones, because
+    they wait for weights."""
+    late = 0.0
+    for action, start, end in time.timeline.ranks[pp_rank]:
+        if action.kind is FORWARD and action.microbatch == 0:
+            late += end - start - time.costs.forward[action.stage]
+    return max(0.0, late)

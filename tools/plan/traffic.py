@@ -32,7 +32,6 @@ from typing import Any
 
 from costs.collectives import Call
 from costs.units import LocalWeight, Unit
-from parallel.pipeline.actions import Action
 from parallel.pipeline.lower import need_of, result_of
 from tools.plan.layout import SHARDED_OVER, Gathered, Layout, gathered
 
@@ -41,8 +40,11 @@ def collectives(layout: Layout) -> Counter[Call]:
     """The collectives of one step, each with its count."""
     calls: Counter[Call] = Counter()
     actions = layout.schedule[layout.pp_rank]
-    for kind, stage, number in _counted(actions):
-        calls += _times(action_calls(layout, Action(kind, stage, 0)), number)
+    counts = Counter((action.kind, action.stage) for action in actions)
+    for (kind, stage), number in counts.items():  # over tp, cp and ep
+        for unit in layout.units(stage):
+            for call, each in layout.phase(kind, unit).sends.items():
+                calls[call] += number * each
     for stage in layout.stages:
         calls += fsdp_calls(layout, stage)
     where = layout.where
@@ -51,11 +53,9 @@ def collectives(layout: Layout) -> Counter[Call]:
         result, need = result_of(action, layout.num_stages), need_of(action, layout.num_stages)
         if result is not None and where[result.stage] != layout.pp_rank:
             calls[message._replace(kind="send")] += 1
-        if (
-            need is not None
-            and where[need.stage + (1 if need.is_gradient else -1)] != layout.pp_rank
-        ):
-            calls[message._replace(kind="receive")] += 1
+        if need is not None:
+            sender = where[need.stage + (1 if need.is_gradient else -1)]
+            calls[message._replace(kind="receive")] += sender != layout.pp_rank
     calls += _once_a_step(layout)
     return calls
 
@@ -81,14 +81,6 @@ def _same_groups(layout: Layout) -> dict[str, str]:
     of_experts = sizes.of_experts()
     alike = [axis for axis in ("efsdp", "ep_replicate") if of_experts[axis] == world > 1]
     return dict.fromkeys(alike, whole[0] if whole else "world")
-
-
-def action_calls(layout: Layout, action: Action) -> Counter[Call]:
-    """The collectives over tp, cp and ep in one action."""
-    calls: Counter[Call] = Counter()
-    for unit in layout.units(action.stage):
-        calls += layout.phase(action.kind, unit).sends
-    return calls
 
 
 def fsdp_calls(layout: Layout, stage: int) -> Counter[Call]:
@@ -146,7 +138,7 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
     partial = local(units, lambda weight: weight.spec.gradient_is_partial)
     if partial:
-        add("tp", layout.tp, partial)
+        add("tp", layout.sizes.tp, partial)
     copies = local([layout.head], lambda weight: weight.spec.copy_of is not None)
     has_one_end = (layout.embedding in units) != (layout.head in units)
     if copies and ends is not None and has_one_end:
@@ -159,10 +151,10 @@ def axis_names(layout: Layout) -> tuple[str, str, str, str | None]:
     the first and last stage's ranks are counted: the innermost axis of weights with the same ranks,
     if there is one."""
     sizes, of_weights = layout.sizes, layout.sizes.of_weights()
-    loss = "dp_shard" if layout.replicas == 1 else "dp_replicate" if layout.shards == 1 else "loss"
-    batch = loss
+    shards, replicas, _ = layout.sharding["fsdp"]
+    batch = loss = "dp_shard" if replicas == 1 else "dp_replicate" if shards == 1 else "loss"
     if sizes.cp > 1:
-        batch = "dp_replicate" if sizes.dp_replicate == layout.replicas == sizes.dp else "batch"
+        batch = "dp_replicate" if sizes.dp_replicate == replicas == sizes.dp else "batch"
     alone = [axis for axis, size in reversed(of_weights.items()) if size == layout.world]
     world = alone[0] if alone else "loss" if sizes.dp * sizes.cp == layout.world else "world"
     where = layout.where
@@ -180,12 +172,3 @@ def by_axis(calls: Counter[Call]) -> dict[str, dict[str, Any]]:
             row["count"] += number
             row["bytes"] += number * call.bytes
     return table
-
-
-def _counted(actions: Any) -> list[tuple[Any, int, int]]:
-    counts = Counter((action.kind, action.stage) for action in actions)
-    return [(kind, stage, number) for (kind, stage), number in counts.items()]
-
-
-def _times(calls: Counter[Call], number: int) -> Counter[Call]:
-    return Counter({call: each * number for call, each in calls.items()})

@@ -21,10 +21,10 @@ from typing import Any
 from costs.routing import check_imbalance
 from errors import UserError
 from tools.command import CommandParser, add_overrides, run_command
+from tools.plan.check import add_data_stage, one_stage
 from tools.plan.hardware import GB, find_device
 from tools.plan.layout import Layout, world_of
 from tools.plan.memory import Memory
-from tools.plan.stages import add_data_stage, one_stage
 from tools.plan.traffic import by_axis, over_groups
 from tools.rehearse.prediction import predicted_step
 from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse, rehearse_for_real

@@ -17,8 +17,8 @@ from errors import UserError
 from runtime.records.events import changes_stage
 from runtime.records.ledger import account
 from tools.command import CommandParser, run_command
-from tools.goodput.measured import events_of, measure
 from tools.report.goodput import effective_lines, stated_rate
+from tools.report.ledger import events_of, measure
 from tools.report.page import page
 from tools.report.run import read_run
 from tools.report.tables import MEANING

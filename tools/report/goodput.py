@@ -6,8 +6,8 @@ from typing import Any
 from hardware import FAILURES_PER_GPU_DAY
 from runtime.records.tracker import is_number
 from runtime.start.parts import PARTS
-from tools.goodput.measured import Measured
 from tools.report.charts import escape
+from tools.report.ledger import Measured
 from tools.report.run import Run
 
 MOST_STARTS = 20  # the newest ones

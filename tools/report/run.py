@@ -19,7 +19,7 @@ from runtime.records.events import is_whole_event
 from runtime.records.ledger import account
 from runtime.records.status import read_status
 from runtime.records.tracker import is_number, is_record, json_object, whole_lines
-from tools.goodput.measured import Measured, measure
+from tools.report.ledger import Measured, measure
 
 FILES = ("config.yaml", "metrics.jsonl", "events.jsonl")  # a run folder has at least one of them
 

@@ -1,9 +1,0 @@
-"""How much of a run's time is effective, how often to save, how many spare nodes: `python -m
-tools.goodput`
-
-__main__.py    the command, and its tables
-simulate.py    a run with failures, saves, repairs and spare nodes, event by event
-measured.py    what saves, restarts and steps took in a run, from its events.jsonl
-
-The closed forms are in runtime/checkpoints/goodput.py, where a run chooses its interval.
-"""
