@@ -15,11 +15,23 @@ import torch.distributed as dist
 import training.guard
 import training.step
 from data.loader import BatchLoader
-from proofs.ranks import RankError, Ranks
+from proofs.ranks import Ranks
 from runtime.records.events import read_events
 from tests.faulty_runs import run_with_bad_batches, run_with_bad_steps, run_without
 from tests.planted import planted
-from tests.runs import fresh, losses, metrics_of, said_by, status_of, train_run, write_config
+from tests.runs import (
+    checkpoint_of,
+    forget_last,
+    fresh,
+    losses,
+    metrics_of,
+    names,
+    run,
+    said_by,
+    status_of,
+    train_run,
+    write_config,
+)
 from tests.stages import mixture
 from training.guard import WINDOW, UpdateGuard
 from training.step import TrainStep
@@ -33,6 +45,11 @@ layouts = pytest.mark.parametrize(
 )
 
 
+def config_of(folder: Path, data: Path, **sections: dict[str, Any]) -> str:
+    """The small run of two layers, one for each stage."""
+    return write_config(folder, data, model={"num_layers": 2}, **sections)
+
+
 def world_of(layout: dict[str, int]) -> int:
     return math.prod(layout.values())
 
@@ -42,12 +59,11 @@ def named(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def trainer_of(folder: Path, step: int) -> dict[str, Any]:
-    path = folder / "run" / "checkpoints" / f"step-{step:08d}" / "trainer.json"
-    return json.loads(path.read_text())
+    return json.loads((checkpoint_of(folder, step) / "trainer.json").read_text())
 
 
 def checkpoints(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+    return names(folder / "run" / "checkpoints")
 
 
 # --- decisions of the guard -----------------------------------------------------------------------
@@ -130,12 +146,9 @@ def test_a_nan_in_one_ranks_gradient_skips_one_update(
 ) -> None:
     """A NaN in one rank's gradient skips one update on all ranks (each save compares what ranks
     hold in common). The skip is counted, and the run resumes bitwise."""
-    config = write_config(
-        tmp_path, data, parallel=layout, checkpoint={"interval": 3, "keep_last": 9}
-    )
-    world = world_of(layout)
-    rank = world - 1
-    assert ranks.run(run_with_bad_steps, world, [config], rank, {3}) == [""] * world
+    saves, world = {"interval": 3, "keep_last": 9}, world_of(layout)
+    config = config_of(tmp_path, data, parallel=layout, checkpoint=saves)
+    assert ranks.run(run_with_bad_steps, world, [config], world - 1, {3}) == [""] * world
     lines = metrics_of(tmp_path)
     finite = [math.isfinite(line["grad_norm"]) for line in lines]
     assert finite == [True, True, False, True, True, True]
@@ -143,12 +156,11 @@ def test_a_nan_in_one_ranks_gradient_skips_one_update(
     trainer = trainer_of(tmp_path, 6)
     assert (trainer["step"], trainer["updates"]) == (6, 5)
 
-    (tmp_path / "run" / "checkpoints" / "step-00000006").rename(tmp_path / "other")
+    forget_last(tmp_path)
     before = losses(tmp_path)
-    assert ranks.run(train_run, world, [config]) == [""] * world
+    run(ranks, world, config)
     assert losses(tmp_path) == before
-    last = metrics_of(tmp_path)[-1]
-    assert last["skipped_updates"] == 1
+    assert metrics_of(tmp_path)[-1]["skipped_updates"] == 1
 
 
 @layouts
@@ -158,7 +170,7 @@ def test_bad_batches_are_left_out(
     """Steps 6 and 7 of 10 have bad batches. The run returns to the checkpoint of step 4 and then
     has the losses of a run whose data never contained these batches."""
     log_interval, world = 1 if layout in (LINE, PLANE) else 2, world_of(layout)
-    config = write_config(
+    config = config_of(
         tmp_path, data, parallel=layout, train={"steps": 10}, guard={"max_bad_steps": 2},
         checkpoint={"interval": 4, "keep_last": 9}, run={"log_interval": log_interval},
     )  # fmt: skip
@@ -185,19 +197,37 @@ def test_bad_batches_are_left_out(
     assert losses(tmp_path) == found
 
 
-def test_a_run_without_checkpoint_cannot_go_back(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, data, guard={"max_bad_steps": 2})
-    (said,) = ranks.run(said_by, 1, run_with_bad_steps, [config], 0, {2, 3})
-    assert "no checkpoint to go back to; save more often" in said
-    assert status_of(tmp_path)["state"] == "failed"
+TWO, SHORT = {"guard": {"max_bad_steps": 2}}, {"train": {"steps": 3}, "checkpoint": {"interval": 3}}
+LOST = {  # what is lost → sections, steps that are bad, what is said, how often it has gone back
+    "no checkpoint": (TWO, {2, 3}, "no checkpoint to go back to; save more often", 0),
+    "always bad": (TWO | {"train": {"steps": 90}, "checkpoint": {"interval": 2}},
+                   set(range(3, 90)), "gone back 3 times to .*step-00000002", 3),
+    # too short for guard.max_bad_steps, but its last steps were all bad
+    "no update": (SHORT, {1, 2, 3}, "no update was made up", 0),
+    "no update at the end": (SHORT, {2, 3}, "no update was made after step 1", 0),
+}  # fmt: skip
 
 
-def test_a_run_that_stays_bad_ends(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    bounds = {"guard": {"max_bad_steps": 2}, "checkpoint": {"interval": 2}}
-    config = write_config(tmp_path, data, train={"steps": 90}, **bounds)
-    (said,) = ranks.run(said_by, 1, run_with_bad_steps, [config], 0, set(range(3, 90)))
-    assert re.search("gone back 3 times to .*step-00000002", said)
-    assert len(named(tmp_path, "rollback")) == 3
+@pytest.mark.parametrize(("sections", "bad", "why", "rollbacks"), LOST.values(), ids=LOST)
+def test_a_run_that_is_lost_fails(
+    ranks: Ranks,
+    data: Path,
+    tmp_path: Path,
+    sections: dict,
+    bad: set[int],
+    why: str,
+    rollbacks: int,
+) -> None:
+    config = config_of(tmp_path, data, **sections)
+    (said,) = ranks.run(said_by, 1, run_with_bad_steps, [config], 0, bad)
+    assert re.search(why, said)
+    status = status_of(tmp_path)
+    assert status["state"] == "failed"
+    assert re.search(why, status["reason"])
+    assert len(named(tmp_path, "rollback")) == rollbacks
+    if not rollbacks:
+        assert status["step"] == 3
+        assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def run_with_a_spike(arguments: list[str]) -> str:
@@ -218,7 +248,7 @@ def run_with_a_spike(arguments: list[str]) -> str:
 def test_a_spike_is_skipped_in_a_run(
     ranks: Ranks, data: Path, tmp_path: Path, layout: dict[str, int]
 ) -> None:
-    config = write_config(tmp_path, data, parallel=layout)
+    config = config_of(tmp_path, data, parallel=layout)
     skipped = []
     for sigmas in (6.0, 0.0):
         arguments = [config, f"guard.spike_sigmas={sigmas}"]
@@ -228,29 +258,27 @@ def test_a_spike_is_skipped_in_a_run(
     assert skipped == [1, 0]
 
 
-def run_with_bad_weights(arguments: list[str], rank: int) -> str:
-    """Train with a NaN planted in one rank's optimizer state after step 3, which affects no loss or
-    gradient."""
-    call = TrainStep.__call__
+def run_with_bad_weights(arguments: list[str]) -> str:
+    """Train with a NaN planted in the optimizer state of rank 1 after step 3, which affects no loss
+    or gradient."""
 
-    def planted(self: TrainStep, step: int, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
-        result = call(self, step, tokens, targets)
-        if step == 2 and dist.get_rank() == rank:
+    @planted(TrainStep, "__call__")
+    def spoiling(call: Any, self: TrainStep, step: int, *batch: torch.Tensor) -> Any:
+        result = call(self, step, *batch)
+        if step == 2 and dist.get_rank() == 1:
             self.optimizer.state["exp_avg"][-1].view(-1)[0] = math.nan
         return result
 
-    with patch.object(TrainStep, "__call__", planted):
+    with spoiling():
         return train_run(arguments)
 
 
 def test_what_is_not_finite_is_not_saved(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    config = write_config(
-        tmp_path, data, parallel={"dp_shard": 2}, train={"steps": 3}, checkpoint={"interval": 2}
+    config = config_of(
+        tmp_path, data, parallel=LINE, train={"steps": 3}, checkpoint={"interval": 2}
     )
-    with pytest.raises(
-        RankError, match=r"on rank 1: FloatingPointError: optimizer\.\S+ is not finite"
-    ):
-        ranks.run(run_with_bad_weights, 2, [config], 1)
+    for said in ranks.run(said_by, 2, run_with_bad_weights, [config]):
+        assert re.search(r"on rank 1: FloatingPointError: optimizer\.\S+ is not finite", said)
     assert checkpoints(tmp_path) == ["latest", "step-00000002"]
 
 
@@ -261,7 +289,7 @@ def test_what_was_saved_among_bad_steps_is_not_gone_back_to(
     """A run ends with two bad steps and is saved. When it resumes with a third, it goes back to the
     checkpoint before the first."""
     bounds = {"guard": {"max_bad_steps": 3}, "checkpoint": {"interval": 2, "keep_last": 1}}
-    config = write_config(tmp_path, data, parallel=PLANE, **bounds)
+    config = config_of(tmp_path, data, parallel=PLANE, **bounds)
     assert ranks.run(run_with_bad_steps, 4, [config, "train.steps=4"], 2, {3, 4}) == [""] * 4
     assert checkpoints(tmp_path) == ["latest", "step-00000002", "step-00000004"]
     assert ranks.run(run_with_bad_steps, 4, [config, "train.steps=8"], 2, {1}) == [""] * 4
@@ -285,7 +313,7 @@ def test_saves_and_bad_steps(
     ranks: Ranks, data: Path, tmp_path: Path, bad: set[int], saved: list[int]
 ) -> None:
     bounds = {"guard": {"max_bad_steps": 3}, "checkpoint": {"interval": 2, "keep_last": 9}}
-    config = write_config(tmp_path, data, **bounds)
+    config = config_of(tmp_path, data, **bounds)
     assert ranks.run(run_with_bad_steps, 1, [config], 0, bad) == [""]
     assert [event["step"] for event in named(tmp_path, "checkpoint")] == saved
 
@@ -293,26 +321,8 @@ def test_saves_and_bad_steps(
 def test_without_a_good_checkpoint_the_bad_one_stays(
     ranks: Ranks, data: Path, tmp_path: Path
 ) -> None:
-    config = write_config(tmp_path, data, guard={"max_bad_steps": 3}, checkpoint={"interval": 4})
+    config = config_of(tmp_path, data, guard={"max_bad_steps": 3}, checkpoint={"interval": 4})
     assert ranks.run(run_with_bad_steps, 1, [config, "train.steps=4"], 0, {3, 4}) == [""]
     (said,) = ranks.run(said_by, 1, run_with_bad_steps, [config], 0, {1})
     assert "no checkpoint to go back to" in said
     assert "step-00000004" in checkpoints(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("bad", "why"),
-    [({1, 2, 3}, "no update was made up"), ({2, 3}, "no update was made after step 1")],
-)
-def test_a_run_that_learnt_nothing_is_not_finished(
-    ranks: Ranks, data: Path, tmp_path: Path, bad: set[int], why: str
-) -> None:
-    """A run whose last steps were all bad ends as failed, even if it is too short for
-    guard.max_bad_steps to end it."""
-    config = write_config(tmp_path, data, train={"steps": 3}, checkpoint={"interval": 3})
-    (said,) = ranks.run(said_by, 1, run_with_bad_steps, [config], 0, bad)
-    assert why in said
-    status = status_of(tmp_path)
-    assert (status["state"], status["step"]) == ("failed", 3)
-    assert why in status["reason"]
-    assert not (tmp_path / "run" / "checkpoints").exists()

@@ -5,31 +5,30 @@ import contextlib
 import functools
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import pytest
 import torch.distributed as dist
 
+import proofs.ranks
 import train
-from proofs.ranks import Ranks
+from proofs.ranks import RankError, Ranks
 from runtime import all_listeners, signals, stop
 from runtime.messages import LostConnection, fail
 from runtime.signals import Signals
 from runtime.stop import StopRequests
-from tests.drills.stops import catches
-from tests.runs import dies, losses, metrics_of, status_of, train_run, write_config
+from tests.planted import planted
+from tests.runs import losses, metrics_of, status_of, train_run, write_config
 from training.load_config import load_config
 
-ROOT = Path(__file__).parent.parent
 # world → 2 × 2, 2 × 2 × 2
 LAYOUTS = {4: ["parallel.tp=2"], 8: ["parallel.tp=2", "parallel.pp=2", "train.micro_batch_size=2"]}
 
@@ -37,7 +36,8 @@ LAYOUTS = {4: ["parallel.tp=2"], 8: ["parallel.tp=2", "parallel.pp=2", "train.mi
 def config_of(folder: Path, data: Path, steps: int) -> str:
     """Write a configuration in which an evaluation has 4 batches; return its path."""
     sizes = {"steps": steps, "micro_batch_size": 4, "eval_samples": 32}
-    return write_config(folder, data, train=sizes, checkpoint={"keep_last": steps})
+    model, checkpoint = {"num_layers": 2}, {"keep_last": steps}
+    return write_config(folder, data, model=model, train=sizes, checkpoint=checkpoint)
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -83,15 +83,16 @@ def ask(how: str) -> None:
 def before(owner: type, method: str, call: int, action: Any):
     """Run `action()` before the `call`th call of `owner.method`, counted from 0. Yields a list that
     gets one item per call."""
-    original, calls = getattr(owner, method), []
+    calls: list[int] = []
 
-    def wrapped(*arguments: Any) -> Any:
+    @planted(owner, method)
+    def counted(honest: Any, *arguments: Any) -> Any:
         calls.append(len(calls))
         if calls[-1] == call:
             action()
-        return original(*arguments)
+        return honest(*arguments)
 
-    with patch.object(owner, method, wrapped):
+    with counted():
         yield calls
 
 
@@ -269,60 +270,14 @@ def test_a_refused_run_leaves_the_file(ranks: Ranks, data: Path, tmp_path: Path)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["STOP"]
 
 
-# --- signals during start-up ----------------------------------------------------------------------
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(
-    not Path("/proc/self/status").exists(),
-    reason="needs Linux's /proc to know when a process is ready",
-)
-def test_a_signal_during_the_imports(data: Path, tmp_path: Path) -> None:
-    """Two processes run train.py, and one gets a signal long before it has imported torch. Both
-    exit with status 0, and the run is marked for requeueing."""
-    config = config_of(tmp_path, data, 6)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback, "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "train.py", config],
-            cwd=ROOT,
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        while not catches(processes[1].pid):
-            assert processes[1].poll() is None
-            time.sleep(0.002)
-        processes[1].send_signal(signal.SIGTERM)
-        assert not (tmp_path / "run").exists()
-        said = [process.communicate(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], said
-    assert said[0][0].count("stopped after step 0/6: SIGTERM was received") == 1
-    assert "Traceback" not in said[0][1] + said[1][1]
-    assert status_of(tmp_path) == {"state": "requeue", "step": 0, "reason": "SIGTERM was received"}
-
-
 # --- failures during a stop -----------------------------------------------------------------------
 
 
-def lose_a_peer(arguments: list[str], folder: str, where: str, call: int) -> None:
+def lose_a_peer(arguments: list[str], folder: Path, where: str, call: int) -> None:
     """Train; rank 0 gets a signal in its third step, then rank 1 dies before `where`."""
-    heard = Path(folder) / "heard"
+    heard = folder / "heard"
     if dist.get_rank() == 0:
-        with open(Path(folder) / "said", "w") as said:
+        with open(folder / "said", "w") as said:
             os.dup2(said.fileno(), 2)
 
         def signalled() -> None:
@@ -348,62 +303,84 @@ def lose_a_peer(arguments: list[str], folder: str, where: str, call: int) -> Non
             train_run(arguments)
 
 
-@pytest.mark.parametrize(("where", "call"), [("step", 2), ("save", 1)])
-def test_a_dead_peer(data: Path, tmp_path: Path, where: str, call: int) -> None:
-    """One of two ranks gets a request to stop and the other dies, in the same step or at the save
-    that follows. The first exits without saving, with one message, and the run has failed."""
-    arguments = [
-        config_of(tmp_path, data, 6),
-        "checkpoint.interval=2",
-        "checkpoint.async_save=false",
-    ]
-    with Ranks(2) as pool, dies() as error:
-        pool.run(lose_a_peer, 2, arguments, str(tmp_path), where, call)
-    assert "rank 0: died with exit code 1\n" in str(error.value)
-    assert "rank 1: died with exit code -9" in str(error.value)
-    assert saved_steps(tmp_path) == [2]
-    said = (tmp_path / "said").read_text()
-    assert said.count("rank 0 exits after SIGTERM without saving: ") == 1
-    assert "Traceback" not in said
-    assert status_of(tmp_path)["state"] == "failed"
-    assert "lost connection to another rank after step" in status_of(tmp_path)["reason"]
-
-
-def meet_a_silent_peer(arguments: list[str]) -> None:
-    """Rank 1 sends rank 0 a signal and then takes part in no more collectives, for which rank 0
-    waits."""
-    pids: list[Any] = [None, None]
+def wait_for_a_silent_peer(arguments: list[str], folder: Path) -> None:
+    """Rank 1 takes part in nothing more, and signals the others, which wait for it: rank 0, for its
+    requests, once, and when that has ended rank 2, in a collective, until it has ended too."""
+    pids: list[Any] = [None] * 3
     dist.all_gather_object(pids, os.getpid())
-    with Signals(speaks=False) as heard, patch.object(signals, "PATIENCE_SECONDS", 1):
+    rank, pair = dist.get_rank(), dist.new_group([1, 2])
+    seconds = {"PATIENCE_SECONDS": 1, "SAME_REQUEST_SECONDS": 0.1}
+    with patch.multiple(signals, **seconds), Signals(speaks=False) as heard:
         try:
             with StopRequests(load_config(arguments[0], []), heard) as requests:
-                while True:
+                requests.agree()
+                while rank == 0:
                     requests.agree()
-                    if dist.get_rank() == 1:
-                        os.kill(pids[0], signal.SIGTERM)
-                        time.sleep(1000)
+                if rank == 2:
+                    dist.barrier(pair)
+                os.kill(pids[0], signal.SIGTERM)
+                while psutil.pid_exists(pids[0]):
+                    time.sleep(0.02)
+                while psutil.pid_exists(pids[2]):
+                    os.kill(pids[2], signal.SIGTERM)
+                    time.sleep(0.5)
+                os._exit(0)
         except LostConnection as error:
             fail(error, heard)
 
 
-def test_a_silent_peer(data: Path, tmp_path: Path) -> None:
-    with Ranks(2) as pool, dies("rank 0: died with exit code 1"):
-        pool.run(meet_a_silent_peer, 2, [config_of(tmp_path, data, 6)])
+FAILURES: dict[str, tuple[int, Callable[..., None]]] = {  # name → number of ranks, what they do
+    "step": (2, partial(lose_a_peer, where="step", call=2)),
+    "save": (2, partial(lose_a_peer, where="save", call=1)),
+    "silent": (3, wait_for_a_silent_peer),
+}
 
 
-def wait_for_ever(arguments: list[str]) -> None:
-    """Rank 0 waits in a collective that rank 1 never enters, and gets signals from rank 1."""
-    pids: list[Any] = [None, None]
-    dist.all_gather_object(pids, os.getpid())
-    with patch.object(signals, "SAME_REQUEST_SECONDS", 0.1), Signals(speaks=False):
-        dist.barrier()
-        if dist.get_rank() == 0:
-            dist.barrier()
-        while True:
-            os.kill(pids[0], signal.SIGTERM)
-            time.sleep(0.5)
+def fail_together(folder: Path) -> None:
+    """Each of FAILURES, beside the others, in a process group of its own."""
+    places = [(name, rank) for name, (size, _) in FAILURES.items() for rank in range(size)]
+    name, rank = places[dist.get_rank()]
+    size, do = FAILURES[name]
+    dist.destroy_process_group()
+    store = dist.FileStore(str(folder / name / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    saves = ["checkpoint.interval=2", "checkpoint.async_save=false"]
+    do([str(folder / name / "config.yaml"), *saves], folder / name)
 
 
-def test_a_second_signal_ends_it_at_once(data: Path, tmp_path: Path) -> None:
-    with Ranks(2) as pool, dies(f"rank 0: died with exit code {128 + signal.SIGTERM}"):
-        pool.run(wait_for_ever, 2, [config_of(tmp_path, data, 6)])
+@pytest.fixture(scope="module")
+def failed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The folder of FAILURES, and how each rank ended."""
+    folder = tmp_path_factory.mktemp("failed")
+    for name in FAILURES:
+        (folder / name).mkdir()
+        config_of(folder / name, data, 6)
+    with (
+        Ranks(7) as pool,
+        patch.object(proofs.ranks, "GRACE_SECONDS", 200),  # all end by themselves
+        pytest.raises(RankError) as error,
+    ):
+        pool.run(fail_together, 7, folder)
+    return folder, [line.partition("code ")[2] for line in str(error.value).splitlines()]
+
+
+@pytest.mark.parametrize(("where", "first"), [("step", 0), ("save", 2)])
+def test_a_dead_peer(failed: tuple[Path, list[str]], where: str, first: int) -> None:
+    """One of two ranks gets a request to stop and the other dies, in the same step or at the save
+    that follows. The first exits without saving, with one message, and the run has failed."""
+    folder, codes = failed[0] / where, failed[1]
+    assert codes[first : first + 2] == ["1", "-9"]
+    assert saved_steps(folder) == [2]
+    said = (folder / "said").read_text()
+    assert said.count("rank 0 exits after SIGTERM without saving: ") == 1
+    assert "Traceback" not in said
+    assert status_of(folder)["state"] == "failed"
+    assert "lost connection to another rank after step" in status_of(folder)["reason"]
+
+
+def test_a_silent_peer(failed: tuple[Path, list[str]]) -> None:
+    assert failed[1][4] == "1"
+
+
+def test_a_second_signal_ends_it_at_once(failed: tuple[Path, list[str]]) -> None:
+    assert failed[1][6] == str(128 + signal.SIGTERM)

@@ -125,7 +125,8 @@ class Seat:
             self.running[name] = job
             job.post()
             self.tell("begins", self.rank, name, job.communicator, job.members, job.operation)
-            job.allowed.wait()
+            if not self.failure:  # `_listen` lets those go that run when it fails
+                job.allowed.wait()
             if self.failure:
                 return
             job.run()
