@@ -94,14 +94,10 @@ parity: $(runtime)
 bench: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.data_pipeline
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.train_cpu
-	$(PYTHON) -m benchmarks.launchers
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.experts_cpu
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.experts_loss
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.experts --loss
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.pipeline_schedules
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.checkpoint
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_memory
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_megatron
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_published
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_accuracy
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_search
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.budget
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import plan_memory
+from benchmarks import plan_accuracy
 from costs.links import Links
 from costs.summary import flops_per_token
 from errors import UserError
@@ -29,27 +29,27 @@ from training.load_config import load_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 LLAMA_70B, LLAMA_8B = (str(CONFIGS / f"llama3_{size}.yaml") for size in ("70b", "8b"))
-SMALL = [*plan_memory.SMALL.split(), "model.num_layers=4"]
+SMALL = [*plan_accuracy.SMALL, "model.num_layers=4"]
 H100 = find_device("h100")
 # with half as many layers, if the case does not say how many
 CASES = [
     pytest.param(
         case
-        if "num_layers" in case.overrides
-        else case._replace(overrides=f"{case.overrides} model.num_layers=4"),
+        if "num_layers" in case.settings
+        else case._replace(settings=f"{case.settings} model.num_layers=4"),
         marks=[pytest.mark.thorough] if case.tier == "thorough" else [],
-        id=case.overrides.replace("parallel.", ""),
+        id=case.settings.replace("parallel.", "") + " experts" * ("num_experts" in case.common),
     )
-    for case in plan_memory.CASES
+    for case in plan_accuracy.CASES
     if case.tier
 ]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bytes_and_collectives_are_those_of_the_training_code(case: plan_memory.Case) -> None:
-    row = plan_memory.compare(*case)
+def test_bytes_and_collectives_are_those_of_the_training_code(case: plan_accuracy.Case) -> None:
+    row = plan_accuracy.compare_rehearsed(case)
     assert row["same_collectives"]
-    assert abs(row["error"]) < plan_memory.LIMIT
+    assert abs(row["error"]) < plan_accuracy.MEMORY_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -63,11 +63,11 @@ def test_bytes_and_collectives_are_those_of_the_training_code(case: plan_memory.
 def test_another_plan_would_be_noticed(keys: list[str], run: list[str], planned: list[str]) -> None:
     """Control: the plan for zero_stage 2 differs from a rehearsal with zero_stage 1, and one in
     which cp is data parallelism from a rehearsal with cp, in collectives and in memory."""
-    keys = [*plan_memory.SMALL.split(), *keys]
+    keys = [*plan_accuracy.SMALL, *keys]
     measured = alone(rehearse, load_config(LLAMA_70B, [*keys, *run]), 8, 0)
     other = Layout.of_rank(load_config(LLAMA_70B, [*keys, *planned]), 8, 0)
     assert by_axis(collectives(other)) != measured["collectives"]
-    assert abs(Memory(other).peak / measured["peak_memory_bytes"] - 1) > plan_memory.LIMIT
+    assert abs(Memory(other).peak / measured["peak_memory_bytes"] - 1) > plan_accuracy.MEMORY_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_the_search_estimates_what_is_simulated_and_finds_what_fits() -> None:
 
 @pytest.mark.thorough
 def test_bounds_of_memory_are_bounds() -> None:
-    config = load_config(LLAMA_70B, [*plan_memory.SMALL.split(), "train.seq_len=256"])
+    config = load_config(LLAMA_70B, [*plan_accuracy.SMALL, "train.seq_len=256"])
     by_schedule: dict[str, list[Candidate]] = {}
     for one in candidates(config, 16, H100):
         by_schedule.setdefault(one.pipeline.schedule, []).append(one)

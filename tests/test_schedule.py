@@ -314,8 +314,8 @@ def test_which_schedules_split_backward():
 
 @pytest.mark.parametrize(("name", "v", "m"), [("interleaved_1f1b", 2, 2500), ("zb_v", 2, 1664)])
 def test_ten_thousand_actions_on_each_rank_take_seconds(name, v, m):
-    """To build, simulate and check them takes about a second of CPU time, so every start can. If the
-    time grew with the square of the actions, it would be minutes."""
+    """To build, simulate and check them takes about a second of CPU time, so every start can check
+    its schedule. If the time grew with the square of the actions, it would be minutes."""
     began = time.process_time()
     schedule = build_schedule(name, 4, v, m)
     simulate(schedule, Costs.equal(4 * v))
