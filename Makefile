@@ -99,7 +99,6 @@ bench: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.checkpoint
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_accuracy
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_search
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.budget
 
 # With a GPU: three parts of at most eight minutes each (benchmarks/gpu_hour.py), or those that PART
 # names. Without one: the same with tiny sizes in Triton's CPU interpreter. A part that finds
