@@ -70,7 +70,7 @@ def run_watched(command: Sequence[str]) -> tuple[str, int]:
                 peak = max(peak, sum(sizes))
             except psutil.Error:  # one has just ended
                 pass
-            time.sleep(0.1)
+            time.sleep(0.5)  # to look takes milliseconds of CPU time for each process
         assert running.stdout is not None
         output = running.stdout.read()
     if running.returncode:
