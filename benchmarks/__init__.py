@@ -1,5 +1,5 @@
-"""Benchmarks: each program measures both sides of a comparison in one run, and writes its results to
-results/. (`make bench` and `make bench-gpu` run them; docs/proofs.md lists what they compare.)
+"""Benchmarks: each program measures both sides of a comparison in one run, and writes its results
+to results/. (`make bench` and `make bench-gpu` run them; docs/proofs.md lists what they compare.)
 
 compare.py             taking turns, ratios, results: what the programs on a CPU share
 

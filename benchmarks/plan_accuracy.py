@@ -25,7 +25,6 @@ import json
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,7 +157,7 @@ class Row:
     def has_experts(self) -> bool:
         return "num_experts" in self.dimensions
 
-    @cached_property
+    @property
     def on(self) -> Device:
         rates: dict[str, Any] = self.rates | (CUDNN if self.cudnn else {})
         return replace(find_device(self.device), **rates)

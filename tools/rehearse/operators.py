@@ -415,10 +415,10 @@ def _longest(name: str, args: Any) -> Tensor:
     """Stands for a result whose length the host reads from the device: as long as possible."""
     tensor: Tensor = args[0]
     if name == "nonzero":
-        return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
+        return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
     if name == "index":
         (mask,) = tensors_of([args[1]])
-        return tensor.new_empty((mask.numel(), *tensor.shape[mask.dim() :]))
+        return tensor.new_empty((mask.numel(), *tensor.shape[mask.ndim :]))
     return tensor.new_empty(tensor.numel())
 
 
