@@ -94,20 +94,11 @@ parity: $(runtime)
 bench: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.data_pipeline
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.train_cpu
-	$(PYTHON) -m benchmarks.launchers
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.alerts_cpu
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.schedule_checker
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.context_balance
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.experts_cpu
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.experts_loss
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.experts --loss
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.pipeline_schedules
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.checkpoint
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_memory
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_megatron
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_published
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_accuracy
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_search
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.generate
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.budget
 
 # With a GPU: three parts of at most eight minutes each (benchmarks/gpu_hour.py), or those that PART
 # names. Without one: the same with tiny sizes in Triton's CPU interpreter. A part that finds

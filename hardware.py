@@ -100,8 +100,8 @@ class Device(DataSheet):
     """One GPU of a cluster as the planner models it: its data sheet, and what programs reach of it.
 
     The rates are the manufacturer's. The efficiencies are the same for all models and layouts. They
-    were fitted to five runs on H100 (benchmarks/plan_megatron.py) and are used for all other
-    devices except A100; benchmarks/plan_published.py shows how accurate they are elsewhere. A JSON
+    were fitted to five runs on H100 (benchmarks/published/fitted.yaml) and are used for all other
+    devices except A100; benchmarks/plan_accuracy.py shows how accurate they are elsewhere. A JSON
     file of measured rates may replace any of them.
     """
 

@@ -1,2 +1,14 @@
-"""Benchmarks: each script measures both sides of a comparison in one run, and writes its results as
-JSON to results/."""
+"""Benchmarks: each program measures both sides of a comparison in one run, and writes its results
+to results/. (`make bench` and `make bench-gpu` run them; docs/proofs.md lists what they compare.)
+
+compare.py             taking turns, ratios, results: what the programs on a CPU share
+
+data_pipeline.py       preparation with SentencePiece's encoder; batches with a plain copy
+train_cpu.py           a 3D run with torchrun, with one process, with Hugging Face's Llama
+experts.py             a mixture of experts with a dense model, with Hugging Face's Mixtral
+pipeline_schedules.py  schedules with their simulation, with torch.distributed.pipelining
+checkpoint.py          a save with a plain copy and with dd
+plan_accuracy.py       the planner with rehearsals, with published rows (published/)
+plan_search.py         the time of the planner's search
+gpu_*.py               what needs a GPU
+"""

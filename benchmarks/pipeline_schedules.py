@@ -23,13 +23,12 @@ everything it sent has left. A busy core wakes a waiting rank late, so this benc
 machine.
 """
 
-import json
 import os
 import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from benchmarks.about import about
+from benchmarks.compare import alternate, parser, ratio, write
 from parallel.axes import MeshSizes
 from parallel.data import check_reduced, data_parallel
 from parallel.deferred import LocalJob
@@ -62,12 +61,10 @@ from parallel.pipeline.transfer import Transfers
 from parallel.weight_gradient import Destination
 from proofs.ranks import Ranks
 from runtime.profiling.trace import ActionRecorder
-from tools.command import CommandParser, run_command
+from tools.command import run_command
 
-ROOT = Path(__file__).parent.parent
 RANKS = 4
-MICROBATCHES = 8
-SECONDS = 0.12  # for each of a rank's forward, input and weight gradient of one micro-batch
+SECONDS = 0.12
 HIDDEN_SHAPE = (4, 1, 8)  # [S, B, D]
 # our schedule → (stages per rank, the schedule's name in torch.distributed.pipelining)
 PAIRS = {
@@ -156,9 +153,12 @@ class Case(NamedTuple):
     """One schedule and its sizes."""
 
     name: str
-    stages_per_rank: int
-    microbatches: int
-    seconds: float  # for each of a rank's F, I and W of one micro-batch
+    seconds: float  # for each of a rank's forward, input and weight gradient of one micro-batch
+    microbatches: int = 8
+
+    @property
+    def stages_per_rank(self) -> int:
+        return PAIRS[self.name][0]
 
     @property
     def schedule(self) -> list[list[Action]]:
@@ -254,26 +254,22 @@ class TheirSteps:
         )
         batch = torch.ones(case.microbatches * HIDDEN_SHAPE[0], *HIDDEN_SHAPE[1:])
         self.inputs = [batch] if 0 in mine else []
+        self.events: list[Event] = []  # none: torch's schedule records no actions
         self.targets = batch if len(where) - 1 in mine else None
 
     def __call__(self) -> None:
         self.schedule.step(*self.inputs, target=self.targets, return_outputs=False)
 
 
-def run_rounds(case: Case, rounds: int, beside: bool) -> list[tuple[float, list[Event], float]]:
+Rounds = dict[str, list[tuple[float, list[Event]]]]  # "ours", "theirs" → seconds, events by round
+
+
+def run_rounds(case: Case, rounds: int, beside: bool) -> Rounds:
     """Runs on each of 4 ranks: one round to warm up, then `rounds` rounds with one step of ours
-    and, if `beside`, one of torch's.
-
-    Returns:
-        For each round, the seconds and events of our step, and the seconds of torch's (or 0).
-    """
+    and, if `beside`, one of torch's."""
     mesh = build_mesh(MeshSizes(pp=RANKS), "cpu")
-    ours = OurSteps(case, mesh)
-    theirs = TheirSteps(case, mesh) if beside else None
 
-    def timed(side: OurSteps | TheirSteps | None) -> float:
-        if side is None:
-            return 0.0
+    def timed(side: OurSteps | TheirSteps) -> tuple[float, list[Event]]:
         dist.barrier()
         start = time.perf_counter()
         side()
@@ -284,99 +280,55 @@ def run_rounds(case: Case, rounds: int, beside: bool) -> list[tuple[float, list[
             stage.waited.clear()
         for parameter in side.parameters:
             parameter.grad = None
-        return seconds
+        return seconds, side.events
 
-    return [(timed(ours), ours.events, timed(theirs)) for _ in range(1 + rounds)][1:]
+    sides = {"ours": OurSteps(case, mesh)} | ({"theirs": TheirSteps(case, mesh)} if beside else {})
+    found = alternate({name: partial(timed, side) for name, side in sides.items()}, 1 + rounds)
+    return {name: of_rounds[1:] for name, of_rounds in found.items()}
 
 
 def run_case(
     pool: Ranks, case: Case, rounds: int, beside: bool
-) -> tuple[list[float], list[float], list[float]]:
-    """Runs one case; returns, each by round, the seconds of our step, its bubble fraction, and the
-    seconds of torch's step."""
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Runs one case; returns the seconds of a step of each side, and the bubble fractions of ours,
+    each by round."""
     of_ranks = pool.run(run_rounds, RANKS, case, rounds, beside)
-    of_rounds = [tuple(zip(*ranks, strict=True)) for ranks in zip(*of_ranks, strict=True)]
-    bubbles = [Timeline(list(events)).bubble_fraction for _, events, _ in of_rounds]
-    ours, theirs = ([max(of[i]) for of in of_rounds] for i in (0, 2))
-    return ours, bubbles, theirs
+    seconds: dict[str, list[float]] = {}
+    for side in of_ranks[0]:
+        of_rounds = zip(*(of_rank[side] for of_rank in of_ranks), strict=True)
+        seconds[side] = [max(found for found, _ in of_round) for of_round in of_rounds]
+    events = zip(*([events for _, events in of_rank["ours"]] for of_rank in of_ranks), strict=True)
+    return seconds, [Timeline(list(of_round)).bubble_fraction for of_round in events]
 
 
-def measure(
-    pool: Ranks, name: str, stages_per_rank: int, microbatches: int, seconds: float
-) -> tuple[float, float, float]:
-    """The measured and the simulated step seconds, and the measured bubble fraction, of one of our
-    schedules: medians of 3 steps.
-
-    Args:
-        seconds: the time of each of a rank's forward, input gradient and weight gradient of one
-            micro-batch.
-    """
-    case = Case(name, stages_per_rank, microbatches, seconds)
-    ours, bubbles, _ = run_case(pool, case, rounds=3, beside=False)
-    return statistics.median(ours), case.simulate().step_time, statistics.median(bubbles)
-
-
-def compare(pool: Ranks, case: Case, rounds: int) -> dict:
-    """Compares our schedule with its simulation and with torch's."""
+def compare(pool: Ranks, case: Case, rounds: int, beside: bool = True) -> dict[str, Any]:
+    """Compares our schedule with its simulation and, if `beside`, with torch's."""
     simulated = case.simulate()
-    ours, bubbles, theirs = run_case(pool, case, rounds, beside=True)
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return {
+    seconds, bubbles = run_case(pool, case, rounds, beside)
+    ours = statistics.median(seconds["ours"])
+    found = {
         "stages_per_rank": case.stages_per_rank,
         "theirs": PAIRS[case.name][1],
-        "measured_seconds": statistics.median(ours),
+        "measured_seconds": ours,
         "simulated_seconds": simulated.step_time,
-        "measured_over_simulated": statistics.median(ours) / simulated.step_time,
+        "measured_over_simulated": ours / simulated.step_time,
         "measured_bubble_fraction": statistics.median(bubbles),
         "simulated_bubble_fraction": simulated.bubble_fraction,
-        "theirs_seconds": statistics.median(theirs),
-        "ours_over_theirs": {
-            "median": statistics.median(ratios),
-            "min": min(ratios),
-            "max": max(ratios),
-        },
     }
-
-
-def row(name: str, result: dict) -> str:
-    step = f"{result['measured_seconds']:10.3f}{result['simulated_seconds']:10.3f}"
-    step += f"{result['measured_over_simulated']:8.3f}"
-    bubble = f"{result['measured_bubble_fraction']:9.3f}{result['simulated_bubble_fraction']:10.3f}"
-    ratios = "".join(f"{x:8.3f}" for x in result["ours_over_theirs"].values())
-    return f"{name:16}{step}{bubble}  {result['theirs']:29}{ratios}"
+    return found | ({"ours_over_theirs": ratio(*seconds.values())} if beside else {})
 
 
 def main() -> None:
-    parser = CommandParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--json", type=Path, default=ROOT / "benchmarks/results/pipeline_schedules.json"
-    )
-    arguments = parser.parse_args()
+    options = parser("pipeline_schedules", __doc__, rounds=5)
+    options.add_argument("--seconds", type=float, default=SECONDS, help="for each action of a rank")
+    chosen = options.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # for the ranks, which are started later
-
-    results: dict = about()
-    results |= {"ranks": RANKS, "microbatches": MICROBATCHES, "rounds": arguments.rounds}
-    results |= {
-        "forward_seconds": SECONDS,
-        "input_gradient_seconds": SECONDS,
-        "weight_gradient_seconds": SECONDS,
-    }
-    print(
-        f"{RANKS} ranks, {MICROBATCHES} micro-batches, F = I = W = {SECONDS} s; medians of "
-        f"{arguments.rounds} rounds"
-    )
-    columns = "   seconds simulated   ratio   bubble simulated  "
-    print(f"{'':16}{columns}{'ours over':29}  median     min     max")
-    with Ranks(RANKS, timeout=60 + 12 * arguments.rounds) as pool:
-        results["schedules"] = {}
-        for name in PAIRS:
-            case = Case(name, PAIRS[name][0], MICROBATCHES, SECONDS)
-            result = compare(pool, case, arguments.rounds)
-            results["schedules"][name] = result
-            print(row(name, result), flush=True)
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    with Ranks(RANKS, timeout=60 + 12 * chosen.rounds) as pool:
+        schedules = {
+            name: compare(pool, Case(name, chosen.seconds), chosen.rounds) for name in PAIRS
+        }
+    sizes = {"ranks": RANKS, "seconds": chosen.seconds, "rounds": chosen.rounds}
+    write(chosen.json, {**sizes, "schedules": schedules})
 
 
 if __name__ == "__main__":

@@ -1,27 +1,23 @@
 """Times the planner's search on easy, hard and unsolvable jobs: `python -m benchmarks.plan_search`
 
-Each row is measured in a separate process, one after the other. Seconds are those of
+Each job is measured in a separate process, one after the other. Seconds are those of
 `plan.search.search` only. The peak resident memory includes about 0.26 GB for Python and torch.
-Aim: at most two minutes of CPU for every row.
+Aim: at most two minutes of CPU for every job.
 """
 
-import json
 import resource
 import sys
-import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.about import about
+from benchmarks.compare import ROOT, parser, timed, write
 from errors import UserError
-from tools.command import CommandParser, run_command
+from tools.command import run_command
 from tools.plan.hardware import find_device
 from tools.plan.search import search
 from training.load_config import load_config
 
-ROOT = Path(__file__).parent.parent
 LIMIT = 120.0  # CPU seconds
 
 GPT3 = (
@@ -61,59 +57,41 @@ ROWS = [
 
 def measure(row: Row) -> dict[str, Any]:
     """Times one search."""
-    config, device = (
-        load_config(str(ROOT / "configs" / f"{row.configuration}.yaml"), row.overrides.split()),
-        find_device(row.device),
-    )
-    found: dict[str, Any]
-    cpu, wall = time.process_time(), time.perf_counter()
-    try:
-        result = search(config, row.gpus, device)
-        found = {
-            "layouts": result.layouts,
-            "counted": result.counted,
-            "best_step_seconds": result.best[0].seconds,
-        }
-    except UserError as error:
-        found = {"error": str(error)}
-    found |= {"cpu_seconds": time.process_time() - cpu, "wall_seconds": time.perf_counter() - wall}
+    path, device = ROOT / "configs" / f"{row.configuration}.yaml", find_device(row.device)
+    config = load_config(str(path), row.overrides.split())
+    found: dict[str, Any] = {}
+
+    def work() -> None:
+        try:
+            result = search(config, row.gpus, device)
+            seconds = result.best[0].seconds
+            found.update(layouts=result.layouts, counted=result.counted, best_step_seconds=seconds)
+        except UserError as error:
+            found["error"] = str(error)
+
+    took = timed(work)
+    found |= {"cpu_seconds": took.cpu_seconds, "wall_seconds": took.seconds}
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return (
-        row._asdict()
-        | found
-        | {"peak_resident_bytes": kilobytes * (1 if sys.platform == "darwin" else 1024)}
-    )
+    found["peak_resident_bytes"] = kilobytes * (1 if sys.platform == "darwin" else 1024)
+    return row._asdict() | found
 
 
 def main() -> int:
-    parser = CommandParser(description=__doc__)
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/plan_search.json")
-    arguments = parser.parse_args()
-    table = []
-    print("   CPU s   wall s  peak GB  layouts  counted  job")
+    options = parser("plan_search", __doc__)
+    options.add_argument("--only", default="", metavar="TEXT", help="jobs with TEXT in their names")
+    chosen = options.parse_args()
+    jobs, table = [row for row in ROWS if chosen.only in f"{row.name} on {row.gpus}"], []
     with ProcessPoolExecutor(
         max_workers=1, mp_context=get_context("spawn"), max_tasks_per_child=1
     ) as pool:
-        for found in pool.map(measure, ROWS):
+        for found in pool.map(measure, jobs):
             table.append(found)
-            gigabytes = found["peak_resident_bytes"] / 1e9
-            numbers = (
-                f"{found['layouts']:8,} {found['counted']:8,}"
-                if "layouts" in found
-                else f"{'nothing fits':>17s}"
-            )
-            print(
-                f"{found['cpu_seconds']:8.2f} {found['wall_seconds']:8.2f} {gigabytes:8.2f} "
-                f"{numbers}  {found['name']} "
-                f"on {found['gpus']} {found['device']}",
-                flush=True,
-            )
+            fits = f"{found['layouts']:,} layouts" if "layouts" in found else "nothing fits"
+            print(f"{found['cpu_seconds']:8.2f} s of CPU  {found['name']} on {found['gpus']} "
+                  f"{found['device']}: {fits}", flush=True)  # fmt: skip
     slowest = max(found["cpu_seconds"] for found in table)
+    write(chosen.json, {"rows": table, "slowest": slowest})
     print(f"slowest: {slowest:.1f} s of CPU (aim: {LIMIT:g})")
-    results: dict[str, Any] = about()
-    arguments.json.write_text(
-        json.dumps(results | {"rows": table, "slowest": slowest}, indent=1) + "\n", encoding="utf-8"
-    )
     return 0 if slowest <= LIMIT else 1
 
 

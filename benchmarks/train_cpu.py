@@ -1,143 +1,60 @@
-"""Compares the CPU seconds per token of a 3D run, one process of ours and Hugging Face's Llama:
-`python -m benchmarks.train_cpu`
+"""Compares a run in 3D with one process, with torchrun and with Hugging Face's Llama: `python -m
+benchmarks.train_cpu`
 
-Three programs train on the same tokens: 8 processes (tp 2 × pp 2 × dp_shard 2, sequence parallel,
-1F1B), the same model in one process, and `transformers`' LlamaForCausalLM of the same size in one
-process (eager PyTorch, SDPA, fused AdamW, the same micro-batches). They alternate for several
-rounds. Each reports its processes' CPU time (user and system) per token, without start-up and
-warm-up steps. Ratios are computed within a round, and their median is kept. Absolute times mean
-little on a CPU.
+Four programs train two models, of 1.8 and of 29 million parameters, on the same tokens:
 
-The 8 processes are started as by `make train`. Peak memory is the sum of the proportional set sizes
-(shared pages counted once) of all of them and of the process from which they are forked, sampled
-during their run.
+- ours: 8 processes (tp 2 × pp 2 × dp_shard 2, sequence parallelism, 1F1B), which our launcher
+  forks, as in `make train`;
+- torchrun: the same 8 processes, started by torchrun;
+- one process: the same model in one process;
+- Hugging Face: `transformers`' LlamaForCausalLM of the same size in one process (eager PyTorch,
+  SDPA, fused AdamW, the same micro-batches).
+
+Each reports tokens per second, and CPU seconds (user and system) per token of all its processes,
+without start-up and warm-up steps. Every process computes with one thread, so 8 of them on several
+cores should be faster than one.
+
+Each rank makes its own settings (runtime/start/init_distributed.py), however it was started. Only
+the launcher can provide shared memory and a common session. Ours forks the ranks, so imported
+modules are in memory and in the CPU caches once for all of them, and Linux divides the cores among
+the processes. torchrun starts each rank in a session of its own, and Linux divides the cores among
+sessions first (/proc/sys/kernel/sched_autogroup_enabled).
 """
 
 import argparse
 import json
-import resource
 import statistics
-import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.about import about
-from tools.command import CommandParser, run_command
+from benchmarks.compare import alternate, cpu_seconds, parser, ratio, run_watched, write
+from tools.command import run_command
 
-ROOT = Path(__file__).parent.parent
+ALONE = ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1"]
+LAPTOP = ["configs/laptop.yaml"]  # a configuration, and what is changed in it
 SIZES = {
-    # The laptop default, and half its batch: 4096 tokens per step, for comparison with earlier
-    # measurements of others.
-    "laptop": {"config": "configs/laptop.yaml", "overrides": []},
-    "small": {
-        "config": "configs/laptop.yaml",
-        "overrides": [
-            *(
-                "model.dim=128",
-                "model.num_layers=4",
-                "model.num_heads=4",
-                "model.num_kv_heads=2",
-                "model.ffn_dim=384",
-            ),
-            *(
-                "model.vocab_size=4096",
-                "train.seq_len=128",
-                "train.global_batch_size=32",
-                "train.micro_batch_size=16",
-            ),
-        ],
-    },
-}
-ONE_PROCESS = ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1"]
+    "1.8M": LAPTOP,
+    "29M": [*LAPTOP, "model.dim=512", "model.num_layers=8", "model.num_heads=8",
+            "model.num_kv_heads=4", "model.ffn_dim=1536", "train.seq_len=256",
+            "train.global_batch_size=16", "train.micro_batch_size=4"],
+}  # fmt: skip
+# result → the figure, and the programs whose figures are divided
+RATIOS = {
+    "cpu_of_ours_over_one_process": ("cpu_seconds_per_token", "ours", "one process"),
+    "cpu_of_one_process_over_hugging_face":
+        ("cpu_seconds_per_token", "one process", "Hugging Face"),
+    "cpu_of_torchrun_over_ours": ("cpu_seconds_per_token", "torchrun", "ours"),
+    "speed_of_torchrun_over_ours": ("tokens_per_second", "torchrun", "ours"),
+    "speed_of_ours_over_one_process": ("tokens_per_second", "ours", "one process"),
+}  # fmt: skip
+WARMUP = 3  # steps
+Figures = dict[str, float]
 
 
-def cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def measure_ours(
-    store: Any, config_path: str, overrides: list[str], warmup: int, steps: int
-) -> dict | None:
-    """Trains in this process (or in each of 8); returns on rank 0 the CPU seconds per token, summed
-    over the processes."""
-    import torch
-    import torch.distributed as dist
-
-    from parallel.mesh import build_mesh
-    from runtime.start.init_distributed import init_distributed
-    from training.build import build_stages
-    from training.load_config import load_config
-    from training.step import TrainStep
-
-    init_distributed(store=store)
-    config = load_config(config_path, overrides)
-    config.validate(dist.get_world_size())
-    sizes = config.parallel.mesh_sizes(dist.get_world_size())
-    mesh = build_mesh(sizes, "cpu", config.model.has_experts)
-    step = TrainStep(config, mesh, build_stages(config, mesh))
-    batches = random_batches(
-        config.model.vocab_size,
-        config.train.global_batch_size,
-        config.train.seq_len,
-        warmup + steps,
-    )
-    mine = [batch.chunk(mesh.dp_size)[mesh.dp_rank] for batch in batches]
-    started = 0.0
-    for i, rows in enumerate(mine):
-        if i == warmup:
-            dist.barrier()
-            started = cpu_seconds()
-        step(i, rows[:, :-1], rows[:, 1:])
-    used = torch.tensor(cpu_seconds() - started, dtype=torch.float64)
-    dist.all_reduce(used)
-    tokens = steps * config.train.global_batch_size * config.train.seq_len
-    speaks = dist.get_rank() == 0
-    dist.destroy_process_group()
-    return {"cpu_seconds_per_token": used.item() / tokens} if speaks else None
-
-
-def measure_hugging_face(config_path: str, overrides: list[str], warmup: int, steps: int) -> dict:
-    """Trains LlamaForCausalLM in this process; returns the CPU seconds per token."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from training.load_config import load_config
-
-    config = load_config(config_path, overrides)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.model.vocab_size,
-            hidden_size=config.model.dim,
-            intermediate_size=config.model.ffn_dim,
-            num_hidden_layers=config.model.num_layers,
-            num_attention_heads=config.model.num_heads,
-            num_key_value_heads=config.model.num_kv_heads,
-            attn_implementation="sdpa",
-        )
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    batches = random_batches(
-        config.model.vocab_size,
-        config.train.global_batch_size,
-        config.train.seq_len,
-        warmup + steps,
-    )
-    started = 0.0
-    for i, batch in enumerate(batches):
-        if i == warmup:
-            started = cpu_seconds()
-        for rows in batch.split(config.train.micro_batch_size):
-            logits = model(input_ids=rows[:, :-1]).logits.flatten(0, 1)
-            loss = torch.nn.functional.cross_entropy(logits, rows[:, 1:].flatten(), reduction="sum")
-            (loss / (config.train.global_batch_size * config.train.seq_len)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    tokens = steps * config.train.global_batch_size * config.train.seq_len
-    return {"cpu_seconds_per_token": (cpu_seconds() - started) / tokens}
+# --- one program, in each of its processes ---
 
 
 def random_batches(vocab_size: int, batch_size: int, seq_len: int, count: int) -> list:
@@ -150,100 +67,152 @@ def random_batches(vocab_size: int, batch_size: int, seq_len: int, count: int) -
     ]
 
 
-def start(
-    program: str, processes: int, size: dict, extra: list[str], steps: int
-) -> tuple[dict, int]:
-    """Runs one program; returns its result, and the peak of its processes' summed proportional set
-    sizes in bytes."""
-    command = [sys.executable, "-m", "benchmarks.train_cpu", "--inside", program, "--processes",
-               str(processes)]  # fmt: skip
-    command += ["--steps", str(steps), size["config"], *size["overrides"], *extra]
-    running = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    peak = 0
-    while running.poll() is None:
-        peak = max(peak, summed_pss(running.pid))
-        time.sleep(0.5)
-    assert running.stdout is not None
-    output = running.stdout.read()
-    if running.returncode:
-        raise SystemExit(f"{' '.join(command)} failed")
-    return json.loads(output.strip().splitlines()[-1]), peak
+def our_step(config: Any, store: Any) -> Any:
+    """Takes its place among the ranks; returns a step with the number of the step and its rows."""
+    import torch.distributed as dist
+
+    from parallel.mesh import build_mesh
+    from runtime.start.init_distributed import init_distributed
+    from training.build import build_stages
+    from training.step import TrainStep
+
+    init_distributed(store=store)
+    config.validate(dist.get_world_size())
+    sizes = config.parallel.mesh_sizes(dist.get_world_size())
+    mesh = build_mesh(sizes, "cpu", config.model.has_experts)
+    train = TrainStep(config, mesh, build_stages(config, mesh))
+
+    def step(i: int, rows: Any) -> None:
+        mine = rows.chunk(mesh.dp_size)[mesh.dp_rank]
+        train(i, mine[:, :-1], mine[:, 1:])
+
+    return step
 
 
-def inside(
-    store: Any, signals: Any, program: str, config_path: str, overrides: list[str], steps: int
-) -> None:
-    """Measures `program` in each process."""
-    import torch
+def hugging_face_step(config: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     from runtime.start.init_distributed import share_cores
+    from tools.huggingface.config import config_json
+
+    share_cores(1)  # as in our program
+    same = config_json(config.model, dtype="float32", max_length=config.train.seq_len)
+    return plain_step(config, LlamaForCausalLM(LlamaConfig(**same, attn_implementation="sdpa")))
+
+
+def plain_step(config: Any, model: Any) -> Any:
+    """A step of a model of `transformers`, with our micro-batches; returns the loss."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    tokens = config.train.global_batch_size * config.train.seq_len
+
+    def step(i: int, rows: Any) -> float:
+        total = 0.0
+        for part in rows.split(config.train.micro_batch_size):
+            logits = model(input_ids=part[:, :-1]).logits.flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, part[:, 1:].flatten(), reduction="sum")
+            (loss / tokens).backward()
+            total += loss.item() / tokens
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step
+
+
+def inside(store: Any, signals: Any, program: str, settings: list[str], steps: int) -> None:
+    """Trains in this process, one of the program's; rank 0 prints the figures."""
+    import torch
+    import torch.distributed as dist
+
+    from training.load_config import load_config
 
     torch.set_num_threads(1)
-    if program == "ours":
-        result = measure_ours(store, config_path, overrides, 3, steps)
-    else:
-        share_cores(1)  # as in our program
-        result = measure_hugging_face(config_path, overrides, 3, steps)
-    if result is not None:
-        print(json.dumps(result), flush=True)
+    config = load_config(settings[0], settings[1:])
+    step = hugging_face_step(config) if program == "Hugging Face" else our_step(config, store)
+    train, began = config.train, (0.0, 0.0)
+    shape = config.model.vocab_size, train.global_batch_size, train.seq_len
+    for i, rows in enumerate(random_batches(*shape, WARMUP + steps)):
+        if i == WARMUP:
+            if dist.is_initialized():
+                dist.barrier()
+            began = time.perf_counter(), cpu_seconds()
+        step(i, rows)
+    ends = time.perf_counter(), cpu_seconds()
+    took = torch.tensor([ends[0] - began[0], ends[1] - began[1]], dtype=torch.float64)
+    speaks = True
+    if dist.is_initialized():
+        dist.all_reduce(took)
+        took[0] /= dist.get_world_size()
+        speaks = dist.get_rank() == 0
+        dist.destroy_process_group()
+    if speaks:
+        tokens = steps * train.global_batch_size * train.seq_len
+        figures = {"tokens_per_second": tokens / took[0].item(),
+                   "cpu_seconds_per_token": took[1].item() / tokens}  # fmt: skip
+        print(json.dumps(figures), flush=True)
 
 
-def summed_pss(pid: int) -> int:
-    """The summed proportional set sizes in bytes of the descendants of `pid` (Linux; 0
-    elsewhere)."""
-    import psutil
-
-    total = 0
-    try:
-        for child in psutil.Process(pid).children(recursive=True):
-            total += getattr(child.memory_full_info(), "pss", 0)
-    except psutil.Error:
-        pass
-    return total
+# --- the comparison ---
 
 
-def main() -> None:
-    parser = CommandParser(description=__doc__)
-    parser.add_argument("--inside", choices=["ours", "hugging_face"], help=argparse.SUPPRESS)
-    parser.add_argument("--processes", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/train_cpu.json")
-    parser.add_argument("config", nargs="?")
-    parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_args()
-    if arguments.inside:
-        what = (arguments.inside, arguments.config, arguments.overrides, arguments.steps)
+def start(program: str, settings: list[str], steps: int) -> Figures:
+    """Runs one program; returns its figures, and the peak of its processes' memory."""
+    command = [sys.executable, "-m"]
+    if program == "torchrun":
+        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", "8", "-m"]
+    if program in ("one process", "Hugging Face"):
+        settings = [*settings, *ALONE]
+    command += ["benchmarks.train_cpu", "--inside", program, "--steps", str(steps), *settings]
+    output, peak = run_watched(command)
+    return {**json.loads(output.strip().splitlines()[-1]), "peak_memory_gib": peak / 2**30}
+
+
+def compare(size: str, rounds: int, steps: int) -> dict[str, Any]:
+    names = ("ours", "torchrun", "one process", "Hugging Face")
+    found = alternate({name: partial(start, name, SIZES[size], steps) for name in names}, rounds)
+
+    def figures(name: str, figure: str) -> list[float]:
+        return [each[figure] for each in found[name]]
+
+    return {
+        name: ratio(figures(one, figure), figures(other, figure))
+        for name, (figure, one, other) in RATIOS.items()
+    } | {
+        "medians": {
+            name: {key: statistics.median(figures(name, key)) for key in found[name][0]}
+            for name in names
+        }
+    }
+
+
+def sessions() -> bool | None:
+    """Whether the kernel divides the cores among sessions first; None if it has no such setting."""
+    setting = Path("/proc/sys/kernel/sched_autogroup_enabled")
+    return setting.read_text().strip() == "1" if setting.exists() else None
+
+
+def main() -> int:
+    options = parser("train_cpu", __doc__, rounds=5)
+    options.add_argument("--steps", type=int, default=12)
+    options.add_argument("--size", choices=SIZES, action="append", help="default: both")
+    options.add_argument("--inside", help=argparse.SUPPRESS)
+    options.add_argument("settings", nargs="*", help=argparse.SUPPRESS)
+    chosen = options.parse_args()
+    given = chosen.inside, chosen.settings, chosen.steps
+    if chosen.inside == "torchrun":
+        inside(None, None, *given)
+        return 0
+    if chosen.inside:
         from tools.launch import start_processes  # as `make train` starts them
 
-        sys.exit(start_processes(arguments.processes, inside, *what).status())
-
-    results: dict = {**about("transformers"), "sizes": {}}
-    for name, size in SIZES.items():
-        rounds, peaks = [], []
-        for _ in range(arguments.rounds):
-            many, peak = start("ours", 8, size, [], arguments.steps)
-            one, _ = start("ours", 1, size, ONE_PROCESS, arguments.steps)
-            other, _ = start("hugging_face", 1, size, [], arguments.steps)
-            rounds.append([r["cpu_seconds_per_token"] for r in (many, one, other)])
-            peaks.append(peak)
-        ratios = {
-            "3d_over_one_process": [many / one for many, one, _ in rounds],
-            "one_process_over_hugging_face": [one / other for _, one, other in rounds],
-        }
-        results["sizes"][name] = {
-            **{
-                key: {"median": statistics.median(v), "min": min(v), "max": max(v)}
-                for key, v in ratios.items()
-            },
-            "peak_memory_gib_of_8_processes": max(peaks) / 2**30,
-            "rounds": arguments.rounds,
-        }
-        print(name, json.dumps(results["sizes"][name], indent=1), flush=True)
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        return start_processes(8 if chosen.inside == "ours" else 1, inside, *given).status()
+    sizes = {size: compare(size, chosen.rounds, chosen.steps) for size in chosen.size or SIZES}
+    results = {"sched_autogroup_enabled": sessions(), "rounds": chosen.rounds, "sizes": sizes}
+    write(chosen.json, results, "transformers")
+    return 0
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ A point of the square is a query (its row) and a key (its column). A query sees 
 itself, so the part on and below the diagonal is computed; it is as large as the work.
 """
 
+from collections.abc import Callable
 from fractions import Fraction
 
-from benchmarks.context_balance import SPLITS, Split
 from docs import svg
 from docs.svg import FAINT, INK, MUTED, PAPER, rectangle, text
+from parallel.context import ContextParallel
+from parallel.placement import chunk_range
 
 CP = 4
 SIDE = 256  # of the square, and positions of the sequence: one pixel each
@@ -17,6 +19,13 @@ WIDTH, HEIGHT = 960, 486
 TOP, BAND, GAP = 146, 14, 6
 LEFTS = {"contiguous": 84, "zig-zag": 560}
 BAR, SHARE = 15, 110  # height and length of a bar; its full length is half of the work
+
+
+Split = Callable[[int], list[range]]  # rank → positions of its queries
+SPLITS: dict[str, Split] = {
+    "contiguous": lambda rank: [chunk_range(SIDE, CP, rank)],
+    "zig-zag": lambda rank: ContextParallel(CP, rank).chunks(SIDE),
+}
 
 
 def work(part: range) -> Fraction:
@@ -35,7 +44,7 @@ def rows(x: float, part: range, colour: str) -> str:
 def panel(name: str, split: Split) -> list[str]:
     """One square, with the holders of queries on its left and of keys above it, and the work of
     each rank."""
-    x, held = LEFTS[name], {rank: split(CP, rank, SIDE) for rank in range(CP)}
+    x, held = LEFTS[name], {rank: split(rank) for rank in range(CP)}
     parts = [
         text(x, TOP - 50, name, 16, INK, weight=700),
         text(x + SIDE / 2, TOP - BAND - GAP - 8, "keys", 13, MUTED, "middle"),

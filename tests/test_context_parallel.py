@@ -9,6 +9,7 @@ import torch
 from parallel.axes import MeshSizes
 from parallel.context import ContextParallel, in_order, number_of_pieces, sum_by_rank
 from parallel.pipeline.schedules import SCHEDULES
+from parallel.placement import chunk_range
 from proofs.parity.__main__ import WORLDS, plan
 from proofs.parity.cases import SEQ_LEN, Case, option_values
 from proofs.parity.chosen import context_cases
@@ -35,6 +36,11 @@ def test_ranks_share_the_sequence_and_the_work(size):
     seen = {sum(len(chunk) * (chunk.stop + chunk.start + 1) / 2 for chunk in p) for p in parts}
     assert len({sum(map(len, part)) for part in parts}) == len(seen) == 1
     assert [len(part) for part in parts] == [2] * (size - 1) + [1]
+    # Control: of contiguous parts, the last has more work than the mean, unless it is the only one.
+    last = chunk_range(length, size, size - 1)
+    mean = length * (length + 1) / 2 / size
+    most = len(last) * (last.stop + last.start + 1) / 2
+    assert most / mean == pytest.approx(2 - 1 / size, rel=1 / length)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -4,6 +4,7 @@ their papers state. The checker finds broken ones."""
 import random
 import subprocess
 import sys
+import time
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -309,6 +310,18 @@ def test_which_schedules_split_backward():
     schedules = {name: built(name, 4, 1, 8) or built(name, 4, 2, 8) for name in SCHEDULES}
     split = {name for name, schedule in schedules.items() if splits_backward(schedule)}
     assert split == {"zb_h1", "zb_v", "dualpipe_v"}
+
+
+@pytest.mark.parametrize(("name", "v", "m"), [("interleaved_1f1b", 2, 2500), ("zb_v", 2, 1664)])
+def test_ten_thousand_actions_on_each_rank_take_seconds(name, v, m):
+    """To build, simulate and check them takes about a second of CPU time, so every start can check
+    its schedule. If the time grew with the square of the actions, it would be minutes."""
+    began = time.process_time()
+    schedule = build_schedule(name, 4, v, m)
+    simulate(schedule, Costs.equal(4 * v))
+    check(schedule)
+    assert time.process_time() - began < 10
+    assert all(len(actions) > 9900 for actions in schedule)
 
 
 # --- docstrings and imports -----------------------------------------------------------------------

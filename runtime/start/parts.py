@@ -15,8 +15,8 @@
 A part is the time since the one before ended, so waiting for slower ranks belongs to the part in
 which rank 0 waits. The parts add up to the time from the process's first line; for a later stage,
 from the end of the stage before, and everything before `load` is then in `build`. What a launcher
-does before is not in it: `down` of the ledger, and benchmarks/restart.py. Functions of the start
-are marked where they are defined, so that train.py need not know of this.
+does before is not in it, but in `down` of the ledger. Functions of the start are marked where they
+are defined, so that train.py need not know of this.
 """
 
 import functools

@@ -3,6 +3,7 @@
     python -m tools.rehearse configs/llama3_70b.yaml --rank 64       a rank's memory and collectives
     python -m tools.rehearse configs/llama3_405b.yaml parallel.dp_shard=16 --stages
     python -m tools.rehearse configs/llama3_8b.yaml --rank 0 --real  also times, on this GPU or CPU
+    python -m tools.rehearse configs/llama3_8b.yaml --operators      every operator, and its line
 
 It runs one whole step of the training code itself: the model, the pipeline's runner, FSDP2 and the
 optimizer. The other ranks are fake: collectives return at once, and the data that should arrive is
@@ -26,6 +27,7 @@ from tools.plan.hardware import GB, find_device
 from tools.plan.layout import Layout, world_of
 from tools.plan.memory import Memory
 from tools.plan.traffic import by_axis, over_groups
+from tools.rehearse.operators import describe_operators, operators
 from tools.rehearse.prediction import predicted_step
 from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse, rehearse_for_real
 from training.config import Config
@@ -97,10 +99,16 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="number of ranks")
     add_data_stage(parser)
-    parser.add_argument(
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
         "--real",
         action="store_true",
         help="compute, on this machine's GPU, or on its CPU if it has no GPU",
+    )
+    how.add_argument(
+        "--operators",
+        action="store_true",
+        help="show every operator of a step with the line that causes it, and nothing else",
     )
     parser.add_argument(
         "--device",
@@ -137,11 +145,14 @@ def main(arguments: list[str] | None = None) -> int:
             given = config, world, rank
             if options.real:
                 report = alone(rehearse_for_real, *given, options.imbalance)
+            elif options.operators:
+                report = alone(operators, *given, options.imbalance)
             else:
                 report = alone(rehearse, *given, 1, options.imbalance)
-            if not options.real and options.imbalance == 1:
+            if not (options.real or options.operators) and options.imbalance == 1:
                 report["planned"] = beside_the_plan(config, report)
-            print(describe(report), flush=True)
+            described = describe_operators(report) if options.operators else describe(report)
+            print(described, flush=True)
             reports.append(report)
         result: dict[str, Any] = {"ranks": reports} if options.stages else reports[0]
         if options.real and options.stages:

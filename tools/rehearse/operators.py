@@ -1,0 +1,501 @@
+"""Every operator that a rank runs on the fake GPU: what it is, what it moves, and the line of code
+that causes it. `python -m tools.rehearse CONFIG --operators`; docs/budget.md explains the tables.
+
+A dispatch mode below autograd and FSDP records the operators of a step. A custom operator of this
+repository is recorded as what its own code does: that code runs on tensors without data, and only
+the launches of Triton kernels are replaced. Where the host would wait for a GPU, that is noted, and
+the code continues with zeros. Nothing is timed.
+"""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch.overrides import TorchFunctionMode
+
+import model.kernels
+from costs.as_on_gpu import DEVICE, AsOnGpu
+from costs.collectives import arguments_of as arguments_of_collective
+from costs.collectives import call_of, group_of
+from costs.events import GROUPED, LOOKUPS, Attention, Product, event_of
+from costs.operators import (
+    arguments_of,
+    copies_values,
+    host_copy,
+    launches_nothing,
+    name_of,
+    needs_value,
+    on_device,
+    on_host,
+    takes_from_host,
+    tensors_of,
+    value_without_data,
+)
+from costs.storages import StorageWatch, key_of, local, watch_resizes
+from hardware import H100
+from model.kernels import backend
+from parallel.mesh import Mesh
+from parallel.pipeline.actions import FORWARD, Action
+from parallel.pipeline.runner import PipelineRunner
+from tools.rehearse import fake_gpu
+from tools.rehearse.code_lines import FSDP, code_file
+from tools.rehearse.rank import build_without_data, routing_of, rows, the_rank
+from tools.rehearse.tape import GroupAxes
+from training.config import Config
+from training.step import TrainStep
+
+# --- what an operator is, and what it moves ---
+
+# The kinds of operators, in the order in which they are printed. A copy has the same numbers as its
+# source, perhaps in another dtype; `pointwise` is all that moves bytes and has no other name.
+PRODUCT, ATTENTION, TRITON, POINTWISE = "product", "attention", "Triton", "pointwise"
+COPY, FILL, COLLECTIVE = "copy", "fill", "collective"
+KINDS = (PRODUCT, ATTENTION, TRITON, POINTWISE, COPY, FILL, COLLECTIVE)
+COPIES = {
+    "_to_copy", "copy", "copy_", "index_copy_", "clone", "cat", "stack", "repeat", "_foreach_copy_",
+    "all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "_chunk_cat", "constant_pad_nd",
+}  # fmt: skip
+FILLS = {
+    "zeros", "zeros_like", "new_zeros", "zero_", "ones", "ones_like", "new_ones", "fill_", "full",
+    "full_like", "new_full", "scalar_tensor", "_foreach_zero_",
+}  # fmt: skip
+# PyTorch carries it out as two: a copy, and the same in place.
+LAUNCHES = {"masked_fill": 2}
+
+
+def size_of(tensors: list[Tensor]) -> int:
+    """Bytes that the tensors occupy in memory; an expanded dimension counts once."""
+    return sum(min(t.nbytes, local(t).untyped_storage().nbytes()) for t in tensors)
+
+
+def traffic(
+    func: Any, args: Any, kwargs: Any, made: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that an operator reads, and those that it writes. `made`: its results."""
+    name = name_of(func)
+    if name == "all_gather_copy_in":  # FSDP: copies the inputs into a part of the output
+        return list(args[0]), made[:1]
+    read: list[Tensor] = []
+    written: list[Tensor] = []
+    for argument, tensors, mutated in arguments_of(func, args, kwargs):
+        written += tensors if mutated else []
+        if name not in FILLS and not (mutated and (argument.is_out or name in COPIES)):
+            read += tensors
+    written += [t for t in made if not any(t is other for other in written)]
+    return read, written
+
+
+# --- the line that causes it, and the pass of the step ---
+
+# Files that only pass a call on: the caller's line says more.
+PASS_ON = {"model/matmul.py", "parallel/collectives.py", "FSDP _fsdp_common.py"}
+# Python 3.12 runs comprehensions inside their function, 3.11 as functions of their own.
+INNER = re.compile(r"\.<locals>\.<(listcomp|dictcomp|setcomp|genexpr|lambda)>")
+PASSES = ("positions", "forward", "recomputation", "backward", "FSDP", "gradient norm", "guard",
+          "optimizer", "around")  # fmt: skip
+PASS_OF_FILE = {  # outside of forwards and backwards; the first of them on the stack counts
+    "training/gradient.py": "gradient norm",
+    "training/guard.py": "guard",
+    "training/optimizers/__init__.py": "optimizer",
+}
+
+
+class Where(NamedTuple):
+    """A place in the code."""
+
+    file: str  # in this repository, or "FSDP …" for a file of torch's FSDP
+    function: str
+    line: int
+
+
+def place(action: Action | None, operator: str = "") -> tuple[str, Where]:
+    """The pass and the place of the operator that runs now, inside `action`: the innermost line of
+    this repository or of FSDP, except in files that only pass a call on."""
+    where: Where | None = None
+    part, recomputes = "around", False
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        file = code_file(code.co_filename)
+        if file is not None:
+            if where is None or where.file in PASS_ON:
+                where = Where(file, INNER.sub("", code.co_qualname), frame.f_lineno)
+            if part == "around":
+                part = PASS_OF_FILE.get(file, part)
+        # checkpoint calls it when backward asks for a tensor that was not kept
+        recomputes |= code.co_name == "unpack_hook" and "/torch/utils/" in code.co_filename
+        frame = frame.f_back
+    where = where or Where("(no code of the repository)", "", 0)
+    if where.file.startswith(FSDP) or where.file == "parallel/whole.py":
+        return "FSDP", where
+    if where.file == "model/positions.py":
+        return "positions", where
+    if action is not None:
+        part = "forward" if action.kind is FORWARD else "backward"
+    if recomputes:
+        part = "recomputation"
+    elif where.function == PipelineRunner._backward.__qualname__:
+        where = of_node(operator) or where
+    return part, where
+
+
+def of_node(operator: str) -> Where | None:
+    """The place of an operator that autograd runs for a node of its graph which is written in C++:
+    the line of forward that made the node, which autograd remembers under anomaly detection."""
+    node = torch._C._current_autograd_node()
+    for line in reversed(node.metadata.get("traceback_", []) if node is not None else []):
+        path, number, function = line.strip().split("\n")[0].split(", ")
+        file = code_file(path.removeprefix('File "').removesuffix('"'))
+        if file is not None and file not in PASS_ON:
+            name = f"backward of {function.removeprefix('in ')}"
+            if operator == "add":
+                name = f"autograd's sum of two gradients, after the {name}"
+            return Where(file, name, int(number.split()[-1]))
+    return None
+
+
+# --- launches and waits that are no operators ---
+
+
+class _Launcher:
+    """Takes the place of a Triton kernel."""
+
+    def __init__(self, name: str, launched: Callable[[str, tuple[Any, ...]], None]) -> None:
+        self.name, self.launched = name, launched
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *args, **_: self.launched(self.name, args)
+
+
+def kernels_of(module: ModuleType) -> list[str]:
+    """The names of the functions that `module` decorates with `jit`."""
+    return [
+        node.name
+        for node in ast.parse(inspect.getsource(module)).body
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(d, ast.Name) and d.id == "jit" for d in node.decorator_list)
+    ]
+
+
+class _ReadsOnHost(TorchFunctionMode):
+    """Notes calls that wait for the device and are no operators."""
+
+    def __init__(self, waited: Callable[[str], None]) -> None:
+        super().__init__()
+        self.waited = waited
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (Tensor.tolist, Tensor.numpy) and args[0].device.type == DEVICE:
+            self.waited(func.__name__)
+            return func(on_host(args[0], None))
+        if copies_values(func, kwargs):
+            self.waited(f"{func.__name__} on the device")
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def replaced(
+    launched: Callable[[str, tuple[Any, ...]], None], waited: Callable[[str], None]
+) -> Iterator[None]:
+    """A context in which a launch of one of this repository's Triton kernels only calls `launched`,
+    with the kernel's name and arguments (Triton need not be installed), and what makes the host
+    wait without being an operator only `waited`."""
+    waits = {
+        (torch.cuda, "torch.cuda.synchronize"),
+        (torch.cuda.Event, "Event.synchronize"),
+        (torch.cuda.Stream, "Stream.synchronize"),
+        (fake_gpu._Event, "Event.synchronize"),
+    }
+    with ExitStack() as stack:
+        for found in pkgutil.iter_modules(model.kernels.__path__):
+            module = importlib.import_module(f"model.kernels.{found.name}")
+            for name in kernels_of(module):
+                launcher = _Launcher(f"{found.name}.{name.strip('_')}", launched)
+                stack.enter_context(patch.object(module, name, launcher))
+        if isinstance(backend.tl, SimpleNamespace):  # no Triton: names of dtypes, which go unused
+            for name in ("float32", "float64", "bfloat16"):
+                stack.enter_context(patch.object(backend.tl, name, name, create=True))
+        # some kernels launch so many programs, and add up their parts
+        count = H100.multiprocessors
+        stack.enter_context(patch.object(backend, "_multiprocessors", lambda device: count))
+        for owner, name in waits:
+            note = lambda *_, name=name, **__: waited(name)  # noqa: E731
+            stack.enter_context(patch.object(owner, "synchronize", note))
+        stack.enter_context(_ReadsOnHost(waited))
+        yield
+
+
+# --- the record ---
+
+
+@dataclass(slots=True, eq=False)
+class Operator:
+    """One operator or launch."""
+
+    part: str  # the pass
+    where: Where
+    kind: str
+    name: str
+    launches: int = 1
+    bytes: int = 0  # read and written
+    waits: bool = False  # whether the host waits for it
+    written: int = 0  # storages that it has written …
+    lost: int = 0  # … and those that were freed before anything had read them
+    unread: int = 0  # bytes of the latter
+
+    @property
+    def for_nothing(self) -> bool:
+        return 0 < self.written == self.lost
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A storage that is alive."""
+
+    bytes: int
+    unread: list[Operator] = field(default_factory=list)  # have written it since it was last read
+
+
+class Ledger(StorageWatch):
+    """Records the operators of the calling thread, backward included. Use `recording`.
+
+    Args:
+        mesh: whose axes name the collectives.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(DEVICE)
+        self.operators: list[Operator] = []
+        self._axes = GroupAxes(mesh)
+        self._action: Action | None = None
+        self._alive: dict[int, _Storage] = {}
+        self._launches: list[Operator] = []  # of the custom operator that runs
+        self.is_closed = False
+
+    @contextmanager
+    def record(self, action: Action) -> Iterator[None]:
+        """A context for the pipeline's runner: what is recorded inside belongs to `action`."""
+        self._action = action
+        yield
+        self._action = None
+
+    # --- operators ---
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = name_of(func)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            # inside a custom operator, below autograd: record the operators that it consists of
+            with self, torch._C.DisableTorchFunction():
+                return func.decompose(*args, **kwargs)
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs)
+        if func.namespace == "lattice" and name not in GROUPED:
+            return self._as_on_gpu(func, args, kwargs)
+        given = list(tensors_of([*args, *kwargs.values()]))
+        if on_device(given) and (what := needs_value(func, args, kwargs)):
+            self.waited(name)
+            return value_without_data(func, args) if what == "a value" else _longest(name, args)
+        copy = host_copy(func, args, kwargs)
+        if copy is not None and copy.target == "cpu" and name == "_to_copy":
+            self.waited(name, waits=copy.blocks)
+            return on_host(args[0], kwargs.get("dtype"))
+        result = func(*args, **kwargs)
+        made = list(tensors_of([result]))
+        if launches_nothing(func) or not on_device([*given, *made]):
+            return result
+        event = event_of(func, args, kwargs, result)
+        kind = COPY if name in COPIES else FILL if name in FILLS else POINTWISE
+        if isinstance(event, Product | Attention):
+            kind = PRODUCT if isinstance(event, Product) else ATTENTION
+        launches = event.launches if isinstance(event, Product) else LAUNCHES.get(name, 1)
+        read, written = traffic(func, args, kwargs, made)
+        moved = size_of(read) + size_of(written) * (2 * LAUNCHES.get(name, 1) - 1)
+        if name in LOOKUPS:  # reads as much of its first argument as it writes
+            moved += size_of(written) - size_of(read[:1])
+        waits = takes_from_host(given) if copy is None else copy.blocks
+        done = Operator(*place(self._action, name), kind, name, launches, moved, waits)
+        self._record(done, read, written)
+        return result
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        kind, size = call_of(func, args)
+        axis = self._axes.of(group_of(args), kind)
+        name = f"{kind} over {axis or 'one rank'}"  # one rank: in place, launches nothing
+        done = Operator(*place(self._action), COLLECTIVE, name, 1 if axis else 0, size)
+        self._record(done, *arguments_of_collective(kind, args))
+        return fake_gpu.run_collective(func, args, kwargs)
+
+    def _as_on_gpu(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a custom operator's own code, down to its launches."""
+        outer, self._launches = self._launches, []
+        with self, AsOnGpu():
+            result = OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
+        mine, self._launches = self._launches, outer
+        read, written = traffic(func, args, kwargs, list(tensors_of([result])))
+        self._read(read)
+        for i, launch in enumerate(mine):
+            launch.bytes = 0 if i else size_of(read) + size_of(written)
+            self._wrote(launch, written)
+        return result
+
+    def launched(self, name: str, args: tuple[Any, ...]) -> None:
+        """A Triton kernel was launched."""
+        self._launches.append(Operator(*place(self._action), TRITON, name))
+        self._record(self._launches[-1], list(tensors_of(args)), [])
+
+    def waited(self, name: str, waits: bool = True) -> None:
+        """The host waited for the device, in something that launches nothing."""
+        done = Operator(*place(self._action), COPY, name, launches=0, waits=waits)
+        self.operators.append(done)
+
+    def numbers_read(self, tensor: Tensor) -> None:
+        """The host waited for the numbers of a tensor, and has read them."""
+        self.waited("tolist")
+        self._read([tensor])
+
+    # --- storages: a result that is freed before anything has read it was for nothing ---
+
+    def _record(self, done: Operator, read: list[Tensor], written: list[Tensor]) -> None:
+        self.operators.append(done)
+        self._read(read)
+        self._wrote(done, written)
+
+    def _read(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            if (storage := self._alive.get(key_of(tensor))) is not None:
+                storage.unread.clear()
+
+    def _wrote(self, done: Operator, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            self.saw(tensor)
+            if (storage := self._alive.get(key_of(tensor))) is not None:
+                storage.unread.append(done)
+                done.written += 1
+
+    def born(self, key: int, size: int, label: Any = None) -> None:
+        self._alive[key] = _Storage(size)
+
+    def freed(self, key: int, size: int) -> None:
+        storage = self._alive.pop(key)
+        if self.is_closed:  # what is alive at the end may be read later
+            return
+        for done in storage.unread:
+            done.lost += 1
+            done.unread += storage.bytes
+
+
+@contextmanager
+def recording(mesh: Mesh) -> Iterator[Ledger]:
+    """A context in which a ledger records what the calling thread does on the fake GPU."""
+    ledger = Ledger(mesh)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Anomaly Detection")
+        # remembers for each node of autograd's graph the line that made it (`of_node`)
+        lines = torch.autograd.set_detect_anomaly(True, check_nan=False)
+    with lines, watch_resizes(ledger), replaced(ledger.launched, ledger.waited), ledger:
+        yield ledger
+    ledger.is_closed = True
+
+
+def _longest(name: str, args: Any) -> Tensor:
+    """Stands for a result whose length the host reads from the device: as long as possible."""
+    tensor: Tensor = args[0]
+    if name == "nonzero":
+        return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
+    if name == "index":
+        (mask,) = tensors_of([args[1]])
+        return tensor.new_empty((mask.numel(), *tensor.shape[mask.ndim :]))
+    return tensor.new_empty(tensor.numel())
+
+
+# --- the report ---
+
+
+def without_waiting(tensor: Tensor, device: str) -> Tensor:
+    """Take the place of parallel.mesh.to_device. The fake GPU has no pinned memory, from which a
+    copy would start without making the host wait."""
+    return tensor.to(device, non_blocking=True)
+
+
+def operators(config: Config, world: int, rank: int, imbalance: float = 1.0) -> dict[str, Any]:
+    """Report the operators of `rank` of `world` in its second step; the first fills caches. Its
+    experts receive `imbalance` times their balanced share of rows. A process can be only one rank
+    of one world, so call this through `alone`."""
+    with (
+        the_rank(config, world, rank, DEVICE) as mesh,
+        fake_gpu.fake_gpu(to_device=without_waiting),
+    ):
+        stages, experts = build_without_data(config, mesh), routing_of(config, mesh, imbalance)
+        with recording(mesh) as ledger, experts:
+            experts.reads = ledger.numbers_read
+            train = TrainStep(config, mesh, stages, bos_id=0)
+            train.record = ledger.record
+            for number in range(2):
+                ledger.operators.clear()
+                result = train(number, *rows(config, mesh))
+        del result, train
+    return {"rank": rank, "world": world, "stages": sorted(stages),
+            "operators": table(ledger.operators)}  # fmt: skip
+
+
+def table(found: list[Operator]) -> list[dict[str, Any]]:
+    """The operators in rows: those of one pass, kind, name and place are added up."""
+    sums: dict[tuple[str, ...], dict[str, Any]] = {}
+    for done in found:
+        file, function, line = done.where
+        key = (done.part, done.kind, done.name, file, function)
+        names = ("pass", "kind", "name", "file", "function")
+        row = sums.setdefault(key, dict(zip(names, key, strict=True)) | {"line": line})
+        figures = {"launches": done.launches, "bytes": done.bytes, "waits": done.waits,
+                   "for_nothing": done.for_nothing, "unread": done.unread}  # fmt: skip
+        for name, figure in figures.items():
+            row[name] = row.get(name, 0) + int(figure)
+    return sorted(sums.values(), key=lambda row: PASSES.index(row["pass"]))
+
+
+def describe_operators(report: dict[str, Any]) -> str:
+    """The tables of a report: launches by pass and kind; then, with their places, what moves 1 MB
+    or more without being a product, an attention or a kernel of this repository, what is for
+    nothing, and what the host waits for. Milliseconds are bytes over an H100's bandwidth."""
+    found, stages = report["operators"], ", ".join(map(str, report["stages"]))
+    lines = [f"rank {report['rank']} of {report['world']}, stage {stages}: one step", ""]
+    lines.append(f"{'pass':14} {'kind':11} {'launches':>8} {'MB':>10}")
+    for part in PASSES:
+        for kind in KINDS:
+            these = [row for row in found if (row["pass"], row["kind"]) == (part, kind)]
+            if launches := sum(row["launches"] for row in these):
+                size = sum(row["bytes"] for row in these) / 1e6
+                shown = "" if kind == COLLECTIVE else f"{size:10,.1f}"
+                lines.append(f"{part:14} {kind:11} {launches:8} {shown:>10}".rstrip())
+    lines.append(f"{'together':26} {sum(row['launches'] for row in found):8}")
+
+    def listed(title: str, these: list[dict[str, Any]], figure: str) -> None:
+        lines.extend(["", title] + ["  none"] * (not these))
+        for row in these:
+            milliseconds = 1e3 * row["bytes"] / H100.memory_bytes_per_second
+            lines.append(
+                f"  {row[figure] / 1e6:9,.1f} MB {milliseconds:6.3f} ms {row['launches']:3} × "
+                f"{row['name']:21} {row['pass']}: {row['file']}:{row['line']} {row['function']}"
+            )
+
+    large = [r for r in found if r["kind"] in (COPY, FILL, POINTWISE) and r["bytes"] >= 1e6]
+    large.sort(key=lambda row: -row["bytes"])
+    listed("copies, fills and pointwise operators of 1 MB or more", large, "bytes")
+    unread = [row for row in found if row["for_nothing"] or row["unread"] >= 1e7]
+    listed("results that nothing reads", unread, "unread")
+    listed("operators for which the host waits", [r for r in found if r["waits"]], "bytes")
+    return "\n".join(lines)
