@@ -1,7 +1,8 @@
-"""Reports on a run: `python -m tools.report RUN` prints its ledger; `--out FILE` writes a page.
+"""Reports on a run: `python -m tools.report RUN` prints its ledger; `--out FILE` writes a page, and
+`--png FILE` its loss as a picture.
 
-__main__.py  the command          page.py    assembles the page; assets/: its style and script
-run.py       reads a run folder   charts.py  curves, bars and the pipeline's timeline
-experts.py   the load of experts  tables.py  ledger, events, configuration
-goodput.py   effective time, the best interval between saves, the parts of starts
+__main__.py  the command            page.py, page.html  the page, which escapes what a run wrote
+run.py       reads a run folder     charts.py           curves and bars
+goodput.py   effective time, the    tables.py           ledger, events, starts, experts
+             best save interval
 """
