@@ -46,8 +46,7 @@ help:
 train: data
 	$(PYTHON) -m tools.launch $(CONFIG) run.dir=$(RUN) $(ARGS)
 	$(PYTHON) -m tools.generate --checkpoint $(RUN) --prompt 'def read(self' --max-new-tokens 100
-	$(PYTHON) -m tools.plot $(RUN) --out $(RUN)/loss.png
-	$(PYTHON) -m tools.report $(RUN) --out $(RUN)/report.html
+	$(PYTHON) -m tools.report $(RUN) --out $(RUN)/report.html --png $(RUN)/loss.png
 	@echo 'the run is in $(RUN): config.yaml, metrics.jsonl, checkpoints/, loss.png, report.html'
 
 data: prepared/laptop/index.json

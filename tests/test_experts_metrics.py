@@ -13,7 +13,7 @@ from proofs.ranks import Ranks
 from runtime.records import metrics
 from runtime.records.expert_load import ENOUGH_ROWS, LoadStatistics, figures_of
 from runtime.records.tracker import scalars
-from tests.report_page import written
+from tests.report_page import charts_of, written
 from tests.runs import EXPERTS, metrics_of, run, train_run, write_config
 from training.balance import Loads
 
@@ -205,9 +205,10 @@ def test_the_loss_has_no_router_losses(ranks: Ranks, data: Path, tmp_path: Path)
 
 def test_the_report_shows_the_load(saved_experts: Path, tmp_path: Path) -> None:
     page = written(saved_experts / "run", tmp_path / "page.html")
-    charts = page.charts()
-    assert charts["largest expert"]["series"][0][2] == [1, 2, 3, 4]
-    assert [series[0] for series in charts["balance"]["series"]] == ["balance", "z"]
+    charts = charts_of(saved_experts / "run")
+    largest = charts["Load of experts"].series["largest"]
+    assert [step for step, _ in largest] == [1, 2, 3, 4]
+    assert list(charts["Router losses"].series) == ["balance", "z"]
     assert "Load of experts at step 4" in page.text
     assert "entropy, 1 is even" in page.text
 

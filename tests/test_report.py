@@ -1,6 +1,7 @@
-"""The report page: it has the right content, loads nothing from elsewhere, and is safe whatever a
-run's files contain."""
+"""The report page and the picture of the loss: they have the right content, and are safe whatever a
+run's files contain; the page loads nothing from elsewhere."""
 
+import functools
 import json
 import random
 import re
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 
 from runtime.alerts.alarms import Series, alarm
@@ -19,12 +21,12 @@ from runtime.checkpoints.save_interval import measured_saves
 from runtime.records.events import FIELDS, append_event, is_whole_event, read_events
 from runtime.records.ledger import account
 from runtime.records.status import read_status, record_failed_start, record_failure
-from tests.report_page import written
+from tests.report_page import Parsed, charts_of, written
 from tests.runs import evaluations, losses, run, write_config
-from tools import plot
 from tools.report import __main__ as report
-from tools.report.charts import BINS, thin, ticks
+from tools.report.charts import BINS, NARROW, draw, picture_of_loss, thin
 from tools.report.ledger import measure
+from tools.report.run import read_run, unigram_loss
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), "")
@@ -63,23 +65,40 @@ def log_steps(run: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def test_the_page_has_everything_and_needs_nothing(finished, tmp_path, capsys):
-    found = written(finished, tmp_path / "page.html")
+    out, png = tmp_path / "page.html", tmp_path / "new" / "loss.png"
+    found = written(finished, out)
     assert "repeated steps" in capsys.readouterr().out, "the ledger is still printed"
-    charts = found.charts()
-    no_mfu = ["training", "norm", "rate", "all devices", "step", "peak"]  # on a CPU
-    assert list(charts) == no_mfu
-    drawn = [dict(zip(*series[2:], strict=True)) for series in charts["training"]["series"]]
-    logged = [losses(finished.parent), evaluations(finished.parent)]
-    assert drawn == [pytest.approx(each, rel=1e-5) for each in logged]
-    assert list(drawn[1]) == [2, 3, 4, 6], "the first start ended with step 3 and an evaluation"
-    assert charts["peak"]["series"][0][2] == [0, 1], "every rank"
+    charts = charts_of(finished)
+    assert list(charts) == ["Loss", "Gradient norm", "Learning rate", "Speed", "Step time",
+                            "Peak memory by rank"], "no MFU on a CPU"  # fmt: skip
+    loss = charts["Loss"].series
+    assert dict(loss["training"]) == losses(finished.parent)
+    assert dict(loss["held-out"]) == evaluations(finished.parent)
+    assert [step for step, _ in loss["held-out"]] == [2, 3, 4, 6], "the first start ended with 3"
+    assert [rank for rank, _ in charts["Peak memory by rank"].series["peak"]] == [0, 1]
     for words in ("finished", "all steps done", "Pipeline timeline", "effective time", "starting",
-                  "2 ranks = pp 2", "2 checkpoints were committed"):  # fmt: skip
+                  "2 ranks = pp 2", "2 checkpoints were committed", *charts):  # fmt: skip
         assert words in found.text
-    labels = [attributes.get("aria-label") or "" for _, attributes in found.tags]
-    assert sum("rank 1" in label for label in labels) == 1, "a lane of the timeline"
+    assert found.count("svg") == len(charts) + 1
+    assert re.search(r">\s*rank 1\s*<", out.read_text()), "a lane of the timeline"
     assert PLANTED in found.text, "as text"
     assert found.count("img") == 0
+    assert report.main([str(finished), "--png", str(png)]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_curve_is_the_data(finished, tmp_path):
+    """In the page's charts and in the picture, which also has the unigram model's loss."""
+    for chart in charts_of(finished).values():
+        (axes,) = draw(chart, NARROW, {}).axes
+        drawn = [[tuple(point) for point in line.get_xydata()] for line in axes.lines]
+        bars = [(bar.get_center()[0], bar.get_height()) for bar in axes.patches]
+        assert (drawn or [bars]) == [*chart.series.values()]
+    (axes,) = picture_of_loss(read_run(finished), 6.35).axes
+    names = [line.get_label() for line in axes.lines]
+    assert names == ["training", "held-out", "a unigram model on held-out text: 6.35"]
+    assert unigram_loss(finished) > 0
+    assert unigram_loss(tmp_path) is None
 
 
 def test_a_run_that_has_hardly_begun(new, tmp_path):
@@ -138,8 +157,9 @@ def test_lines_that_no_run_has_written_harm_no_reader(new, tmp_path, capsys):
     exposition("r", state, {}).encode(errors="replace")
     for reads in (account, measure, measured_saves):
         reads(found)
-    assert written(new, tmp_path / "page.html").charts()["training"]["series"][0][2] == [3]
-    assert plot.main([str(new), "--out", str(tmp_path / "loss.svg")]) == 0
+    written(new, tmp_path / "page.html")
+    assert charts_of(new)["Loss"].series == {"training": [(3, 2.5)]}
+    assert report.main([str(new), "--png", str(tmp_path / "loss.png")]) == 0
 
 
 def test_a_failure_is_recorded_beside_a_status_that_is_none(new):
@@ -151,49 +171,76 @@ def test_a_failure_is_recorded_beside_a_status_that_is_none(new):
 
 
 def test_files_that_cannot_be_read(new, tmp_path, capsys):
-    (new / "metrics.jsonl").write_text('{"step": 3, "loss": 2.5}\n')
+    """They are named, and left out."""
     for name in ("events.jsonl", "metrics.jsonl"):
-        (new / name).unlink(missing_ok=True)
         (new / name).symlink_to("/proc/self/mem")  # by root neither
-        assert plot.main([str(new), "--out", str(tmp_path / "loss.svg")]) == 2
-        assert f"{name} cannot be read (Input/output error)" in capsys.readouterr().err
-    assert (report.read_run(new).records, report.read_run(new).events) == ([], [])
+    run, said = read_run(new), capsys.readouterr().err
+    assert (run.records, run.events) == ([], [])
+    for name in ("events.jsonl", "metrics.jsonl"):
+        assert f"{name} cannot be read (Input/output error)" in said
     assert report.main([str(new)]) == 2
+    assert "RUN = " in capsys.readouterr().err
 
 
 def test_what_went_wrong_is_told(new, tmp_path):
     append_event(new, "start", began=10.0, step=0, world_size=2)
     append_event(new, "checkpoint", step=4, failed="No space left on device <b>")
     append_event(new, "rollback", from_step=9, step=4, left_out=[32, 72])
-    append_event(new, "hang", step=11, ranks=[1], stacks=PLANTED)
-    (new / "status.json").write_text(json.dumps({"state": "failed", "step": 11, "reason": PLANTED}))
     log_steps(new, ({"loss": 3.0, "skipped_updates": n} for n in (0, 0, 0, 0, 0, 0, 1, 2, 3)))
     found = written(new, tmp_path / "page.html")
     for words in ("No space left on device <b>", "back from step 9, skipping samples 32 to 71",
-                  f"stacks {PLANTED}", "The updates of 3 steps were skipped; "
+                  "The updates of 3 steps were skipped; "
                   "this was logged at step 7, 8, 9."):  # fmt: skip
         assert words in found.text
-    assert found.text.count(PLANTED) == 2
-    assert (found.count("b"), found.count("img")) == (1, 0), "only one chart's title is bold"
+
+
+def test_nothing_from_a_run_is_markup(tmp_path, monkeypatch):
+    """Wherever it is in the run's files, and in the run's name."""
+    run = tmp_path / PLANTED.replace("/", "∕")
+    run.mkdir()
+    (run / "config.yaml").write_text(PLANTED)
+    text = json.dumps({"state": PLANTED, "step": 11, "reason": PLANTED})
+    (run / "status.json").write_text(text)
+    about = dict.fromkeys(("layout", "device", "torch", "python"), PLANTED)
+    append_event(run, "system", parameters=1, **about)
+    append_event(run, "started", step=PLANTED, seconds={})
+    append_event(run, "start", began=10.0, step=0, world_size=2)
+    append_event(run, "hang", step=11, ranks=[1], stacks=PLANTED)
+    append_event(run, "stage", step=2, stage=PLANTED, changes=[PLANTED])
+    append_event(run, "memory", step=PLANTED, peak_bytes=[1])
+    append_event(run, PLANTED, step=PLANTED)
+    log_steps(run, [{"loss": 3.0, f"task/{PLANTED}/bits_per_byte": 1.0}] * 3)
+    pipeline = {"name": "process_name", "args": {"name": PLANTED}}
+    action = {"ph": "X", "tid": 0, "ts": 0, "dur": 1}
+    action["args"] = {"kind": "F", "stage": 0, "microbatch": 0}
+    (run / "trace.json").write_text(json.dumps({"traceEvents": [pipeline, action]}))
+    found = written(run, tmp_path / "page.html")
+    assert found.text.count(PLANTED) >= 12
+    assert found.count("img") == 0
+    # control: a template that does not escape
+    unsafe = functools.partial(jinja2.Environment, autoescape=False)
+    monkeypatch.setattr(jinja2, "Environment", lambda **how: unsafe(**how | {"autoescape": False}))
+    report.main([str(run), "--out", str(tmp_path / "bad.html")])
+    assert Parsed((tmp_path / "bad.html").read_text()).count("img") >= 5
 
 
 def test_stages_are_marked(new, tmp_path, capsys):
     """In the page's charts and in the picture of the loss; and they are no restarts."""
     log_steps(new, [{"loss": 3.0, "lr": 1e-3}] * 9)
-    page, picture = tmp_path / "page.html", tmp_path / "loss.svg"
+    page = tmp_path / "page.html"
     written(new, page)
-    assert 'class="boundary"' not in page.read_text(), "control: without events"
+    assert 'id="stage"' not in page.read_text(), "control: without events"
     append_event(new, "start", began=10.0, step=0, world_size=2)
     append_event(new, "end", state="requeue", step=4, reason="stage 1 begins", stage=1)
     append_event(new, "start", began=11.0, step=4, world_size=2, stage=1)
-    append_event(new, "stage", stage=1, step=4, changes=[f"train.seq_len 8 → {PLANTED}"])
+    append_event(new, "stage", stage=1, step=4, changes=["train.seq_len 8 → 16"])
     found = written(new, page)
-    boundary = 'class="boundary" d="M375.0 0V100"><title>stage 1: train.seq_len 8'
-    assert page.read_text().count(boundary) == 2
+    assert page.read_text().count('id="stage"') == 2
+    assert "train.seq_len 8 → 16" in found.text
     assert "requeue" not in found.text
-    assert found.count("img") == 0
-    assert plot.main([str(new), "--out", str(picture)]) == 0
-    assert "stage 1" in picture.read_text()
+    (axes,) = picture_of_loss(read_run(new), None).axes
+    assert [(text.get_text(), text.xy[0]) for text in axes.texts] == [("stage 1", 4)]
+    assert axes.lines[-1].get_xdata() == [4, 4]
     assert report.main([str(new)]) == 0
     assert "1 starts, 0 checkpoints" in capsys.readouterr().out
 
@@ -205,28 +252,37 @@ def test_a_long_run_is_thinned_and_loses_no_spike(new, tmp_path):
     out = tmp_path / "page.html"
     found = written(new, out)
     assert out.stat().st_size < 200_000, "so that eight charts take less than a megabyte"
-    assert len(found.charts()["norm"]["series"][0][2]) == BINS
     assert "logarithmic" in found.text
-    bins = thin(list(enumerate(norms, 1)))
-    assert max(one.high for one in bins) == 1e4
-    assert min(one.low for one in bins) == min(norms)
+    x, mean, low, high = thin(charts_of(new)["Gradient norm"].series["norm"])
+    assert len(x) == BINS
+    assert (max(high), min(low)) == (1e4, min(norms))
+    assert sum(mean) / BINS == pytest.approx(sum(norms) / len(norms))
 
 
-def test_ticks_are_round():
-    assert ticks(0, 100) == [0, 50, 100]
-    assert ticks(2.9, 7.6) == [4, 6]
-    assert ticks(5, 5) == [5]
-    assert ticks(0, 3e-4) == pytest.approx([0, 1e-4, 2e-4, 3e-4])
+def test_axes(new):
+    """The beginning is cut off where it hides the rest. What no axis can show is left out."""
+    log_steps(new, [{"loss": 1e308}, *({"loss": 100 / step} for step in range(1, 101))])
+    loss = charts_of(new)["Loss"]
+    assert loss.scale == "the beginning cut off"
+    (axes,) = draw(loss, NARROW, {}).axes
+    assert axes.get_ylim()[1] == pytest.approx(10, rel=0.5)
+    log_steps(new, [{"loss": 3.0, "grad_norm": norm, "lr": 1.0} for norm in (0.0, 1e3)])
+    charts = charts_of(new)
+    assert [charts[name].scale for name in ("Loss", "Gradient norm")] == ["", ""], "no log of 0"
+    (axes,) = draw(charts["Learning rate"], NARROW, {}).axes
+    assert axes.get_ylim()[0] == 0
 
 
 def test_what_cannot_be_done_is_refused(new, tmp_path, capsys):
-    log_steps(new, [{"loss": 3.0}])
-    for folder, out, said in (
-        (tmp_path, "page.html", "RUN = "),
-        (new, "page.pdf", "end it in .html"),
-        (new, "run/metrics.jsonl/page.html", "cannot be written"),
+    log_steps(new, [{"lr": 3.0}])
+    for folder, option, out, said in (
+        (tmp_path, "--out", "page.html", "RUN = "),
+        (new, "--out", "page.pdf", "end it in .html"),
+        (new, "--png", "loss.jpg", "end it in .png"),
+        (new, "--png", "loss.png", "it has no logged step yet"),
+        (new, "--out", "run/metrics.jsonl/page.html", "cannot be written"),
     ):
-        assert report.main([str(folder), "--out", str(tmp_path / out)]) == 2
+        assert report.main([str(folder), option, str(tmp_path / out)]) == 2
         assert said in capsys.readouterr().err
 
 

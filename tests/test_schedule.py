@@ -28,7 +28,7 @@ from parallel.pipeline.lower import Exchange, Message, lower
 from parallel.pipeline.schedules import SCHEDULES, build_schedule
 from parallel.pipeline.simulate import Costs, simulate
 from tests.planted import name_of
-from tools.timeline.text import ascii_timeline
+from tools.timeline.text import ascii_lanes
 
 
 def built(name, p, v, m):
@@ -335,7 +335,8 @@ def test_ten_thousand_actions_on_each_rank_take_seconds(name, v, m):
     ],
 )
 def test_the_timeline_in_the_docstring_is_the_schedule(name, v, m):
-    drawn = ascii_timeline(build_schedule(name, 4, v, m), Costs.equal(4 * v), 92)
+    timeline = simulate(build_schedule(name, 4, v, m), Costs.equal(4 * v))
+    drawn = ascii_lanes(timeline, columns=92)
     shown = [line.strip() for line in (SCHEDULES[name].__doc__ or "").splitlines() if "▏" in line]
     assert shown == [line.strip() for line in drawn]
 

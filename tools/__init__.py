@@ -10,7 +10,7 @@ Before a run      tokenizer, prepare     text → tokens → token shards
                   launch                 start a run on one machine, importing everything once
                   torchrun               torchrun, importing everything once on each node
 For editors       schema                 schema of configuration files, for completion and checks
-During and after  report, plot, profile  a run as a page, or as a picture; a trace's summary
+During and after  report, profile        a run as a page, its loss as a picture; a trace's summary
                   verify                 check that a checkpoint is intact
                   objects                copy checkpoints to an object store, and back
                   generate               generate text from the model

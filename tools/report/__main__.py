@@ -1,15 +1,18 @@
-"""Shows where a run's time went: `python -m tools.report RUN [--out FILE.html]`
+"""Shows where a run's time went: `python -m tools.report RUN [--out FILE.html] [--png FILE.png]`
 
 Prints the seconds by cause over all starts of the run, from events.jsonl in the run folder.
 runtime/records/ledger.py defines the causes, one of which is the steps that led to the last state.
 
 --out also writes the whole run as one HTML page: loss, gradient norm, speed, memory by rank, the
 ledger, the events, and the pipeline's timeline if the run was traced (run.trace=true). The page
-needs no network and no other file. The run may still be in progress.
+needs no network and no other file. --png draws the loss alone, beside that of a unigram model,
+which knows only each token's frequency, as long as the prepared data exists. The run may still be
+in progress.
 """
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,13 @@ from errors import UserError
 from runtime.records.events import changes_stage
 from runtime.records.ledger import account
 from tools.command import CommandParser, run_command
+from tools.report.charts import picture_of_loss
 from tools.report.goodput import effective_lines, stated_rate
 from tools.report.ledger import events_of, measure
 from tools.report.page import page
-from tools.report.run import read_run
+from tools.report.run import read_run, unigram_loss
 from tools.report.tables import MEANING
+from tools.timeline.draw import save
 
 
 def ledger_lines(events: list[dict[str, Any]], rate: float) -> list[str]:
@@ -45,34 +50,45 @@ def ledger_lines(events: list[dict[str, Any]], rate: float) -> list[str]:
     return lines
 
 
-def write_page(run: Path, out: Path) -> None:
-    if out.suffix != ".html":
-        raise UserError("--out", str(out), "its name does not end in .html", "end it in .html")
-    text = page(read_run(run))
+def write(option: str, path: Path, save: Callable[[Path], object]) -> None:
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, encoding="utf-8", errors="replace")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(path)
     except OSError as error:
         why = f"it cannot be written ({error.strerror})"
-        raise UserError("--out", str(out), why, "give another file") from None
+        raise UserError(option, str(path), why, "give another file") from None
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.report", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run folder (run.dir)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page to write: .html")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="the picture to write: .png")
     options = parser.parse_args(arguments)
+    out, png = options.out, options.png
     try:
-        if options.out is not None:
-            write_page(options.run, options.out)
-        if options.out is None or (options.run / "events.jsonl").is_file():
-            rate = stated_rate(read_run(options.run).section("checkpoint"))
-            print("\n".join(ledger_lines(events_of(options.run, "RUN"), rate)))
+        for option, path, suffix in (("--out", out, ".html"), ("--png", png, ".png")):
+            if path is not None and path.suffix != suffix:
+                why = f"its name does not end in {suffix}"
+                raise UserError(option, str(path), why, f"end it in {suffix}")
+        run = read_run(options.run)
+        if png is not None and not run.points("loss"):
+            why = "it has no logged step yet"
+            raise UserError("RUN", str(options.run), why, "wait for the first one")
+        if out is not None:
+            text = page(run)
+            write("--out", out, lambda path: path.write_text(text, "utf-8", errors="replace"))
+        if png is not None:
+            figure = picture_of_loss(run, unigram_loss(options.run))
+            write("--png", png, lambda path: save(figure, path))
+        if out is png is None or (options.run / "events.jsonl").is_file():
+            events = events_of(options.run, "RUN")
+            print("\n".join(ledger_lines(events, stated_rate(run.section("checkpoint")))))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if options.out is not None:
-        print(f"wrote {options.out}")
+    for path in filter(None, (out, png)):
+        print(f"wrote {path}")
     return 0
 
 

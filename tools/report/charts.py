@@ -1,88 +1,177 @@
-"""The report page's charts: SVG that stretches with the page, with labels in HTML, so that a small
-screen does not shrink them.
+"""The charts of a run: what each shows, and how it is drawn.
 
-Every chart is drawn in a box of 1000 × 100 units. The page's script (assets/report.js) looks up the
-value under the pointer in the chart's `data-chart`. Text is escaped here, because a run's files are
-not trusted.
+Titles and legends are in the page, which escapes them. Of the run's own text only the names of
+stages are drawn, and not as formulas.
 """
 
-import html
-import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import cycle
+from typing import TYPE_CHECKING
 
-from parallel.pipeline.actions import Kind
-from parallel.pipeline.simulate import Timeline
-from runtime.profiling.chrome import NAMES
-from tools.timeline.draw import chunk_of_stage, shade
+import numpy as np
 
-WIDTH, HEIGHT = 1000, 100  # units of a chart's box
+from tools.report.run import Points, Run, can_be_drawn
+from tools.timeline.draw import COLOURS, INK
+
+if TYPE_CHECKING:  # it takes a second to import
+    from matplotlib.figure import Figure
+
 BINS = 500  # the most points of a line: two for every three pixels of a wide screen
-POINTER = '<i class="rule" hidden></i><div class="tip" hidden></div>'  # shown by the script
+FEW = 60  # so many points of a line are marked
 FAR_ABOVE = 1.5  # the beginning is cut off if the whole range is more than this × the later range
 LOG_FROM = 100.0  # an axis may be logarithmic from this ratio of largest to smallest value on
+WIDE, NARROW, PICTURE = (11.2, 2.9), (5.5, 2.1), (8.0, 4.5)  # inches
+GIB = 2**30
+SCALES = {"%": 100.0, "GiB": 1 / GIB}  # by the first word of the unit
+
+# Title, unit, kind of axis (Chart.axis), and the lines: name → key in metrics.jsonl
+OVER_STEPS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
+    ("Loss", "nats per token", "tail", {"training": "loss", "held-out": "eval_loss"}),
+    ("Gradient norm", "before clipping", "log", {"norm": "grad_norm"}),
+    ("Learning rate", "", "zero", {"rate": "lr"}),
+    ("Speed", "tokens per second", "zero", {"all devices": "tokens_per_second"}),
+    ("Step time", "seconds", "zero", {"step": "step_seconds", "of it data": "data_seconds"}),
+    ("Model FLOPs utilization", "% of dense bf16 peak", "zero", {"MFU": "mfu"}),
+    ("Slowest rank", "its products' time / its peers'", "", {"rank": "slowest_rank_factor"}),
+    ("Load of experts", "times an even share", "zero", {"largest": "largest_expert_share"}),
+    ("Router losses", "all layers, weighted", "zero",
+     {"balance": "router_balance_loss", "z": "router_z_loss"}),
+)  # fmt: skip
+OF_TASKS = (  # title, unit, and the end of each task's key
+    ("Tasks: accuracy", "% of examples, per byte", "/accuracy_per_byte"),
+    ("Tasks: text", "bits per byte", "/bits_per_byte"),
+)
 
 
 @dataclass(frozen=True)
-class Series:
-    """The points drawn in one colour. `colour` is a class of the page's style: c1, c2, …"""
+class Chart:
+    """Lines over steps, or bars over ranks.
 
-    name: str
-    colour: str
-    points: Sequence[tuple[float, float]]  # x, y, both finite; x ascending
-    kind: str = "line"  # line, dots or bars
+    axis: "zero" begins at 0; "log" is logarithmic if all values are positive and their ratio is at
+    least LOG_FROM; "tail" cuts off values at the beginning that are far above all later ones.
+    """
+
+    title: str
+    unit: str
+    axis: str
+    series: dict[str, Points]  # by name; none is empty
+    x: str = "step"
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it has a row of its own."""
+        return self.title == "Loss"
+
+    @property
+    def legend(self) -> list[tuple[str, str, str]]:
+        """The name, colour and last value of every line."""
+        last = [points[-1][1] for points in self.series.values()]
+        values = [f"{y:,.0f}" if abs(y) >= 1000 else f"{y:.4g}" for y in last]
+        return [*zip(self.series, cycle(COLOURS), values if self.x == "step" else [""])]
+
+    @property
+    def is_log(self) -> bool:
+        values = [y for points in self.series.values() for _, y in points]
+        return self.axis == "log" and 0 < min(values) * LOG_FROM <= max(values)
+
+    @property
+    def top(self) -> float | None:
+        """Where the axis ends if the beginning is cut off: above all but the first tenth."""
+        values = [y for _, y in sorted(p for points in self.series.values() for p in points)]
+        low, high = min(values), max(values[len(values) // 10 :])
+        is_far = max(values) - low > FAR_ABOVE * (high - low) > 0
+        return high + 0.25 * (high - low) if self.axis == "tail" and is_far else None
+
+    @property
+    def scale(self) -> str:
+        """The axis in words."""
+        return "logarithmic" if self.is_log else "the beginning cut off" if self.top else ""
 
 
-@dataclass(frozen=True)
-class Bin:
-    """A group of neighbouring points."""
-
-    x: float
-    low: float
-    mean: float
-    high: float
-
-
-def escape(text: Any) -> str:
-    return html.escape(str(text), quote=True)
-
-
-def thin(points: Sequence[tuple[float, float]], bins: int = BINS) -> list[Bin]:
-    """Groups points into at most `bins` bins, over equal parts of x. A bin keeps its smallest and
-    largest values, so no extreme is lost."""
-    if len(points) <= bins:
-        return [Bin(x, y, y, y) for x, y in points]
-    first = points[0][0]
-    span = points[-1][0] - first or 1.0
-    parts: dict[int, list[tuple[float, float]]] = {}
-    for x, y in points:
-        parts.setdefault(min(int((x - first) / span * bins), bins - 1), []).append((x, y))
+def charts(run: Run) -> list[Chart]:
+    """Those that have data."""
+    table = list(OVER_STEPS)
+    keys = sorted({key for record in run.records for key in record if key.startswith("task/")})
+    for title, unit, end in OF_TASKS:
+        ours = [key for key in keys if key.endswith(end)]
+        lines = {key.removeprefix("task/").removesuffix(end): key for key in ours}
+        table.append((title, unit, "", lines))
+    memory = run.last("memory")
+    peaks = memory["peak_bytes"] if isinstance(memory.get("peak_bytes"), list) else []
+    by_rank = [(rank, peak / GIB) for rank, peak in enumerate(peaks) if can_be_drawn(peak)]
+    if not by_rank:
+        table.append(("Peak memory", "GiB", "zero", {"largest rank": "peak_memory_bytes"}))
     found = []
-    for part in parts.values():
-        ys = [y for _, y in part]
-        found.append(Bin(sum(x for x, _ in part) / len(part), min(ys), sum(ys) / len(ys), max(ys)))
-    return found
+    for title, unit, axis, lines in table:
+        scale = SCALES.get(unit.partition(" ")[0], 1.0)
+        series = {name: run.points(key, scale) for name, key in lines.items()}
+        found.append(Chart(title, unit, axis, {name: p for name, p in series.items() if p}))
+    if by_rank:
+        unit = f"GiB, up to step {memory.get('step', '?')}"
+        found.append(Chart("Peak memory by rank", unit, "zero", {"peak": by_rank}, "rank"))
+    return [chart for chart in found if chart.series]
 
 
-def ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round numbers from `low` to `high`."""
-    if high <= low:
-        return [low]
-    rough = (high - low) / about
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
-    return [
-        i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
-    ]
+def thin(points: Points, bins: int = BINS) -> np.ndarray:
+    """x and the mean, the smallest and the largest y of at most `bins` groups of neighbouring
+    points, so that no extreme is lost."""
+    groups = np.array_split(np.array(points, dtype=float), min(bins, len(points)))
+    return np.array([(*g.mean(axis=0), g[:, 1].min(), g[:, 1].max()) for g in groups]).T
 
 
-def log_ticks(low: float, high: float) -> list[float]:
-    """At most six powers of ten from `low` to `high`."""
-    powers = range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)
-    return [10.0**power for power in powers[:: max(1, math.ceil(len(powers) / 6))]]
+def draw(chart: Chart, size: tuple[float, float], stages: Mapping[float, str]) -> "Figure":
+    """Draw a chart without title and legend. `stages`: step → name of a vertical line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(size, layout="constrained")
+    axes = figure.add_subplot()
+    for (name, points), colour in zip(chart.series.items(), cycle(COLOURS)):
+        x, mean, low, high = thin(points)
+        if chart.x == "rank":
+            axes.bar(x, mean, color=colour, label=name)
+            continue
+        marker = "o" if len(x) <= FEW else ""
+        axes.plot(x, mean, color=colour, marker=marker, markersize=3.5, linewidth=1.4, label=name)
+        if (low < high).any():
+            axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
+    axes.margins(x=0.01)
+    first, last = axes.get_xlim()
+    for x, name in stages.items():
+        if first < x < last:
+            axes.axvline(x, color=INK, linestyle=":", linewidth=1, gid="stage")
+            if chart.is_wide:
+                place = {"xytext": (3, -9), "textcoords": "offset points"}
+                place |= {"xycoords": axes.get_xaxis_transform(), "annotation_clip": False}
+                axes.annotate(name, (x, 1), color=INK, size=8, parse_math=False, **place)
+    if chart.is_log:
+        axes.set_yscale("log")
+    elif chart.axis == "zero":
+        axes.set_ylim(bottom=min(0, axes.dataLim.y0))
+    axes.set_ylim(top=chart.top)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: short(value))
+    axes.grid(color=INK, alpha=0.15, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(which="both", length=0, labelsize=9, labelcolor=INK)
+    axes.spines[:].set_visible(False)
+    return figure
+
+
+def picture_of_loss(run: Run, unigram: float | None) -> "Figure":
+    """The whole curve, with the held-out loss of a unigram model."""
+    chart = replace(charts(run)[0], axis="")
+    figure = draw(chart, PICTURE, run.stages)
+    (axes,) = figure.axes
+    if unigram is not None:
+        label = f"a unigram model on held-out text: {unigram:.2f}"
+        axes.axhline(unigram, color=INK, linestyle="--", linewidth=1.2, label=label)
+    title = f"{run.name}: loss over {run.records[-1]['step']:,} steps"
+    axes.set_title(title, loc="left", size=11, parse_math=False)
+    axes.set(xlabel="step", ylabel=f"loss, {chart.unit}")
+    axes.legend(frameon=False, fontsize=9)
+    return figure
 
 
 def short(value: float) -> str:
@@ -93,179 +182,3 @@ def short(value: float) -> str:
             if size >= unit:
                 return f"{value / unit:.4g}{name}"
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
-
-
-def line_chart(
-    title: str,
-    unit: str,
-    series: Sequence[Series],
-    *,
-    x_name: str = "step",
-    log: bool = False,
-    zero: bool = False,
-    tail: bool = False,
-    wide: bool = False,
-    boundaries: Mapping[float, str] = MappingProxyType({}),
-) -> str:
-    """A chart as an HTML figure; empty if no series has a point.
-
-    log: use a logarithmic axis if all values are positive and their ratio is at least LOG_FROM.
-    zero: begin the axis at 0.
-    tail: cut off values at the beginning that are far above all those after the first tenth.
-    wide: give the figure a separate row.
-    boundaries: x → text of a vertical line.
-    """
-    series = [one for one in series if one.points]
-    if not series:
-        return ""
-    thinned = {one.name: thin(one.points) for one in series}
-    every = [b for bins in thinned.values() for b in bins]
-    bars = any(one.kind == "bars" for one in series)
-    x0, x1 = min(b.x for b in every) - 0.5 * bars, max(b.x for b in every) + 0.5 * bars
-    x1 = x1 if x1 > x0 else x0 + 1
-    low, high = min(b.low for b in every), max(b.high for b in every)
-    log = log and low > 0 and high / low >= LOG_FROM
-    if zero or bars:
-        low = min(low, 0.0)
-    later = [b.high for b in every if b.x >= x0 + 0.1 * (x1 - x0)]
-    cut = tail and bool(later) and high - low > FAR_ABOVE * (max(later) - low)
-    if cut:
-        high = max(later) + 0.25 * (max(later) - low)
-    margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    if log:
-        bottom, top = math.log10(low) - 0.05, math.log10(high) + 0.05
-        marks = [(math.log10(tick), short(tick)) for tick in log_ticks(low, high)]
-    else:
-        bottom, top = low if low == 0 else low - margin, high + margin
-        marks = [(tick, short(tick)) for tick in ticks(bottom, top)]
-
-    def x_of(x: float) -> float:
-        return round((x - x0) / (x1 - x0) * WIDTH, 1)
-
-    def y_of(y: float) -> float:
-        return round((top - (math.log10(y) if log else y)) / (top - bottom) * HEIGHT, 2)
-
-    heights = [round((top - y) / (top - bottom) * HEIGHT, 2) for y, _ in marks]
-    drawn = [f'<path class="grid" d="{"".join(f"M0 {height}H{WIDTH}" for height in heights)}"/>']
-    drawn += [
-        f'<path class="boundary" d="M{x_of(x)} 0V{HEIGHT}"><title>{escape(text)}</title></path>'
-        for x, text in boundaries.items()
-        if x0 < x < x1
-    ]
-    for one in series:
-        drawn += _draw(one, thinned[one.name], x_of, y_of)
-    labels = [
-        f'<span class="y" style="top:{(top - y) / (top - bottom):.2%}">{text}</span>'
-        for y, text in marks
-    ]
-    whole = [tick for tick in ticks(x0, x1, 5) if tick == int(tick)]
-    labels += [
-        f'<span class="x" style="left:{(x - x0) / (x1 - x0):.2%}">{short(x)}</span>' for x in whole
-    ]
-    legend = _legend(series)
-    means = {name: [(b.x, float(f"{b.mean:.6g}")) for b in bins] for name, bins in thinned.items()}
-    data = {
-        "x": [x0, x1],
-        "name": x_name,
-        "series": [[s.name, s.colour, *zip(*means[s.name], strict=True)] for s in series],
-    }
-    scale = ", logarithmic" if log else ", the beginning cut off" if cut else ""
-    return (
-        f'<figure class="{"wide" if wide else ""}"><figcaption><b>{escape(title)}</b> '
-        f"<small>{escape(unit)}{scale}</small>"
-        f"{legend}</figcaption>"
-        f'<div class="plot" data-chart="{escape(json.dumps(data, separators=(",", ":")))}">'
-        f'<svg class="{"cut" if cut else ""}" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        'preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(title)}">{"".join(drawn)}</svg>{"".join(labels)}{POINTER}</div></figure>'
-    )
-
-
-def _draw(one: Series, bins: Sequence[Bin], x_of: Any, y_of: Any) -> list[str]:
-    """The SVG paths of a series: a line with the band of its extremes; or dots, drawn as lines of
-    zero length, which stay round when stretched; or bars."""
-    if one.kind == "bars":
-        half = min(0.4, 0.5 - 1e-3)
-        boxes = (
-            f"M{x_of(b.x - half)} {y_of(0)}V{y_of(b.mean)}H{x_of(b.x + half)}V{y_of(0)}Z"
-            for b in bins
-        )
-        return [f'<path class="fill {one.colour}" d="{"".join(boxes)}"/>']
-    line = "M" + "L".join(f"{x_of(b.x)} {y_of(b.mean)}" for b in bins)
-    drawn = []
-    if any(b.high > b.low for b in bins):
-        edge = [f"{x_of(b.x)} {y_of(b.high)}" for b in bins] + [
-            f"{x_of(b.x)} {y_of(b.low)}" for b in reversed(bins)
-        ]
-        drawn.append(f'<path class="band {one.colour}" d="M{"L".join(edge)}Z"/>')
-    if one.kind == "dots" or len(bins) == 1:
-        dots = "".join(f"M{x_of(b.x)} {y_of(b.mean)}h0" for b in bins)
-        drawn.append(f'<path class="line thin {one.colour}" d="{line}"/>')
-        drawn.append(f'<path class="dot {one.colour}" d="{dots}"/>')
-    else:
-        drawn.append(f'<path class="line {one.colour}" d="{line}"/>')
-    return drawn
-
-
-def _legend(series: Iterable[Series]) -> str:
-    """The legend: the name of every series, with its last value."""
-    entries = []
-    for one in series:
-        last = one.points[-1][1]
-        value = (
-            "" if one.kind == "bars" else f" {last:,.0f}" if abs(last) >= 1000 else f" {last:.4g}"
-        )
-        entries.append(f'<span class="key {one.colour}">{escape(one.name)}{value}</span>')
-    return "".join(entries)
-
-
-def timeline_figure(timeline: Timeline, name: str) -> str:
-    """A pipeline's step as an HTML figure: a lane per rank, a box per action, in milliseconds;
-    empty space is idle time."""
-    lanes, kinds = [], set()
-    several = max(len(chunk_of_stage(lane)) for lane in timeline.ranks) > 1
-    for rank, lane in enumerate(timeline.ranks):
-        chunks = chunk_of_stage(lane)
-        boxes: dict[str, list[str]] = {}
-        marks: list[list[Any]] = []
-        for action, begin, end in lane:
-            kinds.add(action.kind)
-            start, width = begin - timeline.start, end - begin
-            x, w = start / timeline.step_time * WIDTH, width / timeline.step_time * WIDTH
-            colour = shade(action.kind, chunks[action.stage], len(chunks))
-            boxes.setdefault(colour, []).append(
-                f"M{x:.2f} 0h{max(w - min(0.6, w / 5), 0.2):.2f}V{HEIGHT}H{x:.2f}Z"
-            )
-            said = (
-                f"{NAMES[action.kind]}, micro-batch {action.microbatch}, stage {action.stage}: "
-                f"{width:.3g} ms"
-            )
-            marks.append([round(start, 3), round(start + width, 3), said])
-        paths = "".join(
-            f'<path fill="{colour}" d="{"".join(found)}"/>' for colour, found in boxes.items()
-        )
-        data = {"x": [0, timeline.step_time], "boxes": marks}
-        lanes.append(
-            f'<div class="lane"><span>rank {rank}</span><div class="plot" '
-            f'data-chart="{escape(json.dumps(data))}">'
-            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
-            f'aria-label="rank {rank}">{paths}</svg>'
-            f"{POINTER}</div></div>"
-        )
-    legend = "".join(
-        f'<span class="key" style="--c:{shade(kind, 0, 1)}">{NAMES[kind]}</span>'
-        for kind in Kind
-        if kind in kinds
-    )
-    marks_below = "".join(
-        f'<span style="left:{tick / timeline.step_time:.2%}">{short(tick)}</span>'
-        for tick in ticks(0, timeline.step_time, 6)
-    )
-    return (
-        '<figure class="wide timeline"><figcaption><b>Pipeline timeline</b> '
-        f"<small>{escape(name)}; one step of "
-        f"{timeline.step_time:,.1f} ms, {timeline.bubble_fraction:.1%} of it idle</small>{legend}"
-        f"{'<small>light: a later stage of the rank</small>' if several else ''}</figcaption>"
-        f'{"".join(lanes)}<div class="lane '
-        f'axis"><span>ms</span><div>{marks_below}</div></div></figure>'
-    )

@@ -11,8 +11,10 @@ from typing import Any
 
 import yaml
 
+from data.dataset import open_data
 from data.tokenizer import clean
 from errors import UserError
+from output import log
 from parallel.pipeline.simulate import Timeline
 from runtime.profiling.chrome import from_chrome
 from runtime.records.events import is_whole_event
@@ -20,7 +22,9 @@ from runtime.records.ledger import account
 from runtime.records.status import read_status
 from runtime.records.tracker import is_number, is_record, json_object, whole_lines
 from tools.report.ledger import Measured, measure
+from training.load_config import load_config
 
+Points = list[tuple[float, float]]
 FILES = ("config.yaml", "metrics.jsonl", "events.jsonl")  # a run folder has at least one of them
 
 
@@ -44,13 +48,17 @@ class Run:
         return next((e for e in reversed(self.events) if e["event"] == event), {})
 
     @property
-    def boundaries(self) -> dict[float, str]:
-        return boundaries(self.events)
+    def stages(self) -> dict[float, str]:
+        """The last step before each stage of the data → its name, in UTF-8, which a picture
+        needs."""
+        stages = [event for event in self.events if event["event"] == "stage"]
+        steps = [event for event in stages if is_number(event.get("step"))]
+        return {event["step"]: clean(f"stage {event.get('stage')}") for event in steps}
 
-    def points(self, key: str, scale: float = 1.0) -> list[tuple[float, float]]:
-        """(step, value) of every record with a finite value, sorted by step."""
-        found = ((record.get("step"), record.get(key)) for record in self.records)
-        return sorted((x, y * scale) for x, y in found if is_number(x) and is_number(y))
+    def points(self, key: str, scale: float = 1.0) -> Points:
+        """(step, value) of every record whose value can be drawn, sorted by step."""
+        found = ((record["step"], record.get(key)) for record in self.records)
+        return sorted((x, y * scale) for x, y in found if can_be_drawn(y))
 
     def newest(self, key: str) -> float | None:
         """The last finite value of `key`; None if there is none."""
@@ -65,15 +73,9 @@ class Run:
         return found if isinstance(found, dict) else {}
 
 
-def boundaries(events: list[dict[str, Any]]) -> dict[float, str]:
-    """The last step before each stage of the data that has begun → what changed, in UTF-8, which a
-    picture needs."""
-    return {
-        event["step"]: clean(f"stage {event.get('stage')}: {', '.join(map(str, changes))}")
-        for event in events
-        if event["event"] == "stage" and is_number(event.get("step"))
-        if isinstance(changes := event.get("changes"), list)
-    }
+def can_be_drawn(value: Any) -> bool:
+    """Whether it is a number with which an axis can be computed."""
+    return is_number(value) and abs(value) < 1e100
 
 
 def read_run(folder: Path) -> Run:
@@ -100,6 +102,16 @@ def read_run(folder: Path) -> Run:
     )
 
 
+def unigram_loss(folder: Path) -> float | None:
+    """The held-out loss, in nats per token, of a model that knows only each token's frequency; None
+    if the configuration or the data no longer exists."""
+    try:
+        data = open_data(load_config(str(folder / "config.yaml"), []).data, "heldout")
+    except UserError:
+        return None
+    return data.unigram_nats_per_token
+
+
 def _timelines(path: Path) -> list[tuple[str, Timeline]]:
     """(name, timeline) of every pipeline of the step traced by run.trace=true."""
     trace = json_object(_text(path))
@@ -118,14 +130,18 @@ def _timelines(path: Path) -> list[tuple[str, Timeline]]:
 
 
 def _lines(path: Path, is_whole: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    try:
-        return whole_lines(path, path.read_bytes().splitlines(), is_whole)
-    except OSError:
-        return []
+    return whole_lines(path, _bytes(path).splitlines(), is_whole)
 
 
 def _text(path: Path) -> str:
+    return _bytes(path).decode("utf-8", errors="replace")
+
+
+def _bytes(path: Path) -> bytes:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        log(f"{path} cannot be read ({error.strerror}), and is left out")
+        return b""

@@ -1,13 +1,15 @@
-"""The report page's tables: where the time went, the events, and the configuration. Text is escaped
-where it is written."""
+"""The rows of the report page's tables. The page (page.html) escapes what is in them."""
 
 from datetime import UTC, datetime
 from typing import Any
 
 from runtime.records.events import changes_stage
 from runtime.records.tracker import is_number
-from tools.report.charts import escape
+from runtime.start.parts import PARTS
+from tools.report.charts import GIB, short
+from tools.report.goodput import effective_lines, stated_rate
 from tools.report.run import Run
+from tools.timeline.draw import COLOURS
 
 MEANING = {
     "steps": "steps",
@@ -23,66 +25,113 @@ MEANING = {
 }
 MOST_ROWS = 200  # the most events shown: the newest ones
 MOST_STEPS = 20  # the most steps listed for skipped updates: the last ones
+MOST_STARTS = 20  # the newest ones
 # events shown in other parts of the page, or by what follows them
 ELSEWHERE = ("spent", "memory", "system", "started", "examining")
 
 
-def ledger(run: Run) -> str:
-    """The run's seconds by cause, as a bar and a table."""
+def head(run: Run) -> tuple[str, str, list[str]]:
+    """The run's state, the reason, and the system on which it runs."""
+    system, start = run.last("system"), run.last("start")
+    about = []
+    if is_number(system.get("parameters")):
+        about.append(f"{system['parameters']:,} parameters on {system.get('layout', '')}")
+    elif start:
+        about.append(f"{start.get('world_size', '?')} ranks")
+    about += [str(system["device"])] if "device" in system else []
+    about += [f"{name} {system[name]}" for name in ("torch", "python") if name in system]
+    # status.json is written at the end of a start, and removed at the beginning of the next
+    if state := str(run.status.get("state", "")):
+        return state, str(run.status.get("reason", "")), about
+    times = [event["time"] for event in run.events]
+    reason = f"last line at {clock(max(times))} UTC" if times else ""
+    return "running, or killed" if times or run.records else "nothing yet", reason, about
+
+
+def tiles(run: Run) -> list[tuple[str, str, str]]:
+    """The name, newest value and unit of the run's main numbers."""
+    steps = run.section("train").get("steps")
+    forms = {
+        "step": ("step", lambda v: f"{v:,.0f}", f" of {steps:,}" if is_number(steps) else ""),
+        "loss": ("loss", lambda v: f"{v:.4f}", ""),
+        "eval_loss": ("held-out loss", lambda v: f"{v:.4f}", ""),
+        "tokens": ("tokens", short, ""),
+        "tokens_per_second": ("tokens per second", lambda v: f"{v:,.0f}", ""),
+        "mfu": ("MFU", lambda v: f"{v:.1%}", ""),
+        "peak_memory_bytes": ("peak memory", lambda v: f"{v / GIB:.2f}", " GiB"),
+    }
+    values = {key: run.newest(key) for key in forms}
+    found = [
+        (name, form(values[key]), unit)
+        for key, (name, form, unit) in forms.items()
+        if values[key] is not None
+    ]
+    if total := sum(run.seconds.values()):
+        found.append(("effective time", f"{run.seconds['steps'] / total:.1%}", ""))
+    return found
+
+
+def ledger(run: Run) -> list[tuple[str, str, str, str]]:
+    """Cause, colour, duration and share of the run's seconds."""
     total = sum(run.seconds.values())
-    if not total:
-        unknown = "events.jsonl does not record it."
-        return f'<section><h2>Where the time went</h2><p class="muted">{unknown}</p></section>'
-    bar, rows = [], []
-    for cause, value in run.seconds.items():
-        if value > 0:
-            name = MEANING[cause]
-            bar.append(f'<i class="{cause}" style="width:{value / total:.3%}" title="{name}"></i>')
-            key = f'<span class="key {cause}">{name}</span>'
-            cells = (key, duration(value), f"{value / total:.1%}")
-            rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-    foot = f"<tr><td>wall clock, over all starts</td><td>{duration(total)}</td><td></td></tr>"
-    table = f'<table class="figures"><tbody>{"".join(rows)}</tbody><tfoot>{foot}</tfoot></table>'
-    return (
-        f'<section><h2>Where the time went</h2><div class="bar">{"".join(bar)}</div><div '
-        f'class="scroll">{table}</div></section>'
-    )
+    return [
+        (MEANING[cause], colour, duration(seconds), f"{seconds / total:.1%}")
+        for colour, (cause, seconds) in zip(COLOURS, run.seconds.items(), strict=False)
+        if seconds > 0
+    ]
 
 
-def happened(run: Run) -> str:
-    """A table of starts, ends, rollbacks, hangs and failed saves, by time; the number of successful
-    saves; and the skipped updates."""
+def goodput(run: Run) -> list[str]:
+    """Sentences about saving and restarting; none if no time was measured."""
+    if run.measured is None or not run.measured.seconds:
+        return []
+    return effective_lines(run.measured, stated_rate(run.section("checkpoint")))
+
+
+def starts(run: Run) -> list[list[str]]:
+    """The newest starts: the step, and the seconds of each part (runtime/start/parts.py)."""
+    started = [event for event in run.events if event["event"] == "started"]
+    rows = []
+    for event in started[-MOST_STARTS:]:
+        if isinstance(seconds := event.get("seconds"), dict):
+            parts = (seconds.get(part) for part in PARTS)
+            cells = [f"{value:.2f}" if is_number(value) else "" for value in parts]
+            rows.append([str(event.get("step", "")), *cells])
+    return rows
+
+
+def experts(run: Run) -> tuple[Any, list[list[str]]]:
+    """The newest step that has the load of experts (runtime/records/expert_load.py), and a row for
+    each layer; no rows if no run has written them."""
+    forms = {"layer": ".0f", "entropy": ".3f", "largest_share": ".2f", "dead": ".0f"}
+    for record in reversed(run.records):
+        by_layer = record.get("experts_by_layer")
+        columns = [by_layer.get(key) for key in forms] if isinstance(by_layer, dict) else [None]
+        if all(isinstance(column, list) for column in columns):
+            rows = [row for row in zip(*columns, strict=False) if all(map(is_number, row))]
+            if rows:
+                return record["step"], [list(map(format, row, forms.values())) for row in rows]
+    return "", []
+
+
+def events(run: Run) -> list[tuple[str, str, str, str]]:
+    """Time, kind, step and words of starts, ends, rollbacks, hangs and failed saves, by time."""
     rows = []
     for event in run.events:
         told = tell(event)
-        if told is not None and is_number(event["time"]):
+        if told is not None:
             step = f"{event['step']:,}" if is_number(event.get("step")) else ""
-            rows.append((event["time"], str(event["event"]), step, told))
-    rows.sort()
+            rows.append((event["time"], event["event"], step, told))
+    return [(clock(when), *rest) for when, *rest in sorted(rows)]
+
+
+def happened(run: Run, shown: int) -> list[str]:
+    """Sentences above the table of events: successful saves, and skipped updates."""
     saved = sum(event["event"] == "checkpoint" and "failed" not in event for event in run.events)
     committed = f"{saved:,} checkpoint{'s were' if saved != 1 else ' was'} committed."
+    newest = f"The newest {MOST_ROWS} of {shown:,} lines:"
     said = [committed] if run.events else []
-    said += skipped_updates(run)
-    if len(rows) > MOST_ROWS:
-        said.append(f"The newest {MOST_ROWS} of {len(rows):,} lines:")
-    cells = "".join(
-        f'<tr><td>{clock(when)}</td><td class="event '
-        f'{what}">{what}</td><td>{step}</td><td>{told}</td></tr>'
-        for when, what, step, told in (
-            (when, *map(escape, rest)) for when, *rest in rows[-MOST_ROWS:]
-        )
-    )
-    head = "<thead><tr><th>UTC</th><th></th><th>step</th><th></th></tr></thead>"
-    table = (
-        f'<div class="scroll"><table class="events">{head}<tbody>{cells}</tbody></table></div>'
-        if cells
-        else ""
-    )
-    return (
-        f"<section><h2>What happened</h2><p>{escape(' '.join(said))}</p>{table}</section>"
-        if said
-        else ""
-    )
+    return said + skipped_updates(run) + ([newest] if shown > MOST_ROWS else [])
 
 
 def tell(event: dict[str, Any]) -> str | None:
@@ -133,46 +182,6 @@ def skipped_updates(run: Run) -> list[str]:
         f"The updates of {before:,.0f} step{'s' if before != 1 else ''} were skipped; "
         f"this was logged at step {steps}."
     ]
-
-
-def configuration(run: Run) -> str:
-    """The main settings in a few rows, and the whole config.yaml."""
-    if not run.config_text:
-        return ""
-    shown = {
-        "model": tuple(
-            key for key, value in run.section("model").items() if value
-        ),  # those that are set
-        "parallel": (
-            "tp",
-            "pp",
-            "dp_shard",
-            "dp_replicate",
-            "zero_stage",
-            "schedule",
-            "stages_per_rank",
-        ),
-        "train": (
-            "global_batch_size",
-            "micro_batch_size",
-            "seq_len",
-            "dtype",
-            "activation_checkpointing",
-            "seed",
-        ),
-        "optimizer": ("lr", "schedule", "warmup_steps", "weight_decay", "grad_clip"),
-        "data": ("path",),
-    }
-    rows = []
-    for name, keys in shown.items():
-        section = run.section(name)
-        cells = "".join(
-            f"<span>{key} <b>{escape(section[key])}</b></span>" for key in keys if key in section
-        )
-        rows.append(f"<tr><td>{name}</td><td>{cells}</td></tr>" if cells else "")
-    table = f'<div class="scroll"><table class="settings">{"".join(rows)}</table></div>'
-    whole = f"<details><summary>config.yaml</summary><pre>{escape(run.config_text)}</pre></details>"
-    return f"<section><h2>Configuration</h2>{table}{whole}</section>"
 
 
 def clock(seconds: float) -> str:

@@ -17,6 +17,7 @@ small letters its second (fourth, …).
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,19 +33,84 @@ from tools.timeline.text import print_panels
 SUFFIXES = (".svg", ".png", ".json")
 
 
+def positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def time(text: str) -> float:
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time, 0 or more")
+    return float(text)
+
+
+def costs(text: str) -> tuple[float, ...]:
+    times = tuple(map(time, text.split(",")))
+    if len(times) != 3 or not times[0]:
+        why = f"{text!r} is not F,I,W, three times of which F is not 0, for example 1,1,1"
+        raise argparse.ArgumentTypeError(why)
+    return times
+
+
+def file(text: str) -> Path:
+    if not text.endswith(SUFFIXES):
+        why = f"{text!r} is neither a picture nor a trace: end it in {', '.join(SUFFIXES)}"
+        raise argparse.ArgumentTypeError(why)
+    return Path(text).expanduser()
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options. The command ends if they do not fit together, or one is wrong."""
+    parser = CommandParser(prog="python -m tools.timeline", description=__doc__)
+    source = parser.add_mutually_exclusive_group(required=True)
+    names = f"one or more of {', '.join(SCHEDULES)}"
+    source.add_argument("--schedule", nargs="+", choices=SCHEDULES, metavar="NAME", help=names)
+    trace = "a measured step: a run's folder, or a trace.json (its first pipeline)"
+    source.add_argument("--trace", type=Path, metavar="RUN", help=trace)
+    stages = "ranks of the pipeline, each with V stages"
+    parser.add_argument("--stages", type=positive, metavar="P", help=stages)
+    parser.add_argument("--micro-batches", type=positive, metavar="M", help="per step")
+    per_rank = "one number, or one per schedule (default: 1 if the schedule allows it, else 2)"
+    parser.add_argument("--stages-per-rank", type=positive, nargs="+", metavar="V", help=per_rank)
+    times = (
+        "time of a stage's forward, input gradient and weight gradient (default: 1,1,1); "
+        "an unsplit backward takes I + W. If V differs, these are the times of a stage at the "
+        "largest V; with fewer stages per rank, each stage takes longer"
+    )
+    parser.add_argument("--costs", type=costs, default=(1, 1, 1), metavar="F,I,W", help=times)
+    message = "time of a message between ranks (default: %(default)s)"
+    parser.add_argument("--communication", type=time, default=0.0, metavar="C", help=message)
+    simulated = "with --trace: also show a simulation of the same actions, below the measured step"
+    parser.add_argument("--simulated", action="store_true", help=simulated)
+    out = "write a picture (.svg, .png) or a trace (.json); without --out, print text"
+    parser.add_argument("--out", type=file, metavar="FILE", help=out)
+    options = parser.parse_args(arguments)
+    if options.schedule is None:
+        return options
+    schedules, per_rank = len(options.schedule), options.stages_per_rank or []
+    if options.simulated:
+        parser.error("--simulated belongs to --trace; a schedule is always simulated")
+    if not options.stages or not options.micro_batches:
+        parser.error("--schedule needs --stages and --micro-batches")
+    if len(per_rank) not in (0, 1, schedules):
+        parser.error(f"--stages-per-rank has {len(per_rank)} numbers for {schedules} schedules")
+    if schedules > 1 and options.out is not None and options.out.suffix == ".json":
+        parser.error(f"--out: a trace holds one timeline, not {schedules}")
+    # some schedules are first built for 2 micro-batches a rank
+    microbatches = max(2 * options.stages, options.micro_batches)
+    forwards = options.stages * max(per_rank, default=1) * microbatches
+    if forwards > MAX_FORWARDS:
+        parser.error(f"there would be up to {forwards:,} forwards: use smaller numbers")
+    return options
+
+
 def write(panels: Sequence[Panel], unit: str, out: Path) -> None:
-    if out.suffix not in SUFFIXES:
-        why = "is neither the name of a picture nor of a trace"
-        raise UserError("--out", str(out), why, f"end the name in {', '.join(SUFFIXES)}")
-    if out.suffix == ".json" and len(panels) > 1:
-        why = f"a trace holds one timeline, not {len(panels)}"
-        raise UserError("--out", str(out), why, "write each schedule to a separate file")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         if out.suffix == ".json":
-            out.write_text(
-                json.dumps(to_chrome(panels[0].timeline), indent=1) + "\n", encoding="utf-8"
-            )
+            out.parent.mkdir(parents=True, exist_ok=True)
+            trace = json.dumps(to_chrome(panels[0].timeline), indent=1)
+            out.write_text(f"{trace}\n", encoding="utf-8")
         else:
             save(draw(panels, unit), out)
     except OSError as error:
@@ -52,120 +118,27 @@ def write(panels: Sequence[Panel], unit: str, out: Path) -> None:
         raise UserError("--out", str(out), why, "choose another path") from None
 
 
-def parse_costs(text: str) -> tuple[float, float, float]:
-    try:
-        forward, input_grad, weight_grad = (float(cost) for cost in text.split(","))
-    except ValueError:
-        why = "is not three numbers"
-        raise UserError("--costs", text, why, "give F,I,W, for example 1,1,1") from None
-    if not (
-        0 < forward < float("inf")
-        and 0 <= input_grad < float("inf")
-        and 0 <= weight_grad < float("inf")
-    ):
-        why = "F must be positive, I and W not negative"
-        raise UserError("--costs", text, why, "give F,I,W, for example 1,1,1")
-    return forward, input_grad, weight_grad
-
-
-def panels_of(options: argparse.Namespace) -> list[Panel]:
-    """The panels that the command line asks for."""
-    if not 0 <= options.communication < float("inf"):
-        why = "must be a time, 0 or more"
-        raise UserError("--communication", options.communication, why, "give for example 0.2")
-    if options.trace is not None:
-        return traced_panels(options.trace, options.simulated, options.communication)
-    if options.simulated:
-        why = "belongs to --trace; a schedule is always simulated"
-        raise UserError("--simulated", True, why, "leave it out")
-    for name in options.schedule:
-        if name not in SCHEDULES:
-            why = "there is no such schedule"
-            raise UserError("--schedule", name, why, f"choose from {', '.join(SCHEDULES)}")
-    per_rank = options.stages_per_rank or []
-    sizes = [("--stages", options.stages), ("--micro-batches", options.micro_batches)]
-    sizes += [("--stages-per-rank", v) for v in per_rank]
-    for key, size in sizes:
-        if size is None or size < 1:
-            why = "a schedule needs a positive number"
-            raise UserError(key, size, why, f"give for example {key} 4")
-    if len(per_rank) not in (0, 1, len(options.schedule)):
-        why = f"there are {len(options.schedule)} schedules"
-        remedy = "give one number for all schedules, or one for each"
-        raise UserError("--stages-per-rank", per_rank, why, remedy)
-    if len(per_rank) == 1:
-        per_rank = per_rank * len(options.schedule)
-    ranks, microbatches = options.stages, options.micro_batches
-    # some schedules are first built for 2 micro-batches a rank
-    forwards = ranks * max(per_rank, default=1) * max(2 * ranks, microbatches)
-    if forwards > MAX_FORWARDS:
-        key, size = max(sizes, key=lambda one: one[1])
-        why = f"there would be up to {forwards:,} forwards: too many"
-        raise UserError(key, size, why, "use smaller numbers")
-    costs = parse_costs(options.costs)
-    return simulated_panels(
-        options.schedule,
-        options.stages,
-        options.micro_batches,
-        per_rank,
-        costs,
-        options.communication,
-    )
-
-
 def main(arguments: list[str] | None = None) -> int:
-    parser = CommandParser(prog="python -m tools.timeline", description=__doc__)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--schedule", nargs="+", metavar="NAME", help=f"one or more of {', '.join(SCHEDULES)}"
-    )
-    source.add_argument(
-        "--trace",
-        type=Path,
-        metavar="RUN",
-        help="a measured step: a run's folder, or a trace.json (its first pipeline)",
-    )
-    parser.add_argument(
-        "--stages", type=int, metavar="P", help="ranks of the pipeline, each with V stages"
-    )
-    parser.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches per step")
-    per_rank = (
-        "stages per rank: one number, or one per schedule (default: 1 if the schedule allows it, "
-        "else 2)"
-    )
-    parser.add_argument("--stages-per-rank", type=int, nargs="+", metavar="V", help=per_rank)
-    costs = (
-        "time of a stage's forward, input gradient and weight gradient (default: %(default)s); "
-        "an unsplit backward takes I + W. "
-        "If schedules with different V are compared, these are the times of a stage at the largest "
-        "V; with fewer stages per rank, each stage takes longer"
-    )
-    parser.add_argument("--costs", default="1,1,1", metavar="F,I,W", help=costs)
-    message = "time of a message between ranks (default: %(default)s)"
-    parser.add_argument("--communication", type=float, default=0.0, metavar="C", help=message)
-    parser.add_argument(
-        "--simulated",
-        action="store_true",
-        help="with --trace: also show a simulation of the same actions, below the measured step",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="write a picture (.svg, .png) or a trace (.json); without --out, print text",
-    )
-    options = parser.parse_args(arguments)
+    options = parse(arguments)
     unit = "" if options.trace is None else "ms"
     try:
-        panels = panels_of(options)
+        if options.trace is not None:
+            panels = traced_panels(options.trace, options.simulated, options.communication)
+        else:
+            panels = simulated_panels(
+                options.schedule,
+                options.stages,
+                options.micro_batches,
+                options.stages_per_rank or (),
+                options.costs,
+                options.communication,
+            )
         if options.out is None:
             print_panels(panels, unit)
         else:
             write(panels, unit, options.out)
-            print(
-                "\n".join(f"{panel.title}\n  {panel.caption}" for panel in panels)
-                + f"\nwrote {options.out}"
-            )
+            print(*(f"{panel.title}\n  {panel.caption}" for panel in panels), sep="\n")
+            print(f"wrote {options.out}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -31,17 +31,17 @@ def simulated_panels(
     num_ranks: int,
     num_microbatches: int,
     stages_per_rank: Sequence[int] = (),
-    costs: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    costs: Sequence[float] = (1.0, 1.0, 1.0),
     communication: float = 0.0,
 ) -> list[Panel]:
     """Make a panel for each schedule, all of the same model on the same ranks.
 
-    `costs` are the F, I and W of a stage at the largest number of stages per rank. With fewer
-    stages per rank, each stage takes proportionally longer.
+    `stages_per_rank` has one number for all schedules, or one for each. `costs` are the F, I and W
+    of a stage at the largest. With fewer stages per rank, each stage takes proportionally longer.
     """
-    per_rank = stages_per_rank or [
-        stages_needed(name, num_ranks, num_microbatches) for name in names
-    ]
+    per_rank = stages_per_rank or [stages_needed(n, num_ranks, num_microbatches) for n in names]
+    if len(per_rank) == 1:
+        per_rank = [*per_rank] * len(names)
     panels = []
     for name, v in zip(names, per_rank, strict=True):
         forward, input_grad, weight_grad = (cost * max(per_rank) / v for cost in costs)
@@ -63,11 +63,13 @@ def stages_needed(name: str, num_ranks: int, num_microbatches: int) -> int:
     return 1
 
 
-def read_trace(path: Path) -> Timeline:
-    """Read the timeline from a trace, or from the trace in a run's folder."""
+def traced_panels(path: Path, simulated: bool, communication: float = 0.0) -> list[Panel]:
+    """A panel of a step measured in a run (its folder, or its trace.json) and, if `simulated`, one
+    of a simulation of the same actions in the same order, each with the mean time of its kind and
+    stage."""
     file = path / "trace.json" if path.is_dir() else path
     try:
-        trace = json.loads(file.read_text(encoding="utf-8"))
+        measured = from_chrome(json.loads(file.read_text(encoding="utf-8")), str(file))
     except OSError as error:
         remedy = "give a trace.json, or the folder of a run with run.trace=true"
         why = f"cannot be read ({error.strerror})"
@@ -75,13 +77,6 @@ def read_trace(path: Path) -> Timeline:
     except ValueError as error:
         remedy = "trace a step again; the file may be truncated"
         raise UserError("--trace", str(file), f"is not valid JSON: {error}", remedy) from None
-    return from_chrome(trace, str(file))
-
-
-def traced_panels(path: Path, simulated: bool, communication: float = 0.0) -> list[Panel]:
-    """A panel of a measured step and, if `simulated`, one of a simulation of the same actions in
-    the same order, each with the mean time of its kind and stage."""
-    measured = read_trace(path)
     panels = [Panel("measured", measured, figures(measured, " ms"))]
     if simulated:
         schedule = [[event.action for event in lane] for lane in measured.ranks]
@@ -91,7 +86,6 @@ def traced_panels(path: Path, simulated: bool, communication: float = 0.0) -> li
         except (Fault, Stuck) as error:
             why = f"is not a complete step: {error}"
             raise UserError("--trace", str(path), why, "draw it without --simulated") from None
-        panels.append(
-            Panel("simulated, from the mean times measured", timeline, figures(timeline, " ms"))
-        )
+        title = "simulated, from the mean times measured"
+        panels.append(Panel(title, timeline, figures(timeline, " ms")))
     return panels

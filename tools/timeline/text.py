@@ -4,21 +4,15 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from parallel.pipeline.actions import Schedule
-from parallel.pipeline.simulate import Costs, Timeline, simulate
+from parallel.pipeline.simulate import Timeline
 from tools.timeline.draw import Panel, chunk_of_stage
 
 UNIT_CHARACTERS = 3
 
 
-def ascii_timeline(schedule: Schedule, costs: Costs, columns: int | None = None) -> list[str]:
-    """Simulate a schedule and return a line per rank, three characters per unit of time. Lines
-    longer than `columns` are cut and end in `…`."""
-    return ascii_lanes(simulate(schedule, costs), 1.0, columns)
-
-
-def ascii_lanes(timeline: Timeline, unit: float, columns: int | None = None) -> list[str]:
-    """Return the same for a timeline, three characters per `unit` of its time."""
+def ascii_lanes(timeline: Timeline, unit: float = 1.0, columns: int | None = None) -> list[str]:
+    """Return a line per rank, three characters per `unit` of time. Lines longer than `columns` are
+    cut and end in `…`."""
     lines = []
     for rank, lane in enumerate(timeline.ranks):
         line = ""
@@ -48,8 +42,6 @@ def print_panels(panels: Sequence[Panel], unit: str) -> None:
     scale = durations[len(durations) // 4]
     for panel in panels:
         print(
-            "\n".join(
-                [panel.title, *ascii_lanes(panel.timeline, scale, columns), panel.caption, ""]
-            )
+            panel.title, *ascii_lanes(panel.timeline, scale, columns), panel.caption, "", sep="\n"
         )
     print(f"{UNIT_CHARACTERS} characters: time {scale:.3g} {unit}".rstrip())
