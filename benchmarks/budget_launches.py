@@ -20,7 +20,7 @@ from costs.as_on_gpu import DEVICE
 from costs.operators import copies_values, on_host
 from hardware import H100
 from model.kernels import backend
-from tools.rehearse import fake_gpu
+from tools.rehearse.device import Event
 
 
 class _Launcher:
@@ -91,7 +91,7 @@ def recorded_waits(waited: Callable[[str], None]) -> Iterator[None]:
         (torch.cuda, "torch.cuda.synchronize"),
         (torch.cuda.Event, "Event.synchronize"),
         (torch.cuda.Stream, "Stream.synchronize"),
-        (fake_gpu._Event, "Event.synchronize"),
+        (Event, "Event.synchronize"),
     ]
     with ExitStack() as stack:
         for owner, name in synchronize:

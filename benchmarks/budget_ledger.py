@@ -52,8 +52,7 @@ from costs.operators import (
 from costs.storages import StorageWatch, key_of, watch_resizes
 from parallel.mesh import Mesh
 from parallel.pipeline.actions import Action
-from tools.rehearse.fake_gpu import run_collective
-from tools.rehearse.tape import GroupAxes
+from tools.rehearse.collectives import GroupAxes, complete
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +136,7 @@ class Ledger(StorageWatch):
                 return func.decompose(*args, **kwargs)
         self._now = place(self._action, name)
         if func.namespace == "c10d":
-            return self._collective(func, args, kwargs)
+            return self._collective(func, args)
         if func.namespace == "lattice" and name not in GROUPED:
             return self._as_on_gpu(func, args, kwargs)
         given = list(tensors_of([*args, *kwargs.values()]))
@@ -169,7 +168,7 @@ class Ledger(StorageWatch):
         self._wrote(done, written)
         return result
 
-    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _collective(self, func: Any, args: Any) -> Any:
         kind, size = call_of(func, args)
         axis = self._axes.of(group_of(args), kind)
         done = Operation(
@@ -183,7 +182,7 @@ class Ledger(StorageWatch):
         read, written = arguments_of_collective(kind, args)
         self._read(read)
         self._wrote(done, written)
-        return run_collective(func, args, kwargs)
+        return complete(func, args)
 
     def _as_on_gpu(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a custom operator's own code, down to its launches."""

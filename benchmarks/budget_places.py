@@ -14,7 +14,7 @@ import torch
 
 from parallel.pipeline.actions import FORWARD, Action
 from parallel.pipeline.runner import PipelineRunner
-from tools.rehearse.code_lines import FSDP, code_file
+from tools.rehearse.findings import FSDP, code_file
 
 # Files that only pass a call on: the caller's line says more.
 PASS_ON = {"model/matmul.py", "parallel/collectives.py", "FSDP _fsdp_common.py"}

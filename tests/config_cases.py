@@ -186,7 +186,6 @@ def layouts(draw: st.DrawFn) -> list[dict[str, Any]]:
 NUMBERS = {
     "plan": ["--gpus", "--guide", "--layouts"],
     "rehearse": ["--gpus", "--rank"],
-    "streams": ["--gpus", "--rank"],
     "timeline": ["--stages", "--micro-batches", "--stages-per-rank"],
     "goodput": ["--gpus", "--gpus-per-node", "--save", "--commit", "--restart", "--interval",
                 "--days", "--failures-per-gpu-day", "--lemons", "--lemon-factor", "--spares",
@@ -205,8 +204,9 @@ def command_line(draw: st.DrawFn) -> tuple[str, list[str]]:
         return tool, ["--schedule", draw(st.sampled_from(list(SCHEDULES))), *usual, *options]
     if tool == "goodput":
         return tool, ["--gpus", "8", "--save", "1", *options]
-    search = ["--search"] if tool == "plan" and draw(st.booleans()) else []
-    return tool, [str(LAPTOP), "parallel.dp_shard=-1", *search, *options]
+    flag = {"plan": "--search", "rehearse": "--races"}[tool]
+    flags = [flag] if draw(st.booleans()) else []
+    return tool, [str(LAPTOP), "parallel.dp_shard=-1", *flags, *options]
 
 
 ODD_VALUES = ["", " ", "x", "1x", "\u0662", "1.5", "9" * 5000, "a b", " 1", "\udcff", "*"]

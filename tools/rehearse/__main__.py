@@ -3,6 +3,7 @@
     python -m tools.rehearse configs/llama3_70b.yaml --rank 64       a rank's memory and collectives
     python -m tools.rehearse configs/llama3_405b.yaml parallel.dp_shard=16 --stages
     python -m tools.rehearse configs/llama3_8b.yaml --rank 0 --real  also times, on this GPU or CPU
+    python -m tools.rehearse configs/laptop.yaml --rank 4 --races    also streams, threads, overlap
 
 It runs one whole step of the training code itself: the model, the pipeline's runner, FSDP2 and the
 optimizer. The other ranks are fake: collectives return at once, and the data that should arrive is
@@ -11,6 +12,11 @@ whatever was in memory. Experts receive --imbalance times their balanced share o
 counted for a GPU with Triton's kernels and flash attention, and, if the experts are balanced,
 compared with the plan that tools/plan makes for the rank. The number of ranks is that of --gpus, of
 the configuration's axes, or of its first line (`# world: N`).
+
+--races looks for accesses to memory that no wait orders, memory that is freed while a stream uses
+it, waits of the host inside a step, and threads on a wrong device, in two steps with a save after
+each. The exit status is 1 if there is any of these. It also shows what hides each collective, with
+times from the data sheet of --device.
 """
 
 import json
@@ -21,13 +27,13 @@ from typing import Any
 from costs.routing import check_imbalance
 from errors import UserError
 from tools.command import CommandParser, add_overrides, run_command
-from tools.plan.hardware import GB, find_device
+from tools.plan.hardware import GB, Device, find_device
 from tools.plan.layout import Layout, world_of
 from tools.plan.memory import Memory
 from tools.plan.stages import add_data_stage, one_stage
 from tools.plan.traffic import by_axis, over_groups
-from tools.rehearse.prediction import predicted_step
-from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse, rehearse_for_real
+from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse
+from tools.rehearse.real import predicted_step, rehearse_for_real
 from training.config import Config
 from training.layouts import valid_layout
 from training.load_config import load_config
@@ -55,12 +61,8 @@ def beside_the_plan(config: Config, report: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe(report: dict[str, Any]) -> str:
-    stages = ", ".join(map(str, report["stages"]))
     peak = report["peak_memory_bytes"]
-    lines = [
-        f"rank {report['rank']} of {report['world']}, stage {stages}"
-        + (f": {peak / GB:.2f} GB" if peak else "")
-    ]
+    lines = [_title(report) + (f": {peak / GB:.2f} GB" if peak else "")]
     lines += [
         f"  {size / GB:9.3f} GB  {name}"
         for name, size in report.get("memory", {}).items()
@@ -84,6 +86,30 @@ def describe(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _title(report: dict[str, Any]) -> str:
+    stages = ", ".join(map(str, report["stages"]))
+    return f"rank {report['rank']} of {report['world']}, stage {stages}"
+
+
+def describe_races(report: dict[str, Any], device: Device) -> str:
+    found = report["findings"]
+    lines = [
+        f"{_title(report)}: {len(found)} findings in {report['operators']:,} operators; "
+        f"{report['compared']:,} pairs of accesses compared",
+        *(f"  {finding}" for finding in found),
+        "",
+        f"{'one step, with times on ' + device.name:32}  count         MB   bare  GFLOP beside"
+        "      wire   exposed",
+    ]
+    for name, row in report["overlap"].items():
+        wire, exposed = (1e3 * row[seconds] for seconds in ("wire_seconds", "exposed_seconds"))
+        lines.append(
+            f"{name:32} {row['count']:6,} {row['bytes'] / 1e6:10,.3f} "
+            f"{row['bare']:6,} {row['flops'] / 1e9:13,.3f} {wire:6.3f} ms {exposed:6.3f} ms"
+        )
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.rehearse", description=__doc__)
     parser.add_argument("config", metavar="CONFIG", help="a configuration file")
@@ -97,16 +123,22 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="number of ranks")
     add_data_stage(parser)
-    parser.add_argument(
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
         "--real",
         action="store_true",
         help="compute, on this machine's GPU, or on its CPU if it has no GPU",
+    )
+    how.add_argument(
+        "--races",
+        action="store_true",
+        help="also check what waits for what, and show what hides each collective",
     )
     parser.add_argument(
         "--device",
         default="h100",
         metavar="NAME",
-        help="with --real --stages: the device whose links are modelled (default: h100)",
+        help="with --real --stages or --races: the device whose links are modelled (default: h100)",
     )
     parser.add_argument(
         "--imbalance",
@@ -137,11 +169,14 @@ def main(arguments: list[str] | None = None) -> int:
             given = config, world, rank
             if options.real:
                 report = alone(rehearse_for_real, *given, options.imbalance)
+            elif options.races:
+                report = alone(rehearse, *given, 2, options.imbalance, True, device)
             else:
                 report = alone(rehearse, *given, 1, options.imbalance)
-            if not options.real and options.imbalance == 1:
+            if not (options.real or options.races) and options.imbalance == 1:
                 report["planned"] = beside_the_plan(config, report)
-            print(describe(report), flush=True)
+            described = describe_races(report, device) if options.races else describe(report)
+            print(described, flush=True)
             reports.append(report)
         result: dict[str, Any] = {"ranks": reports} if options.stages else reports[0]
         if options.real and options.stages:
@@ -157,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
+    return int(any(report.get("findings") for report in reports))
 
 
 if __name__ == "__main__":
