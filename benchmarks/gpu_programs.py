@@ -14,7 +14,7 @@ Dtypes of computation and storage:
                     (optimizer.pure_bfloat16), the other to nearest. These need less memory and
                     bandwidth, and are not comparable with the other rows.
 Our programs are those that train.py runs: build_stages and TrainStep, on a mesh of one process.
-Only the weights differ: they are drawn on the device (tools/rehearse/rank.py), because drawing the
+Only the weights differ: they are drawn on the device (tools/rehearse/real.py), because drawing the
 usual ones, which are the same for every layout, takes minutes on a CPU.
 """
 
@@ -38,7 +38,7 @@ from model.kernels.attention import unload_flash3
 from model.kernels.attention_choice import BY_REQUEST, KEY
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
-from tools.rehearse.rank import draw_on_device
+from tools.rehearse.real import draw_on_device
 from training.build import build_stages
 from training.config import Config
 from training.sections import (

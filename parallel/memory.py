@@ -2,7 +2,7 @@
 
 A training run registers no listener; its report counts what model, FSDP and optimizer hold
 (runtime/records/memory_report.py). The planner counts by these categories (costs/, tools/plan/).
-The rehearsal, which sees every storage, registers a listener (tools/rehearse/tape.py).
+The rehearsal, which sees every storage, registers a listener (tools/rehearse/memory.py).
 """
 
 from collections.abc import Callable, Iterator

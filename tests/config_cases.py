@@ -186,7 +186,6 @@ def layouts(draw: st.DrawFn) -> list[dict[str, Any]]:
 NUMBERS = {
     "plan": ["--gpus", "--guide", "--layouts"],
     "rehearse": ["--gpus", "--rank"],
-    "streams": ["--gpus", "--rank"],
     "timeline": ["--stages", "--micro-batches", "--stages-per-rank"],
 }
 
@@ -200,8 +199,9 @@ def command_line(draw: st.DrawFn) -> tuple[str, list[str]]:
     if tool == "timeline":
         usual = ["--stages", "2", "--micro-batches", "4"]
         return tool, ["--schedule", draw(st.sampled_from(list(SCHEDULES))), *usual, *options]
-    search = ["--search"] if tool == "plan" and draw(st.booleans()) else []
-    return tool, [str(LAPTOP), "parallel.dp_shard=-1", *search, *options]
+    flag = {"plan": "--search", "rehearse": "--races"}[tool]
+    flags = [flag] if draw(st.booleans()) else []
+    return tool, [str(LAPTOP), "parallel.dp_shard=-1", *flags, *options]
 
 
 ODD_VALUES = ["", " ", "x", "1x", "\u0662", "1.5", "9" * 5000, "a b", " 1", "\udcff", "*"]

@@ -49,7 +49,6 @@ from tests.data_samples import prepared
 from tests.runs import status_of, train_run, write_config
 from tools.plan import __main__ as plan
 from tools.rehearse import __main__ as rehearse
-from tools.streams import __main__ as streams
 from tools.timeline import __main__ as timeline
 from training.config import Config
 from training.layouts import valid_layout
@@ -146,7 +145,6 @@ def arrives(base: Path, case: tuple[str, str, Any]) -> bool:
 TOOLS: dict[str, tuple[Any, list[str]]] = {
     "plan": (plan, ["summarise", "search", "describe_layouts"]),
     "rehearse": (rehearse, ["alone"]),
-    "streams": (streams, ["alone"]),
     "timeline": (timeline, []),
 }
 

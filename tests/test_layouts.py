@@ -15,7 +15,6 @@ from tools import launch
 from tools.plan import __main__ as plan
 from tools.preflight import __main__ as preflight
 from tools.rehearse import __main__ as rehearse
-from tools.streams import __main__ as streams
 from training.config import Config
 from training.layouts import checked_layouts, choose_layout, layout_sizes
 from training.load_config import dump_config, load_config
@@ -132,7 +131,7 @@ def test_refusals(
     error = refused(path, 8, arguments[1])
     assert error.key == key
     assert why in error.why
-    for command in (plan.main, rehearse.main, streams.main):
+    for command in (plan.main, rehearse.main):
         assert command([*arguments, "--gpus", "8"]) == 2
         assert f"error: {error}" in capsys.readouterr().err
     monkeypatch.setattr("sys.argv", ["launch", *arguments])

@@ -15,8 +15,8 @@ from tools.plan.hardware import find_device
 from tools.plan.layout import world_of
 from tools.rehearse.__main__ import main
 from tools.rehearse.fake_gpu import one_rank
-from tools.rehearse.prediction import predicted_step
-from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse, rehearse_for_real
+from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse
+from tools.rehearse.real import predicted_step, rehearse_for_real
 from tools.rehearse.tape import Tape
 from training.load_config import load_config
 
@@ -103,14 +103,20 @@ def tape_of_tensors() -> dict[str, object]:
             kept = torch.empty(1024, device="meta")
             view = kept[100:]  # of the same storage
             torch.empty(1, device="meta")  # freed at once
-            before = tape.peak
+            before = tape.memory.peak
             kept.untyped_storage().resize_(0)
             other = torch.empty(1500, device="meta")
-            after = tape.peak
+            after = tape.memory.peak
         with tape.record(Action(BACKWARD, 0, 0)):
             torch.empty(2048, device="meta")
         del view, other
-    return {"before": before, "after": after, "peak": tape.peak, "in": str(tape.peak_action)}
+    report = tape.memory.report()
+    return {
+        "before": before,
+        "after": after,
+        "peak": report["peak_memory_bytes"],
+        "in": report["peak_in"],
+    }
 
 
 def test_the_tape_knows_views_rounding_and_resized_storages() -> None:

@@ -16,7 +16,8 @@ from proofs.ranks import Ranks
 from tests.parity_tiers import thorough_but
 from tools.plan.traffic import by_axis
 from tools.rehearse.__main__ import main
-from tools.rehearse.rank import alone, rehearse, rehearse_for_real, rows
+from tools.rehearse.rank import alone, rehearse, rows
+from tools.rehearse.real import rehearse_for_real
 from tools.rehearse.tape import Tape
 from training.build import build_stages
 from training.config import Config

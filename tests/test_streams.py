@@ -1,11 +1,13 @@
-"""A step's streams, memory, threads and overlap, checked on a pretended device (tools/streams), and
-controls: defects that are planted, and must be found."""
+"""A step's streams, memory, threads and overlap are checked on the fake GPU, and controls: defects
+that are planted must be found."""
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -29,11 +31,16 @@ from proofs.parity.run import heads_in_pieces
 from runtime.device import device_thread
 from tests.parity_tiers import dense_covering, expert_covering, thorough_but
 from tools.plan.candidates import FIXED
-from tools.rehearse.fake_gpu import one_rank
-from tools.rehearse.rank import alone
-from tools.streams.findings import RACE, REUSE, SYNC, THREAD
-from tools.streams.step import Pretended, SaverWithoutFiles, check, pretended_device
+from tools.rehearse.__main__ import main
+from tools.rehearse.device import Device
+from tools.rehearse.fake_gpu import fake_gpu, one_rank
+from tools.rehearse.findings import RACE, REUSE, SYNC, THREAD
+from tools.rehearse.rank import SaverWithoutFiles, alone, rehearse
+from tools.rehearse.tape import Tape
+from training.config import Config
 from training.guard import UpdateGuard
+
+LAPTOP = Path(__file__).parent.parent / "configs" / "laptop.yaml"
 
 
 def case_of(layout: MeshSizes, **options: Any) -> Case:
@@ -121,13 +128,17 @@ EXPERTS = LAYOUTS["ep, shared expert"]
 # --- the whole step -------------------------------------------------------------------------------
 
 
+def check(config: Config, world: int, rank: int) -> dict[str, Any]:
+    return rehearse(config, world, rank, steps=2, races=True)
+
+
 def check_case(case: Case, rank: int) -> dict[str, Any]:
     with heads_in_pieces():
         return check(case.config(), case.world, rank)
 
 
 # The largest part of the collectives of an axis, kind and phase that may have no product or
-# attention beside them (tools/streams/overlap.py). What is not named may all be exposed.
+# attention beside them (tools/rehearse/overlap.py). What is not named may all be exposed.
 MOST_BARE = {
     "cp all_gather F": 0.6,
     "cp all_gather I": 0.6,
@@ -222,7 +233,7 @@ def nothing(*_: Any) -> None: ...
         (ZERO_3, SYNC, "tests/test_streams.py",
          patch.object(UpdateGuard, "__call__", guard_that_reads)),
         (ZERO_3, SYNC, "without non_blocking",
-         patch("tools.streams.step.to_device", lambda tensor, _: tensor.to(DEVICE))),
+         patch("tools.rehearse.rank.to_device", lambda tensor, _: tensor.to(DEVICE))),
         (ZERO_3, THREAD, "the thread save",
          patch("runtime.checkpoints.save.device_thread", plain_thread)),
         (ZERO_3, RACE, "the thread save",
@@ -260,19 +271,19 @@ def test_a_collective_that_became_synchronous_is_found() -> None:
 
 
 @contextmanager
-def device() -> Iterator[Pretended]:
-    with one_rank(MeshSizes(), 0, DEVICE) as mesh, pretended_device(mesh) as pretended:
-        pretended.device.in_step = True
-        yield pretended
+def checked_device() -> Iterator[Device]:
+    with one_rank(MeshSizes(), 0, DEVICE) as mesh, fake_gpu() as device, Tape(mesh, device):
+        device.in_step = True
+        yield device
 
 
-def kinds(pretended: Pretended) -> dict[str, Any]:
-    return {"found": [kind for kind, _ in pretended.findings.found]}
+def kinds(device: Device) -> dict[str, Any]:
+    return {"found": [kind for kind, _ in device.findings]}
 
 
 def uses_a_side_stream(waits: bool, part: int) -> dict[str, Any]:
     """The compute stream writes the first half of a tensor, another stream reads half `part`."""
-    with device() as pretended:
+    with checked_device() as device:
         side = torch.cuda.Stream()
         x = torch.zeros(8, device=DEVICE)
         side.wait_stream(torch.cuda.current_stream())
@@ -281,7 +292,7 @@ def uses_a_side_stream(waits: bool, part: int) -> dict[str, Any]:
             side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             torch.neg(x[4 * part : 4 * part + 4])
-        return kinds(pretended)
+        return kinds(device)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +304,7 @@ def test_streams_must_wait_for_each_other(waits: bool, part: int, found: list[st
 
 def frees_early(then: str) -> dict[str, Any]:
     """Another stream reads a tensor of the compute stream, which frees it and allocates another."""
-    with device() as pretended:
+    with checked_device() as device:
         compute, side = torch.cuda.current_stream(), torch.cuda.Stream()
         x = torch.zeros(8, device=DEVICE)
         side.wait_stream(compute)
@@ -305,7 +316,7 @@ def frees_early(then: str) -> dict[str, Any]:
         if then == "wait":
             compute.wait_stream(side)
         torch.zeros(8, device=DEVICE)
-        return kinds(pretended)
+        return kinds(device)
 
 
 @pytest.mark.parametrize(
@@ -344,11 +355,11 @@ READS: dict[str, tuple[list[str], Callable[[Tensor], Any]]] = {  # what is found
 
 
 def reads(what: str) -> dict[str, Any]:
-    with device() as pretended:
+    with checked_device() as device:
         x = torch.zeros(8, device=DEVICE)
-        pretended.device.in_step = "read" not in what  # between steps, waiting is allowed
+        device.in_step = "read" not in what  # between steps, waiting is allowed
         READS[what][1](x)
-        return kinds(pretended)
+        return kinds(device)
 
 
 @pytest.mark.parametrize("what", READS)
@@ -357,13 +368,30 @@ def test_the_host_waits_for_what_it_reads(what: str) -> None:
 
 
 def works_in_a_thread(make: Callable[..., threading.Thread]) -> dict[str, Any]:
-    with device() as pretended:
+    with checked_device() as device:
         thread = make(partial(torch.zeros, 8, device=DEVICE), "worker")
         thread.start()
         thread.join()
-        return kinds(pretended)
+        return kinds(device)
 
 
 @pytest.mark.parametrize(("make", "found"), [(device_thread, []), (plain_thread, [THREAD])])
 def test_a_thread_must_choose_its_device(make: Any, found: list[str]) -> None:
     assert alone(works_in_a_thread, make) == {"found": found}
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_the_command_fails_if_it_finds_a_defect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Control: a guard that reads from the device. (Without one, docs/streams.md shows it.)"""
+    file = tmp_path / "report.json"
+    with patch.object(UpdateGuard, "__call__", guard_that_reads):
+        assert main([str(LAPTOP), "--races", "--json", str(file)]) == 1
+    (finding,) = json.loads(file.read_text(encoding="utf-8"))["findings"]
+    assert finding.startswith(f"{SYNC}: aten._local_scalar_dense.default needs a value")
+    said = capsys.readouterr().out
+    assert f"\n  {finding}\n" in said
+    assert "\ntp reduce_scatter B " in said

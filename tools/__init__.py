@@ -4,7 +4,8 @@ A folder is one command and its parts, except huggingface/, which import_hf and 
 command.py ends a command cleanly.
 
 Before a run      tokenizer, prepare     text → tokens → token shards
-                  plan, rehearse         predict a job's needs; execute any rank of it here
+                  plan, rehearse         predict a job's needs; execute any rank of it here, and
+                                         check its streams, memory and overlap
                   timeline               draw a schedule
                   preflight              check that the nodes are fit
                   launch                 start a run on one machine, importing everything once
@@ -17,6 +18,5 @@ During and after  report, profile        a run as a page, its loss as a picture;
                   evaluate               score the model on tasks
                   average                average the weights of checkpoints
                   import_hf, export      convert from and to Hugging Face folders
-To trust it       streams                check streams, memory and overlap without a GPU
-                  compile_kernels        compile the kernels for every GPU, without having one
+To trust it       compile_kernels        compile the kernels for every GPU, without having one
 """

@@ -4,6 +4,7 @@
     python -m tools.rehearse configs/llama3_405b.yaml parallel.dp_shard=16 --stages
     python -m tools.rehearse configs/llama3_8b.yaml --rank 0 --real  also times, on this GPU or CPU
     python -m tools.rehearse configs/llama3_8b.yaml --operators      every operator, and its line
+    python -m tools.rehearse configs/laptop.yaml --rank 4 --races    also streams, threads, overlap
 
 It runs one whole step of the training code itself: the model, the pipeline's runner, FSDP2 and the
 optimizer. The other ranks are fake: collectives return at once, and the data that should arrive is
@@ -12,6 +13,11 @@ whatever was in memory. Experts receive --imbalance times their balanced share o
 counted for a GPU with Triton's kernels and flash attention, and, if the experts are balanced,
 compared with the plan that tools/plan makes for the rank. The number of ranks is that of --gpus, of
 the configuration's axes, or of its first line (`# world: N`).
+
+--races looks for accesses to memory that no wait orders, memory that is freed while a stream uses
+it, waits of the host inside a step, and threads on a wrong device, in two steps with a save after
+each. The exit status is 1 if there is any of these. It also shows what hides each collective, with
+times from the data sheet of --device.
 """
 
 import json
@@ -23,13 +29,13 @@ from costs.routing import check_imbalance
 from errors import UserError
 from tools.command import CommandParser, add_overrides, run_command
 from tools.plan.check import add_data_stage, one_stage
-from tools.plan.hardware import GB, find_device
+from tools.plan.hardware import GB, Device, find_device
 from tools.plan.layout import Layout, world_of
 from tools.plan.memory import Memory
 from tools.plan.traffic import by_axis, over_groups
 from tools.rehearse.operators import describe_operators, operators
-from tools.rehearse.prediction import predicted_step
-from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse, rehearse_for_real
+from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse
+from tools.rehearse.real import predicted_step, rehearse_for_real
 from training.config import Config
 from training.layouts import valid_layout
 from training.load_config import load_config
@@ -57,12 +63,8 @@ def beside_the_plan(config: Config, report: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe(report: dict[str, Any]) -> str:
-    stages = ", ".join(map(str, report["stages"]))
     peak = report["peak_memory_bytes"]
-    lines = [
-        f"rank {report['rank']} of {report['world']}, stage {stages}"
-        + (f": {peak / GB:.2f} GB" if peak else "")
-    ]
+    lines = [_title(report) + (f": {peak / GB:.2f} GB" if peak else "")]
     lines += [
         f"  {size / GB:9.3f} GB  {name}"
         for name, size in report.get("memory", {}).items()
@@ -83,6 +85,30 @@ def describe(report: dict[str, Any]) -> str:
     if "seconds" in report:
         host = f"{report['cpu_seconds']:.1f} s of CPU time, {report['host_bytes'] / 2**30:.2f} GiB"
         lines.append(f"  rehearsed in {report['seconds']:.1f} s, with {host} of host memory")
+    return "\n".join(lines)
+
+
+def _title(report: dict[str, Any]) -> str:
+    stages = ", ".join(map(str, report["stages"]))
+    return f"rank {report['rank']} of {report['world']}, stage {stages}"
+
+
+def describe_races(report: dict[str, Any], device: Device) -> str:
+    found = report["findings"]
+    lines = [
+        f"{_title(report)}: {len(found)} findings in {report['operators']:,} operators; "
+        f"{report['compared']:,} pairs of accesses compared",
+        *(f"  {finding}" for finding in found),
+        "",
+        f"{'one step, with times on ' + device.name:32}  count         MB   bare  GFLOP beside"
+        "      wire   exposed",
+    ]
+    for name, row in report["overlap"].items():
+        wire, exposed = (1e3 * row[seconds] for seconds in ("wire_seconds", "exposed_seconds"))
+        lines.append(
+            f"{name:32} {row['count']:6,} {row['bytes'] / 1e6:10,.3f} "
+            f"{row['bare']:6,} {row['flops'] / 1e9:13,.3f} {wire:6.3f} ms {exposed:6.3f} ms"
+        )
     return "\n".join(lines)
 
 
@@ -110,11 +136,16 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="show every operator of a step with the line that causes it, and nothing else",
     )
+    how.add_argument(
+        "--races",
+        action="store_true",
+        help="also check what waits for what, and show what hides each collective",
+    )
     parser.add_argument(
         "--device",
         default="h100",
         metavar="NAME",
-        help="with --real --stages: the device whose links are modelled (default: h100)",
+        help="with --real --stages or --races: the device whose links are modelled (default: h100)",
     )
     parser.add_argument(
         "--imbalance",
@@ -145,13 +176,18 @@ def main(arguments: list[str] | None = None) -> int:
             given = config, world, rank
             if options.real:
                 report = alone(rehearse_for_real, *given, options.imbalance)
+                described = describe(report)
             elif options.operators:
                 report = alone(operators, *given, options.imbalance)
+                described = describe_operators(report)
+            elif options.races:
+                report = alone(rehearse, *given, 2, options.imbalance, True, device)
+                described = describe_races(report, device)
             else:
                 report = alone(rehearse, *given, 1, options.imbalance)
-            if not (options.real or options.operators) and options.imbalance == 1:
-                report["planned"] = beside_the_plan(config, report)
-            described = describe_operators(report) if options.operators else describe(report)
+                if options.imbalance == 1:
+                    report["planned"] = beside_the_plan(config, report)
+                described = describe(report)
             print(described, flush=True)
             reports.append(report)
         result: dict[str, Any] = {"ranks": reports} if options.stages else reports[0]
@@ -168,7 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
+    return int(any(report.get("findings") for report in reports))
 
 
 if __name__ == "__main__":

@@ -50,10 +50,11 @@ from model.kernels import backend
 from parallel.mesh import Mesh
 from parallel.pipeline.actions import FORWARD, Action
 from parallel.pipeline.runner import PipelineRunner
-from tools.rehearse import fake_gpu
-from tools.rehearse.code_lines import FSDP, code_file
+from tools.rehearse import device
+from tools.rehearse.collectives import GroupAxes, complete
+from tools.rehearse.fake_gpu import fake_gpu
+from tools.rehearse.findings import FSDP, code_file
 from tools.rehearse.rank import build_without_data, routing_of, rows, the_rank
-from tools.rehearse.tape import GroupAxes
 from training.config import Config
 from training.step import TrainStep
 
@@ -218,7 +219,8 @@ def replaced(
         (torch.cuda, "torch.cuda.synchronize"),
         (torch.cuda.Event, "Event.synchronize"),
         (torch.cuda.Stream, "Stream.synchronize"),
-        (fake_gpu._Event, "Event.synchronize"),
+        (device.Event, "Event.synchronize"),
+        (device.Stream, "Stream.synchronize"),
     }
     with ExitStack() as stack:
         for found in pkgutil.iter_modules(model.kernels.__path__):
@@ -337,7 +339,7 @@ class Ledger(StorageWatch):
         name = f"{kind} over {axis or 'one rank'}"  # one rank: in place, launches nothing
         done = Operator(*place(self._action), COLLECTIVE, name, 1 if axis else 0, size)
         self._record(done, *arguments_of_collective(kind, args))
-        return fake_gpu.run_collective(func, args, kwargs)
+        return complete(func, args)
 
     def _as_on_gpu(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a custom operator's own code, down to its launches."""
@@ -437,7 +439,7 @@ def operators(config: Config, world: int, rank: int, imbalance: float = 1.0) -> 
     of one world, so call this through `alone`."""
     with (
         the_rank(config, world, rank, DEVICE) as mesh,
-        fake_gpu.fake_gpu(to_device=without_waiting),
+        fake_gpu(to_device=without_waiting),
     ):
         stages, experts = build_without_data(config, mesh), routing_of(config, mesh, imbalance)
         with recording(mesh) as ledger, experts:

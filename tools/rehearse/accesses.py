@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from costs.storages import key_of
-from tools.streams.clocks import Lane
-from tools.streams.findings import RACE, REUSE, Findings
+from tools.rehearse.device import Lane
+from tools.rehearse.findings import RACE, REUSE, Findings
 
 Range = tuple[int, float]  # bytes of a storage: first, and one past the last
 WHOLE: Range = (0, float("inf"))
@@ -54,7 +54,7 @@ def range_of(tensor: Tensor) -> Range:
     return first * tensor.element_size(), (last + 1) * tensor.element_size()
 
 
-class Memory:
+class Accesses:
     """All blocks, by the key of their storage."""
 
     def __init__(self, findings: Findings) -> None:
@@ -121,9 +121,9 @@ class Memory:
                 f"{_of(new)} may use memory that {_of(old)} has not finished with, "
                 f"freed at {old.freed}"
             )
-            self.findings.add(REUSE, text)
+            self.findings[REUSE, text] += 1
         else:
-            self.findings.add(RACE, f"{_of(new)} does not wait for {_of(old)}")
+            self.findings[RACE, f"{_of(new)} does not wait for {_of(old)}"] += 1
 
 
 def _of(access: Access) -> str:

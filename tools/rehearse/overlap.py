@@ -1,4 +1,4 @@
-"""How much computing can hide each collective.
+"""How much computing can hide each collective, and what that means in seconds of a device.
 
 A collective is hidden by what the compute stream does at the same time: all that is ordered neither
 before its start nor after its end. Its start waits for what its stream had waited for when it was
@@ -10,28 +10,22 @@ runs beside that layer, because its stream waits only for the layer before that.
 Several collectives may count the same computing. The host is assumed to be ahead of the device.
 """
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from costs.collectives import Call, rounds
 from costs.events import Attention, Moved, Product
-from parallel.pipeline.actions import Action
-from tools.streams.clocks import Lane
-from tools.streams.device import Device
+from tools.plan.time import StepTime
+from tools.rehearse.device import Device, Lane
 
 Computing = Product | Attention | Moved
-OUTSIDE = "-"  # the phase of what runs between actions
 
 
 @dataclass
 class Flight:
     """One collective on its way."""
 
-    axis: str
-    kind: str
-    bytes: int  # of the whole tensor
-    phase: str  # the letter of the action in which it was launched
+    call: Call
+    phase: str  # the letter of the action in which it was launched; `-`: between actions
     lane: Lane
     number: int  # of the lane's work
     begin: int  # the compute stream's work up to here is ordered before it
@@ -40,7 +34,16 @@ class Flight:
     @property
     def name(self) -> str:
         """The row to which it belongs."""
-        return f"{self.axis} {self.kind} {self.phase}"
+        return f"{self.call.axis} {self.call.kind} {self.phase}"
+
+    def seconds(self, time: StepTime) -> float:
+        """On the wire."""
+        axis, kind, size = self.call
+        if kind in ("send", "receive"):
+            return time.message_seconds
+        if axis in ("tp", "dp_shard", "dp_replicate"):
+            return time.links.collective(axis, size, rounds(kind))
+        return time.links.device.collective_seconds  # a few numbers
 
 
 @dataclass
@@ -49,16 +52,8 @@ class Overlap:
 
     device: Device
     flights: list[Flight] = field(default_factory=list)
-    phase: str = OUTSIDE
     open: list[Flight] = field(default_factory=list)  # those whose end is not known yet
     computed: dict[int, Computing] = field(default_factory=dict)  # by number of the stream's work
-
-    @contextmanager
-    def record(self, action: Action) -> Iterator[None]:
-        """A context for the pipeline's runner."""
-        self.phase = action.kind.value
-        yield
-        self.phase = OUTSIDE
 
     def clear(self) -> None:
         """Forget everything, before the step that is to be recorded."""
@@ -66,10 +61,8 @@ class Overlap:
         self.open.clear()
         self.computed.clear()
 
-    def launched(
-        self, axis: str, kind: str, size: int, lane: Lane, number: int, begin: int
-    ) -> None:
-        flight = Flight(axis, kind, size, self.phase, lane, number, begin)
+    def launched(self, call: Call, phase: str, lane: Lane, number: int, begin: int) -> None:
+        flight = Flight(call, phase, lane, number, begin)
         if lane is self.device.compute:
             flight.end = begin
         else:
@@ -92,19 +85,32 @@ class Overlap:
         numbers = range(flight.begin + 1, end + 1)
         return [self.computed[n] for n in numbers if n in self.computed]
 
+    def table(self, time: StepTime | None = None) -> dict[str, dict[str, float]]:
+        """The collectives of a step, summed by axis, kind and phase:
 
-def table(overlap: Overlap) -> dict[str, Counter[str]]:
-    """The collectives of a step, summed by axis, kind and phase:
-
-    count   how many there are
-    bytes   of the whole tensors
-    bare    how many have no matrix product or attention beside them
-    flops   of the products and attention beside them
-    """
-    rows: dict[str, Counter[str]] = {}
-    for flight in sorted(overlap.flights, key=lambda flight: flight.name):
-        beside = overlap.beside(flight)
-        flops = int(sum(e.flops for e in beside if isinstance(e, (Product, Attention))))
-        row = rows.setdefault(flight.name, Counter())
-        row.update(count=1, bytes=flight.bytes, bare=int(flops == 0), flops=flops)
-    return rows
+        count             how many there are
+        bytes             of the whole tensors
+        bare              how many have no matrix product or attention beside them
+        flops             of the products and attention beside them
+        wire_seconds      at the rates of `time`
+        exposed_seconds   of them, at least: several collectives may be hidden by the same computing
+                          here, and no rank waits for another one
+        """
+        rows: dict[str, dict[str, float]] = {}
+        for flight in sorted(self.flights, key=lambda flight: flight.name):
+            beside = self.beside(flight)
+            flops = int(sum(e.flops for e in beside if isinstance(e, (Product, Attention))))
+            mine: dict[str, float] = {
+                "count": 1,
+                "bytes": flight.call.bytes,
+                "bare": int(flops == 0),
+                "flops": flops,
+            }
+            if time is not None:
+                wire = flight.seconds(time)
+                hidden = sum((time.rates.operation(each) for each in beside), 0.0)
+                mine |= {"wire_seconds": wire, "exposed_seconds": max(0.0, wire - hidden)}
+            row = rows.setdefault(flight.name, dict.fromkeys(mine, 0))
+            for name, number in mine.items():
+                row[name] += number
+        return rows

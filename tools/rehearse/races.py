@@ -1,26 +1,22 @@
-"""Runs code on the pretended device: below autograd and FSDP every operator is issued on the
-current stream, and what it reads and writes is checked.
+"""Looks for races: every operator is issued on the current stream, and what it reads and writes is
+checked.
 
 Tensors of the device are those of costs/as_on_gpu.py, without data. What an operator does
 internally (a kernel's table of pointers, a workspace) is not seen.
 """
 
-import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from costs.as_on_gpu import DEVICE
 from costs.events import event_of
 from costs.operators import (
     HostCopy,
     accesses,
-    copies_values,
     host_copy,
     needs_value,
     on_device,
@@ -29,38 +25,54 @@ from costs.operators import (
     tensors_of,
     value_without_data,
 )
-from costs.storages import StorageWatch, key_of
-from tools.streams.device import Device
-from tools.streams.findings import line
-from tools.streams.memory import Memory
-from tools.streams.nccl import Nccl
-from tools.streams.overlap import Computing, Overlap
+from costs.storages import key_of
+from tools.rehearse.accesses import Accesses
+from tools.rehearse.collectives import GroupAxes, Nccl
+from tools.rehearse.device import Device
+from tools.rehearse.findings import line
+from tools.rehearse.overlap import Computing, Overlap
 
 
-class Watch(StorageWatch):
-    """Watches the threads that are inside an `InThisThread` of it."""
+class Races:
+    """The streams of a fake GPU, what is accessed on them, and what overlaps.
 
-    def __init__(self, device: Device, memory: Memory, nccl: Nccl, overlap: Overlap) -> None:
-        super().__init__(DEVICE)
-        self.on, self.memory, self.nccl, self.overlap = device, memory, nccl, overlap
+    Args:
+        axes: names the collectives.
+        saw: to be called with every tensor, before it is accessed.
+    """
+
+    def __init__(self, device: Device, axes: GroupAxes, saw: Callable[[Tensor], None]) -> None:
+        self.device, self.saw = device, saw
+        self.accesses, self.overlap = Accesses(device.findings), Overlap(device)
+        device.joined = self.overlap.joined
+        self.nccl = Nccl(device, self.accesses, self.overlap, axes)
         self.operators = 0
         self._pinned: dict[int, range] = {}  # addresses of storages of the host, by their keys
-        self._lock = threading.RLock()
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "findings": [
+                f"{kind}: {text}" + (f" ({count} times)" if count > 1 else "")
+                for (kind, text), count in self.device.findings.items()
+            ],
+            "operators": self.operators,
+            "compared": self.accesses.compared,  # pairs of accesses
+        }
 
     # --- storages ---
 
-    def born(self, key: int, size: int, label: Any = None) -> None:
-        self.memory.allocate(key, self.on.current_stream(), line())
+    def born(self, key: int) -> None:
+        self.accesses.allocate(key, self.device.current_stream(), line())
 
-    def freed(self, key: int, size: int) -> None:
-        self.memory.free(key, line())
+    def freed(self, key: int) -> None:
+        self.accesses.free(key, line())
 
     def pin(self, tensor: Tensor) -> Tensor:
         """Treat a tensor of the host as pinned."""
         storage = tensor.untyped_storage()
         begin = storage.data_ptr()
         self._pinned[storage._cdata] = range(begin, begin + storage.nbytes())
-        self.memory.allocate(storage._cdata, self.on.host(), line(), pinned=True)
+        self.accesses.allocate(storage._cdata, self.device.host(), line(), pinned=True)
         weakref.finalize(storage, self._unpin, storage._cdata).atexit = False
         return tensor
 
@@ -74,19 +86,11 @@ class Watch(StorageWatch):
 
     def _unpin(self, key: int) -> None:
         del self._pinned[key]
-        self.memory.free(key, line())
+        self.accesses.free(key, line())
 
     # --- operators ---
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented  # DTensor first: this mode then sees its operators on local parts
-        with self._lock:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func.namespace == "c10d":
-            return self.nccl.launch(func, args)
         given = list(tensors_of([*args, *kwargs.values()]))
         for tensor in given:
             self.saw(tensor)
@@ -111,15 +115,15 @@ class Watch(StorageWatch):
         if not touched:
             return
         self.operators += 1
-        stream = self.on.issue()
+        stream = self.device.issue()
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t, _ in touched)
-        if recorded and stream is not self.on.compute:
+        if recorded and stream is not self.device.compute:
             raise NotImplementedError(
                 f"{func} at {line()} is recorded by autograd on {stream.name}"
             )
         number = stream.advance()
-        self.memory.access(stream, number, f"{func} at {line()}", touched)
-        if stream is self.on.compute:
+        self.accesses.access(stream, number, f"{func} at {line()}", touched)
+        if stream is self.device.compute:
             event = event_of(func, args, kwargs, result)
             if isinstance(event, Computing):
                 self.overlap.computed[number] = event
@@ -127,11 +131,11 @@ class Watch(StorageWatch):
     def _on_host(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         touched = list(accesses(func, args, kwargs, result))
         if any(self._is_pinned(tensor) for tensor, _ in touched if tensor.device.type == "cpu"):
-            host = self.on.host()
-            self.memory.access(host, host.advance(), f"{func} at {line()}", touched)
+            host = self.device.host()
+            self.accesses.access(host, host.advance(), f"{func} at {line()}", touched)
 
     def _wait(self, why: str) -> None:
-        self.on.waits(why, self.on.issue().point())
+        self.device.waits(why, self.device.issue().point())
 
     def _read(self, func: Any, args: Any, kwargs: Any, what: str) -> Any:
         """The host reads from the device: it waits. Zero or false stands for the value."""
@@ -163,9 +167,9 @@ class Watch(StorageWatch):
         host = read if source == "cpu" else result
         pinned = not host.numel() or self._is_pinned(host)
         self.operators += 1
-        stream, (here, there) = self.on.issue(), (read, result)
+        stream, (here, there) = self.device.issue(), (read, result)
         name = f"the copy from {_name(source)} to {_name(target)} at {line()}"
-        self.memory.access(stream, stream.advance(), name, [(here, False), (there, True)])
+        self.accesses.access(stream, stream.advance(), name, [(here, False), (there, True)])
         if blocks or not pinned:
             why = " without non_blocking" if blocks else " with memory that is not pinned"
             self._wait(f"a copy from {_name(source)} to {_name(target)}{why}")
@@ -174,34 +178,3 @@ class Watch(StorageWatch):
 
 def _name(device: str) -> str:
     return "the device" if device == DEVICE else "the host"
-
-
-class InThisThread(TorchDispatchMode):
-    """Passes the operators of the calling thread to a watch."""
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self.watch = watch
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.watch.__torch_dispatch__(func, types, args, kwargs)
-
-
-class HostMemory(TorchFunctionMode):
-    """Makes the host's code for GPUs work without one: pinned memory, and copies to `cuda`."""
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self.watch = watch
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func == torch.Tensor.pin_memory:
-            return self.watch.pin(args[0].clone())
-        if func == torch.Tensor.to and len(args) > 1 and str(args[1]).startswith("cuda"):
-            return func(args[0], DEVICE, *args[2:], **kwargs)
-        if kwargs.pop("pin_memory", False):  # zeros, because the save refuses what is not finite
-            return self.watch.pin(torch.zeros(*args, **kwargs))
-        if copies_values(func, kwargs):
-            self.watch.on.waits(f"{func.__name__}() copies to the device", {})
-        return func(*args, **kwargs)

@@ -1,36 +1,73 @@
-"""A pretended device with streams, events and one current device per thread, which records what
-waits for what instead of computing. It takes the place of `torch.cuda`.
+"""A fake device with streams, events and one current device per thread, which records what waits
+for what instead of computing. It takes the place of `torch.cuda`.
 
-A stream starts work when the host has issued it, and in the order in which it was issued. So all
-that the host has waited for is ordered before work that it issues later, but not the reverse: the
-host never waits unless it says so.
+A *lane* does its work in the order in which it was issued: a stream of the device, or a thread of
+the host. Work on two lanes is ordered only by what one lane waited for: `Lane.after` joins what
+another lane had done and seen at some point. These are vector clocks. (Fidge 1988; Mattern 1989.
+Race detection with them: Flanagan and Freund 2009, FastTrack,
+https://doi.org/10.1145/1542476.1542490.)
+
+A stream starts work when the host has issued it. So all that the host has waited for is ordered
+before work that it issues later, but not the reverse: the host never waits unless it says so.
 """
 
 import linecache
 import re
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from tools.streams.clocks import Lane, Point
-from tools.streams.findings import SYNC, THREAD, Findings, line
+from tools.rehearse.findings import SYNC, THREAD, Findings, line
+
+INDEX = 3  # of the fake device in its machine: not 0, which every new thread has
+
+Point = dict["Lane", int]  # lane → how much of its work is done; of a lane not named: nothing
+
+
+class Lane:
+    """A stream or a host thread. Its work is numbered from 1; `done` is the last number."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.done = name, 0
+        self._seen: Point = {}  # of other lanes
+
+    def advance(self) -> int:
+        """Add one piece of work and return its number."""
+        self.done += 1
+        return self.done
+
+    def seen(self, lane: "Lane") -> int:
+        """The number of the last work of `lane` that is ordered before what this lane does next."""
+        return self.done if lane is self else self._seen.get(lane, 0)
+
+    def point(self) -> Point:
+        """Everything that is ordered before what this lane does next."""
+        return {**self._seen, self: self.done}
+
+    def after(self, point: Point) -> None:
+        """Order what this lane does next after `point`."""
+        for lane, number in point.items():
+            if lane is not self and number > self._seen.get(lane, 0):
+                self._seen[lane] = number
 
 
 class Device:
-    """Device number `index` of its machine, as one rank uses it. Its attributes have the names of
+    """Device number `INDEX` of its machine, as one rank uses it. Its attributes have the names of
     those of `torch.cuda`."""
 
-    def __init__(self, index: int, findings: Findings) -> None:
-        self.index, self.findings = index, findings
+    def __init__(self) -> None:
+        self.findings: Findings = Counter()
         self.host_lanes: dict[threading.Thread, Lane] = {}
         self._thread = threading.local()
         self.Event = lambda *_, **__: Event(self)
         self.Stream = lambda *_, **__: Stream(self, _assigned(sys._getframe(1)))
         self.compute = Stream(self, "the compute stream")
         self.joined: Callable[[], None] = lambda: None  # called when the compute stream has waited
+        self.set_device(INDEX)
 
     # --- threads ---
 
@@ -56,13 +93,10 @@ class Device:
 
     def touch(self) -> None:
         """To be called by whatever uses the device: the thread must have chosen it."""
-        if self.current_device() != self.index:
+        if self.current_device() != INDEX:
             name, now = threading.current_thread().name, self.current_device()
-            self.findings.add(
-                THREAD,
-                f"the thread {name} uses device {self.index} at {line()} while its current device "
-                f"is {now}",
-            )
+            text = f"the thread {name} uses device {INDEX} at {line()} while its current device "
+            self.findings[THREAD, f"{text}is {now}"] += 1
 
     # --- streams ---
 
@@ -90,7 +124,7 @@ class Device:
         self.touch()
         self.host().after(point)
         if self.in_step:
-            self.findings.add(SYNC, f"{why} at {line()}")
+            self.findings[SYNC, f"{why} at {line()}"] += 1
 
     def synchronize(self, *_: Any) -> None:
         self.waits("synchronize()", self.compute.point())

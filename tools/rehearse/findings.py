@@ -1,14 +1,32 @@
-"""What the check finds, and the lines of code that it names."""
+"""What the check of races finds, and the lines of code that cause what a step does."""
 
 import sys
-from dataclasses import dataclass, field
+from collections import Counter
+from functools import cache
+from pathlib import Path
 from types import FrameType
 
 import torch
 
-from tools.rehearse.code_lines import FSDP, code_file
-
 RACE, REUSE, SYNC, THREAD = "race", "reused memory", "host waits", "wrong device"
+Findings = Counter[tuple[str, str]]  # (kind, text) → how often
+
+ROOT = Path(__file__).parent.parent.parent
+# They watch; they do not cause.
+_OBSERVERS = tuple(f"{ROOT}/{name}/" for name in ("benchmarks", "costs", "tools/rehearse"))
+_FSDP = "/torch/distributed/fsdp/"
+FSDP = "FSDP "  # before the name of a file of FSDP2
+
+
+@cache
+def code_file(path: str) -> str | None:
+    """The name of a file of this repository, or of FSDP2 (`FSDP …`); None for all others, and for
+    those that only watch."""
+    if _FSDP in path:
+        return f"{FSDP}{Path(path).name}"
+    if not path.startswith(f"{ROOT}/") or "/site-packages/" in path:
+        return None
+    return None if path.startswith(_OBSERVERS) else path.removeprefix(f"{ROOT}/")
 
 
 def line() -> str:
@@ -27,19 +45,3 @@ def line() -> str:
     if not ours and node is not None:
         ours = f"autograd's {node.name()}"
     return f"{ours}, in FSDP's {fsdp}" if fsdp and ours else ours or fsdp or "an unknown line"
-
-
-@dataclass
-class Findings:
-    """The defects found so far: (kind, text) → how often."""
-
-    found: dict[tuple[str, str], int] = field(default_factory=dict)
-
-    def add(self, kind: str, text: str) -> None:
-        self.found[kind, text] = self.found.get((kind, text), 0) + 1
-
-    def lines(self) -> list[str]:
-        return [
-            f"{kind}: {text}" + (f" ({count} times)" if count > 1 else "")
-            for (kind, text), count in self.found.items()
-        ]
