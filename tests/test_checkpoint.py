@@ -242,9 +242,10 @@ def test_a_last_save_that_fails_is_no_success(spoilt: Spoilt) -> None:
     assert (status["state"], "step 12 was not saved" in status["reason"]) == ("failed", True)
 
 
+@pytest.mark.thorough
 def test_a_full_disk(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """On a file system with room for one checkpoint only, the first checkpoint stays good and the
-    run reports that the last one was not saved."""
+    """The faults above, of a real disk: on a file system with room for one checkpoint only, the
+    first checkpoint stays good and the run reports that the last one was not saved."""
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(
@@ -299,7 +300,7 @@ def saved_while_training(config_path: str) -> tuple[bool, float]:
 def test_what_is_saved_is_what_was_there_and_training_goes_on(
     ranks: Ranks, data: Path, tmp_path: Path
 ) -> None:
-    config = write_config(tmp_path, data, parallel={"tp": 2})
+    config = write_config(tmp_path, data, model={"num_layers": 1}, parallel={"tp": 2})
     for same, moved in ranks.run(saved_while_training, 2, config):
         assert same
         assert moved > 0, "a step was trained in between"
