@@ -208,16 +208,9 @@ LOST = {  # what is lost → sections, steps that are bad, what is said, how oft
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("sections", "bad", "why", "rollbacks"), LOST.values(), ids=LOST)
-def test_a_run_that_is_lost_fails(
-    ranks: Ranks,
-    data: Path,
-    tmp_path: Path,
-    sections: dict,
-    bad: set[int],
-    why: str,
-    rollbacks: int,
-) -> None:
+@pytest.mark.parametrize("lost", LOST)
+def test_a_run_that_is_lost_fails(ranks: Ranks, data: Path, tmp_path: Path, lost: str) -> None:
+    sections, bad, why, rollbacks = LOST[lost]
     config = config_of(tmp_path, data, **sections)
     (said,) = ranks.run(said_by, 1, run_with_bad_steps, [config], 0, bad)
     assert re.search(why, said)
@@ -300,18 +293,16 @@ def test_what_was_saved_among_bad_steps_is_not_gone_back_to(
     assert skipped == dict.fromkeys(range(1, 9), 0)
 
 
-@pytest.mark.parametrize(
-    ("bad", "saved"),
-    [
-        ({2, 6}, [3, 4, 6]),  # 3 in place of 2; 6 ends the run
-        # the save due at step 4 is postponed, and after the rollback to 2 made at 4 again
-        ({3, 4, 5}, [2, 4, 6]),
-    ],
-    ids=["a save waits for a good step", "one that was due before a rollback"],
-)
-def test_saves_and_bad_steps(
-    ranks: Ranks, data: Path, tmp_path: Path, bad: set[int], saved: list[int]
-) -> None:
+SAVES: dict[str, tuple[set[int], list[int]]] = {  # steps that are bad, and those that are saved
+    "a save waits for a good step": ({2, 6}, [3, 4, 6]),  # 3 in place of 2; 6 ends the run
+    # the save due at step 4 is postponed, and after the rollback to 2 made at 4 again
+    "one that was due before a rollback": ({3, 4, 5}, [2, 4, 6]),
+}
+
+
+@pytest.mark.parametrize("case", SAVES)
+def test_saves_and_bad_steps(ranks: Ranks, data: Path, tmp_path: Path, case: str) -> None:
+    bad, saved = SAVES[case]
     bounds = {"guard": {"max_bad_steps": 3}, "checkpoint": {"interval": 2, "keep_last": 9}}
     config = config_of(tmp_path, data, **bounds)
     assert ranks.run(run_with_bad_steps, 1, [config], 0, bad) == [""]

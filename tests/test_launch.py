@@ -9,16 +9,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import psutil
 import pytest
+import torch
 
 from errors import UserError
 from runtime.records.events import read_events
+from runtime.start.init_distributed import init_distributed
 from tests.drills.stops import PHASES, SIGNALS, TARGETS, catches, stop
 from tests.runs import LAYOUT_3D, forked, status, status_of, write_config
 from tools import launch
@@ -30,6 +32,10 @@ ENVIRONMENT = {
     for key, value in os.environ.items()
     if not key.startswith("MALLOC_") and key != "OMP_NUM_THREADS"
 }
+
+
+def small(folder: Path, data: Path) -> str:
+    return write_config(folder, data, model={"num_layers": 1})
 
 
 def launched(folder: Path, arguments: list[str]) -> None:
@@ -49,7 +55,7 @@ def started(folder: Path, *arguments: str, errors: str = "log") -> Any:
 @contextlib.contextmanager
 def running(folder: Path, data: Path) -> Iterator[tuple[Any, list[psutil.Process]]]:
     """Run a launcher with two ranks, which are training."""
-    config = write_config(folder, data)
+    config = small(folder, data)
     endless = ("train.steps=1000000", "run.log_interval=1")
     process = started(folder, "--nproc-per-node", "2", config, *endless)
     ranks: list[psutil.Process] = []
@@ -71,10 +77,11 @@ def running(folder: Path, data: Path) -> Iterator[tuple[Any, list[psutil.Process
 
 def test_it_trains(data: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, data, parallel=LAYOUT_3D)
-    assert status(started(tmp_path, config, "train.steps=2", errors="errors")) == 0
+    four = ("--nproc-per-node", "4", config, "train.steps=2")
+    assert status(started(tmp_path, *four, errors="errors")) == 0
     said = (tmp_path / "log").read_text()
-    assert said.startswith("8 processes on this machine: train.py")
-    assert "88,352 parameters on 8 ranks = pp 2 × dp_replicate 1 × dp_shard 2 × tp 2" in said
+    assert said.startswith("4 processes on this machine: train.py")
+    assert "88,352 parameters on 4 ranks = pp 2 × dp_replicate 1 × dp_shard 1 × tp 2" in said
     assert status_of(tmp_path)["state"] == "finished"
     assert (tmp_path / "errors").read_text() == ""
     assert list((tmp_path / "tmp").iterdir()) == []
@@ -90,6 +97,7 @@ COVERING = {
 }
 THOROUGH = {
     ("SIGTERM", "launcher", "save"),
+    ("SIGTERM", "torchrun", "start-up"),  # train.py listens before it imports torch
     ("SIGINT", "one rank", "evaluation"),
     ("SIGINT", "torchrun", "step"),
     ("SIGTERM", "torchrun", "save"),
@@ -112,7 +120,7 @@ def test_a_request_to_stop(data: Path, tmp_path: Path, case: tuple[str, str, str
     """After a request to stop, every step is saved, the request is announced once, and the exit
     status keeps commands that follow a finished run from running."""
     number, target, phase = case
-    found = stop(number, target, phase, write_config(tmp_path, data), tmp_path)
+    found = stop(number, target, phase, small(tmp_path, data), tmp_path)
     log = (tmp_path / "log").read_text()
     assert (found.state, found.steps_lost, found.announced) == ("requeue", 0, 1), log
     if phase != "start-up":
@@ -218,26 +226,26 @@ def test_a_killed_rank_leaves_nothing(killed: tuple[str, Path, dict[str, Any]]) 
     assert (seen["status"], seen["alive"], seen["files"]) == (1, [], [])
 
 
-@pytest.mark.thorough
-def test_a_rank_that_waits_for_a_dead_one_is_silent_and_leaves() -> None:
-    """If a rank is killed during start-up, the other, which waits for it, leaves without a message
-    (such as that all ranks will save)."""
-    script = """
-import os, signal
-import tools.launch as launch
-from runtime.start.init_distributed import init_distributed
+def start_two(rank: Callable[..., None]) -> None:
+    """Be a launcher of two ranks that do this."""
+    os.environ.pop("OMP_NUM_THREADS", None)
+    torch.set_num_threads(3)
+    ending = launch.start_processes(2, rank)
+    sys.exit(ending.why() if ending.failure else 0)
 
-def rank(store, heard):
+
+def wait_for_a_dead_one(store: Any, heard: Any) -> None:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     init_distributed(heard, store)
 
-print(launch.start_processes(2, rank).why())
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert (done.stdout, done.stderr) == ("rank 1 was killed by signal 9 (SIGKILL)\n", "")
+
+@pytest.mark.thorough
+def test_a_rank_that_waits_for_a_dead_one_is_silent_and_leaves(tmp_path: Path) -> None:
+    """If a rank is killed during start-up, the other, which waits for it, leaves without a message
+    (such as that all ranks will save)."""
+    assert status(forked(tmp_path / "log", start_two, wait_for_a_dead_one)) == 1
+    assert (tmp_path / "log").read_text() == "rank 1 was killed by signal 9 (SIGKILL)\n"
 
 
 @pytest.mark.thorough
@@ -267,6 +275,21 @@ def test_ranks_save_when_the_launcher_is_killed(data: Path, tmp_path: Path) -> N
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
 
 
+def begun(*words: str) -> tuple[int, list[int]]:
+    """The exit status of the launcher, and how many processes it wanted to start."""
+    wanted: list[int] = []
+
+    def start(processes: int, *_: object) -> launch.Ending:
+        wanted.append(processes)
+        return launch.Ending()
+
+    with (
+        patch.object(sys, "argv", ["launch", *words]),
+        patch.object(launch, "start_processes", start),
+    ):
+        return launch.main(), wanted
+
+
 @pytest.mark.parametrize(
     ("processes", "override", "said"),
     [
@@ -281,19 +304,17 @@ def test_nothing_is_started_of_what_is_refused(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     processes: str, override: str, said: str,
 ) -> None:  # fmt: skip
-    def start(*_: object) -> None:
-        raise AssertionError("processes were started")
-
-    words = ["launch", "--nproc-per-node", processes, write_config(tmp_path, data), override]
-    with (
-        patch.object(sys, "argv", words),
-        patch.object(launch, "start_processes", start),
-    ):
-        assert launch.main() == 2
+    config = write_config(tmp_path, data)
+    assert begun("--nproc-per-node", processes, config, override) == (2, [])
     error = capsys.readouterr().err
     assert said in error
     assert error.startswith("error: ")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one process per GPU")
+def test_eight_processes_without_a_gpu(data: Path, tmp_path: Path) -> None:
+    assert begun(write_config(tmp_path, data, parallel=LAYOUT_3D)) == (0, [8])
 
 
 # --- the layout for GPUs --------------------------------------------------------------------------
@@ -330,39 +351,36 @@ def test_what_the_configuration_asks_for_is_kept(tmp_path: Path) -> None:
 # --- speed ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's scheduling")
-@pytest.mark.parametrize(
-    "program", ["tools.launch", pytest.param("torch.distributed.run", marks=pytest.mark.thorough)]
-)
-def test_ranks_share_the_cores(tmp_path: Path, program: str) -> None:
+def say(store: Any = None, *_: object) -> None:
+    """Be a rank, which says how it shares the cores."""
+    init_distributed(store=store)
+    # a rank that leaves before the other has connected would break the connections
+    torch.distributed.barrier()
+    found = os.sched_getscheduler(0), torch.get_num_threads(), os.environ["GLOO_SOCKET_IFNAME"]
+    os.write(1, (" ".join(map(str, found)) + "\n").encode())
+
+
+SHARED = [f"{getattr(os, 'SCHED_BATCH', None)} 1 lo"] * 2
+scheduled = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's scheduling")
+
+
+@scheduled
+def test_ranks_share_the_cores(tmp_path: Path) -> None:
     """Each rank sets scheduling, threads and network interface itself, so that they are right under
-    tools.launch and torchrun."""
-    script = tmp_path / "say.py"
-    script.write_text(
-        "import os, sys, torch\n"
-        "from runtime.start.init_distributed import init_distributed\n"
-        "def say(store=None, *_):\n"
-        "    init_distributed(store=store)\n"
-        # a rank that leaves before the other has connected would break the connections
-        "    torch.distributed.barrier()\n"
-        "    line = (os.sched_getscheduler(0), torch.get_num_threads(), "
-        "os.environ['GLOO_SOCKET_IFNAME'])\n"
-        "    os.write(1, (' '.join(map(str, line)) + chr(10)).encode())\n"
-        "if __name__ == '__main__' and 'RANK' in os.environ:\n"
-        "    say()\n"
-        "elif __name__ == '__main__':\n"
-        "    from tools.launch import start_processes\n"
-        "    raise SystemExit(start_processes(2, say).status())\n"
-    )
-    command = [str(script)]
-    if program != "tools.launch":
-        command = ["-m", program, "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True,
-        timeout=300,
-    )  # fmt: skip
-    assert done.stdout.splitlines() == [f"{os.SCHED_BATCH} 1 lo"] * 2, done.stderr
+    tools.launch and, below, under torchrun."""
+    errors = tmp_path / "errors"
+    assert status(forked(tmp_path / "log", start_two, say, errors=errors)) == 0, errors.read_text()
+    assert (tmp_path / "log").read_text().splitlines() == SHARED
+
+
+@scheduled
+@pytest.mark.thorough
+def test_torchruns_ranks_share_the_cores() -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    rank = ["--no-python", sys.executable, "-c", "from tests.test_launch import say; say()"]
+    command = [sys.executable, *torchrun, *rank]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.stdout.splitlines() == SHARED, done.stderr
 
 
 @pytest.mark.skipif(

@@ -1,10 +1,9 @@
 """Runs are resumed: in the layout that saved bit for bit, in any other with the same numbers; any
 layout loads the same tensors."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from proofs.ranks import Ranks
 from runtime.checkpoints import checkpoint
 from runtime.checkpoints.lease import Lease
 from runtime.checkpoints.save import Saver
+from tests.planted import planted
 from tests.runs import (
     checkpoint_of,
     copy_of,
@@ -53,7 +53,7 @@ def saved_context(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFac
     config = write_config(
         folder,
         data,
-        model={"attention": ["sliding_window", "causal"], "attention_window": 5},
+        model={"num_layers": 2, "attention": ["sliding_window", "causal"], "attention_window": 5},
         parallel={"cp": 2, "tp": 2},
         train={"steps": 4, "dtype": "float64", "eval_interval": 2, "eval_samples": 5},
         data={"document_mask": True},
@@ -96,15 +96,15 @@ def test_a_run_is_resumed_bit_for_bit(
 
 def train_without(arguments: list[str], what: str) -> str:
     """Plant: the tensors whose names contain `what` are lost in loading."""
-    load = checkpoint.load
 
-    def without(step: TrainStep, start: checkpoint.Start) -> None:
+    @planted(checkpoint, "load")
+    def without(load: Callable[..., None], step: TrainStep, start: checkpoint.Start) -> None:
         load(step, start)
         for held in checkpoint.held_tensors(step):
             if what in held.name:
                 held.tensor.to_local().zero_()
 
-    with patch.object(checkpoint, "load", without):
+    with without():
         return train_run(arguments)
 
 
@@ -126,6 +126,8 @@ OTHERS = [
     ("context", 2, layout()),
     thorough("context", 4, layout(cp=4)),
     thorough("context", 4, layout(cp=2, pp=2)),
+    thorough("context", 2, layout(tp=2)),
+    thorough("context", 4, layout(pp=2, tp=2)),
     ("experts", 2, layout(tp=2, ep=2)),
     thorough("experts", 4, layout(ep=4)),
     thorough("experts", 2, layout(pp=2, ep=1)),
@@ -266,48 +268,3 @@ def test_another_model_is_refused(refusals: dict[str, str], key: str) -> None:
     _, value, was = REFUSED[key]
     assert refusals[key].startswith(f"model.{key} = {value!r}")
     assert f"has model.{key}={was}" in refusals[key]
-
-
-def batches_of(arguments: list[str]) -> dict[int, torch.Tensor]:
-    """Train; return this rank's tokens and targets of each step, before they are cut over cp."""
-    batches, call = {}, TrainStep.__call__
-
-    def noted(self: TrainStep, step: int, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
-        batches[step] = torch.stack((tokens, targets))
-        return call(self, step, tokens, targets)
-
-    with patch.object(TrainStep, "__call__", noted):
-        assert train_run(arguments) == ""
-    return batches
-
-
-MOVES = {
-    "cp to tp to one rank": [(2, layout(cp=2)), (2, layout(tp=2)), (1, layout())],
-    "tp and pp to one rank to tp": [(4, layout(pp=2, tp=2)), (1, layout()), (2, layout(tp=2))],
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("moves", MOVES.values(), ids=list(MOVES))
-def test_a_run_moves_twice(
-    ranks: Ranks, data: Path, tmp_path: Path, moves: list[tuple[int, list[str]]]
-) -> None:
-    """A run that goes on in two other layouts gets, in each, the tokens of an undisturbed run on
-    one rank, bit for bit, and has its losses."""
-    alone, moved = tmp_path / "alone", tmp_path / "moved"
-    for folder in (alone, moved):
-        folder.mkdir()
-        # saves at once, so that a checkpoint is complete when the run dies
-        saves = {"interval": 2, "keep_last": 9, "async_save": False}
-        train = {"dtype": "float64", "micro_batch_size": 1}
-        write_config(folder, data, checkpoint=saves, train=train)
-    (expected,) = ranks.run(batches_of, 1, [str(alone / "config.yaml")])
-    assert expected.keys() == set(range(6))
-    assert not torch.equal(expected[0], expected[1])
-    for done, (world, overrides) in zip((0, 2, 4), moves, strict=True):
-        for batches in ranks.run(batches_of, world, [str(moved / "config.yaml"), *overrides]):
-            assert batches.keys() == set(range(done, 6))
-            assert all(torch.equal(batches[step], expected[step]) for step in batches)
-        for _ in range(done, 4, 2):  # as if the run had died two steps after it began
-            forget_last(moved)
-    assert losses(moved) == pytest.approx(losses(alone), rel=1e-9)

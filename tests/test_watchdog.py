@@ -20,42 +20,35 @@ import runtime.watchdog
 from proofs.ranks import RankError, Ranks
 from runtime.records.events import read_events
 from runtime.watchdog import Watchdog, innermost_line, where_it_waits
+from tests.planted import planted
 from tests.runs import forked, status, train_run, write_config
 from training.load_config import load_config
 from training.step import TrainStep
 
-LAYOUTS = {4: {"tp": 2, "dp_shard": 2}, 8: {"tp": 2, "pp": 2, "dp_shard": 2}}  # world → 2D, 3D
 
+def run_with_a_sleeper(arguments: list[str]) -> str:
+    """Train; in the third step, rank 2 sleeps forever."""
+    calls = []
 
-def run_with_a_sleeper(arguments: list[str], rank: int) -> str:
-    """Train; in the third step, `rank` sleeps forever."""
-    microbatches, calls = TrainStep.microbatches, []
-
-    def sleeping(self: TrainStep, *batch: Any, **options: Any) -> Any:
+    @planted(TrainStep, "microbatches")
+    def sleeping(microbatches: Any, *batch: Any, **options: Any) -> Any:
         calls.append(None)
-        if len(calls) == 3 and dist.get_rank() == rank:
+        if len(calls) == 3 and dist.get_rank() == 2:
             time.sleep(1e6)
-        return microbatches(self, *batch, **options)
+        return microbatches(*batch, **options)
 
-    constants = {"LOOK_SECONDS": 0.1, "GRACE_SECONDS": 5.0}
-    with (
-        patch.multiple(runtime.watchdog, **constants),
-        patch.object(TrainStep, "microbatches", sleeping),
-    ):
+    with patch.multiple(runtime.watchdog, LOOK_SECONDS=0.1, GRACE_SECONDS=5.0), sleeping():
         return train_run(arguments)
 
 
-@pytest.mark.parametrize(
-    "world", [pytest.param(4, marks=pytest.mark.thorough), pytest.param(8, marks=pytest.mark.slow)]
-)
-def test_a_rank_that_sleeps_for_ever(ranks: Ranks, data: Path, tmp_path: Path, world: int) -> None:
-    rank = world - 2
+@pytest.mark.thorough
+def test_a_rank_that_sleeps_for_ever(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     guard = {"hang_factor": 1.0, "hang_seconds": 20.0}
-    config = write_config(tmp_path, data, parallel=LAYOUTS[world], guard=guard)
+    config = write_config(tmp_path, data, parallel={"tp": 2, "dp_shard": 2}, guard=guard)
     with pytest.raises(RankError, match="died with exit code 1"):
-        ranks.run(run_with_a_sleeper, world, [config], rank)
+        ranks.run(run_with_a_sleeper, 4, [config])
     files = {file.name: file.read_text() for file in (tmp_path / "run" / "hang").iterdir()}
-    assert sorted(files) == [f"step-00000003-rank-{r:05d}.txt" for r in range(world)]
+    assert sorted(files) == [f"step-00000003-rank-{r:05d}.txt" for r in range(4)]
     for name, text in files.items():
         first, *rest = text.splitlines()
         assert re.match(
@@ -65,12 +58,10 @@ def test_a_rank_that_sleeps_for_ever(ranks: Ranks, data: Path, tmp_path: Path, w
         assert "last collectives:" in rest[0]
         assert any("(done)" in line for line in rest), "earlier collectives are listed too"
         assert "MainThread" in text or "most recent call first" in text
-        assert (f"rank-{rank:05d}" in name) == ("at tests/test_watchdog.py" in first), (
+        assert ("rank-00002" in name) == ("at tests/test_watchdog.py" in first), (
             "only the hanging rank is inside this test's code"
         )
-    others = [
-        text.splitlines()[0] for name, text in files.items() if f"rank-{rank:05d}" not in name
-    ]
+    others = [text.splitlines()[0] for name, text in files.items() if "rank-00002" not in name]
     assert any(re.search(r"waiting in gloo:\w+ number \d+ of \w+, \[\[", line) for line in others)
     (event,) = [event for event in read_events(tmp_path / "run") if event["event"] == "hang"]
     assert event["step"] == 2

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.runs import metrics_of
+from tests.runs import forked, metrics_of
+from tools import launch
 
 ROOT = Path(__file__).parent.parent.parent
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
@@ -43,6 +44,30 @@ class Stop:
     state: str  # of status.json
 
 
+def _launch(words: list[str]) -> None:
+    os.setsid()
+    _hear_all()
+    sys.argv = ["launch", *words]
+    sys.exit(launch.main())
+
+
+class Forked:
+    """`python -m tools.launch` in a session of its own, with what Popen offers, by a process that
+    has already imported torch."""
+
+    def __init__(self, log: Path, words: list[str]) -> None:
+        self.process = forked(log, _launch, words)
+        self.pid, self.kill = self.process.pid, self.process.kill
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, seconds: float | None = None) -> int:
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, "it has not ended"
+        return self.process.exitcode
+
+
 def stop(number: str, target: str, phase: str, config: str, folder: Path) -> Stop:
     """Start `config`, whose run folder is `folder`/run, request a stop in `phase`, and wait until
     it has ended."""
@@ -52,20 +77,24 @@ def stop(number: str, target: str, phase: str, config: str, folder: Path) -> Sto
         "save": ["checkpoint.interval=2"],
         "evaluation": ["train.eval_interval=2", "train.eval_samples=1000000000"],
     }.get(phase, [])
-    program = ["-m", "tools.launch", "--nproc-per-node", str(WORLD)]
+    program = ["tools.launch", "--nproc-per-node", str(WORLD)]
     if target == "torchrun":
-        program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD),
-                   "train.py"]  # fmt: skip
-    with open(log, "w") as output:
-        running = subprocess.Popen(
-            [sys.executable, *program, config, *overrides],
-            cwd=ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_hear_all,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        program = ["torch.distributed.run", "--standalone", *program[1:], "train.py"]
+    log.touch()
+    running: subprocess.Popen | Forked
+    if target == "torchrun" or phase == "start-up":
+        with open(log, "w") as output:
+            running = subprocess.Popen(
+                [sys.executable, "-m", *program, config, *overrides],
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_hear_all,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+    else:
+        running = Forked(log, [*program[1:], config, *overrides])
     try:
         _wait_for(PHASES_BEGIN[phase], run, log, running)
         before = log.read_text()
@@ -111,7 +140,10 @@ def _ranks(pid: int) -> list[psutil.Process]:
 
 
 def _wait_for(
-    begun: Callable[[Path, str, int], bool], run: Path, log: Path, running: subprocess.Popen
+    begun: Callable[[Path, str, int], bool],
+    run: Path,
+    log: Path,
+    running: subprocess.Popen | Forked,
 ) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not begun(run, log.read_text(), running.pid):
