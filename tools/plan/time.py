@@ -14,6 +14,7 @@ it has launched nothing that the device could compute meanwhile: each such wait 
 previous experts and the attention.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -329,16 +330,14 @@ def seconds_on_the_wire(time: StepTime, pp_rank: int) -> dict[str, Seconds]:
     late = _late_start(time, pp_rank)
     tail = max(0.0, time.reductions[pp_rank] - time.timeline.ranks[pp_rank][-1].end)
     over_shards = max(0.0, tail - replicas) if replicas else tail
-    table = {
-        "tp": _inside_units(time, layout, "tp"),
-        "cp": _inside_units(time, layout, "cp"),
-        "ep": _inside_units(time, layout, "ep"),
-    }
-    exposed = waits + late + over_shards, tail - over_shards
-    for axis, share in _shares(time, layout, "shards").items():
-        table[axis] = Seconds((gathers + reductions) * share, exposed[0] * share)
-    for axis, share in _shares(time, layout, "replicas").items():
-        table[axis] = Seconds(replicas * share, exposed[1] * share)
+    table = {axis: _inside_units(time, layout, axis) for axis in ("tp", "cp", "ep")}
+    over_both = (
+        (gathers + reductions, waits + late + over_shards),
+        (replicas, tail - over_shards),
+    )
+    for over, (wire, exposed) in enumerate(over_both):
+        for axis, share in _shares(time, layout, over).items():
+            table[axis] = Seconds(wire * share, exposed * share)
     results = [result_of(action, layout.num_stages) for action in layout.schedule[pp_rank]]
     sent = sum(
         message is not None and layout.where[message.stage] != pp_rank for message in results
@@ -347,14 +346,14 @@ def seconds_on_the_wire(time: StepTime, pp_rank: int) -> dict[str, Seconds]:
     return {axis: seconds for axis, seconds in table.items() if seconds.wire}
 
 
-def _shares(time: StepTime, layout: Layout, over: str) -> dict[str, float]:
-    """Which part of the seconds of collectives over shards, or over replicas, are on each axis."""
-    seconds: dict[str, float] = {}
-    for _, unit in (each for stage in layout.stages for each in layout.fsdp_units(stage)):
-        gather, scatter, replicas = time.of_unit(unit)
-        axis = SHARDED_OVER[unit.over][over == "replicas"]
-        one = replicas if over == "replicas" else gather + scatter
-        seconds[axis] = seconds.get(axis, 0.0) + one
+def _shares(time: StepTime, layout: Layout, over: int) -> dict[str, float]:
+    """Which part of the seconds of collectives over shards (0), or over replicas (1), are on each
+    axis."""
+    seconds: dict[str, float] = defaultdict(float)
+    for stage in layout.stages:
+        for _, unit in layout.fsdp_units(stage):
+            gather, scatter, replicas = time.of_unit(unit)
+            seconds[SHARDED_OVER[unit.over][over]] += (gather + scatter, replicas)[over]
     total = sum(seconds.values())
     return {axis: one / total if total else 0.0 for axis, one in seconds.items()}
 

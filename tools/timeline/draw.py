@@ -78,6 +78,7 @@ def draw(panels: Sequence[Panel], unit: str = "", span: float = 0.0) -> "Figure"
             textcoords="offset points",
             size=TEXT_SIZE,
             color=INK,
+            in_layout=False,  # a long one is cut, and the lanes keep their width
         )
         axes.set(xlim=(0, span), ylim=(number, 0))
         ranks = [f"rank {rank}" for rank in range(number)]
