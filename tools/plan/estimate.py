@@ -195,12 +195,11 @@ class Bound:
         # (parameters, bytes that blocks keep) → the first of the ranks with these figures
         self.ranks: dict[tuple[Numbers, int], int] = {}
         numbers = stage.parameters(ranks)
+        deferred = block.deferred if pipe.schedule == "zb_h1" else 0
         for rank in reversed(range(pipe.pp)):
             kept = live[rank] * block.kept
-            if (
-                pipe.schedule == "zb_h1" and self.steady
-            ):  # `rank` micro-batches' weight gradients wait
-                kept += rank * ranks[rank].blocks * block.deferred
+            if self.steady:
+                kept += rank * ranks[rank].blocks * deferred  # of `rank` micro-batches
             self.ranks[numbers[rank], kept] = rank
 
     def bytes(self, shards: Numbers, zero: int) -> tuple[float, int]:
