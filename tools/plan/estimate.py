@@ -7,13 +7,12 @@ activations alive. At that moment memory holds
     the rank's sharded weights and moments, and gathered weights in the compute dtype: all of them,
         or with zero_stage 3 those of one block
     what its blocks keep for the micro-batches that the schedule has alive on the rank
-    the additional needs of one block's backward, the incoming gradient, and what is kept for
-        deferred weight gradients
-    where forwards and backwards alternate for long: the gradients of the previous micro-batches,
-        and with zero_stage 2 and 3, for each stage, the unsharded gradients that it reduced last,
-        which FSDP holds until the stage's next reduction
+    what they keep for the weight gradients that zb_h1 defers
+    the additional needs of one block's backward, and the incoming gradient
+    where forwards and backwards alternate for long: the gradients of the previous micro-batches
 
-Buffers of gathers, messages and the head are not included; plan/memory.py counts them.
+Buffers of gathers and reductions, messages, other deferred weight gradients and the head are not
+included; plan/memory.py counts them.
 
 The estimate adds up what plan/time.py simulates: the work of the slowest rank, the schedule's
 bubble by its paper's formula, and the exposed communication of data parallelism.
@@ -70,45 +69,36 @@ class Rank(NamedTuple):
 
 
 class Block:
-    """The bytes that a block needs for one micro-batch, and numbers of parameters. If there are
-    several kinds of blocks, each figure is the minimum over them."""
+    """The bytes that a block needs for one micro-batch, and its parameters. If there are several
+    kinds of blocks, each figure is the minimum over them."""
 
     def __init__(self, layout: Layout) -> None:
-        self.layout, kinds = layout, list(layout.kinds)
-        self.part = layout.hidden_bytes  # its input's gradient, or its output
+        self._kinds = list(layout.kinds)
         # Sums of gradients are counted separately.
         dtypes = Precision.of(layout.config)
         dtype = sum_dtype(False, 0, dtypes.compute, dtypes.master, dtypes.reduce)
         assert dtype is not None
-        self.sums = Sums(dtype, begun=True)
-        phases = [unit.record(False, self.sums).phases for unit in kinds]
+        self._sums = Sums(dtype, begun=True)
+        phases = [unit.record(False, self._sums).phases for unit in self._kinds]
         # kept for backward, including the block's output
         self.kept = min(_stays(each["forward"]) for each in phases)
         # the peak of backward above its beginning
         self.whole = min(each["backward"].effect.height for each in phases)
-        # of the FSDP unit without experts, which is reduced last
-        self.numel = min(numbers_of(unit).rest for unit in kinds)
-        self.table = layout.embedding.numel  # or that of the head
-        self._kinds = kinds
+        self.numel = min(numbers_of(unit).rest for unit in self._kinds)  # without experts
 
     @cached_property
     def _inputs(self) -> list[Phase]:
-        return [unit.record(True, self.sums).phases["input"] for unit in self._kinds]
+        return [unit.record(True, self._sums).phases["input"] for unit in self._kinds]
 
-    @cached_property
+    @property
     def split(self) -> int:
         """The peak of an input gradient above its beginning."""
         return min(phase.effect.height for phase in self._inputs)
 
-    @cached_property
-    def more(self) -> int:
-        """The bytes that an input gradient adds from its beginning to its end."""
-        return min(map(_stays, self._inputs))
-
     @property
     def deferred(self) -> int:
         """All bytes that are kept for the weight gradient."""
-        return self.more + self.kept
+        return self.kept + min(map(_stays, self._inputs))
 
 
 def _stays(phase: Phase) -> int:
@@ -157,7 +147,7 @@ class Stage:
 
         def of(rank: Rank) -> Numbers:
             rest, experts = (round(rank.blocks * n / self.blocks) for n in self.numel)
-            return Numbers(rest + (rank.first + rank.last) * self.block.table, experts)
+            return Numbers(rest + (rank.first + rank.last) * self.layout.embedding.numel, experts)
 
         return list(map(of, ranks))
 
@@ -172,16 +162,6 @@ class Stage:
 # --- bytes ---
 
 
-class Alive(NamedTuple):
-    """What is alive on a pipeline rank at the moment that the top of this file describes."""
-
-    rank: int  # the first of the ranks with equal figures
-    numel: Numbers  # parameters
-    kept: int  # bytes that blocks keep
-    backward: int  # bytes that the backward needs in addition
-    unreduced: int  # elements of the gradients that each stage reduced last, before reduction
-
-
 class Bound:
     """Lower bounds of the layouts that shard one pipeline's weights in different ways.
 
@@ -192,62 +172,55 @@ class Bound:
     """
 
     def __init__(self, stage: Stage, pipe: Pipeline, ranks: Sequence[Rank], m: int) -> None:
-        self.block, self.layout = stage.block, stage.layout
+        block, self.layout = stage.block, stage.layout
         growing, several = pipe.schedule in GROWING, pipe.stages_per_rank > 1
         # Every stage has whole gradients of some micro-batch before any stage reduces those of the
         # last. (In breadth_first a stage ends all its backwards before the next begins its own.)
         self.again = m > (pipe.pp if several else 1) and not (several and growing)
         # forwards and backwards alternate for long
         self.steady = m >= 4 * pipe.pp and not growing
-        self.alive = self._alive(pipe, ranks, stage.parameters(ranks), m)
-
-    def _alive(
-        self, pipe: Pipeline, ranks: Sequence[Rank], numbers: list[Numbers], m: int
-    ) -> list[Alive]:
-        """What is alive on each pipeline rank; ranks with equal figures are listed once."""
-        block, (pp, schedule, v, _, counts) = self.block, pipe
-        fewest, unreduced = [0] * pp, [0] * pp
-        for s, (rank, count) in enumerate(zip(pipe.where, counts, strict=True)):
-            if count:  # the fewest blocks in any of the rank's stages that have blocks
-                fewest[rank] = min(count, fewest[rank]) if fewest[rank] else count
-            unreduced[rank] += block.numel if s and count else block.table
-        if schedule in GROWING:
+        backward = block.whole
+        if pipe.schedule in SPLIT:
+            backward = block.split
+            if pipe.schedule not in ALWAYS_SPLIT:
+                backward = min(block.whole, block.split)
+        # a block's backward, and the incoming gradient; with zero_stage 3 also its weights
+        self.backward = self.layout.hidden_bytes + backward
+        self.weights = block.numel * self.layout.compute
+        if growing:
             live = [m * rank.blocks for rank in ranks]
         else:
-            live = _live(schedule, pp, v, tuple(counts), min(m, 2 * pp) if m > 1 else 1)
-        found: dict[tuple[Numbers, int, int, int], int] = {}
-        for rank in reversed(range(pp)):
-            # At each block an input gradient may keep more than it frees; the last is the peak.
-            backward = block.whole
-            if schedule in SPLIT:
-                split = block.split + max(0, block.more) * (fewest[rank] - 1)
-                backward = split if schedule in ALWAYS_SPLIT else min(block.whole, split)
-            if schedule == "zb_h1" and self.steady:  # `rank` micro-batches' weight gradients wait
-                backward += rank * ranks[rank].blocks * block.deferred
-            most = block.part + backward if live[rank] else 0
-            found[numbers[rank], live[rank] * block.kept, most, unreduced[rank]] = rank
-        return [Alive(rank, *key) for key, rank in found.items()]
+            fewer = min(m, 2 * pipe.pp) if m > 1 else 1
+            live = _live(pipe.schedule, pipe.pp, pipe.stages_per_rank, tuple(pipe.counts), fewer)
+        # (parameters, bytes that blocks keep) → the first of the ranks with these figures
+        self.ranks: dict[tuple[Numbers, int], int] = {}
+        numbers = stage.parameters(ranks)
+        deferred = block.deferred if pipe.schedule == "zb_h1" else 0
+        for rank in reversed(range(pipe.pp)):
+            kept = live[rank] * block.kept
+            if self.steady:
+                kept += rank * ranks[rank].blocks * deferred  # of `rank` micro-batches
+            self.ranks[numbers[rank], kept] = rank
 
     def bytes(self, shards: Numbers, zero: int) -> tuple[float, int]:
         """The bound with weights sharded over `shards` ranks, and the pipeline rank whose it is."""
-        bound, rank = max((self._of_rank(one, shards, zero), -one.rank) for one in self.alive)
+        each = self.ranks.items()
+        bound, rank = max((self._of_rank(*figures, shards, zero), -rank) for figures, rank in each)
         return bound, -rank
 
-    def _of_rank(self, alive: Alive, shards: Numbers, zero: int) -> float:
+    def _of_rank(self, numel: Numbers, kept: int, shards: Numbers, zero: int) -> float:
         layout, e, master = self.layout, self.layout.compute, self.layout.master
-        states = alive.numel.over(shards) * (1 + layout.states_per_weight) * master
+        states = numel.over(shards) * (1 + layout.states_per_weight) * master
         gathered = 0
         if zero < 3 and (zero > 0 or e != master):  # unsharded weights of this dtype are not copied
-            gathered = alive.numel.total * e
+            gathered = numel.total * e
         whole = zero < 2 and self.again
-        summed = layout.reduce * (alive.numel.total if whole else alive.numel.over(shards))
+        summed = layout.reduce * (numel.total if whole else numel.over(shards))
         # A stage's last backward frees a block's gathered weights before it reduces the gradients.
         end = summed + (gathered if self.again else 0)
-        most = gathered + alive.kept + (summed if self.steady else 0.0)
-        if alive.kept:
-            most += alive.backward + (self.block.numel * e if zero == 3 else 0)
-            if self.steady and zero >= 2:
-                most += alive.unreduced * layout.reduce
+        most = gathered + kept + (summed if self.steady else 0.0)
+        if kept:
+            most += self.backward + (self.weights if zero == 3 else 0)
         return states + max(most, end)
 
 
