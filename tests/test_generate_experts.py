@@ -2,6 +2,7 @@
 tokens that a forward of the whole text gives, of a checkpoint of any layout and of an exported
 folder."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
 from proofs.ranks import Ranks
+from runtime.checkpoints.manifest import Manifest, fingerprint, read_manifest, write_manifest
 from runtime.checkpoints.trainer_state import model_entries
 from tests.counting import Listener
 from tests.data_samples import tokenizer
-from tests.huggingface_models import load_whole, stored, write_checkpoint
+from tests.huggingface_models import change, load_whole, stored, write_checkpoint
 from tests.runs import run, said_by, write_config
 from tools import verify as verify_command
 from tools.export import export
@@ -116,6 +118,18 @@ def test_ranks_that_do_not_divide_the_experts_are_refused(ranks: Ranks, tmp_path
     assert messages == [messages[0]] * 4
     assert "--nproc-per-node = 4: its 6 experts cannot be split evenly" in messages[0]
     assert "choose one of [1, 2]" in messages[0]
+
+
+def test_weights_of_another_model_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path / "saved", "renormalised")
+    model = json.loads((folder / "trainer.json").read_text())["model"]
+    change(folder, "trainer.json", model=model | {"ffn_dim": 64})
+    manifest = read_manifest(folder)
+    files = {name: fingerprint(folder / name) for name in manifest.files}
+    write_manifest(folder, Manifest(files, manifest.tensors))
+    messages = ranks.run(said_by, 2, load_model, folder, torch.float32, "cpu")
+    assert messages == [messages[0]] * 2
+    assert "its tensors do not match the model in its trainer.json" in messages[0]
 
 
 def test_a_layer_sends_one_sum_of_results(ranks: Ranks, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def comments(cls: Any) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = CommandParser(description="Write the JSON schema of configuration files.")
+    parser = CommandParser(prog="python -m tools.schema", description=__doc__)
     parser.required("--out", Path, "FILE", "the file to write")
     parser.parse_args().out.write_text(text(), encoding="utf-8")
 

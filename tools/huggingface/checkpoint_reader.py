@@ -4,8 +4,8 @@ time, whatever layout saved them.
     shard-00001-…   model.blocks.0.attention.query.weight   rows 0 … 63    ┐
     shard-00002-…   model.blocks.0.attention.query.weight   rows 64 … 127  ┴─►  [128, D]
 
-A tensor is assembled from its pieces only when it is read, and of the tensor of all experts each
-one by itself, so the memory needed is that of the largest tensor, not that of the model.
+A tensor, or a region of it (one expert, some rows, a rank's shard), is assembled from its pieces
+only when it is read, so the memory needed is that of the largest tensor, not that of the model.
 """
 
 from collections import Counter, defaultdict
