@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import ANY, patch
 
 import psutil
@@ -24,7 +23,7 @@ from runtime.start import spares
 from runtime.start.spares import choose_ranks, training_ranks
 from runtime.torchrun import SPARES
 from tests.alert_helpers import ROOT, free_port, wait_until
-from tests.runs import run, train_run, write_config
+from tests.runs import run, status_of, train_run, write_config
 
 NODES = ["a", "a", "b", "b", "c", "c", "d", "d"]  # the node of each rank
 
@@ -211,9 +210,6 @@ class Agents:
         assert self.said().count("starting from initial weights") == 1
         assert "Traceback" not in self.said()
 
-    def status(self) -> dict[str, Any]:
-        return json.loads((self.run / "status.json").read_text())
-
     def __enter__(self) -> "Agents":
         return self
 
@@ -235,7 +231,7 @@ def test_a_spare_that_was_the_launchers_rank_0_lets_the_run_end(data: Path, tmp_
         said = both.said()
     assert "1 of 2 ranks train; spares: 1 on n1" in said
     assert said.count("finished after 6 steps") == 1
-    assert (both.status()["state"], "Traceback" in said) == ("finished", False)
+    assert (status_of(tmp_path)["state"], "Traceback" in said) == ("finished", False)
 
 
 @pytest.mark.thorough
@@ -247,7 +243,7 @@ def test_a_spare_that_was_the_launchers_rank_0_is_stopped(data: Path, tmp_path: 
         for node in (0, 1):
             os.kill(both.rank(node), signal.SIGUSR1)
         both.end()
-        assert both.status()["state"] == "requeue"
+        assert status_of(tmp_path)["state"] == "requeue"
         both.started_once()
 
 
@@ -261,7 +257,7 @@ def test_a_spare_that_was_the_launchers_rank_0_is_killed(data: Path, tmp_path: P
         both.until("finished after 60 steps")
         # torchrun's agent waits for the dead one for minutes
         wait_until(lambda: not psutil.Process(both.agents[0].pid).children(), 60)
-        assert both.status()["state"] == "finished"
+        assert status_of(tmp_path)["state"] == "finished"
         both.started_once()
 
 

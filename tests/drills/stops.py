@@ -7,12 +7,12 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -40,32 +40,8 @@ class Stop:
     steps_lost: int  # made, but not in the newest checkpoint
     not_ours: int  # lines printed after the signal, but not by Lattice
     announced: int  # those of them that announce the received signal and what happens next
-    exit_status: int
+    exit_status: int | None  # -number if a signal ended it, None if it does not end
     state: str  # of status.json
-
-
-def _launch(words: list[str]) -> None:
-    os.setsid()
-    _hear_all()
-    sys.argv = ["launch", *words]
-    sys.exit(launch.main())
-
-
-class Forked:
-    """`python -m tools.launch` in a session of its own, with what Popen offers, by a process that
-    has already imported torch."""
-
-    def __init__(self, log: Path, words: list[str]) -> None:
-        self.process = forked(log, _launch, words)
-        self.pid, self.kill = self.process.pid, self.process.kill
-
-    def poll(self) -> int | None:
-        return self.process.exitcode
-
-    def wait(self, seconds: float | None = None) -> int:
-        self.process.join(seconds)
-        assert self.process.exitcode is not None, "it has not ended"
-        return self.process.exitcode
 
 
 def stop(number: str, target: str, phase: str, config: str, folder: Path) -> Stop:
@@ -81,20 +57,8 @@ def stop(number: str, target: str, phase: str, config: str, folder: Path) -> Sto
     if target == "torchrun":
         program = ["torch.distributed.run", "--standalone", *program[1:], "train.py"]
     log.touch()
-    running: subprocess.Popen | Forked
-    if target == "torchrun" or phase == "start-up":
-        with open(log, "w") as output:
-            running = subprocess.Popen(
-                [sys.executable, "-m", *program, config, *overrides],
-                cwd=ROOT,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_hear_all,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-    else:
-        running = Forked(log, [*program[1:], config, *overrides])
+    fresh = target == "torchrun" or phase == "start-up"
+    running = forked(log, _begin, [*program, config, *overrides], fresh)
     try:
         _wait_for(PHASES_BEGIN[phase], run, log, running)
         before = log.read_text()
@@ -104,14 +68,14 @@ def stop(number: str, target: str, phase: str, config: str, folder: Path) -> Sto
         else:
             victim = everyone[-1] if target == "one rank" else running
             os.kill(victim.pid, signal.Signals[number])
-        status = running.wait(PATIENCE_SECONDS)
+        running.join(PATIENCE_SECONDS)
         psutil.wait_procs(everyone[1:], timeout=PATIENCE_SECONDS)
     finally:
         for process in _ranks(running.pid):
             with contextlib.suppress(psutil.Error):
                 process.kill()
+        status = running.exitcode
         running.kill()
-        running.wait()
     said = log.read_text()[len(before) :].splitlines()
     lines = metrics_of(folder) if (run / "metrics.jsonl").exists() else []
     made = lines[-1]["step"] if lines else 0
@@ -121,15 +85,23 @@ def stop(number: str, target: str, phase: str, config: str, folder: Path) -> Sto
         made - int(latest.read_text()[5:] if latest.exists() else 0),
         sum(not OUR_LINES.match(line) for line in said),
         sum("all ranks stop after" in line for line in said),
-        status if status >= 0 else 128 - status,
+        status,
         json.loads(ended.read_text())["state"] if ended.exists() else "",
     )
 
 
-def _hear_all() -> None:
-    """Restore the default handling of signals in the child: background processes ignore Ctrl-C."""
-    for name in SIGNALS:
+def _begin(command: list[str], fresh: bool) -> None:
+    """Be `python -m` this command, in a session of its own; unless `fresh`, the launcher in a
+    process that has imported torch before."""
+    os.setsid()
+    for name in SIGNALS:  # background processes ignore Ctrl-C
         signal.signal(signal.Signals[name], signal.SIG_DFL)
+    if fresh:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "-m", *command])
+    sys.argv = command
+    launch.main()
 
 
 def _ranks(pid: int) -> list[psutil.Process]:
@@ -139,15 +111,10 @@ def _ranks(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _wait_for(
-    begun: Callable[[Path, str, int], bool],
-    run: Path,
-    log: Path,
-    running: subprocess.Popen | Forked,
-) -> None:
+def _wait_for(begun: Callable[[Path, str, int], bool], run: Path, log: Path, running: Any) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not begun(run, log.read_text(), running.pid):
-        if running.poll() is not None or time.monotonic() > deadline:
+        if running.exitcode is not None or time.monotonic() > deadline:
             raise RuntimeError(f"the run did not reach this phase:\n{log.read_text()}")
         time.sleep(0.002)
 
