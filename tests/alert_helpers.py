@@ -59,6 +59,10 @@ class Receiver:
     def kinds(self) -> list[str]:
         return [alarm["event"] for alarm in self.received]
 
+    def wait_for(self, *kinds: str) -> None:
+        """Wait until alarms of these kinds, and no others, have been received."""
+        wait_until(lambda: self.kinds() == [*kinds])
+
 
 class FedCompanion:
     """A real companion process for a run folder to which the test writes."""

@@ -142,16 +142,9 @@ class Cluster:
         # so that SIGTERM leads to `close` too
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
         try:
-            munged = [
-                "munged",
-                f"--key-file={self.folder}/munge.key",
-                f"--socket={self.folder}/munge.socket",
-            ]
-            munged += [
-                f"--pid-file={self.folder}/munged.pid",
-                f"--log-file={self.folder}/munged.log",
-            ]
-            self.run(*munged, f"--seed-file={self.folder}/munge.seed")
+            files = {"key-file": "munge.key", "socket": "munge.socket", "seed-file": "munge.seed",
+                     "pid-file": "munged.pid", "log-file": "munged.log"}  # fmt: skip
+            self.run("munged", *(f"--{key}={self.folder}/{file}" for key, file in files.items()))
             self.run("slurmctld", "-c", "-f", str(self.folder / "slurm.conf"))
             for node in self.nodes:
                 self.start_node(node)
@@ -253,16 +246,8 @@ class Cluster:
     def start_node(self, node: str) -> None:
         prepare = f"hostname {node} && mount --bind {self.folder}/hosts /etc/hosts"
         slurmd = f"exec slurmd -f {self.folder}/slurm.conf -N {node}"
-        self.run(
-            "unshare",
-            "--uts",
-            "--mount",
-            "--propagation",
-            "private",
-            "bash",
-            "-c",
-            f"{prepare} && {slurmd}",
-        )
+        isolated = ["unshare", "--uts", "--mount", "--propagation", "private"]
+        self.run(*isolated, "bash", "-c", f"{prepare} && {slurmd}")
         pid_file = self.folder / f"slurmd-{node}.pid"
         wait_for(
             lambda: pid_file.exists() and pid_file.read_text().strip(), f"the slurmd of {node}", 60

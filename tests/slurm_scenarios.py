@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import LAYOUT_3D, losses, write_config
+from tests.runs import LAYOUT_3D, losses, status_of, write_config
 from tests.slurm_cluster import ROOT, Cluster, install, wait_for
 
 SCRIPT = "slurm/train_70b.sh"
@@ -44,6 +44,12 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
+def size(nodes: str, ranks: int) -> list[str]:
+    """The options of sbatch for these nodes with so many ranks each."""
+    return ["--nodes", str(nodes.count(",") + 1), "--nodelist", nodes,
+            "--gpus-per-node", str(ranks), "--cpus-per-task", str(ranks)]  # fmt: skip
+
+
 class Run:
     """A configuration and the Slurm job that trains it."""
 
@@ -67,10 +73,7 @@ class Run:
         overrides: tuple[str, ...] = (),
         **variables: str,
     ):
-        count = nodes.count(",") + 1
-        size = ["--nodes", str(count), "--nodelist", nodes, "--gpus-per-node", str(ranks),
-                "--cpus-per-task", str(ranks)]  # fmt: skip
-        arguments = (*size, "--time", "60", *options, SCRIPT, self.config, *overrides)
+        arguments = (*size(nodes, ranks), "--time", "60", *options, SCRIPT, self.config, *overrides)
         self.job = self.cluster.sbatch(*arguments, **VARIABLES, **variables)
         return self
 
@@ -87,7 +90,7 @@ class Run:
 
     @property
     def status(self) -> dict:
-        return json.loads((self.folder / "run" / "status.json").read_text())
+        return status_of(self.folder)
 
     def wait_for_step(self, step: int) -> None:
         self.cluster.wait_for_job(
@@ -293,12 +296,8 @@ def other_code_on_n2(cluster: Cluster, tmp_path: Path) -> Iterator[None]:
     namespace of n2."""
     changed = tmp_path / "errors.py"
     changed.write_text((ROOT / "errors.py").read_text() + "\n# another version\n")
-    enter = [
-        "nsenter",
-        "--mount",
-        "--target",
-        (cluster.folder / "slurmd-n2.pid").read_text().strip(),
-    ]
+    pid = (cluster.folder / "slurmd-n2.pid").read_text().strip()
+    enter = ["nsenter", "--mount", "--target", pid]
     cluster.run(*enter, "mount", "--bind", str(changed), str(ROOT / "errors.py"))
     yield
     cluster.run(*enter, "umount", str(ROOT / "errors.py"))
@@ -348,12 +347,7 @@ def test_two_jobs_do_not_write_to_one_run_folder(
     first.submit(nodes="n3", ranks=2)
     metrics = Path(odd) / "metrics.jsonl"
     wait_for(metrics.exists, "the first job's first step")
-    second = cluster.sbatch(
-        *["--nodes", "1", "--nodelist", "n4", "--gpus-per-node", "2", "--cpus-per-task", "2"],
-        SCRIPT,
-        first.config,
-        **VARIABLES,
-    )
+    second = cluster.sbatch(*size("n4", 2), SCRIPT, first.config, **VARIABLES)
     cluster.wait_until_ended(second, "FAILED")
     assert cluster.job(second)["ExitCode"] == "2:0"
     log = cluster.log(second)
@@ -392,8 +386,7 @@ def test_the_controller_does_not_answer(cluster: Cluster, tmp_path: Path) -> Non
     save += f"""echo '{{"state": "requeue"}}' >{tmp_path}/run/status.json"""
     variables = VARIABLES | {"PYTHON": stand_in_for_python(tmp_path, save)}
     variables["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
-    size = ["--nodes", "1", "--nodelist", "n3", "--gpus-per-node", "1", "--cpus-per-task", "1"]
-    job = cluster.sbatch(*size, SCRIPT, **variables)
+    job = cluster.sbatch(*size("n3", 1), SCRIPT, **variables)
     wait_for((tmp_path / "run" / "logs" / f"{job}.0" / "n3.log").exists, "the start of training")
     os.kill(cluster.batch_shell("n3"), signal.SIGUSR1)
     cluster.start_now(job, restarts=1)
@@ -410,8 +403,7 @@ def test_a_job_does_not_requeue_itself_for_ever(cluster: Cluster, tmp_path: Path
         f"{tmp_path}/run/checkpoints/latest; exit 1"
     )
     variables = VARIABLES | {"PYTHON": stand_in_for_python(tmp_path, fail)}
-    size = ["--nodes", "1", "--nodelist", "n3", "--gpus-per-node", "1", "--cpus-per-task", "1"]
-    job = cluster.sbatch(*size, SCRIPT, **variables)
+    job = cluster.sbatch(*size("n3", 1), SCRIPT, **variables)
     for restarts in (1, 2, 3, 4):
         cluster.start_now(job, restarts)
     cluster.wait_until_ended(job, "FAILED")

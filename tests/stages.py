@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -69,8 +68,9 @@ def expected(stages: list[Read], seed: int) -> tuple[list[list[list[int]]], Coun
 def write_stages(
     folder: Path, data: Path, stages: list[dict[str, Any]], **sections: dict[str, Any]
 ) -> str:
-    """Like `write_config`, with a list of stages and a smaller model."""
+    """Like `write_config`, with a list of stages, a smaller model and larger micro-batches."""
     sections["model"] = {"num_layers": 2, **sections.get("model", {})}
+    sections["train"] = {"micro_batch_size": 4, **sections.get("train", {})}
     path = write_config(folder, data, **sections)
     raw = yaml.safe_load(Path(path).read_text())
     plain = json.loads(json.dumps({**raw, "stages": stages}))  # YAML would refer to equal parts
@@ -109,7 +109,6 @@ def killed(where: str, step: int) -> Iterator[None]:
     """Rank 0 dies at the boundary after `step`: `before the save`; `before the commit`; `after the
     save`; in `the changeover`, without process groups; or once the next stage has `begun`."""
     reached: list[int] = []
-    save = Saver.save
     targets: dict[str, tuple[Any, str]] = {
         "before the save": (Saver, "_copy"),
         "before the commit": (Saver, "_commit"),
@@ -117,20 +116,20 @@ def killed(where: str, step: int) -> Iterator[None]:
         "the changeover": (init_distributed, "fresh_store"),
         "begun": (train, "build_listeners"),
     }
-    owner, name = targets[where]
-    run = getattr(owner, name)
 
-    def saving(self: Saver, at: int, *others: Any) -> None:
+    @planted(Saver, "save")
+    def saving(save: Any, self: Saver, at: int, *others: Any) -> None:
         reached.append(at)
         save(self, at, *others)
 
-    def dies(*arguments: Any, **named: Any) -> Any:
+    @planted(*targets[where])
+    def dies(run: Any, *arguments: Any, **named: Any) -> Any:
         rank = dist.get_rank() if dist.is_initialized() else arguments[1]
         if rank == 0 and reached[-1:] == [step]:
             os.kill(os.getpid(), signal.SIGKILL)
         return run(*arguments, **named)
 
-    with patch.object(Saver, "save", saving), patch.object(owner, name, dies):
+    with saving(), dies():
         yield
 
 

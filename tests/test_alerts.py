@@ -80,18 +80,6 @@ def test_every_alarm_is_received(tmp_path: Path) -> None:
     assert said.count("\n") == said.count("lines that are no whole records") == 1, said
 
 
-def test_events_of_earlier_starts_are_not_sent_again(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with FedCompanion(tmp_path) as before:
-        before.event("end", state="requeue", step=4, reason="SIGTERM was received")
-        before.end()
-    with Receiver() as server, FedCompanion(tmp_path, on_event=server.url) as companion:
-        companion.event("start", step=4, world_size=8, began=0.0)
-        companion.event("end", state="failed", step=5, reason="broken")
-        companion.end()
-    assert server.kinds() == ["start", "end"]
-
-
 def test_a_killed_rank_0_is_reported(tmp_path: Path) -> None:
     """The pipe's other end closes however rank 0 goes: here its process is killed."""
     program = (
@@ -106,11 +94,11 @@ def test_a_killed_rank_0_is_reported(tmp_path: Path) -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE) as rank_0:
             assert rank_0.stdout is not None
             companion = int(rank_0.stdout.readline())
-            wait_until(lambda: server.kinds() == ["start"])
+            server.wait_for("start")
             os.kill(companion, signal.SIGTERM)  # what stops the run does not stop it
             os.kill(companion, signal.SIGINT)
             rank_0.kill()
-        wait_until(lambda: server.kinds() == ["start", "died"])
+        server.wait_for("start", "died")
         wait_until(lambda: not _runs(companion), ENDING_SECONDS + END_EVENT_SECONDS)
     assert server.received[-1]["step"] == 7
 
@@ -126,11 +114,11 @@ def _runs(pid: int) -> bool:
 def test_a_run_that_stalls_is_reported_and_so_is_its_recovery(tmp_path: Path) -> None:
     with Receiver() as server, FedCompanion(tmp_path, on_event=server.url, **STALLS) as companion:
         companion.event("start", step=0, world_size=1, began=0.0)
-        wait_until(lambda: server.kinds() == ["start"])  # it reads what is added from now on
+        server.wait_for("start")  # it reads what is added from now on
         companion.step(1)
-        wait_until(lambda: server.kinds() == ["start", "stalled"])
+        server.wait_for("start", "stalled")
         companion.step(2)
-        wait_until(lambda: server.kinds() == ["start", "stalled", "resumed"])
+        server.wait_for("start", "stalled", "resumed")
         companion.event("end", state="finished", step=2, reason="")
         companion.end()
     assert [sent["step"] for sent in server.received[1:3]] == [1, 2]
@@ -198,7 +186,7 @@ def test_an_ending_companion_leaves_the_next_start_to_the_next_one(tmp_path: Pat
         with FedCompanion(tmp_path, **told) as old:
             old.event("start", step=0, world_size=1, began=0.0)
             old.event("end", state="requeue", step=4, reason="SIGTERM was received")
-            wait_until(lambda: server.kinds() == ["start", "end"])
+            server.wait_for("start", "end")
             with FedCompanion(tmp_path, **told) as new:
                 new.event("start", step=4, world_size=1, began=0.0)
                 new.event("rollback", from_step=5, step=4)

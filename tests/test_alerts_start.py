@@ -3,6 +3,7 @@ person, although no step's listeners are there to record them."""
 
 import json
 import sys
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,57 +27,82 @@ from tests.runs import contents, forked, losses, said_by, status, status_of, tra
 from tests.stages import write_stages
 from tools import alarm
 
-STAGES = [{"from_step": 2, "train": {"seq_len": 16}}]
+STAGES = [{"from_step": step, "train": {"seq_len": 16 * step}} for step in (1, 2)]
 REFUSAL = UserError("checkpoint.resume", "auto", "cannot be read", "mount the file system")
+# starts in one folder, one after another: which stage that is built cannot be, the alarms, the end
+STARTS = {
+    "while it starts": (1, RuntimeError("out of memory"), ["end"], ("failed", 0)),
+    "between two stages": (2, RuntimeError("out of memory"), ["start", "end"], ("failed", 1)),
+    # the start was not refused: it has made steps, and its end is recorded
+    "a stage that is refused": (2, REFUSAL, ["start", "stage", "end"], ("failed", 2)),
+    "none": (0, None, ["start", "stage", "end"], ("finished", 3)),
+}
+ALARMS = {
+    "while it starts": "failed at step 0: RuntimeError while the run started",
+    "between two stages": "failed at step 1: RuntimeError after step 1, outside of a step",
+    "a stage that is refused": "failed at step 2: checkpoint.resume",
+    "none": "finished at step 3",
+}
 
 
-def run_that_cannot_build(arguments: list[str], call: int, refuses: bool = False) -> str:
-    """Train; the model of the `call`-th stage that is built cannot be built, as without memory."""
+def run_that_cannot_build(arguments: list[str], name: str) -> str:
+    """Train; the model of one stage cannot be built, as without memory."""
+    call, error, *_ = STARTS[name]
     built = count(1)
 
     @planted(train, "build_stages")
     def build(honest: Any, *about: Any) -> Any:
         if next(built) == call:
-            raise REFUSAL if refuses else RuntimeError("out of memory")
+            raise error
         return honest(*about)
 
     with build():
         return train_run(arguments)
 
 
-@pytest.mark.parametrize(("call", "step"), [(1, 0), (2, 2)])
-def test_a_failure_outside_of_steps(
-    ranks: Ranks, data: Path, tmp_path: Path, call: int, step: int
-) -> None:
+@pytest.fixture(scope="module")
+def started(
+    ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, Receiver, dict[str, list[dict[str, Any]]]]]:
+    """The folder of the starts, who received alarms, and those of each start."""
+    folder, found, all_kinds = tmp_path_factory.mktemp("started"), {}, []
     with Receiver() as server:
-        config = write_stages(tmp_path, data, STAGES, run={"on_event": server.url})
-        (said,) = ranks.run(said_by, 1, run_that_cannot_build, [config], call)
-        assert "out of memory" in said
-        wait_until(lambda: "end" in server.kinds())
-        text = server.received[-1]["text"]
-        # the next start goes on, and its end is not taken for a part of this one's
-        assert ranks.run(train_run, 1, [config, "train.steps=3"]) == [""]
-        wait_until(lambda: server.kinds()[-2:] == ["stage", "end"])
-    before = [] if call == 1 else ["start"]
-    assert server.kinds() == [*before, "end", "start", "stage", "end"]
-    when = "while the run started" if call == 1 else "after step 2, outside of a step"
-    assert f"failed at step {step}: RuntimeError {when}" in text
-    assert "out of memory" in text
-    assert sorted(losses(tmp_path)) == [1, 2, 3]
-    ends = [e for e in read_events(tmp_path / "run") if e["event"] == "end" and "stage" not in e]
+        config = write_stages(
+            folder, data, STAGES, train={"steps": 3}, run={"on_event": server.url}
+        )
+        for name, (_, _, kinds, _) in STARTS.items():
+            ranks.run(said_by, 1, run_that_cannot_build, [config], name)
+            server.wait_for(*(all_kinds := [*all_kinds, *kinds]))
+            found[name] = server.received[-len(kinds) :]
+        yield folder, server, found
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_how_a_start_ends_is_reported(started: tuple, name: str) -> None:
+    """The next start goes on, and its end is not taken for a part of this one's."""
+    folder, _, received = started
+    assert ALARMS[name] in received[name][-1]["text"]
+    assert ("out of memory" in received[name][-1]["text"]) == ("RuntimeError" in ALARMS[name])
+    ends = [e for e in read_events(folder / "run") if e["event"] == "end" and "stage" not in e]
     whole = [(event["state"], event["step"]) for event in ends]
-    assert whole == [("failed", step), ("finished", 3)]
+    assert whole == [end for *_, end in STARTS.values()]
+    assert sorted(losses(folder)) == [1, 2, 3]
 
 
-def test_a_stage_that_is_refused_is_a_failure(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """The start was not refused: it has made steps, and its end is recorded."""
-    with Receiver() as server:
-        config = write_stages(tmp_path, data, STAGES, run={"on_event": server.url})
-        assert ranks.run(run_that_cannot_build, 2, [config], 2, True) == [str(REFUSAL)] * 2
-        wait_until(lambda: server.kinds() == ["start", "end"])
-    assert "failed at step 2: checkpoint.resume" in server.received[-1]["text"]
-    found = status_of(tmp_path)
-    assert (found["state"], found["step"]) == ("failed", 2)
+def test_a_refused_start(ranks: Ranks, started: tuple) -> None:
+    """A requeued job whose checkpoints became unreadable at night, say."""
+    folder, server, _ = started
+    before = contents(folder / "run")
+    # no command for its checkpoint either, which may be why this start is refused
+    settings = ["train.steps=4", "model.ffn_dim=32", "checkpoint.after_commit=touch"]
+    (said,) = ranks.run(train_run, 1, [str(folder / "config.yaml"), *settings])
+    wait_until(lambda: server.kinds()[-1] == "refused")
+    assert " ".join(said.split()) in server.received[-1]["text"]
+    assert "ffn_dim" in said
+    after = contents(folder / "run")
+    added = after.pop("events.jsonl").removeprefix(before.pop("events.jsonl"))
+    assert json.loads(added)["event"] == "refused"
+    assert after == before
 
 
 def without_the_others(config: str) -> None:
@@ -93,9 +119,9 @@ def without_the_others(config: str) -> None:
 def test_ranks_that_do_not_join_again(data: Path, tmp_path: Path) -> None:
     """Between two stages there is no process group. The code after a failure must not need it."""
     with Receiver() as server:
-        config = write_stages(tmp_path, data, STAGES, run={"on_event": server.url})
+        config = write_stages(tmp_path, data, STAGES[1:], run={"on_event": server.url})
         assert status(forked(tmp_path / "log", without_the_others, config)) == 1
-        wait_until(lambda: server.kinds() == ["start", "end"])
+        server.wait_for("start", "end")
     said = (tmp_path / "log").read_text()
     assert said.splitlines()[-1] == "not all ranks joined"
     assert "Traceback" not in said
@@ -104,56 +130,13 @@ def test_ranks_that_do_not_join_again(data: Path, tmp_path: Path) -> None:
     assert lease.stat().st_mtime == 0  # released: the next start need not wait
 
 
-def test_between_two_stages_a_start_has_no_status(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """A launcher that finds a rank killed there must not report that the run has stopped as
-    planned."""
-    config = write_stages(tmp_path, data, STAGES)
-    assert ranks.run(run_that_looks, 1, [config, "train.steps=3"], tmp_path / "run") == [True]
-    found = status_of(tmp_path)
-    assert (found["state"], found["step"]) == ("finished", 3)
-
-
-def run_that_looks(arguments: list[str], folder: Path) -> bool:
-    """Train; return whether there was no status.json between the two stages."""
-    missing = []
-
-    @planted(train, "next_start")
-    def look(honest: Any, run: Any) -> Any:
-        missing.append(not (folder / "status.json").exists())
-        return honest(run)
-
-    with look():
-        assert train_run(arguments) == ""
-    return missing[0]
-
-
-def test_a_refused_start(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """A requeued job whose checkpoints became unreadable at night, say."""
-    with Receiver() as server:
-        sections = {"checkpoint": {"interval": 2}, "run": {"on_event": server.url}}
-        config = write_config(tmp_path, data, train={"steps": 2}, **sections)
-        assert ranks.run(train_run, 1, [config]) == [""]
-        before = contents(tmp_path / "run")
-        # no command for its checkpoint either, which may be why this start is refused
-        settings = ["train.steps=3", "model.ffn_dim=32", "checkpoint.after_commit=touch"]
-        (said,) = ranks.run(train_run, 1, [config, *settings])
-        wait_until(lambda: server.kinds()[-1] == "refused")
-    assert server.kinds() == ["start", "end", "refused"]
-    assert " ".join(said.split()) in server.received[-1]["text"]
-    assert "ffn_dim" in said
-    after = contents(tmp_path / "run")
-    added = after.pop("events.jsonl").removeprefix(before.pop("events.jsonl"))
-    assert json.loads(added)["event"] == "refused"
-    assert after == before
-
-
 def test_a_failed_start_is_not_the_one_after_it(tmp_path: Path) -> None:
     """The companion of a start that failed before its first step still runs when the next one
     begins."""
     with Receiver() as server, FedCompanion(tmp_path, on_event=server.url) as old:
         old.event("end", state="failed", step=3, reason="killed", noted_later=True)
         old.event("end", state="failed", step=3, reason="out of memory")
-        wait_until(lambda: server.kinds() == ["end", "end"])
+        server.wait_for("end", "end")
         old.event("start", step=3, world_size=1, began=0.0)
         old.event("spike", step=4, skipped=1, loss=0.0, grad_norm=0.0)
         old.end()

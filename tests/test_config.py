@@ -187,7 +187,7 @@ WRONG = [
     ("checkpoint.interval=1.5", "int | Literal['auto', 'never']"),
     ("checkpoint.interval=-1", "must be at least 0"),
     (f"run.dir={'x' * 5000}", "longer than 4096 characters"),
-    (f"data.path={'{' * 3000}", "nested too deeply"),
+    (f"data.path={'{' * 1000}", "nested too deeply"),
     (f"train.steps={'9' * 5000}", "cannot be read"),
     ("train.steps=!!python/object/apply:os.getcwd []", "is not a YAML value"),
     ("train.steps=&x [*x]", "an alias of a list or mapping"),
@@ -214,7 +214,7 @@ LONG = [  # (overrides, the key that is refused)
     (["parallel.pp=1000000000"], "parallel.tp"),  # the layout does not fit the world size
     (["parallel.stages_per_rank=1000000000", "parallel.schedule=interleaved_1f1b"],
      "parallel.stages_per_rank"),
-    (["parallel.stages_per_rank=20000", "parallel.layers_per_stage=" + str([1] * 40000)],
+    (["parallel.stages_per_rank=2000", "parallel.layers_per_stage=" + str([1] * 4000)],
      "parallel.stages_per_rank"),
     (["model.num_heads=65536"], "model.num_heads"),
     (["model.num_kv_heads=65536"], "model.num_kv_heads"),
@@ -260,7 +260,7 @@ FILES = [
     ("a: &a [x, x]\nb: &b [*a, *a]", "an alias of a list or mapping"),
     ("a: {<<: {b: 1}}", "there is no such section"),
     ("train: {steps: 1}\n---\ntrain: {steps: 1}", "expected a single document"),
-    ("[" * 3000, "nested too deeply"),
+    ("[" * 1000, "nested too deeply"),
     ("train: \x07", "special characters"),
     (b"\xff\xfe\x00", "not a text file"),
     ("# long\n" * (MAX_CHARACTERS // 7 + 1), "is longer than"),
@@ -291,7 +291,8 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
 # What is typed for a key → what arrives. Numbers are decimal, and text is kept as typed.
 KEPT = ["runs/exp #2", "#1", "a: b", "a:b", "10:13", "2026-01-31", " a ", "{a", "[a]", "*a", "&a b",
         "!a", "%a", "@a", "`a", "- a", "| a", "'a' 'b'", '"a" b', '"a" #b"', "it's", "010", "5",
-        "1e5", "yes", "null", "None", "=", "---", "$HOME/a", "./~a", "a/~", "{a: 1}"]  # fmt: skip
+        "1e5", "1e-5", "08", "0x10", "0o7", "1_0", ".5", "1.", "+1", "nan", ".nan", "yes", "null",
+        "None", "=", "<<", "é", "---", "$HOME/a", "./~a", "a/~", "{a: 1}"]  # fmt: skip
 ARRIVES: dict[str, dict[str, Any]] = {
     "train.steps": {"010": 10, "08": 8, "0": 0, "+5": 5, " 5 ": 5, "1_000": 1000, "0x10": 16,
                     "0o10": 8, "0b11": 3, "&n 7": 7},
@@ -356,15 +357,6 @@ def test_a_file_written_on_windows(change: tuple[str, str], tmp_path: Path) -> N
     config = load_config(written(tmp_path, text), overrides)
     assert config == load_config(LAPTOP, overrides)
     assert world_of(written(tmp_path, text), config, None) == 8
-
-
-AMBIGUOUS = ["1e5", "010", "08", "1e-5", "10:13", "2026-01-31", "0x10", "0o7", "1_0", ".5", "1.",
-             "+1", "nan", ".nan", "yes", "null", "~", "", "=", "<<", "é", "- x"]  # fmt: skip
-
-
-@pytest.mark.parametrize("text", AMBIGUOUS)
-def test_text_is_read_back_as_text(text: str) -> None:
-    assert parse(dump({"run": text, text: [text]})) == {"run": text, text: [text]}
 
 
 @pytest.mark.parametrize("number", [1e-5, 1 / 3, 1e300, 5e-324, 100, 1e22, -0.1, 3e-3])

@@ -1,5 +1,6 @@
-"""Every configuration, command line and environment is refused with one message or works: tried on
-thousands, drawn from the JSON schema, from values that are known to cause trouble, and from noise.
+"""Every configuration and command line is refused with one message or works: tried on thousands,
+drawn from the JSON schema, from values that are known to cause trouble, and from noise. (Variables
+of the environment: test_init_distributed.py; streams that take no output: test_run_lines.py.)
 
 `make test` tries a few of them, `make test-all` over two thousand. Each test prints the number of
 cases and of refusals, and the seconds.
@@ -8,9 +9,7 @@ cases and of refusals, and the seconds.
 import contextlib
 import io
 import json
-import os
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -26,27 +25,21 @@ from hypothesis import strategies as st
 from costs.summary import flops_per_token
 from errors import UserError
 from model.transformer import num_parameters
-from output import guard_output
-from proofs.ranks import RankError, Ranks
-from runtime.checkpoints.lease_holder import Holder
-from runtime.messages import this_rank
-from runtime.start.environment import OF_JOB, OF_RANK, TEXTS, check_environment
+from proofs.ranks import Ranks
 from tests.config_cases import (
     LAPTOP,
     NAMES,
-    PRINTED,
     RAW,
     REFUSED,
     command_line,
     damaged_file,
-    environment,
     layouts,
     override,
     run_overrides,
     typed,
 )
 from tests.data_samples import prepared
-from tests.runs import status_of, train_run, write_config
+from tests.runs import said_by, status_of, train_run, write_config
 from tools.plan import __main__ as plan
 from tools.rehearse import __main__ as rehearse
 from tools.timeline import __main__ as timeline
@@ -183,51 +176,6 @@ def same_verdict(base: Path, case: list[dict[str, Any]]) -> bool:
     return valid
 
 
-def is_clean(_: Path, case: tuple[bool, dict[str, str]]) -> bool:
-    """Whether an environment is accepted: then, what is read from it later is right too."""
-    is_rank, variables = case
-    names = {*OF_RANK, *OF_JOB, *TEXTS}
-    kept = {name: value for name, value in os.environ.items() if name not in names}
-    with patch.dict(os.environ, kept | variables, clear=True):
-        try:
-            check_environment(is_rank)
-        except UserError as refused:
-            check_message(refused)
-            assert this_rank() >= 0  # of the one that reports it
-            return False
-        if is_rank:
-            assert this_rank() == int(variables.get("RANK", "").strip() or 0)
-        if not is_rank or this_rank() == 0:
-            restart = variables.get("SLURM_RESTART_COUNT", "").strip() or 0
-            assert Holder.this_process("").restart == int(restart)
-    return True
-
-
-def is_printed(_: Path, case: tuple[str, str, str]) -> bool:
-    """Whether a text arrives where it is printed. A stream that takes nothing ends nothing."""
-    text, encoding, where = case
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(open("/dev/full" if where == "full" else os.devnull, "wb"))
-        if where == "file":
-            file = stack.enter_context(tempfile.TemporaryFile())
-        elif where == "no reader":
-            reader, writer = os.pipe()
-            os.close(reader)
-            file = stack.enter_context(os.fdopen(writer, "wb", buffering=0))
-        for name, number in (("stdout", 1), ("stderr", 2)):
-            stack.callback(os.close, before := os.dup(number))
-            stack.callback(os.dup2, before, number)
-            as_set = io.TextIOWrapper(io.BytesIO(), encoding)  # PYTHONIOENCODING
-            stack.enter_context(patch.object(sys, name, as_set))
-            os.dup2(file.fileno(), number)
-        guard_output()
-        print(text, end="", flush=True)
-        if where == "file":
-            file.seek(0)
-            assert file.read() == text.encode(encoding, "backslashreplace")
-    return where == "file"
-
-
 KINDS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Path, Any], bool]]] = {
     "keys": (
         st.tuples(st.lists(override(), min_size=1, max_size=3), st.sampled_from([1, 2, 3, 8, 64])),
@@ -241,8 +189,6 @@ KINDS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Path, Any], bool]]] = {
     "typed values": (typed(), arrives),
     "layouts": (layouts(), same_verdict),
     "commands": (command_line(), works),
-    "environment": (environment(), is_clean),
-    "output": (PRINTED, is_printed),
 }
 
 
@@ -312,14 +258,13 @@ def test_what_is_valid_runs(ranks: Ranks, tmp_path: Path, count: int) -> None:
     def run(overrides: list[str]) -> None:
         here = Path(tempfile.mkdtemp(dir=tmp_path))
         base = write_config(here, data, train=sizes)
-        try:
-            message = ranks.run(train_run, 1, [base, *overrides])[0]
-        except RankError as error:
-            assert "RunFailed: " in str(error), overrides  # noqa: PT017
+        (message,) = ranks.run(said_by, 1, train_run, [base, *overrides])
+        if message.startswith("RunFailed: "):
             ends["diverged"] += 1
             return
         ends["refused" if message else "finished"] += 1
         if message:
+            assert "\n  remedy: " in message, (overrides, message)
             assert not (here / "run").exists()
         else:
             status = status_of(here)

@@ -17,12 +17,13 @@ from parallel.axes import MeshSizes
 from parallel.context import ContextParallel, Piece
 from proofs.parity.cases import BOS, SEQ_LEN, Case
 from proofs.parity.row import line
-from proofs.parity.run import check
+from proofs.parity.run import check, run_on_ranks
 from proofs.ranks import Ranks
 from tests.context_batches import (
     DOCUMENTS,
     WINDOW,
     check_batch,
+    given,
     other_keys_in_backward,
     with_rows,
 )
@@ -30,6 +31,7 @@ from tests.counting import gathers, once, sent_over_cp
 from tests.flash import flash_attention_stands_in
 from tests.parity_tiers import agrees, thorough_but
 from tests.planted import name_of, planted
+from tests.runs import said_by
 
 PARTS = {  # of all ranks of cp 2, 4 and 8, and the whole sequence
     f"{part.start}-{part.stop}": part
@@ -76,28 +78,45 @@ def test_the_documents_of_a_part(numbers):
     assert positions.shape == tokens.T.shape
 
 
-@pytest.mark.parametrize("seen", [None, 5, 3, 1], ids="window {}".format)
-@pytest.mark.parametrize("part", PARTS)
+LONG = [name for name, part in PARTS.items() if len(part) > 1]
+
+
+@pytest.mark.parametrize(
+    ("part", "seen"),
+    # of parts of one token (cp 8), every window is tried in the second tier
+    thorough_but(
+        [*product(LONG, (None, 5, 3, 1)), *product(PARTS, (3,))], product(PARTS, (None, 5, 3, 1))
+    ),
+)
 def test_a_chunk_s_mask_by_boundaries_and_by_bias(part, seen):
     """Outputs and gradients from document boundaries equal those from an additive mask, for one and
     two sequences, for documents of every kind and for none, and for every number of key/value
     heads."""
     part = PARTS[part]
+    without = set()  # numbers of sequences and key/value heads that were tried without documents
     with flash_attention_stands_in():
         for numbers in ROWS:
             tokens = rows_of(*numbers)
             positions, (documents,) = find_documents(tokens, BOS, "cpu", [part])
             whole = torch.arange(SEQ_LEN).unsqueeze(1)
-            for where, given in ((positions, documents), (whole, None)):
+            cases = [(positions, documents)]
+            if (size := (len(numbers), kv_heads_of(*numbers))) not in without:
+                without.add(size)
+                cases.append((whole, None))
+            for where, found in cases:
                 where = where[part.start : part.stop]
-                mask = make_mask(where, given, seen, torch.float64, 8, "auto", part)
+                mask = make_mask(where, found, seen, torch.float64, 8, "auto", part)
                 bias = scores_bias(where, torch.float64, seen, part.start)
                 compare_masks(mask, Mask(bias=bias), part, *numbers)
 
 
+def kv_heads_of(*numbers):
+    return (4, 2, 1)[sum(numbers) % 3]
+
+
 def compare_masks(mask, other, part, *numbers):
     torch.manual_seed(0)
-    kv_heads = (4, 2, 1)[sum(numbers) % 3]
+    kv_heads = kv_heads_of(*numbers)
     q, k, v = (
         torch.randn(length, len(numbers), heads, 8, dtype=torch.float64, requires_grad=True)
         for length, heads in ((len(part), 4), (part.stop, kv_heads), (part.stop, kv_heads))
@@ -254,7 +273,6 @@ def boundaries_of_one_document(d, _):
 @pytest.mark.parametrize(
     ("bug", "where"),
     [
-        (boundaries_divided_by_cp, {"crash"}),  # the pretended kernel refuses them
         (documents_begin_in_the_chunk, {"gradient", "loss"}),
         (boundaries_of_one_document, {"gradient", "loss"}),
         (other_keys_in_backward, {"gradient"}),
@@ -263,6 +281,17 @@ def boundaries_of_one_document(d, _):
 )
 def test_planted_bug_is_found(ranks, bug, where):
     """Also the last one, with one sequence per micro-batch: backward gathers keys again."""
-    case = replace(DOCUMENTS_OF_2, num_microbatches=32)
+    case = with_rows(DOCUMENTS_OF_2, 1)
     row = check_batch(ranks, case, "all", partial(with_flash, bug))
     assert where <= set(row.failures()), line(row, 0)
+
+
+def run_refused(case):
+    bug = partial(with_flash, boundaries_divided_by_cp)
+    return said_by(run_on_ranks, case, 0, partial(given, "all", bug))
+
+
+def test_boundaries_divided_by_cp_are_found(ranks):
+    """The pretended kernel refuses them."""
+    for said in ranks.run(run_refused, 2, DOCUMENTS_OF_2):
+        assert "Error" in said

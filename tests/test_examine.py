@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from errors import UserError
 from model.kernels.attention import ON_CPU, Kernel
 from model.kernels.attention_choice import PLANNED, Choice
 from model.kernels.bit_hash import hash_of
@@ -35,9 +34,7 @@ from tests.faulty_runs import flip_a_bit, run_with_a_bit_flipped
 from tests.planted import planted
 from tests.runs import (
     LAYOUT_3D,
-    fresh,
     losses,
-    messages,
     said_by,
     status_of,
     train_run,
@@ -66,11 +63,11 @@ def suspicions(folder: Path) -> list[dict[str, Any]]:
     return [event for event in read_events(folder / "run") if event["event"] == "suspicion"]
 
 
-def fault(rank: int, times: str, bit: int = 30) -> str:
+def fault(rank: int, times: str, step: int = 3) -> str:
     layer = 3 if rank >= 4 else 1
     product = "weight_gradient" if times == "1" else "input_gradient"
-    about = f"layer={layer},product={product},bit={bit},times={times}"
-    return f"guard.inject_fault=rank={rank},step=3,{about}"
+    about = f"layer={layer},product={product},bit=30,times={times}"
+    return f"guard.inject_fault=rank={rank},step={step},{about}"
 
 
 # --- runs with a fault ----------------------------------------------------------------------------
@@ -118,47 +115,74 @@ def test_a_transient_fault_is_told_from_it_and_changes_nothing(
     assert found[0] == found[1]
 
 
-def run_with_a_bad_batch(arguments: list[str], bad: int) -> str:
-    """Train with a loss that is not finite on the batch of step `bad`, whoever computes it: a batch
-    is recognized by the sum of its tokens."""
-    forward_backward, seen = TrainStep.forward_backward, []
+def run_with_suspicions(arguments: list[str]) -> str:
+    """Train with a loss that is not finite on the batches of steps 2, 8 and 10, whoever computes
+    them: a batch is recognized by the sum of its tokens. At step 10, one rank lacks memory."""
+    seen: list[int] = []
 
-    def broken(self: TrainStep, tokens: torch.Tensor, *others: Any, **options: Any) -> Any:
+    @planted(TrainStep, "forward_backward")
+    def broken(honest: Any, self: TrainStep, tokens: torch.Tensor, *more: Any, **flags: Any) -> Any:
         total = tokens.sum()
         dist.all_reduce(total)
         if total not in seen:
             seen.append(int(total))
-        loss, norm = forward_backward(self, tokens, *others, **options)
-        return (loss * math.nan if seen.index(total) == bad - 1 else loss), norm
+        loss, norm = honest(self, tokens, *more, **flags)
+        return (loss * math.nan if seen.index(total) + 1 in (2, 8, 10) else loss), norm
 
-    with patch.object(TrainStep, "forward_backward", broken):
+    def lacking(_: str) -> int:
+        return (1 << 30) if len(seen) == 10 and dist.get_rank() == 1 else -1
+
+    with (
+        broken(),
+        patch.object(refusal, "_lacking_bytes", lacking),
+        patch.object(examine, "PAUSE", 0),
+    ):
         return train_run(arguments)
 
 
-def test_a_bad_batch_is_reproducible(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, data, parallel={"dp_shard": 2}, train={"steps": 3})
-    assert ranks.run(run_with_a_bad_batch, 2, [config], 3) == ["", ""]
-    (event,) = suspicions(tmp_path)
-    assert (event["step"], event["verdict"], event["ranks"]) == (3, "reproducible", [])
+@pytest.fixture(scope="module")
+def suspected(
+    ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, dict[str, Any]]:
+    """The suspicions by step of a run that learns every second step of those before. An earlier
+    start has ended in the examination of step 2."""
+    folder = tmp_path_factory.mktemp("suspected")
+    config = write_config(
+        folder, data, parallel={"dp_shard": 2}, run={"log_interval": 2},
+        train={"steps": 10, "micro_batch_size": 4},
+    )  # fmt: skip
+    (folder / "run").mkdir()
+    append_event(folder / "run", "examining", step=2, cause="a spike")
+    assert ranks.run(run_with_suspicions, 2, [config, fault(1, "1", step=5)]) == ["", ""]
+    return {event["step"]: event for event in suspicions(folder)}
 
 
-@pytest.mark.parametrize(
-    ("times", "world", "verdict"),
-    [
-        ("1", 2, "transient"),
-        # of two ranks, none is surely at fault
-        pytest.param("always", 4, "persistent", marks=pytest.mark.thorough),
-    ],
-)
-def test_a_step_before_the_logged_one(
-    ranks: Ranks, data: Path, tmp_path: Path, times: str, world: int, verdict: str
-) -> None:
-    """Step 3 is bad, and the run learns of it after step 4."""
-    config = write_config(tmp_path, data, parallel={"dp_shard": world}, run={"log_interval": 2})
-    for said in ranks.run(said_by, world, train_run, [config, fault(1, times)]):
-        assert said == "" if times == "1" else "persistent, rank 1 on" in said
-    (event,) = suspicions(tmp_path)
-    assert (event["step"], event["verdict"]) == (4, verdict)
+SUSPICIONS = {
+    "a step that ended an earlier start": (2, "not examined", "did not end"),
+    "a fault a step before the logged one": (6, "transient", "computed again"),
+    "a bad batch": (8, "reproducible", "all ranks agree"),
+    "a rank that lacks memory": (10, "not examined", "lacks 1,024 MiB"),
+}
+
+
+@pytest.mark.parametrize("name", SUSPICIONS)
+def test_the_verdict_on(suspected: dict[int, dict[str, Any]], name: str) -> None:
+    """It is not examined if that might end the run. A batch that is bad for all blames no rank."""
+    step, verdict, why = SUSPICIONS[name]
+    assert (suspected[step]["verdict"], suspected[step]["ranks"]) == (verdict, [])
+    assert why in suspected[step]["why"]
+    assert suspected.keys() == {2, 6, 8, 10}
+
+
+def test_a_step_that_ended_a_start_is_never_examined_again(tmp_path: Path) -> None:
+    append_event(tmp_path, "examining", step=2, cause="a spike")
+    for _ in range(2):  # it may end the next start again
+        assert refusal._did_not_end(tmp_path, 2)
+        append_event(tmp_path, "suspicion", step=2, verdict="not examined")
+    assert not refusal._did_not_end(tmp_path, 3)
+    # control: an examination that has ended
+    append_event(tmp_path, "suspicion", step=2, verdict="transient")
+    assert not refusal._did_not_end(tmp_path, 2)
 
 
 @planted(Saver, "_write")
@@ -178,7 +202,7 @@ def run_with_slow_saves(arguments: list[str]) -> str:
 def test_copies_that_differ_are_examined_and_not_saved(
     ranks: Ranks, data: Path, tmp_path: Path, times: str, verdict: str
 ) -> None:
-    config = write_config(tmp_path, data, parallel=LAYOUTS[0], checkpoint={"interval": 2})
+    config = write_config(tmp_path, data, parallel=LAYOUTS[0], checkpoint={"interval": 1})
     more = []
     if times == "always":  # a bit that neither stops the loss nor raises it
         more = ["guard.inject_fault=rank=3,step=1,layer=1,product=forward,bit=24,times=always"]
@@ -187,7 +211,7 @@ def test_copies_that_differ_are_examined_and_not_saved(
     assert len(suspicions(tmp_path)) == 1
     assert bool(excluded_nodes(tmp_path / "run")) == (times == "always")
     checkpoints = tmp_path / "run" / "checkpoints"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-00000002"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-00000001"]
     status = status_of(tmp_path)
     assert (status["state"], "hold different numbers" in status["reason"]) == ("failed", True)
 
@@ -202,32 +226,6 @@ def test_two_hundred_undisturbed_steps_raise_no_suspicion(
     assert ranks.run(train_run, 8, [config, "run.log_interval=5"]) == [""] * 8
     assert suspicions(tmp_path) == []
     assert not (tmp_path / "run" / "excluded.json").exists()
-
-
-def run_without_memory(arguments: list[str]) -> str:
-    lacking = (1 << 30) if dist.get_rank() == 1 else -1
-    with patch.object(refusal, "_lacking_bytes", lambda device: lacking):
-        return train_run(arguments)
-
-
-def test_it_is_not_examined_if_that_might_end_the_run(
-    ranks: Ranks, data: Path, tmp_path: Path
-) -> None:
-    """If one rank lacks memory; or if an examination of this step has ended the run before."""
-    config = write_config(tmp_path, data, parallel={"dp_shard": 2}, train={"steps": 3})
-    arguments = [config, fault(1, "1")]
-    assert ranks.run(run_without_memory, 2, arguments) == ["", ""]
-    (event,) = suspicions(tmp_path)
-    assert (event["verdict"], event["ranks"]) == ("not examined", [])
-    assert "lacks 1,024 MiB" in event["why"]
-    fresh(tmp_path)
-    (tmp_path / "run").mkdir()
-    append_event(tmp_path / "run", "examining", step=3, cause="a spike")
-    for _ in range(2):
-        assert ranks.run(train_run, 2, arguments) == ["", ""]  # it saves nothing, so it begins anew
-    first, second = suspicions(tmp_path)
-    assert (first["verdict"], "did not end" in first["why"]) == ("not examined", True)
-    assert second["verdict"] == "not examined"  # nor ever: it may end the run again
 
 
 def test_a_compiled_model_has_no_products_to_compare() -> None:
@@ -269,7 +267,7 @@ def copies_after(case: Case) -> tuple[bool, bool]:
 
 
 def test_copies_are_made_equal_and_products_repeat(ranks: Ranks) -> None:
-    case = Case(MeshSizes(dp_replicate=2))
+    case = Case(MeshSizes(dp_replicate=2), num_microbatches=1)
     assert ranks.run(copies_after, 2, case) == [(True, True)] * 2
 
 
@@ -305,7 +303,8 @@ def verdicts_on(case: Case) -> dict[str, tuple[list[int], bool]]:
 
 @pytest.fixture(scope="module")
 def verdicts(ranks: Ranks) -> list[dict[str, tuple[list[int], bool]]]:
-    return ranks.run(verdicts_on, 4, Case(MeshSizes(dp_replicate=4), dtype="float32"))
+    case = Case(MeshSizes(dp_replicate=4), dtype="float32", num_microbatches=1)
+    return ranks.run(verdicts_on, 4, case)
 
 
 @pytest.mark.parametrize("name", FLIPS)
@@ -320,36 +319,38 @@ def test_only_the_same_inputs_with_another_output_are_a_dispute() -> None:
     assert disputes(mine, mine) == []
 
 
-def kernels_as_on_a_gpu(wanted: str) -> list[str]:
-    """The kernels of attention that a Hopper GPU would have in a step, in an examination, and in
-    another step."""
-    names: list[str] = []
-
-    def noted(choice: Choice) -> Kernel:
-        names.append(choice.kernel.name)
-        return ON_CPU
-
-    arguments = [f"model.attention_kernel={wanted}", "train.dtype=bfloat16", "train.seq_len=128"]
-    arguments += ["model.num_layers=2", "train.global_batch_size=1", "train.micro_batch_size=1"]
+def kernels_as_on_a_gpu() -> dict[str, list[str]]:
+    """Whichever kernel of attention is wanted: those that a Hopper GPU would have in a step, in an
+    examination, and in another step."""
+    arguments = ["train.dtype=bfloat16", "train.seq_len=128", "model.num_layers=1"]
+    arguments += ["train.global_batch_size=1", "train.micro_batch_size=1"]
     arguments += ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1"]
-    step = make_step(load_config("configs/laptop.yaml", arguments))
     rows = torch.ones(1, 128, dtype=torch.int64), torch.ones(1, 128, dtype=torch.int64)
-    with (
-        patch("model.mask.device_of", lambda _: PLANNED._replace(flash3=True)),
-        patch("model.mask.made_ready", noted),
-    ):
-        step(0, *rows)
-        compute(step, *rows)
-        step(1, *rows)
-    return names
+    found: dict[str, list[str]] = {}
+    for wanted in ("cudnn", "flash3"):
+        names = found[wanted] = []
+
+        def noted(choice: Choice, names: list[str] = names) -> Kernel:
+            names.append(choice.kernel.name)
+            return ON_CPU
+
+        kernel = f"model.attention_kernel={wanted}"
+        step = make_step(load_config("configs/laptop.yaml", [*arguments, kernel]))
+        with (
+            patch("model.mask.device_of", lambda _: PLANNED._replace(flash3=True)),
+            patch("model.mask.made_ready", noted),
+        ):
+            step(0, *rows)
+            compute(step, *rows)
+            step(1, *rows)
+    return found
 
 
-@pytest.mark.parametrize("wanted", ["cudnn", "flash3"])
-def test_an_examination_has_kernels_whose_results_repeat(ranks: Ranks, wanted: str) -> None:
+def test_an_examination_has_kernels_whose_results_repeat(ranks: Ranks) -> None:
     """Whichever kernel the run has; it is not refused, and the run has its own again."""
-    (names,) = ranks.run(kernels_as_on_a_gpu, 1, wanted)
-    usual = {"cudnn": "cuDNN", "flash3": "flash 3"}[wanted]
-    assert names == [usual, "flash 2", usual]
+    (found,) = ranks.run(kernels_as_on_a_gpu, 1)
+    for wanted, usual in {"cudnn": "cuDNN", "flash3": "flash 3"}.items():
+        assert found[wanted] == [usual, "flash 2", usual]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -381,34 +382,6 @@ def test_rounding_is_told_from_a_flipped_exponent_bit(dtype: torch.dtype, kind: 
         assert _is_rounding(kind, result, [each.double() for each in spoilt])
 
 
-# --- the key --------------------------------------------------------------------------------------
-
-
-REFUSED = {
-    "rank=3": "is not of the form",
-    "rank=9,step=2,layer=1,product=forward,bit=30,times=1": "there are 2 ranks",
-    "rank=1,step=2,layer=9,product=forward,bit=30,times=1": "has no linear layer in layer 9",
-    "rank=1,step=2,layer=1,product=forward,bit=32,times=1": "a float32 has 32 bits",
-}
-
-
-@pytest.fixture(scope="module")
-def said(
-    ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, str]]:
-    config = write_config(tmp_path_factory.mktemp("refused"), data)
-    cases = {value: [config, f"guard.inject_fault={value}"] for value in REFUSED}
-    return ranks.run(messages, 2, cases)
-
-
-@pytest.mark.parametrize("value", REFUSED)
-def test_a_fault_that_cannot_be_injected_is_refused(said: list[dict[str, str]], value: str) -> None:
-    (message,) = {of_rank[value] for of_rank in said}
-    assert re.match(f"guard.inject_fault.*{REFUSED[value]}", message)
-
-
-def test_no_fault_is_injected_unless_asked_for(data: Path, tmp_path: Path) -> None:
-    config = load_config(write_config(tmp_path, data), [])
-    assert config.guard.inject_fault == ""
-    with pytest.raises(UserError, match="inject_fault"):
-        load_config(write_config(tmp_path, data), ["guard.inject_fault=on"])
+def test_no_fault_is_injected_unless_asked_for() -> None:
+    """(What cannot be injected is refused: test_refusals.py.)"""
+    assert load_config("configs/laptop.yaml", []).guard.inject_fault == ""

@@ -13,6 +13,7 @@ from proofs.ranks import Ranks
 from runtime.records import metrics
 from runtime.records.expert_load import ENOUGH_ROWS, LoadStatistics, figures_of
 from runtime.records.tracker import scalars
+from tests.planted import planted
 from tests.report_page import charts_of, written
 from tests.runs import EXPERTS, metrics_of, run, train_run, write_config
 from training.balance import Loads
@@ -151,14 +152,13 @@ def test_trackers_get_one_number_per_layer() -> None:
 def train_and_count_waits(arguments: list[str]) -> list[int]:
     """Train; return the steps after which the measurements of a step were read."""
     steps: list[int] = []
-    read = metrics.Metrics._read
 
-    def counted(self: metrics.Metrics, *given: Any) -> Any:
+    @planted(metrics.Metrics, "_read")
+    def counted(read: Any, self: metrics.Metrics, *given: Any) -> Any:
         steps.append(self.step)
         return read(self, *given)
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(metrics.Metrics, "_read", counted)
+    with counted():
         assert train_run(arguments) == ""
     return steps
 
@@ -166,7 +166,7 @@ def train_and_count_waits(arguments: list[str]) -> list[int]:
 def test_what_a_step_measured_is_read_when_it_is_logged(
     ranks: Ranks, data: Path, tmp_path: Path
 ) -> None:
-    config = write_config(tmp_path, data, model=EXPERTS, train={"steps": 3})
+    config = write_config(tmp_path, data, model=EXPERTS, train={"steps": 3, "micro_batch_size": 8})
     assert ranks.run(train_and_count_waits, 1, [config, "run.log_interval=2"]) == [[2, 3]]
     assert [line["step"] for line in metrics_of(tmp_path)] == [2, 3]
 
@@ -191,7 +191,7 @@ def test_a_run_logs_the_losses_of_its_routers(saved_experts: Path) -> None:
 
 def test_the_loss_has_no_router_losses(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """Before the first update, `loss` is the same whatever they weigh."""
-    config = write_config(tmp_path, data, model=EXPERTS, train={"steps": 1})
+    config = write_config(tmp_path, data, model=EXPERTS, train={"steps": 1, "micro_batch_size": 8})
     lines = []
     for weight in (0, 10):
         run(ranks, 1, config, *(f"model.router_{each}_weight={weight}" for each in ("aux", "z")))

@@ -9,8 +9,7 @@ import pytest
 from errors import UserError
 from model.config import KEYS_OF_EXPERTS, ModelConfig
 from proofs.ranks import Ranks
-from tests.data_samples import prepared
-from tests.runs import EXPERTS, train_run, write_config
+from tests.runs import messages, train_run, write_config
 from training.load_config import dump_config, load_config
 
 LAPTOP = str(Path(__file__).parent.parent / "configs" / "laptop.yaml")
@@ -129,34 +128,32 @@ def test_every_key_of_experts_is_known() -> None:
     assert {n for n in names if "expert" in n or "router" in n} - others <= KEYS_OF_EXPERTS <= names
 
 
-def test_every_rank_knows_the_message_and_nothing_is_written(ranks: Ranks, tmp_path: Path) -> None:
-    data = prepared(tmp_path / "data")
-    config = write_config(tmp_path, data, model=EXPERTS)
-    for override in ("parallel.ep=3", "model.num_dense_layers=4", "train.compile=true"):
-        messages = ranks.run(train_run, 2, [config, override])
-        assert messages[0].startswith(override.split("=")[0] + " = ")
-        assert set(messages) == {messages[0]}
-        assert not (tmp_path / "run").exists()
+def refused_weights(cases: dict[str, list[str]], dense: str) -> dict[str, str]:
+    """Train a dense model; then, why other models may not start from the weights of a run."""
+    assert train_run([dense]) == ""
+    return messages(cases)
 
 
-@pytest.mark.parametrize("into_experts", [True, False])
-def test_weights_of_a_dense_model_do_not_start_experts(
-    ranks: Ranks, tmp_path: Path, into_experts: bool
-) -> None:
+@pytest.fixture(scope="module")
+def refused(
+    ranks: Ranks, data: Path, saved_experts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("dense")
+    dense = write_config(folder, data, train={"steps": 1}, checkpoint={"interval": 1})
+    configs = {"experts": [str(saved_experts / "config.yaml"), "parallel.pp=1", "parallel.ep=1"],
+               "swiglu": [dense]}  # fmt: skip
+    cases = {
+        kind: [*configs[kind], f"checkpoint.load_weights_only={other}/run", f"run.dir={folder}/new"]
+        for kind, other in {"experts": folder, "swiglu": saved_experts}.items()
+    }
+    return ranks.run(refused_weights, 1, cases, dense)[0]
+
+
+@pytest.mark.parametrize("kind", ["experts", "swiglu"])
+def test_weights_of_a_dense_model_do_not_start_experts(refused: dict[str, str], kind: str) -> None:
     """Nor those of experts a dense model."""
-    data = prepared(tmp_path / "data")
-    models = [{}, EXPERTS] if into_experts else [EXPERTS, {}]
-    paths = []
-    for name, model in zip(("first", "second"), models, strict=True):
-        (tmp_path / name).mkdir()
-        paths.append(write_config(tmp_path / name, data, model=model, train={"steps": 1},
-                                  checkpoint={"interval": 1}))  # fmt: skip
-    assert ranks.run(train_run, 1, [paths[0]]) == [""]
-    start = f"checkpoint.load_weights_only={tmp_path / 'first' / 'run'}"
-    (message,) = ranks.run(train_run, 1, [paths[1], start])
-    given = "experts" if into_experts else "swiglu"
-    assert message.startswith(f"model.feed_forward = '{given}'")
-    assert "has model.feed_forward=" in message
+    assert refused[kind].startswith(f"model.feed_forward = '{kind}'")
+    assert "has model.feed_forward=" in refused[kind]
 
 
 def test_a_number_of_experts_is_enough() -> None:

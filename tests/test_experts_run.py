@@ -115,7 +115,11 @@ def test_the_memory_report_counts_experts(ranks: Ranks, saved_experts: Path) -> 
 
 def test_a_skipped_step_leaves_the_biases(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """Step 3 is skipped, and ends the run, which then saves."""
-    sections = {"model": EXPERTS, "parallel": {"tp": 2, "ep": 2}, "train": {"steps": 3}}
+    sections = {
+        "model": EXPERTS,
+        "parallel": {"tp": 2, "ep": 2},
+        "train": {"steps": 3, "micro_batch_size": 8},
+    }
     config = write_config(tmp_path, data, checkpoint={"interval": 1, "keep_last": 9}, **sections)
     assert ranks.run(run_with_bad_steps, 2, [config], 1, {3}) == [""] * 2
     second, third = (stored_tensors(checkpoint_of(tmp_path, step)) for step in (2, 3))

@@ -16,7 +16,7 @@ from runtime.alerts.prometheus import CONTENT_TYPE, Endpoint, address, expositio
 from runtime.alerts.settings import Settings
 from runtime.alerts.state import RunState
 from runtime.records.ledger import CAUSES, account
-from tests.alert_helpers import FedCompanion, wait_until
+from tests.alert_helpers import FedCompanion, free_port, wait_until
 from tests.runs import write_config
 from training.load_config import load_config
 
@@ -123,12 +123,6 @@ def test_an_address():
             address(wrong)
 
 
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 def serving(text: str, address: str) -> Endpoint:
     return Endpoint(Settings("f", "n", "c", 0, prometheus=address), lambda: text)
 
@@ -140,7 +134,7 @@ def stop(endpoint: Endpoint) -> None:
 
 
 def test_the_endpoint_of_a_companion(tmp_path):
-    here = free_address()
+    here = f"127.0.0.1:{free_port()}"
     with FedCompanion(tmp_path, prometheus=here) as companion:
         companion.event("start", step=0, world_size=1, began=0.0)
         companion.step(3)
@@ -162,7 +156,7 @@ def test_the_endpoint_of_a_companion(tmp_path):
 
 
 def test_a_port_in_use_is_tried_again():
-    here = free_address()
+    here = f"127.0.0.1:{free_port()}"
     first, second = serving("a 1\n", here), serving("a 2\n", here)
     assert first.open() == ""
     assert second.open() != ""
@@ -175,7 +169,7 @@ def test_slow_clients_keep_no_thread(monkeypatch):
     """Clients that send nothing, or half a request, or read nothing of a long answer: the oldest
     give way to a new one, and none stays longer than its time."""
     monkeypatch.setattr(prometheus, "MOST_CLIENTS", 3)
-    here = free_address()
+    here = f"127.0.0.1:{free_port()}"
     before, endpoint = threading.active_count(), serving("a 1\n" * 4_000_000, here)
     assert endpoint.open() == ""
     slow = []

@@ -1,6 +1,7 @@
 """User errors give one message that names key, value and remedy, the same on every rank, and
 nothing is written."""
 
+import json
 import os
 import shutil
 import signal
@@ -17,10 +18,12 @@ from parallel.pipeline.actions import BACKWARD, FORWARD, Action
 from parallel.pipeline.schedules import SCHEDULES
 from proofs.ranks import Ranks
 from runtime import torchrun
+from runtime.signals import Signals
 from runtime.start import preconditions
 from tests.data_samples import prepared
 from tests.planted import planted
-from tests.runs import contents, messages, run, train_run, write_config
+from tests.runs import contents, forked, messages, status, train_run, write_config
+from train import main
 
 ROOT = Path(__file__).parent.parent
 
@@ -59,6 +62,14 @@ WRONG = [
     (f"run.dir={'x' * 300}", "run.dir", "longer than the file system allows"),
     (f"data.path={'x' * 300}", "data.path", "cannot be read"),
     ("run.on_event=no-such-program", "run.on_event", "not an executable"),
+    ("train.tasks=[python]", "train.tasks", "train.eval_interval is 0"),
+    ("guard.inject_fault=rank=3", "guard.inject_fault", "is not of the form"),
+    ("guard.inject_fault=rank=9,step=2,layer=1,product=forward,bit=30,times=1",
+     "guard.inject_fault", "there are 2 ranks"),
+    ("guard.inject_fault=rank=1,step=2,layer=9,product=forward,bit=30,times=1",
+     "guard.inject_fault", "has no linear layer in layer 9"),
+    ("guard.inject_fault=rank=1,step=2,layer=1,product=forward,bit=32,times=1",
+     "guard.inject_fault", "a float32 has 32 bits"),
 ]  # fmt: skip
 
 
@@ -87,12 +98,49 @@ TOGETHER = [  # (overrides, beginning of the message, what else it says)
      "parallel.zero_stage=2"),
     (["parallel.tp=2", "model.num_heads=3", "model.num_kv_heads=3", "model.attention_dim=30"],
      "parallel.tp = 2: does not divide model.num_heads=3", "[1, 3]"),
+    (["model.num_experts=4", "model.experts_per_token=2", "parallel.ep=3"],
+     "parallel.ep = 3: must divide dp_shard · cp · tp = 2 · 1 · 1", "choose one of [1, 2]"),
+    (["train.eval_interval=1", "train.tasks=[DAMAGED/task.jsonl]"], "train.tasks = ", "line 1"),
+    # every second micro-batch would wait for its own gradient
+    (["parallel.schedule=backward_first", "parallel.pp=2"],
+     "parallel.schedule = 'backward_first': ranks cannot continue: rank 0 at B0.0", "remedy"),
 ]  # fmt: skip
 REFUSED = [
     *(([override], f"{key} = ", remedy) for override, key, remedy in WRONG),
     *TOGETHER,
     *(([f"data.path=DAMAGED/{how}"], "data.path = ", "remedy") for how in DAMAGES),
 ]
+# what the checkpoint of a run does not permit; {other} is another data set
+RESUMED = ["model.ffn_dim=96", "model.qk_norm=true", "train.seq_len=16", "train.seed=1",
+           "train.steps=0", "checkpoint.resume=none", "data.path={other}"]  # fmt: skip
+
+
+def backward_first(p: int, v: int, m: int) -> list[list[Action]]:
+    """A schedule that would wait forever."""
+    return [[Action(k, r, i) for k in (BACKWARD, FORWARD) for i in range(m)] for r in range(p)]
+
+
+@planted(preconditions, "open_data")
+def unseen_by_rank_1(open_data, *about):
+    if dist.get_rank() == 0:
+        return open_data(*about)
+    return TokenDataset.open("/not/on/this/node", "train")
+
+
+def judge(cases: dict[str, list[str]], config: str, saved: str) -> dict[str, str]:
+    """What this rank is told of each case; of data that only rank 0 sees; and, after a run of one
+    step in the folder of `saved`, of what its checkpoint does not permit."""
+    with patch.dict(SCHEDULES, backward_first=backward_first):
+        said = messages(cases)
+    with unseen_by_rank_1():
+        said["unseen"] = train_run([config])
+    said["finished"] = train_run([saved])
+    folder, other = Path(saved).parent, Path(config).parent / "other"
+    dist.barrier()  # rank 0 has written its status
+    before = contents(folder / "run")
+    said |= messages({case: [saved, case.format(other=other)] for case in RESUMED})
+    said["lost"] = "" if contents(folder / "run") == before else "something"
+    return said
 
 
 @pytest.fixture(scope="module")
@@ -100,90 +148,63 @@ def judged(
     ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[dict[str, str]]]:
     """A folder in which each refused run would have written a folder of its number, and what each
-    rank said of them."""
+    rank was told."""
     folder = tmp_path_factory.mktemp("refused")
     for how, damage in DAMAGES.items():
         shutil.copytree(data, folder / how)
         damage(folder / how)
+    example = {"context": "a", "choices": ["b", "c d" * 99], "answer": 0}
+    (folder / "task.jsonl").write_text(json.dumps(example))
+    prepared(folder / "other", heldout_fraction=0.5)
+    (folder / "saved").mkdir()
+    train, checkpoint = {"steps": 1}, {"interval": 1}
+    saved = write_config(folder / "saved", data, train=train, checkpoint=checkpoint)
     config = write_config(folder, data)
     cases = {
         str(number): [config, f"run.dir={folder / str(number)}",
                       *(each.replace("DAMAGED", str(folder)) for each in overrides)]
         for number, (overrides, _, _) in enumerate(REFUSED)
     }  # fmt: skip
-    return folder, ranks.run(messages, 2, cases)
+    return folder, ranks.run(judge, 2, cases, config, saved)
+
+
+def told(judged: tuple[Path, list[dict[str, str]]], case: str) -> str:
+    """The one message, which every rank knows."""
+    (message,) = {of_rank[case] for of_rank in judged[1]}
+    return message
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)), ids=lambda n: " ".join(REFUSED[n][0]))
 def test_wrong_value(judged: tuple[Path, list[dict[str, str]]], number: int) -> None:
-    (folder, said), (_, begins, remedy) = judged, REFUSED[number]
-    first, second = (of_rank[str(number)] for of_rank in said)
-    assert first == second, "every rank knows the one message"
-    assert first.startswith(begins)
-    assert remedy in first
-    assert not (folder / str(number)).exists(), "nothing is written"
+    _, begins, remedy = REFUSED[number]
+    message = told(judged, str(number))
+    assert message.startswith(begins)
+    assert remedy in message
+    assert not (judged[0] / str(number)).exists(), "nothing is written"
 
 
-def test_a_schedule_that_would_wait_for_ever_is_refused(
-    ranks: Ranks, data: Path, tmp_path: Path
-) -> None:
-    message = ranks.run(train_with_a_broken_schedule, 2, write_config(tmp_path, data))[0]
-    assert message.startswith(
-        "parallel.schedule = 'backward_first': ranks cannot continue: rank 0 at B0.0"
-    )
-    assert not (tmp_path / "run").exists()
-
-
-def train_with_a_broken_schedule(config: str) -> str:
-    SCHEDULES["backward_first"] = lambda p, v, m: [
-        [Action(k, r, i) for k in (BACKWARD, FORWARD) for i in range(m)] for r in range(p)
-    ]
-    return train_run([config, "parallel.schedule=backward_first", "parallel.pp=2"])
-
-
-def test_resume_refuses_another_model_data_or_sequence_length(
-    ranks: Ranks, data: Path, tmp_path: Path
-) -> None:
-    config = write_config(tmp_path, data, train={"steps": 1}, checkpoint={"interval": 1})
-    run(ranks, 1, config)
-    before = contents(tmp_path / "run")
-    other = prepared(tmp_path / "other", heldout_fraction=0.5)
-    cases = {
-        "model.ffn_dim": "model.ffn_dim=96",
-        "model.qk_norm": "model.qk_norm=true",
-        "train.seq_len": "train.seq_len=16",
-        "train.seed": "train.seed=1",
-        "train.steps": "train.steps=0",
-        "run.dir": "checkpoint.resume=none",
-        "data.path": f"data.path={other}",
-    }
-    (said,) = ranks.run(messages, 1, {key: [config, value] for key, value in cases.items()})
-    for key, message in said.items():
-        assert message.startswith(f"{key} = ")
-    assert contents(tmp_path / "run") == before, "nothing is lost"
-
-
-def test_an_error_of_one_rank_is_everyones(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+def test_an_error_of_one_rank_is_everyones(judged: tuple[Path, list[dict[str, str]]]) -> None:
     """If one node does not see the data, all ranks fail with its message, and none waits
     forever."""
-    messages = ranks.run(blind_rank_1, 2, write_config(tmp_path, data))
-    assert messages[0] == messages[1]
-    assert messages[0].startswith("data.path = ")
+    assert told(judged, "unseen").startswith("data.path = ")
 
 
-def blind_rank_1(config: str) -> str:
-    @planted(preconditions, "open_data")
-    def unseen(open_data, *about):
-        if dist.get_rank() == 0:
-            return open_data(*about)
-        return TokenDataset.open("/not/on/this/node", "train")
-
-    with unseen():
-        return train_run([config])
+@pytest.mark.parametrize("case", RESUMED)
+def test_resume_refuses_another_model_data_or_sequence_length(
+    judged: tuple[Path, list[dict[str, str]]], case: str
+) -> None:
+    assert told(judged, "finished") == "", "what is to be resumed"
+    key = case.partition("=")[0]
+    assert told(judged, case).startswith("run.dir = " if "none" in case else f"{key} = ")
+    assert told(judged, "lost") == "", "nothing is lost"
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost",
             "--nproc-per-node", "2", "--max-restarts", "100"]  # fmt: skip
+
+
+def train_alone(arguments: list[str]) -> None:
+    main(arguments, Signals(speaks=True).listen())
 
 
 def test_exit_status_and_one_message(data: Path, tmp_path: Path) -> None:
@@ -194,19 +215,19 @@ def test_exit_status_and_one_message(data: Path, tmp_path: Path) -> None:
     train = ["train.py", write_config(tmp_path, data), "model.num_heads=5"]
     interface = "lo0" if sys.platform == "darwin" else "lo"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface}
-    together, alone = (
-        subprocess.run(
-            [sys.executable, *launcher, *train],
-            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
-        )
-        for launcher in (TORCHRUN, [])
+    together = subprocess.run(
+        [sys.executable, *TORCHRUN, *train],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert (together.returncode, alone.returncode) == (1, 2)
+    assert together.returncode == 1
     assert together.stderr.count("model.num_heads = 5") == 1
     assert "got signal: 15" in together.stderr, "in torchrun's words"
     assert "UserError" not in together.stderr
     assert not (tmp_path / "run").exists()
-    assert "Traceback" not in alone.stderr
+    assert status(forked(tmp_path / "log", train_alone, train[1:])) == 2
+    alone = (tmp_path / "log").read_text()
+    assert alone.count("model.num_heads = 5") == 1
+    assert "Traceback" not in alone
 
 
 @pytest.mark.parametrize(

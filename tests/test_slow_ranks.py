@@ -22,7 +22,7 @@ from runtime.health import slow_ranks
 from runtime.health.excluded import exclude, excluded_nodes
 from runtime.health.judge import Judge, median_of_others
 from runtime.records.events import read_events
-from tests.runs import LAYOUT_3D, metrics_of, status_of, train_run, write_config
+from tests.runs import LAYOUT_3D, metrics_of, run, status_of, train_run, write_config
 
 NOISE = Path(__file__).parent / "fixtures" / "product_times.json"
 PRODUCT_SECONDS, WAIT_SECONDS = 4e-3, 20e-3
@@ -184,17 +184,17 @@ waiting = pytest.mark.parametrize(
 def test_the_slow_rank_is_named_within_three_intervals(
     ranks: Ranks, data: Path, tmp_path: Path, waits: bool
 ) -> None:
-    run = slow_run(ranks, data, tmp_path, 1.3, waits, "guard.slow_ranks=exclude")
-    (event,) = [each for each in read_events(run) if each["event"] == "slow_rank"]
+    folder = slow_run(ranks, data, tmp_path, 1.3, waits, "guard.slow_ranks=exclude")
+    (event,) = [each for each in read_events(folder) if each["event"] == "slow_rank"]
     first = 1 + slow_ranks.AFTER  # the first logged step whose products were timed
     assert (event["rank"], event["since"], event["step"]) == (3, first, first + 2)
     assert event["factor"] == pytest.approx(1.3, abs=0.12)
-    status = status_of(run.parent)
+    status = status_of(tmp_path)
     assert (status["state"], [each["rank"] for each in status["slow"]]) == ("finished", [3])
     assert status["slow"][0]["node"] == event["node"]
-    last = metrics_of(run.parent)[-1]
+    last = metrics_of(tmp_path)[-1]
     assert (last["slow_ranks"], last["slowest_rank_factor"] > 1.15) == ([3], True)
-    assert "slow: rank 3 took 1." in excluded_nodes(run)[event["node"]]["reason"]
+    assert "slow: rank 3 took 1." in excluded_nodes(folder)[event["node"]]["reason"]
 
 
 @waiting
@@ -202,10 +202,10 @@ def test_evaluation_saving_data_and_uneven_stages_name_nobody(
     ranks: Ranks, data: Path, tmp_path: Path, waits: bool
 ) -> None:
     """Control of the test above: the same run without the slow rank."""
-    run = slow_run(ranks, data, tmp_path, 1.0, waits)
-    assert [each for each in read_events(run) if each["event"] == "slow_rank"] == []
-    assert status_of(run.parent).get("slow", []) == []
-    assert "slow_ranks" in metrics_of(run.parent)[-1]
+    folder = slow_run(ranks, data, tmp_path, 1.0, waits)
+    assert [each for each in read_events(folder) if each["event"] == "slow_rank"] == []
+    assert status_of(tmp_path).get("slow", []) == []
+    assert "slow_ranks" in metrics_of(tmp_path)[-1]
 
 
 def judged(folder: Path, after: float) -> list[tuple[int, list[str]]]:
@@ -244,7 +244,7 @@ def test_a_node_is_excluded_while_it_stays_slow(tmp_path: Path) -> None:
 
 
 def test_none_measures_nothing(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, data, train={"steps": 1})
-    assert ranks.run(train_run, 1, [config, "guard.slow_ranks=none"]) == [""]
+    config = write_config(tmp_path, data, train={"steps": 1, "micro_batch_size": 8})
+    run(ranks, 1, config, "guard.slow_ranks=none")
     last = metrics_of(tmp_path)[-1]
     assert "slow_ranks" not in last

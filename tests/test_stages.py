@@ -144,7 +144,7 @@ def reference(data: Path, other: Path) -> list[list[list[int]]]:
     return expected(stages, seed=0)[0]
 
 
-EXACT = {"steps": 7, "dtype": "float64"}
+EXACT = {"steps": 7, "dtype": "float64", "micro_batch_size": 2}
 
 
 def staged(

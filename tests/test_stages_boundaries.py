@@ -1,39 +1,29 @@
 """What may happen at the boundary between two stages: a rollback across it, damage, a stop."""
 
 import json
-import math
 import signal
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-import torch
 
 import train
-import training.step
 from proofs.ranks import Ranks
 from runtime import next_stage
 from runtime.checkpoints import saving
 from runtime.records.events import read_events
-from tests.runs import fresh, losses, said_by, status_of, train_run
+from tests.data_samples import flip_a_bit
+from tests.faulty_runs import run_with_bad_steps
+from tests.planted import planted
+from tests.runs import checkpoint_of, losses, run, said_by, status_of, train_run
 from tests.stages import Read, expected, mixture, recorded, write_stages
 
 # --- rollback across a boundary -----------------------------------------------------------------
 
 
-def run_with_bad_steps(arguments: list[str], bad: list[int], file: Path) -> str:
-    """Train and record; the norm of the gradient is infinite in the steps that are `bad`, counted
-    over the whole run, with those that are made again."""
-    made: list[int] = []
-    norm = training.step.gradient_norm
-
-    def planted(*arguments: Any) -> torch.Tensor:
-        made.append(1)
-        return norm(*arguments) * (math.inf if len(made) in bad else 1)
-
-    with recorded(file), patch.object(training.step, "gradient_norm", planted):
-        return train_run(arguments)
+def recorded_with_bad_steps(arguments: list[str], bad: set[int], file: Path) -> str:
+    with recorded(file):
+        return run_with_bad_steps(arguments, 0, bad)
 
 
 @pytest.mark.parametrize("length", [64, 32])
@@ -50,10 +40,10 @@ def test_a_rollback_across_a_boundary(
         [{"from_step": 4, "train": {"seq_len": length, "global_batch_size": 4}}],
         train={"steps": 7},
         checkpoint={"interval": 2},
-        guard={"max_bad_steps": 3, "examine": False},  # the planted norms are counted
+        guard={"max_bad_steps": 3},
     )
-    bad = [4, 5, 6]
-    assert ranks.run(run_with_bad_steps, 1, [config], bad, tmp_path / "reads") == [""]
+    # of all steps, with those that are made again
+    assert ranks.run(recorded_with_bad_steps, 1, [config], {4, 5, 6}, tmp_path / "reads") == [""]
     one = mixture(data)
     at_first = expected([Read(one, 32, 8, 4), Read(one, length, 4, 2)], 0)[0]
     skipped, later = (range(24, 32), (range(8),)) if length == 64 else (range(24, 40), ())
@@ -63,11 +53,10 @@ def test_a_rollback_across_a_boundary(
     assert [step for step, *_ in rows] == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5, 6]
     for (step, _, _, mine), batches in zip(rows, [at_first] * 6 + [again] * 5, strict=True):
         assert mine == batches[step][: len(mine)], step
-    run = tmp_path / "run"
-    (event,) = [e for e in read_events(run) if e["event"] == "rollback"]
+    (event,) = [e for e in read_events(tmp_path / "run") if e["event"] == "rollback"]
     assert (event["from_step"], event["step"]) == (6, 2)
     assert (event["left_out"], event["left_out_before"]) == ([0, 8], [[0, 24, 32]])
-    trainer = json.loads((run / "checkpoints" / "step-00000007" / "trainer.json").read_text())
+    trainer = json.loads((checkpoint_of(tmp_path, 7) / "trainer.json").read_text())
     assert trainer["earlier"][0]["data"]["skipped"] == [[skipped.start, skipped.stop]]
     assert trainer["data"]["skipped"] == [[r.start, r.stop] for r in later]
     bad = {tuple(row) for step in (3, 4, 5) for row in at_first[step]}
@@ -78,16 +67,13 @@ def test_a_rollback_across_a_boundary(
 
 def run_with_damage(arguments: list[str], folder: Path) -> str:
     """Train; the only checkpoint is damaged in the changeover."""
-    honest = saving.find_next
 
-    def damaged(*about: Any) -> Any:
-        path = next((folder / "run" / "checkpoints" / "step-00000002").glob("*.safetensors"))
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
+    @planted(saving, "find_next")
+    def damaged(honest: Any, *about: Any) -> Any:
+        flip_a_bit(next(checkpoint_of(folder, 2).glob("*.safetensors")))
         return honest(*about)
 
-    with patch.object(saving, "find_next", damaged):
+    with damaged():
         return train_run(arguments)
 
 
@@ -111,7 +97,7 @@ def test_a_stage_ahead_that_begins_at_a_token_knows_the_batches_before(
     """With another batch size from step 2 on, it would begin at half the tokens."""
     ahead = {"from_token": 6 * 8 * 32, "train": {"seq_len": 16}}
     config = write_stages(tmp_path, data, [ahead], train={"steps": 9}, checkpoint={"interval": 2})
-    assert ranks.run(train_run, 1, [config, "stages=[]", "train.steps=2"]) == [""]
+    run(ranks, 1, config, "stages=[]", "train.steps=2")
     (said,) = ranks.run(train_run, 1, [config, "train.global_batch_size=16"])
     assert said.startswith(f"stages.1.from_token = {6 * 8 * 32}")
     assert "512 tokens after step 2" in said
@@ -119,7 +105,7 @@ def test_a_stage_ahead_that_begins_at_a_token_knows_the_batches_before(
     # as a stage from step 2 on, the count is right
     larger = {"from_step": 2, "train": {"global_batch_size": 16}}
     config = write_stages(tmp_path, data, [larger, ahead], train={"steps": 5})
-    assert ranks.run(train_run, 1, [config]) == [""]
+    run(ranks, 1, config)
     events = read_events(tmp_path / "run")
     assert [event["step"] for event in events if event["event"] == "stage"] == [2, 4]
 
@@ -127,19 +113,22 @@ def test_a_stage_ahead_that_begins_at_a_token_knows_the_batches_before(
 # --- stop requests, open files --------------------------------------------------------------------
 
 
-def run_with_request(arguments: list[str], request: str, folder: Path) -> str:
-    """Train; a stop is requested in the changeover."""
-    join = next_stage.join_again
+def run_with_request(arguments: list[str], request: str, folder: Path) -> tuple[str, bool]:
+    """Train; a stop is requested in the changeover. Return also whether there was a status.json
+    then: a launcher that finds a rank killed there must not report a planned stop."""
+    found = []
 
-    def requested(signals: Any) -> None:
+    @planted(next_stage, "join_again")
+    def requested(join: Any, signals: Any) -> None:
+        found.append((folder / "run" / "status.json").exists())
         if request == "STOP":
             (folder / "run" / "STOP").touch()
         else:
             signals.heard.setdefault(signal.SIGTERM, 0.0)
         join(signals)
 
-    with patch.object(next_stage, "join_again", requested):
-        return train_run(arguments)
+    with requested():
+        return train_run(arguments), *found
 
 
 @pytest.mark.parametrize(
@@ -148,30 +137,29 @@ def run_with_request(arguments: list[str], request: str, folder: Path) -> str:
 def test_a_stop_in_the_changeover(
     ranks: Ranks, data: Path, tmp_path: Path, request_by: str
 ) -> None:
+    """(That a run resumes there with the same bits: test_killed_at_a_boundary.)"""
     config = write_stages(tmp_path, data, [{"from_step": 2, "train": {"seq_len": 16}}])
     short = "train.steps=3"
-    assert ranks.run(run_with_request, 2, [config, short], request_by, tmp_path) == ["", ""]
+    stopped = ranks.run(run_with_request, 2, [config, short], request_by, tmp_path)
+    assert stopped == [("", False)] * 2
     status = status_of(tmp_path)
     assert (status["state"], status["step"]) == ("requeue", 2)
     assert request_by in status["reason"]
     assert not (tmp_path / "run" / "STOP").exists()
-    assert ranks.run(train_run, 2, [config, short]) == ["", ""]
-    stopped = losses(tmp_path)
-    fresh(tmp_path)
-    assert ranks.run(train_run, 2, [config, short]) == ["", ""]
-    assert losses(tmp_path) == stopped
+    run(ranks, 2, config, short)
+    assert sorted(losses(tmp_path)) == [1, 2, 3]
 
 
 def open_files(arguments: list[str]) -> list[int]:
     """The number of open files at the beginning of each stage."""
     found: list[int] = []
-    build = train.build_listeners
 
-    def counted(*about: Any) -> Any:
+    @planted(train, "build_listeners")
+    def counted(build: Any, *about: Any) -> Any:
         found.append(len(list(Path("/proc/self/fd").iterdir())))
         return build(*about)
 
-    with patch.object(train, "build_listeners", counted):
+    with counted():
         assert train_run(arguments) == ""
     return found
 

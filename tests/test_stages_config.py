@@ -37,15 +37,8 @@ def test_settings_hold_until_a_stage_changes_them() -> None:
     # a million tokens are reached in step 123, of 8,192 tokens each
     assert [one.steps for one in config.each_stage] == [range(50), range(50, 123), range(123, 160)]
     assert [one.phase for one in config.each_stage] == [range(123), range(123), range(123, 160)]
-    assert [config.stage_of(step) for step in (0, 49, 50, 122, 123, 159, 160)] == [
-        0,
-        0,
-        1,
-        1,
-        2,
-        2,
-        2,
-    ]
+    stages = [config.stage_of(step) for step in (0, 49, 50, 122, 123, 159, 160)]
+    assert stages == [0, 0, 1, 1, 2, 2, 2]
     assert (longer.optimizer.warmup_steps, anneal.optimizer.warmup_steps) == (20, 0)
 
 

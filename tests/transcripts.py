@@ -19,7 +19,8 @@ In ```bash blocks every line is a command, without `$ `, and the page shows no o
 
 Commands run at the root of a copy of the repository. A command that only runs Python runs in a
 process that has already imported torch (forked from multiprocessing's fork server, as in
-proofs/ranks.py), which saves seconds. All others run in bash.
+proofs/ranks.py), which saves seconds, also if its output then goes through a pipe. All others run
+in bash.
 """
 
 import io
@@ -32,9 +33,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +46,7 @@ ROOT = Path(__file__).parent.parent
 LEFT_OUT = (".git", ".venv", "runs", "prepared", "wandb", "__pycache__", ".*_cache", "*.pyc",
             ".whl", "api")  # fmt: skip
 PYTHON = (".venv/bin/python", "python")
+ERROR = " 2>&1 || true"  # after a command whose error a page shows
 SECONDS = 600  # timeout of one command; far more than any takes
 
 
@@ -165,8 +168,17 @@ def run(command: str, folder: Path) -> tuple[int, str, str]:
     """Status, standard output and standard error of a command in a copy of the repository."""
     python = as_python(command)
     if python is not None:
-        return run_python(*python, folder)
-    return run_process(["bash", "-euo", "pipefail", "-c", command], folder)
+        return (run_here if "Ranks(" in python[1] else run_python)(*python, folder)
+    if command.endswith(ERROR):
+        _, output, errors = run(command.removesuffix(ERROR), folder)
+        return 0, output + errors, ""
+    shell = ["bash", "-euo", "pipefail", "-c"]
+    first, pipe, rest = command.partition(" | ")
+    python = as_python(first) if pipe and "\n" not in first else None
+    if python is None:
+        return run_process([*shell, command], folder)
+    status, output, errors = run_python(*python, folder)
+    return run_process([*shell, rest], folder, output) if status == 0 else (status, output, errors)
 
 
 IN_COPY = """
@@ -210,36 +222,35 @@ def run_python(arguments: list[str], program: str, folder: Path) -> tuple[int, s
     the working directory `folder`; return as `run` does."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)  # no effect if the server is already running
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_run_python, args=(arguments, program, str(folder), theirs))
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(SECONDS):
-            raise TimeoutError(f"{arguments} took more than {SECONDS} s")
-        status, output, errors = ours.recv()
-    except EOFError:
-        status, output, errors = 1, "", "the process died"
-    finally:
+    with tempfile.TemporaryDirectory() as said:
+        files = [Path(said) / name for name in ("output", "errors")]
+        process = context.Process(target=_run_python, args=(arguments, program, folder, files))
+        process.start()
+        process.join(SECONDS)
         process.kill()
         process.join()
-    return status, output, errors
+        return process.exitcode or 0, *(file.read_text(encoding="utf-8") for file in files)
 
 
-def _run_python(arguments: list[str], program: str, folder: str, answer: object) -> None:
+def run_here(_: list[str], program: str, folder: Path) -> tuple[int, str, str]:
+    """As `run_python`, but in this process, whose ranks are forked by a server that already runs: a
+    new process would start its own, which takes seconds."""
+    output, errors = io.StringIO(), io.StringIO()
+    with chdir(folder), redirect_stdout(output), redirect_stderr(errors):
+        try:
+            exec(compile(program, "<page>", "exec"), {"__name__": "__main__"})
+        except Exception:
+            return 1, output.getvalue(), traceback.format_exc()
+    return 0, output.getvalue(), errors.getvalue()
+
+
+def _run_python(arguments: list[str], program: str, folder: Path, files: list[Path]) -> None:
+    for descriptor, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
     os.chdir(folder)
     os.environ.pop("TRITON_INTERPRET", None)
-    output, errors, status = io.StringIO(), io.StringIO(), 0
     sys.argv = ["-c", *arguments] if program else arguments
-    with redirect_stdout(output), redirect_stderr(errors):
-        try:
-            if program:
-                exec(compile(program, "<page>", "exec"), {"__name__": "__main__"})
-            else:
-                runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-        except SystemExit as end:
-            status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            traceback.print_exc()
-            status = 1
-    answer.send((status, output.getvalue(), errors.getvalue()))
+    if program:
+        exec(compile(program, "<page>", "exec"), {"__name__": "__main__"})
+    else:
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
