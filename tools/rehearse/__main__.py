@@ -4,7 +4,7 @@
     python -m tools.rehearse configs/llama3_405b.yaml parallel.dp_shard=16 --stages
     python -m tools.rehearse configs/llama3_8b.yaml --rank 0 --real  also times, on this GPU or CPU
     python -m tools.rehearse configs/llama3_8b.yaml --operators      every operator, and its line
-    python -m tools.rehearse configs/laptop.yaml --rank 4 --races    also streams, threads, overlap
+    python -m tools.rehearse configs/laptop.yaml --rank 4 --races    its streams and threads
 
 It runs one whole step of the training code itself: the model, the pipeline's runner, FSDP2 and the
 optimizer. The other ranks are fake: collectives return at once, and the data that should arrive is
@@ -14,14 +14,15 @@ counted for a GPU with Triton's kernels and flash attention, and, if the experts
 compared with the plan that tools/plan makes for the rank. The number of ranks is that of --gpus, of
 the configuration's axes, or of its first line (`# world: N`).
 
---races looks for accesses to memory that no wait orders, memory that is freed while a stream uses
-it, waits of the host inside a step, and threads on a wrong device, in two steps with a save after
-each. The exit status is 1 if there is any of these. It also shows what hides each collective, with
-times from the data sheet of --device.
+With --races memory is not counted. It looks for accesses to memory that no wait orders, memory that
+is freed while a stream uses it, waits of the host inside a step, and threads on a wrong device, in
+two steps with a save after each. The exit status is 1 if there is any of these. It also shows what
+hides each collective, with times from the data sheet of --device.
 """
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     how.add_argument(
         "--races",
         action="store_true",
-        help="also check what waits for what, and show what hides each collective",
+        help="check what waits for what, and show what hides each collective",
     )
     parser.add_argument(
         "--device",
@@ -181,7 +182,8 @@ def main(arguments: list[str] | None = None) -> int:
                 report = alone(operators, *given, options.imbalance)
                 described = describe_operators(report)
             elif options.races:
-                report = alone(rehearse, *given, 2, options.imbalance, True, device)
+                checked = partial(rehearse, races=True, rates=device)
+                report = alone(checked, *given, 2, options.imbalance)
                 described = describe_races(report, device)
             else:
                 report = alone(rehearse, *given, 1, options.imbalance)
