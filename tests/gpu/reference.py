@@ -1,7 +1,7 @@
 """The mechanisms that test_training.py compares, and how each is trained; run as a program, it
 trains them on the CPU.
 
-    python -m tests.gpu.reference FOLDER NAME…     writes the numbers of these mathematics
+    python -m tests.gpu.reference FOLDER full|tiny NAME…   writes the numbers of these mathematics
 
 Mechanisms of the same mathematics have the same numbers up to rounding: recomputation, schedules,
 stages of ZeRO and the compiler change none. So the CPU trains once for each mathematics, with the
@@ -115,11 +115,11 @@ MECHANISMS = [
 ]  # fmt: skip
 
 
-def config_of(mechanism: Mechanism, kind: str, kernels: str) -> Config:
-    train = {"steps": 10, "seq_len": 128 if ON_GPU else 8, "global_batch_size": 4,
+def config_of(mechanism: Mechanism, kind: str, kernels: str, full: bool) -> Config:
+    train = {"steps": 10, "seq_len": 128 if full else 8, "global_batch_size": 4,
              "micro_batch_size": 1, "dtype": kind}  # fmt: skip
     sections: dict[str, dict[str, Any]] = {
-        "model": (FULL if ON_GPU else TINY) | {"kernels": kernels},
+        "model": (FULL if full else TINY) | {"kernels": kernels},
         "train": train,
         "optimizer": {"lr": 1e-3},
         "data": {"path": "-"},
@@ -129,10 +129,10 @@ def config_of(mechanism: Mechanism, kind: str, kernels: str) -> Config:
     return make_config(**sections)
 
 
-def train(mechanism: Mechanism, kind: str, kernels: str) -> dict[str, Tensor]:
+def train(mechanism: Mechanism, kind: str, kernels: str, full: bool = ON_GPU) -> dict[str, Tensor]:
     """Trains on this process's device: the loss, the gradient norm and every gradient of the first
     step, the loss of each step, and every weight after them, on the CPU, in their own dtypes."""
-    config = config_of(mechanism, kind, kernels)
+    config = config_of(mechanism, kind, kernels, full)
     torch.use_deterministic_algorithms(config.train.deterministic)
     mesh = build_mesh(config.parallel.mesh_sizes(1), DEVICE, config.model.has_experts)
     shape = config.train.global_batch_size, config.train.seq_len + 1
@@ -195,17 +195,17 @@ def load(folder: Path, mathematics: str, kind: str) -> dict[str, Tensor] | None:
     return load_file(path) if path.exists() else None
 
 
-def main(folder: Path, names: list[str]) -> None:
+def main(folder: Path, full: bool, names: list[str]) -> None:
     init_distributed()
     torch.set_num_threads(THREADS)
     for mechanism in MECHANISMS:
         for kind in (EXACT, ROUNDED) if mechanism.name in names else ():
             path = _file(folder, mechanism.name, kind)
             partial = path.with_suffix(".partial")
-            save_file(train(mechanism, kind, kernels="torch"), partial)
+            save_file(train(mechanism, kind, "torch", full), partial)
             partial.rename(path)  # complete, or not there
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2] == "full", sys.argv[3:])

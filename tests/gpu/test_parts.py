@@ -148,8 +148,8 @@ def test_the_programs_need_only_what_they_say() -> None:
     parts do not need, except where it uses it."""
     files = [*(ROOT / "benchmarks/gpu").glob("*.py"), *(ROOT / "tests/gpu").glob("*.py")]
     modules = sorted(".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files)
-    absent = ["xdist", "transformers", "liger_kernel", "flash_attn_interface", "datasets", "wandb",
-              "tensorboard", "matplotlib", "tokenizers", "hypothesis"]  # fmt: skip
+    absent = ["xdist", "transformers", "liger_kernel", "flash_attn_interface", "psutil", "datasets",
+              "wandb", "tensorboard", "matplotlib", "tokenizers", "hypothesis"]  # fmt: skip
     source = IMPORT_ALL.format(absent=absent, modules=modules)
     subprocess.run([sys.executable, "-c", source], cwd=ROOT, check=True)
     control = IMPORT_ALL.format(absent=["sentencepiece"], modules=modules)  # needed

@@ -24,6 +24,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.timing import ON_GPU
 from tests.gpu.checks import wrong
 from tests.gpu.reference import EXACT, MECHANISMS, ROUNDED, Mechanism, compare, load, train
 
@@ -43,7 +44,8 @@ def cpu(
     mechanisms = [each.params["mechanism"] for each in asked if each and "mechanism" in each.params]
     names = dict.fromkeys(mechanism.mathematics for mechanism in mechanisms)
     folder = tmp_path_factory.mktemp("cpu")
-    command = [sys.executable, "-m", "tests.gpu.reference", str(folder), *names]
+    size = "full" if ON_GPU else "tiny"  # which a process without the GPU cannot know
+    command = [sys.executable, "-m", "tests.gpu.reference", str(folder), size, *names]
     process = subprocess.Popen(command, env={**os.environ, **WITHOUT_GPU})
 
     def of(mathematics: str, kind: str) -> dict[str, Tensor]:
