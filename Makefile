@@ -99,13 +99,13 @@ bench: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_accuracy
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_search
 
-# With a GPU: three parts of at most eight minutes each (benchmarks/gpu_hour.py), or those that PART
+# With a GPU: three parts of at most eight minutes each (benchmarks/gpu/run.py), or those that PART
 # names. Without one: the same with tiny sizes in Triton's CPU interpreter. A part that finds
 # something wrong does not stop the next.
 PART ?= right fast open
 bench-gpu: $(dev)
 	@failed=0; for part in $(PART); do \
-	  OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.gpu_hour $$part $(ARGS) || failed=1; \
+	  OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.gpu.run $$part $(ARGS) || failed=1; \
 	done; exit $$failed
 
 docs: $(runtime)

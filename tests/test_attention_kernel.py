@@ -1,6 +1,6 @@
 """The choice of the kernel that computes attention: every rule on pretended devices, that the
 chosen operator is the one that is called, kept by checkpointing and compiled.
-test_attention_start.py has what a start does, and test_gpu.py runs the kernels on a GPU."""
+test_attention_start.py has what a start does, and gpu/test_runs.py runs the kernels on a GPU."""
 
 import subprocess
 import sys

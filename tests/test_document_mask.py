@@ -1,7 +1,7 @@
 """data.document_mask: a window of packed documents gives the same result as its documents computed
 separately.
 
-On a GPU, flash attention processes the packed documents (test_gpu.py). Here plain kernels
+On a GPU, flash attention processes the packed documents (gpu/test_runs.py). Here plain kernels
 (flash.py) replace its kernels, so that its arguments, and its use with autograd, activation
 checkpointing and the compiler, are tested without a GPU.
 """

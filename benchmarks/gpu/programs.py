@@ -20,34 +20,27 @@ usual ones, which are the same for every layout, takes minutes on a CPU.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache
 from typing import Any, Literal
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_rows import Cannot, Measurement
-from benchmarks.gpu_timing import DEVICE, ON_GPU, compiled
-from data.config import DataConfig
+from benchmarks.gpu.timing import DEVICE, ON_GPU, compiled, peak_flops
+from costs.summary import flops_per_token
 from errors import UserError
 from model.config import ModelConfig
 from model.kernels.attention import unload_flash3
 from model.kernels.attention_choice import BY_REQUEST, KEY
-from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
+from tools.huggingface.config import config_json
 from tools.rehearse.real import draw_on_device
 from training.build import build_stages
-from training.config import Config
-from training.sections import (
-    CheckpointConfig,
-    GuardConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrainConfig,
-)
+from training.config import SECTIONS, Config
 from training.step import TrainStep
 
 WIDE, SMALL = "8B width", "1B"
@@ -63,11 +56,20 @@ class Size:
     seq_len: int
     microbatches: int = 4  # of one sequence
 
+    @property
+    def tokens(self) -> int:
+        return self.microbatches * self.seq_len
 
-def sizes(tiny: bool) -> dict[str, Size]:
+    @property
+    def flops(self) -> float:
+        return self.tokens * flops_per_token(self.model, self.seq_len)
+
+
+@cache
+def sizes() -> dict[str, Size]:
     """The sizes to measure. A parameter takes about 22 bytes in training, so 12 layers at the
     8-billion width take 81 GB, plus 17 GB of activations."""
-    if tiny:
+    if not ON_GPU:
         model = ModelConfig(
             dim=32, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=64, vocab_size=96
         )
@@ -110,49 +112,34 @@ class Variant:
         return replace(size, microbatches=size.microbatches * (4 if self.longer else 1))
 
 
-def measurements(
-    what: str,
-    rows: Iterable[tuple[str, Variant]],
-    shapes: Mapping[str, Size],
-    seconds: float,
-    measure: Callable[[Size, Variant], dict[str, Any]],
-) -> list[Measurement]:
-    """A row for each size and variant. `what`: the beginning of their names; `seconds`: what each
-    is expected to take."""
-    return [
-        Measurement(
-            f"{what}, {key}, {variant.name}", seconds, partial(measure, shapes[key], variant)
-        )
-        for key, variant in rows
-    ]
-
-
 # rows of tokens [microbatches, S + 1] → loss and gradient norm
 Step = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def config_of(size: Size, variant: Variant) -> Config:
-    """The configuration of one of our programs."""
-    kernels: dict[str, Any] = {"kernels": variant.kernels, "attention_kernel": variant.attention}
-    config = Config(
-        model=replace(size.model, **kernels),
-        parallel=ParallelConfig(zero_stage=variant.zero_stage),
-        train=TrainConfig(
-            steps=100,
-            seq_len=size.seq_len,
-            global_batch_size=size.microbatches,
-            micro_batch_size=1,
-            compile=variant.compile,
-            activation_checkpointing=variant.checkpointing,
-        ),
-        optimizer=OptimizerConfig(lr=1e-4, pure_bfloat16=variant.bfloat16),
-        data=DataConfig(path="-"),
-        checkpoint=CheckpointConfig(),
-        guard=GuardConfig(),
-        run=RunConfig(dir="-"),
-    )
+def make_config(**sections: dict[str, Any]) -> Config:
+    """A configuration of one process, from the keys of each section."""
+    given = {"data": {"path": "-"}, "run": {"dir": "-"}, **sections}
+    config = Config(**{name: cls(**given.get(name, {})) for name, cls in SECTIONS.items()})
     config.validate(1)
     return config
+
+
+def config_of(size: Size, variant: Variant) -> Config:
+    """The configuration of one of our programs."""
+    kernels = {"kernels": variant.kernels, "attention_kernel": variant.attention}
+    return make_config(
+        model=vars(size.model) | kernels,
+        parallel={"zero_stage": variant.zero_stage},
+        train={
+            "steps": 100,
+            "seq_len": size.seq_len,
+            "global_batch_size": size.microbatches,
+            "micro_batch_size": 1,
+            "compile": variant.compile,
+            "activation_checkpointing": variant.checkpointing,
+        },
+        optimizer={"lr": 1e-4, "pure_bfloat16": variant.bfloat16},
+    )
 
 
 def build(config: Config) -> TrainStep:
@@ -184,7 +171,7 @@ def compiler() -> Iterator[None]:
 
 @contextlib.contextmanager
 def attention_kernels() -> Iterator[None]:
-    """A context for one row, in which kernels of attention are chosen. Raises Cannot if the wanted
+    """A context for one row, in which kernels of attention are chosen. Skips the row if the wanted
     kernel cannot run.
 
     A process that has loaded flash 3 runs it in place of flash 2, and in torch's own choice. At the
@@ -195,7 +182,7 @@ def attention_kernels() -> Iterator[None]:
     except UserError as error:
         if error.key != KEY:
             raise
-        raise Cannot(f"{error.value}: {error.why}") from error
+        pytest.skip(f"{error.value}: {error.why}")
     finally:
         unload_flash3()
 
@@ -207,19 +194,8 @@ def hugging_face(size: Size, variant: Variant) -> Step:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
-    shape = size.model
-    config = LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.dim,
-        intermediate_size=shape.ffn_dim,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        max_position_embeddings=size.seq_len,
-        tie_word_embeddings=shape.tie_embeddings,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
+    same = config_json(size.model, dtype="float32", max_length=size.seq_len)
+    config = LlamaConfig(**same | {"use_cache": False}, attn_implementation="sdpa")
     torch.manual_seed(0)
     with torch.device(DEVICE):  # weights are drawn there too
         model = LlamaForCausalLM(config).to(torch.bfloat16 if variant.bfloat16 else torch.float32)
@@ -245,9 +221,9 @@ def hugging_face(size: Size, variant: Variant) -> Step:
     return step
 
 
-def mfu_points(
-    flops_per_token: float, saved_seconds: float, tokens: int, mfu: float, peak: float
-) -> float:
-    """The points (hundredths) of MFU that a step of `tokens` tokens at `mfu` gains, to first order,
-    if it takes `saved_seconds` less on a device of `peak` FLOP/s."""
-    return 100 * saved_seconds / tokens * mfu**2 * peak / flops_per_token
+def mfu_points(size: Size, saved_milliseconds: float, mfu: float | None) -> float | None:
+    """The points (hundredths) of MFU that a step of this size at `mfu` gains, to first order, if it
+    takes so much less time; None where the device's peak is not known."""
+    if (peak := peak_flops()) is None or mfu is None:
+        return None
+    return 100 * saved_milliseconds / 1e3 * mfu**2 * peak / size.flops

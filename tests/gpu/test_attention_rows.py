@@ -9,10 +9,8 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
-from benchmarks import gpu_attention, gpu_model, gpu_timing
-from benchmarks.gpu_programs import ATTENTION_KERNELS, AUTO, attention_kernels
-from benchmarks.gpu_rows import attempt
-from benchmarks.gpu_status import FAILED, MEASURED, NEEDS
+from benchmarks.gpu import model, questions
+from benchmarks.gpu.programs import ATTENTION_KERNELS, AUTO, WIDE, attention_kernels
 from costs.as_on_gpu import AsOnGpu
 from errors import UserError
 from model import mask
@@ -21,15 +19,10 @@ from model.kernels import attention_choice
 from model.kernels.attention import CUDNN, FLASH2, FLASH3, Kernel, by_torch
 from model.kernels.attention_choice import BY_REQUEST, PLANNED, choose
 from model.kernels.backend import why_not_triton
-from tests.benchmark_rows import tiny_rows
 from tests.counting import Operators
 from tests.planted import planted
 
-pytestmark = pytest.mark.skipif(
-    why_not_triton(gpu_timing.DEVICE) is not None, reason="needs Triton"
-)
-MODEL_ROW = "8B width, lattice, triton, selective checkpointing, {}, long step"
-ATTENTION_ROW = "attention, {}"
+pytestmark = pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs Triton")
 
 
 @pytest.fixture
@@ -54,29 +47,31 @@ def ran(monkeypatch):
     choose.cache_clear()
 
 
+def row_of(kernel, documents):
+    rows = []
+    questions.bench_attention(kernel, documents, rows.append)
+    return rows[0]
+
+
 @pytest.mark.parametrize("kernel", BY_REQUEST)
-@pytest.mark.parametrize(
-    ("program", "row", "arguments"),
-    [(gpu_attention, ATTENTION_ROW, ()), (gpu_model, MODEL_ROW, ("--attention",))],
-)
-def test_a_row_runs_the_kernel_of_its_name(
-    ran, tmp_path, monkeypatch, program, row, arguments, kernel
-):
-    # PyTorch's operations, because Triton's interpreter is slow
-    modes = [(key, replace(variant, kernels="torch")) for key, variant in gpu_model.ATTENTION_ROWS]
-    monkeypatch.setattr(gpu_model, "ATTENTION_ROWS", modes)
-    name = row.format(kernel).replace("triton", "torch")
-    status, rows = tiny_rows(program, tmp_path, "--only", name, *arguments)
-    assert (status, rows[name]["status"]) == (0, MEASURED), rows
+def test_a_row_runs_the_kernel_of_its_name(ran, kernel):
+    assert f"{kernel} here" in row_of(kernel, False)["kernel"]
     assert set(ran) == {kernel}
-    assert f"{kernel} here" in rows[name]["kernel"]
 
 
-def test_the_automatic_choice_in_its_place_is_noticed(ran, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("kernel", BY_REQUEST)
+def test_a_model_runs_the_kernel_of_its_row(ran, kernel):
+    # PyTorch's operations, because Triton's interpreter is slow
+    variant = replace(model.SELECTIVE, attention=kernel, kernels="torch")
+    assert f"{kernel} here" in model.measure(WIDE, variant)["kernel"]
+    assert set(ran) == {kernel}
+
+
+def test_the_automatic_choice_in_its_place_is_noticed(ran, monkeypatch):
     # Plant: the model does not hear of the wanted kernel.
     monkeypatch.setattr(mask, "choose", lambda device, call, _: choose(device, call))
-    name = ATTENTION_ROW.format("flash2")
-    assert tiny_rows(gpu_attention, tmp_path, "--only", name)[0] == 0
+    row_of("flash2", False)
     assert ran == []
 
 
@@ -102,31 +97,16 @@ def test_a_row_names_the_kernel_that_was_chosen(
     monkeypatch, device, kernel, documents, said, operator
 ):
     """At full size, on tensors without data."""
+    inputs = questions.inputs()
     monkeypatch.setattr(attention_choice, "PLANNED", device)
     monkeypatch.setattr("model.documents.to_device", Tensor.to)  # it knows only "cuda"
+    monkeypatch.setattr(questions, "SIZES", questions.FULL)
     with AsOnGpu(), Operators() as seen, patch.object(attention_choice, "load_flash3") as load:
-        attend, chosen = gpu_attention.mask_of(kernel, documents, False, "meta")
-        attend(*(t.to("meta") for t in gpu_attention.inputs(True)[:3]))
+        attend, chosen = questions.mask_of(kernel, documents, "meta")
+        attend(*(t.to("meta") for t in inputs[:3]))
     assert chosen == said
     assert seen.attention() == [operator]
     assert load.called is chosen.startswith("flash 3")
-
-
-@pytest.mark.skipif(gpu_timing.ON_GPU, reason="there is a GPU")
-@pytest.mark.parametrize(
-    ("program", "arguments"), [(gpu_attention, ()), (gpu_model, ("--attention",))]
-)
-def test_a_kernel_that_cannot_run_is_skipped_with_the_reason(tmp_path, program, arguments):
-    status, rows = tiny_rows(program, tmp_path, *arguments)
-    assert status == 0
-    row = MODEL_ROW if arguments else ATTENTION_ROW
-    for kernel in BY_REQUEST:
-        assert rows[row.format(kernel)]["status"] == f"{NEEDS}: {kernel}: there is no GPU"
-    if not arguments:
-        measured = {name for name, each in rows.items() if each["status"] == MEASURED}
-        assert measured == {
-            ATTENTION_ROW.format(each) for each in (AUTO, gpu_attention.TORCH, "documents")
-        }
 
 
 def test_another_error_of_the_configuration_is_a_failure():
@@ -134,8 +114,10 @@ def test_another_error_of_the_configuration_is_a_failure():
         with attention_kernels():
             raise UserError(key, "flash2", "a reason", "a remedy")
 
-    assert attempt(lambda: wrong(attention_choice.KEY))[1] == f"{NEEDS}: flash2: a reason"
-    assert attempt(lambda: wrong("model.dim"))[1].startswith(FAILED)
+    with pytest.raises(pytest.skip.Exception, match="flash2: a reason"):
+        wrong(attention_choice.KEY)
+    with pytest.raises(UserError):
+        wrong("model.dim")
 
 
 def test_after_a_row_torch_has_its_own_flash_attention_again():
@@ -169,7 +151,8 @@ def test_after_a_row_torch_has_its_own_flash_attention_again():
 
 @pytest.mark.parametrize("documents", [False, True])
 def test_another_mask_is_found(monkeypatch, documents):
-    assert gpu_attention.measure(AUTO, documents, True)["right"]
-    found = gpu_attention.mask_of(AUTO, not documents, True)
-    monkeypatch.setattr(gpu_attention, "mask_of", lambda *_: found)
-    assert not gpu_attention.measure(AUTO, documents, True)["right"]
+    row_of(AUTO, documents)
+    found = questions.mask_of(AUTO, not documents)
+    monkeypatch.setattr(questions, "mask_of", lambda *_: found)
+    with pytest.raises(AssertionError, match="off by"):
+        row_of(AUTO, documents)

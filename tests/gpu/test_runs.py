@@ -20,11 +20,13 @@ from runtime.profiling.chrome import from_chrome
 from tests.data_samples import prepared
 from tests.runs import losses, status_of, write_config
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_first_losses_agree_with_the_cpu(tmp_path: Path) -> None:
     data = prepared(tmp_path / "data")
     found = {}
@@ -47,8 +49,6 @@ def test_first_losses_agree_with_the_cpu(tmp_path: Path) -> None:
         assert found["gpu"][step] == pytest.approx(loss, rel=2**-8), step
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_split_backward_and_trace(tmp_path: Path) -> None:
     """With the schedule zb_v and two stages on one GPU, deferred weight gradients in bfloat16 give
     the losses of 1f1b, and the trace has the times of every action, in order."""
@@ -70,8 +70,6 @@ def test_split_backward_and_trace(tmp_path: Path) -> None:
     assert all(a.end <= b.start + 1e-3 for a, b in pairwise(timeline.ranks[0]))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_packed_documents_by_flash_attention(batch: int, kv_heads: int) -> None:
@@ -104,8 +102,6 @@ def test_packed_documents_by_flash_attention(batch: int, kv_heads: int) -> None:
         assert (others - theirs).norm() > 0.1 * theirs.norm()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("packed", [False, True], ids=["causal", "window"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_chosen_attention_kernel_runs(dtype: torch.dtype, packed: bool) -> None:
@@ -172,8 +168,6 @@ torch.cuda.set_sync_debug_mode("default")
 """
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("document_mask", [False, True])
 def test_a_step_never_waits_for_the_device(tmp_path: Path, document_mask: bool) -> None:
     """No part of a step (forward, backward, norm, clipping, update) synchronizes with the device,

@@ -6,6 +6,8 @@ proves that they run; the times that they then print are not measurements.
 Each sample is the time between two events on the device, around one call. A large buffer is read
 before the first event. So the L2 cache has none of the inputs and no data that must still be
 written; and the time excludes the host, which enqueues the call before that reading is complete.
+(Not `triton.testing.do_bench`: it empties the cache by writing, inside the sample, and prepares
+nothing outside the time.)
 """
 
 import gc
@@ -41,50 +43,45 @@ class Work(NamedTuple):
 
 
 class Clock:
-    """Times work: some warm-up calls (which also compile), then `samples` timed calls.
+    """Times work: some warm-up calls (which also compile), then `samples` timed calls; one of each
+    without a GPU.
 
     flush: whether to empty the cache before each sample; not needed for a whole training step.
     """
 
     def __init__(self, samples: int, warm_up: int = 3, flush: bool = True) -> None:
-        self.samples, self.warm_up = samples, warm_up
+        self.samples, self.warm_up = (samples, warm_up) if ON_GPU else (1, 1)
         self.buffer = torch.zeros(FLUSH_BYTES // 4, device=DEVICE) if flush and ON_GPU else None
-
-    @classmethod
-    def of_steps(cls, tiny: bool) -> "Clock":
-        """A clock for whole training steps, which are long and of which few are needed."""
-        return cls(samples=1 if tiny else 3, warm_up=1 if tiny else 2, flush=False)
 
     def milliseconds(self, work: Work) -> dict[str, float]:
         """The median, minimum and maximum of all samples."""
         for _ in range(self.warm_up):
             work.run(work.prepare())
-        samples = self._on_gpu(work) if ON_GPU else self._on_cpu(work)
+        marks = [self._sample(work) for _ in range(self.samples)]
+        if ON_GPU:
+            torch.cuda.synchronize()
+            samples = [start.elapsed_time(end) for start, end in marks]
+        else:
+            samples = [(end - start) * 1e3 for start, end in marks]
         return {"median": statistics.median(samples), "min": min(samples), "max": max(samples)}
 
-    def _on_gpu(self, work: Work) -> list[float]:
-        pairs = []
-        for _ in range(self.samples):
-            state = work.prepare()
-            if self.buffer is not None:
-                # read, not filled, because dirty cache lines would be written during the sample
-                self.buffer.sum()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            work.run(state)
-            end.record()
-            pairs.append((start, end))
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) for start, end in pairs]
+    def _sample(self, work: Work) -> tuple[Any, Any]:
+        state = work.prepare()
+        if self.buffer is not None:
+            # read, not filled, because dirty cache lines would be written during the sample
+            self.buffer.sum()
+        start = _now()
+        work.run(state)
+        return start, _now()
 
-    def _on_cpu(self, work: Work) -> list[float]:
-        samples = []
-        for _ in range(self.samples):
-            state = work.prepare()
-            start = time.perf_counter()
-            work.run(state)
-            samples.append((time.perf_counter() - start) * 1e3)
-        return samples
+
+def _now() -> Any:
+    """An event on the device, or the host's seconds."""
+    if not ON_GPU:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def peak_bytes(work: Work) -> int | None:
@@ -101,25 +98,23 @@ def peak_bytes(work: Work) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
-def copy_bandwidth(clock: Clock, size: int) -> tuple[dict[str, float], float]:
-    """Times a device-to-device copy of `size` bytes: returns milliseconds, and bytes per second,
-    counting bytes read and written."""
-    source = torch.randint(-128, 128, (size,), dtype=torch.int8, device=DEVICE)
-    target = torch.empty_like(source)
-    times = clock.milliseconds(Work(lambda: None, lambda _: target.copy_(source)))
-    return times, 2 * size / times["median"] * 1e3
-
-
 def peak_flops() -> float | None:
     """The dense bfloat16 peak of this device, in FLOP/s; None if it is not listed (hardware.py)."""
     sheet = data_sheet_of(torch.cuda.get_device_name()) if ON_GPU else None
     return sheet.peak_flops if sheet is not None else None
 
 
+def rate(flops: float, milliseconds: dict[str, float]) -> dict[str, float | None]:
+    """FLOP/s, and the fraction of the device's peak."""
+    per_second, peak = flops / milliseconds["median"] * 1e3, peak_flops()
+    fraction = per_second / peak if peak else None
+    return {"flops_per_second": per_second, "fraction_of_peak": fraction}
+
+
 def free_memory() -> None:
     """Frees memory, and resets the compiler, which limits how often it compiles the same
     function."""
     torch.compiler.reset()
+    gc.collect()
     if ON_GPU:
-        gc.collect()
         torch.cuda.empty_cache()

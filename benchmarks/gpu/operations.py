@@ -11,16 +11,15 @@ Bytes are those in the table of each kernel's file, times the number of elements
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from benchmarks.gpu_check import Check, against_exact, poisoned_memory
-from benchmarks.gpu_timing import DEVICE, Work, compiled
+from benchmarks.gpu.timing import DEVICE, ON_GPU, Work, compiled
 from model.kernels.cross_entropy import vocab_parallel_cross_entropy
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rotary import rotate
@@ -29,28 +28,24 @@ from model.positions import Rotary, rotary_angles
 
 EPS = 1e-5
 EVERY = ("triton", "torch", "compile", "liger")
+Function = Callable[..., tuple[Tensor, ...]]
 
 
 class Subject(Protocol):
     """The tensors of a case, on the device."""
 
-    def check(self) -> list[Check]: ...
-
     def work(self, implementation: str, name_of_pass: str) -> Work: ...
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """An operation to check and to time; nothing is allocated before `build`."""
 
     name: str
     shape: str
     # bytes that each must move; None: it is not memory that limits it
     passes: Mapping[str, float | None]
-    implementations: tuple[str, ...]
     build: Callable[[], Subject]
-    # by implementation; memory is compared without it
-    weight_gradient_bytes: Mapping[str, int] = field(default_factory=dict)
+    implementations: tuple[str, ...] = EVERY
 
 
 @dataclass(frozen=True)
@@ -73,6 +68,7 @@ class Sizes:
 FULL = Sizes((4096, 8192), 65536, 49152, (32, 8, 128), (16384, 14336), (8192, 128256),
              (8192, 4096, 128256), 4, 2 << 30, 8192)  # fmt: skip
 TINY = Sizes((64, 96), 6, 5, (4, 2, 8), (3, 100), (4, 300), (8, 24, 200), 1, 1 << 16, 64)
+SIZES = FULL if ON_GPU else TINY
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
@@ -85,33 +81,30 @@ def liger() -> Any:
     return functional
 
 
+@dataclass
 class Operation:
     """An operation with a backward.
 
-    Args:
-        inputs: all are differentiated.
-        directions: the gradients of the outputs.
-        exact: takes the inputs in float64; returns a tuple, like the others.
-        function: takes the inputs and `kernels`, which is triton or torch.
-        by_liger: takes Liger's functions and the inputs.
-        plain: eager PyTorch, if that is not `function` with kernels=torch.
+    inputs: all are differentiated.
+    directions: the gradients of the outputs.
+    exact: takes the inputs in float64; returns a tuple, like the others.
+    function: takes the inputs and `kernels`, which is triton or torch.
+    by_liger: takes Liger's functions and the inputs.
+    plain: eager PyTorch, if that is not `function` with kernels=torch.
     """
 
-    def __init__(
-        self,
-        inputs: list[Tensor],
-        directions: list[Tensor],
-        exact: Callable[..., tuple[Tensor, ...]],
-        function: Callable[..., tuple[Tensor, ...]],
-        by_liger: Callable[..., tuple[Tensor, ...]],
-        plain: Callable[..., tuple[Tensor, ...]] | None = None,
-    ) -> None:
-        self.inputs, self.directions, self.exact = inputs, directions, exact
-        self.function, self.by_liger = function, by_liger
-        self.plain = plain or (lambda *x: function(*x, "torch"))
+    inputs: list[Tensor]
+    directions: list[Tensor]
+    exact: Function
+    function: Function
+    by_liger: Function
+    plain: Function | None = None
+
+    def __post_init__(self) -> None:
+        self.plain = self.plain or (lambda *x: self.function(*x, "torch"))
         self.of_compiler = compiled(self.plain)
 
-    def implementation(self, name: str) -> Callable[..., tuple[Tensor, ...]]:
+    def implementation(self, name: str) -> Function:
         if name == "liger":
             functions = liger()
             return lambda *x: self.by_liger(functions, *x)
@@ -133,20 +126,6 @@ class Operation:
 
         return Work(prepare, lambda state: torch.autograd.grad(*state))
 
-    def check(self) -> list[Check]:
-        with poisoned_memory():
-            outputs, leaves, directions = self.work("triton", "backward").prepare()
-            outputs_found = [y.detach() for y in outputs]
-            found = [*outputs_found, *torch.autograd.grad(outputs, leaves, directions)]
-        leaves = [x.double().requires_grad_() for x in self.inputs]
-        outputs = self.exact(*leaves)
-        directions = [d.double() for d in self.directions]
-        gradients = torch.autograd.grad(outputs, leaves, directions)
-        exact = [*(y.detach() for y in outputs), *gradients]
-        names = [f"output {i}" for i in range(len(outputs))]
-        names += [f"gradient {i}" for i in range(len(leaves))]
-        return [against_exact(n, f, e) for n, f, e in zip(names, found, exact, strict=True)]
-
 
 # --- the operations -------------------------------------------------------------------------------
 
@@ -165,14 +144,8 @@ def norm_case(tokens: int, width: int) -> Case:
             lambda functions, x, w: (functions.liger_rms_norm(x, w, EPS),),
         )
 
-    n = tokens * width
-    return Case(
-        f"rms_norm {width}",
-        f"T {tokens}, D {width}",
-        {"forward": 4.0 * n, "backward": 6.0 * n},
-        EVERY,
-        build,
-    )
+    n, shape = tokens * width, f"T {tokens}, D {width}"
+    return Case(f"rms_norm {width}", shape, {"forward": 4.0 * n, "backward": 6.0 * n}, build)
 
 
 def add_norm_case(tokens: int, width: int) -> Case:
@@ -190,25 +163,16 @@ def add_norm_case(tokens: int, width: int) -> Case:
             lambda functions, x, r, w: functions.liger_fused_add_rms_norm(x, r, w, EPS),
         )
 
-    n = tokens * width
-    return Case(
-        f"add_rms_norm {width}",
-        f"T {tokens}, D {width}",
-        {"forward": 8.0 * n, "backward": 8.0 * n},
-        EVERY,
-        build,
-    )
+    n, shape = tokens * width, f"T {tokens}, D {width}"
+    return Case(f"add_rms_norm {width}", shape, {"forward": 8.0 * n, "backward": 8.0 * n}, build)
 
 
 def rotary_case(tokens: int, heads: tuple[int, int, int]) -> Case:
     q_heads, k_heads, width = heads
 
     def build() -> Operation:
-        cos, sin = rotary_angles(
-            torch.arange(tokens, device=DEVICE).unsqueeze(1),
-            Rotary(width, 500000.0),
-            torch.bfloat16,
-        )
+        positions = torch.arange(tokens, device=DEVICE).unsqueeze(1)
+        cos, sin = rotary_angles(positions, Rotary(width, 500000.0), torch.bfloat16)
         both_halves = [torch.cat((t, t), dim=-1).view(1, tokens, width) for t in (cos, sin)]
 
         def exact(*heads: Tensor) -> tuple[Tensor, ...]:
@@ -219,9 +183,8 @@ def rotary_case(tokens: int, heads: tuple[int, int, int]) -> Case:
         def by_liger(functions: Any, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
             """Liger takes [B, H, S, E] views of the same memory, and angles for both halves of a
             head."""
-            turned = functions.liger_rope(
-                *(x.transpose(0, 1).transpose(1, 2) for x in (q, k)), *both_halves
-            )
+            views = (x.transpose(0, 1).transpose(1, 2) for x in (q, k))
+            turned = functions.liger_rope(*views, *both_halves)
             return tuple(y.transpose(1, 2).transpose(0, 1) for y in turned)
 
         shapes = [(tokens, 1, q_heads, width), (tokens, 1, k_heads, width)]
@@ -234,9 +197,9 @@ def rotary_case(tokens: int, heads: tuple[int, int, int]) -> Case:
         )
 
     n = tokens * (q_heads + k_heads) * width
-    bytes_moved = (4 + 4 / (q_heads + k_heads)) * n
+    moved = (4 + 4 / (q_heads + k_heads)) * n
     shape = f"T {tokens}, H {q_heads}, K {k_heads}, E {width}"
-    return Case("rotary", shape, {"forward": bytes_moved, "backward": bytes_moved}, EVERY, build)
+    return Case("rotary", shape, {"forward": moved, "backward": moved}, build)
 
 
 def swiglu_case(tokens: int, width: int) -> Case:
@@ -249,22 +212,16 @@ def swiglu_case(tokens: int, width: int) -> Case:
             lambda functions, g, u: (functions.liger_swiglu(g, u),),
         )
 
-    n = tokens * width
-    return Case(
-        f"swiglu {width}",
-        f"T {tokens}, F {width}",
-        {"forward": 6.0 * n, "backward": 10.0 * n},
-        EVERY,
-        build,
-    )
+    n, shape = tokens * width, f"T {tokens}, F {width}"
+    return Case(f"swiglu {width}", shape, {"forward": 6.0 * n, "backward": 10.0 * n}, build)
 
 
-def loss_case(tokens: int, vocab: int, group: ProcessGroup) -> Case:
+def loss_case(tokens: int, vocab: int) -> Case:
     """The loss. Liger's forward computes the gradient too, so only the sum of both passes can be
     compared."""
 
     def build() -> Operation:
-        targets = torch.randint(vocab, (tokens,), device=DEVICE)
+        targets, group = torch.randint(vocab, (tokens,), device=DEVICE), dist.group.WORLD
         return Operation(
             [draw(tokens, vocab, scale=3.0)],
             [torch.ones((), device=DEVICE)],
@@ -276,4 +233,4 @@ def loss_case(tokens: int, vocab: int, group: ProcessGroup) -> Case:
 
     n = tokens * vocab
     passes = {"forward": (2 + 20 / vocab) * n, "backward": 4.0 * n}
-    return Case("cross_entropy", f"T {tokens}, V {vocab}", passes, EVERY, build)
+    return Case("cross_entropy", f"T {tokens}, V {vocab}", passes, build)

@@ -1,0 +1,104 @@
+"""A run on the GPU that is saved and resumed ends with the same bits.
+
+train.py itself runs in other processes: six steps with a checkpoint after the third, then a second
+run that resumes from that checkpoint. With train.deterministic, the losses of the last three steps
+and every byte of the tensors of the last checkpoint must be equal. Without it, losses may differ a
+little: flash attention adds up gradients in any order.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.data_samples import prepared
+from tests.runs import checkpoint_of, losses, write_config
+
+ROOT = Path(__file__).parent.parent.parent
+HALF, WHOLE = 3, 6  # steps
+DIVERGENCE = 2**-8  # relative, of a loss, where bits may differ
+
+
+def train(folder: Path, data: Path, **sections: dict[str, Any]) -> dict[int, float]:
+    """Runs train.py in `folder`; returns the loss of each step."""
+    folder.mkdir()
+    command = [sys.executable, "train.py", write_config(folder, data, **sections)]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+    return losses(folder)
+
+
+def tensors(folder: Path) -> dict[str, str]:
+    """The sha256 of each tensor of a run's last checkpoint, by name. (A file may hold them in any
+    order.)"""
+    return {
+        name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
+        for file in sorted(checkpoint_of(folder, WHOLE).glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def resume(folder: Path, deterministic: bool, optimizer: dict[str, Any]) -> dict[str, Any]:
+    """How far the second run's losses are from the first's, and whether both saved the same."""
+    data = prepared(folder / "data")
+    settings = {
+        "optimizer": optimizer,
+        "train": {"dtype": "bfloat16", "steps": WHOLE, "deterministic": deterministic},
+    }
+    whole, resumed = folder / "whole", folder / "resumed"
+    expected = train(whole, data, **settings, checkpoint={"interval": HALF, "keep_last": 3})
+    again = {"interval": HALF, "resume": str(checkpoint_of(whole, HALF))}
+    found = train(resumed, data, **settings, checkpoint=again)
+    off = max(abs(found[step] / expected[step] - 1) for step in range(HALF + 1, WHOLE + 1))
+    same = tensors(whole) == tensors(resumed) and bool(tensors(whole))
+    return {"loss_off": off, "same_bytes": same, "steps": sorted(found)}
+
+
+def assert_same(found: dict[str, Any], deterministic: bool) -> None:
+    assert found["steps"] == list(range(HALF + 1, WHOLE + 1))
+    assert found["loss_off"] <= (0 if deterministic else DIVERGENCE)
+    assert found["same_bytes"] or not deterministic
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("deterministic", "optimizer"),
+    [
+        pytest.param(True, {}, id="deterministic"),
+        pytest.param(True, {"pure_bfloat16": True}, id="deterministic, pure_bfloat16"),
+        pytest.param(False, {}, id="not deterministic"),
+    ],
+)
+def test_a_run_resumes_with_the_same_bits(
+    tmp_path: Path, deterministic: bool, optimizer: dict[str, Any], record: Any
+) -> None:
+    found = resume(tmp_path, deterministic, optimizer)
+    record(found)
+    assert_same(found, deterministic)
+
+
+@pytest.mark.parametrize(
+    ("off", "same", "wrong"),
+    [(0.0, True, None), (1e-7, True, "loss_off|1e-07"), (0.0, False, "same_bytes|False")],
+)
+def test_a_resumed_run_with_other_bits_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off: float, same: bool, wrong: str | None
+) -> None:
+    def planted(folder: Path, data: Path, **sections: Any) -> dict[int, float]:
+        again = "resume" in sections["checkpoint"]
+        return dict.fromkeys(range(4 if again else 1, 7), 2.0 * (1 + off * again))
+
+    monkeypatch.setattr(sys.modules[__name__], "train", planted)
+    told = lambda folder: {"a": "x" if same else folder.name}  # noqa: E731
+    monkeypatch.setattr(sys.modules[__name__], "tensors", told)
+    found = resume(tmp_path, True, {})
+    if wrong is None:
+        assert_same(found, deterministic=True)
+    else:
+        with pytest.raises(AssertionError, match=wrong):
+            assert_same(found, deterministic=True)
