@@ -190,8 +190,8 @@ def test_no_bound_counts_weights_that_are_freed() -> None:
 
 @pytest.mark.thorough
 def test_of_a_hard_case_few_layouts_are_counted() -> None:
-    """For 175 billion parameters on 40 A100, with up to 320 micro-batches per step, fewer than 40
-    of over 20,000 layouts are counted exactly."""
+    """For 175 billion parameters on 40 A100, with up to 320 micro-batches per step, less than 1% of
+    over 20,000 layouts are counted exactly."""
     config, device = (
         load_config(
             str(CONFIGS / "llama3_70b.yaml"), [*GPT3.split(), "train.global_batch_size=320"]
@@ -201,7 +201,7 @@ def test_of_a_hard_case_few_layouts_are_counted() -> None:
     result = search(config, 40, device)
     assert result.best
     assert result.layouts > 20_000
-    assert result.counted < 40
+    assert result.counted < 200
 
 
 @pytest.mark.slow

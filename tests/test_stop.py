@@ -29,8 +29,10 @@ from tests.planted import planted
 from tests.runs import losses, metrics_of, status_of, train_run, write_config
 from training.load_config import load_config
 
-# world → 2 × 2, 2 × 2 × 2
-LAYOUTS = {4: ["parallel.tp=2"], 8: ["parallel.tp=2", "parallel.pp=2", "train.micro_batch_size=2"]}
+LAYOUTS = {  # world → 2 × 2, 2 × 2 × 2
+    4: ["parallel.tp=2", "model.num_layers=1"],
+    8: ["parallel.tp=2", "parallel.pp=2", "train.micro_batch_size=2"],
+}
 
 
 def config_of(folder: Path, data: Path, steps: int) -> str:

@@ -57,7 +57,7 @@ def stop(number: str, target: str, phase: str, config: str, folder: Path) -> Sto
     if target == "torchrun":
         program = ["torch.distributed.run", "--standalone", *program[1:], "train.py"]
     log.touch()
-    fresh = target == "torchrun" or phase == "start-up"
+    fresh = target == "torchrun" or (target, phase) == ("launcher", "save")
     running = forked(log, _begin, [*program, config, *overrides], fresh)
     try:
         _wait_for(PHASES_BEGIN[phase], run, log, running)

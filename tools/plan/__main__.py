@@ -8,9 +8,9 @@
     python -m tools.plan RUN/config.yaml --beside RUN/memory/step-….json    a rank's memory report
 
 Without --gpus, the number of GPUs is the product of the axes, or is read from the file's first line
-(`# world: 256`). --pictures FOLDER draws memory.svg and timeline.svg.
-1 GB is 1e9 bytes. docs/plan_model.md explains how the figures are computed; docs/plan_accuracy.md
-compares them with rehearsals and published results.
+(`# world: 256`). --pictures FOLDER draws memory.svg and timeline.svg. 1 GB is 1e9 bytes.
+docs/plan_model.md explains how the figures are computed; docs/plan_accuracy.md compares them with
+rehearsals and published results.
 """
 
 import argparse

@@ -105,20 +105,21 @@ def rows(found: Sequence[Found]) -> list[list[Found]]:
     take at most 1% longer than its first. They may differ in how layers and data-parallel ranks are
     divided, and in the ZeRO stage.
     """
-    together: dict[tuple[object, ...], list[list[Found]]] = {}
     ordered: list[list[Found]] = []
     for one in found:
-        p, t = one.config.parallel, one.config.train
-        work = (p.tp, p.cp, p.ep, p.pp, p.schedule, p.sequence_parallel, t.micro_batch_size,
-                t.activation_checkpointing)  # fmt: skip
-        alike = together.setdefault(work, [])
+        alike = (row for row in ordered if _work(row[0]) == _work(one))
         row = next((row for row in alike if one.seconds <= (1 + ALIKE) * row[0].seconds), None)
         if row is None:
-            row = []
-            alike.append(row)
-            ordered.append(row)
-        row.append(one)
+            ordered.append([one])
+        else:
+            row.append(one)
     return ordered
+
+
+def _work(found: Found) -> tuple[object, ...]:
+    p, t = found.config.parallel, found.config.train
+    return (p.tp, p.cp, p.ep, p.pp, p.schedule, p.sequence_parallel, t.micro_batch_size,
+            t.activation_checkpointing)  # fmt: skip
 
 
 def draw_memory(plan: dict[str, Any]) -> "Figure":

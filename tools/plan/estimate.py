@@ -304,7 +304,7 @@ class Estimate:
         rest = of("fsdp", self.numel.rest, shards.rest)
         experts = of("fsdp_ep", self.numel.experts, shards.experts)
         gather, scatter, replicate = (a + b for a, b in zip(rest, experts, strict=True))
-        cast = time.memory(self.numel.total * 3 * e + self.numel.over(shards) * layout.master)
+        cast = time.rates.memory(self.numel.total * 3 * e + self.numel.over(shards) * layout.master)
         most = max(numbers.over(shards) for numbers in self.numbers)
         seconds = self.pipeline + time.updating(most)
         # the rank's v stages are taken as equal, and their units

@@ -103,9 +103,6 @@ class StepTime:
 
     # --- computing ---
 
-    def memory(self, size: float) -> float:
-        return self.rates.memory(size)
-
     def cost(self, unit: Unit, kind: Kind) -> Cost:
         """The cost of a unit in an action of this kind."""
         if (unit, kind) not in self._costs:
@@ -141,7 +138,7 @@ class StepTime:
         layout = self.layout
         if layout.sum_dtype is not None or layout.compute == layout.reduce:
             return 0.0
-        return self.memory(unit.numel * (layout.compute + 2 * layout.reduce))
+        return self.rates.memory(unit.numel * (layout.compute + 2 * layout.reduce))
 
     def data_parallel(self, stage: int) -> tuple[float, float, float]:
         """Seconds to gather a stage's weights, to reduce its gradients over their shards, and then
@@ -168,7 +165,7 @@ class StepTime:
         gathered weights into place."""
         stages = range(self.layout.num_stages)
         units = ([unit for _, unit in self.layout.fsdp_units(stage)] for stage in stages)
-        return [self.memory(sum(map(self._copied, each))) for each in units]
+        return [self.rates.memory(sum(map(self._copied, each))) for each in units]
 
     def _copied(self, unit: Gathered) -> float:
         layout = self.layout
@@ -276,7 +273,7 @@ class StepTime:
         """Seconds of the optimizer and the gradient norm for `numbers` parameters: weights and
         states are read and written, gradients are read twice."""
         passes = 2 * (1 + self.layout.states_per_weight) + 2
-        return self.memory(numbers * passes * self.layout.master)
+        return self.rates.memory(numbers * passes * self.layout.master)
 
     @cached_property
     def step_seconds(self) -> float:
