@@ -343,6 +343,7 @@ def fail_together(folder: Path) -> None:
     places = [(name, rank) for name, (size, _) in FAILURES.items() for rank in range(size)]
     name, rank = places[dist.get_rank()]
     size, do = FAILURES[name]
+    dist.barrier()  # no rank may hang up while another still connects
     dist.destroy_process_group()
     store = dist.FileStore(str(folder / name / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)

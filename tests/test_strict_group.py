@@ -2,13 +2,11 @@
 planted faults that gloo forgives and NCCL does not. With experts, the ranks of an all-to-all send
 different numbers of rows."""
 
-import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,11 +18,10 @@ from parallel.pipeline.lower import Exchange, Message, Transfer
 from parallel.pipeline.transfer import Transfers
 from proofs.parity.cases import Case
 from proofs.parity.expert_cases import STEPS, extreme_cases
-from proofs.ranks import Ranks
-from proofs.strict import group as strict_group
+from proofs.ranks import RankError, Ranks
 from proofs.strict.referee import Operation, Peer, Referee, Wrong
 from tests.parity_tiers import agrees
-from tests.runs import LAYOUT_3D, forget_last, losses, metrics_of, run, said_by, write_config
+from tests.runs import LAYOUT_3D, forget_last, losses, metrics_of, train_run, write_config
 
 thorough, slow = (
     partial(pytest.param, marks=mark) for mark in (pytest.mark.thorough, pytest.mark.slow)
@@ -32,6 +29,12 @@ thorough, slow = (
 
 
 BACKENDS = ["strict", "strict_shared"]
+
+
+@pytest.fixture(scope="module", params=[BACKENDS[0], thorough(BACKENDS[1])])
+def strict(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(8, timeout=200, backend=request.param) as pool:
+        yield pool
 
 
 def everything() -> tuple[float, list[int], float, float]:
@@ -57,43 +60,46 @@ def everything() -> tuple[float, list[int], float, float]:
     return x[0].item(), ranks, received[0].item(), alone[0].item() if rank == 1 else 1.0
 
 
-def send_rows(rows: list[list[int]], splits: bool = True) -> list[float]:
-    """`rows[i][j]` rows of the number i go from rank i to rank j. What this rank receives. Without
-    splits, a rank's rows are for all ranks alike."""
+def test_it_carries_data(strict: Ranks) -> None:
+    for rank, answer in enumerate(strict.run(everything, 4)):
+        assert answer == (6.0, [0, 1, 2, 3], (rank - 1) % 4, 1.0)
+
+
+def send_rows(rows: list[list[int]]) -> list[float]:
+    """`rows[i][j]` rows of the number i go from rank i to rank j. What this rank receives."""
     rank, world = dist.get_rank(), dist.get_world_size()
     receive = [rows[other][rank] for other in range(world)]
     x = torch.full((sum(rows[rank]), 2), float(rank))
     out = torch.full((sum(receive), 2), -1.0)
-    dist.all_to_all_single(out, x, *([receive, rows[rank]] if splits else []))
+    dist.all_to_all_single(out, x, receive, rows[rank])
     return out[:, 0].tolist()
 
 
-def opposite_orders() -> None:
-    """Two communicators of the same ranks, used in opposite orders, nothing waited for between."""
-    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
-    tensors = [torch.ones(4), torch.ones(4)]
-    for group in groups:
-        dist.all_reduce(torch.ones(1), group=group)
-    order = (0, 1) if dist.get_rank() == 0 else (1, 0)
-    works = [dist.all_reduce(tensors[i], group=groups[i], async_op=True) for i in order]
-    for work in works:
-        work.wait()
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[1, 1, 1], [1, 1, 1], [1, 1, 1]],
+        [[2, 0, 1], [4, 1, 0], [0, 3, 2]],
+        [[0, 5, 0], [0, 2, 0], [0, 1, 0]],  # all to rank 1
+        [[0, 0, 0], [0, 0, 0], [0, 0, 0]],
+    ],
+    ids=["even", "uneven", "to_one_rank", "none"],
+)
+def test_it_carries_uneven_and_empty_splits(strict: Ranks, rows: list[list[int]]) -> None:
+    for rank, received in enumerate(strict.run(send_rows, 3, rows)):
+        assert received == [float(i) for i in range(3) for _ in range(rows[i][rank])]
 
 
-def a_pipeline_of_three() -> float:
-    """A stage's first message, as the pipeline sends it; what rank 1 receives."""
-    rank, received = dist.get_rank(), 2.0
-    group = dist.new_group([0, 1, 2])
-    transfers = Transfers(group, (2,), torch.float32, "cpu")
-    message = Message(False, 1, 0)
-    if rank == 0:
-        transfers.give(message, torch.ones(2))
-    if rank < 2:
-        transfers.exchange(Exchange((Transfer(rank == 0, 1 - rank, message),)))
-    if rank == 1:
-        received = transfers.take(message).sum().item()
-    transfers.finish()
-    return received
+def even_splits() -> list[float]:
+    """Without splits, a rank's rows are for all ranks alike."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    out = torch.empty(2 * world)
+    dist.all_to_all_single(out, torch.full((2 * world,), float(rank)))
+    return out.tolist()
+
+
+def test_it_carries_all_to_alls_without_splits(strict: Ranks) -> None:
+    assert strict.run(even_splits, 2) == [[0.0, 0.0, 1.0, 1.0]] * 2
 
 
 # --- planted faults ---
@@ -105,6 +111,11 @@ def swapped_collectives() -> None:
     if dist.get_rank() == 1:
         dist.all_gather_into_tensor(torch.empty(8), x)
     dist.all_reduce(x)
+
+
+def other_shapes() -> None:
+    """gloo checks nothing: rank 1 reduces fewer numbers."""
+    dist.all_reduce(torch.ones(4 - dist.get_rank()))
 
 
 def from_a_thread() -> None:
@@ -148,106 +159,41 @@ def splits_that_disagree() -> None:
         dist.all_to_all_single(torch.empty(2, 4), torch.ones(2, 4), [1, 1], [1, 1])
 
 
-def to_both(x: torch.Tensor, *splits: list[int]) -> None:
-    dist.all_to_all_single(torch.empty_like(x), x, *splits)
+def uneven_rows_without_splits() -> None:
+    """Each rank has as many rows as it wants, and takes what it sends for what it receives."""
+    rows = 2 * (1 + dist.get_rank())
+    dist.all_to_all_single(torch.empty(rows), torch.ones(rows))
 
 
-def a_pipeline_that_is_not_made() -> None:
-    """Without the all-reduce by which `Transfers` makes the communicator on all ranks."""
-    with patch("parallel.pipeline.transfer.dist.all_reduce"):
-        a_pipeline_of_three()
+def other_widths() -> None:
+    x = torch.ones(2, 4 + dist.get_rank())
+    dist.all_to_all_single(torch.empty_like(x), x, [1, 1], [1, 1])
 
 
-DIFFER, ONE_EACH = "different collectives", [[1, 1], [1, 1]]
-# name → number of ranks, what the referee says, what they do; gloo checks none of it
-FAULTS: dict[str, tuple[int, str, Callable[[], Any]]] = {
-    "swapped_collectives": (2, DIFFER, swapped_collectives),
-    "other_shapes": (2, DIFFER, lambda: dist.all_reduce(torch.ones(4 - dist.get_rank()))),
-    "from_a_thread": (2, "from threads", from_a_thread),
-    "a_message_in_another_order": (2, "deadlock", a_message_in_another_order),
-    "made_by_few": (3, "deadlock", made_by_few),
-    "splits_that_disagree": (
-        2, r"rank 0 sends 2 rows over .*, and rank 1 expects 1", splits_that_disagree),
-    # each rank has as many rows as it wants, and takes what it sends for what it receives
-    "uneven_rows_without_splits": (
-        2, r"rank 0 sends 1 rows over .*, and rank 1 expects 2",
-        lambda: to_both(torch.ones(2 * (1 + dist.get_rank())))),
-    "other_widths": (2, DIFFER, lambda: to_both(torch.ones(2, 4 + dist.get_rank()), *ONE_EACH)),
-    "other_dtypes": (
-        2, DIFFER,
-        lambda: to_both(torch.ones(2, 4).to([torch.float32, torch.int32][dist.get_rank()]),
-                        *ONE_EACH)),
-    "a_pipeline_that_is_not_made": (3, "deadlock", a_pipeline_that_is_not_made),
-}  # fmt: skip
-ROWS = {
-    "even": [[1, 1, 1], [1, 1, 1], [1, 1, 1]],
-    "without splits": [[1, 1, 1], [1, 1, 1], [1, 1, 1]],
-    "uneven": [[2, 0, 1], [4, 1, 0], [0, 3, 2]],
-    "to_one_rank": [[0, 5, 0], [0, 2, 0], [0, 1, 0]],
-    "none": [[0, 0, 0], [0, 0, 0], [0, 0, 0]],
-}
-TASKS: dict[str, tuple[int, Callable[[], Any]]] = {  # name → number of ranks, and what they do
-    **{name: (3, partial(send_rows, ROWS[name], name != "without splits")) for name in ROWS},
-    **{name: (world, fault) for name, (world, _, fault) in FAULTS.items()},
-    "everything": (4, everything),
-    "opposite_orders": (2, opposite_orders),
-    "a_pipeline_of_three": (3, a_pipeline_of_three),
-}
+def other_dtypes() -> None:
+    x = torch.ones(2, 4, dtype=(torch.float32, torch.int32)[dist.get_rank()])
+    dist.all_to_all_single(torch.empty_like(x), x, [1, 1], [1, 1])
 
 
-def until_all_are_through(task: Callable[[], Any]) -> Any:
-    result = task()
-    dist.barrier()
-    return result
+FAULTS = [
+    (swapped_collectives, 2, "different collectives"),
+    (other_shapes, 2, "different collectives"),
+    (from_a_thread, 2, "from threads"),
+    (a_message_in_another_order, 2, "deadlock"),
+    (made_by_few, 3, "deadlock"),
+    (splits_that_disagree, 2, r"rank 0 sends 2 rows over .*, and rank 1 expects 1"),
+    (uneven_rows_without_splits, 2, r"rank 0 sends 1 rows over .*, and rank 1 expects 2"),
+    (other_widths, 2, "different collectives"),
+    (other_dtypes, 2, "different collectives"),
+]
 
 
-def in_turn(backend: str, names: list[str], folder: str) -> dict[str, Any]:
-    """What each of TASKS returns on this rank, or the error by which it fails. A fault leaves a
-    process group useless, so each task has one of its own, of the first ranks of this start."""
-    rank, world, found = dist.get_rank(), dist.get_world_size(), {}
-    dist.destroy_process_group()
-    for name in names:
-        size, task = TASKS[name]
-        if rank < size:
-            store = dist.FileStore(f"{folder}/{name}", size)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-            found[name] = said_by(until_all_are_through, task)
-            strict_group.close()
-            dist.destroy_process_group()
-    store = dist.FileStore(f"{folder}/end", world)  # for the end of this start
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    return found
-
-
-Found = Callable[[str], list[Any]]
-
-
-@pytest.fixture(scope="module", params=[BACKENDS[0], thorough(BACKENDS[1])])
-def found(
-    request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
-) -> Found:
-    """Name of a task → what each of its ranks found, all in one start."""
-    folder = str(tmp_path_factory.mktemp("stores"))
-    all_of = ranks.run(in_turn, 4, request.param, list(TASKS), folder)
-    return lambda task: [each[task] for each in all_of if task in each]
-
-
-def test_it_carries_data(found: Found) -> None:
-    expected = [(6.0, [0, 1, 2, 3], (rank - 1) % 4, 1.0) for rank in range(4)]
-    assert found("everything") == expected
-
-
-@pytest.mark.parametrize("rows", ROWS)
-def test_it_carries_all_to_alls(found: Found, rows: str) -> None:
-    for rank, received in enumerate(found(rows)):
-        assert received == [float(i) for i in range(3) for _ in range(ROWS[rows][i][rank])]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(found: Found, fault: str) -> None:
-    """On every rank."""
-    (world, said, _), told = FAULTS[fault], [str(each) for each in found(fault)]
-    assert [re.search(said, each) is not None for each in told] == [True] * world, told
+@pytest.mark.parametrize(("fault", "world", "said"), FAULTS)
+def test_a_planted_fault_is_found(
+    strict: Ranks, fault: Callable[[], None], world: int, said: str
+) -> None:
+    with pytest.raises(RankError, match=said):
+        strict.run(fault, world)
 
 
 @pytest.mark.parametrize(
@@ -258,16 +204,56 @@ def test_gloo_forgives_it(ranks: Ranks, fault: Callable[[], None]) -> None:
     ranks.run(fault, 3 if fault is made_by_few else 2)
 
 
-@pytest.mark.parametrize(("backend", "said"), [("strict_shared", "deadlock"), ("strict", "None")])
-def test_opposite_orders(ranks: Ranks, tmp_path: Path, backend: str, said: str) -> None:
-    """They are found where the queue is shared; with a queue for each communicator they may be."""
-    for each in ranks.run(in_turn, 2, backend, ["opposite_orders"], str(tmp_path)):
-        assert said in str(each["opposite_orders"])
+def opposite_orders() -> None:
+    """Two communicators of the same ranks, used in opposite orders, nothing waited for between."""
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    tensors = [torch.ones(4), torch.ones(4)]
+    for group in groups:
+        dist.all_reduce(torch.ones(1), group=group)
+    order = (0, 1) if dist.get_rank() == 0 else (1, 0)
+    works = [dist.all_reduce(tensors[i], group=groups[i], async_op=True) for i in order]
+    for work in works:
+        work.wait()
 
 
-def test_the_pipeline_makes_its_communicator(found: Found) -> None:
-    """Without that, it would be the last of the faults above."""
-    assert found("a_pipeline_of_three") == [2.0] * 3
+def test_opposite_orders_are_found_where_the_queue_is_shared() -> None:
+    with (
+        Ranks(2, timeout=200, backend="strict_shared") as shared,
+        pytest.raises(RankError, match="deadlock"),
+    ):
+        shared.run(opposite_orders, 2)
+
+
+def test_opposite_orders_are_allowed_with_a_queue_for_each_communicator() -> None:
+    with Ranks(2, timeout=200, backend="strict") as strict:
+        strict.run(opposite_orders, 2)
+
+
+def a_pipeline_of_three() -> None:
+    """A stage's first message, as the pipeline sends it."""
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1, 2])
+    transfers = Transfers(group, (2,), torch.float32, "cpu")
+    message = Message(False, 1, 0)
+    if rank == 0:
+        transfers.give(message, torch.ones(2))
+    if rank < 2:
+        transfers.exchange(Exchange((Transfer(rank == 0, 1 - rank, message),)))
+    if rank == 1:
+        assert transfers.take(message).sum() == 2
+    transfers.finish()
+
+
+def a_pipeline_that_is_not_made(function: Callable[[], None] = a_pipeline_of_three) -> None:
+    """The same without the all-reduce by which `Transfers` makes the communicator on all ranks."""
+    with patch("parallel.pipeline.transfer.dist.all_reduce"):
+        function()
+
+
+def test_the_pipeline_makes_its_communicator(strict: Ranks) -> None:
+    strict.run(a_pipeline_of_three, 3)
+    with pytest.raises(RankError, match="deadlock"):
+        strict.run(a_pipeline_that_is_not_made, 3)
 
 
 # --- Lattice itself ---
@@ -312,13 +298,6 @@ EXTREMES = [case for case in extreme_cases((4, 8))
             if case.first_bias and case.layout.ep == 4 and case not in QUICK]  # fmt: skip
 
 
-@pytest.fixture
-def strict(request: pytest.FixtureRequest, ranks: Ranks) -> Iterator[Ranks]:
-    """The pool, over a strict process group."""
-    with patch.multiple(ranks, backend=request.param, timeout=200):
-        yield ranks
-
-
 @pytest.mark.parametrize(
     ("strict", "case", "steps"),
     [
@@ -354,12 +333,17 @@ def test_a_run_saves_evaluates_and_resumes(
 ) -> None:
     """Saving, agreements on stops, guards and evaluation beside training; a run that is resumed has
     the numbers of the whole one."""
-    saves, evaluates = {"interval": 3}, {"eval_interval": 3}
-    config = write_config(tmp_path, data, parallel=layout, checkpoint=saves, train=evaluates)
-    run(strict, 8, config)
+    config = write_config(
+        tmp_path,
+        data,
+        parallel=layout,
+        checkpoint={"interval": 3},
+        train={"eval_interval": 3},
+    )
+    assert strict.run(train_run, 8, [config]) == [""] * 8
     whole = losses(tmp_path)
     forget_last(tmp_path)
-    run(strict, 8, config)
+    assert strict.run(train_run, 8, [config]) == [""] * 8
     assert losses(tmp_path) == whole
     assert "eval_loss" in metrics_of(tmp_path)[2]
 

@@ -125,8 +125,7 @@ class Seat:
             self.running[name] = job
             job.post()
             self.tell("begins", self.rank, name, job.communicator, job.members, job.operation)
-            if not self.failure:  # `_listen` lets those go that run when it fails
-                job.allowed.wait()
+            job.allowed.wait()
             if self.failure:
                 return
             job.run()
