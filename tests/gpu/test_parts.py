@@ -143,6 +143,7 @@ for name in {modules}:
 """
 
 
+@pytest.mark.thorough
 def test_the_programs_need_only_what_they_say() -> None:
     """No program or test of a part imports an optional package, or one of training's that these
     parts do not need, except where it uses it."""
