@@ -141,7 +141,7 @@ def page(result: Mapping[str, Any]) -> str:
     about = ", ".join(f"{key} {value}" for key, value in result["about"].items() if value)
     lines = [f"# make bench-gpu PART={result['part']}", "", about, ""]
     if not measures(result):
-        lines += ["**Not measurements**: tiny sizes, or no GPU.", ""]
+        lines += ["**Not measurements**: tiny sizes, without a GPU.", ""]
     lines += ["## Wrong or failed", "", *(f"- {what}" for what in wrong(result) or ["nothing"])]
     if result["absent"]:
         lines += ["", "## Packages that are not installed", ""]

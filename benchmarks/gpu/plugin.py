@@ -16,6 +16,7 @@ assertion does not hold. Not enough memory, and a package that is not there, are
 an error of another program than ours (marked `theirs`).
 """
 
+import contextlib
 import json
 import math
 import sys
@@ -58,14 +59,22 @@ def record(request: pytest.FixtureRequest, found: Found) -> Callable[[dict[str, 
     return add
 
 
-@pytest.fixture(scope="session")
-def world() -> Iterator[None]:
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
     """A process group of one process, which every mesh needs, where Triton's kernels can run."""
     if (why := why_not_triton(DEVICE)) is not None:
         pytest.skip(why)
     init_distributed()
-    yield
-    dist.destroy_process_group()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[None]:
+    with one_rank():
+        yield
 
 
 @pytest.fixture

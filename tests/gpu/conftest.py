@@ -1,9 +1,18 @@
 """Skips the tests that need a GPU where there is none."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from benchmarks.gpu.plugin import found, fresh, record, world  # noqa: F401
+from benchmarks.gpu.plugin import found, fresh, one_rank, record  # noqa: F401
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    """For one test: others in this process run benchmarks, or ranks, with their own group."""
+    with one_rank():
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)
