@@ -105,11 +105,8 @@ def bench_overlap(connections: str, priority: str, record: Any) -> None:
     environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
     if connections != "default":
         environment[VARIABLE] = connections
-    command = [sys.executable, "-m", __name__, priority]
+    code = f"import json; from {__name__} import *; print(json.dumps(measure_here({priority!r})))"
+    command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     record(json.loads(done.stdout.splitlines()[-1]))
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure_here(sys.argv[1])))

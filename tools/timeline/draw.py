@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # it takes a second to import, and text and traces do without
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, MUTED, PAPER = "#1f2937", "#6b7280", "#ffffff"
+INK = "#1f2937"
 # Colours of curves and bars: each is seen well on a white page and on a dark one.
 COLOURS = (
     *("#3b82f6", "#ea580c", "#10976a", "#a855f7", "#b7791f"),
