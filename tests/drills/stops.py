@@ -101,7 +101,7 @@ def _begin(command: list[str], fresh: bool) -> None:
         os.chdir(ROOT)
         os.execv(sys.executable, [sys.executable, "-m", *command])
     sys.argv = command
-    launch.main()
+    sys.exit(launch.main())
 
 
 def _ranks(pid: int) -> list[psutil.Process]:

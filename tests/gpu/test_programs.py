@@ -78,6 +78,7 @@ def test_every_program_trains(tmp_path: Path) -> None:
         assert "kernels by kind" in rows[f"profile, {key}, {variant.name}"]["text"]
 
 
+@pytest.mark.thorough
 def test_every_question_has_its_rows(tmp_path: Path) -> None:
     """And a kernel that cannot run here is skipped with the reason."""
     status, planned, rows = rows_of(tmp_path, "benchmarks/gpu/questions.py")
@@ -194,6 +195,7 @@ def test_the_head_is_compared_with_its_products_and_with_eager() -> None:
     assert found["memory_with_weight_gradient"] == pytest.approx(4100 / 2800)
 
 
+@pytest.mark.thorough
 def test_trouble_of_one_program_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some programs run out of memory, which is no error, two begin with a wrong value and are
     named, and the others are measured as usual."""
