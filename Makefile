@@ -97,7 +97,6 @@ bench: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.pipeline_schedules
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.checkpoint
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_accuracy
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_search
 
 # With a GPU: three parts of at most eight minutes each (benchmarks/gpu/run.py), or those that PART
 # names. Without one: the same with tiny sizes in Triton's CPU interpreter. A part that finds

@@ -9,6 +9,5 @@ experts.py             a mixture of experts with a dense model, with Hugging Fac
 pipeline_schedules.py  schedules with their simulation, with torch.distributed.pipelining
 checkpoint.py          a save with a plain copy and with dd
 plan_accuracy.py       the planner with rehearsals, with published rows (published/)
-plan_search.py         the time of the planner's search
-gpu_*.py               what needs a GPU
+gpu/                   what needs a GPU
 """

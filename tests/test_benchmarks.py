@@ -21,7 +21,6 @@ QUICK = {
     "experts": "--rounds 1 --rounds-3d 0",
     "pipeline_schedules": "--rounds 1 --seconds 0.002",
     "plan_accuracy": "fitted",
-    "plan_search": "--only 'hopeless on 8'",
     "train_cpu": "--rounds 1 --steps 1 --size 1.8M",
 }
 
