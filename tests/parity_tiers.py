@@ -8,7 +8,7 @@ import pytest
 
 from parallel.axes import MeshSizes
 from proofs.parity.__main__ import WORLDS, layouts_of
-from proofs.parity.cases import covering_cases, option_values, pairs_of
+from proofs.parity.cases import covering_cases, has_axis_of, option_values, pairs_of
 from proofs.parity.chosen import schedule_cases
 from proofs.parity.expert_cases import LAYOUTS, expert_values
 from proofs.parity.row import line
@@ -26,15 +26,8 @@ DEEP = {
 DEEPER = [*DEEP.values(), *(case for case in ROWS if case.num_microbatches == 16)]
 
 
-NEEDS = {  # option → the axis that it is for
-    **dict.fromkeys(("sequence_parallel", "tp_pieces"), "tp"),
-    **dict.fromkeys(("pipeline", "layers"), "pp"),
-    **dict.fromkeys(("zero_stage", "fsdp_unit", "cpu_offload"), "data"),
-}
-
-
 class Covering:
-    """Cases in which every two values of different options occur together.
+    """Cases in which every two values of different options occur together (`wanted_pairs`).
 
     few: some of them, in which every value of every option occurs.
     """
@@ -60,9 +53,7 @@ class Covering:
 
 def effective(case, values):
     """Without the values of options for an axis that the layout does not have."""
-    at = case.layout
-    sizes = {"tp": at.tp, "pp": at.pp, "data": at.dp * at.cp}
-    return {(name, value) for name, value in values if sizes.get(NEEDS.get(name), 2) > 1}
+    return {(name, value) for name, value in values if has_axis_of(case.layout, name)}
 
 
 def price(case):

@@ -25,8 +25,14 @@ QUICK = {
 }
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", QUICK)
+# train_cpu takes one and a half minutes
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "train_cpu" else pytest.mark.thorough)
+        for name in QUICK
+    ],
+)
 def test_a_comparison_runs(name: str, tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     options = [*shlex.split(QUICK[name]), "--json", file]

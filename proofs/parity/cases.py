@@ -221,8 +221,13 @@ def _takes(schedule: str, stages_per_rank: int) -> bool:
 
 
 # random completions of a pair: before it counts as impossible, and if a valid one was found
-TRIES, ENOUGH = 200, 30
+TRIES, ENOUGH = 200, 60
 Pair = tuple[tuple[str, object], tuple[str, object]]
+AXIS_OF = {  # option → the axis that it is for
+    **dict.fromkeys(("sequence_parallel", "tp_pieces"), "tp"),
+    **dict.fromkeys(("pipeline", "layers"), "pp"),
+    **dict.fromkeys(("zero_stage", "fsdp_unit", "cpu_offload"), "data"),
+}
 # For the quick proof: each axis, each pair of axes, and each kind of replica with each kind of
 # shard.
 QUICK_LAYOUTS = [
@@ -252,11 +257,28 @@ def pairs_of(case: Case, names: Iterable[str]) -> set[Pair]:
     return set(combinations([(name, given[name]) for name in names], 2))
 
 
+def has_axis_of(layout: MeshSizes, option: str) -> bool:
+    """Whether the layout has the axis that the option is for."""
+    sizes = {"tp": layout.tp, "pp": layout.pp, "data": layout.dp * layout.cp}
+    return sizes.get(AXIS_OF.get(option, ""), 2) > 1
+
+
+def wanted_pairs(values: Mapping[str, Sequence[object]]) -> list[Pair]:
+    """Every two values of different options, but for a layout and an option whose axis it does not
+    have. (One device stays, with all options.)"""
+    return [
+        ((a, x), (b, y))
+        for (a, a_values), (b, b_values) in combinations(values.items(), 2)
+        for x, y in product(a_values, b_values)
+        if not isinstance(x, MeshSizes) or x.world == 1 or has_axis_of(x, b)
+    ]
+
+
 def covering_cases(
     values: Mapping[str, Sequence[object]], seed: int = 0
 ) -> tuple[list[Case], list[Pair]]:
-    """Return cases in which every two values of different options occur together, and the pairs
-    that no valid case contains. The result is deterministic; it is kept, as it takes seconds."""
+    """Return cases in which all `wanted_pairs` occur, and those that no valid case contains. The
+    result is deterministic; it is kept, as it takes seconds."""
     return cover(tuple((name, tuple(choices)) for name, choices in values.items()), seed)
 
 
@@ -267,9 +289,7 @@ def cover(
     """`covering_cases`. The algorithm is greedy: it fixes the first pair that is not yet covered,
     and of many random completions takes the one that covers the most new pairs."""
     values = dict(options)
-    uncovered: dict[Pair, None] = {}  # an ordered set
-    for (a, a_values), (b, b_values) in combinations(values.items(), 2):
-        uncovered.update({((a, x), (b, y)): None for x, y in product(a_values, b_values)})
+    uncovered: dict[Pair, None] = dict.fromkeys(wanted_pairs(values))  # an ordered set
     rng = random.Random(seed)
     cases: list[Case] = []
     impossible: list[Pair] = []

@@ -158,12 +158,8 @@ def test_the_programs_need_only_what_they_say() -> None:
     assert "import of sentencepiece halted" in done.stderr
 
 
-# two of the parts take minutes, and other tests run their programs
-@pytest.mark.parametrize(
-    "part",
-    [pytest.param("open", marks=pytest.mark.thorough)]
-    + [pytest.param(part, marks=pytest.mark.slow) for part in ("right", "fast")],
-)
+@pytest.mark.slow  # one to several minutes a part; other tests run their programs
+@pytest.mark.parametrize("part", PARTS)
 def test_each_part_runs_to_its_end(part: str, tmp_path: Path) -> None:
     """As `make bench-gpu PART=…` without a GPU; what does not fit into the time is listed."""
     environment = {**os.environ, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
