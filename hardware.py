@@ -123,7 +123,7 @@ class Device(DataSheet):
     # as a copy to the host, some twenty operations of Python, and a launch; not measured
     host_wait_seconds: float = 100e-6
     step_seconds: float = 0.02  # overhead per step: the host, ranks that wait for each other
-    # Saving and restarting, assumed and not fitted; a run's ledger has what they took.
+    # Saving and restarting, assumed and not fitted; tools.report says what they took in a run.
     host_bytes_per_second: float = 10e9  # from one GPU to its host's memory, all GPUs at once
     storage_bytes_per_second: float = 1e9  # from one node to the shared storage, all at once
     restart_seconds: float = 300.0  # from a failure to the first new step

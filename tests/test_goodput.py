@@ -146,7 +146,12 @@ def test_what_a_run_measured(tmp_path):
     rate = DAY / 4 / 400.0  # one failure in 400 s
     assert found.best_interval(rate) == (pytest.approx(20.0), 10)
     assert found.best_interval(0.0) is None
-    assert "best interval between saves: 10 steps (20.0 s)" in effective_lines(found, rate)[1]
+    _, best, took = effective_lines(found, rate)
+    assert "best interval between saves: 10 steps (20.0 s)" in best
+    assert took == (
+        "measured: a save 0.5 s, its writing 1.0 s, training between saves 10.0 s, "
+        "a restart after a failure 15.0 s"
+    )
 
 
 def test_waiting_in_a_queue_is_no_restart():

@@ -23,10 +23,12 @@ import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from errors import UserError
 from output import guard_output, log
+
+T = TypeVar("T")
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
@@ -34,10 +36,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     not be written. After Ctrl-C, and main's own cleanup, exits as other programs do on SIGINT."""
     out = guard_output()
     try:
-        status: object = main()
-    except UserError as error:
-        log(f"error: {error}")
-        status = 2
+        status: object = reports_errors(main)()
     except SystemExit as leaving:  # also after --help
         status = leaving.code
     except KeyboardInterrupt:
@@ -50,11 +49,11 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     sys.exit(status)  # type: ignore[arg-type]
 
 
-def reports_errors(main: Callable[..., int]) -> Callable[..., int]:
+def reports_errors(main: Callable[..., T]) -> Callable[..., T | int]:
     """Decorates a command's main function: a UserError is printed, and the status is 2."""
 
     @functools.wraps(main)
-    def reporting(*arguments: Any, **named: Any) -> int:
+    def reporting(*arguments: Any, **named: Any) -> T | int:
         try:
             return main(*arguments, **named)
         except UserError as error:

@@ -15,12 +15,11 @@ rehearsals and published results.
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from tools.command import CommandParser, add_overrides, run_command
+from tools.command import CommandParser, add_overrides, reports_errors, run_command
 from tools.plan.beside import beside, read_report
 from tools.plan.check import add_data_stage, check_can_be_planned, one_stage
 from tools.plan.describe import describe_plan, describe_search, draw_memory
@@ -36,30 +35,25 @@ from training.layouts import valid_layout
 from training.load_config import load_config
 
 
+@reports_errors
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.plan", description=__doc__)
-    add = parser.add_argument
-    add("config", metavar="CONFIG", help="a configuration file")
+    add = parser.option
+    add("config", str, "CONFIG", "a configuration file")
     add_overrides(parser)
-    add("--gpus", type=int, metavar="N", help="number of GPUs (default: as described above)")
+    add("--gpus", int, "N", "number of GPUs (default: as described above)")
     add_data_stage(parser)
-    devices = f"{', '.join(DEVICES)}, or a JSON file of rates"
-    add("--device", default="h100", metavar="NAME", help=devices)
-    add("--search", action="store_true", help="search all layouts, whatever CONFIG has")
+    add("--device", "h100", "NAME", f"{', '.join(DEVICES)}, or a JSON file of rates")
+    add("--search", bool, None, "search all layouts, whatever CONFIG has")
     of_nodes = "with --search: the list parallel.layouts for MIN to --gpus GPUs, in nodes of 8"
-    add("--layouts", type=int, metavar="MIN", help=of_nodes)
-    add("--guide", type=int, metavar="N", help="ZeRO's memory and traffic as guides count them")
-    add("--beside", type=Path, metavar="FILE", help="a rank's memory report, RUN/memory/*.json")
-    add("--tokens", type=float, default=0.0, metavar="T", help="tokens of the run")
-    add("--price", type=float, default=0.0, metavar="P", help="price of one GPU for one hour")
-    add("--json", type=Path, metavar="FILE", help="write all figures to FILE")
-    add("--pictures", type=Path, metavar="FOLDER", help="draw pictures in FOLDER")
-    options = parser.parse_intermixed_args(arguments)
-    try:
-        print_plan(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    add("--layouts", int, "MIN", of_nodes)
+    add("--guide", int, "N", "ZeRO's memory and traffic as guides count them")
+    add("--beside", Path, "FILE", "a rank's memory report, RUN/memory/*.json")
+    add("--tokens", 0.0, "T", "tokens of the run")
+    add("--price", 0.0, "P", "price of one GPU for one hour")
+    add("--json", Path, "FILE", "write all figures to FILE")
+    add("--pictures", Path, "FOLDER", "draw pictures in FOLDER")
+    print_plan(parser.parse_intermixed_args(arguments))
     return 0
 
 

@@ -21,14 +21,13 @@ hides each collective, with times from the data sheet of --device.
 """
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from costs.routing import check_imbalance
 from errors import UserError
-from tools.command import CommandParser, add_overrides, run_command
+from tools.command import CommandParser, add_overrides, reports_errors, run_command
 from tools.plan.check import add_data_stage, one_stage
 from tools.plan.hardware import GB, Device, find_device
 from tools.plan.layout import Layout, world_of
@@ -113,6 +112,7 @@ def describe_races(report: dict[str, Any], device: Device) -> str:
     return "\n".join(lines)
 
 
+@reports_errors
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.rehearse", description=__doc__)
     parser.add_argument("config", metavar="CONFIG", help="a configuration file")
@@ -157,55 +157,51 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
     options = parser.parse_intermixed_args(arguments)
-    try:
-        config = load_config(options.config, options.overrides)
-        config, world = valid_layout(config, world_of(options.config, config, options.gpus))
-        config, which_stage = one_stage(config, world, options.data_stage)
-        if which_stage:
-            print(which_stage)
-        device = find_device(options.device)
-        # checked before minutes of work
-        if options.json is not None and not options.json.absolute().parent.is_dir():
-            why = "its folder does not exist"
-            raise UserError("--json", str(options.json), why, "create the folder, or name another")
-        check_imbalance("--imbalance", options.imbalance, config.model, config.parallel.ep)
-        ranks = ranks_asked_for(config, world, None if options.stages else options.rank or 0)
-        if not options.real:
-            check_can_be_rehearsed(config)
-        reports = []
-        for rank in ranks:
-            given = config, world, rank
-            if options.real:
-                report = alone(rehearse_for_real, *given, options.imbalance)
-                described = describe(report)
-            elif options.operators:
-                report = alone(operators, *given, options.imbalance)
-                described = describe_operators(report)
-            elif options.races:
-                checked = partial(rehearse, races=True, rates=device)
-                report = alone(checked, *given, 2, options.imbalance)
-                described = describe_races(report, device)
-            else:
-                report = alone(rehearse, *given, 1, options.imbalance)
-                if options.imbalance == 1:
-                    report["planned"] = beside_the_plan(config, report)
-                described = describe(report)
-            print(described, flush=True)
-            reports.append(report)
-        result: dict[str, Any] = {"ranks": reports} if options.stages else reports[0]
-        if options.real and options.stages:
-            step = result["step"] = predicted_step(config, world, reports, device)
-            print(
-                f"a step of the whole job: {step['step_seconds'] * 1e3:.3f} ms = "
-                "measured computation, "
-                f"{step['computing_seconds'] * 1e3:.3f} ms + planned communication, "
-                f"{step['communication_seconds'] * 1e3:.3f} ms"
-            )
-        if options.json is not None:
-            options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    config = load_config(options.config, options.overrides)
+    config, world = valid_layout(config, world_of(options.config, config, options.gpus))
+    config, which_stage = one_stage(config, world, options.data_stage)
+    if which_stage:
+        print(which_stage)
+    device = find_device(options.device)
+    # checked before minutes of work
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        why = "its folder does not exist"
+        raise UserError("--json", str(options.json), why, "create the folder, or name another")
+    check_imbalance("--imbalance", options.imbalance, config.model, config.parallel.ep)
+    ranks = ranks_asked_for(config, world, None if options.stages else options.rank or 0)
+    if not options.real:
+        check_can_be_rehearsed(config)
+    reports = []
+    for rank in ranks:
+        given = config, world, rank
+        if options.real:
+            report = alone(rehearse_for_real, *given, options.imbalance)
+            described = describe(report)
+        elif options.operators:
+            report = alone(operators, *given, options.imbalance)
+            described = describe_operators(report)
+        elif options.races:
+            checked = partial(rehearse, races=True, rates=device)
+            report = alone(checked, *given, 2, options.imbalance)
+            described = describe_races(report, device)
+        else:
+            report = alone(rehearse, *given, 1, options.imbalance)
+            if options.imbalance == 1:
+                report["planned"] = beside_the_plan(config, report)
+            described = describe(report)
+        print(described, flush=True)
+        reports.append(report)
+    result: dict[str, Any] = {"ranks": reports} if options.stages else reports[0]
+    if options.real and options.stages:
+        step = result["step"] = predicted_step(config, world, reports, device)
+        print(
+            f"a step of the whole job: {step['step_seconds'] * 1e3:.3f} ms = "
+            "measured computation, "
+            f"{step['computing_seconds'] * 1e3:.3f} ms + planned communication, "
+            f"{step['communication_seconds'] * 1e3:.3f} ms"
+        )
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return int(any(report.get("findings") for report in reports))
 
 

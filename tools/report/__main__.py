@@ -10,7 +10,6 @@ which knows only each token's frequency, as long as the prepared data exists. Th
 in progress.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 from errors import UserError
 from runtime.records.events import changes_stage
 from runtime.records.ledger import account
-from tools.command import CommandParser, run_command
+from tools.command import CommandParser, reports_errors, run_command
 from tools.report.charts import picture_of_loss
 from tools.report.goodput import effective_lines, stated_rate
 from tools.report.ledger import events_of, measure
@@ -59,6 +58,7 @@ def write(option: str, path: Path, save: Callable[[Path], object]) -> None:
         raise UserError(option, str(path), why, "give another file") from None
 
 
+@reports_errors
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.report", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run folder (run.dir)")
@@ -66,27 +66,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--png", type=Path, metavar="FILE", help="the picture to write: .png")
     options = parser.parse_args(arguments)
     out, png = options.out, options.png
-    try:
-        for option, path, suffix in (("--out", out, ".html"), ("--png", png, ".png")):
-            if path is not None and path.suffix != suffix:
-                why = f"its name does not end in {suffix}"
-                raise UserError(option, str(path), why, f"end it in {suffix}")
-        run = read_run(options.run)
-        if png is not None and not run.points("loss"):
-            why = "it has no logged step yet"
-            raise UserError("RUN", str(options.run), why, "wait for the first one")
-        if out is not None:
-            text = page(run)
-            write("--out", out, lambda path: path.write_text(text, "utf-8", errors="replace"))
-        if png is not None:
-            figure = picture_of_loss(run, unigram_loss(options.run))
-            write("--png", png, lambda path: save(figure, path))
-        if out is png is None or (options.run / "events.jsonl").is_file():
-            events = events_of(options.run, "RUN")
-            print("\n".join(ledger_lines(events, stated_rate(run.section("checkpoint")))))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    for option, path, suffix in (("--out", out, ".html"), ("--png", png, ".png")):
+        if path is not None and path.suffix != suffix:
+            why = f"its name does not end in {suffix}"
+            raise UserError(option, str(path), why, f"end it in {suffix}")
+    run = read_run(options.run)
+    if png is not None and not run.points("loss"):
+        why = "it has no logged step yet"
+        raise UserError("RUN", str(options.run), why, "wait for the first one")
+    if out is not None:
+        text = page(run)
+        write("--out", out, lambda path: path.write_text(text, "utf-8", errors="replace"))
+    if png is not None:
+        figure = picture_of_loss(run, unigram_loss(options.run))
+        write("--png", png, lambda path: save(figure, path))
+    if out is png is None or (options.run / "events.jsonl").is_file():
+        events = events_of(options.run, "RUN")
+        print("\n".join(ledger_lines(events, stated_rate(run.section("checkpoint")))))
     for path in filter(None, (out, png)):
         print(f"wrote {path}")
     return 0

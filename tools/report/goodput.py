@@ -1,9 +1,11 @@
-"""How much of a run's time was effective, and how often it should have saved."""
+"""How much of a run's time was effective, how often it should have saved, and what saves and
+restarts took."""
 
 from typing import Any
 
 from hardware import FAILURES_PER_GPU_DAY
 from runtime.records.tracker import is_number
+from tools.command import duration
 from tools.report.ledger import Measured
 
 
@@ -18,7 +20,14 @@ def effective_lines(measured: Measured, failures_per_gpu_day: float) -> list[str
             f"{measured.save:.3g} s and {failures_per_gpu_day:.3g} failures are expected per GPU "
             "and day"
         )
-    return lines
+    took = {
+        "a save": measured.save,
+        "its writing": measured.commit,
+        "training between saves": measured.interval,
+        "a restart after a failure": measured.restart,
+    }
+    said = [f"{what} {duration(seconds)}" for what, seconds in took.items() if seconds is not None]
+    return lines + ["measured: " + ", ".join(said)] * bool(said)
 
 
 def stated_rate(checkpoint: dict[str, Any]) -> float:

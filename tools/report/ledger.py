@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from runtime.checkpoints.goodput import Interruptions, best_interval, mtbf_of
+from runtime.checkpoints.goodput import best_interval, mtbf_of
 from runtime.records.events import changes_stage, read_events
 from runtime.records.ledger import account
 
@@ -25,14 +25,6 @@ class Measured:
     save: float | None
     commit: float | None
     restart: float | None  # without a planned stop's waiting in a queue
-
-    def costs(self, mtbf: float) -> Interruptions:
-        return Interruptions(
-            save=self.save or 0.0,
-            commit=(self.save or 0.0) + (self.commit or 0.0),
-            restart=self.restart or 0.0,
-            mtbf=mtbf,
-        )
 
     def best_interval(self, failures_per_gpu_day: float) -> tuple[float, int] | None:
         """√(2sM) in seconds and in steps, at least one; None if saves or steps were not measured,

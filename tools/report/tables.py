@@ -6,6 +6,7 @@ from typing import Any
 from runtime.records.events import changes_stage
 from runtime.records.tracker import is_number
 from runtime.start.parts import PARTS
+from tools.command import duration
 from tools.report.charts import GIB, short
 from tools.report.goodput import effective_lines, stated_rate
 from tools.report.run import Run
@@ -190,17 +191,3 @@ def clock(seconds: float) -> str:
         return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
     except (OverflowError, ValueError, OSError):
         return "?"
-
-
-def duration(seconds: float) -> str:
-    """Formats seconds as 3.2 s, 12 min 4 s, 5 h 12 min or 3 d 4 h."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    if seconds < 3600:
-        return f"{seconds // 60:.0f} min {seconds % 60 // 1:.0f} s"
-    minutes = round(seconds / 60)
-    return (
-        f"{minutes // 60} h {minutes % 60} min"
-        if minutes < 48 * 60
-        else f"{minutes // 1440} d {minutes % 1440 // 60} h"
-    )

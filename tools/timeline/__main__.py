@@ -18,14 +18,13 @@ small letters its second (fourth, …).
 import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from errors import UserError
 from parallel.pipeline.schedules import MAX_FORWARDS, SCHEDULES
 from runtime.profiling.chrome import to_chrome
-from tools.command import CommandParser, run_command
+from tools.command import CommandParser, reports_errors, run_command
 from tools.timeline.draw import Panel, draw, save
 from tools.timeline.panels import simulated_panels, traced_panels
 from tools.timeline.text import print_panels
@@ -118,30 +117,27 @@ def write(panels: Sequence[Panel], unit: str, out: Path) -> None:
         raise UserError("--out", str(out), why, "choose another path") from None
 
 
+@reports_errors
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     unit = "" if options.trace is None else "ms"
-    try:
-        if options.trace is not None:
-            panels = traced_panels(options.trace, options.simulated, options.communication)
-        else:
-            panels = simulated_panels(
-                options.schedule,
-                options.stages,
-                options.micro_batches,
-                options.stages_per_rank or (),
-                options.costs,
-                options.communication,
-            )
-        if options.out is None:
-            print_panels(panels, unit)
-        else:
-            write(panels, unit, options.out)
-            print(*(f"{panel.title}\n  {panel.caption}" for panel in panels), sep="\n")
-            print(f"wrote {options.out}")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if options.trace is not None:
+        panels = traced_panels(options.trace, options.simulated, options.communication)
+    else:
+        panels = simulated_panels(
+            options.schedule,
+            options.stages,
+            options.micro_batches,
+            options.stages_per_rank or (),
+            options.costs,
+            options.communication,
+        )
+    if options.out is None:
+        print_panels(panels, unit)
+    else:
+        write(panels, unit, options.out)
+        print(*(f"{panel.title}\n  {panel.caption}" for panel in panels), sep="\n")
+        print(f"wrote {options.out}")
     return 0
 
 
