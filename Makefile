@@ -90,7 +90,7 @@ lint: $(dev)
 parity: $(runtime)
 	OMP_NUM_THREADS=1 $(PYTHON) -m proofs.parity $(ARGS)
 
-bench: $(dev)
+bench: $(dev) prepared/laptop/index.json
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.data_pipeline
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.train_cpu
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.experts --loss

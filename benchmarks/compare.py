@@ -19,7 +19,7 @@ from benchmarks.about import about
 from tools.command import CommandParser
 
 ROOT = Path(__file__).parent.parent
-T = TypeVar("T")
+K, T = TypeVar("K"), TypeVar("T")
 
 
 class Timed(NamedTuple):
@@ -40,10 +40,10 @@ def timed(work: Callable[[], object]) -> Timed:
     return Timed(time.perf_counter() - began, cpu_seconds() - cpu)
 
 
-def alternate(programs: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+def alternate(programs: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
     """Runs each program once in every round, and returns its results by round. Every second round
     goes backwards, so that none always runs just after the same one."""
-    found: dict[str, list[T]] = {name: [] for name in programs}
+    found: dict[K, list[T]] = {name: [] for name in programs}
     for number in range(rounds):
         for name in list(programs)[:: -1 if number % 2 else 1]:
             found[name].append(programs[name]())

@@ -1,18 +1,18 @@
 """Compares a run in 3D with one process, with torchrun and with Hugging Face's Llama: `python -m
-benchmarks.train_cpu`
+benchmarks.train_cpu`, after `make data`
 
-Four programs train two models, of 1.8 and of 29 million parameters, on the same tokens:
+For two models, of 1.8 and of 29 million parameters:
 
-- ours: 8 processes (tp 2 × pp 2 × dp_shard 2, sequence parallelism, 1F1B), which our launcher
-  forks, as in `make train`;
-- torchrun: the same 8 processes, started by torchrun;
-- one process: the same model in one process;
-- Hugging Face: `transformers`' LlamaForCausalLM of the same size in one process (eager PyTorch,
-  SDPA, fused AdamW, the same micro-batches).
+Speed: whole runs of train.py, by the commands that people use, as metrics.jsonl has it. Our
+launcher (as `make train`) and torchrun start 8 processes (tp 2 × pp 2 × dp_shard 2, sequence
+parallelism, 1F1B); the third is the same model in one process.
 
-Each reports tokens per second, and CPU seconds (user and system) per token of all its processes,
-without start-up and warm-up steps. Every process computes with one thread, so 8 of them on several
-cores should be faster than one.
+CPU seconds (user and system) per token of all processes, and their peak of memory: training steps
+alone, on the same tokens, by our 8 processes, by one, and by `transformers`' LlamaForCausalLM of
+the same size in one process (eager PyTorch, SDPA, fused AdamW, the same micro-batches).
+
+Start-up and warm-up steps do not count. Every process computes with one thread, so 8 of them on
+several cores should be faster than one.
 
 Each rank makes its own settings (runtime/start/init_distributed.py), however it was started. Only
 the launcher can provide shared memory and a common session. Ours forks the ranks, so imported
@@ -24,13 +24,14 @@ sessions first (/proc/sys/kernel/sched_autogroup_enabled).
 import argparse
 import json
 import statistics
+import subprocess
 import sys
-import time
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import alternate, cpu_seconds, parser, ratio, run_watched, write
+from benchmarks.compare import ROOT, alternate, cpu_seconds, parser, ratio, run_watched, write
 from tools.command import run_command
 
 ALONE = ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1"]
@@ -41,20 +42,27 @@ SIZES = {
             "model.num_kv_heads=4", "model.ffn_dim=1536", "train.seq_len=256",
             "train.global_batch_size=16", "train.micro_batch_size=4"],
 }  # fmt: skip
-# result → the figure, and the programs whose figures are divided
-RATIOS = {
-    "cpu_of_ours_over_one_process": ("cpu_seconds_per_token", "ours", "one process"),
-    "cpu_of_one_process_over_hugging_face":
-        ("cpu_seconds_per_token", "one process", "Hugging Face"),
-    "cpu_of_torchrun_over_ours": ("cpu_seconds_per_token", "torchrun", "ours"),
-    "speed_of_torchrun_over_ours": ("tokens_per_second", "torchrun", "ours"),
-    "speed_of_ours_over_one_process": ("tokens_per_second", "ours", "one process"),
+RUNS = {  # how people start train.py
+    "ours": ["-m", "tools.launch", "--nproc-per-node", "8"],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8",
+                 "train.py"],
+    "one process": ["train.py"],
 }  # fmt: skip
+STEPS = ("ours", "one process", "Hugging Face")  # whose CPU seconds are measured
+# result → the figure, and the programs whose figures are divided
+SPEED, CPU = "tokens_per_second", "cpu_seconds_per_token"
+RATIOS = {
+    "cpu_of_ours_over_one_process": (CPU, "ours", "one process"),
+    "cpu_of_one_process_over_hugging_face": (CPU, "one process", "Hugging Face"),
+    "speed_of_torchrun_over_ours": (SPEED, "torchrun", "ours"),
+    "speed_of_ours_over_one_process": (SPEED, "ours", "one process"),
+    "speed_of_torchrun_over_one_process": (SPEED, "torchrun", "one process"),
+}
 WARMUP = 3  # steps
 Figures = dict[str, float]
 
 
-# --- one program, in each of its processes ---
+# --- training steps alone, in each process of a program ---
 
 
 def random_batches(vocab_size: int, batch_size: int, seq_len: int, count: int) -> list:
@@ -123,7 +131,7 @@ def plain_step(config: Any, model: Any) -> Any:
 
 
 def inside(store: Any, signals: Any, program: str, settings: list[str], steps: int) -> None:
-    """Trains in this process, one of the program's; rank 0 prints the figures."""
+    """Trains in this process, one of the program's; rank 0 prints the CPU seconds per token."""
     import torch
     import torch.distributed as dist
 
@@ -132,59 +140,73 @@ def inside(store: Any, signals: Any, program: str, settings: list[str], steps: i
     torch.set_num_threads(1)
     config = load_config(settings[0], settings[1:])
     step = hugging_face_step(config) if program == "Hugging Face" else our_step(config, store)
-    train, began = config.train, (0.0, 0.0)
+    train, began = config.train, 0.0
     shape = config.model.vocab_size, train.global_batch_size, train.seq_len
     for i, rows in enumerate(random_batches(*shape, WARMUP + steps)):
         if i == WARMUP:
             if dist.is_initialized():
                 dist.barrier()
-            began = time.perf_counter(), cpu_seconds()
+            began = cpu_seconds()
         step(i, rows)
-    ends = time.perf_counter(), cpu_seconds()
-    took = torch.tensor([ends[0] - began[0], ends[1] - began[1]], dtype=torch.float64)
+    took = torch.tensor(cpu_seconds() - began, dtype=torch.float64)
     speaks = True
     if dist.is_initialized():
         dist.all_reduce(took)
-        took[0] /= dist.get_world_size()
         speaks = dist.get_rank() == 0
         dist.destroy_process_group()
     if speaks:
         tokens = steps * train.global_batch_size * train.seq_len
-        figures = {"tokens_per_second": tokens / took[0].item(),
-                   "cpu_seconds_per_token": took[1].item() / tokens}  # fmt: skip
-        print(json.dumps(figures), flush=True)
+        print(json.dumps({CPU: took.item() / tokens}), flush=True)
 
 
 # --- the comparison ---
 
 
 def start(program: str, settings: list[str], steps: int) -> Figures:
-    """Runs one program; returns its figures, and the peak of its processes' memory."""
-    command = [sys.executable, "-m"]
-    if program == "torchrun":
-        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", "8", "-m"]
-    if program in ("one process", "Hugging Face"):
-        settings = [*settings, *ALONE]
-    command += ["benchmarks.train_cpu", "--inside", program, "--steps", str(steps), *settings]
+    """Runs the steps of one program; returns its CPU seconds, and the peak of its memory."""
+    alone = ALONE if program != "ours" else []
+    command = [sys.executable, "-m", "benchmarks.train_cpu", "--inside", program,
+               "--steps", str(steps), *settings, *alone]  # fmt: skip
     output, peak = run_watched(command)
     return {**json.loads(output.strip().splitlines()[-1]), "peak_memory_gib": peak / 2**30}
 
 
-def compare(size: str, rounds: int, steps: int) -> dict[str, Any]:
-    names = ("ours", "torchrun", "one process", "Hugging Face")
-    found = alternate({name: partial(start, name, SIZES[size], steps) for name in names}, rounds)
+def whole_run(way: str, settings: list[str], steps: int) -> Figures:
+    """Trains by a command that people use; returns its speed."""
+    alone = ALONE if way == "one process" else []
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, *RUNS[way], *settings, *alone, f"run.dir={folder}/run",
+                   f"train.steps={WARMUP + steps}", "run.log_interval=1",
+                   "checkpoint.interval=never", "train.eval_interval=0"]  # fmt: skip
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{way} failed:\n{done.stdout}{done.stderr}")
+        text = Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    tokens = lines[-1]["tokens"] - lines[WARMUP - 1]["tokens"]
+    return {SPEED: tokens / sum(line["step_seconds"] for line in lines[WARMUP:])}
 
-    def figures(name: str, figure: str) -> list[float]:
-        return [each[figure] for each in found[name]]
+
+def compare(size: str, rounds: int, steps: int) -> dict[str, Any]:
+    given = SIZES[size], steps
+    programs = {(SPEED, way): partial(whole_run, way, *given) for way in RUNS}
+    programs |= {(CPU, name): partial(start, name, *given) for name in STEPS}
+    found = alternate(programs, rounds)
+
+    def figures(figure: str, name: str) -> list[float]:
+        return [each[figure] for each in found[figure, name]]
 
     return {
-        name: ratio(figures(one, figure), figures(other, figure))
+        name: ratio(figures(figure, one), figures(figure, other))
         for name, (figure, one, other) in RATIOS.items()
     } | {
         "medians": {
-            name: {key: statistics.median(figures(name, key)) for key in found[name][0]}
-            for name in names
-        }
+            f"{figure}, {name}": statistics.median(figures(figure, name)) for figure, name in found
+        },
+        "peak_memory_gib": {
+            name: statistics.median(each["peak_memory_gib"] for each in found[CPU, name])
+            for name in STEPS
+        },
     }
 
 
@@ -202,9 +224,6 @@ def main() -> int:
     options.add_argument("settings", nargs="*", help=argparse.SUPPRESS)
     chosen = options.parse_args()
     given = chosen.inside, chosen.settings, chosen.steps
-    if chosen.inside == "torchrun":
-        inside(None, None, *given)
-        return 0
     if chosen.inside:
         from tools.launch import start_processes  # as `make train` starts them
 
