@@ -200,16 +200,16 @@ def profiled(size: Size, variant: Variant) -> dict[str, Any]:
     synchronize = torch.cuda.synchronize if ON_GPU else lambda: None
     synchronize()
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * ON_GPU
-    with tempfile.TemporaryDirectory() as folder, profile(activities=activities) as profiler:
-        about = {"rank": 0, "coordinates": train.mesh.coordinates(),
-                 "axes": axes_of_groups(train.mesh)}  # fmt: skip
-        profiler.add_metadata_json("lattice", json.dumps(about))
-        for step in range(1, PROFILED_STEPS + 1):
-            with record_function(f"step {step}"):
-                train(step, *batch)
-                if step == PROFILED_STEPS:
-                    synchronize()
-        profiler.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        with profile(activities=activities) as profiler:
+            about = {"rank": 0, "coordinates": train.mesh.coordinates(),
+                     "axes": axes_of_groups(train.mesh)}  # fmt: skip
+            profiler.add_metadata_json("lattice", json.dumps(about))
+            for step in range(1, PROFILED_STEPS + 1):
+                with record_function(f"step {step}"):
+                    train(step, *batch)
+                    if step == PROFILED_STEPS:
+                        synchronize()
         profiler.export_chrome_trace(str(Path(folder) / "trace.json"))
         trace = read_trace(Path(folder) / "trace.json")
     summary, shares = summarise(trace), defaultdict[str, float](float)
