@@ -63,7 +63,7 @@ class Case(NamedTuple):
     world: int
     rank: int
     settings: str
-    tier: str = ""  # "test" or "thorough", if it is cheap: tests/test_plan.py uses these
+    tier: str = ""  # "test" or "thorough", if it is cheap: tests/plan/test_plan.py uses these
 
     def config(self) -> Config:
         keys = f"{self.common} {self.settings}".split()

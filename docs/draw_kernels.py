@@ -3,7 +3,7 @@ the head. `python -m docs.draw_kernels`
 
 Apart: the formula in PyTorch, as the papers write it, where each operation reads its inputs and
 writes its output. The bytes are counted while it runs on small tensors. Fused: the bytes stated in
-the kernels' files, which tests/test_kernel_bytes.py compares with the kernels.
+the kernels' files, which tests/kernels/test_kernel_bytes.py compares with the kernels.
 
 Memory of the head: the peak of the bytes that exist during forward and backward, without input and
 weight. It is counted while they run on tensors without data.

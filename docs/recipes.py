@@ -1,5 +1,5 @@
-"""Reads the recipes in docs/ and carries them out, so that tests/test_recipes.py tests what the
-pages say.
+"""Reads the recipes in docs/ and carries them out, so that tests/docs/test_recipes.py tests what
+the pages say.
 
 A recipe is a page, and its title is the recipe's name. Its edits are fenced blocks, each below a
 line that says where it goes:

@@ -27,7 +27,7 @@ et al. 2023, https://arxiv.org/abs/2304.11277.) Compared with zero_stage 1, 2 ne
 reduce-scatters and its gradients take 1 / dp_shard of the memory, but those of each micro-batch are
 rounded to the compute dtype; compared with 2, 3 needs 2 M − 1 more all-gathers and its weights take
 1 / dp_shard of the memory. `FSDPSwitches` sets FSDP's switches accordingly, and
-tests/test_collectives.py checks the table against what is sent.
+tests/parallel/test_collectives.py checks the table against what is sent.
 
 Each weight exists in two forms. The optimizer, checkpoints and the gradient norm see this rank's
 shard; forward and backward see the weight gathered over dp_shard:

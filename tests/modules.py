@@ -3,7 +3,8 @@
 import ast
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from tests import ROOT
+
 ROOMS = ("benchmarks", "costs", "data", "docs", "model", "parallel", "proofs", "runtime", "tests",
          "tools", "training")  # fmt: skip
 SOURCES = sorted(
@@ -35,3 +36,7 @@ def imports(tree: ast.AST) -> set[str]:
                 if f"{node.module}.{a.name}" in MODULES
             }
     return found
+
+
+def is_test(module: str) -> bool:
+    return module.startswith("tests.") and module.rpartition(".")[2].startswith("test_")

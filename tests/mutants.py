@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.about import about
-from tests.modules import MODULES, ROOT, imports, module_name
+from tests import ROOT
+from tests.modules import MODULES, imports, is_test, module_name
 from tests.mutant_list import CHANGES
 
 # Of the files of tests that know a module: how many are run, how many of them first, and how many
@@ -76,7 +77,7 @@ def steps(file: str) -> list[list[str]]:
     """The files of tests to run with a mutant of `file`, until one fails: those that know the
     module, or know one that does, the ones first that know least else."""
     module, ranked = module_name(ROOT / file), []
-    for name in (each for each in MODULES if each.startswith("tests.test_")):
+    for name in filter(is_test, MODULES):
         known = known_to(name) & MODULES.keys()
         if module in known or any(module in known_to(each) for each in known):
             ranked.append((module not in known, len(known), name.replace(".", "/") + ".py"))

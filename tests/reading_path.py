@@ -17,9 +17,9 @@ from types import FrameType
 from parallel.axes import MeshSizes
 from proofs.parity.cases import Case
 from proofs.ranks import Ranks
+from tests import ROOT
 from tests.steps import make_step, rows_of
 
-ROOT = Path(__file__).parent.parent
 ROOMS = ("model", "parallel", "training")
 LEFT_OUT = "model/kernels"
 

@@ -15,7 +15,8 @@ import pytest
 
 from model.config import ModelConfig
 from parallel.axes import AXES
-from tests.modules import MODULES, ROOT, imports, module_name
+from tests import ROOT
+from tests.modules import MODULES, imports, is_test, module_name
 from training.config import SECTIONS as SECTION_CLASSES
 from training.config import Config
 
@@ -44,7 +45,7 @@ def forbidden(module: str, imported: set[str]) -> set[str]:
     """The modules in `imported` that the package of `module` may not import."""
     room = module.split(".")[0]
     if room not in MAY_IMPORT and room not in ROOT_FILES:
-        return {name for name in imported if name.startswith("tests.test_")}
+        return {name for name in imported if is_test(name)}
     house = {name.split(".")[0] for name in MODULES}
     allowed = MAY_IMPORT.get(room, set()) | {room} | ROOT_FILES
     return {name for name in imported if name.split(".")[0] in house - allowed}
@@ -64,7 +65,9 @@ def test_the_import_rule_can_fail() -> None:
         "def late():\n    from training.config import Config\nimport torch\nimport errors"
     )
     assert forbidden("parallel.mesh", imports(tree)) == {"training.config"}
-    assert forbidden("tests.runs", {"tests.test_train", "tests.flash"}) == {"tests.test_train"}
+    assert forbidden("tests.runs", {"tests.training.test_train", "tests.kernels.flash"}) == {
+        "tests.training.test_train"
+    }
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name.split(".")[0] == "parallel"])

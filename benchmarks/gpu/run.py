@@ -73,8 +73,9 @@ def model(what: str, seconds: float) -> Task:
 
 SPEED, QUESTIONS = "benchmarks/gpu/kernels.py", "benchmarks/gpu/questions.py"
 AT_SIZE = Task("kernels at full size", 150, ("tests/gpu/test_kernels_at_size.py",))
-KERNELS = ("tests/test_kernels.py", "tests/test_bit_hash.py", "tests/test_kernel_adamw.py")
-HEAD = "tests/test_linear_cross_entropy.py::test_the_weight_gradient_is_summed_in_float32"
+OF_KERNELS = "tests/kernels/test_"
+KERNELS = tuple(f"{OF_KERNELS}{name}.py" for name in ("kernels", "bit_hash", "kernel_adamw"))
+HEAD = f"{OF_KERNELS}linear_cross_entropy.py::test_the_weight_gradient_is_summed_in_float32"
 
 # For each part: lanes side by side; in each, programs one after the other, the most important
 # first. Nothing runs beside a program that measures time.

@@ -5,6 +5,6 @@ when the functions are right.
     .venv/bin/python -m pytest docs/exercises/test_mesh.py    one file
 
 The tests fail until you have written the functions, so `make test` does not run them.
-tests/exercise_answers.py has an answer to each exercise. tests/test_exercises.py checks that the
-tests pass with these answers and fail without them.
+tests/docs/exercise_answers.py has an answer to each exercise. tests/docs/test_exercises.py checks
+that the tests pass with these answers and fail without them.
 """

@@ -38,7 +38,7 @@ from training.step import TrainStep
 
 # canonical name, region of the global tensor, values
 Part = tuple[str, tuple[slice, ...], Tensor]
-# introduces a bug on a rank (tests/test_controls.py)
+# introduces a bug on a rank (tests/proofs/test_controls.py)
 Sabotage = Callable[[], contextlib.AbstractContextManager[None]]
 
 

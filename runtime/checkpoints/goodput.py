@@ -1,5 +1,5 @@
 """How much of a run's time is effective when it fails now and then, and how often to save: closed
-forms, which tests/test_goodput.py compares with a simulation.
+forms, which tests/plan/test_goodput.py compares with a simulation.
 
     s  save     seconds for which training waits for a save
     w  commit   seconds from a save's beginning until a failure no longer loses it

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from runtime.checkpoints.run_folder import complete_checkpoints
 from runtime.records.events import read_events
 from runtime.records.status import read_status
+from tests import ROOT
 from tests.runs import global_state, write_config
 
-ROOT = Path(__file__).parent.parent.parent
 NODES = 4
 # by the number of ranks of a node: for four nodes, three nodes, and one node
 LAYOUTS: dict[int, list[dict[str, Any]]] = {

@@ -16,10 +16,10 @@ from typing import Any
 
 import psutil
 
+from tests import ROOT
 from tests.runs import forked, metrics_of
 from tools import launch
 
-ROOT = Path(__file__).parent.parent.parent
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 TARGETS = ("launcher", "group", "one rank", "torchrun")
 PHASES = ("start-up", "step", "save", "evaluation")

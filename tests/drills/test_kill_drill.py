@@ -39,11 +39,11 @@ from runtime.checkpoints.names import complete_checkpoints, step_of
 from runtime.checkpoints.save import Saver
 from runtime.records.events import read_events
 from runtime.records.ledger import account
+from tests import ROOT
 from tests.planted import planted
 from tests.runs import LAYOUT_3D, dies, metrics_of, train_run, write_config
 from training.step import TrainStep
 
-ROOT = Path(__file__).parent.parent.parent
 WHERE: dict[str, tuple[type, str]] = {  # phase → the method whose call begins it
     "step": (TrainStep, "__call__"),
     "evaluation": (TrainStep, "evaluate"),

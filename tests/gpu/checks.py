@@ -31,8 +31,9 @@ def wrong(checks: list[Check]) -> list[Check]:
 
 
 def against_exact(what: str, found: Tensor, exact: Tensor) -> Check:
-    """Checks the largest error, with the bound of tests/test_kernels.py: in float32, 2e-6 of the
-    largest value; in bfloat16, 1.1 times the largest error of the exact result when rounded."""
+    """Checks the largest error, with the bound of tests/kernels/test_kernels.py: in float32, 2e-6
+    of the largest value; in bfloat16, 1.1 times the largest error of the exact result when
+    rounded."""
     assert found.shape == exact.shape, f"{what}: {tuple(found.shape)} is not {tuple(exact.shape)}"
     error = (found.double() - exact).abs().max().item()
     if found.dtype == torch.bfloat16:

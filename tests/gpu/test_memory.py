@@ -19,11 +19,11 @@ import torch
 
 from benchmarks.gpu.programs import SMALL, WIDE, Variant, build, config_of, sizes
 from benchmarks.gpu.timing import ON_GPU
+from tests import ROOT
 from tools.rehearse.rank import rows as batch_of
 from training.config import Config
 from training.load_config import dump_config
 
-ROOT = Path(__file__).parent.parent.parent
 BOUND = 0.01
 LAYERS = 4  # of the wide model: enough to tell what a layer takes
 ROWS = [

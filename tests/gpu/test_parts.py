@@ -18,8 +18,8 @@ from benchmarks.gpu.operations import FULL
 from benchmarks.gpu.page import MEASURED, NO_GPU, Estimate, estimates, find, page
 from benchmarks.gpu.run import PARTS, Task
 from model.kernels.backend import why_not_triton
+from tests import ROOT
 from tests.gpu.bench import rows_of
-from tests.modules import ROOT
 
 pytestmark = pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs Triton")
 

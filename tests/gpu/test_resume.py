@@ -17,10 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import ROOT
 from tests.data_samples import prepared
 from tests.runs import checkpoint_of, losses, write_config
 
-ROOT = Path(__file__).parent.parent.parent
 HALF, WHOLE = 3, 6  # steps
 DIVERGENCE = 2**-8  # relative, of a loss, where bits may differ
 

@@ -17,10 +17,10 @@ from model.kernels.attention_choice import Call, choose, device_of
 from model.mask import Mask, make_mask, scores_bias
 from parallel.pipeline.schedules import build_schedule
 from runtime.profiling.chrome import from_chrome
+from tests import ROOT
 from tests.data_samples import prepared
 from tests.runs import losses, status_of, write_config
 
-ROOT = Path(__file__).parent.parent.parent
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

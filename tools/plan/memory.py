@@ -518,8 +518,8 @@ def peaks(layout: Layout, first: Sequence[int] = ()) -> Iterator[int]:
     A schedule such as 1F1B fills the pipeline, then repeats itself, then drains it. The number of
     repetitions changes neither what is alive at once nor the order of actions. With 4 · pp
     micro-batches every rank's peak is, to the byte, that of a step with any larger number, except
-    for the batch itself (tests/test_plan_search.py; 3 · pp would suffice). GPipe and breadth-first
-    do not repeat: they keep all micro-batches, and are counted in full.
+    for the batch itself (tests/plan/test_plan_search.py; 3 · pp would suffice). GPipe and
+    breadth-first do not repeat: they keep all micro-batches, and are counted in full.
     """
     p = layout.config.parallel
     short = layout if p.schedule in GROWING else shortened(layout, COUNTED)

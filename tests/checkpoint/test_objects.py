@@ -1,0 +1,173 @@
+"""tools.objects: an incomplete checkpoint in an object store is never taken for complete, whichever
+requests fail. (tests/monitor/alerts_scenarios.py does the same with an S3 server.)"""
+
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.checkpoints.manifest import Damaged, fingerprint, verify
+from runtime.checkpoints.names import MANIFEST
+from tools.objects import PARTIAL, Store, fetch, main, push
+
+NAME = "step-00000006"
+
+
+class Dropped(Exception):
+    """A request that the store did not carry out."""
+
+
+class Flaky(Store):
+    """A store in memory that carries out only the first `allowed` writes and deletions. With
+    `torn`, the first that is not carried out still changes one object of several."""
+
+    def __init__(self, url: str, allowed: int, torn: bool = False) -> None:
+        super().__init__(url)
+        self.allowed, self.torn, self.made = allowed, torn, 0
+
+    def _request(self) -> None:
+        self.made += 1
+        if self.made > self.allowed:
+            raise Dropped
+
+    def write(self, folder: str, name: str, content: bytes) -> None:
+        self._request()
+        super().write(folder, name, content)
+
+    def remove(self, folder: str, names: list[str]) -> None:
+        for name in names:
+            self._request()
+            super().remove(folder, [name])
+
+    def put(self, local: Path, folder: str, names: list[str]) -> None:
+        for name in names:
+            self._request()
+            super().put(local, folder, [name])
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{uuid.uuid4().hex}/run"
+
+
+@pytest.fixture
+def checkpoint(saved: Path) -> Path:
+    return saved / "run" / "checkpoints" / NAME
+
+
+def test_there_and_back(url: str, checkpoint: Path, tmp_path: Path) -> None:
+    store = Store(url)
+    assert "files" in push(store, checkpoint)
+    assert push(store, checkpoint) == "was there already"
+    assert store.complete() == [NAME]
+    assert PARTIAL not in store.sizes(NAME)
+    fetch(store, NAME, tmp_path)
+    assert fetch(store, NAME, tmp_path) == "was there already"
+    verify(tmp_path / NAME)
+    for file in checkpoint.iterdir():
+        assert fingerprint(file) == fingerprint(tmp_path / NAME / file.name)
+
+
+def test_every_interruption_leaves_nothing_that_looks_complete(
+    url: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    everything = Flaky(f"{url}-whole", allowed=10**6)
+    push(everything, checkpoint)
+    assert everything.made > 5
+    for allowed in range(everything.made):
+        place = f"{url}-{allowed}"
+        with pytest.raises(Dropped):
+            push(Flaky(place, allowed), checkpoint)
+        is_last = allowed == everything.made - 1  # only PARTIAL is still to be removed
+        assert Store(place).complete() == ([NAME] if is_last else [])
+        if not is_last:
+            with pytest.raises(Damaged, match="incomplete"):
+                fetch(Store(place), NAME, tmp_path / str(allowed))
+            assert not (tmp_path / str(allowed) / NAME).exists()
+        again = Flaky(place, allowed=10**6)
+        push(again, checkpoint)
+        assert again.made <= everything.made - allowed + 1  # it continued
+        fetch(Store(place), NAME, tmp_path / str(allowed))
+
+
+def test_another_checkpoint_of_the_same_step_is_replaced(
+    url: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    """After a rollback a step is saved again, with files of the same names and sizes. Interrupted
+    at any request, the store never has a mixture that is complete."""
+    other = tmp_path / "other" / NAME
+    shutil.copytree(checkpoint, other)
+    rewrite(other)
+    sizes = [{file.name: file.stat().st_size for file in path.iterdir()}
+             for path in (checkpoint, other)]  # fmt: skip
+    assert sizes[0] == sizes[1]
+    total = Flaky(f"{url}-total", 10**6)
+    push(Store(f"{url}-total"), checkpoint)
+    push(total, other)
+    for allowed in range(total.made):
+        place, back = f"{url}-{allowed}", tmp_path / f"back-{allowed}"
+        push(Store(place), checkpoint)
+        with pytest.raises(Dropped):
+            push(Flaky(place, allowed), other)
+        if Store(place).complete():
+            fetch(Store(place), NAME, back)  # verifies: the old one or the new one
+            shutil.rmtree(back)
+        push(Store(place), other)
+        fetch(Store(place), NAME, back)
+        assert fingerprint(back / NAME / MANIFEST) == fingerprint(other / MANIFEST)
+
+
+def rewrite(path: Path) -> None:
+    """Change a checkpoint's trainer.json without its length, and its manifest accordingly."""
+    from runtime.checkpoints.manifest import read_manifest, write_manifest
+
+    manifest = read_manifest(path)
+    text = (path / "trainer.json").read_text()
+    assert '"seed": 0' in text
+    (path / "trainer.json").write_text(text.replace('"seed": 0', '"seed": 1'))
+    manifest.files["trainer.json"] = fingerprint(path / "trainer.json")
+    write_manifest(path, manifest)
+
+
+@pytest.mark.parametrize("how", ["lost", "changed", "truncated", "no manifest"])
+def test_damage_in_the_store_is_found_before_anything_has_its_name(
+    url: str, checkpoint: Path, tmp_path: Path, how: str
+) -> None:
+    store = Store(url)
+    push(store, checkpoint)
+    victim = MANIFEST if how == "no manifest" else "trainer.json"
+    content = store.read(NAME, victim)
+    assert content is not None
+    if how in ("lost", "no manifest"):
+        store.remove(NAME, [victim])
+    else:
+        store.write(NAME, victim, content[:-1] if how == "truncated" else content[::-1])
+    with pytest.raises(Damaged):
+        fetch(store, NAME, tmp_path)
+    assert not (tmp_path / NAME).exists()
+    push(store, checkpoint) if how != "changed" else store.write(NAME, victim, content)
+    fetch(store, NAME, tmp_path)  # continues with the files that are right
+
+
+def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = str(tmp_path / "archive" / "run")
+
+    def run(*arguments: Any) -> tuple[int, str]:
+        status = main([str(argument) for argument in arguments])
+        said = capsys.readouterr()
+        return status, said.out + said.err
+
+    assert run("push", url, checkpoint, checkpoint / MANIFEST)[0] == 0  # as after_commit calls it
+    assert run("list", url) == (0, f"{NAME}\n")
+    status, said = run("fetch", url, tmp_path / "back")
+    assert status == 0
+    assert "every sha256 is right" in said
+    assert run("fetch", f"{url}/{NAME}", tmp_path / "back")[1].endswith("there already\n")
+    (tmp_path / "archive/run" / NAME / MANIFEST).unlink()
+    status, said = run("fetch", url, tmp_path / "third")
+    assert status == 2
+    assert "holds no complete checkpoint" in said
+    assert run("push", "nosuch://x", checkpoint)[0] == 2
+    assert run("push", url, tmp_path)[0] == 1

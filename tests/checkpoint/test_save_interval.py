@@ -1,0 +1,308 @@
+"""checkpoint.interval=auto, the marks of a start, and the ranks that tools.torchrun forks."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stdout
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from proofs.ranks import Ranks
+from runtime import signals
+from runtime.checkpoints import save_interval
+from runtime.checkpoints.checkpoint import Start
+from runtime.checkpoints.goodput import mtbf_of
+from runtime.checkpoints.save_interval import MOST_SECONDS, SaveInterval, measured_saves
+from runtime.listener import Run
+from runtime.records.events import append_event, read_events
+from runtime.records.ledger import account
+from runtime.start import parts, times
+from runtime.start.times import StartTimes
+from tests import ROOT
+from tests.runs import LAYOUT_3D, losses, run, train_run, write_config
+from tools import export
+from training.load_config import load_config
+
+OFTEN = mtbf_of(1.0, 1) / 400.0  # failures per day of a GPU: one in 400 s
+
+
+def saves(
+    folder: Path, steps: int, wait: float, rate: float, step_seconds: float = 1.0, **last: float
+) -> list[int]:
+    """The steps after which one rank saves; each save makes training wait for `wait` seconds."""
+    overrides = [f"run.dir={folder}", "checkpoint.interval=auto"]
+    overrides += [f"checkpoint.failures_per_gpu_day={rate}"]
+    config = load_config("configs/laptop.yaml", overrides)
+    of: Any = SimpleNamespace(config=config, step=0, step_seconds=step_seconds, is_last=False)
+    found = []
+    with (
+        patch.object(save_interval, "from_rank_0", lambda action, device: action()),
+        patch.object(save_interval.dist, "get_world_size", lambda: 1),
+        redirect_stdout(None),
+    ):
+        interval = SaveInterval(config, 0, 0, "cpu")
+        for _ in range(steps):
+            of.step += 1
+            if interval.is_due(of):
+                found.append(of.step)
+                interval.saved(of.step, wait, dict(last))
+    return found
+
+
+def test_the_interval_is_youngs(tmp_path: Path) -> None:
+    """With saves of 0.5 s and a failure in 400 s, √(2sM) is 20 steps of a second. Before it is
+    measured, a save is estimated to cost nothing here, so it is measured soon."""
+    found = saves(tmp_path, 100, wait=0.5, rate=OFTEN)
+    gaps = [after - before for before, after in pairwise(found)]
+    assert found[0] == 1  # a run that logs rarely is not without a checkpoint until its second line
+    assert gaps[:2] == [1, 20]
+    assert set(gaps[1:]) == {20}
+    events = [e for e in read_events(tmp_path) if e["event"] == "interval"]
+    assert [event["steps"] for event in events] == [1, 20]
+    # the control: a rarer failure, a longer interval
+    rarer = saves(tmp_path / "rarer", 100, wait=0.5, rate=OFTEN / 4)
+    assert rarer[-1] - rarer[-2] == 40
+
+
+@pytest.mark.parametrize(
+    ("steps", "rate", "about", "gap"),
+    [
+        (200, OFTEN, {"write_seconds": 30.0}, 60),  # a checkpoint takes time to be written
+        (3 * int(MOST_SECONDS), 1e-9, {}, MOST_SECONDS),
+        (10, OFTEN, {"step_seconds": 1000.0}, 1),
+    ],
+    ids=["slow to write", "an hour", "a step"],
+)
+def test_the_interval_has_bounds(
+    tmp_path: Path, steps: int, rate: float, about: dict[str, float], gap: int
+) -> None:
+    found = saves(tmp_path, steps, 0.5, rate, **about)
+    assert found[-1] - found[-2] == gap
+
+
+def test_earlier_starts_count(tmp_path: Path) -> None:
+    """The first decision of a start uses the saves of earlier ones, without the first of each."""
+    saved = {"bytes": 1, "stall_seconds": 9.0, "write_seconds": 1.0}
+    for wait in (9.0, 0.5, 0.5):
+        append_event(tmp_path, "checkpoint", step=1, **saved | {"stall_seconds": wait})
+    append_event(tmp_path, "checkpoint", step=2, failed="no space")
+    append_event(tmp_path, "start", step=2, began=0.0, world_size=1)
+    append_event(tmp_path, "checkpoint", step=3, **saved)
+    assert measured_saves(read_events(tmp_path)) == ([0.5, 0.5], [1.0, 1.0])
+    found = saves(tmp_path, 50, wait=0.5, rate=OFTEN)
+    assert found[:2] == [20, 40]
+
+
+def test_the_first_save_does_not_count(tmp_path: Path) -> None:
+    """It allocates memory, so it takes longer. A save in the background is known only at the next
+    one, so at the second save the newest that is known is the first."""
+    config = load_config("configs/laptop.yaml", ["checkpoint.interval=auto"])
+    interval = SaveInterval(config, 0, 0, "cpu")
+    interval.saved(2, 9.0, {})
+    interval.saved(4, 0.5, {"step": 2, "stall_seconds": 9.0, "write_seconds": 30.0})
+    assert (interval.waits, interval.writes) == ([0.5], [])
+    interval.saved(6, 0.25, {"step": 4, "stall_seconds": 0.5, "write_seconds": 1.0})
+    assert (interval.waits, interval.writes) == ([0.5, 0.5], [1.0])
+
+
+def test_nothing_fails_and_nothing_costs(tmp_path: Path) -> None:
+    """An hour is the interval, and the event is JSON."""
+    assert saves(tmp_path, int(MOST_SECONDS) + 2, wait=0.0, rate=0.0) == [MOST_SECONDS]
+    text = (tmp_path / "events.jsonl").read_text()
+    assert '"mtbf": null' in text
+    assert "Infinity" not in text
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("never", []), ("0", [10]), ("4", [4, 8, 10])],  # 0 saves after the last step only
+)
+def test_a_number_and_never(value: str, expected: list[int]) -> None:
+    overrides = [f"checkpoint.interval={value}", "train.steps=10"]
+    config = load_config("configs/laptop.yaml", overrides)
+    of, interval = Run(config, *[None] * 2, Start()), SaveInterval(config, 0, 0, "cpu")  # type: ignore[arg-type]
+    found = []
+    for of.step in range(1, 11):
+        found += [of.step] * interval.is_due(of)
+    assert found == expected
+
+
+def spoken(arguments: list[str]) -> tuple[str, str]:
+    with redirect_stdout(io.StringIO()) as said:
+        return train_run(arguments), said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("interval", "end"),
+    [("auto", "run folder"), ("never", "nothing was saved (checkpoint.interval=never)")],
+)
+def test_the_end_says_what_was_not_saved(
+    ranks: Ranks, data: Path, tmp_path: Path, interval: str, end: str
+) -> None:
+    """A run without a word about checkpoints can be exported; `never` says that it cannot.
+    (A stop saves all the same: the runs of test_stop.py have `never`.)"""
+    config = Path(write_config(tmp_path, data, train={"steps": 1, "micro_batch_size": 8}))
+    if interval == "auto":  # the default
+        text = config.read_text()
+        config.write_text(text.replace("checkpoint:\n  interval: never\n", "checkpoint: {}\n"))
+    ((refusal, said),) = ranks.run(spoken, 1, [str(config)])
+    assert (refusal, f"finished after 1 steps; {end}" in said) == ("", True)
+    arguments = ["--checkpoint", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
+    assert (export.main(arguments) == 0) == (interval == "auto")
+
+
+@pytest.fixture(scope="module")
+def decided(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of runs on 4 ranks, by how they decide when to save."""
+    folder = tmp_path_factory.mktemp("decided")
+    for name, checkpoint in {
+        "never": {"interval": "never"},
+        "auto": {"interval": "auto", "failures_per_gpu_day": 1e5, "keep_last": 20},
+        "rare": {"interval": "auto", "failures_per_gpu_day": 0.0, "keep_every": 3},
+    }.items():
+        (folder / name).mkdir()
+        run(ranks, 4, write_config(folder / name, data, parallel=LAYOUT_3D, checkpoint=checkpoint))
+    return folder
+
+
+@pytest.mark.thorough
+def test_all_ranks_save_the_same_steps(decided: Path) -> None:
+    """Where no failure is expected, only keep_every's and the last."""
+    saved = {
+        run.name: sorted(int(path.name[5:]) for path in run.glob("run/checkpoints/step-????????"))
+        for run in decided.iterdir()
+    }
+    assert saved["never"] == []
+    assert saved["rare"] == [3, 6]
+    assert saved["auto"][-1] == 6
+    assert len(saved["auto"]) > 2
+
+
+@pytest.mark.thorough
+def test_saving_does_not_change_training(decided: Path) -> None:
+    assert losses(decided / "never") == losses(decided / "auto") == losses(decided / "rare")
+
+
+@pytest.mark.thorough
+def test_a_start_has_parts(decided: Path) -> None:
+    (started,) = (e for e in read_events(decided / "auto" / "run") if e["event"] == "started")
+    parts = {"verify", "lease", "build", "load", "listeners", "step"}
+    assert parts <= started["seconds"].keys()
+
+
+# --- the parts of a start -------------------------------------------------------------------------
+
+
+def test_the_parts_of_a_start_add_up() -> None:
+    clock = SimpleNamespace(now=100.0)
+    with (
+        patch.object(parts.time, "monotonic", lambda: clock.now),
+        patch.object(signals, "STARTED", 90.0),
+        patch.object(parts, "_ended", {}),
+    ):
+
+        @parts.parts(before="import", inside="join")
+        def join() -> str:
+            clock.now += 5.0
+            return "joined"
+
+        assert join() == "joined"
+        join()  # later calls, as after a rollback, do not count
+        assert parts.seconds_by_part() == {"import": 10.0, "join": 5.0}
+        assert parts.seconds_by_part() == {}
+        with pytest.raises(AssertionError):
+            parts.part_ends("unknown")
+
+
+def test_a_later_stage_begins_where_the_one_before_ended(tmp_path: Path) -> None:
+    """Neither the steps before nor a checkpoint loaded in a rollback belong to its start, and a
+    rollback to the first step writes no second event."""
+    clock, config = SimpleNamespace(now=0.0), SimpleNamespace(run=SimpleNamespace(dir=tmp_path))
+
+    def listen(since: float | None) -> None:
+        """A stage of an hour that rolls back to its first step."""
+        run: Any = SimpleNamespace(
+            config=config, first_step=4, start=SimpleNamespace(since=since), step=4
+        )
+        listener = StartTimes()
+        clock.now += 1.0
+        load()
+        clock.now += 1.0
+        listener.begins(run)
+        for _ in range(2):
+            run.step = 5
+            clock.now += 1.0
+            listener.after_step(run)
+            clock.now += 3600.0
+            load()
+            run.start = SimpleNamespace(since=None)
+            listener.went_back(run, run.start)
+
+    with (
+        patch.object(parts.time, "monotonic", lambda: clock.now),
+        patch.object(signals, "STARTED", 0.0),
+        patch.object(parts, "_ended", {}),
+        patch.object(times.dist, "get_rank", lambda: 0),
+    ):
+        load = parts.parts(before="build", inside="load")(lambda: None)
+        listen(None)
+        listen(clock.now)
+    expected = {"build": 1.0, "load": 0.0, "listeners": 1.0, "step": 1.0}
+    assert [event["seconds"] for event in read_events(tmp_path)] == [expected, expected]
+
+
+# --- ranks forked by tools.torchrun ---------------------------------------------------------------
+
+
+def forked_run(folder: Path, data: Path, kill: bool) -> tuple[dict[int, float], int]:
+    """Train with two ranks under tools.torchrun; `kill` one after the first checkpoint. Return the
+    losses, and how often the run has started."""
+    saves, train = {"interval": 2}, {"steps": 40, "max_minutes": 4}
+    folder.mkdir()
+    config = write_config(folder, data, train=train, checkpoint=saves)
+    command = [sys.executable, "-m", "tools.torchrun", "--standalone", "--local-addr", "localhost",
+               "--nproc-per-node=2", "--max-restarts=2", "train.py", config]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    nowhere = subprocess.DEVNULL
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=nowhere, stderr=nowhere
+    ) as agent:
+        if kill:
+            while not list((folder / "run").glob("checkpoints/step-*")):
+                assert agent.poll() is None
+                time.sleep(0.02)
+            holder = next((folder / "run" / "lease").iterdir()).read_text()
+            os.kill(int(json.loads(holder)["pid"]), signal.SIGKILL)
+        assert agent.wait(200) == 0
+    events = read_events(folder / "run")
+    starts = [event for event in events if event["event"] == "started"]
+    assert all(start["seconds"]["import"] < 1.0 for start in starts), "imported once"
+    assert account(events)["steps"] > 0
+    return losses(folder), len(starts)
+
+
+@pytest.mark.thorough
+def test_forked_ranks_restart(data: Path, tmp_path: Path) -> None:
+    """A rank of two that is killed is started again, without importing anything, and the run ends
+    with the losses of an undisturbed one."""
+    expected, starts = forked_run(tmp_path / "alone", data, kill=False)
+    assert starts == 1
+    assert forked_run(tmp_path / "killed", data, kill=True) == (expected, 2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("arguments", [["nowhere.py"], ["-m", "train"]])
+def test_forked_ranks_need_a_script(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "tools.torchrun", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert f"error: {arguments[-1]} is not a script" in done.stderr

@@ -1,0 +1,232 @@
+"""costs/ records blocks with experts: their products, what travels over ep, and what is kept."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from costs.collectives import Call, wire_bytes
+from costs.events import Product
+from costs.links import Links
+from costs.routing import Routing, check_imbalance
+from costs.seconds import Rates
+from costs.setting import Setting
+from costs.summary import flops_per_token, layer_costs, model_flops
+from costs.units import Sums, Unit, unit
+from errors import UserError
+from hardware import H100
+from model.config import ModelConfig
+from model.transformer import num_active_parameters, num_parameters
+from tests import ROOT
+from training.load_config import load_config
+
+CONFIGS = ROOT / "configs"
+D, F, X, K, LONG, BYTES = 256, 128, 8, 2, 512, 2
+SMALL = ModelConfig(dim=D, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=704, vocab_size=1000,
+                    feed_forward="experts", num_experts=X, experts_per_token=K, expert_ffn_dim=F,
+                    num_shared_experts=1, num_dense_layers=1)  # fmt: skip
+DENSE = ModelConfig(dim=D, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=704, vocab_size=1000)
+BALANCED = replace(SMALL, router="sigmoid_bias", router_aux_weight=1e-2, router_z_weight=1e-3,
+                   router_bias_rate=1e-3)  # fmt: skip
+QWEN3_235B = ModelConfig(dim=4096, num_layers=94, num_heads=64, num_kv_heads=4, attention_dim=8192,
+                         qk_norm=True, ffn_dim=12288, vocab_size=151936, feed_forward="experts",
+                         num_experts=128, experts_per_token=8, expert_ffn_dim=1536)  # fmt: skip
+MODES = ["none", "selective", "full"]
+
+
+def experts(setting: Setting) -> Unit:
+    return unit(setting, "causal experts")
+
+
+# --- numbers of rows ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_experts", "ep"), [(12, 8, 2), (13, 8, 4), (3, 8, 8), (7, 4, 1), (100, 6, 3)]
+)
+def test_routing_is_balanced_and_loses_no_row(rows: int, num_experts: int, ep: int) -> None:
+    for rank in range(ep):
+        routing = Routing(rows, num_experts, ep, rank)
+        of_experts = [sum(each) for each in zip(*routing.receive, strict=True)]
+        assert sum(routing.send) == sum(of_experts) == rows
+        for numbers in (routing.send, of_experts, [sum(each) for each in routing.receive]):
+            assert max(numbers) - min(numbers) <= 1
+        assert routing.send[rank] == sum(routing.receive[rank])
+
+
+def test_the_others_share_what_the_busiest_leaves() -> None:
+    routing = Routing(rows=100, num_experts=8, ep=4, rank=2, imbalance=2.0)
+    assert routing.receive == [[25, 25]] * 4
+    assert routing.send == [16, 17, 50, 17]
+
+
+def test_no_rank_can_receive_more_than_all() -> None:
+    """One rank of four would receive everything if all experts of all tokens were its own; but with
+    4 of 8 experts for each token and 2 on a rank, at most half of the rows."""
+    check_imbalance("--imbalance", 4.0, SMALL, 4)
+    for model, imbalance, ep in [
+        (SMALL, 4.1, 4),
+        (SMALL, 0.9, 4),
+        (SMALL, 1.1, 1),
+        (replace(SMALL, experts_per_token=4), 2.1, 4),
+        (DENSE, 1.1, 4),
+    ]:
+        with pytest.raises(UserError, match="--imbalance"):
+            check_imbalance("--imbalance", imbalance, model, ep)
+
+
+# --- operations -----------------------------------------------------------------------------------
+
+
+def test_flops_and_parameters_of_a_token() -> None:
+    """6 for each element of a matrix that the token is multiplied with (PaLM, appendix B): of k
+    experts, of the shared one, of the router; in dense layers of the whole feed-forward."""
+    attention = D * D * 2 + D * SMALL.head_dim * 2 * SMALL.num_kv_heads
+    sparse, dense = 3 * D * F * K + 3 * D * F + D * X, 3 * D * SMALL.ffn_dim
+    matrices = 4 * attention + 3 * sparse + dense + 1000 * D
+    assert flops_per_token(SMALL, LONG) == 6 * matrices + 6 * 4 * LONG * D
+    others = 1000 * D + 9 * D  # embedding, norms
+    assert num_active_parameters(SMALL) == matrices + others
+    assert num_parameters(SMALL) == matrices + others + 3 * 3 * D * F * (X - K)
+
+
+def test_a_published_model() -> None:
+    """Qwen3-235B-A22B, and its FLOPs for a token of a sequence of 4096 as others count them."""
+    assert num_parameters(QWEN3_235B) == 235_093_634_560
+    assert num_active_parameters(QWEN3_235B) == 22_190_763_520
+    assert flops_per_token(QWEN3_235B, 4096) == pytest.approx(148.3e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_ranks_share_what_one_computes(ep: int) -> None:
+    """Balanced, each of 4 ranks that split a sequence computes a quarter; with imbalance its
+    experts compute so much more, and nothing else does."""
+    alone = model_flops(experts(Setting(SMALL, LONG)))
+    of_rank = Setting(SMALL, LONG, tp=2, cp=2, ep=ep)
+    assert model_flops(experts(of_rank)) == alone / 4
+    local = [w.shape for w in experts(of_rank).weights if w.spec.sharded_over == "fsdp_ep"]
+    assert {shape[0] for shape in local} == {X // ep}
+    if ep > 1:
+        more = model_flops(experts(replace(of_rank, imbalance=1.5))) - alone / 4
+        assert more == 0.5 * 6 * 3 * D * F * K * LONG / 4
+
+
+@pytest.mark.parametrize("begun", [None, False, True], ids=["autograd", "first", "added"])
+def test_products_of_all_experts_are_one_operation(begun: bool | None) -> None:
+    """512 tokens, twice each, are 1,024 rows: 128 for each of 8 experts, and with 3 tokens fewer
+    some experts have 127 or 128. Torch's kernel for all experts cannot add to a sum: then each
+    expert is a product of its own."""
+    sums = None if begun is None else Sums(torch.float32, begun)
+    for tokens in (512, 509):
+        rows, record = tokens * K, experts(Setting(SMALL, tokens)).record(False, sums)
+        found = [event for name in ("forward", "backward") for event in record.phases[name].events
+                 if isinstance(event, Product) and event.number == X]  # fmt: skip
+        assert len(found) == 9
+        assert all(event.flops == 2 * rows * D * F for event in found)
+        assert all(sorted(event[:3]) == [128, F, D] for event in found)
+        weights = {f"feed_forward.experts.{name}" for name in ("gate", "up", "down")}
+        named = [event for event in found if event.weight]
+        assert {event.weight for event in named} == weights
+        assert [event.launches for event in found].count(X) == (0 if begun is None else 3)
+        least = (rows * (D + F) + X * D * F) * BYTES  # bytes
+        assert all(least <= event.bytes < 1.5 * least for event in named)
+
+
+def test_experts_with_few_rows_waste_a_device() -> None:
+    """As one product of 128 × 128 results, 8 tiles; one after another, a wave for each."""
+    together = Product(128, 128, 2**20, 0, X)
+    rates = Rates(replace(H100, kernel_seconds=0.0), Links(H100, 1, 1, 1, 1), BYTES)
+    assert together.tiles(128) == X
+    apart = together._replace(launches=X)
+    assert rates.operation(apart) == pytest.approx(X * rates.operation(together))
+
+
+# --- what travels ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("imbalance", [1.0, 1.5])
+def test_what_is_sent_over_ep(imbalance: float) -> None:
+    """The table in parallel/expert.py. (test_expert_collectives.py compares a run with all of it,
+    and test_plan.py the plan with a rehearsal.)"""
+    forward = experts(Setting(SMALL, LONG, tp=2, ep=4, imbalance=imbalance)).whole.phases["forward"]
+    rows = round(LONG // 2 * K * imbalance)
+    found = {call: n for call, n in forward.sends.items() if call.axis == "ep"}
+    counts, there, weights = (
+        Call("ep", "all_to_all", size) for size in (8 * X, rows * D * BYTES, rows * 4)
+    )
+    assert found == {counts: 1, there: 2, weights: 1}
+    sent = sum(wire_bytes(c.kind, c.bytes, 4) * n for c, n in found.items())
+    assert sent == (8 * X + rows * (D * BYTES + 4) + rows * D * BYTES) * 3 / 4
+
+
+def test_one_rank_sends_nothing_and_dense_layers_never() -> None:
+    phases = experts(Setting(SMALL, LONG)).whole.phases.values()
+    assert not any(phase.sends for phase in phases)
+    dense = unit(Setting(SMALL, LONG, ep=4), "causal swiglu").whole.phases.values()
+    assert not any(phase.sends for phase in dense)
+
+
+def test_whole_sequences_are_counted_over_the_ranks_that_share_them() -> None:
+    """The balance loss needs the counts of whole sequences, over cp and over tp."""
+    plain, counted = (
+        experts(Setting(model, LONG, tp=2, cp=2, ep=4)).whole.phases["forward"].sends
+        for model in (SMALL, BALANCED)
+    )
+    assert counted - plain == {Call(axis, "all_reduce", 8 * X): 1 for axis in ("cp", "tp")}
+
+
+def test_seconds_of_an_all_to_all() -> None:
+    """Inside a node at the node's rate; over 4 nodes of 8 ranks, 24 of 32 parts go through each
+    rank's own network link, which takes longer than the 7 in the node."""
+    size, sent = 1e9, replace(H100, collective_seconds=0.0, hop_seconds=0.0)
+    node = sent.node_bytes_per_second * sent.node_efficiency
+    network = sent.network_bytes_per_second * sent.network_efficiency
+    times = [Links(sent, 1, n, 1, n, ep=n).seconds("all_to_all", "ep", size) for n in (1, 8, 32)]
+    assert times == pytest.approx([0.0, size * 7 / 8 / node, size * 24 / 32 / network])
+    gather = Links(sent, 1, 8, 1, 8, ep=8).seconds("all_gather", "ep", size)
+    assert gather == pytest.approx(times[1])
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def rounded(*sizes: int) -> int:
+    """As CUDA's caching allocator does."""
+    return sum(-(-size // 512) * 512 for size in sizes)
+
+
+@pytest.mark.parametrize("imbalance", [1.0, 2.0])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_the_feed_forward_keeps(mode: str, imbalance: float) -> None:
+    """Of R received rows: none keeps their D numbers, both first products and the activation
+    (R · (D + 3F)); selective all but the activation; full nothing. Each keeps the routes, the
+    first two also the router's weight of each row and its logits. (Of the shared expert, selective
+    without tp keeps the outputs of all products.)"""
+    t, r = LONG, round(LONG * K * imbalance)
+    setting = Setting(SMALL, LONG, ep=4, imbalance=imbalance, activation_checkpointing=mode)
+    kept = experts(setting).whole.phases["forward"].effect.changes["feed_forward"]
+    # the choice, the order of rows here and where they are computed; counts, and ends of experts
+    routes = rounded(8 * t * K, 8 * t * K, 8 * r, 8 * X, 4 * X // 4)
+    rows = rounded(r * D * BYTES, r * F * BYTES, r * F * BYTES, 4 * r)
+    expected = {
+        "none": routes + rows + rounded(r * F * BYTES, 3 * t * F * BYTES, 4 * t * K, 4 * t * X),
+        "selective": routes + rows + rounded(2 * t * F * BYTES, t * D * BYTES, 4 * t * X),
+        "full": routes,
+    }
+    assert kept == expected[mode]
+
+
+# --- for other code -------------------------------------------------------------------------------
+
+
+def test_stages_are_balanced_by_what_their_layers_cost() -> None:
+    """A stage with a dense layer gets more layers than one of experts only."""
+    keys = ["model.feed_forward=experts", "model.num_experts=8", "model.experts_per_token=4",
+            "model.num_dense_layers=2", "model.expert_ffn_dim=768", "parallel.ep=2",
+            "parallel.layers_per_stage=auto"]  # fmt: skip
+    config = load_config(str(CONFIGS / "laptop.yaml"), keys)
+    config.validate(8)
+    assert config.setting().ep == 2
+    assert [len(stage) for stage in config.split_layers()] == [3, 1]
+    costs = layer_costs(config.setting())
+    assert costs.blocks[0] == costs.blocks[1] < costs.blocks[2] == costs.blocks[3]

@@ -1,0 +1,219 @@
+"""The operators of a block and of a step: the host waits only for the counts of experts, no large
+result is for nothing, and launches stay within a bound. `tools.rehearse --operators` shows every
+operator, with the line that causes it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.kernels.swiglu import swiglu
+from parallel.axes import MeshSizes
+from tests import ROOT
+from tools.rehearse.__main__ import main
+from tools.rehearse.fake_gpu import DEVICE, fake_gpu, one_rank
+from tools.rehearse.operators import (
+    ATTENTION,
+    COLLECTIVE,
+    LAUNCHES,
+    PRODUCT,
+    TRITON,
+    operators,
+    recording,
+)
+from tools.rehearse.rank import alone
+from training.gradient import gradient_norm
+from training.load_config import load_config
+
+CONFIGS = ROOT / "configs"
+Rows = list[dict[str, Any]]
+
+
+class Case(NamedTuple):
+    """A rank of a job. A block is the middle stage of a pipeline of three blocks, so that nothing
+    but one block is on the rank; a step has an embedding, two blocks, the head and two
+    micro-batches."""
+
+    name: str
+    configuration: str
+    keys: str
+    world: int
+    rank: int = 0
+    launches: int = 0  # of a block, at most
+    waits: int = 0
+
+
+PIPELINE = ("parallel.schedule=1f1b parallel.stages_per_rank=1 parallel.tp_pieces=1 "
+            "train.seq_len=8192 train.micro_batch_size=1 ")  # fmt: skip
+BLOCK = (f"{PIPELINE} parallel.pp=3 parallel.layers_per_stage=[1,1,1] model.num_layers=3 "
+         "parallel.dp_shard=1 parallel.zero_stage=0 train.global_batch_size=1 ")  # fmt: skip
+STEP = (f"{PIPELINE} parallel.pp=1 model.num_layers=2 parallel.dp_shard=8 "
+        "train.global_batch_size=16 train.activation_checkpointing=none ")  # fmt: skip
+# a block of Mixtral 8x7B, with each of its 8 experts on a rank of its own
+EXPERTS = ("parallel.dp_shard=8 parallel.ep=8 parallel.zero_stage=1 train.global_batch_size=8 "
+           "model.feed_forward=experts model.num_experts=8 model.experts_per_token=2 ")  # fmt: skip
+# Launches at most: about a tenth more than there are, so that a change which adds one or two is not
+# refused. (docs/budget.md has the least that a block needs.)
+BLOCKS = [
+    Case("8B block, full", "llama3_8b",
+         f"{BLOCK} parallel.tp=1 train.activation_checkpointing=full", 3, 1, launches=69),
+    Case("70B block, selective", "llama3_70b",
+         f"{BLOCK} parallel.tp=8 train.activation_checkpointing=selective", 24, 8, launches=75),
+    Case("8x7B block, none", "llama3_8b",
+         f"{BLOCK} {EXPERTS} parallel.tp=1 train.activation_checkpointing=none", 24, 8,
+         launches=126, waits=1),
+]  # fmt: skip
+STEPS = [
+    Case("8B step, ZeRO-2", "llama3_8b", f"{STEP} parallel.tp=1 parallel.zero_stage=2", 8),
+    Case("70B step, ZeRO-3", "llama3_70b", f"{STEP} parallel.tp=8 parallel.zero_stage=3", 64),
+]
+EACH = pytest.mark.parametrize("case", [*BLOCKS, *STEPS], ids=lambda case: case.name)
+
+
+def run(case: Case, more: str = "") -> Rows:
+    keys = f"{case.keys} {more}".split()
+    config = load_config(str(CONFIGS / f"{case.configuration}.yaml"), keys)
+    found: Rows = alone(operators, config, case.world, case.rank)["operators"]
+    return found
+
+
+rows_of = functools.cache(run)
+
+
+@EACH
+def test_the_host_waits_only_for_the_counts_of_experts(case: Case) -> None:
+    waits = [(row["file"], row["function"]) for row in rows_of(case) if row["waits"]]
+    assert waits == [("parallel/expert.py", "counts_on_host")] * case.waits
+
+
+@EACH
+def test_no_product_or_collective_is_for_nothing(case: Case) -> None:
+    kinds = (PRODUCT, ATTENTION, TRITON, COLLECTIVE)
+    assert not [row for row in rows_of(case) if row["for_nothing"] and row["kind"] in kinds]
+
+
+@pytest.mark.parametrize("case", BLOCKS, ids=lambda case: case.name)
+def test_a_block_launches_no_more_than_its_bound(case: Case) -> None:
+    passes = ("positions", "forward", "recomputation", "backward", "FSDP")
+    assert sum(row["launches"] for row in rows_of(case) if row["pass"] in passes) <= case.launches
+
+
+# --- controls: what is planted is found ---
+
+SMALL = ("model.dim=64 model.num_heads=4 model.num_kv_heads=2 model.ffn_dim=96 "
+         "model.vocab_size=128 train.seq_len=32")  # fmt: skip
+
+
+def found_by_planting(case: Case, target: str, replacement: Callable[..., Any]) -> Rows:
+    """The rows that this file causes, if `target` is replaced; at small widths."""
+    with patch(target, replacement):
+        return [row for row in run(case, SMALL) if row["file"] == "tests/costs/test_operators.py"]
+
+
+def with_clone(gate: Tensor, up: Tensor, kernels: str) -> Tensor:
+    return swiglu(gate.clone(), up, kernels)
+
+
+def with_product(gate: Tensor, up: Tensor, kernels: str) -> Tensor:
+    gate[0].detach() @ up[0].detach().t()
+    return swiglu(gate, up, kernels)
+
+
+def with_item(*args: Any) -> Tensor:
+    norm = gradient_norm(*args)
+    return norm * 2 if norm.item() > 1 else norm
+
+
+def test_an_extra_clone_is_found_with_its_bytes_and_its_line() -> None:
+    target = "model.feed_forward.swiglu.swiglu"
+    (row,) = found_by_planting(STEPS[0], target, with_clone)
+    assert (row["pass"], row["name"], row["function"]) == ("forward", "clone", "with_clone")
+    assert row["line"] == with_clone.__code__.co_firstlineno + 1
+    # two blocks and two micro-batches; [S, 1, F] in bfloat16, read and written
+    assert (row["launches"], row["bytes"]) == (4, 4 * 2 * 2 * 32 * 96)
+
+
+def test_a_wait_for_the_device_is_found() -> None:
+    rows = found_by_planting(STEPS[0], "training.step.gradient_norm", with_item)
+    (waits,) = [row for row in rows if row["waits"]]
+    assert (waits["name"], waits["function"]) == ("_local_scalar_dense", "with_item")
+
+
+def test_a_product_that_is_recomputed_for_nothing_is_found() -> None:
+    target = "model.feed_forward.swiglu.swiglu"
+    forward, again = found_by_planting(BLOCKS[0], target, with_product)
+    assert [(row["pass"], row["kind"]) for row in (forward, again)] == [
+        ("forward", PRODUCT),
+        ("recomputation", PRODUCT),
+    ]
+    assert (again["launches"], again["for_nothing"]) == (1, 1)
+
+
+def operations_of(call: Callable[[], Any]) -> list[tuple[str, int, bool]]:
+    """(name, launches, waits) of each operator of `call`, in a process of its own."""
+    with one_rank(MeshSizes(), 0, DEVICE) as mesh, fake_gpu(), recording(mesh) as ledger:
+        call()
+    return [(each.name, each.launches, each.waits) for each in ledger.operators]
+
+
+def waiting() -> None:
+    x = torch.zeros(4, device=DEVICE)
+    x.tolist()
+    x.nonzero()
+    x[x > 0]
+    bool(x[0])
+    torch.equal(x, x)
+    torch.tensor([1.0], device=DEVICE)
+    torch.cuda.synchronize()
+    torch.cuda.Event.synchronize(None)  # without a GPU there can be no event
+    x.cpu()
+    torch.ones(4).to(DEVICE)
+    x[torch.tensor([0])]
+    x.copy_(torch.ones(4))
+
+
+def not_waiting() -> None:
+    x = torch.ones(4).to(DEVICE, non_blocking=True)
+    torch.where(x > 0, x, 0.0)
+    x.masked_fill(x > 0, 1.0)
+    x.copy_(torch.ones(4), non_blocking=True)
+    torch.ones(4).tolist()
+    torch.tensor([1.0]).item()
+
+
+def test_everything_that_waits_is_found() -> None:
+    waits = [name for name, _, waits in alone(operations_of, waiting) if waits]
+    assert waits == [
+        "tolist", "nonzero", "index", "_local_scalar_dense", "equal", "tensor on the device",
+        "torch.cuda.synchronize", "Event.synchronize", "_to_copy", "_to_copy",
+        "index", "copy_",
+    ]  # fmt: skip
+    assert not [name for name, _, waits in alone(operations_of, not_waiting) if waits]
+
+
+def test_an_operator_of_two_launches_counts_as_two() -> None:
+    """PyTorch's profiler, on the CPU, shows what the operator calls."""
+    x = torch.ones(4)
+    with torch.profiler.profile() as profile:
+        x.masked_fill(x > 0, 1.0)
+    (event,) = [e for e in profile.events() if e.name == "aten::masked_fill"]
+    children = {child.name for child in event.cpu_children}
+    assert {"aten::clone", "aten::masked_fill_"} <= children
+    assert ("masked_fill", LAUNCHES["masked_fill"], False) in alone(operations_of, not_waiting)
+
+
+# --- the command ---
+
+
+def test_the_command_prints_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    case = BLOCKS[0]
+    config = str(CONFIGS / f"{case.configuration}.yaml")
+    where = ["--rank", "1", "--gpus", "3", "--operators"]
+    assert main([config, *where, *case.keys.split(), *SMALL.split()]) == 0
+    text = capsys.readouterr().out
+    assert "\nforward        product            7 " in text
+    assert "operators for which the host waits\n  none\n" in text

@@ -1,0 +1,145 @@
+"""The documentation is true: every command of every page runs and prints what the page shows,
+except for numbers, and every picture can be drawn.
+
+A command that is not run says why on its page. tests/docs/transcripts.py describes how pages are
+written.
+"""
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+from docs.recipes import PAGES as RECIPES
+from tests import ROOT
+from tests.docs.transcripts import Command, commands, copy_tree, matches, run
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+def nav(section: str) -> list[str]:
+    """The pages of a section of the site, from mkdocs.yml, which lists every page once."""
+
+    def names(entry: Any) -> list[str]:
+        if isinstance(entry, str):
+            return [entry.removesuffix(".md")]
+        below = entry.values() if isinstance(entry, dict) else entry
+        return [name for each in below for name in names(each)]
+
+    listed = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    return names(next(each[section] for each in listed if section in each))
+
+
+TOUR = [name for name in nav("Tour") if name not in ("tour", "words", "one_step")]
+# Pages with pictures that docs/svg.py writes; matplotlib draws the others.
+DRAWN = ["words", "mesh", "tensor", "sequence", "context", "experts", "expert_mesh", "data",
+         "memory", "checkpoints", "slurm", "extending"]  # fmt: skip
+
+ALL = {page.name: commands(page) for page in PAGES}
+# tests/docs/test_recipes.py runs the commands of the recipes, in a copy that has their edits.
+RUN = {
+    str(c): c for name, found in ALL.items() for c in found if not c.not_run and name not in RECIPES
+}
+# The commands of the manual, and one of over ten seconds, are run in the second tier.
+SECOND = {
+    name for name, c in RUN.items() if c.page.partition(".")[0] not in TOUR or "for cp in" in name
+}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_tree(tmp_path_factory.mktemp("docs"))
+
+
+printed: dict[str, str] = {}  # command → its output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(c, id=name, marks=[pytest.mark.thorough] * (name in SECOND))
+        for name, c in RUN.items()
+    ],
+)
+def test_a_command_prints_what_the_page_shows(command: Command, copy: Path) -> None:
+    if command.text not in printed:
+        status, output, errors = run(command.text, copy)
+        assert status == 0, f"{command}: status {status}\n{output}{errors}"
+        printed[command.text] = output
+    if command.output is not None:
+        assert matches(command.output, printed[command.text]), (
+            f"{command} printed\n{printed[command.text]}"
+        )
+
+
+def test_the_front_page_has_two_commands() -> None:
+    assert [c.text.split("#")[0].strip() for c in commands(ROOT / "README.md")] == [
+        "make train",
+        "make test",
+    ]
+
+
+def test_the_first_page_of_the_tour_leads_to_every_page() -> None:
+    first = (DOCS / "README.md").read_text(encoding="utf-8")
+    assert [page.name for page in PAGES if f"({page.name})" not in first] == ["README.md"]
+
+
+def test_the_site_has_every_page_once() -> None:
+    sections = ("Tour", "Manual", "Reference", "Recipes")
+    listed = sorted(name for section in sections for name in nav(section))
+    assert listed == sorted([*(page.stem for page in PAGES if page.name != "README.md"), "tour"])
+    assert [f"{name}.md" for name in nav("Recipes")] == [Path(page).name for page in RECIPES]
+
+
+@pytest.mark.parametrize("name", TOUR)
+def test_a_page_of_the_tour_is_whole(name: str) -> None:
+    """Every page of the tour has a picture, a command with output, and exercises."""
+    text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    pictures = re.findall(r"!\[[^]]+\]\(images/(\w+)\.svg\)", text)
+    assert pictures
+    assert all((DOCS / "images" / f"{picture}.svg").exists() for picture in pictures)
+    assert any(c.output for c in ALL[f"{name}.md"])
+    assert f"exercises/test_{name}.py" in text
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_picture_can_be_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    drawn = importlib.import_module(f"docs.draw_{name}").draw()
+    assert ElementTree.fromstring(drawn).tag.endswith("svg")
+
+
+def test_make_docs_draws_every_picture() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert {file.stem for file in DOCS.glob("draw_*.py")} == set(
+        re.findall(r"-m docs\.(draw_\w+)", makefile)
+    )
+
+
+def test_an_output_that_is_no_longer_true_is_found() -> None:
+    """Control: output whose words or lines differ from what a page shows is found."""
+    shown = "step 1 of 3\n…\nloss … nats\n"
+    assert matches(shown, "step 1 of 3\nloss 4.2 nats\n")
+    assert matches(shown, "step  1 of 12,288\nstep 2 of 3\n\nstep 3 of 3\nloss 4.2 nats\n")
+    assert not matches(shown, "steps 1 of 3\nloss 4.2 nats\n")
+    assert not matches(shown, "step 1 of 3\nloss 4.2 nats\nand more\n")
+    assert not matches("equal: True", "equal: False")
+
+
+def test_pages_are_parsed_as_they_are_read(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "text\n```console\n$ python - <<'end'\nprint(1)\nend\n1\n$ ls \\\n    -l   "
+        "# not run: for show\n```\n"
+        "```bash\n# why\nls a \\\n  b\nls c\n```\n```python\nx = 1\n```\n"
+    )
+    first, second, third, fourth = commands(page)
+    assert (first.line, first.text, first.output) == (3, "python - <<'end'\nprint(1)\nend", "1")
+    assert (second.line, second.text, second.not_run) == (7, "ls \\\n    -l", "for show")
+    assert (third.line, third.text, third.output) == (12, "ls a \\\n  b", None)
+    assert (fourth.line, fourth.text) == (14, "ls c")

@@ -1,0 +1,256 @@
+"""Read the commands and their output from documentation pages, and run the commands.
+
+    ```console
+    $ .venv/bin/python -m tools.plan configs/llama3_8b.yaml
+    the output, in which … matches anything within a line, and
+    …
+    on a line by itself matches any number of lines
+    $ sbatch slurm/train_70b.sh      # not run: needs Slurm
+    ```
+
+A command continues after a backslash, up to the end of its here-document, or after -c ' up to a
+line with the closing '. A command marked `# not run: REASON` is only parsed.
+
+Numbers are not compared, because an honest change of the code moves many of them: a figure on a
+page is what its command printed when the page was written. Words, names and the order of lines are
+compared, and the command must succeed.
+
+In ```bash blocks every line is a command, without `$ `, and the page shows no output.
+
+Commands run at the root of a copy of the repository. A command that only runs Python runs in a
+process that has already imported torch (forked from multiprocessing's fork server, as in
+proofs/ranks.py), which saves seconds, also if its output then goes through a pipe. All others run
+in bash.
+"""
+
+import io
+import json
+import multiprocessing
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+from proofs.ranks import PRELOAD
+from tests import ROOT
+
+LEFT_OUT = (".git", ".venv", "runs", "prepared", "wandb", "__pycache__", ".*_cache", "*.pyc",
+            ".whl", "api")  # fmt: skip
+PYTHON = (".venv/bin/python", "python")
+ERROR = " 2>&1 || true"  # after a command whose error a page shows
+SECONDS = 600  # timeout of one command; far more than any takes
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a page."""
+
+    page: str
+    line: int  # of the page, 1-based
+    text: str  # as written, without the prompt and the `# not run` mark
+    output: str | None  # as the page shows it; None if it shows none
+    not_run: str  # the reason; empty if the command is run
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}: {self.text.splitlines()[0]}"
+
+
+def blocks(text: str, *languages: str) -> Iterator[tuple[int, str, str]]:
+    """(line number of the first line, language, content) of every fenced block in one of
+    `languages`."""
+    for match in re.finditer(
+        rf"^```({'|'.join(languages)})\n(.*?)^```$", text, re.MULTILINE | re.DOTALL
+    ):
+        yield text[: match.start(2)].count("\n") + 1, match[1], match[2]
+
+
+def commands(page: Path) -> list[Command]:
+    """All commands of a page, in order."""
+    found = []
+    for start, language, content in blocks(page.read_text(encoding="utf-8"), "console", "bash"):
+        lines = content.splitlines()
+        at = 0
+        while at < len(lines):
+            first, console = at, language == "console"
+            if not console and (not lines[at].strip() or lines[at].startswith("#")):
+                at += 1
+                continue
+            where = f"{page.name}:{start + at}"
+            assert not console or lines[at].startswith("$ "), f"{where}: output before any command"
+            command = [lines[at].removeprefix("$ ")]
+            here = re.search(r"<<'(\w+)'$", command[0])
+            last = here[1] if here else "'" if command[0].endswith(" -c '") else None
+            while command[-1] != last if last else command[-1].endswith("\\"):
+                at += 1
+                command.append(lines[at])
+            at += 1
+            output = at
+            while console and at < len(lines) and not lines[at].startswith("$ "):
+                at += 1
+            command[-1], _, reason = command[-1].partition("# not run: ")
+            found.append(
+                Command(
+                    page.name,
+                    start + first,
+                    "\n".join(command).rstrip(),
+                    "\n".join(lines[output:at]) if console else None,
+                    reason,
+                )
+            )
+    return found
+
+
+NUMBER = re.compile(r"\d[\d,.]*")
+
+
+def matches(shown: str, printed: str) -> bool:
+    """Whether a command printed what the page shows; numbers, empty lines and the amount of space
+    between words are not compared."""
+
+    def without_numbers(text: str) -> str:
+        rows = (" ".join(NUMBER.sub("0", row).split()) for row in text.splitlines())
+        return "".join(f"{row}\n" for row in rows if row)
+
+    pattern = "".join(
+        r"(?:.*\n)*?" if row == "…" else ".*?".join(map(re.escape, row.split("…"))) + r"\n"
+        for row in without_numbers(shown).splitlines()
+    )
+    return re.fullmatch(pattern, without_numbers(printed)) is not None
+
+
+def copy_tree(folder: Path) -> Path:
+    """Copy the repository's sources to `folder`, with a .venv/bin that provides this interpreter
+    under the names that pages use."""
+    copy = folder / "lattice"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    programs = copy / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    modules = {"python": "", "torchrun": " -m torch.distributed.run", "pytest": " -m pytest"}
+    for name, run in modules.items():
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{run} "$@"\n')
+        (programs / name).chmod(0o755)
+    return copy
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}",
+    }
+
+
+def run_process(
+    arguments: list[str], folder: Path, said: str = "", seconds: int = SECONDS
+) -> tuple[int, str, str]:
+    done = subprocess.run(
+        arguments,
+        cwd=folder,
+        env=environment(folder),
+        input=said,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def run(command: str, folder: Path) -> tuple[int, str, str]:
+    """Status, standard output and standard error of a command in a copy of the repository."""
+    python = as_python(command)
+    if python is not None:
+        return (run_here if "Ranks(" in python[1] else run_python)(*python, folder)
+    if command.endswith(ERROR):
+        _, output, errors = run(command.removesuffix(ERROR), folder)
+        return 0, output + errors, ""
+    shell = ["bash", "-euo", "pipefail", "-c"]
+    first, pipe, rest = command.partition(" | ")
+    python = as_python(first) if pipe and "\n" not in first else None
+    if python is None:
+        return run_process([*shell, command], folder)
+    status, output, errors = run_python(*python, folder)
+    return run_process([*shell, rest], folder, output) if status == 0 else (status, output, errors)
+
+
+IN_COPY = """
+import json, sys
+from pathlib import Path
+from tests.docs.transcripts import run
+if __name__ == "__main__":
+    json.dump([run(command, Path.cwd()) for command in json.load(sys.stdin)], sys.stdout)
+"""
+
+
+def run_in_copy(wanted: list[str], folder: Path) -> list[tuple[int, str, str]]:
+    """The results of `run` for several commands in a modified copy, with the modules of that copy:
+    one process runs them all."""
+    program = [sys.executable, "-c", IN_COPY]
+    status, output, errors = run_process(program, folder, json.dumps(wanted), SECONDS * len(wanted))
+    assert status == 0, errors
+    return [tuple(answer) for answer in json.loads(output)]
+
+
+def as_python(command: str) -> tuple[list[str], str] | None:
+    """(arguments, program) of a command that only runs Python: `-m MODULE …` (empty program), `-c
+    PROGRAM …`, or a program in a here-document. None if the command needs a shell."""
+    first, _, rest = command.partition("\n")
+    here = re.fullmatch(r"(\S+) - <<'(\w+)'", first)
+    if here:
+        return ([], rest.removesuffix(here[2])) if here[1] in PYTHON else None
+    words = shlex.split(command.replace("\\\n", " "), comments=True)
+    shell = any(
+        re.fullmatch(r"\d?[<>|&;].*", word) or ("$" in word and "\n" not in word) for word in words
+    )
+    if shell or len(words) < 3 or words[0] not in PYTHON:
+        return None
+    if words[1] == "-m":
+        return words[2:], ""
+    return (words[3:], words[2]) if words[1] == "-c" else None
+
+
+def run_python(arguments: list[str], program: str, folder: Path) -> tuple[int, str, str]:
+    """Run Python in a process that has already imported torch, with this repository's modules and
+    the working directory `folder`; return as `run` does."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)  # no effect if the server is already running
+    with tempfile.TemporaryDirectory() as said:
+        files = [Path(said) / name for name in ("output", "errors")]
+        process = context.Process(target=_run_python, args=(arguments, program, folder, files))
+        process.start()
+        process.join(SECONDS)
+        process.kill()
+        process.join()
+        return process.exitcode or 0, *(file.read_text(encoding="utf-8") for file in files)
+
+
+def run_here(_: list[str], program: str, folder: Path) -> tuple[int, str, str]:
+    """As `run_python`, but in this process, whose ranks are forked by a server that already runs: a
+    new process would start its own, which takes seconds."""
+    output, errors = io.StringIO(), io.StringIO()
+    with chdir(folder), redirect_stdout(output), redirect_stderr(errors):
+        try:
+            exec(compile(program, "<page>", "exec"), {"__name__": "__main__"})
+        except Exception:
+            return 1, output.getvalue(), traceback.format_exc()
+    return 0, output.getvalue(), errors.getvalue()
+
+
+def _run_python(arguments: list[str], program: str, folder: Path, files: list[Path]) -> None:
+    for descriptor, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
+    os.chdir(folder)
+    os.environ.pop("TRITON_INTERPRET", None)
+    sys.argv = ["-c", *arguments] if program else arguments
+    if program:
+        exec(compile(program, "<page>", "exec"), {"__name__": "__main__"})
+    else:
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)

@@ -1,0 +1,183 @@
+"""tools/generate for mixtures of experts: with the cache, over any tp, it continues a text with the
+tokens that a forward of the whole text gives, of a checkpoint of any layout and of an exported
+folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.config import ModelConfig
+from model.router import routers_of
+from model.transformer import Batch, Transformer
+from parallel.axes import MeshSizes
+from parallel.layer import TensorParallel
+from parallel.mesh import build_mesh
+from parallel.parameter import weights_of
+from proofs.ranks import Ranks
+from runtime.checkpoints.manifest import Manifest, fingerprint, read_manifest, write_manifest
+from runtime.checkpoints.trainer_state import model_entries
+from tests.counting import Listener
+from tests.data_samples import tokenizer
+from tests.huggingface.huggingface_models import change, load_whole, stored, write_checkpoint
+from tests.runs import run, said_by, write_config
+from tools import verify as verify_command
+from tools.export import export
+from tools.generate.load_model import load_model
+from tools.generate.loop import generate
+from tools.generate.sampling import Sampling
+from tools.huggingface.checkpoint_reader import CheckpointReader, newest
+
+PROMPTS = [[5, 17, 300, 41, 8], [7, 99]]
+COUNT = 8
+SMALL = {"dim": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48,
+         "vocab_size": tokenizer().vocab_size, "feed_forward": "experts", "expert_ffn_dim": 24,
+         "num_experts": 4, "experts_per_token": 2}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "renormalised": SMALL | {"qk_norm": True, "num_dense_layers": 1},
+    "softmax, every second layer": SMALL | {"router": "softmax", "num_experts": 6,
+                                            "feed_forward": ["swiglu", "experts"]},
+    "bias, shared, scaled": SMALL | {"router": "sigmoid_bias", "num_shared_experts": 1,
+                                     "router_scale": 2.5},
+}  # fmt: skip
+
+
+def random_checkpoint(folder: Path, name: str) -> Path:
+    """A checkpoint with large random weights, in float64, and biases that decide choices."""
+    config = ModelConfig(**MODELS[name])
+    model = Transformer(config, range(config.num_layers), True, True, TensorParallel())
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for weight in weights_of(model):
+        whole = torch.randn(weight.spec.shape, generator=generator, dtype=torch.float64)
+        whole = 1 + 0.2 * whole if whole.ndim == 1 else 0.25 * whole
+        tensors[f"model.{weight.name}"] = whole
+    for layer, router in routers_of(model):
+        if router.has_bias:
+            bias = torch.randn(config.num_experts, generator=generator)
+            tensors[f"model.blocks.{layer}.feed_forward.router.bias"] = bias
+    data = {"checksum": "none", "next_sample": 0, "skipped": []}
+    zeros = dict.fromkeys(("step", "updates", "tokens", "seed", "bad_in_a_row"), 0)
+    trainer = {"seq_len": 64, "recent_losses": [], "model": model_entries(config), "data": data}
+    return write_checkpoint(folder, tensors, zeros | trainer)
+
+
+def generated(folder: Path, rounded: bool = False) -> list[list[int]]:
+    """The tokens that follow each prompt: from the padded batch, with the cache. `rounded`: with
+    weights in the float32 of an export."""
+    loaded = load_model(folder, torch.float64, "cpu")
+    if rounded:
+        for weight in weights_of(loaded.model):
+            local = weight.sharded.to_local()
+            local.copy_(local.float().double())
+    new = list(generate(loaded.model, PROMPTS, COUNT, Sampling(temperature=0)))
+    return [[row[i] for row in new] for i in range(len(PROMPTS))]
+
+
+@torch.no_grad()
+def by_whole_forwards(folder: Path, bias: bool = True) -> list[list[int]]:
+    """The same, each token from a forward of all tokens before it, with the dispatch of training
+    on one rank."""
+    model = load_whole(folder, torch.float64, bias=bias)
+    rows = []
+    for prompt in PROMPTS:
+        row = list(prompt)
+        for _ in range(COUNT):
+            positions = torch.arange(len(row)).unsqueeze(1)
+            logits = model(None, Batch(torch.tensor([row]).T, None, positions))
+            row.append(int(logits[-1, 0].argmax()))
+        rows.append(row[len(prompt) :])
+    return rows
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_tokens_are_those_of_whole_forwards(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    folder = random_checkpoint(tmp_path / "saved", name)
+    expected = ranks.run(by_whole_forwards, 1, folder)[0]
+    assert len({token for row in expected for token in row}) > 5, "tokens worth comparing"
+    for tp in (1, 2):
+        assert ranks.run(generated, tp, folder) == [expected] * tp
+    if "bias" in name:  # control
+        assert ranks.run(by_whole_forwards, 1, folder, False)[0] != expected
+
+
+def test_an_exported_folder_gives_the_same_tokens(ranks: Ranks, tmp_path: Path) -> None:
+    """Each rank takes its experts out of the files of single experts."""
+    folder = random_checkpoint(tmp_path / "saved", "renormalised")
+    export(folder, tmp_path / "exported", file_bytes=20_000)
+    expected = ranks.run(generated, 1, folder, True)
+    for tp in (1, 2):
+        assert ranks.run(generated, tp, tmp_path / "exported") == expected * tp
+
+
+def test_ranks_that_do_not_divide_the_experts_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path / "saved", "softmax, every second layer")
+    messages = ranks.run(said_by, 4, load_model, folder, torch.float32, "cpu")
+    assert messages == [messages[0]] * 4
+    assert "--nproc-per-node = 4: its 6 experts cannot be split evenly" in messages[0]
+    assert "choose one of [1, 2]" in messages[0]
+
+
+def test_weights_of_another_model_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path / "saved", "renormalised")
+    model = json.loads((folder / "trainer.json").read_text())["model"]
+    change(folder, "trainer.json", model=model | {"ffn_dim": 64})
+    manifest = read_manifest(folder)
+    files = {name: fingerprint(folder / name) for name in manifest.files}
+    write_manifest(folder, Manifest(files, manifest.tensors))
+    messages = ranks.run(said_by, 2, load_model, folder, torch.float32, "cpu")
+    assert messages == [messages[0]] * 2
+    assert "its tensors do not match the model in its trainer.json" in messages[0]
+
+
+def test_a_layer_sends_one_sum_of_results(ranks: Ranks, tmp_path: Path) -> None:
+    """Each rank holds X/tp experts, and the only collective of a layer is the sum of T·D
+    numbers."""
+    folder = random_checkpoint(tmp_path / "saved", "renormalised")
+    for tp in (1, 4):
+        sums = {"all_reduce": (1, 3 * 2 * 32 * 8)} if tp > 1 else {}
+        assert ranks.run(sent_by_a_layer, tp, folder) == [(4 // tp, sums)] * tp
+
+
+def sent_by_a_layer(folder: Path) -> tuple[int, dict[str, tuple[int, int]]]:
+    """The number of experts on this rank, and collectives: kind → (number, bytes)."""
+    layer = load_model(folder, torch.float64, "cpu").model.blocks["2"].feed_forward
+    mesh = build_mesh(MeshSizes(tp=torch.distributed.get_world_size()), "cpu")
+    x = torch.randn(3, 2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), Listener(mesh) as listener:
+        layer(x)
+    return len(layer.experts.gate.local_weight()), listener.count()
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (4, {"pp": 2, "ep": 2}),
+        # 8 shards of 4 experts: each is cut
+        pytest.param(8, {"tp": 2}, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_any_layout(
+    ranks: Ranks, data: Path, tmp_path: Path, world: int, layout: dict[str, int]
+) -> None:
+    """A checkpoint that several ranks saved is good, gives the same tokens over any tp, and every
+    expert of its export is that of the tensor of all."""
+    model = MODELS["renormalised"] | {"num_layers": 4, "init_std": 0.3}
+    sections = {"train": {"steps": 1}, "checkpoint": {"interval": 1}}
+    config = write_config(tmp_path, data, model=model, parallel=layout, **sections)
+    run(ranks, world, config)
+    folder = newest(tmp_path / "run")
+    assert verify_command.main([str(folder)]) == 0
+    expected = ranks.run(by_whole_forwards, 1, folder)[0]
+    for tp in (1, 2):
+        assert ranks.run(generated, tp, folder) == [expected] * tp
+    export(folder, tmp_path / "exported")
+    exported, reader = stored(tmp_path / "exported"), CheckpointReader(folder)
+    for ours in (name for name in reader.weights() if "experts" in name):
+        _, layer, _, _, name, _ = ours.split(".")
+        for expert, one in enumerate(reader.weight(ours)):
+            theirs = f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"
+            assert torch.equal(exported[theirs], one)

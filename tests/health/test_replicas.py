@@ -1,0 +1,86 @@
+"""Replicas that are no longer equal are found, and the rank that differs is named."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch.distributed as dist
+
+from parallel.axes import MeshSizes
+from proofs.parity.cases import Case
+from proofs.ranks import Ranks
+from runtime.health.replicas import ReplicasDiffer, check_replicas
+from tests.health.faulty_runs import flip_a_bit
+from tests.steps import make_step, rows_of
+
+
+def differing(case: Case, rank: int, name: str) -> str:
+    """Train one step, check the replicas, flip one bit of the tensor `name` on `rank`, and return
+    the message of the next check (empty if it finds nothing)."""
+    step = make_step(replace(case, num_microbatches=case.layout.pp))
+    step(0, *rows_of(step))
+    check_replicas(step)
+    if dist.get_rank() == rank:
+        flip_a_bit(step, name)
+    try:
+        check_replicas(step)
+    except ReplicasDiffer as found:
+        return str(found)
+    return ""
+
+
+thorough = partial(pytest.param, marks=pytest.mark.thorough)
+
+
+@pytest.mark.parametrize(
+    ("case", "rank", "name", "said"),
+    [
+        (Case(MeshSizes(tp=2)), 1, "norm.weight",
+         "ranks 0, 1, copies over tp, hold different numbers"),
+        thorough(Case(MeshSizes(tp=4)), 2, "norm.weight",
+                 "rank 2 differs from its copies over tp (ranks 0, 1, 2, 3)"),
+        thorough(Case(MeshSizes(tp=8), num_kv_heads=4), 5, "attention.key.weight",
+                 "rank 5 differs from its copies"),
+        (Case(MeshSizes(dp_replicate=2)), 0, "down.weight",
+         "ranks 0, 1, copies over dp_replicate, hold different numbers"),
+        thorough(Case(MeshSizes(dp_replicate=4), zero_stage=0), 3, "embedding.weight.exp_avg_sq",
+                 "rank 3 differs from its copies"),
+        thorough(Case(MeshSizes(dp_replicate=4, dp_shard=2), zero_stage=3), 4,
+                 "query.weight.exp_avg", "over dp_replicate (ranks 0, 2, 4, 6)"),
+        (Case(MeshSizes(pp=2, dp_replicate=2), zero_stage=2), 3, "up.weight",
+         "ranks 2, 3, copies over dp_replicate, hold different numbers"),
+        (Case(MeshSizes(dp_replicate=2, tp=2, ep=2), router="softmax"), 3, "experts.up.weight",
+         "ranks 1, 3, copies over ep_replicate, hold different numbers"),
+        thorough(Case(MeshSizes(dp_replicate=4, dp_shard=2, ep=2), router="softmax"), 4,
+                 "experts.down.weight.exp_avg", "over ep_replicate (ranks 0, 2, 4, 6)"),
+        thorough(Case(MeshSizes(tp=2, ep=2), router="softmax"), 1, "router.weight",
+                 "ranks 0, 1, copies over tp, hold different numbers"),
+        (Case(MeshSizes(dp_shard=4, ep=2), router="sigmoid_bias"), 2, "router.bias",
+         "rank 2 differs from its copies over dp_shard (ranks 0, 1, 2, 3)"),
+        thorough(Case(MeshSizes(tp=2, ep=1), router="sigmoid_bias"), 1, "router.bias",
+                 "ranks 0, 1, copies over tp, hold different numbers"),
+        thorough(Case(MeshSizes(cp=4, ep=4), router="sigmoid_bias"), 3, "router.bias",
+                 "rank 3 differs from its copies over dp_shard (ranks 0, 1, 2, 3)"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_flipped_bit_names_its_rank(
+    ranks: Ranks, case: Case, rank: int, name: str, said: str
+) -> None:
+    found = ranks.run(differing, case.world, case, rank, name)
+    assert len(set(found)) == 1, "every rank says the same"
+    assert said in found[0]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(MeshSizes(dp_shard=2)),
+        Case(MeshSizes(pp=2), tie_embeddings=True),
+        Case(MeshSizes(dp_shard=2, ep=2), router="softmax"),  # the experts of one rank
+    ],
+    ids=str,
+)
+def test_what_is_no_copy_is_not_compared(ranks: Ranks, case: Case) -> None:
+    """Control: a wrong bit in a shard is not reported, because a shard has no replica."""
+    assert set(ranks.run(differing, case.world, case, 1, "down.weight")) == {""}

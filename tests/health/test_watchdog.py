@@ -1,0 +1,207 @@
+"""If a rank hangs, every rank records where it is, and exits."""
+
+import _thread
+import ctypes
+import re
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import runtime.watchdog
+from proofs.ranks import RankError, Ranks
+from runtime.records.events import read_events
+from runtime.watchdog import Watchdog, innermost_line, where_it_waits
+from tests.planted import planted
+from tests.runs import forked, status, train_run, write_config
+from training.load_config import load_config
+from training.step import TrainStep
+
+
+def run_with_a_sleeper(arguments: list[str]) -> str:
+    """Train; in the third step, rank 2 sleeps forever."""
+    calls = []
+
+    @planted(TrainStep, "microbatches")
+    def sleeping(microbatches: Any, *batch: Any, **options: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 3 and dist.get_rank() == 2:
+            time.sleep(1e6)
+        return microbatches(*batch, **options)
+
+    with patch.multiple(runtime.watchdog, LOOK_SECONDS=0.1, GRACE_SECONDS=5.0), sleeping():
+        return train_run(arguments)
+
+
+@pytest.mark.thorough
+def test_a_rank_that_sleeps_for_ever(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    guard = {"hang_factor": 1.0, "hang_seconds": 20.0}
+    config = write_config(tmp_path, data, parallel={"tp": 2, "dp_shard": 2}, guard=guard)
+    with pytest.raises(RankError, match="died with exit code 1"):
+        ranks.run(run_with_a_sleeper, 4, [config])
+    files = {file.name: file.read_text() for file in (tmp_path / "run" / "hang").iterdir()}
+    assert sorted(files) == [f"step-00000003-rank-{r:05d}.txt" for r in range(4)]
+    for name, text in files.items():
+        first, *rest = text.splitlines()
+        assert re.match(
+            r"rank \d has not finished step 3 after \d+ s: at [a-z_/]+\.py:\d+ \w+, waiting in ",
+            first,
+        )
+        assert "last collectives:" in rest[0]
+        assert any("(done)" in line for line in rest), "earlier collectives are listed too"
+        assert "MainThread" in text or "most recent call first" in text
+        assert ("rank-00002" in name) == ("at tests/health/test_watchdog.py" in first), (
+            "only the hanging rank is inside this test's code"
+        )
+    others = [text.splitlines()[0] for name, text in files.items() if "rank-00002" not in name]
+    assert any(re.search(r"waiting in gloo:\w+ number \d+ of \w+, \[\[", line) for line in others)
+    (event,) = [event for event in read_events(tmp_path / "run") if event["event"] == "hang"]
+    assert event["step"] == 2
+
+
+def test_the_clock_rests_and_is_patient(data: Path, tmp_path: Path) -> None:
+    """The watchdog raises no alarm before a step was measured, while it rests, or if steps
+    regularly take that long; otherwise it does. The test advances a fake clock."""
+    config = load_config(
+        write_config(tmp_path, data, guard={"hang_factor": 3.0, "hang_seconds": 20.0}), []
+    )
+    now, alarms = [0.0], []
+    looks = threading.Semaphore(0)
+
+    def monotonic() -> float:
+        looks.release()
+        return now[0]
+
+    def pass_seconds(seconds: float) -> None:
+        """Advance the clock; return when the watchdog has read it twice."""
+        now[0] += seconds
+        while looks.acquire(blocking=False):
+            pass
+        assert looks.acquire(timeout=60)
+        assert looks.acquire(timeout=60)
+
+    with (
+        patch.object(
+            Watchdog,
+            "_give_up",
+            lambda self: (alarms.append(self._step), setattr(self, "_due", float("inf"))),
+        ),
+        patch.object(runtime.watchdog, "LOOK_SECONDS", 0.01),
+        patch.object(runtime.watchdog, "time", SimpleNamespace(monotonic=monotonic)),
+        patch.object(runtime.watchdog, "faulthandler", Mock()),
+        Watchdog(config) as watchdog,
+    ):
+        watchdog.step_done(1, None)
+        pass_seconds(1e6)
+        assert alarms == [], "no step was measured"
+        watchdog.step_done(2, 1.0)
+        pass_seconds(19.0)
+        assert alarms == []
+        with watchdog.resting():
+            pass_seconds(1e6)
+        assert alarms == [], "resting"
+        pass_seconds(19.0)
+        assert alarms == [], "the time counts from the end of the rest"
+        for step in range(3, 6):
+            watchdog.step_done(step, 100.0)
+        pass_seconds(290.0)
+        assert alarms == [], "steps take a hundred seconds"
+        pass_seconds(20.0)
+        assert alarms == [5]
+        for step in range(6, 16):
+            watchdog.step_done(step, 1.0)
+        pass_seconds(21.0)
+        assert alarms == [5, 15]
+
+
+def sleep_in_c(config: str) -> None:
+    """Hold Python's global lock, which stops all Python threads."""
+    runtime.watchdog.GRACE_SECONDS = 0.1
+    with Watchdog(load_config(config, [])) as watchdog:
+        watchdog.step_done(1, 0.01)
+        ctypes.PyDLL(None).sleep(1000)
+
+
+def test_native_code_that_never_returns(data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, guard={"hang_factor": 1.0, "hang_seconds": 0.1})
+    assert status(forked(tmp_path / "log", sleep_in_c, config)) == 1
+    said = (tmp_path / "log").read_text()
+    assert "Timeout" in said
+    assert "Current thread" in said or "most recent call first" in said
+
+
+def wait_here(started: threading.Event, go_on: threading.Event) -> None:
+    started.set()
+    go_on.wait()
+
+
+class WaitsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *events: threading.Event) -> torch.Tensor:
+        ctx.events = events
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        wait_here(*ctx.events)
+        return *grads, None, None
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["thread", "C++ thread"])
+def test_every_thread_is_named(named: bool) -> None:
+    """A backward that hangs in another thread than the main one, as on a GPU in autograd's: its
+    line is written too, after the main thread's. Control: the main thread's does not show it."""
+    started, go_on = threading.Event(), threading.Event()
+    y = WaitsInBackward.apply(torch.ones(1, requires_grad=True), started, go_on)
+
+    def backward() -> None:
+        y.backward()
+
+    if named:
+        thread = threading.Thread(target=backward, name="some thread")
+        thread.start()
+    else:  # not in threading's list, as a thread that C++ has started
+        _thread.start_new_thread(backward, ())
+    assert started.wait(60)
+    try:
+        with ThreadPoolExecutor(1) as watchdog:
+            main, *others = watchdog.submit(where_it_waits).result().split("; ")
+        assert re.match(r"at \S+/test_watchdog\.py:\d+ test_every_thread_is_named, waiting", main)
+        name = "some thread" if named else r"a C\+\+ thread \(autograd\)"
+        assert [
+            re.fullmatch(name + r" at \S+/test_watchdog\.py:\d+ wait_here", each) is not None
+            for each in others
+            if "wait_here" in each
+        ] == [True]
+        alone = innermost_line(sys._current_frames()[threading.main_thread().ident or 0])
+        assert "wait_here" not in alone
+    finally:
+        go_on.set()
+        if named:
+            thread.join()
+
+
+def test_a_collective_is_named(ranks: Ranks) -> None:
+    found = ranks.run(left_and_entered, 2)
+    assert "(done)" in found[0]
+    assert "gloo:all_reduce number" in found[0]
+    assert "[[3]] Float" in found[0]
+
+
+def left_and_entered() -> str:
+    dist.all_reduce(torch.ones(3))
+    deadline = time.monotonic() + 60
+    while (
+        "(done)" not in (line := runtime.watchdog.last_collectives()[-1])
+        and time.monotonic() < deadline
+    ):
+        time.sleep(0.01)  # gloo's thread may not have recorded it yet
+    return line

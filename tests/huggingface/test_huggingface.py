@@ -1,0 +1,322 @@
+"""Import and export of Hugging Face folders: our model computes the logits of transformers', and
+tensors survive a round trip bit for bit."""
+
+import json
+import shutil
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from errors import UserError
+from model.router import routers_of
+from model.transformer import Batch
+from proofs.ranks import Ranks
+from runtime.checkpoints.manifest import verify
+from tests.data_samples import flip_a_bit, tokenizer
+from tests.huggingface.huggingface_models import (
+    CASES,
+    SMALL,
+    VOCAB,
+    change,
+    load_whole,
+    make_model,
+    same_bits,
+    save,
+    stored,
+)
+from tests.runs import names, run, write_config
+from tools import export, import_hf
+from tools.huggingface.checkpoint_reader import CheckpointReader, newest
+from tools.huggingface.config import HuggingFaceConfig, parameters
+from tools.huggingface.tensor_files import INDEX, SINGLE, FolderTensors
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def their_logits(
+    folder: Path, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Tensor, list[Tensor]]:
+    """Logits [B, S, V] in float64, and the experts [B·S, k] that each layer with experts chooses.
+
+    Their code converts to float32 what should be more exact than bfloat16; that is float64 here.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    chosen: list[Tensor] = []
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    )
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(lambda *call: chosen.append(call[2][2]))
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
+        patch.setattr(Tensor, "float", Tensor.double)
+        rotary = model.model.rotary_emb
+        of_kind = ROPE_INIT_FUNCTIONS.get(rotary.rope_type, rotary.compute_default_rope_parameters)
+        rotary.inv_freq = of_kind(model.config)[0]
+        return model(tokens).logits, chosen
+
+
+def our_logits(
+    checkpoint: Path, tokens: Tensor, changes: dict[str, Any]
+) -> tuple[Tensor, list[Tensor]]:
+    """The same of the checkpoint's weights, on one rank."""
+    model = load_whole(checkpoint, torch.float64, changes)
+    chosen: list[Tensor] = []
+    for _, router in routers_of(model):
+        router.register_forward_hook(lambda *call: chosen.append(call[2][1].chosen))
+    positions = torch.arange(tokens.shape[1]).unsqueeze(1)
+    with torch.no_grad():
+        logits = model(None, Batch(tokens.T, None, positions)).transpose(0, 1).clone()
+    length, rows = tokens.T.shape
+    return logits, [c.unflatten(0, (length, rows)).transpose(0, 1).flatten(0, 1) for c in chosen]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.thorough) if "MoE" in case else case for case in CASES],
+)
+def test_round_trip(
+    ranks: Ranks, data: Path, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An imported model has the logits of transformers' and chooses the same experts. Exported
+    again, directly or after a run with a learning rate of zero, it has the same bits."""
+    trip = CASES[case]
+    hf = save(make_model(case), tmp_path / "hf", trip.file_size)
+    files = len(list(hf.glob("*.safetensors")))
+    assert files == 1 if trip.file_size == "1GB" else files > 2
+    checkpoint = tmp_path / "imported"
+    import_hf.import_hf(hf, checkpoint, file_bytes=150_000)
+    assert verify(checkpoint)
+
+    tokens = torch.randint(VOCAB, (2, 64), generator=torch.Generator().manual_seed(1))
+    theirs, they_chose = their_logits(hf, tokens, monkeypatch)
+    ours, we_chose = ranks.run(our_logits, 1, checkpoint, tokens, {})[0]
+    assert ours.dtype == theirs.dtype == torch.float64
+    assert (ours - theirs).abs().max() <= 1e-13 * theirs.abs().max()
+    assert theirs.std() > 0.1, "logits worth comparing"
+    wrong, _ = ranks.run(our_logits, 1, checkpoint, tokens, trip.control)[0]
+    assert (wrong - theirs).abs().max() > 1e-2, "control: a wrong setting must show"
+    assert len(we_chose) == len(they_chose)
+    assert bool(we_chose) == trip.has_experts
+    for mine, other in zip(we_chose, they_chose, strict=True):
+        assert torch.equal(mine.sort(1).values, other.sort(1).values)
+        assert len(other.unique()) > 2, "choices worth comparing"
+
+    sections = {
+        "model": import_hf.said(HuggingFaceConfig(hf).model),
+        "parallel": trip.layout,
+        "train": {"steps": 1},
+        "optimizer": {"lr": 0.0, "warmup_steps": 0},
+        "checkpoint": {"interval": 1, "load_weights_only": str(checkpoint)},
+    }
+    run(ranks, trip.world, write_config(tmp_path, data, **sections))
+    dtype = "bfloat16" if trip.dtype == torch.bfloat16 else "float32"
+    for name, saved in (("straight", checkpoint), ("trained", newest(tmp_path / "run"))):
+        out = tmp_path / name
+        export.export(saved, out, dtype, file_bytes=100_000)
+        assert same_bits(stored(out), stored(hf)), name
+        assert (out / INDEX).exists()
+        assert (out / "tokenizer.model").read_bytes() == tokenizer().model
+    again, _ = their_logits(out, tokens, monkeypatch)
+    assert torch.equal(again, theirs)
+    length = json.loads((out / "config.json").read_text())["max_position_embeddings"]
+    assert length == 32, "the sequence length of our run"
+
+
+def random_folder(folder: Path, family: str, config: dict[str, Any]) -> dict[str, Tensor]:
+    """Write a folder in the format of transformers 4, without its tensors; return them."""
+    change(folder, "config.json", architectures=[family], torch_dtype="float32", **config)
+    (folder / "tokenizer.model").write_bytes(tokenizer().model)
+    generator = torch.Generator().manual_seed(2)
+    wanted = parameters(HuggingFaceConfig(folder).model)
+    return {p.theirs: torch.randn(p.shape, generator=generator) for p in wanted}
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two files of tensors."""
+    folder = tmp_path_factory.mktemp("hf")
+    tensors = random_folder(folder, "LlamaForCausalLM", SMALL | {"rope_theta": 10_000.0})
+    half = len(tensors) // 2
+    file_of = {name: FIRST if i < half else SECOND for i, name in enumerate(tensors)}
+    for file in (FIRST, SECOND):
+        of_file = {name: tensor for name, tensor in tensors.items() if file_of[name] == file}
+        save_file(of_file, folder / file)
+    change(folder, INDEX, metadata={}, weight_map=file_of)
+    return folder
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+def change_tensors(
+    folder: Path, name: str, tensor: Tensor | None, index: str | None = None
+) -> None:
+    """Replace or remove the tensor `name` in the first file, and in the index set its file to
+    `index`, or remove its entry."""
+    tensors = load_file(folder / FIRST)
+    tensors.pop(name, None)
+    save_file(tensors if tensor is None else tensors | {name: tensor}, folder / FIRST)
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    weight_map.pop(name, None)
+    change(folder, INDEX, weight_map=weight_map if index is None else weight_map | {name: index})
+
+
+def only_pickles(folder: Path) -> None:
+    for file in [*folder.glob("*.safetensors"), folder / INDEX]:
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+
+
+EMBEDDING = "model.embed_tokens.weight"
+DAMAGE = {
+    "missing tensor": (lambda f: change_tensors(f, EMBEDDING, None), f"{EMBEDDING} is missing"),
+    "extra tensor": (
+        lambda f: change_tensors(f, "model.layers.0.self_attn.q_proj.bias", torch.zeros(64), FIRST),
+        "q_proj.bias is not a tensor",
+    ),
+    "extra tensor the index does not name": (lambda f: change_tensors(f, "x", torch.zeros(1)),
+                                             "x is not a tensor"),
+    "other shape": (lambda f: change_tensors(f, EMBEDDING, torch.zeros(VOCAB, 32), FIRST),
+                    f"(800, 32), but by config.json it has ({VOCAB}"),
+    "codes": (
+        lambda f: change_tensors(f, EMBEDDING, torch.zeros(VOCAB, 64, dtype=torch.int8), FIRST),
+        "has dtype I8",
+    ),
+    "index that lies": (lambda f: change_tensors(f, EMBEDDING, None, FIRST),
+                        f"has no tensor {EMBEDDING}"),
+    "index that leaves": (lambda f: change_tensors(f, EMBEDDING, None, "../secret.safetensors"),
+                          "has no weight_map"),
+    "truncated": (lambda f: (f / FIRST).write_bytes((f / FIRST).read_bytes()[:-1]),
+                  "is not a readable safetensors file"),
+    "missing file": (lambda f: (f / FIRST).unlink(), "is not a readable safetensors file"),
+    "pickles": (only_pickles, "pytorch_model.bin would have to be unpickled"),
+    "no config": (lambda f: (f / "config.json").unlink(), "cannot be read"),
+    "config that is no JSON": (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
+    "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(),
+                     "neither tokenizer.model nor tokenizer.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_folder_that_is_not_whole_is_refused(
+    hf: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture
+) -> None:
+    damage, said = DAMAGE[name]
+    copy = Path(shutil.copytree(hf, tmp_path / "copy"))
+    damage(copy)
+    assert import_hf.main(["--hf", str(copy), "--out", str(tmp_path / "new" / "out")]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "remedy: " in error
+    assert not (tmp_path / "new").exists(), "nothing is written"
+
+
+def test_what_older_folders_have_beside_is_left_out(hf: Path, tmp_path: Path) -> None:
+    """Import ignores the rotary frequencies and the copy of a tied head that older folders store as
+    tensors. A head that differs from the embedding is refused."""
+    folder = Path(shutil.copytree(hf, tmp_path / "copy"))
+    change_tensors(folder, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(8), FIRST)
+    change(folder, "config.json", tie_word_embeddings=True)
+    with pytest.raises(UserError, match=r"lm_head\.weight is not a tensor of this model"):
+        import_hf.import_hf(folder, tmp_path / "out")
+    change_tensors(folder, EMBEDDING, FolderTensors(folder).tensor("lm_head.weight").clone(), FIRST)
+    assert import_hf.import_hf(folder, tmp_path / "out").tie_embeddings
+    assert "head.weight" not in CheckpointReader(tmp_path / "out").weights()
+
+
+def test_commands(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The commands import and export, print what they did, overwrite nothing and leave nothing
+    incomplete."""
+    imported, out = tmp_path / "imported", tmp_path / "out"
+    assert import_hf.main(["--hf", str(hf), "--out", str(imported)]) == 0
+    said = capsys.readouterr()
+    assert f"checkpoint.load_weights_only={imported}" in said.out
+    assert said.err == "", "no progress bar where there is no terminal"
+    assert "num_kv_heads: 2" in (imported / "model.yaml").read_text()
+    assert export.main(["--checkpoint", str(imported), "--out", str(out)]) == 0
+    assert SINGLE in capsys.readouterr().out
+    assert same_bits(stored(out), stored(hf))
+    stated = json.loads((out / "config.json").read_text())
+    assert stated["max_position_embeddings"] == SMALL["max_position_embeddings"]
+    ends = json.loads((out / "generation_config.json").read_text())
+    assert ends == {"bos_token_id": 1, "eos_token_id": 2}
+    assert import_hf.main(["--hf", str(hf), "--out", str(out)]) == 2
+    assert "--out = " in capsys.readouterr().err
+    assert export.main(["--checkpoint", str(imported), "--out", str(out)]) == 2
+    assert "--out = " in capsys.readouterr().err
+    assert export.main(["--checkpoint", str(tmp_path), "--out", str(tmp_path / "none")]) == 2
+    assert "holds no complete checkpoint" in capsys.readouterr().err
+    flip_a_bit(imported / SINGLE)
+    assert export.main(["--checkpoint", str(imported), "--out", str(tmp_path / "none")]) == 2
+    assert "sha256 differs" in capsys.readouterr().err
+    assert names(tmp_path) == ["imported", "out"]
+
+
+def test_experts_of_different_dtypes_are_refused(tmp_path: Path) -> None:
+    """Our tensor of all experts has one dtype."""
+    tensors = random_folder(tmp_path, "MixtralForCausalLM", CASES["Mixtral"].config)
+    name = "model.layers.2.block_sparse_moe.experts.5.w3.weight"
+    tensors[name] = tensors[name].bfloat16()
+    save_file(tensors, tmp_path / SINGLE)
+    with pytest.raises(UserError, match=f"{name} has another dtype"):
+        import_hf.import_hf(tmp_path, tmp_path / "out")
+
+
+def test_one_expert_is_read_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export reads no tensor of all experts at once, of whatever pieces it consists."""
+    tensors = random_folder(tmp_path, "MixtralForCausalLM", CASES["Mixtral"].config)
+    save_file(tensors, tmp_path / SINGLE)
+    import_hf.import_hf(tmp_path, tmp_path / "imported")
+    sizes, original = [], CheckpointReader.weight
+
+    def watched(self: CheckpointReader, *arguments: Any) -> Tensor:
+        found = original(self, *arguments)
+        sizes.append(found.ndim)
+        return found
+
+    monkeypatch.setattr(CheckpointReader, "weight", watched)
+    export.export(tmp_path / "imported", tmp_path / "out")
+    assert max(sizes) == 2
+    assert same_bits(stored(tmp_path / "out"), tensors)
+
+
+def test_the_model_is_never_whole_in_memory(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Conversion never holds more than the tensors of one file and one more. Control: with a single
+    file it holds all of them."""
+    alive: dict[int, tuple[weakref.ref, int]] = {}
+    most = 0
+
+    def watched(original: Any) -> Any:
+        def load(*args: Any) -> Tensor:
+            nonlocal most
+            tensor = original(*args)
+            alive[len(alive)] = weakref.ref(tensor), tensor.nbytes
+            most = max(most, sum(size for ref, size in alive.values() if ref() is not None))
+            return tensor
+
+        return load
+
+    monkeypatch.setattr(FolderTensors, "tensor", watched(FolderTensors.tensor))
+    monkeypatch.setattr(CheckpointReader, "weight", watched(CheckpointReader.weight))
+    whole = sum(tensor.nbytes for tensor in stored(hf).values())
+    largest, size = VOCAB * 64 * 4, 60_000
+    for convert, given in ((import_hf.import_hf, hf), (export.export, tmp_path / "imported")):
+        name = "imported" if given == hf else "exported"
+        most = 0
+        convert(given, tmp_path / name, file_bytes=size)
+        assert 0 < most <= size + largest < whole / 2
+        most = 0
+        convert(given, tmp_path / f"{name} in one", file_bytes=whole)
+        assert most == whole

@@ -1,0 +1,202 @@
+"""What several files of a Hugging Face folder state must agree; stop tokens and the rest of
+generation_config.json survive import and export."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from data.prepare import prepare
+from data.tokenizer import JSON, MODEL, Tokenizer
+from errors import UserError
+from proofs.ranks import Ranks
+from tests.data_samples import MANY, tokenizer
+from tests.huggingface.huggingface_models import SCALED, SMALL, change
+from tools import export
+from tools.generate.load_model import load_model
+from tools.huggingface import checkpoint_reader
+from tools.huggingface.agreement import GENERATION, ends, generation_config
+from tools.huggingface.config import HuggingFaceConfig, parameters
+from tools.huggingface.tokenizer import huggingface_files
+from tools.import_hf import import_hf
+
+END = tokenizer().vocab_size  # <|im_end|>, a token that was added beside tokenizer.model
+CONFIG = SMALL | {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1,
+    "vocab_size": END + 1, "rope_theta": 10_000.0, "bos_token_id": 1, "eos_token_id": END,
+}  # fmt: skip
+STATED = {"eos_token_id": [END, 2], "bos_token_id": 1, "pad_token_id": 0, "temperature": 0.6,
+          "do_sample": True}  # fmt: skip
+
+
+def build(folder: Path, **config: Any) -> Path:
+    """A model for chats, as many are published: it ends a turn by a token that it added."""
+    folder.mkdir()
+    change(folder, "config.json", **CONFIG | config)
+    change(folder, GENERATION, **STATED)
+    change(folder, "added_tokens.json", **{"<|im_end|>": END})
+    change(folder, "tokenizer_config.json", chat_template="{{ messages }}", bos_token="<s>")
+    (folder / MODEL).write_bytes(tokenizer().model)
+    wanted = parameters(HuggingFaceConfig(folder).model)
+    save_file({p.theirs: torch.zeros(p.shape) for p in wanted}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Path:
+    return build(tmp_path / "chat")
+
+
+def stops(folders: list[Path]) -> list[set[int]]:
+    return [set(load_model(folder, torch.float32, "cpu").stop) for folder in folders]
+
+
+def test_generation_stops_where_the_folder_says_after_import_and_export(
+    chat: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Also of a model that was trained further, whose tokenizer comes with its data."""
+    from transformers import GenerationConfig
+
+    imported, out = tmp_path / "imported", tmp_path / "out"
+    import_hf(chat, imported)
+    export.export(imported, out)
+    assert json.loads((out / GENERATION).read_text()) == STATED
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == [END, 2]
+    for file in ("added_tokens.json", MODEL):
+        assert (out / file).read_bytes() == (chat / file).read_bytes()
+    told = [json.loads((folder / "tokenizer_config.json").read_text()) for folder in (chat, out)]
+    assert told[0].items() <= told[1].items()
+    theirs = [GenerationConfig.from_pretrained(folder) for folder in (chat, out)]
+    assert theirs[0].to_dict() == theirs[1].to_dict()
+    assert ranks.run(stops, 1, [chat, imported, out]) == [[{END, 2}] * 3]
+    prepare(MANY, Tokenizer.load(imported), tmp_path / "data")
+    of_data = Tokenizer.load(tmp_path / "data")
+    assert ends(generation_config(tmp_path / "data", of_data, END + 1)) == [END, 2]
+
+
+def test_config_json_says_what_generation_config_does_not(chat: Path, tmp_path: Path) -> None:
+    (chat / GENERATION).unlink()
+    change(chat, "config.json", eos_token_id=[2, END], pad_token_id=0)
+    change(chat, "tokenizer_config.json", added_tokens_decoder=None)
+    import_hf(chat, tmp_path / "imported")
+    expected = {"bos_token_id": 1, "eos_token_id": [2, END], "pad_token_id": 0}
+    assert json.loads((tmp_path / "imported" / GENERATION).read_text()) == expected
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_what_llama_cpp_does_not_read_is_said(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture
+) -> None:
+    architecture = f"{kind.capitalize()}ForCausalLM"
+    hf = build(tmp_path / "hf", architectures=[architecture], model_type=kind, head_dim=8)
+    import_hf(hf, tmp_path / "imported")
+    command = ["--checkpoint", str(tmp_path / "imported"), "--out", str(tmp_path / "out")]
+    assert export.main(command) == 0
+    assert ("--override-kv" in capsys.readouterr().out) == (kind == "qwen3")
+
+
+def other_tokenizer_json() -> dict[str, Any]:
+    made = json.loads(huggingface_files(tokenizer(), 32)[JSON])
+    vocab = made["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    return made
+
+
+SLOWER = SCALED | {"factor": 4.0, "rope_theta": 1e4}
+MODEL_CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+# what disagrees → changed fields by file, and what the message says
+DISAGREE: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
+    "eos of the two": ({MODEL_CONFIG: {"eos_token_id": 5}},
+                       ["config.json: eos_token_id = 5", f"{GENERATION} in", f"[{END}, 2]"]),
+    "eos of the tokenizer": ({GENERATION: {"eos_token_id": END}},
+                             [f"eos_token_id = {END}: its tokenizer says 2"]),
+    "bos of the two": ({GENERATION: {"bos_token_id": 5}},
+                       ["config.json: bos_token_id = 1", "says 5"]),
+    "bos of the tokenizer": ({GENERATION: {"bos_token_id": 5}, MODEL_CONFIG: {"bos_token_id": 5}},
+                             ["bos_token_id = 5: its tokenizer says 1"]),
+    "eos without a row": ({GENERATION: {"eos_token_id": [END, 2, END + 1]}},
+                          [f"vocabulary has {END + 1} tokens"]),
+    "one eos without a row": (
+        {GENERATION: {"eos_token_id": [2, 99_999]}, MODEL_CONFIG: {"eos_token_id": 2}},
+        [f"{GENERATION}: eos_token_id = 99999: the model's vocabulary has"]),
+    "eos that is a text": ({GENERATION: {"eos_token_id": "</s>"}},
+                           ["eos_token_id = '</s>': it must be the id"]),
+    "eos by name": ({TOKENIZER_CONFIG: {"eos_token": "<|im_end|>"}},
+                    ["eos_token is '</s>', and tokenizer_config.json beside it names '<|im_end|>'",
+                     "--tokenizer PATH"]),
+    "bos in two files": ({"special_tokens_map.json": {"bos_token": "<bos>"}},
+                         ["bos_token is '<s>', and special_tokens_map.json beside",
+                          "names '<bos>'"]),
+    "an added token": ({"added_tokens.json": {"<|im_end|>": 2}},
+                       ["added_tokens.json: token 2 = '<|im_end|>'",
+                        "tokenizer.model says '</s>'"]),
+    "added tokens of another form": (
+        {TOKENIZER_CONFIG: {"added_tokens_decoder": {"0": "<s>"}}},
+        ["tokenizer_config.json: added_tokens_decoder = {'0': '<s>'}: it must be"]),
+    "two added tokens": (
+        {TOKENIZER_CONFIG: {"added_tokens_decoder": {str(END + 1): {"content": "<|im_end|>"}}}},
+        [f"token {END + 1} = '<|im_end|>': added_tokens.json says {END}"]),
+    "tokenizer.json": ({JSON: other_tokenizer_json()}, [f"{JSON}: token ", f"{MODEL} says "]),
+    "theta": ({MODEL_CONFIG: {"rope_parameters": {"rope_theta": 5e5}}},
+              ["rope_theta = 10000.0: rope_parameters says 500000.0"]),
+    "scaling": ({MODEL_CONFIG: {"rope_scaling": SCALED, "rope_parameters": SLOWER}},
+                ["rope_scaling = ", "'factor': 8.0", "rope_parameters says", "'factor': 4.0"]),
+    "model_type": ({MODEL_CONFIG: {"model_type": "qwen3"}},
+                   ["model_type = 'qwen3': architectures says 'llama'"]),
+    "dtype": ({MODEL_CONFIG: {"torch_dtype": "float32", "dtype": "bfloat16"}},
+              ["torch_dtype = 'float32': dtype says 'bfloat16'"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DISAGREE)
+def test_files_that_disagree_are_refused(chat: Path, tmp_path: Path, name: str) -> None:
+    changes, said = DISAGREE[name]
+    for file, fields in changes.items():
+        change(chat, file, **fields)
+    with pytest.raises(UserError) as refused:
+        import_hf(chat, tmp_path / "out")
+    for each in said:
+        assert each in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_s_own_files_are_not_compared(
+    chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no other ones. What cannot be read is refused by the option that names it."""
+    imported = tmp_path / "imported"
+    import_hf(chat, imported)
+    monkeypatch.setattr(checkpoint_reader, "verify_checkpoint", lambda folder: None)
+    change(imported, "special_tokens_map.json", eos_token="<|im_end|>")
+    export.export(imported, tmp_path / "out")
+    broken = (imported / GENERATION).read_text().replace("{", "x", 1)  # of the same size
+    (imported / GENERATION).write_text(broken)
+    assert export.main(["--checkpoint", str(imported), "--out", str(tmp_path / "other")]) == 2
+    said = capsys.readouterr().err
+    assert f"--checkpoint = '{imported / GENERATION}': it is not JSON" in said
+    assert "data.path" in said
+    assert "safetensors" not in said
+
+
+def test_a_refused_tokenizer_may_be_given_by_itself(chat: Path, tmp_path: Path) -> None:
+    """Both remedies for two names of eos work."""
+    change(chat, "tokenizer_config.json", eos_token="<|im_end|>")
+    shutil.copy(chat / MODEL, tmp_path / "base.model")
+    import_hf(chat, tmp_path / "by model", tokenizer_path=tmp_path / "base.model")
+    assert Tokenizer.load(tmp_path / "by model").eos_id == 2
+    made = json.loads(huggingface_files(tokenizer(), 32)[JSON])
+    added = made["added_tokens"][-1] | {"id": END, "content": "<|im_end|>"}
+    made["added_tokens"].append(added)
+    (chat / JSON).write_text(json.dumps(made))
+    import_hf(chat, tmp_path / "by json", tokenizer_path=chat / JSON)
+    loaded = Tokenizer.load(tmp_path / "by json")
+    assert (loaded.eos_id, loaded.vocab_size) == (END, END + 1)
+    assert loaded.encode("x<|im_end|></s>") == tokenizer().encode("x<|im_end|></s>")
+    for name in ("by model", "by json"):
+        export.export(tmp_path / name, tmp_path / f"{name}, exported")
+        stated = json.loads((tmp_path / f"{name}, exported" / GENERATION).read_text())
+        assert stated == STATED

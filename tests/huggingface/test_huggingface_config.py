@@ -1,0 +1,246 @@
+"""config.json: published ones are read correctly, written ones read back, and unsupported models
+refused."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from errors import UserError
+from model.config import ModelConfig
+from model.transformer import num_parameters
+from tests.huggingface import huggingface_models
+from tools.huggingface.config import HuggingFaceConfig, config_json, parameters
+from tools.huggingface.families import LACKS
+
+SMALL = huggingface_models.SMALL | {"architectures": ["LlamaForCausalLM"]}
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
+MIXTRAL = huggingface_models.CASES["Mixtral"].config | {"architectures": ["MixtralForCausalLM"]}
+QWEN_MOE = huggingface_models.CASES["Qwen3-MoE, a dense layer"].config | {
+    "architectures": ["Qwen3MoeForCausalLM"]
+}
+# model → (published configuration, number of parameters)
+LLAMA31 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama 2 7B": (
+        {"architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
+         "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+         "rms_norm_eps": 1e-05, "rope_scaling": None, "vocab_size": 32000},
+        6_738_415_616,
+    ),
+    "Llama 3.1 8B": (
+        {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_size": 4096,
+         "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False,
+         "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+         "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+         "rope_scaling": LLAMA31 | {"original_max_position_embeddings": 8192},
+         "rope_theta": 500000.0, "vocab_size": 128256},
+        8_030_261_248,
+    ),
+    "Llama 3.2 1B": (
+        {"architectures": ["LlamaForCausalLM"], "head_dim": 64, "hidden_size": 2048,
+         "intermediate_size": 8192, "max_position_embeddings": 131072, "num_attention_heads": 32,
+         "num_hidden_layers": 16, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+         # as version 5 of transformers writes it
+         "rope_parameters": LLAMA31 | {"factor": 32.0, "original_max_position_embeddings": 8192,
+                                       "rope_theta": 500000.0},
+         "tie_word_embeddings": True, "vocab_size": 128256},
+        1_235_814_400,
+    ),
+    "Qwen3 0.6B": (
+        {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128,
+         "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960,
+         "max_window_layers": 28, "num_attention_heads": 16, "num_hidden_layers": 28,
+         "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None,
+         "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+         "use_sliding_window": False, "vocab_size": 151936},
+        596_049_920,
+    ),
+    "Mixtral 8x7B": (
+        {"architectures": ["MixtralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096,
+         "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
+         "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
+         "num_local_experts": 8, "output_router_logits": False, "rms_norm_eps": 1e-05,
+         "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
+         "tie_word_embeddings": False, "vocab_size": 32000},
+        46_702_792_704,
+    ),
+    "Qwen3 30B-A3B": (
+        {"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False,
+         "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+         "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+         "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
+         "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+         "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False,
+         "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0,
+         "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
+         "use_sliding_window": False, "vocab_size": 151936},
+        30_532_122_624,
+    ),
+}  # fmt: skip
+
+
+def read(folder: Path, content: dict[str, Any]) -> HuggingFaceConfig:
+    (folder / "config.json").write_text(json.dumps(content))
+    return HuggingFaceConfig(folder)
+
+
+def written(model: ModelConfig, max_length: int = 128) -> dict[str, Any]:
+    return config_json(model, dtype="float32", max_length=max_length)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations(tmp_path: Path, name: str) -> None:
+    """Published configurations give the right number of parameters, by formula and by the table of
+    tensors. The config.json that we write for them reads back the same."""
+    content, count = PUBLISHED[name]
+    found = read(tmp_path, content)
+    assert num_parameters(found.model) == count
+    assert sum(torch.Size(p.shape).numel() for p in parameters(found.model)) == count
+    again = read(tmp_path, written(found.model, found.max_length))
+    assert (again.model, again.max_length) == (found.model, found.max_length)
+
+
+@pytest.mark.parametrize("name", ["Mixtral 8x7B", "Qwen3 30B-A3B"])
+def test_what_is_written_says_what_was_published(tmp_path: Path, name: str) -> None:
+    content, _ = PUBLISHED[name]
+    ours = written(read(tmp_path, content).model, content["max_position_embeddings"])
+    assert {key: ours.get(key, content[key]) for key in content} == content
+
+
+def test_versions_of_transformers_say_rope_alike(tmp_path: Path) -> None:
+    content, _ = PUBLISHED["Llama 3.1 8B"]
+    old = {key: value for key, value in content.items() if not key.startswith("rope")}
+    scaling, theta = content["rope_scaling"], content["rope_theta"]
+    older = {"type": "llama3", **{k: v for k, v in scaling.items() if k != "rope_type"}}
+    ropes: list[dict[str, Any]] = [
+        {"rope_scaling": scaling, "rope_theta": theta},
+        {"rope_parameters": scaling | {"rope_theta": theta}},
+        {"rope_scaling": older, "rope_theta": int(theta)},
+    ]
+    models = [read(tmp_path, old | rope).model for rope in ropes]
+    assert models == models[:1] * 3
+    assert models[0].rope_scaling == (8.0, 1.0, 4.0, 8192)
+    assert read(tmp_path, old).model.rope_theta == 10_000.0
+
+
+DENSE = {
+    "none": ([], 1, {"feed_forward": "experts", "num_dense_layers": 0}),
+    "the first": ([0, 1], 1, {"feed_forward": "experts", "num_dense_layers": 2}),
+    "the first, by the step": ([], 4, {"feed_forward": "experts", "num_dense_layers": 3}),
+    "every second": ([], 2, {"feed_forward": ("swiglu", "experts")}),
+    "said in both ways": ([3], 2, {"feed_forward": ("swiglu", "experts", "swiglu")}),
+    "one in the middle": ([1], 1, {"feed_forward": ("experts", "swiglu", "experts")}),
+    "all": ([0, 1, 2, 3], 1, {"feed_forward": "swiglu", "num_experts": 0}),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_which_layers_are_dense(tmp_path: Path, name: str) -> None:
+    """The layers with experts are those that transformers makes, and our config.json names them
+    again."""
+    dense, step, expected = DENSE[name]
+    content = QWEN_MOE | {"mlp_only_layers": dense, "decoder_sparse_step": step}
+    model = read(tmp_path, content).model
+    assert {key: getattr(model, key) for key in expected} == expected
+    theirs = [(i + 1) % step == 0 and i not in dense for i in range(4)]
+    assert [model.feed_forward_of(i) == "experts" for i in range(4)] == theirs
+    assert read(tmp_path, written(model)).model == model
+
+
+def test_what_older_and_newer_files_leave_out(tmp_path: Path) -> None:
+    """Missing keys have the defaults of transformers, and both names of num_experts are read."""
+    newer = QWEN_MOE | {"num_local_experts": QWEN_MOE["num_experts"]}
+    del newer["num_experts"]
+    assert read(tmp_path, newer).model == read(tmp_path, QWEN_MOE).model
+    left_out = {"num_experts", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size"}
+    model = read(tmp_path, {key: QWEN_MOE[key] for key in QWEN_MOE.keys() - left_out}).model
+    found = model.num_experts, model.experts_per_token, model.router, model.expert_ffn_dim
+    assert found == (128, 8, "softmax", 768)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a new family": ({"architectures": ["NewForCausalLM"]},
+     "architectures = ['NewForCausalLM']: only LlamaForCausalLM, "),
+    "no name": ({"architectures": [["Llama"]]}, "architectures = [['Llama']]"),
+    "none": ({"architectures": None}, "architectures = None"),
+    "bias": ({"attention_bias": True}, "attention_bias = True"),
+    "bias of the feed-forward": ({"mlp_bias": True}, "mlp_bias = True"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}"),
+    "its own code": ({"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "auto_map = "),
+    "linear rope": ({"rope_scaling": {"type": "linear", "factor": 2.0}},
+     "rope_scaling = {'type': 'linear'"),
+    "yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+     "rope_parameters = {'rope_type': 'yarn'"),
+    "half rotated": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    "half rotated, newer": ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+     "rope_parameters = "),
+    "by layer": ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+     "rope_parameters = "),
+    "window": (MISTRAL | {"sliding_window": 64}, "sliding_window = 64"),
+    "window by default": (MISTRAL | {"max_position_embeddings": 8192}, "sliding_window = 4096"),
+    "window of Qwen3": ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True,
+                         "sliding_window": 64}, "sliding_window = 64"),
+    "layers of kinds": ({"layer_types": ["full_attention", "sliding_attention"] * 2},
+     "layer_types = "),
+    "missing": ({"hidden_size": None}, "hidden_size = None"),
+    "text for a number": ({"vocab_size": "800"}, "vocab_size = '800'"),
+    "half a scaling": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+     "rope_scaling.low_freq_factor = None"),
+    "heads": ({"num_key_value_heads": 3}, "model.num_kv_heads = 3"),
+    "window of Mixtral": (MIXTRAL | {"sliding_window": 64}, "sliding_window = 64"),
+    "no experts": (MIXTRAL | {"num_local_experts": 0}, "model.num_experts = 0"),
+    "too many chosen": (MIXTRAL | {"num_experts_per_tok": 9}, "model.experts_per_token = 9"),
+    "text for a number of experts": (MIXTRAL | {"num_local_experts": "8"},
+     "num_local_experts = '8'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *LACKS])
+def test_what_would_be_another_model_is_refused(tmp_path: Path, name: str) -> None:
+    """`LACKS` says of a family that is known what it has and ours lack."""
+    change, said = REFUSED.get(name) or ({"architectures": [name]}, LACKS[name])
+    with pytest.raises(UserError) as refusal:
+        read(tmp_path, SMALL | change)
+    assert said in str(refusal.value)
+    assert "remedy: " in str(refusal.value)
+
+
+NOT_EXPORTED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "bias": ({"router": "sigmoid_bias"}, "model.router", "router=softmax_renormalised"),
+    "shared": ({"num_shared_experts": 1}, "model.num_shared_experts", "num_shared_experts=0"),
+    "scaled": ({"router_scale": 2.5}, "model.router_scale", "router_scale=1.0"),
+    "softmax": ({"router": "softmax", "qk_norm": False}, "model.router", "qk_norm=true"),
+    "dense": ({"num_dense_layers": 1, "qk_norm": False}, "model.num_dense_layers", "qk_norm=true"),
+    "mixed": ({"feed_forward": ("swiglu", "experts"), "qk_norm": False}, "model.feed_forward",
+              "qk_norm=true"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_EXPORTED)
+def test_what_their_models_lack_is_not_exported(tmp_path: Path, name: str) -> None:
+    """Control: without the change, the model is exported, and keys of training are free."""
+    changes, key, remedy = NOT_EXPORTED[name]
+    model = dataclasses.replace(read(tmp_path, QWEN_MOE).model, num_dense_layers=0)
+    free = {"router_aux_weight": 0.5, "router_z_weight": 0.5}
+    assert parameters(dataclasses.replace(model, **free)) == parameters(model)
+    for refuse in (parameters, written):
+        with pytest.raises(UserError) as refusal:
+            refuse(dataclasses.replace(model, **changes))
+        assert refusal.value.key == key
+        assert remedy in refusal.value.remedy
+
+
+def test_a_window_that_hides_nothing_is_none(tmp_path: Path) -> None:
+    assert read(tmp_path, SMALL | MISTRAL | {"sliding_window": 128}).max_length == 128
+
+
+def test_known_families_are_those_of_transformers() -> None:
+    """A family's name is the class of transformers."""
+    import transformers
+
+    assert [name for name in LACKS if not hasattr(transformers, name)] == []

@@ -1,0 +1,181 @@
+"""Every kernel moves exactly as many bytes as its file states, including the small terms.
+
+Tensors have T rows of D elements in bfloat16 unless stated otherwise. A program's repeated loads
+are served by a cache; they are counted separately, and explained where they occur.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.kernels import adamw as adamw_file
+from model.kernels import backend, gradient_norm
+from model.kernels.adamw import Location, Rates, adamw
+from model.kernels.cross_entropy import gradient_over_logits_, merge, statistics
+from model.kernels.gradient_norm import square_sum
+from model.kernels.rms_norm import add_rms_norm, rms_norm
+from model.kernels.rotary import rotate
+from model.kernels.swiglu import swiglu
+from model.kernels.weighted_swiglu import weighted_swiglu
+from tests.kernels.interpreter_counter import Launch, counted
+
+pytestmark = pytest.mark.skipif(not backend.INTERPRETED, reason="needs Triton's interpreter")
+
+BF16 = torch.bfloat16
+
+
+def tensor(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape).to(dtype).requires_grad_()
+
+
+def launches_of(operation: Callable[..., object], *arguments: Any) -> list[Launch]:
+    with counted() as launches:
+        operation(*arguments)
+    return launches
+
+
+def forward_and_backward(
+    operation: Callable[..., Tensor | tuple[Tensor, ...]], inputs: list[Tensor], *options: Any
+) -> list[Launch]:
+    """The launches of an operation by Triton, and of its backward to all inputs."""
+
+    def both() -> None:
+        y = operation(*inputs, *options, "triton")
+        outputs = (y,) if isinstance(y, Tensor) else y
+        torch.autograd.grad(outputs, inputs, [torch.ones_like(output) for output in outputs])
+
+    return launches_of(both)
+
+
+def moved(launch: Launch) -> int:
+    assert launch.stored_again == 0
+    return launch.loaded + launch.stored
+
+
+# D = 96 has a block that is not full, and rows that do not fill the last tile.
+@pytest.mark.parametrize(("rows", "width"), [(16, 1024), (9, 4096), (50, 96)])
+@pytest.mark.parametrize("add", [False, True])
+def test_norm(rows: int, width: int, add: bool) -> None:
+    x, weight = tensor(rows, width), tensor(width)
+    if add:
+        inputs = [x, tensor(rows, width), weight]
+        forward, backward = forward_and_backward(add_rms_norm, inputs, 1e-5)
+    else:
+        forward, backward = forward_and_backward(rms_norm, [x, weight], 1e-5)
+    elements, weights, rstd = rows * width, 2 * width, 4 * rows
+    assert moved(forward) == (8 if add else 4) * elements + weights + rstd
+    sums = 4 * width * backward.programs
+    assert moved(backward) == (8 if add else 6) * elements + weights + rstd + sums
+    assert forward.loaded_again == 0
+    tiles = backend.cdiv(rows, backend.rows_at_once(backend.next_power_of_2(width)))
+    # the weight, once for each tile of a program after the first
+    assert backward.loaded_again == weights * (tiles - backward.programs)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (3, 1, 24)])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rotary(heads: int, kv_heads: int, head_dim: int, in_place: bool) -> None:
+    tokens = 10
+    q, k = tensor(tokens // 2, 2, heads, head_dim), tensor(tokens // 2, 2, kv_heads, head_dim)
+    cos, sin = torch.randn(2, tokens // 2, 2, 1, head_dim // 2)
+    if in_place:
+        with torch.no_grad():
+            launches = launches_of(rotate, q, k, cos, sin, "triton")
+    else:
+        launches = forward_and_backward(
+            lambda q, k, kernels: rotate(q, k, cos, sin, kernels), [q, k]
+        )
+    elements = tokens * (heads + kv_heads) * head_dim
+    for launch in launches:
+        assert moved(launch) == 4 * elements + 4 * elements // (heads + kv_heads)
+        assert launch.loaded_again == 0
+
+
+@pytest.mark.parametrize("width", [96, 3000])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_swiglu(weighted: bool, width: int) -> None:
+    inputs, per_row = [tensor(7, width), tensor(7, width)], 0
+    if weighted:
+        inputs, per_row = [*inputs, tensor(7, dtype=torch.float32)], 4
+    operation = weighted_swiglu if weighted else swiglu
+    forward, backward = forward_and_backward(operation, inputs)
+    assert moved(forward) == 6 * 7 * width + per_row * 7
+    assert moved(backward) == 10 * 7 * width + 2 * per_row * 7
+    assert forward.loaded_again == backward.loaded_again == 0
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(9, 512), (3, 10_000)])
+def test_cross_entropy(tokens: int, width: int) -> None:
+    logits, targets = tensor(tokens, width).detach(), torch.arange(tokens)
+    (found,) = launches_of(statistics, logits, targets, 0, "triton")
+    assert moved(found) == 2 * logits.numel() + 20 * tokens
+    assert found.loaded_again == 2 * tokens  # the target's logit
+    row = merge(statistics(logits, targets, 0, "triton").unsqueeze(0))
+    about = logits, targets, row, torch.ones(()), 0, 1e-4, "triton"
+    (found,) = launches_of(gradient_over_logits_, *about)
+    # per token a target and two statistics; and the scale
+    assert moved(found) == 4 * logits.numel() + 16 * tokens + 4
+    assert found.loaded_again == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "per_parameter", "fields", "scalars"), [(torch.float32, 28, 6, 4), (BF16, 14, 10, 5)]
+)
+def test_adamw(dtype: torch.dtype, per_parameter: int, fields: int, scalars: int) -> None:
+    sizes = [5000, 3]
+    p, g, m, v = ([torch.rand(size).to(dtype) for size in sizes] for _ in range(4))
+    locations = [Location(1, 0, size, size) for size in sizes]
+    norm, rates = torch.ones((), dtype=torch.float64), Rates(1e-3, (0.9, 0.95), 1e-8, 1.0)
+    about = p, g, m, v, [0.1, 0.0], locations, torch.zeros(()), norm, rates, "triton"
+    (found,) = launches_of(adamw, *about)
+    blocks = sum(backend.cdiv(size, adamw_file.BLOCK) for size in sizes)
+    table = 8 * blocks + 8 * fields * len(sizes) + 8 * scalars
+    assert moved(found) == per_parameter * sum(sizes) + table
+    assert found.loaded_again == 0
+
+
+@pytest.mark.parametrize(("dtype", "per_element"), [(torch.float32, 4), (BF16, 2)])
+def test_gradient_norm(dtype: torch.dtype, per_element: int) -> None:
+    sizes = [20_000, 7]
+    gradients = [torch.rand(size).to(dtype) for size in sizes]
+    squares, total = launches_of(square_sum, gradients, [1, 2], "triton")
+    blocks = sum(backend.cdiv(size, gradient_norm.BLOCK) for size in sizes)
+    assert moved(squares) == per_element * sum(sizes) + (8 + 8) * blocks + 8 * 3 * len(sizes)
+    assert moved(total) == 8 * blocks + 8
+    assert squares.loaded_again == total.loaded_again == 0
+
+
+@pytest.mark.parametrize(
+    ("waste", "expected"),
+    [
+        ("nothing", Launch("copy", 2, 400, 400, 0, 0)),
+        ("another tensor", Launch("copy", 2, 800, 400, 0, 0)),
+        ("a load again", Launch("copy", 2, 400, 400, 400, 0)),
+        ("a store again", Launch("copy", 2, 400, 400, 0, 2 * 8 * 4)),
+    ],
+)
+def test_wasteful_kernels_are_found(
+    monkeypatch: pytest.MonkeyPatch, waste: str, expected: Launch
+) -> None:
+    # Controls: the counter finds additional loads, repeated loads and repeated stores.
+    import triton
+    import triton.language as tl
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when a kernel is defined
+
+    @triton.jit
+    def copy(X, OTHER, Y, n, WASTE: tl.constexpr, BLOCK: tl.constexpr):
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(X + i, mask=i < n)
+        if WASTE == "another tensor":
+            x += tl.load(OTHER + i, mask=i < n)
+        if WASTE == "a load again":
+            x += tl.load(X + i, mask=i < n)
+        tl.store(Y + i, x, mask=i < n)
+        if WASTE == "a store again":
+            tl.store(Y + tl.arange(0, 8), tl.zeros((8,), tl.float32))
+
+    assert launches_of(copy[(2,)], *torch.rand(3, 100), 100, waste, 64) == [expected]

@@ -1,0 +1,227 @@
+"""The load of experts: its figures, when it is reported as collapsed, and where it is written."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.config import ModelConfig
+from proofs.ranks import Ranks
+from runtime.records import metrics
+from runtime.records.expert_load import ENOUGH_ROWS, LoadStatistics, figures_of
+from runtime.records.tracker import scalars
+from tests.metrics.report_page import charts_of, written
+from tests.planted import planted
+from tests.runs import EXPERTS, metrics_of, run, train_run, write_config
+from training.balance import Loads
+
+
+def model(experts: int = 8, chosen: int = 2, layers: int = 3) -> ModelConfig:
+    """A model whose first layer is dense."""
+    return ModelConfig(
+        dim=8, num_layers=layers, num_heads=2, num_kv_heads=2, ffn_dim=8, vocab_size=16,
+        feed_forward="experts", num_experts=experts, experts_per_token=chosen, num_dense_layers=1,
+    )  # fmt: skip
+
+
+def statistics(of: ModelConfig) -> LoadStatistics:
+    found = LoadStatistics.of(of, "cpu")
+    assert found is not None
+    return found
+
+
+def warning(load: LoadStatistics, *layers: list[int], steps: int = 40) -> str:
+    """The warning after an interval of steps which together have these counts in the layers with
+    experts."""
+    dense = [0] * len(layers[0])
+    load.add(Loads(torch.tensor([dense, *layers]), torch.zeros(2)))
+    load.steps += steps - 1
+    return load.read(load.figures().tolist())[1]
+
+
+def warnings(load: LoadStatistics, *layers: list[int]) -> str:
+    """Those of three such intervals, after which layers are judged."""
+    return "".join(warning(load, *layers) for _ in range(3))
+
+
+def test_the_figures_are_those_of_the_definition() -> None:
+    even, one_pair, uneven = [6] * 4, [12, 12, 0, 0], [12, 6, 6, 0]
+    entropy, largest, dead, rows = figures_of(torch.tensor([even, one_pair, uneven, [0] * 4]))
+    expected = [1, math.log(2) / math.log(4), 1.5 * math.log(2) / math.log(4), 0]
+    assert entropy.tolist() == pytest.approx(expected)
+    assert largest.tolist() == [1, 2, 2, 0]
+    assert dead.tolist() == [0, 2, 1, 4]
+    assert rows.tolist() == [24, 24, 24, 0]
+
+
+def test_steps_since_the_last_logged_one_are_added() -> None:
+    load = statistics(model(experts=4))
+    for row in ([9, 0, 0, 0], [0, 3, 3, 3]):
+        load.add(Loads(torch.tensor([[0] * 4, row, [3] * 4]), torch.zeros(2)))
+    read, _ = load.read(load.figures().tolist())
+    assert read.layers == [1, 2]
+    assert read.dead == [0, 0], "over both steps"
+    assert read.largest_share == [2, 1]
+    record = read.record()
+    assert record["largest_expert_share"] == 2
+    assert record["experts_by_layer"]["largest_share"] == [2, 1]
+    assert load.read(load.figures().tolist())[0].rows == [0, 0], "of a new interval"
+
+
+def test_a_collapsed_layer_is_named_once_until_it_recovers() -> None:
+    load, r = statistics(model()), ENOUGH_ROWS
+    even = [r] * 8
+    # 8 · r rows of 4 · r tokens; collapsed from (1 + 2/8) / 2 of them on: 2.5 · r
+    busy = [int(2.6 * r), *[int(5.4 * r / 7) + 1] * 7]
+    less_busy = [int(2.4 * r), *[int(5.6 * r / 7) + 1] * 7]
+    dead = [3 * r, 3 * r, 1 * r, r, 0, 0, 0, 0]
+    assert warnings(load, even, less_busy) == ""
+    said = warnings(load, even, busy)
+    assert "over the last 120 steps; layer 2: one expert had 65% of the tokens (even: 25%)" in said
+    assert warnings(load, even, busy) == "", "said already"
+    said = warnings(load, dead, busy)
+    assert "over the last 120 steps; layer 1: 4 of 8 experts had no token" in said
+    assert "layer 2" not in said
+    assert warnings(load, even, even) == ""
+    assert "layer 2" in warnings(load, even, busy)
+
+
+def test_only_what_lasts_has_collapsed() -> None:
+    """Not one interval, however uneven, nor what recovers, nor an expert that had one token."""
+    of_two = model(experts=4, layers=2)
+    load, even, uneven = statistics(of_two), [9000] * 4, [13860, 13860, 4140, 4140]  # 77 %
+    all_to_two = [18000, 18000, 0, 0]
+    for intervals in ([uneven, even, even], [uneven, uneven, even], [all_to_two, even, even]):
+        assert "".join(warning(load, counts, steps=500) for counts in intervals) == ""
+    assert "one expert had 77% of the tokens (even: 50%)" in warnings(load, uneven)
+    load = statistics(of_two)
+    assert "1 of 4 experts had no token" in warnings(load, [12000, 12000, 12000, 0])
+    assert "".join(warning(load, [12000, 12000, 12000, n]) for n in (0, 1, 0)) == ""
+    few = statistics(of_two)
+    assert "".join(warning(few, uneven, steps=30) for _ in range(3)) == "", "90 steps"
+    assert "over the last 120 steps" in warning(few, uneven, steps=30)
+    assert warning(statistics(of_two), uneven, steps=1000) == "", "one interval"
+
+
+@pytest.mark.parametrize(
+    ("experts", "chosen", "tokens"),
+    [(4, 1, 4096), (4, 2, 8), (4, 4, 64), (128, 8, 64)],
+)
+def test_random_choices_have_not_collapsed(experts: int, chosen: int, tokens: int) -> None:
+    """However few tokens an interval has; but the same choices have if one expert is mostly among
+    them, or never."""
+    generator = torch.Generator().manual_seed(0)
+
+    def said(bias: float, periods: int) -> str:
+        """What is said of choices in which expert 0 has a bias, in so many periods to judge."""
+        load, found = statistics(model(experts, chosen, layers=2)), ""
+        for _ in range(periods * max(3, ENOUGH_ROWS * experts // (chosen * tokens) + 1)):
+            chance = torch.rand(tokens, experts, generator=generator)
+            chance[:, 0] += bias
+            counts = chance.topk(chosen).indices.flatten().bincount(minlength=experts)
+            found += warning(load, counts.tolist())
+        return found
+
+    assert said(bias=0, periods=2) == ""
+    if chosen < experts:
+        assert "one expert had" in said(bias=0.8, periods=1)
+        assert f"1 of {experts} experts had no token" in said(bias=-1, periods=1)
+
+
+def test_a_model_without_experts_has_no_load() -> None:
+    dense = ModelConfig(dim=8, num_layers=1, num_heads=2, num_kv_heads=2, ffn_dim=8, vocab_size=16)
+    assert LoadStatistics.of(dense, "cpu") is None
+
+
+def test_trackers_get_one_number_per_layer() -> None:
+    by_layer = {"layer": [1, 12], "entropy": [0.5, 0.75], "dead": [3, 0]}
+    record = {"step": 4, "loss": 2.0, "mfu": None, "experts_by_layer": by_layer}
+    assert scalars(record) == {
+        "step": 4,
+        "loss": 2.0,
+        "experts_by_layer/entropy/001": 0.5,
+        "experts_by_layer/entropy/012": 0.75,
+        "experts_by_layer/dead/001": 3,
+        "experts_by_layer/dead/012": 0,
+    }
+
+
+def train_and_count_waits(arguments: list[str]) -> list[int]:
+    """Train; return the steps after which the measurements of a step were read."""
+    steps: list[int] = []
+
+    @planted(metrics.Metrics, "_read")
+    def counted(read: Any, self: metrics.Metrics, *given: Any) -> Any:
+        steps.append(self.step)
+        return read(self, *given)
+
+    with counted():
+        assert train_run(arguments) == ""
+    return steps
+
+
+def test_what_a_step_measured_is_read_when_it_is_logged(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, data, model=EXPERTS, train={"steps": 3, "micro_batch_size": 8})
+    assert ranks.run(train_and_count_waits, 1, [config, "run.log_interval=2"]) == [[2, 3]]
+    assert [line["step"] for line in metrics_of(tmp_path)] == [2, 3]
+
+
+def test_a_run_logs_its_load(saved_experts: Path) -> None:
+    for line in metrics_of(saved_experts):
+        by_layer = line["experts_by_layer"]
+        assert by_layer["layer"] == [1, 2, 3]
+        assert all(1 <= share <= 2 for share in by_layer["largest_share"]), "k 2 of X 4"
+        assert all(0.5 <= entropy <= 1 for entropy in by_layer["entropy"])
+        assert line["lowest_expert_entropy"] == pytest.approx(min(by_layer["entropy"]), abs=1e-4)
+        assert line["largest_expert_share"] == pytest.approx(max(by_layer["largest_share"]), 1e-3)
+        assert line["dead_experts"] == sum(by_layer["dead"])
+        assert len(json.dumps(by_layer)) < 200
+
+
+def test_a_run_logs_the_losses_of_its_routers(saved_experts: Path) -> None:
+    for line in metrics_of(saved_experts):
+        assert 0.002 < line["router_balance_loss"] < 0.01, "1e-3 of at least 1, in each of 3 layers"
+        assert line["router_z_loss"] > 0
+
+
+def test_the_loss_has_no_router_losses(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """Before the first update, `loss` is the same whatever they weigh."""
+    config = write_config(tmp_path, data, model=EXPERTS, train={"steps": 1, "micro_batch_size": 8})
+    lines = []
+    for weight in (0, 10):
+        run(ranks, 1, config, *(f"model.router_{each}_weight={weight}" for each in ("aux", "z")))
+        lines += metrics_of(tmp_path)
+    without, heavy = lines
+    assert heavy["loss"] == without["loss"]
+    assert heavy["router_balance_loss"] > 30
+    assert heavy["router_z_loss"] > 0
+    assert not any(key.startswith("router_") for key in without)
+
+
+def test_the_report_shows_the_load(saved_experts: Path, tmp_path: Path) -> None:
+    page = written(saved_experts / "run", tmp_path / "page.html")
+    charts = charts_of(saved_experts / "run")
+    largest = charts["Load of experts"].series["largest"]
+    assert [step for step, _ in largest] == [1, 2, 3, 4]
+    assert list(charts["Router losses"].series) == ["balance", "z"]
+    assert "Load of experts at step 4" in page.text
+    assert "entropy, 1 is even" in page.text
+
+
+@pytest.mark.parametrize(
+    "planted",
+    ["<b>", {"layer": 3}, {"layer": [1], "entropy": ["<b>"], "largest_share": [1], "dead": [0]}],
+    ids=["text", "number", "cell"],
+)
+def test_what_no_run_wrote_is_not_shown(tmp_path: Path, planted: Any) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    line = {"step": 1, "loss": 3.0, "experts_by_layer": planted}
+    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    page = written(run, tmp_path / "page.html")
+    assert "Load of experts" not in page.text

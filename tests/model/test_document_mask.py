@@ -1,0 +1,305 @@
+"""data.document_mask: a window of packed documents gives the same result as its documents computed
+separately.
+
+On a GPU, flash attention processes the packed documents (gpu/test_runs.py). Here plain kernels
+(flash.py) replace its kernels, so that its arguments, and its use with autograd, activation
+checkpointing and the compiler, are tested without a GPU.
+"""
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import training.step
+from data.config import DataConfig
+from data.dataset import open_data
+from errors import UserError
+from model.documents import find_documents
+from model.initialise import initialise
+from model.kernels.attention import OPERATORS
+from model.mask import Mask, scores_bias
+from model.transformer import Batch, Transformer
+from parallel.activation import wrap_blocks
+from parallel.axes import MeshSizes
+from parallel.layer import TensorParallel
+from parallel.mesh import build_mesh
+from proofs.parity.cases import BOS, Case
+from proofs.parity.run import check
+from tests.data_samples import SOURCE, prepared, tokenizer
+from tests.kernels.flash import flash_attention_stands_in
+from tests.planted import planted
+from tests.runs import evaluations, fresh, losses, run, write_config
+from training.step import TrainStep
+
+S = 12
+T = 7  # a token that is not bos
+WINDOWS = {
+    "no bos": [[T] * S],
+    "bos first": [[BOS] + [T] * (S - 1)],
+    "bos last": [[T] * (S - 1) + [BOS]],
+    "consecutive": [[T, T, BOS, BOS, BOS, T, T, T, BOS, T, T, T]],
+    "nothing but bos": [[BOS] * S],
+    "two sequences": [
+        [T, T, T, BOS, T, T, T, T, BOS, T, T, T],
+        [BOS, T, T, T, T, T, BOS, T, T, T, T, BOS],
+    ],
+}
+
+
+def window(name):
+    """Tokens [B, S] with bos where WINDOWS has it, all other tokens distinct."""
+    tokens = torch.tensor(WINDOWS[name])
+    return torch.where(tokens == BOS, BOS, torch.arange(10, 10 + tokens.numel()).view_as(tokens))
+
+
+def documents_of(row):
+    """(begin, end) of each document in a row of tokens, found one token at a time by the
+    definition."""
+    begins = [0] + [i for i, token in enumerate(row.tolist()) if token == BOS and i > 0]
+    return list(zip(begins, [*begins[1:], len(row)], strict=True))
+
+
+# --- finding documents ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_positions_boundaries_and_mask_are_those_of_the_documents(name):
+    tokens = window(name)
+    positions, (documents,) = find_documents(tokens, BOS, "cpu", [range(S)])
+    boundaries = documents.queries
+    assert boundaries.dtype == torch.int32
+    assert torch.equal(documents.keys, boundaries)
+    assert documents.first_keys == (0,) * len(tokens)
+    mask = scores_bias(positions, torch.float64)
+    starts = []
+    sees = torch.zeros(len(tokens), 1, S, S, dtype=torch.bool)
+    for b, row in enumerate(tokens):
+        for begin, end in documents_of(row):
+            starts.append(b * S + begin)
+            sees[b, 0, begin:end, begin:end] = torch.ones(end - begin, end - begin).tril() == 1
+            assert positions[begin:end, b].tolist() == list(range(end - begin))
+    assert boundaries.tolist() == [*starts, tokens.numel()]
+    assert torch.equal(mask == 0, sees)
+    assert torch.equal(mask == -math.inf, ~sees)
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def small_model(case, checkpointing="none", compile=False):
+    """The unsharded Transformer of a case, in this process. With `compile`, blocks are traced and
+    run in eager mode as traced."""
+    config = case.config().model
+    tp = TensorParallel.of(build_mesh(MeshSizes(), "cpu").tp, sequence_parallel=False)
+    model = Transformer(config, range(config.num_layers), True, True, tp).to(torch.float64)
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        wrap_blocks(model.blocks.values(), checkpointing, compile, 1, OPERATORS)
+    model.to_empty(device="cpu")
+    initialise(model, seed=0)
+    return model
+
+
+def packed(tokens):
+    positions, documents = find_documents(tokens, BOS, "cpu", [range(S)])
+    return Batch(tokens.T.contiguous(), None, positions, documents=documents)
+
+
+def plain(tokens):
+    return Batch(tokens.T.contiguous(), None, torch.arange(tokens.shape[1]).unsqueeze(1))
+
+
+def result(model, outputs):
+    """These logits, and parameter name → gradient of a weighted sum of them."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    (outputs * torch.randn(outputs.shape, dtype=outputs.dtype)).sum().backward()
+    gradients = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
+    return outputs.detach(), gradients
+
+
+def packed_alone_and_plain(name):
+    """Logits [S, B, V] and gradients for a window, computed three ways: packed, each document
+    separately, and with every sequence as one document."""
+    model, tokens = small_model(Case(MeshSizes(), num_kv_heads=2)), window(name)
+    alone = [
+        torch.cat([model(None, plain(row[a:b].unsqueeze(0))) for a, b in documents_of(row)])
+        for row in tokens
+    ]
+    computed = model(None, packed(tokens)), torch.cat(alone, dim=1), model(None, plain(tokens))
+    return [result(model, outputs) for outputs in computed]
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_packed_window_is_its_documents_alone(ranks, name):
+    ((ours, alone, unmasked),) = ranks.run(packed_alone_and_plain, 1, name)
+
+    def far(ours, theirs):
+        return ((ours - theirs).norm() / theirs.norm()).item()
+
+    assert far(ours[0], alone[0]) < 1e-12
+    for parameter, gradient in alone[1].items():
+        # With documents of one token each, queries and keys have no gradient.
+        if gradient.norm() > 1e-12:
+            assert far(ours[1][parameter], gradient) < 1e-12, parameter
+        else:
+            assert name == "nothing but bos"
+            assert ours[1][parameter].norm() < 1e-12, parameter
+    # Control: with several documents, a causal mask without documents gives another result. (Not if
+    # all tokens are equal, as any weighted mean of equal values is the same.)
+    embeddings = (each[1]["embedding.weight"] for each in (unmasked, alone))
+    distances = [far(unmasked[0], alone[0]), far(*embeddings)]
+    if name in ("no bos", "bos first"):
+        assert max(distances) < 1e-12
+    elif name != "nothing but bos":
+        assert min(distances) > 1e-3
+
+
+# --- every layout ---------------------------------------------------------------------------------
+
+
+@planted(training.step, "find_documents")
+def documents_forgotten(_, tokens, *about):
+    """The training step treats every sequence as one document."""
+    return plain(tokens).positions, None
+
+
+def test_forgotten_documents_are_found(ranks):
+    case = Case(MeshSizes(pp=2, tp=2), document_mask=True)
+    row = check(ranks, case, sabotage=documents_forgotten)
+    assert {"loss", "gradient", "norm"} <= set(row.failures()), row.crash
+
+
+# --- flash attention's bookkeeping ----------------------------------------------------------------
+
+
+def by_boundaries(name, checkpointing, compile):
+    """Logits and gradients by mask and by boundaries, the calls of the plain kernels, and the
+    number of blocks."""
+    model = small_model(Case(MeshSizes(), num_kv_heads=2), checkpointing, compile)
+    batch = packed(window(name))
+    by_mask = result(model, model(None, batch))
+    with flash_attention_stands_in() as calls:
+        by_boundary = result(model, model(None, batch))
+    return by_mask, by_boundary, dict(calls), len(model.blocks)
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "forwards", "compile"),
+    [
+        *(("none", 1, False), ("selective", 1, False), ("full", 2, False), ("full", 2, True)),
+        pytest.param("none", 1, True, marks=pytest.mark.thorough),
+        pytest.param("selective", 1, True, marks=pytest.mark.thorough),
+    ],
+)
+def test_model_by_boundaries_is_the_model_by_mask(ranks, checkpointing, forwards, compile):
+    """The model computes the same by boundaries as by mask. Selective checkpointing keeps
+    attention's output, and full checkpointing recomputes it."""
+    ((by_mask, by_boundary, calls, blocks),) = ranks.run(
+        by_boundaries, 1, "two sequences", checkpointing, compile
+    )
+    assert calls == {"forward": forwards * blocks, "backward": blocks}
+    assert (by_mask[0] - by_boundary[0]).abs().max() < 1e-12
+    for parameter, gradient in by_mask[1].items():
+        assert (by_boundary[1][parameter] - gradient).abs().max() < 1e-12, parameter
+
+
+@pytest.mark.parametrize(
+    ("begins", "part", "longest"),
+    [
+        ([0, 1000, 1100, 2000], range(4096), (4096, 4096)),  # 2,096 tokens: the sequence
+        ([*range(0, 4096, 900)], range(4096), (1024, 1024)),
+        ([*range(0, 4096, 7)], range(4096), (128, 128)),
+        ([0, 1700, 3000], range(2048, 4096), (2048, 2048)),  # 952 of 1,300, and 1,096
+        ([*range(0, 4096, 300)], range(2048, 4096), (512, 512)),
+        ([0, 2200, 2300, *range(2400, 4096, 100)], range(2048, 4096), (256, 4096)),
+    ],
+)
+def test_the_longest_document_is_rounded_up(begins, part, longest):
+    """A document that began before the part has few queries in it, and all its keys."""
+    tokens = torch.zeros(1, 4096, dtype=torch.int64)
+    tokens[:, begins] = BOS
+    _, (documents,) = find_documents(tokens, BOS, "cpu", [part])
+    assert documents.longest == longest
+    _, (documents_,) = find_documents(tokens, BOS, "cpu", [part], compiled=True)
+    assert documents_.longest == (len(part), part.stop)
+    for bounds, at_most in zip(documents[:2], longest, strict=True):
+        assert bounds.diff().max() <= at_most
+
+
+def test_another_number_of_documents_compiles_no_more_than_once_again():
+    """Nor does another length of the longest."""
+
+    def run(q, k, v, documents):
+        return Mask(True, documents)(q, k, v)
+
+    compiler = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=compiler)
+    q, k, v = (torch.randn(S, 1, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    with flash_attention_stands_in():
+        for more, name in enumerate(("consecutive", "bos last", "no bos", "nothing but bos")):
+            positions, (documents,) = find_documents(window(name), BOS, "cpu", [range(S)])
+            longest = S + more, S + more
+            y = compiled(q, k, v, documents._replace(longest=longest))
+            y.sum().backward()
+            masked = Mask(bias=scores_bias(positions, q.dtype))(q, k, v)
+            assert torch.allclose(y, masked, atol=1e-5)
+    assert compiler.frame_count <= 2
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bos_id", [-1, None])
+def test_data_without_bos_is_refused(tmp_path: Path, bos_id: int | None):
+    data = prepared(tmp_path / "data")
+    config = DataConfig(str(data), document_mask=True)
+    assert open_data(config, "train").bos_id == tokenizer().bos_id
+    index = json.loads((data / "index.json").read_text())
+    (data / "index.json").write_text(json.dumps(index | {"bos_id": bos_id}))
+    with pytest.raises(UserError, match=r"^data\.document_mask = True.*bos") as refusal:
+        open_data(config, "train")
+    assert "data.document_mask=false" in str(refusal.value)
+    open_data(DataConfig(str(data)), "train")  # without the mask no bos is needed
+
+
+def step_without_bos():
+    config = Case(MeshSizes(), document_mask=True).config()
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
+    with pytest.raises(AssertionError):
+        TrainStep(config, mesh, {})
+
+
+def test_a_step_does_not_forget_the_mask_for_want_of_a_bos(ranks):
+    ranks.run(step_without_bos, 1)
+
+
+@pytest.mark.thorough
+def test_a_run_masks_in_training_and_evaluation(ranks, tmp_path: Path):
+    """Complete runs on single lines of code as documents have the same training and evaluation
+    losses on two ranks as on one, and other losses than a run without the mask."""
+    texts = [file.read_text().splitlines() for file in sorted(Path(SOURCE).glob("*.py"))]
+    lines = [json.dumps({"text": line}) for text in texts for line in text if line.strip()]
+    (tmp_path / "short.jsonl").write_text("\n".join(lines))
+    data = prepared(tmp_path / "data", str(tmp_path / "short.jsonl"))
+    train = {"steps": 2, "eval_interval": 2}
+    # large, so that attention is far from uniform
+    config = write_config(tmp_path, data, train=train, model={"init_std": 0.2})
+    found = []
+    for world, *overrides in (
+        (2, "data.document_mask=true", "parallel.tp=2"),
+        (1, "data.document_mask=true", "train.micro_batch_size=4"),
+        (1,),
+    ):
+        fresh(tmp_path)
+        run(ranks, world, config, *overrides)
+        found.append({**losses(tmp_path), "evaluation": evaluations(tmp_path)[2]})
+    masked, masked_too, unmasked = found
+    assert masked == pytest.approx(masked_too, rel=1e-5)
+    assert all(masked[name] != pytest.approx(unmasked[name], rel=1e-4) for name in unmasked)

@@ -1,0 +1,121 @@
+"""A web server that receives alarms, and a companion that is fed by files instead of a run."""
+
+import dataclasses
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from runtime.alerts.companion import start_companion
+from runtime.alerts.settings import Settings
+from runtime.records.events import append_event
+
+
+class Receiver:
+    """An HTTP server on loopback that records what is posted to it.
+
+    behaviour: the status to answer with; "hang": never answer.
+    """
+
+    def __init__(self, behaviour: int | str = 200) -> None:
+        received: list[dict[str, Any]] = []
+        released = threading.Event()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                if behaviour == "hang":
+                    released.wait(300)
+                    return
+                self.send_response(int(behaviour))
+                self.send_header("Location", "/elsewhere")
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads, block_on_close = True, False
+
+        self.received, self._released = received, released
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/services/secret"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def __enter__(self) -> "Receiver":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._released.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def kinds(self) -> list[str]:
+        return [alarm["event"] for alarm in self.received]
+
+    def wait_for(self, *kinds: str) -> None:
+        """Wait until alarms of these kinds, and no others, have been received."""
+        wait_until(lambda: self.kinds() == [*kinds])
+
+
+class FedCompanion:
+    """A real companion process for a run folder to which the test writes."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.run = folder / "run"
+        self.run.mkdir(exist_ok=True)
+        events = self.run / "events.jsonl"
+        told = Settings(
+            folder=str(self.run),
+            name="runs/x",
+            cwd=str(folder),
+            events_from=events.stat().st_size if events.exists() else 0,
+        )
+        self.log = folder / "companion.log"
+        with open(self.log, "wb") as log:
+            self.process = start_companion(dataclasses.replace(told, **settings), log)
+
+    def event(self, event: str, **about: Any) -> None:
+        append_event(self.run, event, **about)
+
+    def step(self, step: int, **record: Any) -> None:
+        with open(self.run / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"step": step, "loss": 2.5, **record}) + "\n")
+
+    def recorded(self, event: str) -> list[dict[str, Any]]:
+        lines = (self.run / "events.jsonl").read_text().splitlines()
+        return [found for found in map(json.loads, lines) if found["event"] == event]
+
+    def end(self) -> float:
+        """Close the pipe, as when rank 0 ends; return the seconds until the companion has
+        ended."""
+        assert self.process.stdin is not None
+        began = time.monotonic()
+        self.process.stdin.close()
+        self.process.wait(60)
+        return time.monotonic() - began
+
+    def __enter__(self) -> "FedCompanion":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

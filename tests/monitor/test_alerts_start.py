@@ -1,0 +1,181 @@
+"""A start that fails before its first step or between two stages, and one that is refused, reach a
+person, although no step's listeners are there to record them."""
+
+import json
+import sys
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+import train
+from errors import UserError
+from proofs.ranks import Ranks
+from runtime import next_stage
+from runtime.alerts import send
+from runtime.messages import LOST
+from runtime.records.events import read_events
+from runtime.records.status import record_failed_start, record_failure
+from runtime.signals import Signals
+from tests.monitor.alert_helpers import FedCompanion, Receiver, wait_until
+from tests.planted import planted
+from tests.runs import contents, forked, losses, said_by, status, status_of, train_run, write_config
+from tests.settings.stages import write_stages
+from tools import alarm
+
+STAGES = [{"from_step": step, "train": {"seq_len": 16 * step}} for step in (1, 2)]
+REFUSAL = UserError("checkpoint.resume", "auto", "cannot be read", "mount the file system")
+# starts in one folder, one after another: which stage that is built cannot be, the alarms, the end
+STARTS = {
+    "while it starts": (1, RuntimeError("out of memory"), ["end"], ("failed", 0)),
+    "between two stages": (2, RuntimeError("out of memory"), ["start", "end"], ("failed", 1)),
+    # the start was not refused: it has made steps, and its end is recorded
+    "a stage that is refused": (2, REFUSAL, ["start", "stage", "end"], ("failed", 2)),
+    "none": (0, None, ["start", "stage", "end"], ("finished", 3)),
+}
+ALARMS = {
+    "while it starts": "failed at step 0: RuntimeError while the run started",
+    "between two stages": "failed at step 1: RuntimeError after step 1, outside of a step",
+    "a stage that is refused": "failed at step 2: checkpoint.resume",
+    "none": "finished at step 3",
+}
+
+
+def run_that_cannot_build(arguments: list[str], name: str) -> str:
+    """Train; the model of one stage cannot be built, as without memory."""
+    call, error, *_ = STARTS[name]
+    built = count(1)
+
+    @planted(train, "build_stages")
+    def build(honest: Any, *about: Any) -> Any:
+        if next(built) == call:
+            raise error
+        return honest(*about)
+
+    with build():
+        return train_run(arguments)
+
+
+@pytest.fixture(scope="module")
+def started(
+    ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, Receiver, dict[str, list[dict[str, Any]]]]]:
+    """The folder of the starts, who received alarms, and those of each start."""
+    folder, found, all_kinds = tmp_path_factory.mktemp("started"), {}, []
+    with Receiver() as server:
+        config = write_stages(
+            folder, data, STAGES, train={"steps": 3}, run={"on_event": server.url}
+        )
+        for name, (_, _, kinds, _) in STARTS.items():
+            ranks.run(said_by, 1, run_that_cannot_build, [config], name)
+            server.wait_for(*(all_kinds := [*all_kinds, *kinds]))
+            found[name] = server.received[-len(kinds) :]
+        yield folder, server, found
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_how_a_start_ends_is_reported(started: tuple, name: str) -> None:
+    """The next start goes on, and its end is not taken for a part of this one's."""
+    folder, _, received = started
+    assert ALARMS[name] in received[name][-1]["text"]
+    assert ("out of memory" in received[name][-1]["text"]) == ("RuntimeError" in ALARMS[name])
+    ends = [e for e in read_events(folder / "run") if e["event"] == "end" and "stage" not in e]
+    whole = [(event["state"], event["step"]) for event in ends]
+    assert whole == [end for *_, end in STARTS.values()]
+    assert sorted(losses(folder)) == [1, 2, 3]
+
+
+def test_a_refused_start(ranks: Ranks, started: tuple) -> None:
+    """A requeued job whose checkpoints became unreadable at night, say."""
+    folder, server, _ = started
+    before = contents(folder / "run")
+    # no command for its checkpoint either, which may be why this start is refused
+    settings = ["train.steps=4", "model.ffn_dim=32", "checkpoint.after_commit=touch"]
+    (said,) = ranks.run(train_run, 1, [str(folder / "config.yaml"), *settings])
+    wait_until(lambda: server.kinds()[-1] == "refused")
+    assert " ".join(said.split()) in server.received[-1]["text"]
+    assert "ffn_dim" in said
+    after = contents(folder / "run")
+    added = after.pop("events.jsonl").removeprefix(before.pop("events.jsonl"))
+    assert json.loads(added)["event"] == "refused"
+    assert after == before
+
+
+def without_the_others(config: str) -> None:
+    """Train; in the changeover, the other ranks do not join again."""
+
+    def alone(signals: Signals) -> None:
+        dist.destroy_process_group()
+        sys.exit("not all ranks joined")
+
+    with patch.object(next_stage, "join_again", alone):
+        train.main([config], Signals(speaks=True).listen())
+
+
+def test_ranks_that_do_not_join_again(data: Path, tmp_path: Path) -> None:
+    """Between two stages there is no process group. The code after a failure must not need it."""
+    with Receiver() as server:
+        config = write_stages(tmp_path, data, STAGES[1:], run={"on_event": server.url})
+        assert status(forked(tmp_path / "log", without_the_others, config)) == 1
+        server.wait_for("start", "end")
+    said = (tmp_path / "log").read_text()
+    assert said.splitlines()[-1] == "not all ranks joined"
+    assert "Traceback" not in said
+    assert "failed at step 2: not all ranks joined" in server.received[-1]["text"]
+    (lease,) = (tmp_path / "run" / "lease").glob("*.json")
+    assert lease.stat().st_mtime == 0  # released: the next start need not wait
+
+
+def test_a_failed_start_is_not_the_one_after_it(tmp_path: Path) -> None:
+    """The companion of a start that failed before its first step still runs when the next one
+    begins."""
+    with Receiver() as server, FedCompanion(tmp_path, on_event=server.url) as old:
+        old.event("end", state="failed", step=3, reason="killed", noted_later=True)
+        old.event("end", state="failed", step=3, reason="out of memory")
+        server.wait_for("end", "end")
+        old.event("start", step=3, world_size=1, began=0.0)
+        old.event("spike", step=4, skipped=1, loss=0.0, grad_norm=0.0)
+        old.end()
+        assert server.kinds() == ["end", "end"]
+
+
+def test_a_job_that_gives_up(
+    monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(send, "RETRY_SECONDS", (0.0, 0.0, 0.0))
+    config = write_config(tmp_path, data)
+    assert alarm.main(["gives up", config]) == 0  # nobody is to be told
+    with Receiver() as server:
+        told = f"run.on_event={server.url}"
+        assert alarm.main(["Slurm job 7.2 gives up", config, told]) == 0
+    (received,) = server.received
+    assert received["text"] == f"{tmp_path}/run: Slurm job 7.2 gives up"
+    assert (received["event"], received["step"]) == ("job", None)
+    assert alarm.main(["gives up", config, "run.on_event=no-such-program"]) == 1
+    assert "not delivered" in capsys.readouterr().err
+    assert alarm.main(["gives up", config, "run.on_event=$NOT_SET_ANYWHERE"]) == 2
+    assert "export NOT_SET_ANYWHERE" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+LOST_AT_START = f"{LOST} while the run started"
+
+
+def test_the_launcher_names_the_rank_that_was_killed(tmp_path: Path) -> None:
+    """Rank 0 knows only that it has lost a connection, also before the first step."""
+    (tmp_path / "run").mkdir()
+    record_failed_start(tmp_path / "run", LOST_AT_START)
+    assert record_failure(tmp_path / "run", "rank 1 was killed") == "rank 1 was killed"
+    found = status_of(tmp_path)
+    assert (found["state"], found["reason"]) == ("failed", "rank 1 was killed")
+
+
+def test_what_an_earlier_start_has_left_stays(tmp_path: Path) -> None:
+    line = {"event": "end", "time": 1.0, "state": "failed", "step": 0, "reason": LOST_AT_START}
+    (tmp_path / "events.jsonl").write_text(json.dumps(line) + "\n")
+    assert record_failure(tmp_path, "rank 1 was killed") == "rank 1 was killed"
+    assert not (tmp_path / "status.json").exists()

@@ -1,0 +1,210 @@
+"""The text for Prometheus: parsed by the reference parser, right in every number, and served on
+loopback unless told otherwise. (tests/monitor/alerts_scenarios.py has a real Prometheus.)"""
+
+import socket
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from errors import UserError
+from runtime.alerts import prometheus
+from runtime.alerts.check import check_alerts
+from runtime.alerts.prometheus import CONTENT_TYPE, Endpoint, address, exposition
+from runtime.alerts.settings import Settings
+from runtime.alerts.state import RunState
+from runtime.records.ledger import CAUSES, account
+from tests.monitor.alert_helpers import FedCompanion, free_port, wait_until
+from tests.runs import write_config
+from training.load_config import load_config
+
+EVENTS = [
+    {"event": "start", "time": 1.0, "began": 0.0, "step": 0, "world_size": 8},
+    {"event": "spent", "time": 9.0, "step": 10, "seconds": {"start": 4.0, "steps": 5.0}},
+    {"event": "checkpoint", "time": 10.0, "step": 10, "bytes": 64, "write_seconds": 0.1},
+    {"event": "checkpoint", "time": 11.0, "step": 20, "failed": "no space"},
+    {"event": "rollback", "time": 12.0, "from_step": 15, "step": 10},
+    {"event": "after_commit", "time": 13.0, "step": 10, "attempts": 1, "failed": "no bucket"},
+    {"event": "slow_rank", "time": 14.0, "step": 15, "rank": 3, "node": "n1", "factor": 1.3},
+    {"event": "suspicion", "time": 14.5, "step": 15, "verdict": "reproducible"},
+    {"event": "spares", "time": 15.0, "step": 0, "ranks": {"n7": 8, "n8": 8}},
+]
+RECORD = {"step": 12, "loss": float("nan"), "mfu": None, "lr": 3e-4, "peak_memory_bytes": 7,
+          "router_z_loss": 0.5, "experts_by_layer": {"layer": [0]}}  # fmt: skip
+
+
+def state_of(events: list[dict], record: dict) -> RunState:
+    state = RunState()
+    for event in events:
+        state.note_event(event)
+    state.note_record(record, found=100.0)
+    return state
+
+
+def parsed(text: str, run: str = "runs/x") -> dict[str, float]:
+    """The samples of a text, by name and labels other than the run's. Asserts what the parser
+    accepts silently, too."""
+    samples: dict[str, float] = {}
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families), "a metric is split"
+    for family in families:
+        assert family.documentation
+        assert family.type in ("gauge", "counter"), family
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("run") == run
+            name = " ".join([sample.name, *map("=".join, sorted(labels.items()))])
+            assert name not in samples
+            samples[name] = sample.value
+    return samples
+
+
+def test_every_number_of_a_run():
+    name = 'a "b"\\\n'
+    found = parsed(exposition(name, state_of(EVENTS, RECORD), {}), name)
+    expected = {
+        "lattice_running": 1,
+        "lattice_state state=running": 1,
+        "lattice_state state=failed": 0,
+        "lattice_last_step_timestamp_seconds": 100,
+        "lattice_step": 12,
+        "lattice_learning_rate": 3e-4,
+        "lattice_peak_memory_bytes": 7,
+        "lattice_record name=router_z_loss": 0.5,
+        "lattice_events_total event=rollback": 1,
+        "lattice_events_total event=checkpoint": 2,
+        "lattice_failed_saves_total": 1,
+        "lattice_start_timestamp_seconds": 1,
+        "lattice_suspicions_total verdict=reproducible": 1,
+        "lattice_suspicions_total verdict=persistent": 0,
+        "lattice_checkpoint_step": 10,
+        "lattice_checkpoint_timestamp_seconds": 10,
+        "lattice_checkpoint_bytes": 64,
+        "lattice_slow_rank_ratio node=n1 rank=3": 1.3,
+        "lattice_spare_nodes": 2,
+    }
+    assert {each: found.get(each) for each in expected} == expected
+    assert found["lattice_loss"] != found["lattice_loss"]  # NaN is a value here
+    assert "lattice_mfu_ratio" not in found  # not known, so not there
+    seconds = account(EVENTS)
+    assert {cause: found[f"lattice_spent_seconds cause={cause}"] for cause in CAUSES} == seconds
+    assert seconds["start"] == 4.0
+
+
+def test_a_state_before_the_first_step_and_after_the_end():
+    empty = parsed(exposition("runs/x", RunState(), {}))
+    assert empty["lattice_running"] == 0
+    state = state_of([*EVENTS, {"event": "end", "time": 1.0, "state": "failed", "step": 3}], RECORD)
+    assert parsed(exposition("runs/x", state, {}))["lattice_running"] == 0
+    state.note_event({"event": "start", "time": 2.0, "began": 2.0, "step": 0, "world_size": 8})
+    assert state.state == "running"
+    assert state.slow == {}  # of the start before
+
+
+def test_the_parser_can_refuse():
+    """Control: a split metric and a torn line are noticed."""
+    with pytest.raises(AssertionError, match="a metric is split"):
+        parsed("# HELP a x\n# TYPE a gauge\na 1\n# HELP b x\n# TYPE b gauge\nb 1\na 2\n")
+    with pytest.raises(ValueError, match=r".*"):
+        parsed('# HELP a x\n# TYPE a gauge\na{run="x} 1\n')
+
+
+def test_an_address():
+    assert address("9400") == ("127.0.0.1", 9400), "loopback unless a host is given"
+    assert address("0.0.0.0:9400") == ("0.0.0.0", 9400)
+    assert address("[::1]:9400") == ("::1", 9400)
+    assert address("bücher.example:9400") == ("bücher.example", 9400)
+    long, surrogate = "ü" * 70 + ":9000", "\ud800:9000"
+    for wrong in ("0", "65536", ":1", "x", "host:", "-1", "١", long, surrogate, "a" * 64 + ":1",
+                  "a..b:1", "a b:1", "a/b:1"):  # fmt: skip
+        with pytest.raises(ValueError, match=r".*"):
+            address(wrong)
+
+
+def serving(text: str, address: str) -> Endpoint:
+    return Endpoint(Settings("f", "n", "c", 0, prometheus=address), lambda: text)
+
+
+def stop(endpoint: Endpoint) -> None:
+    assert endpoint.server is not None
+    endpoint.server.shutdown()
+    endpoint.server.server_close()
+
+
+def test_the_endpoint_of_a_companion(tmp_path):
+    here = f"127.0.0.1:{free_port()}"
+    with FedCompanion(tmp_path, prometheus=here) as companion:
+        companion.event("start", step=0, world_size=1, began=0.0)
+        companion.step(3)
+
+        def has_step() -> bool:
+            try:
+                with urllib.request.urlopen(f"http://{here}/metrics", timeout=5) as answer:
+                    assert answer.headers["Content-Type"] == CONTENT_TYPE
+                    found = parsed(answer.read().decode())
+            except urllib.error.URLError:
+                return False
+            return found.get("lattice_step") == 3
+
+        wait_until(has_step)
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"http://{here}/other", timeout=5)
+        companion.event("end", state="finished", step=3, reason="")
+        companion.end()
+
+
+def test_a_port_in_use_is_tried_again():
+    here = f"127.0.0.1:{free_port()}"
+    first, second = serving("a 1\n", here), serving("a 2\n", here)
+    assert first.open() == ""
+    assert second.open() != ""
+    stop(first)
+    assert second.open() == ""
+    stop(second)
+
+
+def test_slow_clients_keep_no_thread(monkeypatch):
+    """Clients that send nothing, or half a request, or read nothing of a long answer: the oldest
+    give way to a new one, and none stays longer than its time."""
+    monkeypatch.setattr(prometheus, "MOST_CLIENTS", 3)
+    here = f"127.0.0.1:{free_port()}"
+    before, endpoint = threading.active_count(), serving("a 1\n" * 4_000_000, here)
+    assert endpoint.open() == ""
+    slow = []
+    for sent in (b"GET / HTTP/1.1\r\n\r\n", b"", b"GET / HTTP/1.1\r\nx: ") * 2:
+        slow.append(socket.create_connection(endpoint.address))
+        slow[-1].sendall(sent)
+    with urllib.request.urlopen(f"http://{here}/metrics", timeout=60) as answer:
+        assert answer.read(3) == b"a 1"
+        wait_until(lambda: threading.active_count() <= before + 1 + 3)
+    monkeypatch.setattr(prometheus, "CLIENT_SECONDS", 0.0)
+    slow.append(socket.create_connection(endpoint.address))
+    assert slow[-1].recv(1) == b"", "its time is over"
+    monkeypatch.setattr(prometheus, "MOST_CLIENTS", 0)
+    wait_until(lambda: threading.active_count() == before + 1)
+    stop(endpoint)
+    for client in slow:
+        client.close()
+
+
+def test_the_file_is_replaced_as_a_whole(tmp_path):
+    path = tmp_path / "lattice.prom"
+    with FedCompanion(tmp_path, prometheus=str(path)) as companion:
+        companion.event("start", step=0, world_size=1, began=0.0)
+        wait_until(path.exists)
+        companion.step(5)
+        companion.event("end", state="requeue", step=5, reason="SIGTERM was received")
+        companion.end()
+    found = parsed(path.read_text())
+    assert found["lattice_step"] == 5, "the last state is in it"
+    assert found["lattice_state state=requeue"] == 1
+    assert sorted(tmp_path.glob("lattice*")) == [path], "no partial file is left"
+
+
+def test_a_port_may_be_a_number_or_text(data, tmp_path):
+    for value in (9400, "9400", "0.0.0.0:9400", str(tmp_path / "x.prom")):
+        check_alerts(load_config(write_config(tmp_path, data, run={"prometheus": value}), []))
+    with pytest.raises(UserError, match=r"run\.prometheus"):
+        load_config(write_config(tmp_path, data, run={"prometheus": 70000}), [])

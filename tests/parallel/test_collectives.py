@@ -1,0 +1,272 @@
+"""Communication is part of the specification: for each pass and mesh axis, the number of
+collectives and their bytes."""
+
+import math
+from itertools import product
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from model.kernels.cross_entropy import vocab_parallel_cross_entropy
+from model.transformer import Head
+from parallel.axes import MeshSizes
+from parallel.collectives import by_rank, start_all_gather, start_reduce_scatter
+from parallel.data import fsdp_modules
+from parallel.mesh import build_mesh
+from parallel.placement import chunk_range
+from proofs.parity.cases import BATCH, SEQ_LEN, Case
+from tests.counting import B, Listener, S, one_block
+from tests.proofs.parity_tiers import thorough_but
+from tests.steps import make_step, rows_of
+from tokens import IGNORE
+
+DOUBLE = 8  # bytes of a float64
+
+
+@pytest.mark.parametrize(("tp", "p"), [(2, 1), (4, 1), (2, 4), (4, 2)])
+def test_block_with_sequence_parallelism(ranks, tp, p):
+    """Attention and feed-forward each all-gather their input and reduce-scatter their output.
+    Backward does the reverse, and all-gathers x again. In p pieces, these are p times as many
+    collectives with the same bytes."""
+    size = S * B * 32 * DOUBLE
+    for forward, backward in ranks.run(one_block, tp, Case(MeshSizes(tp=tp), tp_pieces=p)):
+        assert forward == {"all_gather": (2 * p, 2 * size), "reduce_scatter": (2 * p, 2 * size)}
+        assert backward == {"all_gather": (4 * p, 4 * size), "reduce_scatter": (2 * p, 2 * size)}
+
+
+@pytest.mark.parametrize(("tp", "p"), [(2, 1), (4, 1), (2, 4)])
+def test_block_without_sequence_parallelism(ranks, tp, p):
+    """Attention and feed-forward each all-reduce their output, in p pieces, and in backward their
+    input gradient."""
+    size = S * B * 32 * DOUBLE
+    for forward, backward in ranks.run(
+        one_block, tp, Case(MeshSizes(tp=tp), sequence_parallel=False, tp_pieces=p)
+    ):
+        assert forward == {"all_reduce": (2 * p, 2 * size)}
+        assert backward == {"all_reduce": (2, 2 * size)}
+
+
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_block_on_one_rank_is_silent(ranks, sequence_parallel, p):
+    case = Case(MeshSizes(), sequence_parallel=sequence_parallel, tp_pieces=p)
+    assert ranks.run(one_block, 1, case) == [({}, {})]
+
+
+def gathered_and_scattered(pieces):
+    """For each of two ways to split 0 … 23 over the ranks: whether a gather of this rank's part
+    gives the sequence, piece by piece, and a scatter of the sequence gives n times the part."""
+    group, n = dist.group.WORLD, dist.get_world_size()
+    sequence = torch.arange(24.0).view(24, 1)
+    found = []
+    for cut in (pieces, 1):
+        mine = by_rank(sequence, n, cut)[dist.get_rank()]
+        gathering = start_all_gather(mine, group, pieces)
+        waited_for = torch.cat([piece.clone() for piece in gathering.pieces()])
+        assert torch.equal(waited_for, gathering.wait())
+        scattered = start_reduce_scatter(sequence, group, pieces).wait()
+        found.append((torch.equal(waited_for, sequence), torch.equal(scattered, n * mine)))
+    return found
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_pieces_are_in_the_order_of_the_sequence(ranks, tp):
+    """Collectives agree with `by_rank` about which positions a rank holds. Control: they do not
+    with parts that ignore the pieces."""
+    for found in ranks.run(gathered_and_scattered, tp, 3):
+        assert found == [(True, True), (False, False)]
+    assert by_rank(torch.arange(16), 2, 2).tolist() == [
+        [0, 1, 2, 3, 8, 9, 10, 11],
+        [4, 5, 6, 7, 12, 13, 14, 15],
+    ]
+
+
+def loss_of(vocab):
+    """The collectives and the largest tensor in forward and backward of the loss over `vocab`
+    columns, and the loss."""
+    mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
+    columns = chunk_range(vocab, mesh.tp.size(), mesh.tp.get_local_rank())
+    torch.manual_seed(0)
+    logits = (
+        torch.randn(S, B, vocab, dtype=torch.float64)[..., columns.start : columns.stop]
+        .contiguous()
+        .requires_grad_()
+    )
+    targets = torch.arange(S * B).view(S, B) * 31 % vocab
+    targets[0, 0] = IGNORE
+    with Listener(mesh) as listener:
+        loss = vocab_parallel_cross_entropy(
+            logits * 1.0, targets, columns.start, mesh.tp.get_group()
+        )
+        loss.backward()
+    return listener.count(), listener.largest, loss.item()
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_loss_talks_about_tokens_not_logits(ranks, tp):
+    """The loss all-gathers three numbers per token and rank (maximum, sum and target logit,
+    [3, T]) and communicates nothing in backward. No rank ever creates a tensor of shape [T, V]."""
+    vocab, tokens = 1001, S * B
+    results = ranks.run(loss_of, tp, vocab)
+    for collectives, largest, loss in results:
+        assert collectives == {"all_gather": (1, tp * 3 * tokens * DOUBLE)}
+        assert largest <= tokens * math.ceil(vocab / tp)
+        assert loss == results[0][2]
+    ((_, largest_alone, loss_alone),) = ranks.run(loss_of, 1, vocab)
+    assert largest_alone == tokens * vocab, (
+        "the listener would see a tensor of [T, V] if there were one"
+    )
+    assert results[0][2] == pytest.approx(loss_alone, rel=1e-13)
+
+
+def one_step(case):
+    """The collectives of the second training step by axis, and the bytes of this rank's unsharded
+    weights by FSDP unit."""
+    step = make_step(case)
+    step(0, *rows_of(step))
+    with Listener(step.mesh) as listener:
+        step(1, *rows_of(step))
+    units = []
+    for stage in step.stages.values():
+        modules = [stage.embedding, *stage.blocks.values()]
+        units += [list(module.parameters()) for module in modules if module is not None]
+        units += [[stage.norm.weight, stage.head.weight]] if stage.norm is not None else []
+    axes = ("dp_replicate", "dp_shard", "tp", "pp", "world", "other")
+    sizes = [sum(p.numel() for p in unit) * DOUBLE for unit in units]
+    return {axis: listener.count(axis) for axis in axes}, sizes
+
+
+M = 2  # micro-batches
+UNITS = {"block": 4, "stage": 1}  # FSDP's units: embedding, two blocks, norm and head
+BACKWARDS = ("1f1b", "zb_h1")  # whole, and in two parts
+
+
+@pytest.mark.parametrize(
+    ("unit", "schedule", "zero_stage"),
+    thorough_but(
+        {("block", "1f1b", 1), ("block", "1f1b", 2), *product(UNITS, BACKWARDS, (3,))},
+        product(UNITS, BACKWARDS, (1, 2, 3)),
+    ),
+)
+def test_zero_stage_is_what_the_table_says(ranks, unit, schedule, zero_stage):
+    """A unit's weights are all-gathered and its gradients reduce-scattered as often per step as the
+    table in parallel/data.py says. A backward split in two parts gathers and reduces as often as a
+    whole one. A stage as one unit moves the same bytes at once."""
+    case = Case(
+        MeshSizes(dp_replicate=2, dp_shard=2),
+        schedule=schedule,
+        zero_stage=zero_stage,
+        fsdp_unit=unit,
+        vocab_size=256,
+        num_microbatches=M,
+    )
+    number = UNITS[unit]
+    gathers, scatters = {1: (1, 1), 2: (1, M), 3: (2 * M, M)}[zero_stage]
+    for axes, units in ranks.run(one_step, 4, case):
+        size = sum(units)
+        assert len(units) == 4
+        assert axes["dp_shard"] == {
+            "all_gather": (gathers * number, gathers * size),
+            "reduce_scatter": (scatters * number, scatters * size),
+        }
+        # the sharded gradients, once per step
+        assert axes["dp_replicate"] == {"all_reduce": (number, size // 2)}
+        assert axes["tp"] == axes["pp"] == axes["other"] == {}
+
+
+def modules_not_called(case):
+    """The modules under FSDP whose forward a step does not call as that of a module."""
+    step = make_step(case)
+    left = set()
+    for stage in step.stages.values():
+        for module in fsdp_modules(stage):
+            left.add(type(module).__name__)
+            module.register_forward_hook(lambda one, *_: left.discard(type(one).__name__))
+    step.forward_backward(*rows_of(step))
+    return left
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_every_module_of_an_fsdp_unit_is_called(ranks, zero_stage):
+    """FSDP gathers a unit before the first of its modules is called, and shards it after the last.
+    If one is never called (the head, if its loss were another method), torch 2.11 trains with
+    weights that were not gathered again. Control: a step that calls the head's forward directly."""
+    case = Case(MeshSizes(dp_shard=2), zero_stage=zero_stage)
+    assert ranks.run(modules_not_called, 2, case) == [set(), set()]
+    if zero_stage == 1:
+        assert ranks.run(beside_the_head, 2, case) == [{"FSDPHead"}] * 2
+
+
+def beside_the_head(case):
+    with patch.object(Head, "__call__", Head.forward):
+        return modules_not_called(case)
+
+
+def test_zero_stage_0_only_reduces_gradients(ranks):
+    """With whole replicas no weight is gathered, and gradients are all-reduced once per step."""
+    case = Case(MeshSizes(pp=2, dp_replicate=2), zero_stage=0, num_microbatches=M)
+    for axes, units in ranks.run(one_step, 4, case):
+        assert axes["dp_shard"] == {}
+        assert axes["dp_replicate"] == {"all_reduce": (len(units), sum(units))}
+
+
+@pytest.mark.parametrize(
+    ("layout", "sequence_parallel"),
+    [
+        (MeshSizes(pp=3, dp_shard=2), True),
+        (MeshSizes(pp=2, tp=2), True),
+        (MeshSizes(pp=2, tp=2), False),
+    ],
+    ids=str,
+)
+def test_pipeline_sends_one_message_per_boundary_and_microbatch(ranks, layout, sequence_parallel):
+    """Hidden states [S/tp, B, D] are sent downstream and their gradients upstream, one message
+    each. The first and the last rank have one neighbour, the others two. (test_schedule.py counts
+    the messages of other schedules.)"""
+    case = Case(layout, sequence_parallel=sequence_parallel, num_microbatches=M)
+    length = SEQ_LEN // (layout.tp if sequence_parallel else 1)
+    message = length * (BATCH // layout.dp // M) * 32 * DOUBLE
+    for rank, (axes, _) in enumerate(ranks.run(one_step, case.world, case)):
+        neighbours = 1 if rank * layout.pp // case.world in (0, layout.pp - 1) else 2
+        once = (neighbours * M, neighbours * M * message)
+        assert axes["pp"].pop("all_reduce") == (1, DOUBLE)  # distributes the last stage's loss
+        assert axes["pp"] == {"send": once, "recv": once}
+
+
+@pytest.mark.parametrize(("schedule", "p"), [("1f1b", 1), ("zb_h1", 1), ("zb_h1", 4)])
+def test_whole_step_over_tp(ranks, schedule, p):
+    """Over tp a step has the collectives of the blocks, the embedding, the head and the loss, and
+    one all-reduce of the partial gradients of the norms. The head divides the tokens in its own
+    way; the collectives of the others are one for each of the sequence's p pieces."""
+    case = Case(MeshSizes(dp_replicate=2, tp=2), schedule=schedule, num_microbatches=M, tp_pieces=p)
+    tokens = SEQ_LEN * BATCH // 2 // M * DOUBLE
+    hidden = 32 * tokens
+    blocks, norms = 2, 5
+    gathers = 6 * blocks + 2 + (2 * blocks if schedule == "zb_h1" else 0)
+    for axes, _ in ranks.run(one_step, 4, case):
+        assert axes["tp"] == {
+            # forward: 2 per block, the head's, and the loss's three numbers per token and rank;
+            # backward: 4 per block and the embedding's gradient; deferred weight gradients gather
+            # the output gradients of a block's row-parallel layers again
+            "all_gather": (
+                M * ((gathers - 1) * p + 2),
+                M * (gathers * hidden + 2 * 3 * tokens),
+            ),
+            "reduce_scatter": (M * ((4 * blocks + 1) * p + 1), M * (4 * blocks + 2) * hidden),
+            "all_reduce": (1, norms * 32 * DOUBLE),
+        }
+
+
+def test_tied_embedding_is_summed_over_the_pair_once(ranks):
+    """The gradient of a tied embedding, [V / (tp · dp_shard), D] per rank, is all-reduced once
+    between the first and the last stage; other stages take no part."""
+    case = Case(
+        MeshSizes(pp=3, dp_shard=2), tie_embeddings=True, vocab_size=256, num_microbatches=M
+    )
+    for rank, (axes, _) in enumerate(ranks.run(one_step, 6, case)):
+        first_or_last = rank // 2 in (0, 2)
+        assert axes["other"] == (
+            {"all_reduce": (1, 256 // 2 * 32 * DOUBLE)} if first_or_last else {}
+        )

@@ -1,0 +1,350 @@
+"""Schedules are complete, in order and free of deadlock, and have the step time and memory that
+their papers state. The checker finds broken ones."""
+
+import random
+import subprocess
+import sys
+import time
+from functools import partial
+from itertools import pairwise
+
+import pytest
+
+from errors import UserError
+from parallel.pipeline.actions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    forward_only,
+    num_microbatches,
+    splits_backward,
+    stage_ranks,
+)
+from parallel.pipeline.check import Fault, check, check_exchanges, check_order
+from parallel.pipeline.lower import Exchange, Message, lower
+from parallel.pipeline.schedules import SCHEDULES, build_schedule
+from parallel.pipeline.simulate import Costs, simulate
+from tests import ROOT
+from tests.planted import name_of
+from tools.timeline.text import ascii_lanes
+
+
+def built(name, p, v, m):
+    """The schedule, or None if it does not support these sizes."""
+    try:
+        return build_schedule(name, p, v, m)
+    except UserError:
+        return None
+
+
+# --- correctness ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8, 12])
+def test_every_size_is_complete_in_order_and_free_of_deadlock(name, p):
+    taken = 0
+    for v in (1, 2, 3, 4):
+        for m in (1, 2, 3, 4, 5, 7, 8, 11, 16, 24, 60):
+            schedule = built(name, p, v, m)
+            if schedule is not None:
+                check(schedule)
+                assert len(stage_ranks(schedule)) == p * v
+                assert num_microbatches(schedule) == m
+                taken += 1
+    assert taken >= 2
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_evaluation_is_free_of_deadlock_too(name):
+    """Evaluation, which runs only forwards, is free of deadlock with every schedule's placement of
+    stages and any number of micro-batches."""
+    for p in (1, 2, 4, 8):
+        for v in (1, 2, 4):
+            schedule = built(name, p, v, 4 * p)
+            for m in (1, 3, 8) if schedule is not None else ():
+                forwards = forward_only(stage_ranks(schedule), m)
+                check_order(forwards)
+                check_exchanges(lower(forwards), forwards)
+                assert sum(map(len, forwards)) == p * v * m
+
+
+def test_one_message_for_each_boundary_and_microbatch():
+    for name, v in (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_v", 2)):
+        schedule = build_schedule(name, 4, v, 8)
+        entries = [e for program in lower(schedule) for e in program]
+        transfers = [t for e in entries if isinstance(e, Exchange) for t in e.transfers]
+        where = stage_ranks(schedule)
+        boundaries = sum(a != b for a, b in pairwise(where))
+        sends = sum(t.sends for t in transfers)
+        assert sends == len(transfers) - sends == 2 * boundaries * 8
+
+
+# --- step time and memory, as in the papers -------------------------------------------------------
+
+THOROUGH = [pytest.param(p, marks=pytest.mark.thorough) for p in (16, 32, 64)]
+DEPTHS = [2, 3, 4, 8, 16, 32, THOROUGH[-1]]
+
+
+def compare(name, p, v, m, bubble, held, costs=(1, 1, 1)):
+    """The bubble of a simulated step, and how many micro-batches of its stages each rank holds at
+    most, are these; the rest of the step is work."""
+    timeline = simulate(build_schedule(name, p, v, m), Costs.equal(p * v, *costs))
+    step_time = m * v * sum(costs) + bubble
+    assert timeline.bubble == pytest.approx(bubble)
+    assert timeline.step_time == pytest.approx(step_time)
+    assert timeline.bubble_fraction == pytest.approx(bubble / step_time)
+    assert [timeline.peak_live(r) for r in range(p)] == held
+
+
+@pytest.mark.parametrize("p", DEPTHS)
+@pytest.mark.parametrize("costs", [(1, 1, 1), (1.0, 1.25, 0.5), (2, 1, 1.5)])
+def test_gpipe_and_1f1b(p, costs):
+    """Both have the bubble (p − 1)(F + B) for any costs. Rank r holds at most m micro-batches in
+    GPipe, and min(m, p − r) in 1F1B."""
+    bubble = (p - 1) * sum(costs)
+    for m in sorted({1, p - 1, p, 2 * p, 4 * p}):
+        compare("gpipe", p, 1, m, bubble, [m] * p, costs)
+        compare("1f1b", p, 1, m, bubble, [min(m, p - r) for r in range(p)], costs)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8, *THOROUGH])
+@pytest.mark.parametrize("v", [1, 2, 3, 4, 8])
+def test_interleaved_1f1b_and_breadth_first(p, v):
+    """Both have the bubble (p − 1)(F + B) with stages of 1/v of the size, which is a fraction
+    (p − 1) / (v m) of the work (Narayanan et al., 2.2)."""
+    for m in [p, 2 * p, 8 * p] if p < 64 else [p, 4 * p]:
+        warmup = [(v - 1) * p + (2 if v > 1 else 1) * (p - 1 - r) for r in range(p)]
+        held = [min(m * v, each + 1) for each in warmup]
+        compare("interleaved_1f1b", p, v, m, 3 * (p - 1), held)
+        compare("breadth_first", p, v, m, 3 * (p - 1), [m * v] * p)
+
+
+@pytest.mark.parametrize("p", DEPTHS)
+def test_zb_h1(p):
+    """ZB-H1 has the bubble (p − 1)(F + I − W), a third of 1F1B's if all costs are equal, and on
+    every rank the memory of 1F1B's first rank (Qi et al. 2023, table 2). So it is for other costs,
+    if weight gradients are no longer than the gaps that they fill."""
+    for m in (p, 2 * p, 4 * p, 8 * p) if p < 64 else (p, 4 * p):
+        compare("zb_h1", p, 1, m, p - 1, [p] * p)
+        other = simulate(build_schedule("zb_h1", p, 1, m), Costs.equal(p, 1, 1.25, 0.75))
+        assert other.bubble == pytest.approx((p - 1) * 1.5)
+
+
+@pytest.mark.parametrize("p", DEPTHS)
+def test_zb_v(p):
+    """ZB-V has no bubble if F = I = W, with the memory of 1F1B's first rank: 2 p micro-batches of
+    stages of half the size (Qi et al. 2024, table 1)."""
+    for m in (2 * p - 1, 2 * p, 4 * p, 8 * p) if p < 64 else (2 * p,):
+        timeline = simulate(build_schedule("zb_v", p, 2, m), Costs.equal(2 * p))
+        assert timeline.bubble == pytest.approx(0)
+        # rank r begins, and ends, r forwards later
+        assert timeline.step_time == pytest.approx(6 * m + p - 1)
+        assert max(timeline.peak_live(r) for r in range(p)) == 2 * p
+
+
+@pytest.mark.parametrize("p", DEPTHS)
+def test_dualpipe_v(p):
+    for m in (2 * p, 4 * p) if p < 64 else (2 * p,):
+        compare("dualpipe_v", p, 2, m, p - 1, [2 * p + 1] * p)
+
+
+def test_communication_delays_the_next_rank_only():
+    """On two ranks a step of one micro-batch takes F, message, F, B, message, B. Two stages on the
+    same rank do not wait for messages between them."""
+    costs = Costs.equal(2, communication=0.5)
+    assert simulate(build_schedule("1f1b", 2, 1, 1), costs).step_time == 1 + 0.5 + 1 + 2 + 0.5 + 2
+    assert simulate(build_schedule("interleaved_1f1b", 1, 2, 1), costs).step_time == 6
+
+
+def test_costs_of_each_stage_count():
+    """With a slow last stage, the step takes m times that stage's time, plus one forward and one
+    backward of the other stages."""
+    costs = Costs([1, 1, 1, 3], [1, 1, 1, 3], [1, 1, 1, 3])
+    assert simulate(build_schedule("1f1b", 4, 1, 8), costs).step_time == 3 + 8 * 9 + 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "v", "m", "key", "why"),
+    [
+        ("2f2b", 2, 1, 4, "parallel.schedule", "1f1b"),
+        ("1f1b", 4, 2, 8, "parallel.stages_per_rank", "one stage per rank"),
+        ("zb_v", 4, 1, 8, "parallel.stages_per_rank", "2 stages per rank"),
+        ("interleaved_1f1b", 4, 2, 6, "parallel.schedule", "groups of parallel.pp=4"),
+        ("dualpipe_v", 4, 2, 7, "parallel.schedule", "at least 2 · parallel.pp = 8"),
+    ],
+)
+def test_names_and_sizes_that_do_not_exist_are_refused(name, p, v, m, key, why):
+    with pytest.raises(UserError, match=why) as refused:
+        build_schedule(name, p, v, m)
+    assert refused.value.key == key
+
+
+# --- the checker finds broken schedules -----------------------------------------------------------
+
+
+def mutable(name="zb_h1", p=4, v=1, m=8):
+    return [list(actions) for actions in build_schedule(name, p, v, m)]
+
+
+def swap(schedule, rank, a, b):
+    i, j = schedule[rank].index(a), schedule[rank].index(b)
+    schedule[rank][i], schedule[rank][j] = b, a
+
+
+def test_a_missing_or_double_action_is_found():
+    for name in SCHEDULES:
+        v = 2 if built(name, 4, 1, 8) is None else 1
+        rng = random.Random(name)
+        for _ in range(10):
+            lost, twice = mutable(name, 4, v), mutable(name, 4, v)
+            rank = rng.randrange(4)
+            lost[rank].remove(rng.choice(lost[rank]))
+            twice[rank].append(rng.choice(twice[rank]))
+            for broken in (lost, twice):
+                with pytest.raises(Fault):
+                    check(broken)
+
+
+def stage_on_two_ranks(broken):
+    broken[1].append(broken[0].pop())
+
+
+def half_a_backward(broken):
+    broken[0][broken[0].index(Action(BACKWARD_INPUT, 0, 3))] = Action(BACKWARD, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (stage_on_two_ranks, "is on rank 0 and on rank 1"),
+        (half_a_backward, "stage 0 runs B, F, W for micro-batch 3"),
+        pytest.param(
+            partial(swap, rank=0, a=Action(FORWARD, 0, 5), b=Action(BACKWARD_INPUT, 0, 5)),
+            "rank 0 at",
+            id="a backward before its forward",
+        ),
+        pytest.param(
+            partial(swap, rank=2, a=Action(BACKWARD_INPUT, 2, 5), b=Action(BACKWARD_WEIGHT, 2, 5)),
+            "rank 2 at",
+            id="a weight gradient before its input gradient",
+        ),
+        pytest.param(
+            partial(swap, rank=3, a=Action(FORWARD, 3, 0), b=Action(FORWARD, 3, 7)),
+            "rank 3 at",
+            id="what another rank needs first comes last",
+        ),
+    ],
+    ids=name_of,
+)
+def test_a_broken_schedule_is_found(mistake, said):
+    broken = mutable()
+    mistake(broken)
+    with pytest.raises(Fault, match=said):
+        check(broken)
+
+
+def test_any_forward_and_its_backward_exchanged_are_found():
+    rng = random.Random(1)
+    for _ in range(40):
+        broken = mutable("interleaved_1f1b", 4, 2, 8)
+        stage, m = rng.randrange(8), rng.randrange(8)
+        swap(broken, stage % 4, Action(FORWARD, stage, m), Action(BACKWARD, stage, m))
+        with pytest.raises(Fault):
+            check(broken)
+
+
+def both_send_first(programs):
+    for program in programs:
+        at = next(
+            i for i, e in enumerate(program) if isinstance(e, Exchange) and len(e.transfers) == 2
+        )
+        receive, send = sorted(program[at].transfers)
+        assert (receive.sends, send.sends) == (False, True)
+        program[at : at + 1] = [Exchange((send,)), Exchange((receive,))]
+
+
+def exchanged(rank, a, b):
+    def mistake(programs):
+        entries = programs[rank]
+        entries[a], entries[b] = entries[b], entries[a]
+
+    return mistake
+
+
+def receive_that_nobody_sends(programs):
+    lost = Message(False, 1, 3)
+    programs[0] = [
+        e for e in programs[0] if not (isinstance(e, Exchange) and e.transfers[0].message == lost)
+    ]
+
+
+def unknown_action(programs):
+    programs[1].append(Action(FORWARD, 1, 9))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (both_send_first, "a deadlock"),
+        pytest.param(exchanged(1, 0, 2), "is matched with", id="two receives in another order"),
+        pytest.param(exchanged(1, 0, 1), "a deadlock", id="a receive after its use"),
+        pytest.param(exchanged(0, 0, 1), "before it has made it", id="a send before its action"),
+        (receive_that_nobody_sends, "rank 0 stops before B0.2"),
+        (unknown_action, "other actions"),
+    ],
+    ids=name_of,
+)
+def test_a_wrong_exchange_is_found(mistake, said):
+    """In 1F1B on two ranks, which exchange a forward and a backward in one batch."""
+    schedule = build_schedule("1f1b", 2, 1, 4)
+    programs = lower(schedule)
+    mistake(programs)
+    with pytest.raises(Fault, match=said):
+        check_exchanges(programs, schedule)
+
+
+def test_which_schedules_split_backward():
+    schedules = {name: built(name, 4, 1, 8) or built(name, 4, 2, 8) for name in SCHEDULES}
+    split = {name for name, schedule in schedules.items() if splits_backward(schedule)}
+    assert split == {"zb_h1", "zb_v", "dualpipe_v"}
+
+
+@pytest.mark.parametrize(("name", "v", "m"), [("interleaved_1f1b", 2, 2500), ("zb_v", 2, 1664)])
+def test_ten_thousand_actions_on_each_rank_take_seconds(name, v, m):
+    """To build, simulate and check them takes about a second of CPU time, so every start can check
+    its schedule. If the time grew with the square of the actions, it would be minutes."""
+    began = time.process_time()
+    schedule = build_schedule(name, 4, v, m)
+    simulate(schedule, Costs.equal(4 * v))
+    check(schedule)
+    assert time.process_time() - began < 10
+    assert all(len(actions) > 9900 for actions in schedule)
+
+
+# --- docstrings and imports -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "v", "m"),
+    [
+        *(("gpipe", 1, 4), ("1f1b", 1, 6), ("interleaved_1f1b", 2, 4), ("breadth_first", 2, 4)),
+        *(("zb_h1", 1, 6), ("zb_v", 2, 7), ("dualpipe_v", 2, 8)),
+    ],
+)
+def test_the_timeline_in_the_docstring_is_the_schedule(name, v, m):
+    timeline = simulate(build_schedule(name, 4, v, m), Costs.equal(4 * v))
+    drawn = ascii_lanes(timeline, columns=92)
+    shown = [line.strip() for line in (SCHEDULES[name].__doc__ or "").splitlines() if "▏" in line]
+    assert shown == [line.strip() for line in drawn]
+
+
+def test_pure_modules_need_no_torch():
+    """Modules without tensors can be imported where torch is not installed; here the import of
+    torch is made to fail."""
+    names = ["actions", "schedules", "simulate", "lower", "check", "balance"]
+    modules = [f"parallel.pipeline.{name}" for name in names] + ["runtime.profiling.chrome"]
+    code = f"import sys; sys.modules['torch'] = None\nfor m in {modules}: __import__(m)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

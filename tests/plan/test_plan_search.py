@@ -1,0 +1,342 @@
+"""The planner's search counts few layouts exactly, with few micro-batches each; neither changes its
+result."""
+
+import itertools
+import re
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+import pytest
+
+from errors import UserError
+from tests import ROOT
+from tools.plan.candidates import Candidate, candidates
+from tools.plan.describe import ALIKE, describe_search, rows
+from tools.plan.hardware import Device, find_device
+from tools.plan.layout import Layout
+from tools.plan.memory import CHECKED, GROWING, Memory, batch_bytes, peaks, shortened
+from tools.plan.search import Found, Result, describe_alike, search
+from training.config import Config
+from training.load_config import load_config
+
+CONFIGS = ROOT / "configs"
+SMALL = (
+    "model.dim=1024 model.num_heads=8 model.num_kv_heads=8 model.ffn_dim=2816 "
+    "model.vocab_size=8192 train.seq_len=512 parallel.tp_pieces=1 "
+    "train.activation_checkpointing=none"
+)
+STAGES = {  # per rank
+    "1f1b": (1,),
+    "zb_h1": (1,),
+    "zb_v": (2,),
+    "dualpipe_v": (2,),
+    "interleaved_1f1b": (2, 3),
+    "gpipe": (1,),
+    "breadth_first": (2,),
+}
+GPT3 = (
+    "model.dim=12288 model.num_layers=96 model.num_heads=96 model.num_kv_heads=96 "
+    "model.ffn_dim=32768 model.vocab_size=51200 "
+    "train.seq_len=2048 parallel.tp_pieces=1"
+)
+
+
+def job(schedule: str, pp: int, v: int, m: int, *keys: str) -> Layout:
+    """A layout with `m` micro-batches of two sequences on `pp` stages, each sharded over two ranks.
+    The last stage has one layer less than the others."""
+    sizes = {"model.num_layers": 2 * pp * v - 1, "parallel.tp": 1, "parallel.pp": pp,
+             "parallel.dp_shard": 2, "parallel.schedule": schedule, "parallel.stages_per_rank": v,
+             "train.micro_batch_size": 2, "train.global_batch_size": 4 * m}  # fmt: skip
+    keys = (*SMALL.split(), *(f"{key}={value}" for key, value in sizes.items()), *keys)
+    return Layout(load_config(str(CONFIGS / "llama3_70b.yaml"), list(keys)), 2 * pp, 0)
+
+
+def in_full(layout: Layout) -> list[int]:
+    return [Memory(layout.at(rank)).peak for rank in range(layout.config.parallel.pp)]
+
+
+# (zero_stage, recomputation, FSDP unit, dtype): every schedule is tested with each of these.
+MODES = [
+    (1, "full", "block", "float32"),
+    (2, "none", "stage", "bfloat16"),
+    (2, "full", "block", "bfloat16"),
+    (3, "selective", "block", "bfloat16"),
+    (3, "full", "stage", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("schedule", STAGES)
+@pytest.mark.parametrize(("zero", "mode", "unit", "dtype"), MODES)
+def test_a_shortened_step_peaks_where_the_whole_one_does(
+    schedule: str, zero: int, mode: str, unit: str, dtype: str
+) -> None:
+    keys = [
+        f"parallel.zero_stage={zero}",
+        f"train.activation_checkpointing={mode}",
+        f"parallel.fsdp_unit={unit}",
+    ]
+    keys += [f"train.dtype={dtype}", "data.document_mask=true"]
+    for pp, v in itertools.product((2, 3, 4), STAGES[schedule]):
+        m = 9 * pp if schedule == "interleaved_1f1b" else 9 * pp + 1
+        layout = job(schedule, pp, v, m, *keys)
+        assert list(peaks(layout)) == in_full(layout), (pp, v)
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe_v", "interleaved_1f1b", *GROWING])
+def test_a_step_can_be_too_short(schedule: str) -> None:
+    """Control: a step shortened to 2 · pp micro-batches has another peak for these schedules, even
+    after correcting for the smaller batch."""
+    layout = job(schedule, 4, STAGES[schedule][-1], 36, "parallel.zero_stage=2")
+    short = shortened(layout, CHECKED)
+    batch = batch_bytes(layout) - batch_bytes(short)
+    assert [peak + batch for peak in in_full(short)] != in_full(layout)
+
+
+@pytest.mark.parametrize("schedule", STAGES)
+def test_a_shortened_step_is_refused_where_the_whole_one_is(schedule: str) -> None:
+    layout = job(schedule, 4, STAGES[schedule][-1], 36)
+    shortened(layout, CHECKED).config.validate(layout.world)
+    refused = job(
+        schedule,
+        4,
+        STAGES[schedule][-1],
+        36,
+        "parallel.reduce_dtype=bfloat16",
+        "parallel.zero_stage=1",
+    )
+    for one in (refused, shortened(refused, CHECKED)):  # would sum micro-batches in bfloat16
+        with pytest.raises(UserError, match=r"parallel\.reduce_dtype"):
+            one.config.validate(one.world)
+
+
+@pytest.mark.thorough
+def test_bounds_are_bounds_and_near_where_schedules_repeat_themselves() -> None:
+    keys = [*SMALL.split(), "model.num_layers=16", "train.global_batch_size=256"]
+    config, device = load_config(str(CONFIGS / "llama3_70b.yaml"), keys), find_device("h100")
+    by_schedule: dict[tuple[str, int], list[Candidate]] = {}
+    for one in candidates(config, 8, device):
+        if one.pipeline.pp > 1:
+            by_schedule.setdefault(
+                (one.pipeline.schedule, one.pipeline.stages_per_rank), []
+            ).append(one)
+    assert {schedule for schedule, _ in by_schedule} == set(STAGES)
+    ratios = []
+    for found in by_schedule.values():
+        for one in found[:: max(1, len(found) // 8)]:
+            peak = Found(one.config(), 8, device).peak
+            assert one.bound <= peak, one
+            ratios.append(one.bound / peak)
+    assert median(ratios) > 0.9
+
+
+# --- a space so small that every layout is counted and simulated ----------------------------------
+
+
+class Small(NamedTuple):
+    config: Config
+    device: Device
+    every: list[tuple[Candidate, Found]]
+
+
+def space(world: int, layers: int, batch: int) -> Small:
+    """Half of its layouts do not fit the device."""
+    keys = [*SMALL.split(), f"model.num_layers={layers}", f"train.global_batch_size={batch}"]
+    config = load_config(str(CONFIGS / "llama3_70b.yaml"), keys)
+    device = find_device("h100")
+    every = [(one, Found(one.config(), world, device)) for one in candidates(config, world, device)]
+    room = median(found.peak for _, found in every)
+    device = replace(device, memory_bytes=device.memory_bytes - device.room + room)
+    return Small(config, device, every)
+
+
+@pytest.fixture(scope="module")
+def small() -> Small:
+    return space(4, 4, 4)
+
+
+def starts(found: Found) -> bool:
+    try:
+        found.config.validate(found.world)
+    except UserError:
+        return False
+    return True
+
+
+def test_the_search_finds_the_fastest_of_all_that_fit(small: Small) -> None:
+    fit = [one for _, one in small.every if one.peak <= small.device.room and starts(one)]
+    assert 0 < len(fit) < len(small.every)
+    best = min(fit, key=lambda one: (one.seconds, one.peak))
+    found = search(small.config, 4, small.device).best[0]
+    assert (found.seconds, found.peak) == (best.seconds, best.peak)
+
+
+def wrong_bounds(small: Small) -> list[Candidate]:
+    return [one for one, found in small.every if one.bound > found.peak]
+
+
+def test_no_bound_exceeds_what_it_bounds(small: Small) -> None:
+    assert wrong_bounds(small) == []
+
+
+def test_no_bound_counts_weights_that_are_freed() -> None:
+    """With few micro-batches, one stage of a rank has freed its gathered weights before the next
+    has gradients."""
+    assert wrong_bounds(space(2, 6, 6)) == []
+
+
+# --- searches in which few layouts fit ------------------------------------------------------------
+
+
+@pytest.mark.thorough
+def test_of_a_hard_case_few_layouts_are_counted() -> None:
+    """For 175 billion parameters on 40 A100, with up to 320 micro-batches per step, less than 1% of
+    over 20,000 layouts are counted exactly."""
+    config, device = (
+        load_config(
+            str(CONFIGS / "llama3_70b.yaml"), [*GPT3.split(), "train.global_batch_size=320"]
+        ),
+        find_device("a100"),
+    )
+    result = search(config, 40, device)
+    assert result.best
+    assert result.layouts > 20_000
+    assert result.counted < 200
+
+
+@pytest.mark.slow
+def test_a_hopeless_search_says_what_is_nearest() -> None:
+    """If nothing fits, here with sequences of a million tokens, the error states the layout that
+    comes nearest and what it needs."""
+    config = load_config(str(CONFIGS / "llama3_8b.yaml"), ["train.seq_len=1048576"])
+    device = find_device("h100")
+    with pytest.raises(
+        UserError,
+        match=r"--gpus = 8: none of [\d,]+ layouts fits 77 GB a GPU \(\d were counted exactly\)",
+    ) as e:
+        search(config, 8, device)
+    stated = re.search(r"the nearest needs ([\d.]+) GB", e.value.why)
+    assert stated
+    overrides = re.findall(r"(?:parallel|train)\.\S+=\S+", e.value.remedy)
+    nearest = Found(
+        load_config(str(CONFIGS / "llama3_8b.yaml"), ["train.seq_len=1048576", *overrides]),
+        8,
+        device,
+    )
+    nearest.config.validate(8)
+    assert nearest.peak / 1e9 == pytest.approx(float(stated[1]), abs=0.05)
+    assert nearest.peak > device.room
+    assert describe_alike([nearest]) in e.value.why
+    # It is chosen by its bound, which is close to its real peak, and no other layout has a smaller
+    # one.
+    assert (
+        0.8 * nearest.peak < min(one.bound for one in candidates(config, 8, device)) <= nearest.peak
+    )
+
+
+def test_where_states_alone_do_not_fit_no_layout_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For 405 billion parameters on 8 GPUs the search refuses at once, because even the states do
+    not fit. On 86 GPUs they do, but no layout fits, and the search looks at layouts."""
+    config, device = load_config(str(CONFIGS / "llama3_405b.yaml"), []), find_device("h100")
+    looked = []
+    monkeypatch.setattr("tools.plan.search.candidates", lambda *_: looked.append(1) or [])
+    with pytest.raises(UserError, match=r"16 bytes a parameter, 6,494 GB: 812 GB on each GPU") as e:
+        search(config, 8, device)
+    assert "more than 85 GPUs" in e.value.remedy
+    assert not looked
+    with pytest.raises(UserError, match=r"no layout of 86 GPUs"):
+        search(config, 86, device)
+    assert looked
+
+
+# --- output ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def eight() -> Result:
+    """The search for 8B on 8 H100."""
+    return search(load_config(str(CONFIGS / "llama3_8b.yaml"), []), 8, find_device("h100"))
+
+
+def test_what_is_found_fits_and_is_in_order(eight: Result) -> None:
+    """Estimates are near what is simulated, and the printed overrides lead to the layout."""
+    assert [one.seconds for one in eight.best] == sorted(one.seconds for one in eight.best)
+    for one in eight.best:
+        one.config.validate(8)
+        assert one.estimate == pytest.approx(one.seconds, rel=0.1)
+        assert one.peak <= one.device.room
+        overrides = one.overrides().split()
+        assert load_config(str(CONFIGS / "llama3_8b.yaml"), overrides) == one.config
+
+
+def test_the_8b_file_is_nearly_as_fast_as_the_fastest(eight: Result) -> None:
+    file = Found(load_config(str(CONFIGS / "llama3_8b.yaml"), []), 8, find_device("h100"))
+    assert file.seconds < 1.05 * eight.best[0].seconds
+
+
+def test_layouts_that_hardly_differ_are_one_row(eight: Result) -> None:
+    shown = rows([*eight.best, *eight.also])
+    assert [one for row in shown for one in row if one in eight.best[:2]] == eight.best[:2]
+    # each layout is in one row
+    assert sorted(map(id, itertools.chain(*shown))) == sorted(map(id, [*eight.best, *eight.also]))
+    assert [row[0].seconds for row in shown] == sorted(row[0].seconds for row in shown)
+    for row in shown:
+        assert row[-1].seconds <= (1 + ALIKE) * row[0].seconds
+        assert (
+            len(
+                {
+                    (one.config.parallel.tp, one.config.parallel.pp, one.config.parallel.schedule)
+                    for one in row
+                }
+            )
+            == 1
+        )
+    many = max(shown, key=len)
+    assert len(many) > 1
+    assert re.search(r"\w/\w", describe_alike(many))  # the values in which they differ
+    text = describe_search(eight)
+    assert f"{many[0].seconds:.3f}-{many[-1].seconds:.3f}" in text
+    assert f"({len(many)} layouts)" in text
+
+
+def test_what_differs_more_is_another_row(eight: Result) -> None:
+    """Control: layouts with other checkpointing, or twice as slow, get their own rows."""
+    first = eight.best[0]
+    other = Found(
+        replace(first.config, train=replace(first.config.train, activation_checkpointing="full")),
+        8,
+        first.device,
+    )
+    slow = replace(first)
+    vars(slow)["_simulated"] = (2 * first.seconds, 0.0)
+    assert [len(row) for row in rows([first, first, other, slow])] == [2, 1, 1]
+
+
+def test_long_sequences_are_split_over_cp() -> None:
+    """The search tries cp while a rank keeps 8,192 tokens of a sequence, and prefers it where the
+    batch has fewer sequences than the world has GPUs. Bounds and estimates hold with cp, and the
+    printed overrides lead to the layout. Control: in sequences of 8,192 tokens only cp 1 is
+    tried."""
+    path, h100 = str(CONFIGS / "llama3_70b.yaml"), find_device("h100")
+    one_head = "model.dim=128 model.num_heads=1 model.num_kv_heads=1"  # so that only tp 1 is tried
+    keys = [*SMALL.split(), *one_head.split(), "model.num_layers=2", "train.global_batch_size=2"]
+    config = load_config(path, [*keys, "train.seq_len=32768"])
+    found = list(candidates(config, 4, h100))
+    assert {one.alike.parallel.cp for one in found} == {1, 2, 4}
+    split = [one for one in found if one.alike.parallel.cp > 1]
+    for one in split[:: len(split) // 10]:
+        assert one.bound <= Found(one.config(), 4, h100).peak
+    result = search(config, 4, h100, wanted=3)
+    best = result.best[0]
+    assert best.config.parallel.cp > 1
+    assert best.estimate == pytest.approx(best.seconds, rel=0.1)
+    assert f"cp {best.config.parallel.cp} pp" in describe_alike([best])
+    overrides = [*keys, "train.seq_len=32768", *best.overrides().split()]
+    assert load_config(path, overrides) == best.config
+    back = replace(best, searched_cp=best.config.parallel.cp)
+    assert "parallel.cp" not in back.overrides()
+    assert "cp 1, 2, 4;" in result.space[0]
+    short = load_config(path, [*keys, "train.seq_len=8192"])
+    assert {one.alike.parallel.cp for one in candidates(short, 4, h100)} == {1}

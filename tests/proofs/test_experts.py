@@ -1,0 +1,135 @@
+"""Every layout of a mixture of experts computes what a plain loop over the experts computes
+(proofs/parity/reference_experts.py): gradients, the experts that each token chooses, the routers'
+losses, and optimizer steps with clipping and changed biases. Also with loads as uneven as they can
+be: all tokens at one expert, an expert without tokens, a rank that receives no rows, and experts
+that FSDP must cut.
+
+`make test` runs a few cases, in which every value of every option occurs, for one step, and `make
+test-rest` the others, which together cover every pair of values, for three. `python -m
+proofs.parity` has all layouts. test_experts_controls.py shows that this comparison can fail.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from parallel.axes import MeshSizes
+from parallel.mesh import build_mesh
+from proofs.parity import cases
+from proofs.parity.cases import BATCH, OPTIMIZER, SEQ_LEN, Case
+from proofs.parity.expert_cases import (
+    EP,
+    STEPS,
+    expert_layout_cases,
+    extreme_cases,
+)
+from proofs.parity.run import expected
+from tests.proofs.parity_tiers import agrees, expert_covering, thorough_but
+from training.build import build_stages
+
+COVERING = expert_covering()
+
+
+@pytest.mark.parametrize("case", thorough_but(COVERING.few, COVERING.pairs), ids=str)
+def test_every_pair_of_options(ranks, case):
+    agrees(ranks, case, 1 if case in COVERING.few else STEPS)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(MeshSizes(), router="softmax", router_losses=True),
+        Case(MeshSizes(dp_shard=2, tp=2, ep=4), router="softmax_renormalised", zero_stage=3),
+        Case(MeshSizes(pp=2, tp=2, ep=2), router="sigmoid_bias", router_losses=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_twenty_steps(ranks, case, dtype):
+    agrees(ranks, replace(case, dtype=dtype), cases.STEPS)
+
+
+def test_every_layout_with_every_ep():
+    """`python -m proofs.parity` has them, with every kind of router and zero_stage."""
+    found = {case.layout for case in expert_layout_cases((1, 2, 4, 8))}
+    for world in (1, 2, 4, 8):
+        for sizes in MeshSizes.all_of(world):
+            for ep in EP:
+                if sizes.dp_shard * sizes.cp * sizes.tp % ep == 0:
+                    assert replace(sizes, ep=ep) in found
+    assert {(case.router, case.zero_stage) for case in expert_layout_cases((8,))} == {
+        (router, zero_stage) for router in COVERING.values["router"] for zero_stage in (1, 2, 3)
+    }
+
+
+def test_steps_are_clipped_and_biases_change():
+    """Else the steps would compare less than they seem to."""
+    reference = expected(Case(MeshSizes(), router="sigmoid_bias", router_losses=True), STEPS)
+    assert min(reference.norms) > OPTIMIZER.grad_clip
+    for bias in reference.biases.values():
+        assert len(bias.unique()) > 2
+    assert min(reference.auxiliary) > 0
+
+
+# --- loads as uneven as they can be ---------------------------------------------------------------
+
+EXTREMES = extreme_cases((1, 2, 4, 8))
+BIASED = [case for case in EXTREMES if case.first_bias]
+FEW = [case for case in EXTREMES if case not in BIASED]
+# a rank that receives no rows needs ep 4; all tokens at one of its experts, in three steps
+QUICK = [
+    *(case for case in BIASED if case.layout == MeshSizes(dp_shard=2, tp=2, ep=4)
+      and case.schedule == "1f1b" and case.experts_per_token > 1),
+    *(case for case in BIASED if case.layout == MeshSizes(tp=2, ep=2) and case.schedule != "1f1b"
+      and case.experts_per_token == 1),
+    FEW[4], FEW[7],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", thorough_but(QUICK, EXTREMES), ids=str)
+def test_extremes(ranks, case):
+    agrees(ranks, case, 1 if case in QUICK and case.world > 2 else STEPS)
+
+
+def loads(case):
+    """How many tokens chose each expert in the first step, by layer."""
+    choices = expected(case, 0).choices
+    return [each.flatten().bincount(minlength=case.num_experts).tolist()
+            for each in choices.values()]  # fmt: skip
+
+
+def test_the_loads_are_as_extreme_as_they_should_be():
+    tokens = BATCH * SEQ_LEN
+    for case in BIASED:
+        for counts in loads(case):
+            assert sum(counts) == tokens * case.experts_per_token
+            favoured, avoided = max(case.first_bias), min(case.first_bias)
+            for bias, count in zip(case.first_bias, counts, strict=True):
+                if bias == favoured > 0:
+                    assert count == tokens
+                elif bias == avoided < 0 or case.experts_per_token == 1:
+                    assert count == 0
+    # two of eight experts, those of the second of four ranks
+    assert any(counts[2:4] == [0, 0] for case in BIASED for counts in loads(case))
+
+
+def local_experts(case):
+    """The shape of this rank's shard of each expert weight of layer 0, by name."""
+    config = case.config()
+    mesh = build_mesh(config.parallel.mesh_sizes(case.world), "cpu", has_experts=True)
+    (stage,) = build_stages(config, mesh).values()
+    experts = dict(stage.named_parameters())
+    return {
+        name: tuple(experts[f"blocks.0.feed_forward.experts.{name}.weight"].to_local().shape)
+        for name in ("gate", "down")
+    }
+
+
+def test_experts_are_cut_where_a_rank_has_fewer_than_shards(ranks):
+    """4 experts over ep 2 × efsdp 4: of both on a rank, a fourth. 6 over ep 2 × efsdp 2: three,
+    cut in two and one."""
+    cut = ranks.run(local_experts, 8, FEW[0])
+    assert cut == [{"gate": (2, 16 // 4, 32), "down": (2, 32 // 4, 16)}] * 8
+    uneven = ranks.run(local_experts, 4, FEW[4])
+    assert [found["gate"] for found in uneven] == [(2, 16, 32)] * 2 + [(1, 16, 32)] * 2

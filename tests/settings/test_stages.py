@@ -1,0 +1,281 @@
+"""Runs with stages read every token as one process would that never stops, wherever they are killed
+and whatever layout each stage has."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from data.dataset import Mixture
+from data.earlier import Earlier, continued, samples_of, windows_of
+from data.loader import BatchLoader
+from data.sampler import mixture_pattern
+from proofs.ranks import Ranks
+from runtime.records.events import read_events
+from tests.data_samples import SOURCE, prepared
+from tests.runs import (
+    checkpoint_of,
+    copy_of,
+    dies,
+    global_state,
+    losses,
+    messages,
+    metrics_of,
+    run,
+    same_tensors,
+    status_of,
+)
+from tests.settings.stages import Read, check_reads, expected, mixture, recorded_run, write_stages
+
+DP2, TP2, PP2 = {"dp_shard": -1}, {"tp": 2}, {"pp": 2}
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A second, smaller data set."""
+    return prepared(tmp_path_factory.mktemp("other") / "json", SOURCE)
+
+
+# --- the loader -----------------------------------------------------------------------------------
+
+
+def test_every_token_over_three_stages(data: Path, other: Path) -> None:
+    """Mixture, length and batch change; the loaders of all dp sizes read what the reference reads,
+    over several epochs of the small source, and no window of a source is read n + 1 times before
+    all have been read n times, also across a boundary."""
+    few, both = mixture(other), (mixture(data, other, weights=(0.3, 0.7)), 64)
+    stages = [
+        Read(both[0], 64, 8, 40),
+        Read(few, 64, 12, 20, (range(24, 36),)),
+        Read(both[0], 32, 4, 30),
+        Read(mixture(other, data, weights=(0.5, 0.5)), 64, 4, 30),
+    ]
+    batches, windows = expected(stages, seed=3)
+    for dp in (1, 2, 4):
+        earlier: list[Earlier] = []
+        left = iter(batches)
+        for stage in stages:
+            loaders = [
+                BatchLoader(
+                    stage.data, seq_len=stage.seq_len, global_batch_size=stage.batch, seed=3,
+                    dp_rank=rank, dp_size=dp, earlier=earlier,
+                    skipped=[(r.start, r.stop) for r in stage.left_out],
+                )
+                for rank in range(dp)
+            ]  # fmt: skip
+            for _ in range(stage.steps):
+                parts = [next(loader) for loader in loaders]
+                whole = torch.cat([torch.cat([x, y[:, -1:]], 1) for x, y in parts])
+                assert whole.tolist() == next(left)
+            earlier = [*earlier, Earlier(stage.data, stage.seq_len, loaders[0].next_sample)]
+            for loader in loaders:
+                loader.close()
+    assert next(left, None) is None
+    small = [n for window, n in windows.items() if window[:2] == (few.checksum, 64)]
+    assert max(small) > 2, "several epochs"
+    assert max(small) - min(small) <= 1 + 1, "each once per epoch, but for those left out"
+
+    # Control: a stage that begins its sources anew reads other windows.
+    anew = BatchLoader(
+        few, seq_len=64, global_batch_size=12, seed=3, dp_rank=0, dp_size=1, skipped=[(24, 36)]
+    )
+    assert torch.cat([next(anew)[0]]).tolist() != [row[:-1] for row in batches[40]]
+    anew.close()
+
+
+def test_text_that_is_left_out_is_found_in_every_stage(data: Path, other: Path) -> None:
+    """Samples of a stage → windows of its sources → the samples of another stage that hold them;
+    by brute force, with mixtures whose parts change."""
+    two = mixture(data, other, weights=(0.3, 0.7))
+    earlier = [Earlier(mixture(other), 32, 37), Earlier(two, 32, 53)]
+    third = mixture(other, data, weights=(0.55, 0.45))
+
+    def held(of: Mixture, before: list[Earlier], samples: range) -> list[tuple[int, int]]:
+        """(number of the source in the run, number of its sample in the run) of each sample."""
+        numbers, passed = continued(of, 32, before)
+        source_of = mixture_pattern(of.weights)[0]
+        return [
+            (numbers[s], passed[s] + source_of[:sample].tolist().count(s))
+            for sample, s in ((sample, source_of[sample]) for sample in samples)
+        ]
+
+    bad = [(3, 11), (20, 21)]
+    windows = windows_of(third, 32, earlier, bad)
+    listed = {(number, nth) for number, *pair in windows for nth in range(*pair)}
+    assert listed == {one for pair in bad for one in held(third, earlier, range(*pair))}
+    # the stage before ends 9 samples later: some are read there, the others come earlier here
+    for of, before, samples in (
+        (two, earlier[:1], range(53, 80)),
+        (third, [earlier[0], Earlier(two, 32, 62)], range(40)),
+        (third, earlier, range(40)),
+    ):
+        found = samples_of(of, 32, before, windows)
+        inside = {sample for pair in found for sample in range(*pair)}
+        expected = {s for s in samples if held(of, before, range(s, s + 1))[0] in listed}
+        assert inside & set(samples) == expected
+        assert expected
+    assert samples_of(third, 32, earlier, windows) == tuple(bad)
+    assert samples_of(third, 64, earlier, windows) == ()  # its windows are others
+    assert samples_of(third, 32, earlier, []) == ()
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def three_stages(
+    data: Path, other: Path, layouts: tuple[dict[str, int], ...]
+) -> list[dict[str, Any]]:
+    """Stages from steps 3 and 5 of 7: another mixture and batch, then another length and phase."""
+    return [
+        {"from_step": 3, "data": {"path": {str(data): 0.4, str(other): 0.6}},
+         "train": {"global_batch_size": 12}, "parallel": layouts[0]},
+        {"from_token": 3 * 8 * 32 + 2 * 12 * 32 - 5, "parallel": layouts[1],
+         "train": {"seq_len": 64, "global_batch_size": 4, "micro_batch_size": 1},
+         "model": {"rope_theta": 8e5}, "optimizer": {"schedule": "linear", "lr": 1e-3}},
+    ]  # fmt: skip
+
+
+def reference(data: Path, other: Path) -> list[list[list[int]]]:
+    both = mixture(data, other, weights=(0.4, 0.6))
+    stages = [Read(mixture(data), 32, 8, 3), Read(both, 32, 12, 2), Read(both, 64, 4, 2)]
+    return expected(stages, seed=0)[0]
+
+
+EXACT = {"steps": 7, "dtype": "float64", "micro_batch_size": 2}
+
+
+def staged(
+    folder: Path, data: Path, other: Path, layouts: tuple[dict[str, int], ...] = (DP2, DP2)
+) -> str:
+    stages = three_stages(data, other, layouts)
+    return write_stages(folder, data, stages, train=EXACT, checkpoint={"interval": 2})
+
+
+def last_state(ranks: Ranks, folder: Path) -> dict[str, torch.Tensor]:
+    """The weights and moments at the end, loaded on one rank."""
+    last = checkpoint_of(folder, 7)
+    return ranks.run(global_state, 1, [str(folder / "config.yaml")], str(last))[0]
+
+
+@pytest.fixture(scope="module")
+def whole(
+    ranks: Ranks, data: Path, other: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict, dict]:
+    """A run without a kill, on two data-parallel ranks: its folder, losses and last state."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert ranks.run(recorded_run, 2, [staged(folder, data, other)], folder / "reads") == ["", ""]
+    check_reads(folder / "reads", reference(data, other))
+    return folder, losses(folder), last_state(ranks, folder)
+
+
+def killed_run(ranks: Ranks, world: int, config: str, kills: list[tuple[str, int]]) -> None:
+    """Run in the folder of `config`, killed at these places, until the end."""
+    reads = Path(config).with_name("reads")
+    for where, step in kills:
+        with dies():
+            ranks.run(recorded_run, world, [config], reads, where, step)
+    assert ranks.run(recorded_run, world, [config], reads) == [""] * world
+
+
+THOROUGH = [("before the save", 3), ("before the commit", 5), ("after the save", 3),
+            ("the changeover", 5), ("begun", 5)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [("the changeover", 3), *(pytest.param(kill, marks=pytest.mark.thorough) for kill in THOROUGH)],
+    ids=str,
+)
+def test_killed_at_a_boundary(
+    ranks: Ranks, data: Path, other: Path, tmp_path: Path, whole: tuple, kill: tuple
+) -> None:
+    """Killed at a boundary and started again, a run reads the same samples and has the same bits:
+    of every loss, and of the weights and moments at the end."""
+    config = staged(tmp_path, data, other)
+    killed_run(ranks, 2, config, [kill])
+    check_reads(tmp_path / "reads", reference(data, other))
+    assert losses(tmp_path) == whole[1]
+    assert same_tensors(last_state(ranks, tmp_path), whole[2])
+    kinds = [event["event"] for event in read_events(tmp_path / "run")]
+    assert kinds.count("stage") >= 2
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layouts", [(TP2, PP2), (PP2, {"cp": 2, "tp": 1, "pp": 1})], ids=str)
+def test_other_layouts_in_each_stage(
+    ranks: Ranks, data: Path, other: Path, tmp_path: Path, whole: tuple, layouts: tuple
+) -> None:
+    """With another layout in each stage, on twice the ranks, killed in the changeover and after a
+    save, a run reads the same samples; losses agree to the rounding of sums."""
+    config = staged(tmp_path, data, other, layouts)
+    killed_run(ranks, 4, config, [("the changeover", 3), ("after the save", 5)])
+    check_reads(tmp_path / "reads", reference(data, other))
+    found = losses(tmp_path)
+    assert all(found[step] == pytest.approx(loss, rel=1e-9) for step, loss in whole[1].items())
+    state = last_state(ranks, tmp_path)
+    for name, tensor in whole[2].items():
+        if name.startswith("model."):
+            assert torch.allclose(state[name], tensor, rtol=0, atol=1e-9), name
+
+
+def test_what_a_boundary_leaves(whole: tuple[Path, dict, dict]) -> None:
+    events = read_events(whole[0] / "run")
+    assert [e["step"] for e in events if e["event"] == "start"] == [0, 3, 5]
+    ends = [(e["state"], e["reason"]) for e in events if e["event"] == "end"]
+    assert ends[:2] == [("requeue", "stage 1 begins"), ("requeue", "stage 2 begins")]
+    assert status_of(whole[0])["state"] == "finished"
+    changed = [e for e in events if e["event"] == "stage"]
+    assert [(e["stage"], e["step"]) for e in changed] == [(1, 3), (2, 5)]
+    assert "train.seq_len 32 → 64" in changed[1]["changes"]
+    lines = metrics_of(whole[0])
+    assert [line["tokens"] for line in lines] == [256, 512, 768, 1152, 1536, 1792, 2048]
+    assert [line["lr"] for line in lines][-2:] == [1e-3, 5.5e-4], "a phase of two steps"
+    trainer = json.loads((checkpoint_of(whole[0], 7) / "trainer.json").read_text())
+    assert [(e["step"], e["data"]["next_sample"]) for e in trainer["earlier"]] == [(3, 24), (5, 24)]
+    assert (trainer["seq_len"], trainer["data"]["next_sample"]) == (64, 8)
+
+
+# --- what may change at a resume ------------------------------------------------------------------
+
+
+REFUSED = [
+    (["train.seq_len=16", "train.steps=20"], "train.seq_len = 16: ", "the change as a stage"),
+    (["stages.1.from_step=2"], "stages.1 = [2]: ", "leave stages as they were"),
+    (["stages.2.train.seq_len=16"], "stages.2.train.seq_len = 16: ", "train.seq_len=64"),
+    (["stages.2.model.rope_theta=7e5"], "stages.2.model.rope_theta = ", "declare the change"),
+    (["stages=[]"], "model.rope_theta = ", "declare the change as a stage"),
+    (["stages=[]", "model.rope_theta=8e5"], "stages.1 = []: ", "leave stages as they were"),
+    (["stages.1.data.path={tmp: 1}"], "stages.1.data.path = ", "contains no prepared data"),
+    (["train.seed=1"], "train.seed = 1: ", "use the checkpoint's value"),
+]
+
+
+@pytest.fixture(scope="module")
+def said(
+    ranks: Ranks, whole: tuple, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, str]]:
+    """What each rank says of the changes."""
+    config, _ = copy_of(whole[0], tmp_path_factory.mktemp("changed"))
+    cases = {str(changes): [config, "train.steps=8", *changes] for changes, _, _ in REFUSED}
+    return ranks.run(messages, 2, cases)
+
+
+@pytest.mark.parametrize(("overrides", "begins", "has"), REFUSED, ids=str)
+def test_a_past_stage_cannot_change(
+    said: list[dict[str, str]], overrides: list[str], begins: str, has: str
+) -> None:
+    (message,) = {of_rank[str(overrides)] for of_rank in said}
+    assert message.startswith(begins), message
+    assert has in message
+
+
+def test_a_later_stage_may_be_added(ranks: Ranks, tmp_path: Path, whole: tuple) -> None:
+    config, _ = copy_of(whole[0], tmp_path)
+    raw = yaml.safe_load(Path(config).read_text())
+    raw["stages"].append({"from_step": 7, "train": {"seq_len": 16}})
+    Path(config).write_text(yaml.safe_dump(raw))
+    run(ranks, 1, config, "train.steps=8")
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7, 8]

@@ -1,0 +1,174 @@
+"""What may happen at the boundary between two stages: a rollback across it, damage, a stop."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train
+from proofs.ranks import Ranks
+from runtime import next_stage
+from runtime.checkpoints import saving
+from runtime.records.events import read_events
+from tests.data_samples import flip_a_bit
+from tests.health.faulty_runs import run_with_bad_steps
+from tests.planted import planted
+from tests.runs import checkpoint_of, losses, run, said_by, status_of, train_run
+from tests.settings.stages import Read, expected, mixture, recorded, write_stages
+
+# --- rollback across a boundary -----------------------------------------------------------------
+
+
+def recorded_with_bad_steps(arguments: list[str], bad: set[int], file: Path) -> str:
+    with recorded(file):
+        return run_with_bad_steps(arguments, 0, bad)
+
+
+@pytest.mark.parametrize("length", [64, 32])
+def test_a_rollback_across_a_boundary(
+    ranks: Ranks, data: Path, tmp_path: Path, length: int
+) -> None:
+    """Steps 4, 5 and 6 are bad, and stage 1 begins after step 4: the run goes back to the
+    checkpoint of step 2, in stage 0, and leaves out the samples of step 4, and of steps 5 and 6 of
+    stage 1. With windows of the same length, stage 1 continues those of stage 0: its bad ones are
+    then the next ones of stage 0, and are left out there."""
+    config = write_stages(
+        tmp_path,
+        data,
+        [{"from_step": 4, "train": {"seq_len": length, "global_batch_size": 4}}],
+        train={"steps": 7},
+        checkpoint={"interval": 2},
+        guard={"max_bad_steps": 3},
+    )
+    # of all steps, with those that are made again
+    assert ranks.run(recorded_with_bad_steps, 1, [config], {4, 5, 6}, tmp_path / "reads") == [""]
+    one = mixture(data)
+    at_first = expected([Read(one, 32, 8, 4), Read(one, length, 4, 2)], 0)[0]
+    skipped, later = (range(24, 32), (range(8),)) if length == 64 else (range(24, 40), ())
+    stages = [Read(one, 32, 8, 4, (skipped,)), Read(one, length, 4, 3, later)]
+    again = expected(stages, 0)[0]
+    rows = [json.loads(line) for line in Path(f"{tmp_path / 'reads'}-0").read_text().splitlines()]
+    assert [step for step, *_ in rows] == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5, 6]
+    for (step, _, _, mine), batches in zip(rows, [at_first] * 6 + [again] * 5, strict=True):
+        assert mine == batches[step][: len(mine)], step
+    (event,) = [e for e in read_events(tmp_path / "run") if e["event"] == "rollback"]
+    assert (event["from_step"], event["step"]) == (6, 2)
+    assert (event["left_out"], event["left_out_before"]) == ([0, 8], [[0, 24, 32]])
+    trainer = json.loads((checkpoint_of(tmp_path, 7) / "trainer.json").read_text())
+    assert trainer["earlier"][0]["data"]["skipped"] == [[skipped.start, skipped.stop]]
+    assert trainer["data"]["skipped"] == [[r.start, r.stop] for r in later]
+    bad = {tuple(row) for step in (3, 4, 5) for row in at_first[step]}
+    assert not bad & {tuple(row) for batch in again for row in batch}
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7]
+    assert trainer["updates"] == 7
+
+
+def run_with_damage(arguments: list[str], folder: Path) -> str:
+    """Train; the only checkpoint is damaged in the changeover."""
+
+    @planted(saving, "find_next")
+    def damaged(honest: Any, *about: Any) -> Any:
+        flip_a_bit(next(checkpoint_of(folder, 2).glob("*.safetensors")))
+        return honest(*about)
+
+    with damaged():
+        return train_run(arguments)
+
+
+def test_a_damaged_boundary_does_not_begin_anew(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """Without another checkpoint, training from initial weights would look like success."""
+    config = write_stages(tmp_path, data, [{"from_step": 2, "train": {"seq_len": 16}}])
+    (said,) = ranks.run(said_by, 1, run_with_damage, [config], tmp_path)
+    assert "no good one before it" in said
+    status = status_of(tmp_path)
+    assert (status["state"], status["step"]) == ("failed", 2)
+    # nor does the next start, which a launcher or the job script begins by itself
+    (said,) = ranks.run(train_run, 1, [config])
+    assert said.startswith("checkpoint.resume = 'auto': all checkpoints in ")
+    assert "step-00000002.damaged" in said
+    assert sorted(losses(tmp_path)) == [1, 2]
+
+
+def test_a_stage_ahead_that_begins_at_a_token_knows_the_batches_before(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
+    """With another batch size from step 2 on, it would begin at half the tokens."""
+    ahead = {"from_token": 6 * 8 * 32, "train": {"seq_len": 16}}
+    config = write_stages(tmp_path, data, [ahead], train={"steps": 9}, checkpoint={"interval": 2})
+    run(ranks, 1, config, "stages=[]", "train.steps=2")
+    (said,) = ranks.run(train_run, 1, [config, "train.global_batch_size=16"])
+    assert said.startswith(f"stages.1.from_token = {6 * 8 * 32}")
+    assert "512 tokens after step 2" in said
+    assert "from_step=4" in said  # 1,024 tokens are left: two steps of 512
+    # as a stage from step 2 on, the count is right
+    larger = {"from_step": 2, "train": {"global_batch_size": 16}}
+    config = write_stages(tmp_path, data, [larger, ahead], train={"steps": 5})
+    run(ranks, 1, config)
+    events = read_events(tmp_path / "run")
+    assert [event["step"] for event in events if event["event"] == "stage"] == [2, 4]
+
+
+# --- stop requests, open files --------------------------------------------------------------------
+
+
+def run_with_request(arguments: list[str], request: str, folder: Path) -> tuple[str, bool]:
+    """Train; a stop is requested in the changeover. Return also whether there was a status.json
+    then: a launcher that finds a rank killed there must not report a planned stop."""
+    found = []
+
+    @planted(next_stage, "join_again")
+    def requested(join: Any, signals: Any) -> None:
+        found.append((folder / "run" / "status.json").exists())
+        if request == "STOP":
+            (folder / "run" / "STOP").touch()
+        else:
+            signals.heard.setdefault(signal.SIGTERM, 0.0)
+        join(signals)
+
+    with requested():
+        return train_run(arguments), *found
+
+
+@pytest.mark.parametrize(
+    "request_by", ["SIGTERM", pytest.param("STOP", marks=pytest.mark.thorough)]
+)
+def test_a_stop_in_the_changeover(
+    ranks: Ranks, data: Path, tmp_path: Path, request_by: str
+) -> None:
+    """(That a run resumes there with the same bits: test_killed_at_a_boundary.)"""
+    config = write_stages(tmp_path, data, [{"from_step": 2, "train": {"seq_len": 16}}])
+    short = "train.steps=3"
+    stopped = ranks.run(run_with_request, 2, [config, short], request_by, tmp_path)
+    assert stopped == [("", False)] * 2
+    status = status_of(tmp_path)
+    assert (status["state"], status["step"]) == ("requeue", 2)
+    assert request_by in status["reason"]
+    assert not (tmp_path / "run" / "STOP").exists()
+    run(ranks, 2, config, short)
+    assert sorted(losses(tmp_path)) == [1, 2, 3]
+
+
+def open_files(arguments: list[str]) -> list[int]:
+    """The number of open files at the beginning of each stage."""
+    found: list[int] = []
+
+    @planted(train, "build_listeners")
+    def counted(build: Any, *about: Any) -> Any:
+        found.append(len(list(Path("/proc/self/fd").iterdir())))
+        return build(*about)
+
+    with counted():
+        assert train_run(arguments) == ""
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's /proc")
+def test_boundaries_leave_no_open_files(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    stages = [{"from_step": n, "parallel": {"tp": 1 + n % 2}} for n in range(1, 5)]
+    config = write_stages(tmp_path, data, stages, train={"steps": 5})
+    for found in ranks.run(open_files, 2, [config]):
+        assert len(found) == 5
+        assert found[4] <= found[2], found
+        assert found[3] <= found[1], found

@@ -1,0 +1,166 @@
+"""The list `stages` of a configuration: what each stage has, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from data.earlier import counts
+from data.sampler import mixture_pattern, samples_back
+from errors import UserError
+from runtime.records.ledger import account
+from tests import ROOT
+from tools.plan.check import one_stage
+from training.config import Config
+from training.learning_rate import learning_rate
+from training.load_config import dump_config, load_config
+
+LAPTOP = str(ROOT / "configs/laptop.yaml")  # 64 × 128 tokens, 160 steps
+LONGER = "{from_step: 50, train: {seq_len: 256, global_batch_size: 32, micro_batch_size: 8}}"
+ANNEAL = (
+    "{from_token: 1_000_000, optimizer: {schedule: linear, lr: 1e-3}, "
+    "parallel: {cp: 2, dp_shard: 1}}"
+)
+
+
+def load(*stages: str, also: tuple[str, ...] = ()) -> Config:
+    return load_config(LAPTOP, [f"stages=[{', '.join(stages)}]", *also])
+
+
+def test_settings_hold_until_a_stage_changes_them() -> None:
+    config = load(LONGER, ANNEAL)
+    config.validate(8)
+    first, longer, anneal = config.each_stage
+    assert first is not config.at_stage(1)
+    assert config == first
+    assert [one.train.seq_len for one in config.each_stage] == [128, 256, 256]
+    assert [one.parallel.cp for one in config.each_stage] == [1, 1, 2]
+    assert [one.parallel.tp for one in config.each_stage] == [2, 2, 2]
+    # a million tokens are reached in step 123, of 8,192 tokens each
+    assert [one.steps for one in config.each_stage] == [range(50), range(50, 123), range(123, 160)]
+    assert [one.phase for one in config.each_stage] == [range(123), range(123), range(123, 160)]
+    stages = [config.stage_of(step) for step in (0, 49, 50, 122, 123, 159, 160)]
+    assert stages == [0, 0, 1, 1, 2, 2, 2]
+    assert (longer.optimizer.warmup_steps, anneal.optimizer.warmup_steps) == (20, 0)
+
+
+def test_it_is_written_as_it_was_read(tmp_path: Path) -> None:
+    config = load(LONGER, ANNEAL)
+    for one in config.each_stage:  # a run writes its whole configuration in every stage
+        (tmp_path / "config.yaml").write_text(dump_config(one))
+        assert load_config(str(tmp_path / "config.yaml"), []) == config
+
+
+def test_overrides() -> None:
+    config = load(LONGER, also=("stages.1.train.seq_len=64", "stages.1.from_step=9"))
+    assert config.at_stage(1).train.seq_len == 64
+    assert config.steps == range(9)
+    config = load(LONGER, also=("train.seq_len=64", "train.eval_interval=7"))
+    assert [one.train.seq_len for one in config.each_stage] == [64, 256], "until a stage sets it"
+    assert config.at_stage(1).train.eval_interval == 7
+    assert load(LONGER, also=("stages=[]",)) == load_config(LAPTOP, [])
+
+
+REFUSED = [
+    ("3", "stages.1 = 3: is not a stage"),
+    ("{}", "stages.1 = {}: must say where it begins"),
+    ("{from_step: 5, from_token: 5}", "stages.1 = {'from_step': 5, 'from_token': 5}: must say"),
+    ("{from_step: 0}", "stages.1.from_step = 0: "),
+    ("{from_step: 160}", "stages.1.from_step = 160: it would begin after step 160"),
+    ("{from_step: 5}, {from_token: 7}", "stages.2.from_token = 7: it would begin after step 1"),
+    ("{from_step: 5, run: {dir: x}}", "stages.1.run = {'dir': 'x'}: a stage cannot change it"),
+    ("{from_step: 5, model: {dim: 5}}", "stages.1.model.dim = 5: a stage cannot change it"),
+    ("{from_step: 5, optimizer: {name: x}}", "stages.1.optimizer.name = 'x': a stage cannot"),
+    ("{from_step: 5, train: {seq_len: x}}", "stages.1.train.seq_len = 'x': has the type str"),
+    ("{from_step: 5, train: 7}", "stages.1.train = 7: is not a section with keys"),
+    ("{from_step: 5, parallel: {ttp: 5}}", "stages.1.parallel.ttp = 5: there is no such key"),
+    ("{from_step: 5, parallel: {tp: 3}}", "stages.1.parallel.tp = 3: "),
+    ("{from_step: 5, train: {global_batch_size: 7}}", "stages.1.train.global_batch_size = 7: must"),
+    ("{from_step: 5, optimizer: {schedule: wsd}}", "stages.1.optimizer.decay_steps = 0: schedule"),
+    ("{from_step: 60, optimizer: {schedule: wsd, warmup_steps: 60, decay_steps: 50}}",
+     "stages.1.optimizer.decay_steps = 50: with optimizer.warmup_steps=60 they would be more than "
+     "its phase of 100 steps"),
+    ("{from_step: 60, optimizer: {schedule: linear, decay_steps: 50}}",
+     "stages.1.optimizer.decay_steps = 50: schedule linear does not read it"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stages", "message"), REFUSED)
+def test_what_is_refused(stages: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        load(stages).validate(8)
+    assert str(error.value).startswith(message)
+
+
+def test_a_stage_that_does_not_exist() -> None:
+    with pytest.raises(UserError, match="the file has 1 stages"):
+        load(LONGER, also=("stages.2.train.seq_len=64",))
+    with pytest.raises(UserError, match="is not a list"):
+        load_config(LAPTOP, ["stages=3"])
+
+
+def test_rates_of_phases() -> None:
+    """Warm-up and stable, then decay, then anneal: each phase counts its own steps."""
+    config = load(
+        "{from_step: 60, optimizer: {schedule: cosine, min_lr_ratio: 0.1}}",
+        "{from_step: 80, train: {micro_batch_size: 8}}",
+        "{from_step: 120, optimizer: {schedule: linear, lr: 1e-4, min_lr_ratio: 0}}",
+        also=("optimizer.schedule=stable", "optimizer.lr=1e-3", "optimizer.warmup_steps=10"),
+    )
+
+    def rate(step: int) -> float:
+        one = config.at_stage(config.stage_of(step))
+        return learning_rate(step, one.phase, one.optimizer)
+
+    assert [rate(0), rate(9), rate(10), rate(59), rate(60)] == [1e-4, 1e-3, 1e-3, 1e-3, 1e-3]
+    assert rate(90) == pytest.approx(1e-3 * 0.55), "half-way of the 60 steps of two stages"
+    assert rate(119) > 1e-4
+    assert [rate(120), rate(140)] == pytest.approx([1e-4, 5e-5])
+    assert rate(159) == pytest.approx(1e-4 / 40)
+
+
+def test_the_stage_to_plan() -> None:
+    config = load(LONGER, also=("train.dtype=bfloat16",))
+    longest = "{from_step: 50, train: {seq_len: 1024}}"
+    most, said = one_stage(load(longest), 8, None)
+    assert most.train.seq_len == 1024
+    assert said.startswith("stage 1 of 0 to 1, whose peaks are ")
+    assert not most.stages
+    chosen, said = one_stage(config, 8, 0)
+    assert (chosen.train.seq_len, said) == (128, "stage 0 of 0 to 1")
+    with pytest.raises(UserError, match="the stages 0 to 1"):
+        one_stage(config, 8, 2)
+    assert one_stage(load_config(LAPTOP, []), 8, None)[1] == ""
+
+
+def test_counts_of_sources() -> None:
+    """The closed form counts what the mixture's pattern has."""
+    weights = [0.61, 0.3, 0.09]
+    source_of, _, _ = mixture_pattern(weights)
+    for samples in (0, 1, 77, 99_999, 100_000, 250_123):
+        repeated = list(source_of) * 3
+        assert counts(weights, samples) == [repeated[:samples].count(s) for s in range(3)]
+
+
+def test_samples_back_is_the_inverse_of_reading() -> None:
+    skipped = ((4, 7), (10, 12), (20, 30))
+    read = [i for i in range(40) if not any(a <= i < b for a, b in skipped)]
+    for at, sample in enumerate(read):
+        for count in range(1, at + 2):
+            assert samples_back(sample + 1, count, skipped) == read[at + 1 - count]
+    assert samples_back(5, 99, skipped) == 0
+
+
+def test_the_changeover_is_accounted_for() -> None:
+    """Between two stages the process is not down: the next start begins where the last line of the
+    stage before ends."""
+    events = [
+        {"event": "start", "time": 3.0, "began": 0.0, "step": 0},
+        {"event": "spent", "time": 9.0, "step": 5, "seconds": {"start": 3.0, "steps": 6.0}},
+        {"event": "end", "time": 9.0, "state": "requeue", "step": 5},
+        {"event": "start", "time": 11.0, "began": 9.0, "step": 5},
+        {"event": "stage", "time": 11.0, "stage": 1, "step": 5},
+        {"event": "spent", "time": 14.0, "step": 8, "seconds": {"start": 2.0, "steps": 3.0}},
+    ]
+    seconds = account(events)
+    assert (seconds["down"], seconds["start"], seconds["steps"]) == (0.0, 5.0, 9.0)
+    assert seconds["lost"] == 0.0

@@ -1,0 +1,176 @@
+"""slurm/train_70b.sh without a Slurm: `srun`, `squeue` and the others are replaced by programs that
+note how they were called, and fail where a test wants it. (tests/slurm/slurm_scenarios.py runs the
+script on a real Slurm.)"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.monitor.alert_helpers import wait_until
+from tests.slurm.slurm_scenarios import SCRIPT, stand_in_for_python
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs GNU's date, tail and wc")
+PROGRAMS = {
+    "srun": 'while [ $# -gt 0 ] && [ "$1" != bash ]; do shift; done; exec "$@"',
+    "scontrol": '[ "$1" != show ] || exec echo n3; echo "$@" >>calls; exit ${REQUEUE:-0}',
+    "squeue": '[ "$2" != --steps ] || exec echo 7.0; eval "${SQUEUE:-false}"',
+    "scancel": 'echo scancel "$@" >>calls; exit ${SCANCEL:-0}',
+    "sleep": "exec /bin/sleep 0.05",
+    "tail": 'exec /usr/bin/tail --sleep-interval 0.05 "$@"',
+}
+# as training does when the file of this start is there, half a second later
+SAVE = (
+    'until [ -e "$LATTICE_STOP_FILE" ]; do /bin/sleep 0.02; done; /bin/sleep 0.5; '
+    "echo saved >>calls; "
+    """echo '{"state": "requeue", "reason": "the job script requested a stop"}' >run/status.json"""
+)
+ARRAY = {"JOB_ID": "7", "TASK_ID": "3", "TASK_MAX": "3"}  # its last job
+
+
+class Job:
+    """Starts of the script in `folder`, as job 7 on one node of one GPU."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.script = folder, None
+        (folder / "bin").mkdir()
+        (folder / "slurm").symlink_to(ROOT / "slurm")
+        for name, text in PROGRAMS.items():
+            (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+            (folder / "bin" / name).chmod(0o755)
+        self.python = stand_in_for_python(folder, 'eval "$TRAINING"')
+
+    def start(self, training: str, **variables: str) -> subprocess.Popen[bytes]:
+        slurm = {
+            "JOB_ID": "7", "JOB_NUM_NODES": "1", "JOB_NODELIST": "n3", "GPUS_ON_NODE": "1",
+            "CPUS_ON_NODE": "1", "SUBMIT_DIR": str(self.folder), "RESTART_COUNT": "",
+        }  # fmt: skip
+        given = {f"SLURM_{name}": value for name, value in slurm.items()} | {
+            "SLURMD_NODENAME": "n3", "PYTHON": self.python, "TRAINING": training,
+            "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
+        }  # fmt: skip
+        with open(self.folder / "log", "wb") as log:
+            self.script = subprocess.Popen(
+                ["bash", ROOT / SCRIPT], env={**os.environ, **given, **variables},
+                stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        return self.script
+
+    def ends(self, training: str, **variables: str) -> int:
+        return self.start(training, **variables).wait(60)
+
+    def stop(self) -> None:
+        """What Slurm does before the time is up."""
+        wait_until(lambda: (self.folder / "run" / "logs" / "7.0" / "n3.log").exists())
+        self.script.send_signal(signal.SIGUSR1)
+
+    def read(self, name: str) -> str:
+        return (self.folder / name).read_text() if (self.folder / name).exists() else ""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    if job.script is not None and job.script.poll() is None:
+        os.killpg(job.script.pid, signal.SIGKILL)
+        job.script.wait()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"SQUEUE": "exit 1", "SCANCEL": "1"},
+        pytest.param({"SQUEUE": "echo N/A"}, marks=pytest.mark.thorough),
+        pytest.param({"SQUEUE": "true", "SLURM_JOB_END_TIME": "1"}, marks=pytest.mark.thorough),
+    ],
+    ids=["no answer", "N/A", "empty"],
+)
+def test_the_job_waits_for_the_save(job: Job, fault: dict[str, str]) -> None:
+    """Even if the controller does not say when the job ends, or the ranks cannot be signalled."""
+    job.start(SAVE, **fault)
+    job.stop()
+    assert job.script.wait(60) == 0
+    assert job.read("calls").splitlines() == ["scancel --signal=USR1 7.0", "saved", "requeue 7"]
+    assert "have not saved in time" not in job.read("log")
+
+
+@pytest.mark.parametrize(
+    "source", [pytest.param("squeue", marks=pytest.mark.thorough), "environment"]
+)
+def test_the_last_resort(job: Job, source: str) -> None:
+    """The ranks hang, so the job requeues itself before its end: at half of what is left, because
+    that is less than a minute. What asked for the save is for this start only."""
+    end = int(time.time()) + 4
+    said = {"SLURM_JOB_END_TIME": str(end)}
+    if source == "squeue":  # the time limit has been changed
+        said = {"SQUEUE": f"date --date @{end} +%FT%T", "SLURM_JOB_END_TIME": str(end + 999)}
+    job.start("/bin/sleep 60", **said)
+    job.stop()
+    wait_until(lambda: "requeue 7" in job.read("calls"))
+    assert end - 3 <= time.time() <= end
+    assert "the ranks have not saved in time" in job.read("log")
+    os.killpg(job.script.pid, signal.SIGKILL)  # as Slurm does
+    assert (job.folder / "run" / "logs" / "7.0" / "STOP").exists()
+    finish = """test ! -e "$LATTICE_STOP_FILE" && echo '{"state": "finished"}' >run/status.json"""
+    assert job.ends(finish, SLURM_RESTART_COUNT="1") == 0
+    assert "the run is finished" in job.read("log")
+
+
+@pytest.mark.parametrize("command", ["training=$!", "follower=$!", 'wait "$training"'])
+def test_the_signal_comes_just_before(job: Job, command: str) -> None:
+    """The ranks save, and the job ends with them: it does not wait for what the trap starts."""
+    trap = """trap '[ "$BASH_COMMAND" != "$BEFORE" ] || kill -USR1 $$' DEBUG"""
+    (job.folder / "trap").write_text(trap)
+    training = """until [ -e "$LATTICE_STOP_FILE" ]; do /bin/sleep 0.02; done
+        echo '{"state": "finished"}' >run/status.json"""
+    given = {"BASH_ENV": str(job.folder / "trap"), "BEFORE": command, "SQUEUE": "/bin/sleep 90"}
+    assert job.ends(training, **given) == 0
+    assert "status 0, and the run is finished" in job.read("log")
+    assert job.read("calls") == "scancel --signal=USR1 7.0\n"
+
+
+@pytest.mark.thorough
+def test_training_ends_while_the_ranks_are_signalled(job: Job) -> None:
+    job.start(
+        """until [ -e "$LATTICE_STOP_FILE" ]; do /bin/sleep 0.02; done
+        echo '{"state": "finished"}' >run/status.json""",
+        SQUEUE="/bin/sleep 90",
+    )
+    (job.folder / "bin" / "scancel").write_text("#!/bin/bash\n/bin/sleep 1\n")
+    job.stop()
+    assert job.script.wait(60) == 0
+    assert "status 0, and the run is finished" in job.read("log")
+    assert not job.read("calls")
+
+
+def test_how_a_start_ends(job: Job) -> None:
+    """With status 0 only if the run is finished, stopped by a user, or requeued."""
+    state = 'echo \'{"state": "%s", "reason": "the file STOP was found"}\' >run/status.json'
+    assert job.ends(state % "requeue") == 0
+    assert "a user created the file STOP" in job.read("log")
+    assert not job.read("calls")
+
+    (job.folder / "run" / "status.json").unlink()
+    fruitless = job.folder / "run" / "logs" / "7.fruitless"
+    fruitless.write_text("no number\n")
+    array = {f"SLURM_ARRAY_{name}": value for name, value in ARRAY.items()}
+    assert job.ends("exit 0", SLURM_RESTART_COUNT="1", **array) == 0
+    assert job.read("calls") == "requeue 7_3\n"
+    assert "the run is at an unknown point" in job.read("log")
+    assert fruitless.read_text() == "1\n"
+
+    assert job.ends("exit 1", SLURM_RESTART_COUNT="2", REQUEUE="1") == 1
+    assert job.read("alarms").startswith("Slurm job 7.2 gives up: Slurm does not requeue it")
+
+    (job.folder / "calls").unlink()
+    refuse = 'mkdir -p "$PET_LOG_DIR/x/attempt_1"; touch "$PET_LOG_DIR/x/attempt_1/refused"; exit 1'
+    assert job.ends(refuse, SLURM_RESTART_COUNT="3") == 2
+    assert "7.3 ends: the start was refused" in job.read("alarms")
+    assert not job.read("calls")

@@ -1,0 +1,221 @@
+"""The preflight draws the right conclusions from the nodes' reports; and two nodes run it for real,
+on this machine over gloo.
+
+tests/slurm/slurm_scenarios.py tests it on a real Slurm.
+"""
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.health.excluded import exclude
+from tests.runs import forked, status, write_config
+from tests.slurm.slurm_cluster import free_ports
+from tools.preflight import __main__ as command
+from tools.preflight.links import rounds
+from tools.preflight.node import addresses, judge_addresses, judge_gpus
+from tools.preflight.verdict import choose, odd_ones, slow_ones
+
+# one row of nvidia-smi, without the index
+GOOD = ["NVIDIA H100 80GB HBM3", "550.54.15", "4", "345", "1980", "Enabled", "0"]
+
+
+@pytest.mark.parametrize("num_nodes", range(1, 12))
+def test_every_node_is_in_two_pairs_and_in_one_at_a_time(num_nodes: int) -> None:
+    pairs = rounds(num_nodes)
+    for together in pairs:
+        nodes = [node for pair in together for node in pair]
+        assert len(nodes) == len(set(nodes))
+    partners = {
+        node: {n for r in pairs for p in r if node in p for n in p} - {node}
+        for node in range(num_nodes)
+    }
+    assert all(len(found) == min(2, num_nodes - 1) for found in partners.values())
+
+
+def test_what_differs_is_told_from_what_most_have() -> None:
+    reports = {node: {"packages": {"torch": "2.13.0", "numpy": "2.4.6"}} for node in range(4)}
+    assert odd_ones(reports, "packages") == {}
+    reports[2] = {"packages": {"torch": "2.11.0", "extra": "1", "numpy": "2.4.6"}}
+    assert odd_ones(reports, "packages") == {2: "extra, torch"}
+
+
+def test_a_slow_node_is_named_and_its_neighbours_are_not() -> None:
+    reports = {node: {"within": 400e9, "across": 45e9} for node in range(6)} | {6: {}}
+    assert slow_ones(reports) == {}
+    reports[4]["across"] = 20e9
+    assert list(slow_ones(reports)) == [4]
+    assert "across nodes at 44%" in slow_ones(reports)[4]
+
+
+def test_spares_are_the_failed_then_excluded_then_slow_then_last() -> None:
+    names = ["a", "b", "c", "d", "e"]
+    assert choose(names, set(), set(), set(), 5) == [0, 1, 2, 3, 4]
+    assert choose(names, set(), set(), set(), 4) == [0, 1, 2, 3]
+    assert choose(names, {1}, set(), {3}, 4) == [0, 2, 3, 4]
+    assert choose(names, {1}, set(), {3}, 3) == [0, 2, 4]
+    assert choose(names, set(), {4}, {0, 2}, 3) == [0, 1, 3]
+    assert choose(names, set(), {4}, {0, 2}, 4) == [0, 1, 2, 3]
+    assert choose(names, {1}, set(), set(), 5) == []
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        (2, "40000", "GPU 3 is not idle: 40,000 MiB are in use"),
+        (6, "2", "GPU 3 has 2 uncorrected memory errors since it was last reset"),
+    ],
+)
+def test_a_sick_or_busy_gpu(column: int, value: str, said: str) -> None:
+    rows = [[str(index), *GOOD] for index in range(8)]
+    found = judge_gpus(rows, [], 8)
+    assert (found["problems"], found["warnings"]) == ([], [])
+    assert found["gpus"] == "8 H100 80GB HBM3, 345 of 1980 MHz, ECC enabled"
+    rows[3][column + 1] = value
+    assert judge_gpus(rows, [], 8)["problems"] == [said]
+
+
+def test_missing_gpus_foreign_processes_and_unlike_settings() -> None:
+    rows = [[str(index), *GOOD] for index in range(7)]
+    assert judge_gpus(rows, [["4711", "512"]], 8)["problems"] == [
+        "7 of 8 GPUs are visible",
+        "GPUs are in use by processes 4711",
+    ]
+    rows[1][6] = "Disabled"
+    assert judge_gpus(rows, [], 7)["warnings"] == [
+        "different ECC settings: {'Enabled': 6, 'Disabled': 1}"
+    ]
+    assert judge_gpus([], [], 8)["problems"] == ["0 of 8 GPUs are visible"]
+
+
+def test_an_address_that_is_reachable_from_outside() -> None:
+    private = [
+        ("lo", "127.0.0.1"),
+        ("eth0", "10.1.2.3"),
+        ("ib0", "192.168.7.1"),
+        ("eth0", "fe80::1"),
+        ("eth1", "fd00::7"),
+    ]
+    assert judge_addresses(private) == []
+    (warning,) = judge_addresses([*private, ("eth1", "8.8.8.8"), ("eth1", "2600:1f18::7")])
+    assert warning.startswith("8.8.8.8 (eth1), 2600:1f18::7 (eth1) can be reached from outside")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="how Linux names addresses")
+def test_this_machines_addresses_are_found() -> None:
+    found = addresses()
+    assert ("lo", "127.0.0.1") in found
+    try:  # the address that this machine would send from
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            asking.connect(("192.0.2.1", 9))  # sends nothing
+            assert asking.getsockname()[0] in [address for _, address in found]
+    except OSError:
+        pass  # no network
+
+
+def on_node(node: int, out_of: int, arguments: list[str]) -> None:
+    slurm = {"SLURM_NNODES": str(out_of), "SLURM_NODEID": str(node)}
+    os.environ.update(slurm | {"SLURMD_NODENAME": f"node{node}", "OMP_NUM_THREADS": "1"})
+    sys.exit(command.main(arguments))
+
+
+def preflight(
+    folder: Path,
+    data: Path,
+    nodes: tuple[int, ...],
+    *options: str,
+    out_of: int = 2,
+    **sections: Any,
+) -> list[tuple[int | None, str, str]]:
+    """Run the preflight on `nodes` out of two nodes or `out_of`; return the status, standard output
+    and standard error of each."""
+    config = write_config(folder, data, **sections)
+    port = free_ports(1)[0]
+    arguments = ["--meet", f"127.0.0.1:{port}", "--device", "cpu", "--ranks-per-node", "2",
+                 *options, config]  # fmt: skip
+    files = [(folder / f"answer{port}-{node}", folder / f"report{port}-{node}") for node in nodes]
+    started = [
+        forked(answer, on_node, node, out_of, arguments, errors=report)
+        for node, (answer, report) in zip(nodes, files, strict=True)
+    ]
+    return [
+        (status(process), answer.read_text(), report.read_text())
+        for process, (answer, report) in zip(started, files, strict=True)
+    ]
+
+
+def test_two_nodes_meet_and_measure(data: Path, tmp_path: Path) -> None:
+    (code, answer, report), other = preflight(tmp_path, data, (0, 1), "--seconds", "300")
+    assert code == 0, report
+    assert answer == f"node0,node1 {tmp_path}/run\n"
+    assert "preflight passed: 2 nodes" in report
+    rows = [line.split() for line in report.splitlines() if line.split()[0] in ("node0", "node1")]
+    assert all(float(row[4]) > 0 and float(row[5]) > 0 for row in rows), report  # within and across
+    assert other == (0, "", "")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.thorough
+def test_a_node_that_does_not_come_is_named(data: Path, tmp_path: Path) -> None:
+    [(code, answer, report)] = preflight(
+        tmp_path, data, (0,), "--seconds", "30", "--node-names", "node0,far"
+    )
+    assert (code, answer) == (1, "")
+    assert "FAILED   far: it sent no report in time" in report
+    assert "--exclude=far" in report
+    [(code, answer, report)] = preflight(
+        tmp_path, data, (0,), "--seconds", "30", "--spare-nodes", "1"
+    )
+    assert (code, answer) == (0, f"node0 {tmp_path}/run\n"), report
+
+
+@pytest.mark.thorough  # tests/settings/test_refusals.py tests the errors themselves
+def test_data_that_training_would_refuse(tmp_path: Path) -> None:
+    (code, answer, report), other = preflight(
+        tmp_path, tmp_path / "none", (0, 1), "--seconds", "300"
+    )
+    assert (code, answer) == (2, "")
+    assert report.startswith("error: data.path")
+    assert other == (1, "", "")
+
+
+@pytest.mark.parametrize(("nodes", "layouts"), [("1", True), ("3", False)])
+def test_a_minimum_below_the_smallest_layout_is_refused(
+    data: Path, tmp_path: Path, nodes: str, layouts: bool,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """torchrun would go on with so few nodes, and the ranks would refuse to."""
+    parallel = {"layouts": [{"dp_shard": 4}, {"dp_shard": 8}]} if layouts else {"dp_shard": -1}
+    config = write_config(tmp_path, data, parallel=parallel)
+    monkeypatch.setenv("SLURM_NNODES", "4")
+    asked = ["--meet", "localhost:1", "--ranks-per-node", "2", "--min-nodes", nodes, config]
+    assert command.main(asked) == 2
+    assert f"MIN_NODES = {nodes}: the smallest layout needs {2 if layouts else 4} nodes" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.thorough
+def test_with_layouts_a_job_needs_only_the_smallest(data: Path, tmp_path: Path) -> None:
+    """Of four nodes one does not come: the other three measure each other (an odd number of them,
+    so that in each round one has no partner) and train, though a layout is for four. A node in
+    excluded.json is named, and left out if spare nodes are asked for."""
+    layouts = [{"dp_shard": 8, "micro_batch_size": 1}, {"dp_shard": 4}]
+    (tmp_path / "run").mkdir()
+    exclude(tmp_path / "run", "node1", "slow since step 7")
+    (code, answer, report), *_ = preflight(
+        tmp_path, data, (0, 1, 2), "--seconds", "60", "--node-names", "node0,node1,node2,far",
+        out_of=4, parallel={"layouts": layouts},
+    )  # fmt: skip
+    assert (code, answer) == (0, f"node0,node1,node2 {tmp_path}/run\n"), report
+    assert "FAILED   far: it sent no report in time" in report
+    assert "EXCLUDED node1: excluded.json excludes it: slow since step 7" in report
+    (code, answer, report), *_ = preflight(
+        tmp_path, data, (0, 1, 2), "--seconds", "300", "--spare-nodes", "1",
+        out_of=3, parallel={"layouts": layouts},
+    )  # fmt: skip
+    assert (code, answer) == (0, f"node0,node2 {tmp_path}/run\n"), report
