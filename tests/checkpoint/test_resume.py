@@ -161,7 +161,7 @@ LOADS = [
     thorough("context", 4, layout()),
     thorough("context", 4, layout(cp=2, pp=2)),
     thorough("context", 1, layout()),
-    ("experts", 4, layout(ep=4)),
+    thorough("experts", 4, layout(ep=4)),
     ("experts", 8, layout(ep=1)),  # each of 4 experts is cut
     thorough("experts", 8, layout(ep=4, tp=2, pp=2)),
     thorough("experts", 4, layout(ep=2, cp=2, pp=2)),

@@ -262,6 +262,7 @@ def test_killed_again_and_again(ranks: Ranks, data: Path, tmp_path: Path, world:
     assert last - first <= took
 
 
+@pytest.mark.thorough
 def test_the_checks_can_fail(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, data, checkpoint={"interval": 2, "keep_last": 3})
     assert ranks.run(train_run, 1, [config]) == [""]

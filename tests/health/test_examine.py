@@ -197,7 +197,11 @@ def run_with_slow_saves(arguments: list[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("times", "verdict"), [("1", "transient"), ("always", "persistent, rank 3")]
+    ("times", "verdict"),
+    [
+        pytest.param("1", "transient", marks=pytest.mark.thorough),
+        ("always", "persistent, rank 3"),
+    ],
 )
 def test_copies_that_differ_are_examined_and_not_saved(
     ranks: Ranks, data: Path, tmp_path: Path, times: str, verdict: str

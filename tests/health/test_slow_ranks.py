@@ -198,6 +198,7 @@ def test_the_slow_rank_is_named_within_three_intervals(
     assert "slow: rank 3 took 1." in excluded_nodes(folder)[event["node"]]["reason"]
 
 
+@pytest.mark.thorough
 @waiting
 def test_evaluation_saving_data_and_uneven_stages_name_nobody(
     ranks: Ranks, data: Path, tmp_path: Path, waits: bool

@@ -193,8 +193,9 @@ def by_boundaries(name, checkpointing, compile):
 @pytest.mark.parametrize(
     ("checkpointing", "forwards", "compile"),
     [
-        *(("none", 1, False), ("selective", 1, False), ("full", 2, False), ("full", 2, True)),
+        *(("none", 1, False), ("selective", 1, False), ("full", 2, False)),
         pytest.param("none", 1, True, marks=pytest.mark.thorough),
+        pytest.param("full", 2, True, marks=pytest.mark.thorough),
         pytest.param("selective", 1, True, marks=pytest.mark.thorough),
     ],
 )

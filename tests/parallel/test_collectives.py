@@ -146,7 +146,7 @@ BACKWARDS = ("1f1b", "zb_h1")  # whole, and in two parts
 @pytest.mark.parametrize(
     ("unit", "schedule", "zero_stage"),
     thorough_but(
-        {("block", "1f1b", 1), ("block", "1f1b", 2), *product(UNITS, BACKWARDS, (3,))},
+        {("block", "1f1b", 1), ("block", "1f1b", 2), ("block", "1f1b", 3), ("stage", "zb_h1", 3)},
         product(UNITS, BACKWARDS, (1, 2, 3)),
     ),
 )
@@ -216,7 +216,7 @@ def test_zero_stage_0_only_reduces_gradients(ranks):
     ("layout", "sequence_parallel"),
     [
         (MeshSizes(pp=3, dp_shard=2), True),
-        (MeshSizes(pp=2, tp=2), True),
+        pytest.param(MeshSizes(pp=2, tp=2), True, marks=pytest.mark.thorough),
         (MeshSizes(pp=2, tp=2), False),
     ],
     ids=str,
@@ -235,7 +235,10 @@ def test_pipeline_sends_one_message_per_boundary_and_microbatch(ranks, layout, s
         assert axes["pp"] == {"send": once, "recv": once}
 
 
-@pytest.mark.parametrize(("schedule", "p"), [("1f1b", 1), ("zb_h1", 1), ("zb_h1", 4)])
+@pytest.mark.parametrize(
+    ("schedule", "p"),
+    [pytest.param("1f1b", 1, marks=pytest.mark.thorough), ("zb_h1", 1), ("zb_h1", 4)],
+)
 def test_whole_step_over_tp(ranks, schedule, p):
     """Over tp a step has the collectives of the blocks, the embedding, the head and the loss, and
     one all-reduce of the partial gradients of the norms. The head divides the tokens in its own

@@ -80,8 +80,8 @@ def thorough(*values):
 @pytest.mark.parametrize(
     ("case", "rows"),
     [
-        (Compiled(CP2, document_mask=True), 4),
-        (Compiled(CP2, activation_checkpointing="selective", qk_norm=True), 8),
+        thorough(Compiled(CP2, document_mask=True), 4),
+        (Compiled(CP2, activation_checkpointing="selective", qk_norm=True, document_mask=True), 8),
         thorough(Compiled(CP2, document_mask=True), 1),
         thorough(Compiled(CP2, activation_checkpointing="full", zero_stage=2), 2),
         thorough(Compiled(CP2, zero_stage=0), 2),

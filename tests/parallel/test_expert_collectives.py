@@ -130,13 +130,13 @@ DP = MeshSizes(dp_shard=2, ep=2)
 QUICK = [  # layout, options
     (MeshSizes(), {}),
     (DP, {"router": "sigmoid_bias", "router_losses": True}),
-    (DP, {"activation_checkpointing": "selective", "num_dense_layers": 1}),
     (DP, {"activation_checkpointing": "full", "num_shared_experts": 0}),
-    (DP, {"activation_checkpointing": "full", "dtype": "bfloat16"}),
     (MeshSizes(dp_shard=2, tp=2, ep=4), {"dtype": "bfloat16"}),
 ]  # fmt: skip
 LAYERS = [
     *QUICK,
+    (DP, {"activation_checkpointing": "selective", "num_dense_layers": 1}),
+    (DP, {"activation_checkpointing": "full", "dtype": "bfloat16"}),
     (MeshSizes(dp_shard=2), {"activation_checkpointing": "full"}),
     (DP, {"dtype": "float32", "zero_stage": 3}),
     (MeshSizes(dp_shard=4, ep=2), {"activation_checkpointing": "selective"}),
@@ -225,8 +225,8 @@ def left_of_a_step(case, training, keeps_placeholders=False):
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        (DP, {"activation_checkpointing": "none"}),
-        (DP, {"activation_checkpointing": "selective"}),
+        pytest.param(DP, {"activation_checkpointing": "none"}, marks=pytest.mark.thorough),
+        pytest.param(DP, {"activation_checkpointing": "selective"}, marks=pytest.mark.thorough),
         (DP, {"activation_checkpointing": "full"}),
         pytest.param(MeshSizes(), {}, marks=pytest.mark.thorough),
         pytest.param(MeshSizes(pp=2, tp=2, ep=2), {"schedule": "zb_h1"},

@@ -43,7 +43,7 @@ def built(name, p, v, m):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8, 12])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8, pytest.param(12, marks=pytest.mark.thorough)])
 def test_every_size_is_complete_in_order_and_free_of_deadlock(name, p):
     taken = 0
     for v in (1, 2, 3, 4):
@@ -85,7 +85,7 @@ def test_one_message_for_each_boundary_and_microbatch():
 # --- step time and memory, as in the papers -------------------------------------------------------
 
 THOROUGH = [pytest.param(p, marks=pytest.mark.thorough) for p in (16, 32, 64)]
-DEPTHS = [2, 3, 4, 8, 16, 32, THOROUGH[-1]]
+DEPTHS = [2, 3, 4, 8, *THOROUGH]
 
 
 def compare(name, p, v, m, bubble, held, costs=(1, 1, 1)):
@@ -110,7 +110,7 @@ def test_gpipe_and_1f1b(p, costs):
         compare("1f1b", p, 1, m, bubble, [min(m, p - r) for r in range(p)], costs)
 
 
-@pytest.mark.parametrize("p", [2, 3, 4, 8, *THOROUGH])
+@pytest.mark.parametrize("p", DEPTHS)
 @pytest.mark.parametrize("v", [1, 2, 3, 4, 8])
 def test_interleaved_1f1b_and_breadth_first(p, v):
     """Both have the bubble (p − 1)(F + B) with stages of 1/v of the size, which is a fraction
@@ -312,7 +312,10 @@ def test_which_schedules_split_backward():
     assert split == {"zb_h1", "zb_v", "dualpipe_v"}
 
 
-@pytest.mark.parametrize(("name", "v", "m"), [("interleaved_1f1b", 2, 2500), ("zb_v", 2, 1664)])
+@pytest.mark.parametrize(
+    ("name", "v", "m"),
+    [pytest.param("interleaved_1f1b", 2, 2500, marks=pytest.mark.thorough), ("zb_v", 2, 1664)],
+)
 def test_ten_thousand_actions_on_each_rank_take_seconds(name, v, m):
     """To build, simulate and check them takes about a second of CPU time, so every start can check
     its schedule. If the time grew with the square of the actions, it would be minutes."""

@@ -26,7 +26,7 @@ def recorded_with_bad_steps(arguments: list[str], bad: set[int], file: Path) -> 
         return run_with_bad_steps(arguments, 0, bad)
 
 
-@pytest.mark.parametrize("length", [64, 32])
+@pytest.mark.parametrize("length", [64, pytest.param(32, marks=pytest.mark.thorough)])
 def test_a_rollback_across_a_boundary(
     ranks: Ranks, data: Path, tmp_path: Path, length: int
 ) -> None:
@@ -164,6 +164,7 @@ def open_files(arguments: list[str]) -> list[int]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's /proc")
 def test_boundaries_leave_no_open_files(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     stages = [{"from_step": n, "parallel": {"tp": 1 + n % 2}} for n in range(1, 5)]
