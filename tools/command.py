@@ -17,6 +17,7 @@ import argparse
 import difflib
 import functools
 import itertools
+import math
 import os
 import re
 import signal
@@ -63,12 +64,14 @@ def reports_errors(main: Callable[..., T]) -> Callable[..., T | int]:
     return reporting
 
 
-def at_least(least: int, **options: int | None) -> None:
-    """Raises UserError for an option with a smaller value; None was not given."""
+def at_least(least: int, below: float = math.inf, **options: float | None) -> None:
+    """Raises UserError for an option that is less, or not `below`; None was not given."""
     for name, value in options.items():
-        if value is not None and value < least:
-            key, why = f"--{name.replace('_', '-')}", f"it must be at least {least}"
-            raise UserError(key, value, why, "give a larger number")
+        if value is not None and not least <= value < below:
+            why = f"it must be at least {least}"
+            why += "" if below == math.inf else f" and less than {below}"
+            remedy = "give a larger number" if value < least else "give a smaller number"
+            raise UserError(f"--{name.replace('_', '-')}", value, why, remedy)
 
 
 def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
