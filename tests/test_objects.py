@@ -36,15 +36,15 @@ class Flaky(Store):
         self._request()
         super().write(folder, name, content)
 
-    def remove(self, folder: str, names: list[str]) -> None:
-        for name in names:
+    def remove(self, paths: list[str]) -> None:
+        for path in paths:
             self._request()
-            super().remove(folder, [name])
+            super().remove([path])
 
-    def put(self, local: Path, folder: str, names: list[str]) -> None:
+    def put(self, local: Path, names: list[str]) -> None:
         for name in names:
             self._request()
-            super().put(local, folder, [name])
+            super().put(local, [name])
 
 
 @pytest.fixture
@@ -138,10 +138,10 @@ def test_damage_in_the_store_is_found_before_anything_has_its_name(
     store = Store(url)
     push(store, checkpoint)
     victim = MANIFEST if how == "no manifest" else "trainer.json"
-    content = store.read(NAME, victim)
+    content = store.read(f"{NAME}/{victim}")
     assert content is not None
     if how in ("lost", "no manifest"):
-        store.remove(NAME, [victim])
+        store.remove([f"{NAME}/{victim}"])
     else:
         store.write(NAME, victim, content[:-1] if how == "truncated" else content[::-1])
     with pytest.raises(Damaged):

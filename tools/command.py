@@ -139,10 +139,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Checks the options' names first; argparse would name a missing option instead."""
         args = sys.argv[1:] if args is None else [*args]
-        mine = itertools.takewhile("--".__ne__, args)
-        if self._subparsers:  # what follows the first argument belongs to one of them
-            mine = itertools.takewhile(lambda word: word.startswith("-"), mine)
-        for word in mine:
+        for word in itertools.takewhile("--".__ne__, args):
             option, known = word.split("=", 1)[0], self._option_string_actions
             # as for argparse, a negative number and what has a space in it is a value
             if (
