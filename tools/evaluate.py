@@ -20,7 +20,6 @@ from typing import Any
 import torch.distributed as dist
 
 from errors import UserError
-from runtime.checkpoints.trainer_state import read_trainer
 from runtime.messages import from_rank_0, on_all_ranks, refuse
 from runtime.start.init_distributed import init_distributed
 from runtime.tasks.files import read_tasks
@@ -28,37 +27,22 @@ from runtime.tasks.rows import TaskRows, log_likelihoods, measures, tokenize
 from runtime.tasks.scoring import score_whole
 from tools.command import CommandParser, at_least, run_command, table
 from tools.generate.load_model import load_model
-from tools.huggingface.checkpoint_reader import newest
-from tools.huggingface.config import CONFIG, HuggingFaceConfig
 from training.precision import DTYPES
 
-
-def longest(folder: Path) -> int:
-    """The length of the model's training sequences, or the longest that its config.json states."""
-    if (folder / CONFIG).is_file():
-        return HuggingFaceConfig(folder).max_length
-    return read_trainer(newest(folder), "--checkpoint").seq_len
+TOKENS_AT_ONCE = 4096
 
 
 def evaluate(options: argparse.Namespace, device: str) -> tuple[list[TaskRows], Any]:
     """The tasks, and the log-likelihood of each text of each example of each. Runs on every rank;
     raises the same UserError on all."""
-    at_least(1, seq_len=options.seq_len, tokens_at_once=options.tokens_at_once)
+    at_least(1, seq_len=options.seq_len)
     read = from_rank_0(lambda: read_tasks(options.tasks, "--tasks"), device)
     loaded = load_model(options.checkpoint, DTYPES[options.dtype], device)
 
-    def to_rows() -> tuple[list[TaskRows], int]:
-        tokens, rows = loaded.tokenizer.vocab_size, loaded.model.config.vocab_size
-        if tokens > rows:
-            why = f"its tokenizer has {tokens} tokens, and the model's vocabulary {rows}"
-            remedy = "put the tokenizer with which the model was trained into its folder"
-            raise UserError("--checkpoint", str(options.checkpoint), why, remedy)
-        seq_len = options.seq_len or longest(options.checkpoint)
-        return tokenize(read, loaded.tokenizer, seq_len, "--tasks"), seq_len
-
-    tasks, seq_len = on_all_ranks(to_rows, device)
+    seq_len = options.seq_len or loaded.max_length
+    tasks = on_all_ranks(lambda: tokenize(read, loaded.tokenizer, seq_len, "--tasks"), device)
     rows = [row for task in tasks for text in task.texts() for row in text.rows]
-    of_rows = score_whole(loaded.model, rows, seq_len, options.tokens_at_once, device)
+    of_rows = score_whole(loaded.model, rows, seq_len, TOKENS_AT_ONCE, device)
     return tasks, log_likelihoods(tasks, of_rows)
 
 
@@ -95,7 +79,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.required("--tasks", str, "NAME_OR_FILE", tasks, nargs="+")
     length = "the most tokens of a row (default: the model's sequence length)"
     parser.option("--seq-len", int, "N", length)
-    parser.option("--tokens-at-once", 4096, "N", "tokens computed together")
     parser.option("--dtype", "float32", None, "computation dtype", choices=DTYPES)
     parser.option("--json", Path, "FILE", "also write all log-likelihoods, in nats")
     return parser.parse_args(arguments)
