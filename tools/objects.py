@@ -19,6 +19,9 @@ the manifest, and renames the folder at the end; it continues an interrupted fet
 import os
 from pathlib import Path
 
+from fsspec.core import url_to_fs
+from fsspec.implementations.dirfs import DirFileSystem
+
 from errors import UserError
 from output import log
 from runtime.checkpoints.manifest import Damaged, check_sizes, fingerprint, read_manifest, verify
@@ -29,89 +32,75 @@ PARTIAL = f"{MANIFEST}.partial"
 FETCHING = ".fetching"  # suffix of a folder that is being fetched
 
 
-class Store:
-    """A folder of an object store; paths are relative to it."""
-
-    def __init__(self, url: str) -> None:
-        import fsspec  # only here: a tool that needs no store must not need the package
-        from fsspec.implementations.dirfs import DirFileSystem
-
-        try:
-            files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
-        except (ImportError, ValueError) as error:  # its package is missing, or no such protocol
-            remedy = "install the package that it names, or give s3://BUCKET/…, gs://…, or a path"
-            raise UserError("URL", url, str(error), remedy) from None
-        self.url, self.files = url.rstrip("/"), DirFileSystem(root, files)
-
-    def sizes(self, folder: str) -> dict[str, int]:
-        """Return the size in bytes of each object in a folder, by name."""
-        try:
-            found = self.files.ls(folder, detail=True)
-        except FileNotFoundError:
-            return {}
-        return {each["name"].rstrip("/").rsplit("/", 1)[-1]: each["size"] for each in found}
-
-    def read(self, path: str) -> bytes | None:
-        """Return the content of an object; None if there is none."""
-        try:
-            return bytes(self.files.cat_file(path))
-        except FileNotFoundError:
-            return None
-
-    def write(self, folder: str, name: str, content: bytes) -> None:
-        self.files.makedirs(folder, exist_ok=True)  # no request to a bucket
-        self.files.pipe_file(f"{folder}/{name}", content)
-
-    def remove(self, paths: list[str]) -> None:
-        if paths:
-            self.files.rm(paths)
-
-    def put(self, local: Path, names: list[str]) -> None:
-        """Write files of a local folder, several at a time."""
-        there = [f"{local.name}/{name}" for name in names]
-        self.files.put([str(local / name) for name in names], there)
-
-    def complete(self) -> list[str]:
-        """Return the names of the complete checkpoints, oldest first."""
-        names = filter(NAME.fullmatch, sorted(self.sizes("")))
-        return [name for name in names if self.files.exists(f"{name}/{MANIFEST}")]
+def open_store(url: str) -> DirFileSystem:
+    """A folder of an object store: a file system whose paths are relative to it."""
+    try:
+        store, root = url_to_fs(url, use_listings_cache=False)
+    except (ImportError, ValueError) as error:  # its package is missing, or no such protocol
+        remedy = "install the package that it names, or give s3://BUCKET/…, gs://…, or a path"
+        raise UserError("URL", url, str(error), remedy) from None
+    return DirFileSystem(root, store)
 
 
-def push(store: Store, checkpoint: Path) -> str:
+def sizes(store: DirFileSystem, folder: str) -> dict[str, int]:
+    """Return the size in bytes of each object in a folder, by name."""
+    try:
+        found = store.ls(folder, detail=True)
+    except FileNotFoundError:
+        return {}
+    return {each["name"].rstrip("/").rsplit("/", 1)[-1]: each["size"] for each in found}
+
+
+def complete(store: DirFileSystem) -> list[str]:
+    """Return the names of the complete checkpoints, oldest first."""
+    names = filter(NAME.fullmatch, sorted(sizes(store, "")))
+    return [name for name in names if store.exists(f"{name}/{MANIFEST}")]
+
+
+def read(store: DirFileSystem, path: str) -> bytes | None:
+    """Return the content of an object; None if there is none."""
+    try:
+        return bytes(store.cat_file(path))
+    except FileNotFoundError:
+        return None
+
+
+def push(store: DirFileSystem, checkpoint: Path) -> str:
     """Copy a checkpoint to the store; return what was done. Raises Damaged if it is damaged here,
     or if the store does not hold what was written."""
     manifest, name = read_manifest(checkpoint), checkpoint.name
     check_sizes(checkpoint, manifest)
     content = (checkpoint / MANIFEST).read_bytes()
     wanted = {file: size for file, (size, _) in manifest.files.items()}
-    there = store.sizes(name)
-    if store.read(f"{name}/{MANIFEST}") == content and wanted.items() <= there.items():
+    there = sizes(store, name)
+    if read(store, f"{name}/{MANIFEST}") == content and wanted.items() <= there.items():
         return "was there already"
     # What is there belongs to this checkpoint only if PARTIAL says so: the run may have gone back
     # and saved this step again, with files of the same sizes.
-    if MANIFEST in there or store.read(f"{name}/{PARTIAL}") != content:
+    if MANIFEST in there or read(store, f"{name}/{PARTIAL}") != content:
         first = there.keys() & {MANIFEST}  # without it, the old one is incomplete
-        for names in (first, there.keys() - first):
-            store.remove([f"{name}/{file}" for file in sorted(names)])
+        for names in filter(None, (first, there.keys() - first)):
+            store.rm([f"{name}/{file}" for file in sorted(names)])
         there = {}
-        store.write(name, PARTIAL, content)
+        store.makedirs(name, exist_ok=True)  # no request to a bucket
+        store.pipe_file(f"{name}/{PARTIAL}", content)
     missing = [file for file, size in wanted.items() if there.get(file) != size]
-    store.put(checkpoint, missing)
-    if not wanted.items() <= store.sizes(name).items():
-        raise Damaged(f"{store.url}/{name} does not hold all files that were written")
-    store.write(name, MANIFEST, content)
-    if store.read(f"{name}/{MANIFEST}") != content:
-        raise Damaged(f"{store.url}/{name}/{MANIFEST} is not as it was written")
-    store.remove([f"{name}/{PARTIAL}"])
+    store.put([str(checkpoint / file) for file in missing], [f"{name}/{file}" for file in missing])
+    if not wanted.items() <= sizes(store, name).items():
+        raise Damaged(f"{name} in the store does not hold all files that were written")
+    store.pipe_file(f"{name}/{MANIFEST}", content)
+    if read(store, f"{name}/{MANIFEST}") != content:
+        raise Damaged(f"{name}/{MANIFEST} in the store is not as it was written")
+    store.rm([f"{name}/{PARTIAL}"])
     return f"{len(missing)} files, {sum(wanted[file] for file in missing) / 1e6:,.1f} MB"
 
 
-def fetch(store: Store, name: str, folder: Path) -> str:
+def fetch(store: DirFileSystem, name: str, folder: Path) -> str:
     """Copy a checkpoint from the store into `folder`, verified; return what was done. Raises
     Damaged if the store's copy is incomplete or damaged; then nothing has its final name."""
-    content, final = store.read(f"{name}/{MANIFEST}"), folder / name
+    content, final = read(store, f"{name}/{MANIFEST}"), folder / name
     if content is None:
-        raise Damaged(f"{store.url}/{name} has no {MANIFEST}: it is incomplete")
+        raise Damaged(f"{name} in the store has no {MANIFEST}: it is incomplete")
     if (final / MANIFEST).is_file() and (final / MANIFEST).read_bytes() == content:
         return "was there already"
     if final.exists():
@@ -128,9 +117,9 @@ def fetch(store: Store, name: str, folder: Path) -> str:
     ]
     try:
         here = [str(partial / file) for file in missing]
-        store.files.get([f"{name}/{file}" for file in missing], here)
+        store.get([f"{name}/{file}" for file in missing], here)
     except FileNotFoundError as error:
-        raise Damaged(f"{store.url}/{name} is incomplete: {error}") from None
+        raise Damaged(f"{name} in the store is incomplete: {error}") from None
     verify(partial)
     for file in [*manifest.files, MANIFEST, ""]:  # "": the folder
         handle = os.open(partial / file, os.O_RDONLY)
@@ -155,13 +144,14 @@ def main(arguments: list[str] | None = None) -> int:
     url, _, last = options.url.rstrip("/").rpartition("/")
     named = NAME.fullmatch(last)
     try:
-        store = Store(url if named else options.url)
+        url = url if named else options.url.rstrip("/")
+        store = open_store(url)
         if options.command == "push":
-            print(f"{store.url}/{options.path.name}: {push(store, options.path)}")
+            print(f"{url}/{options.path.name}: {push(store, options.path)}")
         elif options.command == "list":
-            print(*store.complete(), sep="\n")
-        elif complete := [last] if named else store.complete():
-            print(f"{options.path / complete[-1]}: {fetch(store, complete[-1], options.path)}")
+            print(*complete(store), sep="\n")
+        elif names := [last] if named else complete(store):
+            print(f"{options.path / names[-1]}: {fetch(store, names[-1], options.path)}")
         else:
             why = "holds no complete checkpoint"
             raise UserError("URL", options.url, why, "see `python -m tools.objects list URL`")
