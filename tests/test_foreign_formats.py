@@ -105,10 +105,7 @@ def test_a_model_without_a_tokenizer_is_imported_with_one(
     shutil.move(hf / "tokenizer.model", tmp_path / "elsewhere.model")
     arguments = ["--hf", str(hf), "--out", str(tmp_path / "out")]
     assert import_hf.main(arguments) == 2
-    assert (
-        "give the model's tokenizer, its file or folder: --tokenizer PATH"
-        in capsys.readouterr().err
-    )
+    assert f"--tokenizer = '{hf}': it contains neither" in capsys.readouterr().err
     assert import_hf.main([*arguments, "--tokenizer", str(tmp_path / "nowhere")]) == 2
     assert "--tokenizer = " in capsys.readouterr().err
     assert import_hf.main([*arguments, "--tokenizer", str(tmp_path / "elsewhere.model")]) == 0

@@ -99,15 +99,10 @@ def duration(seconds: float) -> str:
     return f"{minutes // 1440} d {minutes % 1440 // 60} h"
 
 
-def add_overrides(parser: argparse.ArgumentParser) -> None:
+def add_overrides(parser: "CommandParser") -> None:
     """Let a command take settings after the configuration."""
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="section.key=value",
-        help="settings to override, as for train.py",
-    )
+    said, metavar = "settings to override, as for train.py", "section.key=value"
+    parser.option("overrides", str, metavar, said, nargs="*", default=[])
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -19,7 +19,6 @@ from typing import Any
 import yaml
 
 from data.tokenizer import GENERATION, Tokenizer
-from errors import UserError
 from model.config import ModelConfig
 from model.transformer import num_parameters
 from runtime.checkpoints.manifest import read_manifest
@@ -51,7 +50,7 @@ def import_hf(
     refuse_existing(out)
     refuse_foreign(hf, "--hf")
     reader = FolderReader(hf)
-    tokenizer = load_tokenizer(hf, tokenizer_path)
+    tokenizer = Tokenizer.load(tokenizer_path or hf, "--tokenizer", check_beside=True)
     check_tokens(tokenizer, tokenizer_path or hf)
     generation = generation_config(hf, tokenizer, reader.model.vocab_size)
     files = {
@@ -68,18 +67,6 @@ def import_hf(
     task = f"importing {out.name}"
     write_weights(out, reader.tensors, reader.weight, files, trainer, file_bytes, task)
     return reader.model
-
-
-def load_tokenizer(hf: Path, named: Path | None) -> Tokenizer:
-    """Loads the model's tokenizer. Raises UserError with the key --tokenizer."""
-    try:
-        return Tokenizer.load(named or hf, "--tokenizer", check_beside=True)
-    except UserError as error:
-        if named:
-            raise
-        remedy = f"{error.remedy}; or give the model's tokenizer, its file or folder: "
-        remedy += "--tokenizer PATH"
-        raise UserError("--tokenizer", None, f"{hf}: {error.why}", remedy) from error
 
 
 def said(model: ModelConfig) -> dict[str, Any]:
