@@ -196,6 +196,10 @@ DAMAGE = {
                         f"{EMBEDDING} is missing"),
     "index that leaves": (lambda f: change_tensors(f, EMBEDDING, None, "../secret.safetensors"),
                           "has no weight_map"),
+    "tensor in two files": (
+        lambda f: change_tensors(f, "model.norm.weight", torch.zeros(64), SECOND),
+        f"{FIRST} has model.norm.weight too",
+    ),
     "truncated": (lambda f: (f / FIRST).write_bytes((f / FIRST).read_bytes()[:-1]),
                   "is not a readable safetensors file"),
     "missing file": (lambda f: (f / FIRST).unlink(), "is not a readable safetensors file"),

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from data.contents import first_bytes, known
 from errors import UserError
 from runtime.checkpoints.manifest import Piece
-from tools.huggingface.checkpoint_reader import DTYPES, Stored, WeightReader
+from tools.huggingface.checkpoint_reader import DTYPES, WeightReader
 from tools.huggingface.config import (
     CONFIG,
     COPY_AGAIN,
@@ -26,6 +26,7 @@ from tools.huggingface.config import (
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+Theirs = tuple[Path, str, tuple[int, ...]]  # a tensor's file, dtype and shape
 
 
 class FolderReader(WeightReader):
@@ -40,7 +41,6 @@ class FolderReader(WeightReader):
         self._folder, self._key = folder, key
         config = HuggingFaceConfig(folder, key)
         self.model, self.max_length = config.model, config.max_length
-        self._file_of: dict[str, Path] = {}  # by their names, as `theirs`
         theirs, wanted = self._read_headers(), parameters(self.model)
         if problems := list(self._problems(theirs, wanted)):
             more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
@@ -48,26 +48,28 @@ class FolderReader(WeightReader):
             remedy = f"{COPY_AGAIN}; biases, adapters and quantized weights are not supported"
             raise self._refusal(folder, why, remedy)
         for each in wanted:
-            self.tensors[each.ours] = theirs[each.theirs][0], each.our_shape
+            file, dtype, _ = theirs[each.theirs]
+            self.tensors[each.ours] = dtype, each.our_shape
             offsets, sizes = [0] * len(each.our_shape), list(each.our_shape)
             if each.expert is not None:
                 offsets[0], sizes[0] = each.expert, 1
             piece = Piece(each.theirs, tuple(offsets), tuple(sizes))
-            self._pieces[each.ours].append((self._file_of[each.theirs], piece))
+            self._pieces[each.ours].append((file, piece))
 
     def _refusal(self, path: Path, why: str, remedy: str = COPY_AGAIN) -> UserError:
         return UserError(self._key, str(path), why, remedy)
 
-    def _read_headers(self) -> Stored:
+    def _read_headers(self) -> dict[str, Theirs]:
         """All tensors in the files."""
-        found: Stored = {}
+        found: dict[str, Theirs] = {}
         for file in self._files():
             try:
                 opened = self._open(file)
                 for name in opened.keys():  # noqa: SIM118 - not a dictionary
-                    piece = opened.get_slice(name)
-                    self._file_of[name] = file
-                    found[name] = piece.get_dtype(), tuple(piece.get_shape())
+                    if name in found:
+                        raise self._refusal(file, f"{found[name][0].name} has {name} too")
+                    stored = opened.get_slice(name)
+                    found[name] = file, stored.get_dtype(), tuple(stored.get_shape())
             except (SafetensorError, OSError) as error:
                 damage = f"not a readable safetensors file: {error}", COPY_AGAIN
                 what, remedy = (file.is_file() and known(first_bytes(file))) or damage
@@ -92,14 +94,14 @@ class FolderReader(WeightReader):
             raise self._refusal(index, why)
         return [self._folder / file for file in sorted(set(files.values()))]
 
-    def _problems(self, theirs: Stored, parameters: list[Parameter]) -> Iterator[str]:
+    def _problems(self, theirs: dict[str, Theirs], parameters: list[Parameter]) -> Iterator[str]:
         """What is wrong with the tensors in the files."""
         wanted = {each.theirs: each for each in parameters}
         # Older versions stored inv_freq with the weights, although it follows from rope_theta.
         found = {name for name in theirs if not name.endswith("rotary_emb.inv_freq")}
         if self.model.tie_embeddings and {HEAD, EMBEDDING} <= found:
             head, embedding = (
-                self._open(self._file_of[name]).get_tensor(name) for name in (HEAD, EMBEDDING)
+                self._open(theirs[name][0]).get_tensor(name) for name in (HEAD, EMBEDDING)
             )
             if torch.equal(head, embedding):
                 found.remove(HEAD)  # some files contain the tied head too
@@ -110,7 +112,7 @@ class FolderReader(WeightReader):
             if name not in found:
                 yield f"{name} is missing"
                 continue
-            dtype, shape = theirs[name]
+            _, dtype, shape = theirs[name]
             if shape != each.shape:
                 yield f"{name} has shape {shape}, but by {CONFIG} it has {each.shape}"
             elif dtype not in DTYPES:
