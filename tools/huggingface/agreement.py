@@ -105,17 +105,16 @@ def check_tokens(tokenizer: Tokenizer, folder: Path) -> None:
         raise UserError(key, decoder, why, COPY)
     vocabularies["added_tokens.json"] = {t: i for t, i in added.items() if type(i) is int}
     vocabularies[TOKENIZER_CONFIG] = {token["content"]: int(i) for i, token in decoder.items()}
-    by_token: dict[str, tuple[int, str]] = {}
-    by_id: dict[int, tuple[str, str]] = {}
+    seen: dict[str | int, tuple[str | int, str]] = {}  # token → id and file; id → token and file
     for file, vocabulary in vocabularies.items():
         for token, i in vocabulary.items():
-            other, of_token = by_token.setdefault(token, (i, file))
-            same, of_id = by_id.setdefault(i, (token, file))
-            if other != i or same != token:
-                why = f"{of_token} says {other}" if other != i else f"{of_id} says {same!r}"
-                remedy = "copy the folder again; or give the right file, under another name: "
-                remedy += "--tokenizer PATH"
-                raise UserError(f"{folder / file}: token {i}", token, why, remedy)
+            for one, other in ((token, i), (i, token)):
+                known, of_file = seen.setdefault(one, (other, file))
+                if known != other:
+                    remedy = "copy the folder again; or give the right file, under another name: "
+                    remedy += "--tokenizer PATH"
+                    why = f"{of_file} says {known!r}"
+                    raise UserError(f"{folder / file}: token {i}", token, why, remedy)
 
 
 def _vocabulary(name: str, content: bytes) -> dict[str, int]:
