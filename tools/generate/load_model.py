@@ -27,10 +27,11 @@ from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
 from parallel.placement import local_region
 from runtime.checkpoints.checkpoint import require_good
+from runtime.checkpoints.trainer_state import read_trainer
 from runtime.messages import from_rank_0, on_all_ranks
 from tools.huggingface.agreement import generation_config, tokens_of
 from tools.huggingface.checkpoint_reader import CheckpointReader, WeightReader, newest
-from tools.huggingface.config import CONFIG, refuse_foreign
+from tools.huggingface.config import CONFIG, HuggingFaceConfig, refuse_foreign
 from tools.huggingface.folder_reader import FolderReader
 
 
@@ -62,13 +63,19 @@ class Loaded:
 def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
     """Loads the model with tensor parallelism over all ranks, all of which call this function.
     Raises AgreedError if `folder` has no loadable model."""
-    folder = from_rank_0(lambda: find(folder), device)
-    if not (folder / CONFIG).is_file():
+    folder = from_rank_0(lambda: find(folder, dist.get_world_size()), device)
+    is_exported = (folder / CONFIG).is_file()
+    if not is_exported:
         require_good(folder, "--checkpoint", device)
 
     def open_all() -> tuple[WeightReader, Tokenizer, dict[str, Any]]:
-        source, tokenizer = open_source(folder), Tokenizer.load(folder)
-        num_rows = source.model.vocab_size
+        source: WeightReader
+        if is_exported:
+            source = FolderReader(folder, "--checkpoint")
+        else:
+            source = CheckpointReader(folder, verified=True)
+            source.check_model()
+        tokenizer, num_rows = Tokenizer.load(folder), source.model.vocab_size
         return source, tokenizer, generation_config(folder, tokenizer, num_rows, "--checkpoint")
 
     source, tokenizer, generation = on_all_ranks(open_all, device)
@@ -87,24 +94,15 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
     return Loaded(model, tokenizer, stop, source.max_length)
 
 
-def find(folder: Path) -> Path:
-    """`folder` if it is in Hugging Face format, else the checkpoint that it is or contains."""
-    if not (folder / CONFIG).is_file():
+def find(folder: Path, tp: int) -> Path:
+    """`folder` if it is in Hugging Face format, else the checkpoint that it is or contains. Raises
+    UserError if it is not a model that can be sharded over `tp` ranks."""
+    if (folder / CONFIG).is_file():
+        config = HuggingFaceConfig(folder, "--checkpoint").model
+    else:
         refuse_foreign(folder, "--checkpoint")
         folder = newest(folder)
-    return folder
-
-
-def open_source(folder: Path) -> WeightReader:
-    """The reader of the weights. Raises UserError if they are not those of their model, or if it
-    cannot be sharded over all ranks."""
-    source: WeightReader
-    if (folder / CONFIG).is_file():
-        source = FolderReader(folder, "--checkpoint")
-    else:
-        source = CheckpointReader(folder, verified=True)
-        source.check_model()
-    config, tp = source.model, dist.get_world_size()
+        config = read_trainer(folder, "--checkpoint").model_config_saved
     if not fits(config, tp):
         what = f"{config.num_heads} query and {config.num_kv_heads} key/value heads"
         if config.num_experts % tp:
@@ -112,7 +110,7 @@ def open_source(folder: Path) -> WeightReader:
         why = f"its {what} cannot be split evenly over this many processes"
         remedy = f"choose one of {[n for n in range(1, 65) if fits(config, n)]}"
         raise UserError("--nproc-per-node", tp, why, remedy)
-    return source
+    return folder
 
 
 def fits(config: ModelConfig, tp: int) -> bool:
