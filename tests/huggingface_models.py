@@ -2,6 +2,7 @@
 written whole and loaded whole."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +94,8 @@ def make_model(case: str) -> Any:
     import transformers
 
     trip = CASES[case]
-    config = getattr(transformers, f"{trip.family}Config")(**trip.config)
+    # a copy: transformers adds rope_theta to rope_scaling
+    config = getattr(transformers, f"{trip.family}Config")(**deepcopy(trip.config))
     model = getattr(transformers, f"{trip.family}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
