@@ -51,9 +51,7 @@ def generate(
     running = [True] * len(prompts)
     for step in range(count):
         logits = next_logits(model, tokens, cache)[0]  # [B, V/tp]
-        drawn = draw_over_tp(  # [B]
-            logits, head.vocab_size, sampling, numbers[step], head.tp.group, num_tokens
-        )
+        drawn = draw_over_tp(logits, head, sampling, numbers[step], num_tokens)  # [B]
         new = drawn.tolist()
         running = [runs and token not in stop for runs, token in zip(running, new, strict=True)]
         if not any(running):

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from errors import UserError
+from model.transformer import Head
 from parallel.collectives import start_all_gather
 from tools.command import at_least
 
@@ -78,24 +78,21 @@ def draw(logits: Tensor, sampling: Sampling, numbers: Tensor) -> Tensor:
 
 
 def draw_over_tp(
-    logits: Tensor,
-    vocab_size: int,
-    sampling: Sampling,
-    numbers: Tensor,
-    group: ProcessGroup,
-    num_tokens: int | None,
+    logits: Tensor, head: Head, sampling: Sampling, numbers: Tensor, num_tokens: int | None
 ) -> Tensor:
-    """Draws from each tp rank's logits [B, V/tp] one of the first `num_tokens` tokens (None: of
-    all): [B], the same on all ranks. (The model may have more rows than its tokenizer has tokens.)
+    """Draws from each tp rank's logits [B, V/tp], those of its part of the head, one of the first
+    `num_tokens` tokens (None: of all): [B], the same on all ranks. (The model may have more rows
+    than its tokenizer has tokens.)
 
     All-gather over tp: B·⌈V/tp⌉ numbers from each rank; the last ranks may have fewer, which they
     pad. Then all ranks draw, and use the tokens of rank 0 (broadcast over tp: B numbers), because a
     cumulative sum on a GPU need not be bitwise reproducible, and ranks with different tokens would
     silently compute wrong results.
     """
-    width = -(-vocab_size // group.size())
+    group = head.tp.group
+    width = -(-head.vocab_size // head.tp.size)
     parts = functional.pad(logits.T, (0, 0, 0, width - logits.shape[1]))  # [⌈V/tp⌉, B]
-    whole = start_all_gather(parts, group).wait()[:vocab_size]  # the padding comes last
+    whole = start_all_gather(parts, group).wait()[: head.vocab_size]  # the padding comes last
     tokens = draw(whole[:num_tokens].T, sampling, numbers)
     dist.broadcast(tokens, group=group, group_src=0)
     return tokens
