@@ -76,7 +76,9 @@ class KeyValueCache:
             if self.length > 1 and not self._has_padding:
                 self._attend[key] = make_mask(positions, None, window, self.dtype, head_dim)
             else:
-                bias = scores_bias(positions, self.dtype, window, self.filled)
+                bias = None
+                if self._has_padding or window is not None:  # else it sees all
+                    bias = scores_bias(positions, self.dtype, window, self.filled)
                 one = partial(attend_last, bias=bias)
                 self._attend[key] = one if self.length == 1 else Mask(bias=bias)
         return self._attend[key]
@@ -115,7 +117,7 @@ class LayerCache:
         return lambda q, k, v: attend(q, *self.append(k, v))
 
 
-def attend_last(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+def attend_last(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """Attention of the last token's queries [1, B, H, E] to the keys and values [S, B, K, E] of all
     tokens → [1, B, H, E]; `bias` [B, 1, 1, S] is added to the scores.
 
