@@ -22,7 +22,7 @@ something is refused.
 import json
 import math
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,12 @@ from torch import Tensor
 
 from data.tokenizer import tokenizer_files
 from errors import UserError
-from runtime.checkpoints.manifest import MANIFEST
+from runtime.checkpoints.manifest import fingerprint, read_manifest
 from runtime.checkpoints.run_folder import checkpoints_of
 from tools.command import CommandParser, at_least, reports_errors, run_command
-from tools.huggingface.checkpoint_reader import WEIGHTS, CheckpointReader
+from tools.huggingface.checkpoint_reader import DTYPES, CheckpointReader
 from tools.huggingface.new_folder import refuse_existing, write_weights
-from tools.huggingface.tensor_files import DTYPES, Piece
 
-FILE_BYTES = 1_000_000_000
 NUMBERS_AT_ONCE = 1 << 22  # of each checkpoint, in float64
 KINDS = ("uniform", "exponential")
 OF_THE_RUN = ("seq_len", "seed", "model")  # of trainer.json; that of the newest is kept
@@ -48,8 +46,7 @@ def find(named: Sequence[Path], last: int | None) -> list[CheckpointReader]:
     """The checkpoints to average, oldest first. Raises UserError."""
     folders: list[Path] = []
     for folder in named:
-        found = checkpoints_of(folder, "RUN_OR_CHECKPOINT")
-        folders += found if last is None else found[-last:]
+        folders += checkpoints_of(folder, "RUN_OR_CHECKPOINT")[-(last or 0) :]  # -0: all
     resolved = [folder.resolve() for folder in folders]
     for folder in folders:
         if resolved.count(folder.resolve()) > 1:
@@ -58,38 +55,25 @@ def find(named: Sequence[Path], last: int | None) -> list[CheckpointReader]:
     if len(folders) < 2:
         why = "there is only this one"
         raise UserError("RUN_OR_CHECKPOINT", str(folders[0]), why, "name two or more checkpoints")
-    readers = [CheckpointReader(each, "RUN_OR_CHECKPOINT", verified=True) for each in folders]
+    readers = [CheckpointReader(each, "RUN_OR_CHECKPOINT") for each in folders]
     readers.sort(key=lambda reader: reader.trainer.step)
+    expected = facts(readers[0])
     for reader in readers[1:]:
-        check_alike(readers[0], reader)
+        found = facts(reader)
+        for name in expected | found:
+            wanted, value = expected.get(name), found.get(name)
+            if value != wanted:
+                why = f"its {name}={value!r} differs from {wanted!r} in {readers[0].folder}"
+                remedy = "average checkpoints of one model, dtype and tokenizer"
+                raise UserError("RUN_OR_CHECKPOINT", str(reader.folder), why, remedy)
     return readers
 
 
-def check_alike(one: CheckpointReader, other: CheckpointReader) -> None:
-    """Raise UserError unless two checkpoints are of one model, dtype and tokenizer."""
-
-    def refuse(what: str, remedy: str) -> None:
-        why = f"{what} differs from that of {one.folder}"
-        raise UserError("RUN_OR_CHECKPOINT", str(other.folder), why, remedy)
-
-    for name, value in vars(one.model).items():
-        if value != getattr(other.model, name):
-            said = f"its model.{name}={getattr(other.model, name)!r}"
-            refuse(said, f"average checkpoints with model.{name}={value!r}")
-    if tensors_of(one) != tensors_of(other):
-        changed = tensors_of(one).items() ^ tensors_of(other).items()
-        refuse(f"its {min(name for name, _ in changed)}", "average checkpoints of one dtype")
-    files = [
-        {name: path.read_bytes() for name, path in tokenizer_files(reader.folder).items()}
-        for reader in (one, other)
-    ]
-    if files[0] != files[1]:
-        refuse("its tokenizer", "average checkpoints with the same tokenizer")
-
-
-def tensors_of(reader: CheckpointReader) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The weights and biases of a checkpoint, without optimizer states: their dtypes and shapes."""
-    return {n: t for n, t in reader.manifest.tensors.items() if n.startswith(WEIGHTS)}
+def facts(reader: CheckpointReader) -> dict[str, Any]:
+    """What checkpoints must have in common: their model, tensors and tokenizer."""
+    model = {f"model.{key}": value for key, value in asdict(reader.model).items()}
+    files = tokenizer_files(reader.folder).items()
+    return model | reader.tensors | {name: fingerprint(path) for name, path in files}
 
 
 def weights(count: int, kind: str, decay: float) -> list[float]:
@@ -102,7 +86,7 @@ def weights(count: int, kind: str, decay: float) -> list[float]:
 
 def average(readers: Sequence[CheckpointReader], shares: Sequence[float], name: str) -> Tensor:
     """One averaged tensor, in its own dtype."""
-    dtype, shape = readers[0].manifest.tensors[WEIGHTS + name]
+    dtype, shape = readers[0].tensors[name]
     whole = torch.empty(shape, dtype=DTYPES[dtype])
     height = max(1, NUMBERS_AT_ONCE // math.prod(shape[1:]))
     for start in range(0, shape[0], height):
@@ -117,57 +101,43 @@ def average(readers: Sequence[CheckpointReader], shares: Sequence[float], name: 
     return whole
 
 
-def write(
-    readers: Sequence[CheckpointReader],
-    shares: Sequence[float],
-    out: Path,
-    about: dict[str, Any],
-    file_bytes: int = FILE_BYTES,
-) -> None:
-    """Write the averaged checkpoint `out`, whole or not at all."""
-    newest = readers[-1]
-    tensors = tensors_of(newest)
-    pieces = []
-    for name, (dtype, shape) in tensors.items():
-        load = partial(average, readers, shares, name.removeprefix(WEIGHTS))
-        pieces.append(Piece(name, math.prod(shape) * DTYPES[dtype].itemsize, load))
-    trainer = {
-        **{key: getattr(newest.trainer, key) for key in OF_THE_RUN},
-        "data": {"checksum": "averaged", "next_sample": 0, "skipped": []},
-    }
-    files = {name: path.read_bytes() for name, path in tokenizer_files(newest.folder).items()}
-    files["average.json"] = json.dumps(about, indent=1).encode()
-    task = f"averaging {len(readers)} checkpoints"
-    write_weights(out, pieces, tensors, files, trainer, file_bytes, task)
-
-
 @reports_errors
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.average", description=__doc__)
-    what = "checkpoints, or run folders"
-    parser.option("checkpoints", Path, "RUN_OR_CHECKPOINT", what, nargs="+")
+    named = "checkpoints, or run folders"
+    parser.option("checkpoints", Path, "RUN_OR_CHECKPOINT", named, nargs="+")
     parser.required("--out", Path, "DIR", "the checkpoint to write, which must not exist yet")
     parser.option("--last", int, "N", "of each run only the newest N (default: all)")
     parser.option("--kind", "uniform", None, "the weights", choices=KINDS)
     parser.option("--decay", 0.5, "D", "exponential: what the average keeps at each checkpoint")
-    parser.option("--file-bytes", FILE_BYTES, "N", "the most bytes of tensors in one file")
+    parser.option("--file-bytes", 1_000_000_000, "N", "the most bytes of tensors in one file")
     options = parser.parse_args(arguments)
     at_least(1, last=options.last, file_bytes=options.file_bytes)
-    if not 0 <= options.decay < 1:
-        why = "it is the share that is kept, from 0 up to but not including 1"
-        raise UserError("--decay", options.decay, why, "give for example 0.5")
+    at_least(0, 1, decay=options.decay)
     refuse_existing(options.out)
     readers = find(options.checkpoints, options.last)
-    shares = weights(len(readers), options.kind, options.decay)
+    shares, newest = weights(len(readers), options.kind, options.decay), readers[-1]
     sources = [
         {"path": str(r.folder), "step": r.trainer.step, "tokens": r.trainer.tokens, "weight": w}
         for r, w in zip(readers, shares, strict=True)
     ]
-    write(readers, shares, options.out, {"checkpoints": sources}, options.file_bytes)
+    about = json.dumps({"checkpoints": sources}, indent=1).encode()
+    files = {name: path.read_bytes() for name, path in tokenizer_files(newest.folder).items()}
+    write_weights(
+        options.out,
+        newest.tensors,
+        lambda name: average(readers, shares, name),
+        files | {"average.json": about},
+        {
+            **{key: getattr(newest.trainer, key) for key in OF_THE_RUN},
+            "data": {"checksum": "averaged", "next_sample": 0, "skipped": []},
+        },
+        options.file_bytes,
+        f"averaging {len(readers)} checkpoints",
+    )
     for source in sources:
         print(f"{source['weight']:.6f} × {source['path']}, step {source['step']}")
-    size = sum(path.stat().st_size for path in options.out.iterdir() if path.name != MANIFEST)
-    print(f"{options.out}: {size:,} bytes, and {MANIFEST} with their checksums")
+    print(f"{options.out}: {read_manifest(options.out).num_bytes:,} bytes")
     return 0
 
 

@@ -17,6 +17,7 @@ import argparse
 import difflib
 import functools
 import itertools
+import math
 import os
 import re
 import signal
@@ -63,12 +64,14 @@ def reports_errors(main: Callable[..., T]) -> Callable[..., T | int]:
     return reporting
 
 
-def at_least(least: int, **options: int | None) -> None:
-    """Raises UserError for an option with a smaller value; None was not given."""
+def at_least(least: int, below: float = math.inf, **options: float | None) -> None:
+    """Raises UserError for an option that is less, or not `below`; None was not given."""
     for name, value in options.items():
-        if value is not None and value < least:
-            key, why = f"--{name.replace('_', '-')}", f"it must be at least {least}"
-            raise UserError(key, value, why, "give a larger number")
+        if value is not None and not least <= value < below:
+            why = f"it must be at least {least}"
+            why += "" if below == math.inf else f" and less than {below}"
+            remedy = "give a larger number" if value < least else "give a smaller number"
+            raise UserError(f"--{name.replace('_', '-')}", value, why, remedy)
 
 
 def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
@@ -96,15 +99,10 @@ def duration(seconds: float) -> str:
     return f"{minutes // 1440} d {minutes % 1440 // 60} h"
 
 
-def add_overrides(parser: argparse.ArgumentParser) -> None:
+def add_overrides(parser: "CommandParser") -> None:
     """Let a command take settings after the configuration."""
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="section.key=value",
-        help="settings to override, as for train.py",
-    )
+    said, metavar = "settings to override, as for train.py", "section.key=value"
+    parser.option("overrides", str, metavar, said, nargs="*", default=[])
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -136,10 +134,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Checks the options' names first; argparse would name a missing option instead."""
         args = sys.argv[1:] if args is None else [*args]
-        mine = itertools.takewhile("--".__ne__, args)
-        if self._subparsers:  # what follows the first argument belongs to one of them
-            mine = itertools.takewhile(lambda word: word.startswith("-"), mine)
-        for word in mine:
+        for word in itertools.takewhile("--".__ne__, args):
             option, known = word.split("=", 1)[0], self._option_string_actions
             # as for argparse, a negative number and what has a space in it is a value
             if (

@@ -20,69 +20,50 @@ from typing import Any
 import torch.distributed as dist
 
 from errors import UserError
-from runtime.checkpoints.trainer_state import read_trainer
 from runtime.messages import from_rank_0, on_all_ranks, refuse
 from runtime.start.init_distributed import init_distributed
 from runtime.tasks.files import read_tasks
-from runtime.tasks.rows import TaskRows, log_likelihoods, measures, tokenize
+from runtime.tasks.rows import log_likelihoods, measures, tokenize
 from runtime.tasks.scoring import score_whole
 from tools.command import CommandParser, at_least, run_command, table
 from tools.generate.load_model import load_model
-from tools.huggingface.checkpoint_reader import newest
-from tools.huggingface.config import CONFIG, HuggingFaceConfig
 from training.precision import DTYPES
 
-
-def longest(folder: Path) -> int:
-    """The length of the model's training sequences, or the longest that its config.json states."""
-    if (folder / CONFIG).is_file():
-        return HuggingFaceConfig(folder).max_length
-    return read_trainer(newest(folder), "--checkpoint").seq_len
+TOKENS_AT_ONCE = 4096
 
 
-def evaluate(options: argparse.Namespace, device: str) -> tuple[list[TaskRows], Any]:
-    """The tasks, and the log-likelihood of each text of each example of each. Runs on every rank;
-    raises the same UserError on all."""
-    at_least(1, seq_len=options.seq_len, tokens_at_once=options.tokens_at_once)
+def evaluate(options: argparse.Namespace, device: str) -> dict[str, Any]:
+    """Of each task: its measures, and the log-likelihood of each text of each example. Runs on
+    every rank; raises the same UserError on all."""
+    at_least(1, seq_len=options.seq_len)
     read = from_rank_0(lambda: read_tasks(options.tasks, "--tasks"), device)
     loaded = load_model(options.checkpoint, DTYPES[options.dtype], device)
-
-    def to_rows() -> tuple[list[TaskRows], int]:
-        tokens, rows = loaded.tokenizer.vocab_size, loaded.model.config.vocab_size
-        if tokens > rows:
-            why = f"its tokenizer has {tokens} tokens, and the model's vocabulary {rows}"
-            remedy = "put the tokenizer with which the model was trained into its folder"
-            raise UserError("--checkpoint", str(options.checkpoint), why, remedy)
-        seq_len = options.seq_len or longest(options.checkpoint)
-        return tokenize(read, loaded.tokenizer, seq_len, "--tasks"), seq_len
-
-    tasks, seq_len = on_all_ranks(to_rows, device)
+    seq_len = options.seq_len or loaded.max_length
+    tasks = on_all_ranks(lambda: tokenize(read, loaded.tokenizer, seq_len, "--tasks"), device)
     rows = [row for task in tasks for text in task.texts() for row in text.rows]
-    of_rows = score_whole(loaded.model, rows, seq_len, options.tokens_at_once, device)
-    return tasks, log_likelihoods(tasks, of_rows)
+    of_rows = score_whole(loaded.model, rows, seq_len, TOKENS_AT_ONCE, device)
+    return {
+        each.task.name: {**measures(each, values), "log_likelihoods": values}
+        for each, values in zip(tasks, log_likelihoods(tasks, of_rows), strict=True)
+    }
 
 
-def describe(tasks: list[TaskRows], found: Any) -> str:
+def describe(found: dict[str, Any]) -> str:
     """A line for each task, with its measures."""
     rows = [("task", "examples", "accuracy per byte", "accuracy", "bits/byte")]
-    for task, values in zip(tasks, found, strict=True):
-        measured = measures(task, values)
+    for name, of_task in found.items():
         by_byte, accuracy = (
-            f"{measured[name]:.1%}" if name in measured else ""
-            for name in ("accuracy_per_byte", "accuracy")
+            f"{of_task[measure]:.1%}" if measure in of_task else ""
+            for measure in ("accuracy_per_byte", "accuracy")
         )
-        bits = f"{measured['bits_per_byte']:.4f}"
-        rows.append((task.task.name, str(len(task.examples)), by_byte, accuracy, bits))
+        examples, bits = len(of_task["log_likelihoods"]), of_task["bits_per_byte"]
+        rows.append((name, str(examples), by_byte, accuracy, f"{bits:.4f}"))
     return table(rows)
 
 
-def write_json(path: Path, tasks: list[TaskRows], found: Any) -> None:
-    content = {
-        task.task.name: {**measures(task, values), "log_likelihoods": values}
-        for task, values in zip(tasks, found, strict=True)
-    }
+def write_json(path: Path, found: dict[str, Any]) -> None:
     try:
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         why = f"it cannot be written ({error.strerror})"
         raise UserError("--json", str(path), why, "give another file") from None
@@ -95,7 +76,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.required("--tasks", str, "NAME_OR_FILE", tasks, nargs="+")
     length = "the most tokens of a row (default: the model's sequence length)"
     parser.option("--seq-len", int, "N", length)
-    parser.option("--tokens-at-once", 4096, "N", "tokens computed together")
     parser.option("--dtype", "float32", None, "computation dtype", choices=DTYPES)
     parser.option("--json", Path, "FILE", "also write all log-likelihoods, in nats")
     return parser.parse_args(arguments)
@@ -105,11 +85,11 @@ def main() -> None:
     options = parse()
     device = init_distributed()
     try:
-        tasks, found = evaluate(options, device)
+        found = evaluate(options, device)
         if dist.get_rank() == 0:
             if options.json is not None:
-                write_json(options.json, tasks, found)
-            print(describe(tasks, found), flush=True)
+                write_json(options.json, found)
+            print(describe(found), flush=True)
     except UserError as error:
         refuse(error)
     dist.destroy_process_group()

@@ -10,22 +10,21 @@ tensors are in memory at a time. The exit status is 2 if the export is refused.
 """
 
 import json
-import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from data.tokenizer import GENERATION, JSON, MODEL, Tokenizer
 from tools.command import CommandParser, at_least, reports_errors, run_command
 from tools.huggingface.agreement import IDS, generation_config
-from tools.huggingface.checkpoint_reader import CheckpointReader, newest
-from tools.huggingface.config import CONFIG, Parameter, config_json, option_named, parameters
-from tools.huggingface.new_folder import new_folder, refuse_existing
-from tools.huggingface.tensor_files import FILE_BYTES, INDEX, Piece, write_files
+from tools.huggingface.checkpoint_reader import DTYPES, CheckpointReader, newest
+from tools.huggingface.config import CONFIG, config_json, parameters
+from tools.huggingface.folder_reader import INDEX
+from tools.huggingface.new_folder import FILE_BYTES, new_folder, refuse_existing, write_files
 from tools.huggingface.tokenizer import huggingface_files
-from training.precision import DTYPES
+
+CODES = {"float32": "F32", "bfloat16": "BF16"}
 
 
 def export(
@@ -47,36 +46,34 @@ def export(
     """
     refuse_existing(out)
     at_least(1, file_bytes=file_bytes, max_length=max_length)
-    reader = CheckpointReader(checkpoint, verified=True)
+    reader = CheckpointReader(checkpoint)
+    wanted = {each.theirs: each for each in parameters(reader.model)}
+    reader.check_model()
     tokenizer = Tokenizer.load(checkpoint)
-    wanted = parameters(reader.model)
-    reader.require({p.ours: p.our_shape for p in wanted})
-    max_length = max_length or reader.trainer.seq_len
-    with option_named():
-        generation = generation_config(checkpoint, tokenizer, reader.model.vocab_size)
+    max_length = max_length or reader.max_length
+    num_rows = reader.model.vocab_size
+    generation = generation_config(checkpoint, tokenizer, num_rows, "--checkpoint")
     config = config_json(reader.model, dtype=dtype, max_length=max_length)
     config |= {key: generation.get(key) for key in IDS}
+    code = CODES[dtype]
 
-    size = DTYPES[dtype].itemsize
-    pieces = [
-        Piece(p.theirs, math.prod(p.shape) * size, partial(_load, reader, p, DTYPES[dtype]))
-        for p in wanted
-    ]
+    def load(theirs: str) -> Tensor:
+        return reader.weight(wanted[theirs].ours, wanted[theirs].expert).to(DTYPES[code])
+
+    tensors = {theirs: (code, each.shape) for theirs, each in wanted.items()}
     with new_folder(out) as folder:
         task = f"exporting {out.name}"
-        plan = write_files(folder, pieces, file_bytes, lambda tensors: {"format": "pt"}, task)
+        plan = write_files(folder, tensors, load, file_bytes, task, is_checkpoint=False)
+        written = {CONFIG: config, GENERATION: generation}
         if plan.is_sharded:
-            index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-            _write(folder / INDEX, index)
-        for name, content in huggingface_files(tokenizer, max_length).items():
-            (folder / name).write_bytes(content)
-        _write(folder / CONFIG, config)
-        _write(folder / GENERATION, generation)
-    if (
-        config["model_type"] == "qwen3"
-        and MODEL in tokenizer.files
-        and not tokenizer.starts_with_space
-    ):
+            written[INDEX] = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        files = huggingface_files(tokenizer, max_length)
+        for name, content in written.items():
+            files[name] = (json.dumps(content, indent=2) + "\n").encode()
+        for name, file in files.items():
+            (folder / name).write_bytes(file)
+    adds_space = MODEL not in tokenizer.files or tokenizer.starts_with_space
+    if config["model_type"] == "qwen3" and not adds_space:
         print(
             "llama.cpp's converter would put a space before every text of a Qwen3 with this "
             "tokenizer: run llama.cpp with --override-kv tokenizer.ggml.add_space_prefix=bool:false"
@@ -84,20 +81,12 @@ def export(
     return config
 
 
-def _load(reader: CheckpointReader, wanted: Parameter, dtype: torch.dtype) -> torch.Tensor:
-    return reader.weight(wanted.ours, wanted.expert).to(dtype)
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
 @reports_errors
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.export", description=__doc__)
     parser.required("--checkpoint", Path, "DIR", "a checkpoint, or a run folder")
     parser.required("--out", Path, "DIR", "the folder to write, which must not exist yet")
-    parser.option("--dtype", "float32", None, "of the weights", choices=("float32", "bfloat16"))
+    parser.option("--dtype", "float32", None, "of the weights", choices=CODES)
     parser.option("--file-bytes", FILE_BYTES, "N", "the most bytes of tensors in one file")
     length = "max_position_embeddings (default: the sequence length of its training)"
     parser.option("--max-length", int, "N", length)

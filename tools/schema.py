@@ -38,11 +38,17 @@ def schema() -> dict[str, Any]:
         name for name, cls in SECTIONS.items() if whole["$defs"][cls.__name__].get("required")
     ]
     whole["properties"]["stages"] = stages()
-    whole["$defs"]["ParallelConfig"]["properties"]["layouts"] |= {
-        "items": layout(),
-        "maxItems": MAX_LAYOUTS,
-    }
+    properties = some_of("parallel") | some_of("train", OF_TRAIN)  # of an item of parallel.layouts
+    del properties["layouts"]
+    properties["dp_shard"]["minimum"] = 1  # not -1, which would fit many worlds
+    layouts = {"items": closed(properties, minProperties=1), "maxItems": MAX_LAYOUTS}
+    whole["$defs"]["ParallelConfig"]["properties"]["layouts"] |= layouts
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **whole}
+
+
+def closed(properties: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """The schema of an object that has no other properties than these."""
+    return {"type": "object", "additionalProperties": False, "properties": properties, **others}
 
 
 def some_of(section: str, keys: Iterable[str] = ()) -> dict[str, Any]:
@@ -50,19 +56,6 @@ def some_of(section: str, keys: Iterable[str] = ()) -> dict[str, Any]:
     cls = SECTIONS[section]
     names = keys or [field.name for field in dataclasses.fields(cls)]
     return {key: {"$ref": f"#/$defs/{cls.__name__}/properties/{key}"} for key in names}
-
-
-def layout() -> dict[str, Any]:
-    """The schema of an item of parallel.layouts (parallel/layouts.py)."""
-    properties = some_of("parallel") | some_of("train", OF_TRAIN)
-    del properties["layouts"]
-    properties["dp_shard"]["minimum"] = 1  # not -1, which would fit many worlds
-    return {
-        "type": "object",
-        "additionalProperties": False,
-        "properties": properties,
-        "minProperties": 1,
-    }
 
 
 def stages() -> dict[str, Any]:
@@ -75,19 +68,9 @@ def stages() -> dict[str, Any]:
         name: {"description": said, "type": "integer", "minimum": 1, "maximum": BEGINS[name]}
         for name, said in begins.items()
     }
-    for section, keys in CHANGEABLE.items():
-        properties[section] = {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": some_of(section, keys),
-        }
-    one = {
-        "type": "object",
-        "additionalProperties": False,
-        "properties": properties,
-        "oneOf": [{"required": [name]} for name in begins],
-    }
+    properties |= {name: closed(some_of(name, keys)) for name, keys in CHANGEABLE.items()}
     said = "later stages of the run: from where, and the settings that change (docs/stages.md)"
+    one = closed(properties, oneOf=[{"required": [name]} for name in begins])
     return {"description": said, "type": "array", "items": one}
 
 

@@ -18,7 +18,7 @@ from data.heldout import Splitter
 from data.sources import documents
 from data.tokenizer import Tokenizer
 from errors import UserError
-from tools.command import CommandParser, reports_errors, run_command
+from tools.command import CommandParser, at_least, reports_errors, run_command
 from tools.prepare import add_source_options
 
 
@@ -35,26 +35,18 @@ def texts(options: argparse.Namespace, report: Report) -> Iterator[str]:
             return
 
 
-def check(options: argparse.Namespace) -> None:
-    """Checks the options before anything is read. Raises UserError."""
-    if not 0 <= options.heldout_fraction < 1:
-        why = "it is a fraction of the documents"
-        raise UserError(
-            "--heldout-fraction", options.heldout_fraction, why, "give 0 <= fraction < 1"
-        )
-    if options.max_characters < 1:
-        why = "training needs text"
-        raise UserError("--max-characters", options.max_characters, why, "give at least 1")
-    if options.out.is_dir():
-        remedy = f"give a file: {options.out / 'tokenizer.model'}"
-        raise UserError("--out", str(options.out), "it is a folder", remedy)
-    if options.out.exists():
-        try:
-            Tokenizer.load(options.out)
-        except UserError:
-            why = "a file of that name exists and is not a tokenizer"
-            remedy = "give another name; only a tokenizer file is overwritten"
-            raise UserError("--out", str(options.out), why, remedy) from None
+def check_out(out: Path) -> None:
+    """Raises UserError unless `out` is a new file or a tokenizer."""
+    if out.is_dir():
+        remedy = f"give a file: {out / 'tokenizer.model'}"
+        raise UserError("--out", str(out), "it is a folder", remedy)
+    try:
+        if out.exists():
+            Tokenizer.load(out)
+    except UserError:
+        why = "a file of that name exists and is not a tokenizer"
+        remedy = "give another name; only a tokenizer file is overwritten"
+        raise UserError("--out", str(out), why, remedy) from None
 
 
 @reports_errors
@@ -68,7 +60,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     partial = options.out.parent / f"{options.out.name}.partial"
     report = Report(options.skip, announce=True)
-    check(options)
+    at_least(1, max_characters=options.max_characters)
+    at_least(0, 1, heldout_fraction=options.heldout_fraction)
+    check_out(options.out)
     tokenizer = Tokenizer.train(texts(options, report), options.vocab_size)
     try:
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.dirfs import DirFileSystem
 
 from runtime.checkpoints.manifest import Damaged, fingerprint, verify
 from runtime.checkpoints.names import MANIFEST
-from tools.objects import PARTIAL, Store, fetch, main, push
+from tools.objects import PARTIAL, complete, fetch, main, open_store, push, read, sizes
 
 NAME = "step-00000006"
 
@@ -19,32 +20,34 @@ class Dropped(Exception):
     """A request that the store did not carry out."""
 
 
-class Flaky(Store):
-    """A store in memory that carries out only the first `allowed` writes and deletions. With
-    `torn`, the first that is not carried out still changes one object of several."""
+class Flaky(DirFileSystem):
+    """A store in memory that carries out only the first `allowed` writes and deletions."""
 
-    def __init__(self, url: str, allowed: int, torn: bool = False) -> None:
-        super().__init__(url)
-        self.allowed, self.torn, self.made = allowed, torn, 0
+    cachable = False  # each counts by itself
+
+    def __init__(self, url: str, allowed: int) -> None:
+        store = open_store(url)
+        super().__init__(store.path, store.fs)
+        self.allowed, self.made = allowed, 0
 
     def _request(self) -> None:
         self.made += 1
         if self.made > self.allowed:
             raise Dropped
 
-    def write(self, folder: str, name: str, content: bytes) -> None:
+    def pipe_file(self, path: str, value: bytes) -> None:
         self._request()
-        super().write(folder, name, content)
+        super().pipe_file(path, value)
 
-    def remove(self, folder: str, names: list[str]) -> None:
-        for name in names:
+    def rm(self, path: list[str]) -> None:
+        for each in path:
             self._request()
-            super().remove(folder, [name])
+            super().rm([each])
 
-    def put(self, local: Path, folder: str, names: list[str]) -> None:
-        for name in names:
+    def put(self, lpath: list[str], rpath: list[str]) -> None:
+        for local, there in zip(lpath, rpath, strict=True):
             self._request()
-            super().put(local, folder, [name])
+            super().put([local], [there])
 
 
 @pytest.fixture
@@ -58,11 +61,11 @@ def checkpoint(saved: Path) -> Path:
 
 
 def test_there_and_back(url: str, checkpoint: Path, tmp_path: Path) -> None:
-    store = Store(url)
+    store = open_store(url)
     assert "files" in push(store, checkpoint)
     assert push(store, checkpoint) == "was there already"
-    assert store.complete() == [NAME]
-    assert PARTIAL not in store.sizes(NAME)
+    assert complete(store) == [NAME]
+    assert PARTIAL not in sizes(store, NAME)
     fetch(store, NAME, tmp_path)
     assert fetch(store, NAME, tmp_path) == "was there already"
     verify(tmp_path / NAME)
@@ -81,15 +84,15 @@ def test_every_interruption_leaves_nothing_that_looks_complete(
         with pytest.raises(Dropped):
             push(Flaky(place, allowed), checkpoint)
         is_last = allowed == everything.made - 1  # only PARTIAL is still to be removed
-        assert Store(place).complete() == ([NAME] if is_last else [])
+        assert complete(open_store(place)) == ([NAME] if is_last else [])
         if not is_last:
             with pytest.raises(Damaged, match="incomplete"):
-                fetch(Store(place), NAME, tmp_path / str(allowed))
+                fetch(open_store(place), NAME, tmp_path / str(allowed))
             assert not (tmp_path / str(allowed) / NAME).exists()
         again = Flaky(place, allowed=10**6)
         push(again, checkpoint)
         assert again.made <= everything.made - allowed + 1  # it continued
-        fetch(Store(place), NAME, tmp_path / str(allowed))
+        fetch(open_store(place), NAME, tmp_path / str(allowed))
 
 
 def test_another_checkpoint_of_the_same_step_is_replaced(
@@ -104,18 +107,18 @@ def test_another_checkpoint_of_the_same_step_is_replaced(
              for path in (checkpoint, other)]  # fmt: skip
     assert sizes[0] == sizes[1]
     total = Flaky(f"{url}-total", 10**6)
-    push(Store(f"{url}-total"), checkpoint)
+    push(open_store(f"{url}-total"), checkpoint)
     push(total, other)
     for allowed in range(total.made):
         place, back = f"{url}-{allowed}", tmp_path / f"back-{allowed}"
-        push(Store(place), checkpoint)
+        push(open_store(place), checkpoint)
         with pytest.raises(Dropped):
             push(Flaky(place, allowed), other)
-        if Store(place).complete():
-            fetch(Store(place), NAME, back)  # verifies: the old one or the new one
+        if complete(open_store(place)):
+            fetch(open_store(place), NAME, back)  # verifies: the old one or the new one
             shutil.rmtree(back)
-        push(Store(place), other)
-        fetch(Store(place), NAME, back)
+        push(open_store(place), other)
+        fetch(open_store(place), NAME, back)
         assert fingerprint(back / NAME / MANIFEST) == fingerprint(other / MANIFEST)
 
 
@@ -135,19 +138,21 @@ def rewrite(path: Path) -> None:
 def test_damage_in_the_store_is_found_before_anything_has_its_name(
     url: str, checkpoint: Path, tmp_path: Path, how: str
 ) -> None:
-    store = Store(url)
+    store = open_store(url)
     push(store, checkpoint)
     victim = MANIFEST if how == "no manifest" else "trainer.json"
-    content = store.read(NAME, victim)
+    content = read(store, f"{NAME}/{victim}")
     assert content is not None
     if how in ("lost", "no manifest"):
-        store.remove(NAME, [victim])
+        store.rm(f"{NAME}/{victim}")
     else:
-        store.write(NAME, victim, content[:-1] if how == "truncated" else content[::-1])
+        bad = content[:-1] if how == "truncated" else content[::-1]
+        store.pipe_file(f"{NAME}/{victim}", bad)
     with pytest.raises(Damaged):
         fetch(store, NAME, tmp_path)
     assert not (tmp_path / NAME).exists()
-    push(store, checkpoint) if how != "changed" else store.write(NAME, victim, content)
+    again = f"{NAME}/{victim}"
+    push(store, checkpoint) if how != "changed" else store.pipe_file(again, content)
     fetch(store, NAME, tmp_path)  # continues with the files that are right
 
 

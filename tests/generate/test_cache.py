@@ -188,7 +188,7 @@ def test_a_row_ends_before_its_stop_token_and_the_others_go_on(ranks):
 
 
 @planted(loop, "draw_over_tp")
-def each_draws_from_its_own_part(_, logits, vocab_size, sampling, numbers, *about):
+def each_draws_from_its_own_part(_, logits, head, sampling, numbers, *about):
     """Each tp rank draws from its own part of the vocabulary."""
     return draw(logits, sampling, numbers)
 

@@ -6,7 +6,7 @@ import pytest
 import sentencepiece
 
 from tests.data_samples import tokenizer
-from tools.generate.continuation import UNFINISHED, Continuation
+from tools.generate.loop import UNFINISHED, Continuation
 
 TEXT = "naïve €5 日本語  \tdef f(self): 😀\n\n the end"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from model.config import ModelConfig
-from model.router import routers_of
+from model.router import bias_name, routers_of
 from model.transformer import Batch, Transformer
 from parallel.axes import MeshSizes
 from parallel.layer import TensorParallel
@@ -53,11 +53,11 @@ def random_checkpoint(folder: Path, name: str) -> Path:
     for weight in weights_of(model):
         whole = torch.randn(weight.spec.shape, generator=generator, dtype=torch.float64)
         whole = 1 + 0.2 * whole if whole.ndim == 1 else 0.25 * whole
-        tensors[f"model.{weight.name}"] = whole
+        tensors[weight.name] = whole
     for layer, router in routers_of(model):
         if router.has_bias:
             bias = torch.randn(config.num_experts, generator=generator)
-            tensors[f"model.blocks.{layer}.feed_forward.router.bias"] = bias
+            tensors[bias_name(layer)] = bias
     data = {"checksum": "none", "next_sample": 0, "skipped": []}
     zeros = dict.fromkeys(("step", "updates", "tokens", "seed", "bad_in_a_row"), 0)
     trainer = {"seq_len": 64, "recent_losses": [], "model": model_entries(config), "data": data}
@@ -176,7 +176,7 @@ def test_a_checkpoint_of_any_layout(
         assert ranks.run(generated, tp, folder) == [expected] * tp
     export(folder, tmp_path / "exported")
     exported, reader = stored(tmp_path / "exported"), CheckpointReader(folder)
-    for ours in (name for name in reader.weights() if "experts" in name):
+    for ours in (name for name in reader.tensors if "experts" in name):
         _, layer, _, _, name, _ = ours.split(".")
         for expert, one in enumerate(reader.weight(ours)):
             theirs = f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"

@@ -408,12 +408,12 @@ def tasks(evaluated: Path) -> list[str]:
 def found_by_the_tool(arguments: list[str]) -> tuple[dict[str, Any], dict[str, float]]:
     """What tools.evaluate computes, on this rank of an existing process group: each task's
     log-likelihoods, and its measures under the names of a run's metrics."""
-    tasks, found = evaluate.evaluate(evaluate.parse(arguments), "cpu")
-    values = {each.task.name: values for each, values in zip(tasks, found, strict=True)}
+    found = evaluate.evaluate(evaluate.parse(arguments), "cpu")
+    values = {name: of_task.pop("log_likelihoods") for name, of_task in found.items()}
     measured = {
-        f"task/{each.task.name}/{name}": value
-        for each in tasks
-        for name, value in measures(each, values[each.task.name]).items()
+        f"task/{name}/{measure}": value
+        for name, of_task in found.items()
+        for measure, value in of_task.items()
     }
     return values, measured
 

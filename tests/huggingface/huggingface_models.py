@@ -2,11 +2,12 @@
 written whole and loaded whole."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from model.config import ModelConfig
@@ -17,11 +18,10 @@ from parallel.expert import ExpertParallel
 from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
-from runtime.checkpoints.manifest import Manifest, fingerprint, write_manifest
 from tests.data_samples import tokenizer
 from tests.runs import same_tensors
-from tools.huggingface.checkpoint_reader import CheckpointReader
-from tools.huggingface.tensor_files import DTYPES, SINGLE, whole_places
+from tools.huggingface.checkpoint_reader import DTYPES, CheckpointReader
+from tools.huggingface.new_folder import FILE_BYTES, write_weights
 
 VOCAB = tokenizer().vocab_size
 SMALL = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -94,7 +94,8 @@ def make_model(case: str) -> Any:
     import transformers
 
     trip = CASES[case]
-    config = getattr(transformers, f"{trip.family}Config")(**trip.config)
+    # a copy: transformers adds rope_theta to rope_scaling
+    config = getattr(transformers, f"{trip.family}Config")(**deepcopy(trip.config))
     model = getattr(transformers, f"{trip.family}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
@@ -128,13 +129,10 @@ def change(folder: Path, file: str, **fields: Any) -> None:
 
 def write_checkpoint(folder: Path, tensors: dict[str, Tensor], trainer: dict[str, Any]) -> Path:
     """A complete checkpoint, of one file of whole tensors."""
-    folder.mkdir()
-    save_file(tensors, folder / SINGLE, metadata=whole_places(tensors))
-    change(folder, "trainer.json", **trainer)
-    (folder / "tokenizer.model").write_bytes(tokenizer().model)
     codes = {dtype: code for code, dtype in DTYPES.items()}
-    entries = {name: (codes[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
-    write_manifest(folder, Manifest({p.name: fingerprint(p) for p in folder.iterdir()}, entries))
+    stored = {name: (codes[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+    files = {"tokenizer.model": tokenizer().model}
+    write_weights(folder, stored, tensors.__getitem__, files, trainer, FILE_BYTES, "writing")
     return folder
 
 

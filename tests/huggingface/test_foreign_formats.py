@@ -65,7 +65,7 @@ def test_a_folder_without_a_tokenizer_says_what_it_has(tmp_path: Path, names: st
 MODELS = {
     "hub name": ("meta-llama/Llama-3.2-1B", "nothing is downloaded from the Hugging Face hub"),
     "nowhere": ("./nowhere", "there is no such folder"),
-    "GGUF file": ("model.gguf", "it is a GGUF file, a format that is not supported"),
+    "GGUF file": ("model.gguf", "in GGUF format, which is not supported"),
     "other file": ("model.bin", "it is a file, not a folder"),
     "GGUF folder": ("gguf", "in GGUF format, which is not supported"),
     "Meta's folder": ("meta", "in its publisher's own format"),
@@ -105,10 +105,7 @@ def test_a_model_without_a_tokenizer_is_imported_with_one(
     shutil.move(hf / "tokenizer.model", tmp_path / "elsewhere.model")
     arguments = ["--hf", str(hf), "--out", str(tmp_path / "out")]
     assert import_hf.main(arguments) == 2
-    assert (
-        "give the model's tokenizer, its file or folder: --tokenizer PATH"
-        in capsys.readouterr().err
-    )
+    assert f"--tokenizer = '{hf}': it contains neither" in capsys.readouterr().err
     assert import_hf.main([*arguments, "--tokenizer", str(tmp_path / "nowhere")]) == 2
     assert "--tokenizer = " in capsys.readouterr().err
     assert import_hf.main([*arguments, "--tokenizer", str(tmp_path / "elsewhere.model")]) == 0

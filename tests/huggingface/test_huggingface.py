@@ -33,7 +33,7 @@ from tests.runs import names, run, write_config
 from tools import export, import_hf
 from tools.huggingface.checkpoint_reader import CheckpointReader, newest
 from tools.huggingface.config import HuggingFaceConfig, parameters
-from tools.huggingface.tensor_files import INDEX, SINGLE, FolderTensors
+from tools.huggingface.folder_reader import INDEX, SINGLE, FolderReader
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -193,9 +193,13 @@ DAMAGE = {
         "has dtype I8",
     ),
     "index that lies": (lambda f: change_tensors(f, EMBEDDING, None, FIRST),
-                        f"has no tensor {EMBEDDING}"),
+                        f"{EMBEDDING} is missing"),
     "index that leaves": (lambda f: change_tensors(f, EMBEDDING, None, "../secret.safetensors"),
                           "has no weight_map"),
+    "tensor in two files": (
+        lambda f: change_tensors(f, "model.norm.weight", torch.zeros(64), SECOND),
+        f"{FIRST} has model.norm.weight too",
+    ),
     "truncated": (lambda f: (f / FIRST).write_bytes((f / FIRST).read_bytes()[:-1]),
                   "is not a readable safetensors file"),
     "missing file": (lambda f: (f / FIRST).unlink(), "is not a readable safetensors file"),
@@ -229,9 +233,9 @@ def test_what_older_folders_have_beside_is_left_out(hf: Path, tmp_path: Path) ->
     change(folder, "config.json", tie_word_embeddings=True)
     with pytest.raises(UserError, match=r"lm_head\.weight is not a tensor of this model"):
         import_hf.import_hf(folder, tmp_path / "out")
-    change_tensors(folder, EMBEDDING, FolderTensors(folder).tensor("lm_head.weight").clone(), FIRST)
+    change_tensors(folder, EMBEDDING, stored(hf)["lm_head.weight"], FIRST)
     assert import_hf.import_hf(folder, tmp_path / "out").tie_embeddings
-    assert "head.weight" not in CheckpointReader(tmp_path / "out").weights()
+    assert "head.weight" not in CheckpointReader(tmp_path / "out").tensors
 
 
 def test_commands(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -308,7 +312,7 @@ def test_the_model_is_never_whole_in_memory(
 
         return load
 
-    monkeypatch.setattr(FolderTensors, "tensor", watched(FolderTensors.tensor))
+    monkeypatch.setattr(FolderReader, "weight", watched(FolderReader.weight))
     monkeypatch.setattr(CheckpointReader, "weight", watched(CheckpointReader.weight))
     whole = sum(tensor.nbytes for tensor in stored(hf).values())
     largest, size = VOCAB * 64 * 4, 60_000

@@ -19,7 +19,7 @@ from tests.huggingface.huggingface_models import SCALED, SMALL, change
 from tools import export
 from tools.generate.load_model import load_model
 from tools.huggingface import checkpoint_reader
-from tools.huggingface.agreement import GENERATION, ends, generation_config
+from tools.huggingface.agreement import GENERATION, generation_config
 from tools.huggingface.config import HuggingFaceConfig, parameters
 from tools.huggingface.tokenizer import huggingface_files
 from tools.import_hf import import_hf
@@ -75,7 +75,8 @@ def test_generation_stops_where_the_folder_says_after_import_and_export(
     assert ranks.run(stops, 1, [chat, imported, out]) == [[{END, 2}] * 3]
     prepare(MANY, Tokenizer.load(imported), tmp_path / "data")
     of_data = Tokenizer.load(tmp_path / "data")
-    assert ends(generation_config(tmp_path / "data", of_data, END + 1)) == [END, 2]
+    generation = generation_config(tmp_path / "data", of_data, END + 1)
+    assert generation["eos_token_id"] == [END, 2]
 
 
 def test_config_json_says_what_generation_config_does_not(chat: Path, tmp_path: Path) -> None:
@@ -119,15 +120,15 @@ DISAGREE: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
     "bos of the tokenizer": ({GENERATION: {"bos_token_id": 5}, MODEL_CONFIG: {"bos_token_id": 5}},
                              ["bos_token_id = 5: its tokenizer says 1"]),
     "eos without a row": ({GENERATION: {"eos_token_id": [END, 2, END + 1]}},
-                          [f"vocabulary has {END + 1} tokens"]),
+                          [f"id of a token, and the model has {END + 1}"]),
     "one eos without a row": (
         {GENERATION: {"eos_token_id": [2, 99_999]}, MODEL_CONFIG: {"eos_token_id": 2}},
-        [f"{GENERATION}: eos_token_id = 99999: the model's vocabulary has"]),
+        [f"{GENERATION}: eos_token_id = 99999: it must be the id of a token"]),
     "eos that is a text": ({GENERATION: {"eos_token_id": "</s>"}},
                            ["eos_token_id = '</s>': it must be the id"]),
     "eos by name": ({TOKENIZER_CONFIG: {"eos_token": "<|im_end|>"}},
-                    ["eos_token is '</s>', and tokenizer_config.json beside it names '<|im_end|>'",
-                     "--tokenizer PATH"]),
+                    ["--tokenizer = ", "eos_token is '</s>', and tokenizer_config.json beside it",
+                     "names '<|im_end|>'"]),
     "bos in two files": ({"special_tokens_map.json": {"bos_token": "<bos>"}},
                          ["bos_token is '<s>', and special_tokens_map.json beside",
                           "names '<bos>'"]),

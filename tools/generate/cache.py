@@ -16,7 +16,9 @@ a token at position p attends to itself and the p tokens before it. A padding to
 itself, and its result is not used.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,27 +27,6 @@ from torch.nn import functional
 from model.mask import Mask, make_mask, scores_bias
 from model.positions import Angles, Rotary, rotary_angles
 from parallel.context import Attend
-
-
-class LayerCache:
-    """One layer's keys, with rotary embedding applied, and values, each [slots, B, heads, E], for
-    this tp rank's key/value heads: 2 · slots · B · heads · E numbers."""
-
-    def __init__(self, slots: int) -> None:
-        self.slots, self.filled = slots, 0
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends k and v [S, B, heads, E] of the next S tokens; returns those of all tokens so far
-        as views [filled, B, heads, E]."""
-        if self.keys is None or self.values is None:
-            self.keys = k.new_empty((self.slots, *k.shape[1:]))
-            self.values = v.new_empty((self.slots, *v.shape[1:]))
-        begin, self.filled = self.filled, self.filled + k.shape[0]
-        self.keys[begin : self.filled] = k
-        self.values[begin : self.filled] = v
-        return self.keys[: self.filled], self.values[: self.filled]
 
 
 class KeyValueCache:
@@ -66,17 +47,14 @@ class KeyValueCache:
         device: torch.device,
     ) -> None:
         self.dtype, self.filled, self.length = dtype, 0, 0
-        self.layers: dict[str, LayerCache] = {}
-        slots = max(prompt_lengths) + new_tokens
-        self._padding = max(prompt_lengths) - torch.tensor(prompt_lengths, device=device)  # [B]
-        self._slot = torch.arange(slots, device=device).unsqueeze(1)
+        self.slots = max(prompt_lengths) + new_tokens
+        self.layers: dict[str, LayerCache] = defaultdict(lambda: LayerCache(self))
         self._has_padding = len(set(prompt_lengths)) > 1
-        # [slots, B], or [slots, 1] if the positions of all rows are the same
-        self._positions = self._slot
-        if self._has_padding:
-            self._positions = (self._slot - self._padding).clamp(min=0)
+        padding = max(prompt_lengths) - torch.tensor(prompt_lengths, device=device)  # [B]
+        slots = torch.arange(self.slots, device=device).unsqueeze(1)
+        self._positions = (slots - padding).clamp(min=0)  # [slots, B]
         self._angles: dict[Rotary, Angles] = {}
-        self._attend: dict[int | None, Attend] = {}  # by window, for the current tokens
+        self._attend: dict[tuple[int | None, int], Attend] = {}  # for the current tokens
 
     def next(self, length: int) -> None:
         """Advances to the next `length` tokens."""
@@ -84,62 +62,67 @@ class KeyValueCache:
         self._attend.clear()
         assert length == 1 or self.filled == 0, "prompts come first and at once, then single tokens"
 
-    def of_layer(self, name: str) -> "LayerView":
-        """The interface to a layer's attention for the current tokens (model/positions.py)."""
-        return LayerView(self, self.layers.setdefault(name, LayerCache(len(self._slot))))
-
     def angles(self, rotary: Rotary) -> Angles:
+        """The angles of the current tokens."""
         if rotary not in self._angles:
             self._angles[rotary] = rotary_angles(self._positions, rotary, self.dtype)
-        tokens = slice(self.filled, self.filled + self.length)
-        return Angles(*(each[tokens] for each in self._angles[rotary]))
+        return Angles(*(each[self._current()] for each in self._angles[rotary]))
 
     def attend(self, window: int | None, head_dim: int) -> Attend:
         """The attention among the tokens of the prompts, or of one token to all earlier ones."""
-        if window not in self._attend:
-            among = self._among_prompts if self.length > 1 else self._to_all
-            self._attend[window] = among(window, head_dim)
-        return self._attend[window]
+        key = window, head_dim
+        if key not in self._attend:
+            positions = self._positions[self._current()]
+            if self.length > 1 and not self._has_padding:
+                self._attend[key] = make_mask(positions, None, window, self.dtype, head_dim)
+            else:
+                bias = None
+                if self._has_padding or window is not None:  # else it sees all
+                    bias = scores_bias(positions, self.dtype, window, self.filled)
+                one = partial(attend_last, bias=bias)
+                self._attend[key] = one if self.length == 1 else Mask(bias=bias)
+        return self._attend[key]
 
-    def _among_prompts(self, window: int | None, head_dim: int) -> Attend:
-        positions = self._positions[: self.length]
-        if self._has_padding:
-            return Mask(bias=scores_bias(positions, self.dtype, window))
-        return make_mask(positions, None, window, self.dtype, head_dim)
-
-    def _to_all(self, window: int | None, head_dim: int) -> Attend:
-        end, bias = self.filled + 1, None
-        if self._has_padding or window is not None:
-            hidden = self._slot[:end] < self._padding  # [slots so far, B]
-            if window is not None:
-                hidden |= self._slot[:end] < end - window
-            bias = torch.zeros(hidden.T.shape, dtype=self.dtype, device=hidden.device)
-            bias = bias.masked_fill_(hidden.T, float("-inf"))[:, None, None]
-        return lambda q, k, v: attend_last(q, k, v, bias)
+    def _current(self) -> slice:
+        return slice(self.filled, self.filled + self.length)
 
 
-class LayerView:
-    """One layer's cache, with the interface that `Positions` has in training."""
+class LayerCache:
+    """One layer's keys, with rotary embedding applied, and values, each [slots, B, heads, E], for
+    this tp rank's key/value heads: 2 · slots · B · heads · E numbers. Its attention sees the
+    interface that `Positions` has in training (model/positions.py)."""
 
-    def __init__(self, cache: KeyValueCache, layer: LayerCache) -> None:
-        self.cache, self.layer = cache, layer
+    def __init__(self, whole: KeyValueCache) -> None:
+        self.whole, self.filled = whole, 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends k and v [S, B, heads, E] of the next S tokens; returns those of all tokens so far
+        as views [filled, B, heads, E]."""
+        if self.keys is None or self.values is None:
+            self.keys = k.new_empty((self.whole.slots, *k.shape[1:]))
+            self.values = v.new_empty((self.whole.slots, *v.shape[1:]))
+        begin, self.filled = self.filled, self.filled + k.shape[0]
+        self.keys[begin : self.filled] = k
+        self.values[begin : self.filled] = v
+        return self.keys[: self.filled], self.values[: self.filled]
 
     def angles(self, rotary: Rotary) -> Angles:
-        return self.cache.angles(rotary)
+        return self.whole.angles(rotary)
 
     def mask(self, window: int | None, head_dim: int, kernel: str) -> Attend:
         # The kernel that trains may not take prompts, whose lengths differ: "auto" is used.
-        attend = self.cache.attend(window, head_dim)
-        return lambda q, k, v: attend(q, *self.layer.append(k, v))
+        attend = self.whole.attend(window, head_dim)
+        return lambda q, k, v: attend(q, *self.append(k, v))
 
 
 def attend_last(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """Attention of the last token's queries [1, B, H, E] to the keys and values [S, B, K, E] of all
     tokens → [1, B, H, E]; `bias` [B, 1, 1, S] is added to the scores.
 
-    No token follows, so no causal mask is needed, and the H/K queries of a key/value head are the
-    rows of one matrix product: no head is repeated, and the keys, whose reading dominates the time,
-    are read once.
+    The H/K queries of a key/value head are the rows of one matrix product: no head is repeated, and
+    the keys, whose reading dominates the time, are read once.
     """
     rows = q.reshape(q.shape[1], k.shape[2], -1, q.shape[3])  # [B, K, H/K, E]
     k, v = k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)  # [B, K, S, E]

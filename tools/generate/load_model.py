@@ -8,12 +8,10 @@ no checksums; its headers are checked.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from data.tokenizer import Tokenizer
 from errors import UserError
@@ -31,16 +29,10 @@ from parallel.placement import local_region
 from runtime.checkpoints.checkpoint import require_good
 from runtime.checkpoints.trainer_state import read_trainer
 from runtime.messages import from_rank_0, on_all_ranks
-from tools.huggingface.agreement import ends, generation_config
-from tools.huggingface.checkpoint_reader import CheckpointReader, newest
-from tools.huggingface.config import (
-    CONFIG,
-    HuggingFaceConfig,
-    option_named,
-    parameters,
-    refuse_foreign,
-)
-from tools.huggingface.tensor_files import FolderTensors, check_tensors
+from tools.huggingface.agreement import generation_config, tokens_of
+from tools.huggingface.checkpoint_reader import CheckpointReader, WeightReader, newest
+from tools.huggingface.config import CONFIG, HuggingFaceConfig, refuse_foreign
+from tools.huggingface.folder_reader import FolderReader
 
 
 @dataclass(frozen=True)
@@ -50,10 +42,10 @@ class Loaded:
     model: Transformer
     tokenizer: Tokenizer
     stop: frozenset[int]  # tokens that end a text
+    max_length: int  # of the sequences that it was trained on, or is meant for
 
     def encode(self, prompt: str, bos: bool | None = None) -> list[int]:
-        """The tokens of a text that begins a document. Raises UserError if there are none, or if
-        one is not in the model's vocabulary.
+        """The tokens of a text that begins a document. Raises UserError if there are none.
 
         bos: whether the first token is bos; None: as in the tokenizer's configuration.
         """
@@ -62,57 +54,55 @@ class Loaded:
             raise UserError("--bos", True, why, "leave it out")
         first = [self.tokenizer.bos_id] if (self.tokenizer.adds_bos if bos is None else bos) else []
         tokens = first + self.tokenizer.encode(prompt)
-        vocab_size = self.model.config.vocab_size
         if not tokens:
             why = "it has no tokens, and no bos is put before it"
             raise UserError("--prompt", prompt, why, "give some text, or --bos")
-        if max(tokens) >= vocab_size:
-            why = f"it has the token {max(tokens)}, and the model's vocabulary has {vocab_size}"
-            remedy = "put the tokenizer with which the model was trained into its folder"
-            raise UserError("--prompt", prompt, why, remedy)
         return tokens
-
-
-class Source(NamedTuple):
-    """A folder with weights, and the model they belong to."""
-
-    folder: Path
-    is_checkpoint: bool  # else a folder in Hugging Face format
-    config: ModelConfig
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
     """Loads the model with tensor parallelism over all ranks, all of which call this function.
     Raises AgreedError if `folder` has no loadable model."""
-    source = from_rank_0(lambda: find(folder, dist.get_world_size()), device)
-    if source.is_checkpoint:
-        require_good(source.folder, "--checkpoint", device)
-    tokenizer = on_all_ranks(lambda: Tokenizer.load(source.folder), device)
-    generation = on_all_ranks(lambda: generation_of(source, tokenizer), device)
-    model = empty_model(source.config, dtype, device)
+    folder = from_rank_0(lambda: find(folder, dist.get_world_size()), device)
+    is_exported = (folder / CONFIG).is_file()
+    if not is_exported:
+        require_good(folder, "--checkpoint", device)
+
+    def open_all() -> tuple[WeightReader, Tokenizer, dict[str, Any]]:
+        source: WeightReader
+        if is_exported:
+            source = FolderReader(folder, "--checkpoint")
+        else:
+            source = CheckpointReader(folder, verified=True)
+            source.check_model()
+        tokenizer, num_rows = Tokenizer.load(folder), source.model.vocab_size
+        return source, tokenizer, generation_config(folder, tokenizer, num_rows, "--checkpoint")
+
+    source, tokenizer, generation = on_all_ranks(open_all, device)
+    # the machine may differ from the one that trained it
+    model = empty_model(replace(source.model, kernels="auto"), dtype, device)
     held = weights_of(model)
     weights = {weight.name: weight.sharded for weight in held if not weight.is_copy}
-    read = read_checkpoint if source.is_checkpoint else read_exported
-    routers = routers_of(model)
-    biases = {bias_name(at): router.bias for at, router in routers if router.bias is not None}
-    on_all_ranks(lambda: read(source, weights, biases), device)
+    for name, weight in weights.items():
+        weight.to_local().copy_(source.region(name, local_region(weight)))
+    for at, router in routers_of(model):
+        if router.bias is not None:
+            router.bias.copy_(source.weight(bias_name(at)))
     for copy in filter(lambda weight: weight.is_copy, held):  # the head of tied embeddings
         copy.sharded.to_local().copy_(weights[copy.global_name].to_local())
-    return Loaded(model, tokenizer, frozenset(ends(generation)))
+    stop = frozenset(tokens_of(generation["eos_token_id"]))
+    return Loaded(model, tokenizer, stop, source.max_length)
 
 
-def find(folder: Path, tp: int) -> Source:
-    """Identifies the content of `folder`. Raises UserError if it is not a model that can be sharded
-    over `tp` ranks."""
+def find(folder: Path, tp: int) -> Path:
+    """`folder` if it is in Hugging Face format, else the checkpoint that it is or contains. Raises
+    UserError if it is not a model that can be sharded over `tp` ranks."""
     if (folder / CONFIG).is_file():
-        with option_named():
-            source = Source(folder, False, HuggingFaceConfig(folder).model)
+        config = HuggingFaceConfig(folder, "--checkpoint").model
     else:
         refuse_foreign(folder, "--checkpoint")
-        path = newest(folder)
-        source = Source(path, True, read_trainer(path, "--checkpoint").model_config_saved)
-    # the machine may differ from the one that trained it
-    config = replace(source.config, kernels="auto")
+        folder = newest(folder)
+        config = read_trainer(folder, "--checkpoint").model_config_saved
     if not fits(config, tp):
         what = f"{config.num_heads} query and {config.num_kv_heads} key/value heads"
         if config.num_experts % tp:
@@ -120,12 +110,7 @@ def find(folder: Path, tp: int) -> Source:
         why = f"its {what} cannot be split evenly over this many processes"
         remedy = f"choose one of {[n for n in range(1, 65) if fits(config, n)]}"
         raise UserError("--nproc-per-node", tp, why, remedy)
-    return source._replace(config=config)
-
-
-def generation_of(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
-    with option_named():
-        return generation_config(source.folder, tokenizer, source.config.vocab_size)
+    return folder
 
 
 def fits(config: ModelConfig, tp: int) -> bool:
@@ -151,32 +136,3 @@ def empty_model(config: ModelConfig, dtype: torch.dtype, device: str) -> Transfo
         if router.has_bias:
             router.bias = torch.zeros(router.num_experts, device=device)
     return model.to_empty(device=device).requires_grad_(False)
-
-
-def read_checkpoint(source: Source, weights: dict[str, DTensor], biases: dict[str, Tensor]) -> None:
-    """Fills this rank's shard of every weight, and the biases of routers, from a checkpoint of any
-    layout."""
-    reader = CheckpointReader(source.folder)
-    reader.require({name: tuple(found.shape) for name, found in (weights | biases).items()})
-    for name, weight in weights.items():
-        weight.to_local().copy_(reader.region(name, local_region(weight)))
-    for name, bias in biases.items():
-        bias.copy_(reader.weight(name))
-
-
-def read_exported(source: Source, weights: dict[str, DTensor], biases: dict[str, Tensor]) -> None:
-    """Fills this rank's shard of every weight from safetensors files of whole tensors. They are
-    memory-mapped, so other ranks' shards are not read. No such model has `biases`."""
-    assert not biases
-    with option_named():
-        files = FolderTensors(source.folder)
-        check_tensors(source.folder, source.config, files)
-    for wanted in parameters(source.config):
-        region, local = local_region(weights[wanted.ours]), weights[wanted.ours].to_local()
-        if wanted.expert is not None:
-            mine, *region = region
-            if wanted.expert not in mine:
-                continue
-            local = local[wanted.expert - mine.start]
-        of_file = tuple(slice(part.start, part.stop) for part in region)
-        local.copy_(files.tensor(wanted.theirs)[of_file])

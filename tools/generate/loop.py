@@ -1,15 +1,18 @@
-"""The generation loop: each step computes the next token of every row with the key/value cache."""
+"""The generation loop: each step computes the next token of every row with the key/value cache,
+and tokens become text as soon as it is certain, without incomplete characters."""
 
 from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
 
+from data.tokenizer import Tokenizer
 from model.transformer import Transformer
 from tools.generate.cache import KeyValueCache
-from tools.generate.continuation import Continuation
 from tools.generate.load_model import Loaded
 from tools.generate.sampling import Sampling, draw_over_tp, row_numbers
+
+UNFINISHED = "\ufffd"  # the result of decoding bytes that are invalid or incomplete UTF-8
 
 
 @torch.inference_mode()
@@ -35,12 +38,10 @@ def generate(
         num_tokens: of the tokenizer, of which each drawn token is one; None: all that the model has
             rows for.
     """
-    embedding, head = model.embedding, model.head
-    assert embedding is not None, "the whole model in one stage"
-    assert head is not None
-    device, dtype = embedding.weight.device, embedding.weight.dtype
-    lengths = [len(prompt) for prompt in prompts]
-    cache = KeyValueCache(lengths, count, dtype, device)
+    head = model.head
+    assert head is not None, "the whole model in one stage"
+    device, lengths = head.weight.device, [len(prompt) for prompt in prompts]
+    cache = KeyValueCache(lengths, count, head.weight.dtype, device)
     rows = range(first_row, first_row + len(prompts))
     numbers = row_numbers(sampling.seed, rows, count).to(device)
 
@@ -50,10 +51,7 @@ def generate(
     running = [True] * len(prompts)
     for step in range(count):
         logits = next_logits(model, tokens, cache)[0]  # [B, V/tp]
-        last = head.vocab_size if num_tokens is None else num_tokens
-        drawn = draw_over_tp(  # [B]
-            logits, head.vocab_size, sampling, numbers[step], head.tp.group, last
-        )
+        drawn = draw_over_tp(logits, head, sampling, numbers[step], num_tokens)  # [B]
         new = drawn.tolist()
         running = [runs and token not in stop for runs, token in zip(running, new, strict=True)]
         if not any(running):
@@ -74,8 +72,43 @@ def next_logits(model: Transformer, tokens: Tensor, cache: KeyValueCache) -> Ten
     hidden = model.embedding(tokens)
     cache.next(tokens.shape[0])
     for name, block in model.blocks.items():
-        hidden = block(hidden, *block.attention.inputs(cache.of_layer(name)))
+        hidden = block(hidden, *block.attention.inputs(cache.layers[name]))
     return model.head(model.norm(hidden[-1:]))
+
+
+class Continuation:
+    """The text that follows a prompt, token by token.
+
+    A character may take several tokens, and is held back until its last byte has arrived. A token's
+    text may also depend on the tokens before it: SentencePiece models that put a space before every
+    text remove a leading space when they decode, so a word from the middle, decoded by itself,
+    would lose its space. So a token's text is what it adds to the text of the tokens before it.
+    Decoding all of them would cost more with every token; those whose text was output last suffice.
+
+        add("▁the") → " the"     add(E2) → ""     add(82) → ""     add(AC) → "€"     end() → ""
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
+        self._decode = tokenizer.decode
+        self._given, self._waiting = list(prompt), list[int]()
+
+    def add(self, token: int) -> str:
+        """Adds a token, and returns the text that has thereby become certain; it may be empty."""
+        self._waiting.append(token)
+        return self._next(hold_back=True)
+
+    def end(self) -> str:
+        """Returns the text held back, with U+FFFD for bytes that did not become a character."""
+        return self._next(hold_back=False)
+
+    def _next(self, hold_back: bool) -> str:
+        text = self._decode(self._given + self._waiting)
+        if hold_back and text.endswith(UNFINISHED):
+            return ""
+        new = text[len(self._decode(self._given)) :]
+        if new:  # bos and eos have no text, so the context before them is kept
+            self._given, self._waiting = self._waiting, []
+        return new
 
 
 def continue_texts(

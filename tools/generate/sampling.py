@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from errors import UserError
+from model.transformer import Head
 from parallel.collectives import start_all_gather
+from tools.command import at_least
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            remedy = "give 0 (most likely token) or more"
-            raise UserError("--temperature", self.temperature, "must be finite and >= 0", remedy)
-        if self.top_k < 0:
-            why = "a number of tokens cannot be negative"
-            raise UserError("--top-k", self.top_k, why, "give 1 or more, or 0 for all")
+        at_least(0, temperature=self.temperature, top_k=self.top_k)
         if not 0 < self.top_p <= 1:
             why = "must be a probability above 0"
             raise UserError("--top-p", self.top_p, why, "give a number above 0, up to 1 (all)")
@@ -66,10 +62,9 @@ def draw(logits: Tensor, sampling: Sampling, numbers: Tensor) -> Tensor:
         return logits.argmax(-1)
     # [B, candidates], most likely first; None: the whole vocabulary, in its order
     candidates: Tensor | None = None
-    if 0 < sampling.top_k < logits.shape[-1]:
-        logits, candidates = logits.topk(sampling.top_k)
-    elif sampling.top_p < 1:
-        logits, candidates = logits.sort(descending=True)
+    if sampling.top_k or sampling.top_p < 1:
+        most = sampling.top_k or logits.shape[-1]
+        logits, candidates = logits.topk(min(most, logits.shape[-1]))
     logits = logits.double()
     probabilities = ((logits - logits.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1)
     if sampling.top_p < 1:
@@ -83,27 +78,21 @@ def draw(logits: Tensor, sampling: Sampling, numbers: Tensor) -> Tensor:
 
 
 def draw_over_tp(
-    logits: Tensor,
-    vocab_size: int,
-    sampling: Sampling,
-    numbers: Tensor,
-    group: ProcessGroup,
-    num_tokens: int,
+    logits: Tensor, head: Head, sampling: Sampling, numbers: Tensor, num_tokens: int | None
 ) -> Tensor:
-    """Draws from each tp rank's logits [B, V/tp] one of the first `num_tokens` tokens: [B], the
-    same on all ranks. (The model may have more rows than its tokenizer has tokens.)
+    """Draws from each tp rank's logits [B, V/tp], those of its part of the head, one of the first
+    `num_tokens` tokens (None: of all): [B], the same on all ranks. (The model may have more rows
+    than its tokenizer has tokens.)
 
     All-gather over tp: B·⌈V/tp⌉ numbers from each rank; the last ranks may have fewer, which they
     pad. Then all ranks draw, and use the tokens of rank 0 (broadcast over tp: B numbers), because a
     cumulative sum on a GPU need not be bitwise reproducible, and ranks with different tokens would
     silently compute wrong results.
     """
-    if group.size() == 1:
-        return draw(logits[:, :num_tokens], sampling, numbers)
-    width = -(-vocab_size // group.size())
+    group = head.tp.group
+    width = -(-head.vocab_size // head.tp.size)
     parts = functional.pad(logits.T, (0, 0, 0, width - logits.shape[1]))  # [⌈V/tp⌉, B]
-    # [B, V]: the padding comes last
-    whole = start_all_gather(parts, group).wait()[: min(num_tokens, vocab_size)].T
-    tokens = draw(whole, sampling, numbers)
+    whole = start_all_gather(parts, group).wait()[: head.vocab_size]  # the padding comes last
+    tokens = draw(whole[:num_tokens].T, sampling, numbers)
     dist.broadcast(tokens, group=group, group_src=0)
     return tokens

@@ -20,7 +20,6 @@ refused: whichever were chosen, the model might be trained, stopped or exported 
 A checkpoint keeps generation_config.json with the tokenizer's files; it has no config.json.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,59 +40,53 @@ SAVE_AGAIN = (  # a checkpoint's own files have checksums
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def generation_config(folder: Path, tokenizer: Tokenizer, num_rows: int) -> dict[str, Any]:
+def generation_config(
+    folder: Path, tokenizer: Tokenizer, num_rows: int, key: str = "--hf"
+) -> dict[str, Any]:
     """What generation needs to know of the model in `folder`, a Hugging Face folder or a
     checkpoint: its generation_config.json, with the tokens that only config.json or the tokenizer
     states. num_rows: the model's vocabulary.
 
-    Raises UserError if the files of a Hugging Face folder disagree.
+    Raises UserError if the files of a Hugging Face folder disagree; with this key if one cannot be
+    read, or if the tokenizer has more tokens than the model.
     """
-    files = [file for file in (GENERATION, CONFIG) if (folder / file).is_file()]
-    remedy = COPY if CONFIG in files else SAVE_AGAIN
-    contents = {file: read_json(folder / file, remedy) for file in files}
-    own = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    found = {key: token for key, token in own.items() if token >= 0}
-    for key in IDS:
-        # (file, ids) of each that states them; the first one counts
-        all_said = ((file, _ids(folder / file, contents[file], key, remedy)) for file in files)
-        said = [(file, ids) for file, ids in all_said if ids]
-        if not said:
+    if tokenizer.vocab_size > num_rows:
+        why = f"the tokenizer has {tokenizer.vocab_size} tokens, and the model {num_rows}"
+        raise UserError(key, str(folder), why, "give the tokenizer of the same model")
+    is_checkpoint = not (folder / CONFIG).is_file()
+    remedy = SAVE_AGAIN if is_checkpoint else COPY
+    files = [folder / file for file in (GENERATION, CONFIG) if (folder / file).is_file()]
+    contents = {file: read_json(file, key, remedy) for file in files}
+    found = dict(contents.get(folder / GENERATION, {}))
+    for field, own in zip(IDS, (tokenizer.bos_id, tokenizer.eos_id, -1), strict=True):
+        stated = [(file, content.get(field)) for file, content in contents.items()]
+        stated = [(file, value) for file, value in stated if value not in (None, [])]
+        if not stated:
+            found |= {field: own} if own >= 0 else {}
             continue
-        file, among = said[0]
-        found[key] = contents[file][key]
-        if key == "pad_token_id":  # used by nothing here
-            continue
-        token = own[key]
-        if CONFIG not in files:  # a checkpoint, whose documents ended with its tokenizer's eos
-            if key == "eos_token_id" and token not in among:
-                found[key] = [*among, token]
-            continue
-        refuse = partial(UserError, f"{folder / said[-1][0]}: {key}", contents[said[-1][0]][key])
-        for of_file, ids in said:
-            if wrong := [each for each in ids if not 0 <= each < num_rows]:
-                why = f"the model's vocabulary has {num_rows} tokens"
-                raise UserError(f"{folder / of_file}: {key}", wrong[0], why, EDIT)
-        if not {*said[-1][1]} <= {*among}:
-            raise refuse(f"{file} in the same folder says {contents[file][key]}", EDIT)
-        if 0 <= token not in among:
+        (first, value), (last, again) = stated[0], stated[-1]
+        found[field], tokens = value, tokens_of(value)
+        anything = is_checkpoint or field == "pad_token_id"  # which is used by nothing here
+        for file, said in stated:
+            for token in tokens_of(said):
+                if type(token) is not int or not (anything or 0 <= token < num_rows):
+                    why = f"it must be the id of a token, and the model has {num_rows}"
+                    raise UserError(f"{file}: {field}", token, why, remedy)
+        if anything:
+            if field == "eos_token_id" and own not in tokens:  # it ended the checkpoint's documents
+                found[field] = [*tokens, own]
+        elif not {*tokens_of(again)} <= {*tokens}:
+            why = f"{first.name} in the same folder says {value}"
+            raise UserError(f"{last}: {field}", again, why, EDIT)
+        elif 0 <= own not in tokens:
             other = f"{EDIT}, or give the tokenizer of this model: --tokenizer PATH"
-            raise refuse(f"its tokenizer says {token}", other)
-    return contents.get(GENERATION, {}) | found
+            raise UserError(f"{last}: {field}", again, f"its tokenizer says {own}", other)
+    return found
 
 
-def ends(generation: dict[str, Any]) -> list[int]:
-    """The tokens at which generation stops."""
-    stated = generation["eos_token_id"]
+def tokens_of(stated: Any) -> list[Any]:
+    """The ids that a field states: one, or a list."""
     return stated if isinstance(stated, list) else [stated]
-
-
-def _ids(path: Path, content: dict[str, Any], key: str, remedy: str) -> list[int]:
-    value = content.get(key)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(type(token) is not int for token in ids):
-        why = "it must be the id of a token, or a list of ids"
-        raise UserError(f"{path}: {key}", value, why, remedy)
-    return ids
 
 
 def check_tokens(tokenizer: Tokenizer, folder: Path) -> None:
@@ -112,17 +105,16 @@ def check_tokens(tokenizer: Tokenizer, folder: Path) -> None:
         raise UserError(key, decoder, why, COPY)
     vocabularies["added_tokens.json"] = {t: i for t, i in added.items() if type(i) is int}
     vocabularies[TOKENIZER_CONFIG] = {token["content"]: int(i) for i, token in decoder.items()}
-    by_token: dict[str, tuple[int, str]] = {}
-    by_id: dict[int, tuple[str, str]] = {}
+    seen: dict[str | int, tuple[str | int, str]] = {}  # token → id and file; id → token and file
     for file, vocabulary in vocabularies.items():
         for token, i in vocabulary.items():
-            other, of_token = by_token.setdefault(token, (i, file))
-            same, of_id = by_id.setdefault(i, (token, file))
-            if other != i or same != token:
-                why = f"{of_token} says {other}" if other != i else f"{of_id} says {same!r}"
-                remedy = "copy the folder again; or give the right file, under another name: "
-                remedy += "--tokenizer PATH"
-                raise UserError(f"{folder / file}: token {i}", token, why, remedy)
+            for one, other in ((token, i), (i, token)):
+                known, of_file = seen.setdefault(one, (other, file))
+                if known != other:
+                    remedy = "copy the folder again; or give the right file, under another name: "
+                    remedy += "--tokenizer PATH"
+                    why = f"{of_file} says {known!r}"
+                    raise UserError(f"{folder / file}: token {i}", token, why, remedy)
 
 
 def _vocabulary(name: str, content: bytes) -> dict[str, int]:

@@ -8,29 +8,32 @@ A tensor, or a region of it (one expert, some rows, a rank's shard), is assemble
 only when it is read, so the memory needed is that of the largest tensor, not that of the model.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from errors import UserError
 from model.config import ModelConfig
-from runtime.checkpoints.manifest import (
-    TENSORS,
-    Damaged,
-    Manifest,
-    check_whole,
-    read_manifest,
-    read_pieces,
-)
+from model.router import bias_name, routers_of
+from model.transformer import Transformer
+from parallel.layer import TensorParallel
+from parallel.parameter import weights_of
+from runtime.checkpoints.manifest import TENSORS, Damaged, Piece, read_manifest, read_pieces
 from runtime.checkpoints.run_folder import checkpoints_of
-from runtime.checkpoints.tiling import random_point, value_at
-from runtime.checkpoints.trainer_state import TrainerState, read_trainer, verify_checkpoint
-from tools.huggingface.tensor_files import DTYPES, file_opener
+from runtime.checkpoints.trainer_state import parse_trainer, verify_checkpoint
 
 WEIGHTS = "model."  # the prefix of weights; optimizer state has the prefix "optimizer."
+# safetensors' name → torch's dtype
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# A process often may open only a thousand files; a checkpoint of many ranks has as many files.
+OPEN_FILES = 128
+
+Stored = dict[str, tuple[str, tuple[int, ...]]]  # tensor → safetensors' name of its dtype, shape
 
 
 def newest(folder: Path) -> Path:
@@ -38,73 +41,51 @@ def newest(folder: Path) -> Path:
     return checkpoints_of(folder, "--checkpoint")[-1]
 
 
-class CheckpointReader:
-    """The weights of one checkpoint.
+def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The global shape of every weight, without a tied head, and of every bias of a router."""
+    whole = Transformer(model, range(model.num_layers), True, True, TensorParallel())
+    weights = {each.name: each.spec.shape for each in weights_of(whole) if not each.is_copy}
+    routers = [(layer, router) for layer, router in routers_of(whole) if router.has_bias]
+    return weights | {bias_name(layer): (router.num_experts,) for layer, router in routers}
 
-    Opening reads only the manifest and the headers of the files; with `verified` it reads every
-    file and compares its checksum first. Raises UserError with this key if the folder is not a
-    checkpoint, or if its files do not contain every tensor element exactly once.
+
+class WeightReader:
+    """The weights of a model, by their names in it (`blocks.0.attention.query.weight`), each
+    assembled from its parts.
+
+    max_length: the sequence length of the training, or the longest that the model is meant for.
     """
 
-    def __init__(self, folder: Path, key: str = "--checkpoint", verified: bool = False) -> None:
-        self.folder, self._open = folder, file_opener()
-        # tensor → its pieces: (file, offsets of the piece in the global tensor)
-        self._pieces: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
-        covered: Counter[str] = Counter()
-        point = random_point()
-        try:
-            if verified:
-                verify_checkpoint(folder)
-            # this also compares the files' sizes with the manifest
-            self.trainer: TrainerState = read_trainer(folder, key)
-            self.model: ModelConfig = self.trainer.model_config_saved
-            self.manifest: Manifest = read_manifest(folder)
-            for file in filter(lambda name: name.endswith(TENSORS), self.manifest.files):
-                for piece in read_pieces(folder / file, self.manifest):
-                    self._pieces[piece.name].append((file, piece.offsets))
-                    covered[piece.name] += value_at(point, piece.offsets, piece.sizes)
-            check_whole(self.manifest, covered, point)
-        except Damaged as damaged:
-            why = f"is not a valid checkpoint: {damaged}"
-            raise UserError(key, str(folder), why, "give another step-… folder") from None
+    model: ModelConfig
+    max_length: int
 
-    def weights(self) -> dict[str, tuple[int, ...]]:
-        """Every weight's name (`blocks.0.attention.query.weight`) → its global shape."""
-        tensors = self.manifest.tensors.items()
-        return {
-            name.removeprefix(WEIGHTS): shape
-            for name, (_, shape) in tensors
-            if name.startswith(WEIGHTS)
-        }
-
-    def require(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raises UserError unless these are the weights and their shapes."""
-        if shapes != self.weights():
-            why = "its tensors do not match the model in its trainer.json"
-            remedy = "give another step-… folder"
-            raise UserError("--checkpoint", str(self.folder), why, remedy)
+    def __init__(self) -> None:
+        self.tensors: Stored = {}
+        # tensor → its pieces, each under its name in a file
+        self._pieces: dict[str, list[tuple[Path, Piece]]] = defaultdict(list)
+        # maps files into memory: nothing is copied, and the system can evict mapped pages
+        self._open = lru_cache(maxsize=OPEN_FILES)(lambda file: safe_open(file, framework="pt"))
 
     def weight(self, name: str, index: int | None = None) -> Tensor:
         """The global tensor, or of its first dimension only `index`."""
-        _, (rows, *others) = self.manifest.tensors[WEIGHTS + name]
+        rows, *others = self.tensors[name][1]
         first = range(rows) if index is None else range(index, index + 1)
         found = self.region(name, [first, *map(range, others)])
         return found if index is None else found[0]
 
     def region(self, name: str, region: Sequence[range]) -> Tensor:
         """A part of the global tensor, on the CPU, in the dtype in which it was saved."""
-        dtype, _ = self.manifest.tensors[WEIGHTS + name]
-        found = torch.empty([len(part) for part in region], dtype=DTYPES[dtype])
-        for file, offsets in self._pieces[WEIGHTS + name]:
-            piece = self._open(self.folder / file).get_slice(WEIGHTS + name)
-            sizes = piece.get_shape()
+        found = torch.empty([len(part) for part in region], dtype=DTYPES[self.tensors[name][0]])
+        for file, piece in self._pieces[name]:
             common = [
                 range(max(part.start, at), min(part.stop, at + size))
-                for part, at, size in zip(region, offsets, sizes, strict=True)
+                for part, at, size in zip(region, piece.offsets, piece.sizes, strict=True)
             ]
             if all(common):  # none is empty
-                in_region = _slices(common, [part.start for part in region])
-                found[in_region] = piece[_slices(common, offsets)]
+                stored = self._open(file).get_slice(piece.name)
+                # a tensor of one expert has one dimension less
+                inside = _slices(common, piece.offsets)[-len(stored.get_shape()) :]
+                found[_slices(common, [part.start for part in region])] = stored[inside]
         return found
 
 
@@ -112,3 +93,38 @@ def _slices(parts: Sequence[range], origin: Sequence[int]) -> tuple[slice, ...]:
     return tuple(
         slice(part.start - at, part.stop - at) for part, at in zip(parts, origin, strict=True)
     )
+
+
+class CheckpointReader(WeightReader):
+    """The weights of one checkpoint, with the biases of routers.
+
+    Opening reads every file and compares it with its checksum, unless that has been done
+    (`verified`); then it reads only the manifest and the headers of the files. Raises UserError
+    with this key if the folder is not a valid checkpoint.
+    """
+
+    def __init__(self, folder: Path, key: str = "--checkpoint", verified: bool = False) -> None:
+        super().__init__()
+        self.folder, self._key = folder, key
+        try:
+            if not verified:
+                verify_checkpoint(folder)
+            self.trainer, manifest = parse_trainer(folder), read_manifest(folder)
+            for file in filter(lambda name: name.endswith(TENSORS), manifest.files):
+                for piece in read_pieces(folder / file, manifest):
+                    self._pieces[piece.name.removeprefix(WEIGHTS)].append((folder / file, piece))
+        except Damaged as damaged:
+            why = f"is not a valid checkpoint: {damaged}"
+            raise UserError(key, str(folder), why, "give another step-… folder") from None
+        self.model, self.max_length = self.trainer.model_config_saved, self.trainer.seq_len
+        self.tensors = {
+            name.removeprefix(WEIGHTS): stored
+            for name, stored in manifest.tensors.items()
+            if name.startswith(WEIGHTS)
+        }
+
+    def check_model(self) -> None:
+        """Raises UserError unless the tensors are those of the model in trainer.json."""
+        if {name: shape for name, (_, shape) in self.tensors.items()} != shapes_of(self.model):
+            why = "its tensors do not match the model in its trainer.json"
+            raise UserError(self._key, str(self.folder), why, "give another step-… folder")

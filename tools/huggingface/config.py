@@ -9,19 +9,16 @@ Keys that are not in the file have the defaults of transformers. transformers 5 
 Both versions read the older names, so those are written here.
 """
 
-import contextlib
 import json
 import re
-from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 from data.contents import first_bytes, known
 from errors import UserError
 from model.config import ModelConfig
-from model.transformer import Transformer
-from parallel.layer import TensorParallel
-from parallel.parameter import weights_of
+from tools.huggingface.checkpoint_reader import shapes_of
 from tools.huggingface.experts import (
     MIXTRAL,
     NAMES,
@@ -61,7 +58,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 WITH_WINDOW = ("MistralForCausalLM", MIXTRAL)  # sliding_window is used wherever it is given
 WITH_QK_NORM = ("Qwen3ForCausalLM", QWEN3_MOE)
-DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0}
+HINTS = get_type_hints(ModelConfig)
 # theirs → the only value with which their code computes the same as ours, and why
 MUST_BE: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "the gate of the feed-forward is silu here"),
@@ -79,7 +77,6 @@ COPY_AGAIN = (
     "copy the folder again: it needs config.json, *.safetensors and, if there are several, "
     "model.safetensors.index.json"
 )
-SAFETENSORS = "give a folder with the same model's config.json and *.safetensors"
 # ours → theirs, in rope_scaling with rope_type llama3 (Llama 3.1 and 3.2)
 ROPE = {
     "rope_scaling_factor": "factor",
@@ -132,13 +129,11 @@ def parameters(model: ModelConfig) -> list[Parameter]:
             remedy = "add a mapping for this kind to tools/huggingface/config.py"
             raise UserError(f"model.{key}", value, why, remedy)
     block = BLOCK | NAMES.get(architecture_of(model), {})
-    whole = Transformer(model, range(model.num_layers), True, True, TensorParallel())
     found = []
-    for weight in weights_of(whole):
-        if not weight.is_copy:
-            theirs, shape = _theirs(weight.name, block), weight.spec.shape
-            for expert in range(shape[0]) if "{}" in theirs else [None]:
-                found.append(Parameter(weight.name, theirs.format(expert), shape, expert))
+    for ours, shape in shapes_of(model).items():
+        theirs = _theirs(ours, block)
+        for expert in range(shape[0]) if "{}" in theirs else [None]:
+            found.append(Parameter(ours, theirs.format(expert), shape, expert))
     return found
 
 
@@ -163,110 +158,91 @@ def architecture_of(model: ModelConfig) -> str:
 def refuse_foreign(folder: Path, key: str) -> None:
     """Raises UserError with this key if `folder` is not a folder, or has weights only in an
     unsupported format."""
-    if folder.is_file():
-        with folder.open("rb") as file:
-            is_gguf = file.read(4) == b"GGUF" or folder.suffix == ".gguf"
-        why = "it is a GGUF file, a format that is not supported"
-        why = why if is_gguf else "it is a file, not a folder"
-        raise UserError(key, str(folder), why, SAFETENSORS)
-    if not folder.is_dir():
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if CONFIG in names:
+        return
+    why, remedy = "", "give a folder with the same model's config.json and *.safetensors"
+    if any(name.endswith(".gguf") for name in (folder.name, *names)):
+        why = "it has a model in GGUF format, which is not supported"
+    elif "params.json" in names and any(name.startswith("consolidated") for name in names):
+        why = "it contains a model in its publisher's own format (params.json, consolidated.*), "
+        why += "which is not supported"
+    elif folder.is_file():
+        why = "it is a file, not a folder"
+    elif not folder.exists():
         why, remedy = "there is no such folder", "check the path"
         if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.parent.exists():
             why += " here, and nothing is downloaded from the Hugging Face hub"
             remedy = f"download it: `hf download {folder} --local-dir {folder.name}`, and give "
             remedy += f"{key} {folder.name}"
+    if why:
         raise UserError(key, str(folder), why, remedy)
-    names = {path.name for path in folder.iterdir()}
-    if CONFIG in names:
-        return
-    if any(name.endswith(".gguf") for name in names):
-        why = "it contains a model in GGUF format, which is not supported"
-        raise UserError(key, str(folder), why, SAFETENSORS)
-    if "params.json" in names and any(name.startswith("consolidated") for name in names):
-        why = "it contains a model in its publisher's own format (params.json, consolidated.*), "
-        why += "which is not supported"
-        raise UserError(key, str(folder), why, SAFETENSORS)
 
 
 class HuggingFaceConfig:
-    """A folder's config.json. Raises UserError with the key at fault if the model is not supported.
+    """A folder's config.json. Raises UserError with the key at fault if the model is not supported,
+    and with `key` if the file cannot be read.
 
     model: its dimensions. max_length: the longest sequence it is meant for, in tokens.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, key: str = "--hf") -> None:
         self.path = folder / CONFIG
-        content = read_json(self.path)
-        named = content.get("architectures")
+        self._stated = read_json(self.path, key)
+        named = self._stated.get("architectures")
         architecture = str(named[0]) if isinstance(named, list) and len(named) == 1 else ""
         if architecture not in ARCHITECTURES:
             why = f"only {', '.join(ARCHITECTURES)} are supported"
             raise self._refusal("architectures", named, LACKS.get(architecture, why))
-        self._content = DEFAULTS | ARCHITECTURES[architecture] | content
-        self._refuse_contradictions(content, architecture)
+        defaults = DEFAULTS | ARCHITECTURES[architecture]
+        self._content = defaults | self._stated
+        self._one(("model_type", self._stated.get("model_type")),
+                  ("architectures", defaults["model_type"]))  # fmt: skip
+        for keys in TWICE:
+            self._one(*((key, self._stated.get(key)) for key in keys))
         for key, (only, why) in MUST_BE.items():
-            if content.get(key) not in (None, only):
-                raise self._refusal(key, content[key], why)
+            if self._stated.get(key) not in (None, only):
+                raise self._refusal(key, self._stated[key], why)
         self.max_length: int = self._get("max_position_embeddings", int)
         self._refuse_windows(architecture)
 
         heads = self._get("num_attention_heads", int)
         self._content["num_key_value_heads"] = self._get("num_key_value_heads", int, null=heads)
-        hints = get_type_hints(ModelConfig)
-        values = {ours: self._get(theirs, hints[ours]) for ours, theirs in FIELDS.items()}
+        values = {ours: self._get(theirs, HINTS[ours]) for ours, theirs in FIELDS.items()}
         attention_dim = heads * self._get("head_dim", int, null=values["dim"] // max(heads, 1))
         if attention_dim != values["dim"]:
             values["attention_dim"] = attention_dim
         values |= read_experts(architecture, values["num_layers"], self._get)
-        self.model = ModelConfig(**values, **self._rope(), qk_norm=architecture in WITH_QK_NORM)
+        values |= self._rope(defaults["rope_theta"])
+        self.model = ModelConfig(**values, qk_norm=architecture in WITH_QK_NORM)
 
-    def _rope(self) -> dict[str, Any]:
+    def _rope(self, default_theta: float) -> dict[str, Any]:
         """The values of ModelConfig's fields that begin with rope."""
-        key = "rope_scaling" if self._content.get("rope_scaling") else "rope_parameters"
-        rope = self._content.get(key) or {}
-        kind = _rope_type(rope)
+        thetas: list[tuple[str, Any]] = [("rope_theta", self._stated.get("rope_theta"))]
+        scalings: list[tuple[str, dict[str, Any]]] = []
+        for key in ("rope_scaling", "rope_parameters"):
+            if rope := dict(self._get(key, dict, {})):
+                thetas.append((key, rope.pop("rope_theta", None)))
+                scalings.append((key, {"rope_type": rope.pop("type", "default")} | rope))
+        theta, rope = self._one(*thetas), self._one(*scalings)
+        self._content["rope_theta"] = default_theta if theta is None else theta
+        found = {"rope_theta": self._get("rope_theta", float)}
+        if not scalings:
+            return found
+        key = scalings[0][0]
         by_layer = any(isinstance(value, dict) for value in rope.values())
-        if kind not in ("default", "llama3") or by_layer:
+        if rope["rope_type"] not in ("default", "llama3") or by_layer:
             why = "only the rope_type default and llama3 are supported, the same in all layers"
-            raise self._refusal(key, rope, why)
+            raise self._refusal(key, self._stated[key], why)
         if rope.get("partial_rotary_factor") not in (None, 1):
-            raise self._refusal(key, rope, MUST_BE["partial_rotary_factor"][1])
-        theta = rope.get("rope_theta", self._content.get("rope_theta"))
-        theta = 10_000.0 if theta is None else theta
-        found = {"rope_theta": self._checked("rope_theta", theta, float)}
-        if kind == "llama3":
-            hints = get_type_hints(ModelConfig)
+            raise self._refusal(key, self._stated[key], MUST_BE["partial_rotary_factor"][1])
+        if rope["rope_type"] == "llama3":
             rope = {"original_max_position_embeddings": self.max_length} | rope
+            self._content |= {f"{key}.{name}": value for name, value in rope.items()}
             found |= {
-                ours: self._checked(f"{key}.{theirs}", rope.get(theirs), hints[ours])
-                for ours, theirs in ROPE.items()
+                ours: self._get(f"{key}.{theirs}", HINTS[ours]) for ours, theirs in ROPE.items()
             }
         return found
-
-    def _refuse_contradictions(self, content: dict[str, Any], architecture: str) -> None:
-        """Raises UserError if `content` states a fact twice, and differently."""
-        scaling, parameters = (
-            content.get(key) or {} for key in ("rope_scaling", "rope_parameters")
-        )
-        kind = ARCHITECTURES[architecture]["model_type"]
-        facts: list[tuple[tuple[str, Any], tuple[str, Any]]] = [
-            (("model_type", content.get("model_type")), ("architectures", kind)),
-            *(((key, content.get(key)), (other, content.get(other))) for key, other in TWICE),
-        ]
-        if isinstance(parameters, dict) and isinstance(scaling, dict):
-            theta = parameters.get("rope_theta", scaling.get("rope_theta"))
-            facts.append((("rope_theta", content.get("rope_theta")), ("rope_parameters", theta)))
-            if scaling and parameters:
-                both = [
-                    {k: v for k, v in each.items() if k not in ("type", "rope_type", "rope_theta")}
-                    | {"rope_type": _rope_type(each)}
-                    for each in (scaling, parameters)
-                ]
-                facts.append((("rope_scaling", both[0]), ("rope_parameters", both[1])))
-        for (key, value), (other, stated) in facts:
-            if None not in (value, stated) and value != stated:
-                why = f"{other} says {stated!r}, and both are the same fact"
-                raise self._refusal(key, value, why, "correct the one that is wrong")
 
     def _refuse_windows(self, architecture: str) -> None:
         """Raises UserError for a window shorter than the longest sequence: ours attends to all."""
@@ -280,18 +256,25 @@ class HuggingFaceConfig:
             remedy = f"set max_position_embeddings to {window} in config.json: for sequences of at "
             remedy += "most that length both compute the same"
             raise self._refusal("sliding_window", window, why, remedy)
-        kinds = self._content.get("layer_types") or []
+        kinds = self._get("layer_types", list, [])
         if not used and any(kind != "full_attention" for kind in kinds):
-            why = "every layer's attention is full here"
-            raise self._refusal("layer_types", sorted(set(kinds)), why)
+            raise self._refusal("layer_types", kinds, "every layer's attention is full here")
+
+    def _one(self, *facts: tuple[str, Any]) -> Any:
+        """The value of a fact that may be stated under several keys; None: under none. Raises
+        UserError if two differ."""
+        stated = [fact for fact in facts if fact[1] is not None]
+        for (key, value), (other, said) in pairwise(stated):
+            if value != said:
+                why = f"{other} says {said!r}, and both are the same fact"
+                raise self._refusal(key, value, why, "correct the one that is wrong")
+        return stated[0][1] if stated else None
 
     def _get(self, key: str, kind: type, null: Any = None) -> Any:
         """The value of `key`, or `null` if it is missing or None. Raises UserError unless it has
         the type `kind`."""
         value = self._content.get(key)
-        return self._checked(key, null if value is None else value, kind)
-
-    def _checked(self, key: str, value: Any, kind: type) -> Any:
+        value = null if value is None else value
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
@@ -303,52 +286,38 @@ class HuggingFaceConfig:
         return UserError(f"{self.path}: {key}", value, why, remedy)
 
 
-def _rope_type(rope: Any) -> Any:
-    return rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
-
-
 def config_json(model: ModelConfig, *, dtype: str, max_length: int) -> dict[str, Any]:
     """The config.json of an exported model, without bos and eos. dtype: that of its tensors,
     `float32` or `bfloat16`."""
     architecture = architecture_of(model)
     kind = ARCHITECTURES[architecture]["model_type"]
-    content: dict[str, Any] = {"architectures": [architecture], "model_type": kind}
-    content |= {theirs: getattr(model, ours) for ours, theirs in FIELDS.items()}
-    content |= {
+    scaling = {theirs: getattr(model, ours) for ours, theirs in ROPE.items()}
+    return {
+        "architectures": [architecture],
+        "model_type": kind,
+        **{theirs: getattr(model, ours) for ours, theirs in FIELDS.items()},
         "head_dim": model.head_dim,
         "max_position_embeddings": max_length,
         "rope_theta": model.rope_theta,
+        "rope_scaling": {"rope_type": "llama3"} | scaling if model.rope_scaling else None,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        **({"mlp_bias": False} if kind == "llama" else {"sliding_window": None}),
+        **expert_fields(architecture, model),
+        "torch_dtype": dtype,
     }
-    scaled = {"rope_type": "llama3"} | {
-        theirs: getattr(model, ours) for ours, theirs in ROPE.items()
-    }
-    content["rope_scaling"] = scaled if model.rope_scaling else None
-    content |= {"hidden_act": "silu", "attention_bias": False}
-    content |= {"mlp_bias": False} if kind == "llama" else {"sliding_window": None}
-    content |= expert_fields(architecture, model)
-    return content | {"torch_dtype": dtype}
 
 
-@contextlib.contextmanager
-def option_named() -> Iterator[None]:
-    """Renames the key of a UserError: --hf in tools/import_hf.py is --checkpoint in other tools."""
-    try:
-        yield
-    except UserError as error:
-        key = "--checkpoint" if error.key == "--hf" else error.key
-        raise UserError(key, error.value, error.why, error.remedy) from None
-
-
-def read_json(path: Path, remedy: str = COPY_AGAIN) -> dict[str, Any]:
-    """Reads a JSON object from a file. Raises UserError with the key --hf."""
+def read_json(path: Path, key: str, remedy: str = COPY_AGAIN) -> dict[str, Any]:
+    """Reads a JSON object from a file. Raises UserError with this key and remedy."""
+    why = "it is not a JSON object"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            return content
     except OSError as error:
         why = f"it cannot be read ({error.strerror})"
-        raise UserError("--hf", str(path), why, remedy) from None
     except (ValueError, RecursionError) as error:
         what, remedy = known(first_bytes(path)) or (f"not JSON: {error}", remedy)
-        raise UserError("--hf", str(path), f"it is {what}", remedy) from None
-    if not isinstance(content, dict):
-        raise UserError("--hf", str(path), "it is not a JSON object", remedy)
-    return content
+        why = f"it is {what}"
+    raise UserError(key, str(path), why, remedy)

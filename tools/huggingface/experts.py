@@ -31,11 +31,6 @@ NAMES = {
         "feed_forward.experts.down": "mlp.experts.{}.down_proj",
     },
 }
-# ours → the only value with which our code computes the same as theirs, and why
-MUST_BE: dict[str, tuple[Any, str]] = {
-    "num_shared_experts": (0, "their experts are all chosen, none is shared"),
-    "router_scale": (1.0, "their router's weights are not scaled"),
-}
 ROUTERS = {"softmax": False, "softmax_renormalised": True}  # ours → norm_topk_prob
 
 
@@ -80,27 +75,29 @@ def _layers(has_experts: list[bool]) -> dict[str, Any]:
 def architecture_with_experts(model: ModelConfig) -> str:
     """The architecture that computes what `model`, which has experts, computes. Raises UserError if
     there is none."""
-    values: list[tuple[str, Any, str, str]] = []  # key, value, why, remedy
+
+    def refuse(key: str, why: str, change: str) -> None:
+        remedy = f"keep the checkpoint, which tools.generate reads; or train a model with {change}"
+        raise UserError(f"model.{key}", getattr(model, key), why, remedy)
+
     renormalised = "model.router=softmax_renormalised"
     if model.router not in ROUTERS:
-        why = "their experts are chosen by softmax, without a bias"
-        values.append(("router", model.router, why, renormalised))
-    for key, (only, why) in MUST_BE.items():
-        if getattr(model, key) != only:
-            values.append((key, getattr(model, key), why, f"model.{key}={only}"))
-    if not model.qk_norm:
-        other = "model.qk_norm=true, which makes it a Qwen3-MoE"
-        if not ROUTERS.get(model.router, True):
-            why = "without model.qk_norm it would be a Mixtral, whose router's weights add up to 1"
-            values.append(("router", model.router, why, f"{renormalised}, or {other}"))
-        if dense_layers(model):
-            key = "num_dense_layers" if model.num_dense_layers else "feed_forward"
-            why = "without model.qk_norm it would be a Mixtral, whose layers all have experts"
-            values.append((key, getattr(model, key), why, other))
-    for key, value, why, change in values:
-        remedy = f"keep the checkpoint, which tools.generate reads; or train a model with {change}"
-        raise UserError(f"model.{key}", value, why, remedy)
-    return QWEN3_MOE if model.qk_norm else MIXTRAL
+        refuse("router", "their experts are chosen by softmax, without a bias", renormalised)
+    if model.num_shared_experts:
+        why = "their experts are all chosen, none is shared"
+        refuse("num_shared_experts", why, "model.num_shared_experts=0")
+    if model.router_scale != 1:
+        refuse("router_scale", "their router's weights are not scaled", "model.router_scale=1.0")
+    if model.qk_norm:
+        return QWEN3_MOE
+    mixtral, other = "without model.qk_norm it would be a Mixtral, whose", "model.qk_norm=true, "
+    other += "which makes it a Qwen3-MoE"
+    if not ROUTERS[model.router]:
+        refuse("router", f"{mixtral} router's weights add up to 1", f"{renormalised}, or {other}")
+    if dense_layers(model):
+        key = "num_dense_layers" if model.num_dense_layers else "feed_forward"
+        refuse(key, f"{mixtral} layers all have experts", other)
+    return MIXTRAL
 
 
 def dense_layers(model: ModelConfig) -> list[int]:

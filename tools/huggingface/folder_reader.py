@@ -1,0 +1,121 @@
+"""Reads the weights of a Hugging Face folder as those of a checkpoint are read.
+
+model.layers.3.mlp.experts.0.gate_proj.weight     [F, D]  ┐
+model.layers.3.mlp.experts.1.gate_proj.weight     [F, D]  ├─►  blocks.3.….gate.weight  [X, F, D]
+         …                                                ┘
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from data.contents import first_bytes, known
+from errors import UserError
+from runtime.checkpoints.manifest import Piece
+from tools.huggingface.checkpoint_reader import DTYPES, WeightReader
+from tools.huggingface.config import (
+    CONFIG,
+    COPY_AGAIN,
+    HuggingFaceConfig,
+    Parameter,
+    parameters,
+    read_json,
+)
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+Theirs = tuple[Path, str, tuple[int, ...]]  # a tensor's file, dtype and shape
+
+
+class FolderReader(WeightReader):
+    """The model of a Hugging Face folder, and its weights, in one file or in several with an index.
+
+    Raises UserError, with this key if a file is missing or damaged, unless the folder has exactly
+    the tensors of the model in its config.json, with the right shapes and not quantized.
+    """
+
+    def __init__(self, folder: Path, key: str = "--hf") -> None:
+        super().__init__()
+        self._folder, self._key = folder, key
+        config = HuggingFaceConfig(folder, key)
+        self.model, self.max_length = config.model, config.max_length
+        theirs, wanted = self._read_headers(), parameters(self.model)
+        if problems := list(self._problems(theirs, wanted)):
+            more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
+            why = f"its tensors do not match its {CONFIG}: {'; '.join(problems[:3])}{more}"
+            remedy = f"{COPY_AGAIN}; biases, adapters and quantized weights are not supported"
+            raise self._refusal(folder, why, remedy)
+        for each in wanted:
+            file, dtype, _ = theirs[each.theirs]
+            self.tensors[each.ours] = dtype, each.our_shape
+            offsets, sizes = [0] * len(each.our_shape), list(each.our_shape)
+            if each.expert is not None:
+                offsets[0], sizes[0] = each.expert, 1
+            piece = Piece(each.theirs, tuple(offsets), tuple(sizes))
+            self._pieces[each.ours].append((file, piece))
+
+    def _refusal(self, path: Path, why: str, remedy: str = COPY_AGAIN) -> UserError:
+        return UserError(self._key, str(path), why, remedy)
+
+    def _read_headers(self) -> dict[str, Theirs]:
+        """All tensors in the files."""
+        found: dict[str, Theirs] = {}
+        for file in self._files():
+            try:
+                opened = self._open(file)
+                for name in opened.keys():  # noqa: SIM118 - not a dictionary
+                    if name in found:
+                        raise self._refusal(file, f"{found[name][0].name} has {name} too")
+                    stored = opened.get_slice(name)
+                    found[name] = file, stored.get_dtype(), tuple(stored.get_shape())
+            except (SafetensorError, OSError) as error:
+                damage = f"not a readable safetensors file: {error}", COPY_AGAIN
+                what, remedy = (file.is_file() and known(first_bytes(file))) or damage
+                raise self._refusal(file, f"it is {what}", remedy) from None
+        return found
+
+    def _files(self) -> list[Path]:
+        """The files of tensors. (What each contains, its header says.)"""
+        index = self._folder / INDEX
+        if not index.is_file() and (self._folder / SINGLE).is_file():
+            return [self._folder / SINGLE]
+        if not index.is_file():
+            why = f"it has neither {SINGLE} nor {INDEX}"
+            for pickled in sorted(self._folder.glob("*.bin"))[:1]:
+                why += f", and {pickled.name} would have to be unpickled, which can run any code"
+            raise self._refusal(self._folder, why, "give a folder with safetensors files")
+        files = read_json(index, self._key).get("weight_map")
+        if not isinstance(files, dict) or not all(
+            isinstance(file, str) and Path(file).name == file for file in files.values()
+        ):
+            why = "it has no weight_map from tensors to files in its folder"
+            raise self._refusal(index, why)
+        return [self._folder / file for file in sorted(set(files.values()))]
+
+    def _problems(self, theirs: dict[str, Theirs], parameters: list[Parameter]) -> Iterator[str]:
+        """What is wrong with the tensors in the files."""
+        wanted = {each.theirs: each for each in parameters}
+        # Older versions stored inv_freq with the weights, although it follows from rope_theta.
+        found = {name for name in theirs if not name.endswith("rotary_emb.inv_freq")}
+        if self.model.tie_embeddings and {HEAD, EMBEDDING} <= found:
+            head, embedding = (
+                self._open(theirs[name][0]).get_tensor(name) for name in (HEAD, EMBEDDING)
+            )
+            if torch.equal(head, embedding):
+                found.remove(HEAD)  # some files contain the tied head too
+        for name in sorted(found - wanted.keys()):
+            yield f"{name} is not a tensor of this model"
+        dtype_of: dict[str, str] = {}  # by our names
+        for name, each in wanted.items():
+            if name not in found:
+                yield f"{name} is missing"
+                continue
+            _, dtype, shape = theirs[name]
+            if shape != each.shape:
+                yield f"{name} has shape {shape}, but by {CONFIG} it has {each.shape}"
+            elif dtype not in DTYPES:
+                yield f"{name} has dtype {dtype}, not one of {', '.join(DTYPES)}"
+            elif dtype_of.setdefault(each.ours, dtype) != dtype:
+                yield f"{name} has another dtype than the experts before it"
