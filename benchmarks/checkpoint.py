@@ -10,7 +10,6 @@ speed. The first save of a run also allocates the memory for the copy; it is rep
 import contextlib
 import io
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -27,6 +26,7 @@ from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from runtime.checkpoints.lease import Lease
 from runtime.checkpoints.save import Saver
+from runtime.records.events import read_events
 from tools.command import run_command
 from training.build import build_stages
 from training.load_config import load_config
@@ -65,8 +65,7 @@ def measure(rounds: int, folder: Path, lease: Lease) -> dict[str, Any]:
         state = {"next_sample": 0, "skipped": []}
         waited = timed(lambda: saver.save(next(steps), 0, state)).seconds
         saver.close()
-        events = (folder / "run" / "events.jsonl").read_text().splitlines()
-        return waited, json.loads(events[-1])["write_seconds"]
+        return waited, read_events(folder / "run")[-1]["write_seconds"]
 
     with contextlib.redirect_stdout(io.StringIO()):
         first, _ = save()

@@ -44,6 +44,7 @@ from benchmarks.compare import ROOT, alternate, parser, ratio, timed, write
 from benchmarks.train_cpu import ALONE, plain_step, random_batches, start
 from model.transformer import num_active_parameters, num_parameters
 from parallel.mesh import build_mesh
+from runtime.records.log_lines import read_records
 from runtime.start.init_distributed import init_distributed
 from tools.command import run_command
 from tools.huggingface.config import CONFIG, config_json, parameters
@@ -189,7 +190,7 @@ def heldout_loss(name: str, seed: int, folder: Path) -> float:
     command += [f"train.eval_interval={steps}", "checkpoint.interval=never", f"run.dir={run}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=True)
-    last = json.loads((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    last = read_records(run)[-1]
     assert last["step"] == steps
     return last["eval_loss"]
 

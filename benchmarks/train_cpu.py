@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare import ROOT, alternate, cpu_seconds, parser, ratio, run_watched, write
+from runtime.records.log_lines import read_records
 from tools.command import run_command
 
 ALONE = ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1"]
@@ -181,8 +182,7 @@ def whole_run(way: str, settings: list[str], steps: int) -> Figures:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{way} failed:\n{done.stdout}{done.stderr}")
-        text = Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8")
-    lines = [json.loads(line) for line in text.splitlines()]
+        lines = read_records(Path(folder, "run"))
     tokens = lines[-1]["tokens"] - lines[WARMUP - 1]["tokens"]
     return {SPEED: tokens / sum(line["step_seconds"] for line in lines[WARMUP:])}
 

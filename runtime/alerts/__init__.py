@@ -16,7 +16,6 @@ holds the other end of the pipe, so the companion sees its end.
     check.py         refuses invalid settings before the run begins
     settings.py      what rank 0 tells the companion
     companion.py     the process: reads, keeps the clock, ends
-    follow.py        reads the lines that are added to a file
     alarms.py        which events are sent, each in a sentence
     send.py          sends alarms to a webhook or a command, with a time limit and retries
     state.py         what the events and records add up to

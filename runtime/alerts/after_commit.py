@@ -40,7 +40,7 @@ from typing import Any
 from runtime.alerts.send import end_group
 from runtime.alerts.settings import Settings
 from runtime.checkpoints.names import MANIFEST, NAME, complete_checkpoints, step_of
-from runtime.records.tracker import json_object
+from runtime.records.log_lines import json_object
 
 RECORD = "after_commit.json"
 LOOK_SECONDS = 1.0  # between two looks for new checkpoints

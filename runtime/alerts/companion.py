@@ -37,13 +37,12 @@ from errors import short
 from output import guard_output
 from runtime.alerts.after_commit import Commands, progress
 from runtime.alerts.alarms import Series, alarm, is_alarm
-from runtime.alerts.follow import Follower
 from runtime.alerts.prometheus import Endpoint, exposition, write_file
 from runtime.alerts.send import Sender, say
 from runtime.alerts.settings import Settings
 from runtime.alerts.state import RunState, StallClock
 from runtime.records.events import append_event, changes_stage, is_whole_event
-from runtime.records.tracker import is_record
+from runtime.records.log_lines import Follower, is_record
 
 LOOK_SECONDS = 1.0  # between two looks at the run's files
 FILE_SECONDS = 10.0  # between two versions of the file for Prometheus

@@ -24,7 +24,7 @@ from runtime.alerts.alarms import TEMPLATES
 from runtime.alerts.settings import Settings
 from runtime.alerts.state import RunState
 from runtime.health.verdicts import VERDICTS
-from runtime.records.tracker import is_number
+from runtime.records.log_lines import is_number
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LOOPBACK = "127.0.0.1"

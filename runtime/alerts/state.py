@@ -8,7 +8,7 @@ from typing import Any
 
 from runtime.records.events import changes_stage
 from runtime.records.ledger import Account
-from runtime.records.tracker import is_number
+from runtime.records.log_lines import is_number
 
 FIRST_LINE_SECONDS = 3600.0  # until the first step of a start is logged: it may compile
 BUSY_SECONDS = 3600.0  # for an evaluation, a save, …; or twice what the same has taken before

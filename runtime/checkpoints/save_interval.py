@@ -12,7 +12,6 @@ frequent rather than too rare. Which steps are saved changes no result, so a res
 choose the same.
 """
 
-import contextlib
 import math
 import statistics
 from pathlib import Path
@@ -109,8 +108,7 @@ class SaveInterval:
     def _choose(self, step: int) -> int:
         waits, writes = self.waits, self.writes
         if not waits:
-            with contextlib.suppress(OSError):  # without events, the estimate counts
-                waits, writes = measured_saves(read_events(self.folder))
+            waits, writes = measured_saves(read_events(self.folder))
         save = statistics.median(waits) if waits else self.estimated
         write = statistics.median(writes) if writes else 0.0
         mtbf = mtbf_of(self.config.failures_per_gpu_day, dist.get_world_size())

@@ -42,10 +42,7 @@ def _lacking_bytes(device: str) -> int:
 def _did_not_end(folder: Path, step: int) -> bool:
     """Whether the last examination that was begun was of this step, and found nothing."""
     last = None
-    try:
-        for event in read_events(folder):
-            if event["event"] in ("examining", "suspicion"):
-                last = last if event.get("verdict") == NOT_EXAMINED else event
-    except OSError:
-        return False
+    for event in read_events(folder):
+        if event["event"] in ("examining", "suspicion"):
+            last = last if event.get("verdict") == NOT_EXAMINED else event
     return last is not None and last["event"] == "examining" and last.get("step") == step

@@ -2,10 +2,11 @@
 
 metrics.py         the measurements of each logged step, and how a run ended
 trackers.py        writes them to metrics.jsonl, console, wandb, TensorBoard
-tracker.py         the interface of one such place, and which lines readers take
+tracker.py         the interface of one such place
 wandb_tracker.py   Weights & Biases
 expert_load.py     how evenly tokens spread over experts
 events.py          events.jsonl: what happened, and when
+log_lines.py       how every reader gets the lines of both files
 status.py          status.json: how the last start ended
 ledger.py          where a run's time went
 memory_report.py   what a rank holds in memory

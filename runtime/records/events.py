@@ -35,7 +35,8 @@ The companion of rank 0 (alerts/) writes, too:
     undelivered an alarm was lost         its text, the event that it was about, why
     after_commit  the command was run     step, attempts, seconds; or, if it failed, why (`failed`)
 
-Readers get only whole events: those with every entry of FIELDS. They may rely on no other.
+Readers get only whole events (log_lines.py): those with every entry of FIELDS. They may rely on no
+other.
 """
 
 import json
@@ -45,7 +46,7 @@ from pathlib import Path
 from typing import Any
 
 from output import log
-from runtime.records.tracker import is_count, is_number, whole_lines
+from runtime.records.log_lines import content, is_count, is_number, whole_lines
 
 # what the ledger tells apart (ledger.py)
 CAUSES = (
@@ -107,4 +108,4 @@ def changes_stage(event: dict[str, Any]) -> bool:
 def read_events(folder: str | Path) -> list[dict[str, Any]]:
     """Read all whole events in order."""
     path = Path(folder) / "events.jsonl"
-    return whole_lines(path, path.read_bytes().splitlines(), is_whole_event)
+    return whole_lines(path, content(path), is_whole_event)

@@ -28,7 +28,7 @@ from typing import Any
 from runtime import signals
 from runtime.messages import LOST, log
 from runtime.records.events import append_event, changes_stage, read_events
-from runtime.records.tracker import is_count, json_object
+from runtime.records.log_lines import is_count, json_object
 
 
 def write_status(folder: Path, state: str, step: int, reason: str, **about: Any) -> None:
@@ -99,13 +99,9 @@ def write_whole(path: Path, text: str) -> None:
 def _last_start(folder: Path) -> dict[str, Any] | None:
     """Return from events.jsonl when the last start began, its last recorded step, whether it
     recorded its end, and when a start did so last; None if there is neither a start nor an end."""
-    try:
-        events = read_events(folder)
-    except OSError:
-        return None
     last: dict[str, Any] | None = None
     ended_at = -math.inf
-    for event in events:
+    for event in read_events(folder):
         if event["event"] == "start":
             last = {"began": event["began"], "step": event["step"], "ended": False}
         elif event["event"] == "end":  # also of a start that failed before its first step

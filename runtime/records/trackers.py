@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime.messages import log
-from runtime.records.tracker import Record, Tracker, is_record, scalars, whole_lines
+from runtime.records.log_lines import is_record, whole_lines
+from runtime.records.tracker import Record, Tracker, scalars
 from runtime.records.wandb_tracker import WandB
 from training.config import Config
 from training.load_config import dump_config
@@ -121,10 +122,8 @@ class JsonLines(Tracker):
         self.unwritten = []
 
     def _drop_after(self, step: int) -> int:
-        """Drop incomplete lines and those after `step`; return the last step before dropping."""
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        complete = (line for line in lines if line.endswith(b"\n"))
-        records = whole_lines(self.path, complete, is_record)
+        """Drop odd lines and those after `step`; return the last step before dropping."""
+        records = whole_lines(self.path, self.path.read_bytes(), is_record)
         kept = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
         self.path.with_suffix(".partial").write_text("".join(kept), encoding="utf-8")
         os.replace(self.path.with_suffix(".partial"), self.path)

@@ -11,14 +11,8 @@ from typing import Any
 
 from runtime.messages import log
 from runtime.records.events import is_whole_event
-from runtime.records.tracker import (
-    Record,
-    Tracker,
-    is_count,
-    json_object,
-    scalars,
-    whole_lines,
-)
+from runtime.records.log_lines import Follower, is_count, json_object
+from runtime.records.tracker import Record, Tracker, scalars
 from training.config import Config
 from training.load_config import settings_of
 
@@ -61,8 +55,8 @@ class WandB(Tracker):
         repeated: Any = known.get("repeated")
         self.repeated: int = repeated if is_count(repeated) else 0
         self.went_back(step, reached)
-        events = self.folder / "events.jsonl"
-        self.events_read = events.stat().st_size if events.exists() else 0  # bytes
+        self.events = Follower(self.folder / "events.jsonl", is_whole_event, tail=0)
+        self.events.read()  # from now on
         self.start, self.restarted = partial(self._start, config, system), False
         self.run = self.start()
 
@@ -135,15 +129,7 @@ class WandB(Tracker):
 
     def _refer_to_checkpoints(self) -> None:
         """Log an artifact for each checkpoint that was committed since the last call."""
-        events = self.folder / "events.jsonl"
-        if not events.exists():
-            return
-        with open(events, "rb") as file:
-            file.seek(self.events_read)
-            lines = file.read().splitlines(keepends=True)
-        complete = [line for line in lines if line.endswith(b"\n")]  # the last may be in writing
-        self.events_read += sum(map(len, complete))
-        for event in whole_lines(events, complete, is_whole_event):
+        for event in self.events.read():
             if event["event"] != "checkpoint" or "failed" in event:
                 continue
             path = self.folder / "checkpoints" / f"step-{event['step']:08d}"

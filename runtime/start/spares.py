@@ -49,7 +49,7 @@ from runtime.health.excluded import excluded_nodes, node_name
 from runtime.listener import Listener, Run
 from runtime.messages import log
 from runtime.records.events import append_event
-from runtime.records.tracker import json_object
+from runtime.records.log_lines import json_object
 from runtime.signals import Signals
 from runtime.start.rendezvous import comes, fresh_store
 from runtime.torchrun import REFUSED, SPARES, stop_agent

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from runtime.checkpoints.run_folder import complete_checkpoints
 from runtime.records.events import read_events
+from runtime.records.log_lines import read_records
 from runtime.records.status import read_status
 from tests import ROOT
 from tests.runs import global_state, write_config
@@ -161,8 +162,6 @@ class Cluster:
         return found
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        if not (self.run / "events.jsonl").exists():
-            return []
         return [event for event in read_events(self.run) if event["event"] == name]
 
     @property
@@ -266,13 +265,7 @@ def make_run(
 
 def metrics(run: Path) -> dict[int, dict[str, Any]]:
     """Step → the line of metrics.jsonl."""
-    found = {}
-    if (run / "metrics.jsonl").exists():
-        for line in (run / "metrics.jsonl").read_text().splitlines():
-            with contextlib.suppress(ValueError):  # it is being written
-                one = json.loads(line)
-                found[one["step"]] = one
-    return found
+    return {record["step"]: record for record in read_records(run)}
 
 
 def rows_of(folder: Path) -> dict[tuple[int, int], str]:

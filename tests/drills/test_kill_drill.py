@@ -153,7 +153,7 @@ def check_folder(run: Path) -> dict[str, Any]:
             verify(path)
         except Damaged as damaged:
             wrong.append(f"{path.name}: {damaged}")
-    events = read_events(run) if (run / "events.jsonl").exists() else []
+    events = read_events(run)
     saves = (each for each in events if each["event"] == "checkpoint" and "failed" not in each)
     saved = {event["step"] for event in saves}
     if saved and (not found or step_of(found[-1]) < max(saved)):

@@ -59,14 +59,6 @@ def test_the_ledger_counts_every_second_once(tmp_path: Path) -> None:
     assert (events[0]["step"], events[0]["world_size"]) == (3, 8)
 
 
-def test_a_line_that_was_cut_off_harms_no_other(tmp_path: Path) -> None:
-    append_event(tmp_path, "hang", step=1)
-    with open(tmp_path / "events.jsonl", "a") as file:
-        file.write('{"event": "spent", "ti')
-    append_event(tmp_path, "hang", step=2)
-    assert [event["step"] for event in read_events(tmp_path)] == [1, 2]
-
-
 def test_the_report_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     append_event(tmp_path, "start", began=10.0, step=0, world_size=1)
     append_event(tmp_path, "spent", step=4, seconds={"steps": 3.0, "start": 1.0})

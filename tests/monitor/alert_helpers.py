@@ -12,7 +12,7 @@ from typing import Any
 
 from runtime.alerts.companion import start_companion
 from runtime.alerts.settings import Settings
-from runtime.records.events import append_event
+from runtime.records.events import append_event, read_events
 
 
 class Receiver:
@@ -87,8 +87,7 @@ class FedCompanion:
             file.write(json.dumps({"step": step, "loss": 2.5, **record}) + "\n")
 
     def recorded(self, event: str) -> list[dict[str, Any]]:
-        lines = (self.run / "events.jsonl").read_text().splitlines()
-        return [found for found in map(json.loads, lines) if found["event"] == event]
+        return [found for found in read_events(self.run) if found["event"] == event]
 
     def end(self) -> float:
         """Close the pipe, as when rank 0 ends; return the seconds until the companion has

@@ -2,9 +2,9 @@
 `parallel.layouts`. `make test-slurm` runs it.
 """
 
-import json
 from pathlib import Path
 
+from runtime.records.events import read_events
 from tests.runs import losses
 from tests.slurm.slurm_cluster import Cluster, wait_for
 from tests.slurm.slurm_scenarios import SCRIPT, STEPS, VARIABLES, Run, cluster
@@ -39,8 +39,7 @@ def test_a_job_shrinks_and_grows(cluster: Cluster, data: Path, tmp_path: Path) -
     run.wait_for_step(7)
 
     def worlds() -> list[int]:
-        lines = (run.folder / "run" / "events.jsonl").read_text().splitlines()
-        events = [json.loads(line) for line in lines]
+        events = read_events(run.folder / "run")
         return [event["world_size"] for event in events if event["event"] == "start"]
 
     assert worlds() == [6]

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.records.log_lines import read_records
 from tests import ROOT
 from tests.runs import LAYOUT_3D, losses, status_of, write_config
 from tests.slurm.slurm_cluster import Cluster, install, wait_for
@@ -85,9 +86,7 @@ class Run:
     @property
     def step(self) -> int:
         """The last step in metrics.jsonl; 0 if there is none."""
-        metrics = self.folder / "run" / "metrics.jsonl"
-        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-        return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
+        return max((line["step"] for line in read_records(self.folder / "run")), default=0)
 
     @property
     def status(self) -> dict:

@@ -13,29 +13,26 @@ in progress.
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from errors import UserError
 from runtime.records.events import changes_stage
-from runtime.records.ledger import account
 from tools.command import CommandParser, reports_errors, run_command
 from tools.report.charts import picture_of_loss
 from tools.report.goodput import effective_lines, stated_rate
-from tools.report.ledger import events_of, measure
+from tools.report.ledger import Measured
 from tools.report.page import page
-from tools.report.run import read_run, unigram_loss
+from tools.report.run import Run, read_run, unigram_loss
 from tools.report.tables import MEANING
 from tools.timeline.draw import save
 
 
-def ledger_lines(events: list[dict[str, Any]], rate: float) -> list[str]:
+def ledger_lines(run: Run, measured: Measured, rate: float) -> list[str]:
     """The ledger as a table, the best interval between saves for this failure rate, and the number
     of events by kind."""
-    seconds, measured = account(events), measure(events)
-    total = sum(seconds.values())
+    events, total = run.events, sum(run.seconds.values())
     lines = [
         f"{MEANING[cause]:<22}{value:>12,.1f} s{value / max(total, 1e-9):>8.1%}"
-        for cause, value in seconds.items()
+        for cause, value in run.seconds.items()
     ]
     lines.append(f"{'wall clock':<22}{total:>12,.1f} s")
     lines += effective_lines(measured, rate)
@@ -71,6 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
             why = f"its name does not end in {suffix}"
             raise UserError(option, str(path), why, f"end it in {suffix}")
     run = read_run(options.run)
+    if out is png is None and not run.events:
+        why = "it has no events.jsonl, or nothing in it can be read"
+        raise UserError("RUN", str(options.run), why, "give a run folder (run.dir)")
     if png is not None and not run.points("loss"):
         why = "it has no logged step yet"
         raise UserError("RUN", str(options.run), why, "wait for the first one")
@@ -80,9 +80,9 @@ def main(arguments: list[str] | None = None) -> int:
     if png is not None:
         figure = picture_of_loss(run, unigram_loss(options.run))
         write("--png", png, lambda path: save(figure, path))
-    if out is png is None or (options.run / "events.jsonl").is_file():
-        events = events_of(options.run, "RUN")
-        print("\n".join(ledger_lines(events, stated_rate(run.section("checkpoint")))))
+    if run.measured is not None:
+        rate = stated_rate(run.section("checkpoint"))
+        print("\n".join(ledger_lines(run, run.measured, rate)))
     for path in filter(None, (out, png)):
         print(f"wrote {path}")
     return 0

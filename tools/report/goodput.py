@@ -4,7 +4,7 @@ restarts took."""
 from typing import Any
 
 from hardware import FAILURES_PER_GPU_DAY
-from runtime.records.tracker import is_number
+from runtime.records.log_lines import is_number
 from tools.command import duration
 from tools.report.ledger import Measured
 

@@ -1,14 +1,12 @@
-"""What saves, restarts and steps took in a run: read from its events.jsonl."""
+"""What saves, restarts and steps took in a run, by its events."""
 
 import math
 import statistics
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from errors import UserError
 from runtime.checkpoints.goodput import best_interval, mtbf_of
-from runtime.records.events import changes_stage, read_events
+from runtime.records.events import changes_stage
 from runtime.records.ledger import account
 
 
@@ -34,15 +32,6 @@ class Measured:
             return None
         seconds = best_interval(self.save, mtbf)
         return seconds, max(1, round(seconds / self.step))
-
-
-def events_of(run: Path, key: str) -> list[dict[str, Any]]:
-    """The events of a run folder. Raises UserError with this key if they cannot be read."""
-    try:
-        return read_events(run)
-    except OSError as error:
-        why = f"its events.jsonl cannot be read ({error.strerror})"
-        raise UserError(key, str(run), why, "give a run folder (run.dir)") from None
 
 
 def measure(events: list[dict[str, Any]]) -> Measured:

@@ -4,7 +4,6 @@ The run may be in progress, may have been killed in the middle of writing a line
 reached its first step. Anything missing or unreadable is treated as empty.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,12 @@ import yaml
 from data.dataset import open_data
 from data.tokenizer import clean
 from errors import UserError
-from output import log
 from parallel.pipeline.simulate import Timeline
 from runtime.profiling.chrome import from_chrome
-from runtime.records.events import is_whole_event
+from runtime.records.events import read_events
 from runtime.records.ledger import account
+from runtime.records.log_lines import content, is_number, json_object, read_records
 from runtime.records.status import read_status
-from runtime.records.tracker import is_number, is_record, json_object, whole_lines
 from tools.report.ledger import Measured, measure
 from training.load_config import load_config
 
@@ -84,7 +82,7 @@ def read_run(folder: Path) -> Run:
         why = f"it has none of {', '.join(FILES)}"
         raise UserError("RUN", str(folder), why, "give a run folder (run.dir)")
     config_text = _text(folder / "config.yaml")
-    events = _lines(folder / "events.jsonl", is_whole_event)
+    events = read_events(folder)
     try:
         config = yaml.safe_load(config_text)
     except yaml.YAMLError:
@@ -94,7 +92,7 @@ def read_run(folder: Path) -> Run:
         config_text,
         config if isinstance(config, dict) else {},
         read_status(folder),
-        _lines(folder / "metrics.jsonl", is_record),
+        read_records(folder),
         events,
         account(events) if events else {},
         measure(events) if events else None,
@@ -129,19 +127,5 @@ def _timelines(path: Path) -> list[tuple[str, Timeline]]:
         return []
 
 
-def _lines(path: Path, is_whole: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    return whole_lines(path, _bytes(path).splitlines(), is_whole)
-
-
 def _text(path: Path) -> str:
-    return _bytes(path).decode("utf-8", errors="replace")
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return b""
-    except OSError as error:
-        log(f"{path} cannot be read ({error.strerror}), and is left out")
-        return b""
+    return content(path).decode("utf-8", errors="replace")

@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from runtime.records.events import changes_stage
-from runtime.records.tracker import is_number
+from runtime.records.log_lines import is_number
 from runtime.start.parts import PARTS
 from tools.command import duration
 from tools.report.charts import GIB, short

@@ -1,0 +1,298 @@
+"""An odd line in events.jsonl or metrics.jsonl harms no reader: each goes on as without it, after
+one warning that names the file and the line."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from proofs.ranks import Ranks
+from runtime.alerts.alarms import is_alarm
+from runtime.alerts.companion import Companion
+from runtime.alerts.settings import Settings
+from runtime.checkpoints.save_interval import measured_saves
+from runtime.health import refusal
+from runtime.records import log_lines
+from runtime.records.events import append_event, is_whole_event, read_events
+from runtime.records.log_lines import Follower, is_record
+from runtime.records.status import read_status, record_failure, record_missing_end
+from runtime.records.trackers import JsonLines
+from runtime.records.wandb_tracker import WandB
+from tests.monitor.alert_helpers import Receiver
+from tests.runs import forget_last, heard, losses, run, write_config
+from tools.report import __main__ as report
+from tools.report.run import read_run
+
+FILES = ("events.jsonl", "metrics.jsonl")
+ODD = {
+    "a number": b"3",
+    "a list": b"[]",
+    "nothing": b"null",
+    "text": b'"step"',
+    "an empty object": b"{}",
+    "half a line": b'{"event": "rollback", "time": 1.0, "st',
+    "no JSON": b"Traceback (most recent call last):",
+    "not UTF-8": b'{"event": "end", "time": 1.0, "step": 1, "reason": "\xff"}',
+    "zeros of a lost page": bytes(64),
+    "too deep": b"[" * 10_000,
+    "a number too long": b"1" * 5000,
+    "a known key changed": b'{"event": "start", "time": 1.0, "began": "today", "step": "four"}',
+}
+# of a newer version: what it adds is nobody's business, and odd to nobody
+NEWER = (
+    b'{"event": "teleport", "time": 1.0, "where": {"to": [1, null]}, "step": 3}',
+    b'{"event": "spent", "time": 1.0, "step": 0, "seconds": {}, "joules": {"cpu": 1}}',
+)
+NOW = time.time()  # later than the launch of this process, in which a launcher's part is played
+EVENTS: list[dict[str, Any]] = [
+    {"event": "start", "began": NOW, "step": 0, "world_size": 1},
+    {"event": "spent", "step": 2, "seconds": {"start": 1.0, "steps": 2.0}},
+    {"event": "checkpoint", "step": 1, "bytes": 1, "stall_seconds": 1.0, "write_seconds": 1.0},
+    {"event": "checkpoint", "step": 2, "bytes": 1, "stall_seconds": 2.0, "write_seconds": 2.0},
+    {"event": "rollback", "from_step": 2, "step": 1},
+    {"event": "spent", "step": 3, "seconds": {"steps": 2.0}},
+    {"event": "examining", "step": 3, "cause": "a spike"},
+]
+RECORDS = [{"step": step, "loss": 9 / step} for step in (1, 2, 3)]
+LOGS = dict(zip(FILES, (EVENTS, RECORDS), strict=True))
+
+
+def write_logs(folder: Path) -> None:
+    """The logs of a run that was killed after step 3."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for step in (1, 2):
+        (folder / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    for name, objects in LOGS.items():
+        lines = (json.dumps({"time": NOW, **each}) + "\n" for each in objects)
+        (folder / name).write_text("".join(lines))
+
+
+def insert(path: Path, place: int, *lines: bytes) -> None:
+    """Insert lines before the line with index `place`."""
+    there = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*there[:place], *(line + b"\n" for line in lines), *there[place:]]))
+
+
+# --- the readers: each returns all that it has learnt ---------------------------------------------
+
+
+def by_monitor(folder: Path) -> Any:
+    """What the companion (runtime/alerts) sends, and knows for Prometheus."""
+    companion, sent = Companion(Settings(str(folder), "r", str(folder), 0)), []
+    with patch.object(companion, "_send", sent.append):
+        companion._read()
+    assert not companion.said
+    sent, state = [event["event"] for event in sent if is_alarm(event)], companion.state
+    return sent, state.state, state.account.seconds, state.record["step"], state.checkpoint["step"]
+
+
+def by_wandb(folder: Path) -> Any:
+    """The checkpoints that become artifacts."""
+    found: list[str] = []
+    tracker = WandB.__new__(WandB)
+    tracker.folder, tracker.id = folder, "x"
+    tracker.events = Follower(folder / "events.jsonl", is_whole_event)
+    artifact = SimpleNamespace(add_reference=lambda uri, checksum: found.append(uri[-13:]))
+    tracker.wandb = SimpleNamespace(Artifact=lambda *_, **about: artifact)
+    tracker.run = SimpleNamespace(log_artifact=lambda *_, **about: None)
+    tracker._refer_to_checkpoints()
+    return found
+
+
+def by_metrics(folder: Path) -> Any:
+    """What a start from step 2 keeps of metrics.jsonl."""
+    lines = JsonLines(folder, 2)
+    return lines.reached, [json.loads(line)["loss"] for line in lines.path.open()]
+
+
+def by_launcher(folder: Path) -> Any:
+    """What it records of a killed rank."""
+    return record_failure(folder, "rank 1 was killed"), read_status(folder)["step"]
+
+
+def by_report(folder: Path) -> Any:
+    """All that the report, its page and its picture show."""
+    found = read_run(folder)
+    return found.points("loss"), found.stages, found.seconds, found.measured
+
+
+READERS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
+    "the next start": (record_missing_end, FILES[:1]),
+    "its metrics": (by_metrics, FILES[1:]),
+    "its save interval": (lambda folder: measured_saves(read_events(folder)), FILES[:1]),
+    "its examinations": (lambda folder: refusal._did_not_end(folder, 3), FILES[:1]),
+    "its wandb": (by_wandb, FILES[:1]),
+    "the monitor": (by_monitor, FILES),
+    "the launcher": (by_launcher, FILES[:1]),
+    "the report": (by_report, FILES),
+}
+
+
+def check(reader: str, odd: bytes, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At the beginning, in the middle and at the end of each file."""
+    reads, files = READERS[reader]
+    write_logs(folder / "without")
+    expected = reads(folder / "without")
+    for name, objects in LOGS.items():
+        for place in (0, 1, len(objects)):
+            spoiled = folder / f"{name}, {place}"
+            write_logs(spoiled)
+            insert(spoiled / name, place, odd)
+            capsys.readouterr()
+            assert reads(spoiled) == expected, (name, place)
+            said = capsys.readouterr().err.splitlines()
+            warning = f"warning: {spoiled / name}: line {place + 1} is no whole record"
+            assert [line.startswith(warning) for line in said] == [True] * (name in files), said
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("odd", ODD)
+def test_a_reader_goes_on(
+    reader: str, odd: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(reader, ODD[odd], tmp_path, capsys)
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_control_a_reader_by_hand_does_not(
+    odd: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def by_hand(folder: Path) -> int:
+        return max(json.loads(line)["step"] for line in (folder / FILES[0]).open("rb"))
+
+    with (
+        patch.dict(READERS, {"by hand": (by_hand, ())}),
+        pytest.raises((KeyError, TypeError, ValueError, RecursionError)),
+    ):
+        check("by hand", ODD[odd], tmp_path, capsys)
+    # and one that says nothing
+    with (
+        patch.object(log_lines, "log", lambda text: None),
+        pytest.raises(AssertionError, match=r"\[\] == \[True\]"),
+    ):
+        check("the launcher", ODD[odd], tmp_path / "silent", capsys)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_not_odd(reader: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Events of a newer version; and an unfinished line at the end, which may be in writing."""
+    found, reads = [], READERS[reader][0]
+    for last in ("", '{"event": "spent", "step": 4, "ti'):
+        write_logs(tmp_path / "run")
+        insert(tmp_path / "run" / FILES[0], 1, *NEWER[: len(last)])
+        with (tmp_path / "run" / FILES[0]).open("a") as file:
+            file.write(last)
+        with (tmp_path / "run" / FILES[1]).open("a") as file:
+            file.write(last)
+        found.append(reads(tmp_path / "run"))
+    assert found[0] == found[1]
+    assert not capsys.readouterr().err
+
+
+def test_a_line_that_was_cut_off_harms_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever adds the next event finishes the line first."""
+    cut = '{"event": "spent", "ti'
+    append_event(tmp_path, "hang", step=1)
+    path = tmp_path / "events.jsonl"
+    with path.open("a") as file:
+        file.write(cut)
+    append_event(tmp_path, "hang", step=2)
+    assert [event["step"] for event in read_events(tmp_path)] == [1, 2]
+    assert capsys.readouterr().err.count(f"{path}: line 2 is no whole record") == 1
+    # control: with nobody to finish it, the next one is lost
+    path.write_text(path.read_text().replace(cut + "\n", cut))
+    assert [event["step"] for event in read_events(tmp_path)] == [1]
+
+
+# --- a file that grows ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("tail", [None, 0])
+def test_a_growing_file(
+    odd: str, tail: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An odd line in two parts: its first half is awaited, and its end is the end of it."""
+    path, line = tmp_path / "metrics.jsonl", ODD[odd] + b"\n"
+    path.write_bytes(b'{"step": 1}\n')
+    follower = Follower(path, is_record, tail)
+    found = [follower.read()]
+    for part in (line[: len(line) // 2], line[len(line) // 2 :], b'{"step"', b": 2}\n"):
+        with path.open("ab") as file:
+            file.write(part)
+        found.append(follower.read())
+    first = [{"step": 1}] if tail is None else []
+    assert found == [first, [], [], [], [{"step": 2}]]
+    assert capsys.readouterr().err.count(f"{path}: line 2 is no whole record") == 1
+
+
+def test_a_long_file_is_read_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(log_lines, "READ_BYTES", 100)
+    path, follower = tmp_path / "x.jsonl", Follower(tmp_path / "x.jsonl", bool)
+    path.write_text("".join(f'{{"n": {n}}}\n' for n in range(30)) + "x" * 250 + '\n{"n": 30}\n')
+    found = [follower.read() for _ in range(8)]
+    assert max(map(len, found)) < 15
+    assert [each["n"] for some in found for each in some] == list(range(31))
+    assert capsys.readouterr().err.count("line 31 is no whole record") == 1
+
+
+def test_a_file_is_followed_through_replacement(tmp_path: Path) -> None:
+    path, follower = tmp_path / "lines", Follower(tmp_path / "lines", bool)
+    assert follower.read() == []
+    path.write_text('{"a": 1}\n{"a": 2')
+    assert follower.read() == [{"a": 1}]
+    (tmp_path / "new").write_text('{"a": 9}\n')
+    (tmp_path / "new").rename(path)  # as a rollback does with metrics.jsonl
+    assert follower.read() == [{"a": 9}]
+    assert Follower(path, bool, tail=4).read() == []  # begins inside a line
+
+
+# --- a whole run ----------------------------------------------------------------------------------
+
+
+def test_the_next_start_of_a_run(
+    ranks: Ranks, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its first start was killed while it wrote its end; and both files have every odd line."""
+    folder = tmp_path / "run"
+    config = write_config(
+        tmp_path, data, model={"num_layers": 2}, train={"steps": 4}, checkpoint={"interval": 2}
+    )
+    run(ranks, 1, config)
+    before = losses(tmp_path)
+    forget_last(tmp_path)  # so that the next start makes its steps again
+    events, metrics = (folder / name for name in FILES)
+    events.write_bytes(events.read_bytes().rpartition(b', "state"')[0])
+    for path in (events, metrics):
+        insert(path, 2, *ODD.values())
+    with Receiver() as server:
+        told = ["checkpoint.interval=auto", f"run.on_event={server.url}"]
+        ((why, said),) = ranks.run(heard, 1, [config, *told])
+        server.wait_for("end", "start", "end")  # the first: noted by the next start
+    assert not why
+    for path in (events, metrics):
+        assert said.count(f"warning: {path}: line 3 is no whole record") == 1, said
+    assert said.count("no whole record") == 2
+    assert losses(tmp_path) == before, "the same steps, each once"
+    assert metrics.read_bytes().count(b"\n") == 4
+    assert [e["state"] for e in read_events(folder) if e["event"] == "end"] == [
+        "failed", "finished",
+    ]  # fmt: skip
+    # and a report on a finished run into which somebody writes
+    pictures = []
+    for lines in ([], ODD.values()):
+        insert(metrics, 1, *lines)
+        png = tmp_path / f"{len(pictures)}.png"
+        assert report.main([str(folder), "--png", str(png)]) == 0
+        pictures.append((png.read_bytes(), capsys.readouterr().out.replace(str(png), "")))
+    assert pictures[0] == pictures[1]
