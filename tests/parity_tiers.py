@@ -7,11 +7,10 @@ from functools import cache
 import pytest
 
 from parallel.axes import MeshSizes
-from proofs.parity.__main__ import WORLDS, layouts_of
-from proofs.parity.cases import covering_cases, has_axis_of, option_values, pairs_of
+from proofs.parity import __main__ as parity
+from proofs.parity.cases import Case, Pair, has_axis_of, option_values, pairs_of
 from proofs.parity.chosen import schedule_cases
 from proofs.parity.expert_cases import LAYOUTS, expert_values
-from proofs.parity.row import line
 from proofs.parity.run import check
 
 # Every schedule with pp 4: in `make test` without another axis, with up to two stages per rank and
@@ -32,9 +31,11 @@ class Covering:
     few: some of them, in which every value of every option occurs.
     """
 
-    def __init__(self, values: Mapping[str, Sequence[object]]) -> None:
+    def __init__(
+        self, values: Mapping[str, Sequence[object]], found: tuple[list[Case], list[Pair]]
+    ) -> None:
         self.values = values
-        cases, self.impossible = covering_cases(values)
+        cases, self.impossible = found
         self.pairs = {case: pairs_of(case, values) for case in cases}
         self.few = self._each_value_once()
 
@@ -71,12 +72,14 @@ def values_of(pairs):
 
 @cache
 def dense_covering() -> Covering:
-    return Covering({"layout": layouts_of(WORLDS, quick=True), **option_values()})
+    layouts = parity.layouts_of(parity.WORLDS, quick=True)
+    found = parity.dense_covering(parity.WORLDS, quick=True)
+    return Covering({"layout": layouts, **option_values()}, found)
 
 
 @cache
 def expert_covering() -> Covering:
-    return Covering(expert_values(LAYOUTS))
+    return Covering(expert_values(LAYOUTS), parity.expert_covering(parity.WORLDS))
 
 
 def thorough_but(kept, cases):
@@ -92,4 +95,4 @@ def thorough_but(kept, cases):
 
 def agrees(ranks, case, steps=0, **options):
     row = check(ranks, case, steps, **options)
-    assert not row.failures(), line(row, steps)
+    assert not row.failures(), str(row)

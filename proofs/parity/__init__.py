@@ -8,6 +8,6 @@ run.py                runs one case on all ranks and compares it with the refere
 routing.py            which experts the tokens chose
 row.py                the errors of one case, and their bounds
 reference.py          the model in plain PyTorch, which shares no code with parallel/
-reference_experts.py  its mixture of experts
+reference_experts.py  its feed-forward, and its mixture of experts
 reference_training.py its optimizer steps
 """

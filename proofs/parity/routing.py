@@ -1,14 +1,15 @@
 """Which experts the tokens chose, on the ranks and in the reference."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import cycle
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from model.router import BaseRouter, routers_of
+from model.router import routers_of
 from parallel.collectives import by_rank
 from parallel.expert import Routes
 from training.step import TrainStep
@@ -35,34 +36,25 @@ def recording(step: TrainStep) -> Iterator[list[Choices]]:
         positions = by_rank(positions, mesh.tp.size(), parallel.tp_pieces)[mesh.tp.get_local_rank()]
     height, of_rank = train.micro_batch_size, train.global_batch_size // mesh.dp_size
     starts = range(mesh.dp_rank * of_rank, (mesh.dp_rank + 1) * of_rank, height)
-    made = []
-    for stage in step.stages.values():
-        for layer, router in routers_of(stage):
-            made.append(router)
-            _record(router, layer, positions, starts, height, found)
-    yield found
-    for router in made:
-        del router.find  # type: ignore[attr-defined]  # the class's again
 
+    def recorder(layer: int, find: Callable[[Tensor, int], Routes]) -> Callable[..., Routes]:
+        first_rows = cycle(starts)
 
-def _record(
-    router: BaseRouter,
-    layer: int,
-    positions: Tensor,
-    starts: Iterable[int],
-    height: int,
-    found: list[Choices],
-) -> None:
-    find, first_rows = router.find, cycle(starts)
+        def recorded(logits: Tensor, sequences: int) -> Routes:
+            routes = find(logits, sequences)
+            rows = torch.arange(height) + next(first_rows)
+            chosen = routes.chosen.sort(1).values.unflatten(0, (len(positions), height))
+            found.append(Choices(layer, rows, positions, chosen.clone()))
+            return routes
 
-    def recorded(logits: Tensor, sequences: int) -> Routes:
-        routes = find(logits, sequences)
-        rows = torch.arange(height) + next(first_rows)
-        chosen = routes.chosen.sort(1).values.unflatten(0, (len(positions), height))
-        found.append(Choices(layer, rows, positions, chosen.clone()))
-        return routes
+        return recorded
 
-    router.find = recorded  # type: ignore[method-assign]
+    with ExitStack() as patches:
+        for stage in step.stages.values():
+            for layer, router in routers_of(stage):
+                recorded = recorder(layer, router.find)
+                patches.enter_context(patch.object(router, "find", recorded))
+        yield found
 
 
 def assemble_choices(parts: Iterable[Choices], shape: tuple[int, ...]) -> Tensor:

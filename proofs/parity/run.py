@@ -26,9 +26,9 @@ from parallel import context
 from parallel.mesh import build_mesh
 from parallel.placement import local_region
 from proofs.parity.cases import BATCH, BOS, OPTIMIZER, SEED, SEQ_LEN, STEPS, Case
-from proofs.parity.reference import IGNORE, Reference, Rotary
-from proofs.parity.reference_experts import Routing, auxiliary_losses, experts_of
-from proofs.parity.reference_training import train, warmup_cosine
+from proofs.parity.reference import IGNORE, Reference
+from proofs.parity.reference_experts import Experts, auxiliary_losses, experts_of
+from proofs.parity.reference_training import gradient_norm, train
 from proofs.parity.routing import Choices, assemble_choices, recording
 from proofs.parity.row import Row
 from proofs.ranks import RankError, Ranks
@@ -157,39 +157,7 @@ def reference_model(
     Vectors are ones. Matrices are normally distributed; the standard deviation of those that write
     into the residual stream is divided by sqrt(2 · layers).
     """
-    reference = Reference(
-        dim=model.dim,
-        attention=[model.attention_of(layer) for layer in range(model.num_layers)],
-        feed_forward=[model.feed_forward_of(layer) for layer in range(model.num_layers)],
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        window=model.attention_window,
-        qk_norm=model.qk_norm,
-        ffn_dim=model.ffn_dim,
-        vocab_size=model.vocab_size,
-        norm_eps=model.norm_eps,
-        rotary=Rotary(
-            model.rope_theta,
-            model.rope_scaling_factor,
-            model.rope_low_freq_factor,
-            model.rope_high_freq_factor,
-            model.rope_original_length,
-        ),
-        tie_embeddings=model.tie_embeddings,
-        bos_id=bos_id,
-        routing=Routing(
-            model.router,
-            model.num_experts,
-            model.experts_per_token,
-            model.expert_width,
-            model.num_shared_experts * model.expert_width,
-            model.router_scale,
-            model.router_aux_weight,
-            model.router_z_weight,
-            model.router_bias_rate,
-        ),
-    ).to(dtype)
+    reference = Reference(model, bos_id).to(dtype)
     with torch.no_grad():
         for name, p in reference.named_parameters():
             if p.ndim > 1:
@@ -239,33 +207,25 @@ def _expected(
     auxiliary = auxiliary_losses(reference)
     (loss + auxiliary.sum()).backward()
     experts = {
-        layer: each.feed_forward
-        for layer, each in enumerate(reference.blocks)
-        if each.feed_forward in experts_of(reference)
+        layer: block.feed_forward
+        for layer, block in enumerate(reference.blocks)
+        if isinstance(block.feed_forward, Experts)
     }
     choices = {layer: each.choices for layer, each in experts.items()}
     gradients = {name: p.grad.clone() for name, p in reference.named_parameters()}
-    norm = math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
-    o = OPTIMIZER
-    losses, norms = train(
-        reference,
-        (global_batch(model.vocab_size, step) for step in range(steps)),
-        rate=warmup_cosine(peak=o.lr, warmup=o.warmup_steps, steps=STEPS, floor=o.min_lr_ratio),
-        betas=o.betas,
-        eps=o.eps,
-        weight_decay=o.weight_decay,
-        grad_clip=o.grad_clip,
-    )
+    norm = gradient_norm(reference.parameters())
+    batches = (global_batch(model.vocab_size, step) for step in range(steps))
+    losses, norms = train(reference, batches, OPTIMIZER, STEPS)
     biases = {f"blocks.{layer}.feed_forward.router.bias": e.bias for layer, e in experts.items()}
+    auxiliary = auxiliary.tolist()
     return Expected(
-        *(weights, gradients, loss.item(), norm, losses, norms),
-        *(choices, auxiliary.tolist(), biases),
+        weights, gradients, loss.item(), norm, losses, norms, choices, auxiliary, biases
     )
 
 
 def compare(case: Case, runs: list[Run], reference: Expected) -> Row:
     """Compare the results of all ranks with the reference."""
-    row = Row(case)
+    row = Row(case, steps=len(reference.losses))
     shapes = {name: weight.shape for name, weight in reference.weights.items()}
     weights, gradients, final = (
         assemble([getattr(run, kind) for run in runs], shapes)
