@@ -1,9 +1,8 @@
-"""Which experts the tokens chose, on the ranks and in the reference."""
+"""Which experts the tokens of a rank choose."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import cycle
-from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -14,14 +13,8 @@ from parallel.collectives import by_rank
 from parallel.expert import Routes
 from training.step import TrainStep
 
-
-class Choices(NamedTuple):
-    """Of some tokens in one layer."""
-
-    layer: int
-    rows: Tensor  # of the global batch
-    positions: Tensor  # in the sequence
-    experts: Tensor  # [positions, rows, k], ascending
+# layer, rows of the global batch and positions in the sequence, experts [rows, positions, k]
+Choices = tuple[int, tuple[Tensor, Tensor], Tensor]
 
 
 @contextmanager
@@ -44,7 +37,7 @@ def recording(step: TrainStep) -> Iterator[list[Choices]]:
             routes = find(logits, sequences)
             rows = torch.arange(height) + next(first_rows)
             chosen = routes.chosen.sort(1).values.unflatten(0, (len(positions), height))
-            found.append(Choices(layer, rows, positions, chosen.clone()))
+            found.append((layer, (rows[:, None], positions), chosen.transpose(0, 1).double()))
             return routes
 
         return recorded
@@ -55,14 +48,3 @@ def recording(step: TrainStep) -> Iterator[list[Choices]]:
                 recorded = recorder(layer, router.find)
                 patches.enter_context(patch.object(router, "find", recorded))
         yield found
-
-
-def assemble_choices(parts: Iterable[Choices], shape: tuple[int, ...]) -> Tensor:
-    """The choices of all ranks [L, B, S, k]; −1 where no rank has one, −2 where two differ."""
-    whole = torch.full(shape, -1)
-    for layer, rows, positions, experts in parts:
-        place = whole[layer][rows[:, None], positions[None, :]]
-        mine = experts.transpose(0, 1)
-        same = (place == -1) | (place == mine)
-        whole[layer][rows[:, None], positions[None, :]] = torch.where(same, mine, -2)
-    return whole

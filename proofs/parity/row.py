@@ -36,7 +36,8 @@ class Row:
     worst: str = ""  # the parameter with the error `gradient`
     loss_steps: float = 0.0  # the worst of all steps
     norm_steps: float = 0.0
-    routes: int = 0  # tokens that chose other experts, and layers with other counts
+    # tokens that chose other experts, layers with other counts, and one if ranks differ
+    routes: int = 0
     balance: float = 0.0  # the losses of routers
     bias: float = 0.0  # the largest difference, after all steps
     seconds: float = 0.0

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -29,14 +30,14 @@ from proofs.parity.cases import BATCH, BOS, OPTIMIZER, SEED, SEQ_LEN, STEPS, Cas
 from proofs.parity.reference import IGNORE, Reference
 from proofs.parity.reference_experts import Experts, auxiliary_losses, experts_of
 from proofs.parity.reference_training import gradient_norm, train
-from proofs.parity.routing import Choices, assemble_choices, recording
+from proofs.parity.routing import Choices, recording
 from proofs.parity.row import Row
 from proofs.ranks import RankError, Ranks
 from training.build import build_stages
 from training.precision import DTYPES
 from training.step import TrainStep
 
-# canonical name, region of the global tensor, values
+# canonical name, region of the global tensor, values; `Choices` are parts too, by layer
 Part = tuple[str, tuple[slice, ...], Tensor]
 # introduces a bug on a rank (tests/test_controls.py)
 Sabotage = Callable[[], contextlib.AbstractContextManager[None]]
@@ -131,11 +132,11 @@ def parts(tensors: Iterable[tuple[str, Tensor | None]]) -> list[Part]:
 
 
 def assemble(
-    runs: list[list[Part]], shapes: dict[str, torch.Size]
-) -> tuple[dict[str, Tensor], float]:
+    runs: list[list[Any]], shapes: dict[Any, torch.Size]
+) -> tuple[dict[Any, Tensor], float]:
     """Assemble the global tensors from all ranks' parts, and return them with the largest
     difference between two copies of an element. An element that no rank holds is NaN."""
-    whole: dict[str, Tensor] = {}
+    whole: dict[Any, Tensor] = {}
     spread = 0.0
     for name, region, numbers in (part for run in runs for part in run):
         if name not in whole:
@@ -144,7 +145,7 @@ def assemble(
         known = ~place.isnan()
         if known.any():
             spread = max(spread, (place[known] - numbers[known]).abs().max().item())
-        place.copy_(numbers)
+        whole[name][region] = numbers
     return whole, spread
 
 
@@ -256,10 +257,12 @@ def compare_routing(row: Row, runs: list[Run], reference: Expected) -> None:
     biases."""
     if not reference.choices:
         return
-    layers, one = max(reference.choices) + 1, next(iter(reference.choices.values()))
-    chosen = assemble_choices((c for run in runs for c in run.choices), (layers, *one.shape))
+    shapes = {layer: choices.shape for layer, choices in reference.choices.items()}
+    chosen, spread = assemble([run.choices for run in runs], shapes)
+    row.routes += int(spread > 0)
     for layer, choices in reference.choices.items():
-        row.routes += int((chosen[layer] != choices).any(-1).sum())
+        ours = chosen.get(layer, torch.tensor(math.nan))
+        row.routes += int((ours != choices).any(-1).sum())
         counts = torch.bincount(choices.flatten(), minlength=row.case.num_experts).tolist()
         row.routes += sum(run.counts[layer] != counts for run in runs)
     for run in runs:
