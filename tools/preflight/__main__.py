@@ -32,6 +32,7 @@ import os
 import time
 from collections.abc import Iterable
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from runtime.start.attention import describe_attention
 from runtime.start.environment import LARGEST, check_environment, check_number
 from runtime.start.preconditions import check_writable, open_stages
 from tools.command import CommandParser, add_overrides, reports_errors, run_command
-from tools.preflight.links import Links
+from tools.preflight.links import measure, start_links
 from tools.preflight.node import look_at_node
 from tools.preflight.verdict import SKEW_SECONDS, Report, choose, describe, odd_ones, slow_ones
 from training.config import Config
@@ -57,7 +58,7 @@ class Meeting:
 
     def __init__(self, address: str, node: int, num_nodes: int, deadline: float) -> None:
         host, _, port = address.rpartition(":")
-        self.node, self.others, self.deadline = node, range(1, num_nodes), deadline
+        self.node, self.num_nodes, self.deadline = node, num_nodes, deadline
         patience = timedelta(seconds=deadline - time.monotonic())
         self.store = dist.TCPStore(
             host, int(port), is_master=node == 0, wait_for_workers=False, timeout=patience
@@ -84,29 +85,31 @@ class Meeting:
         with contextlib.suppress(RuntimeError):  # the first node has exited
             self.write(f"left/{self.node}", True)
         if self.node == 0:
-            self.gather("left", self.others, time.monotonic() + 3)
+            self.gather("left", range(1, self.num_nodes), time.monotonic() + 3)
 
 
-def measure(links: Links, members: list[int], node: int) -> dict[str, Any]:
+def measured(meeting: Meeting, pipes: list[Connection], members: list[int]) -> dict[str, Any]:
     """This node's clock, and the bandwidths of its links if it is one of `members`."""
     clock = time.time()  # on all nodes at the same moment, because the same message wakes them
-    return {"clock": clock, **(links.measure(members, node) if node in members else {})}
+    if meeting.node not in members:
+        return {"clock": clock}
+    return {"clock": clock, **measure(pipes, members, meeting.node, meeting.deadline)}
 
 
-def follow(meeting: Meeting, links: Links, report: Report) -> int:
+def follow(meeting: Meeting, pipes: list[Connection], report: Report) -> int:
     """What the other nodes do: report, measure, and learn the verdict. Returns the exit status."""
     meeting.write(f"report/{meeting.node}", report)
     members = meeting.read("members", meeting.deadline)
     if members is None:
         log(f"preflight: {report['name']} received no answer from the first node")
         return 1
-    meeting.write(f"measured/{meeting.node}", measure(links, members, meeting.node))
+    meeting.write(f"measured/{meeting.node}", measured(meeting, pipes, members))
     return 0 if meeting.read("passed", meeting.deadline) else 1
 
 
 def lead(
     meeting: Meeting,
-    links: Links,
+    pipes: list[Connection],
     report: Report,
     options: argparse.Namespace,
     config: Config,
@@ -116,31 +119,30 @@ def lead(
     and decide. Returns the exit status."""
     open_stages(config)  # the shared disk is checked by this node only
     check_writable(config)
-    halfway = started + options.seconds / 2
-    reports: dict[int, Report] = {0: report, **meeting.gather("report", meeting.others, halfway)}
+    others, halfway = range(1, meeting.num_nodes), started + options.seconds / 2
+    reports: dict[int, Report] = {0: report, **meeting.gather("report", others, halfway)}
     for what in ("code", "packages"):
         for odd, names in odd_ones(reports, what).items():
             reports[odd]["problems"].append(f"other {what} than most nodes: {names}")
     members = [node for node, found in reports.items() if not found["problems"]]
     meeting.write("members", members)
-    measured = {0: measure(links, members, 0)}
-    measured |= meeting.gather("measured", [*reports][1:], meeting.deadline)
-    for node, found in measured.items():
+    results = {0: measured(meeting, pipes, members)}
+    results |= meeting.gather("measured", [*reports][1:], meeting.deadline)
+    for node, found in results.items():
         reports[node]["problems"] += found.pop("problems", [])
         reports[node] |= found
-        reports[node]["skew"] = skew = found["clock"] - measured[0]["clock"]
+        reports[node]["skew"] = skew = found["clock"] - results[0]["clock"]
         if abs(skew) > SKEW_SECONDS:
             why = f"its clock differs by {skew:+.1f} s from {report['name']}'s"
             reports[node]["warnings"].append(why)
 
     attention = attention_of(config, options.device)
-    num_nodes = 1 + len(meeting.others)
-    names = [f"node {node} of the job" for node in range(num_nodes)]
+    names = [f"node {node} of the job" for node in range(meeting.num_nodes)]
     if options.node_names:
         names = options.node_names.split(",")
     for node, found in reports.items():
         names[node] = found["name"]
-    log(f"preflight of {num_nodes} nodes, {time.monotonic() - started:.0f} s")
+    log(f"preflight of {meeting.num_nodes} nodes, {time.monotonic() - started:.0f} s")
     log(describe(reports))
     log(f"  {attention}")
     chosen = judge(reports, names, options, config)
@@ -244,7 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise
 
     # Forked before this process has threads. They wait until `measure` sends them the members.
-    with Links(options.device, options.ranks_per_node, options.meet, deadline) as links:
+    with start_links(options.device, options.ranks_per_node, options.meet) as pipes:
         world_size = (num_nodes - options.spare_nodes) * options.ranks_per_node
         report = look_at_node(name, config, options.device, options.ranks_per_node, world_size)
         try:
@@ -257,8 +259,8 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
         try:
             if node:
-                return follow(meeting, links, report)
-            return lead(meeting, links, report, options, config, started)
+                return follow(meeting, pipes, report)
+            return lead(meeting, pipes, report, options, config, started)
         except UserError:
             meeting.write("members", [])
             meeting.write("passed", False)

@@ -12,8 +12,10 @@ The bandwidth is the bytes on each rank's link, 2 (n − 1) / n of the data, div
 one all-reduce ("bus bandwidth" in nccl-tests). The lowest value of the node's ranks counts.
 """
 
+import contextlib
 import multiprocessing
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -40,59 +42,57 @@ def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
     return [pairs[0::2], pairs[1::2], *last]
 
 
-class Links:
-    """This node's ranks of the measurement, killed at the end of the `with` block: one process per
-    GPU, or two on CPUs."""
-
-    def __init__(self, device: str, ranks_per_node: int, address: str, deadline: float) -> None:
-        num_ranks = ranks_per_node if device == "cuda" else min(ranks_per_node, CPU_RANKS)
-        self.deadline = deadline
-        # fork: torch is already imported, and CUDA is not yet initialised
-        context = multiprocessing.get_context("fork")
-        self.pipes: list[Connection] = []
-        self.processes = []
-        for local_rank in range(num_ranks):
-            ours, theirs = context.Pipe()
-            arguments = theirs, device, local_rank, num_ranks, address
-            process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
-
-    def measure(self, members: list[int], node: int) -> dict[str, Any]:
-        """Measures on all of `members` at once: returns `within` and `across` in bytes per second
-        (None without a partner), or `problems`."""
-        seconds = max(self.deadline - time.monotonic() - 5, 1.0)
-        for pipe in self.pipes:
-            pipe.send((len(members), members.index(node), seconds))
-        answers = [self._answer(pipe) for pipe in self.pipes]
-        errors = [answer for answer in answers if isinstance(answer, str)]
-        if errors:
-            # an error explains more than that another rank did not come
-            why = next((each for each in errors if each not in (LATE, DIED)), errors[0])
-            return {"problems": [f"{len(errors)} ranks could not communicate: {why}"]}
-        within, *across = (
-            None if None in speeds else min(speeds) for speeds in zip(*answers, strict=True)
-        )
-        return {"within": within, "across": max(filter(None, across), default=None)}
-
-    def _answer(self, pipe: Connection) -> list[float | None] | str:
-        """A rank's bandwidths, or the text of an error."""
-        try:
-            is_there = pipe.poll(max(self.deadline - 3 - time.monotonic(), 0))
-            return pipe.recv() if is_there else LATE
-        except EOFError:
-            return DIED
-
-    def __enter__(self) -> "Links":
-        return self
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        for process in self.processes:
+@contextlib.contextmanager
+def start_links(device: str, ranks_per_node: int, address: str) -> Iterator[list[Connection]]:
+    """Pipes to this node's ranks of the measurement, which are killed at the end of the `with`
+    block: one process per GPU, or two on CPUs."""
+    num_ranks = ranks_per_node if device == "cuda" else min(ranks_per_node, CPU_RANKS)
+    # fork: torch is already imported, and CUDA is not yet initialised
+    context = multiprocessing.get_context("fork")
+    pipes, processes = [], []
+    for local_rank in range(num_ranks):
+        ours, theirs = context.Pipe()
+        arguments = theirs, device, local_rank, num_ranks, address
+        process = context.Process(target=_serve, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        yield pipes
+    finally:
+        for process in processes:
             process.kill()
-        for process in self.processes:
+        for process in processes:
             process.join()
+
+
+def measure(
+    pipes: list[Connection], members: list[int], node: int, deadline: float
+) -> dict[str, Any]:
+    """Measures on all of `members` at once: returns `within` and `across` in bytes per second
+    (None without a partner), or `problems`."""
+    seconds = max(deadline - time.monotonic() - 5, 1.0)
+    for pipe in pipes:
+        pipe.send((len(members), members.index(node), seconds))
+    answers = [_answer(pipe, deadline - 3) for pipe in pipes]
+    errors = [answer for answer in answers if isinstance(answer, str)]
+    if errors:
+        # an error explains more than that another rank did not come
+        why = next((each for each in errors if each not in (LATE, DIED)), errors[0])
+        return {"problems": [f"{len(errors)} ranks could not communicate: {why}"]}
+    within, *across = (
+        None if None in speeds else min(speeds) for speeds in zip(*answers, strict=True)
+    )
+    return {"within": within, "across": max(filter(None, across), default=None)}
+
+
+def _answer(pipe: Connection, until: float) -> list[float | None] | str:
+    """A rank's bandwidths, or the text of an error."""
+    try:
+        return pipe.recv() if pipe.poll(max(until - time.monotonic(), 0)) else LATE
+    except EOFError:
+        return DIED
 
 
 def _serve(pipe: Connection, device: str, local_rank: int, num_ranks: int, address: str) -> None:
