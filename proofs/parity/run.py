@@ -144,7 +144,7 @@ def assemble(
         place = whole[name][region]
         known = ~place.isnan()
         if known.any():
-            spread = max(spread, (place[known] - numbers[known]).abs().max().item())
+            spread = worst([spread, (place[known] - numbers[known]).abs().max().item()])
         whole[name][region] = numbers
     return whole, spread
 
@@ -230,25 +230,19 @@ def compare(case: Case, runs: list[Run], reference: Expected) -> Row:
         assemble([getattr(run, kind) for run in runs], shapes)
         for kind in ("weights", "gradients", "final_weights")
     )
-    row.spread = max(weights[1], gradients[1], final[1])
-    for run in runs:
-        numbers = attrgetter("loss", "norm", "losses", "norms")
-        same = numbers(run) == numbers(runs[0])
-        row.spread = row.spread if same else math.inf
-    row.weights = max(
-        error_of(weights[0].get(name), weight) for name, weight in reference.weights.items()
-    )
-    errors = {
-        name: error_of(gradients[0].get(name), gradient)
-        for name, gradient in reference.gradients.items()
-    }
-    compare_routing(row, runs, reference)
-    row.worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+    row.spread = worst([weights[1], gradients[1], final[1]])
+    numbers = attrgetter("loss", "norm", "losses", "norms")
+    if any(numbers(run) != numbers(runs[0]) for run in runs):
+        row.spread = math.inf
+    row.weights = worst(errors_of(weights[0], reference.weights).values())
+    errors = errors_of(gradients[0], reference.gradients)
+    row.worst = max(errors, key=lambda name: size(errors[name]))
     row.gradient = errors[row.worst]
-    row.loss = abs(runs[0].loss / reference.loss - 1)
-    row.norm = abs(runs[0].norm / reference.norm - 1)
-    row.loss_steps = worst_of(runs[0].losses, reference.losses)
-    row.norm_steps = worst_of(runs[0].norms, reference.norms)
+    compare_routing(row, runs, reference)
+    row.loss = relative([runs[0].loss], [reference.loss])
+    row.norm = relative([runs[0].norm], [reference.norm])
+    row.loss_steps = relative(runs[0].losses, reference.losses)
+    row.norm_steps = relative(runs[0].norms, reference.norms)
     return row
 
 
@@ -265,15 +259,30 @@ def compare_routing(row: Row, runs: list[Run], reference: Expected) -> None:
         row.routes += int((ours != choices).any(-1).sum())
         counts = torch.bincount(choices.flatten(), minlength=row.case.num_experts).tolist()
         row.routes += sum(run.counts[layer] != counts for run in runs)
-    for run in runs:
-        errors = map(relative, run.auxiliary, reference.auxiliary)
-        row.balance = max(row.balance, *errors)
-        for name, bias in run.biases.items():
-            row.bias = max(row.bias, (bias - reference.biases[name]).abs().max().item())
+    row.balance = worst(relative(run.auxiliary, reference.auxiliary) for run in runs)
+    row.bias = worst(
+        (bias - reference.biases[name]).abs().max().item()
+        for run in runs
+        for name, bias in run.biases.items()
+    )
 
 
-def relative(ours: float, theirs: float) -> float:
-    return abs(ours - theirs) / (abs(theirs) or 1.0)
+def size(error: float) -> tuple[bool, float]:
+    """By which errors are compared: NaN is larger than any number."""
+    return math.isnan(error), error
+
+
+def worst(errors: Iterable[float]) -> float:
+    return max(errors, key=size, default=0.0)
+
+
+def relative(ours: list[float], theirs: list[float]) -> float:
+    """The largest relative error; where theirs is 0, the absolute one."""
+    return worst(abs(a - b) / (abs(b) or 1.0) for a, b in zip(ours, theirs, strict=True))
+
+
+def errors_of(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
+    return {name: error_of(ours.get(name), tensor) for name, tensor in theirs.items()}
 
 
 def error_of(ours: Tensor | None, theirs: Tensor) -> float:
@@ -281,12 +290,8 @@ def error_of(ours: Tensor | None, theirs: Tensor) -> float:
     if ours is None:
         return math.nan
     difference = (ours.double() - theirs.double()).norm().item()
-    size = theirs.double().norm().item()
-    return difference / size if size else difference
-
-
-def worst_of(ours: list[float], theirs: list[float]) -> float:
-    return max((abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)), default=0.0)
+    length = theirs.double().norm().item()
+    return difference / length if length else difference
 
 
 def check(ranks: Ranks, case: Case, steps: int = 0, sabotage: Sabotage | None = None) -> Row:
