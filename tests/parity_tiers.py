@@ -1,6 +1,5 @@
 """Which of many parity cases `make test` runs, and the one assertion about a case."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -8,9 +7,8 @@ import pytest
 
 from parallel.axes import MeshSizes
 from proofs.parity import __main__ as parity
-from proofs.parity.cases import Case, Pair, has_axis_of, option_values, pairs_of
+from proofs.parity.cases import Covering, has_axis_of, pairs_of
 from proofs.parity.chosen import schedule_cases
-from proofs.parity.expert_cases import LAYOUTS, expert_values
 from proofs.parity.run import check
 
 # Every schedule with pp 4: in `make test` without another axis, with up to two stages per rank and
@@ -25,18 +23,15 @@ DEEP = {
 DEEPER = [*DEEP.values(), *(case for case in ROWS if case.num_microbatches == 16)]
 
 
-class Covering:
-    """Cases in which every two values of different options occur together (`wanted_pairs`).
+class Tiers:
+    """The cases of a covering array.
 
     few: some of them, in which every value of every option occurs.
     """
 
-    def __init__(
-        self, values: Mapping[str, Sequence[object]], found: tuple[list[Case], list[Pair]]
-    ) -> None:
-        self.values = values
-        cases, self.impossible = found
-        self.pairs = {case: pairs_of(case, values) for case in cases}
+    def __init__(self, found: Covering) -> None:
+        self.values, self.impossible = found.values, found.impossible
+        self.pairs = {case: pairs_of(case, self.values) for case in found.cases}
         self.few = self._each_value_once()
 
     def _each_value_once(self):
@@ -71,15 +66,13 @@ def values_of(pairs):
 
 
 @cache
-def dense_covering() -> Covering:
-    layouts = parity.layouts_of(parity.WORLDS, quick=True)
-    found = parity.dense_covering(parity.WORLDS, quick=True)
-    return Covering({"layout": layouts, **option_values()}, found)
+def dense_covering() -> Tiers:
+    return Tiers(parity.dense_covering(parity.WORLDS, quick=True))
 
 
 @cache
-def expert_covering() -> Covering:
-    return Covering(expert_values(LAYOUTS), parity.expert_covering(parity.WORLDS))
+def expert_covering() -> Tiers:
+    return Tiers(parity.expert_covering(parity.WORLDS))
 
 
 def thorough_but(kept, cases):

@@ -20,7 +20,15 @@ from pathlib import Path
 
 from model.kernels.backend import why_not_triton
 from parallel.axes import MeshSizes
-from proofs.parity.cases import QUICK_LAYOUTS, STEPS, Case, Pair, covering_cases, option_values
+from proofs.parity.cases import (
+    QUICK_LAYOUTS,
+    STEPS,
+    Case,
+    Covering,
+    Pair,
+    covering_cases,
+    option_values,
+)
 from proofs.parity.chosen import context_cases, kernel_cases, schedule_cases
 from proofs.parity.expert_cases import LAYOUTS as EXPERT_LAYOUTS
 from proofs.parity.expert_cases import STEPS as EXPERT_STEPS
@@ -43,23 +51,21 @@ def layouts_of(worlds: tuple[int, ...], quick: bool) -> list[MeshSizes]:
 
 
 @functools.cache
-def dense_covering(worlds: tuple[int, ...], quick: bool) -> tuple[list[Case], list[Pair]]:
-    """The covering array over layouts and options, and the pairs that no valid case contains."""
+def dense_covering(worlds: tuple[int, ...], quick: bool) -> Covering:
     return covering_cases({"layout": layouts_of(worlds, quick), **option_values()})
 
 
 @functools.cache
-def expert_covering(worlds: tuple[int, ...]) -> tuple[list[Case], list[Pair]]:
-    """The same, of mixtures of experts."""
+def expert_covering(worlds: tuple[int, ...]) -> Covering:
     return covering_cases(expert_values([at for at in EXPERT_LAYOUTS if at.world in worlds]))
 
 
 def plan(worlds: tuple[int, ...], quick: bool) -> tuple[list[tuple[Case, int]], list[Pair]]:
     """Return the cases, each with its number of optimizer steps, and the pairs of option values
     that no valid case contains."""
-    combined, impossible = dense_covering(worlds, quick)
-    with_experts, impossible_too = expert_covering(worlds)
-    cases = [(case, 0) for case in combined] + [(case, EXPERT_STEPS) for case in with_experts]
+    dense, of_experts = dense_covering(worlds, quick), expert_covering(worlds)
+    cases = [(case, 0) for case in dense.cases]
+    cases += [(case, EXPERT_STEPS) for case in of_experts.cases]
     if not quick:
         for sizes in layouts_of(worlds, quick):
             # Without a pipeline, two micro-batches are enough to show every error of accumulation.
@@ -70,7 +76,7 @@ def plan(worlds: tuple[int, ...], quick: bool) -> tuple[list[tuple[Case, int]], 
         cases += [(case, 0) for case in chosen if case.world in worlds]
         chosen = expert_layout_cases(worlds) + extreme_cases()
         cases += [(case, EXPERT_STEPS) for case in chosen if case.world in worlds]
-    return cases, impossible + impossible_too
+    return cases, dense.impossible + of_experts.impossible
 
 
 def main(arguments: list[str] | None = None) -> int:

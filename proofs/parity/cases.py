@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from data.config import DataConfig
 from errors import UserError
@@ -255,18 +255,22 @@ def wanted_pairs(values: Mapping[str, Sequence[object]]) -> list[Pair]:
     ]
 
 
-def covering_cases(
-    values: Mapping[str, Sequence[object]], seed: int = 0
-) -> tuple[list[Case], list[Pair]]:
-    """Return cases in which all `wanted_pairs` occur, and those that no valid case contains. The
-    result is deterministic, and takes seconds.
+class Covering(NamedTuple):
+    """Cases in which every two values of different options occur together (`wanted_pairs`)."""
+
+    values: Mapping[str, Sequence[object]]  # of each option
+    cases: list[Case]
+    impossible: list[Pair]  # that no valid case contains
+
+
+def covering_cases(values: Mapping[str, Sequence[object]], seed: int = 0) -> Covering:
+    """Find the cases. The result is deterministic, and takes seconds.
 
     The algorithm is greedy: it fixes the first pair that is not yet covered, and of many random
     completions takes the one that covers the most new pairs."""
-    cases: list[Case] = []
-    impossible: list[Pair] = []
+    found = Covering(values, [], [])
     if not all(values.values()):  # no layout has so many ranks
-        return cases, impossible
+        return found
     uncovered: dict[Pair, None] = dict.fromkeys(wanted_pairs(values))  # an ordered set
     rng = random.Random(seed)
     while uncovered:
@@ -286,10 +290,10 @@ def covering_cases(
             if attempt >= ENOUGH and best is not None:
                 break
         if best is None:
-            impossible.append(wanted)
+            found.impossible.append(wanted)
             del uncovered[wanted]
             continue
-        cases.append(best)
+        found.cases.append(best)
         for pair in pairs_of(best, values):
             uncovered.pop(pair, None)
-    return cases, impossible
+    return found
