@@ -48,7 +48,7 @@ class RankError(RuntimeError):
     """A task failed on some rank; the message contains every traceback received."""
 
 
-class Ranks:
+class Ranks(contextlib.AbstractContextManager["Ranks"]):
     """A pool of up to `size` processes.
 
     Args:
@@ -67,9 +67,6 @@ class Ranks:
         # rank → its process, and this side's end of its pipe
         self._ranks: dict[int, tuple[Any, Connection]] = {}
         atexit.register(self.close)
-
-    def __enter__(self) -> "Ranks":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

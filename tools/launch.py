@@ -40,7 +40,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -179,12 +179,12 @@ class Ending:
     """How the ranks ended."""
 
     failure: tuple[int, int] | None = None  # the first one: (rank, exit status or -signal)
-    received: list[int] = field(default_factory=list)  # the signal that requested a stop, if any
+    received: int = 0  # the signal that requested a stop, if any
     at_once: bool = False  # whether a second one requested that they be killed
 
     def why(self) -> str:
         if self.at_once:
-            return f"{signal.Signals(self.received[0]).name} was received twice"
+            return f"{signal.Signals(self.received).name} was received twice"
         assert self.failure is not None
         rank, status = self.failure
         if status < 0:
@@ -194,7 +194,7 @@ class Ending:
     def status(self) -> int:
         if self.failure is not None and not self.at_once:
             return self.failure[1] if self.failure[1] > 0 else 1
-        return 128 + self.received[0] if self.received else 0
+        return 128 + self.received if self.received else 0
 
 
 def start_processes(processes: int, function: Callable[..., None], *arguments: object) -> Ending:
@@ -249,11 +249,11 @@ def _wait(ranks: dict[int, int], awaited: set[signal.Signals]) -> Ending:
         elif number == signal.SIGALRM:
             os.killpg(group, signal.SIGKILL)
         elif not ending.received:
-            ending.received, asked_at = [number], time.monotonic()
+            ending.received, asked_at = number, time.monotonic()
             _send(ranks, number)
         elif (
             not ending.at_once
-            and number == ending.received[0]
+            and number == ending.received
             and time.monotonic() - asked_at > signals.SAME_REQUEST_SECONDS
         ):
             ending.at_once = True
@@ -277,19 +277,11 @@ def _send(ranks: dict[int, int], number: int) -> None:
 def _sweep() -> None:
     """Removes folders that this user's launchers left behind when they were killed."""
     for folder in Path(tempfile.gettempdir()).glob("lattice-*-*"):
-        pid = folder.name.split("-")[1]
-        if (
-            pid.isdecimal()
-            and folder.lstat().st_uid == os.getuid()
-            and folder.is_dir()
-            and not folder.is_symlink()
-        ):
+        with contextlib.suppress(ValueError, OverflowError, OSError):  # not ours, or alive
             try:
-                os.kill(int(pid), 0)
+                os.kill(int(folder.name.split("-")[1]), 0)
             except ProcessLookupError:
-                shutil.rmtree(folder, ignore_errors=True)
-            except OSError:  # alive, and owned by another user
-                continue
+                shutil.rmtree(folder)  # refuses a link
 
 
 # --- the command ----------------------------------------------------------------------------------

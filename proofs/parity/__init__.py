@@ -5,9 +5,9 @@ cases.py              the layouts and options that are compared
 chosen.py             cases chosen by hand: schedules, context parallelism, Triton's kernels
 expert_cases.py       the cases of mixtures of experts
 run.py                runs one case on all ranks and compares it with the reference
-routing.py            which experts the tokens chose
+routing.py            which experts the tokens of a rank choose
 row.py                the errors of one case, and their bounds
 reference.py          the model in plain PyTorch, which shares no code with parallel/
-reference_experts.py  its mixture of experts
+reference_experts.py  its feed-forward, and its mixture of experts
 reference_training.py its optimizer steps
 """

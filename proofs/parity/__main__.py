@@ -12,20 +12,28 @@ per case with the largest relative errors, and exits with status 1 if any is out
 On two cores, over gloo, all cases together take minutes.
 """
 
+import functools
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from model.kernels.backend import why_not_triton
 from parallel.axes import MeshSizes
-from proofs.parity.cases import QUICK_LAYOUTS, STEPS, Case, Pair, covering_cases, option_values
+from proofs.parity.cases import (
+    QUICK_LAYOUTS,
+    STEPS,
+    Case,
+    Covering,
+    Pair,
+    covering_cases,
+    option_values,
+)
 from proofs.parity.chosen import context_cases, kernel_cases, schedule_cases
 from proofs.parity.expert_cases import LAYOUTS as EXPERT_LAYOUTS
 from proofs.parity.expert_cases import STEPS as EXPERT_STEPS
 from proofs.parity.expert_cases import expert_layout_cases, expert_values, extreme_cases
-from proofs.parity.row import BOUNDS, Row, as_json, line
+from proofs.parity.row import BOUNDS
 from proofs.parity.run import check
 from proofs.ranks import Ranks
 from tools.command import CommandParser, run_command
@@ -34,58 +42,51 @@ WORLDS = (1, 2, 4, 8)
 
 
 def layouts_of(worlds: tuple[int, ...], quick: bool) -> list[MeshSizes]:
-    layouts = [sizes for world in worlds for sizes in MeshSizes.all_of(world)]
     return [
         sizes
-        for sizes in layouts
+        for world in worlds
+        for sizes in MeshSizes.all_of(world)
         if Case(sizes).is_valid() and (not quick or sizes in QUICK_LAYOUTS)
     ]
+
+
+@functools.cache
+def dense_covering(worlds: tuple[int, ...], quick: bool) -> Covering:
+    return covering_cases({"layout": layouts_of(worlds, quick), **option_values()})
+
+
+@functools.cache
+def expert_covering(worlds: tuple[int, ...]) -> Covering:
+    return covering_cases(expert_values([at for at in EXPERT_LAYOUTS if at.world in worlds]))
 
 
 def plan(worlds: tuple[int, ...], quick: bool) -> tuple[list[tuple[Case, int]], list[Pair]]:
     """Return the cases, each with its number of optimizer steps, and the pairs of option values
     that no valid case contains."""
-    layouts = layouts_of(worlds, quick)
-    # Without a pipeline, two micro-batches are enough to show every error of accumulation.
-    bases = [(Case(sizes, num_microbatches=4 if sizes.pp > 1 else 2), STEPS) for sizes in layouts]
-    bases = (
-        []
-        if quick
-        else [(replace(case, dtype=dtype), steps) for case, steps in bases for dtype in BOUNDS]
-    )
-    combined, impossible = covering_cases({"layout": layouts, **option_values()})
-    of_experts = [sizes for sizes in EXPERT_LAYOUTS if sizes.world in worlds]
-    with_experts, impossible_too = covering_cases(expert_values(of_experts))
-    chosen = [] if quick else expert_layout_cases(worlds) + extreme_cases(worlds)
-    schedules = [] if quick else schedule_cases(worlds)
-    context = [] if quick else context_cases(worlds)
-    kernels = [] if quick or why_not_triton("cpu") else kernel_cases(worlds)
-    cases = bases + [(case, 0) for case in schedules + context + kernels + combined]
-    cases += [(case, EXPERT_STEPS) for case in with_experts + chosen]
-    return cases, impossible + impossible_too
-
-
-def run(ranks: Ranks, cases: list[tuple[Case, int]]) -> Iterator[tuple[Row, int]]:
-    for case, steps in cases:
-        yield check(ranks, case, steps), steps
+    dense, of_experts = dense_covering(worlds, quick), expert_covering(worlds)
+    cases = [(case, 0) for case in dense.cases]
+    cases += [(case, EXPERT_STEPS) for case in of_experts.cases]
+    if not quick:
+        for sizes in layouts_of(worlds, quick):
+            # Without a pipeline, two micro-batches are enough to show every error of accumulation.
+            case = Case(sizes, num_microbatches=4 if sizes.pp > 1 else 2)
+            cases += [(replace(case, dtype=dtype), STEPS) for dtype in BOUNDS]
+        kernels = [] if why_not_triton("cpu") else kernel_cases()
+        chosen = schedule_cases(worlds) + context_cases() + kernels
+        cases += [(case, 0) for case in chosen if case.world in worlds]
+        chosen = expert_layout_cases(worlds) + extreme_cases()
+        cases += [(case, EXPERT_STEPS) for case in chosen if case.world in worlds]
+    return cases, dense.impossible + of_experts.impossible
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m proofs.parity", description=__doc__)
-    parser.add_argument(
-        "--world", type=int, metavar="N", help="only layouts of N ranks (default: 1, 2, 4 and 8)"
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="only the covering arrays over a few layouts, in minutes",
-    )
-    parser.add_argument(
-        "--strict",
-        action="store_true",
-        help="over a process group that orders communication as strictly as NCCL (proofs/strict)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row to FILE")
+    parser.option("--world", int, "N", "only layouts of N ranks (default: 1, 2, 4 and 8)")
+    few = "only the covering arrays over a few layouts, in minutes"
+    parser.option("--quick", bool, None, few)
+    strict = "over a process group that orders communication as strictly as NCCL (proofs/strict)"
+    parser.option("--strict", bool, None, strict)
+    parser.option("--json", Path, "FILE", "write every row to FILE")
     options = parser.parse_args(arguments)
     worlds = (options.world,) if options.world else WORLDS
     started = time.monotonic()
@@ -93,33 +94,27 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{len(cases)} cases; {len(impossible)} pairs of options are incompatible", flush=True)
     rows = []
     with Ranks(max(worlds), backend="strict" if options.strict else "gloo") as ranks:
-        for row, steps in run(ranks, cases):
-            rows.append((row, steps))
-            print(line(row, steps), flush=True)
-    failed = [row for row, _ in rows if row.failures()]
+        for case, steps in cases:
+            rows.append(check(ranks, case, steps))
+            print(rows[-1], flush=True)
+    passed = [row for row in rows if not row.failures()]
     seconds = time.monotonic() - started
-    for dtype in BOUNDS:
-        finished = [row for row, _ in rows if row.case.dtype == dtype and not row.crash]
-        if finished:
-            worst = {name: max(getattr(row, name) for row in finished) for name in BOUNDS[dtype]}
-            print(
-                f"{dtype} worst:",
-                *(
-                    f"{name} {value:.1e} (≤ {BOUNDS[dtype][name]:.0e})"
-                    for name, value in worst.items()
-                ),
-            )
-    print(f"{len(rows) - len(failed)} of {len(rows)} cases within bounds, {seconds:.0f} s")
+    for dtype, bounds in BOUNDS.items():
+        if finished := [row for row in rows if row.case.dtype == dtype and not row.crash]:
+            worst = {name: max(getattr(row, name) for row in finished) for name in bounds}
+            text = (f"{name} {value:.1e} (≤ {bounds[name]:.0e})" for name, value in worst.items())
+            print(f"{dtype} worst:", *text)
+    print(f"{len(passed)} of {len(rows)} cases within bounds, {seconds:.0f} s")
     if options.json:
         report = {
-            "passed": not failed,
+            "passed": len(passed) == len(rows),
             "seconds": seconds,
             "bounds": BOUNDS,
             "impossible_pairs": impossible,
-            "rows": [as_json(row, steps) for row, steps in rows],
+            "rows": [row.as_json() for row in rows],
         }
         options.json.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
-    return 1 if failed or not rows else 0
+    return 0 if rows and len(passed) == len(rows) else 1
 
 
 if __name__ == "__main__":

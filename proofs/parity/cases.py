@@ -8,16 +8,16 @@ Kuhn et al. 2004, https://doi.org/10.1109/TSE.2004.24.)
 import functools
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from data.config import DataConfig
 from errors import UserError
-from model.config import ModelConfig
+from model.config import KEYS_OF_EXPERTS, ModelConfig
 from parallel.axes import MeshSizes
 from parallel.config import ParallelConfig
-from parallel.pipeline.schedules import SCHEDULES, build_schedule
+from parallel.pipeline.schedules import SCHEDULES
 from training.config import Config
 from training.sections import (
     CheckpointConfig,
@@ -91,23 +91,6 @@ class Case:
         dp = f"{at.dp_replicate}x{at.dp_shard}"
         return " ".join([f"pp={at.pp} dp={dp}{cp} tp={at.tp}{ep}", *changed])
 
-    def experts(self) -> dict[str, Any]:
-        """The keys of `model` for a mixture of experts."""
-        if self.router is None:
-            return {}
-        return {
-            "num_experts": self.num_experts,
-            "experts_per_token": self.experts_per_token,
-            "expert_ffn_dim": 16,
-            "router": self.router,
-            "router_scale": 2.5,
-            "num_shared_experts": self.num_shared_experts,
-            "num_dense_layers": self.num_dense_layers,
-            "router_aux_weight": 0.01 if self.router_losses else 0.0,
-            "router_z_weight": 0.003 if self.router_losses else 0.0,
-            "router_bias_rate": 0.01 if self.router == "sigmoid_bias" else 0.0,
-        }
-
     def config(self) -> Config:
         """The whole configuration. Raises UserError if the options are incompatible."""
         stages = self.layout.pp * self.stages_per_rank
@@ -117,34 +100,18 @@ class Case:
                 dim=32,
                 num_layers=num_layers,
                 num_heads=8,
-                num_kv_heads=self.num_kv_heads,
-                attention_dim=self.attention_dim,
-                qk_norm=self.qk_norm,
-                attention=self.attention,
-                attention_window=self.attention_window,
-                feed_forward=self.feed_forward if self.router is None else "experts",
-                rope_scaling_factor=self.rope_scaling_factor,
                 # half of SEQ_LEN: one of a head's two frequencies is scaled partly, the other fully
                 rope_original_length=8,
                 ffn_dim=48,
-                vocab_size=self.vocab_size,
-                tie_embeddings=self.tie_embeddings,
-                kernels=self.kernels,
-                **self.experts(),
                 # large, so that attention is far from uniform and every part matters
                 init_std=0.15,
+                **self._model(),
             ),
             ParallelConfig(
                 **self.layout.by_axis(),
                 ep=self.layout.ep,
-                sequence_parallel=self.sequence_parallel,
-                tp_pieces=self.tp_pieces,
-                schedule=self.schedule,
-                stages_per_rank=self.stages_per_rank,
                 layers_per_stage=_layers_per_stage(self.layers, stages, num_layers),
-                zero_stage=self.zero_stage,
-                fsdp_unit=self.fsdp_unit,
-                cpu_offload=self.cpu_offload,
+                **self._keys_of(ParallelConfig),
             ),
             TrainConfig(
                 steps=STEPS,
@@ -152,8 +119,7 @@ class Case:
                 global_batch_size=BATCH,
                 micro_batch_size=max(1, BATCH // (self.layout.dp * self.num_microbatches)),
                 seed=SEED,
-                dtype=self.dtype,
-                activation_checkpointing=self.activation_checkpointing,
+                **self._keys_of(TrainConfig),
             ),
             OPTIMIZER,
             DataConfig(path="-", document_mask=self.document_mask),
@@ -163,6 +129,26 @@ class Case:
         )
         config.validate(self.world)
         return config
+
+    def _keys_of(self, section: type) -> dict[str, Any]:
+        """The options that have the name of a key of this section of the configuration."""
+        keys = {key.name for key in fields(section)}
+        return {name: value for name, value in vars(self).items() if name in keys}
+
+    def _model(self) -> dict[str, Any]:
+        """The options of the model."""
+        given = self._keys_of(ModelConfig)
+        if self.router is None:
+            of_experts = {"num_experts", *KEYS_OF_EXPERTS}
+            return {key: value for key, value in given.items() if key not in of_experts}
+        return given | {
+            "feed_forward": "experts",
+            "expert_ffn_dim": 16,
+            "router_scale": 2.5,
+            "router_aux_weight": 0.01 if self.router_losses else 0.0,
+            "router_z_weight": 0.003 if self.router_losses else 0.0,
+            "router_bias_rate": 0.01 if self.router == "sigmoid_bias" else 0.0,
+        }
 
     def is_valid(self) -> bool:
         """Whether the options are compatible, and each has an effect."""
@@ -188,13 +174,23 @@ def _layers_per_stage(layers: str, stages: int, num_layers: int) -> list[int] | 
 @functools.cache
 def option_values() -> dict[str, Sequence[object]]:
     """The values of each option that the covering array combines."""
+
+    def every(section: type, key: str) -> tuple[object, ...]:
+        """All values that a key of the configuration can have."""
+        return get_args(get_type_hints(section)[key])
+
+    piped = Case(MeshSizes(pp=2), num_microbatches=8)
     return {
         "sequence_parallel": (True, False),
         "tp_pieces": (1, 2, 4),
         # schedule, stages per rank
-        "pipeline": [pair for pair in product(SCHEDULES, (1, 2, 4)) if _takes(*pair)],
-        "zero_stage": get_args(get_type_hints(ParallelConfig)["zero_stage"]),
-        "fsdp_unit": get_args(get_type_hints(ParallelConfig)["fsdp_unit"]),
+        "pipeline": [
+            (schedule, stages)
+            for schedule, stages in product(SCHEDULES, (1, 2, 4))
+            if replace(piped, schedule=schedule, stages_per_rank=stages).is_valid()
+        ],
+        "zero_stage": every(ParallelConfig, "zero_stage"),
+        "fsdp_unit": every(ParallelConfig, "fsdp_unit"),
         "tie_embeddings": (False, True),
         "vocab_size": (251, 256),
         "num_kv_heads": (4, 2, 8),
@@ -202,22 +198,11 @@ def option_values() -> dict[str, Sequence[object]]:
         "qk_norm": (False, True),
         "rope_scaling_factor": (1.0, 8.0),
         "layers": ("even", "uneven", "none_first", "none_last"),
-        "activation_checkpointing": get_args(
-            get_type_hints(TrainConfig)["activation_checkpointing"]
-        ),
+        "activation_checkpointing": every(TrainConfig, "activation_checkpointing"),
         "cpu_offload": (False, True),
         "document_mask": (False, True),
         "num_microbatches": (1, 2, 4, 8),
     }
-
-
-def _takes(schedule: str, stages_per_rank: int) -> bool:
-    """Whether the schedule accepts this number of stages per rank."""
-    try:
-        build_schedule(schedule, 2, stages_per_rank, 8)
-    except UserError:
-        return False
-    return True
 
 
 # random completions of a pair: before it counts as impossible, and if a valid one was found
@@ -249,11 +234,7 @@ QUICK_LAYOUTS = [
 
 def pairs_of(case: Case, names: Iterable[str]) -> set[Pair]:
     """Every two values of the options `names` that occur together in `case`."""
-    given = {
-        **asdict(case),
-        "layout": case.layout,
-        "pipeline": (case.schedule, case.stages_per_rank),
-    }
+    given = {**vars(case), "pipeline": (case.schedule, case.stages_per_rank)}
     return set(combinations([(name, given[name]) for name in names], 2))
 
 
@@ -274,25 +255,24 @@ def wanted_pairs(values: Mapping[str, Sequence[object]]) -> list[Pair]:
     ]
 
 
-def covering_cases(
-    values: Mapping[str, Sequence[object]], seed: int = 0
-) -> tuple[list[Case], list[Pair]]:
-    """Return cases in which all `wanted_pairs` occur, and those that no valid case contains. The
-    result is deterministic; it is kept, as it takes seconds."""
-    return cover(tuple((name, tuple(choices)) for name, choices in values.items()), seed)
+class Covering(NamedTuple):
+    """Cases in which every two values of different options occur together (`wanted_pairs`)."""
+
+    values: Mapping[str, Sequence[object]]  # of each option
+    cases: list[Case]
+    impossible: list[Pair]  # that no valid case contains
 
 
-@functools.cache
-def cover(
-    options: tuple[tuple[str, tuple[object, ...]], ...], seed: int
-) -> tuple[list[Case], list[Pair]]:
-    """`covering_cases`. The algorithm is greedy: it fixes the first pair that is not yet covered,
-    and of many random completions takes the one that covers the most new pairs."""
-    values = dict(options)
+def covering_cases(values: Mapping[str, Sequence[object]], seed: int = 0) -> Covering:
+    """Find the cases. The result is deterministic, and takes seconds.
+
+    The algorithm is greedy: it fixes the first pair that is not yet covered, and of many random
+    completions takes the one that covers the most new pairs."""
+    found = Covering(values, [], [])
+    if not all(values.values()):  # no layout has so many ranks
+        return found
     uncovered: dict[Pair, None] = dict.fromkeys(wanted_pairs(values))  # an ordered set
     rng = random.Random(seed)
-    cases: list[Case] = []
-    impossible: list[Pair] = []
     while uncovered:
         wanted = next(iter(uncovered))
         best: Case | None = None
@@ -310,10 +290,10 @@ def cover(
             if attempt >= ENOUGH and best is not None:
                 break
         if best is None:
-            impossible.append(wanted)
+            found.impossible.append(wanted)
             del uncovered[wanted]
             continue
-        cases.append(best)
+        found.cases.append(best)
         for pair in pairs_of(best, values):
             uncovered.pop(pair, None)
-    return cases, impossible
+    return found

@@ -37,7 +37,7 @@ def schedule_cases(worlds: Sequence[int]) -> list[Case]:
     return cases
 
 
-def context_cases(worlds: Sequence[int]) -> list[Case]:
+def context_cases() -> list[Case]:
     """Context parallelism with micro-batches of one sequence and without activation checkpointing,
     where backward gathers keys and values again: with every schedule, and with the options that
     affect what else a backward sends. (The covering array's micro-batches have more sequences.)"""
@@ -67,39 +67,25 @@ def context_cases(worlds: Sequence[int]) -> list[Case]:
         Case(MeshSizes(pp=2, cp=2, tp=2), schedule="zb_h1", tp_pieces=2, document_mask=True),
         Case(MeshSizes(pp=2, dp_shard=2, cp=2), schedule="zb_v", stages_per_rank=2, zero_stage=3),
     ]
-    cases = [replace(case, num_microbatches=BATCH // case.layout.dp) for case in cases]
-    return [case for case in cases if case.world in worlds]
+    return [replace(case, num_microbatches=BATCH // case.layout.dp) for case in cases]
 
 
-def kernel_cases(worlds: Sequence[int]) -> list[Case]:
+def kernel_cases() -> list[Case]:
     """The whole model with Triton's kernels: over tp, and with the ways of checkpointing, sharding
     and splitting that affect them."""
-    cases = [Case(MeshSizes(tp=tp), kernels="triton") for tp in (1, 2, 4)]
-    cases += [
-        Case(
-            MeshSizes(tp=2),
-            kernels="triton",
-            sequence_parallel=False,
-            num_kv_heads=8,
-            attention_dim=64,
-        ),
+    cases = [
+        *(Case(MeshSizes(tp=tp)) for tp in (1, 2, 4)),
+        Case(MeshSizes(tp=2), sequence_parallel=False, num_kv_heads=8, attention_dim=64),
         Case(
             MeshSizes(dp_shard=2, tp=2),
-            kernels="triton",
             zero_stage=3,
             activation_checkpointing="full",
             num_kv_heads=1,
             qk_norm=True,
         ),
-        Case(
-            MeshSizes(dp_replicate=2),
-            kernels="triton",
-            activation_checkpointing="selective",
-            document_mask=True,
-        ),
+        Case(MeshSizes(dp_replicate=2), activation_checkpointing="selective", document_mask=True),
         Case(
             MeshSizes(pp=2, tp=2),
-            kernels="triton",
             schedule="zb_v",
             stages_per_rank=2,
             tie_embeddings=True,
@@ -107,7 +93,6 @@ def kernel_cases(worlds: Sequence[int]) -> list[Case]:
         ),
         Case(
             MeshSizes(pp=2, dp_shard=2),
-            kernels="triton",
             schedule="zb_h1",
             zero_stage=2,
             cpu_offload=True,
@@ -116,10 +101,9 @@ def kernel_cases(worlds: Sequence[int]) -> list[Case]:
         # rotates gradients that are parts of wider tensors
         Case(
             MeshSizes(cp=2),
-            kernels="triton",
             activation_checkpointing="selective",
             num_kv_heads=2,
             document_mask=True,
         ),
     ]
-    return [case for case in cases if case.world in worlds]
+    return [replace(case, kernels="triton") for case in cases]

@@ -75,17 +75,13 @@ def expert_values(layouts: Sequence[MeshSizes]) -> dict[str, Sequence[object]]:
     }
 
 
-def of_experts(num_experts: int, given: dict[int, float]) -> tuple[float, ...]:
-    """First biases: `given` for some experts, 0 for the others."""
-    return tuple(given.get(expert, 0.0) for expert in range(num_experts))
-
-
-def extreme_cases(worlds: Sequence[int]) -> list[Case]:
+def extreme_cases() -> list[Case]:
     """Loads as uneven as they can be, and numbers of experts at the limits of what can be sharded.
     Sigmoid scores are below 1, so no score outweighs a bias of 2."""
-    one, none = of_experts(8, {5: 2.0}), of_experts(8, {0: -2.0})
+    one = (0.0, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0)
+    none = (-2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     # with ep 4 a rank has two of the experts: rank 1 receives no rows
-    idle = of_experts(8, {2: -2.0, 3: -2.0})
+    idle = (0.0, 0.0, -2.0, -2.0, 0.0, 0.0, 0.0, 0.0)
     layouts = [
         MeshSizes(),
         MeshSizes(dp_shard=2, ep=2),
@@ -94,7 +90,7 @@ def extreme_cases(worlds: Sequence[int]) -> list[Case]:
         MeshSizes(pp=2, dp_shard=4, ep=4),
     ]
     biased = Case(MeshSizes(), router="sigmoid_bias", router_losses=True, zero_stage=2)
-    cases = [
+    uneven = [
         replace(biased, layout=sizes, first_bias=first, experts_per_token=k, **options)
         for sizes in layouts
         for first, k in ((one, 1), (one, 3), (none, 3), (idle, 3))
@@ -102,7 +98,8 @@ def extreme_cases(worlds: Sequence[int]) -> list[Case]:
     ]
     # each expert cut in two or four: fewer on a rank than ranks that shard them
     few = Case(MeshSizes(), router="softmax", num_experts=4, zero_stage=3)
-    cases += [
+    return [
+        *uneven,
         replace(few, layout=MeshSizes(dp_shard=8, ep=2)),
         replace(few, layout=MeshSizes(dp_shard=8, ep=4)),
         replace(few, layout=MeshSizes(dp_shard=4, tp=2)),
@@ -116,4 +113,3 @@ def extreme_cases(worlds: Sequence[int]) -> list[Case]:
         # the first stage has no experts, and FSDP shards only those, over tp
         replace(few, layout=MeshSizes(pp=2, tp=2), num_dense_layers=2),
     ]  # fmt: skip
-    return [case for case in cases if case.world in worlds]

@@ -1,14 +1,14 @@
 """A plain, unsharded implementation of the model, which the parallel one must equal.
 
-It is deliberately a second implementation, written from the papers with nothing but torch: nothing
-here imports `model/`, `parallel/` or `training/`, layers are `nn.Linear` and `nn.Embedding`, the
-batch comes first, [B, S, D], attention is a masked softmax, a mixture of experts is a loop over
-experts (reference_experts.py), and AdamW is torch's own (reference_training.py). Parameter names
-are the same, so that gradients can be compared by name. `proofs/parity` compares the two.
+It is deliberately a second implementation, written from the papers with nothing but torch: of the
+code under test it reads only the section `model` of the configuration. Layers are `nn.Linear` and
+`nn.Embedding`, the batch comes first, [B, S, D], attention is a masked softmax, a mixture of
+experts is a loop over experts (reference_experts.py), and AdamW is torch's own
+(reference_training.py). Parameter names are the same, so that gradients can be compared by name.
+`proofs/parity` compares the two.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from proofs.parity.reference_experts import Experts, Routing, set_padding
+from model.config import ModelConfig
+from proofs.parity.reference_experts import Experts, FeedForward
 
 IGNORE = -100  # F.cross_entropy's default
 
@@ -73,27 +74,26 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention: x [B, S, D] → [B, S, D]. `window` is for subclasses."""
+    """Causal grouped-query attention: x [B, S, D] → [B, S, D]."""
 
-    def __init__(
-        self,
-        dim: int,
-        head_dim: int,
-        num_heads: int,
-        num_kv_heads: int,
-        rotary: Rotary,
-        qk_norm_eps: float | None,
-        window: int | None,
-    ) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.rotary = num_heads, num_kv_heads, rotary
-        self.window = window
-        self.query = nn.Linear(dim, num_heads * head_dim, bias=False)
-        self.key = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
-        self.value = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
-        self.output = nn.Linear(num_heads * head_dim, dim, bias=False)
-        self.query_norm = nn.Identity() if qk_norm_eps is None else Norm(head_dim, qk_norm_eps)
-        self.key_norm = nn.Identity() if qk_norm_eps is None else Norm(head_dim, qk_norm_eps)
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.window = config.attention_window  # for subclasses
+        self.rotary = Rotary(
+            config.rope_theta,
+            config.rope_scaling_factor,
+            config.rope_low_freq_factor,
+            config.rope_high_freq_factor,
+            config.rope_original_length,
+        )
+        dim, head_dim, eps = config.dim, config.head_dim, config.norm_eps
+        self.query = nn.Linear(dim, self.num_heads * head_dim, bias=False)
+        self.key = nn.Linear(dim, self.num_kv_heads * head_dim, bias=False)
+        self.value = nn.Linear(dim, self.num_kv_heads * head_dim, bias=False)
+        self.output = nn.Linear(self.num_heads * head_dim, dim, bias=False)
+        self.query_norm = Norm(head_dim, eps) if config.qk_norm else nn.Identity()
+        self.key_norm = Norm(head_dim, eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
@@ -122,35 +122,30 @@ class SlidingWindow(Attention):
         return super().sees(length).triu(1 - self.window)
 
 
-class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) · up(x))."""
-
-    def __init__(self, dim: int, ffn_dim: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(dim, ffn_dim, bias=False)
-        self.up = nn.Linear(dim, ffn_dim, bias=False)
-        self.down = nn.Linear(ffn_dim, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.gate(x)
-        return self.down(gate * torch.sigmoid(gate) * self.up(x))
-
-
 # The keys are the names of files in model/attention/ and model/feed_forward/.
 ATTENTION = {"causal": Attention, "sliding_window": SlidingWindow}
 FEED_FORWARD = {"swiglu": FeedForward}
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int, attention: nn.Module, feed_forward: nn.Module, eps: float) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.attention_norm = Norm(dim, eps)
-        self.attention = attention
-        self.feed_forward_norm = Norm(dim, eps)
-        self.feed_forward = feed_forward
+        self.attention_norm = Norm(config.dim, config.norm_eps)
+        self.attention = ATTENTION[config.attention_of(layer)](config)
+        self.feed_forward_norm = Norm(config.dim, config.norm_eps)
+        kind = config.feed_forward_of(layer)
+        self.feed_forward: nn.Module = (
+            Experts(config) if kind == "experts" else FEED_FORWARD[kind](config.dim, config.ffn_dim)
+        )
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, lengths: list[int]) -> Tensor:
+        """x [B, S, D]; `lengths` of the documents, sequence after sequence."""
+        # Each document is a row, padded at its end. That changes nothing, because no position
+        # attends to a later one.
+        documents = self.attention_norm(x).flatten(0, 1).split(lengths)
+        y = self.attention(pad_sequence(documents, batch_first=True))
+        y = torch.cat([row[:length] for row, length in zip(y, lengths, strict=True)])
+        x = x + y.view_as(x)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -158,63 +153,28 @@ class Reference(nn.Module):
     """The whole decoder: tokens [B, S] → logits [B, S, V].
 
     Args:
-        attention, feed_forward: the kind of each layer.
         bos_id: the token that begins a document; tokens then attend only to their own document.
     """
 
-    def __init__(
-        self,
-        *,
-        dim: int,
-        attention: Sequence[str],
-        feed_forward: Sequence[str],
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        window: int | None,
-        qk_norm: bool,
-        ffn_dim: int,
-        vocab_size: int,
-        norm_eps: float,
-        rotary: Rotary,
-        tie_embeddings: bool,
-        bos_id: int | None = None,
-        routing: Routing | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, bos_id: int | None = None) -> None:
         super().__init__()
         self.bos_id = bos_id
-        self.embedding = nn.Embedding(vocab_size, dim)
-        qk_norm_eps = norm_eps if qk_norm else None
-        heads = (dim, head_dim, num_heads, num_kv_heads, rotary, qk_norm_eps, window)
-
-        def make_feed_forward(kind: str) -> nn.Module:
-            return Experts(dim, routing) if kind == "experts" else FEED_FORWARD[kind](dim, ffn_dim)
-
-        self.blocks = nn.ModuleList(
-            Block(dim, ATTENTION[a](*heads), make_feed_forward(f), norm_eps)
-            for a, f in zip(attention, feed_forward, strict=True)
-        )
-        self.norm = Norm(dim, norm_eps)
-        self.head = nn.Linear(dim, vocab_size, bias=False)
-        if tie_embeddings:
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.norm = Norm(config.dim, config.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
             # one Parameter, which `named_parameters` yields once, as embedding.weight
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if self.bos_id is None:
-            return self.logits(tokens)
-        cut = [row.tensor_split((row == self.bos_id).nonzero().flatten()) for row in tokens]
-        documents = [document for row in cut for document in row if len(document)]
-        # Each document is a row, padded at its end. That changes nothing, because no position
-        # attends to a later one.
-        padded = pad_sequence(documents, batch_first=True, padding_value=-1)
-        set_padding(self, padded >= 0, len(tokens))
-        return self.logits(padded.clamp(min=0))[padded >= 0].unflatten(0, tokens.shape)
-
-    def logits(self, tokens: Tensor) -> Tensor:
+        begins = torch.zeros_like(tokens) if self.bos_id is None else tokens == self.bos_id
+        begins[:, 0] = True
+        starts = begins.flatten().nonzero().flatten()
+        lengths = starts.diff(append=torch.tensor([tokens.numel()])).tolist()
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, lengths)
         return self.head(self.norm(x))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -1,49 +1,43 @@
 """The reference's training: AdamW as torch has it, clipping, the learning rate, and the biases of
-routers. As in reference.py, nothing here is shared with the code under test."""
+routers. As in reference.py, nothing but the configuration is shared with the code under test."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from proofs.parity.reference import Reference
 from proofs.parity.reference_experts import auxiliary_losses, experts_of
+from training.sections import OptimizerConfig
 
 
-def warmup_cosine(*, peak: float, warmup: int, steps: int, floor: float) -> Callable[[int], float]:
-    """The learning rate as a function of the update's index from 0: linear to `peak` in `warmup`
-    updates, then half a cosine down to floor · peak."""
-
-    def rate(step: int) -> float:
-        if step < warmup:
-            return peak * (step + 1) / warmup
-        angle = math.pi * (step - warmup) / (steps - warmup)
-        return peak * (1 + floor + (1 - floor) * math.cos(angle)) / 2
-
-    return rate
+def warmup_cosine(step: int, steps: int, config: OptimizerConfig) -> float:
+    """The learning rate of the update with this index, from 0 to `steps` - 1: linear to the peak in
+    the warmup, then half a cosine down to min_lr_ratio · the peak."""
+    peak, warmup, floor = config.lr, config.warmup_steps, config.min_lr_ratio
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    angle = math.pi * (step - warmup) / (steps - warmup)
+    return peak * (1 + floor + (1 - floor) * math.cos(angle)) / 2
 
 
 def train(
     model: Reference,
     batches: Iterable[tuple[Tensor, Tensor]],
-    *,
-    rate: Callable[[int], float],
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    grad_clip: float,
+    config: OptimizerConfig,
+    steps: int,
 ) -> tuple[list[float], list[float]]:
-    """Make one AdamW update per (tokens, targets). Return the loss and the unclipped gradient norm
-    of each step."""
+    """Make one AdamW update per (tokens, targets), the first of `steps`. Return the loss and the
+    unclipped gradient norm of each."""
     parameters = list(model.parameters())
     matrices = [p for p in parameters if p.ndim > 1]
     vectors = [p for p in parameters if p.ndim == 1]
     groups = [
-        {"params": matrices, "weight_decay": weight_decay},
+        {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=rate(0), betas=betas, eps=eps)
+    optimizer = torch.optim.AdamW(groups, betas=config.betas, eps=config.eps)
     losses, norms = [], []
     for step, (tokens, targets) in enumerate(batches):
         optimizer.zero_grad()
@@ -51,11 +45,11 @@ def train(
         (loss + auxiliary_losses(model).sum()).backward()
         norm = gradient_norm(parameters)
         # not torch's clip_grad_norm_, which adds 1e-6 to the norm: too large an error here
-        if norm > grad_clip:
+        if norm > config.grad_clip:
             for p in parameters:
-                p.grad.mul_(grad_clip / norm)
+                p.grad.mul_(config.grad_clip / norm)
         for group in optimizer.param_groups:
-            group["lr"] = rate(step)
+            group["lr"] = warmup_cosine(step, steps, config)
         optimizer.step()
         for layer in experts_of(model):
             layer.update_bias()

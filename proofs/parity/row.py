@@ -1,5 +1,4 @@
-"""One row of the parity proof: the errors of a case against the reference, their bounds, and the
-row as text and as JSON."""
+"""One row of the parity proof: the errors of a case against the reference, and their bounds."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ class Row:
     """The errors of a case against the reference, relative: ‖a − b‖ / ‖b‖. NaN: a is missing."""
 
     case: Case
+    steps: int = 0  # how many optimizer steps were compared
     weights: float = 0.0  # initial weights of the worst parameter
     # the largest difference between copies; infinite if ranks report different losses or norms
     spread: float = 0.0
@@ -34,9 +34,10 @@ class Row:
     norm: float = 0.0
     gradient: float = 0.0
     worst: str = ""  # the parameter with the error `gradient`
-    loss_steps: float = 0.0  # the worst of all optimizer steps
+    loss_steps: float = 0.0  # the worst of all steps
     norm_steps: float = 0.0
-    routes: int = 0  # tokens that chose other experts, and layers with other counts
+    # tokens that chose other experts, layers with other counts, and one if ranks differ
+    routes: int = 0
     balance: float = 0.0  # the losses of routers
     bias: float = 0.0  # the largest difference, after all steps
     seconds: float = 0.0
@@ -52,37 +53,27 @@ class Row:
             if not getattr(self, name) <= bound
         ]
 
+    def __str__(self) -> str:
+        bad = self.failures()
+        text = f"{'FAIL' if bad else 'ok':4} {self.seconds:5.1f} s  "
+        if self.crash:
+            return f"{text}{self.case}\n{self.crash}"
+        text += f"weights {self.weights:.0e} copies {self.spread:.0e} loss {self.loss:.0e} "
+        text += f"norm {self.norm:.0e} gradient {self.gradient:.0e} ({self.worst})"
+        if self.steps:
+            text += f" | {self.steps} steps: loss {self.loss_steps:.0e} norm {self.norm_steps:.0e}"
+        if self.case.router is not None:
+            text += f" | routes {self.routes} balance {self.balance:.0e} bias {self.bias:.0e}"
+        text += f"  {self.case}"
+        return f"{text}\n     out of bounds: {', '.join(bad)}" if bad else text
 
-def line(row: Row, steps: int) -> str:
-    """One row as text."""
-    verdict = "FAIL" if row.failures() else "ok"
-    text = f"{verdict:4} {row.seconds:5.1f} s  "
-    if row.crash:
-        return f"{text}{row.case}\n{row.crash}"
-    text += (
-        f"weights {row.weights:.0e} copies {row.spread:.0e} loss {row.loss:.0e} norm "
-        f"{row.norm:.0e} "
-    )
-    text += f"gradient {row.gradient:.0e} ({row.worst})"
-    if steps:
-        text += f" | {steps} steps: loss {row.loss_steps:.0e} norm {row.norm_steps:.0e}"
-    if row.case.router is not None:
-        text += f" | routes {row.routes} balance {row.balance:.0e} bias {row.bias:.0e}"
-    text += f"  {row.case}"
-    return f"{text}\n     out of bounds: {', '.join(row.failures())}" if row.failures() else text
-
-
-def as_json(row: Row, steps: int) -> dict[str, Any]:
-    errors = {name: value for name, value in asdict(row).items() if name != "case"}
-    numbers = {
-        n: (None if isinstance(v, float) and not math.isfinite(v) else v) for n, v in errors.items()
-    }
-    options = {name: value for name, value in asdict(row.case).items() if name != "layout"}
-    return {
-        **row.case.layout.by_axis(),
-        "ep": row.case.layout.ep,
-        **options,
-        "steps": steps,
-        **numbers,
-        "failures": row.failures(),
-    }
+    def as_json(self) -> dict[str, Any]:
+        """All fields, with those of the case and its layout among them; null for what is no number,
+        or infinite."""
+        errors = asdict(self)
+        options = errors.pop("case")
+        found = {**options.pop("layout"), **options, **errors, "failures": self.failures()}
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in found.items()
+        }

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -26,17 +27,17 @@ from parallel import context
 from parallel.mesh import build_mesh
 from parallel.placement import local_region
 from proofs.parity.cases import BATCH, BOS, OPTIMIZER, SEED, SEQ_LEN, STEPS, Case
-from proofs.parity.reference import IGNORE, Reference, Rotary
-from proofs.parity.reference_experts import Routing, auxiliary_losses, experts_of
-from proofs.parity.reference_training import train, warmup_cosine
-from proofs.parity.routing import Choices, assemble_choices, recording
+from proofs.parity.reference import IGNORE, Reference
+from proofs.parity.reference_experts import Experts, auxiliary_losses, experts_of
+from proofs.parity.reference_training import gradient_norm, train
+from proofs.parity.routing import Choices, recording
 from proofs.parity.row import Row
 from proofs.ranks import RankError, Ranks
 from training.build import build_stages
 from training.precision import DTYPES
 from training.step import TrainStep
 
-# canonical name, region of the global tensor, values
+# canonical name, region of the global tensor, values; `Choices` are parts too, by layer
 Part = tuple[str, tuple[slice, ...], Tensor]
 # introduces a bug on a rank (tests/proofs/test_controls.py)
 Sabotage = Callable[[], contextlib.AbstractContextManager[None]]
@@ -131,11 +132,11 @@ def parts(tensors: Iterable[tuple[str, Tensor | None]]) -> list[Part]:
 
 
 def assemble(
-    runs: list[list[Part]], shapes: dict[str, torch.Size]
-) -> tuple[dict[str, Tensor], float]:
+    runs: list[list[Any]], shapes: dict[Any, torch.Size]
+) -> tuple[dict[Any, Tensor], float]:
     """Assemble the global tensors from all ranks' parts, and return them with the largest
     difference between two copies of an element. An element that no rank holds is NaN."""
-    whole: dict[str, Tensor] = {}
+    whole: dict[Any, Tensor] = {}
     spread = 0.0
     for name, region, numbers in (part for run in runs for part in run):
         if name not in whole:
@@ -143,8 +144,8 @@ def assemble(
         place = whole[name][region]
         known = ~place.isnan()
         if known.any():
-            spread = max(spread, (place[known] - numbers[known]).abs().max().item())
-        place.copy_(numbers)
+            spread = worst([spread, (place[known] - numbers[known]).abs().max().item()])
+        whole[name][region] = numbers
     return whole, spread
 
 
@@ -157,39 +158,7 @@ def reference_model(
     Vectors are ones. Matrices are normally distributed; the standard deviation of those that write
     into the residual stream is divided by sqrt(2 · layers).
     """
-    reference = Reference(
-        dim=model.dim,
-        attention=[model.attention_of(layer) for layer in range(model.num_layers)],
-        feed_forward=[model.feed_forward_of(layer) for layer in range(model.num_layers)],
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        window=model.attention_window,
-        qk_norm=model.qk_norm,
-        ffn_dim=model.ffn_dim,
-        vocab_size=model.vocab_size,
-        norm_eps=model.norm_eps,
-        rotary=Rotary(
-            model.rope_theta,
-            model.rope_scaling_factor,
-            model.rope_low_freq_factor,
-            model.rope_high_freq_factor,
-            model.rope_original_length,
-        ),
-        tie_embeddings=model.tie_embeddings,
-        bos_id=bos_id,
-        routing=Routing(
-            model.router,
-            model.num_experts,
-            model.experts_per_token,
-            model.expert_width,
-            model.num_shared_experts * model.expert_width,
-            model.router_scale,
-            model.router_aux_weight,
-            model.router_z_weight,
-            model.router_bias_rate,
-        ),
-    ).to(dtype)
+    reference = Reference(model, bos_id).to(dtype)
     with torch.no_grad():
         for name, p in reference.named_parameters():
             if p.ndim > 1:
@@ -236,60 +205,44 @@ def _expected(
             layer.bias = torch.tensor(first_bias)
     weights = {name: p.detach().clone() for name, p in reference.named_parameters()}
     loss = reference.loss(*global_batch(model.vocab_size, 0))
-    auxiliary = auxiliary_losses(reference)
-    (loss + auxiliary.sum()).backward()
+    of_routers = auxiliary_losses(reference)
+    (loss + of_routers.sum()).backward()
     experts = {
-        layer: each.feed_forward
-        for layer, each in enumerate(reference.blocks)
-        if each.feed_forward in experts_of(reference)
+        layer: block.feed_forward
+        for layer, block in enumerate(reference.blocks)
+        if isinstance(block.feed_forward, Experts)
     }
     choices = {layer: each.choices for layer, each in experts.items()}
     gradients = {name: p.grad.clone() for name, p in reference.named_parameters()}
-    norm = math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
-    o = OPTIMIZER
-    losses, norms = train(
-        reference,
-        (global_batch(model.vocab_size, step) for step in range(steps)),
-        rate=warmup_cosine(peak=o.lr, warmup=o.warmup_steps, steps=STEPS, floor=o.min_lr_ratio),
-        betas=o.betas,
-        eps=o.eps,
-        weight_decay=o.weight_decay,
-        grad_clip=o.grad_clip,
-    )
+    norm = gradient_norm(reference.parameters())
+    batches = (global_batch(model.vocab_size, step) for step in range(steps))
+    losses, norms = train(reference, batches, OPTIMIZER, STEPS)
     biases = {f"blocks.{layer}.feed_forward.router.bias": e.bias for layer, e in experts.items()}
-    return Expected(
-        *(weights, gradients, loss.item(), norm, losses, norms),
-        *(choices, auxiliary.tolist(), biases),
-    )
+    first, auxiliary = loss.item(), of_routers.tolist()
+    return Expected(weights, gradients, first, norm, losses, norms, choices, auxiliary, biases)
 
 
 def compare(case: Case, runs: list[Run], reference: Expected) -> Row:
     """Compare the results of all ranks with the reference."""
-    row = Row(case)
+    row = Row(case, steps=len(reference.losses))
     shapes = {name: weight.shape for name, weight in reference.weights.items()}
     weights, gradients, final = (
         assemble([getattr(run, kind) for run in runs], shapes)
         for kind in ("weights", "gradients", "final_weights")
     )
-    row.spread = max(weights[1], gradients[1], final[1])
-    for run in runs:
-        numbers = attrgetter("loss", "norm", "losses", "norms")
-        same = numbers(run) == numbers(runs[0])
-        row.spread = row.spread if same else math.inf
-    row.weights = max(
-        error_of(weights[0].get(name), weight) for name, weight in reference.weights.items()
-    )
-    errors = {
-        name: error_of(gradients[0].get(name), gradient)
-        for name, gradient in reference.gradients.items()
-    }
-    compare_routing(row, runs, reference)
-    row.worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+    row.spread = worst([weights[1], gradients[1], final[1]])
+    numbers = attrgetter("loss", "norm", "losses", "norms")
+    if any(numbers(run) != numbers(runs[0]) for run in runs):
+        row.spread = math.inf
+    row.weights = worst(errors_of(weights[0], reference.weights).values())
+    errors = errors_of(gradients[0], reference.gradients)
+    row.worst = max(errors, key=lambda name: size(errors[name]))
     row.gradient = errors[row.worst]
-    row.loss = abs(runs[0].loss / reference.loss - 1)
-    row.norm = abs(runs[0].norm / reference.norm - 1)
-    row.loss_steps = worst_of(runs[0].losses, reference.losses)
-    row.norm_steps = worst_of(runs[0].norms, reference.norms)
+    compare_routing(row, runs, reference)
+    row.loss = relative([runs[0].loss], [reference.loss])
+    row.norm = relative([runs[0].norm], [reference.norm])
+    row.loss_steps = relative(runs[0].losses, reference.losses)
+    row.norm_steps = relative(runs[0].norms, reference.norms)
     return row
 
 
@@ -298,21 +251,38 @@ def compare_routing(row: Row, runs: list[Run], reference: Expected) -> None:
     biases."""
     if not reference.choices:
         return
-    layers, one = max(reference.choices) + 1, next(iter(reference.choices.values()))
-    chosen = assemble_choices((c for run in runs for c in run.choices), (layers, *one.shape))
+    shapes = {layer: choices.shape for layer, choices in reference.choices.items()}
+    chosen, spread = assemble([run.choices for run in runs], shapes)
+    row.routes += int(spread > 0)
     for layer, choices in reference.choices.items():
-        row.routes += int((chosen[layer] != choices).any(-1).sum())
+        ours = chosen.get(layer, torch.tensor(math.nan))
+        row.routes += int((ours != choices).any(-1).sum())
         counts = torch.bincount(choices.flatten(), minlength=row.case.num_experts).tolist()
         row.routes += sum(run.counts[layer] != counts for run in runs)
-    for run in runs:
-        errors = map(relative, run.auxiliary, reference.auxiliary)
-        row.balance = max(row.balance, *errors)
-        for name, bias in run.biases.items():
-            row.bias = max(row.bias, (bias - reference.biases[name]).abs().max().item())
+    row.balance = worst(relative(run.auxiliary, reference.auxiliary) for run in runs)
+    row.bias = worst(
+        (bias - reference.biases[name]).abs().max().item()
+        for run in runs
+        for name, bias in run.biases.items()
+    )
 
 
-def relative(ours: float, theirs: float) -> float:
-    return abs(ours - theirs) / (abs(theirs) or 1.0)
+def size(error: float) -> tuple[bool, float]:
+    """By which errors are compared: NaN is larger than any number."""
+    return math.isnan(error), error
+
+
+def worst(errors: Iterable[float]) -> float:
+    return max(errors, key=size, default=0.0)
+
+
+def relative(ours: list[float], theirs: list[float]) -> float:
+    """The largest relative error; where theirs is 0, the absolute one."""
+    return worst(abs(a - b) / (abs(b) or 1.0) for a, b in zip(ours, theirs, strict=True))
+
+
+def errors_of(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
+    return {name: error_of(ours.get(name), tensor) for name, tensor in theirs.items()}
 
 
 def error_of(ours: Tensor | None, theirs: Tensor) -> float:
@@ -320,12 +290,8 @@ def error_of(ours: Tensor | None, theirs: Tensor) -> float:
     if ours is None:
         return math.nan
     difference = (ours.double() - theirs.double()).norm().item()
-    size = theirs.double().norm().item()
-    return difference / size if size else difference
-
-
-def worst_of(ours: list[float], theirs: list[float]) -> float:
-    return max((abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)), default=0.0)
+    length = theirs.double().norm().item()
+    return difference / length if length else difference
 
 
 def check(ranks: Ranks, case: Case, steps: int = 0, sabotage: Sabotage | None = None) -> Row:

@@ -15,9 +15,10 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from proofs.strict.referee import Operation, Peer
-from proofs.strict.seat import Job, Seat, Work, referee
+from proofs.strict.seat import Seat, Work, referee
 
 # torch's methods of a process group, and gloo's where it has another name
 COLLECTIVES = {
@@ -27,20 +28,14 @@ COLLECTIVES = {
     "_reduce_scatter_base": "_reduce_scatter_base",
     "all_to_all_single": "alltoall_base",
     "alltoall_base": "alltoall_base",
-    **{
-        name: name
-        for name in (
-            "allreduce",
-            "broadcast",
-            "reduce",
-            "allgather",
-            "gather",
-            "scatter",
-            "barrier",
-        )
-    },
+    "allreduce": "allreduce",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "allgather": "allgather",
+    "gather": "gather",
+    "scatter": "scatter",
+    "barrier": "barrier",
 }
-
 ALL_TO_ALL = ("all_to_all", "alltoall")
 SEAT: Seat | None = None  # this process's, during a task
 
@@ -88,10 +83,9 @@ class StrictGroup(dist.ProcessGroup):
         def run() -> None:
             getattr(self.inner, COLLECTIVES[kind])(*arguments).wait()
 
-        self._make(self.name, self.members)
         sends, receives = self._rows(kind, arguments)
         operation = Operation(" ".join(said), sends=sends, receives=receives)
-        return self.seat.post(Job(self.name, self.members, operation, run))
+        return self._post(self.name, self.members, operation, run)
 
     def _rows(self, kind: str, arguments: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of an all-to-all: how many rows go to, and come from, each rank."""
@@ -103,11 +97,6 @@ class StrictGroup(dist.ProcessGroup):
             for rows, sizes in ((sent, sends), (received, receives))
         )
 
-    def batch(self, calls: Sequence[tuple[bool, Tensor, int]]) -> Work:
-        """Post sends and receives that run together: (sends, tensor, rank of the group)."""
-        self._make(self.name, self.members)
-        return self._transfers(self.name, self.members, calls)
-
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
         return self._single(True, tensors[0], peer)
 
@@ -118,12 +107,12 @@ class StrictGroup(dist.ProcessGroup):
         """Outside of a batch: over a communicator of the two ranks."""
         pair = sorted((self.group_rank, peer))
         name, members = f"{self.name} {pair}", [self.members[each] for each in pair]
-        self._make(name, members)
-        return self._transfers(name, members, [(sends, tensor, peer)])
+        return self.transfers(name, members, [(sends, tensor, peer)])
 
-    def _transfers(
+    def transfers(
         self, name: str, members: list[int], calls: Sequence[tuple[bool, Tensor, int]]
     ) -> Work:
+        """Post sends and receives that run together: (sends, tensor, rank of the group)."""
         peers, begun, tagged = [], [], []
         for sends, tensor, peer in calls:
             peers.append(Peer(sends, members.index(self.members[peer]), _shape(tensor)))
@@ -140,15 +129,15 @@ class StrictGroup(dist.ProcessGroup):
             for work in begun:
                 work.wait()
 
-        job = Job(name, members, Operation(peers=tuple(peers)), run, post)
-        return self.seat.post(job)
+        return self._post(name, members, Operation(peers=tuple(peers)), run, post)
 
-    def _make(self, name: str, members: list[int]) -> None:
+    def _post(self, name: str, members: list[int], *work: Any) -> Work:
         """Before its first operation a communicator is made; the host waits for all its ranks."""
         if name not in self.made:
             self.made.add(name)
-            operation = Operation("made by the first operation of each rank")
-            self.seat.post(Job(name, members, operation, lambda: None)).wait()
+            making = Operation("made by the first operation of each rank")
+            self.seat.post(Work(self.seat, name, members, making, lambda: None)).wait()
+        return self.seat.post(Work(self.seat, name, members, *work))
 
 
 def _method(kind: str) -> Callable[..., Work]:
@@ -175,15 +164,7 @@ def _shapes(kind: str, arguments: Sequence[Any]) -> list[str]:
         arguments = arguments[1:2]
     elif kind == "scatter":
         arguments = arguments[:1]
-
-    def tensors(value: Any) -> list[Tensor]:
-        if isinstance(value, Tensor):
-            return [value]
-        return (
-            [t for each in value for t in tensors(each)] if isinstance(value, (list, tuple)) else []
-        )
-
-    return [_shape(tensor) for tensor in tensors(list(arguments))]
+    return [_shape(each) for each in tree_leaves(list(arguments)) if isinstance(each, Tensor)]
 
 
 def _create(
@@ -225,7 +206,7 @@ def _batch(operations: list[dist.P2POp]) -> list[Any]:
     calls = [
         (each.op is dist.isend, each.tensor, group.members.index(each.peer)) for each in operations
     ]
-    return [group.batch(calls)]
+    return [group.transfers(group.name, group.members, calls)]
 
 
 dist.batch_isend_irecv = _batch

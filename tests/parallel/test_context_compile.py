@@ -22,7 +22,7 @@ from parallel.axes import MeshSizes
 from parallel.collectives import Pending
 from parallel.context import SplitAttention
 from proofs.parity.cases import Case
-from proofs.parity.row import Row, line
+from proofs.parity.row import Row
 from proofs.parity.run import compare, expected, heads_in_pieces, run_on_ranks
 from proofs.ranks import RankError
 from tests.planted import planted
@@ -97,7 +97,7 @@ def test_parts_of_a_block_are_graphs(ranks, case, rows):
     """Gradients and a step are right. All blocks share two graphs, and a graph has the products of
     its own part only: q, k, v, and output, gate, up, down; backward has twice as many."""
     row, found = compiled_row(ranks, with_rows(case, rows))
-    assert not row.failures(), line(row, 1)
+    assert not row.failures(), str(row)
     for graphs, products in found:
         assert graphs == 2
         assert products == {3: 1, 6: 1, 4: 1, 8: 1}
@@ -105,7 +105,7 @@ def test_parts_of_a_block_are_graphs(ranks, case, rows):
 
 def test_a_whole_block_is_one_graph_without_cp(ranks):
     row, found = compiled_row(ranks, Compiled(MeshSizes(dp_shard=2)))
-    assert not row.failures(), line(row, 1)
+    assert not row.failures(), str(row)
     assert found == [[1, {7: 1, 14: 1}]] * 2
 
 

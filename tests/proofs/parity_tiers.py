@@ -1,17 +1,14 @@
 """Which of many parity cases `make test` runs, and the one assertion about a case."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from parallel.axes import MeshSizes
-from proofs.parity.__main__ import WORLDS, layouts_of
-from proofs.parity.cases import covering_cases, has_axis_of, option_values, pairs_of
+from proofs.parity import __main__ as parity
+from proofs.parity.cases import Covering, has_axis_of, pairs_of
 from proofs.parity.chosen import schedule_cases
-from proofs.parity.expert_cases import LAYOUTS, expert_values
-from proofs.parity.row import line
 from proofs.parity.run import check
 
 # Every schedule with pp 4: in `make test` without another axis, with up to two stages per rank and
@@ -26,16 +23,15 @@ DEEP = {
 DEEPER = [*DEEP.values(), *(case for case in ROWS if case.num_microbatches == 16)]
 
 
-class Covering:
-    """Cases in which every two values of different options occur together (`wanted_pairs`).
+class Tiers:
+    """The cases of a covering array.
 
     few: some of them, in which every value of every option occurs.
     """
 
-    def __init__(self, values: Mapping[str, Sequence[object]]) -> None:
-        self.values = values
-        cases, self.impossible = covering_cases(values)
-        self.pairs = {case: pairs_of(case, values) for case in cases}
+    def __init__(self, found: Covering) -> None:
+        self.values, self.impossible = found.values, found.impossible
+        self.pairs = {case: pairs_of(case, self.values) for case in found.cases}
         self.few = self._each_value_once()
 
     def _each_value_once(self):
@@ -70,13 +66,13 @@ def values_of(pairs):
 
 
 @cache
-def dense_covering() -> Covering:
-    return Covering({"layout": layouts_of(WORLDS, quick=True), **option_values()})
+def dense_covering() -> Tiers:
+    return Tiers(parity.dense_covering(parity.WORLDS, quick=True))
 
 
 @cache
-def expert_covering() -> Covering:
-    return Covering(expert_values(LAYOUTS))
+def expert_covering() -> Tiers:
+    return Tiers(parity.expert_covering(parity.WORLDS))
 
 
 def thorough_but(kept, cases):
@@ -92,4 +88,4 @@ def thorough_but(kept, cases):
 
 def agrees(ranks, case, steps=0, **options):
     row = check(ranks, case, steps, **options)
-    assert not row.failures(), line(row, steps)
+    assert not row.failures(), str(row)

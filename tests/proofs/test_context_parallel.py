@@ -13,17 +13,8 @@ from parallel.placement import chunk_range
 from proofs.parity.__main__ import WORLDS, plan
 from proofs.parity.cases import SEQ_LEN, Case, option_values
 from proofs.parity.chosen import context_cases
-from proofs.parity.row import line
-from tests.proofs.context_batches import (
-    CP2,
-    DOCUMENTS,
-    TARGETS,
-    WINDOW,
-    batch,
-    check_batch,
-    with_rows,
-)
-from tests.proofs.parity_tiers import agrees, thorough_but
+from tests.context_batches import CP2, DOCUMENTS, TARGETS, WINDOW, batch, check_batch, with_rows
+from tests.parity_tiers import agrees, thorough_but
 from tokens import IGNORE
 
 
@@ -130,7 +121,7 @@ def test_the_batch_has_what_is_asked_of_it():
 def test_documents_begin_anywhere(ranks, case, rows):
     case = with_rows(case, rows)
     row = check_batch(ranks, case, "all")
-    assert not row.failures(), line(row, 0)
+    assert not row.failures(), str(row)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +142,7 @@ def test_windows_end_anywhere(ranks, window, documents):
         num_microbatches=16,
     )
     row = check_batch(ranks, case, "all")
-    assert not row.failures(), line(row, 0)
+    assert not row.failures(), str(row)
 
 
 @pytest.mark.parametrize(
@@ -171,10 +162,10 @@ def test_targets_that_some_lack(ranks, name, rows, documents):
     size = TARGETS[name][0] if name in TARGETS else 2
     case = with_rows(Case(MeshSizes(cp=size), document_mask=documents), rows)
     row = check_batch(ranks, case, name)
-    assert not row.failures(), line(row, 0)
+    assert not row.failures(), str(row)
 
 
-GATHERS_AGAIN = context_cases(WORLDS)
+GATHERS_AGAIN = context_cases()
 
 
 QUICK = [

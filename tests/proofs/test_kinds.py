@@ -17,7 +17,6 @@ from parallel.layer import TensorParallel
 from parallel.parameter import weights_of
 from proofs.parity.cases import Case
 from proofs.parity.reference import ATTENTION, FEED_FORWARD
-from proofs.parity.row import line
 from proofs.parity.run import check
 from runtime.checkpoints.checkpoint import _start_from
 from tests.runs import checkpoint_of
@@ -45,7 +44,7 @@ def test_every_kind_has_its_reference() -> None:
 )  # fmt: skip
 def test_a_window_in_every_second_layer(ranks, case):
     row = check(ranks, case, steps=3)
-    assert not row.failures(), line(row, 3)
+    assert not row.failures(), str(row)
 
 
 def window_forgotten():

@@ -20,7 +20,6 @@ from proofs.parity.cases import (
     OPTIMIZER,
     STEPS,
     Case,
-    cover,
     covering_cases,
     option_values,
     wanted_pairs,
@@ -132,14 +131,14 @@ def test_every_schedule(ranks, case):
 # A cheap selection of the kernel cases: each kernel runs forward and backward, with and without tp.
 KERNELS_ONCE = [
     case
-    for case in kernel_cases(parity.WORLDS)
+    for case in kernel_cases()
     if not (case.layout.tp > 1 and case.sequence_parallel)
     and (case.layout.dp_replicate, case.world) not in ((1, 1), (2, 2))
 ]
 
 
 @pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs Triton")
-@pytest.mark.parametrize("case", thorough_but(KERNELS_ONCE, kernel_cases(parity.WORLDS)), ids=str)
+@pytest.mark.parametrize("case", thorough_but(KERNELS_ONCE, kernel_cases()), ids=str)
 def test_triton_kernels(ranks, case):
     agrees(ranks, case)
 
@@ -153,9 +152,7 @@ def test_heads_narrower_than_dp_shard(ranks):
 def test_covering_array_is_the_same_every_time():
     names = ("zero_stage", "pipeline", "layers", "num_microbatches")
     few = {"layout": [MeshSizes(tp=2), MeshSizes(pp=2)]} | {n: QUICK.values[n] for n in names}
-    first = covering_cases(few)
-    cover.cache_clear()
-    assert covering_cases(few) == first
+    assert covering_cases(few) == covering_cases(few)
 
 
 def test_every_schedule_of_the_code_is_combined():

@@ -25,11 +25,14 @@ Otherwise this is the only node.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import time
+from collections.abc import Iterable
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +44,8 @@ from runtime.messages import log
 from runtime.start.attention import describe_attention
 from runtime.start.environment import LARGEST, check_environment, check_number
 from runtime.start.preconditions import check_writable, open_stages
-from tools.command import CommandParser, add_overrides, run_command
-from tools.preflight.links import Links
+from tools.command import CommandParser, add_overrides, reports_errors, run_command
+from tools.preflight.links import measure, start_links
 from tools.preflight.node import look_at_node
 from tools.preflight.verdict import SKEW_SECONDS, Report, choose, describe, odd_ones, slow_ones
 from training.config import Config
@@ -72,76 +75,118 @@ class Meeting:
             return None
         return json.loads(self.store.get(key))
 
-    def gather(self, key: str, members: list[int], until: float) -> dict[int, Any]:
-        """Node → value, for those of `members` that wrote one by `until`."""
-        found = {member: self.read(f"{key}/{member}", until) for member in members}
-        return {member: value for member, value in found.items() if value is not None}
+    def gather(self, key: str, nodes: Iterable[int], until: float) -> dict[int, Any]:
+        """Node → value, for those of `nodes` that wrote one by `until`."""
+        found = {node: self.read(f"{key}/{node}", until) for node in nodes}
+        return {node: value for node, value in found.items() if value is not None}
 
     def leave(self) -> None:
         """Reports that this node is done. The first node waits for the others: it has the store."""
-        self.write(f"left/{self.node}", True)
+        with contextlib.suppress(RuntimeError):  # the first node has exited
+            self.write(f"left/{self.node}", True)
         if self.node == 0:
-            self.gather("left", list(range(self.num_nodes)), time.monotonic() + 3)
+            self.gather("left", range(1, self.num_nodes), time.monotonic() + 3)
 
 
-def judge(
+def measured(meeting: Meeting, pipes: list[Connection], members: list[int]) -> dict[str, Any]:
+    """This node's clock, and the bandwidths of its links if it is one of `members`."""
+    clock = time.time()  # on all nodes at the same moment, because the same message wakes them
+    if meeting.node not in members:
+        return {"clock": clock}
+    return {"clock": clock, **measure(pipes, members, meeting.node, meeting.deadline)}
+
+
+def follow(meeting: Meeting, pipes: list[Connection], report: Report) -> int:
+    """What the other nodes do: report, measure, and learn the verdict. Returns the exit status."""
+    meeting.write(f"report/{meeting.node}", report)
+    members = meeting.read("members", meeting.deadline)
+    if members is None:
+        log(f"preflight: {report['name']} received no answer from the first node")
+        return 1
+    meeting.write(f"measured/{meeting.node}", measured(meeting, pipes, members))
+    return 0 if meeting.read("passed", meeting.deadline) else 1
+
+
+def lead(
     meeting: Meeting,
-    reports: dict[int, Report],
-    names: list[str],
+    pipes: list[Connection],
+    report: Report,
     options: argparse.Namespace,
     config: Config,
     started: float,
-    attention: str,
+) -> int:
+    """What the first node does: gather the reports, say which nodes measure, gather the results,
+    and decide. Returns the exit status."""
+    open_stages(config)  # the shared disk is checked by this node only
+    check_writable(config)
+    others, halfway = range(1, meeting.num_nodes), started + options.seconds / 2
+    reports: dict[int, Report] = {0: report, **meeting.gather("report", others, halfway)}
+    for what in ("code", "packages"):
+        for odd, names in odd_ones(reports, what).items():
+            reports[odd]["problems"].append(f"other {what} than most nodes: {names}")
+    members = [node for node, found in reports.items() if not found["problems"]]
+    meeting.write("members", members)
+    results = {0: measured(meeting, pipes, members)}
+    results |= meeting.gather("measured", [*reports][1:], meeting.deadline)
+    for node, found in results.items():
+        reports[node]["problems"] += found.pop("problems", [])
+        reports[node] |= found
+        reports[node]["skew"] = skew = found["clock"] - results[0]["clock"]
+        if abs(skew) > SKEW_SECONDS:
+            why = f"its clock differs by {skew:+.1f} s from {report['name']}'s"
+            reports[node]["warnings"].append(why)
+
+    attention = attention_of(config, options.device)
+    names = [f"node {node} of the job" for node in range(meeting.num_nodes)]
+    if options.node_names:
+        names = options.node_names.split(",")
+    for node, found in reports.items():
+        names[node] = found["name"]
+    log(f"preflight of {meeting.num_nodes} nodes, {time.monotonic() - started:.0f} s")
+    log(describe(reports))
+    log(f"  {attention}")
+    chosen = judge(reports, names, options, config)
+    meeting.write("passed", bool(chosen))
+    if chosen:
+        print(",".join(names[node] for node in chosen), config.run.dir, flush=True)
+    return 0 if chosen else 1
+
+
+def judge(
+    reports: dict[int, Report], names: list[str], options: argparse.Namespace, config: Config
 ) -> list[int]:
-    """Prints the findings, and chooses the nodes to train on. Runs on the first node."""
-    problems = {node: list(report["problems"]) for node, report in reports.items()}
-    for node in set(range(meeting.num_nodes)) - reports.keys():
-        problems[node] = ["it sent no report in time"]
-    warnings = [
-        f"{report['name']}: {warning}"
-        for report in reports.values()
-        for warning in report["warnings"]
-    ]
-    for report in reports.values():
-        report["skew"] = report.get("clock", 0.0) - reports[0]["clock"]
-        if "clock" in report and abs(report["skew"]) > SKEW_SECONDS:
-            warnings.append(
-                f"{report['name']}: its clock differs by {report['skew']:+.1f} s from {names[0]}'s"
-            )
+    """Prints the findings, and chooses the nodes to train on."""
+    silent: Report = {"problems": ["it sent no report in time"]}
+    problems = {node: reports.get(node, silent)["problems"] for node in range(len(names))}
+    failed = {node: "; ".join(found) for node, found in problems.items() if found}
     slow = slow_ones(reports)
     excluded = {
         names.index(node): f"excluded.json excludes it: {about.get('reason')}"
         for node, about in excluded_nodes(Path(config.run.dir)).items()
         if node in names
     }
-    failed = {node for node, found in problems.items() if found}
-    needed = meeting.num_nodes - options.spare_nodes
+    needed = len(names) - options.spare_nodes
     if config.parallel.layouts:  # with fewer nodes, a smaller layout fits
         least = math.ceil(min(layout_sizes(config)) / options.ranks_per_node)
-        needed = max(least, min(needed, meeting.num_nodes - len(failed)))
-    chosen = choose(names, failed, set(excluded), set(slow), needed)
+        needed = max(least, min(needed, len(names) - len(failed)))
+    chosen = choose(names, failed, excluded, slow, needed)
 
-    log(f"preflight of {meeting.num_nodes} nodes, {time.monotonic() - started:.0f} s")
-    log(describe(reports))
-    log(f"  {attention}")
-    for node in sorted(failed):
-        log(f"  FAILED   {names[node]}: {'; '.join(problems[node])}")
-    for node, why in sorted(slow.items()):
-        log(f"  SLOW     {names[node]}: {why}")
-    for node, why in sorted(excluded.items()):
-        log(f"  EXCLUDED {names[node]}: {why}")
-    for warning in warnings:
-        log(f"  warning  {warning}")
-    left_out = [names[node] for node in range(meeting.num_nodes) if node not in chosen]
-    if not chosen:
+    for verdict, found in (("FAILED", failed), ("SLOW", slow), ("EXCLUDED", excluded)):
+        for node, why in sorted(found.items()):
+            log(f"  {verdict:8} {names[node]}: {why}")
+    for report in reports.values():
+        for warning in report["warnings"]:
+            log(f"  warning  {report['name']}: {warning}")
+    if chosen:
+        left_out = [name for node, name in enumerate(names) if node not in chosen]
+        without = f", without {', '.join(left_out)}" if left_out else ""
+        log(f"preflight passed: {needed} nodes{without}")
+    else:
         bad = ",".join(names[node] for node in sorted(failed))
         log(
             f"preflight failed: {needed} nodes are needed. Without the bad ones: "
             f"sbatch --exclude={bad} …"
         )
-    else:
-        without = f", without {', '.join(left_out)}" if left_out else ""
-        log(f"preflight passed: {needed} nodes{without}")
     return chosen
 
 
@@ -171,6 +216,7 @@ def read_config(options: argparse.Namespace, num_nodes: int) -> Config:
     return valid_layout(loaded, world)[0]
 
 
+@reports_errors
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.preflight", description=__doc__)
     parser.required("--meet", str, "HOST:PORT", "a free port of the first node")
@@ -189,20 +235,18 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
     deadline = started + options.seconds
     check_environment(is_rank=False)
-    node, num_nodes = (
-        check_number("SLURM_NODEID", 0, LARGEST) or 0,
-        check_number("SLURM_NNODES", 1, LARGEST) or 1,
-    )
+    node = check_number("SLURM_NODEID", 0, LARGEST) or 0
+    num_nodes = check_number("SLURM_NNODES", 1, LARGEST) or 1
     name = os.environ.get("SLURMD_NODENAME", os.uname().nodename)
     try:
         config = read_config(options, num_nodes)
-    except UserError as error:
-        if node == 0:
-            log(f"error: {error}")
-        return 2
+    except UserError:
+        if node:  # the first one says why
+            return 2
+        raise
 
     # Forked before this process has threads. They wait until `measure` sends them the members.
-    with Links(options.device, options.ranks_per_node, options.meet, deadline) as links:
+    with start_links(options.device, options.ranks_per_node, options.meet) as pipes:
         world_size = (num_nodes - options.spare_nodes) * options.ranks_per_node
         report = look_at_node(name, config, options.device, options.ranks_per_node, world_size)
         try:
@@ -213,75 +257,16 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{str(error).partition(chr(10))[0]}; {report['problems']}"
             )
             return 1
-        return carry_out(meeting, links, report, options, config, started)
-
-
-def carry_out(
-    meeting: Meeting,
-    links: Links,
-    report: Report,
-    options: argparse.Namespace,
-    config: Config,
-    started: float,
-) -> int:
-    """The exchange between nodes: sends this node's report, receives the members that measure,
-    measures, sends the result, and receives the verdict. Returns the exit status."""
-    node, everyone = meeting.node, list(range(meeting.num_nodes))
-    meeting.write(f"report/{node}", report)
-    reports: dict[int, Report] = {}
-    refused = False
-    if node == 0:
-        try:  # the shared disk is checked by one node only
-            open_stages(config)
-            check_writable(config)
-        except UserError as error:
-            log(f"error: {error}")
-            refused = True
-    if refused:
-        meeting.write("members", [])
-        meeting.write("passed", False)
-    elif node == 0:
-        reports = meeting.gather("report", everyone, started + options.seconds / 2)
-        for what in ("code", "packages"):
-            for odd, names in odd_ones(reports, what).items():
-                reports[odd]["problems"].append(f"other {what} than most nodes: {names}")
-        meeting.write("members", [other for other in reports if not reports[other]["problems"]])
-
-    members = meeting.read("members", meeting.deadline)
-    clock = time.time()  # on all nodes at the same moment, because the same message wakes them
-    if members is None:
-        log(f"preflight: {report['name']} received no answer from the first node")
-        return 1
-    meeting.write(
-        f"measured/{node}",
-        {"clock": clock, **(links.measure(members, node) if node in members else {})},
-    )
-
-    if node == 0 and not refused:
-        for other, measured in meeting.gather("measured", list(reports), meeting.deadline).items():
-            reports[other]["problems"] += measured.pop("problems", [])
-            reports[other].update(measured)
-        names = (
-            options.node_names.split(",")
-            if options.node_names
-            else [f"node {other} of the job" for other in everyone]
-        )
-        for other, known in reports.items():
-            names[other] = known["name"]
         try:
-            attention = attention_of(config, options.device)
-        except UserError as error:
-            log(f"error: {error}")
+            if node:
+                return follow(meeting, pipes, report)
+            return lead(meeting, pipes, report, options, config, started)
+        except UserError:
+            meeting.write("members", [])
             meeting.write("passed", False)
+            raise
+        finally:
             meeting.leave()
-            return 2
-        chosen = judge(meeting, reports, names, options, config, started, attention)
-        meeting.write("passed", bool(chosen))
-        if chosen:
-            print(",".join(names[other] for other in chosen), config.run.dir, flush=True)
-    passed = meeting.read("passed", meeting.deadline)
-    meeting.leave()
-    return 2 if refused else 0 if passed else 1
 
 
 if __name__ == "__main__":

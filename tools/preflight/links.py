@@ -15,8 +15,9 @@ one all-reduce ("bus bandwidth" in nccl-tests). The lowest value of the node's r
 import contextlib
 import multiprocessing
 import time
+from collections.abc import Iterator
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ import torch.distributed as dist
 # Large enough for latency not to matter, yet fast: in a node, ten of 256 MiB take 10 ms.
 BYTES = {"cuda": 256 * 2**20, "cpu": 4 * 2**20}
 TIMES = {"cuda": 10, "cpu": 4}
+LATE, DIED = "no answer in time", "they died"
 CPU_RANKS = 2  # ranks per node: enough to measure with gloo whether and how fast nodes communicate
 
 
@@ -40,76 +42,92 @@ def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
     return [pairs[0::2], pairs[1::2], *last]
 
 
-class Links:
-    """This node's ranks of the measurement, killed at the end of the `with` block: one process per
-    GPU, or two on CPUs."""
-
-    def __init__(self, device: str, ranks_per_node: int, address: str, deadline: float) -> None:
-        self.num_ranks = ranks_per_node if device == "cuda" else min(ranks_per_node, CPU_RANKS)
-        self.deadline = deadline
-        # fork: torch is already imported, and CUDA is not yet initialised
-        context = multiprocessing.get_context("fork")
-        self.pipes: list[Connection] = []
-        self.processes = []
-        for local_rank in range(self.num_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(theirs, device, local_rank, self.num_ranks, address),
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
-
-    def measure(self, members: list[int], node: int) -> dict[str, Any]:
-        """Measures on all of `members` at once: returns `within` and `across` in bytes per second
-        (None without a partner), or `problems`."""
-        for pipe in self.pipes:
-            pipe.send(
-                (len(members), members.index(node), max(self.deadline - time.monotonic() - 5, 1.0))
-            )
-        answers: list[Any] = []
-        waiting = list(self.pipes)
-        while waiting and (ready := wait(waiting, max(self.deadline - 3 - time.monotonic(), 0))):
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                waiting.remove(pipe)
-                with contextlib.suppress(EOFError):
-                    answers.append(pipe.recv())
-        errors = [answer for answer in answers if isinstance(answer, str)]
-        if errors or len(answers) < self.num_ranks:
-            why = errors[0] if errors else "no answer in time" if waiting else "they died"
-            return {
-                "problems": [
-                    f"{self.num_ranks - len(answers) + len(errors)} ranks could not communicate: "
-                    f"{why}"
-                ]
-            }
-        lowest = [
-            min(values) if None not in values else None for values in zip(*answers, strict=True)
-        ]
-        return {
-            "within": lowest[0],
-            "across": max((value for value in lowest[1:] if value), default=None),
-        }
-
-    def __enter__(self) -> "Links":
-        return self
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        for process in self.processes:
+@contextlib.contextmanager
+def start_links(device: str, ranks_per_node: int, address: str) -> Iterator[list[Connection]]:
+    """Pipes to this node's ranks of the measurement, which are killed at the end of the `with`
+    block: one process per GPU, or two on CPUs."""
+    num_ranks = ranks_per_node if device == "cuda" else min(ranks_per_node, CPU_RANKS)
+    # fork: torch is already imported, and CUDA is not yet initialised
+    context = multiprocessing.get_context("fork")
+    pipes, processes = [], []
+    for local_rank in range(num_ranks):
+        ours, theirs = context.Pipe()
+        arguments = theirs, device, local_rank, num_ranks, address
+        process = context.Process(target=_serve, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        yield pipes
+    finally:
+        for process in processes:
             process.kill()
-        for process in self.processes:
+        for process in processes:
             process.join()
 
 
+def measure(
+    pipes: list[Connection], members: list[int], node: int, deadline: float
+) -> dict[str, Any]:
+    """Measures on all of `members` at once: returns `within` and `across` in bytes per second
+    (None without a partner), or `problems`."""
+    seconds = max(deadline - time.monotonic() - 5, 1.0)
+    for pipe in pipes:
+        pipe.send((len(members), members.index(node), seconds))
+    answers = [_answer(pipe, deadline - 3) for pipe in pipes]
+    errors = [answer for answer in answers if isinstance(answer, str)]
+    if errors:
+        # an error explains more than that another rank did not come
+        why = next((each for each in errors if each not in (LATE, DIED)), errors[0])
+        return {"problems": [f"{len(errors)} ranks could not communicate: {why}"]}
+    within, *across = (
+        None if None in speeds else min(speeds) for speeds in zip(*answers, strict=True)
+    )
+    return {"within": within, "across": max(filter(None, across), default=None)}
+
+
+def _answer(pipe: Connection, until: float) -> list[float | None] | str:
+    """A rank's bandwidths, or the text of an error."""
+    try:
+        return pipe.recv() if pipe.poll(max(until - time.monotonic(), 0)) else LATE
+    except EOFError:
+        return DIED
+
+
 def _serve(pipe: Connection, device: str, local_rank: int, num_ranks: int, address: str) -> None:
-    """One rank: waits for the task, measures, and sends the bandwidths, or the text of an error."""
+    """One rank: waits for the task, measures, and sends the bandwidths in bytes per second: within
+    the node, then in each round of pairs; None if there is no partner. Or the text of an error."""
     try:
         num_nodes, node, seconds = pipe.recv()
-        pipe.send(_measure(device, local_rank, num_ranks, address, num_nodes, node, seconds))
+        patience = timedelta(seconds=seconds)
+        host, _, port = address.rpartition(":")
+        store = dist.TCPStore(host, int(port), wait_for_workers=False, timeout=patience)
+        if device == "cuda":
+            torch.cuda.set_device(local_rank)
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            store=dist.PrefixStore("links", store),
+            rank=node * num_ranks + local_rank,
+            world_size=num_nodes * num_ranks,
+            timeout=patience,
+        )
+
+        def speed(*nodes: int) -> float | None:
+            ranks = [member * num_ranks + local for member in nodes for local in range(num_ranks)]
+            # Only its members create the group; NCCL connects them in the first collective.
+            group = dist.new_group(ranks, use_local_synchronization=True, timeout=patience)
+            return _bandwidth(device, len(ranks), group)
+
+        speeds = [speed(node)]
+        for pairs in rounds(num_nodes):
+            partners = next((pair for pair in pairs if node in pair), None)
+            # Without a partner, too, it creates a group: the name of a group has the number of
+            # groups that its ranks have created (torch 2.13), which must stay that of the partners
+            # of later rounds.
+            found = speed(*(partners or (node,)))
+            speeds.append(found if partners else None)
+        pipe.send(speeds)
     except EOFError:
         return
     except Exception as error:
@@ -117,57 +135,20 @@ def _serve(pipe: Connection, device: str, local_rank: int, num_ranks: int, addre
     pipe.poll(None)  # until killed: a peer may still need this process
 
 
-def _measure(
-    device: str,
-    local_rank: int,
-    num_ranks: int,
-    address: str,
-    num_nodes: int,
-    node: int,
-    seconds: float,
-) -> list[float | None]:
-    """Bandwidths in bytes per second: [within the node, then in each round of pairs]; None if this
-    node has no partner."""
-    if device == "cuda":
-        torch.cuda.set_device(local_rank)
-    host, _, port = address.rpartition(":")
-    patience = timedelta(seconds=seconds)
-    store = dist.PrefixStore(
-        "links", dist.TCPStore(host, int(port), wait_for_workers=False, timeout=patience)
-    )
-    backend = "nccl" if device == "cuda" else "gloo"
-    rank = node * num_ranks + local_rank
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=num_nodes * num_ranks, timeout=patience
-    )
-
-    def speed(nodes: tuple[int, ...]) -> float | None:
-        ranks = [member * num_ranks + local for member in nodes for local in range(num_ranks)]
-        if len(ranks) < 2:
-            return None
-        # Only its members create the group; NCCL connects them in the first collective.
-        group = dist.new_group(ranks, use_local_synchronization=True, timeout=patience)
-        data = torch.ones(BYTES[device] // 4, device=device)
-        for turn in range(TIMES[device] + 1):
-            if turn == 1:  # the first all-reduce is not timed, as it connects
-                _finish(device)
-                began = time.perf_counter()
-            # 2 (n − 1) / n · BYTES on each rank's link
-            dist.all_reduce(data, op=dist.ReduceOp.MAX, group=group)
-        _finish(device)
-        took = (time.perf_counter() - began) / TIMES[device]
-        return 2 * (len(ranks) - 1) / len(ranks) * BYTES[device] / took
-
-    speeds = [speed((node,))]
-    for pairs in rounds(num_nodes):
-        mine = [pair for pair in pairs if node in pair]
-        if not mine:
-            # The name of a group has the number of groups that its ranks have created (torch 2.13),
-            # which must stay that of the partners of later rounds.
-            own = [node * num_ranks + local for local in range(num_ranks)]
-            dist.new_group(own, use_local_synchronization=True, timeout=patience)
-        speeds.append(speed(mine[0]) if mine else None)
-    return speeds
+def _bandwidth(device: str, num_ranks: int, group: dist.ProcessGroup) -> float | None:
+    """That of each rank's link in an all-reduce among the ranks of the group."""
+    if num_ranks < 2:
+        return None
+    data = torch.ones(BYTES[device] // 4, device=device)
+    for turn in range(TIMES[device] + 1):
+        if turn == 1:  # the first all-reduce is not timed, as it connects
+            _finish(device)
+            began = time.perf_counter()
+        # 2 (n − 1) / n · BYTES on each rank's link
+        dist.all_reduce(data, op=dist.ReduceOp.MAX, group=group)
+    _finish(device)
+    took = (time.perf_counter() - began) / TIMES[device]
+    return 2 * (num_ranks - 1) / num_ranks * BYTES[device] / took
 
 
 def _finish(device: str) -> None:

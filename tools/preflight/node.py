@@ -3,7 +3,6 @@
 import csv
 import fcntl
 import hashlib
-import io
 import ipaddress
 import platform
 import resource
@@ -43,14 +42,10 @@ def look_at_node(
     """This node's report: `name`; `gpus`, a description; `free_bytes` on the run folder's disk;
     `code`, path → checksum; `packages`, name → version; `problems`, which exclude the node from
     training; and `warnings`."""
-    report: dict[str, Any] = {
-        "name": name,
-        "gpus": "none requested",
-        "problems": [],
-        "warnings": [],
-    }
+    report = {"gpus": "none requested", "problems": [], "warnings": []}
     if device == "cuda":
-        report |= look_at_gpus(ranks_per_node)
+        report = look_at_gpus(ranks_per_node)
+    report["name"] = name
     report["free_bytes"] = _look_at_disk(config, report)
     report["problems"] += judge_open_files(world_size)
     report["warnings"] += judge_addresses(addresses())
@@ -119,11 +114,7 @@ def look_at_gpus(expected: int) -> dict[str, Any]:
         gpus = _smi(f"--query-gpu={','.join(GPU_FIELDS)}")
         users = _smi("--query-compute-apps=pid,used_memory")
     except (OSError, subprocess.SubprocessError) as error:
-        return {
-            "gpus": "unknown",
-            "problems": [f"nvidia-smi failed: {error}"],
-            "warnings": [],
-        }
+        return {"gpus": "unknown", "problems": [f"nvidia-smi failed: {error}"], "warnings": []}
     return judge_gpus(gpus, users, expected)
 
 
@@ -156,16 +147,13 @@ def judge_gpus(gpus: list[list[str]], users: list[list[str]], expected: int) -> 
         found = Counter(row[field] for row in rows)
         if len(found) > 1:
             warnings.append(f"different {what}: {dict(found)}")
-    if not rows:
-        return {"gpus": "none", "problems": problems, "warnings": warnings}
-    first = rows[0]
-    clocks = sorted({row["clocks.sm"] for row in rows})
-    gpus_text = (
-        f"{len(rows)} {first['name'].removeprefix('NVIDIA ')}, "
-        f"{'–'.join({clocks[0]: 1, clocks[-1]: 1})} of "
-    )
-    gpus_text += f"{first['clocks.max.sm']} MHz, ECC {first['ecc.mode.current'].lower()}"
-    return {"gpus": gpus_text, "problems": problems, "warnings": warnings}
+    text = "none"
+    if rows:
+        name, ecc = rows[0]["name"].removeprefix("NVIDIA "), rows[0]["ecc.mode.current"].lower()
+        clocks = sorted({row["clocks.sm"] for row in rows})
+        between = "–".join({clocks[0]: 1, clocks[-1]: 1})
+        text = f"{len(rows)} {name}, {between} of {rows[0]['clocks.max.sm']} MHz, ECC {ecc}"
+    return {"gpus": text, "problems": problems, "warnings": warnings}
 
 
 def _smi(query: str) -> list[list[str]]:
@@ -173,7 +161,7 @@ def _smi(query: str) -> list[list[str]]:
     answer = subprocess.run(
         command, capture_output=True, text=True, timeout=SMI_SECONDS, check=True
     ).stdout
-    return [[field.strip() for field in row] for row in csv.reader(io.StringIO(answer)) if row]
+    return [row for row in csv.reader(answer.splitlines(), skipinitialspace=True) if row]
 
 
 def _look_at_disk(config: Config, report: dict[str, Any]) -> int:

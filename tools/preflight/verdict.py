@@ -1,8 +1,8 @@
 """Compares the nodes' reports: finds deviating and slow nodes, and chooses those to train on."""
 
-import json
 import statistics
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from tools.command import table
@@ -16,19 +16,13 @@ Report = dict[str, Any]
 
 def odd_ones(reports: dict[int, Report], key: str) -> dict[int, str]:
     """Nodes whose `key`, a dict, differs from that of most nodes → the differing entries' names."""
-    texts = {node: json.dumps(report[key], sort_keys=True) for node, report in reports.items()}
-    most = json.loads(Counter(texts.values()).most_common(1)[0][0])
+    found = {node: frozenset(report[key].items()) for node, report in reports.items()}
+    most, _ = Counter(found.values()).most_common(1)[0]
     odd = {}
-    for node, report in reports.items():
-        names = sorted(
-            name
-            for name in most.keys() | report[key].keys()
-            if most.get(name) != report[key].get(name)
-        )
-        if names:
-            odd[node] = ", ".join(names[:3]) + (
-                f" and {len(names) - 3} more" if len(names) > 3 else ""
-            )
+    for node, entries in found.items():
+        if names := sorted({name for name, _ in most ^ entries}):
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            odd[node] = ", ".join(names[:3]) + more
     return odd
 
 
@@ -45,7 +39,11 @@ def slow_ones(reports: dict[int, Report]) -> dict[int, str]:
 
 
 def choose(
-    names: list[str], failed: set[int], excluded: set[int], slow: set[int], needed: int
+    names: list[str],
+    failed: Collection[int],
+    excluded: Collection[int],
+    slow: Collection[int],
+    needed: int,
 ) -> list[int]:
     """Chooses `needed` nodes, in order: no failed ones, slow ones only if there are too few others,
     and excluded ones only if there are too few with these. Returns [] if too few nodes are fit."""
