@@ -3,7 +3,7 @@
 import datetime
 import os
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 
@@ -14,5 +14,12 @@ def about(*packages: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
-        **{package: version(package) for package in ("torch", *packages)},
+        **{package: version_of(package) for package in ("torch", *packages)},
     }
+
+
+def version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -22,28 +22,20 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.compare import ROOT, alternate, parser, ratio, timed, write
-from parallel.axes import MeshSizes
-from parallel.mesh import build_mesh
+from benchmarks.train_cpu import ALONE, build
 from runtime.checkpoints.lease import Lease
 from runtime.checkpoints.save import Saver
 from runtime.records.events import read_events
 from tools.command import run_command
-from training.build import build_stages
 from training.load_config import load_config
-from training.step import TrainStep
 
-SETTINGS = [
-    *("model.dim=512", "model.ffn_dim=1536", "model.num_layers=6", "model.vocab_size=8192"),
-    *("parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1"),
-]
+SIZES = ["model.dim=512", "model.ffn_dim=1536", "model.num_layers=6", "model.vocab_size=8192"]
 
 
 def measure(rounds: int, folder: Path, lease: Lease) -> dict[str, Any]:
-    config = load_config(
-        str(ROOT / "configs/laptop.yaml"), [*SETTINGS, f"run.dir={folder / 'run'}"]
-    )
-    mesh = build_mesh(MeshSizes(), "cpu", config.model.has_experts)
-    train = TrainStep(config, mesh, build_stages(config, mesh))
+    keys = [*SIZES, *ALONE, f"run.dir={folder / 'run'}"]
+    config = load_config(str(ROOT / "configs/laptop.yaml"), keys)
+    train = build(config)
     saver = Saver(train, ROOT / "README.md", lease)
     source = [tensor.to_local() for tensor in saver.tensors.values()]
     target = [torch.empty_like(tensor).fill_(0) for tensor in source]

@@ -8,7 +8,7 @@
         aim: no growth with the source
 (c) Batches from the loader are compared with a plain copy of the same windows from the memory map:
     the bytes written per second by each (the loader writes int64 inputs and targets, 16 bytes per
-    token, the copy 2), and windows per second.
+    token, the copy 2).
         aim: ratio of bytes >= 0.3
 
 Preparation workers import this module again (spawn), so torch is imported only where it is needed.
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from benchmarks.compare import Timed, alternate, parser, ratio, run_watched, timed, write
+from benchmarks.compare import alternate, parser, ratio, run_watched, timed, write
 from data.prepare import prepare
 from data.sampler import SampleOrder, count_windows
 from data.sources import STDLIB, documents
@@ -105,41 +105,32 @@ def batch_speed(folder: Path, seq_len: int, batch: int, rounds: int) -> dict[str
     mapped = data.window(0, data.num_tokens)
     assert data.num_shards == 1  # so this is the memory map itself, not a copy
 
-    def copy(dtype: type) -> Timed:
-        def work() -> None:
-            for rows in starts:
-                out = np.empty((batch, seq_len + 1), dtype)
-                for row, start in enumerate(rows):
-                    out[row] = mapped[start : start + seq_len + 1]
+    def copy() -> None:
+        for rows in starts:
+            out = np.empty((batch, seq_len + 1), mapped.dtype)
+            for row, start in enumerate(rows):
+                out[row] = mapped[start : start + seq_len + 1]
 
-        return timed(work)
+    def load() -> None:
+        loader = BatchLoader(
+            data, seq_len=seq_len, global_batch_size=batch, seed=SEED, dp_rank=0, dp_size=1
+        )
+        for _ in range(BATCHES):
+            next(loader)
+        loader.close()
 
-    def load() -> Timed:
-        def work() -> None:
-            loader = BatchLoader(
-                data, seq_len=seq_len, global_batch_size=batch, seed=SEED, dp_rank=0, dp_size=1
-            )
-            for _ in range(BATCHES):
-                next(loader)
-            loader.close()
-
-        return timed(work)
-
-    copies = {"copy": mapped.dtype.type, "int64 copy": np.int64}
-    programs = {"load": load} | {name: partial(copy, dtype) for name, dtype in copies.items()}
+    programs = {work.__name__: partial(timed, work) for work in (load, copy)}
     times = {
         name: [each.seconds for each in found]
         for name, found in alternate(programs, rounds).items()
     }
-    windows_ratio = ratio(times["copy"], times["load"])
     bytes_ratio = 16 * seq_len / (mapped.itemsize * (seq_len + 1))  # of a window
+    of_windows = ratio(times["copy"], times["load"])
     return {
         "seq_len": seq_len,
         "batch": batch,
         "tokens_per_second": BATCHES * batch * seq_len / median(times["load"]),
-        "ratio_of_bytes": {name: bytes_ratio * each for name, each in windows_ratio.items()},
-        "ratio_of_windows": windows_ratio,
-        "ratio_of_windows_to_int64_copy": ratio(times["int64 copy"], times["load"]),
+        "ratio_of_bytes": {name: bytes_ratio * each for name, each in of_windows.items()},
     }
 
 

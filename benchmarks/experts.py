@@ -41,14 +41,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.compare import ROOT, alternate, parser, ratio, timed, write
-from benchmarks.train_cpu import ALONE, plain_step, random_batches, start
+from benchmarks.train_cpu import ALONE, build, our_step, plain_step, random_batches, start
 from model.transformer import num_active_parameters, num_parameters
-from parallel.mesh import build_mesh
 from runtime.records.log_lines import read_records
 from runtime.start.init_distributed import init_distributed
 from tools.command import run_command
 from tools.huggingface.config import CONFIG, config_json, parameters
-from training.build import build_stages
 from training.config import Config
 from training.load_config import load_config
 from training.step import TrainStep
@@ -99,23 +97,16 @@ def same_work(dense: Config, experts: Config) -> bool:
 # --- CPU seconds ---
 
 
-def ours(name: str, *overrides: str) -> tuple[Config, TrainStep]:
-    config = read(name, *ONE_PROCESS[name], *overrides)
-    config.validate(1)
-    mesh = build_mesh(config.parallel.mesh_sizes(1), "cpu", config.model.has_experts)
-    return config, TrainStep(config, mesh, build_stages(config, mesh))
+def ours(name: str, *overrides: str) -> TrainStep:
+    return build(read(name, *ONE_PROCESS[name], *overrides))
 
 
-def our_step(train: TrainStep) -> Step:
-    return lambda i, rows: train(i, rows[:, :-1], rows[:, 1:]).loss.item()
-
-
-def mixtral(config: Config, train: TrainStep, implementation: str) -> Any:
+def mixtral(train: TrainStep, implementation: str) -> Any:
     """transformers' model with the weights of `train`."""
     from transformers import AutoModelForCausalLM
 
     weights = {each.name: each.sharded.to_local() for each in train.weights}
-    tensors = {}
+    config, tensors = train.config, {}
     for each in parameters(config.model):
         weight = weights[each.ours]
         tensors[each.theirs] = (weight if each.expert is None else weight[each.expert]).clone()
@@ -133,12 +124,12 @@ def mixtral(config: Config, train: TrainStep, implementation: str) -> Any:
 
 def programs(*overrides: str) -> tuple[Config, dict[str, Step]]:
     """All programs. Those that must compute the same begin with the same weights."""
-    config, train = ours("experts", *overrides, *AS_MIXTRAL)
-    return config, {
-        "dense": our_step(ours("dense", *overrides)[1]),
-        "experts": our_step(ours("experts", *overrides)[1]),
+    train = ours("experts", *overrides, *AS_MIXTRAL)
+    return train.config, {
+        "dense": our_step(ours("dense", *overrides)),
+        "experts": our_step(ours("experts", *overrides)),
         "experts as Mixtral": our_step(train),
-        **{name: plain_step(config, mixtral(config, train, how)) for name, how in MIXTRAL.items()},
+        **{name: plain_step(train.config, mixtral(train, how)) for name, how in MIXTRAL.items()},
     }
 
 
@@ -197,21 +188,19 @@ def heldout_loss(name: str, seed: int, folder: Path) -> float:
 
 def measure_loss() -> dict[str, Any]:
     assert same_work(read("dense"), read("experts"))
+    found = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        running = {
-            name: pool.map(partial(heldout_loss, name, folder=Path(folder)), SEEDS)
-            for name in CONFIGS
-        }
-        losses = {name: list(runs) for name, runs in running.items()}
-    return {
-        name: {
-            "parameters": num_parameters(read(name).model),
-            "active_parameters": num_active_parameters(read(name).model),
-            "losses": losses[name],
-            "mean": statistics.mean(losses[name]),
-        }
-        for name in CONFIGS
-    }
+        of = partial(heldout_loss, folder=Path(folder))
+        running = {name: pool.map(partial(of, name), SEEDS) for name in CONFIGS}
+        for name, runs in running.items():
+            model, losses = read(name).model, [*runs]
+            found[name] = {
+                "parameters": num_parameters(model),
+                "active_parameters": num_active_parameters(model),
+                "losses": losses,
+                "mean": statistics.mean(losses),
+            }
+    return found
 
 
 def main() -> None:

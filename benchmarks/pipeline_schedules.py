@@ -173,6 +173,24 @@ class Case(NamedTuple):
         return simulate(self.schedule, costs)
 
 
+def our_stage(seconds: float, mesh: Mesh, loss: bool) -> WaitingStage:
+    """A stage, sharded as in training."""
+    stage = WaitingStage(seconds, loss)
+    stage.tp = TensorParallel.of(mesh.tp, True)
+    one = WeightSpec(
+        shape=(1,),
+        placement=Replicate(),
+        initial=Constant(1.0),
+        group=NORM,
+        gradient_is_partial=False,
+    )
+    stage.add_weight(one)
+    float32 = torch.float32
+    shard(stage, [], mesh, compute_dtype=float32, reduce_dtype=float32, cpu_offload=False)
+    nn.init.ones_(stage.to_empty(device=mesh.device).weight)
+    return stage
+
+
 class OurSteps:
     """Steps of our runner, assembled as in training (training/build.py, training/step.py)."""
 
@@ -180,7 +198,7 @@ class OurSteps:
         where = stage_ranks(case.schedule)
         mine = [s for s, rank in enumerate(where) if rank == mesh.pp_rank]
         self.stages = {
-            s: self._stage(case.stage_seconds, mesh, loss=s == len(where) - 1) for s in mine
+            s: our_stage(case.stage_seconds, mesh, loss=s == len(where) - 1) for s in mine
         }
         # Listed once, while they are sharded: while its weights are gathered, a module's parameters
         # are other objects.
@@ -196,29 +214,6 @@ class OurSteps:
             splits_backward(case.schedule),
         )
         self.events: list[Event] = []  # of the last step
-
-    @staticmethod
-    def _stage(seconds: float, mesh: Mesh, loss: bool) -> WaitingStage:
-        stage = WaitingStage(seconds, loss)
-        one = WeightSpec(
-            shape=(1,),
-            placement=Replicate(),
-            initial=Constant(1.0),
-            group=NORM,
-            gradient_is_partial=False,
-        )
-        stage.tp = TensorParallel.of(mesh.tp, True)
-        stage.add_weight(one)
-        shard(
-            stage,
-            [],
-            mesh,
-            compute_dtype=torch.float32,
-            reduce_dtype=torch.float32,
-            cpu_offload=False,
-        )
-        nn.init.ones_(stage.to_empty(device=mesh.device).weight)
-        return stage
 
     def __call__(self) -> None:
         recorder = ActionRecorder("cpu")
@@ -287,25 +282,21 @@ def run_rounds(case: Case, rounds: int, beside: bool) -> Rounds:
     return {name: of_rounds[1:] for name, of_rounds in found.items()}
 
 
-def run_case(
-    pool: Ranks, case: Case, rounds: int, beside: bool
-) -> tuple[dict[str, list[float]], list[float]]:
-    """Runs one case; returns the seconds of a step of each side, and the bubble fractions of ours,
-    each by round."""
-    of_ranks = pool.run(run_rounds, RANKS, case, rounds, beside)
-    seconds: dict[str, list[float]] = {}
-    for side in of_ranks[0]:
-        of_rounds = zip(*(of_rank[side] for of_rank in of_ranks), strict=True)
-        seconds[side] = [max(found for found, _ in of_round) for of_round in of_rounds]
-    events = zip(*([events for _, events in of_rank["ours"]] for of_rank in of_ranks), strict=True)
-    return seconds, [Timeline(list(of_round)).bubble_fraction for of_round in events]
-
-
 def compare(pool: Ranks, case: Case, rounds: int, beside: bool = True) -> dict[str, Any]:
     """Compares our schedule with its simulation and, if `beside`, with torch's."""
-    simulated = case.simulate()
-    seconds, bubbles = run_case(pool, case, rounds, beside)
-    ours = statistics.median(seconds["ours"])
+    of_ranks = pool.run(run_rounds, RANKS, case, rounds, beside)
+    # by side and round: what every rank found
+    rounds_of = {
+        side: [*zip(*(of_rank[side] for of_rank in of_ranks), strict=True)] for side in of_ranks[0]
+    }
+    seconds = {
+        side: [max(taken for taken, _ in ranks) for ranks in found]
+        for side, found in rounds_of.items()
+    }
+    bubbles = [
+        Timeline([events for _, events in ranks]).bubble_fraction for ranks in rounds_of["ours"]
+    ]
+    ours, simulated = statistics.median(seconds["ours"]), case.simulate()
     found = {
         "stages_per_rank": case.stages_per_rank,
         "theirs": PAIRS[case.name][1],

@@ -23,7 +23,7 @@ published/README.md explains; the results keep only summaries.
 import itertools
 import json
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,14 +82,9 @@ def compare_rehearsed(case: Case) -> dict[str, Any]:
     config = case.config()
     config.validate(case.world)
     measured = alone(rehearse, config, case.world, case.rank)
-    planned = beside_the_plan(config, measured)
-    return {
-        "planned_bytes": planned["peak_memory_bytes"],
-        "rehearsed_bytes": measured["peak_memory_bytes"],
-        "error": planned["error"],
-        "same_collectives": planned["same_collectives"],
-        "collectives": sum(row["count"] for row in measured["collectives"].values()),
-    }
+    number = sum(row["count"] for row in measured["collectives"].values())
+    about = {"rehearsed_bytes": measured["peak_memory_bytes"], "collectives": number}
+    return beside_the_plan(config, measured) | about
 
 
 def rehearsed() -> tuple[dict[str, Any], bool]:
@@ -100,7 +95,7 @@ def rehearsed() -> tuple[dict[str, Any], bool]:
         found.append(row)
         alike = "the same" if row["same_collectives"] else "DIFFERENT"
         print(
-            f"{row['planned_bytes'] / 1e9:12.3f} {row['rehearsed_bytes'] / 1e9:13.3f} "
+            f"{row['peak_memory_bytes'] / 1e9:12.3f} {row['rehearsed_bytes'] / 1e9:13.3f} "
             f"{row['error']:+8.3%} {row['collectives']:7,} {alike}  {case.configuration} "
             f"rank {case.rank} of {case.world} {case.settings}",
             flush=True,
@@ -185,6 +180,7 @@ def rows_of(name: str) -> list[Row]:
     return rows
 
 
+OF_PARALLEL = ("tp", "cp", "pp", "ep", "zero_stage", "reduce_dtype", "sequence_parallel")
 FITTED = rows_of("fitted")
 ROWS = [*rows_of("dense"), *rows_of("experts")]
 
@@ -194,20 +190,14 @@ def config_of(row: Row) -> Config:
     dp = row.gpus // (row.tp * row.cp * row.pp)
     replicas = dp if row.zero_stage == 0 else row.replicas
     keys: dict[str, Any] = {f"model.{key}": value for key, value in row.dimensions.items()}
+    keys |= {f"parallel.{key}": getattr(row, key) for key in OF_PARALLEL}
     keys |= {
-        "parallel.ep": row.ep,
-        "parallel.tp": row.tp,
-        "parallel.cp": row.cp,
-        "parallel.pp": row.pp,
         "parallel.dp_replicate": replicas,
         "parallel.dp_shard": dp // replicas,
-        "parallel.zero_stage": row.zero_stage,
-        "parallel.reduce_dtype": row.reduce_dtype,
         "parallel.schedule": "1f1b" if row.stages == 1 else "interleaved_1f1b",
         "parallel.stages_per_rank": row.stages,
         "parallel.tp_pieces": 1,
         "parallel.layers_per_stage": layers_of(row),
-        "parallel.sequence_parallel": row.sequence_parallel,
         "train.seq_len": row.seq_len,
         "train.global_batch_size": row.batch,
         "train.micro_batch_size": row.micro_batch,
@@ -232,9 +222,8 @@ def plan(row: Row) -> Found:
     if row.micro_batch:
         return Found(config_of(row), row.gpus, row.on)
     for mode in ("none", "selective", "full"):
-        found = [
-            Found(config, row.gpus, row.on) for config in choices(replace(row, recomputed=mode))
-        ]
+        configs = choices(replace(row, recomputed=mode))
+        found = [Found(config, row.gpus, row.on) for config in configs]
         for one in sorted(found, key=lambda one: one.seconds):
             if one.peak <= row.on.room:
                 return one
@@ -347,11 +336,7 @@ def published() -> tuple[dict[str, Any], bool]:
     return summary, True
 
 
-PARTS: dict[str, Callable[[], tuple[dict[str, Any], bool]]] = {
-    "rehearsed": rehearsed,
-    "fitted": fitted,
-    "published": published,
-}
+PARTS = {part.__name__: part for part in (rehearsed, fitted, published)}
 
 
 def main() -> int:
@@ -361,9 +346,8 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"there is no part {unknown.pop()}; choose from {', '.join(PARTS)}")
-    results: dict[str, Any] = (
-        json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}
-    )
+    text = options.json.read_text(encoding="utf-8") if options.json.exists() else "{}"
+    results: dict[str, Any] = json.loads(text)
     met = []
     for name in options.parts or PARTS:
         results[name], good = PARTS[name]()

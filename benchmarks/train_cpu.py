@@ -76,24 +76,26 @@ def random_batches(vocab_size: int, batch_size: int, seq_len: int, count: int) -
     ]
 
 
-def our_step(config: Any, store: Any) -> Any:
-    """Takes its place among the ranks; returns a step with the number of the step and its rows."""
+def build(config: Any) -> Any:
+    """Our training step, in this process group."""
     import torch.distributed as dist
 
     from parallel.mesh import build_mesh
-    from runtime.start.init_distributed import init_distributed
     from training.build import build_stages
     from training.step import TrainStep
 
-    init_distributed(store=store)
     config.validate(dist.get_world_size())
     sizes = config.parallel.mesh_sizes(dist.get_world_size())
     mesh = build_mesh(sizes, "cpu", config.model.has_experts)
-    train = TrainStep(config, mesh, build_stages(config, mesh))
+    return TrainStep(config, mesh, build_stages(config, mesh))
 
-    def step(i: int, rows: Any) -> None:
-        mine = rows.chunk(mesh.dp_size)[mesh.dp_rank]
-        train(i, mine[:, :-1], mine[:, 1:])
+
+def our_step(train: Any) -> Any:
+    """A step with its number and the rows of the global batch; returns the loss."""
+
+    def step(i: int, rows: Any) -> float:
+        mine = rows.chunk(train.mesh.dp_size)[train.mesh.dp_rank]
+        return train(i, mine[:, :-1], mine[:, 1:]).loss.item()
 
     return step
 
@@ -136,11 +138,16 @@ def inside(store: Any, signals: Any, program: str, settings: list[str], steps: i
     import torch
     import torch.distributed as dist
 
+    from runtime.start.init_distributed import init_distributed
     from training.load_config import load_config
 
     torch.set_num_threads(1)
     config = load_config(settings[0], settings[1:])
-    step = hugging_face_step(config) if program == "Hugging Face" else our_step(config, store)
+    if program == "Hugging Face":
+        step = hugging_face_step(config)
+    else:
+        init_distributed(store=store)
+        step = our_step(build(config))
     train, began = config.train, 0.0
     shape = config.model.vocab_size, train.global_batch_size, train.seq_len
     for i, rows in enumerate(random_batches(*shape, WARMUP + steps)):

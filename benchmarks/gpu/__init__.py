@@ -2,7 +2,7 @@
 
 run.py        runs a part: tests or programs, each in its own process; writes files and a page
 page.py       the page: every estimate of estimates.yaml beside what was measured
-rows.py       what programs share: options, rows, their file; pytest_rows.py does it for tests
+plugin.py     makes pytest write a row for each benchmark and test, as soon as it is there
 timing.py     a clock
 kernels.py    fast: every kernel (operations.py, optimizer.py, head.py) beside PyTorch and Liger
 model.py      fast: whole steps of the programs in programs.py, and a profile

@@ -9,10 +9,9 @@ failed, then the exit status is 1.
 import itertools
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MEASURED, OUT_OF_MEMORY, NO_TIME = "measured", "out of memory", "not measured (time)"
 FAILED, NEEDS = "failed", "not measured"  # how other statuses begin
@@ -29,8 +28,7 @@ NUMBERS = {"tokens_per_second": ",.0f", "mfu": ".1%", "fraction_of_copy": ".0%",
            "idle_share": ".1%", "kernel": ""}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """One estimate of estimates.yaml, whose head says what these are."""
 
     part: str
@@ -64,11 +62,8 @@ def estimates() -> tuple[Estimate, ...]:
             given["source"] = sources[given["source"]] + given.pop("note", "")
             for chosen in itertools.product(*words.values()):
                 named = dict(zip(words, chosen, strict=True))
-                said = {
-                    key: value.format(**named) if isinstance(value, str) else value
-                    for key, value in given.items()
-                }
-                found.append(Estimate(part, **said))
+                filled = {k: v.format(**named) for k, v in given.items() if isinstance(v, str)}
+                found.append(Estimate(part, **given | filled))
     return tuple(found)
 
 
@@ -79,29 +74,33 @@ def measures(result: Mapping[str, Any]) -> bool:
 def find(estimate: Estimate, result: Mapping[str, Any]) -> dict[str, Any]:
     """The estimate beside what was measured; `verdict` says why if nothing was. `ratio` is to the
     nearest bound: 1 inside. `result`: what run.py writes as JSON."""
-    about = {field.name: getattr(estimate, field.name) for field in fields(estimate)}
-    about["most"] = None if estimate.most == INFINITY else estimate.most
     row = next((row for row in result["rows"] if row["name"] == estimate.row), None)
-    value, why = None, ""
+    value, ratio, device = None, None, result["about"]["device"]
     if estimate.why_not:
-        why = f"{NEEDS}: {estimate.why_not}"
+        verdict = f"{NEEDS}: {estimate.why_not}"
     elif not measures(result):
-        why = f"{NEEDS}: needs a GPU and full sizes"
+        verdict = f"{NEEDS}: needs a GPU and full sizes"
     elif row is None:
         cut = [f"{t['name']} {t['ended']}" for t in result["tasks"] if t["ended"] not in WHOLE]
-        why = f"{NEEDS}: {', '.join(cut) or 'no program has such a row on this device'}"
+        verdict = f"{NEEDS}: {', '.join(cut) or 'no program has such a row on this device'}"
     elif row["status"] != MEASURED:
-        why = row["status"]
-    elif not isinstance(value := row.get(estimate.number), int | float):
-        value, why = None, f"{NEEDS}: no {estimate.number} (is the device in hardware.py?)"
-    if value is None:
-        return {**about, "measured": None, "ratio": None, "verdict": why}
-    nearest = min(max(value, estimate.least), estimate.most)
-    verdict = "below" if value < nearest else "above" if value > nearest else "within"
-    if estimate.device not in result["about"]["device"]:
-        verdict += f" (another device: made for {estimate.device})"
-    ratio = value / nearest if nearest else 1.0 if value == nearest else None
-    return {**about, "measured": value, "ratio": ratio, "verdict": verdict}
+        verdict = row["status"]
+    elif not isinstance(number := row.get(estimate.number), int | float):
+        verdict = f"{NEEDS}: no {estimate.number} (is the device in hardware.py?)"
+    else:
+        value, nearest = number, min(max(number, estimate.least), estimate.most)
+        verdict = "below" if value < nearest else "above" if value > nearest else "within"
+        if estimate.device not in device:
+            verdict += f" (another device: made for {estimate.device})"
+        ratio = value / nearest if nearest else 1.0 if value == nearest else None
+    most = None if estimate.most == INFINITY else estimate.most
+    found = {"measured": value, "ratio": ratio, "verdict": verdict}
+    return estimate._asdict() | {"most": most, "expected": estimate.interval, **found}
+
+
+def compared(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every estimate of the part beside what was measured."""
+    return [find(each, result) for each in estimates() if each.part == result["part"]]
 
 
 def why_wrong(row: Row) -> str:
@@ -143,18 +142,14 @@ def page(result: Mapping[str, Any]) -> str:
     if not measures(result):
         lines += ["**Not measurements**: tiny sizes, without a GPU.", ""]
     lines += ["## Wrong or failed", "", *(f"- {what}" for what in wrong(result) or ["nothing"])]
-    if result["absent"]:
-        lines += ["", "## Packages that are not installed", ""]
-        lines += [f"- {package}: {what}" for package, what in result["absent"].items()]
     number = lambda value, form: "" if value is None else f"{value:{form}}"  # noqa: E731
-    compared = [(each, find(each, result)) for each in estimates() if each.part == result["part"]]
     lines += ["", "## Estimates", ""]
     lines += table(
         ("estimate", "expected", "measured", "ratio", "verdict", "source"),
         *(
-            (each.what, each.interval, number(found["measured"], ".4g"),
-             number(found["ratio"], ".3f"), found["verdict"], each.source)
-            for each, found in compared
+            (each["what"], each["expected"], number(each["measured"], ".4g"),
+             number(each["ratio"], ".3f"), each["verdict"], each["source"])
+            for each in compared(result)
         ),
     )  # fmt: skip
     tasks = [(task["name"], f"{task['seconds']:.0f}", task["ended"]) for task in result["tasks"]]

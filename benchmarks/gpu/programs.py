@@ -161,12 +161,10 @@ def lattice(size: Size, variant: Variant) -> Step:
     return step
 
 
-@contextlib.contextmanager
-def compiler() -> Iterator[None]:
+def compiler() -> contextlib.AbstractContextManager[Any]:
     """Without a GPU, makes torch.compile run the traced graphs without compiling them, because
     compiling them for a CPU would prove nothing more."""
-    with contextlib.nullcontext() if ON_GPU else patch.object(torch, "compile", compiled):
-        yield
+    return contextlib.nullcontext() if ON_GPU else patch.object(torch, "compile", compiled)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ says. What does not fit into the time is listed as not measured. The exit status
 was wrong or failed, and 2 if a package without which nothing runs is not installed.
 """
 
+import asyncio
 import contextlib
 import json
 import os
@@ -28,13 +29,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu.page import NEEDS, NO_GPU, estimates, find, page, wrong
+from benchmarks.gpu.page import NEEDS, NO_GPU, compared, page, wrong
 from tools.command import CommandParser, run_command
 
 ROOT = Path(__file__).parent.parent.parent
@@ -46,12 +45,8 @@ METER = "timestamp,driver_version,power.draw,clocks.sm,temperature.gpu,memory.us
 # Those of requirements.txt that training imports, Triton, and pytest, which runs everything.
 NEEDED = ("torch", "numpy", "pydantic", "yaml", "safetensors", "sentencepiece", "tqdm", "triton",
           "pytest")  # fmt: skip
-OPTIONAL = {
-    "pytest-xdist": "kernels are compiled one after the other",
-    "transformers": "no comparison with Hugging Face's models",
-    "liger_kernel": "no comparison with Liger-Kernel",
-    "flash-attn-3": "no comparison with flash attention 3",
-}
+# Without xdist, kernels are compiled one after the other; the others are compared with.
+OPTIONAL = ("pytest-xdist", "transformers", "liger_kernel", "flash-attn-3")
 
 
 class Task(NamedTuple):
@@ -110,52 +105,45 @@ PARTS: dict[str, list[list[Task]]] = {
 
 
 class Program:
-    """A task, its process once it has started, and the rows that this has written."""
+    """A task, and the rows that its process has written."""
 
     def __init__(self, task: Task, folder: Path) -> None:
         self.task = task
         self.file, self.log = (folder / f"{id(self)}.{kind}" for kind in ("rows", "log"))
-        self.process: subprocess.Popen | None = None
         self.began = self.seconds = 0.0
         self.ended = ""  # how it ended; empty: it runs, or has not begun
-        self.stopped = ""  # why it was killed
 
-    def run(self, end: float) -> None:
-        """Runs it until it ends, or kills it and everything it started at its limit."""
+    async def run(self, end: float) -> None:
+        """Runs it until it ends, or until its limit. Then, and if this is cancelled, it is killed
+        with everything it started."""
         self.began = time.monotonic()
         limit = min(self.task.seconds + GRACE_SECONDS, end - self.began)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu.plugin"]
         command += ["-m", "not slow", f"--budget-seconds={max(0.0, limit - GRACE_SECONDS):.0f}"]
         command += [f"--out={self.file}"] * self.task.writes + [*self.task.arguments]
         with self.log.open("w") as output:
-            self.process = subprocess.Popen(
-                command,
+            process = await asyncio.create_subprocess_exec(
+                *command,
                 cwd=ROOT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 process_group=0,  # so that its own processes end with it
             )
+        ended = "the part was ended"
         try:
-            self.process.wait(0 if self.stopped else limit)
-        except subprocess.TimeoutExpired:
-            self.stop(f"killed after {limit:.0f} s")
-        self.kill()
-        status = self.process.wait()
-        died = f" ({signal.Signals(-status).name})" if status < 0 else ""
-        self.seconds = time.monotonic() - self.began
-        self.ended = self.stopped or f"exit status {status}{died}"
-        said = self.log.read_text(encoding="utf-8", errors="replace")[-LOG_CHARACTERS:]
-        print(f"\n--- {self.task.name}: {self.ended}, {self.seconds:.0f} s\n{said}", flush=True)
-
-    def stop(self, why: str) -> None:
-        self.stopped = self.stopped or why
-        self.kill()
-
-    def kill(self) -> None:
-        if self.process is not None and not self.ended:
+            status = await asyncio.wait_for(process.wait(), limit)
+            died = f" ({signal.Signals(-status).name})" if status < 0 else ""
+            ended = f"exit status {status}{died}"
+        except TimeoutError:
+            ended = f"killed after {limit:.0f} s"
+        finally:
             with contextlib.suppress(ProcessLookupError):  # it and all of its own have ended
-                os.killpg(self.process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
+            self.seconds, self.ended = time.monotonic() - self.began, ended
+            said = self.log.read_text(encoding="utf-8", errors="replace")[-LOG_CHARACTERS:]
+            print(f"\n--- {self.task.name}: {ended}, {self.seconds:.0f} s\n{said}", flush=True)
+            await process.wait()
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows in the planned order; those that were not reached have a status that says so."""
@@ -178,31 +166,22 @@ class Program:
 def run_part(name: str, folder: Path | None, seconds: float) -> int:
     """Runs one part, prints the page, and returns the exit status. `folder`: None writes no
     files."""
-    end, (about, absent) = time.monotonic() + seconds, versions()
-    for package, what in absent.items():
-        print(f"{package} is not installed: {what}", flush=True)
+    end, about = time.monotonic() + seconds, versions()
     with tempfile.TemporaryDirectory() as temporary:
         power = Path(temporary) / "power"
-        power.touch()
         lanes = [[Program(task, Path(temporary)) for task in lane] for lane in PARTS[name]]
         programs = [program for lane in lanes for program in lane]
-
-        def run_lane(lane: list[Program]) -> None:
-            for program in lane:
-                if time.monotonic() < end and not program.stopped:
-                    program.run(end)
 
         def write() -> dict[str, Any]:
             """Writes both files, each whole or not at all; returns what the JSON file holds."""
             result: dict[str, Any] = {
                 "part": name,
                 "about": about,
-                "absent": absent,
                 "tasks": [program.about() for program in programs],
                 "rows": [row for program in programs for row in program.rows()],
                 "power": power.read_text(encoding="utf-8").splitlines(),
             }
-            result["estimates"] = [find(each, result) for each in estimates() if each.part == name]
+            result["estimates"] = compared(result)
             texts = {".json": json.dumps(result, indent=1) + "\n", ".md": page(result)}
             for ending, text in texts.items() if folder is not None else ():
                 partial = folder / f".{name}{ending}.partial"
@@ -210,18 +189,22 @@ def run_part(name: str, folder: Path | None, seconds: float) -> int:
                 partial.rename(folder / f"{name}{ending}")
             return result
 
-        with meter(power), ThreadPoolExecutor() as pool:
-            try:
-                running = [pool.submit(run_lane, lane) for lane in lanes]
+        async def run_lane(lane: list[Program]) -> None:
+            for program in lane:
+                if time.monotonic() < end:
+                    await program.run(end)
+
+        async def run_lanes() -> None:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(run_lane(lane)) for lane in lanes]
                 while not all(each.done() for each in running):
                     write()
-                    time.sleep(WRITE_SECONDS)
-                for each in running:
-                    each.result()
+                    await asyncio.sleep(WRITE_SECONDS)
+
+        with meter(power):
+            try:
+                asyncio.run(run_lanes())
             finally:
-                for program in programs:
-                    program.stop("the part was ended")
-                pool.shutdown()
                 result = write()
     print("\n" + page(result), flush=True)
     if folder is not None:
@@ -229,35 +212,32 @@ def run_part(name: str, folder: Path | None, seconds: float) -> int:
     return 1 if wrong(result) else 0
 
 
-def versions() -> tuple[dict[str, Any], dict[str, str]]:
-    """The device and the versions of what is measured; and the packages that are not there."""
+def versions() -> dict[str, Any]:
+    """The device, and the versions of what is measured and compared."""
     import torch  # not needed to say what is missing
 
     from benchmarks.about import about
 
-    found, absent = {**about("triton"), "device": NO_GPU, "cuda": torch.version.cuda}, {}
+    found = about("triton", *OPTIONAL) | {"device": NO_GPU, "cuda": torch.version.cuda}
     if torch.cuda.is_available():
         device, cudnn = torch.cuda.get_device_name(), torch.backends.cudnn.version()
         found |= {"device": device, "cudnn": cudnn}
-    for package, what in OPTIONAL.items():
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            absent[package] = what
-    return found, absent
+    return found
 
 
 @contextlib.contextmanager
 def meter(file: Path) -> Iterator[None]:
     """Lets nvidia-smi, where there is one, write power and clock of the first GPU to `file` every
     five seconds."""
-    with contextlib.ExitStack() as ends:
-        if shutil.which("nvidia-smi"):
-            asked = [f"--query-gpu={METER}", "--format=csv", "--id=0", "--loop=5"]
-            output = ends.enter_context(file.open("w"))
-            process = ends.enter_context(subprocess.Popen(["nvidia-smi", *asked], stdout=output))
-            ends.callback(process.kill)
-        yield
+    command = ["nvidia-smi", f"--query-gpu={METER}", "--format=csv", "--id=0", "--loop=5"]
+    with file.open("w") as output:
+        process = subprocess.Popen(command, stdout=output) if shutil.which(command[0]) else None
+        try:
+            yield
+        finally:
+            if process is not None:
+                process.kill()
+                process.wait()
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -55,20 +55,26 @@ def is_alarm(event: dict[str, Any]) -> bool:
     return kind in TEMPLATES and (kind not in SENT_IF_FAILED or "failed" in event)
 
 
+def words(event: dict[str, Any]) -> str:
+    """An event in words; a list of its entries if they do not fit its template, or it has none."""
+    known = {name: _plain(value) for name, value in event.items() if name != "time"}
+    kind, step = known.pop("event"), known.pop("step", None)
+    try:
+        template = NO_LONGER_SLOW if known.get("ended") else TEMPLATES[kind]
+        return template.format(step=step, **{key: _listed(each) for key, each in known.items()})
+    except (KeyError, ValueError, TypeError, OverflowError):
+        about = ", ".join(f"{name} {value}" for name, value in known.items())
+        return f"{kind} at step {step}: {about}" if step is not None else f"{kind}: {about}"
+
+
 def alarm(run: str, folder: str, event: dict[str, Any]) -> dict[str, Any]:
     """Return what is sent about an event: `text` (which Slack, Mattermost and others show), `run`,
     `folder`, `host`, `event`, `step` (None if the event has none), `time` (seconds since 1970) and
     `details`, everything else in the event. JSON without NaN."""
     known = {name: _plain(value) for name, value in event.items()}
     kind, step, time = known.pop("event"), known.pop("step", None), known.pop("time")
-    try:
-        template = NO_LONGER_SLOW if known.get("ended") else TEMPLATES[kind]
-        said = template.format(step=step, **{key: _listed(each) for key, each in known.items()})
-    except (KeyError, ValueError, TypeError):
-        about = ", ".join(f"{name} {value}" for name, value in known.items())
-        said = f"{kind} at step {step}: {about}" if step is not None else f"{kind}: {about}"
     return {
-        "text": f"{run}: {said}",
+        "text": f"{run}: {words(event)}",
         "run": run,
         "folder": folder,
         "host": socket.gethostname(),

@@ -26,7 +26,7 @@ NAMES = {
     BACKWARD_INPUT: "input gradient",
     BACKWARD_WEIGHT: "weight gradient",
 }
-REMEDY = "give a trace.json that a run or tools.timeline has written"
+REMEDY = "give a trace.json that a run has written"
 LETTERS = [kind.value for kind in Kind]
 MICROSECONDS = 1000.0  # per unit of the timeline, a millisecond
 

@@ -1,11 +1,18 @@
-"""Run GPU benchmarks at tiny size, in this process, and read their rows."""
+"""Run GPU benchmarks at tiny size, in this process, and read their rows; and train.py, in another
+process."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.runs import losses, write_config
+
+ROOT = Path(__file__).parent.parent.parent
 PLUGIN = ("-q", "-p", "benchmarks.gpu.plugin", "-p", "no:cacheprovider")
 
 
@@ -19,3 +26,12 @@ def rows_of(folder: Path, *arguments: str) -> tuple[int, list[str], dict[str, di
     by_name = {row["name"]: row for row in rows}
     assert len(by_name) == len(rows), "a name twice"
     return status, entries[0]["planned"], by_name
+
+
+def train(folder: Path, data: Path, variables: dict[str, str], **sections: Any) -> dict[int, float]:
+    """Runs train.py in `folder`; returns the loss of each step."""
+    folder.mkdir()
+    command = [sys.executable, "train.py", write_config(folder, data, **sections)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    return losses(folder)

@@ -90,19 +90,20 @@ def of_update(update: Update) -> list[Check]:
     t = update.updates.item() + 1
     with poisoned_memory():
         update.update("triton")
-    worst = dict.fromkeys(("p", "m", "v"), 0.0)
-    size = dict.fromkeys(worst, 0.0)
+    largest: dict[str, list[Tensor]] = {"p": [], "m": [], "v": []}  # error and value, by tensor
     # one tensor at a time, because float64 is large
     for i, old in enumerate(zip(*before, strict=True)):
         exact = exact_update([x.double() for x in old], t, update.decays[i])
-        for name, found in zip(worst, (update.p[i], update.m[i], update.v[i]), strict=True):
+        for name, found in zip(largest, (update.p[i], update.m[i], update.v[i]), strict=True):
             error, magnitude = (found.double() - exact[name]).abs(), exact[name].abs()
             # stochastic rounding may give either bfloat16 neighbour; they are 2⁻⁷ apart
             if update.dtype == torch.bfloat16:
                 error = (error - 2**-7 * magnitude).clamp(min=0)
-            worst[name] = _greatest(worst[name], error.max().item())
-            size[name] = _greatest(size[name], magnitude.max().item())
-    checks = [Check(name, error, 2e-6 * size[name]) for name, error in worst.items()]
+            largest[name].append(torch.stack((error.max(), magnitude.max())))
+    checks = []
+    for name, each in largest.items():
+        error, size = torch.stack(each).amax(0).tolist()  # NaN if any is
+        checks.append(Check(name, error, 2e-6 * size))
     return checks + [bits(update, before)] * (update.dtype == torch.bfloat16)
 
 
@@ -128,11 +129,6 @@ def exact_update(old: list[Tensor], t: float, decay: float) -> dict[str, Tensor]
     one, two = (1 - beta**t for beta in RATES.betas)
     p = p - RATES.lr * decay * p - RATES.lr / one * m / ((v / two).sqrt() + RATES.eps)
     return {"p": p, "m": m, "v": v}
-
-
-def _greatest(a: float, b: float) -> float:
-    """The maximum, or NaN if either is NaN, which `max` could lose."""
-    return a if a != a or a > b else b
 
 
 # --- the head -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu import head, kernels, model, operations, questions
 from benchmarks.gpu.page import MEASURED, NEEDS, NO_TIME, OUT_OF_MEMORY, why_wrong
-from benchmarks.gpu.programs import ATTENTION_KERNELS, AUTO, WIDE, Size, Variant, sizes
+from benchmarks.gpu.programs import WIDE, Size, Variant, sizes
 from costs.summary import flops_per_token
 from model.kernels.attention_choice import BY_REQUEST
 from model.kernels.backend import why_not_triton
@@ -264,8 +264,3 @@ def test_a_wrong_sum_of_gradients_is_found(factor: float) -> None:
         else:
             with pytest.raises(AssertionError, match="together"):
                 recorded(questions.bench_weight_gradient, "down")
-
-
-def test_the_attention_kernels_are_all_those_of_the_configuration() -> None:
-    assert ATTENTION_KERNELS[0] == AUTO
-    assert {variant.attention for _, variant in model.ATTENTION_ROWS} == {*BY_REQUEST}

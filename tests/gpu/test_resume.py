@@ -7,8 +7,6 @@ little: flash attention adds up gradients in any order.
 """
 
 import hashlib
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,20 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import ROOT
 from tests.data_samples import prepared
-from tests.runs import checkpoint_of, losses, write_config
+from tests.gpu.bench import train
+from tests.runs import checkpoint_of
 
 HALF, WHOLE = 3, 6  # steps
 DIVERGENCE = 2**-8  # relative, of a loss, where bits may differ
-
-
-def train(folder: Path, data: Path, **sections: dict[str, Any]) -> dict[int, float]:
-    """Runs train.py in `folder`; returns the loss of each step."""
-    folder.mkdir()
-    command = [sys.executable, "train.py", write_config(folder, data, **sections)]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
-    return losses(folder)
 
 
 def tensors(folder: Path) -> dict[str, str]:
@@ -51,9 +41,9 @@ def resume(folder: Path, deterministic: bool, optimizer: dict[str, Any]) -> dict
         "train": {"dtype": "bfloat16", "steps": WHOLE, "deterministic": deterministic},
     }
     whole, resumed = folder / "whole", folder / "resumed"
-    expected = train(whole, data, **settings, checkpoint={"interval": HALF, "keep_last": 3})
+    expected = train(whole, data, {}, **settings, checkpoint={"interval": HALF, "keep_last": 3})
     again = {"interval": HALF, "resume": str(checkpoint_of(whole, HALF))}
-    found = train(resumed, data, **settings, checkpoint=again)
+    found = train(resumed, data, {}, **settings, checkpoint=again)
     off = max(abs(found[step] / expected[step] - 1) for step in range(HALF + 1, WHOLE + 1))
     same = tensors(whole) == tensors(resumed) and bool(tensors(whole))
     return {"loss_off": off, "same_bytes": same, "steps": sorted(found)}
@@ -90,7 +80,7 @@ def test_a_run_resumes_with_the_same_bits(
 def test_a_resumed_run_with_other_bits_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off: float, same: bool, wrong: str | None
 ) -> None:
-    def planted(folder: Path, data: Path, **sections: Any) -> dict[int, float]:
+    def planted(folder: Path, data: Path, _: Any, **sections: Any) -> dict[int, float]:
         again = "resume" in sections["checkpoint"]
         return dict.fromkeys(range(4 if again else 1, 7), 2.0 * (1 + off * again))
 

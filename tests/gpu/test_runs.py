@@ -2,14 +2,16 @@
 masks, and a step never waits for the device."""
 
 import json
-import os
 import subprocess
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from model.documents import find_documents
 from model.kernels.attention import KERNELS, MATH, Kernel
@@ -19,7 +21,8 @@ from parallel.pipeline.schedules import build_schedule
 from runtime.profiling.chrome import from_chrome
 from tests import ROOT
 from tests.data_samples import prepared
-from tests.runs import losses, status_of, write_config
+from tests.gpu.bench import train
+from tests.runs import status_of, write_config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,22 +32,14 @@ pytestmark = [
 
 def test_first_losses_agree_with_the_cpu(tmp_path: Path) -> None:
     data = prepared(tmp_path / "data")
+    settings = {
+        "train": {"dtype": "bfloat16", "eval_interval": 6},
+        "checkpoint": {"interval": 3},
+    }
     found = {}
-    for device, visible in (("gpu", None), ("cpu", "")):
-        folder = tmp_path / device
-        folder.mkdir()
-        config = write_config(
-            folder,
-            data,
-            train={"dtype": "bfloat16", "eval_interval": 6},
-            checkpoint={"interval": 3},
-        )
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if visible is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = visible
-        subprocess.run([sys.executable, "train.py", config], cwd=ROOT, env=environment, check=True)
-        assert status_of(folder)["state"] == "finished"
-        found[device] = losses(folder)
+    for device, variables in (("gpu", {}), ("cpu", {"CUDA_VISIBLE_DEVICES": ""})):
+        found[device] = train(tmp_path / device, data, variables, **settings)
+        assert status_of(tmp_path / device)["state"] == "finished"
     for step, loss in found["cpu"].items():
         assert found["gpu"][step] == pytest.approx(loss, rel=2**-8), step
 
@@ -53,21 +48,23 @@ def test_split_backward_and_trace(tmp_path: Path) -> None:
     """With the schedule zb_v and two stages on one GPU, deferred weight gradients in bfloat16 give
     the losses of 1f1b, and the trace has the times of every action, in order."""
     data = prepared(tmp_path / "data")
+    settings: dict[str, Any] = {"train": {"dtype": "bfloat16"}, "run": {"trace": True}}
     found = {}
     for schedule, stages in (("1f1b", 1), ("zb_v", 2)):
-        folder = tmp_path / schedule
-        folder.mkdir()
         parallel = {"schedule": schedule, "stages_per_rank": stages, "zero_stage": 2}
-        config = write_config(
-            folder, data, train={"dtype": "bfloat16"}, parallel=parallel, run={"trace": True}
-        )
-        subprocess.run([sys.executable, "train.py", config], cwd=ROOT, check=True)
-        found[schedule] = losses(folder)
+        found[schedule] = train(tmp_path / schedule, data, {}, **settings, parallel=parallel)
     assert found["zb_v"] == pytest.approx(found["1f1b"], rel=2**-8)
     timeline = from_chrome(json.loads((tmp_path / "zb_v" / "run" / "trace.json").read_text()))
     # 8 sequences, 2 at a time
     assert [event.action for event in timeline.ranks[0]] == build_schedule("zb_v", 1, 2, 4)[0]
     assert all(a.end <= b.start + 1e-3 for a, b in pairwise(timeline.ranks[0]))
+
+
+def results(given: list[Tensor], weights: Tensor, mask: Mask, dtype: torch.dtype) -> list[Tensor]:
+    """The output of attention, and the gradients of its weighted sum over q, k and v."""
+    inputs = [t.to(dtype).requires_grad_() for t in given]
+    y = mask(*inputs)
+    return [y, *torch.autograd.grad((y * weights).sum(), inputs)]
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
@@ -83,18 +80,13 @@ def test_packed_documents_by_flash_attention(batch: int, kv_heads: int) -> None:
     flash = make_mask(positions, documents, None, torch.bfloat16, head_dim)
     assert flash == Mask(True, documents)
     shapes = [(length, batch, count, head_dim) for count in (heads, kv_heads, kv_heads, heads)]
-    q, k, v, weights = (
+    *given, weights = (
         torch.randn(shape, generator=generator).cuda().bfloat16() for shape in shapes
     )
-
-    def outputs(dtype: torch.dtype, mask: Mask) -> list[torch.Tensor]:
-        inputs = [t.to(dtype).requires_grad_() for t in (q, k, v)]
-        y = mask(*inputs)
-        return [y, *torch.autograd.grad((y * weights).sum(), inputs)]
-
-    packed = outputs(torch.bfloat16, flash)
-    masked = outputs(torch.float32, Mask(bias=scores_bias(positions, torch.float32)))
-    causal = outputs(torch.float32, Mask())
+    outputs = partial(results, given, weights)
+    packed = outputs(flash, torch.bfloat16)
+    masked = outputs(Mask(bias=scores_bias(positions, torch.float32)), torch.float32)
+    causal = outputs(Mask(), torch.float32)
     for ours, theirs, others in zip(packed, masked, causal, strict=True):
         assert ours.shape == theirs.shape
         # bfloat16 has rounding errors of 2**-9 in the inputs' products, the weights and the sums.
@@ -113,16 +105,11 @@ def test_the_chosen_attention_kernel_runs(dtype: torch.dtype, packed: bool) -> N
     choice = choose(device, Call(dtype, head_dim, head_dim, length, packed, deterministic=False))
     mask = make_mask(positions, None, window, dtype, head_dim)
     torch.manual_seed(0)
-    q, k, v, weights = (
+    *given, weights = (
         torch.randn(length, 2, heads, head_dim, device="cuda", dtype=dtype)
         for heads in (8, 2, 2, 8)
     )
-
-    def outputs(mask: Mask, dtype: torch.dtype) -> list[torch.Tensor]:
-        inputs = [t.to(dtype).requires_grad_() for t in (q, k, v)]
-        y = mask(*inputs)
-        return [y, *torch.autograd.grad((y * weights).sum(), inputs)]
-
+    outputs = partial(results, given, weights)
     with torch.profiler.profile() as profile:
         ours = outputs(mask, dtype)
     ran = {event.key for event in profile.key_averages()}
@@ -173,11 +160,6 @@ def test_a_step_never_waits_for_the_device(tmp_path: Path, document_mask: bool) 
     """No part of a step (forward, backward, norm, clipping, update) synchronizes with the device,
     so that the host runs ahead."""
     config = write_config(tmp_path, prepared(tmp_path / "data"), train={"dtype": "bfloat16"})
-    command = [
-        sys.executable,
-        "-c",
-        STEPS_WITHOUT_WAITING,
-        config,
-        f"data.document_mask={document_mask}",
-    ]
+    masked = f"data.document_mask={document_mask}"
+    command = [sys.executable, "-c", STEPS_WITHOUT_WAITING, config, masked]
     subprocess.run(command, cwd=ROOT, check=True)

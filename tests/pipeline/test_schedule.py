@@ -28,7 +28,7 @@ from parallel.pipeline.schedules import SCHEDULES, build_schedule
 from parallel.pipeline.simulate import Costs, simulate
 from tests import ROOT
 from tests.planted import name_of
-from tools.timeline.text import ascii_lanes
+from tools.timeline.panels import ascii_lanes
 
 
 def built(name, p, v, m):

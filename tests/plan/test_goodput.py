@@ -20,7 +20,6 @@ from runtime.checkpoints.goodput import (
 )
 from runtime.records.events import append_event, read_events
 from tools.plan.goodput import describe_goodput, goodput
-from tools.report.goodput import effective_lines
 from tools.report.ledger import measure
 from training.load_config import load_config
 
@@ -146,7 +145,7 @@ def test_what_a_run_measured(tmp_path):
     rate = DAY / 4 / 400.0  # one failure in 400 s
     assert found.best_interval(rate) == (pytest.approx(20.0), 10)
     assert found.best_interval(0.0) is None
-    _, best, took = effective_lines(found, rate)
+    _, best, took = found.in_words(rate)
     assert "best interval between saves: 10 steps (20.0 s)" in best
     assert took == (
         "measured: a save 0.5 s, its writing 1.0 s, training between saves 10.0 s, "

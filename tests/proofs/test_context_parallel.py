@@ -13,8 +13,16 @@ from parallel.placement import chunk_range
 from proofs.parity.__main__ import WORLDS, plan
 from proofs.parity.cases import SEQ_LEN, Case, option_values
 from proofs.parity.chosen import context_cases
-from tests.context_batches import CP2, DOCUMENTS, TARGETS, WINDOW, batch, check_batch, with_rows
-from tests.parity_tiers import agrees, thorough_but
+from tests.proofs.context_batches import (
+    CP2,
+    DOCUMENTS,
+    TARGETS,
+    WINDOW,
+    batch,
+    check_batch,
+    with_rows,
+)
+from tests.proofs.parity_tiers import agrees, thorough_but
 from tokens import IGNORE
 
 

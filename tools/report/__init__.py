@@ -4,5 +4,5 @@
 __main__.py  the command            page.py, page.html  the page, which escapes what a run wrote
 run.py       reads a run folder     charts.py           curves and bars
 ledger.py    what saves, restarts   tables.py           ledger, events, starts, experts
-             and steps took         goodput.py          effective time, best save interval
+             and steps took
 """

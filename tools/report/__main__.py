@@ -11,56 +11,43 @@ in progress.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from errors import UserError
 from runtime.records.events import changes_stage
 from tools.command import CommandParser, reports_errors, run_command
 from tools.report.charts import picture_of_loss
-from tools.report.goodput import effective_lines, stated_rate
-from tools.report.ledger import Measured
 from tools.report.page import page
 from tools.report.run import Run, read_run, unigram_loss
-from tools.report.tables import MEANING
+from tools.report.tables import MEANING, goodput
 from tools.timeline.draw import save
 
 
-def ledger_lines(run: Run, measured: Measured, rate: float) -> list[str]:
-    """The ledger as a table, the best interval between saves for this failure rate, and the number
-    of events by kind."""
-    events, total = run.events, sum(run.seconds.values())
+def ledger_lines(run: Run) -> list[str]:
+    """The ledger as a table, what is said of saving and restarting, and the number of events by
+    kind."""
+    total = sum(run.seconds.values())
     lines = [
         f"{MEANING[cause]:<22}{value:>12,.1f} s{value / max(total, 1e-9):>8.1%}"
         for cause, value in run.seconds.items()
     ]
-    lines.append(f"{'wall clock':<22}{total:>12,.1f} s")
-    lines += effective_lines(measured, rate)
-    happened = Counter(event["event"] for event in events if not changes_stage(event))
-    failed = sum(event["event"] == "checkpoint" and "failed" in event for event in events)
-    lines.append(
+    happened = Counter(event["event"] for event in run.events if not changes_stage(event))
+    failed = sum(event["event"] == "checkpoint" and "failed" in event for event in run.events)
+    return [
+        *lines,
+        f"{'wall clock':<22}{total:>12,.1f} s",
+        *goodput(run),
         f"{happened['start']} starts, {happened['checkpoint'] - failed} checkpoints ({failed} "
-        "failed), "
-        f"{happened['rollback']} rollbacks, {happened['hang']} hangs"
-    )
-    return lines
-
-
-def write(option: str, path: Path, save: Callable[[Path], object]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save(path)
-    except OSError as error:
-        why = f"it cannot be written ({error.strerror})"
-        raise UserError(option, str(path), why, "give another file") from None
+        f"failed), {happened['rollback']} rollbacks, {happened['hang']} hangs",
+    ]
 
 
 @reports_errors
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.report", description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run folder (run.dir)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the page to write: .html")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="the picture to write: .png")
+    parser.option("run", Path, "RUN", "the run folder (run.dir)")
+    parser.option("--out", Path, "FILE", "the page to write: .html")
+    parser.option("--png", Path, "FILE", "the picture to write: .png")
     options = parser.parse_args(arguments)
     out, png = options.out, options.png
     for option, path, suffix in (("--out", out, ".html"), ("--png", png, ".png")):
@@ -68,21 +55,26 @@ def main(arguments: list[str] | None = None) -> int:
             why = f"its name does not end in {suffix}"
             raise UserError(option, str(path), why, f"end it in {suffix}")
     run = read_run(options.run)
-    if out is png is None and not run.events:
-        why = "it has no events.jsonl, or nothing in it can be read"
-        raise UserError("RUN", str(options.run), why, "give a run folder (run.dir)")
     if png is not None and not run.points("loss"):
         why = "it has no logged step yet"
         raise UserError("RUN", str(options.run), why, "wait for the first one")
-    if out is not None:
-        text = page(run)
-        write("--out", out, lambda path: path.write_text(text, "utf-8", errors="replace"))
-    if png is not None:
-        figure = picture_of_loss(run, unigram_loss(options.run))
-        write("--png", png, lambda path: save(figure, path))
-    if run.measured is not None:
-        rate = stated_rate(run.section("checkpoint"))
-        print("\n".join(ledger_lines(run, run.measured, rate)))
+    if out is png is None and not run.events:
+        why = "its events.jsonl has no whole line, or cannot be read"
+        raise UserError("RUN", str(options.run), why, "wait, or give another run folder (run.dir)")
+    option, path = "--out", out
+    try:
+        if out is not None:
+            text = page(run)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(text, "utf-8", errors="replace")
+        if png is not None:
+            option, path = "--png", png
+            save(picture_of_loss(run, unigram_loss(options.run)), png)
+    except OSError as error:
+        why = f"it cannot be written ({error.strerror})"
+        raise UserError(option, str(path), why, "give another file") from None
+    if run.events:
+        print("\n".join(ledger_lines(run)))
     for path in filter(None, (out, png)):
         print(f"wrote {path}")
     return 0

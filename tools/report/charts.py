@@ -23,7 +23,6 @@ FAR_ABOVE = 1.5  # the beginning is cut off if the whole range is more than this
 LOG_FROM = 100.0  # an axis may be logarithmic from this ratio of largest to smallest value on
 WIDE, NARROW, PICTURE = (11.2, 2.9), (5.5, 2.1), (8.0, 4.5)  # inches
 GIB = 2**30
-SCALES = {"%": 100.0, "GiB": 1 / GIB}  # by the first word of the unit
 
 # Title, unit, kind of axis (Chart.axis), and the lines: name → key in metrics.jsonl
 OVER_STEPS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
@@ -100,11 +99,9 @@ def charts(run: Run) -> list[Chart]:
     memory = run.last("memory")
     peaks = memory["peak_bytes"] if isinstance(memory.get("peak_bytes"), list) else []
     by_rank = [(rank, peak / GIB) for rank, peak in enumerate(peaks) if can_be_drawn(peak)]
-    if not by_rank:
-        table.append(("Peak memory", "GiB", "zero", {"largest rank": "peak_memory_bytes"}))
     found = []
     for title, unit, axis, lines in table:
-        scale = SCALES.get(unit.partition(" ")[0], 1.0)
+        scale = 100.0 if unit.startswith("%") else 1.0
         series = {name: run.points(key, scale) for name, key in lines.items()}
         found.append(Chart(title, unit, axis, {name: p for name, p in series.items() if p}))
     if by_rank:

@@ -1,4 +1,5 @@
-"""What saves, restarts and steps took in a run, by its events."""
+"""What saves, restarts and steps took in a run, and how often it should have saved: read from its
+events.jsonl."""
 
 import math
 import statistics
@@ -8,6 +9,7 @@ from typing import Any
 from runtime.checkpoints.goodput import best_interval, mtbf_of
 from runtime.records.events import changes_stage
 from runtime.records.ledger import account
+from tools.command import duration
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,34 @@ class Measured:
         seconds = best_interval(self.save, mtbf)
         return seconds, max(1, round(seconds / self.step))
 
+    def in_words(self, failures_per_gpu_day: float) -> list[str]:
+        """Sentences below the ledger's table."""
+        lines = [f"effective training time {self.effective:.1%}; {self.failures} failures"]
+        best = self.best_interval(failures_per_gpu_day)
+        if best is not None:
+            seconds, steps = best
+            lines.append(
+                f"best interval between saves: {steps:,} steps ({seconds:,.1f} s), because a save "
+                f"cost {self.save:.3g} s and {failures_per_gpu_day:.3g} failures are expected per "
+                "GPU and day"
+            )
+        took = {
+            "a save": self.save,
+            "its writing": self.commit,
+            "training between saves": self.interval,
+            "a restart after a failure": self.restart,
+        }
+        said = [f"{what} {duration(value)}" for what, value in took.items() if value is not None]
+        return lines + ["measured: " + ", ".join(said)] * bool(said)
+
 
 def measure(events: list[dict[str, Any]]) -> Measured:
     seconds = account(events)
     saves = [e for e in events if e["event"] == "checkpoint" and "failed" not in e]
     total = sum(seconds.values())
     made = sum(spent["seconds"].get("steps", 0.0) for spent in events if spent["event"] == "spent")
-    number = _steps_made(events)
-    step = made / number if number else None
-    between = _steps_between_saves(events)
-    downs = _restarts(events)
+    step = made / number if (number := _steps_made(events)) else None
+    between, downs = _steps_between_saves(events), _restarts(events)
     starts = [event for event in events if event["event"] == "start"]
     return Measured(
         world_size=starts[-1]["world_size"] if starts else 1,

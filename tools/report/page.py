@@ -19,14 +19,16 @@ def page(run: Run) -> str:
     """The whole HTML document."""
     import jinja2
 
-    drawn = []
+    # each: title, what is beside it, the legend, whether it has a row of its own, the picture
+    pictures = []
     for chart in charts(run):
+        beside = ", ".join(filter(None, (chart.unit, chart.scale)))
         figure = draw(chart, WIDE if chart.is_wide else NARROW, run.stages)
-        drawn.append((chart, inline(figure)))
-    timelines = []
-    for name, timeline in run.timelines[:1]:
+        pictures.append((chart.title, beside, chart.legend, chart.is_wide, inline(figure)))
+    if run.timeline is not None:
+        name, timeline = run.timeline
         figure = draw_timeline([Panel("One step", timeline, figures(timeline, " ms"))], "ms")
-        timelines.append((name, inline(figure)))
+        pictures.append(("Pipeline timeline", name, [], True, inline(figure)))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -36,8 +38,7 @@ def page(run: Run) -> str:
     return environment.get_template("page.html").render(
         run=run,
         tables=tables,
-        charts=drawn,
-        timelines=timelines,
+        pictures=pictures,
         is_thinned=len(run.records) > BINS,
         now=tables.clock(time.time()),
     )

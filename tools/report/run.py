@@ -4,7 +4,7 @@ The run may be in progress, may have been killed in the middle of writing a line
 reached its first step. Anything missing or unreadable is treated as empty.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,14 @@ class Run:
     """One run, over all its starts."""
 
     name: str
-    config_text: str = ""
-    config: dict[str, Any] = field(default_factory=dict)
-    status: dict[str, Any] = field(default_factory=dict)  # status.json
-    records: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl
-    events: list[dict[str, Any]] = field(default_factory=list)  # events.jsonl
-    seconds: dict[str, float] = field(default_factory=dict)  # by cause (runtime/records/ledger.py)
-    measured: Measured | None = None  # what its saves, restarts and steps took
-    # a traced step: (name, timeline) of each pipeline
-    timelines: list[tuple[str, Timeline]] = field(default_factory=list)
+    config_text: str
+    status: dict[str, Any]  # status.json
+    records: list[dict[str, Any]]  # metrics.jsonl
+    events: list[dict[str, Any]]  # events.jsonl
+    seconds: dict[str, float]  # by cause (runtime/records/ledger.py)
+    measured: Measured  # what its saves, restarts and steps took
+    # the first pipeline of the step traced by run.trace=true, and its name
+    timeline: tuple[str, Timeline] | None
 
     def last(self, event: str) -> dict[str, Any]:
         """The newest event of that kind."""
@@ -60,15 +59,16 @@ class Run:
 
     def newest(self, key: str) -> float | None:
         """The last finite value of `key`; None if there is none."""
-        return next(
-            (value for record in reversed(self.records) if is_number(value := record.get(key))),
-            None,
-        )
+        values = (record.get(key) for record in reversed(self.records))
+        return next(filter(is_number, values), None)
 
-    def section(self, name: str) -> dict[str, Any]:
-        """A section of the configuration; empty if it is missing."""
-        found = self.config.get(name)
-        return found if isinstance(found, dict) else {}
+    def setting(self, section: str, key: str) -> float | None:
+        """A number of the configuration; None if it is missing."""
+        try:
+            value = yaml.safe_load(self.config_text)[section][key]
+        except (yaml.YAMLError, TypeError, KeyError):
+            return None
+        return value if is_number(value) else None
 
 
 def can_be_drawn(value: Any) -> bool:
@@ -81,22 +81,16 @@ def read_run(folder: Path) -> Run:
     if not any((folder / name).is_file() for name in FILES):
         why = f"it has none of {', '.join(FILES)}"
         raise UserError("RUN", str(folder), why, "give a run folder (run.dir)")
-    config_text = _text(folder / "config.yaml")
     events = read_events(folder)
-    try:
-        config = yaml.safe_load(config_text)
-    except yaml.YAMLError:
-        config = None
     return Run(
         folder.resolve().name,
-        config_text,
-        config if isinstance(config, dict) else {},
+        _text(folder / "config.yaml"),
         read_status(folder),
         read_records(folder),
         events,
-        account(events) if events else {},
-        measure(events) if events else None,
-        _timelines(folder / "trace.json"),
+        account(events),
+        measure(events),
+        _timeline(folder / "trace.json"),
     )
 
 
@@ -110,21 +104,15 @@ def unigram_loss(folder: Path) -> float | None:
     return data.unigram_nats_per_token
 
 
-def _timelines(path: Path) -> list[tuple[str, Timeline]]:
-    """(name, timeline) of every pipeline of the step traced by run.trace=true."""
+def _timeline(path: Path) -> tuple[str, Timeline] | None:
     trace = json_object(_text(path))
-    names = [
-        event
-        for event in trace.get("traceEvents") or []
-        if isinstance(event, dict) and event.get("name") == "process_name"
-    ]
     try:
-        return [
-            (str(event["args"]["name"]), from_chrome(trace, str(path), i))
-            for i, event in enumerate(names)
-        ]
-    except (UserError, KeyError, TypeError):
-        return []
+        timeline = from_chrome(trace, str(path))
+        processes = [each for each in trace["traceEvents"] if each.get("name") == "process_name"]
+        more = f", the first of {len(processes)}" if len(processes) > 1 else ""
+        return f"{processes[0]['args']['name']}{more}", timeline
+    except (UserError, KeyError, TypeError, IndexError):
+        return None
 
 
 def _text(path: Path) -> str:

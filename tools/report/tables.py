@@ -3,12 +3,13 @@
 from datetime import UTC, datetime
 from typing import Any
 
+from hardware import FAILURES_PER_GPU_DAY
+from runtime.alerts.alarms import words
 from runtime.records.events import changes_stage
 from runtime.records.log_lines import is_number
 from runtime.start.parts import PARTS
 from tools.command import duration
 from tools.report.charts import GIB, short
-from tools.report.goodput import effective_lines, stated_rate
 from tools.report.run import Run
 from tools.timeline.draw import COLOURS
 
@@ -29,6 +30,8 @@ MOST_STEPS = 20  # the most steps listed for skipped updates: the last ones
 MOST_STARTS = 20  # the newest ones
 # events shown in other parts of the page, or by what follows them
 ELSEWHERE = ("spent", "memory", "system", "started", "examining")
+# entries that words() leaves out
+DETAILS = {"rollback": ("left_out",), "suspicion": ("ranks", "nodes")}
 
 
 def head(run: Run) -> tuple[str, str, list[str]]:
@@ -44,16 +47,17 @@ def head(run: Run) -> tuple[str, str, list[str]]:
     # status.json is written at the end of a start, and removed at the beginning of the next
     if state := str(run.status.get("state", "")):
         return state, str(run.status.get("reason", "")), about
-    times = [event["time"] for event in run.events]
-    reason = f"last line at {clock(max(times))} UTC" if times else ""
-    return "running, or killed" if times or run.records else "nothing yet", reason, about
+    if run.events:
+        last = max(event["time"] for event in run.events)
+        return "running, or killed", f"last line at {clock(last)} UTC", about
+    return "running, or killed" if run.records else "nothing yet", "", about
 
 
 def tiles(run: Run) -> list[tuple[str, str, str]]:
     """The name, newest value and unit of the run's main numbers."""
-    steps = run.section("train").get("steps")
+    steps = run.setting("train", "steps")
     forms = {
-        "step": ("step", lambda v: f"{v:,.0f}", f" of {steps:,}" if is_number(steps) else ""),
+        "step": ("step", lambda v: f"{v:,.0f}", f" of {steps:,}" if steps else ""),
         "loss": ("loss", lambda v: f"{v:.4f}", ""),
         "eval_loss": ("held-out loss", lambda v: f"{v:.4f}", ""),
         "tokens": ("tokens", short, ""),
@@ -84,9 +88,9 @@ def ledger(run: Run) -> list[tuple[str, str, str, str]]:
 
 def goodput(run: Run) -> list[str]:
     """Sentences about saving and restarting; none if no time was measured."""
-    if run.measured is None or not run.measured.seconds:
-        return []
-    return effective_lines(run.measured, stated_rate(run.section("checkpoint")))
+    rate = run.setting("checkpoint", "failures_per_gpu_day")  # a run may be older than the key
+    rate = FAILURES_PER_GPU_DAY if rate is None else rate
+    return run.measured.in_words(rate) if run.measured.seconds else []
 
 
 def starts(run: Run) -> list[list[str]]:
@@ -118,12 +122,15 @@ def experts(run: Run) -> tuple[Any, list[list[str]]]:
 def events(run: Run) -> list[tuple[str, str, str, str]]:
     """Time, kind, step and words of starts, ends, rollbacks, hangs and failed saves, by time."""
     rows = []
-    for event in run.events:
-        told = tell(event)
-        if told is not None:
-            step = f"{event['step']:,}" if is_number(event.get("step")) else ""
-            rows.append((event["time"], event["event"], step, told))
-    return [(clock(when), *rest) for when, *rest in sorted(rows)]
+    for event in sorted(run.events, key=lambda event: event["time"]):
+        kind, is_saved = event["event"], "failed" not in event
+        # the event `stage` tells of a change of stages
+        if kind in ELSEWHERE or changes_stage(event) or (kind == "checkpoint" and is_saved):
+            continue
+        step = f"{event['step']:,}" if is_number(event.get("step")) else ""
+        more = [f"{name} {event[name]}" for name in DETAILS.get(kind, ()) if event.get(name)]
+        rows.append((clock(event["time"]), kind, step, ", ".join([words(event), *more])))
+    return rows
 
 
 def happened(run: Run, shown: int) -> list[str]:
@@ -133,39 +140,6 @@ def happened(run: Run, shown: int) -> list[str]:
     newest = f"The newest {MOST_ROWS} of {shown:,} lines:"
     said = [committed] if run.events else []
     return said + skipped_updates(run) + ([newest] if shown > MOST_ROWS else [])
-
-
-def tell(event: dict[str, Any]) -> str | None:
-    """An event in words; None if the table does not show it."""
-    kind = event["event"]
-    if kind in ELSEWHERE or changes_stage(event):  # the event `stage` tells of that
-        return None
-    if kind == "checkpoint" and "failed" not in event:
-        return None
-    if kind == "start":
-        return f"on {event.get('world_size', '?')} ranks"
-    if kind == "end":
-        return f"{event.get('state', '?')}: {event.get('reason', '')}"
-    if kind == "checkpoint":
-        return f"not saved: {event['failed']}"
-    if kind == "rollback":
-        samples = event.get("left_out")
-        pair = isinstance(samples, list) and len(samples) == 2 and all(map(is_number, samples))
-        return f"back from step {event.get('from_step', '?')}" + (
-            f", skipping samples {samples[0]:,} to {samples[1] - 1:,}" if pair else ""
-        )
-    if kind == "slow_rank":
-        who = f"rank {event.get('rank', '?')} on {event.get('node', '?')}"
-        if event.get("ended"):
-            return f"{who} is no longer slow"
-        return f"{who}: {event.get('factor', '?')} times its peers since {event.get('since', '?')}"
-    if kind == "suspicion":
-        who = f" (ranks {event.get('ranks')} on {event.get('nodes')})" if event.get("ranks") else ""
-        told = (event.get(name, "?") for name in ("cause", "verdict", "why"))
-        return "{}: {}{who}, {}".format(*told, who=who)
-    return ", ".join(
-        f"{name} {value}" for name, value in event.items() if name not in ("event", "time", "step")
-    )
 
 
 def skipped_updates(run: Run) -> list[str]:

@@ -2,7 +2,6 @@
 --micro-batches M`.
 
 __main__.py  the command
-panels.py    makes timelines of simulated schedules and of a measured step
-text.py      prints timelines as text
+panels.py    makes timelines of simulated schedules and of a measured step; prints them as text
 draw.py      draws timelines as a picture
 """

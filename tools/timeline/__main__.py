@@ -6,9 +6,8 @@ training run.
                                                                              both, on one time axis
     python -m tools.timeline --trace runs/laptop --out step.svg --simulated  measured and simulated
 
-A step is measured with `run.trace=true`, which writes trace.json into the run's folder. --out
-FILE.json writes a simulation in the same format, with a unit of time as a millisecond.
-https://ui.perfetto.dev opens both.
+A step is measured with `run.trace=true`, which writes trace.json into the run's folder;
+https://ui.perfetto.dev opens it, too.
 
 In text, F0 is the forward of micro-batch 0 and B0 its backward, or I0 and W0 its input gradient and
 its weight gradient where backward is split. Capital letters are a rank's first stage (third, …),
@@ -16,26 +15,17 @@ small letters its second (fourth, …).
 """
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from errors import UserError
 from parallel.pipeline.schedules import MAX_FORWARDS, SCHEDULES
-from runtime.profiling.chrome import to_chrome
-from tools.command import CommandParser, reports_errors, run_command
-from tools.timeline.draw import Panel, draw, save
-from tools.timeline.panels import simulated_panels, traced_panels
-from tools.timeline.text import print_panels
+from tools.command import CommandParser, at_least, reports_errors, run_command
+from tools.timeline.draw import draw, save
+from tools.timeline.panels import print_panels, simulated_panels, traced_panels
 
-SUFFIXES = (".svg", ".png", ".json")
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
+SUFFIXES = (".svg", ".png")
 
 
 def time(text: str) -> float:
@@ -52,13 +42,6 @@ def costs(text: str) -> tuple[float, ...]:
     return times
 
 
-def file(text: str) -> Path:
-    if not text.endswith(SUFFIXES):
-        why = f"{text!r} is neither a picture nor a trace: end it in {', '.join(SUFFIXES)}"
-        raise argparse.ArgumentTypeError(why)
-    return Path(text).expanduser()
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options. The command ends if they do not fit together, or one is wrong."""
     parser = CommandParser(prog="python -m tools.timeline", description=__doc__)
@@ -67,11 +50,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument("--schedule", nargs="+", choices=SCHEDULES, metavar="NAME", help=names)
     trace = "a measured step: a run's folder, or a trace.json (its first pipeline)"
     source.add_argument("--trace", type=Path, metavar="RUN", help=trace)
-    stages = "ranks of the pipeline, each with V stages"
-    parser.add_argument("--stages", type=positive, metavar="P", help=stages)
-    parser.add_argument("--micro-batches", type=positive, metavar="M", help="per step")
+    parser.option("--stages", int, "P", "ranks of the pipeline, each with V stages")
+    parser.option("--micro-batches", int, "M", "per step")
     per_rank = "one number, or one per schedule (default: 1 if the schedule allows it, else 2)"
-    parser.add_argument("--stages-per-rank", type=positive, nargs="+", metavar="V", help=per_rank)
+    parser.option("--stages-per-rank", int, "V", per_rank, nargs="+", default=[])
     times = (
         "time of a stage's forward, input gradient and weight gradient (default: 1,1,1); "
         "an unsplit backward takes I + W. If V differs, these are the times of a stage at the "
@@ -81,21 +63,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     message = "time of a message between ranks (default: %(default)s)"
     parser.add_argument("--communication", type=time, default=0.0, metavar="C", help=message)
     simulated = "with --trace: also show a simulation of the same actions, below the measured step"
-    parser.add_argument("--simulated", action="store_true", help=simulated)
-    out = "write a picture (.svg, .png) or a trace (.json); without --out, print text"
-    parser.add_argument("--out", type=file, metavar="FILE", help=out)
+    parser.option("--simulated", bool, None, simulated)
+    parser.option("--out", Path, "FILE", "write a picture (.svg, .png) in place of text")
     options = parser.parse_args(arguments)
+    out, schedules, per_rank = options.out, len(options.schedule or ()), options.stages_per_rank
+    if out is not None and out.suffix not in SUFFIXES:
+        parser.error(f"--out: {str(out)!r} is no picture: end it in {' or '.join(SUFFIXES)}")
     if options.schedule is None:
         return options
-    schedules, per_rank = len(options.schedule), options.stages_per_rank or []
     if options.simulated:
         parser.error("--simulated belongs to --trace; a schedule is always simulated")
-    if not options.stages or not options.micro_batches:
+    if options.stages is None or options.micro_batches is None:
         parser.error("--schedule needs --stages and --micro-batches")
+    at_least(1, stages=options.stages, micro_batches=options.micro_batches)
+    at_least(1, stages_per_rank=min(per_rank, default=None))
     if len(per_rank) not in (0, 1, schedules):
         parser.error(f"--stages-per-rank has {len(per_rank)} numbers for {schedules} schedules")
-    if schedules > 1 and options.out is not None and options.out.suffix == ".json":
-        parser.error(f"--out: a trace holds one timeline, not {schedules}")
     # some schedules are first built for 2 micro-batches a rank
     microbatches = max(2 * options.stages, options.micro_batches)
     forwards = options.stages * max(per_rank, default=1) * microbatches
@@ -104,40 +87,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def write(panels: Sequence[Panel], unit: str, out: Path) -> None:
-    try:
-        if out.suffix == ".json":
-            out.parent.mkdir(parents=True, exist_ok=True)
-            trace = json.dumps(to_chrome(panels[0].timeline), indent=1)
-            out.write_text(f"{trace}\n", encoding="utf-8")
-        else:
-            save(draw(panels, unit), out)
-    except OSError as error:
-        why = f"cannot be written ({error.strerror})"
-        raise UserError("--out", str(out), why, "choose another path") from None
-
-
 @reports_errors
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    unit = "" if options.trace is None else "ms"
     if options.trace is not None:
-        panels = traced_panels(options.trace, options.simulated, options.communication)
+        unit, panels = "ms", traced_panels(options.trace, options.simulated, options.communication)
     else:
-        panels = simulated_panels(
-            options.schedule,
-            options.stages,
-            options.micro_batches,
-            options.stages_per_rank or (),
-            options.costs,
-            options.communication,
-        )
+        sizes = options.stages, options.micro_batches, options.stages_per_rank
+        times = options.costs, options.communication
+        unit, panels = "", simulated_panels(options.schedule, *sizes, *times)
     if options.out is None:
         print_panels(panels, unit)
-    else:
-        write(panels, unit, options.out)
-        print(*(f"{panel.title}\n  {panel.caption}" for panel in panels), sep="\n")
-        print(f"wrote {options.out}")
+        return 0
+    try:
+        save(draw(panels, unit), options.out)
+    except OSError as error:
+        why = f"cannot be written ({error.strerror})"
+        raise UserError("--out", str(options.out), why, "choose another path") from None
+    print(*(f"{panel.title}\n  {panel.caption}" for panel in panels), sep="\n")
+    print(f"wrote {options.out}")
     return 0
 
 
