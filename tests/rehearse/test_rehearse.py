@@ -14,10 +14,10 @@ from tests import ROOT
 from tools.plan.hardware import find_device
 from tools.plan.layout import world_of
 from tools.rehearse.__main__ import main
-from tools.rehearse.fake_gpu import one_rank
+from tools.rehearse.fake_gpu import fake_gpu, one_rank
+from tools.rehearse.memory import measuring
 from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse
 from tools.rehearse.real import predicted_step, rehearse_for_real
-from tools.rehearse.tape import Tape
 from training.load_config import load_config
 
 CONFIGS = ROOT / "configs"
@@ -98,19 +98,23 @@ def test_on_a_gpu_no_mask_is_in_memory(keys: list[str]) -> None:
 
 def tape_of_tensors() -> dict[str, object]:
     """The bytes that a tape counts for a few tensors with known lifetimes."""
-    with one_rank(MeshSizes(), 0, "meta") as mesh, Tape(mesh) as tape:
+    with (
+        one_rank(MeshSizes(), 0, "meta") as mesh,
+        fake_gpu() as device,
+        measuring(mesh, device) as tape,
+    ):
         with tape.record(Action(FORWARD, 0, 0)):
             kept = torch.empty(1024, device="meta")
             view = kept[100:]  # of the same storage
             torch.empty(1, device="meta")  # freed at once
-            before = tape.memory.peak
+            before = tape.peak
             kept.untyped_storage().resize_(0)
             other = torch.empty(1500, device="meta")
-            after = tape.memory.peak
+            after = tape.peak
         with tape.record(Action(BACKWARD, 0, 0)):
             torch.empty(2048, device="meta")
         del view, other
-    report = tape.memory.report()
+    report = tape.report()
     return {
         "before": before,
         "after": after,

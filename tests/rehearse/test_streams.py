@@ -33,11 +33,11 @@ from tests import ROOT
 from tests.proofs.parity_tiers import dense_covering, expert_covering, thorough_but
 from tools.plan.candidates import FIXED
 from tools.rehearse.__main__ import main
-from tools.rehearse.device import Device
 from tools.rehearse.fake_gpu import fake_gpu, one_rank
 from tools.rehearse.findings import RACE, REUSE, SYNC, THREAD
-from tools.rehearse.rank import SaverWithoutFiles, alone, rehearse
-from tools.rehearse.tape import Tape
+from tools.rehearse.host import checking
+from tools.rehearse.races import Races, SaverWithoutFiles
+from tools.rehearse.rank import alone, rehearse
 from training.config import Config
 from training.guard import UpdateGuard
 
@@ -130,7 +130,7 @@ EXPERTS = LAYOUTS["ep, shared expert"]
 
 
 def check(config: Config, world: int, rank: int) -> dict[str, Any]:
-    return rehearse(config, world, rank, steps=2, races=True)
+    return rehearse(config, world, rank, steps=2, watching=checking)
 
 
 def check_case(case: Case, rank: int) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def nothing(*_: Any) -> None: ...
         (ZERO_3, SYNC, "tests/rehearse/test_streams.py",
          patch.object(UpdateGuard, "__call__", guard_that_reads)),
         (ZERO_3, SYNC, "without non_blocking",
-         patch("tools.rehearse.rank.to_device", lambda tensor, _: tensor.to(DEVICE))),
+         patch("tools.rehearse.fake_gpu.to_device", lambda tensor, _: tensor.to(DEVICE))),
         (ZERO_3, THREAD, "the thread save",
          patch("runtime.checkpoints.save.device_thread", plain_thread)),
         (ZERO_3, RACE, "the thread save",
@@ -272,19 +272,23 @@ def test_a_collective_that_became_synchronous_is_found() -> None:
 
 
 @contextmanager
-def checked_device() -> Iterator[Device]:
-    with one_rank(MeshSizes(), 0, DEVICE) as mesh, fake_gpu() as device, Tape(mesh, device):
-        device.in_step = True
-        yield device
+def checked_device() -> Iterator[Races]:
+    with (
+        one_rank(MeshSizes(), 0, DEVICE) as mesh,
+        fake_gpu() as device,
+        checking(mesh, device) as races,
+    ):
+        device.here.in_step = True
+        yield races
 
 
-def kinds(device: Device) -> dict[str, Any]:
-    return {"found": [kind for kind, _ in device.findings]}
+def kinds(races: Races) -> dict[str, Any]:
+    return {"found": [kind for kind, _ in races.findings]}
 
 
 def uses_a_side_stream(waits: bool, part: int) -> dict[str, Any]:
     """The compute stream writes the first half of a tensor, another stream reads half `part`."""
-    with checked_device() as device:
+    with checked_device() as races:
         side = torch.cuda.Stream()
         x = torch.zeros(8, device=DEVICE)
         side.wait_stream(torch.cuda.current_stream())
@@ -293,7 +297,7 @@ def uses_a_side_stream(waits: bool, part: int) -> dict[str, Any]:
             side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             torch.neg(x[4 * part : 4 * part + 4])
-        return kinds(device)
+        return kinds(races)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +309,7 @@ def test_streams_must_wait_for_each_other(waits: bool, part: int, found: list[st
 
 def frees_early(then: str) -> dict[str, Any]:
     """Another stream reads a tensor of the compute stream, which frees it and allocates another."""
-    with checked_device() as device:
+    with checked_device() as races:
         compute, side = torch.cuda.current_stream(), torch.cuda.Stream()
         x = torch.zeros(8, device=DEVICE)
         side.wait_stream(compute)
@@ -317,7 +321,7 @@ def frees_early(then: str) -> dict[str, Any]:
         if then == "wait":
             compute.wait_stream(side)
         torch.zeros(8, device=DEVICE)
-        return kinds(device)
+        return kinds(races)
 
 
 @pytest.mark.parametrize(
@@ -325,11 +329,6 @@ def frees_early(then: str) -> dict[str, Any]:
 )
 def test_memory_must_not_be_reused_while_a_stream_reads_it(then: str, found: list[str]) -> None:
     assert alone(frees_early, then) == {"found": found}
-
-
-def nonzero(x: Tensor) -> None:
-    with pytest.raises(NotImplementedError, match="a tensor without data"):
-        x.nonzero()
 
 
 def read_back(x: Tensor, waits: bool) -> None:
@@ -346,7 +345,7 @@ READS: dict[str, tuple[list[str], Callable[[Tensor], Any]]] = {  # what is found
     "to the device": ([], lambda _: to_device(torch.ones(8), "cuda")),
     "unpinned": ([SYNC], lambda _: torch.ones(8).to(DEVICE, non_blocking=True)),
     "tolist": ([SYNC], Tensor.tolist),
-    "nonzero": ([SYNC], nonzero),
+    "nonzero": ([SYNC], Tensor.nonzero),
     "equal": ([SYNC], lambda x: torch.equal(x, x)),
     "host index": ([SYNC], lambda x: x[torch.tensor([0])]),
     "tensor": ([SYNC], lambda _: torch.tensor([1.0], device=DEVICE)),
@@ -356,11 +355,11 @@ READS: dict[str, tuple[list[str], Callable[[Tensor], Any]]] = {  # what is found
 
 
 def reads(what: str) -> dict[str, Any]:
-    with checked_device() as device:
+    with checked_device() as races:
         x = torch.zeros(8, device=DEVICE)
-        device.in_step = "read" not in what  # between steps, waiting is allowed
+        races.gpu.here.in_step = "read" not in what  # between steps, waiting is allowed
         READS[what][1](x)
-        return kinds(device)
+        return kinds(races)
 
 
 @pytest.mark.parametrize("what", READS)
@@ -369,11 +368,11 @@ def test_the_host_waits_for_what_it_reads(what: str) -> None:
 
 
 def works_in_a_thread(make: Callable[..., threading.Thread]) -> dict[str, Any]:
-    with checked_device() as device:
+    with checked_device() as races:
         thread = make(partial(torch.zeros, 8, device=DEVICE), "worker")
         thread.start()
         thread.join()
-        return kinds(device)
+        return kinds(races)
 
 
 @pytest.mark.parametrize(("make", "found"), [(device_thread, []), (plain_thread, [THREAD])])

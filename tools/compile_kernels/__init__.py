@@ -4,5 +4,22 @@ __main__.py      the command
 compiler.py      compiles kernels and inspects the machine code
 accesses.py      accesses to global memory in assembly
 specimens.py     the calls whose kernels are compiled
-targets.py       the GPUs to compile for
 """
+
+from typing import NamedTuple
+
+
+class Target(NamedTuple):
+    """A GPU to compile for."""
+
+    gpu: tuple[str, int | str, int]  # the arguments of Triton's GPUTarget
+    shared: int  # bytes that one program can have
+
+
+# Sources: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability"; for
+# AMD, LLVM's AMDGPU backend.
+TARGETS = {
+    "sm_80": Target(("cuda", 80, 32), 163 * 1024),  # A100
+    "sm_90": Target(("cuda", 90, 32), 227 * 1024),  # H100, H200
+    "gfx942": Target(("hip", "gfx942", 64), 64 * 1024),  # MI300X
+}

@@ -22,13 +22,12 @@ shared memory in bytes per program.
 
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from errors import UserError
 from tools.command import CommandParser, reports_errors, run_command
-from tools.compile_kernels.targets import TARGETS
+from tools.compile_kernels import TARGETS
 
 
 def check_triton() -> None:
@@ -70,13 +69,13 @@ def main(arguments: list[str] | None = None) -> int:
     launches = [one for name in options.target for one in compiler.launches_of(chosen, name)]
     reports = compiler.compile_all(launches, options.processes)
     if options.json is not None:
-        text = json.dumps([asdict(report) for report in reports], indent=1)
+        text = json.dumps(reports, indent=1)
         options.json.write_text(text + "\n", encoding="utf-8")
     print(f"compiled by Triton {compiler.triton.__version__}\n\n{compiler.describe(reports)}")
-    failed = [report for report in reports if report.faults]
+    failed = [report for report in reports if report["faults"]]
     for report in failed:
-        where = f"\n{report.kernel} ({report.specimen}) on {report.target}"
-        print(where, *report.faults, sep="\n    ")
+        where = "\n{kernel} ({specimen}) on {target}".format(**report)
+        print(where, *report["faults"], sep="\n    ")
     print(f"\n{len(reports)} kernels compiled, {len(failed)} with faults")
     return int(bool(failed))
 

@@ -28,49 +28,17 @@ from triton.runtime.driver import driver
 
 from model.kernels import backend, multi_tensor
 from tools.command import table
+from tools.compile_kernels import TARGETS
 from tools.compile_kernels.accesses import MERGED, accesses, lines_of, row_accesses
 from tools.compile_kernels.specimens import Specimen
-from tools.compile_kernels.targets import TARGETS
 
 NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 WIDE = 16  # bytes; the most that a thread moves with one instruction
 
 
-@dataclass(frozen=True)
-class Usage:
-    """The resources that a thread uses."""
-
-    registers: int
-    stack: int  # bytes
-    local: int  # accesses to spilled values
-    wide: int | None  # 16-byte accesses to global memory; None: not counted
-
-
-@dataclass(frozen=True)
-class Report:
-    """One specialisation of a kernel on one target, with the columns that the command's help
-    explains."""
-
-    specimen: str
-    kernel: str
-    target: str
-    threads: int
-    registers: int
-    stack: int
-    local: int
-    wide_loads: int
-    narrow_loads: int
-    wide_stores: int
-    narrow_stores: int
-    shared: int
-    faults: list[str]
-    triton: str = triton.__version__  # registers and widths depend on it
-
-
-def gpu_target(name: str) -> GPUTarget:
-    """The target in Triton's terms."""
-    target = TARGETS[name]
-    return GPUTarget(target.backend, target.arch, target.lanes)
+# One specialisation of a kernel on one target: the columns that the command's help explains, and
+# the faults in full.
+Report = dict[str, Any]
 
 
 # --- what is launched -----------------------------------------------------------------------------
@@ -107,7 +75,7 @@ def launches_of(chosen: Sequence[Specimen], target: str) -> list[Launch]:
     """Every launch of the specimens. Launches that compile to the same kernel and have the same
     expectations are listed once."""
     found: dict[tuple[Any, ...], Launch] = {}
-    gpu = gpu_target(target)
+    gpu = GPUTarget(*TARGETS[target].gpu)
     for specimen in chosen:
 
         def keep(
@@ -142,12 +110,12 @@ def launches_of(chosen: Sequence[Specimen], target: str) -> list[Launch]:
 # --- what was compiled ----------------------------------------------------------------------------
 
 
-def nvidia_usage(cubin: bytes) -> Usage:
-    """Read the usage from the machine code (SASS)."""
+def nvidia_usage(cubin: bytes) -> dict[str, int]:
+    """The report's registers, stack and local, from the machine code (SASS)."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        listing, sass = (
+        resources, sass = (
             subprocess.run(
                 [NVIDIA_TOOLS / tool, *options, file.name],
                 capture_output=True,
@@ -156,26 +124,23 @@ def nvidia_usage(cubin: bytes) -> Usage:
             ).stdout
             for tool, *options in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm",))
         )
-    found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", listing)}
-    local, wide = (
-        len(re.findall(which, sass))
-        for which in (r"\b(?:LDL|STL)\b", r"\b(?:LDG|STG|LDGSTS)\S*\.128\b")
-    )
-    return Usage(found["REG"], found["STACK"], local, wide)
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", resources)}
+    local = len(re.findall(r"\b(?:LDL|STL)\b", sass))
+    return {"registers": found["REG"], "stack": found["STACK"], "local": local}
 
 
-def amd_usage(assembly: str) -> Usage:
-    """Read the usage from the metadata at the end of the assembly."""
-    found = {
-        name: int(value)
-        for name, value in re.findall(r"^\s+\.(\w+):\s+(\d+)$", assembly, re.MULTILINE)
-    }
+def amd_usage(assembly: str) -> dict[str, int]:
+    """The same from the metadata at the end of the assembly."""
+    metadata = re.findall(r"^\s+\.(\w+):\s+(\d+)$", assembly, re.MULTILINE)
+    found = {name: int(value) for name, value in metadata}
     spills = found["vgpr_spill_count"] + found["sgpr_spill_count"]
-    return Usage(found["vgpr_count"], found["private_segment_fixed_size"], spills, None)
+    stack = found["private_segment_fixed_size"]
+    return {"registers": found["vgpr_count"], "stack": stack, "local": spills}
 
 
 def compile_launch(launch: Launch) -> Report:
-    gpu, specimen, kernel = gpu_target(launch.target), launch.specimen, launch.source.fn.fn
+    target, specimen, kernel = TARGETS[launch.target], launch.specimen, launch.source.fn.fn
+    gpu = GPUTarget(*target.gpu)
     compiled = triton.compile(launch.source, target=gpu, options=launch.options)
     nvidia = gpu.backend == "cuda"
     assembly = compiled.asm["ptx" if nvidia else "amdgcn"]
@@ -193,28 +158,32 @@ def compile_launch(launch: Launch) -> Report:
     narrow = {lines_of(access, file) for access in of_tensors if access.size < WIDE}
 
     faults = []
-    if usage.stack or usage.local:
-        faults.append(f"spills: {usage.stack} bytes of stack, {usage.local} accesses to them")
+    if usage["stack"] or usage["local"]:
+        faults.append("spills: {stack} bytes of stack, {local} accesses to them".format(**usage))
     if specimen.wide:
         faults += [
             f"narrow: {text}"
             for text in sorted(narrow)
             if not any(part in text for part in specimen.narrow)
         ]
-    if usage.wide is not None and usage.wide < count[True, "load"] + count[True, "store"]:
-        faults.append("narrow: the assembler split 16-byte accesses")
-    if shared > (most := TARGETS[launch.target].shared):
-        faults.append(f"shared: {shared:,} bytes; a program can have {most:,}")
+    if shared > target.shared:
+        faults.append(f"shared: {shared:,} bytes; a program can have {target.shared:,}")
     if threads > backend.MAX_THREADS:
         faults.append(f"threads: {threads:,}; a program can have {backend.MAX_THREADS:,}")
-    return Report(
-        specimen=specimen.name, target=launch.target,
-        kernel=f"{kernel.__module__.split('.')[-1]}.{kernel.__name__}", threads=threads,
-        registers=usage.registers, stack=usage.stack, local=usage.local,
-        wide_loads=count[True, "load"], narrow_loads=count[False, "load"],
-        wide_stores=count[True, "store"], narrow_stores=count[False, "store"],
-        shared=shared, faults=faults,
-    )  # fmt: skip
+    return {
+        "specimen": specimen.name,
+        "kernel": f"{kernel.__module__.split('.')[-1]}.{kernel.__name__}",
+        "target": launch.target,
+        "threads": threads,
+        **usage,
+        "wide_loads": count[True, "load"],
+        "narrow_loads": count[False, "load"],
+        "wide_stores": count[True, "store"],
+        "narrow_stores": count[False, "store"],
+        "shared": shared,
+        "faults": faults,
+        "triton": triton.__version__,  # registers and widths depend on it
+    }
 
 
 def compile_all(launches: Sequence[Launch], processes: int) -> list[Report]:
@@ -239,15 +208,14 @@ def _compile_one(index: int) -> Report:
 def describe(reports: Sequence[Report]) -> str:
     """The table that the command's help explains."""
     named = "kernel specimen target threads registers stack local loads stores shared"
-    rows = [(*named.split(), "")] + [
-        (
-            r.kernel, r.specimen, r.target, str(r.threads), str(r.registers), str(r.stack),
-            str(r.local), f"{r.wide_loads} + {r.narrow_loads}",
-            f"{r.wide_stores} + {r.narrow_stores}", f"{r.shared:,}",
-            ", ".join(dict.fromkeys(fault.split(":")[0] for fault in r.faults)) or "ok",
+    rows = [(*named.split(), "")]
+    for r in reports:
+        first = (str(r[name]) for name in named.split()[:7])
+        loads, stores = (
+            f"{r[f'wide_{what}']} + {r[f'narrow_{what}']}" for what in ("loads", "stores")
         )
-        for r in reports
-    ]  # fmt: skip
+        faults = ", ".join(dict.fromkeys(fault.split(":")[0] for fault in r["faults"])) or "ok"
+        rows.append((*first, loads, stores, f"{r['shared']:,}", faults))
     return table(rows, left=(0, 1, 2, 10))
 
 

@@ -33,7 +33,8 @@ from tools.plan.hardware import GB, Device, find_device
 from tools.plan.layout import Layout, world_of
 from tools.plan.memory import Memory
 from tools.plan.traffic import by_axis, over_groups
-from tools.rehearse.operators import describe_operators, operators
+from tools.rehearse.host import checking
+from tools.rehearse.operators import describe_operators, recording
 from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse
 from tools.rehearse.real import predicted_step, rehearse_for_real
 from training.config import Config
@@ -115,47 +116,26 @@ def describe_races(report: dict[str, Any], device: Device) -> str:
 @reports_errors
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.rehearse", description=__doc__)
-    parser.add_argument("config", metavar="CONFIG", help="a configuration file")
+    parser.option("config", str, "CONFIG", "a configuration file")
     add_overrides(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--rank", type=int, metavar="R", help="the rank to run (default: 0)")
-    which.add_argument(
-        "--stages",
-        action="store_true",
-        help="run the first rank at every pipeline position, one after the other",
-    )
-    parser.add_argument("--gpus", type=int, metavar="N", help="number of ranks")
+    stages = "run the first rank at every pipeline position, one after the other"
+    which.add_argument("--stages", action="store_true", help=stages)
+    parser.option("--gpus", int, "N", "number of ranks")
     add_data_stage(parser)
     how = parser.add_mutually_exclusive_group()
-    how.add_argument(
-        "--real",
-        action="store_true",
-        help="compute, on this machine's GPU, or on its CPU if it has no GPU",
-    )
-    how.add_argument(
-        "--operators",
-        action="store_true",
-        help="show every operator of a step with the line that causes it, and nothing else",
-    )
-    how.add_argument(
-        "--races",
-        action="store_true",
-        help="check what waits for what, and show what hides each collective",
-    )
-    parser.add_argument(
-        "--device",
-        default="h100",
-        metavar="NAME",
-        help="with --real --stages or --races: the device whose links are modelled (default: h100)",
-    )
-    parser.add_argument(
-        "--imbalance",
-        type=float,
-        default=1.0,
-        metavar="FACTOR",
-        help="rows that the rank's experts receive, over their balanced share (default: 1)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    for name, text in {
+        "--real": "compute, on this machine's GPU, or on its CPU if it has no GPU",
+        "--operators": "show every operator of a step with the line that causes it, and only that",
+        "--races": "check what waits for what, and show what hides each collective",
+    }.items():
+        how.add_argument(name, action="store_true", help=text)
+    modelled = "with --real --stages or --races: the device whose links are modelled"
+    parser.option("--device", "h100", "NAME", modelled)
+    received = "rows that the rank's experts receive, over their balanced share"
+    parser.option("--imbalance", 1.0, "FACTOR", received)
+    parser.option("--json", Path, "FILE", "write the results to FILE")
     options = parser.parse_intermixed_args(arguments)
     config = load_config(options.config, options.overrides)
     config, world = valid_layout(config, world_of(options.config, config, options.gpus))
@@ -178,11 +158,10 @@ def main(arguments: list[str] | None = None) -> int:
             report = alone(rehearse_for_real, *given, options.imbalance)
             described = describe(report)
         elif options.operators:
-            report = alone(operators, *given, options.imbalance)
+            report = alone(rehearse, *given, 2, options.imbalance, recording)
             described = describe_operators(report)
         elif options.races:
-            checked = partial(rehearse, races=True, rates=device)
-            report = alone(checked, *given, 2, options.imbalance)
+            report = alone(rehearse, *given, 2, options.imbalance, partial(checking, rates=device))
             described = describe_races(report, device)
         else:
             report = alone(rehearse, *given, 1, options.imbalance)

@@ -14,7 +14,7 @@ accesses to all new tensors, so an order that holds here holds for every choice 
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -36,13 +36,13 @@ class Access:
     freed: str = ""  # if the block was freed since: the line
 
 
+@dataclass(slots=True)
 class Block:
-    """A storage: the lane on which it was allocated, and the accesses that later ones must be
-    ordered after."""
+    """A storage."""
 
-    def __init__(self, owner: Lane, accesses: list[Access], pinned: bool) -> None:
-        self.owner, self.accesses, self.pinned = owner, accesses, pinned
-        self.recorded: set[Lane] = set()  # by record_stream
+    owner: Lane  # on which it was allocated
+    accesses: list[Access]  # that later ones must be ordered after
+    recorded: set[Lane] = field(default_factory=set)  # by record_stream
 
 
 def range_of(tensor: Tensor) -> Range:
@@ -64,18 +64,16 @@ class Accesses:
         # by the lane that owns their memory: accesses that were not finished when it was freed
         self._unfinished: dict[Lane, list[Access]] = defaultdict(list)
 
-    def allocate(self, key: int, owner: Lane, what: str, pinned: bool = False) -> None:
+    def allocate(self, key: int, owner: Lane, what: str) -> None:
         """Allocate a block on `owner`. For other lanes this is a write: before it, the memory may
         belong to a tensor that `owner` still uses."""
         left = [a for a in self._unfinished[owner] if owner.seen(a.lane) < a.number]
         self._unfinished[owner] = left
         first = Access(owner, owner.done, WHOLE, True, f"the allocation by {what}")
-        self.blocks[key] = Block(owner, [] if pinned else [first, *left], pinned)
+        self.blocks[key] = Block(owner, [first, *left])
 
     def free(self, key: int, where: str) -> None:
         block = self.blocks.pop(key)
-        if block.pinned:  # the allocator of pinned memory waits for every stream that used it
-            return
         owner = block.owner
         self._unfinished[owner] += [
             replace(access, freed=where)
@@ -88,11 +86,10 @@ class Accesses:
     def record_stream(self, tensor: Tensor, lane: Lane) -> None:
         self.blocks[key_of(tensor)].recorded.add(lane)
 
-    def access(
-        self, lane: Lane, number: int, what: str, tensors: Iterable[tuple[Tensor, bool]]
-    ) -> None:
-        """Check and remember that work `number` of `lane` reads (False) or writes (True)
-        `tensors`. Tensors in memory that is not watched are ignored."""
+    def access(self, lane: Lane, what: str, tensors: Iterable[tuple[Tensor, bool]]) -> int:
+        """Add one piece of work to `lane`, which reads (False) or writes (True) `tensors`: check
+        and remember that, and return its number. Memory that is not watched is ignored."""
+        lane.done = number = lane.done + 1
         for tensor, writes in tensors:
             block = self.blocks.get(key_of(tensor))
             if block is None or not tensor.numel():
@@ -106,8 +103,8 @@ class Accesses:
                 replaces = covered and (writes or not old.writes)
                 if not (replaces and lane.seen(old.lane) >= old.number):
                     kept.append(old)
-            kept.append(new)
-            block.accesses = kept
+            block.accesses = [*kept, new]
+        return number
 
     def _check(self, old: Access, new: Access) -> None:
         apart = old.range[1] <= new.range[0] or new.range[1] <= old.range[0]
@@ -117,11 +114,8 @@ class Accesses:
         if new.lane.seen(old.lane) >= old.number:
             return
         if old.freed:
-            text = (
-                f"{_of(new)} may use memory that {_of(old)} has not finished with, "
-                f"freed at {old.freed}"
-            )
-            self.findings[REUSE, text] += 1
+            uses = f"{_of(new)} may use memory that {_of(old)} has not finished with"
+            self.findings[REUSE, f"{uses}, freed at {old.freed}"] += 1
         else:
             self.findings[RACE, f"{_of(new)} does not wait for {_of(old)}"] += 1
 

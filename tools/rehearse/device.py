@@ -15,13 +15,14 @@ import linecache
 import re
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from tools.rehearse.findings import SYNC, THREAD, Findings, line
+from torch import Tensor
+
+from tools.rehearse.findings import SYNC, THREAD, line
 
 INDEX = 3  # of the fake device in its machine: not 0, which every new thread has
 
@@ -34,11 +35,6 @@ class Lane:
     def __init__(self, name: str) -> None:
         self.name, self.done = name, 0
         self._seen: Point = {}  # of other lanes
-
-    def advance(self) -> int:
-        """Add one piece of work and return its number."""
-        self.done += 1
-        return self.done
 
     def seen(self, lane: "Lane") -> int:
         """The number of the last work of `lane` that is ordered before what this lane does next."""
@@ -55,18 +51,29 @@ class Lane:
                 self._seen[lane] = number
 
 
+class Here(threading.local):
+    """What each thread has of its own."""
+
+    index = 0  # its current device
+    stream: "Stream | None" = None  # its current stream; None: the compute stream
+    in_step = False  # whether it is in a step, where the host should not wait
+
+
 class Device:
     """Device number `INDEX` of its machine, as one rank uses it. Its attributes have the names of
     those of `torch.cuda`."""
 
     def __init__(self) -> None:
-        self.findings: Findings = Counter()
+        self.here = Here()
         self.host_lanes: dict[threading.Thread, Lane] = {}
-        self._thread = threading.local()
         self.Event = lambda *_, **__: Event(self)
         self.Stream = lambda *_, **__: Stream(self, _assigned(sys._getframe(1)))
         self.compute = Stream(self, "the compute stream")
-        self.joined: Callable[[], None] = lambda: None  # called when the compute stream has waited
+        # what a tape listens to: a finding, of a kind; that the compute stream has waited; and that
+        # a tensor of the host is pinned
+        self.found: Callable[[str, str], None] = lambda kind, text: None
+        self.joined: Callable[[], None] = lambda: None
+        self.pin: Callable[[Tensor], Tensor] = lambda tensor: tensor
         self.set_device(INDEX)
 
     # --- threads ---
@@ -76,41 +83,30 @@ class Device:
         thread = threading.current_thread()
         return self.host_lanes.setdefault(thread, Lane(f"the thread {thread.name}"))
 
-    @property
-    def in_step(self) -> bool:
-        """Whether the calling thread is in a step, where the host should not wait."""
-        return getattr(self._thread, "in_step", False)
-
-    @in_step.setter
-    def in_step(self, value: bool) -> None:
-        self._thread.in_step = value
-
     def current_device(self) -> int:
-        return getattr(self._thread, "index", 0)
+        return self.here.index
 
     def set_device(self, index: int) -> None:
-        self._thread.index = index
+        self.here.index = index
 
     def touch(self) -> None:
         """To be called by whatever uses the device: the thread must have chosen it."""
-        if self.current_device() != INDEX:
-            name, now = threading.current_thread().name, self.current_device()
-            text = f"the thread {name} uses device {INDEX} at {line()} while its current device "
-            self.findings[THREAD, f"{text}is {now}"] += 1
+        if (now := self.here.index) != INDEX:
+            name = threading.current_thread().name
+            self.found(THREAD, f"the thread {name}, with current device {now}, uses device {INDEX}")
 
     # --- streams ---
 
     def current_stream(self, *_: Any) -> "Stream":
-        return getattr(self._thread, "stream", self.compute)
+        return self.here.stream or self.compute
 
     @contextmanager
     def stream(self, stream: "Stream") -> Iterator[None]:
-        before = self.current_stream()
-        self._thread.stream = stream
+        before, self.here.stream = self.here.stream, stream
         try:
             yield
         finally:
-            self._thread.stream = before
+            self.here.stream = before
 
     def issue(self) -> "Stream":
         """The current stream, ordered after what the calling thread has done and seen."""
@@ -123,8 +119,8 @@ class Device:
         """The calling thread waits for `point`; inside a step this is a finding."""
         self.touch()
         self.host().after(point)
-        if self.in_step:
-            self.findings[SYNC, f"{why} at {line()}"] += 1
+        if self.here.in_step:
+            self.found(SYNC, why)
 
     def synchronize(self, *_: Any) -> None:
         self.waits("synchronize()", self.compute.point())

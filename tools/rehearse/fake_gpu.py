@@ -5,9 +5,10 @@ device.py; FSDP uses them, and holds its buffers as on a GPU. Nothing arrives fr
 torch's fake process group has no peers, and the tape (tape.py) carries out no collective.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -17,35 +18,59 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from costs.as_on_gpu import DEVICE, AsOnGpu
+from costs.operators import copies_values
 from parallel.axes import MeshSizes
-from parallel.mesh import Mesh, build_mesh
+from parallel.mesh import Mesh, build_mesh, to_device
 from tools.rehearse.device import Device
 
+_CUDA = ("Event", "Stream", "stream", "current_stream", "synchronize", "current_device",
+         "set_device", "is_initialized")  # fmt: skip
 
-def copied(tensor: Tensor, device: str) -> Tensor:
-    return tensor.to(device)
+
+class OnFakeGpu(AsOnGpu):
+    """A context in which the calling thread's code for GPUs works without one: tensors on the fake
+    GPU, pinned memory, and copies to `cuda`."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func == Tensor.pin_memory:
+            return self.device.pin(args[0].clone())
+        if func == Tensor.to and len(args) > 1 and str(args[1]).startswith("cuda"):
+            return func(args[0], DEVICE, *args[2:], **kwargs)
+        if kwargs.pop("pin_memory", False):  # zeros, because the save refuses what is not finite
+            return self.device.pin(torch.zeros(*args, **kwargs))
+        if copies_values(func, kwargs):
+            self.device.waits(f"{func.__name__}() copies to the device", {})
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def to_fake_gpu(tensor: Tensor, _: str) -> Tensor:
+    """Takes the place of parallel.mesh.to_device, which treats only cuda as a GPU."""
+    return to_device(tensor, "cuda")
 
 
 @contextmanager
-def fake_gpu(to_device: Callable[[Tensor, str], Tensor] = copied) -> Iterator[Device]:
+def fake_gpu() -> Iterator[Device]:
     """A context in which modules sharded over a mesh are on the fake GPU, and code treats its
-    tensors as GPU tensors.
-
-    Args:
-        to_device: takes the place of parallel.mesh.to_device, which treats only cuda as a GPU.
-    """
+    tensors as GPU tensors."""
     fully_shard, device = "torch.distributed.fsdp._fully_shard._fully_shard", Device()
     with ExitStack() as stack:
         stack.enter_context(
             patch(f"{fully_shard}._get_device_from_mesh", lambda mesh: torch.device(DEVICE))
         )
         stack.enter_context(patch(f"torch.{DEVICE}", device, create=True))
+        for name in _CUDA:
+            stack.enter_context(patch.object(torch.cuda, name, getattr(device, name)))
         group = _fsdp_param_group.FSDPParamGroup
         check = patch.object(group, "_validate_no_meta_params", lambda group: None)
         stack.enter_context(check)
         for module in ("training.step", "model.documents"):
-            stack.enter_context(patch(f"{module}.to_device", to_device))
-        stack.enter_context(AsOnGpu())
+            stack.enter_context(patch(f"{module}.to_device", to_fake_gpu))
+        stack.enter_context(OnFakeGpu(device))
         yield device
 
 

@@ -15,17 +15,25 @@ which it was allocated. Its category is determined
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from costs.collectives import Call
+from costs.collectives import Call, Work
 from costs.operators import tensors_of
-from costs.storages import key_of
-from parallel.memory import ACTIVATIONS, DEFERRED, GATHERING, REDUCING, TEMPORARY
+from costs.storages import key_of, watch_resizes
+from parallel.memory import ACTIVATIONS, DEFERRED, GATHERING, REDUCING, TEMPORARY, listening
+from parallel.mesh import Mesh
+from parallel.parameter import weights_of
 from parallel.pipeline.actions import FORWARD, Action
+from runtime.records.memory_report import held_tensors
+from tools.rehearse.device import Device
+from tools.rehearse.tape import Tape
+from training.step import TrainStep
 
 DATA_PARALLEL = ("dp_replicate", "dp_shard", "ep_replicate", "efsdp")
 BUFFERS = {"all_gather": GATHERING, "reduce_scatter": REDUCING, "all_reduce": REDUCING}
@@ -62,19 +70,46 @@ class Piece:
         return ACTIVATIONS if self.born_in.kind is FORWARD else DEFERRED
 
 
-class Memory:
-    """All storages that are alive, and those that were at the peak."""
+@contextmanager
+def measuring(mesh: Mesh, _: Device) -> Iterator["Memory"]:
+    """A context in which all storages on the fake GPU are recorded."""
+    memory = Memory(mesh)
+    with watch_resizes(memory), listening(memory.told), memory:
+        yield memory
 
-    def __init__(self) -> None:
-        self.action: Action | None = None  # the one that runs
+
+class Memory(Tape):
+    """All storages that are alive, and those that were at the peak. Use `measuring`."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
         # the tensors that model, FSDP and optimizer hold, by category
-        self.held: Callable[[], dict[str, list[Tensor]]] = lambda: {}
+        self.held: Callable[[], dict[str, list[Tensor]]] = dict
         self.peak = 0
         self.peak_action: Action | None = None
         self._total = 0
         self._tick = self._peak_tick = 0
         self._live: dict[int, Piece] = {}  # by storage
         self._dead: list[Piece] = []  # freed pieces that may have been alive at the peak
+
+    def built(self, stages: Iterable[nn.Module]) -> None:
+        """Count only the weights and what is allocated from now on, not what building them took."""
+        self._sizes.clear()
+        self._live.clear()
+        self.peak = self._total = 0
+        for stage in stages:
+            for weight in weights_of(stage):
+                self.saw(weight.sharded)
+
+    def attach(self, train: TrainStep) -> None:
+        super().attach(train)
+        self.held = partial(held_tensors, train)
+
+    @contextmanager
+    def record(self, action: Action) -> Iterator[None]:
+        with super().record(action):
+            yield
+            self.ask_holders()
 
     def told(self, tensor: Tensor, category: str) -> None:
         piece = self._live.get(key_of(tensor))
@@ -86,13 +121,14 @@ class Memory:
             for tensor in tensors:
                 self.told(tensor, category)
 
-    def communicates(self, call: Call, args: Any) -> None:
-        """These arguments of a collective are its buffers, if it is one of data parallelism."""
+    def communicates(self, call: Call, func: Any, args: Any) -> Work:
+        """The tensors of a collective are its buffers, if it is one of data parallelism."""
         if call.axis in DATA_PARALLEL and call.kind in BUFFERS:
             for tensor in tensors_of(args):
                 piece = self._live.get(key_of(tensor))
                 if piece is not None:
                     piece.label.buffer = BUFFERS[call.kind]
+        return super().communicates(call, func, args)
 
     def report(self) -> dict[str, Any]:
         """The peak, the action in which it was, and bytes by category at that moment, largest

@@ -1,13 +1,12 @@
 """Every operator that a rank runs on the fake GPU: what it is, what it moves, and the line of code
 that causes it. `python -m tools.rehearse CONFIG --operators`; docs/budget.md explains the tables.
 
-A dispatch mode below autograd and FSDP records the operators of a step. A custom operator of this
-repository is recorded as what its own code does: that code runs on tensors without data, and only
-the launches of Triton kernels are replaced. Where the host would wait for a GPU, that is noted, and
-the code continues with zeros. Nothing is timed.
+A tape (tape.py) records the operators of the second step; the first fills caches. A custom operator
+of this repository is recorded as what its own code does: that code runs on tensors without data,
+and only the launches of Triton kernels are replaced. Where the host would wait for a GPU, that is
+noted, and the code continues with zeros. Nothing is timed.
 """
 
-import ast
 import importlib
 import inspect
 import pkgutil
@@ -16,47 +15,39 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
-from torch.overrides import TorchFunctionMode
 
 import model.kernels
-from costs.as_on_gpu import DEVICE, AsOnGpu
+from costs.as_on_gpu import AsOnGpu
+from costs.collectives import Call, Work
 from costs.collectives import arguments_of as arguments_of_collective
-from costs.collectives import call_of, group_of
 from costs.events import GROUPED, LOOKUPS, Attention, Product, event_of
 from costs.operators import (
     arguments_of,
-    copies_values,
     host_copy,
     launches_nothing,
     name_of,
     needs_value,
     on_device,
-    on_host,
     takes_from_host,
     tensors_of,
-    value_without_data,
 )
-from costs.storages import StorageWatch, key_of, local, watch_resizes
+from costs.storages import key_of, local, watch_resizes
 from hardware import H100
 from model.kernels import backend
 from parallel.mesh import Mesh
 from parallel.pipeline.actions import FORWARD, Action
 from parallel.pipeline.runner import PipelineRunner
-from tools.rehearse import device
-from tools.rehearse.collectives import GroupAxes, complete
-from tools.rehearse.fake_gpu import fake_gpu
+from tools.rehearse.device import Device
 from tools.rehearse.findings import FSDP, code_file
-from tools.rehearse.rank import build_without_data, routing_of, rows, the_rank
-from training.config import Config
-from training.step import TrainStep
+from tools.rehearse.tape import ONE_RANK, Tape
 
 # --- what an operator is, and what it moves ---
 
@@ -102,7 +93,7 @@ def traffic(
 # --- the line that causes it, and the pass of the step ---
 
 # Files that only pass a call on: the caller's line says more.
-PASS_ON = {"model/matmul.py", "parallel/collectives.py", "FSDP _fsdp_common.py"}
+PASS_ON = {"model/matmul.py", "parallel/collectives.py", "parallel/mesh.py", "FSDP _fsdp_common.py"}
 # Python 3.12 runs comprehensions inside their function, 3.11 as functions of their own.
 INNER = re.compile(r"\.<locals>\.<(listcomp|dictcomp|setcomp|genexpr|lambda)>")
 PASSES = ("positions", "forward", "recomputation", "backward", "FSDP", "gradient norm", "guard",
@@ -181,51 +172,14 @@ class _Launcher:
         return lambda *args, **_: self.launched(self.name, args)
 
 
-def kernels_of(module: ModuleType) -> list[str]:
-    """The names of the functions that `module` decorates with `jit`."""
-    return [
-        node.name
-        for node in ast.parse(inspect.getsource(module)).body
-        if isinstance(node, ast.FunctionDef)
-        and any(isinstance(d, ast.Name) and d.id == "jit" for d in node.decorator_list)
-    ]
-
-
-class _ReadsOnHost(TorchFunctionMode):
-    """Notes calls that wait for the device and are no operators."""
-
-    def __init__(self, waited: Callable[[str], None]) -> None:
-        super().__init__()
-        self.waited = waited
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (Tensor.tolist, Tensor.numpy) and args[0].device.type == DEVICE:
-            self.waited(func.__name__)
-            return func(on_host(args[0], None))
-        if copies_values(func, kwargs):
-            self.waited(f"{func.__name__} on the device")
-        return func(*args, **kwargs)
-
-
 @contextmanager
-def replaced(
-    launched: Callable[[str, tuple[Any, ...]], None], waited: Callable[[str], None]
-) -> Iterator[None]:
+def launches_noted(launched: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
     """A context in which a launch of one of this repository's Triton kernels only calls `launched`,
-    with the kernel's name and arguments (Triton need not be installed), and what makes the host
-    wait without being an operator only `waited`."""
-    waits = {
-        (torch.cuda, "torch.cuda.synchronize"),
-        (torch.cuda.Event, "Event.synchronize"),
-        (torch.cuda.Stream, "Stream.synchronize"),
-        (device.Event, "Event.synchronize"),
-        (device.Stream, "Stream.synchronize"),
-    }
+    with the kernel's name and arguments. (Triton need not be installed.)"""
     with ExitStack() as stack:
         for found in pkgutil.iter_modules(model.kernels.__path__):
             module = importlib.import_module(f"model.kernels.{found.name}")
-            for name in kernels_of(module):
+            for name in re.findall(r"^@jit\ndef (\w+)", inspect.getsource(module), re.MULTILINE):
                 launcher = _Launcher(f"{found.name}.{name.strip('_')}", launched)
                 stack.enter_context(patch.object(module, name, launcher))
         if isinstance(backend.tl, SimpleNamespace):  # no Triton: names of dtypes, which go unused
@@ -234,10 +188,6 @@ def replaced(
         # some kernels launch so many programs, and add up their parts
         count = H100.multiprocessors
         stack.enter_context(patch.object(backend, "_multiprocessors", lambda device: count))
-        for owner, name in waits:
-            note = lambda *_, name=name, **__: waited(name)  # noqa: E731
-            stack.enter_context(patch.object(owner, "synchronize", note))
-        stack.enter_context(_ReadsOnHost(waited))
         yield
 
 
@@ -264,61 +214,44 @@ class Operator:
         return 0 < self.written == self.lost
 
 
-@dataclass(slots=True)
-class _Storage:
-    """A storage that is alive."""
-
-    bytes: int
-    unread: list[Operator] = field(default_factory=list)  # have written it since it was last read
-
-
-class Ledger(StorageWatch):
-    """Records the operators of the calling thread, backward included. Use `recording`.
-
-    Args:
-        mesh: whose axes name the collectives.
-    """
+class Ledger(Tape):
+    """Records the operators of the calling thread, backward included. Use `recording`."""
 
     def __init__(self, mesh: Mesh) -> None:
-        super().__init__(DEVICE)
+        super().__init__(mesh)
         self.operators: list[Operator] = []
-        self._axes = GroupAxes(mesh)
-        self._action: Action | None = None
-        self._alive: dict[int, _Storage] = {}
+        # the storages that are alive: what has written each since it was last read
+        self._unread: dict[int, list[Operator]] = {}
         self._launches: list[Operator] = []  # of the custom operator that runs
-        self.is_closed = False
 
-    @contextmanager
-    def record(self, action: Action) -> Iterator[None]:
-        """A context for the pipeline's runner: what is recorded inside belongs to `action`."""
-        self._action = action
-        yield
-        self._action = None
+    def clear(self) -> None:
+        super().clear()
+        self.operators.clear()
+
+    def report(self) -> dict[str, Any]:
+        return {"operators": table(self.operators)}
 
     # --- operators ---
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name = name_of(func)
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
             # inside a custom operator, below autograd: record the operators that it consists of
             with self, torch._C.DisableTorchFunction():
                 return func.decompose(*args, **kwargs)
-        if func.namespace == "c10d":
-            return self._collective(func, args, kwargs)
-        if func.namespace == "lattice" and name not in GROUPED:
+        if func.namespace == "lattice" and name_of(func) not in GROUPED:
             return self._as_on_gpu(func, args, kwargs)
-        given = list(tensors_of([*args, *kwargs.values()]))
-        if on_device(given) and (what := needs_value(func, args, kwargs)):
-            self.waited(name)
-            return value_without_data(func, args) if what == "a value" else _longest(name, args)
+        return super().run(func, args, kwargs)
+
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        name = name_of(func)
+        given, made = list(tensors_of([*args, *kwargs.values()])), list(tensors_of([result]))
         copy = host_copy(func, args, kwargs)
-        if copy is not None and copy.target == "cpu" and name == "_to_copy":
-            self.waited(name, waits=copy.blocks)
-            return on_host(args[0], kwargs.get("dtype"))
-        result = func(*args, **kwargs)
-        made = list(tensors_of([result]))
+        copies_back = copy is not None and copy.target == "cpu"
+        if copies_back or (on_device(given) and needs_value(func, args, kwargs)):
+            self.waited(name, waits=copy is None or copy.blocks)
+            return
         if launches_nothing(func) or not on_device([*given, *made]):
-            return result
+            return
         event = event_of(func, args, kwargs, result)
         kind = COPY if name in COPIES else FILL if name in FILLS else POINTWISE
         if isinstance(event, Product | Attention):
@@ -329,17 +262,15 @@ class Ledger(StorageWatch):
         if name in LOOKUPS:  # reads as much of its first argument as it writes
             moved += size_of(written) - size_of(read[:1])
         waits = takes_from_host(given) if copy is None else copy.blocks
-        done = Operator(*place(self._action, name), kind, name, launches, moved, waits)
+        done = Operator(*place(self.action, name), kind, name, launches, moved, waits)
         self._record(done, read, written)
-        return result
 
-    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        kind, size = call_of(func, args)
-        axis = self._axes.of(group_of(args), kind)
-        name = f"{kind} over {axis or 'one rank'}"  # one rank: in place, launches nothing
-        done = Operator(*place(self._action), COLLECTIVE, name, 1 if axis else 0, size)
-        self._record(done, *arguments_of_collective(kind, args))
-        return complete(func, args)
+    def communicates(self, call: Call, func: Any, args: Any) -> Work:
+        launches = int(call.axis != ONE_RANK)  # one rank: in place, launches nothing
+        name = f"{call.kind} over {call.axis}"
+        done = Operator(*place(self.action), COLLECTIVE, name, launches, call.bytes)
+        self._record(done, *arguments_of_collective(call.kind, args))
+        return super().communicates(call, func, args)
 
     def _as_on_gpu(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a custom operator's own code, down to its launches."""
@@ -356,12 +287,12 @@ class Ledger(StorageWatch):
 
     def launched(self, name: str, args: tuple[Any, ...]) -> None:
         """A Triton kernel was launched."""
-        self._launches.append(Operator(*place(self._action), TRITON, name))
+        self._launches.append(Operator(*place(self.action), TRITON, name))
         self._record(self._launches[-1], list(tensors_of(args)), [])
 
     def waited(self, name: str, waits: bool = True) -> None:
         """The host waited for the device, in something that launches nothing."""
-        done = Operator(*place(self._action), COPY, name, launches=0, waits=waits)
+        done = Operator(*place(self.action), COPY, name, launches=0, waits=waits)
         self.operators.append(done)
 
     def numbers_read(self, tensor: Tensor) -> None:
@@ -378,80 +309,38 @@ class Ledger(StorageWatch):
 
     def _read(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
-            if (storage := self._alive.get(key_of(tensor))) is not None:
-                storage.unread.clear()
+            self._unread.get(key_of(tensor), []).clear()
 
     def _wrote(self, done: Operator, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             self.saw(tensor)
-            if (storage := self._alive.get(key_of(tensor))) is not None:
-                storage.unread.append(done)
+            if (unread := self._unread.get(key_of(tensor))) is not None:
+                unread.append(done)
                 done.written += 1
 
     def born(self, key: int, size: int, label: Any = None) -> None:
-        self._alive[key] = _Storage(size)
+        self._unread[key] = []
 
     def freed(self, key: int, size: int) -> None:
-        storage = self._alive.pop(key)
-        if self.is_closed:  # what is alive at the end may be read later
-            return
-        for done in storage.unread:
+        for done in self._unread.pop(key):
             done.lost += 1
-            done.unread += storage.bytes
+            done.unread += size
 
 
 @contextmanager
-def recording(mesh: Mesh) -> Iterator[Ledger]:
+def recording(mesh: Mesh, device: Device) -> Iterator[Ledger]:
     """A context in which a ledger records what the calling thread does on the fake GPU."""
     ledger = Ledger(mesh)
+    device.found = lambda kind, text: ledger.waited(text)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Anomaly Detection")
         # remembers for each node of autograd's graph the line that made it (`of_node`)
         lines = torch.autograd.set_detect_anomaly(True, check_nan=False)
-    with lines, watch_resizes(ledger), replaced(ledger.launched, ledger.waited), ledger:
+    with lines, watch_resizes(ledger), launches_noted(ledger.launched), ledger:
         yield ledger
-    ledger.is_closed = True
-
-
-def _longest(name: str, args: Any) -> Tensor:
-    """Stands for a result whose length the host reads from the device: as long as possible."""
-    tensor: Tensor = args[0]
-    if name == "nonzero":
-        return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
-    if name == "index":
-        (mask,) = tensors_of([args[1]])
-        return tensor.new_empty((mask.numel(), *tensor.shape[mask.ndim :]))
-    return tensor.new_empty(tensor.numel())
 
 
 # --- the report ---
-
-
-def without_waiting(tensor: Tensor, device: str) -> Tensor:
-    """Take the place of parallel.mesh.to_device. The fake GPU has no pinned memory, from which a
-    copy would start without making the host wait."""
-    return tensor.to(device, non_blocking=True)
-
-
-def operators(config: Config, world: int, rank: int, imbalance: float = 1.0) -> dict[str, Any]:
-    """Report the operators of `rank` of `world` in its second step; the first fills caches. Its
-    experts receive `imbalance` times their balanced share of rows. A process can be only one rank
-    of one world, so call this through `alone`."""
-    with (
-        the_rank(config, world, rank, DEVICE) as mesh,
-        fake_gpu(to_device=without_waiting),
-    ):
-        stages, experts = build_without_data(config, mesh), routing_of(config, mesh, imbalance)
-        with recording(mesh) as ledger, experts:
-            experts.reads = ledger.numbers_read
-            train = TrainStep(config, mesh, stages, bos_id=0)
-            train.record = ledger.record
-            for number in range(2):
-                ledger.operators.clear()
-                result = train(number, *rows(config, mesh))
-        del result, train
-    return {"rank": rank, "world": world, "stages": sorted(stages),
-            "operators": table(ledger.operators)}  # fmt: skip
 
 
 def table(found: list[Operator]) -> list[dict[str, Any]]:

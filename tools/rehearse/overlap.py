@@ -61,10 +61,9 @@ class Overlap:
         self.open.clear()
         self.computed.clear()
 
-    def launched(self, call: Call, phase: str, lane: Lane, number: int, begin: int) -> None:
-        flight = Flight(call, phase, lane, number, begin)
-        if lane is self.device.compute:
-            flight.end = begin
+    def launched(self, flight: Flight) -> None:
+        if flight.lane is self.device.compute:
+            flight.end = flight.begin
         else:
             self.open.append(flight)
         self.flights.append(flight)

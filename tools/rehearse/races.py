@@ -1,18 +1,37 @@
-"""Looks for races: every operator is issued on the current stream, and what it reads and writes is
-checked.
+"""Looks for races: every operator, collective and copy is issued on the stream that would run it,
+and what it reads and writes is checked.
 
 Tensors of the device are those of costs/as_on_gpu.py, without data. What an operator does
 internally (a kernel's table of pointers, a workspace) is not seen.
+
+The streams of collectives are those that ProcessGroupNCCL would use. In torch 2.11 to 2.13
+(torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, `collective`, `pointToPoint`, `endCoalescing` and
+`WorkNCCL::synchronizeStream`):
+
+    async_op=True, messages    run on the communicator's own stream, which first waits for the
+                               current stream; `wait()` makes the current stream wait for the end
+    async_op=False             runs on the current stream; there is nothing to wait for
+    a batch of messages        is one kernel with one work
+    memory                     the work holds the tensors until `wait()`, or if nobody waits, until
+                               the watchdog finds it complete; `record_stream` is not called
 """
 
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import P2POp, ProcessGroup
 
+import hardware
 from costs.as_on_gpu import DEVICE
+from costs.collectives import Call, Work, arguments_of, group_of
 from costs.events import event_of
 from costs.operators import (
     HostCopy,
@@ -20,51 +39,102 @@ from costs.operators import (
     host_copy,
     needs_value,
     on_device,
-    on_host,
     takes_from_host,
     tensors_of,
-    value_without_data,
 )
 from costs.storages import key_of
-from tools.rehearse.accesses import Accesses
-from tools.rehearse.collectives import GroupAxes, Nccl
-from tools.rehearse.device import Device
-from tools.rehearse.findings import line
-from tools.rehearse.overlap import Computing, Overlap
+from parallel.mesh import Mesh
+from runtime.checkpoints.save import Saver
+from tools.plan.layout import Layout
+from tools.plan.time import StepTime
+from tools.rehearse.accesses import Accesses, Block
+from tools.rehearse.device import Device, Stream
+from tools.rehearse.findings import Findings, line
+from tools.rehearse.overlap import Computing, Flight, Overlap
+from tools.rehearse.tape import ONE_RANK, Tape
+from training.step import TrainStep
 
 
-class Races:
-    """The streams of a fake GPU, what is accessed on them, and what overlaps.
+class SaverWithoutFiles(Saver):
+    """The device's side of saving: the copies to the host, and the thread that waits for them and
+    reads them."""
+
+    def __init__(self, train: TrainStep) -> None:
+        with patch.object(dist, "new_group", lambda **_: None):
+            super().__init__(train, Path(), None)  # type: ignore[arg-type]
+
+    def save(self, *state: Any) -> Any:
+        with patch.object(self.train, "mesh", replace(self.train.mesh, device="cuda")):
+            return super().save(*state)
+
+    def _write(
+        self, step: int, trainer: dict[str, Any], copied: Callable[[], float], stall: float
+    ) -> None:
+        copied()
+        self._require_finite()
+
+
+class Races(Tape):
+    """The streams of a fake GPU, what is accessed on them, and what overlaps. Use
+    `tools.rehearse.host.checking`.
 
     Args:
-        axes: names the collectives.
-        saw: to be called with every tensor, before it is accessed.
+        gpu: the fake GPU.
+        rates: of a device, with which the report of what overlaps has seconds too.
     """
 
-    def __init__(self, device: Device, axes: GroupAxes, saw: Callable[[Tensor], None]) -> None:
-        self.device, self.saw = device, saw
-        self.accesses, self.overlap = Accesses(device.findings), Overlap(device)
-        device.joined = self.overlap.joined
-        self.nccl = Nccl(device, self.accesses, self.overlap, axes)
+    def __init__(self, mesh: Mesh, gpu: Device, rates: hardware.Device | None) -> None:
+        super().__init__(mesh)
+        self.gpu, self.rates = gpu, rates
+        self.findings: Findings = Counter()
+        self.accesses, self.overlap = Accesses(self.findings), Overlap(gpu)
+        gpu.found, gpu.joined, gpu.pin = self.found, self.overlap.joined, self.pin
         self.operators = 0
+        self._step: dict[str, Any] = {}  # what overlapped in the last one
         self._pinned: dict[int, range] = {}  # addresses of storages of the host, by their keys
+        self._streams: dict[str, Stream] = {}  # NCCL's, by the name of the group
+        # by works that were not waited for; torch would wait forever for one that Python forgot
+        self._held: dict[Work, list[Tensor]] = {}
+
+    def found(self, kind: str, text: str) -> None:
+        self.findings[kind, f"{text} at {line()}"] += 1
+
+    # --- a step ---
+
+    def attach(self, train: TrainStep) -> None:
+        super().attach(train)
+        self.saver = SaverWithoutFiles(train)
+        self.time: StepTime | None = None
+        if self.rates is not None:
+            layout = Layout.of_rank(train.config, train.mesh.sizes.world, dist.get_rank())
+            self.time = StepTime(layout, self.rates)
+
+    def clear(self) -> None:
+        super().clear()
+        self.overlap.clear()
+
+    def after_step(self, step: int) -> None:
+        self._step = self.overlap.table(self.time)
+        self.saver.save(step + 1, 0, {})  # its thread works beside the next step
 
     def report(self) -> dict[str, Any]:
+        self.saver.wait()
         return {
             "findings": [
                 f"{kind}: {text}" + (f" ({count} times)" if count > 1 else "")
-                for (kind, text), count in self.device.findings.items()
+                for (kind, text), count in self.findings.items()
             ],
             "operators": self.operators,
             "compared": self.accesses.compared,  # pairs of accesses
+            "overlap": self._step,
         }
 
     # --- storages ---
 
-    def born(self, key: int) -> None:
-        self.accesses.allocate(key, self.device.current_stream(), line())
+    def born(self, key: int, size: int, label: Any = None) -> None:
+        self.accesses.allocate(key, self.gpu.current_stream(), line())
 
-    def freed(self, key: int) -> None:
+    def freed(self, key: int, size: int) -> None:
         self.accesses.free(key, line())
 
     def pin(self, tensor: Tensor) -> Tensor:
@@ -72,7 +142,7 @@ class Races:
         storage = tensor.untyped_storage()
         begin = storage.data_ptr()
         self._pinned[storage._cdata] = range(begin, begin + storage.nbytes())
-        self.accesses.allocate(storage._cdata, self.device.host(), line(), pinned=True)
+        self.accesses.blocks[storage._cdata] = Block(self.gpu.host(), [])
         weakref.finalize(storage, self._unpin, storage._cdata).atexit = False
         return tensor
 
@@ -85,95 +155,117 @@ class Races:
         return inside
 
     def _unpin(self, key: int) -> None:
-        del self._pinned[key]
-        self.accesses.free(key, line())
+        """The allocator of pinned memory waits for every stream that used it."""
+        del self._pinned[key], self.accesses.blocks[key]
 
     # --- operators ---
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given = list(tensors_of([*args, *kwargs.values()]))
-        for tensor in given:
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        given, made = list(tensors_of([*args, *kwargs.values()])), list(tensors_of([result]))
+        for tensor in [*given, *made]:
             self.saw(tensor)
         if (copy := host_copy(func, args, kwargs)) is not None:
-            return self._copy(func, args, kwargs, copy)
-        if on_device(given) and (what := needs_value(func, args, kwargs)):
-            return self._read(func, args, kwargs, what)
-        result = func(*args, **kwargs)
-        made = list(tensors_of([result]))
-        for tensor in made:
-            self.saw(tensor)
-        if on_device([*given, *made]):
-            if takes_from_host(given):
-                self._wait(f"{func} copies a tensor of the host to the device")
-            self._issue(func, args, kwargs, result)
-        elif self._pinned:
-            self._on_host(func, args, kwargs, result)
-        return result
-
-    def _issue(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        touched = list(accesses(func, args, kwargs, result))
-        if not touched:
+            self._copied(func, args, result, copy)
             return
+        touched = list(accesses(func, args, kwargs, result))
+        if on_device([*given, *made]):
+            what = on_device(given) and needs_value(func, args, kwargs)
+            if not what and takes_from_host(given):
+                self._wait(f"{func} copies a tensor of the host to the device")
+            if touched:
+                self._issue(func, args, kwargs, result, touched)
+            if what:
+                self._wait(f"{func} needs {what}")
+        elif self._pinned and any(self._is_pinned(t) for t, _ in touched if t.device.type == "cpu"):
+            self.accesses.access(self.gpu.host(), f"{func} at {line()}", touched)
+
+    def _issue(
+        self, func: Any, args: Any, kwargs: Any, result: Any, touched: list[tuple[Tensor, bool]]
+    ) -> None:
         self.operators += 1
-        stream = self.device.issue()
+        stream = self.gpu.issue()
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t, _ in touched)
-        if recorded and stream is not self.device.compute:
+        if recorded and stream is not self.gpu.compute:
             raise NotImplementedError(
                 f"{func} at {line()} is recorded by autograd on {stream.name}"
             )
-        number = stream.advance()
-        self.accesses.access(stream, number, f"{func} at {line()}", touched)
-        if stream is self.device.compute:
+        number = self.accesses.access(stream, f"{func} at {line()}", touched)
+        if stream is self.gpu.compute:
             event = event_of(func, args, kwargs, result)
             if isinstance(event, Computing):
                 self.overlap.computed[number] = event
 
-    def _on_host(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        touched = list(accesses(func, args, kwargs, result))
-        if any(self._is_pinned(tensor) for tensor, _ in touched if tensor.device.type == "cpu"):
-            host = self.device.host()
-            self.accesses.access(host, host.advance(), f"{func} at {line()}", touched)
-
-    def _wait(self, why: str) -> None:
-        self.device.waits(why, self.device.issue().point())
-
-    def _read(self, func: Any, args: Any, kwargs: Any, what: str) -> Any:
-        """The host reads from the device: it waits. Zero or false stands for the value."""
-        self._issue(func, args, kwargs, None)
-        self._wait(f"{func} needs {what}")
-        if what == "a value":
-            return value_without_data(func, args)
-        raise NotImplementedError(
-            f"{func} at {line()} needs {what}: the host waits, and a tensor without data has none"
-        )
-
-    # --- copies between host and device ---
-
-    def _copy(self, func: Any, args: Any, kwargs: Any, copy: HostCopy) -> Any:
+    def _copied(self, func: Any, args: Any, result: Tensor, copy: HostCopy) -> None:
         """A copy makes the host wait, unless it is asked not to and the host's memory is pinned."""
         source, target, blocks = copy
         fills = func is torch.ops.aten.copy_.default
         read = args[1] if fills else args[0]
-        if fills:
-            result = args[0] if target == "cpu" else func(*args, **kwargs)
-        elif target == "cpu":
-            result = on_host(read, kwargs.get("dtype"))
-            # torch then pins the result (aten/src/ATen/native/TensorConversions.cpp)
-            if not blocks:
-                self.pin(result)
-        else:
-            result = func(*args, **kwargs)
-        self.saw(result)
         host = read if source == "cpu" else result
+        if target == "cpu" and not fills and not blocks:
+            self.pin(host)  # as torch does (aten/src/ATen/native/TensorConversions.cpp)
         pinned = not host.numel() or self._is_pinned(host)
         self.operators += 1
-        stream, (here, there) = self.device.issue(), (read, result)
         name = f"the copy from {_name(source)} to {_name(target)} at {line()}"
-        self.accesses.access(stream, stream.advance(), name, [(here, False), (there, True)])
+        self.accesses.access(self.gpu.issue(), name, [(read, False), (result, True)])
         if blocks or not pinned:
             why = " without non_blocking" if blocks else " with memory that is not pinned"
             self._wait(f"a copy from {_name(source)} to {_name(target)}{why}")
-        return result
+
+    def _wait(self, why: str) -> None:
+        self.gpu.waits(why, self.gpu.issue().point())
+
+    # --- collectives and messages ---
+
+    def communicates(self, call: Call, func: Any, args: Sequence[Any]) -> Work:
+        read, written = arguments_of(call.kind, args)
+        stream, is_async = self.gpu.issue(), _is_async(func, args)
+        if is_async:
+            current, stream = stream, self._stream(group_of(args))
+            stream.after(current.point())
+        begin = stream.seen(self.gpu.compute)
+        touched = [(tensor, False) for tensor in read] + [(tensor, True) for tensor in written]
+        what = f"{call.kind} over {call.axis} at {line()}"
+        number = self.accesses.access(stream, what, touched)
+        if call.axis != ONE_RANK:
+            phase = self.action.kind.value if self.action else "-"
+            self.overlap.launched(Flight(call, phase, stream, number, begin))
+        if is_async:
+            return self._work(stream, list(tensors_of(args)))
+        return super().communicates(call, func, args)
+
+    def batch(self, operations: list[P2POp]) -> list[Work]:
+        """Take the place of `dist.batch_isend_irecv`."""
+        held = dict(self._held)
+        for each in operations:
+            each.op(each.tensor, each.peer, each.group)
+        self._held = held  # the works of single messages do not exist in a batch
+        stream, tensors = self._stream(operations[0].group), [each.tensor for each in operations]
+        return [self._work(stream, tensors)]
+
+    def _stream(self, group: ProcessGroup) -> Stream:
+        name = group.group_name
+        if name not in self._streams:
+            axis = self._axes.of(group) or ONE_RANK
+            self._streams[name] = Stream(self.gpu, f"NCCL's stream of {axis}")
+        return self._streams[name]
+
+    def _work(self, stream: Stream, tensors: list[Tensor]) -> Work:
+        end = stream.point()
+
+        def wait() -> None:
+            self.gpu.touch()
+            self.gpu.current_stream().after(end)
+            self._held.pop(work, None)
+
+        work = Work(wait)
+        self._held[work] = tensors
+        return work
+
+
+def _is_async(func: Any, args: Sequence[Any]) -> bool:
+    """The argument async_op, which messages do not have."""
+    names = (argument.name for argument in func._schema.arguments)
+    return all(value for name, value in zip(names, args, strict=False) if name == "async_op")
 
 
 def _name(device: str) -> str:

@@ -5,31 +5,23 @@ import multiprocessing
 import resource
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from costs.routing import Routing
 from costs.stage import routing
 from errors import UserError
-from hardware import Device
 from model.transformer import Transformer, vocabulary
-from parallel.mesh import Mesh, to_device
-from parallel.parameter import weights_of
-from runtime.checkpoints.save import Saver
-from runtime.records.memory_report import held_tensors
+from parallel.mesh import Mesh
 from tools.plan.check import check_can_be_planned
-from tools.plan.layout import Layout
-from tools.plan.time import StepTime
 from tools.plan.traffic import by_axis
-from tools.rehearse.fake_gpu import DEVICE, copied, fake_gpu, one_rank
+from tools.rehearse.device import Device
+from tools.rehearse.fake_gpu import DEVICE, fake_gpu, one_rank
+from tools.rehearse.memory import measuring
 from tools.rehearse.tape import Tape
 from training.build import build_stages
 from training.config import Config
@@ -42,86 +34,46 @@ def rehearse(
     rank: int,
     steps: int = 1,
     imbalance: float = 1.0,
-    races: bool = False,
-    rates: Device | None = None,
+    watching: Callable[[Mesh, Device], AbstractContextManager[Tape]] = measuring,
 ) -> dict[str, Any]:
-    """Run `steps` steps of `rank` of `world`. Its experts receive `imbalance` times their balanced
-    share of rows. Report the peak memory, and the collectives of the last step.
-
-    With `races`, report in place of memory what was found, and what can hide each collective of the
-    last step, with `rates` also in seconds; a save follows each step.
+    """Run `steps` steps of `rank` of `world` and report what the tape of `watching` has recorded,
+    and the collectives of the last step. The rank's experts receive `imbalance` times their
+    balanced share of rows.
 
     A process can be only one rank of one world, so call this through `alone`.
     """
     began, cpu_began = time.perf_counter(), time.process_time()
-    overlap: dict[str, dict[str, float]] = {}
     with (
         the_rank(config, world, rank, DEVICE) as mesh,
-        fake_gpu(from_pinned if races else copied) as device,
-        routing_of(config, mesh, imbalance),
-        ExitStack() as stack,
+        fake_gpu() as device,
+        routing_of(config, mesh, imbalance) as experts,
+        watching(mesh, device) as tape,
     ):
-        tape = Tape(mesh, device if races else None)
-        if races:  # the weights of a model that was just built may race too
-            stack.enter_context(tape)
+        experts.reads = tape.numbers_read
         stages = build_without_data(config, mesh)
-        if not races:
-            stack.enter_context(tape)
-            tape.weights([each.sharded for s in stages.values() for each in weights_of(s)])
+        tape.built(stages.values())
         train = TrainStep(config, mesh, stages, bos_id=0)
-        tape.memory.held, train.record = partial(held_tensors, train), tape.record
-        saver = SaverWithoutFiles(train) if races else None
-        step_time = StepTime(Layout.of_rank(config, world, rank), rates) if rates else None
+        tape.attach(train)
         for step in range(steps):
             tape.clear()
             batch = rows(config, mesh)
-            device.in_step = True
-            train(step, *batch)
-            device.in_step = False
-            if tape.races is not None and saver is not None:
-                overlap = tape.races.overlap.table(step_time)
-                saver.save(step + 1, 0, {})  # its thread works beside the next step
-        if saver is not None:
-            saver.wait()
+            device.here.in_step = True
+            result = train(step, *batch)  # kept: a caller would read it
+            device.here.in_step = False
+            tape.after_step(step)
         report = {
             "rank": rank,
             "world": world,
             "coordinates": mesh.coordinates(),
             "stages": sorted(train.stages),
-            **(tape.memory.report() if tape.races is None else tape.races.report()),
+            **tape.report(),
             "collectives": by_axis(tape.collectives),
             "seconds": round(time.perf_counter() - began, 2),
             "cpu_seconds": round(time.process_time() - cpu_began, 2),
             "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
-        if races:
-            report["overlap"] = overlap
-        del train, saver, tape.memory.held
+        del stages, train, tape, result  # before the fake GPU is gone
     return report
-
-
-def from_pinned(tensor: Tensor, _: str) -> Tensor:
-    """Takes the place of parallel.mesh.to_device where the host is that of a GPU (host.py)."""
-    return to_device(tensor, "cuda")
-
-
-class SaverWithoutFiles(Saver):
-    """The device's side of saving: the copies to the host, and the thread that waits for them and
-    reads them."""
-
-    def __init__(self, train: TrainStep) -> None:
-        with patch.object(dist, "new_group", lambda **_: None):
-            super().__init__(train, Path(), None)  # type: ignore[arg-type]
-
-    def save(self, *state: Any) -> Any:
-        with patch.object(self.train, "mesh", replace(self.train.mesh, device="cuda")):
-            return super().save(*state)
-
-    def _write(
-        self, step: int, trainer: dict[str, Any], copied: Callable[[], float], stall: float
-    ) -> None:
-        copied()
-        self._require_finite()
 
 
 def build_without_data(config: Config, mesh: Mesh) -> dict[int, Transformer]:

@@ -4,6 +4,7 @@ predicts the whole job's step from the measured actions of its ranks."""
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from typing import Any
 from unittest.mock import patch
 
@@ -121,13 +122,10 @@ def predicted_step(
         for s in range(config.parallel.num_stages)
     ]
     schedule = time.layout.schedule
-    alone = simulate(schedule, _costs(computing, 0.0))
-    late = [gathered - time.costs.forward[s] for s, gathered in enumerate(time.costs.weights_at)]
+    alone = simulate(schedule, _costs(computing))
     together = [mine + theirs for mine, theirs in zip(computing, waiting, strict=True)]
-    weights_at = [
-        max(0.0, seconds + together[s].forward) if seconds > 0 else 0.0
-        for s, seconds in enumerate(late)
-    ]
+    planned = zip(time.costs.weights_at, time.costs.forward, together, strict=True)
+    weights_at = [at - ours + part.forward if at > ours else 0.0 for at, ours, part in planned]
     timeline = simulate(schedule, _costs(together, time.message_seconds, weights_at))
     after = max(report["other_seconds"] for report in reports)
     reductions = max(0.0, time.reductions_end - time.timeline.step_time)
@@ -146,11 +144,6 @@ def _part(measured: dict[str, float]) -> Part:
     return Part(measured["F"], measured.get("I", whole), measured.get("W", whole))
 
 
-def _costs(parts: list[Part], message: float, weights_at: Sequence[float] = ()) -> Costs:
-    return Costs(
-        [p.forward for p in parts],
-        [p.input_grad for p in parts],
-        [p.weight_grad for p in parts],
-        message,
-        weights_at,
-    )
+def _costs(parts: list[Part], message: float = 0.0, weights_at: Sequence[float] = ()) -> Costs:
+    by_kind: Any = zip(*map(astuple, parts), strict=True)
+    return Costs(*by_kind, message, weights_at)

@@ -1,116 +1,178 @@
-"""The tape sees what a rank does, below autograd and FSDP, and tells those that listen:
+"""The tape sees what a rank does, below autograd and FSDP, and counts the collectives. On the fake
+GPU it carries none out. What else is recorded depends on the kind of tape:
 
-    Memory   every storage that is allocated, resized or freed (memory.py)
-    Races    if there is one: also every operator, and on which stream (races.py)
-
-It counts the collectives itself. On the fake GPU none is carried out.
+    Memory   the peak of memory, by category (memory.py)
+    Races    what each operator reads and writes, and on which stream (races.py)
+    Ledger   every operator, what it moves, and the line that causes it (operators.py)
 """
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from costs.as_on_gpu import DEVICE
-from costs.collectives import Call, call_of, group_of, returned
-from costs.storages import StorageWatch, watch_resizes
-from parallel.memory import WEIGHTS, listening
+from costs.collectives import Call, Work, call_of, group_of, returned
+from costs.operators import (
+    host_copy,
+    name_of,
+    needs_value,
+    on_device,
+    on_host,
+    tensors_of,
+    value_without_data,
+)
+from costs.storages import StorageWatch
+from parallel.axes import EXPERT_AXES
 from parallel.mesh import Mesh
 from parallel.pipeline.actions import Action
-from tools.rehearse.collectives import ONE_RANK, GroupAxes, complete
-from tools.rehearse.device import Device
-from tools.rehearse.host import host_of_gpu
-from tools.rehearse.memory import Label, Memory
-from tools.rehearse.races import Races
+from training.step import TrainStep
+
+ONE_RANK = "one rank"  # the axis of what a group of one rank does
 
 
 class Tape(StorageWatch):
-    """Records storages and collectives: use `with Tape(mesh) as tape:` around everything that
-    allocates, after the model is built, and `record` around each action.
+    """Use `with tape:` around everything that is to be recorded.
 
     Args:
         mesh: whose axes name the collectives, and whose device's storages are recorded.
-        checked: the fake GPU, if races on it are to be looked for. That takes several times as
-            long, and grows with the square of the accesses to one storage.
     """
 
-    def __init__(self, mesh: Mesh, checked: Device | None = None) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh.device)
-        self.memory = Memory()
         self.collectives: Counter[Call] = Counter()
+        self.action: Action | None = None  # the one that runs
         self._axes = GroupAxes(mesh)
-        self.races = None if checked is None else Races(checked, self._axes, self.saw)
-        self._lock = threading.RLock()
-        self._inside = ExitStack()
+        self._lock = threading.RLock()  # the check of races sees threads of the host too
 
-    def __enter__(self) -> "Tape":
-        self._inside.enter_context(watch_resizes(self))
-        self._inside.enter_context(listening(self.memory.told))
-        if self.races is not None:
-            self._inside.enter_context(host_of_gpu(self.races, self))
-        super().__enter__()
-        return self
+    # --- a step ---
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._inside.close()
+    def built(self, stages: Iterable[nn.Module]) -> None:
+        """The stages of the rank have just been built."""
 
-    def weights(self, tensors: list[Tensor]) -> None:
-        """Add the weights, which are allocated already."""
-        for tensor in tensors:
-            self.saw(tensor)
-            self.memory.told(tensor, WEIGHTS)
+    def attach(self, train: TrainStep) -> None:
+        """Record which actions of the pipeline run in this step."""
+        train.record = self.record
 
     @contextmanager
     def record(self, action: Action) -> Iterator[None]:
         """A context for the pipeline's runner: all that is recorded inside belongs to `action`."""
-        self.memory.action = action
+        self.action = action
         yield
-        self.memory.ask_holders()
-        self.memory.action = None
+        self.action = None
 
     def clear(self) -> None:
-        """Forget the collectives, before the step whose are to be reported."""
+        """Forget what belongs to a step, before the step that is to be reported."""
         self.collectives.clear()
-        if self.races is not None:
-            self.races.overlap.clear()
 
-    def born(self, key: int, size: int, label: Label | None = None) -> None:
-        self.memory.born(key, size, label)
-        if self.races is not None:
-            self.races.born(key)
+    def after_step(self, step: int) -> None: ...
 
-    def freed(self, key: int, size: int) -> Label:
-        if self.races is not None:
-            self.races.freed(key)
-        return self.memory.freed(key, size)
+    def report(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    # --- what a kind of tape records ---
+
+    def born(self, key: int, size: int, label: Any = None) -> None: ...
+
+    def freed(self, key: int, size: int) -> Any: ...
+
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """An operator has run, which is none of torch.distributed's."""
+
+    def communicates(self, call: Call, func: Any, args: Any) -> Work:
+        """A collective or message begins. On the fake GPU the result is its handle."""
+        return _COMPLETE
+
+    def numbers_read(self, tensor: Tensor) -> None:
+        """The host has waited for a tensor of the experts' counts, and read it."""
+
+    # --- operators ---
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             return NotImplemented  # DTensor first: the tape then sees its operators on local parts
-        with self._lock:  # with --races threads of the host are seen too
+        with self._lock:
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func.namespace == "c10d":
-            return self._collective(func, args, kwargs)
-        if self.races is not None:
-            return self.races.run(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func.namespace != "c10d":
+            result = result_of(func, args, kwargs)
+            self.ran(func, args, kwargs, result)
+            return result
         kind, size = call_of(func, args)
         call = Call(self._axes.of(group_of(args), kind) or ONE_RANK, kind, size)
         if call.axis != ONE_RANK:
             self.collectives[call] += 1
-            self.memory.communicates(call, args)
-        if self.device != DEVICE:
-            return func(*args, **kwargs)
-        if self.races is None:
-            return complete(func, args)
-        phase = self.memory.action.kind.value if self.memory.action else "-"
-        return returned(func, args, self.races.nccl.launch(func, args, call, phase))
+        work = self.communicates(call, func, args)
+        return returned(func, args, work) if self.device == DEVICE else func(*args, **kwargs)
+
+
+class _Complete(Work):
+    def is_completed(self) -> bool:
+        return True
+
+
+_COMPLETE = _Complete(lambda: None)
+
+
+def result_of(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator returns. The fake GPU has no data for the host to read: zeros stand for
+    numbers, and a result whose length the host would read is as long as possible."""
+    copy = host_copy(func, args, kwargs)
+    if copy is not None and copy.target == "cpu":
+        fills = func is torch.ops.aten.copy_.default
+        return args[0] if fills else on_host(args[0], kwargs.get("dtype"))
+    what = needs_value(func, args, kwargs)
+    if not what or not on_device(list(tensors_of([*args, *kwargs.values()]))):
+        return func(*args, **kwargs)
+    if what == "a value":
+        return value_without_data(func, args)
+    tensor, name = args[0], name_of(func)
+    if name == "nonzero":
+        return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
+    if name == "index":
+        (mask,) = tensors_of([args[1]])
+        return tensor.new_empty((mask.numel(), *tensor.shape[mask.ndim :]))
+    return tensor.new_empty(tensor.numel())
+
+
+class GroupAxes:
+    """Names a group by the view of the mesh with the same ranks (the innermost first), by `world`,
+    or by `ends` (the ranks of the first and last stage, for a tied embedding). `cp` and the axes of
+    experts are only the names of their own groups, as other axes may have the same ranks. Of all
+    ranks there is one group: if they are those of cp, all its collectives are counted over cp; if
+    of an axis of experts, over the axis of weights that has them, or else the world."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        groups = {name: view.get_group() for name, view in mesh.views().items()}
+        own = {axis: groups.pop(axis) for axis in ("cp", *EXPERT_AXES[1:]) if axis in groups}
+        world = mesh.root.size()
+        self._axes = {ranks_of(group): name for name, group in reversed(groups.items())}
+        self._axes.setdefault(frozenset(range(world)), "world")
+        self._known: dict[str, str | None] = {
+            group.group_name: axis if group.size() > 1 else None
+            for axis, group in own.items()
+            if axis == "cp" or group.size() < world
+        }
+
+    def of(self, group: ProcessGroup, kind: str = "") -> str | None:
+        """The name of the axis of a collective of this kind, or None for a group of one rank.
+        Every all-to-all is over ep."""
+        if kind == "all_to_all":
+            return "ep"
+        name = group.group_name
+        if name not in self._known:
+            axis = self._axes.get(ranks_of(group), "ends")
+            self._known[name] = axis if group.size() > 1 else None
+        return self._known[name]
+
+
+def ranks_of(group: ProcessGroup) -> frozenset[int]:
+    return frozenset(dist.get_process_group_ranks(group))
