@@ -31,14 +31,9 @@ def read_report(file: Path) -> Report:
     remedy = "give a file RUN/memory/step-….json"
     try:
         return Report.model_validate(load_json(file.read_text(encoding="utf-8")))
-    except ValidationError as error:
-        why = f"is no memory report: {first_problem(error)}"
-        raise UserError("--beside", str(file), why, remedy) from None
-    except (ValueError, RecursionError) as error:  # not text, or not JSON
-        raise UserError("--beside", str(file), f"is no memory report: {error}", remedy) from None
-    except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-        raise UserError("--beside", str(file), why, remedy) from None
+    except (OSError, ValueError, RecursionError) as error:  # also: not text, or not JSON
+        problem = first_problem(error) if isinstance(error, ValidationError) else error
+        raise UserError("--beside", str(file), f"is no memory report: {problem}", remedy) from None
 
 
 def beside(config: Config, report: Report) -> str:
