@@ -267,17 +267,23 @@ def test_the_8b_file_is_nearly_as_fast_as_the_fastest(eight: Result) -> None:
 
 def test_layouts_that_compute_the_same_are_shown_once(eight: Result) -> None:
     """Of those that differ only in ZeRO stage or in how layers and ranks are divided, the fastest
-    is shown; all of them are in the file."""
-    shown = [one for one in eight.best if str(one) in describe_search(eight)]
-    assert shown[0] is eight.best[0]
-    works = [
-        (p.tp, p.pp, p.schedule, one.config.train.micro_batch_size,
-         one.config.train.activation_checkpointing, p.sequence_parallel)
+    is shown; the file has the ten fastest of all. Control: with other checkpointing, a layout is
+    another."""
+    text, best = describe_search(eight), eight.best[0]
+    shown = [one for one in eight.best if str(one) in text]
+    assert shown[0] is best
+    alike = [
+        (p.tp, p.pp, p.schedule, p.sequence_parallel, one.config.train)
         for one in shown
         for p in [one.config.parallel]
-    ]  # fmt: skip
-    assert len(set(works)) == len(works) < len(eight.best)
+    ]
+    assert all(alike.count(one) == 1 for one in alike)
+    assert len(shown) < len(eight.best)
     assert len(eight.as_dict()["best"]) == 10
+    full = replace(best.config.train, activation_checkpointing="full")
+    other = Found(replace(best.config, train=full), 8, best.device)
+    rows = describe_search(replace(eight, best=[best, best, other]))
+    assert (rows.count(str(best)), rows.count(str(other))) == (1, 1)
 
 
 def test_long_sequences_are_split_over_cp() -> None:

@@ -46,12 +46,8 @@ def beside(config: Config, report: Report) -> str:
     check_can_be_planned(config)
     plan = Memory(Layout.of_rank(config, report.world, report.rank))
     moment = "between actions" if plan.peak_action is None else f"in {plan.peak_action}"
-    return "\n".join(
-        [
-            f"rank {report.rank} of {report.world}: {report.why}",
-            "",
-            *table(report.held_bytes, report.total_bytes, plan.at_peak),
-            "",
-            f"The plan is for a GPU, and its peak is {moment}.",
-        ]
+    beside_each_other = "\n".join(table(report.held_bytes, report.total_bytes, plan.at_peak))
+    return (
+        f"rank {report.rank} of {report.world}: {report.why}\n\n{beside_each_other}\n\n"
+        f"The plan is for a GPU, and its peak is {moment}."
     )

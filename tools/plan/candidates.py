@@ -47,8 +47,8 @@ class Candidate(NamedTuple):
 
 
 def space(config: Config, world: int, device: Device) -> list[str]:
-    """Describe what is searched, what is not, and which settings are kept from the
-    configuration."""
+    """Describe which sizes and schedules are tried, and which settings are kept from the
+    configuration. docs/planning.md has the rest, which is the same in every search."""
     train, parallel = config.train, config.parallel
     sizes = {
         "tp": _tp_sizes(config, world, device),
@@ -61,14 +61,7 @@ def space(config: Config, world: int, device: Device) -> list[str]:
     kept = {f"parallel.{key}": getattr(parallel, key) for key in KEPT}
     kept |= {"train.dtype": train.dtype, "train.compile": str(train.compile).lower()}
     return [
-        f"tried: {tried} sequences; pp, dp_shard, dp_replicate that divide the rest; "
-        f"{', '.join(schedules)}; "
-        f"2 to {VIRTUAL} stages per rank if interleaved, and more if layers divide evenly; "
-        "layers split evenly, balanced, or with no block in the last or in both end stages; "
-        "zero_stage 1 to 3 (0 if unsharded); no, selective and full recomputation",
-        "not tried: tp across nodes, or that does not divide a node; cp that leaves a rank less "
-        f"than {CP_TOKENS:,} tokens of a sequence; dp_shard (with cp) that does not fill a node; "
-        "batches that do not divide evenly into micro-batches",
+        f"tried: {tried} sequences; {', '.join(schedules)}",
         f"kept as configured: {' '.join(f'{key}={value}' for key, value in kept.items())}",
     ]
 

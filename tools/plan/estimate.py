@@ -60,6 +60,10 @@ class Stage:
 
     def __init__(self, time: StepTime, world: int) -> None:
         self.time, self.layout, self.alike = time, time.layout, time.layout.config
+        p = self.alike.parallel
+        p = replace(p, dp_shard=2 * p.dp_shard, zero_stage=2)  # twice: so that there are shards
+        layout = Layout(replace(self.alike, parallel=p), 2 * self.layout.world, 0)
+        self.reduced = StepTime(layout, time.device)
         self.world = world  # of the whole job
         kinds = self.layout.kinds
         # parameters of all blocks, and their number
@@ -68,8 +72,7 @@ class Stage:
         self.blocks = kinds.total()
         self.numel_of_block = min(size.rest for size, _ in each)  # without experts
         # Sums of gradients are counted separately.
-        dtypes = Precision.of(self.alike)
-        dtype = sum_dtype(False, 0, dtypes.compute, dtypes.master, dtypes.reduce)
+        dtype = sum_dtype(False, 0, *Precision.of(self.alike)[:3])
         assert dtype is not None
         self.sums = Sums(dtype, begun=True)
         phases = [unit.record(False, self.sums).phases for unit in kinds]
@@ -85,19 +88,10 @@ class Stage:
         return min(self.height, *(phase.effect.height for phase in phases))
 
     @cache  # noqa: B019  (of one search)
-    def of(self, reduced: bool) -> StepTime:
-        if not reduced:
-            return self.time
-        twice = 2 * self.alike.parallel.dp_shard
-        parallel = replace(self.alike.parallel, dp_shard=twice, zero_stage=2)
-        config = replace(self.alike, parallel=parallel)
-        return StepTime(Layout(config, 2 * self.layout.world, 0), self.time.device)
-
-    @cache  # noqa: B019  (of one search)
     def parts(self, split: bool, reduced: bool) -> tuple[Part, Part, Part, float]:
         """Seconds of a block (the mean over all blocks), of the embedding, of the head, and of
         summing a gradient element."""
-        time = self.of(reduced)
+        time = self.reduced if reduced else self.time
         layout, kinds = time.layout, time.layout.kinds
         blocks = (time.part(unit, split) * (n / kinds.total()) for unit, n in kinds.items())
         embedding, head = (time.part(u, split) for u in (layout.embedding, layout.head))

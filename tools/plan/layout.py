@@ -178,9 +178,8 @@ class Layout:
             "fsdp_ep": Sharding(of_experts, experts["ep_replicate"], inside % of_experts),
         }
         # whether no rank shares this rank's weights, so that FSDP is not used
-        views = ["fsdp", "fsdp_ep"] if config.model.has_experts else ["fsdp"]
-        sharding = [self.sharding[view] for view in views]
-        alone = all(each.shards * each.replicas == 1 for each in sharding)
+        views = [*self.sharding.values()][: 1 + config.model.has_experts]
+        alone = all(each.shards * each.replicas == 1 for each in views)
         self.whole = alone and not p.cpu_offload
 
         # widths, in bytes
@@ -189,9 +188,7 @@ class Layout:
         self.master = dtypes.master.itemsize  # weights, moments, reduced gradients between steps
         self.exact = dtypes.exact.itemsize  # statistics and losses
         # in which gradients are summed over micro-batches; None: they are not
-        self.sum_dtype = sum_dtype(
-            self.whole, p.zero_stage, dtypes.compute, dtypes.master, dtypes.reduce
-        )
+        self.sum_dtype = sum_dtype(self.whole, p.zero_stage, *dtypes[:3])
         # of these sums, or of the gradients of one micro-batch
         self.sum = self.compute if self.sum_dtype is None else self.sum_dtype.itemsize
         # tensors that the optimizer keeps for each weight, in the master dtype

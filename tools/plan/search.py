@@ -49,6 +49,10 @@ class Found:
     fullest: int = 0  # the pipeline rank that probably needs the most memory
     estimate: float = 0.0  # seconds of a step; the search examines layouts in this order
 
+    @classmethod
+    def of(cls, candidate: Candidate, world: int, device: Device) -> "Found":
+        return cls(candidate.config(), world, device, candidate.fullest, candidate.estimate)
+
     @cached_property
     def layout(self) -> Layout:
         return Layout(self.config, self.world, 0)
@@ -155,7 +159,7 @@ def search(config: Config, world: int, device: Device) -> Result:
     for candidate in possible:
         if len(fitting) == ENOUGH:
             break
-        found = _found(candidate, world, device)
+        found = Found.of(candidate, world, device)
         counted += 1
         if not found.fits(room):
             too_large += 1
@@ -166,27 +170,19 @@ def search(config: Config, world: int, device: Device) -> Result:
     if not fitting:
         if refused is not None and not too_large:
             raise refused
-        why = (
-            f"none of {len(everything):,} layouts fits {room / GB:.0f} GB a GPU "
-            f"({counted:,} were counted exactly)"
-        )
+        why = f"none of {len(everything):,} layouts fits {room / GB:.0f} GB a GPU "
+        why += f"({counted:,} were counted exactly)"
         remedy = "take more GPUs, or larger ones (--device), or a smaller model or train.seq_len"
         # Bounds are a few percent below the exact count.
         lowest = heapq.nsmallest(NEAREST, everything, key=lambda candidate: candidate.bound)
-        each = (_found(candidate, world, device) for candidate in lowest)
+        each = (Found.of(candidate, world, device) for candidate in lowest)
         if nearest := next((one for one in each if not _error(one)), None):
             why += f"; the nearest needs {nearest.peak / GB:.1f} GB: {nearest}"
-            remedy += (
-                "; to see the memory of the nearest layout in detail, plan it without --search: "
-                f"{nearest.overrides()}"
-            )
+            remedy += "; to see the memory of the nearest layout, plan it without --search: "
+            remedy += nearest.overrides()
         raise UserError("--gpus", world, why, remedy)
     fitting.sort(key=lambda found: (found.seconds, found.peak))
     return Result(fitting, len(everything), counted, space(config, world, device))
-
-
-def _found(candidate: Candidate, world: int, device: Device) -> Found:
-    return Found(candidate.config(), world, device, candidate.fullest, candidate.estimate)
 
 
 def _error(found: Found) -> UserError | None:
@@ -227,9 +223,8 @@ def _check_states_fit(config: Config, world: int, room: float) -> None:
         f"{room / GB:.0f}"
     )
     least = math.ceil(states / room)
-    remedy = (
-        f"take more than {least:,} GPUs, for activations come on top, or larger ones (--device)"
-    )
+    remedy = f"take more than {least:,} GPUs, for activations come on top, or larger ones"
+    remedy += " (--device)"
     raise UserError("--gpus", world, why, remedy)
 
 
@@ -269,11 +264,8 @@ def as_yaml(config: Config, found: list[Found]) -> str:
     one of the layouts differs from `config`."""
     own, values = chosen(config), [chosen(one.config) for one in found]
     # an axis that is 1 everywhere says nothing
-    keys = [
-        key
-        for key in own
-        if key == "parallel.dp_shard" or any(one[key] != own[key] for one in values)
-    ]
+    differ = {key for key in own if any(one[key] != own[key] for one in values)}
+    keys = [key for key in own if key in differ | {"parallel.dp_shard"}]
     lines = ["parallel:", "  layouts:"]
     for one, given in zip(found, values, strict=True):
         text = ", ".join(f"{key.partition('.')[2]}: {as_text(given[key])}" for key in keys)

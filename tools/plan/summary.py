@@ -21,18 +21,13 @@ from training.config import Config
 
 def assumptions(config: Config, device: Device) -> list[str]:
     """The respects in which the planned figures may differ from the run, as lines of text."""
-    lines = []
-    if config.train.compile:
-        lines.append(
-            "planned without train.compile=true, which makes a step a little faster and keeps a "
-            "little less memory"
-        )
-    if device.name != device.efficiencies_of:
-        lines.append(
-            f"efficiencies are those of {device.efficiencies_of}, except those that a file of "
-            "rates replaces"
-        )
-    return lines
+    compiled = (
+        "planned without train.compile=true, which makes a step a little faster and keeps a little "
+        "less memory"
+    )
+    source = device.efficiencies_of
+    other = f"efficiencies are those of {source}, except those that a file of rates replaces"
+    return [compiled] * config.train.compile + [other] * (device.name != source)
 
 
 def summarise(
@@ -51,7 +46,6 @@ def summarise(
     peaks = [rank["peak_memory_bytes"] for rank in ranks]
     power = world * device.watts
     narrow = narrow_products(first, device)
-    interrupted = goodput(config, world, device, time.step_seconds)
     plan: dict[str, Any] = {
         "parameters": num_parameters(config.model),
         "world": world,
@@ -69,9 +63,7 @@ def summarise(
         "memory_bytes_available": device.room,
         "fits": max(peaks) <= device.room,
         "joules_per_step": time.step_seconds * power,
-        "effective_training_time": interrupted["effective_training_time"],
-        "spare_nodes": interrupted["spare_nodes"],
-        "goodput": interrupted,
+        "goodput": goodput(config, world, device, time.step_seconds),
         "assumptions": assumptions(config, device),
         "narrow_products": narrow,
         "warnings": describe_narrow(narrow, first, device),
