@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_data_stage(parser)
     add("--device", "h100", "NAME", f"{', '.join(DEVICES)}, or a JSON file of rates")
     add("--search", bool, None, "search all layouts, whatever CONFIG has")
-    of_nodes = "with --search: the list parallel.layouts for MIN to --gpus GPUs, in nodes of 8"
+    of_nodes = "with --search: the list parallel.layouts for MIN to --gpus GPUs, in whole nodes"
     add("--layouts", int, "MIN", of_nodes)
     add("--guide", int, "N", "ZeRO's memory and traffic as guides count them")
     add("--beside", Path, "FILE", "a rank's memory report, RUN/memory/*.json")

@@ -55,17 +55,15 @@ def describe_plan(plan: dict[str, Any]) -> str:
                     f"  {part / GB:15.3f} GB  {kind}" for kind, part in kinds.items() if part >= 1e6
                 ]
         for axis, row in rank["collectives"].items():
+            seconds = ""
+            if "wire_seconds" in row:
+                seconds = f" in {row['wire_seconds']:.3f} s, {row['exposed_seconds']:.3f} s of them"
+                seconds += " exposed"
             lines.append(
                 f"  {row['bytes'] / GB:9.3f} GB  over {axis} in {row['count']:,} collectives, "
-                f"{row['wire_bytes'] / GB:.3f} GB on the wire{_seconds(row)}"
+                f"{row['wire_bytes'] / GB:.3f} GB on the wire{seconds}"
             )
     return "\n".join(lines)
-
-
-def _seconds(row: dict[str, Any]) -> str:
-    if "wire_seconds" not in row:
-        return ""
-    return f" in {row['wire_seconds']:.3f} s, {row['exposed_seconds']:.3f} s of them exposed"
 
 
 def describe_search(result: Result) -> str:

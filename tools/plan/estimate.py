@@ -20,7 +20,7 @@ bubble by its paper's formula, and the exposed communication of data parallelism
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from costs.links import Links
 from costs.units import Sums
@@ -29,27 +29,11 @@ from parallel.pipeline.schedules import build_schedule
 from parallel.weight_gradient import sum_dtype
 from tools.plan.layout import Layout, Numbers, numbers_of, ranks_of_stages
 from tools.plan.memory import GROWING
-from tools.plan.time import (
-    NOTHING,
-    Gathers,
-    Part,
-    StepTime,
-    message_seconds,
-    sharding_seconds,
-)
+from tools.plan.time import NOTHING, Gathers, Part, StepTime, message_seconds, sharding_seconds
 from training.precision import Precision
 
 SPLIT = ("zb_h1", "zb_v", "dualpipe_v")  # compute (some) weight gradients in separate actions
 short_schedule = lru_cache(maxsize=256)(build_schedule)
-
-
-class Slowest(NamedTuple):
-    """The pipeline rank that computes longest."""
-
-    part: Part  # seconds for one micro-batch
-    numel: Numbers
-    units: int  # of FSDP
-    pipeline: float  # seconds of a step that waits for it, without data parallelism
 
 
 class Stage:
@@ -133,7 +117,7 @@ class Pipeline:
         self.held: dict[tuple[Numbers, int], int] = {}
         for r in reversed(range(self.pp)):
             self.held[self.parameters[r], live[r] * stage.kept] = r
-        self._slowest: dict[bool, Slowest] = {}
+        self._slowest: dict[bool, tuple[Part, Numbers, int, float]] = {}
 
     def _parameters(self, rank: int) -> Numbers:
         stage, ends = self.stage, (rank == self.first) + (rank == self.last)
@@ -197,7 +181,9 @@ class Pipeline:
         behind = 0.0 if as_one else backward  # the computation that hides the last reductions
         return seconds + max(0.0, replicate + (scatter if zero < 2 else 0.0) - behind)
 
-    def _find_slowest(self, reduced: bool) -> Slowest:
+    def _find_slowest(self, reduced: bool) -> tuple[Part, Numbers, int, float]:
+        """Of the pipeline rank that computes longest: its seconds for one micro-batch, its
+        parameters, its number of FSDP units; and the seconds of a step without data parallelism."""
         stage, device = self.stage, self.stage.time.device
         block, embedding, head, summing = stage.parts(self.schedule in SPLIT, reduced)
         parts = [block * number for number in self.blocks]
@@ -211,7 +197,7 @@ class Pipeline:
         pipeline = self.m * slowest + _bubble(self.schedule, self.pp, self.v, work)
         messages = message_seconds(stage.layout.hidden_bytes, stage.world, device)
         pipeline += 2 * (self.pp - 1) * messages + device.step_seconds
-        return Slowest(part, numel, units, pipeline)
+        return part, numel, units, pipeline
 
 
 @lru_cache(maxsize=4096)

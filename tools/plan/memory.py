@@ -381,10 +381,15 @@ class Memory(Account):
     # --- backward ---
 
     def _backward(self, stage: int, kind: Kind, last: bool) -> None:
-        if kind is BACKWARD_WEIGHT:
-            self._weight_gradients(stage, last)
-        else:
+        units = range(len(self.units[stage]))
+        if kind is not BACKWARD_WEIGHT:
             self._input_gradients(stage, kind, last)
+        else:
+            for index in reversed(units):
+                self.apply(self._phase(kind, stage, index).effect)
+            for index in units:
+                for unit in reversed(self.sharded.around[stage, index]):
+                    self.sharded.after_backward(unit, index, last)
         if last and kind is not BACKWARD_INPUT:
             self.sharded.end_last_backward(stage)
 
@@ -425,14 +430,6 @@ class Memory(Account):
         self.add(GATHERING, buffer)
         self.apply(effect)
         self.free(GATHERING, buffer)
-
-    def _weight_gradients(self, stage: int, last: bool) -> None:
-        units = range(len(self.units[stage]))
-        for index in reversed(units):
-            self.apply(self._phase(BACKWARD_WEIGHT, stage, index).effect)
-        for index in units:
-            for unit in reversed(self.sharded.around[stage, index]):
-                self.sharded.after_backward(unit, index, last)
 
     def _phase(self, kind: Kind, stage: int, index: int) -> Phase:
         units = self.units[stage]

@@ -35,7 +35,6 @@ from training.precision import Precision
 SHOWN = 10  # layouts
 ENOUGH = 2 * SHOWN  # layouts that fit; estimates may swap neighbours
 NEAREST = 20  # layouts with the lowest bounds, among which the nearest valid one is chosen
-GPUS_PER_NODE = 8  # of the list `parallel.layouts`
 SEARCHED = ("schedule", "stages_per_rank", "layers_per_stage", "zero_stage", "sequence_parallel")
 
 
@@ -238,7 +237,7 @@ def describe_layouts(config: Config, least: int, most: int, device: Device) -> s
     if not 1 <= least <= most:
         raise UserError("--layouts", least, "is not between 1 and --gpus", f"give at most {most}")
     single = replace(config, parallel=replace(config.parallel, layouts=[]))
-    step = min(GPUS_PER_NODE, most)
+    step = min(device.gpus_per_node, most)
     worlds = range(-(-least // step) * step, most + 1, step)
     if len(worlds) > MAX_LAYOUTS:
         why = f"{len(worlds):,} numbers of nodes, and a list has at most {MAX_LAYOUTS} layouts"

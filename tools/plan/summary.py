@@ -86,8 +86,9 @@ def summarise(
 def _rank(time: StepTime, program: Program, layout: Layout) -> dict[str, Any]:
     """The figures of one pipeline rank, for tp rank 0, which has the largest part of the
     vocabulary, and cp rank 0."""
-    memory, seconds = Memory(layout, program), seconds_on_the_wire(time, layout.pp_rank)
-    calls = collectives(layout)
+    memory, calls = Memory(layout, program), collectives(layout)
+    sends = calls[Call("pp", "send", layout.hidden_bytes)]
+    seconds = seconds_on_the_wire(time, layout, sends)
     traffic = by_axis(calls)
     for axis, row in traffic.items():
         row["wire_bytes"] = sum(

@@ -26,7 +26,6 @@ from costs.seconds import Cost, Rates
 from costs.summary import flops_per_token
 from costs.units import Unit
 from parallel.pipeline.actions import BACKWARD, BACKWARD_WEIGHT, FORWARD, Kind
-from parallel.pipeline.lower import result_of
 from parallel.pipeline.simulate import Costs, Timeline, simulate
 from tools.plan.hardware import Device
 from tools.plan.layout import KINDS, SHARDED_OVER, Gathered, Layout, numbers_of
@@ -137,15 +136,9 @@ class StepTime:
     def part(
         self, unit: Unit, split: bool | None = None, seconds: Callable[[Cost], float] = TOTAL
     ) -> Part:
-        """A unit's part of the seconds of each action.
-
-        Args:
-            unit: of the model.
-            split: whether the schedule splits backward (default: the layout's schedule). Otherwise
-                `input_grad` holds the whole backward.
-            seconds: which of a cost's seconds: computation and exposed communication over tp and cp
-                (`TOTAL`), or only the latter (`EXPOSED`).
-        """
+        """A unit's part of the seconds of each action: computation and exposed communication over
+        tp and cp (`TOTAL`), or only the latter (`EXPOSED`). `split`: whether the schedule splits
+        backward (default: the layout's); otherwise `input_grad` holds the whole backward."""
         kinds = self.layout.kinds_of_actions if split is None else KINDS[split]
         each = [seconds(self.cost(unit, kind)) for kind in kinds]
         return Part(*each, *[0.0] * (3 - len(each)))
@@ -308,11 +301,11 @@ class Seconds(NamedTuple):
     exposed: float  # the part during which computation waits
 
 
-def seconds_on_the_wire(time: StepTime, pp_rank: int) -> dict[str, Seconds]:
-    """Seconds by axis, on pipeline rank `pp_rank`. The exposed seconds of `pp` are by how much the
-    whole step is longer because messages take time. Those of gathers and reductions are shared out
-    to the axes of experts and of other weights as their seconds on the wire."""
-    layout = time.layout.at(pp_rank)
+def seconds_on_the_wire(time: StepTime, layout: Layout, sends: int) -> dict[str, Seconds]:
+    """Seconds by axis, on the pipeline rank of `layout`, which sends so many messages. The exposed
+    seconds of `pp` are by how much the whole step is longer because messages take time. Those of
+    gathers and reductions are shared out to the axes of experts and of other weights as their
+    seconds on the wire."""
     zero, m = layout.config.parallel.zero_stage, layout.num_microbatches
     table = {}
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
@@ -332,28 +325,18 @@ def seconds_on_the_wire(time: StepTime, pp_rank: int) -> dict[str, Seconds]:
             sharding[axis] += scatter * (m if zero >= 2 else 1)
             sharding[copies] += over_replicas
     waits = sum(m * time.waits(stage).total for stage in layout.stages)
-    tail = max(0.0, time.reductions[pp_rank] - time.timeline.ranks[pp_rank][-1].end)
+    # first forwards, which wait for weights, are longer than later ones
+    events, usual = time.timeline.ranks[layout.pp_rank], time.costs.forward
+    first = [e for e in events if e.action.microbatch == 0 and e.action.kind is FORWARD]
+    waits += max(0.0, sum(e.end - e.start - usual[e.action.stage] for e in first))
+    tail = max(0.0, time.reductions[layout.pp_rank] - events[-1].end)
     shards, replicas = zip(*SHARDED_OVER.values(), strict=True)
     late = min(tail, sum(sharding[axis] for axis in replicas))  # the last, over replicas
-    waits += _late_start(time, pp_rank) + tail - late
+    waits += tail - late
     for axes, exposed in ((shards, waits), (replicas, late)):
         total = sum(sharding[axis] for axis in axes)
         for axis in axes:
             wire = sharding[axis]
             table[axis] = Seconds(wire, exposed * wire / total if total else 0.0)
-    results = [result_of(action, layout.num_stages) for action in layout.schedule[pp_rank]]
-    sent = sum(
-        message is not None and layout.where[message.stage] != pp_rank for message in results
-    )
-    table["pp"] = Seconds(sent * time.message_seconds, time.waiting_for_messages)
+    table["pp"] = Seconds(sends * time.message_seconds, time.waiting_for_messages)
     return {axis: seconds for axis, seconds in table.items() if seconds.wire}
-
-
-def _late_start(time: StepTime, pp_rank: int) -> float:
-    """Seconds by which the first forwards of this rank's stages are longer than later ones, because
-    they wait for weights."""
-    late = 0.0
-    for action, start, end in time.timeline.ranks[pp_rank]:
-        if action.kind is FORWARD and action.microbatch == 0:
-            late += end - start - time.costs.forward[action.stage]
-    return max(0.0, late)
