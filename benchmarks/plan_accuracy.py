@@ -263,7 +263,7 @@ def compare(row: Row) -> Compared:
     config, full = found.config, row.attention == "full"
     flops = flops_per_token(config.model, config.train.seq_len, whole_attention=full)
     whole = row.on.peak_flops / flops
-    tokens = found.time.tokens_per_second / row.gpus
+    tokens = row.batch * row.seq_len / found.seconds / row.gpus
     return Compared(row, found, row.speed(whole), tokens / whole)
 
 

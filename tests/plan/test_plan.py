@@ -110,7 +110,7 @@ def test_the_fullest_rank_counts_wherever_it_is(schedule: str) -> None:
 
 def test_a_world_that_tp_does_not_divide() -> None:
     config = load_config(LLAMA_70B, [*SMALL, "train.global_batch_size=12"])
-    assert len(search(config, 12, H100, wanted=1).best) == 1
+    assert search(config, 12, H100).best
 
 
 def test_only_what_a_run_would_start_is_found() -> None:
@@ -167,8 +167,9 @@ def test_a_stage_as_one_unit_hides_nothing() -> None:
         first = summary["ranks"][0]
         row = first["collectives"]["dp_shard"]
         seconds[unit] = summary["step_seconds"]
-        assert row["exposed_seconds"] <= row["wire_seconds"]
-        assert ("nothing" in row["hidden"]) == (unit == "stage")
+        hidden = row["wire_seconds"] - row["exposed_seconds"]
+        assert (hidden == pytest.approx(0, abs=1e-9)) == (unit == "stage")
+        assert hidden > -1e-9
         assert sum(first["activations"].values()) == first["memory"].get(ACTIVATIONS, 0)
     assert seconds["stage"] > seconds["block"]
 
@@ -203,7 +204,7 @@ def test_what_is_printed_of_cp(capsys: pytest.CaptureFixture[str]) -> None:
     assert "× cp in" not in printed[0]
     assert "over dp_shard × cp in" in printed[1]
     line = next(line for line in printed[1].splitlines() if "over cp in" in line)
-    assert "exposed; keys and values of every attention layer" in line
+    assert line.endswith("of them exposed")
     assert "over batch in 1 collectives" in printed[1]
 
 

@@ -4,7 +4,7 @@ The costs of the model's units are recorded from the code that trains them (cost
 combines them into the costs of a run.
 
 __main__.py    the command
-describe.py    what it prints and draws
+describe.py    what it prints
 summary.py     all figures of one job, and its warnings
 check.py       what cannot be planned, and the stage that is planned of a run with stages of data
 hardware.py    a device by name, or from a file of rates

@@ -8,12 +8,11 @@
     python -m tools.plan RUN/config.yaml --beside RUN/memory/step-….json    a rank's memory report
 
 Without --gpus, the number of GPUs is the product of the axes, or is read from the file's first line
-(`# world: 256`). --pictures FOLDER draws memory.svg and timeline.svg. 1 GB is 1e9 bytes.
+(`# world: 256`). --pictures FOLDER draws timeline.svg. 1 GB is 1e9 bytes.
 docs/plan_model.md explains how the figures are computed; docs/plan_accuracy.md compares them with
 rehearsals and published results.
 """
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from errors import UserError
 from tools.command import CommandParser, add_overrides, reports_errors, run_command
 from tools.plan.beside import beside, read_report
 from tools.plan.check import add_data_stage, check_can_be_planned, one_stage
-from tools.plan.describe import describe_plan, describe_search, draw_memory
+from tools.plan.describe import describe_plan, describe_search
 from tools.plan.guide import zero_table
 from tools.plan.hardware import DEVICES, find_device
 from tools.plan.layout import Layout, check_gpus, world_of
@@ -45,19 +44,15 @@ def main(arguments: list[str] | None = None) -> int:
     add_data_stage(parser)
     add("--device", "h100", "NAME", f"{', '.join(DEVICES)}, or a JSON file of rates")
     add("--search", bool, None, "search all layouts, whatever CONFIG has")
-    of_nodes = "with --search: the list parallel.layouts for MIN to --gpus GPUs, in nodes of 8"
+    of_nodes = "with --search: the list parallel.layouts for MIN to --gpus GPUs, in whole nodes"
     add("--layouts", int, "MIN", of_nodes)
     add("--guide", int, "N", "ZeRO's memory and traffic as guides count them")
     add("--beside", Path, "FILE", "a rank's memory report, RUN/memory/*.json")
     add("--tokens", 0.0, "T", "tokens of the run")
     add("--price", 0.0, "P", "price of one GPU for one hour")
     add("--json", Path, "FILE", "write all figures to FILE")
-    add("--pictures", Path, "FOLDER", "draw pictures in FOLDER")
-    print_plan(parser.parse_intermixed_args(arguments))
-    return 0
-
-
-def print_plan(options: argparse.Namespace) -> None:
+    add("--pictures", Path, "FOLDER", "draw the timeline in FOLDER")
+    options = parser.parse_intermixed_args(arguments)
     config = load_config(options.config, options.overrides)
     for key, number in (("--tokens", options.tokens), ("--price", options.price)):
         if not 0 <= number < float("inf"):
@@ -67,14 +62,14 @@ def print_plan(options: argparse.Namespace) -> None:
     if options.guide is not None:
         check_gpus("--guide", options.guide)
         print(zero_table(config, options.guide))
-        return
+        return 0
     if options.beside is not None:
         print(beside(config, read_report(options.beside)))
-        return
+        return 0
     world = world_of(options.config, config, options.gpus)
     if options.layouts is not None:
         print(describe_layouts(config, options.layouts, world, device))
-        return
+        return 0
     if not options.search:
         config, world = valid_layout(config, world)
     config, which = one_stage(config, world, options.data_stage)
@@ -95,7 +90,6 @@ def print_plan(options: argparse.Namespace) -> None:
         if options.json is not None:
             options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         if options.pictures is not None:
-            save(draw_memory(plan), options.pictures / "memory.svg")
             timeline = StepTime(Layout(config, world, 0), device).timeline
             panel = Panel(config.parallel.schedule, timeline, figures(timeline, " s"))
             save(draw([panel], "s"), options.pictures / "timeline.svg")
@@ -103,6 +97,7 @@ def print_plan(options: argparse.Namespace) -> None:
         why = f"cannot be written ({error.strerror})"
         remedy = "choose another path"
         raise UserError("--json or --pictures", str(error.filename), why, remedy) from None
+    return 0
 
 
 if __name__ == "__main__":

@@ -31,14 +31,9 @@ def read_report(file: Path) -> Report:
     remedy = "give a file RUN/memory/step-….json"
     try:
         return Report.model_validate(load_json(file.read_text(encoding="utf-8")))
-    except ValidationError as error:
-        why = f"is no memory report: {first_problem(error)}"
-        raise UserError("--beside", str(file), why, remedy) from None
-    except (ValueError, RecursionError) as error:  # not text, or not JSON
-        raise UserError("--beside", str(file), f"is no memory report: {error}", remedy) from None
-    except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-        raise UserError("--beside", str(file), why, remedy) from None
+    except (OSError, ValueError, RecursionError) as error:  # also: not text, or not JSON
+        problem = first_problem(error) if isinstance(error, ValidationError) else error
+        raise UserError("--beside", str(file), f"is no memory report: {problem}", remedy) from None
 
 
 def beside(config: Config, report: Report) -> str:
@@ -51,12 +46,8 @@ def beside(config: Config, report: Report) -> str:
     check_can_be_planned(config)
     plan = Memory(Layout.of_rank(config, report.world, report.rank))
     moment = "between actions" if plan.peak_action is None else f"in {plan.peak_action}"
-    return "\n".join(
-        [
-            f"rank {report.rank} of {report.world}: {report.why}",
-            "",
-            *table(report.held_bytes, report.total_bytes, plan.at_peak),
-            "",
-            f"The plan is for a GPU, and its peak is {moment}.",
-        ]
+    beside_each_other = "\n".join(table(report.held_bytes, report.total_bytes, plan.at_peak))
+    return (
+        f"rank {report.rank} of {report.world}: {report.why}\n\n{beside_each_other}\n\n"
+        f"The plan is for a GPU, and its peak is {moment}."
     )

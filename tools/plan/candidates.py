@@ -8,13 +8,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from errors import UserError
 from model.config import ModelConfig
 from model.transformer import check_tp
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
-from tools.plan.estimate import SPLIT, Bound, Estimate, Pipeline, Stage
+from tools.plan.estimate import SPLIT, Pipeline, Stage
 from tools.plan.hardware import Device
 from tools.plan.layout import Layout, Numbers, ranks_of_stages
 from tools.plan.time import StepTime
@@ -27,7 +27,10 @@ INTERLEAVED = ("interleaved_1f1b", "breadth_first")
 MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)  # sequences
 CP_TOKENS = 8192  # of a sequence; a cp rank keeps at least as many, which fill its kernels
+KEPT = ("fsdp_unit", "reduce_dtype", "tp_pieces")
 VIRTUAL = 8  # stages per rank of interleaved schedules: all up to this; more only if even
+
+balanced_layers = lru_cache(maxsize=4096)(balanced_split)
 
 
 class Candidate(NamedTuple):
@@ -37,46 +40,29 @@ class Candidate(NamedTuple):
     bound: float  # bytes; the layout needs no less
     fullest: int  # the pipeline rank with the largest bound
     alike: Config  # the part of the configuration that concerns the inside of a stage
-    pipeline: Pipeline
-    dp_shard: int
-    dp_replicate: int
-    zero_stage: Literal[0, 1, 2, 3]
+    rest: dict[str, Any]  # the other settings of `parallel`
 
     def config(self) -> Config:
-        pipe = self.pipeline
-        parallel = replace(self.alike.parallel, pp=pipe.pp, schedule=pipe.schedule,
-                           stages_per_rank=pipe.stages_per_rank,
-                           layers_per_stage=pipe.layers_per_stage, dp_shard=self.dp_shard,
-                           dp_replicate=self.dp_replicate, zero_stage=self.zero_stage)  # fmt: skip
-        return replace(self.alike, parallel=parallel)
+        return replace(self.alike, parallel=replace(self.alike.parallel, **self.rest))
 
 
 def space(config: Config, world: int, device: Device) -> list[str]:
-    """Describe what is searched, what is not, and which settings are kept from the
-    configuration."""
+    """Describe which sizes and schedules are tried, and which settings are kept from the
+    configuration. docs/planning.md has the rest, which is the same in every search."""
     train, parallel = config.train, config.parallel
-    sizes = ", ".join(map(str, sorted({*MICRO_BATCHES, train.micro_batch_size})))
+    sizes = {
+        "tp": _tp_sizes(config, world, device),
+        "cp": _cp_sizes(config, world),
+        "ep": _ep_sizes(config, world),
+        "micro-batches of": _micro_batches(config),
+    }
+    tried = "; ".join(f"{name} {', '.join(map(str, each))}" for name, each in sizes.items())
     schedules = [*(name for name in FIXED if not (train.compile and name in SPLIT)), *INTERLEAVED]
-    kept = [
-        f"parallel.fsdp_unit={parallel.fsdp_unit}",
-        f"parallel.reduce_dtype={parallel.reduce_dtype}",
-        f"parallel.tp_pieces={parallel.tp_pieces}",
-    ]
-    kept += [f"train.{key}={str(getattr(train, key)).lower()}" for key in ("dtype", "compile")]
-    tp = ", ".join(map(str, _tp_sizes(config, world, device)))
-    experts = ", ".join(map(str, _ep_sizes(config, world)))
-    ep = f" ep {experts}, where it divides dp_shard · cp · tp;" if config.model.has_experts else ""
-    cp = ", ".join(map(str, _cp_sizes(config, world)))
+    kept = {f"parallel.{key}": getattr(parallel, key) for key in KEPT}
+    kept |= {"train.dtype": train.dtype, "train.compile": str(train.compile).lower()}
     return [
-        f"tried: tp {tp}; cp {cp};{ep} pp, dp_shard, dp_replicate that divide the rest; "
-        f"micro-batches of {sizes} sequences; {', '.join(schedules)}; "
-        f"2 to {VIRTUAL} stages per rank if interleaved, and more if layers divide evenly; "
-        "layers split evenly, balanced, or with no block in the last or in both end stages; "
-        "zero_stage 1 to 3 (0 if unsharded); no, selective and full recomputation",
-        "not tried: tp across nodes, or that does not divide a node; cp that leaves a rank less "
-        f"than {CP_TOKENS:,} tokens of a sequence; dp_shard (with cp) that does not fill a node; "
-        "batches that do not divide evenly into micro-batches",
-        f"kept as configured: {' '.join(kept)}",
+        f"tried: {tried} sequences; {', '.join(schedules)}",
+        f"kept as configured: {' '.join(f'{key}={value}' for key, value in kept.items())}",
     ]
 
 
@@ -91,8 +77,7 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
         dp_shard = ep // math.gcd(ep, tp * cp)
         if world % (tp * cp * dp_shard):
             continue
-        sizes = sorted({*MICRO_BATCHES, config.train.micro_batch_size})
-        for cut, size, mode in itertools.product((True, False), sizes, MODES):
+        for cut, size, mode in itertools.product((True, False), _micro_batches(config), MODES):
             if tp == 1 and cut != config.parallel.sequence_parallel:
                 continue
             if tp > 1 and not cut and config.model.has_experts:  # training/check_experts.py
@@ -106,75 +91,73 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
             train = replace(config.train, micro_batch_size=size, activation_checkpointing=mode)
             alike = replace(config, parallel=parallel, train=train)
             layout = Layout(alike, tp * cp * dp_shard, 0)
-            stage = Stage(StepTime(layout, device))
+            stage = Stage(StepTime(layout, device), world)
             for pp in _divisors(world // (tp * cp)):
                 dp = world // (tp * cp * pp)
                 if pp <= config.model.num_layers + 2 and batch % (dp * size) == 0:
-                    for pipe in pipelines(stage.alike, pp, batch // (dp * size)):
-                        yield from _data_parallel(stage, pipe, world, batch // (dp * size), dp)
+                    for pipe in pipelines(stage, pp, batch // (dp * size)):
+                        yield from _data_parallel(pipe, dp)
 
 
-def pipelines(config: Config, pp: int, m: int) -> Iterator[Pipeline]:
+def pipelines(stage: Stage, pp: int, m: int) -> Iterator[Pipeline]:
     """Yield the schedules and splits of the layers for `m` micro-batches on `pp` ranks."""
-    layers = config.model.num_layers
-    costs = config.layer_costs()
-    for schedule, v in _schedules(pp, m, layers):
+    config, costs = stage.alike, stage.alike.layer_costs()
+    for schedule, v in _schedules(pp, m, config.model.num_layers):
         if config.train.compile and schedule in SPLIT:
             continue
-        stages = pp * v
+        where = tuple(ranks_of_stages(schedule, pp, v))
+        for layers_per_stage, counts in _splits(costs, where):
+            settings = {
+                "pp": pp,
+                "schedule": schedule,
+                "stages_per_rank": v,
+                "layers_per_stage": layers_per_stage,
+            }
+            yield Pipeline(stage, settings, counts, m)
+
+
+def _splits(costs: LayerCosts, where: tuple[int, ...]) -> Iterator[tuple[object, list[int]]]:
+    """Yield the ways to split the layers over stages, as the configuration has them, and the number
+    of layers of each stage."""
+    layers, stages = len(costs.blocks), len(where)
+    if layers < stages:
         # one layer per stage, but none in the last, which has the head, or in the first and last
-        if layers < stages:
-            light = [
-                int(0 < s < stages - 1 or (s == 0 and layers == stages - 1)) for s in range(stages)
-            ]
-            if stages - layers <= 2 and stages > 2 and sum(light) == layers:
-                yield Pipeline(pp, schedule, v, light, light)
-            continue
-        even = even_split(layers, stages)
-        yield Pipeline(pp, schedule, v, None, even)
-        balanced = _balanced(costs, tuple(ranks_of_stages(schedule, pp, v))) if pp > 1 else even
-        if balanced != even:
-            yield Pipeline(pp, schedule, v, "auto", balanced)
+        light = [
+            int(0 < s < stages - 1 or (s == 0 and layers == stages - 1)) for s in range(stages)
+        ]
+        if stages - layers <= 2 and stages > 2 and sum(light) == layers:
+            yield light, light
+        return
+    even = even_split(layers, stages)
+    yield None, even
+    balanced = balanced_layers(costs, where)
+    if balanced != even:
+        yield "auto", balanced
 
 
-def _data_parallel(
-    stage: Stage, pipe: Pipeline, world: int, m: int, dp: int
-) -> Iterator[Candidate]:
+def _data_parallel(pipe: Pipeline, dp: int) -> Iterator[Candidate]:
     """Yield all ways to shard one pipeline's weights over `dp` ranks."""
-    layout, device, sizes = stage.layout, stage.time.device, stage.layout.sizes
+    stage, config, m = pipe.stage, pipe.stage.alike, pipe.m
+    device, sizes = stage.time.device, stage.layout.sizes
     cp, ep = sizes.cp, sizes.ep
     inner = sizes.tp * cp  # the ranks that share a stage's work on one sequence
-    ranks = pipe.ranks()
-    bounds = Bound(stage, pipe, ranks, m)
-    one_dtype = layout.config.parallel.reduce_dtype == layout.config.train.dtype == "bfloat16"
-    estimates: dict[bool, Estimate] = {}
+    one_dtype = config.parallel.reduce_dtype == config.train.dtype == "bfloat16"
     for shard in _divisors(dp):
         if shard < dp and shard * inner < min(device.gpus_per_node, dp * inner):
             continue
-        model, of_experts = layout.config.model, shard * inner // ep
-        if shard * inner % ep or sides_that_cannot_be_cut(model, ep, of_experts):
+        of_experts = shard * inner // ep
+        if shard * inner % ep or sides_that_cannot_be_cut(config.model, ep, of_experts):
             continue
-        shards = Numbers(shard * cp, of_experts if model.has_experts else 1)
+        shards = Numbers(shard * cp, of_experts if config.model.has_experts else 1)
         replicas = Numbers(dp // shard, dp // shard)
-        for zero in _zero_stages(max(shards)):
+        for zero in (1, 2, 3) if max(shards) > 1 else (0,):
             if one_dtype and ((m > 1 and zero < 2) or shard < dp):
                 continue
-            (bound, fullest), seconds = bounds.bytes(shards, zero), math.inf
-            if bound <= device.room:
-                reduced = zero >= 2
-                if reduced not in estimates:
-                    estimates[reduced] = Estimate(stage, pipe, ranks, m, world, reduced)
-                seconds = estimates[reduced].seconds(shards, replicas, zero)
-            yield Candidate(seconds, bound, fullest, stage.alike, pipe, shard, dp // shard, zero)
-
-
-def _zero_stages(shard: int) -> tuple[Literal[0, 1, 2, 3], ...]:
-    return (1, 2, 3) if shard > 1 else (0,)
-
-
-@lru_cache(maxsize=4096)
-def _balanced(costs: LayerCosts, where: tuple[int, ...]) -> list[int]:
-    return balanced_split(costs, where)
+            bound, fullest = pipe.bound(shards, zero)
+            fits = bound <= device.room
+            seconds = pipe.seconds(shards, replicas, zero) if fits else math.inf
+            rest = {"dp_shard": shard, "dp_replicate": dp // shard, "zero_stage": zero}
+            yield Candidate(seconds, bound, fullest, config, pipe.settings | rest)
 
 
 def _schedules(pp: int, m: int, layers: int) -> Iterator[tuple[str, int]]:
@@ -191,6 +174,10 @@ def _schedules(pp: int, m: int, layers: int) -> Iterator[tuple[str, int]]:
         even = layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0
         if (v <= VIRTUAL or even) and m >= pp and not (name == "interleaved_1f1b" and m % pp):
             yield name, v
+
+
+def _micro_batches(config: Config) -> list[int]:
+    return sorted({*MICRO_BATCHES, config.train.micro_batch_size})
 
 
 def _tp_sizes(config: Config, world: int, device: Device) -> list[int]:

@@ -1,9 +1,8 @@
 """Which job a tool looks at: the stage of a run with stages of data (training/stages.py), one at a
 time; and what cannot be planned."""
 
-import argparse
-
 from errors import UserError
+from tools.command import CommandParser
 from tools.plan.layout import Layout
 from tools.plan.memory import peaks
 from training.config import Config
@@ -17,13 +16,9 @@ def check_can_be_planned(config: Config) -> None:
         raise UserError("parallel.cpu_offload", True, why, "set parallel.cpu_offload=false")
 
 
-def add_data_stage(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--data-stage",
-        type=int,
-        metavar="K",
-        help="the stage of a configuration with `stages` (default: the one with the highest peak)",
-    )
+def add_data_stage(parser: CommandParser) -> None:
+    which = "the stage of a configuration with `stages` (default: the one with the highest peak)"
+    parser.option("--data-stage", int, "K", which)
 
 
 def one_stage(config: Config, world: int, number: int | None) -> tuple[Config, str]:

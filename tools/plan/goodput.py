@@ -38,7 +38,9 @@ def goodput(config: Config, world: int, device: Device, step_seconds: float) -> 
     seconds, interval = best_interval(save, costs.mtbf), config.checkpoint.interval
     best = max(1, math.ceil(seconds / step_seconds)) if math.isfinite(seconds) else None
     steps = best if interval == "auto" else interval if isinstance(interval, int) else 0
-    figures: dict[str, Any] = {
+    found = shares(costs, (steps or max(1, config.train.steps)) * step_seconds)
+    missing = DAY / costs.mtbf * NODE_LOST_SHARE * device.repair_days
+    return {
         "checkpoint_bytes": checkpoint,
         "save_seconds": save,
         "commit_seconds": costs.commit,
@@ -46,22 +48,13 @@ def goodput(config: Config, world: int, device: Device, step_seconds: float) -> 
         "mtbf_seconds": costs.mtbf if math.isfinite(costs.mtbf) else None,
         "interval_steps": steps or None,
         "best_interval_steps": best,
-        "effective_training_time": 1.0,
+        "effective_training_time": found.effective,
+        "share_saving": found.saving,
+        "share_repeated": found.repeated,
+        "share_restarting": found.restarting,
         "repair_days": device.repair_days,
-        "spare_nodes": 0,
+        "spare_nodes": spares_needed(missing),
     }
-    if steps is not None:
-        found = shares(costs, (steps or max(1, config.train.steps)) * step_seconds)
-        figures |= {
-            "effective_training_time": found.effective,
-            "share_saving": found.saving,
-            "share_repeated": found.repeated,
-            "share_restarting": found.restarting,
-        }
-    if math.isfinite(costs.mtbf):
-        missing = DAY / costs.mtbf * NODE_LOST_SHARE * device.repair_days
-        figures["spare_nodes"] = spares_needed(missing)
-    return figures
 
 
 def describe_goodput(figures: dict[str, Any]) -> list[str]:

@@ -11,17 +11,16 @@ from training.config import Config
 
 ZeroStage = Literal[0, 1, 2, 3]
 STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
-GUIDE = {"weights": 2, "gradients": 2, "optimizer": 8}  # bytes: bfloat16, bfloat16, two float32
+# Bytes of the optimizer state (two float32), of gradients and of weights (bfloat16): each stage
+# shards one more of them.
+GUIDE = (8, 2, 2)
 
 
 def guide_bytes(parameters: float, ranks: int, zero_stage: int) -> float:
     """Bytes per rank by ZeRO's table (Rajbhandari et al. 2020, figure 1), with 12 bytes per
-    parameter: stage 1 shards the optimizer state, stage 2 also the gradients, stage 3
-    everything."""
-    sharded = {0: (), 1: ("optimizer",), 2: ("optimizer", "gradients"), 3: tuple(GUIDE)}[zero_stage]
-    return sum(
-        size * parameters / (ranks if name in sharded else 1) for name, size in GUIDE.items()
-    )
+    parameter."""
+    sharded, whole = sum(GUIDE[:zero_stage]), sum(GUIDE[zero_stage:])
+    return parameters * (sharded / ranks + whole)
 
 
 def data_parallel(config: Config, ranks: int, zero_stage: ZeroStage) -> Layout:

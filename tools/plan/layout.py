@@ -4,19 +4,17 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from costs.recorder import Phase
-from costs.setting import Setting
 from costs.summary import blocks
 from costs.units import EMBEDDING, HEAD, LocalWeight, Sums, Unit, kinds_of_layers, unit
 from errors import UserError
-from parallel.axes import AXES, MAX_RANKS, MeshSizes
+from parallel.axes import AXES, MAX_RANKS
 from parallel.fsdp_units import sharded_dimension
 from parallel.pipeline.actions import (
     BACKWARD,
@@ -38,6 +36,8 @@ from training.precision import Precision
 # The views of the mesh that weights are sharded over, and the axes of each: shards and replicas. In
 # a forward, FSDP is done with the weights of the first before those of the second.
 SHARDED_OVER = {"fsdp_ep": ("efsdp", "ep_replicate"), "fsdp": ("dp_shard", "dp_replicate")}
+# The kinds of actions of a schedule that splits backward, and of another.
+KINDS = {True: (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), False: (FORWARD, BACKWARD)}
 PHASES = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "input",
           BACKWARD_WEIGHT: "weight"}  # fmt: skip
 
@@ -148,7 +148,7 @@ class Sharding(NamedTuple):
     rank: int  # of `shards`
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Layout:
     """One rank's part of the job. Ranks that differ only in their data-parallel coordinates are
     alike; those that differ in their cp coordinate almost (`Setting` in costs/setting.py)."""
@@ -159,8 +159,47 @@ class Layout:
     tp_rank: int = 0
     shard_rank: int = 0  # among the ranks that share the weights
     cp_rank: int = 0
-    # of the rows that this rank's experts receive: so many times their balanced share
-    imbalance: float = 1.0
+
+    def __post_init__(self) -> None:
+        config, p = self.config, self.config.parallel
+        self.sizes = p.mesh_sizes(self.world)
+        self.num_microbatches = config.num_microbatches(self.sizes.dp)
+        self.num_stages = p.num_stages
+        # the pipeline rank of each stage
+        self.where = ranks_of_stages(p.schedule, p.pp, p.stages_per_rank)
+        self._units: list[list[Unit]] = []  # of each stage
+
+        # by the view of the mesh that a weight is sharded over
+        weights, experts = self.sizes.of_weights(), self.sizes.of_experts()
+        shards, of_experts = weights["dp_shard"], experts["efsdp"]
+        inside = (self.shard_rank * self.sizes.tp + self.tp_rank) // self.sizes.ep
+        self.sharding = {
+            "fsdp": Sharding(shards, weights["dp_replicate"], self.shard_rank),
+            "fsdp_ep": Sharding(of_experts, experts["ep_replicate"], inside % of_experts),
+        }
+        # whether no rank shares this rank's weights, so that FSDP is not used
+        views = [*self.sharding.values()][: 1 + config.model.has_experts]
+        alone = all(each.shards * each.replicas == 1 for each in views)
+        self.whole = alone and not p.cpu_offload
+
+        # widths, in bytes
+        dtypes = Precision.of(config)
+        self.compute, self.reduce = dtypes.compute.itemsize, dtypes.reduce.itemsize
+        self.master = dtypes.master.itemsize  # weights, moments, reduced gradients between steps
+        self.exact = dtypes.exact.itemsize  # statistics and losses
+        # in which gradients are summed over micro-batches; None: they are not
+        self.sum_dtype = sum_dtype(self.whole, p.zero_stage, *dtypes[:3])
+        # of these sums, or of the gradients of one micro-batch
+        self.sum = self.compute if self.sum_dtype is None else self.sum_dtype.itemsize
+        # tensors that the optimizer keeps for each weight, in the master dtype
+        self.states_per_weight = len(optimizer_class(config.optimizer.name).state_names)
+
+        # all that the units' records depend on, apart from the unit
+        self.setting = config.setting(self.tp_rank, self.cp_rank)
+        self.embedding, self.head = unit(self.setting, EMBEDDING), unit(self.setting, HEAD)
+        self.hidden_bytes = self.embedding.hidden_bytes  # that pass from unit to unit
+        # the tokens of a micro-batch on this rank
+        self.tokens = self.setting.tokens * config.train.micro_batch_size
 
     @classmethod
     def of_rank(cls, config: Config, world: int, rank: int) -> "Layout":
@@ -169,118 +208,55 @@ class Layout:
         shard = at["dp_shard"] * sizes.cp + at["cp"] if sizes.with_cp == "dp_shard" else 0
         return cls(config, world, at["pp"], at["tp"], shard, at["cp"])
 
-    @cached_property
-    def sizes(self) -> MeshSizes:
-        return self.config.parallel.mesh_sizes(self.world)
-
-    @cached_property
-    def sharding(self) -> dict[str, Sharding]:
-        """By the view of the mesh that a weight is sharded over."""
-        weights, experts = self.sizes.of_weights(), self.sizes.of_experts()
-        shards, of_experts = weights["dp_shard"], experts["efsdp"]
-        inside = (self.shard_rank * self.sizes.tp + self.tp_rank) // self.sizes.ep
-        return {
-            "fsdp": Sharding(shards, weights["dp_replicate"], self.shard_rank),
-            "fsdp_ep": Sharding(of_experts, experts["ep_replicate"], inside % of_experts),
-        }
-
-    @cached_property
-    def whole(self) -> bool:
-        """Whether no rank shares this rank's weights, so that FSDP is not used."""
-        views = ["fsdp", "fsdp_ep"] if self.config.model.has_experts else ["fsdp"]
-        sharding = [self.sharding[view] for view in views]
-        alone = all(each.shards * each.replicas == 1 for each in sharding)
-        return alone and not self.config.parallel.cpu_offload
-
-    # --- widths, in bytes ---
-
-    @cached_property
-    def compute(self) -> int:
-        return Precision.of(self.config).compute.itemsize
-
-    @cached_property
-    def master(self) -> int:
-        """The width of weights, moments and reduced gradients between steps."""
-        return Precision.of(self.config).master.itemsize
-
-    @cached_property
-    def states_per_weight(self) -> int:
-        """The number of tensors that the optimizer keeps for each weight, in the master dtype."""
-        return len(optimizer_class(self.config.optimizer.name).state_names)
-
-    @cached_property
-    def reduce(self) -> int:
-        return Precision.of(self.config).reduce.itemsize
-
-    @cached_property
-    def sum_dtype(self) -> torch.dtype | None:
-        """The dtype in which gradients are summed over micro-batches; None: they are not."""
-        dtypes = Precision.of(self.config)
-        zero = self.config.parallel.zero_stage
-        return sum_dtype(self.whole, zero, dtypes.compute, dtypes.master, dtypes.reduce)
-
-    @cached_property
-    def sum(self) -> int:
-        """The width of sums of gradients, or of the gradients of one micro-batch."""
-        return self.compute if self.sum_dtype is None else self.sum_dtype.itemsize
-
-    @cached_property
-    def exact(self) -> int:
-        """The width of statistics and losses."""
-        return Precision.of(self.config).exact.itemsize
-
-    # --- time ---
+    def at(self, pp_rank: int) -> "Layout":
+        """The same job on another pipeline rank; what is equal on all ranks is not recomputed."""
+        other = copy(self)
+        other.pp_rank, other.splits_backward = pp_rank, self.splits_backward
+        return other
 
     @property
-    def tokens(self) -> int:
-        """The tokens of a micro-batch on this rank."""
-        return self.setting.tokens * self.config.train.micro_batch_size
-
-    @cached_property
-    def num_microbatches(self) -> int:
-        return self.config.num_microbatches(self.sizes.dp)
+    def stages(self) -> list[int]:
+        """The stages of this pipeline rank."""
+        return [s for s, rank in enumerate(self.where) if rank == self.pp_rank]
 
     @property
     def schedule(self) -> Sequence[Sequence[Action]]:
         p = self.config.parallel
         return schedule_of(p.schedule, p.pp, p.stages_per_rank, self.num_microbatches)
 
+    @cached_property
+    def splits_backward(self) -> bool:
+        return splits_backward(self.schedule)
+
+    @property
+    def kinds_of_actions(self) -> tuple[Kind, ...]:
+        return KINDS[self.splits_backward]
+
     # --- units ---
-
-    @cached_property
-    def setting(self) -> Setting:
-        """All that the units' records depend on, apart from the unit."""
-        return replace(self.config.setting(self.tp_rank, self.cp_rank), imbalance=self.imbalance)
-
-    @cached_property
-    def embedding(self) -> Unit:
-        return unit(self.setting, EMBEDDING)
-
-    @cached_property
-    def head(self) -> Unit:
-        return unit(self.setting, HEAD)
 
     @cached_property
     def kinds(self) -> Counter[Unit]:
         """One block of each kind, and how many blocks the model has of it."""
         return blocks(replace(self.setting, tp_rank=0))
 
-    @cached_property
-    def _units(self) -> list[list[Unit]]:
-        by_kind = {unit.name: unit for unit in self.kinds}
-        blocks = [by_kind[kind] for kind in kinds_of_layers(self.config.model)]
-        units = [[blocks[layer] for layer in layers] for layers in self.config.split_layers()]
-        units[0].insert(0, self.embedding)
-        units[-1].append(self.head)
-        return units
-
     def units(self, stage: int) -> list[Unit]:
         """The units of a stage, in the order of forward."""
+        if not self._units:
+            by_kind = {unit.name: unit for unit in self.kinds}
+            layers = [by_kind[kind] for kind in kinds_of_layers(self.config.model)]
+            self._units += [[layers[i] for i in part] for part in self.config.split_layers()]
+            self._units[0].insert(0, self.embedding)
+            self._units[-1].append(self.head)
         return self._units[stage]
 
-    @cached_property
-    def splits_backward(self) -> bool:
-        return splits_backward(self.schedule)
+    def fsdp_units(self, stage: int) -> list[tuple[range, Gathered]]:
+        """The weights that are gathered and reduced together, each with the indices of the `units`
+        that they belong to. Experts come before the rest of their unit."""
+        units = self.units(stage)
+        parts = [range(len(units))]
+        if self.whole or self.config.parallel.fsdp_unit == "block":
+            parts = [range(i, i + 1) for i in range(len(units))]
+        return [(part, unit) for part in parts for unit in gathered(*(units[i] for i in part))]
 
     def phase(
         self,
@@ -296,39 +272,3 @@ class Layout:
         whole = kind is BACKWARD or (kind is FORWARD and not self.splits_backward)
         sums = None if self.sum_dtype is None else Sums(self.sum_dtype, begun)
         return unit.record(not whole, sums).at(first, last)[PHASES[kind]]
-
-    def fsdp_units(self, stage: int) -> list[tuple[range, Gathered]]:
-        """The weights that are gathered and reduced together, each with the indices of the `units`
-        that they belong to. Experts come before the rest of their unit."""
-        units = self.units(stage)
-        parts = [range(len(units))]
-        if self.config.parallel.fsdp_unit == "block":
-            parts = [range(i, i + 1) for i in range(len(units))]
-        return [(part, unit) for part in parts for unit in gathered(*(units[i] for i in part))]
-
-    @property
-    def hidden_bytes(self) -> int:
-        """Bytes of the hidden states that pass from unit to unit."""
-        return self.embedding.hidden_bytes
-
-    @property
-    def num_stages(self) -> int:
-        return self.config.parallel.num_stages
-
-    @property
-    def where(self) -> list[int]:
-        """The pipeline rank of each stage."""
-        p = self.config.parallel
-        return ranks_of_stages(p.schedule, p.pp, p.stages_per_rank)
-
-    @property
-    def stages(self) -> list[int]:
-        """The stages of this pipeline rank."""
-        return [s for s, rank in enumerate(self.where) if rank == self.pp_rank]
-
-    def at(self, pp_rank: int) -> "Layout":
-        """The same job on another pipeline rank; what is equal on all ranks is not recomputed."""
-        known = vars(self) | {"_units": self._units, "splits_backward": self.splits_backward}
-        other = replace(self, pp_rank=pp_rank)
-        vars(other).update(known | {"pp_rank": pp_rank})
-        return other

@@ -11,9 +11,10 @@ What a unit's forward or backward keeps and frees, and its peak, are recorded fr
 pipeline, and the permanent states.
 """
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
 from costs.recorder import Effect, Phase
@@ -39,7 +40,8 @@ from parallel.pipeline.actions import (
     Kind,
 )
 from parallel.pipeline.lower import Exchange, Program, lower, need_of, result_of
-from tools.plan.layout import Gathered, Layout, gathered, schedule_of
+from tools.plan.layout import Gathered, Layout, schedule_of
+from tools.plan.traffic import gather_bytes, reduce_bytes
 
 
 class Account:
@@ -52,67 +54,45 @@ class Account:
         self.action: Action | None = None
         self.peak_action: Action | None = None
         self._at_peak: dict[str, int] = {}
-        self._effects: dict[Hashable, Effect] = {}
 
     def add(self, category: str, size: int) -> None:
         self.now[category] += size
         self.total += size
-        self.reach()
+        self.reach({})
 
     def free(self, category: str, size: int) -> None:
         self.now[category] -= size
         self.total -= size
 
-    def reach(self, *, gradients: int = 0, gathering: int = 0, reducing: int = 0) -> None:
-        """Update the peak for a moment at which these bytes are alive in addition: whole gradients,
-        buffers of gathers and of reductions."""
-        total = self.total + gradients + gathering + reducing
-        if total > self.peak:
-            self.peak, self.peak_action = total, self.action
-            self._at_peak = dict(self.now)
-            more = {GRADIENTS: gradients, GATHERING: gathering, REDUCING: reducing}
-            for category, size in more.items():
-                if size:
-                    self._at_peak[category] = self._at_peak.get(category, 0) + size
-
-    def repeat(self, state: Callable[[], Hashable], work: Callable[[], None]) -> None:
-        """Do the work; or, if it was done before in the same state and left the state unchanged,
-        apply its recorded effect.
-
-        Most of a program's actions are repetitions, so a long program takes hardly longer than a
-        short one.
-        """
-        before = state()
-        if before not in self._effects:
-            effect = self._watch(work)
-            if state() == before:
-                self._effects[before] = effect
-            return
-        self.apply(self._effects[before])
+    def reach(self, more: Mapping[str, int]) -> None:
+        """Update the peak for a moment at which these bytes are alive in addition."""
+        height = sum(more.values())
+        if self.total + height > self.peak:
+            self.peak, self.peak_action = self.total + height, self.action
+            self._at_peak = {c: self.now[c] + more.get(c, 0) for c in {**self.now, **more}}
 
     def apply(self, effect: Effect) -> None:
         """Apply the effect of a recorded piece of work to this account."""
-        height, at_height, changes = effect
-        if self.total + height > self.peak:
-            self.peak, self.peak_action = self.total + height, self.action
-            self._at_peak = {c: self.now[c] + at_height.get(c, 0) for c in self.now | at_height}
-        for category, size in changes.items():
+        if self.total + effect.height > self.peak:
+            self.reach(effect.at_height)
+        for category, size in effect.changes.items():
             self.now[category] += size
             self.total += size
 
-    def _watch(self, work: Callable[[], None]) -> Effect:
+    def effect_of(self, work: Callable[[], None]) -> Effect:
+        """Do the work, and return its effect."""
         began, total = dict(self.now), self.total
-        peak, peak_action, at_peak = self.peak, self.peak_action, self._at_peak
+        before = self.peak, self.peak_action, self._at_peak
         self.peak = -1
-        self.reach()
+        self.reach({})
         work()
-        at_height = {c: size - began.get(c, 0) for c, size in self._at_peak.items()}
-        changes = {
-            c: size - began.get(c, 0) for c, size in self.now.items() if size != began.get(c, 0)
-        }
+        at_height, changes = (
+            {c: size - began.get(c, 0) for c, size in bytes_of.items() if size != began.get(c, 0)}
+            for bytes_of in (self._at_peak, self.now)
+        )
         effect = Effect(self.peak - total, at_height, changes)
-        if self.peak <= peak:
-            self.peak, self.peak_action, self._at_peak = peak, peak_action, at_peak
+        if self.peak <= before[0]:
+            self.peak, self.peak_action, self._at_peak = before
         return effect
 
     @cached_property
@@ -132,151 +112,132 @@ class Account:
         return dict(sorted(kinds.items(), key=lambda item: -item[1]))
 
 
-# identifies a unit of FSDP: the stage, the first of the stage's units, and the view of the mesh
-# over which its weights are sharded
-Key = tuple[int, int, str]
-OUTER, EXPERTS = "fsdp", "fsdp_ep"
-
-
 # --- around the units ---
 
 
+@dataclass(eq=False)
+class FsdpUnit:
+    """The state of a unit of FSDP: one unit of a stage, or with `fsdp_unit: stage` all its units.
+    Experts in it are another one, which is gathered after and reduced before the rest."""
+
+    stage: int
+    indices: range  # of its units in the stage
+    weights: Gathered
+    shards: int
+    size: int  # bytes when gathered
+    gathered: bool = False
+    accumulated: bool = False  # holds whole gradients
+    reduced: bool = False  # holds reduced gradients of some micro-batches
+
+
 class Sharded:
-    """The state of FSDP's units on a rank: which are gathered, and where their gradients are. A
-    unit of FSDP is one unit of a stage, or with `fsdp_unit: stage` all units of a stage; experts in
-    it are a unit of their own, which is gathered after and reduced before the rest. `over` names
-    which of the two is meant."""
+    """What FSDP holds on a rank: which units are gathered, and where their gradients are."""
 
     def __init__(self, layout: Layout, account: Account) -> None:
         self.layout, self.account = layout, account
         self.resharding = layout.config.parallel.zero_stage == 3
-        # (stage, index of a unit, view) → the FSDP unit that contains it: key, indices, weights
-        self.unit_of: dict[Key, tuple[Key, range, Gathered]] = {}
+        # for each unit of a stage, the FSDP units that contain it: that of experts, if any, first
+        self.around: dict[tuple[int, int], list[FsdpUnit]] = defaultdict(list)
+        self.of_stage: dict[int, list[FsdpUnit]] = defaultdict(list)
         for stage in layout.stages:
-            for indices, unit in layout.fsdp_units(stage):
-                key = stage, indices.start, unit.over
-                self.unit_of |= {(stage, i, unit.over): (key, indices, unit) for i in indices}
-        self.gathered: set[Key] = set()
-        self.accumulated: set[Key] = set()  # hold whole gradients
-        self.reduced: set[Key] = set()  # hold reduced gradients of some micro-batches
+            for indices, weights in layout.fsdp_units(stage):
+                shards, size = layout.sharding[weights.over].shards, gather_bytes(layout, weights)
+                unit = FsdpUnit(stage, indices, weights, shards, size)
+                self.of_stage[stage].append(unit)
+                for index in indices:
+                    self.around[stage, index].append(unit)
         # by stage: bytes of buffers that FSDP still holds
         self.input_of_reduction: dict[int, int] = defaultdict(int)
         self.outputs_of_reductions: dict[int, int] = defaultdict(int)
 
-    def begin(self) -> None:
-        """Before a step: weights are gathered when a unit first needs them."""
-
     def begun(self, stage: int, index: int) -> bool:
         """Whether a unit's sums have gradients of an earlier micro-batch."""
-        return self.unit_of[stage, index, OUTER][0] in self.accumulated
-
-    def has_experts(self, stage: int, index: int) -> bool:
-        return (stage, index, EXPERTS) in self.unit_of
+        return self.around[stage, index][-1].accumulated
 
     def state(self, stage: int) -> Hashable:
-        """A stage's state between two actions. Counts suffice, because then all units of the stage
-        are gathered or none, and so on."""
-        counts = [
-            sum(key[0] == stage for key in keys)
-            for keys in (self.gathered, self.accumulated, self.reduced)
-        ]
-        return (*counts, self.input_of_reduction[stage], self.outputs_of_reductions[stage])
+        """A stage's state between two actions."""
+        units = [(unit.gathered, unit.accumulated, unit.reduced) for unit in self.of_stage[stage]]
+        return *units, self.input_of_reduction[stage], self.outputs_of_reductions[stage]
 
-    def gather(self, stage: int, index: int, forward: bool, before: int, over: str = OUTER) -> int:
-        """Before a unit's forward or backward, gather the weights of the FSDP unit that contains
-        it.
+    def gather(self, unit: FsdpUnit, forward: bool, before: int) -> int:
+        """Gather the weights before a forward or backward.
 
         `before`: bytes of the previous gather's buffer, which FSDP holds until the next gather has
         allocated its own. Returns the bytes of this gather's buffer.
         """
-        layout, (key, _, unit) = self.layout, self.unit_of[stage, index, over]
-        if key in self.gathered:
+        if unit.gathered:
             return before
-        shards = layout.sharding[over].shards
-        size = unit.padded(shards) * layout.compute
+        layout, size, shards = self.layout, unit.size, unit.shards
         buffer = size if shards > 1 else 0
-        copied = layout.compute != layout.master and shards > 1
-        flat = size // shards if copied else 0
+        flat = buffer // shards if layout.compute != layout.master else 0
         if forward:
-            self.account.reach(gathering=before + buffer + flat)
+            self.account.reach({GATHERING: before + buffer + flat})
         self.account.add(GATHERED, size)
         # experts that are cut are put together from a second copy
-        self.account.reach(gathering=buffer + unit.cut_within(shards) * layout.compute)
-        self.gathered.add(key)
+        again = unit.weights.cut_within(shards) * layout.compute
+        self.account.reach({GATHERING: buffer + again})
+        unit.gathered = True
         return buffer
 
-    def prefetched(self, stage: int, index: int, over: str = OUTER) -> int:
-        """Bytes gathered during a unit's backward for the FSDP unit whose backward comes next: the
-        experts in it, or the unit before."""
-        if over == OUTER and self.has_experts(stage, index):
-            return self._prefetched((stage, index, EXPERTS))
-        start = self.unit_of[stage, index, OUTER][1].start
-        return self._prefetched((stage, start - 1, OUTER)) if start else 0
+    def prefetched(self, stage: int, index: int, inside: bool = False) -> int:
+        """Bytes gathered during a unit's backward, or `inside` during that of its experts, for the
+        FSDP unit whose backward comes next: the experts in it, or the unit before."""
+        *following, outer = self.around[stage, index]
+        if inside or not following:
+            start = outer.indices.start
+            following = [self.around[stage, start - 1][-1]] if start else []
+        gathers = self.resharding and following and following[0].shards > 1
+        return following[0].size if gathers and not following[0].gathered else 0
 
-    def _prefetched(self, which: Key) -> int:
-        key, _, unit = self.unit_of[which]
-        shards = self.layout.sharding[unit.over].shards
-        if not self.resharding or shards == 1 or key in self.gathered:
-            return 0
-        return unit.padded(shards) * self.layout.compute
+    def after_unit(self, unit: FsdpUnit, index: int, end: int) -> None:
+        """After a unit's forward or input gradient. `end`: which of the FSDP unit's is the last."""
+        if self.resharding and index == unit.indices[end]:
+            self._reshard(unit)
 
-    def after_forward(self, stage: int, index: int, over: str = OUTER) -> None:
-        if self.resharding and index + 1 == self.unit_of[stage, index, over][1].stop:
-            self._reshard(stage, index, over)
+    def _reshard(self, unit: FsdpUnit) -> None:
+        if unit.gathered:
+            unit.gathered = False
+            self.account.free(GATHERED, unit.size)
 
-    def after_input_gradient(self, stage: int, index: int, over: str = OUTER) -> None:
-        if self.resharding and index == self.unit_of[stage, index, over][1].start:
-            self._reshard(stage, index, over)
-
-    def _reshard(self, stage: int, index: int, over: str) -> None:
-        key, _, unit = self.unit_of[stage, index, over]
-        if key in self.gathered:
-            self.gathered.remove(key)
-            shards = self.layout.sharding[over].shards
-            self.account.free(GATHERED, unit.padded(shards) * self.layout.compute)
-
-    def after_backward(self, stage: int, index: int, last: bool, over: str = OUTER) -> None:
+    def after_backward(self, unit: FsdpUnit, index: int, last: bool) -> None:
         """After the backward of the last unit within an FSDP unit, reduce its gradients, or keep
         them until the last backward."""
-        layout, (key, indices, unit) = self.layout, self.unit_of[stage, index, over]
-        if index != indices.start:
+        if index != unit.indices.start:
             return
-        zero = layout.config.parallel.zero_stage
+        zero = self.layout.config.parallel.zero_stage
         if zero == 3 or last:
-            self._reshard(stage, index, over)
+            self._reshard(unit)
         if last or zero >= 2:
-            self._reduce(stage, key, unit, last)
+            self._reduce(unit, last)
         else:
-            self.accumulated.add(key)
+            unit.accumulated = True
 
-    def _reduce(self, stage: int, key: Key, unit: Gathered, last: bool) -> None:
+    def _reduce(self, unit: FsdpUnit, last: bool) -> None:
         """Reduce over the shards. The last reduction of a step also reduces over the replicas and
         converts to the weights' dtype; until then FSDP sums in reduce_dtype."""
-        layout, account = self.layout, self.account
-        shards = layout.sharding[unit.over].shards
-        self.accumulated.discard(key)
+        layout, account, stage = self.layout, self.account, unit.stage
+        unit.accumulated = False
         account.free(REDUCING, self.input_of_reduction.pop(stage, 0))
-        numbers = unit.padded(shards)
-        account.add(REDUCING, numbers * layout.reduce)
-        self.input_of_reduction[stage] = numbers * layout.reduce
-        account.free(GRADIENTS, unit.numel * layout.sum)
-        part = numbers // shards
-        output, final = part * layout.reduce, part * layout.master
+        given = reduce_bytes(layout, unit.weights)
+        account.add(REDUCING, given)
+        self.input_of_reduction[stage] = given
+        account.free(GRADIENTS, unit.weights.numel * layout.sum)
+        output = given // unit.shards
         # With one shard (replicas only), FSDP divides the gradients by 1, into a copy.
-        account.reach(reducing=output + (numbers * layout.reduce if shards == 1 else 0))
+        account.reach({REDUCING: output + (given if unit.shards == 1 else 0)})
         if not last:
-            if key not in self.reduced:
+            if not unit.reduced:
                 account.add(SHARDED_GRADIENTS, output)
-                self.reduced.add(key)
+                unit.reduced = True
             return
         # the output of the reduction over replicas is held until the stage's backward ends
         if layout.master != layout.reduce:
             account.add(REDUCING, output)
             self.outputs_of_reductions[stage] += output
-        account.add(SHARDED_GRADIENTS, final)
-        if key in self.reduced:
+        account.add(SHARDED_GRADIENTS, output // layout.reduce * layout.master)
+        if unit.reduced:
             account.free(SHARDED_GRADIENTS, output)
-            self.reduced.remove(key)
+            unit.reduced = False
 
     def end_last_backward(self, stage: int) -> None:
         held = self.input_of_reduction.pop(stage, 0) + self.outputs_of_reductions.pop(stage, 0)
@@ -290,44 +251,38 @@ class Whole(Sharded):
 
     def __init__(self, layout: Layout, account: Account) -> None:
         super().__init__(layout, account)
-        self.gathered, self.resharding = {key for key, _, _ in self.unit_of.values()}, False
+        self.resharding = False
         # Weights are copied unless all dtypes are equal, but the copies share the masters' memory
         # if those have the compute dtype.
         self.copies = layout.compute != layout.master
+        for unit in itertools.chain(*self.of_stage.values()):
+            unit.gathered = True
+            if self.copies:
+                account.add(GATHERED, unit.size)
 
-    def begin(self) -> None:
-        """Before a step: copies of all weights in the compute dtype are made."""
-        if self.copies:
-            for stage in self.layout.stages:
-                for unit in self.layout.units(stage):
-                    self.account.add(GATHERED, unit.numel * self.layout.compute)
-
-    def begun(self, stage: int, index: int) -> bool:
-        return (stage, index, OUTER) in self.accumulated
-
-    def after_backward(self, stage: int, index: int, last: bool, over: str = OUTER) -> None:
+    def after_backward(self, unit: FsdpUnit, index: int, last: bool) -> None:
         """After a unit's backward: its sums, if they are new and in the master dtype, are the
         gradients that the optimizer reads."""
-        if over == OUTER and not self.begun(stage, index):
-            self.accumulated.add((stage, index, OUTER))
+        if not unit.accumulated:
+            unit.accumulated = True
             if self.layout.sum == self.layout.master:
-                self._hand_over(stage, index)
+                self._hand_over(unit)
 
-    def _hand_over(self, stage: int, index: int) -> None:
-        numbers = self.layout.units(stage)[index].numel
-        self.account.free(GRADIENTS, numbers * self.layout.sum)
-        self.account.add(SHARDED_GRADIENTS, numbers * self.layout.master)
+    def _hand_over(self, unit: FsdpUnit) -> None:
+        self.account.free(GRADIENTS, unit.weights.numel * self.layout.sum)
+        self.account.add(SHARDED_GRADIENTS, unit.weights.numel * self.layout.master)
 
     def end_last_backward(self, stage: int) -> None:
         """Free a stage's copies, and convert its sums weight by weight."""
-        layout, account = self.layout, self.account
-        for index, unit in enumerate(layout.units(stage)):
+        for index in range(len(self.layout.units(stage))):
+            units = self.around[stage, index]
             if self.copies:
-                account.free(GATHERED, unit.numel * layout.compute)
-            if layout.sum != layout.master:
-                widest = max(each.widest for each in gathered(unit))
-                account.reach(gradients=widest * layout.master)
-                self._hand_over(stage, index)
+                self.account.free(GATHERED, sum(unit.size for unit in units))
+            if self.layout.sum != self.layout.master:
+                widest = max(unit.weights.widest for unit in units)
+                self.account.reach({GRADIENTS: widest * self.layout.master})
+                for unit in units:
+                    self._hand_over(unit)
 
 
 # --- a rank's program ---
@@ -346,6 +301,7 @@ class Memory(Account):
         self.positions = {s: position_bytes(alike, kinds) for s, kinds in blocks.items()}
         self.sharded = Whole(layout, self) if layout.whole else Sharded(layout, self)
         self.left = dict.fromkeys(layout.stages, layout.num_microbatches)  # remaining backwards
+        self._effects: dict[Hashable, Effect] = {}  # of actions, by what they depend on
         self._states()
         self._run(lower(layout.schedule)[layout.pp_rank] if program is None else program)
 
@@ -353,99 +309,107 @@ class Memory(Account):
 
     def _states(self) -> None:
         layout = self.layout
-        for units in self.units.values():
-            for unit in units:
-                for weights in gathered(unit):
-                    shards, _, rank = layout.sharding[weights.over]
-                    self.add(WEIGHTS, weights.padded(shards) // shards * layout.master)
-                    local = weights.local(shards, rank, lambda weight: True)
-                    self.add(MOMENTS, layout.states_per_weight * local * layout.master)
+        for stage in layout.stages:
+            for _, weights in layout.fsdp_units(stage):
+                shards, _, rank = layout.sharding[weights.over]
+                self.add(WEIGHTS, weights.padded(shards) // shards * layout.master)
+                local = weights.local(shards, rank, lambda weight: True)
+                self.add(MOMENTS, layout.states_per_weight * local * layout.master)
         self.add(TEMPORARY, batch_bytes(layout))
 
     # --- the program ---
 
     def _run(self, program: Program) -> None:
         layout, part = self.layout, self.layout.hidden_bytes
-        sent = waiting = 0  # messages being sent, and messages computed but not yet posted
-        where = layout.where
-        self.sharded.begin()
+        sent = 0  # messages that are being sent
         for item in program:
             if isinstance(item, Exchange):
                 self.action = None
                 sends = sum(transfer.sends for transfer in item.transfers)
                 self.add(MESSAGES, part * (len(item.transfers) - sends))
                 self.free(MESSAGES, part * sent)
-                sent, waiting = sends, waiting - sends
+                sent = sends
                 continue
             self.action = item
-            need, result = need_of(item, layout.num_stages), result_of(item, layout.num_stages)
-            if need is not None:  # a hidden state is kept for backward; a gradient is consumed
+            if (
+                need_of(item, layout.num_stages) is not None
+            ):  # a hidden state is kept for backward; a gradient is consumed
                 self.free(MESSAGES, part)
                 self.add(HIDDEN if item.kind is FORWARD else TEMPORARY, part)
             self.left[item.stage] -= item.kind in (BACKWARD, BACKWARD_WEIGHT)
-            self.repeat(partial(self._state, item), partial(self._act, item))
-            if result is not None:
+            self._act(item)
+            if result_of(item, layout.num_stages) is not None:
                 self.add(MESSAGES, part)
-                waiting += where[result.stage] != layout.pp_rank
         self.action = None
 
-    def _state(self, action: Action) -> Hashable:
-        """All that an action's memory depends on, apart from the layout."""
-        kind, stage = action.kind, action.stage
-        return kind, stage, self.left[stage] == 0, self.sharded.state(stage)
-
     def _act(self, action: Action) -> None:
-        last = self.left[action.stage] == 0
-        if action.kind is FORWARD:
-            self._forward(action.stage)
+        """Do an action; or, if it was done before in the same state and left the state unchanged,
+        apply its effect. Most actions are repetitions, so a long program takes hardly longer than a
+        short one."""
+        kind, stage, _ = action
+        last = self.left[stage] == 0
+        # all that an action's memory depends on, apart from the layout
+        before = kind, stage, last, self.sharded.state(stage)
+        if before in self._effects:
+            self.apply(self._effects[before])
             return
-        if action.kind in (BACKWARD, BACKWARD_INPUT):
-            self._backward(action.stage, action.kind, last)
-        else:
-            self._weight_gradients(action.stage, last)
-        if last and action.kind is not BACKWARD_INPUT:
-            self.sharded.end_last_backward(action.stage)
+        work = self._forward if kind is FORWARD else self._backward
+        effect = self.effect_of(partial(work, stage, kind, last))
+        if self.sharded.state(stage) == before[-1]:
+            self._effects[before] = effect
 
     # --- forward ---
 
-    def _forward(self, stage: int) -> None:
-        layout, units = self.layout, self.units[stage]
+    def _forward(self, stage: int, kind: Kind, last: bool) -> None:
+        layout, units, sharded = self.layout, self.units[stage], self.sharded
         self.add(POSITIONS, self.positions[stage])
-        buffer, sharded = 0, self.sharded
+        buffer = 0
         for index in range(len(units)):
-            buffer = sharded.gather(stage, index, True, buffer)
-            first, *inside = self._phase(FORWARD, stage, index).effects
+            *experts, outer = sharded.around[stage, index]
+            buffer = sharded.gather(outer, True, buffer)
+            first, *inside = self._phase(kind, stage, index).effects
             self._apply(first, buffer)
             if inside:
-                buffer = sharded.gather(stage, index, True, buffer, EXPERTS)
+                buffer = sharded.gather(experts[0], True, buffer)
                 self._apply(inside[0], buffer)
-                sharded.after_forward(stage, index, EXPERTS)
+                sharded.after_unit(experts[0], index, -1)
                 self._apply(inside[1], buffer)
-            sharded.after_forward(stage, index)
+            sharded.after_unit(outer, index, -1)
         if stage < layout.num_stages - 1:  # the last block's output goes to the next stage
             self.free(HIDDEN, units[-1].hidden_bytes)
 
     # --- backward ---
 
     def _backward(self, stage: int, kind: Kind, last: bool) -> None:
+        units = range(len(self.units[stage]))
+        if kind is not BACKWARD_WEIGHT:
+            self._input_gradients(stage, kind, last)
+        else:
+            for index in reversed(units):
+                self.apply(self._phase(kind, stage, index).effect)
+            for index in units:
+                for unit in reversed(self.sharded.around[stage, index]):
+                    self.sharded.after_backward(unit, index, last)
+        if last and kind is not BACKWARD_INPUT:
+            self.sharded.end_last_backward(stage)
+
+    def _input_gradients(self, stage: int, kind: Kind, last: bool) -> None:
+        """With kind BACKWARD those of weights too."""
         layout, sharded = self.layout, self.sharded
         for index in reversed(range(len(self.units[stage]))):
-            sharded.gather(stage, index, False, 0)
+            *experts, outer = sharded.around[stage, index]
+            sharded.gather(outer, False, 0)
             first, *inside = self._phase(kind, stage, index).effects
             prefetched = sharded.prefetched(stage, index)
             self._apply(first, prefetched)
             if inside:
-                sharded.gather(stage, index, False, 0, EXPERTS)
+                sharded.gather(experts[0], False, 0)
                 self.apply(inside[0])  # what is recomputed of them
-                prefetched = sharded.prefetched(stage, index, EXPERTS)
+                prefetched = sharded.prefetched(stage, index, inside=True)
                 self._apply(inside[1], prefetched)
-                self.add(GATHERING, prefetched)
-                self._after(kind, stage, index, last, EXPERTS)
-                self.free(GATHERING, prefetched)
+                self._after(kind, experts[0], index, last, prefetched)
                 self._apply(inside[2], prefetched)
-            self.add(GATHERING, prefetched)
-            self._after(kind, stage, index, last)
-            self.free(GATHERING, prefetched)
+            self._after(kind, outer, index, last, prefetched)
         self.free(POSITIONS, self.positions[stage])
         if stage > 0:  # its input, and the outgoing gradient
             self.free(HIDDEN, layout.hidden_bytes)
@@ -453,26 +417,19 @@ class Memory(Account):
         if stage < layout.num_stages - 1:  # the incoming gradient
             self.free(TEMPORARY, layout.hidden_bytes)
 
-    def _after(self, kind: Kind, stage: int, index: int, last: bool, over: str = OUTER) -> None:
+    def _after(self, kind: Kind, unit: FsdpUnit, index: int, last: bool, buffer: int) -> None:
+        self.add(GATHERING, buffer)
         if kind is BACKWARD:
-            self.sharded.after_backward(stage, index, last, over)
+            self.sharded.after_backward(unit, index, last)
         else:
-            self.sharded.after_input_gradient(stage, index, over)
+            self.sharded.after_unit(unit, index, 0)
+        self.free(GATHERING, buffer)
 
     def _apply(self, effect: Effect, buffer: int) -> None:
         """Apply the effect beside a buffer of gathers."""
         self.add(GATHERING, buffer)
         self.apply(effect)
         self.free(GATHERING, buffer)
-
-    def _weight_gradients(self, stage: int, last: bool) -> None:
-        units = range(len(self.units[stage]))
-        for index in reversed(units):
-            self.apply(self._phase(BACKWARD_WEIGHT, stage, index).effect)
-        for index in units:
-            self.sharded.after_backward(stage, index, last)
-            if self.sharded.has_experts(stage, index):
-                self.sharded.after_backward(stage, index, last, EXPERTS)
 
     def _phase(self, kind: Kind, stage: int, index: int) -> Phase:
         units = self.units[stage]

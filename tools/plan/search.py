@@ -11,8 +11,9 @@ least memory.
 """
 
 import heapq
+import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -29,12 +30,12 @@ from tools.plan.memory import CHECKED, peaks, shortened
 from tools.plan.time import StepTime
 from training.config import Config
 from training.optimizers import state_bytes
+from training.precision import Precision
 
-ENOUGH = 20  # layouts that fit; twice as many as shown, because estimates may swap neighbours
+SHOWN = 10  # layouts
+ENOUGH = 2 * SHOWN  # layouts that fit; estimates may swap neighbours
 NEAREST = 20  # layouts with the lowest bounds, among which the nearest valid one is chosen
-GPUS_PER_NODE = 8  # of the list `parallel.layouts`
-SEARCHED = ("tp", "pp", "dp_shard", "dp_replicate", "schedule", "stages_per_rank",
-            "layers_per_stage", "zero_stage")  # fmt: skip
+SEARCHED = ("schedule", "stages_per_rank", "layers_per_stage", "zero_stage", "sequence_parallel")
 
 
 @dataclass
@@ -46,33 +47,29 @@ class Found:
     device: Device
     fullest: int = 0  # the pipeline rank that probably needs the most memory
     estimate: float = 0.0  # seconds of a step; the search examines layouts in this order
-    searched_cp: int = 1  # that of the configuration that was searched
+
+    @classmethod
+    def of(cls, candidate: Candidate, world: int, device: Device) -> "Found":
+        return cls(candidate.config(), world, device, candidate.fullest, candidate.estimate)
 
     @cached_property
     def layout(self) -> Layout:
         return Layout(self.config, self.world, 0)
 
     @cached_property
-    def _simulated(self) -> tuple[float, float]:
-        """Seconds of a step, and its bubble. The timeline is not kept, because the timelines of all
-        layouts found would fill the memory."""
+    def step(self) -> dict[str, float]:
+        """The figures of a step. Its timeline is not kept, because the timelines of all layouts
+        found would fill the memory."""
         time = StepTime(self.layout, self.device)
-        return time.step_seconds, time.timeline.bubble_fraction
+        return {
+            "step_seconds": time.step_seconds,
+            "mfu": time.mfu(),
+            "bubble_fraction": time.timeline.bubble_fraction,
+        }
 
     @property
     def seconds(self) -> float:
-        return self._simulated[0]
-
-    @property
-    def bubble_fraction(self) -> float:
-        return self._simulated[1]
-
-    @property
-    def time(self) -> StepTime:
-        """All other figures of the step. Its `timeline` is simulated again on first use."""
-        time = StepTime(self.layout, self.device)
-        vars(time)["step_seconds"] = self.seconds
-        return time
+        return self.step["step_seconds"]
 
     @cached_property
     def peak(self) -> int:
@@ -98,18 +95,29 @@ class Found:
 
     def overrides(self) -> str:
         """The overrides that turn the searched configuration into this one."""
-        p, t = self.config.parallel, self.config.train
-        cp = [] if p.cp == self.searched_cp else ["cp"]
-        cp += ["ep"] if self.config.model.has_experts else []
-        text = [
-            f"parallel.{key}={as_text(getattr(p, key))}"
-            for key in (*SEARCHED, *cp, "sequence_parallel")
-        ]
-        text += [
-            f"train.{key}={as_text(getattr(t, key))}"
-            for key in ("micro_batch_size", "activation_checkpointing")
-        ]
-        return " ".join(text)
+        return " ".join(f"{key}={as_text(value)}" for key, value in chosen(self.config).items())
+
+    def __str__(self) -> str:
+        p, train = self.config.parallel, self.config.train
+        layers = {type(None): "even", str: "balanced", list: "light ends"}[type(p.layers_per_stage)]
+        whole = ", whole sequence" if p.tp > 1 and not p.sequence_parallel else ""
+        return (
+            f"{self.layout.sizes} · {p.schedule} × {p.stages_per_rank}, layers {layers} · "
+            f"micro-batch {train.micro_batch_size} · zero {p.zero_stage} · "
+            f"{train.activation_checkpointing} checkpointing{whole}"
+        )
+
+
+def chosen(config: Config) -> dict[str, Any]:
+    """The settings that a search chooses."""
+    experts = ["ep"] if config.model.has_experts else []
+    own = {f"parallel.{key}": getattr(config.parallel, key) for key in (*AXES, *experts, *SEARCHED)}
+    return own | {f"train.{key}": getattr(config.train, key) for key in OF_TRAIN}
+
+
+def as_text(value: object) -> str:
+    """The value as written in an override, without spaces."""
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 @dataclass
@@ -117,27 +125,20 @@ class Result:
     """The result of a search."""
 
     best: list[Found]  # layouts that fit, fastest first
-    also: list[Found]  # further layouts found to fit, slower than the best
     layouts: int  # the number of layouts that obey the configuration's rules
     counted: int  # the number of layouts whose memory was counted exactly, not only bounded
     space: list[str]  # a description of what was searched
 
     def as_dict(self) -> dict[str, Any]:
         best = [
-            {
-                "overrides": one.overrides(),
-                "step_seconds": one.seconds,
-                "mfu": one.time.mfu,
-                "bubble_fraction": one.bubble_fraction,
-                "peak_memory_bytes": one.peak,
-            }
-            for one in self.best
+            {"overrides": one.overrides(), **one.step, "peak_memory_bytes": one.peak}
+            for one in self.best[:SHOWN]
         ]
-        return {"layouts": self.layouts, "counted": self.counted, "space": self.space, "best": best}
+        return vars(self) | {"best": best}
 
 
-def search(config: Config, world: int, device: Device, wanted: int = 10) -> Result:
-    """Find the `wanted` fastest layouts that fit.
+def search(config: Config, world: int, device: Device) -> Result:
+    """Find the fastest layouts that fit.
 
     Raises:
         UserError: none fits, no layout divides the batch, or the configuration is invalid in every
@@ -157,7 +158,7 @@ def search(config: Config, world: int, device: Device, wanted: int = 10) -> Resu
     for candidate in possible:
         if len(fitting) == ENOUGH:
             break
-        found = _found(candidate, config, world, device)
+        found = Found.of(candidate, world, device)
         counted += 1
         if not found.fits(room):
             too_large += 1
@@ -168,29 +169,19 @@ def search(config: Config, world: int, device: Device, wanted: int = 10) -> Resu
     if not fitting:
         if refused is not None and not too_large:
             raise refused
-        why = (
-            f"none of {len(everything):,} layouts fits {room / GB:.0f} GB a GPU "
-            f"({counted:,} were counted exactly)"
-        )
+        why = f"none of {len(everything):,} layouts fits {room / GB:.0f} GB a GPU "
+        why += f"({counted:,} were counted exactly)"
         remedy = "take more GPUs, or larger ones (--device), or a smaller model or train.seq_len"
         # Bounds are a few percent below the exact count.
         lowest = heapq.nsmallest(NEAREST, everything, key=lambda candidate: candidate.bound)
-        each = (_found(candidate, config, world, device) for candidate in lowest)
+        each = (Found.of(candidate, world, device) for candidate in lowest)
         if nearest := next((one for one in each if not _error(one)), None):
-            why += f"; the nearest needs {nearest.peak / GB:.1f} GB: {describe_alike([nearest])}"
-            remedy += (
-                "; to see the memory of the nearest layout in detail, plan it without --search: "
-                f"{nearest.overrides()}"
-            )
+            why += f"; the nearest needs {nearest.peak / GB:.1f} GB: {nearest}"
+            remedy += "; to see the memory of the nearest layout, plan it without --search: "
+            remedy += nearest.overrides()
         raise UserError("--gpus", world, why, remedy)
     fitting.sort(key=lambda found: (found.seconds, found.peak))
-    best, also = fitting[:wanted], fitting[wanted:]
-    return Result(best, also, len(everything), counted, space(config, world, device))
-
-
-def _found(candidate: Candidate, config: Config, world: int, device: Device) -> Found:
-    cp, fullest = config.parallel.cp, candidate.fullest
-    return Found(candidate.config(), world, device, fullest, candidate.estimate, cp)
+    return Result(fitting, len(everything), counted, space(config, world, device))
 
 
 def _error(found: Found) -> UserError | None:
@@ -220,9 +211,8 @@ def check_before_search(config: Config) -> None:
 
 def _check_states_fit(config: Config, world: int, room: float) -> None:
     """Raise UserError if weights, optimizer state and gradients do not fit in any layout."""
-    one = Layout(config, world, 0)
     # weights and states, and the gradients, of which each rank holds at least its share
-    each = state_bytes(config) + one.reduce
+    each = state_bytes(config) + Precision.of(config).reduce.itemsize
     states = num_parameters(config.model) * each
     if states <= room * world:
         return
@@ -232,48 +222,9 @@ def _check_states_fit(config: Config, world: int, room: float) -> None:
         f"{room / GB:.0f}"
     )
     least = math.ceil(states / room)
-    remedy = (
-        f"take more than {least:,} GPUs, for activations come on top, or larger ones (--device)"
-    )
+    remedy = f"take more than {least:,} GPUs, for activations come on top, or larger ones"
+    remedy += " (--device)"
     raise UserError("--gpus", world, why, remedy)
-
-
-def as_text(value: object) -> str:
-    """The value as written in an override, without spaces."""
-    if isinstance(value, list):
-        return f"[{','.join(map(str, value))}]"
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
-
-
-def describe_alike(alike: Sequence[Found]) -> str:
-    """Describe the layouts of one row; `zero 1/2` means that some have ZeRO stage 1 and some 2."""
-    parallel, train = [one.config.parallel for one in alike], alike[0].config.train
-    p = parallel[0]
-    sizes = " ".join(
-        f"{axis} {_each(getattr(q, axis) for q in parallel)}"
-        for axis in ("tp", "cp", "ep", "pp", "dp_shard", "dp_replicate")
-        if axis not in ("cp", "ep") or getattr(p, axis) > 1
-    )
-    stages = _each(sorted(q.stages_per_rank for q in parallel))
-    schedule = p.schedule if stages == "1" else f"{p.schedule}×{stages}"
-    cuts = {None: "even", "auto": "balanced"}
-    layers = _each(
-        "light ends" if isinstance(q.layers_per_stage, list) else cuts[q.layers_per_stage]
-        for q in parallel
-    )
-    cut = ", whole sequence" if p.tp > 1 and not p.sequence_parallel else ""
-    return (
-        f"{sizes} · {schedule}{'' if layers == 'even' else f', {layers}'} · "
-        f"micro-batch {train.micro_batch_size} · "
-        f"zero {_each(sorted(q.zero_stage for q in parallel))} · "
-        f"{train.activation_checkpointing} checkpointing{cut}"
-    )
-
-
-def _each(values: Iterable[object]) -> str:
-    return "/".join(map(str, dict.fromkeys(values)))
 
 
 # --- the list `parallel.layouts`, for a range of node counts ---
@@ -286,7 +237,7 @@ def describe_layouts(config: Config, least: int, most: int, device: Device) -> s
     if not 1 <= least <= most:
         raise UserError("--layouts", least, "is not between 1 and --gpus", f"give at most {most}")
     single = replace(config, parallel=replace(config.parallel, layouts=[]))
-    step = min(GPUS_PER_NODE, most)
+    step = min(device.gpus_per_node, most)
     worlds = range(-(-least // step) * step, most + 1, step)
     if len(worlds) > MAX_LAYOUTS:
         why = f"{len(worlds):,} numbers of nodes, and a list has at most {MAX_LAYOUTS} layouts"
@@ -295,7 +246,7 @@ def describe_layouts(config: Config, least: int, most: int, device: Device) -> s
     refused = []
     for world in worlds:
         try:
-            best = search(single, world, device, wanted=1).best[0]
+            best = search(single, world, device).best[0]
         except UserError as error:
             refused.append(f"{world} GPUs: {error.key} = {error.value}: {error.why}")
             continue
@@ -310,18 +261,12 @@ def describe_layouts(config: Config, least: int, most: int, device: Device) -> s
 def as_yaml(config: Config, found: list[Found]) -> str:
     """The list as it is pasted into the section `parallel`: the axes, and every other key in which
     one of the layouts differs from `config`."""
-    own, values = _values(config), [_values(one.config) for one in found]
+    own, values = chosen(config), [chosen(one.config) for one in found]
     # an axis that is 1 everywhere says nothing
-    keys = [key for key in own if key == "dp_shard" or any(one[key] != own[key] for one in values)]
+    differ = {key for key in own if any(one[key] != own[key] for one in values)}
+    keys = [key for key in own if key in differ | {"parallel.dp_shard"}]
     lines = ["parallel:", "  layouts:"]
     for one, given in zip(found, values, strict=True):
-        text = ", ".join(f"{key}: {as_text(given[key])}" for key in keys)
+        text = ", ".join(f"{key.partition('.')[2]}: {as_text(given[key])}" for key in keys)
         lines.append(f"  - {{{text}}} # {one.world} GPUs, {one.seconds:.3f} s a step")
     return "\n".join(lines)
-
-
-def _values(config: Config) -> dict[str, Any]:
-    experts = ["ep"] if config.model.has_experts else []
-    keys = dict.fromkeys((*AXES, *experts, *SEARCHED, "sequence_parallel"))
-    values = {key: getattr(config.parallel, key) for key in keys}
-    return values | {key: getattr(config.train, key) for key in OF_TRAIN}

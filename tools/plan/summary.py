@@ -8,9 +8,7 @@ from typing import Any
 from costs.collectives import Call, wire_bytes
 from costs.events import Product
 from costs.summary import model_flops
-from costs.units import Unit
 from model.transformer import num_parameters
-from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from parallel.pipeline.lower import Program, lower
 from tools.plan.goodput import goodput
 from tools.plan.hardware import Device
@@ -20,61 +18,16 @@ from tools.plan.time import StepTime, seconds_on_the_wire
 from tools.plan.traffic import by_axis, collectives
 from training.config import Config
 
-MFU_FORMULA = (
-    "tokens per second × FLOPs per token / (GPUs × peak); causal attention counts as half a square"
-)
-
-
-def hidden(layout: Layout, axis: str) -> str:
-    """Describe which part of an axis's communication is hidden behind computation."""
-    parallel = layout.config.parallel
-    as_one, zero, pieces = parallel.fsdp_unit == "stage", parallel.zero_stage, parallel.tp_pieces
-    tp = "exposed in forward"
-    if pieces > 1:
-        tp = f"in forward, {pieces - 1} of {pieces} pieces hidden behind products"
-    tp += "; in backward, "
-    if parallel.sequence_parallel:
-        tp += "gathers hidden behind input gradients, scatters behind weight gradients"
-    else:
-        tp += "hidden behind weight gradients"
-    last = "hidden behind the last backward"
-    if zero == 3 and as_one:
-        shards = "nothing hidden, because a stage is one unit"
-    elif zero == 3:
-        shards = "gathers hidden behind the previous unit, reductions behind the next"
-    else:
-        gathers = "exposed" if as_one else "hidden behind the first forward"
-        reductions = "exposed" if as_one else last
-        if zero == 2:
-            reductions = f"hidden behind {'next actions' if as_one else 'backward'}"
-        shards = f"gathers {gathers}, reductions {reductions}"
-    replicas = "exposed, after the last backward" if as_one else last
-    return {
-        "tp": tp,
-        "cp": "keys and values of every attention layer, and their gradients",
-        "ep": "hidden behind a shared expert, if there is one",
-        "dp_shard": shards,
-        "efsdp": shards,
-        "dp_replicate": replicas,
-        "ep_replicate": replicas,
-        "pp": "hidden behind other micro-batches, as the schedule allows",
-    }.get(axis, "exposed, after the last backward")
-
 
 def assumptions(config: Config, device: Device) -> list[str]:
     """The respects in which the planned figures may differ from the run, as lines of text."""
-    lines = []
-    if config.train.compile:
-        lines.append(
-            "planned without train.compile=true, which makes a step a little faster and keeps a "
-            "little less memory"
-        )
-    if device.name != device.efficiencies_of:
-        lines.append(
-            f"efficiencies are those of {device.efficiencies_of}, except those that a file of "
-            "rates replaces"
-        )
-    return lines
+    compiled = (
+        "planned without train.compile=true, which makes a step a little faster and keeps a little "
+        "less memory"
+    )
+    source = device.efficiencies_of
+    other = f"efficiencies are those of {source}, except those that a file of rates replaces"
+    return [compiled] * config.train.compile + [other] * (device.name != source)
 
 
 def summarise(
@@ -93,7 +46,6 @@ def summarise(
     peaks = [rank["peak_memory_bytes"] for rank in ranks]
     power = world * device.watts
     narrow = narrow_products(first, device)
-    interrupted = goodput(config, world, device, time.step_seconds)
     plan: dict[str, Any] = {
         "parameters": num_parameters(config.model),
         "world": world,
@@ -104,17 +56,14 @@ def summarise(
         "step_seconds": time.step_seconds,
         "tokens_per_second": time.tokens_per_second,
         "tokens_per_second_per_device": time.tokens_per_second / world,
-        "mfu": time.mfu,
-        "mfu_formula": MFU_FORMULA,
-        "mfu_full_attention": time.mfu_full_attention,
+        "mfu": time.mfu(),
+        "mfu_full_attention": time.mfu(whole_attention=True),
         "bubble_fraction": time.timeline.bubble_fraction,
         "peak_memory_bytes": peaks,
         "memory_bytes_available": device.room,
         "fits": max(peaks) <= device.room,
         "joules_per_step": time.step_seconds * power,
-        "effective_training_time": interrupted["effective_training_time"],
-        "spare_nodes": interrupted["spare_nodes"],
-        "goodput": interrupted,
+        "goodput": goodput(config, world, device, time.step_seconds),
         "assumptions": assumptions(config, device),
         "narrow_products": narrow,
         "warnings": describe_narrow(narrow, first, device),
@@ -137,8 +86,9 @@ def summarise(
 def _rank(time: StepTime, program: Program, layout: Layout) -> dict[str, Any]:
     """The figures of one pipeline rank, for tp rank 0, which has the largest part of the
     vocabulary, and cp rank 0."""
-    memory, seconds = Memory(layout, program), seconds_on_the_wire(time, layout.pp_rank)
-    calls = collectives(layout)
+    memory, calls = Memory(layout, program), collectives(layout)
+    sends = calls[Call("pp", "send", layout.hidden_bytes)]
+    seconds = seconds_on_the_wire(time, layout, sends)
     traffic = by_axis(calls)
     for axis, row in traffic.items():
         row["wire_bytes"] = sum(
@@ -148,7 +98,6 @@ def _rank(time: StepTime, program: Program, layout: Layout) -> dict[str, Any]:
         )
         if axis in seconds:
             row["wire_seconds"], row["exposed_seconds"] = seconds[axis]
-        row["hidden"] = hidden(layout, axis)
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
     largest = sorted(memory.at_peak.items(), key=lambda item: -item[1])
     return {
@@ -176,7 +125,8 @@ def _name(layout: Layout, axis: str) -> str:
 def _ranks(layout: Layout, call: Call) -> int:
     sizes = layout.sizes
     views = {"cp": sizes.cp, "loss": sizes.dp * sizes.cp, "batch": sizes.dp, "ends": 2}
-    return {**sizes.of_weights(), **views}.get(call.axis, layout.world)
+    axes = sizes.of_experts() | sizes.of_weights() | views
+    return axes.get(call.axis, layout.world)
 
 
 # --- products that leave multiprocessors without work ---
@@ -195,37 +145,30 @@ def narrow_products(layout: Layout, device: Device) -> list[dict[str, Any]]:
     the least number of tiles of one, `share` their part of the FLOPs of the unit's products."""
     found = []
     for unit in (*layout.kinds, layout.head):
-        products = _products(layout, unit)
+        # of one micro-batch, as the layout runs them
+        phases = [layout.phase(kind, unit) for kind in layout.kinds_of_actions]
+        events = [event for phase in phases for event in phase.events]
+        products = [event for event in events if isinstance(event, Product)]
         flops = sum(product.flops for product in products)
         alike: dict[tuple[int, ...], list[Product]] = defaultdict(list)
         # a weight's three products (forward, input and weight gradient) have the same three sizes
         for product in products:
             alike[tuple(sorted((product.rows, product.columns, product.inner)))].append(product)
         for same in alike.values():
-            narrow = [p for p in same if _tiles(p, device) < device.multiprocessors]
+            # of each product, those that are computed at once
+            tiles = {product: product.tiles(device.tile) // product.launches for product in same}
+            narrow = [product for product in same if tiles[product] < device.multiprocessors]
             if narrow:
                 found.append(
                     {
                         "unit": unit.name,
                         "weights": sorted({product.weight for product in same} - {""}),
                         "results": sorted({(product.rows, product.columns) for product in narrow}),
-                        "tiles": min(_tiles(product, device) for product in narrow),
+                        "tiles": min(tiles[product] for product in narrow),
                         "share": sum(product.flops for product in narrow) / flops,
                     }
                 )
     return sorted(found, key=lambda one: -one["share"])
-
-
-def _tiles(product: Product, device: Device) -> int:
-    """Those that are computed at once."""
-    return product.tiles(device.tile) // product.launches
-
-
-def _products(layout: Layout, unit: Unit) -> list[Product]:
-    """Those of one micro-batch, as the layout runs them."""
-    backward = (BACKWARD_INPUT, BACKWARD_WEIGHT) if layout.splits_backward else (BACKWARD,)
-    events = (event for kind in (FORWARD, *backward) for event in layout.phase(kind, unit).events)
-    return [event for event in events if isinstance(event, Product)]
 
 
 def describe_narrow(found: Sequence[dict[str, Any]], layout: Layout, device: Device) -> list[str]:

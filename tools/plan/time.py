@@ -15,7 +15,7 @@ previous experts and the attention.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -25,11 +25,10 @@ from costs.links import Links
 from costs.seconds import Cost, Rates
 from costs.summary import flops_per_token
 from costs.units import Unit
-from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Kind
-from parallel.pipeline.lower import result_of
+from parallel.pipeline.actions import BACKWARD, BACKWARD_WEIGHT, FORWARD, Kind
 from parallel.pipeline.simulate import Costs, Timeline, simulate
 from tools.plan.hardware import Device
-from tools.plan.layout import SHARDED_OVER, Gathered, Layout, numbers_of
+from tools.plan.layout import KINDS, SHARDED_OVER, Gathered, Layout, numbers_of
 from tools.plan.traffic import gather_bytes, reduce_bytes
 
 
@@ -42,9 +41,8 @@ class Part:
     weight_grad: float
 
     def __add__(self, other: "Part") -> "Part":
-        mine = (self.forward, self.input_grad, self.weight_grad)
-        theirs = (other.forward, other.input_grad, other.weight_grad)
-        return Part(*(a + b for a, b in zip(mine, theirs, strict=True)))
+        forward, input_grad = self.forward + other.forward, self.input_grad + other.input_grad
+        return Part(forward, input_grad, self.weight_grad + other.weight_grad)
 
     @property
     def total(self) -> float:
@@ -89,6 +87,28 @@ class Gathers(NamedTuple):
 TOTAL, EXPOSED = map(attrgetter, ("total", "waiting"))
 
 
+def sharding_seconds(
+    links: Links, over: str, gathered: float, reduced: float, number: int = 1
+) -> tuple[float, float, float]:
+    """Seconds to gather weights over a view of the mesh, to reduce their gradients over the shards,
+    and then over the replicas; of so many bytes, in `number` collectives each. Groups of experts
+    share the links with those of other weights: one collective runs after another."""
+    axis, copies = SHARDED_OVER[over]
+    return (
+        links.collective(axis, gathered, number=number),
+        links.collective(axis, reduced, number=number),
+        links.collective(copies, reduced / links.ranks(axis), 2, number),
+    )
+
+
+def message_seconds(size: int, world: int, device: Device) -> float:
+    """Seconds to send `size` bytes to another pipeline rank."""
+    rate = device.network_bytes_per_second * device.network_efficiency
+    if world <= device.gpus_per_node:
+        rate = device.node_bytes_per_second * device.node_efficiency
+    return size / rate + device.collective_seconds
+
+
 class StepTime:
     """The time of one job's step: `timeline` (of all pipeline ranks), `step_seconds`, and their
     parts."""
@@ -116,17 +136,10 @@ class StepTime:
     def part(
         self, unit: Unit, split: bool | None = None, seconds: Callable[[Cost], float] = TOTAL
     ) -> Part:
-        """A unit's part of the seconds of each action.
-
-        Args:
-            unit: of the model.
-            split: whether the schedule splits backward (default: the layout's schedule). Otherwise
-                `input_grad` holds the whole backward.
-            seconds: which of a cost's seconds: computation and exposed communication over tp and cp
-                (`TOTAL`), or only the latter (`EXPOSED`).
-        """
-        split = self.layout.splits_backward if split is None else split
-        kinds = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) if split else (FORWARD, BACKWARD)
+        """A unit's part of the seconds of each action: computation and exposed communication over
+        tp and cp (`TOTAL`), or only the latter (`EXPOSED`). `split`: whether the schedule splits
+        backward (default: the layout's); otherwise `input_grad` holds the whole backward."""
+        kinds = self.layout.kinds_of_actions if split is None else KINDS[split]
         each = [seconds(self.cost(unit, kind)) for kind in kinds]
         return Part(*each, *[0.0] * (3 - len(each)))
 
@@ -148,24 +161,15 @@ class StepTime:
         return gather, scatter, replicate
 
     def of_unit(self, unit: Gathered) -> tuple[float, float, float]:
-        """The same of one FSDP unit. Experts are sharded over another axis, whose groups share the
-        links with those of the other: one collective runs after another."""
-        layout, links = self.layout, self.links
-        shards, replicas = SHARDED_OVER[unit.over]
-        reduced = reduce_bytes(layout, unit)
-        return (
-            links.collective(shards, gather_bytes(layout, unit)),
-            links.collective(shards, reduced),
-            links.collective(replicas, reduced / layout.sharding[unit.over].shards, 2),
-        )
+        """The same of one FSDP unit."""
+        sizes = gather_bytes(self.layout, unit), reduce_bytes(self.layout, unit)
+        return sharding_seconds(self.links, unit.over, *sizes)
 
-    @cached_property
-    def casts(self) -> list[float]:
-        """For each stage, the seconds to convert its weights to the compute dtype and to copy the
-        gathered weights into place."""
-        stages = range(self.layout.num_stages)
-        units = ([unit for _, unit in self.layout.fsdp_units(stage)] for stage in stages)
-        return [self.rates.memory(sum(map(self._copied, each))) for each in units]
+    def cast(self, stage: int) -> float:
+        """Seconds to convert a stage's weights to the compute dtype and to copy the gathered
+        weights into place."""
+        units = self.layout.fsdp_units(stage)
+        return self.rates.memory(sum(self._copied(unit) for _, unit in units))
 
     def _copied(self, unit: Gathered) -> float:
         layout = self.layout
@@ -202,7 +206,7 @@ class StepTime:
         parts, weights_at = [], []
         busy = [0.0] * layout.sizes.pp  # each rank's link, by the gathers of its previous stages
         for stage, rank in enumerate(layout.where):
-            part, cast = self.stages[stage] + self.waits(stage), self.casts[stage]
+            part, cast = self.stages[stage] + self.waits(stage), self.cast(stage)
             if parallel.zero_stage == 3:
                 part += Part(cast, cast, 0.0)
             gather, _, _ = self.data_parallel(stage)
@@ -219,16 +223,10 @@ class StepTime:
             weights_at,
         )
 
-    @cached_property
+    @property
     def message_seconds(self) -> float:
         """Seconds to send a hidden state to another rank."""
-        pp, device = self.layout.sizes.pp, self.device
-        if pp == 1:
-            return 0.0
-        rate = device.network_bytes_per_second * device.network_efficiency
-        if self.layout.world <= device.gpus_per_node:
-            rate = device.node_bytes_per_second * device.node_efficiency
-        return self.layout.hidden_bytes / rate + device.collective_seconds
+        return message_seconds(self.layout.hidden_bytes, self.layout.world, self.device)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -285,17 +283,9 @@ class StepTime:
         train = self.layout.config.train
         return train.global_batch_size * train.seq_len / self.step_seconds
 
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs utilization: tokens per second · flops_per_token / (GPUs · peak)."""
-        return self._mfu(whole_attention=False)
-
-    @property
-    def mfu_full_attention(self) -> float:
-        """MFU with attention counted as the whole square, as Megatron-LM does."""
-        return self._mfu(whole_attention=True)
-
-    def _mfu(self, whole_attention: bool) -> float:
+    def mfu(self, whole_attention: bool = False) -> float:
+        """Model FLOPs utilization: tokens per second · flops_per_token / (GPUs · peak).
+        `whole_attention`: attention is counted as the whole square, as Megatron-LM does."""
         config = self.layout.config
         flops = flops_per_token(config.model, config.train.seq_len, whole_attention)
         return self.tokens_per_second * flops / (self.layout.world * self.device.peak_flops)
@@ -311,69 +301,42 @@ class Seconds(NamedTuple):
     exposed: float  # the part during which computation waits
 
 
-def seconds_on_the_wire(time: StepTime, pp_rank: int) -> dict[str, Seconds]:
-    """Seconds by axis, on pipeline rank `pp_rank`. The exposed seconds of `pp` are by how much the
-    whole step is longer because messages take time. Those of gathers and reductions are shared out
-    to the axes of experts and of other weights as their seconds on the wire."""
-    layout = time.layout.at(pp_rank)
-    parallel, m = layout.config.parallel, layout.num_microbatches
-    gathers = waits = reductions = replicas = 0.0
-    for stage in layout.stages:
-        gather, scatter, over_replicas = time.data_parallel(stage)
-        gathers += gather * (2 * m if parallel.zero_stage == 3 else 1)
-        reductions += scatter * (m if parallel.zero_stage >= 2 else 1)
-        replicas += over_replicas
-        waits += m * time.waits(stage).total
-    late = _late_start(time, pp_rank)
-    tail = max(0.0, time.reductions[pp_rank] - time.timeline.ranks[pp_rank][-1].end)
-    over_shards = max(0.0, tail - replicas) if replicas else tail
-    table = {axis: _inside_units(time, layout, axis) for axis in ("tp", "cp", "ep")}
-    over_both = (
-        (gathers + reductions, waits + late + over_shards),
-        (replicas, tail - over_shards),
-    )
-    for over, (wire, exposed) in enumerate(over_both):
-        for axis, share in _shares(time, layout, over).items():
-            table[axis] = Seconds(wire * share, exposed * share)
-    results = [result_of(action, layout.num_stages) for action in layout.schedule[pp_rank]]
-    sent = sum(
-        message is not None and layout.where[message.stage] != pp_rank for message in results
-    )
-    table["pp"] = Seconds(sent * time.message_seconds, time.waiting_for_messages)
-    return {axis: seconds for axis, seconds in table.items() if seconds.wire}
-
-
-def _shares(time: StepTime, layout: Layout, over: int) -> dict[str, float]:
-    """Which part of the seconds of collectives over shards (0), or over replicas (1), are on each
-    axis."""
-    seconds: dict[str, float] = defaultdict(float)
+def seconds_on_the_wire(time: StepTime, layout: Layout, sends: int) -> dict[str, Seconds]:
+    """Seconds by axis, on the pipeline rank of `layout`, which sends so many messages. The exposed
+    seconds of `pp` are by how much the whole step is longer because messages take time. Those of
+    gathers and reductions are shared out to the axes of experts and of other weights as their
+    seconds on the wire."""
+    zero, m = layout.config.parallel.zero_stage, layout.num_microbatches
+    table = {}
+    units = [unit for stage in layout.stages for unit in layout.units(stage)]
+    costs = [time.cost(unit, kind) for unit in units for kind in layout.kinds_of_actions]
+    for axis in ("tp", "cp", "ep"):  # recorded from the units
+        wire, exposed = (
+            m * sum(seconds.get(axis, 0.0) for seconds in each)
+            for each in ([cost.wire for cost in costs], [cost.exposed for cost in costs])
+        )
+        table[axis] = Seconds(wire, exposed)
+    sharding: dict[str, float] = defaultdict(float)  # seconds on the wire
     for stage in layout.stages:
         for _, unit in layout.fsdp_units(stage):
-            gather, scatter, replicas = time.of_unit(unit)
-            seconds[SHARDED_OVER[unit.over][over]] += (gather + scatter, replicas)[over]
-    total = sum(seconds.values())
-    return {axis: one / total if total else 0.0 for axis, one in seconds.items()}
-
-
-def _inside_units(time: StepTime, layout: Layout, axis: str) -> Seconds:
-    """Seconds of the communication that is recorded from units."""
-    units = [unit for stage in layout.stages for unit in layout.units(stage)]
-
-    def seconds(which: Callable[[Cost], Mapping[str, float]]) -> float:
-        def over_axis(cost: Cost) -> float:
-            return which(cost).get(axis, 0.0)
-
-        parts = (time.part(unit, seconds=over_axis).total for unit in units)
-        return sum(layout.num_microbatches * part for part in parts)
-
-    return Seconds(seconds(attrgetter("wire")), seconds(attrgetter("exposed")))
-
-
-def _late_start(time: StepTime, pp_rank: int) -> float:
-    """Seconds by which the first forwards of this rank's stages are longer than later ones, because
-    they wait for weights."""
-    late = 0.0
-    for action, start, end in time.timeline.ranks[pp_rank]:
-        if action.kind is FORWARD and action.microbatch == 0:
-            late += end - start - time.costs.forward[action.stage]
-    return max(0.0, late)
+            gather, scatter, over_replicas = time.of_unit(unit)
+            axis, copies = SHARDED_OVER[unit.over]
+            sharding[axis] += gather * (2 * m if zero == 3 else 1)
+            sharding[axis] += scatter * (m if zero >= 2 else 1)
+            sharding[copies] += over_replicas
+    waits = sum(m * time.waits(stage).total for stage in layout.stages)
+    # first forwards, which wait for weights, are longer than later ones
+    events, usual = time.timeline.ranks[layout.pp_rank], time.costs.forward
+    first = [e for e in events if e.action.microbatch == 0 and e.action.kind is FORWARD]
+    waits += max(0.0, sum(e.end - e.start - usual[e.action.stage] for e in first))
+    tail = max(0.0, time.reductions[layout.pp_rank] - events[-1].end)
+    shards, replicas = zip(*SHARDED_OVER.values(), strict=True)
+    late = min(tail, sum(sharding[axis] for axis in replicas))  # the last, over replicas
+    waits += tail - late
+    for axes, exposed in ((shards, waits), (replicas, late)):
+        total = sum(sharding[axis] for axis in axes)
+        for axis in axes:
+            wire = sharding[axis]
+            table[axis] = Seconds(wire, exposed * wire / total if total else 0.0)
+    table["pp"] = Seconds(sends * time.message_seconds, time.waiting_for_messages)
+    return {axis: seconds for axis, seconds in table.items() if seconds.wire}

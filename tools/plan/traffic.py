@@ -62,25 +62,25 @@ def collectives(layout: Layout) -> Counter[Call]:
 
 def over_groups(layout: Layout) -> Counter[Call]:
     """The collectives of one step as a rehearsal counts them, which knows groups, not axes: a group
-    has the name of the innermost axis with the same ranks, those of experts have their own, and if
-    cp is the only axis, all of them share one group."""
+    has the name of the innermost axis with the same ranks, those of experts have their own unless
+    all ranks share them, and if cp is the only axis, all of them share one group. (Only ep has
+    all-to-alls, so they keep its name.)"""
     calls: Counter[Call] = Counter()
-    same = _same_groups(layout)
+    sizes, world = layout.sizes, layout.world
+    of_experts = sizes.of_experts()
     for call, number in collectives(layout).items():
-        axis = same.get(call.axis, call.axis)
-        axis = "cp" if layout.sizes.cp == layout.world > 1 else axis
+        axis = call.axis
+        if axis in ("efsdp", "ep_replicate") and of_experts[axis] == world > 1:
+            axis = _axis_of_all(layout) or "world"
+        axis = "cp" if sizes.cp == world > 1 else axis
         calls[call._replace(axis=axis)] += number
     return calls
 
 
-def _same_groups(layout: Layout) -> dict[str, str]:
-    """For the axis over which all ranks share experts, the axis of weights with all ranks, or
-    `world`: of all ranks there is one group. (Only ep has all-to-alls, so they keep its name.)"""
-    sizes, world = layout.sizes, layout.world
-    whole = [axis for axis, size in reversed(sizes.of_weights().items()) if size == world]
-    of_experts = sizes.of_experts()
-    alike = [axis for axis in ("efsdp", "ep_replicate") if of_experts[axis] == world > 1]
-    return dict.fromkeys(alike, whole[0] if whole else "world")
+def _axis_of_all(layout: Layout) -> str | None:
+    """The innermost axis of weights with all ranks."""
+    axes = reversed(layout.sizes.of_weights().items())
+    return next((axis for axis, size in axes if size == layout.world), None)
 
 
 def fsdp_calls(layout: Layout, stage: int) -> Counter[Call]:
@@ -150,13 +150,12 @@ def axis_names(layout: Layout) -> tuple[str, str, str, str | None]:
     """The axes by which collectives over `loss`, over `batch`, over `world`, and over the pair of
     the first and last stage's ranks are counted: the innermost axis of weights with the same ranks,
     if there is one."""
-    sizes, of_weights = layout.sizes, layout.sizes.of_weights()
+    sizes = layout.sizes
     shards, replicas, _ = layout.sharding["fsdp"]
     batch = loss = "dp_shard" if replicas == 1 else "dp_replicate" if shards == 1 else "loss"
     if sizes.cp > 1:
         batch = "dp_replicate" if sizes.dp_replicate == replicas == sizes.dp else "batch"
-    alone = [axis for axis, size in reversed(of_weights.items()) if size == layout.world]
-    world = alone[0] if alone else "loss" if sizes.dp * sizes.cp == layout.world else "world"
+    world = _axis_of_all(layout) or ("loss" if sizes.dp * sizes.cp == layout.world else "world")
     where = layout.where
     ends = None if where[0] == where[-1] else "pp" if sizes.pp == 2 else "ends"
     return loss, batch, world, ends
