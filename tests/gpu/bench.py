@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests import ROOT
 from tests.runs import losses, write_config
 
-ROOT = Path(__file__).parent.parent.parent
 PLUGIN = ("-q", "-p", "benchmarks.gpu.plugin", "-p", "no:cacheprovider")
 
 
