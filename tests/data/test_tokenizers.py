@@ -222,9 +222,10 @@ def test_llama_2s_kind_of_sentencepiece(text: str) -> None:
 # --- our own tokenizer ----------------------------------------------------------------------------
 
 
-def test_every_stdlib_file_round_trips() -> None:
-    texts = texts_of(STDLIB)
-    assert sum(map(len, texts)) > 5_000_000
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.thorough), 10])
+def test_stdlib_files_round_trip(every: int) -> None:
+    texts = texts_of(STDLIB)[::every]
+    assert sum(map(len, texts)) > 5_000_000 / every / 2
     for text, ids in zip(texts, tokenizer().encode_batch(texts), strict=True):
         assert tokenizer().decode(ids) == text
 

@@ -180,6 +180,7 @@ def test_every_file_of_a_part_is_there() -> None:
             assert (ROOT / file.partition("::")[0]).exists(), file
 
 
+@pytest.mark.thorough
 def test_every_estimate_has_a_row_or_says_why_not(tmp_path: Path) -> None:
     """Names of rows are the same at full size, but for those of kernels."""
     names = {}

@@ -38,6 +38,8 @@ from training.load_config import load_config
 from training.precision import DTYPES
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+# Of these, `make test` builds ranks: dense, with a long pipeline, with cp, with experts.
+KINDS = {"laptop", "llama3_70b", "llama3_8b_131072", "qwen3_30b_a3b"}
 PARAMETERS = {  # as published with the models
     "llama_1b": 1_235_814_400,
     "llama3_8b": 8_030_261_248,
@@ -61,7 +63,10 @@ def read(path: Path) -> tuple[Config, int]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "path" in metafunc.fixturenames:
-        metafunc.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+        slow = "alone" in metafunc.fixturenames  # about two seconds for each file
+        marks = lambda path: [pytest.mark.thorough] * (slow and path.stem not in KINDS)  # noqa: E731
+        listed = [pytest.param(path, id=path.stem, marks=marks(path)) for path in CONFIGS]
+        metafunc.parametrize("path", listed)
 
 
 @pytest.fixture(scope="module")

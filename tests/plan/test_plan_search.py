@@ -249,6 +249,7 @@ def eight() -> Result:
     return search(load_config(str(CONFIGS / "llama3_8b.yaml"), []), 8, find_device("h100"))
 
 
+@pytest.mark.thorough
 def test_what_is_found_fits_and_is_in_order(eight: Result) -> None:
     """Estimates are near what is simulated, and the printed overrides lead to the layout."""
     assert [one.seconds for one in eight.best] == sorted(one.seconds for one in eight.best)
@@ -260,11 +261,13 @@ def test_what_is_found_fits_and_is_in_order(eight: Result) -> None:
         assert load_config(str(CONFIGS / "llama3_8b.yaml"), overrides) == one.config
 
 
+@pytest.mark.thorough
 def test_the_8b_file_is_nearly_as_fast_as_the_fastest(eight: Result) -> None:
     file = Found(load_config(str(CONFIGS / "llama3_8b.yaml"), []), 8, find_device("h100"))
     assert file.seconds < 1.05 * eight.best[0].seconds
 
 
+@pytest.mark.thorough
 def test_layouts_that_compute_the_same_are_shown_once(eight: Result) -> None:
     """Of those that differ only in ZeRO stage or in how layers and ranks are divided, the fastest
     is shown; the file has the ten fastest of all. Control: with other checkpointing, a layout is
@@ -286,6 +289,7 @@ def test_layouts_that_compute_the_same_are_shown_once(eight: Result) -> None:
     assert (rows.count(str(best)), rows.count(str(other))) == (1, 1)
 
 
+@pytest.mark.thorough
 def test_long_sequences_are_split_over_cp() -> None:
     """The search tries cp while a rank keeps 8,192 tokens of a sequence, and prefers it where the
     batch has fewer sequences than the world has GPUs. Bounds and estimates hold with cp, and the

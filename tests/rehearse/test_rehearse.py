@@ -32,8 +32,10 @@ TINY = ["model.dim=64", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_
     ("name", "stage"),
     [
         *(("llama3_405b", stage) for stage in ("first", "middle", "last")),
-        ("llama3_70b", "last"),
-        *(pytest.param("llama3_70b", s, marks=pytest.mark.thorough) for s in ("first", "middle")),
+        *(
+            pytest.param("llama3_70b", stage, marks=pytest.mark.thorough)
+            for stage in ("first", "middle", "last")
+        ),
     ],
 )
 def test_every_kind_of_stage_goes_forward_and_backward(name: str, stage: str) -> None:
