@@ -1,14 +1,13 @@
 """Mutants: small mistakes, made on purpose, of which a test should find each (mutant_list.py).
 
-    python -m tests.mutants                         all of them: a minute or more for each
+    python -m tests.mutants                         all of them: about a minute for each
     python -m tests.mutants --only parallel/ok      those whose file, text or note contains this
     python -m tests.mutants --json FILE --continue  those that FILE does not judge yet
     python -m tests.mutants --list                  run nothing: print each, and its tests
 
-Each is made in a copy of the working tree, where tests run until one fails: the files of tests that
-import the changed module most directly (`steps`). The survivors are then made together, for one
-run of all of `make test`; if tests fail there, these judge each survivor by itself. In the end,
-every test that has found a mutant must pass in the unchanged copy.
+Each is made in a copy of the working tree, where tests run until one fails (`steps`): the files of
+tests that import the changed module most directly, then the proofs, then all of `make test`. In the
+end, every test that has found a mutant must pass in the unchanged copy.
 """
 
 import argparse
@@ -36,6 +35,7 @@ from tests.mutant_list import CHANGES
 # Of the files of tests that know a module: how many are run, how many of them first, and how many
 # are run where none knows it itself.
 MOST, FIRST, LEAST = 6, 2, 3
+PROOFS = [f"tests/proofs/test_{name}.py" for name in ("parity", "experts", "controls")]
 HANGS = 240  # seconds after which a test is ended, and has found the mutant: ranks may wait forever
 ERROR = "error: "
 SECONDS = itertools.count(int(time.time()))
@@ -75,15 +75,17 @@ def known_to(name: str) -> set[str]:
 
 def steps(file: str) -> list[list[str]]:
     """The files of tests to run with a mutant of `file`, until one fails: those that know the
-    module, or know one that does, the ones first that know least else."""
+    module, or know one that does, the ones first that know least else; for what a step computes the
+    proofs; and all."""
     module, ranked = module_name(ROOT / file), []
-    for name in filter(is_test, MODULES):
+    for name in (each for each in filter(is_test, MODULES) if not each.startswith("tests.gpu.")):
         known = known_to(name) & MODULES.keys()
         if module in known or any(module in known_to(each) for each in known):
             ranked.append((module not in known, len(known), name.replace(".", "/") + ".py"))
     knows_it = sum(not of_second for of_second, *_ in ranked)
     near = [path for *_, path in sorted(ranked)[: min(knows_it, MOST) or LEAST]]
-    return [files for files in (near[:FIRST], near[FIRST:]) if files]
+    proofs = PROOFS if file.partition("/")[0] in ("model", "parallel", "training") else []
+    return [files for files in (near[:FIRST], near[FIRST:], proofs) if files] + [["tests"]]
 
 
 @contextlib.contextmanager
@@ -144,29 +146,6 @@ def found_by(tree: Path, mutant: Mutant, attempts: Sequence[Sequence[str]]) -> s
     return ""
 
 
-def judge(tree: Path, mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, str, float]]:
-    """Each mutant, what found it, and the seconds that this took."""
-    survivors: dict[Mutant, float] = {}
-    for mutant in mutants:
-        began = time.monotonic()
-        found = found_by(tree, mutant, steps(mutant.file))
-        seconds = time.monotonic() - began
-        if found:
-            yield mutant, found, seconds
-        else:
-            survivors[mutant] = seconds
-            print(f"survives so far, {seconds:.0f} s: {mutant}", flush=True)
-    if survivors:
-        began = time.monotonic()
-        with made(tree, list(survivors)):
-            together = failing(tree, ["tests"])
-        share = (time.monotonic() - began) / len(survivors)
-        for mutant, before in survivors.items():
-            began = time.monotonic()
-            found = found_by(tree, mutant, [together]) if together else ""
-            yield mutant, found, before + share + time.monotonic() - began
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -195,7 +174,10 @@ def main() -> None:
         for name in (each for each in names.split("\0") if (ROOT / each).is_file()):
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, tree / name)
-        for mutant, found, seconds in judge(tree, mutants):
+        for mutant in mutants:
+            began = time.monotonic()
+            found = found_by(tree, mutant, steps(mutant.file))
+            seconds = time.monotonic() - began
             rows.append([*mutant[:3], found, round(seconds, 1)])
             print(f"{found or 'SURVIVED'}, {seconds:.0f} s: {mutant}", flush=True)
             write(options.json, rows)
