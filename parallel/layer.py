@@ -88,7 +88,8 @@ class Pieces:
 
 
 class Layer(nn.Module):
-    """The base class of modules that own weights."""
+    """The base class of modules that own a weight: one, called `weight`, on which sums of gradients
+    (weight_gradient.py) and costs rely. A bias, or a second matrix, is a layer of its own."""
 
     weight: nn.Parameter
     queue: WeightGradientQueue | None = None  # set if the schedule splits backward (deferred.py)
