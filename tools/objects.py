@@ -43,12 +43,13 @@ def open_store(url: str) -> DirFileSystem:
 
 
 def sizes(store: DirFileSystem, folder: str) -> dict[str, int]:
-    """Return the size in bytes of each object in a folder, by name."""
+    """Return the size in bytes of each object in a folder by name; of the root also its folders."""
     try:
         found = store.ls(folder, detail=True)
     except FileNotFoundError:
         return {}
-    return {each["name"].rstrip("/").rsplit("/", 1)[-1]: each["size"] for each in found}
+    named = {each["name"].rstrip("/").rsplit("/", 1)[-1]: each for each in found}
+    return {name: e["size"] for name, e in named.items() if not folder or e["type"] == "file"}
 
 
 def complete(store: DirFileSystem) -> list[str]:
@@ -141,6 +142,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.path is None and options.command != "list":
         parser.error(f"{options.command} needs a folder after the URL")
+    too_much = {"list": options.path, "fetch": options.manifest}.get(options.command)
+    if too_much is not None:
+        parser.error(f"{options.command} does not take {str(too_much)!r}")
     url, _, last = options.url.rstrip("/").rpartition("/")
     named = NAME.fullmatch(last)
     try:

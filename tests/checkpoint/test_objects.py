@@ -73,6 +73,15 @@ def test_there_and_back(url: str, checkpoint: Path, tmp_path: Path) -> None:
         assert fingerprint(file) == fingerprint(tmp_path / NAME / file.name)
 
 
+def test_what_else_is_there_stays(url: str, checkpoint: Path) -> None:
+    store = open_store(url)
+    store.makedirs(f"{NAME}/other")
+    store.pipe_file(f"{NAME}/other/file", b"x")
+    push(store, checkpoint)
+    assert complete(store) == [NAME]
+    assert read(store, f"{NAME}/other/file") == b"x"
+
+
 def test_every_interruption_leaves_nothing_that_looks_complete(
     url: str, checkpoint: Path, tmp_path: Path
 ) -> None:

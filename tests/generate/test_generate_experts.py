@@ -59,9 +59,8 @@ def random_checkpoint(folder: Path, name: str) -> Path:
             bias = torch.randn(config.num_experts, generator=generator)
             tensors[bias_name(layer)] = bias
     data = {"checksum": "none", "next_sample": 0, "skipped": []}
-    zeros = dict.fromkeys(("step", "updates", "tokens", "seed", "bad_in_a_row"), 0)
-    trainer = {"seq_len": 64, "recent_losses": [], "model": model_entries(config), "data": data}
-    return write_checkpoint(folder, tensors, zeros | trainer)
+    trainer = {"seed": 0, "seq_len": 64, "model": model_entries(config), "data": data}
+    return write_checkpoint(folder, tensors, trainer)
 
 
 def generated(folder: Path, rounded: bool = False) -> list[list[int]]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.router import routers_of
+from model.router import bias_name, routers_of
 from model.transformer import Transformer
 from parallel.axes import MeshSizes
 from parallel.expert import ExpertParallel
@@ -153,5 +153,5 @@ def load_whole(
         weight.sharded.to_local().copy_(reader.weight(weight.global_name))
     for layer, router in routers_of(model):
         if router.has_bias and bias:
-            router.bias = reader.weight(f"blocks.{layer}.feed_forward.router.bias")
+            router.bias = reader.weight(bias_name(layer))
     return model

@@ -3,6 +3,7 @@ may be given separately from its folder."""
 
 import base64
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.data_samples import tokenizer
 from tests.huggingface.huggingface_models import make_model, save
 from tools import import_hf
 from tools.huggingface.config import refuse_foreign
+from tools.huggingface.new_folder import new_folder
 
 TEKKEN = json.dumps(
     {"config": {"pattern": ".", "version": "v3"}, "vocab": [{"rank": 0, "token_bytes": "AA=="}]}
@@ -121,3 +123,12 @@ def test_weights_that_are_a_pointer_of_git_lfs_are_called_so(
     )
     assert import_hf.main(["--hf", str(hf), "--out", str(tmp_path / "out")]) == 2
     assert "run `git lfs pull`" in capsys.readouterr().err
+
+
+def test_what_another_process_writes_is_left(tmp_path: Path) -> None:
+    """Its number may be ours, on another machine or in another container."""
+    other = tmp_path / f"out.partial-{os.getpid()}"
+    other.mkdir()
+    with pytest.raises(UserError, match="it was not written"), new_folder(tmp_path / "out"):
+        pass
+    assert other.is_dir()

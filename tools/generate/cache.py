@@ -19,6 +19,7 @@ itself, and its result is not used.
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -48,7 +49,8 @@ class KeyValueCache:
     ) -> None:
         self.dtype, self.filled, self.length = dtype, 0, 0
         self.slots = max(prompt_lengths) + new_tokens
-        self.layers: dict[str, LayerCache] = defaultdict(lambda: LayerCache(self))
+        # proxy: in a cycle, memory would wait for the garbage collector
+        self.layers: dict[str, LayerCache] = defaultdict(partial(LayerCache, proxy(self)))
         self._has_padding = len(set(prompt_lengths)) > 1
         padding = max(prompt_lengths) - torch.tensor(prompt_lengths, device=device)  # [B]
         slots = torch.arange(self.slots, device=device).unsqueeze(1)

@@ -64,7 +64,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
     """Loads the model with tensor parallelism over all ranks, all of which call this function.
     Raises AgreedError if `folder` has no loadable model."""
     folder = from_rank_0(lambda: find(folder, dist.get_world_size()), device)
-    is_exported = (folder / CONFIG).is_file()
+    is_exported = from_rank_0(lambda: (folder / CONFIG).is_file(), device)
     if not is_exported:
         require_good(folder, "--checkpoint", device)
 

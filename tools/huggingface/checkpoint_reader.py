@@ -23,9 +23,16 @@ from model.router import bias_name, routers_of
 from model.transformer import Transformer
 from parallel.layer import TensorParallel
 from parallel.parameter import weights_of
-from runtime.checkpoints.manifest import TENSORS, Damaged, Piece, read_manifest, read_pieces
+from runtime.checkpoints.manifest import (
+    TENSORS,
+    Damaged,
+    Piece,
+    read_manifest,
+    read_pieces,
+    verify,
+)
 from runtime.checkpoints.run_folder import checkpoints_of
-from runtime.checkpoints.trainer_state import parse_trainer, verify_checkpoint
+from runtime.checkpoints.trainer_state import parse_trainer
 
 WEIGHTS = "model."  # the prefix of weights; optimizer state has the prefix "optimizer."
 # safetensors' name → torch's dtype
@@ -107,9 +114,8 @@ class CheckpointReader(WeightReader):
         super().__init__()
         self.folder, self._key = folder, key
         try:
-            if not verified:
-                verify_checkpoint(folder)
-            self.trainer, manifest = parse_trainer(folder), read_manifest(folder)
+            manifest = read_manifest(folder) if verified else verify(folder)
+            self.trainer = parse_trainer(folder)
             for file in filter(lambda name: name.endswith(TENSORS), manifest.files):
                 for piece in read_pieces(folder / file, manifest):
                     self._pieces[piece.name.removeprefix(WEIGHTS)].append((folder / file, piece))

@@ -45,16 +45,17 @@ def new_folder(out: Path) -> Iterator[Path]:
         log(f"warning: {left} was left by a killed attempt; remove it if none is still running")
     partial = out.parent / f"{out.name}.partial-{os.getpid()}"
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        refuse_existing(out)
-        partial.rename(out)
+        partial.mkdir(parents=True)  # another process may have this number on another machine
+        try:
+            yield partial
+            refuse_existing(out)
+            partial.rename(out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     except (OSError, SafetensorError) as error:  # a full disk can raise either
         remedy = "give a folder where you may write, free some space, and check that all files "
         remedy += "can be read"
         raise UserError("--out", str(out), f"it was not written: {error}", remedy) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_files(
