@@ -14,6 +14,7 @@ output: output.py), their options, and how they print tables and durations.
 """
 
 import argparse
+import contextlib
 import difflib
 import functools
 import itertools
@@ -22,7 +23,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -50,6 +51,16 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     sys.exit(status)  # type: ignore[arg-type]
 
 
+@contextlib.contextmanager
+def writes(option: str, path: Path) -> Iterator[None]:
+    """Raises UserError about this option if what is written inside cannot be."""
+    try:
+        yield
+    except OSError as error:
+        why = f"it cannot be written ({error.strerror})"
+        raise UserError(option, str(path), why, "give another path") from None
+
+
 def reports_errors(main: Callable[..., T]) -> Callable[..., T | int]:
     """Decorates a command's main function: a UserError is printed, and the status is 2."""
 
@@ -69,7 +80,7 @@ def at_least(least: int, below: float = math.inf, **options: float | None) -> No
     for name, value in options.items():
         if value is not None and not least <= value < below:
             why = f"it must be at least {least}"
-            why += "" if below == math.inf else f" and less than {below}"
+            why += f" and less than {below}" if below < math.inf or not value < least else ""
             remedy = "give a larger number" if value < least else "give a smaller number"
             raise UserError(f"--{name.replace('_', '-')}", value, why, remedy)
 

@@ -25,7 +25,7 @@ from runtime.start.init_distributed import init_distributed
 from runtime.tasks.files import read_tasks
 from runtime.tasks.rows import log_likelihoods, measures, tokenize
 from runtime.tasks.scoring import score_whole
-from tools.command import CommandParser, at_least, run_command, table
+from tools.command import CommandParser, at_least, run_command, table, writes
 from tools.generate.load_model import load_model
 from training.precision import DTYPES
 
@@ -61,14 +61,6 @@ def describe(found: dict[str, Any]) -> str:
     return table(rows)
 
 
-def write_json(path: Path, found: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        why = f"it cannot be written ({error.strerror})"
-        raise UserError("--json", str(path), why, "give another file") from None
-
-
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(prog="python -m tools.evaluate", description=__doc__)
     parser.required("--checkpoint", Path, "DIR", "a checkpoint, run folder or exported folder")
@@ -88,7 +80,9 @@ def main() -> None:
         found = evaluate(options, device)
         if dist.get_rank() == 0:
             if options.json is not None:
-                write_json(options.json, found)
+                with writes("--json", options.json):
+                    text = json.dumps(found, indent=1) + "\n"
+                    options.json.write_text(text, encoding="utf-8")
             print(describe(found), flush=True)
     except UserError as error:
         refuse(error)

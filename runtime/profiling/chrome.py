@@ -2,7 +2,7 @@
 torch.
 
 One lane ("thread") per rank, one event per action; https://ui.perfetto.dev and chrome://tracing
-open it. A step measured with `run.trace=true` and a simulated step have the same format.
+open it.
 """
 
 from collections import defaultdict
@@ -19,6 +19,7 @@ from parallel.pipeline.actions import (
     Kind,
 )
 from parallel.pipeline.simulate import Costs, Event, Timeline
+from runtime.records.log_lines import is_count, is_number
 
 NAMES = {
     FORWARD: "forward",
@@ -81,19 +82,19 @@ def from_chrome(trace: Any, name: str = "trace", pipeline: int = 0) -> Timeline:
         # skip names of lanes, and anything that a viewer added
         if event.get("ph") != "X" or event.get("pid", 0) != pipeline:
             continue
-        rank = _field(event, "tid", at, "the rank, 0 or more", _is_count)
-        start = _field(event, "ts", at, "a time in microseconds", _is_number) / MICROSECONDS
+        rank = _field(event, "tid", at, "the rank, 0 or more", is_count)
+        start = _field(event, "ts", at, "a time in microseconds", is_number) / MICROSECONDS
         duration = (
-            _field(event, "dur", at, "microseconds, 0 or more", lambda x: _is_number(x) and x >= 0)
+            _field(event, "dur", at, "microseconds, 0 or more", lambda x: is_number(x) and x >= 0)
             / MICROSECONDS
         )
         arguments = _field(
             event, "args", at, "kind, stage and microbatch", lambda x: isinstance(x, dict)
         )
         kind = _field(arguments, "kind", f"{at}.args", f"one of {LETTERS}", lambda x: x in LETTERS)
-        stage = _field(arguments, "stage", f"{at}.args", "0 or more", _is_count)
+        stage = _field(arguments, "stage", f"{at}.args", "0 or more", is_count)
         action = Action(
-            Kind(kind), stage, _field(arguments, "microbatch", f"{at}.args", "0 or more", _is_count)
+            Kind(kind), stage, _field(arguments, "microbatch", f"{at}.args", "0 or more", is_count)
         )
         if action in seen:
             raise UserError(
@@ -151,17 +152,6 @@ def _field(
         why = f"must be {wanted}" if key in event else f"is missing: {wanted}"
         raise UserError(f"{at}.{key}", _short(value), why, REMEDY)
     return value
-
-
-def _is_number(value: Any) -> bool:
-    # false for nan and infinity
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
-    )
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _short(value: Any) -> Any:

@@ -28,7 +28,7 @@ from typing import Any
 from runtime import signals
 from runtime.messages import LOST, log
 from runtime.records.events import append_event, changes_stage, read_events
-from runtime.records.log_lines import is_count, json_object
+from runtime.records.log_lines import content, is_count, json_object
 
 
 def write_status(folder: Path, state: str, step: int, reason: str, **about: Any) -> None:
@@ -40,10 +40,7 @@ def write_status(folder: Path, state: str, step: int, reason: str, **about: Any)
 
 def read_status(folder: Path) -> dict[str, Any]:
     """Return the content of status.json; empty if it is missing, unreadable or not whole."""
-    try:
-        status = json_object((folder / "status.json").read_bytes())
-    except OSError:
-        return {}
+    status = json_object(content(folder / "status.json"))
     texts = (status.get("state"), status.get("reason"))
     is_whole = is_count(status.get("step")) and all(isinstance(text, str) for text in texts)
     return status if is_whole else {}

@@ -185,7 +185,8 @@ def test_what_went_wrong_is_told(new, tmp_path):
     append_event(new, "rollback", from_step=9, step=4, left_out=[32, 72])
     log_steps(new, ({"loss": 3.0, "skipped_updates": n} for n in (0, 0, 0, 0, 0, 0, 1, 2, 3)))
     found = written(new, tmp_path / "page.html")
-    for words in ("No space left on device <b>", "went back from step 9 to 4, left_out [32, 72]",
+    for words in ("No space left on device <b>",
+                  "went back from step 9 to 4, samples left out (begin, end) [32, 72]",
                   "The updates of 3 steps were skipped; "
                   "this was logged at step 7, 8, 9."):  # fmt: skip
         assert words in found.text

@@ -112,6 +112,7 @@ def broken(**changes: Any) -> list[dict[str, Any]]:
         ([{"ph": "X", "tid": 0}], r"traceEvents\[0\].ts = None: is missing"),
         (broken(dur=-1), r"traceEvents\[3\].dur = -1: must be microseconds, 0 or more"),
         (broken(ts=float("nan")), r"traceEvents\[3\].ts = nan: must be a time"),
+        (broken(ts=10**400), r"traceEvents\[3\].ts = '1000.*': must be a time"),
         (broken(args=FIRST | {"kind": "X"}), r"traceEvents\[3\].args.kind = 'X': must be one of"),
         (broken(args=FIRST | {"stage": "0"}), r"traceEvents\[3\].args.stage = '0': must be"),
         ([*EVENTS, EVENTS[3]], "F0.0': occurs more than once"),
@@ -228,7 +229,7 @@ def refusal(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         (f"1f1b {SIZES} --communication -1", "--communication: '-1' is not a time"),
         (f"1f1b {SIZES} --simulated", "--simulated belongs to --trace"),
         (f"1f1b {SIZES} --out timeline.gif", "--out: 'timeline.gif' is no picture"),
-        (f"1f1b {SIZES} --out /dev/null/a.svg", "--out = '/dev/null/a.svg': cannot be written"),
+        (f"1f1b {SIZES} --out /dev/null/a.svg", "--out = '/dev/null/a.svg': it cannot be written"),
         *[(f"zb_v {SIZES} {option} {10**30}", "there would be up to")
           for option in ("--stages", "--micro-batches", "--stages-per-rank")],
     ],

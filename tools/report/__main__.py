@@ -15,7 +15,7 @@ from pathlib import Path
 
 from errors import UserError
 from runtime.records.events import changes_stage
-from tools.command import CommandParser, reports_errors, run_command
+from tools.command import CommandParser, reports_errors, run_command, writes
 from tools.report.charts import picture_of_loss
 from tools.report.page import page
 from tools.report.run import Run, read_run, unigram_loss
@@ -61,18 +61,15 @@ def main(arguments: list[str] | None = None) -> int:
     if out is png is None and not run.events:
         why = "its events.jsonl has no whole line, or cannot be read"
         raise UserError("RUN", str(options.run), why, "wait, or give another run folder (run.dir)")
-    option, path = "--out", out
-    try:
-        if out is not None:
-            text = page(run)
+    if out is not None:
+        text = page(run)
+        with writes("--out", out):
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(text, "utf-8", errors="replace")
-        if png is not None:
-            option, path = "--png", png
-            save(picture_of_loss(run, unigram_loss(options.run)), png)
-    except OSError as error:
-        why = f"it cannot be written ({error.strerror})"
-        raise UserError(option, str(path), why, "give another file") from None
+    if png is not None:
+        figure = picture_of_loss(run, unigram_loss(options.run))
+        with writes("--png", png):
+            save(figure, png)
     if run.events:
         print("\n".join(ledger_lines(run)))
     for path in filter(None, (out, png)):

@@ -30,8 +30,11 @@ MOST_STEPS = 20  # the most steps listed for skipped updates: the last ones
 MOST_STARTS = 20  # the newest ones
 # events shown in other parts of the page, or by what follows them
 ELSEWHERE = ("spent", "memory", "system", "started", "examining")
-# entries that words() leaves out
-DETAILS = {"rollback": ("left_out",), "suspicion": ("ranks", "nodes")}
+# entries that words() leaves out, and what they are called
+DETAILS = {
+    "rollback": {"left_out": "samples left out (begin, end)"},
+    "suspicion": {"ranks": "ranks", "nodes": "nodes"},
+}
 
 
 def head(run: Run) -> tuple[str, str, list[str]]:
@@ -128,7 +131,8 @@ def events(run: Run) -> list[tuple[str, str, str, str]]:
         if kind in ELSEWHERE or changes_stage(event) or (kind == "checkpoint" and is_saved):
             continue
         step = f"{event['step']:,}" if is_number(event.get("step")) else ""
-        more = [f"{name} {event[name]}" for name in DETAILS.get(kind, ()) if event.get(name)]
+        known = DETAILS.get(kind, {}).items()
+        more = [f"{called} {event[name]}" for name, called in known if event.get(name)]
         rows.append((clock(event["time"]), kind, step, ", ".join([words(event), *more])))
     return rows
 

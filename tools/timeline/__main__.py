@@ -19,9 +19,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from errors import UserError
 from parallel.pipeline.schedules import MAX_FORWARDS, SCHEDULES
-from tools.command import CommandParser, at_least, reports_errors, run_command
+from tools.command import CommandParser, at_least, reports_errors, run_command, writes
 from tools.timeline.draw import draw, save
 from tools.timeline.panels import print_panels, simulated_panels, traced_panels
 
@@ -99,11 +98,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.out is None:
         print_panels(panels, unit)
         return 0
-    try:
+    with writes("--out", options.out):
         save(draw(panels, unit), options.out)
-    except OSError as error:
-        why = f"cannot be written ({error.strerror})"
-        raise UserError("--out", str(options.out), why, "choose another path") from None
     print(*(f"{panel.title}\n  {panel.caption}" for panel in panels), sep="\n")
     print(f"wrote {options.out}")
     return 0
