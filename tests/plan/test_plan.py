@@ -265,3 +265,11 @@ def test_devices_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         file.write_text(text)
         assert main([LLAMA_8B, "--device", str(file)]) == 2
         assert named in capsys.readouterr().err
+
+
+def test_bytes_on_the_wire_are_those_of_the_group_of_experts() -> None:
+    """Two ranks share the experts, and two each of them; the world has eight."""
+    config = load_config(str(CONFIGS / "laptop_moe.yaml"), [])
+    rows = summarise(config, 8, H100)["ranks"][0]["collectives"]
+    for axis in ("ep", "efsdp"):
+        assert rows[axis]["wire_bytes"] == rows[axis]["bytes"] / 2

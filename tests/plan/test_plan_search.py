@@ -166,8 +166,10 @@ def test_the_search_finds_the_fastest_of_all_that_fit(small: Small) -> None:
     fit = [one for _, one in small.every if one.peak <= small.device.room and starts(one)]
     assert 0 < len(fit) < len(small.every)
     best = min(fit, key=lambda one: (one.seconds, one.peak))
-    found = search(small.config, 4, small.device).best[0]
+    result = search(small.config, 4, small.device)
+    found = result.best[0]
     assert (found.seconds, found.peak) == (best.seconds, best.peak)
+    assert str(found) in describe_search(result)
 
 
 def test_no_bound_exceeds_what_it_bounds(small: Small) -> None:

@@ -110,7 +110,9 @@ SMALL = ("model.dim=64 model.num_heads=4 model.num_kv_heads=2 model.ffn_dim=96 "
 def found_by_planting(case: Case, target: str, replacement: Callable[..., Any]) -> Rows:
     """The rows that this file causes, if `target` is replaced; at small widths."""
     with patch(target, replacement):
-        return [row for row in run(case, SMALL) if row["file"] == "tests/costs/test_operators.py"]
+        return [
+            row for row in run(case, SMALL) if row["file"] == "tests/rehearse/test_operators.py"
+        ]
 
 
 def with_clone(gate: Tensor, up: Tensor, kernels: str) -> Tensor:

@@ -17,8 +17,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from errors import UserError
-from tools.command import CommandParser, add_overrides, reports_errors, run_command
+from tools.command import (
+    CommandParser,
+    add_overrides,
+    at_least,
+    reports_errors,
+    run_command,
+    writes,
+)
 from tools.plan.beside import beside, read_report
 from tools.plan.check import add_data_stage, check_can_be_planned, one_stage
 from tools.plan.describe import describe_plan, describe_search
@@ -54,10 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--pictures", Path, "FOLDER", "draw the timeline in FOLDER")
     options = parser.parse_intermixed_args(arguments)
     config = load_config(options.config, options.overrides)
-    for key, number in (("--tokens", options.tokens), ("--price", options.price)):
-        if not 0 <= number < float("inf"):
-            why = "must be a number, 0 or more"
-            raise UserError(key, number, why, "omit the option if the number is unknown")
+    at_least(0, tokens=options.tokens, price=options.price)
     device = find_device(options.device)
     if options.guide is not None:
         check_gpus("--guide", options.guide)
@@ -86,17 +89,14 @@ def main(arguments: list[str] | None = None) -> int:
     plan = summarise(config, world, device, options.tokens, options.price)
     print(describe_plan(plan))
     result = plan | result
-    try:
-        if options.json is not None:
+    if options.json is not None:
+        with writes("--json", options.json):
             options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        if options.pictures is not None:
-            timeline = StepTime(Layout(config, world, 0), device).timeline
-            panel = Panel(config.parallel.schedule, timeline, figures(timeline, " s"))
+    if options.pictures is not None:
+        timeline = StepTime(Layout(config, world, 0), device).timeline
+        panel = Panel(config.parallel.schedule, timeline, figures(timeline, " s"))
+        with writes("--pictures", options.pictures):
             save(draw([panel], "s"), options.pictures / "timeline.svg")
-    except OSError as error:
-        why = f"cannot be written ({error.strerror})"
-        remedy = "choose another path"
-        raise UserError("--json or --pictures", str(error.filename), why, remedy) from None
     return 0
 
 

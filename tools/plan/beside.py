@@ -31,9 +31,12 @@ def read_report(file: Path) -> Report:
     remedy = "give a file RUN/memory/step-….json"
     try:
         return Report.model_validate(load_json(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError) as error:  # also: not text, or not JSON
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})"
+    except (ValueError, RecursionError) as error:  # also: not text, or not JSON
         problem = first_problem(error) if isinstance(error, ValidationError) else error
-        raise UserError("--beside", str(file), f"is no memory report: {problem}", remedy) from None
+        why = f"is no memory report: {problem}"
+    raise UserError("--beside", str(file), why, remedy)
 
 
 def beside(config: Config, report: Report) -> str:

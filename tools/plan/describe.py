@@ -57,8 +57,8 @@ def describe_plan(plan: dict[str, Any]) -> str:
         for axis, row in rank["collectives"].items():
             seconds = ""
             if "wire_seconds" in row:
-                seconds = f" in {row['wire_seconds']:.3f} s, {row['exposed_seconds']:.3f} s of them"
-                seconds += " exposed"
+                wire, exposed = row["wire_seconds"], row["exposed_seconds"]
+                seconds = f" in {wire:.3f} s, {exposed:.3f} s of them exposed"
             lines.append(
                 f"  {row['bytes'] / GB:9.3f} GB  over {axis} in {row['count']:,} collectives, "
                 f"{row['wire_bytes'] / GB:.3f} GB on the wire{seconds}"
@@ -77,8 +77,8 @@ def describe_search(result: Result) -> str:
     return "\n".join(
         [
             f"{result.layouts:,} layouts, of which {result.counted:,} were counted exactly; the "
-            "fastest that fit, fastest first, and of those that differ only in how layers and "
-            "data-parallel ranks are divided, the first:",
+            "fastest that fit, fastest first, and of those that differ only in ZeRO stage or in "
+            "how layers and data-parallel ranks are divided, the first:",
             table(rows, left=[3]),
             f"the first: {result.best[0].overrides()}",
             *result.space,

@@ -98,7 +98,8 @@ class Pipeline:
         self, stage: Stage, settings: dict[str, Any], counts: Sequence[int], m: int
     ) -> None:
         self.stage, self.settings, self.m = stage, settings, m
-        self.pp, self.schedule, self.v, _ = settings.values()
+        self.pp, self.v = settings["pp"], settings["stages_per_rank"]
+        self.schedule = settings["schedule"]
         where = ranks_of_stages(self.schedule, self.pp, self.v)
         self.first, self.last = where[0], where[-1]  # have the embedding, and the head
         self.blocks = [0] * self.pp  # of each rank

@@ -40,7 +40,7 @@ def find_device(name: str) -> Device:
         key = ".".join([name, *map(str, problem["loc"])])
         remedy = f"give based_on, one of {devices}, and the rates to change, of {', '.join(RATES)}"
         raise UserError(key, problem["input"], problem["msg"], remedy) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         remedy = "give a file as in docs/planning.md"
         raise UserError("--device", name, f"cannot be read: {error}", remedy) from None
     rates = given.model_dump(exclude_unset=True)

@@ -331,9 +331,8 @@ class Memory(Account):
                 sent = sends
                 continue
             self.action = item
-            if (
-                need_of(item, layout.num_stages) is not None
-            ):  # a hidden state is kept for backward; a gradient is consumed
+            if need_of(item, layout.num_stages) is not None:
+                # a hidden state is kept for backward; a gradient is consumed
                 self.free(MESSAGES, part)
                 self.add(HIDDEN if item.kind is FORWARD else TEMPORARY, part)
             self.left[item.stage] -= item.kind in (BACKWARD, BACKWARD_WEIGHT)

@@ -15,8 +15,8 @@ previous experts and the attention.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from parallel.pipeline.actions import BACKWARD, BACKWARD_WEIGHT, FORWARD, Kind
 from parallel.pipeline.simulate import Costs, Timeline, simulate
 from tools.plan.hardware import Device
 from tools.plan.layout import KINDS, SHARDED_OVER, Gathered, Layout, numbers_of
-from tools.plan.traffic import gather_bytes, reduce_bytes
+from tools.plan.traffic import gather_bytes, reduce_bytes, times_a_step
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,12 @@ class Part:
 
 
 NOTHING = Part(0.0, 0.0, 0.0)
+
+
+def costs_of(parts: list[Part], message: float = 0.0, weights_at: Sequence[float] = ()) -> Costs:
+    """What the simulator takes, of the parts of every stage."""
+    forward, input_grad, weight_grad = map(list, zip(*map(astuple, parts), strict=True))
+    return Costs(forward, input_grad, weight_grad, message, weights_at)
 
 
 class Gathers(NamedTuple):
@@ -215,13 +221,7 @@ class StepTime:
             late = parallel.fsdp_unit == "stage" and parallel.zero_stage < 3
             weights_at.append(busy[rank] + (part.forward if late else 0.0))
             parts.append(part)
-        return Costs(
-            [part.forward for part in parts],
-            [part.input_grad for part in parts],
-            [part.weight_grad for part in parts],
-            self.message_seconds,
-            weights_at,
-        )
+        return costs_of(parts, self.message_seconds, weights_at)
 
     @property
     def message_seconds(self) -> float:
@@ -306,7 +306,7 @@ def seconds_on_the_wire(time: StepTime, layout: Layout, sends: int) -> dict[str,
     seconds of `pp` are by how much the whole step is longer because messages take time. Those of
     gathers and reductions are shared out to the axes of experts and of other weights as their
     seconds on the wire."""
-    zero, m = layout.config.parallel.zero_stage, layout.num_microbatches
+    m, (gathers, reductions) = layout.num_microbatches, times_a_step(layout)
     table = {}
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
     costs = [time.cost(unit, kind) for unit in units for kind in layout.kinds_of_actions]
@@ -321,8 +321,7 @@ def seconds_on_the_wire(time: StepTime, layout: Layout, sends: int) -> dict[str,
         for _, unit in layout.fsdp_units(stage):
             gather, scatter, over_replicas = time.of_unit(unit)
             axis, copies = SHARDED_OVER[unit.over]
-            sharding[axis] += gather * (2 * m if zero == 3 else 1)
-            sharding[axis] += scatter * (m if zero >= 2 else 1)
+            sharding[axis] += gather * gathers + scatter * reductions
             sharding[copies] += over_replicas
     waits = sum(m * time.waits(stage).total for stage in layout.stages)
     # first forwards, which wait for weights, are longer than later ones

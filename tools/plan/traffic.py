@@ -83,16 +83,21 @@ def _axis_of_all(layout: Layout) -> str | None:
     return next((axis for axis, size in axes if size == layout.world), None)
 
 
+def times_a_step(layout: Layout) -> tuple[int, int]:
+    """How often a step gathers a unit's weights, and reduces its gradients over the shards."""
+    zero, m = layout.config.parallel.zero_stage, layout.num_microbatches
+    return 2 * m if zero == 3 else 1, m if zero >= 2 else 1
+
+
 def fsdp_calls(layout: Layout, stage: int) -> Counter[Call]:
     """The collectives over the data-parallel axes in one step."""
     calls: Counter[Call] = Counter()
-    zero, m = layout.config.parallel.zero_stage, layout.num_microbatches
+    gathers, reductions = times_a_step(layout)
     for _, unit in layout.fsdp_units(stage):
         shards, replicas, _ = layout.sharding[unit.over]
         over_shards, over_replicas = SHARDED_OVER[unit.over]
         reduced = reduce_bytes(layout, unit)
         if shards > 1:
-            gathers, reductions = 2 * m if zero == 3 else 1, m if zero >= 2 else 1
             calls[Call(over_shards, "all_gather", gather_bytes(layout, unit))] += gathers
             calls[Call(over_shards, "reduce_scatter", reduced)] += reductions
         if replicas > 1:

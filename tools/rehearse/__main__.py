@@ -35,7 +35,7 @@ from tools.plan.memory import Memory
 from tools.plan.traffic import by_axis, over_groups
 from tools.rehearse.host import checking
 from tools.rehearse.operators import describe_operators, recording
-from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse
+from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse, title
 from tools.rehearse.real import predicted_step, rehearse_for_real
 from training.config import Config
 from training.layouts import valid_layout
@@ -65,7 +65,7 @@ def beside_the_plan(config: Config, report: dict[str, Any]) -> dict[str, Any]:
 
 def describe(report: dict[str, Any]) -> str:
     peak = report["peak_memory_bytes"]
-    lines = [_title(report) + (f": {peak / GB:.2f} GB" if peak else "")]
+    lines = [title(report) + (f": {peak / GB:.2f} GB" if peak else "")]
     lines += [
         f"  {size / GB:9.3f} GB  {name}"
         for name, size in report.get("memory", {}).items()
@@ -89,15 +89,10 @@ def describe(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _title(report: dict[str, Any]) -> str:
-    stages = ", ".join(map(str, report["stages"]))
-    return f"rank {report['rank']} of {report['world']}, stage {stages}"
-
-
 def describe_races(report: dict[str, Any], device: Device) -> str:
     found = report["findings"]
     lines = [
-        f"{_title(report)}: {len(found)} findings in {report['operators']:,} operators; "
+        f"{title(report)}: {len(found)} findings in {report['operators']:,} operators; "
         f"{report['compared']:,} pairs of accesses compared",
         *(f"  {finding}" for finding in found),
         "",

@@ -2,7 +2,6 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -30,24 +29,18 @@ def code_file(path: str) -> str | None:
     return None if path.startswith(_OBSERVERS) else path.removeprefix(f"{ROOT}/")
 
 
-def code_frames() -> Iterator[tuple[str, FrameType]]:
-    """The frames of such files on the stack, the innermost first, with the files' names."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if (file := code_file(frame.f_code.co_filename)) is not None:
-            yield file, frame
-        frame = frame.f_back
-
-
 def line() -> str:
     """The line that is being executed: the innermost of this repository, and FSDP's if it is called
     from there. In a backward that autograd runs without our code: the name of its node."""
     ours, fsdp, node = "", "", torch._C._current_autograd_node()
-    for file, frame in code_frames():
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not ours:
+        file = code_file(frame.f_code.co_filename) or ""
         if not file.startswith(FSDP):
-            ours = f"{file}:{frame.f_lineno}"
-            break
-        fsdp = fsdp or f"{file.removeprefix(FSDP)}:{frame.f_lineno} {frame.f_code.co_name}"
+            ours = file and f"{file}:{frame.f_lineno}"
+        elif not fsdp:
+            fsdp = f"{file.removeprefix(FSDP)}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
     if not ours and node is not None:
         ours = f"autograd's {node.name()}"
     return f"{ours}, in FSDP's {fsdp}" if fsdp and ours else ours or fsdp or "an unknown line"

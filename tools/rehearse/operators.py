@@ -47,6 +47,7 @@ from parallel.pipeline.actions import FORWARD, Action
 from parallel.pipeline.runner import PipelineRunner
 from tools.rehearse.device import Device
 from tools.rehearse.findings import FSDP, code_file
+from tools.rehearse.rank import title
 from tools.rehearse.tape import ONE_RANK, Tape
 
 # --- what an operator is, and what it moves ---
@@ -362,8 +363,8 @@ def describe_operators(report: dict[str, Any]) -> str:
     """The tables of a report: launches by pass and kind; then, with their places, what moves 1 MB
     or more without being a product, an attention or a kernel of this repository, what is for
     nothing, and what the host waits for. Milliseconds are bytes over an H100's bandwidth."""
-    found, stages = report["operators"], ", ".join(map(str, report["stages"]))
-    lines = [f"rank {report['rank']} of {report['world']}, stage {stages}: one step", ""]
+    found = report["operators"]
+    lines = [f"{title(report)}: one step", ""]
     lines.append(f"{'pass':14} {'kind':11} {'launches':>8} {'MB':>10}")
     for part in PASSES:
         for kind in KINDS:

@@ -58,7 +58,7 @@ def rehearse(
             tape.clear()
             batch = rows(config, mesh)
             device.here.in_step = True
-            result = train(step, *batch)  # kept: a caller would read it
+            _result = train(step, *batch)  # kept: a caller would read it
             device.here.in_step = False
             tape.after_step(step)
         report = {
@@ -72,7 +72,6 @@ def rehearse(
             "cpu_seconds": round(time.process_time() - cpu_began, 2),
             "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
-        del stages, train, tape, result  # before the fake GPU is gone
     return report
 
 
@@ -126,3 +125,8 @@ def rows(config: Config, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
         0, vocabulary(config.model).count, shape, generator=torch.Generator().manual_seed(0)
     )
     return tokens, tokens.roll(-1, 1)
+
+
+def title(report: dict[str, Any]) -> str:
+    stages = ", ".join(map(str, report["stages"]))
+    return f"rank {report['rank']} of {report['world']}, stage {stages}"

@@ -4,7 +4,6 @@ predicts the whole job's step from the measured actions of its ranks."""
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
 from typing import Any
 from unittest.mock import patch
 
@@ -14,11 +13,11 @@ from torch.distributed import ProcessGroup
 from costs.routing import Routing
 from parallel.collectives import Pending, ranks_in, start_all_to_all
 from parallel.parameter import Constant, weights_of
-from parallel.pipeline.simulate import Costs, Event, simulate
+from parallel.pipeline.simulate import Event, simulate
 from runtime.profiling.trace import ActionRecorder
 from tools.plan.hardware import Device
 from tools.plan.layout import Layout
-from tools.plan.time import EXPOSED, Part, StepTime
+from tools.plan.time import EXPOSED, Part, StepTime, costs_of
 from tools.rehearse.rank import routing_of, rows, the_rank
 from training.build import build_stages
 from training.config import Config
@@ -122,11 +121,11 @@ def predicted_step(
         for s in range(config.parallel.num_stages)
     ]
     schedule = time.layout.schedule
-    alone = simulate(schedule, _costs(computing))
+    alone = simulate(schedule, costs_of(computing))
     together = [mine + theirs for mine, theirs in zip(computing, waiting, strict=True)]
     planned = zip(time.costs.weights_at, time.costs.forward, together, strict=True)
     weights_at = [at - ours + part.forward if at > ours else 0.0 for at, ours, part in planned]
-    timeline = simulate(schedule, _costs(together, time.message_seconds, weights_at))
+    timeline = simulate(schedule, costs_of(together, time.message_seconds, weights_at))
     after = max(report["other_seconds"] for report in reports)
     reductions = max(0.0, time.reductions_end - time.timeline.step_time)
     return {
@@ -142,8 +141,3 @@ def _part(measured: dict[str, float]) -> Part:
     the simulator adds up again."""
     whole = measured.get("B", 0.0) / 2
     return Part(measured["F"], measured.get("I", whole), measured.get("W", whole))
-
-
-def _costs(parts: list[Part], message: float = 0.0, weights_at: Sequence[float] = ()) -> Costs:
-    by_kind: Any = zip(*map(astuple, parts), strict=True)
-    return Costs(*by_kind, message, weights_at)
