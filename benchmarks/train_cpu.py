@@ -4,8 +4,8 @@ benchmarks.train_cpu`, after `make data`
 For two models, of 1.8 and of 29 million parameters:
 
 Speed: whole runs of train.py, by the commands that people use, as metrics.jsonl has it. Our
-launcher (as `make train`) and torchrun start 8 processes (tp 2 × pp 2 × dp_shard 2, sequence
-parallelism, 1F1B); the third is the same model in one process.
+launcher (as `make train`), torchrun and tools.torchrun start 8 processes (tp 2 × pp 2 × dp_shard 2,
+sequence parallelism, 1F1B); the last is the same model in one process.
 
 CPU seconds (user and system) per token of all processes, and their peak of memory: training steps
 alone, on the same tokens, by our 8 processes, by one, and by `transformers`' LlamaForCausalLM of
@@ -23,6 +23,7 @@ sessions first (/proc/sys/kernel/sched_autogroup_enabled).
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -47,6 +48,7 @@ RUNS = {  # how people start train.py
     "ours": ["-m", "tools.launch", "--nproc-per-node", "8"],
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8",
                  "train.py"],
+    "tools.torchrun": ["-m", "tools.torchrun", "--standalone", "--nproc-per-node", "8", "train.py"],
     "one process": ["train.py"],
 }  # fmt: skip
 STEPS = ("ours", "one process", "Hugging Face")  # whose CPU seconds are measured
@@ -56,6 +58,7 @@ RATIOS = {
     "cpu_of_ours_over_one_process": (CPU, "ours", "one process"),
     "cpu_of_one_process_over_hugging_face": (CPU, "one process", "Hugging Face"),
     "speed_of_torchrun_over_ours": (SPEED, "torchrun", "ours"),
+    "speed_of_tools_torchrun_over_ours": (SPEED, "tools.torchrun", "ours"),
     "speed_of_ours_over_one_process": (SPEED, "ours", "one process"),
     "speed_of_torchrun_over_one_process": (SPEED, "torchrun", "one process"),
 }
@@ -186,7 +189,8 @@ def whole_run(way: str, settings: list[str], steps: int) -> Figures:
         command = [sys.executable, *RUNS[way], *settings, *alone, f"run.dir={folder}/run",
                    f"train.steps={WARMUP + steps}", "run.log_interval=1",
                    "checkpoint.interval=never", "train.eval_interval=0"]  # fmt: skip
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}  # of one process too
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{way} failed:\n{done.stdout}{done.stderr}")
         lines = read_records(Path(folder, "run"))

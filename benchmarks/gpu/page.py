@@ -149,7 +149,7 @@ def page(result: Mapping[str, Any]) -> str:
         *(
             (each["what"], each["expected"], number(each["measured"], ".4g"),
              number(each["ratio"], ".3f"), each["verdict"], each["source"])
-            for each in compared(result)
+            for each in result["estimates"]
         ),
     )  # fmt: skip
     tasks = [(task["name"], f"{task['seconds']:.0f}", task["ended"]) for task in result["tasks"]]

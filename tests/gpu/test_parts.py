@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.gpu import kernels, run
 from benchmarks.gpu.operations import FULL
-from benchmarks.gpu.page import MEASURED, NO_GPU, Estimate, estimates, find, page
+from benchmarks.gpu.page import MEASURED, NO_GPU, Estimate, compared, estimates, find, page
 from benchmarks.gpu.run import PARTS, Task
 from model.kernels.backend import why_not_triton
 from tests import ROOT
@@ -237,7 +237,8 @@ def test_an_estimate_without_a_measurement_says_why(result: dict[str, Any], why:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_the_page_has_every_estimate_of_its_part(part: str) -> None:
-    text = page(result_of(part=part))
+    result = result_of(part=part)
+    text = page(result | {"estimates": compared(result)})
     mine = [estimate for estimate in estimates() if estimate.part == part]
     assert mine
     assert all(f"| {estimate.what} | " in text for estimate in mine)
