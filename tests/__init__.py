@@ -1,5 +1,6 @@
-"""The tests: folders are named as the rooms of the code that they test, and hold what only their
-tests need. In this folder is what several rooms share, and the tests of the repository itself."""
+"""The tests: folders are named as the rooms of the code that they test, and hold their helpers,
+which other rooms may use. In this folder are helpers of no room, and tests of the repository
+itself."""
 
 from pathlib import Path
 

@@ -84,27 +84,26 @@ def steps(file: str) -> list[list[str]]:
             ranked.append((module not in known, len(known), name.replace(".", "/") + ".py"))
     knows_it = sum(not of_second for of_second, *_ in ranked)
     near = [path for *_, path in sorted(ranked)[: min(knows_it, MOST) or LEAST]]
-    proofs = PROOFS if file.partition("/")[0] in ("model", "parallel", "training") else []
+    of_a_step = file.partition("/")[0] in ("model", "parallel", "training")
+    proofs = [each for each in PROOFS if of_a_step and each not in near]
     return [files for files in (near[:FIRST], near[FIRST:], proofs) if files] + [["tests"]]
 
 
 @contextlib.contextmanager
-def made(tree: Path, mutants: Sequence[Mutant]) -> Iterator[None]:
-    """Make mistakes in the copy, and take them back."""
+def made(tree: Path, mutant: Mutant) -> Iterator[None]:
+    """Make the mistake in the copy, and take it back."""
+    file, before = tree / mutant.file, (tree / mutant.file).read_text()
 
-    def write(file: str, text: str) -> None:
-        (tree / file).write_text(text)
+    def put(text: str) -> None:
+        file.write_text(text)
         # a second of its own: by this and the size, Python knows whether to compile it again
-        os.utime(tree / file, times=(second := next(SECONDS), second))
+        os.utime(file, times=(second := next(SECONDS), second))
 
-    before = {each.file: (tree / each.file).read_text() for each in mutants}
     try:
-        for each in mutants:
-            write(each.file, each.made_in((tree / each.file).read_text()))
+        put(mutant.made_in(before))
         yield
     finally:
-        for file, text in before.items():
-            write(file, text)
+        put(before)
 
 
 def failing(tree: Path, targets: Sequence[str], *options: str) -> list[str]:
@@ -136,7 +135,7 @@ def failing(tree: Path, targets: Sequence[str], *options: str) -> list[str]:
 
 def found_by(tree: Path, mutant: Mutant, attempts: Sequence[Sequence[str]]) -> str:
     """The first test that fails with the mutant, in the first attempt with one; empty: none."""
-    with made(tree, [mutant]):
+    with made(tree, mutant):
         for targets in attempts:
             try:
                 if failed := failing(tree, targets, "-x"):

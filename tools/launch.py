@@ -281,7 +281,8 @@ def _sweep() -> None:
             try:
                 os.kill(int(folder.name.split("-")[1]), 0)
             except ProcessLookupError:
-                shutil.rmtree(folder)  # refuses a link
+                if folder.lstat().st_uid == os.getuid():  # root could remove others', too
+                    shutil.rmtree(folder)  # refuses a link
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -72,7 +72,9 @@ class Row:
         or infinite."""
         errors = asdict(self)
         options = errors.pop("case")
-        found = {**options.pop("layout"), **options, **errors, "failures": self.failures()}
+        layout = options.pop("layout")
+        del layout["replicates_cp"]  # set only in a run's mesh, from zero_stage
+        found = {**layout, **options, **errors, "failures": self.failures()}
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in found.items()

@@ -301,6 +301,6 @@ def check(ranks: Ranks, case: Case, steps: int = 0, sabotage: Sabotage | None = 
         runs = ranks.run(run_on_ranks, case.world, case, steps, sabotage)
         row = compare(case, runs, expected(case, steps))
     except RankError as error:
-        row = Row(case, crash=str(error))
+        row = Row(case, steps, crash=str(error))
     row.seconds = time.perf_counter() - started
     return row

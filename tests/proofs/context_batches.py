@@ -2,7 +2,6 @@
 parallelism."""
 
 import contextlib
-import math
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
@@ -12,6 +11,7 @@ import torch
 from parallel.axes import MeshSizes
 from parallel.context import ContextParallel, Piece
 from proofs.parity.cases import BATCH, BOS, SEED, SEQ_LEN, Case
+from proofs.parity.reference_training import gradient_norm
 from proofs.parity.row import Row
 from proofs.parity.run import Expected, compare, reference_model, run_on_ranks
 from proofs.ranks import RankError
@@ -72,7 +72,7 @@ def check_batch(ranks, case, name, bug=contextlib.nullcontext):
     loss = model.loss(*batch(name))
     loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters()}
-    norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
+    norm = gradient_norm(model.parameters())
     expected = Expected(weights, gradients, loss.item(), norm, [], [], {}, [], {})
     try:
         runs = ranks.run(run_on_ranks, case.world, case, 0, partial(given, name, bug))

@@ -53,7 +53,7 @@ SHARED = ("num_kv_heads", "shared by ranks of tp")  # another effect of a value
 def effective(case, values):
     """Without the values of options for an axis that the layout does not have."""
     found = {(name, value) for name, value in values if has_axis_of(case.layout, name)}
-    return found | {SHARED} if case.layout.tp > case.config().model.num_kv_heads else found
+    return found | {SHARED} if case.layout.tp > case.num_kv_heads else found
 
 
 def price(case):

@@ -19,6 +19,7 @@ from proofs.parity.cases import Case
 from proofs.parity.reference import ATTENTION, FEED_FORWARD
 from proofs.parity.run import check
 from runtime.checkpoints.checkpoint import _start_from
+from tests.proofs.parity_tiers import agrees
 from tests.runs import checkpoint_of
 from training.load_config import load_config
 
@@ -43,8 +44,7 @@ def test_every_kind_has_its_reference() -> None:
     ids=str,
 )  # fmt: skip
 def test_a_window_in_every_second_layer(ranks, case):
-    row = check(ranks, case, steps=3)
-    assert not row.failures(), str(row)
+    agrees(ranks, case, steps=3)
 
 
 def window_forgotten():
