@@ -1,9 +1,9 @@
 """Rates of accelerators: the figures of their data sheets, the fractions that programs reach, and
 how often they fail. No other file has such numbers.
 
-Used for MFU (runtime/records/metrics.py), the warning about slow links (runtime/start/topology.py),
+Used for MFU (runtime/metrics/metrics.py), the warning about slow links (runtime/start/topology.py),
 the balance of pipeline stages (costs/summary.py), the planner (tools/plan/), and for how often to
-save (runtime/checkpoints/save_interval.py).
+save (runtime/checkpoint/save_interval.py).
 """
 
 from dataclasses import asdict, dataclass

@@ -22,15 +22,14 @@ import torch.distributed as dist
 from data.loader import BatchLoader
 from errors import UserError
 from model.kernels.backend import check_kernels
-from runtime.alerts.rank_0 import Companion
 from runtime.all_listeners import build_listeners
-from runtime.checkpoints import checkpoint
-from runtime.checkpoints.checkpoint import Start
-from runtime.checkpoints.history import passed
-from runtime.checkpoints.lease import Lease
+from runtime.checkpoint.history import passed
+from runtime.checkpoint.lease import Lease
+from runtime.checkpoint.load import Start, find_start, load
 from runtime.device import prepare_determinism
 from runtime.listener import Listeners, Run
 from runtime.messages import fail, on_all_ranks, refuse
+from runtime.monitor.rank_0 import Companion
 from runtime.next_stage import enter_stage, next_start
 from runtime.start.attention import check_attention
 from runtime.start.connections import set_connections
@@ -38,10 +37,10 @@ from runtime.start.environment import check_environment
 from runtime.start.init_distributed import init_distributed, limit_waits
 from runtime.start.preconditions import Data, check_fits, check_writable, open_stages
 from runtime.start.spares import training_ranks
+from settings.config import Config
+from settings.layouts import valid_layout
+from settings.load import load_config
 from training.build import build_stages
-from training.config import Config
-from training.layouts import valid_layout
-from training.load_config import load_config
 from training.optimizers import check_optimizer
 from training.step import TrainStep
 
@@ -87,7 +86,7 @@ def start_run(config: Config, device: str, signals: Signals) -> None:
     on_all_ranks(lambda: check_writable(config), device)
     # no other run writes to the folder; a person learns of failures from here on
     with Lease(config.run.dir, device) as lease, Companion(config, signals) as companion:
-        start: Start | None = checkpoint.find_start(config, data.train, lease)
+        start: Start | None = find_start(config, data.train, lease)
         while start:
             start = train_stage(config, data, start, lease, companion, signals)
 
@@ -112,7 +111,7 @@ def train_stage(
         prefetch=config.data.prefetch,
     )
     train = TrainStep(config, mesh, build_stages(config, mesh), train_data.bos_id)
-    checkpoint.load(train, start)
+    load(train, start)
     limit_waits()
     # called before and after every step, in order: metrics, evaluation, saving, …
     listeners = build_listeners(config, mesh, train, start, data, lease, companion, signals)

@@ -23,11 +23,11 @@ import torch.distributed as dist
 
 from benchmarks.compare import ROOT, alternate, parser, ratio, timed, write
 from benchmarks.train_cpu import ALONE, build
-from runtime.checkpoints.lease import Lease
-from runtime.checkpoints.save import Saver
-from runtime.records.events import read_events
+from runtime.checkpoint.lease import Lease
+from runtime.checkpoint.save import Saver
+from runtime.log.events import read_events
+from settings.load import load_config
 from tools.command import run_command
-from training.load_config import load_config
 
 SIZES = ["model.dim=512", "model.ffn_dim=1536", "model.num_layers=6", "model.vocab_size=8192"]
 

@@ -43,12 +43,12 @@ from torch import Tensor
 from benchmarks.compare import ROOT, alternate, parser, ratio, timed, write
 from benchmarks.train_cpu import ALONE, build, our_step, plain_step, random_batches, start
 from model.transformer import num_active_parameters, num_parameters
-from runtime.records.log_lines import read_records
+from runtime.log.log_lines import read_records
 from runtime.start.init_distributed import init_distributed
+from settings.config import Config
+from settings.load import load_config
 from tools.command import run_command
 from tools.huggingface.config import CONFIG, config_json, parameters
-from training.config import Config
-from training.load_config import load_config
 from training.step import TrainStep
 
 CONFIGS = {"dense": "configs/laptop.yaml", "experts": "configs/laptop_moe.yaml"}

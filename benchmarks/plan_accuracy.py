@@ -31,15 +31,15 @@ from typing import Any, NamedTuple
 from costs.summary import flops_per_token
 from errors import UserError
 from hardware import Device
+from settings.config import Config
+from settings.load import load_config
+from settings.yaml_text import parse
 from tools.command import CommandParser, run_command
 from tools.plan.hardware import find_device
 from tools.plan.layout import Layout
 from tools.plan.search import Found
 from tools.rehearse.__main__ import beside_the_plan
 from tools.rehearse.rank import alone, rehearse
-from training.config import Config
-from training.load_config import load_config
-from yaml_text import parse
 
 HERE = Path(__file__).parent
 CONFIGS, PUBLISHED = HERE.parent / "configs", HERE / "published"

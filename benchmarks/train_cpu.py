@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare import ROOT, alternate, cpu_seconds, parser, ratio, run_watched, write
-from runtime.records.log_lines import read_records
+from runtime.log.log_lines import read_records
 from tools.command import run_command
 
 ALONE = ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1"]
@@ -142,7 +142,7 @@ def inside(store: Any, signals: Any, program: str, settings: list[str], steps: i
     import torch.distributed as dist
 
     from runtime.start.init_distributed import init_distributed
-    from training.load_config import load_config
+    from settings.load import load_config
 
     torch.set_num_threads(1)
     config = load_config(settings[0], settings[1:])

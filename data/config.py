@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from settings import PathOrNone, PathText, Share, between, section
+from declare import PathOrNone, PathText, Share, between, section
 
 
 @section("data")

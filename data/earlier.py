@@ -1,4 +1,4 @@
-"""How the data of a stage continues those of the stages before (training/stages.py).
+"""How the data of a stage continues those of the stages before (settings/data_stages.py).
 
     stage 0   web 0.9, code 0.1   S = 8192     web 0 … 8999, code 0 … 999      of each source's
     stage 1   web 0.5, long 0.5   S = 8192     web 9000 …,   long 0 …          own samples

@@ -12,7 +12,7 @@ from itertools import product
 from docs import svg
 from docs.svg import INK, MUTED, PAPER, arrow, line, rectangle, text
 from parallel.placement import chunk_range
-from training.load_config import load_config
+from settings.load import load_config
 
 SAVED_BY, LOADED_BY = (2, 2), (3, 1)  # sizes of dp_shard, tp
 WIDTH, HEIGHT = 960, 370

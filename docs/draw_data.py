@@ -9,8 +9,8 @@ from docs import svg
 from docs.svg import INK, MUTED, PAPER, line, rectangle, text
 from model.transformer import num_parameters
 from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
+from settings.load import load_config
 from tools.plan.guide import STAGES, our_bytes
-from training.load_config import load_config
 
 RANKS, MICRO_BATCHES = 8, 4
 WIDTH, HEIGHT = 960, 440

@@ -8,10 +8,10 @@ configs/llama3_8b.yaml, with less and less kept for backward. Prints the same nu
 from docs import svg
 from docs.svg import INK, MUTED, PAPER, line, rectangle, text
 from parallel.pipeline.actions import Action
+from settings.load import load_config
 from tools.plan.hardware import GB, find_device
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory
-from training.load_config import load_config
 
 WIDTH, HEIGHT = 960, 470
 GPU = find_device("h100")  # of 80 GB

@@ -8,7 +8,7 @@ and columns of a rank, as in the model.
 from docs import svg
 from docs.svg import FAINT, INK, MUTED, PAPER, arrow, line, rectangle, text
 from parallel.placement import chunk_range
-from training.load_config import load_config
+from settings.load import load_config
 
 TP = 2
 WIDTH, HEIGHT = 960, 456

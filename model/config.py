@@ -6,9 +6,9 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
+from declare import Text, between, section
 from errors import UserError
 from kinds import kinds_in
-from settings import Text, between, section
 
 Width = Annotated[int, between(1, 2**20)]
 KEYS_OF_EXPERTS = {

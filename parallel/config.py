@@ -6,13 +6,13 @@ from dataclasses import field
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
+from declare import LARGEST, Count, OneOf, Text, Whole, between, section
 from errors import UserError
 from parallel.axes import AXES, MAX_RANKS, MeshSizes
 from parallel.layouts import check_keys
 from parallel.pipeline.actions import stage_ranks
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
 from parallel.pipeline.schedules import build_schedule
-from settings import LARGEST, Count, OneOf, Text, Whole, between, section
 
 
 @section("parallel")

@@ -7,14 +7,14 @@
 
 A layout gives the keys in which it differs from the sections `parallel` and, for what decides how
 much memory a rank needs, `train`. It never changes the global batch, so every layout trains on the
-same samples. training/layouts.py checks the list and chooses from it.
+same samples. settings/layouts.py checks the list and chooses from it.
 """
 
 from dataclasses import fields
 from typing import Any
 
+from declare import no_such_key
 from errors import UserError
-from settings import no_such_key
 
 # Keys of `train` that a layout may give; tools.plan --search chooses them with the axes.
 OF_TRAIN = ("micro_batch_size", "activation_checkpointing")

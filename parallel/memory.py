@@ -1,7 +1,7 @@
 """The categories of memory use, and a way for code to state the category of a tensor.
 
 A training run registers no listener; its report counts what model, FSDP and optimizer hold
-(runtime/records/memory_report.py). The planner counts by these categories (costs/, tools/plan/).
+(runtime/metrics/memory_report.py). The planner counts by these categories (costs/, tools/plan/).
 The rehearsal, which sees every storage, registers a listener (tools/rehearse/memory.py).
 """
 

@@ -6,14 +6,14 @@
 
     start/             what happens before the first step: the ranks find each other, and mistakes
                        are found before anything is built
-    checkpoints/       saving while training continues, and going on from what was saved, exactly
-    records/           what a run writes about itself: measurements, events, how it ended
+    log/               what happened to a run, how it ended, where its time went
+    checkpoint/        saving while training continues, and going on from what was saved, exactly
+    metrics/           what a run measures of itself, and where it is written
     profiling/         where the time of a step goes
-    alerts/            alarms, numbers for Prometheus, a command after each commit: a process of
+    monitor/           alarms, numbers for Prometheus, a command after each commit: a process of
                        its own
     health/            faulty machines: slow ranks, silent corruption, nodes that are left out
-    tasks/             the log-likelihood of texts and of choices, on every layout
-    evaluation.py      the loss on held-out text
+    evaluation/        the loss on held-out text; tasks: the log-likelihood of texts and of choices
 
     stop.py            planned stops (signals, time, files), agreed on by all ranks
     signals.py         receives signals, from the first line of train.py
@@ -24,6 +24,6 @@
     garbage.py         collects Python's garbage in the same step on all ranks
     schema.py          validation of JSON from outside
 
-May import `training/`, `costs/`, `model/`, `parallel/` and `data/`; imported only by train.py, the
-tools, the benchmarks, the tests and docs/.
+May import `training/`, `settings/`, `costs/`, `model/`, `parallel/` and `data/`; imported only by
+train.py, the tools, the benchmarks, the tests and docs/.
 """

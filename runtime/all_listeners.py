@@ -1,31 +1,31 @@
 """The listeners of a training run, in the order in which each step calls them (listener.py)."""
 
 from parallel.mesh import Mesh
-from runtime.alerts.rank_0 import Companion, CompanionListener
-from runtime.checkpoints.checkpoint import Start
-from runtime.checkpoints.lease import Lease
-from runtime.checkpoints.rollback import Rollback
-from runtime.checkpoints.save import Saver
-from runtime.checkpoints.saving import LeaseCheck, Saving
-from runtime.evaluation import Evaluation
+from runtime.checkpoint.lease import Lease
+from runtime.checkpoint.load import Start
+from runtime.checkpoint.rollback import Rollback
+from runtime.checkpoint.save import Saver
+from runtime.checkpoint.saving import LeaseCheck, Saving
+from runtime.evaluation.heldout import Evaluation
+from runtime.evaluation.listener import Tasks
 from runtime.garbage import GarbageCollection
 from runtime.health.examine import Examination
 from runtime.health.faults import Faults
 from runtime.health.slow_ranks import SlowRanks
 from runtime.listener import Listener
+from runtime.metrics.memory_report import MemoryReports
+from runtime.metrics.metrics import Metrics, RecordWriter
+from runtime.monitor.rank_0 import Companion, CompanionListener
 from runtime.next_stage import StageBegins
 from runtime.profiling.profile import StepProfile
 from runtime.profiling.trace import StepTrace
-from runtime.records.memory_report import MemoryReports
-from runtime.records.metrics import Metrics, RecordWriter
 from runtime.signals import Signals
 from runtime.start.preconditions import Data
 from runtime.start.spares import SparesEvent
 from runtime.start.times import StartTimes
 from runtime.stop import StopRequests
-from runtime.tasks.listener import Tasks
 from runtime.watchdog import Watchdog
-from training.config import Config
+from settings.config import Config
 from training.step import TrainStep
 
 

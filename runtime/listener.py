@@ -33,8 +33,8 @@ from contextlib import ExitStack
 from torch import Tensor
 
 from data.loader import BatchLoader
-from runtime.checkpoints.checkpoint import Start
-from training.config import Config
+from runtime.checkpoint.load import Start
+from settings.config import Config
 from training.step import StepResult, TrainStep
 
 

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from data.dataset import Mixture
 from errors import RunFailed
 from parallel.mesh import Mesh, build_mesh
-from runtime.checkpoints.checkpoint import Start, find_before
-from runtime.checkpoints.lease import Lease
+from runtime.checkpoint.lease import Lease
+from runtime.checkpoint.load import Start, find_before
 from runtime.listener import Listener, Run
+from runtime.log.events import append_event
 from runtime.messages import log
-from runtime.records.events import append_event
 from runtime.signals import Signals
 from runtime.start.init_distributed import join_again
-from training.config import Config
-from training.load_config import changed_between, settings_of
+from settings.config import Config
+from settings.load import changed_between, settings_of
 
 
 def enter_stage(config: Config, start: Start, device: str, signals: Signals) -> tuple[Config, Mesh]:

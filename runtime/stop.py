@@ -49,7 +49,7 @@ from runtime import signals
 from runtime.listener import Listener, Run
 from runtime.messages import LostConnection
 from runtime.signals import Signals
-from training.config import Config
+from settings.config import Config
 
 # Sources of a stop request → the reason for status.json. If ranks have different requests, the last
 # one in this order wins.

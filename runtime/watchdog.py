@@ -34,10 +34,10 @@ import torch.distributed as dist
 
 from runtime.device import device_thread
 from runtime.listener import Listener, Run
+from runtime.log.events import append_event
+from runtime.log.status import write_status
 from runtime.messages import log
-from runtime.records.events import append_event
-from runtime.records.status import write_status
-from training.config import Config
+from settings.config import Config
 
 LOOK_SECONDS = 1.0  # between two checks of the clock
 GRACE_SECONDS = 10.0  # so that the other ranks can write too: the launcher ends all when one exits

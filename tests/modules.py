@@ -5,8 +5,8 @@ from pathlib import Path
 
 from tests import ROOT
 
-ROOMS = ("benchmarks", "costs", "data", "docs", "model", "parallel", "proofs", "runtime", "tests",
-         "tools", "training")  # fmt: skip
+ROOMS = ("benchmarks", "costs", "data", "docs", "model", "parallel", "proofs", "runtime",
+         "settings", "tests", "tools", "training")  # fmt: skip
 SOURCES = sorted(
     [*ROOT.glob("*.py"), *(file for room in ROOMS for file in (ROOT / room).rglob("*.py"))]
 )

@@ -173,11 +173,11 @@ CHANGES: dict[str, list[Change]] = {
     "training/gradient.py": [
         ("dist.all_reduce(total)", "dist.all_reduce(total, group=mesh.loss.get_group())", "group"),
     ],
-    "training/precision.py": [
+    "settings/precision.py": [
         ("if config.optimizer.pure_bfloat16 else exact",
          "if config.optimizer.pure_bfloat16 else compute", "dtype"),
     ],
-    "training/stages.py": [
+    "settings/data_stages.py": [
         ("before + -(-(value - tokens) // tokens_per_step)",
          "before + (value - tokens) // tokens_per_step"),
     ],
@@ -202,7 +202,7 @@ CHANGES: dict[str, list[Change]] = {
         ("(mine >= limit)", "(mine > limit)"),
     ],
     # --- saving ---
-    "runtime/checkpoints/save.py": [
+    "runtime/checkpoint/save.py": [
         ("            stall += copied()\n", "", "wait"),
         ("        began = time.perf_counter()\n        self.wait()\n",
          "        began = time.perf_counter()\n", "wait"),
@@ -212,20 +212,20 @@ CHANGES: dict[str, list[Change]] = {
         ("        sync_folder(partial)\n", "", "fsync"),
         ("[: -keep.keep_last]", "[: -keep.keep_last - 1]"),
     ],
-    "runtime/checkpoints/manifest.py": [
+    "runtime/checkpoint/manifest.py": [
         ("while block := file.read(HASHED_AT_ONCE):", "if block := file.read(HASHED_AT_ONCE):",
          "hash"),
         ("        os.fsync(file.fileno())\n", "", "fsync"),
     ],
-    "runtime/checkpoints/saving.py": [
+    "runtime/checkpoint/saving.py": [
         ("self.is_due |= self.interval.is_due(run)", "self.is_due = self.interval.is_due(run)"),
         ("good = not run.train.guard.bad_in_a_row or run.is_last", "good = True", "guard"),
     ],
-    "runtime/checkpoints/lease.py": [
+    "runtime/checkpoint/lease.py": [
         ("        self._require()\n        try:\n            os.replace(",
          "        try:\n            os.replace(", "fencing"),
     ],
-    "runtime/checkpoints/checkpoint.py": [
+    "runtime/checkpoint/load.py": [
         ("        copy.copy_(source)\n", "        pass\n", "tied"),
     ],
 }  # fmt: skip

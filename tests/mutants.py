@@ -84,7 +84,7 @@ def steps(file: str) -> list[list[str]]:
             ranked.append((module not in known, len(known), name.replace(".", "/") + ".py"))
     knows_it = sum(not of_second for of_second, *_ in ranked)
     near = [path for *_, path in sorted(ranked)[: min(knows_it, MOST) or LEAST]]
-    of_a_step = file.partition("/")[0] in ("model", "parallel", "training")
+    of_a_step = file.partition("/")[0] in ("model", "parallel", "settings", "training")
     proofs = [each for each in PROOFS if of_a_step and each not in near]
     return [files for files in (near[:FIRST], near[FIRST:], proofs) if files] + [["tests"]]
 

@@ -20,7 +20,7 @@ from proofs.ranks import Ranks
 from tests import ROOT
 from tests.steps import make_step, rows_of
 
-ROOMS = ("model", "parallel", "training")
+ROOMS = ("model", "parallel", "settings", "training")
 LEFT_OUT = "model/kernels"
 
 

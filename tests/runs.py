@@ -22,15 +22,15 @@ import proofs.ranks
 import train
 from errors import UserError
 from proofs.ranks import RankError, Ranks
-from runtime.checkpoints import checkpoint
-from runtime.checkpoints.manifest import MANIFEST, PLACES
-from runtime.checkpoints.save_errors import SaveFailed
+from runtime.checkpoint.load import Start, held_tensors, load
+from runtime.checkpoint.manifest import MANIFEST, PLACES
+from runtime.checkpoint.save_errors import SaveFailed
 from runtime.messages import on_all_ranks
 from runtime.signals import Signals
+from settings.load import load_config
 from tests.data_samples import tokenizer
 from tests.planted import planted
 from tests.steps import make_step
-from training.load_config import load_config
 from training.step import TrainStep
 
 LAYOUT_3D = {"tp": 2, "pp": 2}  # and, on 8 ranks, dp_shard 2
@@ -201,9 +201,9 @@ def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
     """Load the checkpoint `path` in this layout and return every global tensor (weights,
     biases of routers and optimizer moments), gathered from all ranks."""
     step = step_of(arguments)
-    checkpoint.load(step, checkpoint.Start(Path(path), step=1))
+    load(step, Start(Path(path), step=1))
     mine: dict[str, torch.Tensor] = {}
-    for held in checkpoint.held_tensors(step):
+    for held in held_tensors(step):
         mine[held.name] = held.tensor.full_tensor().clone()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)

@@ -7,8 +7,8 @@ from torch.nn import Parameter
 from parallel.mesh import build_mesh
 from proofs.parity.cases import BOS, Case
 from proofs.parity.run import global_batch
+from settings.config import Config
 from training.build import build_stages
-from training.config import Config
 from training.step import TrainStep
 
 

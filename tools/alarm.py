@@ -2,7 +2,7 @@
 `python -m tools.alarm TEXT CONFIG.yaml [section.key=value …]`
 
 For job scripts: slurm/train_70b.sh calls it when a job gives up, because no rank is left that
-could (runtime/alerts/). The alarm goes to run.on_event, as event "job"; without that key, nothing
+could (runtime/monitor/). The alarm goes to run.on_event, as event "job"; without that key, nothing
 is sent. The exit status is 1 if it could not be delivered, and 2 if the configuration is refused.
 """
 
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from errors import UserError
-from runtime.alerts.alarms import alarm
-from runtime.alerts.check import on_event
-from runtime.alerts.send import Sender
+from runtime.monitor.alarms import alarm
+from runtime.monitor.check import on_event
+from runtime.monitor.send import Sender
+from settings.load import load_config
 from tools.command import CommandParser, add_overrides, run_command
-from training.load_config import load_config
 
-LIMIT_SECONDS = 120.0  # longer than all attempts together (runtime/alerts/send.py)
+LIMIT_SECONDS = 120.0  # longer than all attempts together (runtime/monitor/send.py)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

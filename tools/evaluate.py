@@ -1,7 +1,7 @@
 """Evaluates a model on tasks: `python -m tools.evaluate --checkpoint DIR --tasks NAME_OR_FILE …`
 
 DIR is a checkpoint of any layout, a run folder (its newest checkpoint is used) or an exported
-folder in Hugging Face format. A task is the name of one in tasks/, or the path of a file in the
+folder in Hugging Face format. A task is the name of a bundled one, or the path of a file in the
 same format (docs/evaluation.md). The code is that of `train.tasks`, so a run's own numbers come out
 again, to rounding. With several processes, the model is sharded over all of them by tensor
 parallelism, as by tools.generate:
@@ -20,14 +20,14 @@ from typing import Any
 import torch.distributed as dist
 
 from errors import UserError
+from runtime.evaluation.files import read_tasks
+from runtime.evaluation.rows import log_likelihoods, measures, tokenize
+from runtime.evaluation.scoring import score_whole
 from runtime.messages import from_rank_0, on_all_ranks, refuse
 from runtime.start.init_distributed import init_distributed
-from runtime.tasks.files import read_tasks
-from runtime.tasks.rows import log_likelihoods, measures, tokenize
-from runtime.tasks.scoring import score_whole
+from settings.precision import DTYPES
 from tools.command import CommandParser, at_least, run_command, table, writes
 from tools.generate.load_model import load_model
-from training.precision import DTYPES
 
 TOKENS_AT_ONCE = 4096
 
@@ -64,7 +64,7 @@ def describe(found: dict[str, Any]) -> str:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(prog="python -m tools.evaluate", description=__doc__)
     parser.required("--checkpoint", Path, "DIR", "a checkpoint, run folder or exported folder")
-    tasks = "names of tasks in tasks/, or files in the same format"
+    tasks = "names of bundled tasks (runtime/evaluation/tasks/), or files in the same format"
     parser.required("--tasks", str, "NAME_OR_FILE", tasks, nargs="+")
     length = "the most tokens of a row (default: the model's sequence length)"
     parser.option("--seq-len", int, "N", length)

@@ -49,12 +49,12 @@ import torch.distributed as dist
 
 import train
 from errors import UserError
-from runtime.records.status import read_status, record_failure
+from runtime.log.status import read_status, record_failure
 from runtime.signals import Signals
 from runtime.start.environment import check_environment
+from settings.layouts import valid_layout
+from settings.load import load_config
 from tools.command import CommandParser, add_overrides, reports_errors
-from training.layouts import valid_layout
-from training.load_config import load_config
 
 # the smallest world in which tensor, pipeline and data parallelism all have two ranks
 MAX_PROCESSES = 8

@@ -24,8 +24,8 @@ from fsspec.implementations.dirfs import DirFileSystem
 
 from errors import UserError
 from output import log
-from runtime.checkpoints.manifest import Damaged, check_sizes, fingerprint, read_manifest, verify
-from runtime.checkpoints.names import MANIFEST, NAME
+from runtime.checkpoint.manifest import Damaged, check_sizes, fingerprint, read_manifest, verify
+from runtime.checkpoint.names import MANIFEST, NAME
 from tools.command import CommandParser, reports_errors, run_command
 
 PARTIAL = f"{MANIFEST}.partial"

@@ -18,9 +18,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from parallel.layouts import MAX_LAYOUTS, OF_TRAIN
+from settings.config import SECTIONS, Config
+from settings.data_stages import BEGINS, CHANGEABLE
 from tools.command import CommandParser, run_command
-from training.config import SECTIONS, Config
-from training.stages import BEGINS, CHANGEABLE
 
 
 def schema() -> dict[str, Any]:
@@ -59,7 +59,7 @@ def some_of(section: str, keys: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def stages() -> dict[str, Any]:
-    """The schema of the list of stages (training/stages.py)."""
+    """The schema of the list of stages (settings/data_stages.py)."""
     begins = {
         "from_step": "the stage begins after this many steps",
         "from_token": "or: it begins with the first step before which so many tokens were read",

@@ -24,8 +24,8 @@ from model.router import Account, BaseRouter, bias_name, routers_of
 from model.transformer import Transformer
 from parallel.axes import WEIGHT_AXES
 from parallel.mesh import Mesh
-from training.config import Config
-from training.precision import Precision
+from settings.config import Config
+from settings.precision import Precision
 
 
 @dataclass(frozen=True)

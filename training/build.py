@@ -13,8 +13,8 @@ from parallel.fsdp_units import shard
 from parallel.layer import TensorParallel
 from parallel.mesh import Mesh
 from parallel.pipeline.tied import TiedEmbedding, first_and_last_stage_group
-from training.config import Config
-from training.precision import Precision
+from settings.config import Config
+from settings.precision import Precision
 
 
 def build_stages(config: Config, mesh: Mesh) -> dict[int, Transformer]:

@@ -8,7 +8,7 @@ is not far above recent losses.
 Loss and norm are the same on every rank, so the decision is too. (The loss is equal to the last
 bit, unless a library sums in another order on another tp rank; runtime/health/replicas.py detects
 this.) All of it stays on the device: the host reads the number of consecutive bad steps only when
-it logs, and then runtime/checkpoints/rollback.py may go back. While steps are bad, checkpoints are
+it logs, and then runtime/checkpoint/rollback.py may go back. While steps are bad, checkpoints are
 saved only on request and at the end: an update before the bad steps may have ruined the weights.
 
 A spike is a loss more than `guard.spike_sigmas` standard deviations above the mean of the last 128

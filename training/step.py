@@ -18,15 +18,15 @@ from parallel.pipeline.actions import forward_only, splits_backward, stage_ranks
 from parallel.pipeline.lower import Program, lower
 from parallel.pipeline.runner import PipelineRunner, Recorder, record_nothing
 from parallel.pipeline.transfer import Transfers
+from settings.config import Config
+from settings.precision import Precision
 from tokens import IGNORE
 from training.balance import Balance, Loads
 from training.build import build_tied_embedding
-from training.config import Config
 from training.gradient import gradient_norm
 from training.guard import UpdateGuard
 from training.learning_rate import learning_rate
 from training.optimizers import optimizer_class
-from training.precision import Precision
 
 
 @dataclass(frozen=True)

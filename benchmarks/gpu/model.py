@@ -8,7 +8,7 @@ The programs and models are those of programs.py. A step has four micro-batches,
 optimizer takes a tenth of the time; a long step has sixteen, as a real run has at least.
 
     MFU = tokens per second · flops_per_token(S) / dense bf16 peak of the device
-    (runtime/records/metrics.py)
+    (runtime/metrics/metrics.py)
 """
 
 import json

@@ -37,10 +37,10 @@ from model.config import ModelConfig
 from model.kernels.attention import unload_flash3
 from model.kernels.attention_choice import BY_REQUEST, KEY
 from parallel.mesh import build_mesh
+from settings.config import SECTIONS, Config
 from tools.huggingface.config import config_json
 from tools.rehearse.real import draw_on_device
 from training.build import build_stages
-from training.config import SECTIONS, Config
 from training.step import TrainStep
 
 WIDE, SMALL = "8B width", "1B"

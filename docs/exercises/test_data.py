@@ -4,8 +4,8 @@ docs/exercises/test_data.py`."""
 import pytest
 
 from model.transformer import num_parameters
+from settings.load import load_config
 from tools.plan.guide import STAGES, our_bytes
-from training.load_config import load_config
 
 
 def bytes_per_parameter(zero_stage: int, ranks: int) -> float:

@@ -8,7 +8,7 @@ import pytest
 from costs.units import kind_of, unit
 from parallel.pipeline.schedules import build_schedule
 from parallel.pipeline.simulate import Costs, simulate
-from training.load_config import load_config
+from settings.load import load_config
 
 
 def kept_per_token(dim: int, ffn_dim: int, num_heads: int, num_kv_heads: int, tp: int) -> float:

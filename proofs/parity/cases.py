@@ -18,8 +18,8 @@ from model.config import KEYS_OF_EXPERTS, ModelConfig
 from parallel.axes import MeshSizes
 from parallel.config import ParallelConfig
 from parallel.pipeline.schedules import SCHEDULES
-from training.config import Config
-from training.sections import (
+from settings.config import Config
+from settings.sections import (
     CheckpointConfig,
     GuardConfig,
     OptimizerConfig,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from proofs.parity.reference import Reference
 from proofs.parity.reference_experts import auxiliary_losses, experts_of
-from training.sections import OptimizerConfig
+from settings.sections import OptimizerConfig
 
 
 def warmup_cosine(step: int, steps: int, config: OptimizerConfig) -> float:

@@ -33,8 +33,8 @@ from proofs.parity.reference_training import gradient_norm, train
 from proofs.parity.routing import Choices, recording
 from proofs.parity.row import Row
 from proofs.ranks import RankError, Ranks
+from settings.precision import DTYPES
 from training.build import build_stages
-from training.precision import DTYPES
 from training.step import TrainStep
 
 # canonical name, region of the global tensor, values; `Choices` are parts too, by layer

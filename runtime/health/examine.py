@@ -52,18 +52,18 @@ from torch import Tensor
 
 from errors import RunFailed
 from parallel.placement import replicated_over
-from runtime.checkpoints.checkpoint import Start, held_tensors
+from runtime.checkpoint.load import Start, held_tensors
 from runtime.health.compare import Computed, compute, disputes, returned, settle, shifted
 from runtime.health.excluded import exclude, node_name
 from runtime.health.refusal import refusal
 from runtime.health.replicas import ReplicasDiffer
 from runtime.health.verdicts import NOT_EXAMINED, PERSISTENT, REPRODUCIBLE, TRANSIENT, Verdict
 from runtime.listener import Listener, Run
+from runtime.log.events import append_event
 from runtime.messages import log
-from runtime.records.events import append_event
-from runtime.records.metrics import Metrics
+from runtime.metrics.metrics import Metrics
 from runtime.watchdog import Watchdog
-from training.config import Config
+from settings.config import Config
 from training.step import StepResult, TrainStep
 
 KEPT = 64  # steps since the last logged one whose rows are kept

@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml_text
+from runtime.log.status import write_whole
 from runtime.messages import log
-from runtime.records.status import write_whole
+from settings import yaml_text
 
 FILE = "excluded.json"
 

@@ -17,7 +17,7 @@ from parallel.weight_gradient import LinearProducts
 from runtime.health.products import Compute, Wrapped, Wrapping, linear_layers
 from runtime.listener import Listener, Run
 from runtime.messages import log, on_all_ranks
-from training.precision import Precision
+from settings.precision import Precision
 from training.step import TrainStep
 
 KEY = "guard.inject_fault"
@@ -39,7 +39,7 @@ class FaultyProducts(Wrapped):
 
 class Faults(Listener):
     """Injects the fault that the configuration asks for; every rank has one. The key has the form
-    that training/sections.py checks."""
+    that settings/sections.py checks."""
 
     def __init__(self, train: TrainStep) -> None:
         asked = dict(part.split("=") for part in train.config.guard.inject_fault.split(","))

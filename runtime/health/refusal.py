@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from runtime.health.verdicts import NOT_EXAMINED
+from runtime.log.events import read_events
 from runtime.messages import from_rank_0
-from runtime.records.events import read_events
 
 MORE_BYTES = 512 << 20  # that an examination takes beyond a step, for hashes and repeatable sums
 

@@ -29,16 +29,16 @@ from torch import Tensor
 
 from parallel.mesh import Mesh
 from parallel.weight_gradient import LinearProducts
-from runtime.checkpoints.checkpoint import Start
+from runtime.checkpoint.load import Start
 from runtime.health.excluded import exclude, include, node_name
 from runtime.health.judge import Judge, Slow
 from runtime.health.products import Compute, Wrapped, Wrapping, linear_layers
 from runtime.listener import Listener, Run
+from runtime.log.events import append_event
 from runtime.messages import log
-from runtime.records.events import append_event
-from runtime.records.metrics import Metrics
+from runtime.metrics.metrics import Metrics
 from runtime.stop import StopRequests
-from training.config import Config
+from settings.config import Config
 from training.step import TrainStep
 
 AFTER = 2  # first steps of a start, which are not timed: they allocate and connect

@@ -19,7 +19,7 @@ from parallel.pipeline.actions import (
     Kind,
 )
 from parallel.pipeline.simulate import Costs, Event, Timeline
-from runtime.records.log_lines import is_count, is_number
+from runtime.log.log_lines import is_count, is_number
 
 NAMES = {
     FORWARD: "forward",

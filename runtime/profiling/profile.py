@@ -31,7 +31,7 @@ from runtime.listener import Listener, Run
 from runtime.messages import log
 from runtime.profiling.profile_summary import describe, mark_name, read_trace, summarise
 from runtime.watchdog import Watchdog
-from training.config import Config
+from settings.config import Config
 
 # The communicating methods of ProcessGroup. torch 2.11 has the old names, 2.13 has both.
 _NAMES = (

@@ -23,7 +23,7 @@ from parallel.pipeline.simulate import Event, Timeline
 from runtime.listener import Listener, Run
 from runtime.messages import log
 from runtime.profiling.chrome import merge_chrome, to_chrome
-from training.config import Config
+from settings.config import Config
 
 AFTER = 2  # first steps that are not traced, because they allocate, connect and compile
 

@@ -9,7 +9,7 @@ rendezvous.py        how the ranks of one start find each other
 attention.py         which kernel attention uses, and whether the device has it
 preconditions.py     checks memory, data, folder and alarms, before anything is built
 doubts.py            settings that a start warns of
-notices.py           what a start says about its configuration (called by records/metrics.py)
+notices.py           what a start says about its configuration (called by metrics/metrics.py)
 topology.py          which mesh axes lie inside a node, and what it costs where tp does not
 
 parts.py             the parts of a start, and when they end

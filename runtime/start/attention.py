@@ -25,9 +25,9 @@ from model.positions import BatchPositions
 from model.transformer import kinds_of_blocks
 from parallel.context import Attend, ContextParallel, number_of_pieces
 from runtime.device import deterministic
-from runtime.tasks.scoring import padded
-from training.config import Config, cuts_of_sequence
-from training.precision import Precision
+from runtime.evaluation.scoring import padded
+from settings.config import Config, cuts_of_sequence
+from settings.precision import Precision
 
 
 class _Asked:

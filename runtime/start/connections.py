@@ -22,8 +22,8 @@ import os
 
 from errors import UserError
 from parallel.config import ParallelConfig
-from training.layouts import choose_layout
-from training.load_config import load_config
+from settings.layouts import choose_layout
+from settings.load import load_config
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 

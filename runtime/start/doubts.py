@@ -1,9 +1,9 @@
 """Settings that may be meant, but are more often a mistake. A start warns of them; what can only be
-a mistake is refused (training/config.py)."""
+a mistake is refused (settings/config.py)."""
 
 import math
 
-from training.config import Config
+from settings.config import Config
 
 FEW_SIGMAS = 3  # beyond which 0.1 % of normally distributed losses are
 

@@ -75,7 +75,7 @@ def open_files_needed(world_size: int) -> int:
     """An upper bound of the files and sockets that one process of a run has open.
 
     gloo connects every rank of a group with every other, and listens at one more socket. Three
-    groups have all ranks: the default one, and those of saving (checkpoints/save.py) and stopping
+    groups have all ranks: the default one, and those of saving (checkpoint/save.py) and stopping
     (stop.py). The groups of the mesh, one for each of its views (parallel/mesh.py), need at most
     three more of them.
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from errors import UserError
 from runtime.start.connections import connections_notice
 from runtime.start.doubts import doubts
-from training.config import Config
-from training.load_config import changed_between, load_config, settings_of
+from settings.config import Config
+from settings.load import changed_between, load_config, settings_of
 
 # Sections that do not change what is trained.
 ABOUT_THE_RUN = ("run", "checkpoint")

@@ -12,12 +12,12 @@ from data.dataset import Mixture, Opened, open_data
 from data.loader import heldout_batches
 from errors import UserError
 from model.transformer import num_parameters
-from runtime.alerts.check import check_alerts
+from runtime.evaluation.rows import open_tasks
+from runtime.monitor.check import check_alerts
 from runtime.start.parts import parts
-from runtime.tasks.rows import open_tasks
-from training.config import Config
+from settings.config import Config
+from settings.data_stages import in_stage
 from training.optimizers import state_bytes
-from training.stages import in_stage
 
 LONGEST_NAME = 200  # bytes; longer than any path that a run creates in its folder
 

@@ -47,14 +47,14 @@ import torch.distributed as dist
 from errors import UserError
 from runtime.health.excluded import excluded_nodes, node_name
 from runtime.listener import Listener, Run
+from runtime.log.events import append_event
+from runtime.log.log_lines import json_object
 from runtime.messages import log
-from runtime.records.events import append_event
-from runtime.records.log_lines import json_object
 from runtime.signals import Signals
 from runtime.start.rendezvous import comes, fresh_store
 from runtime.torchrun import REFUSED, SPARES, stop_agent
-from training.layouts import layout_sizes
-from training.load_config import load_config
+from settings.layouts import layout_sizes
+from settings.load import load_config
 
 LOOK_SECONDS = 1.0  # between two looks of a spare at the store and for signals
 BEAT_SECONDS = 5.0  # between two signs of life of rank 0, for the spares

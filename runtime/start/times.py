@@ -2,9 +2,9 @@
 
 import torch.distributed as dist
 
-from runtime.checkpoints.checkpoint import Start
+from runtime.checkpoint.load import Start
 from runtime.listener import Listener, Run
-from runtime.records.events import append_event
+from runtime.log.events import append_event
 from runtime.start.parts import forget_parts, part_ends, seconds_by_part
 
 

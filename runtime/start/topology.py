@@ -11,7 +11,7 @@ from hardware import H100
 from parallel.axes import MeshSizes
 from parallel.mesh import Mesh
 from parallel.pipeline.balance import even_split, imbalance
-from training.config import Config
+from settings.config import Config
 
 
 def describe_nodes(sizes: MeshSizes, ranks_per_node: int) -> str:

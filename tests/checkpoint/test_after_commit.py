@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from proofs.ranks import Ranks
-from runtime.alerts import after_commit
-from runtime.alerts.after_commit import RECORD, Commands, is_running, progress, read_record
-from runtime.alerts.settings import Settings
-from runtime.checkpoints.names import MANIFEST
-from runtime.checkpoints.save import Saver
+from runtime.checkpoint.names import MANIFEST
+from runtime.checkpoint.save import Saver
+from runtime.monitor import after_commit
+from runtime.monitor.after_commit import RECORD, Commands, is_running, progress, read_record
+from runtime.monitor.settings import Settings
 from tests.monitor.alert_helpers import wait_until
 from tests.runs import fresh, losses, names, run, status_of, write_config
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from data.tokenizer import Tokenizer
 from proofs.ranks import Ranks
-from runtime.checkpoints.manifest import Manifest, fingerprint, read_manifest, write_manifest
+from runtime.checkpoint.manifest import Manifest, fingerprint, read_manifest, write_manifest
 from tests.data_samples import MANY, flip_a_bit, tokenizer
 from tests.huggingface.huggingface_models import change, write_checkpoint
 from tests.runs import EXPERTS, checkpoint_of, same_tensors, train_run, write_config

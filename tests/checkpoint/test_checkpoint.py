@@ -21,13 +21,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-import runtime.checkpoints.save
+import runtime.checkpoint.save
 from proofs.ranks import Ranks
-from runtime.checkpoints import manifest
-from runtime.checkpoints.lease import Lease
-from runtime.checkpoints.manifest import MANIFEST, Damaged, Manifest, read_manifest
-from runtime.checkpoints.save import Saver
-from runtime.records.events import read_events
+from runtime.checkpoint import manifest
+from runtime.checkpoint.lease import Lease
+from runtime.checkpoint.manifest import MANIFEST, Damaged, Manifest, read_manifest
+from runtime.checkpoint.save import Saver
+from runtime.log.events import read_events
 from tests.planted import planted
 from tests.runs import (
     checkpoint_of,
@@ -186,7 +186,7 @@ FAULTS = [  # where a save fails, at which step, with which error, on which rank
 
 def train_with_faults(arguments: list[str]) -> tuple[str, str]:
     def faulty(name: str) -> Any:
-        @planted(FileSystem if name == "create_stream" else runtime.checkpoints.save, name)
+        @planted(FileSystem if name == "create_stream" else runtime.checkpoint.save, name)
         def failing(honest: Any, *given: object, **options: object) -> object:
             about = " ".join(map(str, given))
             for where, step, kind, rank in FAULTS:

@@ -9,11 +9,11 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-import runtime.checkpoints.save
+import runtime.checkpoint.save
 from proofs.ranks import Ranks
-from runtime.checkpoints.manifest import MANIFEST, Manifest
-from runtime.checkpoints.save_errors import SaveFailed, agree
-from runtime.records.events import read_events
+from runtime.checkpoint.manifest import MANIFEST, Manifest
+from runtime.checkpoint.save_errors import SaveFailed, agree
+from runtime.log.events import read_events
 from tests.runs import copy_of, heard, names, write_config
 
 
@@ -39,14 +39,14 @@ def test_what_comes_in_the_way_meanwhile_is_put_aside(
 
 def train_with_strangers(config: str, others: Path) -> tuple[str, str]:
     # Train while folders from `others` appear under the names of checkpoints about to be committed.
-    honest = runtime.checkpoints.save.write_manifest
+    honest = runtime.checkpoint.save.write_manifest
 
     def after_a_copy(folder: Path, about: Manifest) -> None:
         honest(folder, about)
         if folder.name != "step-00000006":
             shutil.copytree(others / folder.name, folder.parent.parent / folder.name)
 
-    with patch.object(runtime.checkpoints.save, "write_manifest", after_a_copy):
+    with patch.object(runtime.checkpoint.save, "write_manifest", after_a_copy):
         return heard([config, "parallel.pp=1", "parallel.tp=1"])
 
 
@@ -63,14 +63,14 @@ def test_a_checkpoint_that_is_not_found_again_is_not_called_saved(
 
 def train_with_a_thief(config: str) -> tuple[str, str]:
     """Train while a file of step 4's checkpoint is deleted as soon as it is committed."""
-    honest = runtime.checkpoints.save.sync_folder
+    honest = runtime.checkpoint.save.sync_folder
 
     def steal(folder: Path) -> None:
         honest(folder)
         for file in (folder / "step-00000004").glob("trainer.json"):
             file.unlink()
 
-    with patch.object(runtime.checkpoints.save, "sync_folder", steal):
+    with patch.object(runtime.checkpoint.save, "sync_folder", steal):
         return heard([config])
 
 

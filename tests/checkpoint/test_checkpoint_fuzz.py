@@ -24,9 +24,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from errors import UserError
 from proofs.ranks import Ranks
-from runtime.checkpoints import manifest
-from runtime.checkpoints.manifest import MANIFEST, PLACES, Damaged, fingerprint
-from runtime.checkpoints.trainer_state import FILE, TrainerState, parse_trainer, verify_checkpoint
+from runtime.checkpoint import manifest
+from runtime.checkpoint.manifest import MANIFEST, PLACES, Damaged, fingerprint
+from runtime.checkpoint.trainer_state import FILE, TrainerState, parse_trainer, verify_checkpoint
 from tests.runs import checkpoint_of, run, stored_tensors, write_config
 from tools import verify
 from tools.huggingface.checkpoint_reader import CheckpointReader

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from runtime.checkpoints.host_copies import host_copies, power_of_two_buffers
+from runtime.checkpoint.host_copies import host_copies, power_of_two_buffers
 
 # Bytes of one rank's tensors, each with two moments: the matrices of 40 blocks, D 5120, F 13824.
 MATRICES = [4 * 5120 * n // 8 for n in (5120, 5120, 5120, 5120, 13824, 13824, 13824)] * 40 * 3

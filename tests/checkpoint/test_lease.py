@@ -14,9 +14,9 @@ import torch.distributed as dist
 import training.step
 from errors import UserError
 from proofs.ranks import RankError, Ranks
-from runtime.checkpoints import lease
-from runtime.checkpoints.lease import Lease
-from runtime.checkpoints.lease_holder import Holder, newest_lease
+from runtime.checkpoint import lease
+from runtime.checkpoint.lease import Lease
+from runtime.checkpoint.lease_holder import Holder, newest_lease
 from tests.planted import planted
 from tests.runs import losses, names, train_run, write_config
 

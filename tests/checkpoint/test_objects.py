@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from fsspec.implementations.dirfs import DirFileSystem
 
-from runtime.checkpoints.manifest import Damaged, fingerprint, verify
-from runtime.checkpoints.names import MANIFEST
+from runtime.checkpoint.manifest import Damaged, fingerprint, verify
+from runtime.checkpoint.names import MANIFEST
 from tools.objects import PARTIAL, complete, fetch, main, open_store, push, read, sizes
 
 NAME = "step-00000006"
@@ -133,7 +133,7 @@ def test_another_checkpoint_of_the_same_step_is_replaced(
 
 def rewrite(path: Path) -> None:
     """Change a checkpoint's trainer.json without its length, and its manifest accordingly."""
-    from runtime.checkpoints.manifest import read_manifest, write_manifest
+    from runtime.checkpoint.manifest import read_manifest, write_manifest
 
     manifest = read_manifest(path)
     text = (path / "trainer.json").read_text()

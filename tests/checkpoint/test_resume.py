@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
+import train
 from proofs.ranks import Ranks
-from runtime.checkpoints import checkpoint
-from runtime.checkpoints.lease import Lease
-from runtime.checkpoints.save import Saver
+from runtime.checkpoint.lease import Lease
+from runtime.checkpoint.load import Start, held_tensors, load
+from runtime.checkpoint.save import Saver
 from tests.planted import planted
 from tests.runs import (
     checkpoint_of,
@@ -97,10 +98,10 @@ def test_a_run_is_resumed_bit_for_bit(
 def train_without(arguments: list[str], what: str) -> str:
     """Plant: the tensors whose names contain `what` are lost in loading."""
 
-    @planted(checkpoint, "load")
-    def without(load: Callable[..., None], step: TrainStep, start: checkpoint.Start) -> None:
+    @planted(train, "load")
+    def without(load: Callable[..., None], step: TrainStep, start: Start) -> None:
         load(step, start)
-        for held in checkpoint.held_tensors(step):
+        for held in held_tensors(step):
             if what in held.name:
                 held.tensor.to_local().zero_()
 
@@ -215,7 +216,7 @@ def test_other_models_too(ranks: Ranks, data: Path, tmp_path: Path) -> None:
 def save_again(arguments: list[str], path: str) -> None:
     """Load the checkpoint `path` and save it in the run folder of this configuration."""
     step = step_of(arguments)
-    checkpoint.load(step, checkpoint.Start(Path(path), step=4, updates=4))
+    load(step, Start(Path(path), step=4, updates=4))
     tokenizer = next(Path(path).glob("tokenizer.*"))
     with Lease(step.config.run.dir, "cpu") as lease:
         saver = Saver(step, tokenizer, lease)

@@ -18,19 +18,19 @@ import pytest
 
 from proofs.ranks import Ranks
 from runtime import signals
-from runtime.checkpoints import save_interval
-from runtime.checkpoints.checkpoint import Start
-from runtime.checkpoints.goodput import mtbf_of
-from runtime.checkpoints.save_interval import MOST_SECONDS, SaveInterval, measured_saves
+from runtime.checkpoint import save_interval
+from runtime.checkpoint.goodput import mtbf_of
+from runtime.checkpoint.load import Start
+from runtime.checkpoint.save_interval import MOST_SECONDS, SaveInterval, measured_saves
 from runtime.listener import Run
-from runtime.records.events import append_event, read_events
-from runtime.records.ledger import account
+from runtime.log.events import append_event, read_events
+from runtime.log.ledger import account
 from runtime.start import parts, times
 from runtime.start.times import StartTimes
+from settings.load import load_config
 from tests import ROOT
 from tests.runs import LAYOUT_3D, losses, run, train_run, write_config
 from tools import export
-from training.load_config import load_config
 
 OFTEN = mtbf_of(1.0, 1) / 400.0  # failures per day of a GPU: one in 400 s
 

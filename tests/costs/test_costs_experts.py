@@ -17,8 +17,8 @@ from errors import UserError
 from hardware import H100
 from model.config import ModelConfig
 from model.transformer import num_active_parameters, num_parameters
+from settings.load import load_config
 from tests import ROOT
-from training.load_config import load_config
 
 CONFIGS = ROOT / "configs"
 D, F, X, K, LONG, BYTES = 256, 128, 8, 2, 512, 2

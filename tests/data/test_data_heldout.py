@@ -15,11 +15,11 @@ from data.sources import Document
 from errors import UserError
 from proofs.ranks import Ranks
 from runtime.start.preconditions import open_train_and_heldout
+from settings.load import load_config
 from tests.data_samples import MANY, prepared, split_texts, tokenizer
 from tests.runs import run, write_config
 from tools import prepare as prepare_command
 from tools.tokenizer import texts as tokenizer_texts
-from training.load_config import load_config
 
 LINE = "line {} of a small text, in which there is little to learn\n"
 LINES = "".join(LINE.format(i) for i in range(400))

@@ -23,7 +23,7 @@ from data.sources import STDLIB
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
 from proofs.ranks import Ranks
-from runtime.checkpoints.manifest import read_manifest
+from runtime.checkpoint.manifest import read_manifest
 from tests import ROOT
 from tests.data_samples import (
     HOSTILE,

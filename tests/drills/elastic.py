@@ -26,10 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtime.checkpoints.run_folder import complete_checkpoints
-from runtime.records.events import read_events
-from runtime.records.log_lines import read_records
-from runtime.records.status import read_status
+from runtime.checkpoint.run_folder import complete_checkpoints
+from runtime.log.events import read_events
+from runtime.log.log_lines import read_records
+from runtime.log.status import read_status
 from tests import ROOT
 from tests.runs import global_state, write_config
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from settings.layouts import layout_sizes
+from settings.load import load_config
 from tests.drills.elastic import (
     LAYOUTS,
     NODES,
@@ -17,8 +19,6 @@ from tests.drills.elastic import (
     rows_of,
     write_drill,
 )
-from training.layouts import layout_sizes
-from training.load_config import load_config
 
 
 def alive_after(changes: list[Change]) -> list[set[int]]:

@@ -33,12 +33,12 @@ from safetensors.torch import load_file
 
 from proofs.ranks import Ranks
 from runtime import signals
-from runtime.checkpoints import save
-from runtime.checkpoints.manifest import Damaged, verify
-from runtime.checkpoints.names import complete_checkpoints, step_of
-from runtime.checkpoints.save import Saver
-from runtime.records.events import read_events
-from runtime.records.ledger import account
+from runtime.checkpoint import save
+from runtime.checkpoint.manifest import Damaged, verify
+from runtime.checkpoint.names import complete_checkpoints, step_of
+from runtime.checkpoint.save import Saver
+from runtime.log.events import read_events
+from runtime.log.ledger import account
 from tests import ROOT
 from tests.planted import planted
 from tests.runs import LAYOUT_3D, dies, metrics_of, train_run, write_config

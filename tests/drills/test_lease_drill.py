@@ -30,12 +30,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import runtime.checkpoints.save
+import runtime.checkpoint.save
 import train
 import training.step
-from runtime.checkpoints import lease
-from runtime.checkpoints.manifest import MANIFEST, Manifest, read_manifest, verify
-from runtime.checkpoints.names import complete_checkpoints
+from runtime.checkpoint import lease
+from runtime.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
+from runtime.checkpoint.names import complete_checkpoints
 from runtime.signals import Signals
 from tests.planted import planted
 from tests.runs import forked, metrics_of, status, write_config
@@ -68,7 +68,7 @@ def start(arguments: list[str], log: Path, seed: int, pauses: bool) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         rename(source, target)
 
-    @planted(runtime.checkpoints.save, "write_manifest")
+    @planted(runtime.checkpoint.save, "write_manifest")
     def noted(write_manifest: Any, folder: Path, manifest: Manifest) -> None:
         write_manifest(folder, manifest)
         Path(f"{log}.{folder.name}.json").write_text(json.dumps(manifest.files))

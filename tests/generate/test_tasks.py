@@ -26,10 +26,19 @@ from parallel.axes import MeshSizes
 from proofs.parity.cases import BOS, SEED, SEQ_LEN, Case
 from proofs.parity.run import reference_model
 from proofs.ranks import Ranks
-from runtime.records.trackers import of_tasks as of_tasks_of
-from runtime.tasks.files import Example, Task, read_tasks
-from runtime.tasks.rows import Row, TaskRows, Text, log_likelihoods, measures, tokenize, windows
-from runtime.tasks.scoring import PipelineScorer, lengths
+from runtime.evaluation.files import Example, Task, read_tasks
+from runtime.evaluation.rows import (
+    Row,
+    TaskRows,
+    Text,
+    log_likelihoods,
+    measures,
+    tokenize,
+    windows,
+)
+from runtime.evaluation.scoring import PipelineScorer, lengths
+from runtime.metrics.trackers import of_tasks as of_tasks_of
+from settings.precision import DTYPES
 from tests import ROOT
 from tests.data_samples import tokenizer
 from tests.planted import planted
@@ -38,7 +47,6 @@ from tests.steps import make_step
 from tools import evaluate, export
 from tools.report.page import page
 from tools.report.run import read_run
-from training.precision import DTYPES
 
 # --- the same on every layout ---------------------------------------------------------------------
 
@@ -88,7 +96,7 @@ def scored(
     token_bytes = cdiv(case.vocab_size, case.layout.tp) * DTYPES[case.dtype].itemsize
     with (
         built(),
-        patch("runtime.tasks.scoring.SHORTEST", 4),
+        patch("runtime.evaluation.scoring.SHORTEST", 4),
         patch.dict(PIECE_BYTES, {"cpu": pieces * token_bytes} if pieces else {}),
     ):
         score = PipelineScorer(make_step(case), SEQ_LEN)

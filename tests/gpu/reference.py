@@ -24,11 +24,11 @@ from benchmarks.gpu.timing import DEVICE, ON_GPU, free_memory
 from parallel.mesh import build_mesh
 from parallel.pipeline.schedules import SCHEDULES
 from runtime.start.init_distributed import init_distributed
+from settings.config import Config
+from settings.sections import OPTIMIZERS
 from tests.gpu.checks import Check
 from tools.plan.candidates import FIXED
 from training.build import build_stages
-from training.config import Config
-from training.sections import OPTIMIZERS
 from training.step import TrainStep
 
 EXACT, ROUNDED = "float64", "bfloat16"

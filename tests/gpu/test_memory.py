@@ -19,10 +19,10 @@ import torch
 
 from benchmarks.gpu.programs import SMALL, WIDE, Variant, build, config_of, sizes
 from benchmarks.gpu.timing import ON_GPU
+from settings.config import Config
+from settings.load import dump_config
 from tests import ROOT
 from tools.rehearse.rank import rows as batch_of
-from training.config import Config
-from training.load_config import dump_config
 
 BOUND = 0.01
 LAYERS = 4  # of the wide model: enough to tell what a layer takes

@@ -137,7 +137,7 @@ import sys
 import torch
 from parallel.mesh import build_mesh
 from training.build import build_stages
-from training.load_config import load_config
+from settings.load import load_config
 from training.step import TrainStep
 from runtime.start.init_distributed import init_distributed
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import train
 import training.step
-from runtime.checkpoints import saving
-from runtime.checkpoints.checkpoint import held_tensors
+from runtime.checkpoint import saving
+from runtime.checkpoint.load import held_tensors
 from tests.planted import planted
 from tests.runs import train_run
 from training.step import TrainStep

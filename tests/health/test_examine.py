@@ -21,7 +21,7 @@ from parallel.axes import MeshSizes
 from parallel.weight_gradient import LinearProducts
 from proofs.parity.cases import Case
 from proofs.ranks import Ranks
-from runtime.checkpoints.save import Saver
+from runtime.checkpoint.save import Saver
 from runtime.health import examine, refusal
 from runtime.health.compare import Computed, _is_rounding, compute, disputes
 from runtime.health.examine import Suspect, make_copies_equal
@@ -29,7 +29,8 @@ from runtime.health.excluded import excluded_nodes
 from runtime.health.faults import FaultyProducts
 from runtime.health.products import Wrapping, linear_layers
 from runtime.health.replicas import check_replicas
-from runtime.records.events import append_event, read_events
+from runtime.log.events import append_event, read_events
+from settings.load import load_config
 from tests.health.faulty_runs import flip_a_bit, run_with_a_bit_flipped
 from tests.planted import planted
 from tests.runs import (
@@ -41,7 +42,6 @@ from tests.runs import (
     write_config,
 )
 from tests.steps import make_step, rows_of
-from training.load_config import load_config
 from training.step import TrainStep
 
 LAYOUTS = [

@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 import runtime.watchdog
 from proofs.ranks import RankError, Ranks
-from runtime.records.events import read_events
+from runtime.log.events import read_events
 from runtime.watchdog import Watchdog, innermost_line, where_it_waits
+from settings.load import load_config
 from tests.planted import planted
 from tests.runs import forked, status, train_run, write_config
-from training.load_config import load_config
 from training.step import TrainStep
 
 

@@ -16,7 +16,7 @@ from errors import UserError
 from model.router import routers_of
 from model.transformer import Batch
 from proofs.ranks import Ranks
-from runtime.checkpoints.manifest import verify
+from runtime.checkpoint.manifest import verify
 from tests.data_samples import flip_a_bit, tokenizer
 from tests.huggingface.huggingface_models import (
     CASES,

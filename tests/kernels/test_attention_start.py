@@ -13,10 +13,10 @@ from errors import UserError
 from model.kernels.attention_choice import CPU, PLANNED, Device
 from parallel.context import ContextParallel
 from runtime.start.attention import check_attention, describe_attention, make_calls
+from settings.load import load_config
+from settings.precision import Precision
 from tests import ROOT
 from tests.counting import Operators
-from training.load_config import load_config
-from training.precision import Precision
 
 HOPPER, WITH_3 = PLANNED, PLANNED._replace(flash3=True)
 WINDOWS = ["model.attention=[sliding_window,causal]", "model.attention_window=4096"]

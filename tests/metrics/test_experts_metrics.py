@@ -10,9 +10,9 @@ import torch
 
 from model.config import ModelConfig
 from proofs.ranks import Ranks
-from runtime.records import metrics
-from runtime.records.expert_load import ENOUGH_ROWS, LoadStatistics, figures_of
-from runtime.records.tracker import scalars
+from runtime.metrics import metrics
+from runtime.metrics.expert_load import ENOUGH_ROWS, LoadStatistics, figures_of
+from runtime.metrics.tracker import scalars
 from tests.metrics.report_page import charts_of, written
 from tests.planted import planted
 from tests.runs import EXPERTS, metrics_of, run, train_run, write_config

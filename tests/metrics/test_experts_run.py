@@ -8,11 +8,12 @@ import torch
 
 from parallel.memory import MOMENTS, WEIGHTS
 from proofs.ranks import Ranks
-from runtime.checkpoints import checkpoint
-from runtime.checkpoints.manifest import read_manifest
-from runtime.checkpoints.trainer_state import parse_trainer
-from runtime.records.events import read_events
-from runtime.records.memory_report import held_bytes
+from runtime.checkpoint.load import Start, held_tensors, load
+from runtime.checkpoint.manifest import read_manifest
+from runtime.checkpoint.trainer_state import parse_trainer
+from runtime.log.events import read_events
+from runtime.metrics.memory_report import held_bytes
+from settings.load import load_config
 from tests.health.faulty_runs import run_with_bad_batches, run_with_bad_steps, run_without
 from tests.runs import (
     EXPERTS,
@@ -28,7 +29,6 @@ from tests.runs import (
     write_config,
 )
 from tools import verify
-from training.load_config import load_config
 
 BIASES = {f"model.blocks.{layer}.feed_forward.router.bias" for layer in (1, 2, 3)}
 ONE_STAGE = ["parallel.pp=1", "parallel.ep=1"]
@@ -61,9 +61,9 @@ def test_a_checkpoint_holds_experts_and_biases(
 def loaded_weights(arguments: list[str], path: str) -> tuple[dict[str, torch.Tensor], float]:
     """Load only the weights: the biases, and the largest moment."""
     step = step_of(arguments)
-    checkpoint.load(step, checkpoint.Start(Path(path), weights_only=True))
+    load(step, Start(Path(path), weights_only=True))
     biases, largest = {}, 0.0
-    for held in checkpoint.held_tensors(step):
+    for held in held_tensors(step):
         if held.name.endswith("bias"):
             biases[held.name] = held.tensor.to_local().clone()
         elif not held.of_model and held.tensor.to_local().numel():

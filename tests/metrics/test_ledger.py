@@ -6,8 +6,8 @@ from unittest.mock import patch
 import pytest
 
 from runtime import signals
-from runtime.records.events import append_event, read_events
-from runtime.records.ledger import CAUSES, Ledger, account
+from runtime.log.events import append_event, read_events
+from runtime.log.ledger import CAUSES, Ledger, account
 from tools.report import __main__ as report
 
 
@@ -39,7 +39,7 @@ def test_the_ledger_of_a_told_story() -> None:
 def test_the_ledger_counts_every_second_once(tmp_path: Path) -> None:
     clock = [1000.0]
     with (
-        patch("runtime.records.ledger.time.monotonic", lambda: clock[0]),
+        patch("runtime.log.ledger.time.monotonic", lambda: clock[0]),
         patch.object(signals, "STARTED", 990.0),
     ):
         ledger = Ledger(tmp_path, 3, 8)

@@ -13,17 +13,17 @@ from unittest.mock import patch
 import pytest
 
 from proofs.ranks import Ranks
-from runtime.alerts.alarms import is_alarm
-from runtime.alerts.companion import Companion
-from runtime.alerts.settings import Settings
-from runtime.checkpoints.save_interval import measured_saves
+from runtime.checkpoint.save_interval import measured_saves
 from runtime.health import refusal
-from runtime.records import log_lines
-from runtime.records.events import append_event, is_whole_event, read_events
-from runtime.records.log_lines import Follower, is_record
-from runtime.records.status import read_status, record_failure, record_missing_end
-from runtime.records.trackers import JsonLines
-from runtime.records.wandb_tracker import WandB
+from runtime.log import log_lines
+from runtime.log.events import append_event, is_whole_event, read_events
+from runtime.log.log_lines import Follower, is_record
+from runtime.log.status import read_status, record_failure, record_missing_end
+from runtime.metrics.trackers import JsonLines
+from runtime.metrics.wandb_tracker import WandB
+from runtime.monitor.alarms import is_alarm
+from runtime.monitor.companion import Companion
+from runtime.monitor.settings import Settings
 from tests.monitor.alert_helpers import Receiver
 from tests.runs import forget_last, heard, losses, run, write_config
 from tools.report import __main__ as report

@@ -14,13 +14,13 @@ import torch
 import tools.plan.__main__
 import train
 from parallel.pipeline.runner import PipelineRunner
-from runtime.records import memory_report
-from runtime.records.memory_report import MemoryReports, table
+from runtime.metrics import memory_report
+from runtime.metrics.memory_report import MemoryReports, table
+from settings.load import load_config
 from tests.planted import planted
 from tests.runs import said_by, status_of, train_run, write_config
 from tools.plan import memory as planner
 from tools.plan.layout import Layout
-from training.load_config import load_config
 
 
 def run_out_of_memory(arguments: list[str], actions: int) -> bool:

@@ -33,12 +33,12 @@ from runtime.profiling.profile_summary import (
 )
 from runtime.profiling.trace import clock_offset
 from runtime.watchdog import Watchdog
+from settings.config import Config
+from settings.load import dump_config, load_config
 from tests.runs import LAYOUT_3D, names, train_run, write_config
 from tools import profile as tool
 from tools.plan.layout import Layout
 from tools.plan.traffic import by_axis, collectives
-from training.config import Config
-from training.load_config import dump_config, load_config
 
 # --- intervals ------------------------------------------------------------------------------------
 

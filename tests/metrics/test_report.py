@@ -13,13 +13,13 @@ from typing import Any
 import jinja2
 import pytest
 
-from runtime.alerts.alarms import Series, alarm
-from runtime.alerts.prometheus import exposition
-from runtime.alerts.state import RunState
-from runtime.checkpoints.save_interval import measured_saves
-from runtime.records.events import FIELDS, append_event, is_whole_event, read_events
-from runtime.records.ledger import account
-from runtime.records.status import read_status, record_failed_start, record_failure
+from runtime.checkpoint.save_interval import measured_saves
+from runtime.log.events import FIELDS, append_event, is_whole_event, read_events
+from runtime.log.ledger import account
+from runtime.log.status import read_status, record_failed_start, record_failure
+from runtime.monitor.alarms import Series, alarm
+from runtime.monitor.prometheus import exposition
+from runtime.monitor.state import RunState
 from tests.metrics.report_page import Parsed, charts_of, written
 from tests.runs import evaluations, losses, run, write_config
 from tools.report import __main__ as report

@@ -17,14 +17,14 @@ from unittest.mock import patch
 import psutil
 import pytest
 
-from runtime.checkpoints.progress import byte_bar
-from runtime.records import wandb_tracker
-from runtime.records.events import append_event, read_events
-from runtime.records.tracker import Tracker
-from runtime.records.trackers import JsonLines, Trackers
+from runtime.checkpoint.progress import byte_bar
+from runtime.log.events import append_event, read_events
+from runtime.metrics import wandb_tracker
+from runtime.metrics.tracker import Tracker
+from runtime.metrics.trackers import JsonLines, Trackers
+from settings.load import load_config
 from tests.runs import forget_last, losses, metrics_of, train_run, write_config
 from tools import verify
-from training.load_config import load_config
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"  # has the length of a wandb key
 

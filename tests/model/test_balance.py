@@ -17,7 +17,7 @@ from parallel.pipeline.balance import (
 )
 from parallel.pipeline.schedules import build_schedule
 from parallel.pipeline.simulate import Costs, simulate
-from training.load_config import load_config
+from settings.load import load_config
 
 
 def every_split(layers, stages):

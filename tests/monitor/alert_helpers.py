@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from runtime.alerts.companion import start_companion
-from runtime.alerts.settings import Settings
-from runtime.records.events import append_event, read_events
+from runtime.log.events import append_event, read_events
+from runtime.monitor.companion import start_companion
+from runtime.monitor.settings import Settings
 
 
 class Receiver:

@@ -24,13 +24,13 @@ from typing import Any
 import pytest
 import yaml
 
-from runtime.records.events import read_events
+from runtime.log.events import read_events
 from tests import ROOT
 from tests.monitor.alert_helpers import FedCompanion, free_port, wait_until
 from tests.runs import status_of, write_config
 
-RULES = ROOT / "monitoring" / "lattice_alerts.yaml"
-RULE_TESTS = ROOT / "monitoring" / "lattice_alerts_test.yaml"
+RULES = ROOT / "runtime/monitor/rules/lattice_alerts.yaml"
+RULE_TESTS = ROOT / "runtime/monitor/rules/lattice_alerts_test.yaml"
 BUCKET = "checkpoints"
 
 
@@ -94,7 +94,7 @@ def test_every_rule_is_right_and_tested(programs: Path) -> None:
     assert {case["alertname"] for case in cases["alert_rule_test"]} == names
     # In the rules, and shown by a run: a metric that was renamed would silence its alert.
     used = set(re.findall(r"\blattice_\w+", " ".join(rule["expr"] for rule in rules)))
-    shown = set(re.findall(r"\blattice_\w+", (ROOT / "runtime/alerts/prometheus.py").read_text()))
+    shown = set(re.findall(r"\blattice_\w+", (ROOT / "runtime/monitor/prometheus.py").read_text()))
     assert used <= shown
 
 

@@ -11,13 +11,13 @@ from unittest.mock import patch
 
 import pytest
 
-from runtime.alerts import companion as process
-from runtime.alerts.alarms import ALWAYS, TEMPLATES, Series, is_alarm
-from runtime.alerts.companion import END_EVENT_SECONDS, ENDING_SECONDS
-from runtime.alerts.rank_0 import Companion
-from runtime.alerts.settings import Settings
-from runtime.alerts.state import BUSY_SECONDS, FIRST_LINE_SECONDS, RunState, StallClock
-from runtime.records.events import append_event
+from runtime.log.events import append_event
+from runtime.monitor import companion as process
+from runtime.monitor.alarms import ALWAYS, TEMPLATES, Series, is_alarm
+from runtime.monitor.companion import END_EVENT_SECONDS, ENDING_SECONDS
+from runtime.monitor.rank_0 import Companion
+from runtime.monitor.settings import Settings
+from runtime.monitor.state import BUSY_SECONDS, FIRST_LINE_SECONDS, RunState, StallClock
 from tests import ROOT
 from tests.monitor.alert_helpers import FedCompanion, Receiver, wait_until
 
@@ -346,7 +346,7 @@ def test_what_fails_for_one_event_is_said_and_the_next_is_read(
 
 
 def test_the_companion_imports_nothing_heavy() -> None:
-    program = "import sys, runtime.alerts.companion; print(*sys.modules)"
+    program = "import sys, runtime.monitor.companion; print(*sys.modules)"
     found = subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT)
     loaded = {name.split(".")[0] for name in found.split()}
     assert not loaded & {"torch", "numpy", "pydantic", "yaml", "training", "model", "data"}

@@ -9,15 +9,15 @@ import pytest
 
 from errors import UserError
 from proofs.ranks import Ranks
-from runtime.alerts import send
-from runtime.alerts.alarms import alarm
-from runtime.alerts.check import check_alerts
-from runtime.alerts.companion import END_EVENT_SECONDS, ENDING_SECONDS
-from runtime.alerts.send import Sender
-from runtime.records.events import read_events
+from runtime.log.events import read_events
+from runtime.monitor import send
+from runtime.monitor.alarms import alarm
+from runtime.monitor.check import check_alerts
+from runtime.monitor.companion import END_EVENT_SECONDS, ENDING_SECONDS
+from runtime.monitor.send import Sender
+from settings.load import load_config
 from tests.monitor.alert_helpers import FedCompanion, Receiver, wait_until
 from tests.runs import fresh, losses, run, write_config
-from training.load_config import load_config
 
 # --- a webhook that does not work -----------------------------------------------------------------
 

@@ -16,10 +16,10 @@ import train
 from errors import UserError
 from proofs.ranks import Ranks
 from runtime import next_stage
-from runtime.alerts import send
+from runtime.log.events import read_events
+from runtime.log.status import record_failed_start, record_failure
 from runtime.messages import LOST
-from runtime.records.events import read_events
-from runtime.records.status import record_failed_start, record_failure
+from runtime.monitor import send
 from runtime.signals import Signals
 from tests.monitor.alert_helpers import FedCompanion, Receiver, wait_until
 from tests.planted import planted

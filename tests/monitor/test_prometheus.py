@@ -10,15 +10,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from errors import UserError
-from runtime.alerts import prometheus
-from runtime.alerts.check import check_alerts
-from runtime.alerts.prometheus import CONTENT_TYPE, Endpoint, address, exposition
-from runtime.alerts.settings import Settings
-from runtime.alerts.state import RunState
-from runtime.records.ledger import CAUSES, account
+from runtime.log.ledger import CAUSES, account
+from runtime.monitor import prometheus
+from runtime.monitor.check import check_alerts
+from runtime.monitor.prometheus import CONTENT_TYPE, Endpoint, address, exposition
+from runtime.monitor.settings import Settings
+from runtime.monitor.state import RunState
+from settings.load import load_config
 from tests.monitor.alert_helpers import FedCompanion, free_port, wait_until
 from tests.runs import write_config
-from training.load_config import load_config
 
 EVENTS = [
     {"event": "start", "time": 1.0, "began": 0.0, "step": 0, "world_size": 8},

@@ -10,14 +10,14 @@ import pytest
 from errors import UserError
 from parallel.config import ParallelConfig
 from runtime.start.connections import VARIABLE, set_connections
+from settings.config import Config
+from settings.layouts import checked_layouts, choose_layout, layout_sizes
+from settings.load import dump_config, load_config
 from tests.runs import write_config
 from tools import launch
 from tools.plan import __main__ as plan
 from tools.preflight import __main__ as preflight
 from tools.rehearse import __main__ as rehearse
-from training.config import Config
-from training.layouts import checked_layouts, choose_layout, layout_sizes
-from training.load_config import dump_config, load_config
 
 LIST = [
     {"pp": 2, "dp_shard": 2, "tp": 2},

@@ -26,16 +26,16 @@ from parallel.fsdp_units import shard
 from parallel.layer import TensorParallel
 from parallel.mesh import Mesh, build_mesh
 from proofs.ranks import PRELOAD
+from settings.config import Config
+from settings.layouts import choose_layout, layout_sizes
+from settings.load import load_config
+from settings.precision import DTYPES
 from tests import ROOT
 from tools.launch import layout
 from tools.plan.hardware import find_device
 from tools.plan.layout import Layout
 from tools.plan.memory import peaks
 from tools.plan.time import StepTime
-from training.config import Config
-from training.layouts import choose_layout, layout_sizes
-from training.load_config import load_config
-from training.precision import DTYPES
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 # Of these, `make test` builds ranks: dense, with a long pipeline, with cp, with experts.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hardware import FAILURES_PER_GPU_DAY, H100
-from runtime.checkpoints.goodput import (
+from runtime.checkpoint.goodput import (
     DAY,
     Interruptions,
     Shares,
@@ -18,10 +18,10 @@ from runtime.checkpoints.goodput import (
     shares,
     spares_needed,
 )
-from runtime.records.events import append_event, read_events
+from runtime.log.events import append_event, read_events
+from settings.load import load_config
 from tools.plan.goodput import describe_goodput, goodput
 from tools.report.ledger import measure
-from training.load_config import load_config
 
 # --- the closed form ------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from costs.links import Links
 from costs.summary import flops_per_token
 from model.transformer import num_parameters
 from parallel.memory import ACTIVATIONS, MOMENTS, SHARDED_GRADIENTS, TEMPORARY, WEIGHTS
+from settings.load import load_config
 from tests import ROOT
 from tools.plan.__main__ import main
 from tools.plan.guide import STAGES, guide_bytes, our_bytes
@@ -21,7 +22,6 @@ from tools.plan.search import Found, search
 from tools.plan.summary import summarise
 from tools.plan.traffic import by_axis, collectives
 from tools.rehearse.rank import alone, rehearse
-from training.load_config import load_config
 
 CONFIGS = ROOT / "configs"
 LLAMA_70B, LLAMA_8B = (str(CONFIGS / f"llama3_{size}.yaml") for size in ("70b", "8b"))

@@ -13,12 +13,12 @@ from costs.links import Links
 from costs.recorder import Recorder
 from costs.seconds import Rates
 from costs.storages import key_of
+from settings.load import load_config
 from tests import ROOT
 from tools.plan.__main__ import main
 from tools.plan.hardware import Device, find_device
 from tools.plan.layout import Layout
 from tools.plan.summary import describe_narrow, narrow_products
-from training.load_config import load_config
 
 CONFIGS = ROOT / "configs"
 H100 = find_device("h100")

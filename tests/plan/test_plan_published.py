@@ -10,11 +10,11 @@ import pytest
 from benchmarks import plan_accuracy
 from benchmarks.plan_accuracy import FITTED, ROWS, Row, compare, rows_of
 from errors import UserError
+from settings.load import load_config
 from tests import ROOT
 from tools.plan.hardware import DEVICES, GB, find_device
 from tools.plan.layout import Layout
 from tools.plan.memory import peaks
-from training.load_config import load_config
 
 CONFIGS = ROOT / "configs"
 QUICK_ROWS = [row for row in ROWS if row.pp == 1]  # no pipeline to simulate

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import pytest
 
 from errors import UserError
+from settings.config import Config
+from settings.load import load_config
 from tests import ROOT
 from tools.plan.candidates import Candidate, candidates
 from tools.plan.describe import describe_search
@@ -17,8 +19,6 @@ from tools.plan.hardware import Device, find_device
 from tools.plan.layout import Layout
 from tools.plan.memory import CHECKED, GROWING, Memory, batch_bytes, peaks, shortened
 from tools.plan.search import Found, Result, search
-from training.config import Config
-from training.load_config import load_config
 
 CONFIGS = ROOT / "configs"
 SMALL = (

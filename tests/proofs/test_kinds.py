@@ -18,10 +18,10 @@ from parallel.parameter import weights_of
 from proofs.parity.cases import Case
 from proofs.parity.reference import ATTENTION, FEED_FORWARD
 from proofs.parity.run import check
-from runtime.checkpoints.checkpoint import _start_from
+from runtime.checkpoint.load import _start_from
+from settings.load import load_config
 from tests.proofs.parity_tiers import agrees
 from tests.runs import checkpoint_of
-from training.load_config import load_config
 
 # Every second layer has a window of 5 tokens, in sequences of 16; Gemma alternates like this.
 WINDOWS = {"attention": ("sliding_window", "causal"), "attention_window": 5}
@@ -108,7 +108,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(saved: Path) -> None:
     checkpoint = checkpoint_of(saved, 2)
     assert json.loads((checkpoint / "trainer.json").read_text())["optimizer"] == "adamw"
     config = load_config(str(saved / "config.yaml"), [])
-    with patch("training.sections.OPTIMIZERS", ["adamw", "lion"]):
+    with patch("settings.sections.OPTIMIZERS", ["adamw", "lion"]):
         other = replace(config.optimizer, name="lion")
     with pytest.raises(UserError, match=r"state of optimizer\.name=adamw"):
         _start_from(checkpoint, None, replace(config, optimizer=other), None)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter, filesystem
 
 from hardware import DATA_SHEETS, data_sheet_of
 from proofs.ranks import RankError, Ranks
-from runtime.checkpoints.save import Saver
+from runtime.checkpoint.save import Saver
 from runtime.device import CUBLAS, deterministic, device_thread
 from tests import ROOT
 from tests.runs import train_run, write_config
@@ -48,16 +48,16 @@ def test_a_thread_works_on_its_rank_s_device(devices: Devices, make: Any) -> Non
 
 def test_every_thread_that_may_touch_a_device_is_made_so() -> None:
     """The others are listed here: they work on the host only, and so know nothing of devices."""
-    folders = ("data", "model", "parallel", "runtime", "training")
+    folders = ("data", "model", "parallel", "runtime", "settings", "training")
     files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
     plain = [file for file in files if "threading.Thread(" in file.read_text(encoding="utf-8")]
-    # runtime/alerts/ is another process, which knows no device at all
-    alerts = {file for file in plain if file.is_relative_to(ROOT / "runtime" / "alerts")}
+    # runtime/monitor/ is another process, which knows no device at all
+    alerts = {file for file in plain if file.is_relative_to(ROOT / "runtime" / "monitor")}
     for file in alerts:
         assert not re.search(r"^ *(import|from) torch", file.read_text(encoding="utf-8"), re.M)
     plain = [file for file in plain if file not in alerts]
     named = {file.relative_to(ROOT).as_posix() for file in plain}
-    on_the_host = {"data/loader.py", "data/prepare.py", "runtime/checkpoints/lease.py",
+    on_the_host = {"data/loader.py", "data/prepare.py", "runtime/checkpoint/lease.py",
                    "runtime/signals.py", "runtime/start/spares.py",
                    "runtime/torchrun.py"}  # fmt: skip
     assert named == {*on_the_host, "runtime/device.py"}
@@ -81,7 +81,7 @@ def save_as_on_a_gpu(arguments: list[str], writer: Any = HuggingFaceStorageWrite
     refused = AssertionError("a stream is used in the thread that saves")
     with (
         patch.object(Saver, "_write_partial", on_a_gpu),
-        patch("runtime.checkpoints.save.HuggingFaceStorageWriter", writer),
+        patch("runtime.checkpoint.save.HuggingFaceStorageWriter", writer),
         patch.object(filesystem, "_OverlappingCpuLoader", side_effect=refused),
     ):
         return train_run(arguments)

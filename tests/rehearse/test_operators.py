@@ -13,6 +13,7 @@ from torch import Tensor
 
 from model.kernels.swiglu import swiglu
 from parallel.axes import MeshSizes
+from settings.load import load_config
 from tests import ROOT
 from tools.rehearse.__main__ import main
 from tools.rehearse.fake_gpu import DEVICE, fake_gpu, one_rank
@@ -26,7 +27,6 @@ from tools.rehearse.operators import (
 )
 from tools.rehearse.rank import alone, rehearse
 from training.gradient import gradient_norm
-from training.load_config import load_config
 
 CONFIGS = ROOT / "configs"
 Rows = list[dict[str, Any]]

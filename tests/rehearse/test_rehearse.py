@@ -10,6 +10,7 @@ from errors import UserError
 from model.config import ModelConfig
 from parallel.axes import MeshSizes
 from parallel.pipeline.actions import BACKWARD, FORWARD, Action
+from settings.load import load_config
 from tests import ROOT
 from tools.plan.hardware import find_device
 from tools.plan.layout import world_of
@@ -18,7 +19,6 @@ from tools.rehearse.fake_gpu import fake_gpu, one_rank
 from tools.rehearse.memory import measuring
 from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse
 from tools.rehearse.real import predicted_step, rehearse_for_real
-from training.load_config import load_config
 
 CONFIGS = ROOT / "configs"
 TINY = ["model.dim=64", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=96",

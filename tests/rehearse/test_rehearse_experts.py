@@ -12,6 +12,8 @@ from torch import Tensor
 from model.router import BaseRouter
 from parallel.mesh import build_mesh
 from proofs.ranks import Ranks
+from settings.config import Config
+from settings.load import load_config
 from tests import ROOT
 from tests.proofs.parity_tiers import thorough_but
 from tools.plan.traffic import by_axis
@@ -20,8 +22,6 @@ from tools.rehearse.rank import alone, rehearse, rows
 from tools.rehearse.real import rehearse_for_real
 from tools.rehearse.tape import Tape
 from training.build import build_stages
-from training.config import Config
-from training.load_config import load_config
 from training.step import TrainStep
 
 LAPTOP = str(ROOT / "configs/laptop.yaml")

@@ -29,6 +29,7 @@ from proofs.parity import __main__ as parity
 from proofs.parity.cases import Case
 from proofs.parity.run import heads_in_pieces
 from runtime.device import device_thread
+from settings.config import Config
 from tests import ROOT
 from tests.proofs.parity_tiers import dense_covering, expert_covering, thorough_but
 from tools.plan.candidates import FIXED
@@ -38,7 +39,6 @@ from tools.rehearse.findings import RACE, REUSE, SYNC, THREAD
 from tools.rehearse.host import checking
 from tools.rehearse.races import Races, SaverWithoutFiles
 from tools.rehearse.rank import alone, rehearse
-from training.config import Config
 from training.guard import UpdateGuard
 
 LAPTOP = ROOT / "configs/laptop.yaml"
@@ -236,7 +236,7 @@ def nothing(*_: Any) -> None: ...
         (ZERO_3, SYNC, "without non_blocking",
          patch("tools.rehearse.fake_gpu.to_device", lambda tensor, _: tensor.to(DEVICE))),
         (ZERO_3, THREAD, "the thread save",
-         patch("runtime.checkpoints.save.device_thread", plain_thread)),
+         patch("runtime.checkpoint.save.device_thread", plain_thread)),
         (ZERO_3, RACE, "the thread save",
          patch.object(SaverWithoutFiles, "_write", write_without_waiting)),
         (EXPERTS, RACE, "all_to_all over ep",

@@ -9,10 +9,10 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from parallel.pipeline.schedules import SCHEDULES
+from settings.load import KEYS
+from settings.yaml_text import dump
 from tests import ROOT
 from tools.schema import schema
-from training.load_config import KEYS
-from yaml_text import dump
 
 LAPTOP = ROOT / "configs/laptop.yaml"
 SCHEMA = schema()

@@ -18,7 +18,7 @@ import yaml
 import train
 from data.dataset import Mixture, TokenDataset
 from data.sampler import MIXTURE_PERIOD, Permutation, mixture_pattern
-from runtime.checkpoints.save import Saver
+from runtime.checkpoint.save import Saver
 from runtime.start import init_distributed
 from tests.planted import planted
 from tests.runs import train_run, write_config

@@ -13,11 +13,11 @@ import pytest
 
 from errors import UserError
 from model.config import ModelConfig
+from settings.load import KEYS, SECTIONS, dump_config, load_config
+from settings.yaml_text import MAX_CHARACTERS, dump, parse
 from tests import ROOT
 from tools import schema
 from tools.plan.layout import world_of
-from training.load_config import KEYS, SECTIONS, dump_config, load_config
-from yaml_text import MAX_CHARACTERS, dump, parse
 
 LAPTOP = str(ROOT / "configs/laptop.yaml")
 
@@ -227,7 +227,7 @@ LONG = [  # (overrides, the key that is refused)
 def test_nothing_of_a_senseless_length_is_built(
     overrides: list[str], key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("training", "parallel"):
+    for module in ("settings", "parallel"):
         monkeypatch.setattr(
             f"{module}.config.build_schedule", lambda *_: pytest.fail("a schedule was built")
         )

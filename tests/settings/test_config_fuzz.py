@@ -26,6 +26,9 @@ from costs.summary import flops_per_token
 from errors import UserError
 from model.transformer import num_parameters
 from proofs.ranks import Ranks
+from settings.config import Config
+from settings.layouts import valid_layout
+from settings.load import dump_config, load_config
 from tests.data_samples import prepared
 from tests.runs import said_by, status_of, train_run, write_config
 from tests.settings.config_cases import (
@@ -43,9 +46,6 @@ from tests.settings.config_cases import (
 from tools.plan import __main__ as plan
 from tools.rehearse import __main__ as rehearse
 from tools.timeline import __main__ as timeline
-from training.config import Config
-from training.layouts import valid_layout
-from training.load_config import dump_config, load_config
 
 MOST_SECONDS = 10  # of CPU time per case; an idle machine needs at most 5
 short = settings(

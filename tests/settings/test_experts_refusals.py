@@ -9,9 +9,9 @@ import pytest
 from errors import UserError
 from model.config import KEYS_OF_EXPERTS, ModelConfig
 from proofs.ranks import Ranks
+from settings.load import dump_config, load_config
 from tests import ROOT
 from tests.runs import messages, train_run, write_config
-from training.load_config import dump_config, load_config
 
 LAPTOP = str(ROOT / "configs/laptop.yaml")
 ONE_AXIS = ("parallel.pp=1", "parallel.tp=1", "parallel.dp_shard=-1", "train.micro_batch_size=1")

@@ -14,7 +14,7 @@ from data.earlier import Earlier, continued, samples_of, windows_of
 from data.loader import BatchLoader
 from data.sampler import mixture_pattern
 from proofs.ranks import Ranks
-from runtime.records.events import read_events
+from runtime.log.events import read_events
 from tests.data_samples import SOURCE, prepared
 from tests.runs import (
     checkpoint_of,

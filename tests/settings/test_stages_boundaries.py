@@ -10,8 +10,8 @@ import pytest
 import train
 from proofs.ranks import Ranks
 from runtime import next_stage
-from runtime.checkpoints import saving
-from runtime.records.events import read_events
+from runtime.checkpoint import saving
+from runtime.log.events import read_events
 from tests.data_samples import flip_a_bit
 from tests.health.faulty_runs import run_with_bad_steps
 from tests.planted import planted

@@ -7,12 +7,12 @@ import pytest
 from data.earlier import counts
 from data.sampler import mixture_pattern, samples_back
 from errors import UserError
-from runtime.records.ledger import account
+from runtime.log.ledger import account
+from settings.config import Config
+from settings.load import dump_config, load_config
 from tests import ROOT
 from tools.plan.check import one_stage
-from training.config import Config
 from training.learning_rate import learning_rate
-from training.load_config import dump_config, load_config
 
 LAPTOP = str(ROOT / "configs/laptop.yaml")  # 64 × 128 tokens, 160 steps
 LONGER = "{from_step: 50, train: {seq_len: 256, global_batch_size: 32, micro_batch_size: 8}}"

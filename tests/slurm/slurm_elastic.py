@@ -4,7 +4,7 @@
 
 from pathlib import Path
 
-from runtime.records.events import read_events
+from runtime.log.events import read_events
 from tests.runs import losses
 from tests.slurm.slurm_cluster import Cluster, wait_for
 from tests.slurm.slurm_scenarios import SCRIPT, STEPS, VARIABLES, Run, cluster

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.records.log_lines import read_records
+from runtime.log.log_lines import read_records
 from tests import ROOT
 from tests.runs import LAYOUT_3D, losses, status_of, write_config
 from tests.slurm.slurm_cluster import Cluster, install, wait_for

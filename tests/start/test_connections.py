@@ -16,8 +16,8 @@ from runtime.device import CUBLAS
 from runtime.signals import Signals
 from runtime.start.connections import VARIABLE, advised_connections, connections_notice
 from runtime.start.notices import notices
+from settings.load import load_config
 from tests import ROOT
-from training.load_config import load_config
 
 CONFIG = str(ROOT / "configs/llama3_70b.yaml")  # tp 4, zero_stage 1
 ALONE = ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1"]

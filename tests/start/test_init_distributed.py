@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from errors import UserError
 from runtime import signals
-from runtime.checkpoints.lease_holder import Holder
+from runtime.checkpoint.lease_holder import Holder
 from runtime.messages import this_rank
 from runtime.start import init_distributed, rendezvous
 from runtime.start.environment import OF_JOB, OF_RANK, TEXTS, check_environment

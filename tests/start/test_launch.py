@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from errors import UserError
-from runtime.records.events import read_events
+from runtime.log.events import read_events
 from runtime.start.init_distributed import init_distributed
+from settings.load import load_config
 from tests import ROOT
 from tests.drills.stops import PHASES, SIGNALS, TARGETS, catches, stop
 from tests.runs import LAYOUT_3D, forked, status, status_of, write_config
 from tools import launch
-from training.load_config import load_config
 
 ENVIRONMENT = {
     key: value

@@ -8,8 +8,8 @@ import pytest
 
 from proofs.ranks import Ranks
 from runtime.start.notices import changed_settings, notices
+from settings.load import dump_config, load_config
 from tests.runs import train_run, write_config
-from training.load_config import dump_config, load_config
 
 CONFIG = "configs/laptop.yaml"
 

@@ -15,13 +15,13 @@ import pytest
 
 from errors import UserError
 from output import log
-from runtime.evaluation import compare_to_unigram
+from runtime.evaluation.heldout import compare_to_unigram
 from runtime.start.topology import describe_stages
+from settings.load import load_config
 from tests import ROOT
 from tests.runs import losses, status_of, write_config
 from tools import objects
 from tools.command import CommandParser, at_least, duration, reports_errors, table
-from training.load_config import load_config
 
 SLOWEST = r"blocks: the slowest rank computes \d+% more than the mean \(even split: \d+%\)"
 LAPTOP = r"2 stages of 2 blocks each: the slowest rank computes \d+% more than the mean"

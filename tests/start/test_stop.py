@@ -25,9 +25,9 @@ from runtime import all_listeners, signals, stop
 from runtime.messages import LostConnection, fail
 from runtime.signals import Signals
 from runtime.stop import StopRequests
+from settings.load import load_config
 from tests.planted import planted
 from tests.runs import losses, metrics_of, status_of, train_run, write_config
-from training.load_config import load_config
 
 LAYOUTS = {  # world → 2 × 2, 2 × 2 × 2
     4: ["parallel.tp=2", "model.num_layers=1"],

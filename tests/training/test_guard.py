@@ -16,7 +16,7 @@ import training.guard
 import training.step
 from data.loader import BatchLoader
 from proofs.ranks import Ranks
-from runtime.records.events import read_events
+from runtime.log.events import read_events
 from tests.health.faulty_runs import run_with_bad_batches, run_with_bad_steps, run_without
 from tests.planted import planted
 from tests.runs import (

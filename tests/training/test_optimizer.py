@@ -15,12 +15,12 @@ from parallel.placement import local_region
 from proofs.parity.cases import Case
 from proofs.parity.reference_training import warmup_cosine
 from proofs.parity.run import assemble, parts
-from runtime.checkpoints.checkpoint import held_tensors
+from runtime.checkpoint.load import held_tensors
+from settings.sections import OptimizerConfig
 from tests.counting import Listener
 from tests.runs import same_tensors
 from tests.steps import make_step, rows_of
 from training.learning_rate import check_learning_rate, learning_rate
-from training.sections import OptimizerConfig
 
 
 @pytest.mark.parametrize(

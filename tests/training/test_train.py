@@ -12,8 +12,8 @@ import torch
 import yaml
 
 from proofs.ranks import Ranks
-from runtime.checkpoints import manifest
-from runtime.checkpoints.manifest import read_manifest
+from runtime.checkpoint import manifest
+from runtime.checkpoint.manifest import read_manifest
 from tests.runs import (
     checkpoint_of,
     copy_of,

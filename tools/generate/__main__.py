@@ -23,11 +23,11 @@ import torch.distributed as dist
 from errors import UserError
 from runtime.messages import from_rank_0, on_all_ranks, refuse
 from runtime.start.init_distributed import init_distributed
+from settings.precision import DTYPES
 from tools.command import CommandParser, at_least, run_command
 from tools.generate.load_model import load_model
 from tools.generate.loop import continue_texts
 from tools.generate.sampling import Sampling
-from training.precision import DTYPES
 
 
 def read_options(options: argparse.Namespace) -> tuple[list[str], Sampling]:

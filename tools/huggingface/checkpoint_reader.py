@@ -23,7 +23,7 @@ from model.router import bias_name, routers_of
 from model.transformer import Transformer
 from parallel.layer import TensorParallel
 from parallel.parameter import weights_of
-from runtime.checkpoints.manifest import (
+from runtime.checkpoint.manifest import (
     TENSORS,
     Damaged,
     Piece,
@@ -31,8 +31,8 @@ from runtime.checkpoints.manifest import (
     read_pieces,
     verify,
 )
-from runtime.checkpoints.run_folder import checkpoints_of
-from runtime.checkpoints.trainer_state import parse_trainer
+from runtime.checkpoint.run_folder import checkpoints_of
+from runtime.checkpoint.trainer_state import parse_trainer
 
 WEIGHTS = "model."  # the prefix of weights; optimizer state has the prefix "optimizer."
 # safetensors' name → torch's dtype

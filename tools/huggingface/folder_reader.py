@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from data.contents import first_bytes, known
 from errors import UserError
-from runtime.checkpoints.manifest import Piece
+from runtime.checkpoint.manifest import Piece
 from tools.huggingface.checkpoint_reader import DTYPES, WeightReader
 from tools.huggingface.config import (
     CONFIG,

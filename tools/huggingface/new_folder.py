@@ -16,14 +16,14 @@ from torch import Tensor
 
 from errors import UserError
 from output import log
-from runtime.checkpoints.manifest import (
+from runtime.checkpoint.manifest import (
     PLACES,
     Manifest,
     fingerprint,
     write_durably,
     write_manifest,
 )
-from runtime.checkpoints.progress import byte_bar
+from runtime.checkpoint.progress import byte_bar
 from tools.huggingface.checkpoint_reader import DTYPES, WEIGHTS, Stored
 
 FILE_BYTES = 5_000_000_000  # as transformers 4 wrote them

@@ -17,6 +17,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from settings.layouts import valid_layout
+from settings.load import load_config
 from tools.command import (
     CommandParser,
     add_overrides,
@@ -36,8 +38,6 @@ from tools.plan.summary import summarise
 from tools.plan.time import StepTime
 from tools.timeline.draw import Panel, draw, save
 from tools.timeline.panels import figures
-from training.layouts import valid_layout
-from training.load_config import load_config
 
 
 @reports_errors

@@ -1,16 +1,16 @@
-"""Prints a rank's memory report (runtime/records/memory_report.py) next to that rank's plan."""
+"""Prints a rank's memory report (runtime/metrics/memory_report.py) next to that rank's plan."""
 
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from errors import UserError
-from runtime.records.memory_report import table
+from runtime.metrics.memory_report import table
 from runtime.schema import Count, Strict, first_problem, load_json
+from settings.config import Config
 from tools.plan.check import check_can_be_planned
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory
-from training.config import Config
 
 
 class Report(Strict):

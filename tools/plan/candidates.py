@@ -14,12 +14,12 @@ from errors import UserError
 from model.config import ModelConfig
 from model.transformer import check_tp
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
+from settings.checks import sides_that_cannot_be_cut
+from settings.config import Config, cuts_of_sequence
 from tools.plan.estimate import SPLIT, Pipeline, Stage
 from tools.plan.hardware import Device
 from tools.plan.layout import Layout, Numbers, ranks_of_stages
 from tools.plan.time import StepTime
-from training.check_experts import sides_that_cannot_be_cut
-from training.config import Config, cuts_of_sequence
 
 # Stages per rank of schedules that take no other number; the others take two or more.
 FIXED = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}
@@ -80,7 +80,7 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
         for cut, size, mode in itertools.product((True, False), _micro_batches(config), MODES):
             if tp == 1 and cut != config.parallel.sequence_parallel:
                 continue
-            if tp > 1 and not cut and config.model.has_experts:  # training/check_experts.py
+            if tp > 1 and not cut and config.model.has_experts:  # settings/checks.py
                 continue
             parallel = replace(config.parallel, tp=tp, cp=cp, pp=1, dp_shard=dp_shard,
                                dp_replicate=1, ep=ep, schedule="1f1b", stages_per_rank=1,

@@ -1,11 +1,11 @@
-"""Which job a tool looks at: the stage of a run with stages of data (training/stages.py), one at a
-time; and what cannot be planned."""
+"""Which job a tool looks at: the stage of a run with stages of data (settings/data_stages.py), one
+at a time; and what cannot be planned."""
 
 from errors import UserError
+from settings.config import Config
 from tools.command import CommandParser
 from tools.plan.layout import Layout
 from tools.plan.memory import peaks
-from training.config import Config
 
 
 def check_can_be_planned(config: Config) -> None:

@@ -27,10 +27,10 @@ from costs.units import Sums
 from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, FORWARD
 from parallel.pipeline.schedules import build_schedule
 from parallel.weight_gradient import sum_dtype
+from settings.precision import Precision
 from tools.plan.layout import Layout, Numbers, numbers_of, ranks_of_stages
 from tools.plan.memory import GROWING
 from tools.plan.time import NOTHING, Gathers, Part, StepTime, message_seconds, sharding_seconds
-from training.precision import Precision
 
 SPLIT = ("zb_h1", "zb_v", "dualpipe_v")  # compute (some) weight gradients in separate actions
 short_schedule = lru_cache(maxsize=256)(build_schedule)

@@ -5,7 +5,7 @@ from typing import Any
 
 from hardware import NODE_LOST_SHARE, Device
 from model.transformer import num_parameters
-from runtime.checkpoints.goodput import (
+from runtime.checkpoint.goodput import (
     DAY,
     Interruptions,
     best_interval,
@@ -13,7 +13,7 @@ from runtime.checkpoints.goodput import (
     shares,
     spares_needed,
 )
-from training.config import Config
+from settings.config import Config
 from training.optimizers import state_bytes
 
 

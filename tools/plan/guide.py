@@ -5,9 +5,9 @@ from typing import Literal
 
 from model.transformer import num_parameters
 from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
+from settings.config import Config
 from tools.plan.hardware import GB
 from tools.plan.layout import Layout
-from training.config import Config
 
 ZeroStage = Literal[0, 1, 2, 3]
 STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)

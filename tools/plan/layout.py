@@ -29,9 +29,9 @@ from parallel.pipeline.actions import (
 from parallel.pipeline.schedules import build_schedule
 from parallel.placement import chunk_range
 from parallel.weight_gradient import sum_dtype
-from training.config import Config
+from settings.config import Config
+from settings.precision import Precision
 from training.optimizers import optimizer_class
-from training.precision import Precision
 
 # The views of the mesh that weights are sharded over, and the axes of each: shards and replicas. In
 # a forward, FSDP is done with the weights of the first before those of the second.

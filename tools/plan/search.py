@@ -22,15 +22,15 @@ from errors import UserError
 from model.transformer import num_parameters
 from parallel.axes import AXES
 from parallel.layouts import MAX_LAYOUTS, OF_TRAIN
+from settings.config import Config
+from settings.precision import Precision
 from tools.plan.candidates import Candidate, candidates, space
 from tools.plan.check import check_can_be_planned
 from tools.plan.hardware import GB, Device
 from tools.plan.layout import Layout
 from tools.plan.memory import CHECKED, peaks, shortened
 from tools.plan.time import StepTime
-from training.config import Config
 from training.optimizers import state_bytes
-from training.precision import Precision
 
 SHOWN = 10  # layouts
 ENOUGH = 2 * SHOWN  # layouts that fit; estimates may swap neighbours

@@ -10,13 +10,13 @@ from costs.events import Product
 from costs.summary import model_flops
 from model.transformer import num_parameters
 from parallel.pipeline.lower import Program, lower
+from settings.config import Config
 from tools.plan.goodput import goodput
 from tools.plan.hardware import Device
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory
 from tools.plan.time import StepTime, seconds_on_the_wire
 from tools.plan.traffic import by_axis, collectives
-from training.config import Config
 
 
 def assumptions(config: Config, device: Device) -> list[str]:

@@ -44,13 +44,13 @@ from runtime.messages import log
 from runtime.start.attention import describe_attention
 from runtime.start.environment import LARGEST, check_environment, check_number
 from runtime.start.preconditions import check_writable, open_stages
+from settings.config import Config
+from settings.layouts import layout_sizes, valid_layout
+from settings.load import load_config
 from tools.command import CommandParser, add_overrides, reports_errors, run_command
 from tools.preflight.links import measure, start_links
 from tools.preflight.node import look_at_node
 from tools.preflight.verdict import SKEW_SECONDS, Report, choose, describe, odd_ones, slow_ones
-from training.config import Config
-from training.layouts import layout_sizes, valid_layout
-from training.load_config import load_config
 
 
 class Meeting:

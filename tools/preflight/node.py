@@ -17,7 +17,7 @@ from typing import Any
 
 from model.transformer import num_parameters
 from runtime.start.init_distributed import open_files_needed
-from training.config import Config
+from settings.config import Config
 from training.optimizers import state_bytes
 
 ROOT = Path(__file__).parent.parent.parent

@@ -27,6 +27,9 @@ from typing import Any
 
 from costs.routing import check_imbalance
 from errors import UserError
+from settings.config import Config
+from settings.layouts import valid_layout
+from settings.load import load_config
 from tools.command import CommandParser, add_overrides, reports_errors, run_command
 from tools.plan.check import add_data_stage, one_stage
 from tools.plan.hardware import GB, Device, find_device
@@ -37,9 +40,6 @@ from tools.rehearse.host import checking
 from tools.rehearse.operators import describe_operators, recording
 from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse, title
 from tools.rehearse.real import predicted_step, rehearse_for_real
-from training.config import Config
-from training.layouts import valid_layout
-from training.load_config import load_config
 
 
 def ranks_asked_for(config: Config, world: int, rank: int | None) -> list[int]:

@@ -30,7 +30,7 @@ from parallel.memory import ACTIVATIONS, DEFERRED, GATHERING, REDUCING, TEMPORAR
 from parallel.mesh import Mesh
 from parallel.parameter import weights_of
 from parallel.pipeline.actions import FORWARD, Action
-from runtime.records.memory_report import held_tensors
+from runtime.metrics.memory_report import held_tensors
 from tools.rehearse.device import Device
 from tools.rehearse.tape import Tape
 from training.step import TrainStep

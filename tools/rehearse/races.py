@@ -44,7 +44,7 @@ from costs.operators import (
 )
 from costs.storages import key_of
 from parallel.mesh import Mesh
-from runtime.checkpoints.save import Saver
+from runtime.checkpoint.save import Saver
 from tools.plan.layout import Layout
 from tools.plan.time import StepTime
 from tools.rehearse.accesses import Accesses, Block

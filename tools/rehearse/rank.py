@@ -17,6 +17,7 @@ from costs.stage import routing
 from errors import UserError
 from model.transformer import Transformer, vocabulary
 from parallel.mesh import Mesh
+from settings.config import Config
 from tools.plan.check import check_can_be_planned
 from tools.plan.traffic import by_axis
 from tools.rehearse.device import Device
@@ -24,7 +25,6 @@ from tools.rehearse.fake_gpu import DEVICE, fake_gpu, one_rank
 from tools.rehearse.memory import measuring
 from tools.rehearse.tape import Tape
 from training.build import build_stages
-from training.config import Config
 from training.step import TrainStep
 
 

@@ -15,12 +15,12 @@ from parallel.collectives import Pending, ranks_in, start_all_to_all
 from parallel.parameter import Constant, weights_of
 from parallel.pipeline.simulate import Event, simulate
 from runtime.profiling.trace import ActionRecorder
+from settings.config import Config
 from tools.plan.hardware import Device
 from tools.plan.layout import Layout
 from tools.plan.time import EXPOSED, Part, StepTime, costs_of
 from tools.rehearse.rank import routing_of, rows, the_rank
 from training.build import build_stages
-from training.config import Config
 from training.step import TrainStep
 
 

@@ -1,7 +1,7 @@
 """Shows where a run's time went: `python -m tools.report RUN [--out FILE.html] [--png FILE.png]`
 
 Prints the seconds by cause over all starts of the run, from events.jsonl in the run folder.
-runtime/records/ledger.py defines the causes, one of which is the steps that led to the last state.
+runtime/log/ledger.py defines the causes, one of which is the steps that led to the last state.
 
 --out also writes the whole run as one HTML page: loss, gradient norm, speed, memory by rank, the
 ledger, the events, and the pipeline's timeline if the run was traced (run.trace=true). The page
@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from errors import UserError
-from runtime.records.events import changes_stage
+from runtime.log.events import changes_stage
 from tools.command import CommandParser, reports_errors, run_command, writes
 from tools.report.charts import picture_of_loss
 from tools.report.page import page

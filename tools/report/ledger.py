@@ -6,9 +6,9 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.checkpoints.goodput import best_interval, mtbf_of
-from runtime.records.events import changes_stage
-from runtime.records.ledger import account
+from runtime.checkpoint.goodput import best_interval, mtbf_of
+from runtime.log.events import changes_stage
+from runtime.log.ledger import account
 from tools.command import duration
 
 

@@ -14,13 +14,13 @@ from data.dataset import open_data
 from data.tokenizer import clean
 from errors import UserError
 from parallel.pipeline.simulate import Timeline
+from runtime.log.events import read_events
+from runtime.log.ledger import account
+from runtime.log.log_lines import content, is_number, json_object, read_records
+from runtime.log.status import read_status
 from runtime.profiling.chrome import from_chrome
-from runtime.records.events import read_events
-from runtime.records.ledger import account
-from runtime.records.log_lines import content, is_number, json_object, read_records
-from runtime.records.status import read_status
+from settings.load import load_config
 from tools.report.ledger import Measured, measure
-from training.load_config import load_config
 
 Points = list[tuple[float, float]]
 FILES = ("config.yaml", "metrics.jsonl", "events.jsonl")  # a run folder has at least one of them
@@ -35,7 +35,7 @@ class Run:
     status: dict[str, Any]  # status.json
     records: list[dict[str, Any]]  # metrics.jsonl
     events: list[dict[str, Any]]  # events.jsonl
-    seconds: dict[str, float]  # by cause (runtime/records/ledger.py)
+    seconds: dict[str, float]  # by cause (runtime/log/ledger.py)
     measured: Measured  # what its saves, restarts and steps took
     # the first pipeline of the step traced by run.trace=true, and its name
     timeline: tuple[str, Timeline] | None

@@ -4,9 +4,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hardware import FAILURES_PER_GPU_DAY
-from runtime.alerts.alarms import words
-from runtime.records.events import changes_stage
-from runtime.records.log_lines import is_number
+from runtime.log.events import changes_stage
+from runtime.log.log_lines import is_number
+from runtime.monitor.alarms import words
 from runtime.start.parts import PARTS
 from tools.command import duration
 from tools.report.charts import GIB, short
@@ -109,7 +109,7 @@ def starts(run: Run) -> list[list[str]]:
 
 
 def experts(run: Run) -> tuple[Any, list[list[str]]]:
-    """The newest step that has the load of experts (runtime/records/expert_load.py), and a row for
+    """The newest step that has the load of experts (runtime/metrics/expert_load.py), and a row for
     each layer; no rows if no run has written them."""
     forms = {"layer": ".0f", "entropy": ".3f", "largest_share": ".2f", "dead": ".0f"}
     for record in reversed(run.records):

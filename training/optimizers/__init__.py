@@ -18,8 +18,8 @@ from errors import UserError
 from kinds import load_kind
 from parallel.parameter import NamedWeight
 from parallel.placement import as_dtensor_like
-from training.config import Config
-from training.precision import Precision
+from settings.config import Config
+from settings.precision import Precision
 
 
 class ShardedOptimizer(ABC):

@@ -10,7 +10,7 @@ from torch import Tensor
 from model.kernels.adamw import Location, Rates, adamw
 from parallel.parameter import NamedWeight
 from parallel.placement import local_region
-from training.config import Config
+from settings.config import Config
 from training.optimizers import ShardedOptimizer
 
 

@@ -1,0 +1,281 @@
+"""Allow one writer per run folder: a lease names it, and fencing stops even a writer that was
+paused.
+
+    RUN/lease/00000007.json                     the highest number is the holder's: its host,
+                                                process and job; renewed by setting the file's time
+    RUN/checkpoints/partial-00000007-3f2a9c1b/  the holder's work folder: what it is writing or
+                                                deleting
+
+Taking the lease. Numbers are created exclusively, so only one start gets each. A newcomer takes the
+next number at once if the holder has released its lease, is a process of this host that has died,
+or is an earlier start of the same Slurm job. It also does so if the holder has not renewed its
+lease for EXPIRE_SECONDS (its node died). Until then it waits, and if the holder renews the lease,
+the newcomer is refused. Times are compared only with times of the same file server, or with this
+process's own clock.
+
+Fencing. A process that has checked that it is the holder can be paused right after the check. So
+every change that a run makes to the set of checkpoints is a rename into or out of its own work
+folder, in this order: create the work folder, check the lease, rename. A newcomer first takes the
+lease, then moves every other work folder into its own, and only then reads the checkpoints.
+
+    the displaced run was paused    what stops it
+    before its check                the check finds a higher number
+    between check and rename        the rename fails: its work folder, and with it the source or the
+                                    target, is gone
+    after its rename                nothing; the rename came before the newcomer read the folder, so
+                                    the newcomer finds a whole checkpoint
+
+A newcomer that is itself paused and displaced is stopped in the same way, because moving another
+work folder is such a rename.
+
+Other files of the run folder are only appended to or replaced as a whole. Before writing them, a
+holder whose last check is older than TRUST_SECONDS checks again. A displaced run reports it, and
+its process exits immediately with status 2.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from errors import UserError
+from runtime.checkpoint.lease_holder import RELEASED, Found, Holder, newest_lease
+from runtime.messages import from_rank_0, log, refuse
+from runtime.start.parts import parts
+
+RENEW_SECONDS = 5.0
+EXPIRE_SECONDS = 60.0
+# well below EXPIRE_SECONDS: the lease cannot have expired for another run in this time
+TRUST_SECONDS = 20.0
+KEPT = (".damaged", ".abandoned")  # suffixes of checkpoints that are put aside instead of deleted
+
+
+class Lease:
+    """The right to write to a run folder, as a context manager that all ranks enter. Rank 0 takes
+    the lease and makes the renames.
+
+    Entering raises AgreedError, on every rank, if another run holds the lease.
+    """
+
+    def __init__(self, run_dir: str | Path, device: str) -> None:
+        self.run_dir, self.device = Path(run_dir), device
+        self.folder = self.run_dir / "lease"
+        self.checkpoints = self.run_dir / "checkpoints"
+        self._made: list[Path] = []  # folders that did not exist before
+        self._path = self.folder
+        self._token = ""
+        self._looked = 0.0  # when a check last found that this run is the holder
+        self._ends = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+
+    @property
+    def work(self) -> Path:
+        """The path of the work folder; `make_work` creates the folder when it is needed."""
+        return self.checkpoints / f"partial-{self._token}"
+
+    def make_work(self) -> Path:
+        if not self.work.exists():
+            self._require()
+            self.work.mkdir(parents=True, exist_ok=True)
+        return self.work
+
+    def check(self) -> None:
+        """End the process if another run has taken over; called before files other than checkpoints
+        are written. Reads the lease only if the last check is older than TRUST_SECONDS. Does
+        nothing on ranks other than 0, which have no token."""
+        if self._token and time.monotonic() - self._looked > TRUST_SECONDS:
+            with contextlib.suppress(OSError):  # if reading fails, writing will hardly succeed
+                self._require()
+
+    def move(self, source: Path, target: Path) -> None:
+        """Rename into or out of the work folder; end the process if another run has taken over."""
+        assert self.work in (*source.parents, *target.parents)
+        self.make_work()
+        # Check after creating the work folder: a folder created after a newcomer has moved all work
+        # folders away would not make the rename fail.
+        self._require()
+        try:
+            os.replace(source, target)
+        except FileNotFoundError:
+            self._require()
+            raise
+
+    @parts(inside="lease")
+    def __enter__(self) -> "Lease":
+        from_rank_0(self._take, self.device)
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if self._token:  # rank 0; the process group may be gone
+            self._release()
+
+    def _release(self) -> None:
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        shutil.rmtree(self.work, ignore_errors=True)
+        # if this fails, a newcomer finds that this process has ended or the lease has expired
+        with contextlib.suppress(OSError):
+            # the run was refused before it wrote anything
+            if self._made and {path.name for path in self.run_dir.iterdir()} == {"lease"}:
+                self._path.unlink(missing_ok=True)
+                for folder in self._made:
+                    folder.rmdir()
+            else:
+                os.utime(self._path, (RELEASED, RELEASED))
+
+    # --- taking it, on rank 0 ---------------------------------------------------------------------
+
+    def _take(self) -> None:
+        try:
+            while not self._try_to_take():
+                pass
+            self._looked = time.monotonic()
+            self._thread.start()
+            self._clear()
+        except OSError as error:
+            self._release()
+            remedy = "free some space, choose another folder, or change its permissions"
+            why = f"cannot be written: {error}"
+            raise UserError("run.dir", str(self.run_dir), why, remedy) from None
+
+    def _try_to_take(self) -> bool:
+        self._made = [
+            path for path in (self.folder, *self.folder.absolute().parents) if not path.exists()
+        ]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        found = newest_lease(self.folder)
+        if found is not None and not self._is_free(found):
+            return False
+        number = found.number + 1 if found is not None else 1
+        self._token = f"{number:08d}-{secrets.token_hex(4)}"
+        self._path = self.folder / f"{number:08d}.json"
+        try:
+            with open(self._path, "x", encoding="utf-8") as file:
+                file.write(Holder.this_process(self._token).model_dump_json(indent=1) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        # another newcomer was faster, or left and removed the folder
+        except (FileExistsError, FileNotFoundError):
+            return False
+        if not self._is_mine():  # this process was paused meanwhile: there is a higher number
+            self._path.unlink(missing_ok=True)
+            return False
+        for older in self.folder.glob("*.json"):
+            if older.name < self._path.name:
+                older.unlink(missing_ok=True)
+        return True
+
+    def _is_free(self, found: Found) -> bool:
+        """Whether the next number may be taken now. False: the lease has changed, try again. Raises
+        UserError if the holder is alive."""
+        holder, me = found.holder, Holder.this_process("")
+        if found.is_released or (holder is not None and holder.was_requeued_as(me.job, me.restart)):
+            return True
+        runs = holder.runs() if holder is not None else None
+        if runs is False:
+            return True
+        age = self._seconds_since(found.time_ns)
+        if runs and age < EXPIRE_SECONDS:
+            self._refuse(found, age)
+        if age < EXPIRE_SECONDS:
+            left = f"{EXPIRE_SECONDS - age:.0f} s"
+            log(
+                f"{self.run_dir} is held by {found}; this run waits up to {left} "
+                "to see whether that process is alive and renews its lease"
+            )
+        expires = time.monotonic() + EXPIRE_SECONDS - age
+        while time.monotonic() < expires:
+            time.sleep(0.5)
+            now = newest_lease(self.folder)
+            if now is None or now.path != found.path or now.is_released:
+                return False
+            if now.time_ns != found.time_ns:
+                self._refuse(now, 0.0)
+        return True
+
+    def _refuse(self, found: Found, age: float) -> NoReturn:
+        why = f"{found} is writing there and renewed its lease ({found.path}) {age:.0f} s ago"
+        stop = (
+            f"stop that run first (touch {self.run_dir / 'STOP'}; "
+            f"the lease of a dead run expires after {EXPIRE_SECONDS:.0f} s)"
+        )
+        remedy = f"choose another run.dir, or {stop}, or end that run by deleting its lease"
+        raise UserError("run.dir", str(self.run_dir), why, remedy)
+
+    def _seconds_since(self, time_ns: int) -> float:
+        """Seconds since `time_ns`, a file's time, by the clock of the machine that holds the files
+        and set that time."""
+        probe = self.folder / f"probe-{secrets.token_hex(4)}"
+        try:
+            probe.touch()
+            return max(0.0, (probe.stat().st_mtime_ns - time_ns) / 1e9)
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def _clear(self) -> None:
+        """Delete the work folders of other starts; checkpoints that they were putting aside are
+        kept and get their names."""
+        others = [path for path in self.checkpoints.glob("partial-*") if path != self.work]
+        for path in others:
+            self.move(path, self.work / path.name)
+        if others:
+            for path in sorted(self.work.rglob("step-*.*")):
+                if path.suffix.startswith(KEPT):
+                    self.put_aside(path, path.suffix)
+            shutil.rmtree(self.work, ignore_errors=True)
+
+    # --- keeping it -------------------------------------------------------------------------------
+
+    def put_aside(self, path: Path, suffix: str) -> Path:
+        """Rename a checkpoint so that it no longer counts as one; return the new path.
+
+        suffix: one of KEPT.
+        """
+        names = [suffix, *(f"{suffix}-{number}" for number in range(2, 1000))]
+        places = (self.checkpoints / (path.stem + name) for name in names)
+        free = next(place for place in places if not place.exists())
+        if self.work not in path.parents:
+            self.move(path, self.work / free.name)
+            path = self.work / free.name
+        self.move(path, free)
+        return free
+
+    def _renew(self) -> None:
+        """Renew the lease periodically, in a thread, until it is released."""
+        while not self._closed.wait(RENEW_SECONDS):
+            # the file server may be unavailable for a while; try again the next time
+            with contextlib.suppress(OSError):
+                with contextlib.suppress(FileNotFoundError):
+                    os.utime(self._path)
+                self._require()
+
+    def _require(self) -> None:
+        if not self._is_mine():
+            self._end()
+        self._looked = time.monotonic()
+
+    def _is_mine(self) -> bool:
+        newest = newest_lease(self.folder)
+        return (
+            newest is not None and newest.holder is not None and newest.holder.token == self._token
+        )
+
+    def _end(self) -> NoReturn:
+        self._ends.acquire()  # never released: only one thread reports, and it ends the process
+        newest = None
+        with contextlib.suppress(OSError):
+            newest = newest_lease(self.folder)
+        why = (
+            f"this run was displaced by {newest}" if newest else "the lease of this run was deleted"
+        )
+        remedy = (
+            "let the other run continue, or stop it and restart this one; "
+            "this one has committed no checkpoint since it was displaced"
+        )
+        refuse(UserError("run.dir", str(self.run_dir), why, remedy))

@@ -1,0 +1,260 @@
+"""The manifest of a checkpoint, which detects missing, exchanged and damaged parts.
+
+    manifest.json   format, version
+                    files     every other file: its size in bytes and its sha256
+                    tensors   every global tensor: its dtype and its shape
+                    sha256    of all of the above
+
+Files hold pieces of tensors, each under the tensor's name with the piece's offsets. A reader that
+derives shapes from the pieces it finds would not notice a lost piece; here the pieces of a tensor
+must tile its shape, with every number in exactly one piece (tiling.py). Nothing is unpickled:
+tensors are in the safetensors format, everything else is JSON that is validated against a schema
+(schema.py), and file names must be plain names, never paths.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, ValidationError
+from safetensors import SafetensorError, safe_open
+
+from data.contents import first_bytes, known
+from runtime.checkpoint.names import MANIFEST
+from runtime.checkpoint.progress import byte_bar
+from runtime.checkpoint.tiling import FIELD, MAX_DIMS, MAX_NUMBERS, Point, random_point, value_at
+from runtime.schema import MAX_JSON_BYTES, Count, Name, Strict, first_problem, load_json
+
+FORMAT, VERSION = "lattice-checkpoint", 2
+TENSORS = ".safetensors"
+# the metadata entry in which DCP's safetensors writer stores the offsets of a file's pieces
+PLACES = "DCP_SHARDING_INFO"
+HASHED_AT_ONCE = 1 << 20
+
+
+class Damaged(Exception):
+    """A checkpoint differs from what was saved; the message says how."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    files: dict[str, tuple[int, str]]  # name → bytes, sha256
+    # name → safetensors dtype ("F32"), global shape
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for size, _ in self.files.values())
+
+
+def fingerprint(
+    path: Path, advance: Callable[[int], object] = lambda size: None
+) -> tuple[int, str]:
+    """Return a file's size in bytes and its sha256. `advance` is called with the number of bytes of
+    each block read."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(HASHED_AT_ONCE):
+            digest.update(block)
+            advance(len(block))
+        return file.tell(), digest.hexdigest()
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest durably; it must be the last file of a checkpoint."""
+    content: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    content["files"] = {
+        name: {"bytes": size, "sha256": sha} for name, (size, sha) in sorted(manifest.files.items())
+    }
+    content["tensors"] = {
+        name: {"dtype": dtype, "shape": shape}
+        for name, (dtype, shape) in sorted(manifest.tensors.items())
+    }
+    content["sha256"] = _digest(content)
+    write_durably(folder / MANIFEST, json.dumps(content, indent=1))
+
+
+class _File(Strict):
+    bytes: Count
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class _Tensor(Strict):
+    dtype: Literal["F64", "F32", "F16", "BF16"]
+    shape: Annotated[list[Count], Field(max_length=MAX_DIMS)]
+
+
+class _Content(Strict):
+    format: str
+    version: int
+    files: dict[Name, _File]
+    tensors: dict[Name, _Tensor]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and validate the manifest of a checkpoint. Raises Damaged if it is missing, changed or
+    of another format, if it names something that is not a file of this folder, or if the folder has
+    other tensor files."""
+    try:
+        if (folder / MANIFEST).stat().st_size > MAX_JSON_BYTES:
+            raise ValueError
+        content = load_json((folder / MANIFEST).read_text(encoding="utf-8"))
+        said = content.pop("sha256")
+        format_and_version = content["format"], content["version"]
+        digest = _digest(content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise Damaged(f"its {MANIFEST} is missing or unreadable") from None
+    if format_and_version != (FORMAT, VERSION):
+        raise Damaged(
+            f"it was saved as {ascii(format_and_version)[:100]}, but this program reads only "
+            f"{(FORMAT, VERSION)}"
+        )
+    if said != digest:
+        raise Damaged(f"its {MANIFEST} was changed (its sha256 differs)")
+    try:
+        checked = _Content.model_validate(content)
+    except ValidationError as error:
+        raise Damaged(f"its {MANIFEST} has invalid content ({first_problem(error)})") from None
+    for name in checked.files:
+        if Path(name).name != name or name in (".", "..", MANIFEST):
+            raise Damaged(f"its {MANIFEST} names {name!r}, which is not a file of this folder")
+    for name, tensor in checked.tensors.items():
+        if math.prod(tensor.shape) >= MAX_NUMBERS:
+            raise Damaged(f"its {MANIFEST} gives {name!r} the impossible shape {tensor.shape}")
+    # The tensor reader would read every such file that it finds.
+    strangers = {
+        path.name for path in folder.iterdir() if path.name.endswith(TENSORS)
+    } - checked.files.keys()
+    if strangers:
+        raise Damaged(f"the file {sorted(strangers)[0]!r} does not belong to it")
+    files = {name: (file.bytes, file.sha256) for name, file in checked.files.items()}
+    return Manifest(
+        files,
+        {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in checked.tensors.items()},
+    )
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Raise Damaged if a file is missing or has another length. Cheap: reads no file."""
+    for name, (size, _) in manifest.files.items():
+        file, what = folder / name, None
+        try:
+            good = file.is_file() and file.stat().st_size == size
+            what = None if good else known(first_bytes(file))
+        except OSError:  # for example, the name is too long or the disk cannot be read
+            good = False
+        if not good:
+            raise Damaged(f"its file {name!r} is {': '.join(what or ['missing or truncated'])}")
+
+
+def check_file(
+    folder: Path,
+    manifest: Manifest,
+    name: str,
+    point: Point,
+    advance: Callable[[int], object] = lambda size: None,
+) -> Counter[str]:
+    """Read a whole file and raise Damaged if it differs from what was saved; otherwise return what
+    it covers of which tensors (see `cover`). `advance`: as for `fingerprint`."""
+    try:
+        found = fingerprint(folder / name, advance)
+    except OSError as error:
+        raise Damaged(f"its file {name!r} cannot be read ({error.strerror})") from None
+    if found != manifest.files[name]:
+        raise Damaged(f"its file {name!r} was changed (its sha256 differs)")
+    return cover(folder / name, manifest, point) if name.endswith(TENSORS) else Counter()
+
+
+class Piece(NamedTuple):
+    """A part of a tensor that a file holds."""
+
+    name: str  # of the tensor
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def read_pieces(path: Path, manifest: Manifest) -> list[Piece]:
+    """Return the pieces in a safetensors file, reading only its header. Raises Damaged if a piece
+    does not lie inside its tensor or has another dtype."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            places = load_json((file.metadata() or {}).get(PLACES, "{}"))
+            names = file.keys()
+            slices = {name: file.get_slice(name) for name in names}
+            pieces = []
+            for name, piece in slices.items():
+                dtype, shape = manifest.tensors[name]
+                sizes, offsets = tuple(piece.get_shape()), places[name]["saved_offsets"]
+                inside = len(shape) == len(sizes) == len(offsets) and all(
+                    type(offset) is int and 0 <= offset <= offset + n <= whole
+                    for offset, n, whole in zip(offsets, sizes, shape, strict=True)
+                )
+                if not inside or piece.get_dtype() != dtype:
+                    raise Damaged(
+                        f"its file {path.name!r} has a piece that does not fit the tensor {name!r}"
+                    )
+                pieces.append(Piece(name, tuple(offsets), sizes))
+            return pieces
+    except (
+        SafetensorError,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise Damaged(
+            f"its file {path.name!r} is not a tensor file of this checkpoint: {ascii(error)[:200]}"
+        ) from None
+
+
+def cover(path: Path, manifest: Manifest, point: Point) -> Counter[str]:
+    """Map each tensor to the sum of the polynomials at `point` (tiling.py) of its pieces in a
+    safetensors file. The results of several files are added. Raises Damaged like `read_pieces`."""
+    covered: Counter[str] = Counter()
+    for piece in read_pieces(path, manifest):
+        covered[piece.name] += value_at(point, piece.offsets, piece.sizes)
+    return covered
+
+
+def check_whole(manifest: Manifest, covered: Counter[str], point: Point) -> None:
+    """Raise Damaged unless the pieces in all files together tile every tensor."""
+    for name, (_, shape) in manifest.tensors.items():
+        if (covered[name] - value_at(point, [0] * len(shape), shape)) % FIELD:
+            raise Damaged(
+                f"the pieces of {name!r} in its files do not make up its shape {shape}: "
+                "some overlap or are missing"
+            )
+
+
+def verify(folder: Path) -> Manifest:
+    """Make all the checks above in one process. Raises Damaged."""
+    manifest = read_manifest(folder)
+    check_sizes(folder, manifest)
+    covered: Counter[str] = Counter()
+    point = random_point()
+    with byte_bar(f"checking {folder.name}", manifest.num_bytes) as bar:
+        for name in manifest.files:
+            covered.update(check_file(folder, manifest, name, point, bar.update))
+    check_whole(manifest, covered, point)
+    return manifest
+
+
+def write_durably(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()

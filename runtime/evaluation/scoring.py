@@ -1,0 +1,234 @@
+"""The log-likelihood of each row, the same on every layout.
+
+The training step's evaluation returns one loss for a whole batch; here each row needs its own. So
+the last stage's head is given another forward for a while, which returns the loss of each token,
+[S/cp, B], and never has the whole logits (as linear_cross_entropy.py in training). A hook on the
+stage adds them up to the losses of the rows, a vector with an element for every row of all tasks:
+
+    row          0    1    2    3    4    5    …      each micro-batch fills the elements of its
+    dp rank 0   2.3   ·   7.1   ·   4.0   ·           rows, the others are 0; the pipeline's runner
+    dp rank 1    ·   5.2   ·   9.9   ·   1.4          adds the vectors of micro-batches
+    ──────────────────────────────────────── +        one all-reduce over loss (dp × cp) and one
+    all ranks   2.3  5.2  7.1  9.9  4.0  1.4          over pp, at the end
+
+A rank with a part of a sequence (cp) adds the losses of the targets that it holds. tp ranks compute
+the same vector: the normaliser of a token is gathered over tp as in training (cross_entropy.py).
+
+Rows are padded at their end. No position attends to a later one, so padding changes nothing. It
+repeats the row's own tokens, so that a router sends it to as many experts as text. Most rows are
+short, so each is computed in the shortest length that holds it, of train.seq_len halved several
+times; a micro-batch has as many tokens as one in training.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from model.kernels.backend import cdiv, exact
+from model.kernels.cross_entropy import normaliser, token_losses
+from model.kernels.linear_cross_entropy import pieces_of, tokens_of_piece
+from model.transformer import Batch, Head, Transformer, hidden_shape
+from parallel.context import ContextParallel
+from parallel.mesh import to_device
+from parallel.pipeline.runner import PipelineRunner
+from parallel.pipeline.transfer import Transfers
+from runtime.evaluation.rows import Row
+from settings.config import cuts_of_sequence
+from tokens import IGNORE
+from training.step import TrainStep
+
+SHORTEST = 32  # inputs of a padded row, at least, where train.seq_len is longer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBatch(Batch):
+    """A micro-batch of which the losses of its rows are wanted: targets that are not scored are
+    `IGNORE`."""
+
+    rows: Tensor  # [B] int64, the rows' numbers
+    num_rows: int  # of all tasks
+
+
+def lengths(rows: Sequence[Row], seq_len: int, parts: int) -> dict[int, list[int]]:
+    """The padded length of each row: length → the numbers of its rows. A length is a multiple of
+    `parts`, into which ranks cut a sequence, as `seq_len` is."""
+    found: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
+        found.setdefault(padded(row.inputs, seq_len, parts), []).append(number)
+    return dict(sorted(found.items()))
+
+
+def padded(inputs: int, seq_len: int, parts: int) -> int:
+    """The length of a row of so many inputs."""
+    length = seq_len
+    while length % (2 * parts) == 0 and length // 2 >= max(inputs, SHORTEST):
+        length //= 2
+    return length
+
+
+def make_batch(
+    rows: Sequence[Row],
+    numbers: Sequence[int | None],
+    length: int,
+    device: str,
+    cp: ContextParallel = ContextParallel(),  # noqa: B008  (it cannot be changed)
+) -> RowBatch:
+    """A micro-batch of the rows `numbers`; None: a row of which nothing is scored."""
+    tokens = np.zeros((len(numbers), length), np.int64)
+    targets = np.full((len(numbers), length), IGNORE, np.int64)
+    for place, number in enumerate(numbers):
+        row = rows[number or 0]
+        tokens[place] = np.resize(row.tokens[:-1], length)
+        if number is not None:
+            scored = slice(row.inputs - row.scored, row.inputs)
+            targets[place, scored] = row.tokens[1:][scored]
+    positions = torch.arange(length).unsqueeze(1)  # [S, 1]
+    held_tokens, held_targets = (
+        to_device(cp.cut(torch.from_numpy(each), 1).T.contiguous(), device)
+        for each in (tokens, targets)
+    )
+    return RowBatch(
+        held_tokens,
+        held_targets,
+        to_device(cp.cut(positions, 0), device),
+        rows=to_device(torch.tensor([number or 0 for number in numbers]), device),
+        num_rows=len(rows),
+    )
+
+
+def losses_of_tokens(head: Head, x: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each token, [S/cp, B] in float32 (float64), 0 where there is no target; from x,
+    [S/(cp·tp), B, D] with sequence parallelism, else [S/cp, B, D], and the targets [S/cp, B].
+
+    Logits are computed piece by piece, of scored tokens only. Over tp, each piece gathers x with
+    sequence parallelism, and three numbers per token (cross_entropy.py).
+    """
+    tp, weight, flat = head.tp, head.local_weight(), targets.flatten()
+    losses = torch.zeros(len(flat), dtype=exact(x.dtype), device=x.device)
+    places = torch.arange(len(flat), device=x.device).view_as(targets)
+    gather_over = tp.group if tp.sequence_parallel else None
+    size = tokens_of_piece(x, head.vocab_size, tp.group)
+    for piece, held in pieces_of(x, places, gather_over, tp.pieces, size):
+        at = held.flatten()
+        scored = (flat[at] != IGNORE).nonzero().flatten()  # the same on all tp ranks
+        if len(scored):
+            y = flat[at[scored]]
+            z = head.matmul.forward(piece.flatten(0, 1)[scored], weight)
+            row = normaliser(z, y, head.first_row, tp.group, head.kernels)
+            losses[at[scored]] = token_losses(row, y, 0.0).to(losses.dtype)
+    return losses.view_as(targets)
+
+
+@contextmanager
+def losses_of_rows(stage: Transformer) -> Iterator[None]:
+    """A context in which a last stage, called with a `RowBatch`, returns the summed loss of each
+    row of all tasks, [num_rows] float64, in nats: 0 for those that are not in the batch."""
+    head = stage.head
+    assert head is not None
+
+    def forward(x: Tensor, targets: Tensor, _: Tensor | None) -> Tensor:
+        return losses_of_tokens(head, x, targets)
+
+    def sum_up(_: nn.Module, inputs: tuple[Any, ...], losses: Tensor) -> Tensor:
+        batch: RowBatch = inputs[1]
+        total = torch.zeros(batch.num_rows, dtype=torch.float64, device=losses.device)
+        return total.index_add_(0, batch.rows, losses.double().sum(0))
+
+    head.forward = forward  # type: ignore[method-assign,assignment]
+    hook = stage.register_forward_hook(sum_up)
+    try:
+        yield
+    finally:
+        hook.remove()
+        del head.forward
+
+
+class PipelineScorer:
+    """Scores rows through a training step's stages, on every rank of its mesh.
+
+    seq_len: the longest row. (That of the step may be another: nothing here depends on it.)
+    """
+
+    def __init__(self, train: TrainStep, seq_len: int) -> None:
+        self.train, self.seq_len = train, seq_len
+        self.runners: dict[tuple[int, int], PipelineRunner] = {}  # by length and rows
+
+    @torch.no_grad()
+    def __call__(
+        self, rows: Sequence[Row], goes_on: Callable[[], bool] = lambda: True
+    ) -> list[float] | None:
+        """The log-likelihood of each row in nats, the same on every rank. `goes_on` is called
+        before each group of micro-batches; None: it returned False, on every rank."""
+        train, mesh = self.train, self.train.mesh
+        total = torch.zeros(len(rows), dtype=torch.float64, device=mesh.device)
+        last = train.stages.get(train.config.parallel.num_stages - 1)
+        parts = int(np.prod(list(cuts_of_sequence(train.config.parallel).values())))
+        for length, numbers in lengths(rows, self.seq_len, parts).items():
+            for group, size in self._groups(numbers, length):
+                if not goes_on():
+                    return None
+                batches = [make_batch(rows, each, length, mesh.device, train.cp) for each in group]
+                runner, program = self._runner(length, size), train.forward_program(len(batches))
+                if last is None:
+                    runner.evaluate(program, batches)
+                    continue
+                with losses_of_rows(last):
+                    found = runner.evaluate(program, batches)
+                assert found is not None
+                total += found
+        for view in (mesh.loss, mesh.pp):  # [num_rows]; tp ranks already have the same
+            dist.all_reduce(total, group=view.get_group())
+        return (-total).tolist()
+
+    def _groups(
+        self, numbers: Sequence[int], length: int
+    ) -> Iterator[tuple[list[list[int | None]], int]]:
+        """This data-parallel rank's micro-batches in groups of at most those of a training step,
+        and their number of rows. All ranks have equally many; missing rows are None."""
+        train, mesh = self.train, self.train.mesh
+        config, dp = train.config, mesh.dp_size
+        mine: list[int | None] = [*numbers[mesh.dp_rank :: dp]]
+        longest = cdiv(len(numbers), dp)
+        # enough micro-batches to fill the pipeline, if there are enough rows
+        size = min(
+            max(1, config.train.micro_batch_size * self.seq_len // length),  # tokens as in training
+            cdiv(longest, config.parallel.num_stages),
+        )
+        mine += [None] * (cdiv(longest, size) * size - len(mine))
+        batches = [mine[at : at + size] for at in range(0, len(mine), size)]
+        most = config.num_microbatches(dp)
+        for at in range(0, len(batches), most):
+            yield batches[at : at + most], size
+
+    def _runner(self, length: int, size: int) -> PipelineRunner:
+        """A runner whose transfers have the shape of such micro-batches."""
+        if (length, size) not in self.runners:
+            train, mesh, parallel = self.train, self.train.mesh, self.train.config.parallel
+            cut = train.cp.size * (mesh.tp.size() if parallel.sequence_parallel else 1)
+            shape = hidden_shape(train.config.model, length // cut, size)
+            transfers = Transfers(mesh.pp.get_group(), shape, train.precision.compute, mesh.device)
+            self.runners[length, size] = PipelineRunner(
+                dict(train.stages), parallel.num_stages, transfers, train.runner.data, False
+            )
+        return self.runners[length, size]
+
+
+@torch.no_grad()
+def score_whole(
+    model: Transformer, rows: Sequence[Row], seq_len: int, tokens_at_once: int, device: str
+) -> list[float]:
+    """The log-likelihood of each row in nats, by a model in one stage. Rows of `tokens_at_once`
+    inputs, or one longer row, are computed at a time."""
+    total = torch.zeros(len(rows), dtype=torch.float64, device=device)
+    with losses_of_rows(model):
+        for length, numbers in lengths(rows, seq_len, 1).items():
+            size = max(1, tokens_at_once // length)
+            for at in range(0, len(numbers), size):
+                total += model(None, make_batch(rows, numbers[at : at + size], length, device))
+    return (-total).tolist()

@@ -1,0 +1,124 @@
+"""Account for a run's time: every second from its first start to its last line has one cause.
+
+    steps       training that is part of the final result
+    lost        repeated steps after a failure or a rollback; waiting in a failed step
+    data        waiting for the next batch
+    evaluation  the loss on held-out text, and tasks
+    saving      the checks before a save, and waiting until the state has been copied
+    examination computing a suspicious step again (health/examine.py)
+    rollback    finding and loading a checkpoint in the middle of a run
+    start       from the process's first line to its first step: imports, data, weights, checkpoint;
+                and from the end of a stage to the first step of the next
+    end         from the last step to the process's end: the last save
+    down        from a start's last line to the next start: the steps since that line, noticing the
+                failure, starting processes
+
+Rank 0 writes `spent` lines to events.jsonl during the run (Ledger); `account` sums them up. When a
+process is killed, the seconds since its last line are not recorded and count as `down`.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from runtime import signals
+from runtime.log.events import CAUSES, append_event
+
+
+class Ledger:
+    """Rank 0's account of this process, from its first line on, by the causes above.
+
+    Args:
+        folder: the run folder.
+        step: the step that this start begins from.
+        world_size: recorded in the start event.
+        since: when it began (time.monotonic); None: with the process. A later stage begins when the
+            process leaves the stage before.
+        about: more for the start event.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        step: int,
+        world_size: int,
+        since: float | None = None,
+        **about: Any,
+    ) -> None:
+        since = signals.STARTED if since is None else since
+        self.folder, self.counted_until = folder, since
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        began = time.time() - (time.monotonic() - since)
+        append_event(folder, "start", began=began, step=step, world_size=world_size, **about)
+
+    def spent(self, cause: str, data_seconds: float = 0.0) -> None:
+        """Attribute the time since the last call to `cause`, except for `data_seconds` of it."""
+        now = time.monotonic()
+        self.seconds[cause] += now - self.counted_until - data_seconds
+        self.seconds["data"] += data_seconds
+        self.counted_until = now
+
+    def write(self, step: int) -> None:
+        """Write a line with the times up to the last call of `spent`; `step` steps are done."""
+        seconds = {cause: value for cause, value in self.seconds.items() if value}
+        append_event(self.folder, "spent", step=step, seconds=seconds)
+        self.seconds.clear()
+
+
+class Account:
+    """Sums up the seconds by cause over all starts of a run, event by event; `steps` counts only
+    steps whose work is part of the last state.
+
+    Each line has the cost of the steps (from, to]. A later start or a rollback at step s makes the
+    steps after s lost; a line that spans s is divided in proportion.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(CAUSES, 0.0)
+        self._kept: list[tuple[int, int, float]] = []  # steps (from, to], seconds
+        self._step = 0
+        self._last: float | None = None  # when the time up to then has a cause
+
+    def add(self, event: dict[str, Any]) -> None:
+        kind, seconds = event["event"], self.seconds
+        if kind == "start":
+            last = event["began"] if self._last is None else self._last
+            seconds["down"] += max(0.0, event["began"] - last)
+            self._last = event["began"]
+        if kind in ("start", "rollback"):
+            self._kept, lost = _cut(self._kept, event["step"])
+            seconds["lost"] += lost
+            seconds["steps"] = sum(made for _, _, made in self._kept)
+            self._step = event["step"]
+        if kind == "spent":
+            made = event["seconds"].get("steps", 0.0)
+            self._kept.append((min(self._step, event["step"]), event["step"], made))
+            self._step = event["step"]
+            for cause, value in event["seconds"].items():
+                seconds[cause] += value
+            self._last = (self._last or event["time"]) + sum(event["seconds"].values())
+
+
+def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Sum the seconds by cause over all starts of a run (see Account)."""
+    total = Account()
+    for event in events:
+        total.add(event)
+    return total.seconds
+
+
+def _cut(
+    kept: list[tuple[int, int, float]], step: int
+) -> tuple[list[tuple[int, int, float]], float]:
+    """Return the part of `kept` up to `step`, and the seconds of the rest."""
+    before, lost = [], 0.0
+    for begin, end, made in kept:
+        share = (
+            1.0 if end <= step else max(0.0, (step - begin) / (end - begin)) if end > begin else 0.0
+        )
+        if share:
+            before.append((begin, min(end, step), made * share))
+        lost += made * (1 - share)
+    return before, lost

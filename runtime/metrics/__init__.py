@@ -1,0 +1,9 @@
+"""What a run writes about itself.
+
+metrics.py         the measurements of each logged step, and how a run ended
+trackers.py        writes them to metrics.jsonl, console, wandb, TensorBoard
+tracker.py         the interface of one such place
+wandb_tracker.py   Weights & Biases
+expert_load.py     how evenly tokens spread over experts
+memory_report.py   what a rank holds in memory
+"""

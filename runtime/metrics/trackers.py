@@ -1,0 +1,210 @@
+"""Write a run's numbers to several places, each a small class with the same interface, on rank 0.
+
+    JsonLines      RUN/metrics.jsonl                   always
+    Console        a line on standard output           always
+    WandB          wandb's server, or RUN/wandb        run.wandb=online, offline
+    TensorBoard    RUN/tensorboard                     run.tensorboard=true
+
+A tracker never ends a run: one that raises is disabled, with one warning. Only JsonLines never
+gives up, because the others could be rebuilt from its file: lines that it cannot write wait in
+memory.
+"""
+
+import errno
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from runtime.log.log_lines import is_record, whole_lines
+from runtime.messages import log
+from runtime.metrics.tracker import Record, Tracker, scalars
+from runtime.metrics.wandb_tracker import WandB
+from settings.config import Config
+from settings.load import dump_config
+
+
+class Trackers:
+    """All trackers that `config.run` selects.
+
+    Args:
+        step: the step from which this start begins.
+        system: the result of `describe_system` (metrics.py).
+    """
+
+    def __init__(self, config: Config, step: int, system: dict[str, Any]) -> None:
+        folder = Path(config.run.dir)
+        lines = JsonLines(folder, step)
+        self.trackers: list[Tracker] = [lines, Console(config.train.steps)]
+        if config.run.wandb != "disabled":
+            anew, reached = lines.begins_anew, lines.reached
+            wandb = partial(WandB, config, step, system, anew, reached)
+            self._guarded("wandb", lambda: self.trackers.append(wandb()))
+        if config.run.tensorboard:
+            add = self.trackers.append
+            self._guarded(
+                "TensorBoard", lambda: add(TensorBoard(folder, step, dump_config(config)))
+            )
+
+    def log(self, record: Record) -> None:
+        self._each(lambda tracker: tracker.log(record))
+
+    def went_back(self, step: int, reached: int) -> None:
+        self._each(lambda tracker: tracker.went_back(step, reached))
+
+    def close(self, failed: bool) -> None:
+        self._each(lambda tracker: tracker.close(failed))
+
+    def _each(self, action: Callable[[Tracker], None]) -> None:
+        for tracker in list(self.trackers):
+            if not self._guarded(tracker.name, partial(action, tracker)):
+                self.trackers.remove(tracker)
+
+    def _guarded(self, name: str, action: Callable[[], None]) -> bool:
+        try:
+            action()
+        except Exception as error:  # no failure of a tracker may end the run
+            why = f"{type(error).__name__}: {error}"
+            log(f"warning: {name} failed and is disabled from now on: {why}")
+            return False
+        return True
+
+
+class JsonLines(Tracker):
+    """metrics.jsonl: one JSON object per line, in full precision; over all starts, no step twice.
+
+    A start at step 0 renames the file of a previous run (metrics-1.jsonl, …). Any other start drops
+    the lines after its step, left by a start that went beyond its last checkpoint.
+
+    begins_anew: the file of a previous run was renamed. reached: the last step in the file before
+        lines were dropped.
+    """
+
+    name = "metrics.jsonl"
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.path = folder / "metrics.jsonl"
+        self.unwritten: list[str] = []
+        self.begins_anew, self.reached, self._warned = step == 0 and self.path.exists(), step, False
+        if self.begins_anew:
+            taken = len(list(folder.glob("metrics-*.jsonl")))
+            self.path.rename(folder / f"metrics-{taken + 1}.jsonl")
+        elif self.path.exists():
+            self.reached = self._drop_after(step)
+
+    def log(self, record: Record) -> None:
+        self.unwritten.append(json.dumps(record) + "\n")
+        self._try(self._append)
+
+    def went_back(self, step: int, reached: int) -> None:
+        self.unwritten = [line for line in self.unwritten if json.loads(line)["step"] <= step]
+        self._try(lambda: self._drop_after(step))
+
+    def close(self, failed: bool) -> None:
+        if self.unwritten:
+            self._try(self._append)
+        if self.unwritten:
+            log(f"warning: the last {len(self.unwritten)} lines of {self.path} are lost")
+
+    def _append(self) -> None:
+        lines = "".join(self.unwritten).encode()
+        with open(self.path, "ab", buffering=0) as file:
+            end = file.tell()
+            try:
+                if file.write(lines) != len(lines):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(end)  # leave no partial line
+                raise
+        self.unwritten = []
+
+    def _drop_after(self, step: int) -> int:
+        """Drop odd lines and those after `step`; return the last step before dropping."""
+        records = whole_lines(self.path, self.path.read_bytes(), is_record)
+        kept = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
+        self.path.with_suffix(".partial").write_text("".join(kept), encoding="utf-8")
+        os.replace(self.path.with_suffix(".partial"), self.path)
+        return max([step, *(record["step"] for record in records)])
+
+    def _try(self, action: Callable[[], Any]) -> None:
+        """Run `action`; if it cannot write (a full disk), warn once and keep lines in memory."""
+        try:
+            action()
+            self._warned = False
+        except OSError as error:
+            if not self._warned:
+                log(f"warning: {self.path} cannot be written; lines wait in memory: {error}")
+            self._warned = True
+
+
+class Console(Tracker):
+    """Prints one aligned line per record: `step  20/300  loss  5.1234  grad_norm   0.812 …`."""
+
+    name = "the console"
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def log(self, record: Record) -> None:
+        parts = [f"step {record['step']:>{len(str(self.steps))}}/{self.steps}"]
+        if "loss" in record:
+            parts += [f"loss {record['loss']:7.4f}", f"grad_norm {record['grad_norm']:7.3f}"]
+            parts += [f"lr {record['lr']:.2e}"]
+            parts += [f"{record['tokens_per_second']:>9,.0f} tok/s"]
+            parts += [f"{record['step_seconds'] * 1e3:7.1f} ms/step"]
+            if record["mfu"] is not None:
+                parts.append(f"mfu {record['mfu']:5.1%}")
+            parts.append(f"{record['peak_memory_bytes'] / 2**30:.2f} GiB")
+            if "largest_expert_share" in record:
+                dead = record["dead_experts"]
+                experts = f"experts up to {record['largest_expert_share']:.2f}x"
+                parts.append(f"{experts}, {dead} dead" if dead else experts)
+        if "eval_loss" in record:
+            parts.append(f"held-out {record['eval_loss']:.4f}")
+        parts += of_tasks(record)
+        log("  ".join(parts), sys.stdout)
+
+
+def of_tasks(record: Record) -> list[str]:
+    """Each task's main measure: the accuracy per byte, or bits per byte if it has no choices."""
+    parts = []
+    for name, value in record.items():
+        task, _, measure = name.removeprefix("task/").rpartition("/")
+        if name.startswith("task/") and measure == "accuracy_per_byte":
+            parts.append(f"{task} {value:.1%}")
+        elif name.startswith("task/") and f"task/{task}/accuracy" not in record:
+            parts.append(f"{task} {value:.4f} bits/byte")
+    return parts
+
+
+class TensorBoard(Tracker):
+    """Writes a scalar for every number of a record. Steps that are made again after a failure or a
+    rollback replace the old ones."""
+
+    name = "TensorBoard"
+
+    def __init__(self, folder: Path, step: int, config: str) -> None:
+        self.folder = folder / "tensorboard"
+        self._open(step)
+        verbatim = "\n".join(f"    {line}" for line in config.splitlines())  # in Markdown
+        self.writer.add_text("config", verbatim, step)
+
+    def _open(self, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # only if configured
+
+        self.writer = SummaryWriter(str(self.folder), purge_step=step + 1, flush_secs=10)
+
+    def log(self, record: Record) -> None:
+        for name, value in scalars(record).items():
+            if name != "step":
+                self.writer.add_scalar(name, value, record["step"])
+
+    def went_back(self, step: int, reached: int) -> None:
+        self.writer.close()
+        self._open(step)
+
+    def close(self, failed: bool) -> None:
+        self.writer.close()

@@ -1,0 +1,146 @@
+"""Weights & Biases as a tracker: one wandb run for all starts of a run, with its checkpoints."""
+
+import contextlib
+import json
+import os
+import secrets
+import shlex
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from runtime.log.events import is_whole_event
+from runtime.log.log_lines import Follower, is_count, json_object
+from runtime.messages import log
+from runtime.metrics.tracker import Record, Tracker, scalars
+from settings.config import Config
+from settings.load import settings_of
+
+START_SECONDS = 30.0  # for wandb's server to respond; all ranks wait meanwhile
+# for wandb's last uploads: a server that does not respond must not keep a job from being requeued
+FINISH_SECONDS = 60.0
+
+
+class WandB(Tracker):
+    """Logs to one wandb run for all starts, whose id is kept in RUN/wandb-run.json. A run that
+    begins anew gets a new id.
+
+    wandb accepts only increasing steps, but after a failure or a rollback a run makes some steps
+    again. So the step sent to wandb is our step plus `repeated`, the number of steps lost so far.
+    The axis of every plot is our own step; repeated steps show as a second line, and none is
+    missing. The step counts of an offline run's folders do not overlap, so that
+    `wandb sync RUN/wandb/offline-run-*` merges them into one run.
+
+    Checkpoints become artifacts that refer to their folders; nothing of them is read or sent. The
+    main thread finds new checkpoints in events.jsonl at each logged step, because the thread that
+    saves must not wait for wandb.
+
+    Args:
+        step: the step from which this start begins.
+        system: the result of `describe_system` (metrics.py).
+        anew: the folder's earlier run, if any, is another one.
+        reached: the last step that was logged before this start.
+    """
+
+    name = "wandb"
+
+    def __init__(
+        self, config: Config, step: int, system: dict[str, Any], anew: bool, reached: int
+    ) -> None:
+        import wandb  # only if configured: the import takes a second
+
+        self.wandb, self.folder = wandb, Path(config.run.dir).absolute()
+        known = {} if anew else _read_object(self.folder / "wandb-run.json")
+        self.id = str(known.get("id") or secrets.token_hex(4))
+        repeated: Any = known.get("repeated")
+        self.repeated: int = repeated if is_count(repeated) else 0
+        self.went_back(step, reached)
+        self.events = Follower(self.folder / "events.jsonl", is_whole_event, tail=0)
+        self.events.read()  # from now on
+        self.start, self.restarted = partial(self._start, config, system), False
+        self.run = self.start()
+
+    def _start(self, config: Config, system: dict[str, Any]) -> Any:
+        def start(mode: str) -> Any:
+            run = self.wandb.init(
+                project=config.run.wandb_project,
+                name=self.folder.name,
+                id=self.id,
+                resume="allow",
+                dir=str(self.folder),
+                mode=mode,
+                config={**settings_of(config), "system": system},
+                allow_val_change=True,
+                settings=self.wandb.Settings(
+                    silent=True,
+                    reinit="create_new",
+                    init_timeout=START_SECONDS,
+                    finish_timeout=FINISH_SECONDS,
+                    x_transaction_log_flush_interval=1.0,
+                ),
+            )
+            run.define_metric("step", hidden=True)
+            run.define_metric("*", step_metric="step")
+            return run
+
+        try:
+            return start(config.run.wandb)
+        except self.wandb.Error as error:  # no key, a wrong one, no network
+            if config.run.wandb == "offline":
+                raise
+            self.wandb.teardown()  # else its process holds this id, and refuses it a second time
+            run = start("offline")
+            folders = shlex.quote(str(self.folder / "wandb")) + "/offline-run-*"
+            log(f"warning: wandb cannot go online; to upload later: wandb sync {folders} ({error})")
+            return run
+
+    def log(self, record: Record) -> None:
+        known = scalars(record)
+        step = record["step"] + self.repeated
+        try:
+            self.run.log(known, step=step, commit=True)  # commit: without waiting for the next step
+        # wandb's process is gone: stopping a job signals all of its processes
+        except ConnectionError:
+            if self.restarted:
+                raise  # restart only once: it takes time, and the other ranks wait
+            self.restarted = True
+            with contextlib.suppress(Exception):
+                self.wandb.teardown()
+            self.run = self.start()
+            self.run.log(known, step=step, commit=True)
+        self._refer_to_checkpoints()
+
+    def went_back(self, step: int, reached: int) -> None:
+        self.repeated += reached - step
+        path = self.folder / "wandb-run.json"
+        try:
+            text = json.dumps({"id": self.id, "repeated": self.repeated})
+            path.with_suffix(".partial").write_text(text + "\n")
+            os.replace(path.with_suffix(".partial"), path)
+        except OSError as error:
+            log(
+                f"warning: {path} cannot be written, so the next start may not continue this wandb "
+                f"run: {error}"
+            )
+
+    def close(self, failed: bool) -> None:
+        self._refer_to_checkpoints()
+        self.run.finish(exit_code=int(failed))
+
+    def _refer_to_checkpoints(self) -> None:
+        """Log an artifact for each checkpoint that was committed since the last call."""
+        for event in self.events.read():
+            if event["event"] != "checkpoint" or "failed" in event:
+                continue
+            path = self.folder / "checkpoints" / f"step-{event['step']:08d}"
+            if path.is_dir():
+                about = {name: event[name] for name in ("step", "bytes", "write_seconds")}
+                name = f"checkpoint-{self.id}"
+                artifact = self.wandb.Artifact(name, type="checkpoint", metadata=about)
+                # a checksum would read the whole checkpoint
+                artifact.add_reference(path.as_uri(), checksum=False)
+                self.run.log_artifact(artifact, aliases=["latest", path.name])
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    return json_object(path.read_bytes()) if path.exists() else {}

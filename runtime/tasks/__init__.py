@@ -1,8 +1,0 @@
-"""Evaluates the model on tasks: examples in JSON lines, scored by log-likelihood
-(docs/evaluation.md).
-
-files.py      reads the examples of a task, and finds the bundled ones in tasks/
-rows.py       turns them into rows of tokens, and the rows' log-likelihoods into measures
-scoring.py    the log-likelihood of each row, on one model or through every axis of the mesh
-listener.py   evaluates while the run trains
-"""
