@@ -57,7 +57,7 @@ from runtime.checkpoint.run_folder import (
 from runtime.checkpoint.tiling import Point, random_point
 from runtime.checkpoint.trainer_state import (
     FREE_MODEL_KEYS,
-    EarlierStage,
+    EarlierDataStage,
     TrainerState,
     parse_trainer,
     read_trainer,
@@ -65,7 +65,7 @@ from runtime.checkpoint.trainer_state import (
 from runtime.messages import from_rank_0, log, on_all_ranks
 from runtime.start.parts import parts
 from settings.config import Config
-from settings.data_stages import ROTATION_KEYS
+from settings.data_stages import ROTATION_KEYS, data_stages, stage_of
 from training.step import TrainStep
 
 
@@ -83,18 +83,17 @@ class Start:
     skipped: tuple[tuple[int, int], ...] = ()  # half-open ranges of samples that are never read
     recent_losses: tuple[float | None, ...] = ()  # for the guard against loss spikes
     bad_in_a_row: int = 0  # consecutive steps up to this one whose updates were skipped
-    # of a run with stages; `next_sample` and `skipped` count samples of this one
-    stage: int = 0
-    earlier: tuple[EarlierStage, ...] = ()
-    left_out: tuple[Windows, ...] = ()  # by rollbacks to an earlier stage
+    data_stage: int = 0  # its number; `next_sample` and `skipped` count its samples
+    earlier: tuple[EarlierDataStage, ...] = ()
+    left_out: tuple[Windows, ...] = ()  # by rollbacks to an earlier data stage
     gone_back: tuple[int, ...] = ()  # the steps to which this process has rolled back
-    since: float | None = None  # when the process left the stage before (time.monotonic)
+    since: float | None = None  # when the process left the data stage before (time.monotonic)
 
 
 @parts(inside="verify")
 def find_start(config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
     """Return the start that `checkpoint.resume` and `checkpoint.load_weights_only` select, the same
-    on every rank, checked against the configuration and the training data of each stage. A
+    on every rank, checked against the configuration and the training data of each data stage. A
     checkpoint to resume from takes precedence over one that only provides initial weights."""
     resume, device = config.checkpoint.resume, lease.device
     from_rank_0(lambda: put_incomplete_aside(lease), device)
@@ -185,8 +184,9 @@ def _start_from(
 
 
 def _resume(path: Path, trainer: TrainerState, config: Config, data: Sequence[Mixture]) -> Start:
-    """Return the start from a checkpoint, at a boundary that of the next stage."""
-    stage, before = config.stage_of(trainer.step), config.stage_of(max(0, trainer.step - 1))
+    """Return the start from a checkpoint, at a boundary that of the next data stage."""
+    stages = data_stages(config)
+    stage, before = (stage_of(stages, step) for step in (trainer.step, max(0, trainer.step - 1)))
     start = Start(
         path,
         step=trainer.step,
@@ -196,18 +196,18 @@ def _resume(path: Path, trainer: TrainerState, config: Config, data: Sequence[Mi
         skipped=tuple(trainer.data.skipped),
         recent_losses=tuple(trainer.recent_losses),
         bad_in_a_row=trainer.bad_in_a_row,
-        stage=stage,
+        data_stage=stage.number,
         earlier=tuple(trainer.earlier),
         left_out=tuple(trainer.left_out),
     )
-    if stage == before:
+    if stage is before:
         return start
-    anew = changes_the_loss(config.at_stage(before), config.at_stage(stage))
-    earlier, seq_len = (*start.earlier, end_of(trainer)), config.at_stage(stage).train.seq_len
+    anew = changes_the_loss(before.config, stage.config)
+    earlier, seq_len = (*start.earlier, end_of(trainer)), stage.config.train.seq_len
     return replace(
         start,
         next_sample=0,
-        skipped=samples_of(data[stage], seq_len, passed(earlier, data), start.left_out),
+        skipped=samples_of(data[stage.number], seq_len, passed(earlier, data), start.left_out),
         recent_losses=() if anew else start.recent_losses,
         earlier=earlier,
     )

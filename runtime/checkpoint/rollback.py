@@ -9,9 +9,9 @@ The ranges left out are part of the loader's state, so every later checkpoint ha
 of bad steps in an earlier start of the same stage are no longer known.) A run that keeps returning
 to the same checkpoint has a problem other than bad batches, and ends.
 
-In a run with stages, each stage counts its own samples. If the bad steps began in an earlier stage,
+In a run with data stages, each counts its own samples. If the bad steps began in an earlier one,
 the run leaves this one for the checkpoint's (next_stage.py); samples of both are left out. As that
-stage then ends further on, text that this one read may be among its own next samples, and the
+one then ends further on, text that this one read may be among its own next samples, and the
 samples of this one move: so text is left out wherever it comes next in windows of the same length
 (data/earlier.py).
 """
@@ -35,6 +35,8 @@ from runtime.log.events import append_event
 from runtime.messages import log
 from runtime.metrics.metrics import Metrics
 from runtime.watchdog import Watchdog
+from settings.config import Config
+from settings.data_stages import DataStage, data_stages
 from training.guard import check_not_in_vain
 
 MOST_TO_THE_SAME = 3  # rollbacks to the same checkpoint
@@ -48,12 +50,14 @@ class Rollback(Listener):
     """Rolls the run back after too many bad steps; every rank makes the same decision.
 
     Args:
-        data: the training data of each stage.
+        config: of the whole run.
+        data: the training data of each data stage.
         start: where this run began, and what it goes back to as long as it has saved no checkpoint.
     """
 
     def __init__(
         self,
+        config: Config,
         data: Sequence[Mixture],
         start: Start,
         lease: Lease,
@@ -61,7 +65,7 @@ class Rollback(Listener):
         metrics: Metrics,
         watchdog: Watchdog,
     ) -> None:
-        self.data, self.start, self.lease = data, start, lease
+        self.config, self.data, self.start, self.lease = config, data, start, lease
         self.saver, self.metrics, self.watchdog = saver, metrics, watchdog
         self.first_samples: deque[int] = deque()  # of each recent step, and of the next one
 
@@ -86,7 +90,7 @@ class Rollback(Listener):
         times.
         """
         self.saver.wait()
-        config, bad, step = run.config, run.logged_bad_in_a_row, run.step
+        config, bad, step = self.config, run.logged_bad_in_a_row, run.step
         why = f"the last {bad} updates, up to step {step}, were skipped (guard.max_bad_steps)"
         # A checkpoint saved on request while steps were bad is no better than the current state.
         start = find_before(step - bad, config, self.data, self.start, self.lease)
@@ -99,9 +103,10 @@ class Rollback(Listener):
             remedy += "(checkpoint.resume=PATH), with another optimizer.lr or other data"
             often = f"the run has already gone back {MOST_TO_THE_SAME} times to {start.path}"
             raise Diverged(f"{why}; {often}; {remedy}")
-        left_out = self._samples_of(bad, run)
-        start = replace(_without(start, left_out, run, self.data), gone_back=gone_back)
-        run.leaves = start.stage != config.stage
+        stages = data_stages(config)
+        left_out = self._samples_of(bad, run, stages)
+        start = replace(_without(start, left_out, run, self.data, stages), gone_back=gone_back)
+        run.leaves = start.data_stage != run.data_stage.number
         if not run.leaves:
             load(run.train, start)
             run.loader.go_to(start.next_sample, start.skipped)
@@ -110,7 +115,7 @@ class Rollback(Listener):
             ranges = (f"{begin} to {end - 1}" for _, begin, end in left_out)
             samples = f"leaving out samples {' and '.join(ranges)}"
             if run.leaves:
-                samples += f", and going on in stage {start.stage}"
+                samples += f", and going on in data stage {start.data_stage}"
             log(f"warning: {why}; rolling back to {start.path}, {samples}")
             event = {"from_step": step, "step": start.step, "left_out": list(left_out[0][1:])}
             if left_out[1:]:
@@ -118,19 +123,21 @@ class Rollback(Listener):
             append_event(config.run.dir, "rollback", **event)
         run.go_back(start)
 
-    def _samples_of(self, bad: int, run: Run) -> list[tuple[int, int, int]]:
+    def _samples_of(
+        self, bad: int, run: Run, stages: Sequence[DataStage]
+    ) -> list[tuple[int, int, int]]:
         """The ranges of samples of the last `bad` steps: (stage, begin, end), this stage first."""
-        config, here = run.config, run.loader.next_sample
-        more = bad - (run.step - config.steps.start)  # of them, those before this stage
+        now, here = run.data_stage, run.loader.next_sample
+        more = bad - (run.step - now.steps.start)  # of them, those before this stage
         # The bad steps may have begun in an earlier start, whose samples are not known.
         known = min(bad, len(self.first_samples) - 1)
         begun = 0 if more >= 0 else self.first_samples[-1 - known]
-        found = [(config.stage, begun, here)]
-        for stage in reversed(range(config.stage)):
+        found = [(now.number, begun, here)]
+        for stage in reversed(range(now.number)):
             if more <= 0:
                 break
-            one, was = config.at_stage(stage), run.start.earlier[stage].data
-            count = min(more, len(one.steps)) * one.train.global_batch_size
+            one, was = stages[stage], run.start.earlier[stage].data
+            count = min(more, len(one.steps)) * one.config.train.global_batch_size
             begun = samples_back(was.next_sample, count, merge_ranges(was.skipped))
             found.append((stage, begun, was.next_sample))
             more -= len(one.steps)
@@ -138,24 +145,28 @@ class Rollback(Listener):
 
 
 def _without(
-    start: Start, bad: list[tuple[int, int, int]], run: Run, data: Sequence[Mixture]
+    start: Start,
+    bad: list[tuple[int, int, int]],
+    run: Run,
+    data: Sequence[Mixture],
+    stages: Sequence[DataStage],
 ) -> Start:
     """Return `start` without the samples that the run leaves out from now on, `bad` as (stage,
     begin, end), and has left out since."""
-    skipped = [run.start.earlier[stage].data.skipped for stage in range(run.config.stage)]
+    skipped = [run.start.earlier[stage].data.skipped for stage in range(run.data_stage.number)]
     skipped += [[*run.loader.skipped]]
     for stage, *pair in bad:
         skipped[stage] = [*skipped[stage], (pair[0], pair[1])]
     left_out = [*start.left_out, *run.start.left_out]
-    for stage in range(start.stage + 1, run.config.stage + 1):
-        seq_len = run.config.at_stage(stage).train.seq_len
+    for stage in range(start.data_stage + 1, run.data_stage.number + 1):
+        seq_len = stages[stage].config.train.seq_len
         before = passed(run.start.earlier[:stage], data)
         left_out += windows_of(data[stage], seq_len, before, skipped[stage])
-    seq_len = run.config.at_stage(start.stage).train.seq_len
+    seq_len = stages[start.data_stage].config.train.seq_len
     before = passed(start.earlier, data)
-    here = samples_of(data[start.stage], seq_len, before, left_out)
+    here = samples_of(data[start.data_stage], seq_len, before, left_out)
     return replace(
         start,
-        skipped=merge_ranges([*start.skipped, *skipped[start.stage], *here]),
+        skipped=merge_ranges([*start.skipped, *skipped[start.data_stage], *here]),
         left_out=tuple(merge_windows(left_out)),
     )

@@ -15,7 +15,7 @@ from runtime.schema import MAX_INT, Count, Name, Strict, first_problem, load_jso
 
 FILE = "trainer.json"
 MAX_DIMENSION = 10**8  # of a model
-MOST_LEFT_OUT = 10**7  # samples that are listed one by one, when a stage begins
+MOST_LEFT_OUT = 10**7  # samples that are listed one by one, when a data stage begins
 # Not stored: initialization, losses, how biases change, and kernels do not decide whether weights
 # fit a model.
 FREE_MODEL_KEYS = {
@@ -27,15 +27,15 @@ Dimension = Annotated[int, Field(le=MAX_DIMENSION)]
 
 
 class DataState(Strict):
-    """The state of the data loader (data/loader.py), of one stage."""
+    """The state of the data loader (data/loader.py), of one data stage."""
 
     checksum: Name  # of the data
     next_sample: Count
     skipped: list[tuple[Count, Count]]  # half-open ranges of samples that are never read
 
 
-class EarlierStage(Strict):
-    """What a run with stages has done in one that is over."""
+class EarlierDataStage(Strict):
+    """What a run with data stages has done in one that is over."""
 
     step: Count  # its last
     seq_len: Annotated[int, Field(ge=1, le=MAX_INT)]
@@ -55,10 +55,10 @@ class TrainerState(Strict):
     # a list: kinds of layers, repeated in turn
     model: dict[Name, bool | Dimension | float | str | list[Name] | None]
     data: DataState
-    # only of a run with stages: those before the stage of `step`
-    earlier: list[EarlierStage] = Field(default_factory=list, max_length=1000)
-    # left out by rollbacks to an earlier stage: a source's number in the run, and a range of its
-    # samples (data/earlier.py)
+    # only of a run with data stages: those before that of `step`
+    earlier: list[EarlierDataStage] = Field(default_factory=list, max_length=1000)
+    # left out by rollbacks to an earlier data stage: a source's number in the run, and a range of
+    # its samples (data/earlier.py)
     left_out: list[tuple[Count, Count, Count]] = Field(default_factory=list)
 
     @property
@@ -112,7 +112,7 @@ def parse_trainer(path: Path) -> TrainerState:
         elif (ends := [0, *(stage.step for stage in trainer.earlier), trainer.step]) != sorted(
             set(ends)
         ) and trainer.earlier:
-            problem = "its stages are not in order"
+            problem = "its data stages are not in order"
         elif NAME.fullmatch(path.name) and step_of(path) != trainer.step:
             problem = (
                 f"it was saved after {trainer.step} steps, but its folder name says {step_of(path)}"

@@ -23,7 +23,7 @@ from parallel.pipeline.simulate import Event, Timeline
 from runtime.listener import Listener, Run
 from runtime.messages import log
 from runtime.profiling.chrome import merge_chrome, to_chrome
-from settings.config import Config
+from settings.data_stages import DataStage
 
 AFTER = 2  # first steps that are not traced, because they allocate, connect and compile
 
@@ -31,9 +31,10 @@ AFTER = 2  # first steps that are not traced, because they allocate, connect and
 class StepTrace(Listener):
     """Traces one step of a start: the third, or the last if there are fewer."""
 
-    def __init__(self, config: Config, mesh: Mesh, first_step: int) -> None:
+    def __init__(self, data_stage: DataStage, mesh: Mesh, first_step: int) -> None:
+        config = data_stage.config
         self.mesh, self.path = mesh, Path(config.run.dir) / "trace.json"
-        self.step = min(first_step + AFTER, config.steps.stop - 1) if config.run.trace else None
+        self.step = min(first_step + AFTER, data_stage.steps.stop - 1) if config.run.trace else None
         self._offset = 0.0
         self._recorder: ActionRecorder | None = None  # of the current step
 
