@@ -6,7 +6,7 @@ from dataclasses import field
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
-from declare import LARGEST, Count, OneOf, Text, Whole, between, section
+from declare import LARGEST, Count, Text, Whole, between, section
 from errors import UserError
 from parallel.axes import AXES, MAX_RANKS, MeshSizes
 from parallel.layouts import check_keys
@@ -41,7 +41,7 @@ class ParallelConfig:
     # Blocks of each stage, first to last. null: split as evenly as possible; auto: make the slowest
     # rank as fast as possible.
     layers_per_stage: list[Whole] | Literal["auto"] | None = None
-    zero_stage: Annotated[Literal[0, 1, 2, 3], OneOf] = 1  # see the table in parallel/data.py
+    zero_stage: Annotated[int, between(0, 3)] = 1  # see the table in parallel/data.py
     # What FSDP gathers and reduces at once. block: the communication of one block overlaps the
     # computation of another. stage: fewer, larger messages, for blocks so small that latency
     # dominates.

@@ -22,9 +22,8 @@ from typing import Any
 
 from declare import LARGEST
 from errors import UserError
-from settings.config import Config
+from settings.config import Config, Entry
 
-MOST = 100  # data stages
 # How positions are rotated. A data stage may change it, or a new run that starts from weights, for
 # example to learn from longer sequences (docs/context.md).
 ROTATION_KEYS = {
@@ -94,12 +93,12 @@ def data_stages(config: Config) -> list[DataStage]:
     return found
 
 
-def begin_of(entry: dict[str, Any]) -> tuple[str, int]:
+def begin_of(entry: Entry) -> tuple[str, int]:
     """Where an entry begins: from_step or from_token, and its value."""
     return next((name, entry[name]) for name in BEGINS if name in entry)
 
 
-def changes_of(entry: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def changes_of(entry: Entry) -> dict[str, dict[str, Any]]:
     """The settings that an entry changes, by section."""
     return {
         name: (NEW_PHASE if name == "optimizer" else {}) | keys
@@ -123,15 +122,14 @@ def tokens_after(stages: Sequence[DataStage], step: int) -> int:
     )
 
 
-def read_entries(raw: Any) -> tuple[dict[str, Any], ...]:
+def read_entries(raw: Any) -> tuple[Entry, ...]:
     """The list in a file, whose form is checked; values are checked when they are used. Raises
     UserError."""
     if raw is None:
         return ()
-    if not isinstance(raw, list) or len(raw) > MOST:
-        why = f"is not a list of at most {MOST} data stages"
+    if not isinstance(raw, list):
         remedy = "write `data_stages:`, then `- from_step: …` for each"
-        raise UserError("data_stages", raw, why, remedy)
+        raise UserError("data_stages", raw, "is not a list of data stages", remedy)
     for number, entry in enumerate(raw, 1):
         _check_form(f"data_stages.{number}", entry)
     return tuple(raw)

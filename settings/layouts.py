@@ -12,7 +12,7 @@ from typing import Any
 from errors import UserError
 from parallel.layouts import OF_TRAIN, Layout
 from settings.checks import validate
-from settings.config import Config
+from settings.config import Config, Entry
 from settings.data_stages import DataStage, data_stages, in_data_stage
 
 
@@ -21,10 +21,10 @@ def layout_sizes(config: Config) -> list[int]:
     return [one.parallel.num_ranks for one in _layouts(config)]
 
 
-def checked_layouts(config: Config) -> list[tuple[int, Config]]:
-    """Every layout's number of ranks and configuration, in the order of the list; empty if the
-    configuration has no list. Each of these configurations has the whole list too, with every key
-    that any layout gives, so that a run can be started from any of them again.
+def checked_layouts(config: Config) -> list[Config]:
+    """The configuration with every layout, in the order of the list; empty if it has no list. Each
+    of these configurations has the whole list too, with every key that any layout gives, so that a
+    run can be started from any of them again.
 
     Raises:
         UserError: a layout does not fit the model or the batch; the error names
@@ -34,7 +34,7 @@ def checked_layouts(config: Config) -> list[tuple[int, Config]]:
     for number, one in enumerate(found):
         with _naming(config, number):
             validate(one, one.parallel.num_ranks)
-    return [(one.parallel.num_ranks, one) for one in found]
+    return found
 
 
 def choose_layout(config: Config, world: int) -> Config:
@@ -47,15 +47,14 @@ def choose_layout(config: Config, world: int) -> Config:
     found = checked_layouts(config)
     if not found:
         return config
-    fits = [one for one in found if one[0] <= world]
-    if not fits:
-        least = min(found, key=lambda one: one[0])
-        number = found.index(least)
-        why = f"the world has {world} processes, and the smallest layout needs {least[0]}"
-        remedy = f"start at least {least[0]} processes, or add a layout for {world}: "
+    sizes = [one.parallel.num_ranks for one in found]
+    if min(sizes) > world:
+        number = sizes.index(min(sizes))
+        why = f"the world has {world} processes, and the smallest layout needs {min(sizes)}"
+        remedy = f"start at least {min(sizes)} processes, or add a layout for {world}: "
         remedy += f"`python -m tools.plan CONFIG --gpus {world} --search` lists what fits"
         raise UserError(f"parallel.layouts[{number}]", config.parallel.layouts[number], why, remedy)
-    return max(fits, key=lambda one: one[0])[1]
+    return found[sizes.index(max(size for size in sizes if size <= world))]
 
 
 def valid_layout(config: Config, world: int) -> tuple[Config, int]:
@@ -71,18 +70,16 @@ def valid_layout(config: Config, world: int) -> tuple[Config, int]:
     return config, ranks
 
 
-def _value(config: Config, key: str) -> Any:
-    return getattr(config.train if key in OF_TRAIN else config.parallel, key)
-
-
 def _layouts(config: Config) -> list[Config]:
     """The configuration with each layout, in order."""
     found, later = [], list(zip(data_stages(config)[1:], config.data_stages, strict=True))
     for number, layout in enumerate(_filled(config)):
         with _naming(config, number):
-            own = _with(config, layout)
-            entries = [_with_layout(*one, own["parallel"].num_ranks) for one in later]
-            found.append(replace(config, **own, data_stages=tuple(entries)))
+            keys = _by_section(config, layout)
+            own = {name: replace(getattr(config, name), **of) for name, of in keys.items()}
+            num_ranks = own["parallel"].num_ranks
+            entries = tuple(_with_layout(stage, entry, num_ranks) for stage, entry in later)
+            found.append(replace(config, **own, data_stages=entries))
             data_stages(found[-1])  # raises if one does not fit
     return found
 
@@ -90,40 +87,37 @@ def _layouts(config: Config) -> list[Config]:
 def _filled(config: Config) -> list[Layout]:
     """The layouts, each with every key that any of them gives."""
     given = config.parallel.layouts
-    keys = list(dict.fromkeys(key for layout in given for key in layout))
-    return [{key: layout.get(key, _value(config, key)) for key in keys} for layout in given]
+    keys = dict.fromkeys(key for layout in given for key in layout)
+    default = {
+        key: getattr(config.train if key in OF_TRAIN else config.parallel, key) for key in keys
+    }
+    return [default | layout for layout in given]
 
 
-def _with(config: Config, layout: Layout) -> dict[str, Any]:
-    """The two sections with a layout."""
+def _by_section(config: Config, layout: Layout) -> dict[str, dict[str, Any]]:
+    """What a layout changes, by section."""
     train = {key: value for key, value in layout.items() if key in OF_TRAIN}
     parallel = {key: value for key, value in layout.items() if key not in OF_TRAIN}
     if parallel.get("dp_shard", config.parallel.dp_shard) == -1:
         why, remedy = "-1 would fit many worlds", "give each layout a number of its own"
         raise UserError("parallel.dp_shard", -1, why, remedy)
-    return {
-        "parallel": replace(config.parallel, layouts=_filled(config), **parallel),
-        "train": replace(config.train, **train),
-    }
+    return {"parallel": {"layouts": _filled(config), **parallel}, "train": train}
 
 
-def _with_layout(stage: DataStage, entry: dict[str, Any], num_ranks: int) -> dict[str, Any]:
+def _with_layout(stage: DataStage, entry: Entry, num_ranks: int) -> Entry:
     """The entry of a data stage with the first layout of its own list that has `num_ranks` ranks.
     One without a list keeps the layout of the data stage before, but for the keys that it gives."""
-    given = entry.get("parallel", {})
-    if "layouts" not in given:
+    parallel = stage.config.parallel
+    if "layouts" not in entry.get("parallel", {}):
         return entry
     with in_data_stage(stage.number):
-        layouts = _filled(stage.config)
-        for layout in layouts:
-            if _with(stage.config, layout)["parallel"].num_ranks == num_ranks:
-                train = {key: layout[key] for key in OF_TRAIN if key in layout}
-                parallel = {key: layout[key] for key in layout if key not in OF_TRAIN}
-                parallel = {**given, "layouts": layouts, **parallel}
-                return {**entry, "parallel": parallel, "train": {**entry.get("train", {}), **train}}
+        for layout in _filled(stage.config):
+            keys = _by_section(stage.config, layout)
+            if replace(parallel, **keys["parallel"]).num_ranks == num_ranks:
+                return entry | {name: entry.get(name, {}) | of for name, of in keys.items()}
         why = f"none has {num_ranks} ranks, as a layout of the data stages before has"
         remedy = "give every data stage a layout for each number of ranks"
-        raise UserError("parallel.layouts", stage.config.parallel.layouts, why, remedy)
+        raise UserError("parallel.layouts", parallel.layouts, why, remedy)
 
 
 @contextmanager

@@ -8,27 +8,14 @@
 | float64     | float64  | float64                        | float64               | float64 |
 """
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from parallel.config import ParallelConfig
-from settings.sections import OptimizerConfig, TrainConfig
+if TYPE_CHECKING:
+    from settings.config import Config  # which computes with these dtypes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-
-
-class Sections(Protocol):
-    """The sections of a configuration that determine dtypes."""
-
-    @property
-    def train(self) -> TrainConfig: ...
-
-    @property
-    def parallel(self) -> ParallelConfig: ...
-
-    @property
-    def optimizer(self) -> OptimizerConfig: ...
 
 
 class Precision(NamedTuple):
@@ -40,7 +27,7 @@ class Precision(NamedTuple):
     exact: torch.dtype  # statistics and losses
 
     @classmethod
-    def of(cls, config: Sections) -> "Precision":
+    def of(cls, config: "Config") -> "Precision":
         compute = DTYPES[config.train.dtype]
         exact = torch.promote_types(compute, torch.float32)
         return cls(

@@ -90,7 +90,12 @@ def test_a_chosen_configuration_chooses_again_alike(path: str, world: int) -> No
 
 def test_sizes_need_no_checks_of_the_model(path: str) -> None:
     assert layout_sizes(load_config(path, [])) == [8, 4, 4, 2]
-    assert [size for size, _ in checked_layouts(load_config(path, []))] == [8, 4, 4, 2]
+    assert [one.parallel.num_ranks for one in checked_layouts(load_config(path, []))] == [
+        8,
+        4,
+        4,
+        2,
+    ]
 
 
 def test_too_small_a_world(path: str) -> None:
@@ -107,9 +112,10 @@ def test_too_small_a_world(path: str) -> None:
         ("[{dp_shard: 2}, {dp_shard: 3}]", "parallel.layouts[1]", "train.global_batch_size = 8"),
         ("[{tp: 2}]", "parallel.layouts[0]", "-1 would fit many worlds"),
         ("[{pp: 8, dp_shard: 1}]", "parallel.layouts[0]", "8 stages"),
-        ("[{dp_shard: two}]", "parallel.layouts[0]", "has the type str"),
-        ("[{dp_shard: 2, tp: -1}]", "parallel.layouts[0]", "must be at least 1"),
-        ("[{dp_shard: 2, micro_batch_size: 0}]", "parallel.layouts[0]", "must be at least 1"),
+        ("[{dp_shard: two}]", "parallel.layouts[0]", "parallel.dp_shard = two: is not"),
+        ("[{dp_shard: 2, tp: -1}]", "parallel.layouts[0]", "parallel.tp = -1: is not allowed"),
+        ("[{dp_shard: 2, micro_batch_size: 0}]", "parallel.layouts[0]",
+         "train.micro_batch_size = 0: is not allowed"),
         *[(f"[{{ep: 7, dp_shard: {2**31 - 1}, {axis}: 2}}]", "parallel.layouts[0]", "too many")
           for axis in ("tp", "cp", "dp_replicate", "pp")],
         (f"[{', '.join(['{dp_shard: 2}'] * 101)}]", "parallel.layouts", "101 layouts: too many"),
@@ -118,8 +124,8 @@ def test_too_small_a_world(path: str) -> None:
         ("[{layouts: []}]", "parallel.layouts[0].layouts", "no such key"),
         ("[{seq_len: 64}]", "parallel.layouts[0].seq_len", "no such key"),
         ("[{global_batch_size: 16}]", "parallel.layouts[0].global_batch_size", "no such key"),
-        ("[2]", "parallel.layouts", "has the type int"),
-        ("{dp_shard: 2}", "parallel.layouts", "has the type dict"),
+        ("[2]", "parallel.layouts", "the value 2 in it is not"),
+        ("{dp_shard: 2}", "parallel.layouts", "is not allowed"),
     ],
 )  # fmt: skip
 def test_refusals(
