@@ -4,12 +4,10 @@ All data stages of a run are trained by the same ranks. One that gives a list of
 layout for each number of ranks in it.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from errors import UserError
+from errors import UserError, within
 from parallel.layouts import OF_TRAIN, Layout
 from settings.checks import validate
 from settings.config import Config, Entry
@@ -27,12 +25,12 @@ def checked_layouts(config: Config) -> list[Config]:
     run can be started from any of them again.
 
     Raises:
-        UserError: a layout does not fit the model or the batch; the error names
-            `parallel.layouts[2]`.
+        UserError: a layout does not fit the model or the batch; the error names it, and then what
+            does not fit: `parallel.layouts[2].parallel.tp`.
     """
     found = _layouts(config)
     for number, one in enumerate(found):
-        with _naming(config, number):
+        with within(f"parallel.layouts[{number}]"):
             validate(one, one.parallel.num_ranks)
     return found
 
@@ -74,7 +72,7 @@ def _layouts(config: Config) -> list[Config]:
     """The configuration with each layout, in order."""
     found, later = [], list(zip(data_stages(config)[1:], config.data_stages, strict=True))
     for number, layout in enumerate(_filled(config)):
-        with _naming(config, number):
+        with within(f"parallel.layouts[{number}]"):
             keys = _by_section(config, layout)
             own = {name: replace(getattr(config, name), **of) for name, of in keys.items()}
             num_ranks = own["parallel"].num_ranks
@@ -118,13 +116,3 @@ def _with_layout(stage: DataStage, entry: Entry, num_ranks: int) -> Entry:
         why = f"none has {num_ranks} ranks, as a layout of the data stages before has"
         remedy = "give every data stage a layout for each number of ranks"
         raise UserError("parallel.layouts", parallel.layouts, why, remedy)
-
-
-@contextmanager
-def _naming(config: Config, number: int) -> Iterator[None]:
-    """Errors inside name the layout with this number."""
-    try:
-        yield
-    except UserError as error:
-        name, why = f"parallel.layouts[{number}]", f"{error.key} = {error.value}: {error.why}"
-        raise UserError(name, config.parallel.layouts[number], why, error.remedy) from None

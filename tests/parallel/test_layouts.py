@@ -112,10 +112,10 @@ def test_too_small_a_world(path: str) -> None:
         ("[{dp_shard: 2}, {dp_shard: 3}]", "parallel.layouts[1]", "train.global_batch_size = 8"),
         ("[{tp: 2}]", "parallel.layouts[0]", "-1 would fit many worlds"),
         ("[{pp: 8, dp_shard: 1}]", "parallel.layouts[0]", "8 stages"),
-        ("[{dp_shard: two}]", "parallel.layouts[0]", "parallel.dp_shard = two: is not"),
-        ("[{dp_shard: 2, tp: -1}]", "parallel.layouts[0]", "parallel.tp = -1: is not allowed"),
+        ("[{dp_shard: two}]", "parallel.layouts[0]", "parallel.dp_shard = 'two'"),
+        ("[{dp_shard: 2, tp: -1}]", "parallel.layouts[0]", "parallel.tp = -1"),
         ("[{dp_shard: 2, micro_batch_size: 0}]", "parallel.layouts[0]",
-         "train.micro_batch_size = 0: is not allowed"),
+         "train.micro_batch_size = 0"),
         *[(f"[{{ep: 7, dp_shard: {2**31 - 1}, {axis}: 2}}]", "parallel.layouts[0]", "too many")
           for axis in ("tp", "cp", "dp_replicate", "pp")],
         (f"[{', '.join(['{dp_shard: 2}'] * 101)}]", "parallel.layouts", "101 layouts: too many"),
@@ -136,8 +136,8 @@ def test_refusals(
     same one."""
     arguments = [path, f"parallel.layouts={layouts}"]
     error = refused(path, 8, arguments[1])
-    assert error.key == key
-    assert why in error.why
+    assert error.key.startswith(key)
+    assert why in str(error)
     for command in (plan.main, rehearse.main):
         assert command([*arguments, "--gpus", "8"]) == 2
         assert f"error: {error}" in capsys.readouterr().err
@@ -192,6 +192,5 @@ def test_each_stage_has_a_layout_for_the_same_ranks(tmp_path: Path, world: int, 
 
 def test_a_stage_without_a_layout_for_these_ranks(tmp_path: Path) -> None:
     error = refused(configured(tmp_path, *OF_STAGE_1[:2]), 8)
-    assert error.key == "parallel.layouts[3]"
-    assert "data_stages.1.parallel.layouts" in error.why
+    assert error.key == "parallel.layouts[3].data_stages.1.parallel.layouts"
     assert "none has 2 ranks" in error.why

@@ -46,14 +46,14 @@ WHOLE = "parallel.sequence_parallel=false"
     [
         (132, ["parallel.tp_pieces=4"],
          ["parallel.tp=2 × parallel.tp_pieces=4 equal parts",
-          "use a multiple of 8, fewer pieces, or parallel.sequence_parallel=false"]),
+          "use a multiple of 8, or fewer pieces, or parallel.sequence_parallel=false"]),
         (132, ["parallel.cp=4", *ALONE],
-         [": context parallelism cuts it into 2 · parallel.cp=4 equal parts",
+         [" parallelism cut it into 2 · parallel.cp=4 equal parts",
           "use a multiple of 8, or a smaller parallel.cp"]),
         (140, ["parallel.cp=2", *SHARED, "parallel.tp_pieces=2"],
          [": context and sequence parallelism cut it into ",
           "2 · parallel.cp=2 × parallel.tp=2 × parallel.tp_pieces=2 equal parts",
-          "use a multiple of 16, a smaller parallel.cp, fewer pieces, or "]),
+          "use a multiple of 16, or a smaller parallel.cp, or fewer pieces, or "]),
     ],
     ids=["tp", "cp", "cp and tp"],
 )  # fmt: skip

@@ -73,9 +73,9 @@ def test_overrides() -> None:
 
 
 REFUSED = [
-    ("3", "1 = 3: is not a data stage"),
-    ("{}", "1 = {}: must say where it begins"),
-    ("{from_step: 5, from_token: 5}", "1 = {'from_step': 5, 'from_token': 5}: must say"),
+    ("3", "1 = 3: does not say where it begins"),
+    ("{}", "1 = {}: does not say where it begins"),
+    ("{from_step: 5, from_token: 5}", "1 = {'from_step': 5, 'from_token': 5}: does not say"),
     ("{from_step: 0}", "1.from_step = 0: "),
     ("{from_step: 160}", "1.from_step = 160: it would begin after step 160"),
     ("{from_step: 5}, {from_token: 7}", "2.from_token = 7: it would begin after step 1"),
