@@ -12,8 +12,9 @@ from safetensors import safe_open
 import train
 from proofs.ranks import Ranks
 from runtime.checkpoint.lease import Lease
-from runtime.checkpoint.load import Start, held_tensors, load
+from runtime.checkpoint.load import held_tensors, load
 from runtime.checkpoint.save import Saver
+from runtime.trainer_state import DataState, Start
 from tests.planted import planted
 from tests.runs import (
     checkpoint_of,
@@ -25,6 +26,7 @@ from tests.runs import (
     messages,
     run,
     same_tensors,
+    saved_start,
     step_of,
     stored_tensors,
     train_run,
@@ -216,11 +218,11 @@ def test_other_models_too(ranks: Ranks, data: Path, tmp_path: Path) -> None:
 def save_again(arguments: list[str], path: str) -> None:
     """Load the checkpoint `path` and save it in the run folder of this configuration."""
     step = step_of(arguments)
-    load(step, Start(Path(path), step=4, updates=4))
+    load(step, saved_start(Path(path)))
     tokenizer = next(Path(path).glob("tokenizer.*"))
     with Lease(step.config.run.dir, "cpu") as lease:
         saver = Saver(step, tokenizer, lease)
-        saver.save(4, 0, {"checksum": "none", "next_sample": 0, "skipped": []})
+        saver.save(4, 0, DataState(checksum="none", next_sample=0, skipped=[]))
         saver.close()
 
 
