@@ -1,18 +1,21 @@
-"""What a saved state of training holds besides tensors (trainer.json), and where a run starts."""
+"""What a saved state of training is: the tensors of each rank, and the rest (trainer.json). And
+where a run starts."""
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
+from torch.distributed.tensor import DTensor
 
 from errors import UserError
 from model.config import ModelConfig
 from runtime.schema import MAX_INT, Count, Name, Strict, first_problem
 from settings.config import Config
+from training.step import TrainStep
 
 FILE = "trainer.json"
 MAX_DIMENSION = 10**8  # of a model
@@ -149,3 +152,23 @@ class Start:
     @property
     def stage(self) -> int:
         return len(self.state.earlier)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A sharded tensor of this rank, which shares memory with the model or the optimizer."""
+
+    name: str  # of the global tensor in a checkpoint
+    tensor: DTensor
+    of_model: bool  # a weight, or the bias of a router; else an optimizer state
+    is_copy: bool  # a second copy of the same global tensor on this rank
+
+
+def held_tensors(train: TrainStep) -> Iterator[Held]:
+    """Yield every tensor of this rank that a checkpoint contains."""
+    for weight in train.weights:
+        yield Held(f"model.{weight.global_name}", weight.sharded, True, weight.is_copy)
+    for weight, key, state in train.optimizer.state_tensors():
+        yield Held(f"optimizer.{weight.global_name}.{key}", state, False, weight.is_copy)
+    for name, bias in () if train.balance is None else train.balance.tensors():
+        yield Held(f"model.{name}", bias, True, False)

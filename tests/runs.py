@@ -22,13 +22,13 @@ import proofs.ranks
 import train
 from errors import UserError
 from proofs.ranks import RankError, Ranks
-from runtime.checkpoint.load import held_tensors, load
+from runtime.checkpoint.load import load
 from runtime.checkpoint.manifest import MANIFEST, PLACES
 from runtime.checkpoint.save_errors import SaveFailed
 from runtime.checkpoint.verify import parse_trainer
 from runtime.messages import on_all_ranks
 from runtime.signals import Signals
-from runtime.trainer_state import Start
+from runtime.trainer_state import Start, held_tensors
 from settings.load import load_config
 from tests.data_samples import tokenizer
 from tests.planted import planted

@@ -55,16 +55,16 @@ def checkpoints_of(folder: Path, key: str) -> list[Path]:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file whose content is on the disk on return; its name is with `sync_folder`."""
+    """Write a file whose content is on the disk on return; its name with `sync` of the folder."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder to disk: only then are the names in it durable."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file, or a folder, to disk: only then is its content durable, or the names in it."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -17,8 +17,7 @@ names are explained in folder.py. Nothing is pickled.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,14 @@ from runtime.checkpoint.progress import byte_bar
 from runtime.checkpoint.verify import check_tiling, parse_trainer, read_trainer
 from runtime.messages import from_rank_0, log, on_all_ranks
 from runtime.start.parts import parts
-from runtime.trainer_state import FREE_MODEL_KEYS, DataState, Start, TrainerState, state_of
+from runtime.trainer_state import (
+    FREE_MODEL_KEYS,
+    DataState,
+    Start,
+    TrainerState,
+    held_tensors,
+    state_of,
+)
 from settings.config import Config
 from settings.data_stages import ROTATION_KEYS
 from training.step import TrainStep
@@ -303,23 +309,3 @@ class _ShownPlanner(DefaultLoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         super().commit_tensor(read_item, tensor)
         self.bar.update(tensor.nbytes)
-
-
-@dataclass(frozen=True)
-class Held:
-    """A sharded tensor of this rank, which shares memory with the model or the optimizer."""
-
-    name: str  # of the global tensor in a checkpoint
-    tensor: DTensor
-    of_model: bool  # a weight, or the bias of a router; else an optimizer state
-    is_copy: bool  # a second copy of the same global tensor on this rank
-
-
-def held_tensors(train: TrainStep) -> Iterator[Held]:
-    """Yield every tensor of this rank that a checkpoint contains."""
-    for weight in train.weights:
-        yield Held(f"model.{weight.global_name}", weight.sharded, True, weight.is_copy)
-    for weight, key, state in train.optimizer.state_tensors():
-        yield Held(f"optimizer.{weight.global_name}.{key}", state, False, weight.is_copy)
-    for name, bias in () if train.balance is None else train.balance.tensors():
-        yield Held(f"model.{name}", bias, True, False)

@@ -90,7 +90,7 @@ class Rollback(Listener):
         # A checkpoint saved on request while steps were bad is no better than the current state.
         begun_here = step - bad >= config.steps.start
         start = begun_here and find_before(step - bad, config, self.data, self.start, self.lease)
-        if not start or start.weights_only or start.stage != config.stage:
+        if not start or start.stage != config.stage:
             remedy = "save more often (checkpoint.interval), or change optimizer.lr"
             within = " in this stage" if config.stages else ""
             raise Diverged(f"{why}, and there is no checkpoint to go back to{within}; {remedy}")

@@ -42,12 +42,11 @@ from runtime.checkpoint.folder import (
     MANIFEST,
     complete_checkpoints,
     step_of,
-    sync_folder,
+    sync,
     write_durably,
 )
 from runtime.checkpoint.host_copies import host_copies
 from runtime.checkpoint.lease import Lease
-from runtime.checkpoint.load import held_tensors
 from runtime.checkpoint.manifest import (
     Damaged,
     Manifest,
@@ -63,7 +62,14 @@ from runtime.device import DeviceClock, device_thread
 from runtime.log.events import append_event
 from runtime.messages import log
 from runtime.monitor.after_commit import is_running
-from runtime.trainer_state import FILE, DataState, EarlierStage, TrainerState, state_of
+from runtime.trainer_state import (
+    FILE,
+    DataState,
+    EarlierStage,
+    TrainerState,
+    held_tensors,
+    state_of,
+)
 from training.optimizers import state_bytes
 from training.step import TrainStep
 
@@ -211,29 +217,24 @@ class Saver:
         writer.per_thread_copy_ahead = 0
         self._agree(lambda: dcp.save(tensors, storage_writer=writer, process_group=self.group))
         mine = {name: (DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
-
         point = self._agree(random_point)[0]
 
-        def describe() -> tuple[dict[str, tuple[int, str]], Counter[str]]:
-            """Return the fingerprints of the files that this rank wrote, and what they cover."""
-            begin = f"shard-{dist.get_rank() + 1:05d}-"
+        def describe() -> tuple[Manifest, Counter[str]]:
+            """What is in the files that this rank wrote, and what they cover."""
+            written, covered = Manifest({}, mine), Counter[str]()
             # unlike glob, this raises if the folder is gone
-            paths = [path for path in partial.iterdir() if path.name.startswith(begin)]
-            covered: Counter[str] = Counter()
-            for path in paths:
-                covered += cover(path, Manifest({}, mine), point)
-            return {path.name: fingerprint(path) for path in paths}, covered
+            for path in partial.iterdir():
+                if path.name.startswith(f"shard-{dist.get_rank() + 1:05d}-"):
+                    sync(path)
+                    covered += cover(path, written, point)
+                    written.files[path.name] = fingerprint(path)
+            return written, covered
 
-        files: dict[str, tuple[int, str]] = {}
-        covered: Counter[str] = Counter()
-        shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for (theirs, they_cover), their_shapes in zip(
-            self._agree(describe), self._agree(lambda: mine), strict=True
-        ):
-            files |= theirs
+        manifest, covered = Manifest({}, {}), Counter[str]()
+        for theirs, they_cover in self._agree(describe):
+            manifest.files.update(theirs.files)
+            manifest.tensors.update(theirs.tensors)
             covered += they_cover
-            shapes |= their_shapes
-        manifest = Manifest(files, shapes)
         check_whole(manifest, covered, point)
 
         def add_small_files() -> None:
@@ -241,10 +242,10 @@ class Saver:
             tokenizer = tokenizer_files(self.tokenizer)
             for name, path in tokenizer.items():
                 shutil.copyfile(path, partial / name)
+                sync(partial / name)
             write_durably(partial / FILE, trainer.to_json())
-            manifest.files.update(
-                {name: fingerprint(partial / name) for name in (*tokenizer, FILE)}
-            )
+            for name in (*tokenizer, FILE):
+                manifest.files[name] = fingerprint(partial / name)
 
         self._on_first(add_small_files)
         return manifest
@@ -262,14 +263,14 @@ class Saver:
         deletes: whether older checkpoints beyond checkpoint.keep_last are then deleted.
         """
         write_manifest(partial, manifest)
-        sync_folder(partial)
+        sync(partial)
         # Someone else put it there: no start leaves incomplete or later checkpoints in place.
         if final.exists():
             suffix = ABANDONED if (final / MANIFEST).exists() else DAMAGED
             aside = self.lease.put_aside(final, suffix).name
             log(f"warning: {final} already existed; it is put aside as {aside}")
         self.lease.move(partial, final)
-        sync_folder(self.folder)
+        sync(self.folder)
         try:
             found = read_manifest(final)
             check_sizes(final, found)

@@ -168,9 +168,10 @@ def test_keeping(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     checkpoints = tmp_path / "run" / "checkpoints"
     for step in (2, 3):
         (checkpoints / f"partial-00000001-0000/step-0000000{step}").mkdir(parents=True)
-    run(ranks, 1, write_config(tmp_path, data, model={"num_layers": 1}, checkpoint=kept))
-    assert names(checkpoints) == ["latest", "step-00000004", "step-00000005", "step-00000006"]
-    assert (checkpoints / "latest").read_text() == "step-00000006"
+    sections = {"model": {"num_layers": 1}, "train": {"steps": 7}}
+    run(ranks, 1, write_config(tmp_path, data, checkpoint=kept, **sections))
+    assert names(checkpoints) == ["latest", "step-00000004", "step-00000006", "step-00000007"]
+    assert (checkpoints / "latest").read_text() == "step-00000007"
 
 
 # --- saves that fail ------------------------------------------------------------------------------

@@ -8,11 +8,12 @@ import torch
 
 from parallel.memory import MOMENTS, WEIGHTS
 from proofs.ranks import Ranks
-from runtime.checkpoint.load import held_tensors, load
+from runtime.checkpoint.load import load
 from runtime.checkpoint.manifest import read_manifest
 from runtime.checkpoint.verify import parse_trainer
 from runtime.log.events import read_events
 from runtime.metrics.memory_report import held_bytes
+from runtime.trainer_state import held_tensors
 from settings.load import load_config
 from tests.health.faulty_runs import run_with_bad_batches, run_with_bad_steps, run_without
 from tests.runs import (
