@@ -253,15 +253,12 @@ class Lease:
         """Let `latest` name the newest complete checkpoint other than `but`, or remove the file if
         there is none."""
         complete = [path.name for path in complete_checkpoints(self.checkpoints) if path != but]
-        latest, named = self.checkpoints / LATEST, None
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            named = latest.read_text(encoding="utf-8")
-        if not complete:
-            if named is not None:
-                self.move(latest, self.work / LATEST)
-        elif named != complete[-1]:
+        latest = self.checkpoints / LATEST
+        if complete:
             write_durably(self.make_work() / LATEST, complete[-1])
             self.move(self.work / LATEST, latest)
+        elif latest.exists():
+            self.move(latest, self.work / LATEST)
 
     def _renew(self) -> None:
         """Renew the lease periodically, in a thread, until it is released."""
