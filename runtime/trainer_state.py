@@ -37,7 +37,7 @@ def _ascending(range_: tuple[int, int]) -> tuple[int, int]:
 
 
 class DataState(Strict):
-    """The state of the data loader (data/loader.py), of one stage."""
+    """The state of the data loader (data/loader.py), of one data stage."""
 
     checksum: Name  # of the data
     next_sample: Count
@@ -45,8 +45,8 @@ class DataState(Strict):
     skipped: list[Annotated[tuple[Count, Count], AfterValidator(_ascending)]]
 
 
-class EarlierStage(Strict):
-    """What a run with stages has done in one that is over."""
+class EarlierDataStage(Strict):
+    """What a run with data stages has done in one that is over."""
 
     step: Count  # its last
     seq_len: Positive
@@ -54,7 +54,7 @@ class EarlierStage(Strict):
 
 
 class TrainerState(Strict):
-    """How far a run is. In a run with stages, `seq_len` and `data` are those of one stage."""
+    """How far a run is. In a run with data stages, `seq_len` and `data` are those of one."""
 
     step: Count  # steps done
     updates: Count  # of the weights: fewer than steps if some were skipped
@@ -68,10 +68,10 @@ class TrainerState(Strict):
     # a list: kinds of layers, repeated in turn
     model: dict[Name, bool | Dimension | float | str | list[Name] | None]
     data: DataState
-    # only of a run with stages: those before the stage of `data`
-    earlier: list[EarlierStage] = Field(default_factory=list, max_length=1000)
-    # Older versions rolled back to earlier stages, and recorded what later ones should not read. It
-    # is accepted, and has no effect: their `data` already skips what lies in its own stage.
+    # only of a run with data stages: those before that of `data`
+    earlier: list[EarlierDataStage] = Field(default_factory=list, max_length=1000)
+    # Older versions rolled back to earlier data stages, and recorded what later ones should not
+    # read. It is accepted, and has no effect: `data` already skips what lies in its own.
     left_out: list[tuple[Count, Count, Count]] = Field(default_factory=list, exclude=True)
 
     @model_validator(mode="after")
@@ -80,7 +80,7 @@ class TrainerState(Strict):
             raise ValueError("it counts more updates, or more skipped updates, than steps")
         ends = [0, *(stage.step for stage in self.earlier)]
         if ends != sorted({*ends}) or ends[-1] > self.step:
-            raise ValueError("its stages are not in order")
+            raise ValueError("its data stages are not in order")
         try:
             self.model_config_saved  # noqa: B018 - it raises
         except ValidationError as error:
@@ -95,7 +95,7 @@ class TrainerState(Strict):
         return TypeAdapter(ModelConfig).validate_json(json.dumps(self.model), strict=True)
 
     def to_json(self) -> str:
-        """The text of trainer.json. A run without stages has no `earlier`."""
+        """The text of trainer.json. A run without data stages has no `earlier`."""
         without = None if self.earlier else {"earlier"}
         return json.dumps(self.model_dump(exclude=without), indent=1)
 
@@ -108,9 +108,9 @@ def state_of(
     tokens: int = 0,
     recent_losses: Sequence[float | None] = (),
     bad_in_a_row: int = 0,
-    earlier: Sequence[EarlierStage] = (),
+    earlier: Sequence[EarlierDataStage] = (),
 ) -> TrainerState:
-    """The state of a run of `config` (of one stage); by default of its beginning."""
+    """The state of a run of `config` (of one data stage); by default of its beginning."""
     return TrainerState(
         step=step,
         updates=updates,
@@ -137,20 +137,21 @@ def model_entries(model: ModelConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run, or a stage of it, begins: from initial weights, from only the weights of a
+    """Where a run, or a data stage of it, begins: from initial weights, from only the weights of a
     checkpoint, or from the full state of a checkpoint."""
 
     state: TrainerState
     path: Path | None = None
     weights_only: bool = False
-    since: float | None = None  # when the process left the stage before (time.monotonic)
+    since: float | None = None  # when the process left the data stage before (time.monotonic)
 
     @property
     def step(self) -> int:
         return self.state.step
 
     @property
-    def stage(self) -> int:
+    def data_stage(self) -> int:
+        """Its number."""
         return len(self.state.earlier)
 
 

@@ -220,7 +220,7 @@ CHANGES: dict[str, list[Change]] = {
         ("        os.fsync(file.fileno())\n", "", "fsync"),
     ],
     "runtime/checkpoint/rollback.py": [
-        ("too_many = bad >= most or (bad > 0 and run.changes_stage)", "too_many = bad >= most",
+        ("too_many = bad >= most or (bad > 0 and run.changes_data_stage)", "too_many = bad >= most",
          "boundary"),
     ],
     "runtime/checkpoint/saving.py": [

@@ -56,14 +56,14 @@ from runtime.trainer_state import (
     state_of,
 )
 from settings.config import Config
-from settings.data_stages import ROTATION_KEYS
+from settings.data_stages import ROTATION_KEYS, data_stages, stage_of
 from training.step import TrainStep
 
 
 @parts(inside="verify")
 def find_start(config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
     """Return the start that `checkpoint.resume` and `checkpoint.load_weights_only` select, the same
-    on every rank, checked against the configuration and the training data of each stage. A
+    on every rank, checked against the configuration and the training data of each data stage. A
     checkpoint to resume from takes precedence over one that only provides initial weights."""
     resume, device = config.checkpoint.resume, lease.device
     from_rank_0(lambda: _put_incomplete_aside(lease), device)
@@ -151,7 +151,7 @@ def _start_from(
 ) -> Start:
     """Read and check a start on rank 0, from a good checkpoint: `path`, or only its `weights`."""
     if path is None:
-        start = Start(state_of(config.at_stage(0), _beginning(data[0])))
+        start = Start(state_of(config, _beginning(data[0])))
     else:
         trainer = read_trainer(path, "checkpoint.resume")
         check_history(path, trainer, config, data)
@@ -180,16 +180,16 @@ def _beginning(data: Mixture) -> DataState:
 
 
 def _at_boundary(trainer: TrainerState, config: Config, data: Sequence[Mixture]) -> TrainerState:
-    """Return the state from which the run goes on: that of the checkpoint, or at the end of a stage
-    that of the next one's beginning."""
-    stage, before = config.stage_of(trainer.step), config.stage_of(max(0, trainer.step - 1))
-    if stage == before:
+    """Return the state from which the run goes on: that of the checkpoint, or at the end of a data
+    stage that of the next one's beginning."""
+    stages = data_stages(config)
+    stage, before = (stage_of(stages, step) for step in (trainer.step, max(0, trainer.step - 1)))
+    if stage is before:
         return trainer
-    after = config.at_stage(stage)
-    anew = changes_the_loss(config.at_stage(before), after)
+    anew = changes_the_loss(before.config, stage.config)
     return state_of(
-        after,
-        _beginning(data[stage]),
+        stage.config,
+        _beginning(data[stage.number]),
         step=trainer.step,
         updates=trainer.updates,
         tokens=trainer.tokens,

@@ -6,11 +6,12 @@ checkpoint and leaves out the batches of those steps.
     then        40           41   42   43   44 …     43 begins at 360: [336, 360) is never read
 
 The ranges left out are part of the loader's state, so every later checkpoint has them. (The samples
-of bad steps in an earlier start of the same stage are no longer known.) A run that keeps returning
-to the same checkpoint has a problem other than bad batches, and ends.
+of bad steps in an earlier start are no longer known.) A run that keeps returning to the same
+checkpoint has a problem other than bad batches, and ends.
 
-In a run with stages, a rollback never leaves its stage, which counts its own samples. So a stage
-does not end on skipped updates: if its last steps are bad, however few, the run goes back there.
+In a run with data stages, a rollback never leaves its own, which counts its own samples. So a data
+stage does not end on skipped updates: if its last steps are bad, however few, the run goes back
+there.
 """
 
 from collections import Counter, deque
@@ -31,6 +32,7 @@ from runtime.messages import log
 from runtime.metrics.metrics import Metrics
 from runtime.trainer_state import Start
 from runtime.watchdog import Watchdog
+from settings.config import Config
 from training.guard import check_not_in_vain
 
 MOST_TO_THE_SAME = 3  # rollbacks to the same checkpoint
@@ -44,12 +46,14 @@ class Rollback(Listener):
     """Rolls the run back after too many bad steps; every rank makes the same decision.
 
     Args:
-        data: the training data of each stage.
+        config: of the whole run.
+        data: the training data of each data stage.
         start: where this run began, and what it goes back to as long as it has saved no checkpoint.
     """
 
     def __init__(
         self,
+        config: Config,
         data: Sequence[Mixture],
         start: Start,
         lease: Lease,
@@ -57,7 +61,7 @@ class Rollback(Listener):
         metrics: Metrics,
         watchdog: Watchdog,
     ) -> None:
-        self.data, self.start, self.lease = data, start, lease
+        self.config, self.data, self.start, self.lease = config, data, start, lease
         self.saver, self.metrics, self.watchdog = saver, metrics, watchdog
         self.first_samples: deque[int] = deque()  # of each recent step, and of the next one
         self.gone_back: Counter[int] = Counter()  # how often, by the step of the checkpoint
@@ -70,7 +74,7 @@ class Rollback(Listener):
     def after_step(self, run: Run) -> None:
         self.first_samples.append(run.loader.next_sample)
         bad, most = run.logged_bad_in_a_row, run.config.guard.max_bad_steps
-        too_many = bad >= most or (bad > 0 and run.changes_stage)
+        too_many = bad >= most or (bad > 0 and run.changes_data_stage)
         if most > 0 and too_many and not run.end_reason:
             with self.metrics.spending("rollback"), self.watchdog.resting():
                 self._go_back(run)
@@ -81,18 +85,18 @@ class Rollback(Listener):
         """Load the newest good checkpoint from before the bad steps, and continue from there
         without their samples.
 
-        Raises Diverged if this stage has none, or if the run has already gone back to it
+        Raises Diverged if this data stage has none, or if the run has already gone back to it
         MOST_TO_THE_SAME times.
         """
         self.saver.wait()
-        config, bad, step = run.config, run.logged_bad_in_a_row, run.step
+        config, bad, step = self.config, run.logged_bad_in_a_row, run.step
         why = f"the last {bad} updates, up to step {step}, were skipped (guard.max_bad_steps)"
         # A checkpoint saved on request while steps were bad is no better than the current state.
-        begun_here = step - bad >= config.steps.start
+        begun_here = step - bad >= run.data_stage.steps.start
         start = begun_here and find_before(step - bad, config, self.data, self.start, self.lease)
-        if not start or start.stage != config.stage:
+        if not start or start.data_stage != run.data_stage.number:
             remedy = "save more often (checkpoint.interval), or change optimizer.lr"
-            within = " in this stage" if config.stages else ""
+            within = " in this data stage" if config.data_stages else ""
             raise Diverged(f"{why}, and there is no checkpoint to go back to{within}; {remedy}")
         if self.gone_back[start.step] == MOST_TO_THE_SAME:
             remedy = "resume from an earlier checkpoint in another run.dir "

@@ -65,7 +65,7 @@ from runtime.monitor.after_commit import is_running
 from runtime.trainer_state import (
     FILE,
     DataState,
-    EarlierStage,
+    EarlierDataStage,
     TrainerState,
     held_tensors,
     state_of,
@@ -104,7 +104,7 @@ class Saver:
         return sum(tensor.to_local().nbytes for tensor in self.tensors.values())
 
     def save(
-        self, step: int, tokens: int, data: DataState, earlier: Sequence[EarlierStage] = ()
+        self, step: int, tokens: int, data: DataState, earlier: Sequence[EarlierDataStage] = ()
     ) -> None:
         """Save the state after `step` steps. Returns when it has been copied or, with
         checkpoint.async_save=false, when it has been written."""

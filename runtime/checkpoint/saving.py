@@ -16,21 +16,25 @@ from runtime.next_stage import find_next
 from runtime.stop import StopRequests
 from runtime.trainer_state import DataState, Start
 from runtime.watchdog import Watchdog
+from settings.config import Config
 
 
 class Saving(Listener):
     """Saves every checkpoint.interval steps and after the last step, unless that is `never`; and at
-    the end of a stage and on request.
+    the end of a data stage and on request.
 
     While updates are being skipped, a save that is due waits until steps are good again, because an
     update before the bad steps may have ruined the weights. A save on request or after the last
     step does not wait.
 
-    data: the training data of each stage.
+    Args:
+        config: of the whole run.
+        data: the training data of each data stage.
     """
 
     def __init__(
         self,
+        config: Config,
         saver: Saver,
         data: Sequence[Mixture],
         metrics: Metrics,
@@ -38,7 +42,7 @@ class Saving(Listener):
         stop: StopRequests,
         examination: Examination | None,
     ) -> None:
-        self.saver, self.data = saver, data
+        self.config, self.saver, self.data = config, saver, data
         self.metrics, self.watchdog, self.stop = metrics, watchdog, stop
         self.examination = examination
         self.is_due = False  # stays set while steps are bad
@@ -48,7 +52,7 @@ class Saving(Listener):
 
     def after_step(self, run: Run) -> None:
         config, stop = run.config, self.stop
-        self.is_due |= self.interval.is_due(run) or run.changes_stage
+        self.is_due |= self.interval.is_due(run) or run.changes_data_stage
         if not (self.is_due or stop.wants_save or run.is_due(config.guard.replica_interval)):
             return
         with self.metrics.spending("saving"), self.watchdog.resting():
@@ -79,8 +83,8 @@ class Saving(Listener):
     def ends(self, run: Run) -> None:
         with self.metrics.spending("end"), self.watchdog.resting():
             self.saver.close()
-            if run.changes_stage:
-                run.following = find_next(run, self.data, self.saver.lease)
+            if run.changes_data_stage:
+                run.following = find_next(run, self.config, self.data, self.saver.lease)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, RunFailed):  # raised on all ranks: finish the save in progress

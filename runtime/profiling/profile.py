@@ -1,7 +1,8 @@
 """`run.profile=start:stop`: run some steps under torch's profiler, on `run.profile_ranks`.
 
     RUN/profile/step-00000010-rank-00000.json.gz  the trace; https://ui.perfetto.dev opens it
-    RUN/profile/summary-rank-00000.txt, .json     compute, exposed communication by axis, idle
+
+`python -m tools.profile RUN` reads the traces: compute, exposed communication by axis, idle.
 
 The step before `start` is a warm-up, whose events are discarded. The trace also covers the time
 between the recorded steps. Other steps and other ranks have no overhead.
@@ -29,7 +30,6 @@ from torch.profiler import ProfilerActivity, record_function
 from parallel.mesh import Mesh
 from runtime.listener import Listener, Run
 from runtime.messages import log
-from runtime.profiling.profile_summary import describe, mark_name, read_trace, summarise
 from runtime.watchdog import Watchdog
 from settings.config import Config
 
@@ -110,8 +110,8 @@ class StepProfile(Listener):
                 self._marks.enter_context(marked_collectives(axes_of_groups(self.mesh)))
 
     def _finish(self) -> None:
-        """Write the trace and its summary. The other ranks wait, with the watchdog paused, so that
-        the writing is not mistaken for a hang."""
+        """Write the trace. The other ranks wait, with the watchdog paused, so that the writing is
+        not mistaken for a hang."""
         profiler, first = self.profiler, self.since
         self.window, self.since, self.profiler = range(0), 0, None
         self._marks.close()
@@ -130,13 +130,8 @@ class StepProfile(Listener):
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step-{first:08d}-rank-{rank:05d}.json.gz"
         profiler.export_chrome_trace(str(path))
-        summary = summarise(read_trace(path), str(path))
-        table = self.folder / f"summary-rank-{rank:05d}.txt"
-        table.write_text(describe(summary) + "\n", encoding="utf-8")
-        table.with_suffix(".json").write_text(
-            json.dumps(summary, indent=1) + "\n", encoding="utf-8"
-        )
-        return f"profiled {len(summary['steps'])} steps of rank {rank}: {table}, {path.name}"
+        reader = f"python -m tools.profile {self.folder.parent}"
+        return f"profiled rank {rank} from step {first} on: {path}; {reader} summarises it"
 
     def _synchronize(self) -> None:
         if self.is_chosen and self.mesh.device == "cuda":
@@ -159,7 +154,8 @@ def axes_of_groups(mesh: Mesh) -> dict[str, str]:
 
 @contextmanager
 def marked_collectives(axes: dict[str, str]) -> Iterator[None]:
-    """Mark every collective of this process, and every wait for one, in the trace."""
+    """Mark every collective of this process, and every wait for one, in the trace, such as
+    `tp: allreduce #17` and `tp: wait allreduce #17` (tools/profile/summary.py reads the marks)."""
     numbers = itertools.count()
     # collective → the name that marks the wait for it
     waiting: weakref.WeakKeyDictionary[Work, str] = weakref.WeakKeyDictionary()
@@ -167,10 +163,10 @@ def marked_collectives(axes: dict[str, str]) -> Iterator[None]:
     def marked(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def method(group: ProcessGroup, *arguments: Any, **options: Any) -> Any:
             axis, number = axes.get(group.group_name, "other"), next(numbers)
-            with record_function(mark_name(axis, kind, number, waiting=False)):
+            with record_function(f"{axis}: {kind} #{number}"):
                 work = call(group, *arguments, **options)
             if work is not None:
-                waiting[work] = mark_name(axis, kind, number, waiting=True)
+                waiting[work] = f"{axis}: wait {kind} #{number}"
             return work
 
         return method
@@ -178,9 +174,7 @@ def marked_collectives(axes: dict[str, str]) -> Iterator[None]:
     wait = Work.wait
 
     def marked_wait(work: Work, *arguments: Any, **options: Any) -> Any:
-        with record_function(
-            waiting.get(work, mark_name("other", "work", next(numbers), waiting=True))
-        ):
+        with record_function(waiting.get(work) or f"other: wait work #{next(numbers)}"):
             return wait(work, *arguments, **options)
 
     changed: list[tuple[type, str, Callable[..., Any]]] = [(Work, "wait", marked_wait)]

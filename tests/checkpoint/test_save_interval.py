@@ -25,6 +25,7 @@ from runtime.log.events import read_events
 from runtime.log.ledger import account
 from runtime.start import parts, times
 from runtime.start.times import StartTimes
+from settings.data_stages import data_stages
 from settings.load import load_config
 from tests import ROOT
 from tests.runs import LAYOUT_3D, losses, run, train_run, write_config
@@ -115,7 +116,8 @@ def test_a_number_and_never(value: str, expected: list[int]) -> None:
     overrides = [f"checkpoint.interval={value}", "train.steps=10"]
     config = load_config("configs/laptop.yaml", overrides)
     start: Any = SimpleNamespace(step=0, state=SimpleNamespace(tokens=0))
-    of, interval = Run(config, *[None] * 2, start), SaveInterval(config, 0, 0, "cpu")  # type: ignore[arg-type]
+    of = Run(data_stages(config)[0], *[None] * 2, start)  # type: ignore[arg-type]
+    interval = SaveInterval(config, 0, 0, "cpu")
     found = []
     for of.step in range(1, 11):
         found += [of.step] * interval.is_due(of)

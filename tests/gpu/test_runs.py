@@ -18,11 +18,11 @@ from model.kernels.attention import KERNELS, MATH, Kernel
 from model.kernels.attention_choice import Call, choose, device_of
 from model.mask import Mask, make_mask, scores_bias
 from parallel.pipeline.schedules import build_schedule
-from runtime.profiling.chrome import from_chrome
 from tests import ROOT
 from tests.data_samples import prepared
 from tests.gpu.bench import train
 from tests.runs import status_of, write_config
+from tools.timeline.measured import from_chrome
 
 pytestmark = [
     pytest.mark.gpu,
@@ -137,13 +137,14 @@ import sys
 import torch
 from parallel.mesh import build_mesh
 from training.build import build_stages
+from settings.checks import validate
 from settings.load import load_config
 from training.step import TrainStep
 from runtime.start.init_distributed import init_distributed
 
 init_distributed()
 config = load_config(sys.argv[1], sys.argv[2:])
-config.validate(1)
+validate(config, 1)
 mesh = build_mesh(config.parallel.mesh_sizes(1), "cuda")
 train = TrainStep(config, mesh, build_stages(config, mesh), bos_id=1)
 shape = config.train.global_batch_size, config.train.seq_len

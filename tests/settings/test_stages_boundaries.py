@@ -71,10 +71,10 @@ def test_a_rollback_never_leaves_its_stage(ranks: Ranks, data: Path, tmp_path: P
         checkpoint={"interval": 2},
         guard={"max_bad_steps": 2},
     )
-    whole = [config, "stages=[]", "train.steps=4"]
+    whole = [config, "data_stages=[]", "train.steps=4"]
     assert ranks.run(run_with_bad_steps, 1, whole, 0, {4}) == [""]
     (said,) = ranks.run(said_by, 1, run_with_bad_steps, [config], 0, {1})
-    assert "there is no checkpoint to go back to in this stage; save more often" in said
+    assert "there is no checkpoint to go back to in this data stage; save more often" in said
     assert status_of(tmp_path)["state"] == "failed"
 
 
@@ -110,9 +110,9 @@ def test_a_stage_ahead_that_begins_at_a_token_knows_the_batches_before(
     """With another batch size from step 2 on, it would begin at half the tokens."""
     ahead = {"from_token": 6 * 8 * 32, "train": {"seq_len": 16}}
     config = write_stages(tmp_path, data, [ahead], train={"steps": 9}, checkpoint={"interval": 2})
-    run(ranks, 1, config, "stages=[]", "train.steps=2")
+    run(ranks, 1, config, "data_stages=[]", "train.steps=2")
     (said,) = ranks.run(train_run, 1, [config, "train.global_batch_size=16"])
-    assert said.startswith(f"stages.1.from_token = {6 * 8 * 32}")
+    assert said.startswith(f"data_stages.1.from_token = {6 * 8 * 32}")
     assert "512 tokens after step 2" in said
     assert "from_step=4" in said  # 1,024 tokens are left: two steps of 512
     # as a stage from step 2 on, the count is right
@@ -120,7 +120,7 @@ def test_a_stage_ahead_that_begins_at_a_token_knows_the_batches_before(
     config = write_stages(tmp_path, data, [larger, ahead], train={"steps": 5})
     run(ranks, 1, config)
     events = read_events(tmp_path / "run")
-    assert [event["step"] for event in events if event["event"] == "stage"] == [2, 4]
+    assert [event["step"] for event in events if event["event"] == "data_stage"] == [2, 4]
 
 
 # --- stop requests, open files --------------------------------------------------------------------
