@@ -25,7 +25,7 @@ from model.kernels.backend import check_kernels
 from runtime.all_listeners import build_listeners
 from runtime.checkpoint.history import passed
 from runtime.checkpoint.lease import Lease
-from runtime.checkpoint.load import Start, find_start, load
+from runtime.checkpoint.load import find_start, load
 from runtime.device import prepare_determinism
 from runtime.listener import Listeners, Run
 from runtime.messages import fail, on_all_ranks, refuse
@@ -37,6 +37,7 @@ from runtime.start.environment import check_environment
 from runtime.start.init_distributed import init_distributed, limit_waits
 from runtime.start.preconditions import Data, check_fits, check_writable, open_data_stages
 from runtime.start.spares import training_ranks
+from runtime.trainer_state import Start
 from settings.config import Config
 from settings.data_stages import DataStage, data_stages
 from settings.layouts import valid_layout
@@ -114,9 +115,9 @@ def train_stage(
         seed=config.train.seed,
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
-        next_sample=start.next_sample,
-        skipped=start.skipped,
-        earlier=passed(start.earlier, data.train),
+        next_sample=start.state.data.next_sample,
+        skipped=start.state.data.skipped,
+        earlier=passed(start.state.earlier, data.train),
         prefetch=config.data.prefetch,
     )
     train = TrainStep(config, mesh, build_stages(config, mesh), train_data.bos_id, data_stage.phase)

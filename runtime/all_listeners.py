@@ -2,7 +2,6 @@
 
 from parallel.mesh import Mesh
 from runtime.checkpoint.lease import Lease
-from runtime.checkpoint.load import Start
 from runtime.checkpoint.rollback import Rollback
 from runtime.checkpoint.save import Saver
 from runtime.checkpoint.saving import LeaseCheck, Saving
@@ -24,6 +23,7 @@ from runtime.start.preconditions import Data
 from runtime.start.spares import SparesEvent
 from runtime.start.times import StartTimes
 from runtime.stop import StopRequests
+from runtime.trainer_state import Start
 from runtime.watchdog import Watchdog
 from settings.config import Config
 from settings.data_stages import DataStage

@@ -4,8 +4,7 @@
 
 A boundary is a resume: the data stage ends with a checkpoint, everything is built anew for the next
 one by the code of a start, and the run begins from the checkpoint. So it makes no difference
-whether the process is killed there, and a data stage may have another layout. After a rollback to a
-checkpoint of an earlier one, the run goes on in the same way, with that.
+whether the process is killed there, and a data stage may have another layout.
 """
 
 import time
@@ -18,12 +17,13 @@ from data.dataset import Mixture
 from errors import RunFailed
 from parallel.mesh import Mesh, build_mesh
 from runtime.checkpoint.lease import Lease
-from runtime.checkpoint.load import Start, find_before
+from runtime.checkpoint.load import find_before
 from runtime.listener import Listener, Run
 from runtime.log.events import append_event
 from runtime.messages import log
 from runtime.signals import Signals
 from runtime.start.init_distributed import join_again
+from runtime.trainer_state import Start
 from settings.config import Config
 from settings.data_stages import data_stages
 from settings.load import changed_between, settings_of
@@ -51,15 +51,13 @@ def find_next(run: Run, config: Config, data: Sequence[Mixture], lease: Lease) -
 
     Raises RunFailed if there is no checkpoint to go on from.
     """
-    start = run.start
-    if not run.leaves:
-        # Usually the checkpoint that was just saved; an earlier one if that is damaged.
-        start = find_before(run.step, config, data, run.start, lease)
-        if start.path is None:
-            why = f"data stage {run.data_stage.number} has ended, its checkpoint is damaged, "
-            why += "and there is no good one before it"
-            raise RunFailed(why)
-    return replace(start, gone_back=run.start.gone_back)
+    # Usually the checkpoint that was just saved; an earlier one if that is damaged.
+    start = find_before(run.step, config, data, run.start, lease)
+    if start is None:
+        why = f"data stage {run.data_stage.number} has ended, its checkpoint is damaged, "
+        why += "and there is no good one before it"
+        raise RunFailed(why)
+    return start
 
 
 def next_start(run: Run) -> Start | None:

@@ -10,13 +10,12 @@ A checkpoint saved at a boundary ends one data stage and starts the next.
 import dataclasses
 from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import Any
 
 from data.dataset import Mixture
-from data.earlier import Earlier, Windows
+from data.earlier import Earlier
 from data.loader import check_state
 from errors import UserError
-from runtime.checkpoint.trainer_state import FREE_MODEL_KEYS, EarlierDataStage, TrainerState
+from runtime.trainer_state import FREE_MODEL_KEYS, EarlierDataStage, TrainerState
 from settings.config import Config
 from settings.data_stages import (
     ROTATION_KEYS,
@@ -114,14 +113,6 @@ def check_model(path: Path, trainer: TrainerState, config: Config, free: Set[str
 def end_of(trainer: TrainerState) -> EarlierDataStage:
     """What the run has done in the data stage that ends with this checkpoint."""
     return EarlierDataStage(step=trainer.step, seq_len=trainer.seq_len, data=trainer.data)
-
-
-def of_other_stages(
-    earlier: Sequence[EarlierDataStage], left_out: Sequence[Windows]
-) -> dict[str, Any]:
-    """What a checkpoint records about the other data stages of its run; empty without any."""
-    found = {"earlier": [stage.model_dump() for stage in earlier], "left_out": list(left_out)}
-    return {name: value for name, value in found.items() if value}
 
 
 def changes_the_loss(before: Config, after: Config) -> bool:

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 
 from data.dataset import Mixture
 from errors import RunFailed
-from runtime.checkpoint.history import of_other_stages
 from runtime.checkpoint.lease import Lease
-from runtime.checkpoint.load import Start
 from runtime.checkpoint.save import Saver
 from runtime.checkpoint.save_interval import SaveInterval
 from runtime.health.examine import Examination
@@ -16,6 +14,7 @@ from runtime.listener import Listener, Run
 from runtime.metrics.metrics import Metrics
 from runtime.next_stage import find_next
 from runtime.stop import StopRequests
+from runtime.trainer_state import DataState, Start
 from runtime.watchdog import Watchdog
 from settings.config import Config
 
@@ -61,8 +60,8 @@ class Saving(Listener):
             self._check_replicas(run)
             good = not run.train.guard.bad_in_a_row or run.is_last
             if stop.wants_save or (self.is_due and good):
-                others = of_other_stages(run.start.earlier, run.start.left_out)
-                self.saver.save(run.step, run.tokens, run.loader.state(), others)
+                state = DataState.model_validate(run.loader.state(), strict=False)
+                self.saver.save(run.step, run.tokens, state, run.start.state.earlier)
                 self.is_due = False
                 self.interval.saved(run.step, time.perf_counter() - began, self.saver.last)
                 stop.saved()
@@ -79,14 +78,11 @@ class Saving(Listener):
 
     def went_back(self, run: Run, start: Start) -> None:
         self.is_due = False
-        self.interval.went_back(start.step)
+        self.interval.saved_at = start.step
 
     def ends(self, run: Run) -> None:
         with self.metrics.spending("end"), self.watchdog.resting():
-            if run.leaves:  # whether the last save failed no longer matters
-                self.saver.wait()
-            else:
-                self.saver.close()
+            self.saver.close()
             if run.changes_data_stage:
                 run.following = find_next(run, self.config, self.data, self.saver.lease)
 

@@ -13,9 +13,7 @@ added, never changed.
     checkpoint  a save ends               step, bytes, seconds; or, if it failed, why (`failed`)
     interval    checkpoint.interval=auto  steps, save_seconds, mtbf (checkpoint/save_interval.py)
                 changes
-    rollback    the run goes back         from_step, step, the samples that it leaves out; of
-                                          earlier data stages: left_out_before
-                                          (its number, begin, end)
+    rollback    the run goes back         from_step, step, the samples that it leaves out
     data_stage  a data stage begins       its number, step, what changes (next_stage.py)
     spike       updates were skipped      step, how many (`skipped`), loss, grad_norm of that step
     hang        a step takes too long     step, where rank 0 waits

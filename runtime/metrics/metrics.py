@@ -19,8 +19,7 @@ from costs.units import CannotRecord
 from hardware import data_sheet_of
 from model.transformer import num_parameters
 from parallel.mesh import Mesh
-from runtime.checkpoint.load import Start
-from runtime.checkpoint.names import complete_checkpoints, step_of
+from runtime.checkpoint.folder import complete_checkpoints, step_of
 from runtime.listener import Listener, Run
 from runtime.log.events import append_event
 from runtime.log.ledger import Ledger
@@ -31,6 +30,7 @@ from runtime.metrics.trackers import Trackers
 from runtime.start.attention import describe_attention
 from runtime.start.notices import notices
 from runtime.start.topology import describe_nodes, describe_places, describe_stages
+from runtime.trainer_state import Start
 from settings.config import Config
 from settings.data_stages import DataStage
 from settings.load import dump_config
@@ -71,7 +71,7 @@ class Metrics(Listener):
         self.stop_reason = ""
         self.has_ended = False  # whether the end of this start is recorded
         self.next_data_stage: int | None = None  # with which this process goes on
-        self.skipped_updates = start.step - start.updates
+        self.skipped_updates = start.step - start.state.updates
         self.load = LoadStatistics.of(config.model, mesh.device)
         self.noted_peaks = [0] * dist.get_world_size()  # bytes, by rank, as last in events.jsonl
         self.ledger: Ledger | None = None
@@ -231,7 +231,7 @@ class Metrics(Listener):
         """Let the trackers drop the lines after `start`: those steps come again."""
         reached = self.step
         self.step = start.step
-        self.skipped_updates = start.step - start.updates
+        self.skipped_updates = start.step - start.state.updates
         if self.load is not None:
             self.load.reset()
         if self.trackers is not None:
@@ -249,7 +249,7 @@ class Metrics(Listener):
         """Note why the run ends early; ignored later if this is also its last step."""
         self.stop_reason = run.end_reason
         if run.changes_data_stage:
-            self.next_data_stage = run.start.data_stage if run.leaves else self.data_stage + 1
+            self.next_data_stage = self.data_stage + 1
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Record in status.json how the run ended. It is `finished` only when every rank is."""

@@ -13,7 +13,6 @@ from typing import Any
 import jinja2
 import pytest
 
-from runtime.checkpoint.save_interval import measured_saves
 from runtime.log.events import FIELDS, append_event, is_whole_event, read_events
 from runtime.log.ledger import account
 from runtime.log.status import read_status, record_failed_start, record_failure
@@ -152,7 +151,7 @@ def test_lines_that_no_run_has_written_harm_no_reader(new, tmp_path, capsys):
         json.dumps(alarm("r", "f", event), allow_nan=False)
         Series().passes(event, 0.0)
     exposition("r", state, {}).encode(errors="replace")
-    for reads in (account, measure, measured_saves):
+    for reads in (account, measure):
         reads(found)
     written(new, tmp_path / "page.html")
     assert charts_of(new)["Loss"].series == {"training": [(3, 2.5)]}

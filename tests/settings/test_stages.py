@@ -9,10 +9,8 @@ import pytest
 import torch
 import yaml
 
-from data.dataset import Mixture
-from data.earlier import Earlier, continued, samples_of, windows_of
+from data.earlier import Earlier
 from data.loader import BatchLoader
-from data.sampler import mixture_pattern
 from proofs.ranks import Ranks
 from runtime.log.events import read_events
 from tests.data_samples import SOURCE, prepared
@@ -84,42 +82,6 @@ def test_every_token_over_three_stages(data: Path, other: Path) -> None:
     )
     assert torch.cat([next(anew)[0]]).tolist() != [row[:-1] for row in batches[40]]
     anew.close()
-
-
-def test_text_that_is_left_out_is_found_in_every_stage(data: Path, other: Path) -> None:
-    """Samples of a stage → windows of its sources → the samples of another stage that hold them;
-    by brute force, with mixtures whose parts change."""
-    two = mixture(data, other, weights=(0.3, 0.7))
-    earlier = [Earlier(mixture(other), 32, 37), Earlier(two, 32, 53)]
-    third = mixture(other, data, weights=(0.55, 0.45))
-
-    def held(of: Mixture, before: list[Earlier], samples: range) -> list[tuple[int, int]]:
-        """(number of the source in the run, number of its sample in the run) of each sample."""
-        numbers, passed = continued(of, 32, before)
-        source_of = mixture_pattern(of.weights)[0]
-        return [
-            (numbers[s], passed[s] + source_of[:sample].tolist().count(s))
-            for sample, s in ((sample, source_of[sample]) for sample in samples)
-        ]
-
-    bad = [(3, 11), (20, 21)]
-    windows = windows_of(third, 32, earlier, bad)
-    listed = {(number, nth) for number, *pair in windows for nth in range(*pair)}
-    assert listed == {one for pair in bad for one in held(third, earlier, range(*pair))}
-    # the stage before ends 9 samples later: some are read there, the others come earlier here
-    for of, before, samples in (
-        (two, earlier[:1], range(53, 80)),
-        (third, [earlier[0], Earlier(two, 32, 62)], range(40)),
-        (third, earlier, range(40)),
-    ):
-        found = samples_of(of, 32, before, windows)
-        inside = {sample for pair in found for sample in range(*pair)}
-        expected = {s for s in samples if held(of, before, range(s, s + 1))[0] in listed}
-        assert inside & set(samples) == expected
-        assert expected
-    assert samples_of(third, 32, earlier, windows) == tuple(bad)
-    assert samples_of(third, 64, earlier, windows) == ()  # its windows are others
-    assert samples_of(third, 32, earlier, []) == ()
 
 
 # --- runs -----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from data.earlier import counts
-from data.sampler import mixture_pattern, samples_back
+from data.sampler import mixture_pattern
 from errors import UserError
 from runtime.log.ledger import account
 from settings.checks import validate
@@ -151,15 +151,6 @@ def test_counts_of_sources() -> None:
     for samples in (0, 1, 77, 99_999, 100_000, 250_123):
         repeated = list(source_of) * 3
         assert counts(weights, samples) == [repeated[:samples].count(s) for s in range(3)]
-
-
-def test_samples_back_is_the_inverse_of_reading() -> None:
-    skipped = ((4, 7), (10, 12), (20, 30))
-    read = [i for i in range(40) if not any(a <= i < b for a, b in skipped)]
-    for at, sample in enumerate(read):
-        for count in range(1, at + 2):
-            assert samples_back(sample + 1, count, skipped) == read[at + 1 - count]
-    assert samples_back(5, 99, skipped) == 0
 
 
 def test_the_changeover_is_accounted_for() -> None:

@@ -15,7 +15,7 @@ from parallel.placement import local_region
 from proofs.parity.cases import Case
 from proofs.parity.reference_training import warmup_cosine
 from proofs.parity.run import assemble, parts
-from runtime.checkpoint.load import held_tensors
+from runtime.trainer_state import held_tensors
 from settings.checks import check_learning_rate, validate
 from settings.sections import OptimizerConfig
 from tests.counting import Listener

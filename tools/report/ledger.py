@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.checkpoint.goodput import best_interval, mtbf_of
+from runtime.checkpoint.save_interval import best_interval, mtbf_of
 from runtime.log.events import changes_data_stage
 from runtime.log.ledger import account
 from tools.command import duration
