@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from data.contents import first_bytes, known
 from runtime.checkpoint.folder import MANIFEST, write_durably
 from runtime.checkpoint.tiling import MAX_DIMS, MAX_NUMBERS
-from runtime.schema import MAX_JSON_BYTES, Count, Name, Strict, first_problem, load_json
+from runtime.schema import MAX_JSON_BYTES, Name, Natural, Strict, first_problem, load_json
 
 FORMAT, VERSION = "lattice-checkpoint", 2
 TENSORS = ".safetensors"
@@ -80,13 +80,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 class _File(Strict):
-    bytes: Count
+    bytes: Natural
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class _Tensor(Strict):
     dtype: Literal["F64", "F32", "F16", "BF16"]
-    shape: Annotated[list[Count], Field(max_length=MAX_DIMS)]
+    shape: Annotated[list[Natural], Field(max_length=MAX_DIMS)]
 
 
 class _Content(Strict):
