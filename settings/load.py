@@ -95,11 +95,12 @@ def _apply(override: str, raw: dict[Any, Any]) -> None:
             raise UserError(name, text, why, "write for example data_stages.1.train.seq_len=1024")
         at, (section, _, key) = entries[int(number) - 1], rest.partition(".")
     value = _value(name, text, section, key)
-    # what is no mapping is refused later
-    if isinstance(at, dict) and not key:
-        at[section] = value
-    elif isinstance(at, dict) and isinstance(at.setdefault(section, {}), dict):
-        at[section][key] = value
+    if key and isinstance(at, dict):
+        at, section = at.setdefault(section, {}), key
+    if not isinstance(at, dict):
+        why = "is not in a section with keys"
+        raise UserError(name, text, why, "correct the file, or write for example train.steps=100")
+    at[section] = value
 
 
 def _value(name: str, text: str, section: str, key: str) -> Any:
