@@ -23,7 +23,7 @@ from runtime.listener import Listener, Run
 from runtime.log.events import append_event
 from runtime.messages import log
 from runtime.signals import Signals
-from runtime.start.init_distributed import join_again
+from runtime.start.init import join_again
 from settings.config import Config
 from settings.load import changed_between, settings_of
 

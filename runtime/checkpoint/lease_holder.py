@@ -12,11 +12,10 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from runtime.start.environment import JOB_ID
-
 RELEASED = 0  # the time of a released lease file, in seconds since 1970
 
 # restricted, because any program may have written the lease
+JOB_ID = "[!-~]{0,200}"
 Word = Annotated[str, Field(pattern=r"^[\w.:\[\]-]{0,200}$")]
 
 

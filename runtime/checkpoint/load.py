@@ -63,7 +63,6 @@ from runtime.checkpoint.trainer_state import (
     read_trainer,
 )
 from runtime.messages import from_rank_0, log, on_all_ranks
-from runtime.start.parts import parts
 from settings.config import Config
 from settings.data_stages import ROTATION_KEYS
 from training.step import TrainStep
@@ -91,7 +90,6 @@ class Start:
     since: float | None = None  # when the process left the stage before (time.monotonic)
 
 
-@parts(inside="verify")
 def find_start(config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
     """Return the start that `checkpoint.resume` and `checkpoint.load_weights_only` select, the same
     on every rank, checked against the configuration and the training data of each stage. A
@@ -282,7 +280,6 @@ def _damage(path: Path) -> str | None:
     return None
 
 
-@parts(before="build", inside="load")
 def load(train: TrainStep, start: Start) -> None:
     """Load this rank's part of the model, moments and update count, or only of the model, from a
     checkpoint of any layout."""
