@@ -1,5 +1,5 @@
 """What a start says about its configuration: what changed since the run of its checkpoint, and what
-may be an oversight. What can only be a mistake is refused (settings/config.py)."""
+may be an oversight. What can only be a mistake is refused (settings/checks.py)."""
 
 import math
 from pathlib import Path
@@ -7,7 +7,8 @@ from pathlib import Path
 from errors import UserError
 from runtime.start.host import connections_notice
 from settings.config import Config
-from settings.load import changed_between, load_config, settings_of
+from settings.data_stages import DataStage, data_stages
+from settings.load import changed_between, load_saved, settings_of
 
 # Sections that do not change what is trained.
 ABOUT_THE_RUN = ("run", "checkpoint")
@@ -28,7 +29,7 @@ def notices(config: Config, path: Path | None, device: str, num_tokens: int) -> 
     if config.checkpoint.interval == "never":
         lines.append(
             "warning: checkpoint.interval is never: the run saves only when it is stopped, when it "
-            "finds a file SAVE in its folder, and where a stage ends"
+            "finds a file SAVE in its folder, and where a data stage ends"
         )
     model = config.model
     if model.vocab_size > num_tokens:  # many published models: Qwen3 has 151,936 for 151,669
@@ -53,28 +54,28 @@ def what_changed(path: Path, config: Config) -> list[str]:
     is_own = folder == Path(config.run.dir).resolve()
     since = "the previous start" if is_own else f"the last start of {folder}"
     try:
-        changes = changed_settings(folder / "config.yaml", config)
+        changes = changed_settings(folder, config)
     except UserError as error:  # it is missing, or an older version's
         return [f"what changed since {since} is not known: {str(error).partition(chr(10))[0]}"]
     return [f"changed since {since}: {', '.join(changes)}"] if changes else []
 
 
-def changed_settings(file: Path, config: Config) -> list[str]:
-    """Each setting that differs from those in `file`: `train.steps 400 → 110`. Raises UserError if
-    the file cannot be read."""
-    before = load_config(str(file), [])
-    old, new = (settings_of(one.whole) for one in (before, config))
+def changed_settings(folder: Path, config: Config) -> list[str]:
+    """Each setting that differs from those of the run `folder`: `train.steps 400 → 110`. Raises
+    UserError if its file cannot be read."""
+    before = load_saved(folder)
+    old, new = settings_of(before), settings_of(config)
     training = {section: values for section, values in new.items() if section not in ABOUT_THE_RUN}
-    stages = ["stages"] if before.stages != config.stages else []
+    stages = ["data_stages"] if before.data_stages != config.data_stages else []
     return changed_between(old, training) + stages
 
 
 def doubts(config: Config) -> list[str]:
     """What a start warns of, in words."""
-    return _of_training(config.whole) + [
-        f"{f'stages.{number}.' if number else ''}{doubt}"
-        for number, stage in enumerate(config.each_stage)
-        if stage.phase.start == stage.steps.start  # else it is in the phase of the stage before
+    return _of_training(config) + [
+        f"{f'data_stages.{stage.number}.' if stage.number else ''}{doubt}"
+        for stage in data_stages(config)
+        if stage.phase.start == stage.steps.start  # else it is in the phase of the one before
         for doubt in _of_phase(stage)
     ]
 
@@ -107,9 +108,9 @@ def _of_training(config: Config) -> list[str]:
     return found
 
 
-def _of_phase(config: Config) -> list[str]:
+def _of_phase(stage: DataStage) -> list[str]:
     """About the learning rate of a phase."""
-    optimizer, steps, found = config.optimizer, len(config.phase), []
+    optimizer, steps, found = stage.config.optimizer, len(stage.phase), []
     if not optimizer.lr:
         return ["optimizer.lr is 0: no weight changes"]
     if 0 < steps <= optimizer.warmup_steps:
