@@ -95,12 +95,11 @@ def _apply(override: str, raw: dict[Any, Any]) -> None:
             raise UserError(name, text, why, "write for example data_stages.1.train.seq_len=1024")
         at, (section, _, key) = entries[int(number) - 1], rest.partition(".")
     value = _value(name, text, section, key)
-    if key and isinstance(at, dict):
-        at, section = at.setdefault(section, {}), key
-    if not isinstance(at, dict):
+    keys = at.get(section, {}) if isinstance(at, dict) and key else at
+    if not isinstance(keys, dict):
         why = "is not in a section with keys"
         raise UserError(name, text, why, "correct the file, or write for example train.steps=100")
-    at[section] = value
+    at[section] = {**keys, key: value} if key else value  # a copy: YAML's aliases may share it
 
 
 def _value(name: str, text: str, section: str, key: str) -> Any:
