@@ -35,7 +35,7 @@ def nav(section: str) -> list[str]:
     return names(next(each[section] for each in listed if section in each))
 
 
-TOUR = [name for name in nav("Tour") if name not in ("tour", "words", "one_step")]
+TOUR = [name for name in nav("Tour") if name not in ("tour", "one_step")]
 ALL = {page.name: commands(page) for page in PAGES}
 # tests/docs/test_recipes.py runs the commands of the recipes, in a copy that has their edits.
 RUN = {

@@ -386,7 +386,7 @@ def test_a_thread_must_choose_its_device(make: Any, found: list[str]) -> None:
 def test_the_command_fails_if_it_finds_a_defect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Control: a guard that reads from the device. (Without one, docs/streams.md shows it.)"""
+    """Control: a guard that reads from the device. (Without one, docs/proofs.md shows it.)"""
     file = tmp_path / "report.json"
     with patch.object(UpdateGuard, "__call__", guard_that_reads):
         assert main([str(LAPTOP), "--races", "--json", str(file)]) == 1

@@ -9,7 +9,7 @@
 
 Without --gpus, the number of GPUs is the product of the axes, or is read from the file's first line
 (`# world: 256`). --pictures FOLDER draws timeline.svg. 1 GB is 1e9 bytes.
-docs/plan_model.md explains how the figures are computed; docs/plan_accuracy.md compares them with
+docs/planning.md explains how the figures are computed; docs/plan_accuracy.md compares them with
 rehearsals and published results.
 """
 
