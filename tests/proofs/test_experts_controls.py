@@ -1,7 +1,7 @@
 """Controls for mixtures of experts: each test plants a known fault of such code in the ranks, and
 the comparison with the reference must report it.
 
-Mistakes that were found in public codebases, and what finds them here (test_experts.py unless said):
+Mistakes that were found in public codebases, and what finds them (test_experts.py unless said):
 
     gradients of experts ep times too large, or divided twice: pytorch 160285, Megatron-LM 5956.
         Parity of every gradient; the factors that are planted below
@@ -9,13 +9,13 @@ Mistakes that were found in public codebases, and what finds them here (test_exp
         3816, DeepSpeed 8478. Parity of the norm, and of steps that are clipped
     a gradient of unwritten memory for an expert without rows: pytorch 172439, 174314, MSLK 158.
         Experts without rows (test_grouped_matmul.py); a bias that no token can overcome
-    a rank without rows fails, or skips a collective: TransformerEngine 3019, pytorch 126616, 170667.
+    a rank without rows fails, or skips a collective: TransformerEngine 3019, pytorch 126616.
         All tokens to one expert; the number of collectives (test_expert_collectives.py)
     the rest of a buffer longer than its rows is read: transformers 48205. There are no such buffers
     a recomputation chooses other experts: Automodel 2635, torchtitan 3336. Choices and gradients
         under every mode; routes that are found again (test_expert_collectives.py)
     a recomputation counts the load again: Automodel 3247. Counts equal the reference's
-    the balance loss scaled by micro-batches or ranks, or averaged over them: Megatron-LM 5047, 3768.
+    the balance loss scaled by micro-batches or ranks, or averaged: Megatron-LM 5047, 3768.
         Its value and gradient over micro-batches, dp, cp, tp and pp
     the balance loss without a gradient, or lost on a middle stage: Automodel 1412. The same parity;
         a loss that is not added, below
