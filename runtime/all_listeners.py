@@ -2,7 +2,6 @@
 
 from parallel.mesh import Mesh
 from runtime.checkpoint.lease import Lease
-from runtime.checkpoint.load import Start
 from runtime.checkpoint.rollback import Rollback
 from runtime.checkpoint.save import Saver
 from runtime.checkpoint.saving import LeaseCheck, Saving
@@ -16,7 +15,7 @@ from runtime.listener import Listener
 from runtime.metrics.memory_report import MemoryReports
 from runtime.metrics.metrics import Metrics, RecordWriter
 from runtime.monitor.rank_0 import Companion, CompanionListener
-from runtime.next_stage import StageBegins
+from runtime.next_stage import DataStageBegins
 from runtime.profiling.profile import StepProfile
 from runtime.profiling.trace import StepTrace
 from runtime.signals import Signals
@@ -24,13 +23,16 @@ from runtime.start.preconditions import Data
 from runtime.start.spares import SparesEvent
 from runtime.start.times import StartTimes
 from runtime.stop import StopRequests
+from runtime.trainer_state import Start
 from runtime.watchdog import Watchdog
 from settings.config import Config
+from settings.data_stages import DataStage
 from training.step import TrainStep
 
 
 def build_listeners(
-    config: Config,
+    whole: Config,
+    data_stage: DataStage,
     mesh: Mesh,
     train: TrainStep,
     start: Start,
@@ -39,13 +41,17 @@ def build_listeners(
     companion: Companion,
     signals: Signals,
 ) -> list[Listener]:
-    """Build the listeners; every rank calls it, once the state of `start` has been loaded."""
-    train_data, heldout_data = data.train[config.stage], data.heldout[config.stage]
+    """Build the listeners; every rank calls it, once the state of `start` has been loaded.
+
+    whole: the configuration of the whole run.
+    """
+    config, number = data_stage.config, data_stage.number
+    train_data, heldout_data = data.train[number], data.heldout[number]
     faults = [Faults(train)] if config.guard.inject_fault else []
     saver = Saver(train, train_data.tokenizer_path, lease)
     lease.check()  # loading may have taken hours; from here on metrics are written
     stop = StopRequests(config, signals)
-    metrics = Metrics(config, mesh, start, train_data.vocab_size)
+    metrics = Metrics(whole, data_stage, mesh, start, train_data.vocab_size)
     companion.follow(metrics)
     watchdog = Watchdog(config)
     # torch.compile leaves no product to time
@@ -58,7 +64,7 @@ def build_listeners(
         CompanionListener(companion),
         *faults,
         StepProfile(config, mesh, watchdog),
-        StepTrace(config, mesh, start.step),
+        StepTrace(data_stage, mesh, start.step),
         metrics,  # measures the step, before the listeners below take time
         *slow_ranks,
         watchdog,
@@ -71,8 +77,8 @@ def build_listeners(
         SparesEvent(),
         stop,  # from here on, all ranks agree on stop and save requests
         # before Saving: a run that rolls back does not save
-        Rollback(data.train, start, lease, saver, metrics, watchdog),
-        Saving(saver, data.train, metrics, watchdog, stop, examination),
-        StageBegins(),
+        Rollback(whole, data.train, start, lease, saver, metrics, watchdog),
+        Saving(whole, saver, data.train, metrics, watchdog, stop, examination),
+        DataStageBegins(whole),
         GarbageCollection(),  # last: freezes what all the others have built
     ]

@@ -121,7 +121,7 @@ class StopRequests(Listener):
             run.end(self.reason)
 
     def ends(self, run: Run) -> None:
-        self._stays = run.changes_stage
+        self._stays = run.changes_data_stage
 
     def saved(self) -> None:
         """Clear a save request that has been fulfilled."""

@@ -52,7 +52,6 @@ from torch import Tensor
 
 from errors import RunFailed
 from parallel.placement import replicated_over
-from runtime.checkpoint.load import Start, held_tensors
 from runtime.health.compare import Computed, compute, disputes, returned, settle, shifted
 from runtime.health.excluded import exclude, node_name
 from runtime.health.refusal import refusal
@@ -62,6 +61,7 @@ from runtime.listener import Listener, Run
 from runtime.log.events import append_event
 from runtime.messages import log
 from runtime.metrics.metrics import Metrics
+from runtime.trainer_state import Start, held_tensors
 from runtime.watchdog import Watchdog
 from settings.config import Config
 from training.step import StepResult, TrainStep

@@ -7,13 +7,13 @@ if something was examined (health/examine.py), `suspicion` is the last verdict.
 
     the run ends or fails                  rank 0 writes it (metrics.py)
     it fails before its first step, or     rank 0 writes it (monitor/rank_0.py)
-    between two stages
+    between two data stages
     a step hangs                           rank 0's watchdog writes it
     a rank is killed                       the launcher writes it, if it is tools/launch.py
     rank 0 is killed, and the launcher     the file is missing; the next start records that in
     too, or the launcher is torchrun       events.jsonl
 
-The file is removed when a start or one of its stages begins to train. So it describes the last
+The file is removed when a start or one of its data stages begins to train. So it describes the last
 start, unless that was refused, failed before it held the lease, or lost its rank 0 before it
 began to train.
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import signals
-from runtime.log.events import append_event, changes_stage, read_events
+from runtime.log.events import append_event, changes_data_stage, read_events
 from runtime.log.log_lines import content, is_count, json_object
 from runtime.messages import LOST, log
 
@@ -103,7 +103,7 @@ def _last_start(folder: Path) -> dict[str, Any] | None:
             last = {"began": event["began"], "step": event["step"], "ended": False}
         elif event["event"] == "end":  # also of a start that failed before its first step
             last = last or {"began": -math.inf, "step": event["step"]}
-            last["ended"] = not changes_stage(event)
+            last["ended"] = not changes_data_stage(event)
             ended_at = ended_at if event.get("noted_later") else event["time"]
         elif last is not None and event["event"] in ("spent", "rollback"):
             last["step"] = event["step"]

@@ -19,8 +19,7 @@ from costs.units import CannotRecord
 from hardware import data_sheet_of
 from model.transformer import num_parameters
 from parallel.mesh import Mesh
-from runtime.checkpoint.load import Start
-from runtime.checkpoint.names import complete_checkpoints, step_of
+from runtime.checkpoint.folder import complete_checkpoints, step_of
 from runtime.listener import Listener, Run
 from runtime.log.events import append_event
 from runtime.log.ledger import Ledger
@@ -31,7 +30,9 @@ from runtime.metrics.trackers import Trackers
 from runtime.start.attention import describe_attention
 from runtime.start.notices import notices
 from runtime.start.topology import describe_nodes, describe_places, describe_stages
+from runtime.trainer_state import Start
 from settings.config import Config
+from settings.data_stages import DataStage
 from settings.load import dump_config
 from training.step import StepResult
 
@@ -42,15 +43,20 @@ class Metrics(Listener):
     """Collects the measurements of a run; every rank calls it, rank 0 writes.
 
     Args:
-        config: the configuration of the run.
+        whole: the configuration of the run.
+        data_stage: the part of it that begins.
         mesh: the device mesh.
         start: where the run begins. Metrics lines after its step, left by an earlier start that
             went beyond its last checkpoint, are dropped.
         num_tokens: of the data's tokenizer.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, start: Start, num_tokens: int) -> None:
-        self.config, self.device = config, mesh.device
+    def __init__(
+        self, whole: Config, data_stage: DataStage, mesh: Mesh, start: Start, num_tokens: int
+    ) -> None:
+        self.config = config = data_stage.config
+        self.device = mesh.device
+        self.data_stage = data_stage.number
         self.step = start.step
         self.folder = Path(config.run.dir)
         self.writes = dist.get_rank() == 0
@@ -64,8 +70,8 @@ class Metrics(Listener):
         self.is_busy: Callable[[str], None] = lambda cause: None
         self.stop_reason = ""
         self.has_ended = False  # whether the end of this start is recorded
-        self.next_stage: int | None = None  # with which this process goes on
-        self.skipped_updates = start.step - start.updates
+        self.next_data_stage: int | None = None  # with which this process goes on
+        self.skipped_updates = start.step - start.state.updates
         self.load = LoadStatistics.of(config.model, mesh.device)
         self.noted_peaks = [0] * dist.get_world_size()  # bytes, by rank, as last in events.jsonl
         self.ledger: Ledger | None = None
@@ -73,12 +79,12 @@ class Metrics(Listener):
         if self.writes:
             self.folder.mkdir(parents=True, exist_ok=True)
             about = record_missing_end(self.folder) if start.since is None else []
-            about += notices(config, start.path, mesh.device, num_tokens)
-            stage = {} if start.since is None else {"stage": start.stage}
+            about += notices(whole, start.path, mesh.device, num_tokens)
+            stage = {} if start.since is None else {"data_stage": start.data_stage}
             self.ledger = Ledger(
                 self.folder, start.step, dist.get_world_size(), start.since, **stage
             )
-            write_whole(self.folder / "config.yaml", dump_config(config))
+            write_whole(self.folder / "config.yaml", dump_config(whole))
             (self.folder / "status.json").unlink(missing_ok=True)
             system = describe_system(config, mesh)
             append_event(self.folder, "system", **system)
@@ -225,7 +231,7 @@ class Metrics(Listener):
         """Let the trackers drop the lines after `start`: those steps come again."""
         reached = self.step
         self.step = start.step
-        self.skipped_updates = start.step - start.updates
+        self.skipped_updates = start.step - start.state.updates
         if self.load is not None:
             self.load.reset()
         if self.trackers is not None:
@@ -242,8 +248,8 @@ class Metrics(Listener):
     def ends(self, run: Run) -> None:
         """Note why the run ends early; ignored later if this is also its last step."""
         self.stop_reason = run.end_reason
-        if run.changes_stage:
-            self.next_stage = run.start.stage if run.leaves else self.config.stage + 1
+        if run.changes_data_stage:
+            self.next_data_stage = self.data_stage + 1
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Record in status.json how the run ended. It is `finished` only when every rank is."""
@@ -255,8 +261,8 @@ class Metrics(Listener):
             return
         if error is not None:
             state, reason = "failed", describe(error)
-        elif self.next_stage is not None:
-            state, reason = "requeue", f"stage {self.next_stage} begins"
+        elif self.next_data_stage is not None:
+            state, reason = "requeue", f"data stage {self.next_data_stage} begins"
         elif self.stop_reason and self.step < self.config.train.steps:
             state, reason = "requeue", self.stop_reason
             where = f"after step {self.step}/{self.config.train.steps}"
@@ -271,9 +277,11 @@ class Metrics(Listener):
         # after a failure, the time belongs to the step that failed
         self._count("end" if error is None else "steps")
         self.ledger.write(self.step)
-        if error is None and self.next_stage is not None:  # the start goes on, so it has no status
+        if (
+            error is None and self.next_data_stage is not None
+        ):  # the start goes on, so it has no status
             about = {"state": state, "step": self.step, "reason": reason}
-            append_event(self.folder, "end", **about, stage=self.next_stage)
+            append_event(self.folder, "end", **about, data_stage=self.next_data_stage)
         else:
             if not (self.folder / "status.json").exists():  # else the watchdog has written it
                 write_status(self.folder, state, self.step, reason, **self.for_status)

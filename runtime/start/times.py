@@ -2,10 +2,10 @@
 
 import torch.distributed as dist
 
-from runtime.checkpoint.load import Start
 from runtime.listener import Listener, Run
 from runtime.log.events import append_event
 from runtime.start.parts import forget_parts, part_ends, seconds_by_part
+from runtime.trainer_state import Start
 
 
 class StartTimes(Listener):

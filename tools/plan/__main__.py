@@ -17,6 +17,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from settings.checks import validate
 from settings.layouts import valid_layout
 from settings.load import load_config
 from tools.command import (
@@ -84,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(describe_search(searched) + "\n")
         result["search"] = searched.as_dict()
         config = searched.best[0].config
-        config.validate(world)
+        validate(config, world)
     check_can_be_planned(config)
     plan = summarise(config, world, device, options.tokens, options.price)
     print(describe_plan(plan))
