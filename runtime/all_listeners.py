@@ -19,9 +19,9 @@ from runtime.next_stage import DataStageBegins
 from runtime.profiling.profile import StepProfile
 from runtime.profiling.trace import StepTrace
 from runtime.signals import Signals
-from runtime.start.preconditions import Data
-from runtime.start.spares import SparesEvent
-from runtime.start.times import StartTimes
+from runtime.start.checks import Data
+from runtime.start.elastic import SparesEvent
+from runtime.start.timing import StartTimes
 from runtime.stop import StopRequests
 from runtime.trainer_state import Start
 from runtime.watchdog import Watchdog
@@ -40,6 +40,7 @@ def build_listeners(
     lease: Lease,
     companion: Companion,
     signals: Signals,
+    spares: dict[str, int],
 ) -> list[Listener]:
     """Build the listeners; every rank calls it, once the state of `start` has been loaded.
 
@@ -74,7 +75,7 @@ def build_listeners(
         LeaseCheck(lease),  # a displaced run ends here and writes nothing below
         RecordWriter(metrics),
         *([examination] if examination else []),  # may compute the step again
-        SparesEvent(),
+        SparesEvent(spares),
         stop,  # from here on, all ranks agree on stop and save requests
         # before Saving: a run that rolls back does not save
         Rollback(whole, data.train, start, lease, saver, metrics, watchdog),

@@ -22,7 +22,7 @@ from runtime.listener import Listener, Run
 from runtime.log.events import append_event
 from runtime.messages import log
 from runtime.signals import Signals
-from runtime.start.init_distributed import join_again
+from runtime.start.init import join_again
 from runtime.trainer_state import Start
 from settings.config import Config
 from settings.data_stages import data_stages

@@ -23,8 +23,8 @@ from runtime.checkpoint.save_interval import MOST_SECONDS, SaveInterval, mtbf_of
 from runtime.listener import Run
 from runtime.log.events import read_events
 from runtime.log.ledger import account
-from runtime.start import parts, times
-from runtime.start.times import StartTimes
+from runtime.start import timing
+from runtime.start.timing import StartTimes
 from settings.data_stages import data_stages
 from settings.load import load_config
 from tests import ROOT
@@ -190,62 +190,40 @@ def test_a_start_has_parts(decided: Path) -> None:
 # --- the parts of a start -------------------------------------------------------------------------
 
 
-def test_the_parts_of_a_start_add_up() -> None:
-    clock = SimpleNamespace(now=100.0)
-    with (
-        patch.object(parts.time, "monotonic", lambda: clock.now),
-        patch.object(signals, "STARTED", 90.0),
-        patch.object(parts, "_ended", {}),
-    ):
+def test_the_parts_of_a_start_add_up(tmp_path: Path) -> None:
+    """A later stage begins where the one before ended, and a rollback to the first step writes no
+    second event."""
+    clock, config = SimpleNamespace(now=100.0), SimpleNamespace(run=SimpleNamespace(dir=tmp_path))
 
-        @parts.parts(before="import", inside="join")
-        def join() -> str:
-            clock.now += 5.0
-            return "joined"
-
-        assert join() == "joined"
-        join()  # later calls, as after a rollback, do not count
-        assert parts.seconds_by_part() == {"import": 10.0, "join": 5.0}
-        assert parts.seconds_by_part() == {}
-        with pytest.raises(AssertionError):
-            parts.part_ends("unknown")
-
-
-def test_a_later_stage_begins_where_the_one_before_ended(tmp_path: Path) -> None:
-    """Neither the steps before nor a checkpoint loaded in a rollback belong to its start, and a
-    rollback to the first step writes no second event."""
-    clock, config = SimpleNamespace(now=0.0), SimpleNamespace(run=SimpleNamespace(dir=tmp_path))
-
-    def listen(since: float | None) -> None:
-        """A stage of an hour that rolls back to its first step."""
-        run: Any = SimpleNamespace(
-            config=config, first_step=4, start=SimpleNamespace(since=since), step=4
-        )
+    def stage(since: float | None, *before: str) -> None:
+        """A start whose parts take a second each, and an hour of a stage, which repeats its first
+        step."""
+        run: Any = SimpleNamespace(config=config, first_step=4)
+        run.start = SimpleNamespace(since=since)
+        for part in before:
+            clock.now += 1.0
+            timing.mark(part)
         listener = StartTimes()
-        clock.now += 1.0
-        load()
         clock.now += 1.0
         listener.begins(run)
         for _ in range(2):
-            run.step = 5
             clock.now += 1.0
             listener.after_step(run)
             clock.now += 3600.0
-            load()
-            run.start = SimpleNamespace(since=None)
-            listener.went_back(run, run.start)
 
     with (
-        patch.object(parts.time, "monotonic", lambda: clock.now),
-        patch.object(signals, "STARTED", 0.0),
-        patch.object(parts, "_ended", {}),
-        patch.object(times.dist, "get_rank", lambda: 0),
+        patch.object(timing.time, "monotonic", lambda: clock.now),
+        patch.object(signals, "STARTED", 90.0),
+        patch.object(timing, "_ended", {}),
+        patch.object(timing.dist, "get_rank", lambda: 0),
     ):
-        load = parts.parts(before="build", inside="load")(lambda: None)
-        listen(None)
-        listen(clock.now)
-    expected = {"build": 1.0, "load": 0.0, "listeners": 1.0, "step": 1.0}
-    assert [event["seconds"] for event in read_events(tmp_path)] == [expected, expected]
+        stage(None, "import", "join")
+        stage(clock.now, "build")
+        with pytest.raises(AssertionError):
+            timing.mark("unknown")
+    first, second = [event["seconds"] for event in read_events(tmp_path)]
+    assert first == {"import": 11.0, "join": 1.0, "listeners": 1.0, "step": 1.0}
+    assert second == {"build": 1.0, "listeners": 1.0, "step": 1.0}
 
 
 # --- ranks forked by tools.torchrun ---------------------------------------------------------------

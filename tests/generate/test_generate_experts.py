@@ -136,7 +136,7 @@ def test_weights_of_another_model_are_refused(ranks: Ranks, tmp_path: Path) -> N
     change(folder, "trainer.json", model=model | {"ffn_dim": 64})
     manifest = read_manifest(folder)
     files = {name: fingerprint(folder / name) for name in manifest.files}
-    write_manifest(folder, Manifest(files, manifest.tensors))
+    write_manifest(folder, Manifest(files=files, tensors=manifest.tensors))
     messages = ranks.run(said_by, 2, load_model, folder, torch.float32, "cpu")
     assert messages == [messages[0]] * 2
     assert "its tensors do not match the model in its trainer.json" in messages[0]
