@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from declare import LARGEST, Count, Text, Whole, between, section
 from errors import UserError
 from parallel.axes import AXES, MAX_RANKS, MeshSizes
-from parallel.layouts import check_keys
 from parallel.pipeline.actions import stage_ranks
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
 from parallel.pipeline.schedules import build_schedule
@@ -65,7 +64,6 @@ class ParallelConfig:
             why = f"must have one number for each of the pp · stages_per_rank = {stages} stages"
             remedy = f"give {stages} numbers, null for an even split, or auto for a balanced one"
             raise UserError("parallel.layers_per_stage", given, why, remedy)
-        check_keys(self.layouts, type(self))
 
     @property
     def num_ranks(self) -> int:

@@ -1,17 +1,31 @@
 """Chooses a run's layout from `parallel.layouts`, by the number of ranks that there are.
 
-All data stages of a run are trained by the same ranks. One that gives a list of its own has a
-layout for each number of ranks in it.
+    parallel: {zero_stage: 1, layouts: [
+      {pp: 2, dp_shard: 2, tp: 2, micro_batch_size: 2},      # 8 ranks
+      {dp_shard: 3, tp: 2, micro_batch_size: 1},             # 6
+      {dp_shard: 2, tp: 2, micro_batch_size: 2}]}            # 4
+
+A layout gives the keys in which it differs from the sections `parallel` and, for what decides how
+much memory a rank needs, `train`. It never changes the global batch, so every layout trains on the
+same samples. All data stages of a run are trained by the same ranks. One that gives a list of its
+own has a layout for each number of ranks in it.
 """
 
 from dataclasses import replace
 from typing import Any
 
+from declare import no_such_key
 from errors import UserError, within
-from parallel.layouts import OF_TRAIN, Layout
 from settings.checks import validate
 from settings.config import Config, Entry
 from settings.data_stages import DataStage, data_stages, in_data_stage
+from settings.load import KEYS
+
+# Keys of `train` that a layout may give; tools.plan --search chooses them with the axes.
+OF_TRAIN = ("micro_batch_size", "activation_checkpointing")
+KEYS_OF_LAYOUTS = [*(key for key in KEYS["parallel"] if key != "layouts"), *OF_TRAIN]
+MAX_LAYOUTS = 100
+Layout = dict[str, Any]
 
 
 def layout_sizes(config: Config) -> list[int]:
@@ -85,6 +99,14 @@ def _layouts(config: Config) -> list[Config]:
 def _filled(config: Config) -> list[Layout]:
     """The layouts, each with every key that any of them gives."""
     given = config.parallel.layouts
+    if len(given) > MAX_LAYOUTS:
+        why = f"has {len(given)} layouts: too many"
+        raise UserError("parallel.layouts", given, why, f"give at most {MAX_LAYOUTS}")
+    for number, layout in enumerate(given):
+        for key, value in layout.items():
+            if key not in KEYS_OF_LAYOUTS:
+                name = f"parallel.layouts[{number}]"
+                raise no_such_key(name, key, value, {name: KEYS_OF_LAYOUTS})
     keys = dict.fromkeys(key for layout in given for key in layout)
     default = {
         key: getattr(config.train if key in OF_TRAIN else config.parallel, key) for key in keys

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from errors import UserError
-from parallel.config import ParallelConfig
 from runtime.start.host import CONNECTIONS, set_connections
 from settings.config import Config
 from settings.data_stages import data_stages
@@ -119,7 +118,6 @@ def test_too_small_a_world(path: str) -> None:
         *[(f"[{{ep: 7, dp_shard: {2**31 - 1}, {axis}: 2}}]", "parallel.layouts[0]", "too many")
           for axis in ("tp", "cp", "dp_replicate", "pp")],
         (f"[{', '.join(['{dp_shard: 2}'] * 101)}]", "parallel.layouts", "101 layouts: too many"),
-        ("[{}]", "parallel.layouts[0]", "has no keys"),
         ("[{dp: 2}]", "parallel.layouts[0].dp", "no such key"),
         ("[{layouts: []}]", "parallel.layouts[0].layouts", "no such key"),
         ("[{seq_len: 64}]", "parallel.layouts[0].seq_len", "no such key"),
@@ -171,12 +169,6 @@ def test_queues_follow_the_chosen_layout(path: str, monkeypatch: pytest.MonkeyPa
         set_connections(load_config(path, []))
         assert os.environ[CONNECTIONS] == expected
     monkeypatch.delenv(CONNECTIONS)
-
-
-def test_a_list_in_python() -> None:
-    """Keys are checked however the section is created."""
-    with pytest.raises(UserError, match="no such key"):
-        ParallelConfig(layouts=[{"dp": 1}])
 
 
 @pytest.mark.parametrize(("world", "cp"), [(8, 4), (5, 2), (3, 2)])
