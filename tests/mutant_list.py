@@ -179,8 +179,7 @@ CHANGES: dict[str, list[Change]] = {
          "if config.optimizer.pure_bfloat16 else compute", "dtype"),
     ],
     "settings/data_stages.py": [
-        ("before + -(-(value - tokens) // tokens_per_step)",
-         "before + (value - tokens) // tokens_per_step"),
+        ("begin - (tokens - value) // per_step", "begin + (value - tokens) // per_step"),
     ],
     "training/optimizers/__init__.py": [
         ("[decay if each.spec.group.decays else 0.0 for each in weights]",
