@@ -25,6 +25,7 @@ from proofs.ranks import RankError, Ranks
 from runtime.checkpoint.load import Start, held_tensors, load
 from runtime.checkpoint.manifest import MANIFEST, PLACES
 from runtime.checkpoint.save_errors import SaveFailed
+from runtime.log.run_log import RunLog
 from runtime.messages import on_all_ranks
 from runtime.signals import Signals
 from settings.load import load_config
@@ -61,6 +62,11 @@ def write_config(folder: Path, data: Path, /, **sections: dict[str, Any]) -> str
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(raw))
     return str(path)
+
+
+def run_log_of(folder: Path, sink: Callable[[dict[str, Any]], None] | None = None) -> RunLog:
+    """The log of a run that has this folder; nothing is trained."""
+    return RunLog(load_config("configs/laptop.yaml", [f"run.dir={folder}"]), sink)
 
 
 def train_run(arguments: list[str]) -> str:

@@ -45,6 +45,7 @@ class Metrics(Listener):
     def begins(self, run: Run) -> None:
         if dist.get_rank() == 0:
             system = describe_system(self.config, self.mesh)
+            run.log.event("system", **system)
             self.trackers = Trackers(self.config, run.step, system)
         run.log.busy("")
 
@@ -158,7 +159,7 @@ class Metrics(Listener):
 
     def closes(self, run: Run, error: BaseException | None) -> None:
         if self.trackers is not None:
-            self.trackers.close(run.log.take_commits(), failed=error is not None)
+            self.trackers.close(error is not None, run.log.take_commits())
 
 
 class RecordWriter(Listener):

@@ -17,7 +17,6 @@ from unittest.mock import patch
 import pytest
 
 from proofs.ranks import Ranks
-from runtime import signals
 from runtime.checkpoint import save_interval
 from runtime.checkpoint.goodput import mtbf_of
 from runtime.checkpoint.load import Start
@@ -25,11 +24,11 @@ from runtime.checkpoint.save_interval import MOST_SECONDS, SaveInterval, measure
 from runtime.listener import Run
 from runtime.log.events import append_event, read_events
 from runtime.log.ledger import account
-from runtime.start import parts, times
+from runtime.start import parts
 from runtime.start.times import StartTimes
 from settings.load import load_config
 from tests import ROOT
-from tests.runs import LAYOUT_3D, losses, run, train_run, write_config
+from tests.runs import LAYOUT_3D, losses, run, run_log_of, train_run, write_config
 from tools import export
 
 OFTEN = mtbf_of(1.0, 1) / 400.0  # failures per day of a GPU: one in 400 s
@@ -129,7 +128,7 @@ def test_nothing_fails_and_nothing_costs(tmp_path: Path) -> None:
 def test_a_number_and_never(value: str, expected: list[int]) -> None:
     overrides = [f"checkpoint.interval={value}", "train.steps=10"]
     config = load_config("configs/laptop.yaml", overrides)
-    of, interval = Run(config, *[None] * 2, Start()), SaveInterval(config, 0, 0, "cpu")  # type: ignore[arg-type]
+    of, interval = Run(config, None, None, Start(), *[None] * 3), SaveInterval(config, 0, 0, "cpu")  # type: ignore[arg-type]
     found = []
     for of.step in range(1, 11):
         found += [of.step] * interval.is_due(of)
@@ -206,7 +205,6 @@ def test_the_parts_of_a_start_add_up() -> None:
     clock = SimpleNamespace(now=100.0)
     with (
         patch.object(parts.time, "monotonic", lambda: clock.now),
-        patch.object(signals, "STARTED", 90.0),
         patch.object(parts, "_ended", {}),
     ):
 
@@ -217,8 +215,8 @@ def test_the_parts_of_a_start_add_up() -> None:
 
         assert join() == "joined"
         join()  # later calls, as after a rollback, do not count
-        assert parts.seconds_by_part() == {"import": 10.0, "join": 5.0}
-        assert parts.seconds_by_part() == {}
+        assert parts.seconds_by_part(90.0) == {"import": 10.0, "join": 5.0}
+        assert parts.seconds_by_part(90.0) == {}
         with pytest.raises(AssertionError):
             parts.part_ends("unknown")
 
@@ -226,13 +224,12 @@ def test_the_parts_of_a_start_add_up() -> None:
 def test_a_later_stage_begins_where_the_one_before_ended(tmp_path: Path) -> None:
     """Neither the steps before nor a checkpoint loaded in a rollback belong to its start, and a
     rollback to the first step writes no second event."""
-    clock, config = SimpleNamespace(now=0.0), SimpleNamespace(run=SimpleNamespace(dir=tmp_path))
+    clock, log = SimpleNamespace(now=0.0), run_log_of(tmp_path)
 
-    def listen(since: float | None) -> None:
+    def listen() -> None:
         """A stage of an hour that rolls back to its first step."""
-        run: Any = SimpleNamespace(
-            config=config, first_step=4, start=SimpleNamespace(since=since), step=4
-        )
+        log.busy_since = clock.now
+        run: Any = SimpleNamespace(first_step=4, step=4, log=log, start=None)
         listener = StartTimes()
         clock.now += 1.0
         load()
@@ -244,18 +241,15 @@ def test_a_later_stage_begins_where_the_one_before_ended(tmp_path: Path) -> None
             listener.after_step(run)
             clock.now += 3600.0
             load()
-            run.start = SimpleNamespace(since=None)
             listener.went_back(run, run.start)
 
     with (
         patch.object(parts.time, "monotonic", lambda: clock.now),
-        patch.object(signals, "STARTED", 0.0),
         patch.object(parts, "_ended", {}),
-        patch.object(times.dist, "get_rank", lambda: 0),
     ):
         load = parts.parts(before="build", inside="load")(lambda: None)
-        listen(None)
-        listen(clock.now)
+        listen()
+        listen()
     expected = {"build": 1.0, "load": 0.0, "listeners": 1.0, "step": 1.0}
     assert [event["seconds"] for event in read_events(tmp_path)] == [expected, expected]
 

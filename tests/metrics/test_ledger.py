@@ -7,7 +7,8 @@ import pytest
 
 from runtime import signals
 from runtime.log.events import append_event, read_events
-from runtime.log.ledger import CAUSES, Ledger, account
+from runtime.log.ledger import CAUSES, account
+from tests.runs import run_log_of
 from tools.report import __main__ as report
 
 
@@ -42,21 +43,28 @@ def test_the_ledger_counts_every_second_once(tmp_path: Path) -> None:
         patch("runtime.log.ledger.time.monotonic", lambda: clock[0]),
         patch.object(signals, "STARTED", 990.0),
     ):
-        ledger = Ledger(tmp_path, 3, 8)
-        ledger.spent("start")
+        log = run_log_of(tmp_path)
+        log.start(3, 8)
+        log.busy("")
         clock[0] += 7
-        ledger.spent("steps", data_seconds=2.0)
-        ledger.write(5)
+        log.ledger.step_done(waited=2.0)
+        log.busy("saving")
+        clock[0] += 3
+        log.busy("")
+        log.write_spent()
         clock[0] += 1
-        ledger.spent("end")
-        ledger.write(5)
-    events = read_events(tmp_path)
-    assert [event.get("seconds") for event in events] == [
-        None,
-        {"start": 10.0, "steps": 5.0, "data": 2.0},
+        log.leave_stage()
+        clock[0] += 4
+        log.start(3, 8)  # a later stage of the data, which is no start
+        log.busy("")
+        log.write_spent()
+    start, *spent = read_events(tmp_path)
+    assert [event["seconds"] for event in spent] == [
+        {"start": 10.0, "steps": 5.0, "data": 2.0, "saving": 3.0},
         {"end": 1.0},
+        {"start": 4.0},
     ]
-    assert (events[0]["step"], events[0]["world_size"]) == (3, 8)
+    assert (start["step"], start["world_size"]) == (3, 8)
 
 
 def test_the_report_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
