@@ -3,7 +3,8 @@ added, never changed.
 
     event       written when              content besides `event` and `time` (seconds since 1970)
     start       a start begins            step it starts from, world size, when rank 0 was started;
-                                          `stage` if the process goes on from the stage before
+                                          `data_stage` if the process goes on from the
+                                          one before
     started     the first step is done    step, seconds by part (start/parts.py)
     system      a start begins            versions, device, layout
     spares      a start begins            step, number of spare ranks by node (start/spares.py)
@@ -12,9 +13,8 @@ added, never changed.
     checkpoint  a save ends               step, bytes, seconds; or, if it failed, why (`failed`)
     interval    checkpoint.interval=auto  steps, save_seconds, mtbf (checkpoint/save_interval.py)
                 changes
-    rollback    the run goes back         from_step, step, the samples that it leaves out; of
-                                          earlier stages: left_out_before (stage, begin, end)
-    stage       a stage begins            its number, step, what changes (next_stage.py)
+    rollback    the run goes back         from_step, step, the samples that it leaves out
+    data_stage  a data stage begins       its number, step, what changes (next_stage.py)
     spike       updates were skipped      step, how many (`skipped`), loss, grad_norm of that step
     hang        a step takes too long     step, where rank 0 waits
     slow_rank   a rank is slow, or no     step, rank, node, factor, since (a step); `ended` if it no
@@ -22,8 +22,9 @@ added, never changed.
     examining   an examination begins     step, cause
     suspicion   … and ends                step, cause, verdict, ranks, nodes, why
                                           (health/examine.py)
-    end         a start ends              state, step, reason; `stage` if the process goes on with
-                                          this one; `noted_later` if the next start has noted it
+    end         a start ends              state, step, reason; `data_stage` if the process goes on
+                                          with this one; `noted_later` if the next start has
+                                          noted it
 
 The companion of rank 0 (monitor/) writes, too:
 
@@ -101,12 +102,20 @@ def append_event(folder: str | Path, event: str, **about: Any) -> dict[str, Any]
     return whole
 
 
-def changes_stage(event: dict[str, Any]) -> bool:
-    """Whether a start or an end is only that of a stage (next_stage.py)."""
-    return event["event"] in ("start", "end") and "stage" in event
+def changes_data_stage(event: dict[str, Any]) -> bool:
+    """Whether a start or an end is only that of a data stage (next_stage.py)."""
+    return event["event"] in ("start", "end") and "data_stage" in event
+
+
+def named_as_today(event: dict[str, Any]) -> dict[str, Any]:
+    """An event of any version: older ones called a data stage a stage."""
+    if event["event"] not in ("start", "end", "stage") or "stage" not in event:
+        return event
+    named = {"data_stage" if name == "stage" else name: value for name, value in event.items()}
+    return named | {"event": event["event"].replace("stage", "data_stage")}
 
 
 def read_events(folder: str | Path) -> list[dict[str, Any]]:
     """Read all whole events in order."""
     path = Path(folder) / "events.jsonl"
-    return whole_lines(path, content(path), is_whole_event)
+    return [named_as_today(event) for event in whole_lines(path, content(path), is_whole_event)]

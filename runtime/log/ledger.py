@@ -8,7 +8,7 @@
     examination computing a suspicious step again (health/examine.py)
     rollback    finding and loading a checkpoint in the middle of a run
     start       from the process's first line to its first step: imports, data, weights, checkpoint;
-                and from the end of a stage to the first step of the next
+                and from the end of a data stage to the first step of the next
     end         from the last step to the process's end: the last save
     down        from a start's last line to the next start: the steps since that line, noticing the
                 failure, starting processes

@@ -37,7 +37,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint.names import MANIFEST, NAME, complete_checkpoints, step_of
+from runtime.checkpoint.folder import MANIFEST, NAME, complete_checkpoints, step_of
 from runtime.log.log_lines import json_object
 from runtime.monitor.send import end_group
 from runtime.monitor.settings import Settings

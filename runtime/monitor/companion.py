@@ -35,7 +35,7 @@ from typing import IO, Any
 
 from errors import short
 from output import guard_output
-from runtime.log.events import append_event, changes_stage, is_whole_event
+from runtime.log.events import append_event, changes_data_stage, is_whole_event, named_as_today
 from runtime.log.log_lines import Follower, is_record
 from runtime.monitor.after_commit import Commands, progress
 from runtime.monitor.alarms import Series, alarm, is_alarm
@@ -181,7 +181,7 @@ class Companion:
         while self.events.offset != read_to:  # a part may have no whole event
             read_to = self.events.offset
             for event in self.events.read(until=self.settings.events_from):
-                self._survive(self._note, event)
+                self._survive(self._note, named_as_today(event))
         self.state.state = "starting"
         self._survive(self._read_records)  # of an earlier start
         is_last = False
@@ -229,7 +229,7 @@ class Companion:
             if event != "refused" or self.events.path.exists():  # a new run folder stays empty
                 append_event(self.run, event, **about)
         for found in self.events.read():
-            self._survive(self._hear, found)
+            self._survive(self._hear, named_as_today(found))
         if not self.past:
             self._read_records()
         if self.commands is not None:
@@ -238,7 +238,7 @@ class Companion:
 
     def _hear(self, found: dict[str, Any]) -> None:
         """Note an event that rank 0 has written, and send it if it is an alarm."""
-        is_whole = not changes_stage(found)
+        is_whole = not changes_data_stage(found)
         if found["event"] == "start" and is_whole:
             self.past |= self.began or self.ended
             if self.commands is not None and not self.past:

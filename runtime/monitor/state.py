@@ -6,13 +6,13 @@ import time
 from collections import Counter, deque
 from typing import Any
 
-from runtime.log.events import changes_stage
+from runtime.log.events import changes_data_stage
 from runtime.log.ledger import Account
 from runtime.log.log_lines import is_number
 
 FIRST_LINE_SECONDS = 3600.0  # until the first step of a start is logged: it may compile
 BUSY_SECONDS = 3600.0  # for an evaluation, a save, …; or twice what the same has taken before
-START = "start"  # the cause from a start, or from a stage's end, until the steps begin
+START = "start"  # the cause from a start, or from a data stage's end, until the steps begin
 USUAL_LINES = 64  # the last so many lines say what is usual
 
 
@@ -25,7 +25,7 @@ class RunState:
         self.record_time = 0.0  # when it was found, in seconds since 1970; 0: not yet
         self.start_time = 0.0  # when the last start began, likewise
         self.account = Account()  # seconds by cause
-        self.events: Counter[str] = Counter()  # over all starts, a later stage being none
+        self.events: Counter[str] = Counter()  # over all starts, a later data stage being none
         self.verdicts: Counter[str] = Counter()  # of examinations, over all starts
         self.failed_saves = self.failed_commands = 0  # over all starts
         self.checkpoint: dict[str, Any] = {}  # the event of the last good save
@@ -34,12 +34,12 @@ class RunState:
 
     def note_event(self, event: dict[str, Any]) -> None:
         kind = event["event"]
-        self.events[kind] += not changes_stage(event)
+        self.events[kind] += not changes_data_stage(event)
         if kind in ("start", "rollback", "spent"):
             self.account.add(event)
         if kind == "start":
             self.state, self.slow, self.start_time = "running", {}, event["time"]
-        elif kind == "end" and changes_stage(event):
+        elif kind == "end" and changes_data_stage(event):
             self.start_time = event["time"]
         elif kind == "end":
             self.state = str(event.get("state"))
@@ -94,7 +94,7 @@ class StallClock:
         if self.cause:
             self._elsewhere += took
             self._longest[self.cause] = max(took, self._longest.get(self.cause, 0.0))
-        if self.cause == START:  # the steps before, if any, were those of another stage
+        if self.cause == START:  # the steps before, if any, were those of another data stage
             self._first, self._elsewhere = None, now - self._last
             self._gaps.clear()
         self.cause, self._since = cause, now

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from proofs.ranks import Ranks
-from runtime.checkpoint.names import MANIFEST
+from runtime.checkpoint.folder import MANIFEST
 from runtime.checkpoint.save import Saver
 from runtime.monitor import after_commit
 from runtime.monitor.after_commit import RECORD, Commands, is_running, progress, read_record

@@ -12,7 +12,6 @@ from unittest.mock import patch
 import pytest
 
 from proofs.ranks import Ranks
-from runtime.checkpoint.save_interval import measured_saves
 from runtime.health import refusal
 from runtime.log import log_lines
 from runtime.log.events import append_event, read_events
@@ -104,13 +103,12 @@ def by_launcher(folder: Path) -> Any:
 def by_report(folder: Path) -> Any:
     """All that the report, its page and its picture show."""
     found = read_run(folder)
-    return found.points("loss"), found.stages, found.seconds, found.measured
+    return found.points("loss"), found.data_stages, found.seconds, found.measured
 
 
 READERS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "the next start": (record_missing_end, FILES[:1]),
     "its metrics": (by_metrics, FILES[1:]),
-    "its save interval": (lambda folder: measured_saves(read_events(folder)), FILES[:1]),
     "its examinations": (lambda folder: refusal._did_not_end(folder, 3), FILES[:1]),
     "the monitor": (by_monitor, FILES),
     "the launcher": (by_launcher, FILES[:1]),

@@ -23,6 +23,7 @@ from parallel.pipeline.actions import Action, stage_ranks
 from parallel.pipeline.schedules import build_schedule
 from runtime.profiling.profile import StepProfile
 from runtime.profiling.trace import clock_offset
+from settings.checks import validate
 from settings.config import Config
 from settings.load import dump_config, load_config
 from tests.runs import LAYOUT_3D, names, train_run, write_config
@@ -181,7 +182,7 @@ def test_what_is_no_trace_is_refused(tmp_path, capsys, written):
 
 def resolved(folder: Path, *overrides: str) -> Config:
     config = load_config(write_config(folder, Path("/data")), list(overrides))
-    config.validate(2)
+    validate(config, 2)
     return config
 
 

@@ -24,7 +24,7 @@ from tests.monitor.alert_helpers import FedCompanion, Receiver, wait_until
 # One example of each event that events.py lists as an alarm and that a run itself writes.
 EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("start", {"step": 0, "world_size": 8, "began": 0.0}),
-    ("stage", {"step": 10, "stage": 2, "changes": ["train.seq_len 32 → 64"]}),
+    ("data_stage", {"step": 10, "data_stage": 2, "changes": ["train.seq_len 32 → 64"]}),
     ("spares", {"step": 0, "ranks": {"n3": 8}}),
     ("hang", {"step": 11, "where": "at train.py:1, waiting in no collective"}),
     ("spike", {"step": 12, "skipped": 1, "loss": float("nan"), "grad_norm": float("inf")}),
@@ -239,13 +239,13 @@ def test_a_start_after_a_killed_one_has_an_end_of_its_own(tmp_path: Path) -> Non
     assert companion.kinds == ["end", "start", "died"]
 
 
-def test_a_later_stage_is_no_restart() -> None:
+def test_a_later_data_stage_is_no_restart() -> None:
     state, sent = RunState(), []
     for event in (
         {"event": "start", "time": 1.0, "began": 0.0, "step": 0},
-        {"event": "end", "time": 2.0, "state": "requeue", "step": 4, "reason": "", "stage": 1},
-        {"event": "start", "time": 3.0, "began": 2.0, "step": 4, "stage": 1},
-        {"event": "stage", "time": 4.0, "stage": 1, "step": 4, "changes": []},
+        {"event": "end", "time": 2.0, "state": "requeue", "step": 4, "reason": "", "data_stage": 1},
+        {"event": "start", "time": 3.0, "began": 2.0, "step": 4, "data_stage": 1},
+        {"event": "data_stage", "time": 4.0, "data_stage": 1, "step": 4, "changes": []},
         {"event": "end", "time": 5.0, "state": "finished", "step": 9, "reason": ""},
     ):
         state.note_event(event)

@@ -44,8 +44,8 @@ STARTS = {
     "while it starts": (1, RuntimeError("out of memory"), ["end"], ("failed", 0)),
     "between two stages": (2, RuntimeError("out of memory"), ["start", "end"], ("failed", 1)),
     # the start was not refused: it has made steps, and its end is recorded
-    "a stage that is refused": (2, REFUSAL, ["start", "stage", "end"], ("failed", 2)),
-    "none": (0, None, ["start", "stage", "end"], ("finished", 3)),
+    "a stage that is refused": (2, REFUSAL, ["start", "data_stage", "end"], ("failed", 2)),
+    "none": (0, None, ["start", "data_stage", "end"], ("finished", 3)),
 }
 ALARMS = {
     "while it starts": "failed at step 0: RuntimeError while the run started",
@@ -93,7 +93,7 @@ def test_how_a_start_ends_is_reported(started: tuple, name: str) -> None:
     folder, _, received = started
     assert ALARMS[name] in received[name][-1]["text"]
     assert ("out of memory" in received[name][-1]["text"]) == ("RuntimeError" in ALARMS[name])
-    ends = [e for e in read_events(folder / "run") if e["event"] == "end" and "stage" not in e]
+    ends = [e for e in read_events(folder / "run") if e["event"] == "end" and "data_stage" not in e]
     whole = [(event["state"], event["step"]) for event in ends]
     assert whole == [end for *_, end in STARTS.values()]
     assert sorted(losses(folder)) == [1, 2, 3]

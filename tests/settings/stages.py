@@ -73,7 +73,9 @@ def write_stages(
     sections["train"] = {"micro_batch_size": 4, **sections.get("train", {})}
     path = write_config(folder, data, **sections)
     raw = yaml.safe_load(Path(path).read_text())
-    plain = json.loads(json.dumps({**raw, "stages": stages}))  # YAML would refer to equal parts
+    plain = json.loads(
+        json.dumps({**raw, "data_stages": stages})
+    )  # YAML would refer to equal parts
     Path(path).write_text(yaml.safe_dump(plain))
     return path
 

@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hardware import FAILURES_PER_GPU_DAY
-from runtime.log.events import changes_stage
+from runtime.log.events import changes_data_stage
 from runtime.log.log_lines import is_number
 from runtime.monitor.alarms import words
 from runtime.start.parts import PARTS
@@ -127,8 +127,8 @@ def events(run: Run) -> list[tuple[str, str, str, str]]:
     rows = []
     for event in sorted(run.events, key=lambda event: event["time"]):
         kind, is_saved = event["event"], "failed" not in event
-        # the event `stage` tells of a change of stages
-        if kind in ELSEWHERE or changes_stage(event) or (kind == "checkpoint" and is_saved):
+        # the event `data_stage` tells of it
+        if kind in ELSEWHERE or changes_data_stage(event) or (kind == "checkpoint" and is_saved):
             continue
         step = f"{event['step']:,}" if is_number(event.get("step")) else ""
         known = DETAILS.get(kind, {}).items()
