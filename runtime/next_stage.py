@@ -8,20 +8,14 @@ whether the process is killed there, and a data stage may have another layout.
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
-from data.dataset import Mixture
-from errors import RunFailed
 from parallel.mesh import Mesh, build_mesh
 from runtime.checkpoint.folder import complete_checkpoints, step_of
-from runtime.checkpoint.lease import Lease
-from runtime.checkpoint.load import find_before
 from runtime.listener import Listener, Run
 from runtime.messages import describe, log
-from runtime.trainer_state import Start
 from settings.config import Config
 from settings.data_stages import data_stages
 from settings.load import changed_between, settings_of
@@ -35,25 +29,6 @@ def enter_stage(config: Config, device: str) -> Mesh:
     """
     sizes = config.parallel.mesh_sizes(dist.get_world_size())
     return build_mesh(sizes, device, config.model.has_experts)
-
-
-def find_next(run: Run, config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
-    """Where a run that changes its data stage goes on, once the checkpoint at the end of this one
-    is committed. Called by every rank.
-
-    Args:
-        config: of the whole run.
-        data: the training data of each data stage.
-
-    Raises RunFailed if there is no checkpoint to go on from.
-    """
-    # Usually the checkpoint that was just saved; an earlier one if that is damaged.
-    start = find_before(run.step, config, data, run.start, lease)
-    if start is None:
-        why = f"data stage {run.data_stage.number} has ended, its checkpoint is damaged, "
-        why += "and there is no good one before it"
-        raise RunFailed(why)
-    return start
 
 
 class DataStageBegins(Listener):

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from data.dataset import Mixture
 from errors import RunFailed
 from runtime.checkpoint.lease import Lease
+from runtime.checkpoint.load import find_before
 from runtime.checkpoint.save import Saver
 from runtime.checkpoint.save_interval import SaveInterval
 from runtime.health.examine import Examination
 from runtime.health.replicas import ReplicasDiffer, check_replicas
 from runtime.listener import Listener, Run
-from runtime.next_stage import find_next
 from runtime.trainer_state import DataState, Start
 from settings.config import Config
 
@@ -59,7 +59,7 @@ class Saving(Listener):
                 self.saver.save(run.step, run.tokens, state, run.start.state.earlier)
                 self.is_due = False
                 self.interval.saved(run, time.perf_counter() - began, self.saver.last)
-                stop.saved()
+                stop.done("SAVE")
                 if stop.agree():  # includes requests that arrived during the save
                     run.end(stop.reason)
 
@@ -85,6 +85,25 @@ class Saving(Listener):
         if isinstance(error, RunFailed):  # raised on all ranks: finish the save in progress
             with run.watchdog.resting():
                 self.saver.wait()
+
+
+def find_next(run: Run, config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
+    """Where a run that changes its data stage goes on, once the checkpoint at the end of this one
+    is committed. Called by every rank.
+
+    Args:
+        config: of the whole run.
+        data: the training data of each data stage.
+
+    Raises RunFailed if there is no checkpoint to go on from.
+    """
+    # Usually the checkpoint that was just saved; an earlier one if that is damaged.
+    start = find_before(run.step, config, data, run.start, lease)
+    if start is None:
+        why = f"data stage {run.data_stage.number} has ended, its checkpoint is damaged, "
+        why += "and there is no good one before it"
+        raise RunFailed(why)
+    return start
 
 
 class LeaseCheck(Listener):

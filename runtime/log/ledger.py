@@ -76,11 +76,13 @@ class Account:
 
     def add(self, event: dict[str, Any]) -> None:
         kind, seconds = event["event"], self.seconds
-        if kind == "start":
+        # a boundary: of an older version (events.py)
+        starts = kind == "start" or (kind == "boundary" and "began" in event)
+        if starts:
             last = event["began"] if self._last is None else self._last
             seconds["down"] += max(0.0, event["began"] - last)
             self._last = event["began"]
-        if kind in ("start", "rollback"):
+        if starts or kind == "rollback":
             self._kept, lost = _cut(self._kept, event["step"])
             seconds["lost"] += lost
             seconds["steps"] = sum(made for _, _, made in self._kept)

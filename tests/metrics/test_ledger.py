@@ -1,6 +1,8 @@
 """The ledger says where a run's time went: every second once."""
 
+import json
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -35,6 +37,31 @@ def test_the_ledger_of_a_told_story() -> None:
     }  # fmt: skip
     assert account(events) == pytest.approx(expected)
     assert sum(expected.values()) == 138.0 - 100.0
+
+
+def test_an_older_runs_boundary_changes_no_sum(tmp_path: Path) -> None:
+    """Between two data stages, older versions wrote an end and a start of their own: to the digit,
+    the sums are those of the same run without them, which has no gap there. And they are neither a
+    start nor an end."""
+    lines = [
+        {"event": "start", "time": 0.0, "began": 100.0, "step": 0, "world_size": 2},
+        {"event": "spent", "time": 0.0, "step": 3, "seconds": {"start": 5.1, "steps": 2.3}},
+        {"event": "spent", "time": 0.0, "step": 4, "seconds": {"steps": 0.7, "end": 0.1}},
+        {"event": "end", "time": 0.0, "step": 4, "state": "requeue", "stage": 1},
+        {"event": "start", "time": 0.0, "began": 108.2, "step": 4, "world_size": 2, "stage": 1},
+        {"event": "spent", "time": 0.0, "step": 9, "seconds": {"start": 1.3, "steps": 3.9}},
+        {"event": "rollback", "time": 0.0, "step": 7},
+    ]
+
+    def told(chosen: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        (tmp_path / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in chosen))
+        return read_events(tmp_path)
+
+    old, new = told(lines), told([line for line in lines if "stage" not in line])
+    assert account(old) == account(new)
+    assert [e["event"] for e in old if e["event"] != "boundary"] == [e["event"] for e in new]
+    lines[4]["began"] += 1.5  # control: a gap is counted
+    assert account(told(lines))["down"] == pytest.approx(1.5)
 
 
 def test_the_ledger_counts_every_second_once(tmp_path: Path) -> None:
