@@ -41,18 +41,23 @@ def end_start(
     Returns: the event; None if there was one, or if the next start has begun.
     """
     with machine_lock("end", folder, LOCK_SECONDS):
-        own = next((one for one in starts_of(folder) if one["began"] == began), None)
+        # the last one: processes forked from the same began at the same time
+        own = next((one for one in reversed(starts_of(folder)) if one["began"] == began), None)
         if own is None or own["ended"]:
             return None
         return append_event(folder, "end", state=state, step=step, reason=reason, **about)
 
 
-def record_failure(folder: Path, reason: str) -> str:
+def record_failure(folder: Path, reason: str, launched: float | None = None) -> str:
     """Record the launcher's reason for a failed start, and return the reason that is recorded in
-    the end. A reason that rank 0 has written is kept, unless it is only a lost connection."""
-    launched = time.time() - (time.monotonic() - signals.STARTED) - 1
-    starts = starts_of(folder)
-    own = [one for one in starts if one["began"] >= launched]
+    the end. A reason that rank 0 has written is kept, unless it is only a lost connection.
+
+    launched: when the ranks were started (time.time); None: with this process.
+    """
+    if launched is None:
+        launched = time.time() - (time.monotonic() - signals.STARTED)
+    launched, starts = launched - 1, starts_of(folder)
+    own = [one for one in starts if one["time"] >= launched]
     if own:
         end_start(folder, own[0]["began"], "failed", own[0]["step"], reason)
     elif not starts or starts[-1]["ended_at"] < launched:
@@ -81,16 +86,17 @@ def record_missing_end(folder: Path) -> list[str]:
 
 
 def starts_of(folder: Path) -> list[dict[str, Any]]:
-    """The starts in events.jsonl: when each began, its last recorded step, whether its end is
-    recorded, and when a start recorded an end after it last (also one that failed before its first
-    step, and so has no event of its own)."""
+    """The starts in events.jsonl: when each began and recorded that, its last recorded step,
+    whether its end is recorded, and when an end was recorded after it last (also by a start that
+    failed before its first step, and so has no event of its own)."""
     found: list[dict[str, Any]] = []
     for event in read_events(folder):
         kind = event["event"]
         if kind == "start":
-            found.append({"began": event["began"], "ended": False, "ended_at": -math.inf})
+            known = {"began": event["began"], "time": event["time"]}
+            found.append({**known, "ended": False, "ended_at": -math.inf})
         elif kind == "end":
-            found = found or [{"began": -math.inf, "step": event["step"]}]
+            found = found or [{"began": -math.inf, "time": -math.inf, "step": event["step"]}]
             found[-1]["ended"] = True
             found[-1]["ended_at"] = -math.inf if event.get("noted_later") else event["time"]
         if found and kind in ("start", "spent", "rollback"):

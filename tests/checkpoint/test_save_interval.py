@@ -40,7 +40,10 @@ def saves(
     overrides = [f"run.dir={folder}", "checkpoint.interval=auto"]
     overrides += [f"checkpoint.failures_per_gpu_day={rate}"]
     config = load_config("configs/laptop.yaml", overrides)
-    of: Any = SimpleNamespace(config=config, step=0, step_seconds=step_seconds, is_last=False)
+    of: Any = SimpleNamespace(
+        config=config, step=0, step_seconds=step_seconds, is_last=False, log=run_log_of(folder)
+    )
+    folder.mkdir(exist_ok=True)
     found = []
     with (
         patch.object(save_interval, "from_rank_0", lambda action, device: action()),
@@ -52,7 +55,7 @@ def saves(
             of.step += 1
             if interval.is_due(of):
                 found.append(of.step)
-                interval.saved(of.step, wait, dict(last))
+                interval.saved(of, wait, dict(last))
     return found
 
 
@@ -92,10 +95,14 @@ def test_the_first_save_does_not_count(tmp_path: Path) -> None:
     one, so at the second save the newest that is known is the first."""
     config = load_config("configs/laptop.yaml", ["checkpoint.interval=auto"])
     interval = SaveInterval(config, 0, 0, "cpu")
-    interval.saved(2, 9.0, {})
-    interval.saved(4, 0.5, {"step": 2, "stall_seconds": 9.0, "write_seconds": 30.0})
+    interval.saved(SimpleNamespace(step=2), 9.0, {})
+    interval.saved(
+        SimpleNamespace(step=4), 0.5, {"step": 2, "stall_seconds": 9.0, "write_seconds": 30.0}
+    )
     assert ([*interval.waits], [*interval.writes]) == ([0.5], [])
-    interval.saved(6, 0.25, {"step": 4, "stall_seconds": 0.5, "write_seconds": 1.0})
+    interval.saved(
+        SimpleNamespace(step=6), 0.25, {"step": 4, "stall_seconds": 0.5, "write_seconds": 1.0}
+    )
     assert ([*interval.waits], [*interval.writes]) == ([0.5, 0.5], [1.0])
 
 

@@ -14,7 +14,6 @@ from unittest.mock import patch
 import pytest
 
 from errors import LOST, RunFailed, UserError
-from runtime import signals
 from runtime.log import status
 from runtime.log.events import append_event, read_events
 from runtime.log.run_log import PAUSE_SECONDS
@@ -95,10 +94,9 @@ ORDERS = [
 
 
 def check_one_end(folder: Path, kill: str, threads: tuple[str, ...], order: Any) -> None:
-    with patch.object(signals, "STARTED", time.monotonic()):
-        began = of_rank_0(folder, kill, threads)
-        for other in order:
-            OTHERS[other](folder, began)
+    began = of_rank_0(folder, kill, threads)
+    for other in order:
+        OTHERS[other](folder, began)
     events = [e for e in read_events(folder) if e["event"] in ("start", "end")]
     kinds = [event["event"] for event in events]
     told = kill in ("never", "between file and pipe", "before status.json") or bool(order)
