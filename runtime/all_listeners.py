@@ -38,9 +38,9 @@ from runtime.monitor.rank_0 import Companion, CompanionListener
 from runtime.next_stage import DataStageBegins, RunEnd
 from runtime.profiling.profile import StepProfile
 from runtime.profiling.trace import StepTrace
-from runtime.start.preconditions import Data
-from runtime.start.spares import SparesEvent
-from runtime.start.times import StartTimes
+from runtime.start.checks import Data
+from runtime.start.elastic import SparesEvent
+from runtime.start.timing import StartTimes
 from settings.config import Config
 
 
@@ -75,11 +75,18 @@ class Stopping(Listener):
 
 
 def build_listeners(
-    run: Run, whole: Config, data: Data, lease: Lease, companion: Companion
+    run: Run,
+    whole: Config,
+    data: Data,
+    lease: Lease,
+    companion: Companion,
+    spares: dict[str, int],
 ) -> list[Listener]:
     """Build the listeners; every rank calls it, once the state of `run.start` has been loaded.
 
-    whole: the configuration of the whole run.
+    Args:
+        whole: the configuration of the whole run.
+        spares: node → number of spare ranks.
     """
     config, train, start, mesh = run.config, run.train, run.start, run.train.mesh
     number = run.data_stage.number
@@ -107,7 +114,7 @@ def build_listeners(
         LeaseCheck(lease),
         RecordWriter(metrics),
         *([examination] if examination else []),
-        SparesEvent(),
+        SparesEvent(spares),
         Stopping(),
         Rollback(whole, data.train, start, lease, saver),
         Saving(whole, saver, data.train, start.step, examination),
