@@ -22,6 +22,7 @@ import torch.distributed as dist
 from data.loader import BatchLoader
 from errors import UserError
 from model.kernels.backend import check_kernels
+from parallel.mesh import build_mesh
 from runtime.all_listeners import build_listeners
 from runtime.checkpoint.history import passed
 from runtime.checkpoint.lease import Lease
@@ -31,7 +32,6 @@ from runtime.listener import Listeners, Run
 from runtime.log.run_log import RunLog
 from runtime.messages import fail, on_all_ranks, refuse
 from runtime.monitor.rank_0 import Companion
-from runtime.next_stage import enter_stage
 from runtime.start.announce import announce
 from runtime.start.attention import check_attention
 from runtime.start.checks import Data, check_fits, check_writable, open_data_stages, try_config
@@ -122,7 +122,8 @@ def train_stage(
     where the next one starts, if any."""
     data_stage = data_stages(whole)[start.data_stage]
     config = data_stage.config
-    mesh = enter_stage(config, lease.device)
+    sizes = config.parallel.mesh_sizes(dist.get_world_size())
+    mesh = build_mesh(sizes, lease.device, config.model.has_experts)
     train_data = data.train[data_stage.number]
     loader = BatchLoader(
         train_data,
