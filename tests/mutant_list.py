@@ -113,7 +113,8 @@ CHANGES: dict[str, list[Change]] = {
          "set_reshard_after_backward(False, recurse=False)"),
         ("self.reduce_each_microbatch = zero_stage >= 2",
          "self.reduce_each_microbatch = zero_stage > 2"),
-        ("self._reduce(module, completes)", "self._reduce(module, True)"),
+        ("unit.set_requires_all_reduce(False, recurse=False)",
+         "unit.set_requires_all_reduce(True, recurse=False)", "group"),
     ],
     "parallel/fsdp_units.py": [
         ("reduce_dtype=reduce_dtype, cast_forward_inputs",
