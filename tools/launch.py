@@ -13,7 +13,7 @@ number. Your own overrides are applied last, so they take precedence.
 
 Modules are imported once, and the ranks share their memory. The ranks' rendezvous is a file in a
 folder that only this user may enter. The only ports opened are those of gloo and NCCL, on the
-loopback interface. (Anyone who can reach torchrun's port can run code as you: docs/ports.md.)
+loopback interface. (Anyone who can reach torchrun's port can run code as you: docs/running.md.)
 
 A signal that requests a stop is passed to every rank once; a second one ends the run at once. The
 ranks are in a separate process group, so that Ctrl-C reaches them only through the launcher. The
@@ -40,7 +40,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -179,6 +179,7 @@ def _end_with(launcher: int) -> None:
 class Ending:
     """How the ranks ended."""
 
+    launched: float = field(default_factory=time.time)
     failure: tuple[int, int] | None = None  # the first one: (rank, exit status or -signal)
     received: int = 0  # the signal that requested a stop, if any
     at_once: bool = False  # whether a second one requested that they be killed
@@ -295,7 +296,7 @@ def finish(ending: Ending, folder: Path) -> int:
     status = ending.status()
     if ending.at_once or (ending.failure is not None and status != 2):
         why = ending.why()
-        stands = record_failure(folder, why)
+        stands = record_failure(folder, why, ending.launched)
         more = f": {stands}" if stands != why else ""
         if not ending.at_once:
             log(f"{why}{more}; the others were stopped")

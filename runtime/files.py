@@ -1,0 +1,46 @@
+"""Files that several processes write: replaced as a whole, or under a lock."""
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from output import log
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file, so that every reader finds the old content or the new one. Raises OSError."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def write_or_warn(path: Path, text: str) -> None:
+    """As write_whole; a failure (a full disk) is only logged."""
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        log(f"warning: {path} cannot be written: {error}")
+
+
+@contextlib.contextmanager
+def locked(path: Path, seconds: float) -> Iterator[None]:
+    """Hold the lock of a file, which all processes share that ask for it. Go on without it after
+    `seconds`: its holder may be stopped, and a shared file system may keep the lock of a machine
+    that died, or know no locks at all."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            file, until = stack.enter_context(open(path, "ab")), time.monotonic() + seconds
+            while not _try_to_lock(file.fileno()) and time.monotonic() < until:
+                time.sleep(0.01)
+        yield
+
+
+def _try_to_lock(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
