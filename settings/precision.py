@@ -8,14 +8,27 @@
 | float64     | float64  | float64                        | float64               | float64 |
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from settings.config import Config  # which computes with these dtypes
+from parallel.config import ParallelConfig
+from settings.sections import OptimizerConfig, TrainConfig
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+class Sections(Protocol):
+    """The sections of a configuration that determine dtypes."""
+
+    @property
+    def train(self) -> TrainConfig: ...
+
+    @property
+    def parallel(self) -> ParallelConfig: ...
+
+    @property
+    def optimizer(self) -> OptimizerConfig: ...
 
 
 class Precision(NamedTuple):
@@ -27,7 +40,7 @@ class Precision(NamedTuple):
     exact: torch.dtype  # statistics and losses
 
     @classmethod
-    def of(cls, config: "Config") -> "Precision":
+    def of(cls, config: Sections) -> "Precision":
         compute = DTYPES[config.train.dtype]
         exact = torch.promote_types(compute, torch.float32)
         return cls(
