@@ -107,7 +107,7 @@ def changes_of(entry: Entry) -> dict[str, dict[str, Any]]:
     }
 
 
-def stage_of(stages: Sequence[DataStage], step: int) -> DataStage:
+def data_stage_of(stages: Sequence[DataStage], step: int) -> DataStage:
     """The data stage that makes step `step`, 0-based; the last one for later steps."""
     return stages[sum(step >= one.steps.start for one in stages[1:])]
 

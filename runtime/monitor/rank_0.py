@@ -36,7 +36,7 @@ BRIEF_SECONDS = 3.0
 class Companion:
     """The companion of this process, as a context manager that every rank enters once it holds the
     lease, before anything is read from the run folder or written to it. So it also reports a start
-    that fails before its first step, and a failure between two stages.
+    that fails before its first step, and a failure between two data stages.
 
     A step never waits for it. A run that has finished waits until its alarms are delivered, for at
     most ENDING_SECONDS, and until checkpoint.after_commit has succeeded for its last checkpoints,
@@ -49,7 +49,7 @@ class Companion:
         self.folder = Path(config.run.dir)
         self.process: subprocess.Popen[bytes] | None = None
         keys = (config.run.on_event, config.run.prometheus, config.checkpoint.after_commit)
-        self.is_rank_0 = dist.get_rank() == 0  # between two stages there is no process group
+        self.is_rank_0 = dist.get_rank() == 0  # between data stages there is no group
         self.is_wanted = self.is_rank_0 and any(keys)
         self.has_trained = False
 

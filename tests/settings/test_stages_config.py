@@ -11,7 +11,7 @@ from errors import UserError
 from runtime.log.ledger import account
 from settings.checks import validate
 from settings.config import Config
-from settings.data_stages import data_stages, stage_of, tokens_after
+from settings.data_stages import data_stage_of, data_stages, tokens_after
 from settings.load import dump_config, load_config, load_saved
 from tests import ROOT
 from tools.plan.check import one_stage
@@ -41,7 +41,7 @@ def test_settings_hold_until_a_stage_changes_them() -> None:
     # a million tokens are reached in step 123, of 8,192 tokens each
     assert [one.steps for one in stages] == [range(50), range(50, 123), range(123, 160)]
     assert [one.phase for one in stages] == [range(123), range(123), range(123, 160)]
-    numbers = [stage_of(stages, step).number for step in (0, 49, 50, 122, 123, 159, 160)]
+    numbers = [data_stage_of(stages, step).number for step in (0, 49, 50, 122, 123, 159, 160)]
     assert numbers == [0, 0, 1, 1, 2, 2, 2]
     assert [tokens_after(stages, step) for step in (1, 50, 51)] == [8192, 50 * 8192, 51 * 8192]
     assert (longer.optimizer.warmup_steps, anneal.optimizer.warmup_steps) == (20, 0)
@@ -120,7 +120,7 @@ def test_rates_of_phases() -> None:
     )
 
     def rate(step: int) -> float:
-        one = stage_of(data_stages(config), step)
+        one = data_stage_of(data_stages(config), step)
         return learning_rate(step, one.phase, one.config.optimizer)
 
     assert [rate(0), rate(9), rate(10), rate(59), rate(60)] == [1e-4, 1e-3, 1e-3, 1e-3, 1e-3]
