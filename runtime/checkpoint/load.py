@@ -253,7 +253,7 @@ def _damage(path: Path) -> str | None:
             for name in mine:
                 check_file(path, manifest, name, bar.update)
         if rank == 0:
-            pass
+            check_tiling(path, manifest)
     except Damaged as damaged:
         problem = str(damaged)
     everyone: list[Any] = [None] * world
