@@ -53,7 +53,7 @@ from runtime.checkpoint.manifest import (
     write_durably,
     write_manifest,
 )
-from runtime.checkpoint.names import complete_checkpoints, step_of
+from runtime.checkpoint.names import complete_checkpoints, has_command, step_of
 from runtime.checkpoint.run_folder import (
     checkpoint_folder,
     name_latest,
@@ -66,7 +66,6 @@ from runtime.checkpoint.trainer_state import FILE, model_entries
 from runtime.device import DeviceClock, device_thread
 from runtime.log.events import append_event
 from runtime.messages import log
-from runtime.monitor.after_commit import is_running
 from training.optimizers import state_bytes
 from training.step import TrainStep
 
@@ -304,12 +303,12 @@ class Saver:
     def _delete(self, old: Path) -> None:
         """On rank 0, delete a checkpoint unless checkpoint.after_commit runs for it; then a later
         save deletes it."""
-        has_command = bool(self.train.config.checkpoint.after_commit)
-        if has_command and is_running(self.folder, old.name):
+        runs_commands = bool(self.train.config.checkpoint.after_commit)
+        if runs_commands and has_command(old):
             return
         going = self.lease.work / old.name
         self.lease.move(old, going)
-        if has_command and is_running(self.folder, old.name):  # it has just begun
+        if runs_commands and has_command(old):  # it has just begun
             self.lease.move(going, old)
         else:
             shutil.rmtree(going)

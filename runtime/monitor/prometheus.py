@@ -1,36 +1,26 @@
-"""The state of a run as text for Prometheus (exposition format 0.0.4): a file for node_exporter's
-textfile collector, or an endpoint.
+"""The state of a run for Prometheus: a file for node_exporter's textfile collector, or an endpoint.
+Only this file imports prometheus_client, and only the monitor imports this file.
 
 Units are seconds, bytes and ratios; times are in seconds since 1970, so that a rule computes ages
 with `time() - …`. Every sample has the label `run`. What a rollback takes back (steps, tokens,
 skipped updates, seconds by cause) is a gauge, because a counter never falls.
-
-https://prometheus.io/docs/instrumenting/exposition_formats/
 """
 
-import contextlib
-import math
 import os
-import re
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from runtime.health.verdicts import VERDICTS
 from runtime.log.log_lines import is_number
 from runtime.monitor.alarms import TEMPLATES
-from runtime.monitor.settings import Settings
 from runtime.monitor.state import RunState
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-LOOPBACK = "127.0.0.1"
-CLIENT_SECONDS = 5.0  # for a client's request and its answer: a scrape takes milliseconds
-MOST_CLIENTS = 16  # at a time, each with a thread; for one more, the oldest is disconnected
-HOST = re.compile(rb"[A-Za-z0-9._:%-]*")
+FILE_SECONDS = 10.0  # between two versions of the file
+CLIENT_SECONDS = 5.0  # that the endpoint waits for a client: a scrape takes milliseconds
 STATES = ("starting", "running", "finished", "requeue", "failed", "died")
 # entries of a record (metrics/metrics.py) → metric and help; others: lattice_record{name="…"}
 RECORD = {
@@ -51,19 +41,27 @@ RECORD = {
     "skipped_updates": ("lattice_skipped_updates", "Updates skipped so far."),
     "eval_loss": ("lattice_eval_loss", "Loss on held-out text."),
 }
+KINDS = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
 Labels = dict[str, str]
 Samples = list[tuple[Labels, float]]
+MORE = {
+    "lattice_alarms_delivered_total": "Alarms of this start that were delivered (run.on_event).",
+    "lattice_alarms_lost_total": "Alarms of this start that could not be delivered.",
+    "lattice_after_commit_failures_total": "Failures of checkpoint.after_commit, all starts.",
+    "lattice_after_commit_pending": "Checkpoints for which it has not succeeded yet.",
+    "lattice_after_commit_step": "Step of the newest checkpoint for which it has succeeded.",
+}
 
 
 def samples(state: RunState, more: dict[str, float]) -> Iterator[tuple[str, str, str, Samples]]:
     """Yield each metric: name, type, help, and its samples without the label `run`.
 
-    more: numbers of the companion itself, by metric (companion.py).
+    more: numbers of the monitor itself, by metric (MORE).
     """
     yield "lattice_running", "gauge", "1 while the run trains.", [({}, state.state == "running")]
     states: Samples = [({"state": name}, name == state.state) for name in STATES]
     yield "lattice_state", "gauge", "1 for the state of the run.", states
-    about = "When this text was written; old: the companion or its machine is gone."
+    about = "When this text was written; old: the monitor or its machine is gone."
     yield "lattice_updated_timestamp_seconds", "gauge", about, [({}, time.time())]
     if state.start_time:
         about = "When the last start began."
@@ -107,117 +105,57 @@ def samples(state: RunState, more: dict[str, float]) -> Iterator[tuple[str, str,
         yield name, kind, MORE[name], [({}, value)]
 
 
-MORE = {
-    "lattice_alarms_delivered_total": "Alarms of this start that were delivered (run.on_event).",
-    "lattice_alarms_lost_total": "Alarms of this start that could not be delivered.",
-    "lattice_after_commit_failures_total": "Failures of checkpoint.after_commit, all starts.",
-    "lattice_after_commit_pending": "Checkpoints for which it has not succeeded yet.",
-    "lattice_after_commit_step": "Step of the newest checkpoint for which it has succeeded.",
-}
-
-
-def exposition(run: str, state: RunState, more: dict[str, float]) -> str:
-    lines = []
+def families(run: str, state: RunState, more: dict[str, float]) -> Iterator[Metric]:
+    """Yield the metrics as prometheus_client has them, each with the label `run`."""
     for name, kind, about, found in samples(state, more):
         if found:
-            lines += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
-        for labels, value in found:
-            inside = ",".join(
-                f'{key}="{_escape(text)}"' for key, text in {"run": run, **labels}.items()
-            )
-            lines.append(f"{name}{{{inside}}} {_number(value)}")
-    return "\n".join(lines) + "\n"
+            family = KINDS[kind](name, about, labels=["run", *found[0][0]])
+            for labels, value in found:
+                family.add_metric([_plain(run), *map(_plain, labels.values())], value)
+            yield family
 
 
-def _escape(text: str) -> str:
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+def _plain(text: str) -> str:
+    """Without what JSON can express and UTF-8 cannot."""
+    return text.encode(errors="replace").decode()
 
 
-def _number(value: float) -> str:
-    if math.isfinite(value):
-        return repr(float(value))
-    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+class Shown:
+    """The metrics, where Prometheus finds them.
 
-
-def write_file(path: Path, text: str) -> None:
-    """Replace the file atomically. Its collector reads only names that end in .prom."""
-    partial = path.with_suffix(f".{os.getpid()}.tmp")
-    with contextlib.suppress(OSError):  # try again the next time
-        partial.write_bytes(text.encode(errors="replace"))
-        os.replace(partial, path)
-
-
-def address(setting: str) -> tuple[str, int]:
-    """The address of run.prometheus=PORT, HOST:PORT or [IPV6]:PORT; without a host, loopback.
-
-    Raises ValueError if it is none of these.
+    Args:
+        where: a file, or the host and port of an endpoint.
+        collect: returns them.
     """
-    host, _, port = setting.rpartition(":")
-    host = host.strip("[]")
-    if not HOST.fullmatch(host.encode("idna")):  # a UnicodeError is a ValueError
-        raise ValueError(setting)
-    if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536 or setting[0] == ":":
-        raise ValueError(setting)
-    return host or LOOPBACK, int(port)
 
+    def __init__(self, where: str | list[Any], collect: Callable[[], list[Metric]]) -> None:
+        self.where, self.collect = where, collect
+        self.registry = CollectorRegistry()
+        self.registry.register(self)  # it calls `collect`
+        self.server: Any = None
+        self._due, self._inode = 0.0, -1  # when the file is written again; its last version
 
-class Endpoint:
-    """Serves GET /metrics. If the port is in use (the companion of an earlier start may be ending),
-    `open` may be called again."""
+    def update(self, is_last: bool, gone: bool) -> None:
+        """Write the file if it is time or the last version; serve the endpoint if that has failed
+        before, because the monitor of the start before still used the port.
 
-    def __init__(self, settings: Settings, text: Callable[[], str]) -> None:
-        self.address, self.text = address(settings.prometheus), text
-        self.server: ThreadingHTTPServer | None = None
+        gone: rank 0 has ended. Then the file stays if the next start's monitor has replaced it.
 
-    def open(self) -> str:
-        """Begin to serve; return why that failed, or the empty string."""
-        text = self.text
+        Raises OSError.
+        """
+        if not isinstance(self.where, str):
+            if self.server is None:
+                self._serve(*self.where)
+        elif is_last or time.monotonic() >= self._due:
+            is_ours = not gone or self._inode in (-1, os.stat(self.where).st_ino)
+            self._due = time.monotonic() + FILE_SECONDS
+            if is_ours:
+                write_to_textfile(self.where, self.registry)
+                self._inode = os.stat(self.where).st_ino
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                known = self.path.partition("?")[0] in ("/", "/metrics")
-                body = text().encode(errors="replace") if known else b""
-                self.send_response(200 if known else 404)
-                self.send_header("Content-Type", CONTENT_TYPE)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None:
-                """Nothing: a scrape is not worth a line of the run's log."""
-
-        class Server(ThreadingHTTPServer):
-            address_family = socket.AF_INET6 if ":" in self.address[0] else socket.AF_INET
-            clients: dict[Any, float]  # connection → when it is ended, oldest first
-
-            def process_request(self, request: Any, client_address: Any) -> None:
-                self._end_clients(MOST_CLIENTS - 1)
-                self.clients[request] = time.monotonic() + CLIENT_SECONDS
-                super().process_request(request, client_address)
-
-            def service_actions(self) -> None:  # called twice a second
-                self._end_clients(MOST_CLIENTS)
-
-            def _end_clients(self, most: int) -> None:
-                """End the clients whose time is over, and the oldest of more than `most`."""
-                clients = [*self.clients.items()]
-                for number, (request, until) in enumerate(clients):
-                    if len(clients) - number > most or time.monotonic() > until:
-                        with contextlib.suppress(OSError):
-                            request.shutdown(socket.SHUT_RDWR)  # its thread sees the end
-
-            def shutdown_request(self, request: Any) -> None:
-                self.clients.pop(request, None)
-                super().shutdown_request(request)
-
-            def handle_error(self, *_: Any) -> None:
-                """Nothing: the client went away."""
-
-        try:
-            server = Server(self.address, Handler)
-        except OSError as error:
-            return str(error.strerror or error)
-        server.clients, self.server = {}, server
-        serve = threading.Thread(target=self.server.serve_forever, name="prometheus", daemon=True)
-        serve.start()
-        return ""
+    def _serve(self, host: str, port: int) -> None:
+        self.server, _ = start_http_server(port, host, self.registry)
+        handler = self.server.RequestHandlerClass
+        # a client that sends or reads nothing keeps no thread; one that goes away is no news
+        self.server.RequestHandlerClass = type("Handler", (handler,), {"timeout": CLIENT_SECONDS})
+        self.server.handle_error = lambda *_: None

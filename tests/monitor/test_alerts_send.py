@@ -13,10 +13,10 @@ from runtime.log.events import read_events
 from runtime.monitor import send
 from runtime.monitor.alarms import alarm
 from runtime.monitor.check import check_alerts
-from runtime.monitor.companion import END_EVENT_SECONDS, ENDING_SECONDS
+from runtime.monitor.monitor import END_EVENT_SECONDS, ENDING_SECONDS
 from runtime.monitor.send import Sender
 from settings.load import load_config
-from tests.monitor.alert_helpers import FedCompanion, Receiver, wait_until
+from tests.monitor.alert_helpers import FedMonitor, Receiver, wait_until
 from tests.runs import fresh, losses, run, write_config
 
 # --- a webhook that does not work -----------------------------------------------------------------
@@ -108,10 +108,10 @@ def test_a_command_gets_the_alarm(tmp_path: Path) -> None:
         '#!/bin/sh\necho "$LATTICE_EVENT $LATTICE_STEP $1" > said; cat > alarm.json\n'
     )
     script.chmod(0o755)
-    with FedCompanion(tmp_path, on_event=f"{script} 'two words'") as companion:
-        companion.event("start", step=0, world_size=1, began=0.0)
-        companion.event("end", state="failed", step=3, reason="x; touch shell")
-        companion.end()
+    with FedMonitor(tmp_path, on_event=f"{script} 'two words'") as monitor:
+        monitor.event("start", step=0, world_size=1, began=0.0)
+        monitor.event("end", state="failed", step=3, reason="x; touch shell")
+        monitor.end()
     assert (tmp_path / "said").read_text() == "end 3 two words\n"
     assert json.loads((tmp_path / "alarm.json").read_text())["details"]["state"] == "failed"
     assert not (tmp_path / "shell").exists()

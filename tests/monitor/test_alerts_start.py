@@ -21,7 +21,7 @@ from runtime.log.status import record_failed_start, record_failure
 from runtime.messages import LOST
 from runtime.monitor import send
 from runtime.signals import Signals
-from tests.monitor.alert_helpers import FedCompanion, Receiver, wait_until
+from tests.monitor.alert_helpers import FedMonitor, Receiver, wait_until
 from tests.planted import planted
 from tests.runs import contents, forked, losses, said_by, status, status_of, train_run, write_config
 from tests.settings.stages import write_stages
@@ -131,9 +131,9 @@ def test_ranks_that_do_not_join_again(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_failed_start_is_not_the_one_after_it(tmp_path: Path) -> None:
-    """The companion of a start that failed before its first step still runs when the next one
+    """The monitor of a start that failed before its first step still runs when the next one
     begins."""
-    with Receiver() as server, FedCompanion(tmp_path, on_event=server.url) as old:
+    with Receiver() as server, FedMonitor(tmp_path, on_event=server.url) as old:
         old.event("end", state="failed", step=3, reason="killed", noted_later=True)
         old.event("end", state="failed", step=3, reason="out of memory")
         server.wait_for("end", "end")
