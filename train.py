@@ -28,15 +28,19 @@ from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.load import Start, find_start, load
 from runtime.device import prepare_determinism
 from runtime.listener import Listeners, Run
+from runtime.log.run_log import RunLog
 from runtime.messages import fail, on_all_ranks, refuse
-from runtime.monitor.rank_0 import Companion
-from runtime.next_stage import enter_stage, next_start
+from runtime.monitor.rank_0 import Monitor
+from runtime.next_stage import enter_stage
+from runtime.start.announce import announce
 from runtime.start.attention import check_attention
 from runtime.start.connections import set_connections
 from runtime.start.environment import check_environment
-from runtime.start.init_distributed import init_distributed, limit_waits
+from runtime.start.init_distributed import init_distributed, join_again, limit_waits
 from runtime.start.preconditions import Data, check_fits, check_writable, open_stages
 from runtime.start.spares import training_ranks
+from runtime.stop import StopRequests
+from runtime.watchdog import Watchdog
 from settings.config import Config
 from settings.layouts import valid_layout
 from settings.load import load_config
@@ -84,19 +88,29 @@ def start_run(config: Config, device: str, signals: Signals) -> None:
     # Find the user's mistakes before anything is built or written.
     data = on_all_ranks(lambda: open_stages(config), device)
     on_all_ranks(lambda: check_writable(config), device)
-    # no other run writes to the folder; a person learns of failures from here on
-    with Lease(config.run.dir, device) as lease, Companion(config, signals) as companion:
-        start: Start | None = find_start(config, data.train, lease)
-        while start:
-            start = train_stage(config, data, start, lease, companion, signals)
+    # No other run writes to the folder; a person learns of failures from here on.
+    with (
+        Lease(config.run.dir, device) as lease,
+        Monitor(config, signals) as monitor,
+        RunLog(config, monitor.tell) as log,
+    ):
+        start = find_start(config, data.train, lease)
+        while following := train_stage(config, data, start, lease, log, signals):
+            start = following
+            join_again(signals)
 
 
 def train_stage(
-    config: Config, data: Data, start: Start, lease: Lease, companion: Companion, signals: Signals
+    config: Config,
+    data: Data,
+    start: Start,
+    lease: Lease,
+    log: RunLog,
+    signals: Signals,
 ) -> Start | None:
     """Train from `start` to the end of its stage (of data; without `stages`, the run is one).
     Return where the next stage starts, if any."""
-    config, mesh = enter_stage(config, start, lease.device, signals)
+    config, mesh = enter_stage(config, start, lease.device)
     train_data = data.train[start.stage]
     loader = BatchLoader(
         train_data,
@@ -113,18 +127,20 @@ def train_stage(
     train = TrainStep(config, mesh, build_stages(config, mesh), train_data.bos_id)
     load(train, start)
     limit_waits()
+    lease.check()  # loading may have taken hours; from here on the run's files are written
+    watchdog, stop = Watchdog(config, log), StopRequests(config, signals)
+    run = Run(config, train, loader, start, log, watchdog, stop)
+    announce(run, train_data.vocab_size)
     # called before and after every step, in order: metrics, evaluation, saving, …
-    listeners = build_listeners(config, mesh, train, start, data, lease, companion, signals)
-    run = Run(config, train, loader, start)
-    with Listeners(run, listeners) as all_listeners:
+    with Listeners(run, build_listeners(run, data, lease)) as listeners:
         while run.goes_on:
             tokens, targets = run.next_batch()
-            all_listeners.before_step()
+            listeners.before_step()
             run.result = train(run.step, tokens, targets)
-            all_listeners.after_step()  # counts the step, then calls the listeners
-        all_listeners.end()
+            listeners.after_step()  # counts the step, then calls the listeners
+        listeners.end()
     loader.close()
-    return next_start(run)
+    return run.following
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ whether the process is killed there, and a stage may have another layout. After 
 checkpoint of an earlier stage, the run goes on in the same way, with that stage.
 """
 
-import time
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -19,20 +20,16 @@ from errors import RunFailed
 from parallel.mesh import Mesh, build_mesh
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.load import Start, find_before
+from runtime.checkpoint.names import complete_checkpoints, step_of
 from runtime.listener import Listener, Run
-from runtime.log.events import append_event
-from runtime.messages import log
-from runtime.signals import Signals
-from runtime.start.init_distributed import join_again
+from runtime.messages import describe, log
 from settings.config import Config
 from settings.load import changed_between, settings_of
 
 
-def enter_stage(config: Config, start: Start, device: str, signals: Signals) -> tuple[Config, Mesh]:
+def enter_stage(config: Config, start: Start, device: str) -> tuple[Config, Mesh]:
     """The configuration of the stage in which a run begins, and its mesh. Every rank calls it, when
     nothing of a stage before is left."""
-    if start.since is not None:
-        join_again(signals)
     config = config.at_stage(start.stage)
     sizes = config.parallel.mesh_sizes(dist.get_world_size())
     return config, build_mesh(sizes, device, config.model.has_experts)
@@ -57,11 +54,6 @@ def find_next(run: Run, data: Sequence[Mixture], lease: Lease) -> Start:
     return replace(start, gone_back=run.start.gone_back)
 
 
-def next_start(run: Run) -> Start | None:
-    """Where the process goes on, now that nothing of the stage is left; None if the run is over."""
-    return run.following and replace(run.following, since=time.monotonic())
-
-
 class StageBegins(Listener):
     """Logs and records the beginning of a stage, with what changes."""
 
@@ -77,8 +69,50 @@ class StageBegins(Listener):
             log(f"this is {where}")
             return
         changes = changes_of(config)
-        append_event(config.run.dir, "stage", stage=stage, step=run.step, changes=changes)
+        run.log.event("stage", stage=stage, step=run.step, changes=changes)
         log(f"{where}, begins: {', '.join(changes) or 'nothing changes'}")
+
+
+class RunEnd(Listener):
+    """Records how the run ended, or that the process goes on with another stage. It is `finished`
+    only when every rank is."""
+
+    def closes(self, run: Run, error: BaseException | None) -> None:
+        if error is None:
+            dist.barrier()
+        else:
+            error.add_note(f"after step {run.step}")
+        if error is None and run.changes_stage:
+            return run.log.leave_stage()
+        # after a failure, the time belongs to the step that failed
+        run.log.ledger.spent("end" if error is None else "steps")
+        run.log.write_spent()
+        where = f"run folder {run.config.run.dir}"
+        if error is not None:
+            state, reason = "failed", describe(error)
+        elif run.end_reason and run.step < run.config.train.steps:
+            state, reason = "requeue", run.end_reason
+            done = f"stopped after step {run.step}/{run.config.train.steps}: {reason}"
+            said = f"{done}; restart it to continue; {where}"
+        else:
+            state, reason = "finished", "all steps done"
+            said = f"finished after {run.step} steps{_unsaved(run)}; {where}"
+        if error is None and dist.get_rank() == 0:
+            log(said, sys.stdout)
+        run.log.end(state, reason, **run.for_status)
+
+
+def _unsaved(run: Run) -> str:
+    """A warning if no checkpoint of the run folder has the state after the last step."""
+    try:
+        saved = complete_checkpoints(Path(run.config.run.dir) / "checkpoints")
+    except OSError:  # a finished run has finished
+        return ""
+    if saved and step_of(saved[-1]) == run.step:
+        return ""
+    said = "; nothing was saved" + (f" after {saved[-1].name}" if saved else "")
+    never = run.config.checkpoint.interval == "never"
+    return said + (" (checkpoint.interval=never)" if never else "")
 
 
 def changes_of(config: Config) -> list[str]:

@@ -46,7 +46,6 @@ import torch
 import torch.distributed as dist
 
 from runtime import signals
-from runtime.listener import Listener, Run
 from runtime.messages import LostConnection
 from runtime.signals import Signals
 from settings.config import Config
@@ -66,9 +65,9 @@ REASONS = {
 LOOK_SECONDS = 1.0  # between two checks for files
 
 
-class StopRequests(Listener):
-    """The stop and save requests that all ranks agree on. Every rank enters it and calls `agree` at
-    the same boundaries.
+class StopRequests:
+    """The stop and save requests that all ranks agree on. Every rank opens it, calls `agree` at the
+    same boundaries, and closes it.
 
     Args:
         config: the configuration of the run.
@@ -80,12 +79,8 @@ class StopRequests(Listener):
         self.reason = ""  # why the run stops, once agreed
         self.save_agreed = False  # a save without a stop is agreed on and not done yet
         self.signals = signals
-        self._stays = False  # the run goes on with another stage, which must find the file STOP
-        # Whoever has more to exchange sets these (health/slow_ranks.py). At each boundary, `carry`
-        # returns numbers of int32, as many on every rank; `carried` gets their maxima over all
-        # ranks a step later.
-        self.carry: Callable[[], list[int]] = list
-        self.carried: Callable[[list[int]], None] = lambda maxima: None
+        self._more: Callable[[], list[int]] = list
+        self._received: Callable[[list[int]], None] = lambda maxima: None
         self._group = dist.new_group(backend="gloo")
         self._looks_next = 0.0
 
@@ -98,13 +93,18 @@ class StopRequests(Listener):
     def wants_save(self) -> bool:
         return self.agreed or self.save_agreed
 
+    def carry(self, more: Callable[[], list[int]], received: Callable[[list[int]], None]) -> None:
+        """Exchange more at each boundary, beside the requests: `more` returns numbers of int32, as
+        many on every rank; `received` gets their maxima over all ranks a step later."""
+        self._more, self._received = more, received
+
     def agree(self) -> bool:
         """Read what all ranks posted at the boundary before, and post the requests of this rank.
         Returns whether a stop is agreed on. Called at a boundary between steps."""
         self._wait()
         reason, save, *carried = self._posted.tolist()
         if carried:
-            self.carried(carried)
+            self._received(carried)
         self.reason = self.reason or list(REASONS.values())[reason]
         self.save_agreed = self.save_agreed or bool(save)
         self._post()
@@ -112,34 +112,24 @@ class StopRequests(Listener):
             self.signals.announce(self.reason)
         return self.agreed
 
-    def begins(self, run: Run) -> None:
-        if self.agreed:  # requested while the run started
-            run.end(self.reason)
-
-    def after_step(self, run: Run) -> None:
-        if self.agree():
-            run.end(self.reason)
-
-    def ends(self, run: Run) -> None:
-        self._stays = run.changes_stage
-
     def saved(self) -> None:
         """Clear a save request that has been fulfilled."""
         if self.save_agreed and dist.get_rank() == 0:
             (self.folder / "SAVE").unlink(missing_ok=True)
         self.save_agreed = False
 
-    def __enter__(self) -> "StopRequests":
+    def open(self) -> None:
+        """Read what was requested while the run started."""
         self._post()
         self.agree()
-        return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None:
-            self._wait()  # for the last all-reduce
-            if dist.get_rank() == 0 and not self._stays:
-                # otherwise the next start would stop immediately
-                (self.folder / "STOP").unlink(missing_ok=True)
+    def close(self, stays: bool) -> None:
+        """Wait for the last exchange, at the end of a run that did not fail. `stays`: the run goes
+        on with another stage, which must find the file STOP; otherwise that is removed, because the
+        next start would stop at once."""
+        self._wait()
+        if dist.get_rank() == 0 and not stays:
+            (self.folder / "STOP").unlink(missing_ok=True)
 
     def _post(self) -> None:
         # a copy, because another thread may add to it
@@ -155,7 +145,7 @@ class StopRequests(Listener):
                 asked += ["job"] if os.path.exists(os.environ.get("LATTICE_STOP_FILE", "")) else []
                 save = not self.save_agreed and (self.folder / "SAVE").exists()
         self._posted = torch.tensor(
-            [max(map(list(REASONS).index, asked), default=0), save, *self.carry()],
+            [max(map(list(REASONS).index, asked), default=0), save, *self._more()],
             dtype=torch.int32,
         )
         # Element-wise maximum over all ranks of two int32, and after a logged step of as many more

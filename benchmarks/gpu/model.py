@@ -41,10 +41,10 @@ from benchmarks.gpu.timing import DEVICE, ON_GPU, Clock, Work, rate
 from hardware import DEVICES, data_sheet_of
 from model.kernels.attention_choice import BY_REQUEST
 from runtime.profiling.profile import axes_of_groups
-from runtime.profiling.profile_summary import describe, events_of, read_trace, summarise
 from runtime.start.attention import describe_attention
 from tools.plan.layout import Layout
 from tools.plan.time import StepTime
+from tools.profile.summary import describe, events_of, read_trace, summarise
 from tools.rehearse.rank import rows as batch_of
 
 pytestmark = pytest.mark.usefixtures("fresh")

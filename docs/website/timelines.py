@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from parallel.pipeline.actions import stage_ranks
+from parallel.pipeline.actions import NAMES, stage_ranks
 from parallel.pipeline.lower import result_of
-from runtime.profiling.chrome import NAMES
 from tools.timeline.draw import chunk_of_stage, shade
 from tools.timeline.panels import simulated_panels, stages_needed
 

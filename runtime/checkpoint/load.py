@@ -88,7 +88,6 @@ class Start:
     earlier: tuple[EarlierStage, ...] = ()
     left_out: tuple[Windows, ...] = ()  # by rollbacks to an earlier stage
     gone_back: tuple[int, ...] = ()  # the steps to which this process has rolled back
-    since: float | None = None  # when the process left the stage before (time.monotonic)
 
 
 @parts(inside="verify")

@@ -31,10 +31,7 @@ from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.load import Start, find_before, load
 from runtime.checkpoint.save import Saver
 from runtime.listener import Listener, Run
-from runtime.log.events import append_event
 from runtime.messages import log
-from runtime.metrics.metrics import Metrics
-from runtime.watchdog import Watchdog
 from training.guard import check_not_in_vain
 
 MOST_TO_THE_SAME = 3  # rollbacks to the same checkpoint
@@ -52,17 +49,8 @@ class Rollback(Listener):
         start: where this run began, and what it goes back to as long as it has saved no checkpoint.
     """
 
-    def __init__(
-        self,
-        data: Sequence[Mixture],
-        start: Start,
-        lease: Lease,
-        saver: Saver,
-        metrics: Metrics,
-        watchdog: Watchdog,
-    ) -> None:
-        self.data, self.start, self.lease = data, start, lease
-        self.saver, self.metrics, self.watchdog = saver, metrics, watchdog
+    def __init__(self, data: Sequence[Mixture], start: Start, lease: Lease, saver: Saver) -> None:
+        self.data, self.start, self.lease, self.saver = data, start, lease, saver
         self.first_samples: deque[int] = deque()  # of each recent step, and of the next one
 
     def begins(self, run: Run) -> None:
@@ -73,7 +61,7 @@ class Rollback(Listener):
     def after_step(self, run: Run) -> None:
         self.first_samples.append(run.loader.next_sample)
         if 0 < run.config.guard.max_bad_steps <= run.logged_bad_in_a_row and not run.end_reason:
-            with self.metrics.spending("rollback"), self.watchdog.resting():
+            with run.pause("rollback"):
                 self._go_back(run)
         elif run.step == run.config.train.steps:
             check_not_in_vain(run.step, run.step - run.first_step, run.logged_bad_in_a_row)
@@ -115,7 +103,7 @@ class Rollback(Listener):
             event = {"from_step": step, "step": start.step, "left_out": list(left_out[0][1:])}
             if left_out[1:]:
                 event["left_out_before"] = [list(one) for one in left_out[1:]]
-            append_event(config.run.dir, "rollback", **event)
+            run.log.event("rollback", **event)
         run.go_back(start)
 
     def _samples_of(self, bad: int, run: Run) -> list[tuple[int, int, int]]:

@@ -64,7 +64,7 @@ from runtime.checkpoint.save_errors import SaveFailed, agree, room
 from runtime.checkpoint.tiling import random_point
 from runtime.checkpoint.trainer_state import FILE, model_entries
 from runtime.device import DeviceClock, device_thread
-from runtime.log.events import append_event
+from runtime.log.run_log import RunLog
 from runtime.messages import log
 from training.optimizers import state_bytes
 from training.step import TrainStep
@@ -80,10 +80,11 @@ class Saver:
         train: holds the weights and moments to be saved.
         tokenizer: the tokenizer's file; checkpoints include a copy, with its companion files.
         lease: the lease of the run folder.
+        run_log: gets the event of each save.
     """
 
-    def __init__(self, train: TrainStep, tokenizer: Path, lease: Lease) -> None:
-        self.train, self.tokenizer, self.lease = train, tokenizer, lease
+    def __init__(self, train: TrainStep, tokenizer: Path, lease: Lease, run_log: RunLog) -> None:
+        self.train, self.tokenizer, self.lease, self.log = train, tokenizer, lease, run_log
         self.folder = checkpoint_folder(train.config)
         self.group = dist.new_group(backend="gloo")
         self.tensors = {held.name: held.tensor for held in held_tensors(train) if not held.is_copy}
@@ -200,7 +201,7 @@ class Saver:
         if self._is_first:
             self.lease.check()
             log(said, sys.stderr if self.failed else sys.stdout)
-            append_event(self.folder.parent, "checkpoint", **record)
+            self.log.event("checkpoint", **record)
 
     def _require_finite(self) -> None:
         """Raise if a tensor is not finite: such a checkpoint must not replace good ones."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from hardware import H100
 from runtime.checkpoint.goodput import best_interval, mtbf_of
 from runtime.listener import Run
-from runtime.log.events import append_event, read_events
+from runtime.log.events import read_events
 from runtime.messages import from_rank_0, log
 from settings.config import Config
 
@@ -70,20 +70,20 @@ class SaveInterval:
             self.step_seconds = [*self.step_seconds, run.step_seconds][-REMEMBERED:]
             self._logged += 1
             if self._logged <= 2 and not self.waits:
-                self._decide(run.step)
+                self._decide(run)
         elapsed = self.steps is not None and run.step - self.saved_at >= self.steps
         kept = self.config.keep_every
         return elapsed or run.is_last or (kept > 0 and run.step % kept == 0)
 
-    def saved(self, step: int, waited: float, last: dict[str, Any]) -> None:
+    def saved(self, run: Run, waited: float, last: dict[str, Any]) -> None:
         """Note a save, and choose the interval anew.
 
         Args:
-            step: of the save.
+            run: after the step that was saved.
             waited: seconds for which training waited, as measured on the host.
             last: the event of the newest committed save (save.py); empty if there is none.
         """
-        self.saved_at = step
+        self.saved_at = step = run.step
         if not self.is_auto:
             return
         if self._first is None:  # the first one also allocates its copies
@@ -96,16 +96,16 @@ class SaveInterval:
                 self.writes.append(known["write_seconds"])
         del self.waits[:-REMEMBERED], self.writes[:-REMEMBERED]
         if self.step_seconds:
-            self._decide(step)
+            self._decide(run)
 
     def went_back(self, step: int) -> None:
         self.saved_at = step
 
-    def _decide(self, step: int) -> None:
+    def _decide(self, run: Run) -> None:
         """Choose the interval on rank 0; every rank receives it."""
-        self.steps = from_rank_0(lambda: self._choose(step), self.device)
+        self.steps = from_rank_0(lambda: self._choose(run), self.device)
 
-    def _choose(self, step: int) -> int:
+    def _choose(self, run: Run) -> int:
         waits, writes = self.waits, self.writes
         if not waits:
             waits, writes = measured_saves(read_events(self.folder))
@@ -125,18 +125,16 @@ class SaveInterval:
                 f"{save:.3g} s ({measured}), and a failure {expected}"
             )
             known = mtbf if fails else None  # JSON has no infinity
-            append_event(
-                self.folder, "interval", step=step, steps=steps, save_seconds=save, mtbf=known
-            )
+            run.log.event("interval", step=run.step, steps=steps, save_seconds=save, mtbf=known)
         return steps
 
 
 def measured_saves(events: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
     """The seconds for which training waited for a save, and those until it was committed, of the
-    newest saves of a run; without the first of each start, which allocates memory."""
+    newest saves of a run; without the first of each start or stage, which allocates memory."""
     waits, writes, first = [], [], True
     for event in events:
-        if event["event"] == "start":
+        if event["event"] in ("start", "stage"):
             first = True
         elif event["event"] == "checkpoint" and "failed" not in event:
             if not first:

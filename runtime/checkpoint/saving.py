@@ -13,10 +13,7 @@ from runtime.checkpoint.save_interval import SaveInterval
 from runtime.health.examine import Examination
 from runtime.health.replicas import ReplicasDiffer, check_replicas
 from runtime.listener import Listener, Run
-from runtime.metrics.metrics import Metrics
 from runtime.next_stage import find_next
-from runtime.stop import StopRequests
-from runtime.watchdog import Watchdog
 
 
 class Saving(Listener):
@@ -27,32 +24,24 @@ class Saving(Listener):
     update before the bad steps may have ruined the weights. A save on request or after the last
     step does not wait.
 
-    data: the training data of each stage.
+    data: the training data of each stage. step: where the run begins.
     """
 
     def __init__(
-        self,
-        saver: Saver,
-        data: Sequence[Mixture],
-        metrics: Metrics,
-        watchdog: Watchdog,
-        stop: StopRequests,
-        examination: Examination | None,
+        self, saver: Saver, data: Sequence[Mixture], step: int, examination: Examination | None
     ) -> None:
-        self.saver, self.data = saver, data
-        self.metrics, self.watchdog, self.stop = metrics, watchdog, stop
-        self.examination = examination
+        self.saver, self.data, self.examination = saver, data, examination
         self.is_due = False  # stays set while steps are bad
         self.interval = SaveInterval(
-            saver.train.config, metrics.step, saver.local_bytes, saver.train.mesh.device
+            saver.train.config, step, saver.local_bytes, saver.train.mesh.device
         )
 
     def after_step(self, run: Run) -> None:
-        config, stop = run.config, self.stop
+        config, stop = run.config, run.stop
         self.is_due |= self.interval.is_due(run) or run.changes_stage
         if not (self.is_due or stop.wants_save or run.is_due(config.guard.replica_interval)):
             return
-        with self.metrics.spending("saving"), self.watchdog.resting():
+        with run.pause("saving"):
             began = time.perf_counter()
             self._check_replicas(run)
             good = not run.train.guard.bad_in_a_row or run.is_last
@@ -60,7 +49,7 @@ class Saving(Listener):
                 others = of_other_stages(run.start.earlier, run.start.left_out)
                 self.saver.save(run.step, run.tokens, run.loader.state(), others)
                 self.is_due = False
-                self.interval.saved(run.step, time.perf_counter() - began, self.saver.last)
+                self.interval.saved(run, time.perf_counter() - began, self.saver.last)
                 stop.saved()
                 if stop.agree():  # includes requests that arrived during the save
                     run.end(stop.reason)
@@ -78,7 +67,7 @@ class Saving(Listener):
         self.interval.went_back(start.step)
 
     def ends(self, run: Run) -> None:
-        with self.metrics.spending("end"), self.watchdog.resting():
+        with run.pause("end"):
             if run.leaves:  # whether the last save failed no longer matters
                 self.saver.wait()
             else:
@@ -86,9 +75,9 @@ class Saving(Listener):
             if run.changes_stage:
                 run.following = find_next(run, self.data, self.saver.lease)
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def closes(self, run: Run, error: BaseException | None) -> None:
         if isinstance(error, RunFailed):  # raised on all ranks: finish the save in progress
-            with self.watchdog.resting():
+            with run.watchdog.resting():
                 self.saver.wait()
 
 

@@ -25,7 +25,7 @@ added, never changed.
     end         a start ends              state, step, reason; `stage` if the process goes on with
                                           this one; `noted_later` if the next start has noted it
 
-The companion of rank 0 (monitor/) writes, too:
+The monitor of rank 0 (monitor/) writes, too, and `end` where nobody else has:
 
     stalled     no step is logged         the last step, seconds since it was logged, what rank 0
                                           does meanwhile (`busy`)
@@ -82,9 +82,9 @@ def is_whole_event(found: dict[str, Any]) -> bool:
     return all(name in found and is_right(found[name]) for name, is_right in fields.items())
 
 
-def append_event(folder: str | Path, event: str, **about: Any) -> None:
-    """Add a line; called by only one rank, and by its companion. If it cannot be written (a full
-    disk), the run continues, after a warning: no alarm is sent of this event."""
+def append_event(folder: str | Path, event: str, **about: Any) -> dict[str, Any]:
+    """Add a line, and return it; called by only one rank (RunLog), and by its monitor. If it cannot
+    be written (a full disk), the run continues, after a warning."""
     whole = {"event": event, "time": time.time(), **about}
     assert is_whole_event(whole), whole
     line = json.dumps(whole) + "\n"
@@ -98,6 +98,7 @@ def append_event(folder: str | Path, event: str, **about: Any) -> None:
     except OSError as error:
         if event != "spent":  # one a logged step
             log(f"warning: the event {event} was not recorded: {error}")
+    return whole
 
 
 def changes_stage(event: dict[str, Any]) -> bool:

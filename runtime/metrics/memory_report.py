@@ -71,16 +71,14 @@ class MemoryReports(Listener):
                 self.write(step, f"requested after step {step}")
             self._answered = asked
 
-    def __enter__(self) -> "MemoryReports":
+    def begins(self, run: Run) -> None:
         if self.records:
             torch.cuda.memory._record_memory_history(max_entries=RECORDED, stacks="python")
-        return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def closes(self, run: Run, error: BaseException | None) -> None:
         if isinstance(error, torch.OutOfMemoryError):
-            self.write(
-                self.step + 1, f"out of memory in step {self.step + 1}: {str(error).strip()}"
-            )
+            step = self.step + 1
+            self.write(step, f"out of memory in step {step}: {str(error).strip()}")
         if self.records:
             torch.cuda.memory._record_memory_history(enabled=None)
 

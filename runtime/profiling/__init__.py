@@ -1,7 +1,5 @@
-"""Where the time of a step goes.
+"""Where the time of a step goes: what a run writes of it.
 
-profile.py         runs some steps under torch's profiler
-profile_summary.py a profile as seconds of compute, communication and idle time
-trace.py           records when each pipeline action of a step began and ended
-chrome.py          converts timelines to Chrome traces and back
+profile.py  runs some steps under torch's profiler; tools/profile/ reads what it writes
+trace.py    records when each pipeline action of a step began and ended; tools/timeline/ reads it
 """

@@ -1,7 +1,8 @@
 """`run.profile=start:stop`: run some steps under torch's profiler, on `run.profile_ranks`.
 
     RUN/profile/step-00000010-rank-00000.json.gz  the trace; https://ui.perfetto.dev opens it
-    RUN/profile/summary-rank-00000.txt, .json     compute, exposed communication by axis, idle
+
+`python -m tools.profile RUN` reads the traces: compute, exposed communication by axis, idle.
 
 The step before `start` is a warm-up, whose events are discarded. The trace also covers the time
 between the recorded steps. Other steps and other ranks have no overhead.
@@ -29,8 +30,6 @@ from torch.profiler import ProfilerActivity, record_function
 from parallel.mesh import Mesh
 from runtime.listener import Listener, Run
 from runtime.messages import log
-from runtime.profiling.profile_summary import describe, mark_name, read_trace, summarise
-from runtime.watchdog import Watchdog
 from settings.config import Config
 
 # The communicating methods of ProcessGroup. torch 2.11 has the old names, 2.13 has both.
@@ -45,8 +44,8 @@ COLLECTIVES = tuple(_NAMES.split())
 class StepProfile(Listener):
     """Profiles the configured steps; every rank has one, also those that are not profiled."""
 
-    def __init__(self, config: Config, mesh: Mesh, watchdog: Watchdog) -> None:
-        self.folder, self.mesh, self.watchdog = Path(config.run.dir) / "profile", mesh, watchdog
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.folder, self.mesh = Path(config.run.dir) / "profile", mesh
         self.steps = config.run.profiled_steps
         # the steps in which there is something to do, with the warm-up; empty once it is done
         self.window = (
@@ -62,7 +61,7 @@ class StepProfile(Listener):
         number = run.step + 1
         if number not in self.window:
             if self.since:
-                self._finish()  # the run was rolled back
+                self._finish(run)  # the run was rolled back
             return
         if self.is_chosen and self.profiler is None:
             self._prepare()
@@ -79,13 +78,13 @@ class StepProfile(Listener):
         self._range.__exit__(None, None, None)
         self._range = None
         if run.step == self.steps[-1]:
-            self._finish()
+            self._finish(run)
 
     def ends(self, run: Run) -> None:
         if self.since:  # stopped before the last profiled step
-            self._finish()
+            self._finish(run)
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def closes(self, run: Run, error: BaseException | None) -> None:
         self._marks.close()
 
     def _prepare(self) -> None:
@@ -109,13 +108,13 @@ class StepProfile(Listener):
             if self.mesh.device != "cuda":
                 self._marks.enter_context(marked_collectives(axes_of_groups(self.mesh)))
 
-    def _finish(self) -> None:
-        """Write the trace and its summary. The other ranks wait, with the watchdog paused, so that
-        the writing is not mistaken for a hang."""
+    def _finish(self, run: Run) -> None:
+        """Write the trace. The other ranks wait, with the watchdog paused, so that the writing is
+        not mistaken for a hang."""
         profiler, first = self.profiler, self.since
         self.window, self.since, self.profiler = range(0), 0, None
         self._marks.close()
-        with self.watchdog.resting():
+        with run.watchdog.resting():
             if profiler is not None:
                 try:
                     profiler.stop_trace()
@@ -130,13 +129,8 @@ class StepProfile(Listener):
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step-{first:08d}-rank-{rank:05d}.json.gz"
         profiler.export_chrome_trace(str(path))
-        summary = summarise(read_trace(path), str(path))
-        table = self.folder / f"summary-rank-{rank:05d}.txt"
-        table.write_text(describe(summary) + "\n", encoding="utf-8")
-        table.with_suffix(".json").write_text(
-            json.dumps(summary, indent=1) + "\n", encoding="utf-8"
-        )
-        return f"profiled {len(summary['steps'])} steps of rank {rank}: {table}, {path.name}"
+        reader = f"python -m tools.profile {self.folder.parent}"
+        return f"profiled rank {rank} from step {first} on: {path}; {reader} summarises it"
 
     def _synchronize(self) -> None:
         if self.is_chosen and self.mesh.device == "cuda":
@@ -159,7 +153,8 @@ def axes_of_groups(mesh: Mesh) -> dict[str, str]:
 
 @contextmanager
 def marked_collectives(axes: dict[str, str]) -> Iterator[None]:
-    """Mark every collective of this process, and every wait for one, in the trace."""
+    """Mark every collective of this process, and every wait for one, in the trace, such as
+    `tp: allreduce #17` and `tp: wait allreduce #17` (tools/profile/summary.py reads the marks)."""
     numbers = itertools.count()
     # collective → the name that marks the wait for it
     waiting: weakref.WeakKeyDictionary[Work, str] = weakref.WeakKeyDictionary()
@@ -167,10 +162,10 @@ def marked_collectives(axes: dict[str, str]) -> Iterator[None]:
     def marked(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def method(group: ProcessGroup, *arguments: Any, **options: Any) -> Any:
             axis, number = axes.get(group.group_name, "other"), next(numbers)
-            with record_function(mark_name(axis, kind, number, waiting=False)):
+            with record_function(f"{axis}: {kind} #{number}"):
                 work = call(group, *arguments, **options)
             if work is not None:
-                waiting[work] = mark_name(axis, kind, number, waiting=True)
+                waiting[work] = f"{axis}: wait {kind} #{number}"
             return work
 
         return method
@@ -178,9 +173,7 @@ def marked_collectives(axes: dict[str, str]) -> Iterator[None]:
     wait = Work.wait
 
     def marked_wait(work: Work, *arguments: Any, **options: Any) -> Any:
-        with record_function(
-            waiting.get(work, mark_name("other", "work", next(numbers), waiting=True))
-        ):
+        with record_function(waiting.get(work) or f"other: wait work #{next(numbers)}"):
             return wait(work, *arguments, **options)
 
     changed: list[tuple[type, str, Callable[..., Any]]] = [(Work, "wait", marked_wait)]

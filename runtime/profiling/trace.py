@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 
 from parallel.mesh import Mesh
-from parallel.pipeline.actions import Action
+from parallel.pipeline.actions import NAMES, Action
 from parallel.pipeline.runner import record_nothing
 from parallel.pipeline.simulate import Event, Timeline
 from runtime.listener import Listener, Run
 from runtime.messages import log
-from runtime.profiling.chrome import merge_chrome, to_chrome
 from settings.config import Config
 
 AFTER = 2  # first steps that are not traced, because they allocate, connect and compile
+MICROSECONDS = 1000.0  # per unit of a timeline, a millisecond
 
 
 class StepTrace(Listener):
@@ -33,7 +33,7 @@ class StepTrace(Listener):
 
     def __init__(self, config: Config, mesh: Mesh, first_step: int) -> None:
         self.mesh, self.path = mesh, Path(config.run.dir) / "trace.json"
-        self.step = min(first_step + AFTER, config.steps.stop - 1) if config.run.trace else None
+        self.step = min(first_step + AFTER, config.steps.stop - 1) if config.run.trace else -1
         self._offset = 0.0
         self._recorder: ActionRecorder | None = None  # of the current step
 
@@ -57,27 +57,42 @@ class StepTrace(Listener):
         dist.gather_object(mine, everyone)
         if everyone is None:
             return
+        start = min(lane[0].start for _, lane in everyone)
         pipelines: dict[str, list[list[Event]]] = {}
         # in the order of ranks, and so in the order of stages within each pipeline
         for coordinates, lane in everyone:
             name = " ".join(
                 f"{axis} {index}" for axis, index in coordinates.items() if axis != "pp"
             )
+            lane = [Event(a, s - start, e - start) for a, s, e in lane]
             pipelines.setdefault(name, []).append(lane)
-        start = min(lane[0].start for _, lane in everyone)
-        traces = []
-        for name, lanes in pipelines.items():
-            timeline = Timeline(
-                [[Event(a, s - start, e - start) for a, s, e in lane] for lane in lanes]
-            )
-            traces.append((name, to_chrome(timeline)))
+        trace = to_chrome({name: Timeline(lanes) for name, lanes in pipelines.items()})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(merge_chrome(traces)) + "\n", encoding="utf-8")
+            self.path.write_text(json.dumps(trace) + "\n", encoding="utf-8")
         except OSError as error:  # a full disk does not end the run
             return log(f"warning: {self.path} cannot be written: {error}")
-        step = self.step + 1 if self.step is not None else 0
-        log(f"traced step {step} to {self.path}", sys.stdout)
+        log(f"traced step {self.step + 1} to {self.path}", sys.stdout)
+
+
+def to_chrome(pipelines: dict[str, Timeline]) -> dict[str, Any]:
+    """Convert timelines in milliseconds to a Chrome trace: a named process for each pipeline, a
+    lane ("thread") for each of its ranks, an event for each action."""
+    events: list[dict[str, Any]] = []
+    for pid, (pipeline, timeline) in enumerate(pipelines.items()):
+        named: dict[str, Any] = {"ph": "M", "name": "process_name", "pid": pid}
+        events.append(named | {"args": {"name": pipeline}})
+        for rank in range(len(timeline.ranks)):
+            thread = named | {"name": "thread_name", "tid": rank}
+            events.append(thread | {"args": {"name": f"rank {rank}"}})
+        for rank, lane in enumerate(timeline.ranks):
+            for action, start, end in lane:
+                kind, stage, microbatch = action
+                event = {"ph": "X", "name": str(action), "cat": NAMES[kind], "pid": pid}
+                ts, dur = (round(t * MICROSECONDS, 3) for t in (start, end - start))
+                told = {"kind": kind.value, "stage": stage, "microbatch": microbatch}
+                events.append({**event, "tid": rank, "ts": ts, "dur": dur, "args": told})
+    return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
 class ActionRecorder:

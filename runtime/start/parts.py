@@ -24,8 +24,6 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from runtime import signals
-
 T = TypeVar("T", bound=Callable)
 
 # in order; the docstring says when each ends
@@ -60,10 +58,10 @@ def parts(before: str = "", inside: str = "") -> Callable[[T], T]:
     return decorate
 
 
-def seconds_by_part(since: float | None = None) -> dict[str, float]:
+def seconds_by_part(since: float) -> dict[str, float]:
     """The seconds of each part so far; they are forgotten here. `since`: when the start began
-    (time.monotonic); None: with the process."""
-    seconds, last = {}, signals.STARTED if since is None else since
+    (time.monotonic)."""
+    seconds, last = {}, since
     for part, when in _ended.items():
         seconds[part], last = when - last, when
     forget_parts()

@@ -47,7 +47,6 @@ import torch.distributed as dist
 from errors import UserError
 from runtime.health.excluded import excluded_nodes, node_name
 from runtime.listener import Listener, Run
-from runtime.log.events import append_event
 from runtime.log.log_lines import json_object
 from runtime.messages import log
 from runtime.signals import Signals
@@ -184,8 +183,8 @@ class SparesEvent(Listener):
 
     def begins(self, run: Run) -> None:
         spares = json_object(os.environ.get(SPARES, ""))
-        if spares and dist.get_rank() == 0:
-            append_event(run.config.run.dir, "spares", step=run.step, ranks=spares)
+        if spares:
+            run.log.event("spares", step=run.step, ranks=spares)
 
 
 def _say(

@@ -1,10 +1,7 @@
 """Writes down where the time of a start went: the event `started`."""
 
-import torch.distributed as dist
-
 from runtime.checkpoint.load import Start
 from runtime.listener import Listener, Run
-from runtime.log.events import append_event
 from runtime.start.parts import forget_parts, part_ends, seconds_by_part
 
 
@@ -13,9 +10,10 @@ class StartTimes(Listener):
     First in the list of listeners."""
 
     def __init__(self) -> None:
-        self.written = False
+        self.written, self.since = False, 0.0
 
     def begins(self, run: Run) -> None:
+        self.since = run.log.busy_since  # the start of the process, or the end of a stage
         part_ends("listeners")
 
     def after_step(self, run: Run) -> None:
@@ -23,9 +21,7 @@ class StartTimes(Listener):
             return
         self.written = True
         part_ends("step")
-        seconds = seconds_by_part(run.start.since)
-        if dist.get_rank() == 0:
-            append_event(run.config.run.dir, "started", step=run.first_step, seconds=seconds)
+        run.log.event("started", step=run.first_step, seconds=seconds_by_part(self.since))
 
     def went_back(self, run: Run, start: Start) -> None:
         forget_parts()  # loading this checkpoint is not part of the next stage's start

@@ -15,8 +15,8 @@ import pytest
 
 from docs.website.hooks import DOCUMENTED, documented, file_of, page_of, source_of
 from docs.website.timelines import MICRO_BATCHES, RANKS, timelines
+from parallel.pipeline.actions import NAMES
 from parallel.pipeline.schedules import SCHEDULES, build_schedule
-from runtime.profiling.chrome import NAMES
 from tests import ROOT
 from tools.timeline.panels import stages_needed
 

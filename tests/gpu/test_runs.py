@@ -18,11 +18,11 @@ from model.kernels.attention import KERNELS, MATH, Kernel
 from model.kernels.attention_choice import Call, choose, device_of
 from model.mask import Mask, make_mask, scores_bias
 from parallel.pipeline.schedules import build_schedule
-from runtime.profiling.chrome import from_chrome
 from tests import ROOT
 from tests.data_samples import prepared
 from tests.gpu.bench import train
 from tests.runs import status_of, write_config
+from tools.timeline.measured import from_chrome
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,25 +20,26 @@ from parallel.axes import AXES, MeshSizes
 from parallel.mesh import build_mesh
 from parallel.pipeline.actions import Action, stage_ranks
 from parallel.pipeline.schedules import build_schedule
-from runtime.profiling.chrome import from_chrome
 from runtime.profiling.profile import StepProfile
-from runtime.profiling.profile_summary import (
-    Event,
-    describe,
-    length,
-    self_times,
-    subtract,
-    summarise,
-    union,
-)
 from runtime.profiling.trace import clock_offset
 from runtime.watchdog import Watchdog
 from settings.config import Config
 from settings.load import dump_config, load_config
 from tests.runs import LAYOUT_3D, names, train_run, write_config
-from tools import profile as tool
 from tools.plan.layout import Layout
 from tools.plan.traffic import by_axis, collectives
+from tools.profile.__main__ import main
+from tools.profile.summary import (
+    Event,
+    describe,
+    length,
+    read_trace,
+    self_times,
+    subtract,
+    summarise,
+    union,
+)
+from tools.timeline.measured import from_chrome
 
 # --- intervals ------------------------------------------------------------------------------------
 
@@ -169,9 +170,9 @@ def test_a_cpus_trace():
 def test_what_is_no_trace_is_refused(tmp_path, capsys, written):
     path = tmp_path / "trace.json.gz"
     path.write_bytes(written)
-    assert tool.main([str(path)]) == 2
+    assert main([str(path)]) == 2
     assert capsys.readouterr().err.startswith(f"error: trace = {str(path)!r}: ")
-    assert tool.main([str(tmp_path)]) == 2
+    assert main([str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error: RUN = ")
 
 
@@ -227,6 +228,9 @@ def profiled(ranks, data, tmp_path_factory):
     told = {"profile": "2:3", "profile_ranks": PROFILED, "trace": True}
     arguments = [write_config(folder, data, parallel=layout, train=train, run=told)]
     assert ranks.run(train_profiled, 8, arguments) == [("", True)] * 8
+    traces = [f"step-00000002-rank-{rank:05d}.json.gz" for rank in PROFILED]
+    assert names(folder / "run" / "profile") == traces
+    assert main([str(folder / "run")]) == 0  # writes the summaries
     return folder / "run"
 
 
@@ -234,10 +238,7 @@ def summary_file(profiled: Path, rank: int, kind: str = "json") -> Path:
     return profiled / "profile" / f"summary-rank-{rank:05d}.{kind}"
 
 
-def test_what_a_run_leaves(profiled):
-    traces = [f"step-00000002-rank-{rank:05d}.json.gz" for rank in PROFILED]
-    summaries = [summary_file(profiled, r, kind).name for r in PROFILED for kind in ("json", "txt")]
-    assert names(profiled / "profile") == traces + summaries
+def test_the_summary_of_a_run(profiled):
     for rank in PROFILED:
         found = json.loads(summary_file(profiled, rank).read_text())
         assert (found["rank"], found["device"], found["steps"]) == (rank, "cpu", [2])
@@ -265,10 +266,15 @@ def test_collectives_are_those_that_the_planner_counts(profiled, rank):
     assert calls["dp_shard"] + calls["loss"] == table["dp_shard"]["count"]
 
 
-def test_the_tool_says_it_again(profiled, capsys):
-    assert tool.main([str(profiled)]) == 0
+def test_the_tool_prints_what_it_writes(profiled, capsys):
+    """Also where it may not write."""
     files = [summary_file(profiled, rank, "txt") for rank in PROFILED]
-    assert capsys.readouterr().out == "\n".join(file.read_text() for file in files)
+    written = "\n".join(file.read_text() for file in files)
+    with patch.object(Path, "write_text", side_effect=PermissionError(13, "Permission denied")):
+        assert main([str(profiled)]) == 0
+    said = capsys.readouterr()
+    assert said.out == written
+    assert said.err.count("cannot be written: Permission denied") == len(PROFILED)
 
 
 def profile_a_loop(config: str, visited: list[int]) -> None:
@@ -298,8 +304,8 @@ def profile_a_loop(config: str, visited: list[int]) -> None:
 )  # fmt: skip
 def test_however_the_loop_goes(ranks, data, tmp_path, visited, steps):
     ranks.run(profile_a_loop, 1, write_config(tmp_path, data), visited)
-    summary = tmp_path / "run" / "profile" / "summary-rank-00000.json"
-    assert (json.loads(summary.read_text())["steps"] if summary.exists() else None) == steps
+    found = [*(tmp_path / "run" / "profile").glob("*")]
+    assert [summarise(read_trace(path))["steps"] for path in found] == ([steps] if steps else [])
 
 
 # --- traces ---------------------------------------------------------------------------------------

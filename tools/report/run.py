@@ -18,9 +18,9 @@ from runtime.log.events import read_events
 from runtime.log.ledger import account
 from runtime.log.log_lines import content, is_number, json_object, read_records
 from runtime.log.status import read_status
-from runtime.profiling.chrome import from_chrome
 from settings.load import load_config
 from tools.report.ledger import Measured, measure
+from tools.timeline.measured import from_chrome
 
 Points = list[tuple[float, float]]
 FILES = ("config.yaml", "metrics.jsonl", "events.jsonl")  # a run folder has at least one of them

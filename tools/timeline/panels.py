@@ -11,8 +11,8 @@ from errors import UserError
 from parallel.pipeline.check import Fault, check_complete
 from parallel.pipeline.schedules import build_schedule
 from parallel.pipeline.simulate import Costs, Stuck, Timeline, simulate
-from runtime.profiling.chrome import from_chrome, measured_costs
 from tools.timeline.draw import Panel, chunk_of_stage
+from tools.timeline.measured import from_chrome, measured_costs
 
 UNIT_CHARACTERS = 3
 

@@ -18,7 +18,7 @@ the trace and needs no torch.
 The axis of a collective: on a GPU, the kernel names its process group, and the trace file has the
 axis of each group under `lattice`. Batched sends and receives name no group
 (https://github.com/pytorch/pytorch/issues/194693), but only the pipeline uses them. On a CPU,
-profile.py marks each collective with its axis.
+runtime/profiling/profile.py marks each collective with its axis.
 """
 
 import gzip
@@ -33,18 +33,12 @@ from errors import UserError
 
 Interval = tuple[float, float]  # begin, end; empty if they are equal
 STEP = re.compile(r"step (\d+)")
-MARK = re.compile(r"(\w+): (wait )?(\w+) #(\d+)")  # as `mark_name` writes it
+MARK = re.compile(r"(\w+): (wait )?(\w+) #(\d+)")  # as runtime/profiling/profile.py writes it
 TOP = 10  # rows in the table of operators or kernels
 # these contain other operators, or start a collective
 NOT_COMPUTE = ("autograd::", "torch::", "c10d::", "_c10d_functional::")
 MICROSECONDS = 1e6  # per second
 REMEDY = "give the folder of a run that had run.profile set, or a file in its profile/ folder"
-
-
-def mark_name(axis: str, kind: str, number: int, waiting: bool) -> str:
-    """Return the name that marks the call of a collective, or the wait for it, in a CPU trace, such
-    as `tp: wait allreduce #17`."""
-    return f"{axis}: {'wait ' if waiting else ''}{kind} #{number}"
 
 
 # --- intervals ------------------------------------------------------------------------------------
