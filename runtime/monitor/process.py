@@ -86,14 +86,14 @@ class Monitor:
         self.due, self.stalls = self.logged + told["due"], False
         self.start: dict[str, Any] = {}  # the event of this start
         self.end_state = ""
+        self.gone = False  # whether rank 0 is
         # all threads; the lock is held only to compute
         self.state, self.series, self.lock = RunState(), Series(), threading.Lock()
-        self.waiting: list[Callable[[], None]] | None = []  # news, until the past is known
         self.said: set[str] = set()  # what is said only once
         # files: what is to be done, a function and its arguments; and what `_find_end` has found
         self.work: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self.found_end: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self.gone, self.closing = threading.Event(), threading.Event()  # rank 0; this process
+        self.closing = False
         self.files = threading.Thread(target=self._files, name="files", daemon=True)
 
     # --- main thread ------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Monitor:
             self.hear_event(event)
         if isinstance(record, dict) and is_record(record):
             silent, self.logged, self.step = now - self.logged, now, record["step"]
-            self._note(self.state.note_record, record, time.time())
+            self.work.put((self._note, self.state.note_record, record, time.time()))
             if self.stalls:
                 self.stalls = False
                 self.happened("resumed", step=self.step, seconds=silent)
@@ -140,9 +140,9 @@ class Monitor:
         kind, is_whole = event["event"], not changes_stage(event)
         if kind in ("start", "rollback"):
             self.step = event["step"]
+        self.work.put((self._note, self.state.note_event, event))
         if kind == "refused":  # not written by rank 0: a new run folder stays empty
             self.work.put((self._write, event))
-        self._note(self.state.note_event, event)
         self._send(event)
         if kind == "start" and is_whole:
             self.start = event
@@ -155,7 +155,7 @@ class Monitor:
 
     def end(self) -> None:
         """Report rank 0's end, if it has not; then end, in bounded time."""
-        self.gone.set()
+        self.gone = True
         if not self.end_state:
             self.work.put((self._find_end,))
             end = None
@@ -171,8 +171,7 @@ class Monitor:
             self.commands.finish(seconds)
         if self.sender is not None:
             self.sender.finish(ENDING_SECONDS)
-        self.closing.set()
-        self.work.put((lambda: None,))
+        self.work.put((self._close,))
         self.files.join(2 * LOOK_SECONDS)  # longer only if the file system does not respond
 
     # --- any thread -------------------------------------------------------------------------------
@@ -181,17 +180,9 @@ class Monitor:
         """Note an event of the monitor's own: send it if it is an alarm, and let it be written to
         events.jsonl."""
         event = {"event": kind, "time": time.time(), **about}
-        self._note(self.state.note_event, event)
+        self.work.put((self._note, self.state.note_event, event))
         self.work.put((self._write, event))
         self._send(event)
-
-    def _note(self, note: Callable[..., None], *about: Any) -> None:
-        """Add to the state, after what happened before this start."""
-        with self.lock:
-            if self.waiting is None:
-                note(*about)
-            else:
-                self.waiting.append(lambda: note(*about))
 
     def _commanded(self, **about: Any) -> None:
         self.happened("after_commit", **about)
@@ -229,7 +220,7 @@ class Monitor:
         try:
             work(*about)
         except Exception as error:
-            what = " ".join(map(short, about)) or work.__name__
+            what = short(about[-1]) if about else work.__name__
             self._say_once(f"warning: {what}: {type(error).__name__}: {error}")
 
     def _say_once(self, text: str) -> None:
@@ -241,32 +232,36 @@ class Monitor:
 
     def _files(self) -> None:
         self._survive(self._read_past)
-        with self.lock:
-            self.state.state, news, self.waiting = "starting", self.waiting or [], None
-            for note in news:
-                self._survive(note)
-        while not (self.closing.is_set() and self.work.empty()):
-            self._survive(self._show, False)
+        while not self.closing:
+            self._survive(self._show)
             with contextlib.suppress(queue.Empty):
                 self._survive(*self.work.get(timeout=LOOK_SECONDS))
-        self._survive(self._show, True)
+        self._survive(self._show)
+
+    def _close(self) -> None:
+        self.closing = True
 
     def _read_past(self) -> None:
         """Note what happened before this start."""
         for event in _events_until(self.path, self.told["past"]):
-            self._survive(self.state.note_event, event)
+            self._survive(self._note, self.state.note_event, event)
             if event["event"] == "spent":  # with each logged step
-                self.state.note_record({"step": event["step"]}, event["time"])
+                self._note(self.state.note_record, {"step": event["step"]}, event["time"])
+        self.state.state = "starting"
+
+    def _note(self, note: Callable[..., None], *about: Any) -> None:
+        with self.lock:
+            note(*about)
 
     def _write(self, event: dict[str, Any]) -> None:
         if event["event"] != "refused" or self.path.exists():
             about = {name: value for name, value in event.items() if name not in ("event", "time")}
             append_event(self.path.parent, event["event"], **about)
 
-    def _show(self, is_last: bool) -> None:
+    def _show(self) -> None:
         if self.shown is not None:
             try:
-                self.shown.update(is_last, self.gone.is_set())
+                self.shown.update(self.gone, is_last=self.closing)
             except OSError as error:
                 about = f"run.prometheus={self.told['prometheus']}: {error.strerror or error}"
                 self._say_once(f"{about}; trying again")
@@ -275,7 +270,7 @@ class Monitor:
         """Find out how this start ended, which the launcher may still record; or record it."""
         until, folder = time.monotonic() + END_EVENT_SECONDS, self.path.parent
         # until a start begins, status.json is about the one before, and then there is none
-        while self.start and time.monotonic() < until and not self.closing.is_set():
+        while self.start and time.monotonic() < until and not self.closing:
             if status := read_status(folder):
                 return self.found_end.put({"event": "end", "time": time.time(), **status})
             time.sleep(0.1)
@@ -288,7 +283,7 @@ def _events_until(path: Path, until: int) -> Iterator[dict[str, Any]]:
     """Yield the whole events in the first `until` bytes of a file."""
     begin = 0
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        while data := file.read(min(until - begin, READ_BYTES)):
+        while data := file.read(max(0, min(until - begin, READ_BYTES))):
             if not data.endswith(b"\n"):
                 data += file.readline()
             yield from whole_lines(path, data, is_whole_event, begin)

@@ -135,7 +135,7 @@ class Shown:
         self.server: Any = None
         self._due, self._inode = 0.0, -1  # when the file is written again; its last version
 
-    def update(self, is_last: bool, gone: bool) -> None:
+    def update(self, gone: bool = False, is_last: bool = False) -> None:
         """Write the file if it is time or the last version; serve the endpoint if that has failed
         before, because the monitor of the start before still used the port.
 

@@ -302,10 +302,10 @@ def test_what_fails_for_one_line_is_said_and_the_next_is_heard(
         noted.append(event["step"])
 
     monkeypatch.setattr(monitor.state, "note_event", note)
-    monitor.waiting = None
     for step in (0, 1, 2):
-        line = {"event": {"event": "hang", "time": 1.0, "step": step, "where": "here"}}
-        monitor._survive(monitor.hear, line, 0.0)
+        monitor.hear_event({"event": "hang", "time": 1.0, "step": step, "where": "here"})
+    monitor.work.put((monitor._close,))
+    monitor._files()
     assert noted == [2]
     said = capsys.readouterr().err
     assert said.count("alerts: warning: ") == said.count("KeyError: 'rank'") == 2, said

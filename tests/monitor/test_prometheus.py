@@ -151,12 +151,12 @@ def test_a_port_in_use_is_tried_again(monkeypatch):
     monkeypatch.setattr(prometheus, "CLIENT_SECONDS", 0.2)
     where = ["127.0.0.1", free_port()]
     first, second = Shown(where, list), Shown(where, list)
-    first.update(is_last=False, gone=False)
+    first.update()
     with pytest.raises(OSError, match="in use"):
-        second.update(is_last=False, gone=False)
+        second.update()
     first.server.shutdown()
     first.server.server_close()
-    second.update(is_last=False, gone=False)
+    second.update()
     with socket.create_connection(tuple(where), timeout=60) as slow:
         assert slow.recv(1) == b"", "its time is over"
     second.server.shutdown()
