@@ -194,6 +194,7 @@ class Monitor:
 
     def _send(self, event: dict[str, Any]) -> None:
         if self.sender is not None and is_alarm(event):
+            event = {**event}  # to which `passes` adds
             with self.lock:
                 passes = self.series.passes(event, time.monotonic())
             if passes:
