@@ -25,7 +25,7 @@ from model.kernels.backend import check_kernels
 from runtime.all_listeners import build_listeners
 from runtime.checkpoint.history import passed
 from runtime.checkpoint.lease import Lease
-from runtime.checkpoint.load import Start, find_start, load
+from runtime.checkpoint.load import find_start, load
 from runtime.device import prepare_determinism
 from runtime.listener import Listeners, Run
 from runtime.log.run_log import RunLog
@@ -37,11 +37,13 @@ from runtime.start.attention import check_attention
 from runtime.start.connections import set_connections
 from runtime.start.environment import check_environment
 from runtime.start.init_distributed import init_distributed, join_again, limit_waits
-from runtime.start.preconditions import Data, check_fits, check_writable, open_stages
+from runtime.start.preconditions import Data, check_fits, check_writable, open_data_stages
 from runtime.start.spares import training_ranks
 from runtime.stop import StopRequests
+from runtime.trainer_state import Start
 from runtime.watchdog import Watchdog
 from settings.config import Config
+from settings.data_stages import data_stages
 from settings.layouts import valid_layout
 from settings.load import load_config
 from training.build import build_stages
@@ -78,15 +80,15 @@ def read_config(arguments: list[str], device: str) -> Config:
     check_kernels(config.model.kernels, device)
     check_optimizer(config)
     prepare_determinism(device, config.train.deterministic)
-    for stage in config.each_stage:
-        check_attention(stage, device)
-        check_fits(stage, device)
+    for stage in data_stages(config):
+        check_attention(stage.config, device)
+        check_fits(stage.config, device)
     return config
 
 
 def start_run(config: Config, device: str, signals: Signals) -> None:
     # Find the user's mistakes before anything is built or written.
-    data = on_all_ranks(lambda: open_stages(config), device)
+    data = on_all_ranks(lambda: open_data_stages(config), device)
     on_all_ranks(lambda: check_writable(config), device)
     # No other run writes to the folder; a person learns of failures from here on.
     with (
@@ -101,17 +103,19 @@ def start_run(config: Config, device: str, signals: Signals) -> None:
 
 
 def train_stage(
-    config: Config,
+    whole: Config,
     data: Data,
     start: Start,
     lease: Lease,
     log: RunLog,
     signals: Signals,
 ) -> Start | None:
-    """Train from `start` to the end of its stage (of data; without `stages`, the run is one).
-    Return where the next stage starts, if any."""
-    config, mesh = enter_stage(config, start, lease.device)
-    train_data = data.train[start.stage]
+    """Train from `start` to the end of its data stage (a run without `data_stages` is one). Return
+    where the next one starts, if any."""
+    data_stage = data_stages(whole)[start.data_stage]
+    config = data_stage.config
+    mesh = enter_stage(config, lease.device)
+    train_data = data.train[data_stage.number]
     loader = BatchLoader(
         train_data,
         seq_len=config.train.seq_len,
@@ -119,20 +123,20 @@ def train_stage(
         seed=config.train.seed,
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
-        next_sample=start.next_sample,
-        skipped=start.skipped,
-        earlier=passed(start.earlier, data.train),
+        next_sample=start.state.data.next_sample,
+        skipped=start.state.data.skipped,
+        earlier=passed(start.state.earlier, data.train),
         prefetch=config.data.prefetch,
     )
-    train = TrainStep(config, mesh, build_stages(config, mesh), train_data.bos_id)
+    train = TrainStep(config, mesh, build_stages(config, mesh), train_data.bos_id, data_stage.phase)
     load(train, start)
     limit_waits()
     lease.check()  # loading may have taken hours; from here on the run's files are written
     watchdog, stop = Watchdog(config, log), StopRequests(config, signals)
-    run = Run(config, train, loader, start, log, watchdog, stop)
-    announce(run, train_data.vocab_size)
+    run = Run(data_stage, train, loader, start, log, watchdog, stop)
+    announce(run, whole, train_data.vocab_size)
     # called before and after every step, in order: metrics, evaluation, saving, …
-    with Listeners(run, build_listeners(run, data, lease)) as listeners:
+    with Listeners(run, build_listeners(run, whole, data, lease)) as listeners:
         while run.goes_on:
             tokens, targets = run.next_batch()
             listeners.before_step()

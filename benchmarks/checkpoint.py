@@ -26,6 +26,7 @@ from benchmarks.train_cpu import ALONE, build
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.save import Saver
 from runtime.log.events import read_events
+from runtime.trainer_state import DataState
 from settings.load import load_config
 from tools.command import run_command
 
@@ -54,7 +55,7 @@ def measure(rounds: int, folder: Path, lease: Lease) -> dict[str, Any]:
         train.config = replace(
             config, checkpoint=replace(config.checkpoint, async_save=in_background)
         )
-        state = {"next_sample": 0, "skipped": []}
+        state = DataState(checksum="none", next_sample=0, skipped=[])
         waited = timed(lambda: saver.save(next(steps), 0, state)).seconds
         saver.close()
         return waited, read_events(folder / "run")[-1]["write_seconds"]

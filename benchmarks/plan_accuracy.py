@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from costs.summary import flops_per_token
 from errors import UserError
 from hardware import Device
+from settings.checks import validate
 from settings.config import Config
 from settings.load import load_config
 from settings.yaml_text import parse
@@ -80,7 +81,7 @@ SMALL = CASES[0].common.split()  # a small model
 
 def compare_rehearsed(case: Case) -> dict[str, Any]:
     config = case.config()
-    config.validate(case.world)
+    validate(config, case.world)
     measured = alone(rehearse, config, case.world, case.rank)
     number = sum(row["count"] for row in measured["collectives"].values())
     about = {"rehearsed_bytes": measured["peak_memory_bytes"], "collectives": number}

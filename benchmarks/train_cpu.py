@@ -34,6 +34,7 @@ from typing import Any
 
 from benchmarks.compare import ROOT, alternate, cpu_seconds, parser, ratio, run_watched, write
 from runtime.log.log_lines import read_records
+from settings.checks import validate
 from tools.command import run_command
 
 ALONE = ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1"]
@@ -87,7 +88,7 @@ def build(config: Any) -> Any:
     from training.build import build_stages
     from training.step import TrainStep
 
-    config.validate(dist.get_world_size())
+    validate(config, dist.get_world_size())
     sizes = config.parallel.mesh_sizes(dist.get_world_size())
     mesh = build_mesh(sizes, "cpu", config.model.has_experts)
     return TrainStep(config, mesh, build_stages(config, mesh))

@@ -14,7 +14,7 @@ sample i.
     shards.py     one token shard: a safetensors file, written as a stream, read through a mapping
     dataset.py    a prepared folder: one long sequence of tokens per split, read on demand
     sampler.py    (seed, sample index) -> (source, epoch, window): pure functions, no state
-    earlier.py    how the data of a stage continues those of the stages before
+    earlier.py    how a data stage continues those before it
     loader.py     samples -> batches of one data-parallel rank, prefetched; its state is one number
     config.py     the `data` section of a run's YAML
 

@@ -8,22 +8,14 @@ In each stage samples are counted from 0, and so are the samples of a source tha
 windows have another length than before. A source that was read in windows of the same length
 continues where it was left: the same epochs, in the same permutations, so that within an epoch no
 window is read twice. All of this follows from the mixtures and from where each stage ended.
-
-So which samples of a stage hold some text depends on where the stages before it ended. What a
-rollback leaves out is therefore remembered by the numbers of its sources, and of their samples in
-the run: `windows_of`, `samples_of`.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from data.dataset import Mixture
-from data.sampler import MIXTURE_PERIOD, merge_ranges, mixture_pattern
-
-Windows = tuple[int, int, int]  # a source's number in the run, and a range of its samples
+from data.sampler import MIXTURE_PERIOD, mixture_pattern
 
 
 @dataclass(frozen=True)
@@ -49,45 +41,6 @@ def continued(
             passed[number] += count
     mine = _numbers(data, seq_len, numbers)
     return mine, [passed[number] for number in mine]
-
-
-def windows_of(
-    data: Mixture, seq_len: int, earlier: Sequence[Earlier], samples: Sequence[Sequence[int]]
-) -> list[Windows]:
-    """What ranges of samples of a stage hold: of each source, a range of its samples in the run."""
-    found: list[Windows] = []
-    numbers, passed = continued(data, seq_len, earlier)
-    for begin, end in samples:
-        held = zip(counts(data.weights, begin), counts(data.weights, end), strict=True)
-        for number, before, (first, last) in zip(numbers, passed, held, strict=True):
-            found.append((number, before + first, before + last))
-    return merge_windows(found)
-
-
-def merge_windows(windows: Sequence[Windows]) -> list[Windows]:
-    """The same windows, those of each source in ascending ranges that neither overlap nor touch."""
-    return [
-        (number, *pair)
-        for number in sorted({number for number, _, _ in windows})
-        for pair in merge_ranges([pair for of, *pair in windows if of == number])
-    ]
-
-
-def samples_of(
-    data: Mixture, seq_len: int, earlier: Sequence[Earlier], windows: Sequence[Windows]
-) -> tuple[tuple[int, int], ...]:
-    """The ranges of samples of a stage that hold `windows`; none where the stage does not read
-    them."""
-    source_of, _, quota = mixture_pattern(data.weights)
-    found = [np.empty(0, np.int64)]
-    for source, (number, before) in enumerate(zip(*continued(data, seq_len, earlier), strict=True)):
-        places = np.flatnonzero(source_of == source)  # in each period
-        for begin, end in (pair for of, *pair in windows if of == number):
-            nth = np.arange(max(begin - before, 0), max(end - before, 0))
-            found.append(nth // quota[source] * MIXTURE_PERIOD + places[nth % quota[source]])
-    samples = np.unique(np.concatenate(found))
-    parts = np.split(samples, np.flatnonzero(np.diff(samples) > 1) + 1) if len(samples) else []
-    return tuple((int(part[0]), int(part[-1]) + 1) for part in parts)
 
 
 def counts(weights: Sequence[float], samples: int) -> list[int]:

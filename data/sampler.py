@@ -207,15 +207,3 @@ def next_samples(
         position = end
     pieces.append(np.arange(position, position + count, dtype=np.int64))
     return np.concatenate(pieces), position + count
-
-
-def samples_back(end: int, count: int, skipped: Sequence[tuple[int, int]]) -> int:
-    """Where the last `count` samples before `end` begin, outside the skipped ranges."""
-    for begin, after in reversed(skipped):
-        if begin >= end:
-            continue
-        between = end - min(after, end)
-        if between >= count:
-            break
-        count, end = count - between, begin
-    return max(0, end - count)

@@ -16,7 +16,7 @@ SparesEvent         anywhere
 Stopping            from here on, all ranks agree on stop and save requests
 Rollback            before Saving: a run that rolls back does not save
 Saving              knows of requests, bad steps and copies that differ
-StageBegins         anywhere
+DataStageBegins     anywhere
 GarbageCollection   last: freezes what all the others have built
 """
 
@@ -33,12 +33,13 @@ from runtime.health.slow_ranks import SlowRanks
 from runtime.listener import Listener, Run
 from runtime.metrics.memory_report import MemoryReports
 from runtime.metrics.metrics import Metrics, RecordWriter
-from runtime.next_stage import RunEnd, StageBegins
+from runtime.next_stage import DataStageBegins, RunEnd
 from runtime.profiling.profile import StepProfile
 from runtime.profiling.trace import StepTrace
 from runtime.start.preconditions import Data
 from runtime.start.spares import SparesEvent
 from runtime.start.times import StartTimes
+from settings.config import Config
 
 
 class Watching(Listener):
@@ -68,13 +69,17 @@ class Stopping(Listener):
 
     def closes(self, run: Run, error: BaseException | None) -> None:
         if error is None:
-            run.stop.close(stays=run.changes_stage)
+            run.stop.close(stays=run.changes_data_stage)
 
 
-def build_listeners(run: Run, data: Data, lease: Lease) -> list[Listener]:
-    """Build the listeners; every rank calls it, once the state of `run.start` has been loaded."""
+def build_listeners(run: Run, whole: Config, data: Data, lease: Lease) -> list[Listener]:
+    """Build the listeners; every rank calls it, once the state of `run.start` has been loaded.
+
+    whole: the configuration of the whole run.
+    """
     config, train, start, mesh = run.config, run.train, run.start, run.train.mesh
-    train_data, heldout_data = data.train[config.stage], data.heldout[config.stage]
+    number = run.data_stage.number
+    train_data, heldout_data = data.train[number], data.heldout[number]
     saver = Saver(train, train_data.tokenizer_path, lease, run.log)
     metrics = Metrics(config, mesh, start)
     faults = [Faults(train)] if config.guard.inject_fault else []
@@ -86,7 +91,7 @@ def build_listeners(run: Run, data: Data, lease: Lease) -> list[Listener]:
         StartTimes(),
         *faults,
         StepProfile(config, mesh),
-        StepTrace(config, mesh, start.step),
+        StepTrace(run.data_stage, mesh, start.step),
         metrics,
         RunEnd(),
         *slow_ranks,
@@ -99,8 +104,8 @@ def build_listeners(run: Run, data: Data, lease: Lease) -> list[Listener]:
         *([examination] if examination else []),
         SparesEvent(),
         Stopping(),
-        Rollback(data.train, start, lease, saver),
-        Saving(saver, data.train, start.step, examination),
-        StageBegins(),
+        Rollback(whole, data.train, start, lease, saver),
+        Saving(whole, saver, data.train, start.step, examination),
+        DataStageBegins(whole),
         GarbageCollection(),
     ]

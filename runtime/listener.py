@@ -1,6 +1,6 @@
 """What a run does around its steps: a list of listeners, called in order at each step.
 
-    run = Run(config, train, loader, start, log, watchdog, stop)
+    run = Run(data_stage, train, loader, start, log, watchdog, stop)
     with Listeners(run, [...]) as listeners:
         while run.goes_on:
             tokens, targets = run.next_batch()
@@ -34,11 +34,11 @@ import torch
 from torch import Tensor
 
 from data.loader import BatchLoader
-from runtime.checkpoint.load import Start
 from runtime.log.run_log import RunLog
 from runtime.stop import StopRequests
+from runtime.trainer_state import Start
 from runtime.watchdog import Watchdog
-from settings.config import Config
+from settings.data_stages import DataStage
 from training.step import StepResult, TrainStep
 
 
@@ -50,7 +50,7 @@ class Run:
 
     def __init__(
         self,
-        config: Config,
+        data_stage: DataStage,
         train: TrainStep,
         loader: BatchLoader,
         start: Start,
@@ -58,14 +58,14 @@ class Run:
         watchdog: Watchdog,
         stop: StopRequests,
     ) -> None:
-        self.config, self.train, self.loader = config, train, loader
+        self.data_stage, self.config = data_stage, data_stage.config
+        self.train, self.loader = train, loader
         self.log, self.watchdog, self.stop = log, watchdog, stop
         self.start = start  # after a rollback: the checkpoint that was loaded
         self.first_step = self.step = start.step  # steps done so far
-        self.tokens = start.tokens  # trained on so far
+        self.tokens = start.state.tokens  # trained on so far
         self.end_reason = ""  # why the run ends before its last step; "": it does not
-        self.leaves = False  # a rollback leads to an earlier stage, which `start` begins
-        self.following: Start | None = None  # at its end: the start of the next stage
+        self.following: Start | None = None  # at its end: the start of the next data stage
         self.batch: tuple[Tensor, Tensor] | None = None  # of this step
         self.waited_seconds = 0.0  # for the batch of this step
         self.step_seconds: float | None = None  # measured after a logged step; else None
@@ -77,18 +77,17 @@ class Run:
 
     @property
     def goes_on(self) -> bool:
-        return self.step < self.config.steps.stop and not (self.end_reason or self.leaves)
+        return self.step < self.data_stage.steps.stop and not self.end_reason
 
     @property
     def is_last(self) -> bool:
-        """Whether `step` is the last of the stage, or of a run without stages."""
-        return self.step == self.config.steps.stop
+        """Whether `step` is the last of the data stage."""
+        return self.step == self.data_stage.steps.stop
 
     @property
-    def changes_stage(self) -> bool:
-        """Whether this process goes on with another stage after this step."""
-        follows = self.is_last and self.step < self.config.train.steps
-        return self.leaves or (follows and not self.end_reason)
+    def changes_data_stage(self) -> bool:
+        """Whether this process goes on with another data stage after this step."""
+        return self.is_last and self.step < self.config.train.steps and not self.end_reason
 
     def is_due(self, interval: int) -> bool:
         """Whether `step` is a multiple of `interval` or the last; never if `interval` is 0."""
@@ -130,7 +129,7 @@ class Run:
     def go_back(self, start: Start) -> None:
         """Continue with the step after `start`, which has been loaded."""
         self.start = start
-        self.step, self.tokens, self.logged_bad_in_a_row = start.step, start.tokens, 0
+        self.step, self.tokens, self.logged_bad_in_a_row = start.step, start.state.tokens, 0
         self.log.step = self.step
 
 

@@ -1,17 +1,176 @@
-"""The checks of experts and of the learning rate."""
+"""The checks that involve several sections, or the number of ranks.
+
+They raise errors and never change a value.
+"""
+
+import math
+from collections.abc import Callable
 
 from errors import UserError
 from model.config import ModelConfig
 from model.router import router_class
+from model.transformer import check_tp
 from parallel.axes import MeshSizes
 from parallel.config import ParallelConfig
-from settings.sections import OptimizerConfig, TrainConfig
+from parallel.pipeline.actions import splits_backward
+from parallel.pipeline.check import fault_in
+from parallel.pipeline.schedules import MAX_FORWARDS
+from settings.config import Config
+from settings.data_stages import data_stages, in_data_stage
+from settings.sections import MAX_TOKENS, OptimizerConfig
 
 
-def check_experts(
-    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, sizes: MeshSizes
-) -> None:
-    """Raises UserError."""
+def validate(config: Config, world_size: int) -> None:
+    """Check everything that involves more than one section or the world size, in every data stage.
+    Raises UserError, the first that is found."""
+    for stage in data_stages(config):
+        with in_data_stage(stage.number):
+            sizes = stage.config.parallel.mesh_sizes(world_size)
+            for check in CHECKS:
+                check(stage.config, sizes)
+            check_learning_rate(stage.config.optimizer, stage.phase, config.train.steps)
+
+
+def check_lengths(config: Config, sizes: MeshSizes) -> None:
+    """Refuse sizes whose products are too large, before the other checks build something of that
+    length: a schedule has an action for each stage and micro-batch."""
+    parallel, train, batch = config.parallel, config.train, config.train.global_batch_size
+    stages, step = parallel.num_stages, sizes.dp * train.micro_batch_size
+    # some schedules are first built for 2 pp micro-batches
+    if stages * max(2 * parallel.pp, 128) > 2 * MAX_FORWARDS:
+        value, key = max((parallel.stages_per_rank, "stages_per_rank"), (parallel.pp, "pp"))
+        why = f"makes {stages:,} stages in all: too many"
+        raise UserError(f"parallel.{key}", value, why, "use a smaller number")
+    tokens = train.micro_batch_size * train.seq_len
+    if tokens > MAX_TOKENS:
+        why = f"makes {tokens:,} tokens: it counts sequences of train.seq_len={train.seq_len}"
+        remedy = "give a smaller number, often 1 to 16"
+        raise UserError("train.micro_batch_size", train.micro_batch_size, why, remedy)
+    microbatches = config.num_microbatches(sizes.dp)
+    if stages * microbatches > MAX_FORWARDS or batch * train.seq_len > sizes.dp * 4 * MAX_TOKENS:
+        why = f"it counts sequences ({microbatches:,} micro-batches of each data-parallel rank): "
+        why += f"are {batch:,} tokens meant?"
+        meant = max(step, batch // train.seq_len // step * step)
+        remedy = f"for that many tokens of train.seq_len={train.seq_len} give {meant}; else raise "
+        raise UserError("train.global_batch_size", batch, why, remedy + "train.micro_batch_size")
+
+
+def check_profile(config: Config, sizes: MeshSizes) -> None:
+    run, last = config.run, config.train.steps
+    steps = run.profiled_steps
+    if steps and not 1 <= steps[0] <= steps[-1] <= last:
+        why = f"the run's steps are 1 to {last}, and the step `stop` is not profiled"
+        remedy = f"start at 1 or later, stop at {last + 1} or before"
+        raise UserError("run.profile", run.profile, why, remedy)
+    for rank in run.profile_ranks:
+        if not 0 <= rank < sizes.world:
+            why = f"the world has ranks 0 to {sizes.world - 1}, but not {rank}"
+            raise UserError("run.profile_ranks", run.profile_ranks, why, "choose from these")
+
+
+def check_batch(config: Config, sizes: MeshSizes) -> None:
+    train = config.train
+    step = sizes.dp * train.micro_batch_size
+    if train.global_batch_size % step:
+        why = "must be a multiple of data-parallel ranks × train.micro_batch_size = "
+        why += f"{sizes.dp} × {train.micro_batch_size}"
+        remedy = f"for example {max(step, train.global_batch_size // step * step)}"
+        raise UserError("train.global_batch_size", train.global_batch_size, why, remedy)
+
+
+def check_reduce_dtype(config: Config, sizes: MeshSizes) -> None:
+    parallel = config.parallel
+    sums_microbatches = config.num_microbatches(sizes.dp) > 1 and parallel.zero_stage < 2
+    sums = sums_microbatches or sizes.of_weights()["dp_replicate"] > 1
+    if parallel.reduce_dtype == config.train.dtype == "bfloat16" and sums:
+        why = "gradients of micro-batches would be summed in bfloat16 too, before they are reduced"
+        remedy = "use float32, or parallel.zero_stage=2 (or 3) and parallel.dp_replicate=1, where "
+        remedy += "each is reduced separately"
+        raise UserError("parallel.reduce_dtype", "bfloat16", why, remedy)
+
+
+def check_tensor_parallel(config: Config, sizes: MeshSizes) -> None:
+    check_tp(config.model, sizes.tp)
+
+
+def cuts_of_sequence(parallel: ParallelConfig) -> dict[str, int]:
+    """The keys of `parallel` that cut a sequence, each with its number of equal parts: cp cuts it
+    into two chunks per rank, and sequence parallelism each rank's part over tp."""
+    cuts = {"cp": 2 * parallel.cp} if parallel.cp > 1 else {}
+    if parallel.sequence_parallel and parallel.tp > 1:
+        cuts["tp"] = parallel.tp
+        if parallel.tp_pieces > 1:
+            cuts["tp_pieces"] = parallel.tp_pieces
+    return cuts
+
+
+REMEDIES_OF_CUTS = {
+    "cp": "a smaller parallel.cp",
+    "tp_pieces": "fewer pieces",
+    "tp": "parallel.sequence_parallel=false",
+}
+
+
+def check_sequence(config: Config, sizes: MeshSizes) -> None:
+    length, parallel = config.train.seq_len, config.parallel
+    cuts = cuts_of_sequence(parallel)
+    parts = math.prod(cuts.values())
+    if length % parts:
+        by = "sequence parallelism cuts"
+        if sizes.cp > 1:
+            by = (
+                "context and sequence parallelism cut"
+                if len(cuts) > 1
+                else "context parallelism cuts"
+            )
+        factors = " × ".join(
+            f"{'2 · ' if key == 'cp' else ''}parallel.{key}={getattr(parallel, key)}"
+            for key in cuts
+        )
+        why = f"{by} it into {factors} equal parts"
+        # experts need sequence parallelism
+        possible = cuts.keys() - ({"tp"} if config.model.has_experts else set())
+        remedies = [remedy for key, remedy in REMEDIES_OF_CUTS.items() if key in possible]
+        *others, last = [f"use a multiple of {parts}", *remedies]
+        remedy = f"{', '.join(others)}, or {last}" if others else last
+        raise UserError("train.seq_len", length, why, remedy)
+
+
+def check_pure_bfloat16(config: Config, sizes: MeshSizes) -> None:
+    dtype = config.train.dtype
+    if config.optimizer.pure_bfloat16 and dtype != "bfloat16":
+        why = f"train.dtype={dtype} would compute with weights that are stored in bfloat16"
+        remedy = "set train.dtype=bfloat16, or optimizer.pure_bfloat16=false"
+        raise UserError("optimizer.pure_bfloat16", True, why, remedy)
+
+
+def check_schedule(config: Config, sizes: MeshSizes) -> None:
+    config.split_layers()
+    p, name = config.parallel, config.parallel.schedule
+    if fault := fault_in(name, p.pp, p.stages_per_rank, config.num_microbatches(sizes.dp)):
+        # in a schedule that the user added; without this check it could hang
+        remedy = "correct the schedule; parallel/pipeline/check.py has the rules"
+        raise UserError("parallel.schedule", name, fault, remedy)
+
+
+def check_compile(config: Config, sizes: MeshSizes) -> None:
+    if not config.train.compile:
+        return
+    if sizes.tp > 1:
+        why = "the compiler runs the collectives of parallel.tp > 1 as synchronous ones, so no "
+        why += "computation would hide them"
+        remedy = "set train.compile=false, or parallel.tp=1"
+        raise UserError("train.compile", True, why, remedy)
+    name = config.parallel.schedule
+    if splits_backward(config.schedule(sizes.dp)):
+        why = f"a compiled block forms its weight gradients in backward, and schedule {name} "
+        remedy = "set train.compile=false, or choose a schedule that does not split backward (1f1b,"
+        remedy += " interleaved_1f1b)"
+        raise UserError("train.compile", True, why + "defers them", remedy)
+
+
+def check_experts(config: Config, sizes: MeshSizes) -> None:
+    model = config.model
     if not model.has_experts:
         if sizes.ep > 1:
             remedy = "set parallel.ep=1, or model.num_experts"
@@ -21,12 +180,12 @@ def check_experts(
         why = f"does not divide model.num_experts={model.num_experts}"
         fits = [n for n in range(1, model.num_experts + 1) if model.num_experts % n == 0]
         raise UserError("parallel.ep", sizes.ep, why, f"choose one of {fits}")
-    if sizes.tp > 1 and not parallel.sequence_parallel:
+    if sizes.tp > 1 and not config.parallel.sequence_parallel:
         why = "tp ranks must have different tokens, which go to different experts"
         raise UserError(
             "parallel.sequence_parallel", False, why, "set it to true, or parallel.tp=1"
         )
-    if train.compile:
+    if config.train.compile:
         why = "how many rows an expert gets is known only while a step runs, and a compiled "
         why += "block is one graph"
         raise UserError("train.compile", True, why, "set train.compile=false")
@@ -57,11 +216,10 @@ def sides_that_cannot_be_cut(model: ModelConfig, ep: int, shards: int) -> list[t
     return [(key, side) for key, side in model.expert_sides.items() if side % shards]
 
 
-def check_learning_rate(config: OptimizerConfig, phase: range, in_stages: bool) -> None:
-    """Raise UserError if `decay_steps` does not fit the schedule. `in_stages`: the run has several
-    stages, of which some share the phase."""
+def check_learning_rate(config: OptimizerConfig, phase: range, steps_of_run: int) -> None:
+    """Raise UserError if `decay_steps` does not fit the schedule over `phase` (data_stages.py)."""
     steps, decay, warmup = len(phase), config.decay_steps, config.warmup_steps
-    given = f"its phase of {steps} steps" if in_stages else f"train.steps={steps}"
+    given = f"train.steps={steps}" if steps == steps_of_run else f"its phase of {steps} steps"
     if config.schedule != "wsd":
         if not decay:
             return
@@ -78,3 +236,17 @@ def check_learning_rate(config: OptimizerConfig, phase: range, in_stages: bool) 
     else:
         return
     raise UserError("optimizer.decay_steps", decay, why, remedy)
+
+
+CHECKS: list[Callable[[Config, MeshSizes], None]] = [
+    check_lengths,  # first: others build something of these lengths
+    check_profile,
+    check_batch,
+    check_reduce_dtype,
+    check_tensor_parallel,
+    check_experts,
+    check_sequence,
+    check_pure_bfloat16,
+    check_schedule,
+    check_compile,
+]

@@ -1,36 +1,37 @@
-"""Stages of a run: from a step or a token on, other data, lengths, batches, layouts or rates.
+"""Data stages of a run: from a step or a token on, other data, lengths, batches, layouts or rates.
 
-    stages:                              # after the sections of a configuration file
+    data_stages:                         # after the sections of a configuration file
       - from_step: 9000                  # or from_token: 75_000_000_000
         data: {path: {prepared/web: 0.5, prepared/long: 0.5}}
         train: {seq_len: 131072, global_batch_size: 64, micro_batch_size: 1}
         parallel: {cp: 8}
 
-Stage 0 is the sections of the file. `stages.1` is the first entry of the list, and so on, also in
-messages and on the command line (stages.1.train.seq_len=65536). An entry has the settings that
-change; they hold until a later entry changes them again. One with `optimizer` begins a new phase of
-the learning rate: its steps are counted from there, and warmup_steps and decay_steps are 0 unless
-the entry gives them.
+Data stage 0 is the sections of the file. `data_stages.1` is the first entry of the list, and so on,
+also in messages and on the command line (data_stages.1.train.seq_len=65536). An entry has the
+settings that change; they hold until a later entry changes them again. One with `optimizer` begins
+a new phase of the learning rate: its steps are counted from there, and warmup_steps and decay_steps
+are 0 unless the entry gives them.
 
-(Pipeline stages, in parallel/, are something else.)
+(A stage, without `data`, is one of the pipeline: parallel/.)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from declare import LARGEST
 from errors import UserError
+from settings.config import Config
 
-MAX_STAGES = 100
-# How positions are rotated. A stage may change it, or a new run that starts from weights, for
+MOST = 100  # data stages
+# How positions are rotated. A data stage may change it, or a new run that starts from weights, for
 # example to learn from longer sequences (docs/context.md).
 ROTATION_KEYS = {
     "rope_theta", "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor",
     "rope_original_length",
 }  # fmt: skip
-# The settings that a stage may change, by section; () : all of them.
+# The settings that a data stage may change, by section; () : all of them.
 CHANGEABLE: dict[str, tuple[str, ...]] = {
     "data": ("path", "document_mask"),
     "model": tuple(sorted(ROTATION_KEYS)),
@@ -51,83 +52,128 @@ NEW_PHASE = {"warmup_steps": 0, "decay_steps": 0}  # of the learning rate
 
 
 @dataclass(frozen=True)
-class LaterStage:
-    """An entry of `stages`: where it begins, and the settings that change, by section."""
+class DataStage:
+    """A data stage of a run; a run without `data_stages` is one."""
 
-    begins: tuple[str, int]  # a name of BEGINS, and its value
-    changes: dict[str, dict[str, Any]]
-
-    @staticmethod
-    def read(number: int, raw: Any) -> "LaterStage":
-        """Check the form of an entry, read from a file; values are checked when they are used.
-        Raises UserError."""
-        place = f"stages.{number}"
-        if not isinstance(raw, dict):
-            raise UserError(place, raw, "is not a stage", "write `from_step: 1000`, then sections")
-        begins = [(name, raw[name]) for name in BEGINS if name in raw]
-        if len(begins) != 1:
-            why = "must say where it begins, once"
-            raise UserError(place, raw, why, "give from_step, or from_token")
-        name, value = begins[0]
-        if type(value) is not int or not 1 <= value <= BEGINS[name]:
-            why = "is not a number of steps" if name == "from_step" else "is not a number of tokens"
-            raise UserError(f"{place}.{name}", value, why, "give a whole number, 1 or more")
-        changes = {section: keys for section, keys in raw.items() if section not in BEGINS}
-        for section, keys in changes.items():
-            if section not in CHANGEABLE:
-                can = ", ".join([*BEGINS, *CHANGEABLE])
-                why = "a stage cannot change it"
-                raise UserError(f"{place}.{section}", keys, why, f"a stage may have {can}")
-            if not isinstance(keys, dict):
-                why = "is not a section with keys"
-                raise UserError(
-                    f"{place}.{section}", keys, why, f"write `{section}: {{key: value}}`"
-                )
-            for key, setting in keys.items():
-                if not isinstance(key, str):
-                    raise UserError(
-                        f"{place}.{section}", keys, f"{key!r} is not a key", "correct it"
-                    )
-                if CHANGEABLE[section] and key not in CHANGEABLE[section]:
-                    why = "a stage cannot change it"
-                    can = ", ".join(f"{section}.{name}" for name in CHANGEABLE[section])
-                    remedy = f"set it in the section, for the whole run; a stage may change {can}"
-                    raise UserError(f"{place}.{section}.{key}", setting, why, remedy)
-        return LaterStage((name, value), changes)
-
-    @property
-    def raw(self) -> dict[str, Any]:
-        """The entry as in a file."""
-        return {self.begins[0]: self.begins[1], **self.changes}
-
-    def first_step(self, before: int, tokens: int, tokens_per_step: int) -> int:
-        """The number of steps made when the stage begins. A stage with from_token begins with the
-        first step before which at least so many tokens are trained on.
-
-        before, tokens: steps made and tokens trained on when the stage before begins.
-        tokens_per_step: of that stage.
-        """
-        name, value = self.begins
-        return value if name == "from_step" else before + -(-(value - tokens) // tokens_per_step)
+    number: int
+    steps: range  # 0-based
+    phase: range  # the steps over which its learning rate is scheduled
+    config: Config  # of a run that has only this data stage
 
 
-def read_stages(raw: Any) -> tuple[LaterStage, ...]:
-    """The entries of a file's `stages`. Raises UserError."""
+def data_stages(config: Config) -> list[DataStage]:
+    """The data stages of a run. Raises UserError."""
+    end = config.train.steps
+    configs, begins, tokens = [replace(config, data_stages=())], [0], 0
+    for number, entry in enumerate(config.data_stages, 1):
+        before, begin = configs[-1], begins[-1]
+        per_step = before.train.global_batch_size * before.train.seq_len
+        (key, value), changes = begin_of(entry), changes_of(entry)
+        # from_token: the first step before which at least so many tokens are trained on
+        step = value if key == "from_step" else begin - (tokens - value) // per_step
+        if not begin < step < end:
+            why = f"it would begin after step {step}, the data stage before begins after step "
+            why += f"{begin}, and train.steps={end}"
+            remedy = "each data stage needs a step; give more train.steps, or leave it out "
+            remedy += "(data_stages=[] leaves out all)"
+            raise UserError(f"data_stages.{number}.{key}", value, why, remedy)
+        with in_data_stage(number):
+            own = {name: replace(getattr(before, name), **keys) for name, keys in changes.items()}
+        configs.append(replace(before, **own))
+        begins.append(step)
+        tokens += (step - begin) * per_step
+    bounds = [*begins, end]
+    # the numbers of the data stages that begin a phase
+    phases = [0, *(n for n, entry in enumerate(config.data_stages, 1) if "optimizer" in entry)]
+    found = []
+    for number, one in enumerate(configs):
+        first = max(n for n in phases if n <= number)
+        following = min((n for n in phases if n > number), default=len(configs))
+        steps, phase = range(*bounds[number : number + 2]), range(bounds[first], bounds[following])
+        found.append(DataStage(number, steps, phase, one))
+    return found
+
+
+def begin_of(entry: dict[str, Any]) -> tuple[str, int]:
+    """Where an entry begins: from_step or from_token, and its value."""
+    return next((name, entry[name]) for name in BEGINS if name in entry)
+
+
+def changes_of(entry: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings that an entry changes, by section."""
+    return {
+        name: (NEW_PHASE if name == "optimizer" else {}) | keys
+        for name, keys in entry.items()
+        if name not in BEGINS
+    }
+
+
+def stage_of(stages: Sequence[DataStage], step: int) -> DataStage:
+    """The data stage that makes step `step`, 0-based; the last one for later steps."""
+    return stages[sum(step >= one.steps.start for one in stages[1:])]
+
+
+def tokens_after(stages: Sequence[DataStage], step: int) -> int:
+    """How many tokens are trained on in the first `step` steps."""
+    return sum(
+        len(range(one.steps.start, min(step, one.steps.stop)))
+        * one.config.train.global_batch_size
+        * one.config.train.seq_len
+        for one in stages
+    )
+
+
+def read_entries(raw: Any) -> tuple[dict[str, Any], ...]:
+    """The list in a file, whose form is checked; values are checked when they are used. Raises
+    UserError."""
     if raw is None:
         return ()
-    if not isinstance(raw, list) or len(raw) > MAX_STAGES:
-        why = f"is not a list of at most {MAX_STAGES} stages"
-        raise UserError("stages", raw, why, "write `stages:`, then `- from_step: …` for each")
-    return tuple(LaterStage.read(number, entry) for number, entry in enumerate(raw, 1))
+    if not isinstance(raw, list) or len(raw) > MOST:
+        why = f"is not a list of at most {MOST} data stages"
+        remedy = "write `data_stages:`, then `- from_step: …` for each"
+        raise UserError("data_stages", raw, why, remedy)
+    for number, entry in enumerate(raw, 1):
+        _check_form(f"data_stages.{number}", entry)
+    return tuple(raw)
+
+
+def _check_form(place: str, entry: Any) -> None:
+    if not isinstance(entry, dict):
+        why, remedy = "is not a data stage", "write `from_step: 1000`, then sections"
+        raise UserError(place, entry, why, remedy)
+    begins = [name for name in BEGINS if name in entry]
+    if len(begins) != 1:
+        why, remedy = "must say where it begins, once", "give from_step, or from_token"
+        raise UserError(place, entry, why, remedy)
+    name, value = begin_of(entry)
+    if type(value) is not int or not 1 <= value <= BEGINS[name]:
+        why = f"is not a number of {name.removeprefix('from_')}s"
+        raise UserError(f"{place}.{name}", value, why, "give a whole number, 1 or more")
+    for section, keys in entry.items():
+        if section in BEGINS:
+            continue
+        if section not in CHANGEABLE:
+            remedy = f"it may have {', '.join([*BEGINS, *CHANGEABLE])}"
+            raise UserError(f"{place}.{section}", keys, "a data stage cannot change it", remedy)
+        if not isinstance(keys, dict) or not all(isinstance(key, str) for key in keys):
+            why, remedy = "is not a section with keys", f"write `{section}: {{key: value}}`"
+            raise UserError(f"{place}.{section}", keys, why, remedy)
+        can = CHANGEABLE[section]
+        for key in keys if can else ():
+            if key not in can:
+                remedy = "set it in the section, for the whole run; a data stage may change "
+                remedy += ", ".join(f"{section}.{name}" for name in can)
+                why = "a data stage cannot change it"
+                raise UserError(f"{place}.{section}.{key}", keys[key], why, remedy)
 
 
 @contextmanager
-def in_stage(number: int) -> Iterator[None]:
-    """Let a UserError about a later stage name it: `stages.1.train.seq_len`."""
+def in_data_stage(number: int) -> Iterator[None]:
+    """Let a UserError about a later data stage name it: `data_stages.1.train.seq_len`."""
     try:
         yield
     except UserError as error:
-        if not number or error.key.startswith("stages."):
+        if not number or error.key.startswith("data_stages."):
             raise
-        key = f"stages.{number}.{error.key}"
+        key = f"data_stages.{number}.{error.key}"
         raise UserError(key, error.value, error.why, error.remedy) from None

@@ -1,7 +1,7 @@
 """Chooses a run's layout from `parallel.layouts`, by the number of ranks that there are.
 
-All stages of a run with `stages` are trained by the same ranks. A stage that gives a list of its
-own has a layout for each number of ranks in it.
+All data stages of a run are trained by the same ranks. One that gives a list of its own has a
+layout for each number of ranks in it.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,9 @@ from typing import Any
 
 from errors import UserError
 from parallel.layouts import OF_TRAIN, Layout
+from settings.checks import validate
 from settings.config import Config
-from settings.data_stages import LaterStage, in_stage
+from settings.data_stages import DataStage, data_stages, in_data_stage
 
 
 def layout_sizes(config: Config) -> list[int]:
@@ -32,7 +33,7 @@ def checked_layouts(config: Config) -> list[tuple[int, Config]]:
     found = _layouts(config)
     for number, one in enumerate(found):
         with _naming(config, number):
-            one.validate(one.parallel.num_ranks)
+            validate(one, one.parallel.num_ranks)
     return [(one.parallel.num_ranks, one) for one in found]
 
 
@@ -66,7 +67,7 @@ def valid_layout(config: Config, world: int) -> tuple[Config, int]:
     """
     config = choose_layout(config, world)
     ranks = config.parallel.num_ranks if config.parallel.layouts else world
-    config.validate(ranks)
+    validate(config, ranks)
     return config, ranks
 
 
@@ -76,18 +77,13 @@ def _value(config: Config, key: str) -> Any:
 
 def _layouts(config: Config) -> list[Config]:
     """The configuration with each layout, in order."""
-    config = config.whole
-    found = []
+    found, later = [], list(zip(data_stages(config)[1:], config.data_stages, strict=True))
     for number, layout in enumerate(_filled(config)):
         with _naming(config, number):
-            changes = _changes(config, layout)
-            own = {name: replace(getattr(config, name), **keys) for name, keys in changes.items()}
-            num_ranks = own["parallel"].num_ranks
-            stages = tuple(
-                _with_layout(config, later, stage, num_ranks)
-                for stage, later in enumerate(config.stages, 1)
-            )
-            found.append(replace(config, **own, stages=stages).at_stage(0))
+            own = _with(config, layout)
+            entries = [_with_layout(*one, own["parallel"].num_ranks) for one in later]
+            found.append(replace(config, **own, data_stages=tuple(entries)))
+            data_stages(found[-1])  # raises if one does not fit
     return found
 
 
@@ -98,33 +94,36 @@ def _filled(config: Config) -> list[Layout]:
     return [{key: layout.get(key, _value(config, key)) for key in keys} for layout in given]
 
 
-def _changes(config: Config, layout: Layout) -> dict[str, dict[str, Any]]:
-    """What a layout changes, by section."""
+def _with(config: Config, layout: Layout) -> dict[str, Any]:
+    """The two sections with a layout."""
     train = {key: value for key, value in layout.items() if key in OF_TRAIN}
     parallel = {key: value for key, value in layout.items() if key not in OF_TRAIN}
     if parallel.get("dp_shard", config.parallel.dp_shard) == -1:
         why, remedy = "-1 would fit many worlds", "give each layout a number of its own"
         raise UserError("parallel.dp_shard", -1, why, remedy)
-    return {"parallel": {"layouts": _filled(config), **parallel}, "train": train}
+    return {
+        "parallel": replace(config.parallel, layouts=_filled(config), **parallel),
+        "train": replace(config.train, **train),
+    }
 
 
-def _with_layout(config: Config, later: LaterStage, number: int, num_ranks: int) -> LaterStage:
-    """A later stage with the first layout of its own list that has `num_ranks` ranks. One without a
-    list keeps the layout of the stage before, but for the keys that it gives."""
-    if "layouts" not in later.changes.get("parallel", {}):
-        return later
-    with in_stage(number):
-        stage = config.each_stage[number].alone
-        for layout in _filled(stage):
-            changes = _changes(stage, layout)
-            if replace(stage.parallel, **changes["parallel"]).num_ranks == num_ranks:
-                merged = {
-                    name: {**later.changes.get(name, {}), **keys} for name, keys in changes.items()
-                }
-                return replace(later, changes=later.changes | merged)
-        why = f"none has {num_ranks} ranks, as a layout of the stages before has"
-        remedy = "give every stage a layout for each number of ranks"
-        raise UserError("parallel.layouts", stage.parallel.layouts, why, remedy)
+def _with_layout(stage: DataStage, entry: dict[str, Any], num_ranks: int) -> dict[str, Any]:
+    """The entry of a data stage with the first layout of its own list that has `num_ranks` ranks.
+    One without a list keeps the layout of the data stage before, but for the keys that it gives."""
+    given = entry.get("parallel", {})
+    if "layouts" not in given:
+        return entry
+    with in_data_stage(stage.number):
+        layouts = _filled(stage.config)
+        for layout in layouts:
+            if _with(stage.config, layout)["parallel"].num_ranks == num_ranks:
+                train = {key: layout[key] for key in OF_TRAIN if key in layout}
+                parallel = {key: layout[key] for key in layout if key not in OF_TRAIN}
+                parallel = {**given, "layouts": layouts, **parallel}
+                return {**entry, "parallel": parallel, "train": {**entry.get("train", {}), **train}}
+        why = f"none has {num_ranks} ranks, as a layout of the data stages before has"
+        remedy = "give every data stage a layout for each number of ranks"
+        raise UserError("parallel.layouts", stage.config.parallel.layouts, why, remedy)
 
 
 @contextmanager

@@ -4,12 +4,13 @@ are errors; nothing is guessed."""
 import dataclasses
 import difflib
 import typing
+from pathlib import Path
 from typing import Any
 
 from declare import alternatives, no_such_key
 from errors import UserError
 from settings.config import SECTIONS, Config
-from settings.data_stages import read_stages
+from settings.data_stages import data_stages, read_entries
 from settings.yaml_text import MAX_CHARACTERS, NotYaml, dump, parse
 
 KEYS = {name: [field.name for field in dataclasses.fields(cls)] for name, cls in SECTIONS.items()}
@@ -18,8 +19,8 @@ HINTS = {name: typing.get_type_hints(cls) for name, cls in SECTIONS.items()}
 
 def load_config(path: str, overrides: list[str]) -> Config:
     """Read `path`, apply `overrides` in order, and build the configuration (each section checks
-    itself); of a run with stages, that of stage 0. An override without stages.K changes the
-    sections of the file, so it holds until a stage sets the key.
+    itself, in every data stage). An override without data_stages.K changes the sections of the
+    file, so it holds until a data stage sets the key.
 
     Raises:
         UserError: the file is unreadable, a section or key is unknown, a key is missing, or a value
@@ -27,32 +28,45 @@ def load_config(path: str, overrides: list[str]) -> Config:
     """
     raw = _read(path)
     for override in overrides:
-        name, equals, text = override.partition("=")
-        section, dot, key = name.partition(".")
-        whole = name == "stages"
-        if not (equals and (whole or (section and dot and key))):
-            raise UserError(
-                "command line",
-                override,
-                "is not section.key=value",
-                "write for example train.steps=100",
-            )
-        if whole:
-            raw["stages"] = _value(name, text)
-        elif section == "stages":
-            _set_in_stage(raw, name, text)
-        else:
-            raw.setdefault(section, {})[key] = _value(name, text, section, key)
+        _apply(override, raw)
     return _build(raw)
+
+
+def load_saved(folder: Path) -> Config:
+    """The configuration that a run wrote to its folder. (An older version wrote `stages` for
+    `data_stages`.) Raises UserError."""
+    raw = _read(str(folder / "config.yaml"))
+    if "stages" in raw:
+        raw["data_stages"] = raw.pop("stages")
+    return _build(raw)
+
+
+def _apply(override: str, raw: dict[str, Any]) -> None:
+    name, equals, text = override.partition("=")
+    section, dot, key = name.partition(".")
+    whole = name in ("data_stages", "stages")
+    if not (equals and (whole or (section and dot and key))):
+        raise UserError(
+            "command line",
+            override,
+            "is not section.key=value",
+            "write for example train.steps=100",
+        )
+    if whole:
+        raw[name] = _value(name, text)
+    elif section == "data_stages":
+        _set_in_data_stage(raw, name, text)
+    else:
+        raw.setdefault(section, {})[key] = _value(name, text, section, key)
 
 
 def dump_config(config: Config) -> str:
     """The whole resolved configuration as YAML, defaults included. `load_config` reads the same
     configuration back."""
-    plain: dict[str, Any] = settings_of(config.whole)
+    plain: dict[str, Any] = settings_of(config)
     plain["optimizer"]["betas"] = list(config.optimizer.betas)
-    if config.stages:
-        plain["stages"] = [stage.raw for stage in config.stages]
+    if config.data_stages:
+        plain["data_stages"] = list(config.data_stages)
     return dump(plain)
 
 
@@ -91,14 +105,14 @@ def _value(name: str, text: str, section: str = "", key: str = "") -> Any:
     return text if verbatim and not quoted and type(value) not in types - {str, dict} else value
 
 
-def _set_in_stage(raw: dict[str, Any], name: str, text: str) -> None:
-    """Apply an override of a stage: stages.1.train.seq_len, or stages.1.from_step."""
-    stages = raw.get("stages") or []
-    number, _, rest = name.removeprefix("stages.").partition(".")
+def _set_in_data_stage(raw: dict[str, Any], name: str, text: str) -> None:
+    """Apply an override: data_stages.1.train.seq_len, or data_stages.1.from_step."""
+    stages = raw.get("data_stages") or []
+    number, _, rest = name.removeprefix("data_stages.").partition(".")
     section, _, key = rest.partition(".")
     if not isinstance(stages, list) or number not in map(str, range(1, len(stages) + 1)):
-        why = f"the file has {len(stages) if isinstance(stages, list) else 0} stages"
-        raise UserError(name, text, why, "write for example stages.1.train.seq_len=1024")
+        why = f"the file has {len(stages) if isinstance(stages, list) else 0} data stages"
+        raise UserError(name, text, why, "write for example data_stages.1.train.seq_len=1024")
     at, value = int(number) - 1, _value(name, text, section, key)
     if not section:
         stages[at] = value
@@ -109,7 +123,7 @@ def _set_in_stage(raw: dict[str, Any], name: str, text: str) -> None:
 
 
 def _read(path: str) -> dict[str, Any]:
-    """The file's sections, each a mapping of keys, and its list of stages."""
+    """The file's sections, each a mapping of keys, and its list of data stages."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(MAX_CHARACTERS + 1)
@@ -134,7 +148,7 @@ def _read(path: str) -> dict[str, Any]:
             "see configs/laptop.yaml",
         )
     for section, keys in raw.items():
-        if section == "stages":
+        if section in ("data_stages", "stages"):
             continue
         if not isinstance(section, str) or not isinstance(keys, dict):
             raise UserError(
@@ -147,15 +161,17 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _build(raw: dict[str, Any]) -> Config:
-    stages = read_stages(raw.pop("stages", None))
+    entries = read_entries(raw.pop("data_stages", None))
     for section, given in raw.items():
         if section not in SECTIONS:
-            close = difflib.get_close_matches(section, [*SECTIONS, "stages"], n=1)
-            names = ", ".join([*SECTIONS, "stages"])
+            close = difflib.get_close_matches(section, [*SECTIONS, "data_stages"], n=1)
+            names = ", ".join([*SECTIONS, "data_stages"])
             remedy = f"did you mean {close[0]}?" if close else f"choose from {names}"
             raise UserError(section or "''", given, "there is no such section", remedy)
         for key, value in given.items():
             if key not in KEYS[section]:
                 raise no_such_key(section, str(key), value, KEYS)
     built = {section: cls(**raw.get(section, {})) for section, cls in SECTIONS.items()}
-    return Config(**built, stages=stages).at_stage(0)
+    config = Config(**built, data_stages=entries)
+    data_stages(config)  # raises if an entry does not fit
+    return config

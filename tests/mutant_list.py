@@ -203,19 +203,25 @@ CHANGES: dict[str, list[Change]] = {
     ],
     # --- saving ---
     "runtime/checkpoint/save.py": [
-        ("            stall += copied()\n", "", "wait"),
+        ("            seconds = wait()\n", "            seconds = 0.0\n", "wait"),
         ("        began = time.perf_counter()\n        self.wait()\n",
          "        began = time.perf_counter()\n", "wait"),
-        ("            self._agree(self._require_finite)\n", ""),
-        ('good = trainer["bad_in_a_row"] == 0', "good = True"),
-        ('"updates": int(self.train.optimizer.updates.item())', '"updates": step'),
-        ("        sync_folder(partial)\n", "", "fsync"),
+        ("            stall += max(self._agree(copied))\n", "", "finite"),
+        ("good = trainer.bad_in_a_row == 0", "good = True"),
+        ("updates=int(self.train.optimizer.updates.item())", "updates=step"),
+        ("        sync(partial)\n", "", "fsync"),
         ("[: -keep.keep_last]", "[: -keep.keep_last - 1]"),
     ],
     "runtime/checkpoint/manifest.py": [
         ("while block := file.read(HASHED_AT_ONCE):", "if block := file.read(HASHED_AT_ONCE):",
          "hash"),
+    ],
+    "runtime/checkpoint/folder.py": [
         ("        os.fsync(file.fileno())\n", "", "fsync"),
+    ],
+    "runtime/checkpoint/rollback.py": [
+        ("too_many = bad >= most or (bad > 0 and run.changes_data_stage)", "too_many = bad >= most",
+         "boundary"),
     ],
     "runtime/checkpoint/saving.py": [
         ("self.is_due |= self.interval.is_due(run)", "self.is_due = self.interval.is_due(run)"),

@@ -22,11 +22,14 @@ import proofs.ranks
 import train
 from errors import UserError
 from proofs.ranks import RankError, Ranks
-from runtime.checkpoint.load import Start, held_tensors, load
+from runtime.checkpoint.load import load
 from runtime.checkpoint.manifest import MANIFEST, PLACES
 from runtime.checkpoint.save_errors import SaveFailed
+from runtime.checkpoint.verify import parse_trainer
+from runtime.log.run_log import RunLog
 from runtime.messages import on_all_ranks
 from runtime.signals import Signals
+from runtime.trainer_state import Start, held_tensors
 from settings.load import load_config
 from tests.data_samples import tokenizer
 from tests.planted import planted
@@ -61,6 +64,11 @@ def write_config(folder: Path, data: Path, /, **sections: dict[str, Any]) -> str
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(raw))
     return str(path)
+
+
+def run_log_of(folder: Path, sink: Callable[[dict[str, Any]], None] | None = None) -> RunLog:
+    """The log of a run that has this folder; nothing is trained."""
+    return RunLog(load_config("configs/laptop.yaml", [f"run.dir={folder}"]), sink)
 
 
 def train_run(arguments: list[str]) -> str:
@@ -197,11 +205,16 @@ def step_of(arguments: list[str]) -> TrainStep:
     return make_step(load_config(arguments[0], arguments[1:]))
 
 
+def saved_start(path: Path, **about: bool) -> Start:
+    """A start from the state of a checkpoint."""
+    return Start(parse_trainer(path), path, **about)
+
+
 def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
     """Load the checkpoint `path` in this layout and return every global tensor (weights,
     biases of routers and optimizer moments), gathered from all ranks."""
     step = step_of(arguments)
-    load(step, Start(Path(path), step=1))
+    load(step, saved_start(Path(path)))
     mine: dict[str, torch.Tensor] = {}
     for held in held_tensors(step):
         mine[held.name] = held.tensor.full_tensor().clone()

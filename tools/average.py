@@ -31,8 +31,8 @@ from torch import Tensor
 
 from data.tokenizer import tokenizer_files
 from errors import UserError
+from runtime.checkpoint.folder import checkpoints_of
 from runtime.checkpoint.manifest import fingerprint, read_manifest
-from runtime.checkpoint.run_folder import checkpoints_of
 from tools.command import CommandParser, at_least, reports_errors, run_command
 from tools.huggingface.checkpoint_reader import DTYPES, CheckpointReader
 from tools.huggingface.new_folder import refuse_existing, write_weights

@@ -22,7 +22,7 @@ from data.tokenizer import GENERATION, Tokenizer
 from model.config import ModelConfig
 from model.transformer import num_parameters
 from runtime.checkpoint.manifest import read_manifest
-from runtime.checkpoint.trainer_state import model_entries
+from runtime.trainer_state import model_entries
 from tools.command import CommandParser, reports_errors, run_command
 from tools.huggingface.agreement import check_tokens, generation_config
 from tools.huggingface.config import refuse_foreign

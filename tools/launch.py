@@ -52,6 +52,7 @@ from errors import UserError
 from runtime.log.status import read_status, record_failure
 from runtime.signals import Signals
 from runtime.start.environment import check_environment
+from settings.checks import validate
 from settings.layouts import valid_layout
 from settings.load import load_config
 from tools.command import CommandParser, add_overrides, reports_errors
@@ -94,7 +95,7 @@ def layout(num_gpus: int, path: str, overrides: list[str]) -> tuple[int, list[st
         sizes = {"tp": tp, "pp": pp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
         axes = [f"parallel.{axis}={size}" for axis, size in {**sizes, "ep": 1}.items()]
         try:
-            load_config(path, [*axes, dtype, *overrides]).validate(processes)
+            validate(load_config(path, [*axes, dtype, *overrides]), processes)
             return processes, [*axes, dtype]
         except UserError as error:
             refused = refused or error

@@ -24,8 +24,9 @@ from fsspec.implementations.dirfs import DirFileSystem
 
 from errors import UserError
 from output import log
-from runtime.checkpoint.manifest import Damaged, check_sizes, fingerprint, read_manifest, verify
-from runtime.checkpoint.names import MANIFEST, NAME
+from runtime.checkpoint.folder import MANIFEST, NAME
+from runtime.checkpoint.manifest import Damaged, check_sizes, fingerprint, read_manifest
+from runtime.checkpoint.verify import verify_checkpoint
 from tools.command import CommandParser, reports_errors, run_command
 
 PARTIAL = f"{MANIFEST}.partial"
@@ -121,7 +122,7 @@ def fetch(store: DirFileSystem, name: str, folder: Path) -> str:
         store.get([f"{name}/{file}" for file in missing], here)
     except FileNotFoundError as error:
         raise Damaged(f"{name} in the store is incomplete: {error}") from None
-    verify(partial)
+    verify_checkpoint(partial)
     for file in [*manifest.files, MANIFEST, ""]:  # "": the folder
         handle = os.open(partial / file, os.O_RDONLY)
         os.fsync(handle)

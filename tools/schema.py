@@ -37,7 +37,7 @@ def schema() -> dict[str, Any]:
     whole["required"] = [
         name for name, cls in SECTIONS.items() if whole["$defs"][cls.__name__].get("required")
     ]
-    whole["properties"]["stages"] = stages()
+    whole["properties"]["data_stages"] = data_stages()
     properties = some_of("parallel") | some_of("train", OF_TRAIN)  # of an item of parallel.layouts
     del properties["layouts"]
     properties["dp_shard"]["minimum"] = 1  # not -1, which would fit many worlds
@@ -58,10 +58,10 @@ def some_of(section: str, keys: Iterable[str] = ()) -> dict[str, Any]:
     return {key: {"$ref": f"#/$defs/{cls.__name__}/properties/{key}"} for key in names}
 
 
-def stages() -> dict[str, Any]:
-    """The schema of the list of stages (settings/data_stages.py)."""
+def data_stages() -> dict[str, Any]:
+    """The schema of the list of data stages (settings/data_stages.py)."""
     begins = {
-        "from_step": "the stage begins after this many steps",
+        "from_step": "the data stage begins after this many steps",
         "from_token": "or: it begins with the first step before which so many tokens were read",
     }
     properties: dict[str, Any] = {
@@ -69,7 +69,7 @@ def stages() -> dict[str, Any]:
         for name, said in begins.items()
     }
     properties |= {name: closed(some_of(name, keys)) for name, keys in CHANGEABLE.items()}
-    said = "later stages of the run: from where, and the settings that change (docs/stages.md)"
+    said = "from where on which settings change (docs/data_stages.md)"
     one = closed(properties, oneOf=[{"required": [name]} for name in begins])
     return {"description": said, "type": "array", "items": one}
 

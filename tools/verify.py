@@ -8,9 +8,9 @@ are loaded. The exit status is 1 if any checkpoint is damaged.
 
 from pathlib import Path
 
+from runtime.checkpoint.folder import checkpoints_of
 from runtime.checkpoint.manifest import Damaged
-from runtime.checkpoint.run_folder import checkpoints_of
-from runtime.checkpoint.trainer_state import verify_checkpoint
+from runtime.checkpoint.verify import verify_checkpoint
 from tools.command import CommandParser, reports_errors, run_command
 
 

@@ -46,16 +46,24 @@ class TrainStep:
     """Holds all that a step needs, and runs it: `TrainStep(config, mesh, stages, bos_id)(step,
     tokens, targets)`.
 
-    bos_id: the token that begins a document, for data.document_mask.
+    Args:
+        bos_id: the token that begins a document, for data.document_mask.
+        phase: the steps over which the learning rate is scheduled; None: the whole run.
     """
 
     def __init__(
-        self, config: Config, mesh: Mesh, stages: dict[int, Transformer], bos_id: int | None = None
+        self,
+        config: Config,
+        mesh: Mesh,
+        stages: dict[int, Transformer],
+        bos_id: int | None = None,
+        phase: range | None = None,
     ) -> None:
         assert bos_id is not None or not config.data.document_mask
         self.config, self.mesh, self.stages = config, mesh, stages
         self.bos_id = bos_id if config.data.document_mask else None
-        self.precision, self.phase = Precision.of(config), config.phase
+        self.precision = Precision.of(config)
+        self.phase = range(config.train.steps) if phase is None else phase
         parallel, train = config.parallel, config.train
         # Listed once, while they are sharded: while its weights are gathered, a module has other
         # objects as its parameters.

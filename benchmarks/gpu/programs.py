@@ -37,6 +37,7 @@ from model.config import ModelConfig
 from model.kernels.attention import unload_flash3
 from model.kernels.attention_choice import BY_REQUEST, KEY
 from parallel.mesh import build_mesh
+from settings.checks import validate
 from settings.config import SECTIONS, Config
 from tools.huggingface.config import config_json
 from tools.rehearse.real import draw_on_device
@@ -120,7 +121,7 @@ def make_config(**sections: dict[str, Any]) -> Config:
     """A configuration of one process, from the keys of each section."""
     given = {"data": {"path": "-"}, "run": {"dir": "-"}, **sections}
     config = Config(**{name: cls(**given.get(name, {})) for name, cls in SECTIONS.items()})
-    config.validate(1)
+    validate(config, 1)
     return config
 
 

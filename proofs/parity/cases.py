@@ -18,6 +18,7 @@ from model.config import KEYS_OF_EXPERTS, ModelConfig
 from parallel.axes import MeshSizes
 from parallel.config import ParallelConfig
 from parallel.pipeline.schedules import SCHEDULES
+from settings.checks import validate
 from settings.config import Config
 from settings.sections import (
     CheckpointConfig,
@@ -127,7 +128,7 @@ class Case:
             GuardConfig(),
             RunConfig(dir="-"),
         )
-        config.validate(self.world)
+        validate(config, self.world)
         return config
 
     def _keys_of(self, section: type) -> dict[str, Any]:

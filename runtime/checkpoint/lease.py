@@ -43,6 +43,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from errors import UserError
+from runtime.checkpoint.folder import (
+    ABANDONED,
+    DAMAGED,
+    LATEST,
+    complete_checkpoints,
+    write_durably,
+)
 from runtime.checkpoint.lease_holder import RELEASED, Found, Holder, newest_lease
 from runtime.messages import from_rank_0, log, refuse
 from runtime.start.parts import parts
@@ -51,7 +58,6 @@ RENEW_SECONDS = 5.0
 EXPIRE_SECONDS = 60.0
 # well below EXPIRE_SECONDS: the lease cannot have expired for another run in this time
 TRUST_SECONDS = 20.0
-KEPT = (".damaged", ".abandoned")  # suffixes of checkpoints that are put aside instead of deleted
 
 
 class Lease:
@@ -174,22 +180,17 @@ class Lease:
     def _is_free(self, found: Found) -> bool:
         """Whether the next number may be taken now. False: the lease has changed, try again. Raises
         UserError if the holder is alive."""
-        holder, me = found.holder, Holder.this_process("")
-        if found.is_released or (holder is not None and holder.was_requeued_as(me.job, me.restart)):
+        if found.is_released or found.has_died():
             return True
-        runs = holder.runs() if holder is not None else None
-        if runs is False:
-            return True
-        age = self._seconds_since(found.time_ns)
-        if runs and age < EXPIRE_SECONDS:
-            self._refuse(found, age)
-        if age < EXPIRE_SECONDS:
-            left = f"{EXPIRE_SECONDS - age:.0f} s"
+        left = EXPIRE_SECONDS - (age := self._seconds_since(found.time_ns))
+        if left > 0:
+            if found.runs():
+                self._refuse(found, age)
             log(
-                f"{self.run_dir} is held by {found}; this run waits up to {left} "
+                f"{self.run_dir} is held by {found}; this run waits up to {left:.0f} s "
                 "to see whether that process is alive and renews its lease"
             )
-        expires = time.monotonic() + EXPIRE_SECONDS - age
+        expires = time.monotonic() + left
         while time.monotonic() < expires:
             time.sleep(0.5)
             now = newest_lease(self.folder)
@@ -226,25 +227,38 @@ class Lease:
             self.move(path, self.work / path.name)
         if others:
             for path in sorted(self.work.rglob("step-*.*")):
-                if path.suffix.startswith(KEPT):
-                    self.put_aside(path, path.suffix)
+                if path.suffix.startswith((DAMAGED, ABANDONED)):
+                    self._put(path, path.suffix)
             shutil.rmtree(self.work, ignore_errors=True)
 
     # --- keeping it -------------------------------------------------------------------------------
 
     def put_aside(self, path: Path, suffix: str) -> Path:
-        """Rename a checkpoint so that it no longer counts as one; return the new path.
+        """Rename a checkpoint so that it no longer counts as one, after taking it out of `latest`;
+        return the new path. `suffix`: DAMAGED or ABANDONED."""
+        self.name_latest(but=path)
+        going = self.work / (path.stem + suffix)  # if this is cut short, `_clear` keeps it
+        self.move(path, going)
+        return self._put(going, suffix)
 
-        suffix: one of KEPT.
-        """
-        names = [suffix, *(f"{suffix}-{number}" for number in range(2, 1000))]
-        places = (self.checkpoints / (path.stem + name) for name in names)
+    def _put(self, path: Path, suffix: str) -> Path:
+        """Move a checkpoint out of the work folder, to a free name with `suffix`."""
+        numbers = ["", *(f"-{number}" for number in range(2, 1000))]
+        places = (self.checkpoints / (path.stem + suffix + number) for number in numbers)
         free = next(place for place in places if not place.exists())
-        if self.work not in path.parents:
-            self.move(path, self.work / free.name)
-            path = self.work / free.name
         self.move(path, free)
         return free
+
+    def name_latest(self, but: Path | None = None) -> None:
+        """Let `latest` name the newest complete checkpoint other than `but`, or remove the file if
+        there is none."""
+        complete = [path.name for path in complete_checkpoints(self.checkpoints) if path != but]
+        latest = self.checkpoints / LATEST
+        if complete:
+            write_durably(self.make_work() / LATEST, complete[-1])
+            self.move(self.work / LATEST, latest)
+        elif latest.exists():
+            self.move(latest, self.work / LATEST)
 
     def _renew(self) -> None:
         """Renew the lease periodically, in a thread, until it is released."""

@@ -1,10 +1,9 @@
 """Read who holds a run folder from its lease, and find out whether that process is alive. (lease.py
 decides what follows.)"""
 
+import contextlib
 import os
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from runtime.start.environment import JOB_ID
-
+JOB_ID = "[!-~]{0,200}"  # what is accepted as Slurm's job number (start/environment.py)
 RELEASED = 0  # the time of a released lease file, in seconds since 1970
 
 # restricted, because any program may have written the lease
@@ -49,16 +47,6 @@ class Holder(BaseModel):
             since=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
 
-    def runs(self) -> bool | None:
-        """Whether the process is alive; None if that cannot be determined from here."""
-        if self.machine != _machine():
-            return None
-        began = _process_began(self.pid)
-        return None if began == "" else began == self.process_began
-
-    def was_requeued_as(self, job: str, restart: int) -> bool:
-        return bool(job) and self.job == job and self.restart < restart
-
     def __str__(self) -> str:
         job = f" of Slurm job {self.job}" if self.job else ""
         return f"process {self.pid} on host {self.host}{job}, since {self.since}"
@@ -79,6 +67,20 @@ class Found:
     @property
     def is_released(self) -> bool:
         return self.time_ns == RELEASED
+
+    def runs(self) -> bool | None:
+        """Whether the holder's process is alive; None if that cannot be determined from here."""
+        if self.holder is None or self.holder.machine != _machine():
+            return None
+        began = _process_began(self.holder.pid)
+        return None if began == "" else began == self.holder.process_began
+
+    def has_died(self) -> bool:
+        """Whether the holder is certainly over: its process, or its job before it was requeued."""
+        was, me = self.holder, Holder.this_process("")
+        if was is not None and me.job and was.job == me.job and was.restart < me.restart:
+            return True
+        return self.runs() is False
 
     def __str__(self) -> str:
         return str(self.holder or "an unknown process (its lease cannot be read yet)")
@@ -114,20 +116,14 @@ def _machine() -> str:
 
 def _process_began(pid: int) -> str | None:
     """Return the start time of a process, which tells it from others that had its number; None if
-    it is dead, "" if that is unknown."""
+    it is dead, "" if that is unknown: only Linux says it exactly, whatever is done to the clock."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return None
     except (PermissionError, OverflowError):  # another user's process
         pass
-    try:
+    with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
-    except OSError:
-        if sys.platform == "linux":
-            return ""
-    began = subprocess.run(
-        ["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
-    )
-    return " ".join(began.stdout.split())
+    return ""

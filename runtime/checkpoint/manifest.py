@@ -7,7 +7,7 @@
 
 Files hold pieces of tensors, each under the tensor's name with the piece's offsets. A reader that
 derives shapes from the pieces it finds would not notice a lost piece; here the pieces of a tensor
-must tile its shape, with every number in exactly one piece (tiling.py). Nothing is unpickled:
+must tile its shape, with every number in exactly one piece (verify.py). Nothing is unpickled:
 tensors are in the safetensors format, everything else is JSON that is validated against a schema
 (schema.py), and file names must be plain names, never paths.
 """
@@ -15,8 +15,6 @@ tensors are in the safetensors format, everything else is JSON that is validated
 import hashlib
 import json
 import math
-import os
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +24,8 @@ from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from data.contents import first_bytes, known
-from runtime.checkpoint.names import MANIFEST
-from runtime.checkpoint.progress import byte_bar
-from runtime.checkpoint.tiling import FIELD, MAX_DIMS, MAX_NUMBERS, Point, random_point, value_at
+from runtime.checkpoint.folder import MANIFEST, write_durably
+from runtime.checkpoint.tiling import MAX_DIMS, MAX_NUMBERS
 from runtime.schema import MAX_JSON_BYTES, Count, Name, Strict, first_problem, load_json
 
 FORMAT, VERSION = "lattice-checkpoint", 2
@@ -36,6 +33,8 @@ TENSORS = ".safetensors"
 # the metadata entry in which DCP's safetensors writer stores the offsets of a file's pieces
 PLACES = "DCP_SHARDING_INFO"
 HASHED_AT_ONCE = 1 << 20
+# raised for JSON that is none, or of another form
+ODD_JSON = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 class Damaged(Exception):
@@ -108,7 +107,7 @@ def read_manifest(folder: Path) -> Manifest:
         said = content.pop("sha256")
         format_and_version = content["format"], content["version"]
         digest = _digest(content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, *ODD_JSON):
         raise Damaged(f"its {MANIFEST} is missing or unreadable") from None
     if format_and_version != (FORMAT, VERSION):
         raise Damaged(
@@ -154,21 +153,16 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def check_file(
-    folder: Path,
-    manifest: Manifest,
-    name: str,
-    point: Point,
-    advance: Callable[[int], object] = lambda size: None,
-) -> Counter[str]:
-    """Read a whole file and raise Damaged if it differs from what was saved; otherwise return what
-    it covers of which tensors (see `cover`). `advance`: as for `fingerprint`."""
+    folder: Path, manifest: Manifest, name: str, advance: Callable[[int], object]
+) -> None:
+    """Read a whole file and raise Damaged if it differs from what was saved. `advance`: as for
+    `fingerprint`."""
     try:
         found = fingerprint(folder / name, advance)
     except OSError as error:
         raise Damaged(f"its file {name!r} cannot be read ({error.strerror})") from None
     if found != manifest.files[name]:
         raise Damaged(f"its file {name!r} was changed (its sha256 differs)")
-    return cover(folder / name, manifest, point) if name.endswith(TENSORS) else Counter()
 
 
 class Piece(NamedTuple):
@@ -201,57 +195,10 @@ def read_pieces(path: Path, manifest: Manifest) -> list[Piece]:
                     )
                 pieces.append(Piece(name, tuple(offsets), sizes))
             return pieces
-    except (
-        SafetensorError,
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    except (SafetensorError, OSError, *ODD_JSON) as error:
         raise Damaged(
             f"its file {path.name!r} is not a tensor file of this checkpoint: {ascii(error)[:200]}"
         ) from None
-
-
-def cover(path: Path, manifest: Manifest, point: Point) -> Counter[str]:
-    """Map each tensor to the sum of the polynomials at `point` (tiling.py) of its pieces in a
-    safetensors file. The results of several files are added. Raises Damaged like `read_pieces`."""
-    covered: Counter[str] = Counter()
-    for piece in read_pieces(path, manifest):
-        covered[piece.name] += value_at(point, piece.offsets, piece.sizes)
-    return covered
-
-
-def check_whole(manifest: Manifest, covered: Counter[str], point: Point) -> None:
-    """Raise Damaged unless the pieces in all files together tile every tensor."""
-    for name, (_, shape) in manifest.tensors.items():
-        if (covered[name] - value_at(point, [0] * len(shape), shape)) % FIELD:
-            raise Damaged(
-                f"the pieces of {name!r} in its files do not make up its shape {shape}: "
-                "some overlap or are missing"
-            )
-
-
-def verify(folder: Path) -> Manifest:
-    """Make all the checks above in one process. Raises Damaged."""
-    manifest = read_manifest(folder)
-    check_sizes(folder, manifest)
-    covered: Counter[str] = Counter()
-    point = random_point()
-    with byte_bar(f"checking {folder.name}", manifest.num_bytes) as bar:
-        for name in manifest.files:
-            covered.update(check_file(folder, manifest, name, point, bar.update))
-    check_whole(manifest, covered, point)
-    return manifest
-
-
-def write_durably(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -17,16 +17,14 @@ error. Training then continues, existing checkpoints stay, and the next save tri
 first waits for the previous one to end.
 """
 
-import json
 import math
 import shutil
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,34 +36,40 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from data.tokenizer import tokenizer_files
 from model.transformer import num_parameters
 from parallel.placement import as_dtensor_like
+from runtime.checkpoint.folder import (
+    ABANDONED,
+    DAMAGED,
+    MANIFEST,
+    complete_checkpoints,
+    has_command,
+    step_of,
+    sync,
+    write_durably,
+)
 from runtime.checkpoint.host_copies import host_copies
 from runtime.checkpoint.lease import Lease
-from runtime.checkpoint.load import held_tensors
 from runtime.checkpoint.manifest import (
-    MANIFEST,
     Damaged,
     Manifest,
     check_sizes,
-    check_whole,
-    cover,
     fingerprint,
     read_manifest,
-    write_durably,
     write_manifest,
-)
-from runtime.checkpoint.names import complete_checkpoints, has_command, step_of
-from runtime.checkpoint.run_folder import (
-    checkpoint_folder,
-    name_latest,
-    put_aside,
-    sync_folder,
 )
 from runtime.checkpoint.save_errors import SaveFailed, agree, room
 from runtime.checkpoint.tiling import random_point
-from runtime.checkpoint.trainer_state import FILE, model_entries
+from runtime.checkpoint.verify import check_whole, cover
 from runtime.device import DeviceClock, device_thread
 from runtime.log.run_log import RunLog
 from runtime.messages import log
+from runtime.trainer_state import (
+    FILE,
+    DataState,
+    EarlierDataStage,
+    TrainerState,
+    held_tensors,
+    state_of,
+)
 from training.optimizers import state_bytes
 from training.step import TrainStep
 
@@ -85,8 +89,9 @@ class Saver:
 
     def __init__(self, train: TrainStep, tokenizer: Path, lease: Lease, run_log: RunLog) -> None:
         self.train, self.tokenizer, self.lease, self.log = train, tokenizer, lease, run_log
-        self.folder = checkpoint_folder(train.config)
+        self.folder = lease.checkpoints
         self.group = dist.new_group(backend="gloo")
+        self.is_first = dist.get_rank() == 0
         self.tensors = {held.name: held.tensor for held in held_tensors(train) if not held.is_copy}
         # host copies of the local tensors; allocated at the first save
         self.copies: dict[str, Tensor] = {}
@@ -100,37 +105,27 @@ class Saver:
         return sum(tensor.to_local().nbytes for tensor in self.tensors.values())
 
     def save(
-        self,
-        step: int,
-        tokens: int,
-        data_state: dict[str, Any],
-        other_stages: Mapping[str, Any] = MappingProxyType({}),
+        self, step: int, tokens: int, data: DataState, earlier: Sequence[EarlierDataStage] = ()
     ) -> None:
         """Save the state after `step` steps. Returns when it has been copied or, with
-        checkpoint.async_save=false, when it has been written. `other_stages`: entries for
-        trainer.json about the stages before and after (history.py)."""
+        checkpoint.async_save=false, when it has been written."""
         began = time.perf_counter()
         self.wait()
-        config = self.train.config
-        trainer = {
-            "step": step,
-            # fewer than steps if some were skipped
-            "updates": int(self.train.optimizer.updates.item()),
-            "tokens": tokens,
-            "seed": config.train.seed,
-            "optimizer": config.optimizer.name,
-            "seq_len": config.train.seq_len,
-            "recent_losses": self.train.guard.recent_losses(),
-            "bad_in_a_row": int(self.train.guard.bad_in_a_row.item()),
-            "model": model_entries(config.model),
-            "data": data_state,
-            **other_stages,
-        }
+        trainer = state_of(
+            self.train.config,
+            data,
+            step=step,
+            updates=int(self.train.optimizer.updates.item()),
+            tokens=tokens,
+            recent_losses=self.train.guard.recent_losses(),
+            bad_in_a_row=int(self.train.guard.bad_in_a_row.item()),
+            earlier=earlier,
+        )
         copied = self._copy()  # last: the reads above wait for the device
         stall = time.perf_counter() - began
-        self.thread = device_thread(self._write, "save", step, trainer, copied, stall)
+        self.thread = device_thread(self._write, "save", trainer, copied, stall)
         self.thread.start()
-        if not config.checkpoint.async_save:
+        if not self.train.config.checkpoint.async_save:
             self.wait()
 
     def wait(self) -> None:
@@ -148,35 +143,42 @@ class Saver:
 
     def _copy(self) -> Callable[[], float]:
         """Copy this rank's tensors to the host, in stream order: after the work already launched on
-        the device and before later work. Returns a function that waits for the copy, and returns
-        the seconds for which it kept the device from training. On a CPU this is a plain copy,
-        complete on return, and the seconds are 0."""
+        the device and before later work.
+
+        Returns a function for the thread: it waits for the copy, and returns the seconds for which
+        it kept the device from training. It raises FloatingPointError if a tensor is not finite:
+        such a checkpoint must not replace good ones. On a CPU the copy is complete at once, and the
+        seconds are 0.
+        """
         clock = DeviceClock() if self.train.mesh.device == "cuda" else None
         held = {name: tensor.to_local() for name, tensor in self.tensors.items()}
         self.copies = self.copies or host_copies(held)
         for name, local in held.items():
             self.copies[name].copy_(local, non_blocking=True)
-        return clock.stop() if clock is not None else lambda: 0.0
+        wait = clock.stop() if clock is not None else lambda: 0.0
 
-    def _write(
-        self, step: int, trainer: dict[str, Any], copied: Callable[[], float], stall: float
-    ) -> None:
+        def copied() -> float:
+            seconds = wait()
+            for name, copy in self.copies.items():
+                # the maximum norm propagates nan
+                if copy.numel() and not torch.linalg.vector_norm(copy, math.inf).isfinite():
+                    raise FloatingPointError(f"{name} is not finite")
+            return seconds
+
+        return copied
+
+    def _write(self, trainer: TrainerState, copied: Callable[[], float], stall: float) -> None:
         """Do everything after the copy, in the thread. Rank 0 logs the outcome."""
         began = time.perf_counter()
-        final = self.folder / f"step-{step:08d}"
+        final = self.folder / f"step-{trainer.step:08d}"
         partial: Path | None = None
-        record: dict[str, Any] = {"step": step}
+        record: dict[str, Any] = {"step": trainer.step}
         try:
-            stall += copied()
-            self._agree(self._require_finite)
-            partial = self._agree(lambda: self._prepare(final.name) if self._is_first else None)[0]
+            stall += max(self._agree(copied))
+            partial = self._on_first(lambda: self._prepare(final.name))
             manifest = self._write_partial(partial, trainer)
-            good = trainer["bad_in_a_row"] == 0  # else it must not replace older checkpoints
-            self._agree(
-                lambda: (
-                    self._commit(partial, final, manifest, deletes=good) if self._is_first else None
-                )
-            )
+            good = trainer.bad_in_a_row == 0  # else it must not replace older checkpoints
+            self._on_first(lambda: self._commit(partial, final, manifest, deletes=good))
             seconds, size = time.perf_counter() - began, manifest.num_bytes
             stall += 0.0 if self.train.config.checkpoint.async_save else seconds
             record |= {"stall_seconds": stall, "bytes": size, "write_seconds": seconds}
@@ -186,31 +188,24 @@ class Saver:
             )
             self.failed, self.last = None, record
         except Exception as error:  # training continues after any failure
-            if self._is_first and partial is not None:
+            if self.is_first and partial is not None:
                 shutil.rmtree(partial, ignore_errors=True)
             config = self.train.config
             needed = self.last.get("bytes") or num_parameters(config.model) * state_bytes(config)
             record["failed"] = f"{error}{room(error, self.folder, needed)}"
-            self.failed = f"the checkpoint of step {step} was not saved: {record['failed']}"
+            self.failed = f"the checkpoint of step {trainer.step} was not saved: {record['failed']}"
             there = complete_checkpoints(self.folder) if self.folder.is_dir() else []
             left = [path.name for path in there]
             said = (
                 f"warning: {self.failed}; the newest is {left[-1] if left else 'none'}, "
                 "and the next save will try again"
             )
-        if self._is_first:
+        if self.is_first:
             self.lease.check()
             log(said, sys.stderr if self.failed else sys.stdout)
             self.log.event("checkpoint", **record)
 
-    def _require_finite(self) -> None:
-        """Raise if a tensor is not finite: such a checkpoint must not replace good ones."""
-        for name, copy in self.copies.items():
-            # the maximum norm propagates nan
-            if copy.numel() and not torch.linalg.vector_norm(copy, math.inf).isfinite():
-                raise FloatingPointError(f"{name} is not finite")
-
-    def _write_partial(self, partial: Path, trainer: dict[str, Any]) -> Manifest:
+    def _write_partial(self, partial: Path, trainer: TrainerState) -> Manifest:
         """Write all files but the manifest into the work folder. Collective over the threads of all
         ranks."""
         tensors = {
@@ -223,42 +218,37 @@ class Saver:
         writer.per_thread_copy_ahead = 0
         self._agree(lambda: dcp.save(tensors, storage_writer=writer, process_group=self.group))
         mine = {name: (DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
-
         point = self._agree(random_point)[0]
 
-        def describe() -> tuple[dict[str, tuple[int, str]], Counter[str]]:
-            """Return the fingerprints of the files that this rank wrote, and what they cover."""
-            begin = f"shard-{dist.get_rank() + 1:05d}-"
+        def describe() -> tuple[Manifest, Counter[str]]:
+            """What is in the files that this rank wrote, and what they cover."""
+            written, covered = Manifest({}, mine), Counter[str]()
             # unlike glob, this raises if the folder is gone
-            paths = [path for path in partial.iterdir() if path.name.startswith(begin)]
-            covered: Counter[str] = Counter()
-            for path in paths:
-                covered += cover(path, Manifest({}, mine), point)
-            return {path.name: fingerprint(path) for path in paths}, covered
+            for path in partial.iterdir():
+                if path.name.startswith(f"shard-{dist.get_rank() + 1:05d}-"):
+                    sync(path)
+                    covered += cover(path, written, point)
+                    written.files[path.name] = fingerprint(path)
+            return written, covered
 
-        files: dict[str, tuple[int, str]] = {}
-        covered: Counter[str] = Counter()
-        shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for (theirs, they_cover), their_shapes in zip(
-            self._agree(describe), self._agree(lambda: mine), strict=True
-        ):
-            files |= theirs
+        manifest, covered = Manifest({}, {}), Counter[str]()
+        for theirs, they_cover in self._agree(describe):
+            manifest.files.update(theirs.files)
+            manifest.tensors.update(theirs.tensors)
             covered += they_cover
-            shapes |= their_shapes
-        manifest = Manifest(files, shapes)
         check_whole(manifest, covered, point)
 
         def add_small_files() -> None:
-            """On rank 0, add the tokenizer and the trainer state."""
+            """Add the tokenizer and the trainer state."""
             tokenizer = tokenizer_files(self.tokenizer)
             for name, path in tokenizer.items():
                 shutil.copyfile(path, partial / name)
-            write_durably(partial / FILE, json.dumps(trainer, indent=1))
-            manifest.files.update(
-                {name: fingerprint(partial / name) for name in (*tokenizer, FILE)}
-            )
+                sync(partial / name)
+            write_durably(partial / FILE, trainer.to_json())
+            for name in (*tokenizer, FILE):
+                manifest.files[name] = fingerprint(partial / name)
 
-        self._agree(add_small_files if self._is_first else lambda: None)
+        self._on_first(add_small_files)
         return manifest
 
     def _prepare(self, name: str) -> Path:
@@ -274,25 +264,23 @@ class Saver:
         deletes: whether older checkpoints beyond checkpoint.keep_last are then deleted.
         """
         write_manifest(partial, manifest)
-        sync_folder(partial)
+        sync(partial)
         # Someone else put it there: no start leaves incomplete or later checkpoints in place.
         if final.exists():
-            suffix = ".abandoned" if (final / MANIFEST).exists() else ".damaged"
-            log(
-                f"warning: {final} already existed; it is put aside as "
-                f"{put_aside(self.lease, final, suffix).name}"
-            )
+            suffix = ABANDONED if (final / MANIFEST).exists() else DAMAGED
+            aside = self.lease.put_aside(final, suffix).name
+            log(f"warning: {final} already existed; it is put aside as {aside}")
         self.lease.move(partial, final)
-        sync_folder(self.folder)
+        sync(self.folder)
         try:
             found = read_manifest(final)
             check_sizes(final, found)
             if found != manifest:
                 raise Damaged("its manifest is not the one that was written")
         except Damaged:
-            put_aside(self.lease, final, ".damaged")
+            self.lease.put_aside(final, DAMAGED)
             raise
-        name_latest(self.lease)
+        self.lease.name_latest()
         if not deletes:
             return
         keep = self.train.config.checkpoint
@@ -317,6 +305,6 @@ class Saver:
     def _agree(self, action: Callable[[], Any]) -> list[Any]:
         return agree(action, self.group, self.folder)
 
-    @property
-    def _is_first(self) -> bool:
-        return dist.get_rank() == 0
+    def _on_first(self, action: Callable[[], Any]) -> Any:
+        """Run `action` on rank 0; return its result on all ranks, which know if it fails."""
+        return self._agree(action if self.is_first else lambda: None)[0]

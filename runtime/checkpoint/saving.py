@@ -5,32 +5,41 @@ from collections.abc import Sequence
 
 from data.dataset import Mixture
 from errors import RunFailed
-from runtime.checkpoint.history import of_other_stages
 from runtime.checkpoint.lease import Lease
-from runtime.checkpoint.load import Start
+from runtime.checkpoint.load import find_before
 from runtime.checkpoint.save import Saver
 from runtime.checkpoint.save_interval import SaveInterval
 from runtime.health.examine import Examination
 from runtime.health.replicas import ReplicasDiffer, check_replicas
 from runtime.listener import Listener, Run
-from runtime.next_stage import find_next
+from runtime.trainer_state import DataState, Start
+from settings.config import Config
 
 
 class Saving(Listener):
     """Saves every checkpoint.interval steps and after the last step, unless that is `never`; and at
-    the end of a stage and on request.
+    the end of a data stage and on request.
 
     While updates are being skipped, a save that is due waits until steps are good again, because an
     update before the bad steps may have ruined the weights. A save on request or after the last
     step does not wait.
 
-    data: the training data of each stage. step: where the run begins.
+    Args:
+        config: of the whole run.
+        data: the training data of each data stage.
+        step: where the run begins.
     """
 
     def __init__(
-        self, saver: Saver, data: Sequence[Mixture], step: int, examination: Examination | None
+        self,
+        config: Config,
+        saver: Saver,
+        data: Sequence[Mixture],
+        step: int,
+        examination: Examination | None,
     ) -> None:
-        self.saver, self.data, self.examination = saver, data, examination
+        self.config, self.saver, self.data = config, saver, data
+        self.examination = examination
         self.is_due = False  # stays set while steps are bad
         self.interval = SaveInterval(
             saver.train.config, step, saver.local_bytes, saver.train.mesh.device
@@ -38,7 +47,7 @@ class Saving(Listener):
 
     def after_step(self, run: Run) -> None:
         config, stop = run.config, run.stop
-        self.is_due |= self.interval.is_due(run) or run.changes_stage
+        self.is_due |= self.interval.is_due(run) or run.changes_data_stage
         if not (self.is_due or stop.wants_save or run.is_due(config.guard.replica_interval)):
             return
         with run.pause("saving"):
@@ -46,11 +55,11 @@ class Saving(Listener):
             self._check_replicas(run)
             good = not run.train.guard.bad_in_a_row or run.is_last
             if stop.wants_save or (self.is_due and good):
-                others = of_other_stages(run.start.earlier, run.start.left_out)
-                self.saver.save(run.step, run.tokens, run.loader.state(), others)
+                state = DataState.model_validate(run.loader.state(), strict=False)
+                self.saver.save(run.step, run.tokens, state, run.start.state.earlier)
                 self.is_due = False
                 self.interval.saved(run, time.perf_counter() - began, self.saver.last)
-                stop.saved()
+                stop.done("SAVE")
                 if stop.agree():  # includes requests that arrived during the save
                     run.end(stop.reason)
 
@@ -64,21 +73,37 @@ class Saving(Listener):
 
     def went_back(self, run: Run, start: Start) -> None:
         self.is_due = False
-        self.interval.went_back(start.step)
+        self.interval.saved_at = start.step
 
     def ends(self, run: Run) -> None:
         with run.pause("end"):
-            if run.leaves:  # whether the last save failed no longer matters
-                self.saver.wait()
-            else:
-                self.saver.close()
-            if run.changes_stage:
-                run.following = find_next(run, self.data, self.saver.lease)
+            self.saver.close()
+            if run.changes_data_stage:
+                run.following = find_next(run, self.config, self.data, self.saver.lease)
 
     def closes(self, run: Run, error: BaseException | None) -> None:
         if isinstance(error, RunFailed):  # raised on all ranks: finish the save in progress
             with run.watchdog.resting():
                 self.saver.wait()
+
+
+def find_next(run: Run, config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
+    """Where a run that changes its data stage goes on, once the checkpoint at the end of this one
+    is committed. Called by every rank.
+
+    Args:
+        config: of the whole run.
+        data: the training data of each data stage.
+
+    Raises RunFailed if there is no checkpoint to go on from.
+    """
+    # Usually the checkpoint that was just saved; an earlier one if that is damaged.
+    start = find_before(run.step, config, data, run.start, lease)
+    if start is None:
+        why = f"data stage {run.data_stage.number} has ended, its checkpoint is damaged, "
+        why += "and there is no good one before it"
+        raise RunFailed(why)
+    return start
 
 
 class LeaseCheck(Listener):

@@ -39,7 +39,7 @@ from parallel.mesh import to_device
 from parallel.pipeline.runner import PipelineRunner
 from parallel.pipeline.transfer import Transfers
 from runtime.evaluation.rows import Row
-from settings.config import cuts_of_sequence
+from settings.checks import cuts_of_sequence
 from tokens import IGNORE
 from training.step import TrainStep
 

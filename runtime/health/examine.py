@@ -52,7 +52,6 @@ from torch import Tensor
 
 from errors import RunFailed
 from parallel.placement import replicated_over
-from runtime.checkpoint.load import Start, held_tensors
 from runtime.health.compare import Computed, compute, disputes, returned, settle, shifted
 from runtime.health.excluded import exclude, node_name
 from runtime.health.refusal import refusal
@@ -60,6 +59,7 @@ from runtime.health.replicas import ReplicasDiffer
 from runtime.health.verdicts import NOT_EXAMINED, PERSISTENT, REPRODUCIBLE, TRANSIENT, Verdict
 from runtime.listener import Listener, Run
 from runtime.messages import log
+from runtime.trainer_state import Start, held_tensors
 from settings.config import Config
 from training.step import StepResult, TrainStep
 

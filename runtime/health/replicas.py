@@ -22,7 +22,7 @@ from errors import RunFailed
 from model.kernels.bit_hash import hash_of
 from parallel.axes import EXPERT_AXES, WEIGHT_AXES
 from parallel.placement import replicated_over
-from runtime.checkpoint.load import held_tensors
+from runtime.trainer_state import held_tensors
 from training.step import TrainStep
 
 

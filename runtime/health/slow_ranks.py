@@ -29,12 +29,12 @@ from torch import Tensor
 
 from parallel.mesh import Mesh
 from parallel.weight_gradient import LinearProducts
-from runtime.checkpoint.load import Start
 from runtime.health.excluded import exclude, include, node_name
 from runtime.health.judge import Judge, Slow
 from runtime.health.products import Compute, Wrapped, Wrapping, linear_layers
 from runtime.listener import Listener, Run
 from runtime.messages import log
+from runtime.trainer_state import Start
 from settings.config import Config
 from training.step import TrainStep
 

@@ -2,19 +2,18 @@
 added, never changed.
 
     event       written when              content besides `event` and `time` (seconds since 1970)
-    start       a start begins            step it starts from, world size, when rank 0 was started;
-                                          `stage` if the process goes on from the stage before
-    started     the first step is done    step, seconds by part (start/parts.py)
-    system      a start begins            versions, device, layout
+    start       a start begins            step it starts from, world size, when rank 0 was started
+    system      a start, or a data stage, versions, device, layout
+                begins
+    started     … its first step is done  step, seconds by part (start/parts.py)
     spares      a start begins            step, number of spare ranks by node (start/spares.py)
     memory      a rank's peak has grown   step, the peaks of all ranks in bytes (metrics.py)
     spent       a step is logged          step, seconds since the line before, by cause (ledger.py)
     checkpoint  a save ends               step, bytes, seconds; or, if it failed, why (`failed`)
     interval    checkpoint.interval=auto  steps, save_seconds, mtbf (checkpoint/save_interval.py)
                 changes
-    rollback    the run goes back         from_step, step, the samples that it leaves out; of
-                                          earlier stages: left_out_before (stage, begin, end)
-    stage       a stage begins            its number, step, what changes (next_stage.py)
+    rollback    the run goes back         from_step, step, the samples that it leaves out
+    data_stage  a data stage begins       its number, step, what changes (next_stage.py)
     spike       updates were skipped      step, how many (`skipped`), loss, grad_norm of that step
     hang        a step takes too long     step, where rank 0 waits
     slow_rank   a rank is slow, or no     step, rank, node, factor, since (a step); `ended` if it no
@@ -22,8 +21,8 @@ added, never changed.
     examining   an examination begins     step, cause
     suspicion   … and ends                step, cause, verdict, ranks, nodes, why
                                           (health/examine.py)
-    end         a start ends              state, step, reason; `stage` if the process goes on with
-                                          this one; `noted_later` if the next start has noted it
+    end         a start ends, only once   state, step, reason; `noted_later` if the next start has
+                (status.py)               noted it
 
 The monitor of rank 0 (monitor/) writes, too, and `end` where nobody else has:
 
@@ -101,12 +100,18 @@ def append_event(folder: str | Path, event: str, **about: Any) -> dict[str, Any]
     return whole
 
 
-def changes_stage(event: dict[str, Any]) -> bool:
-    """Whether a start or an end is only that of a stage (next_stage.py)."""
-    return event["event"] in ("start", "end") and "stage" in event
+def named_as_today(event: dict[str, Any]) -> dict[str, Any]:
+    """An event of any version. Older ones called a data stage a stage, and where one follows
+    another they wrote an end and a start, each with the number of the one that begins: these are a
+    `boundary` here, which only the ledger reads."""
+    if event["event"] not in ("start", "end", "stage"):
+        return event
+    named = {"data_stage" if name == "stage" else name: value for name, value in event.items()}
+    kind = event["event"].replace("stage", "data_stage")
+    return named | {"event": "boundary" if kind != "data_stage" and "data_stage" in named else kind}
 
 
 def read_events(folder: str | Path) -> list[dict[str, Any]]:
     """Read all whole events in order."""
     path = Path(folder) / "events.jsonl"
-    return whole_lines(path, content(path), is_whole_event)
+    return [named_as_today(event) for event in whole_lines(path, content(path), is_whole_event)]

@@ -8,7 +8,7 @@
     examination computing a suspicious step again (health/examine.py)
     rollback    finding and loading a checkpoint in the middle of a run
     start       from the process's first line to its first step: imports, data, weights, checkpoint;
-                and from the end of a stage to the first step of the next
+                and from the end of a data stage to the first step of the next
     end         from the last step to the process's end: the last save
     down        from a start's last line to the next start: the steps since that line, noticing the
                 failure, starting processes
@@ -76,11 +76,13 @@ class Account:
 
     def add(self, event: dict[str, Any]) -> None:
         kind, seconds = event["event"], self.seconds
-        if kind == "start":
+        # a boundary: of an older version (events.py)
+        starts = kind == "start" or (kind == "boundary" and "began" in event)
+        if starts:
             last = event["began"] if self._last is None else self._last
             seconds["down"] += max(0.0, event["began"] - last)
             self._last = event["began"]
-        if kind in ("start", "rollback"):
+        if starts or kind == "rollback":
             self._kept, lost = _cut(self._kept, event["step"])
             seconds["lost"] += lost
             seconds["steps"] = sum(made for _, _, made in self._kept)

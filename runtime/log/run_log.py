@@ -28,14 +28,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from errors import UserError
 from runtime import signals
 from runtime.log.events import append_event
 from runtime.log.ledger import Ledger
 from runtime.log.status import end_start, record_missing_end, starts_of, write_status
-from runtime.messages import describe
+from runtime.messages import describe, this_rank
 from settings.config import Config
 
 PAUSE_SECONDS = 3600.0  # for a start (it may compile), an evaluation, a save, …
@@ -54,7 +52,7 @@ class RunLog:
     def __init__(self, config: Config, sink: Callable[[Line], None] | None = None) -> None:
         self.folder, self.sink = Path(config.run.dir), sink
         self.interval, self.guard = config.run.log_interval, config.guard
-        self.writes = dist.get_rank() == 0
+        self.writes = this_rank() == 0
         self.step = 0  # steps done, as the run last said
         self.ledger = Ledger()
         self.ended = False  # whether the end of this start is recorded

@@ -25,7 +25,7 @@ from typing import Any
 from errors import LOST
 from runtime import signals
 from runtime.files import machine_lock, write_or_warn
-from runtime.log.events import append_event, changes_stage, read_events
+from runtime.log.events import append_event, read_events
 from runtime.log.log_lines import content, is_count, json_object
 
 LOCK_SECONDS = 5.0  # to wait for another process, which may be stopped, to record the same end
@@ -84,9 +84,9 @@ def starts_of(folder: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for event in read_events(folder):
         kind = event["event"]
-        if kind == "start" and not changes_stage(event):
+        if kind == "start":
             found.append({"began": event["began"], "ended": False, "ended_at": -math.inf})
-        elif kind == "end" and not changes_stage(event):
+        elif kind == "end":
             found = found or [{"began": -math.inf, "step": event["step"]}]
             found[-1]["ended"] = True
             found[-1]["ended_at"] = -math.inf if event.get("noted_later") else event["time"]

@@ -14,11 +14,11 @@ from costs.units import CannotRecord
 from hardware import data_sheet_of
 from model.transformer import num_parameters
 from parallel.mesh import Mesh
-from runtime.checkpoint.load import Start
 from runtime.listener import Listener, Run
 from runtime.messages import log
 from runtime.metrics.expert_load import LoadStatistics
 from runtime.metrics.trackers import Trackers
+from runtime.trainer_state import Start
 from settings.config import Config
 from training.step import StepResult
 
@@ -37,7 +37,7 @@ class Metrics(Listener):
         self.flops = _flops_per_token(config)
         self.peak_flops = _peak_flops(mesh.device)
         self.step = start.step
-        self.skipped_updates = start.step - start.updates
+        self.skipped_updates = start.step - start.state.updates
         self.load = LoadStatistics.of(config.model, mesh.device)
         self.noted_peaks = [0] * dist.get_world_size()  # bytes, by rank, as last in events.jsonl
         self.trackers: Trackers | None = None  # on rank 0
@@ -45,6 +45,7 @@ class Metrics(Listener):
     def begins(self, run: Run) -> None:
         if dist.get_rank() == 0:
             system = describe_system(self.config, self.mesh)
+            run.log.event("system", **system)
             self.trackers = Trackers(self.config, run.step, system)
         run.log.busy("")
 
@@ -141,7 +142,7 @@ class Metrics(Listener):
     def went_back(self, run: Run, start: Start) -> None:
         """Let the trackers drop the lines after `start`: those steps come again."""
         reached, self.step = self.step, start.step
-        self.skipped_updates = start.step - start.updates
+        self.skipped_updates = start.step - start.state.updates
         if self.load is not None:
             self.load.reset()
         if self.trackers is not None:
@@ -158,7 +159,7 @@ class Metrics(Listener):
 
     def closes(self, run: Run, error: BaseException | None) -> None:
         if self.trackers is not None:
-            self.trackers.close(run.log.take_commits(), failed=error is not None)
+            self.trackers.close(error is not None, run.log.take_commits())
 
 
 class RecordWriter(Listener):

@@ -14,7 +14,7 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Trackers:
                 "TensorBoard", lambda: add(TensorBoard(folder, step, dump_config(config)))
             )
 
-    def log(self, record: Record, commits: list[dict[str, Any]]) -> None:
+    def log(self, record: Record, commits: Sequence[dict[str, Any]] = ()) -> None:
         """Log a step, and the saves that were committed since the last call."""
         self._each(lambda tracker: tracker.log(record))
         self._committed(commits)
@@ -58,11 +58,11 @@ class Trackers:
     def went_back(self, step: int, reached: int) -> None:
         self._each(lambda tracker: tracker.went_back(step, reached))
 
-    def close(self, commits: list[dict[str, Any]], failed: bool) -> None:
+    def close(self, failed: bool, commits: Sequence[dict[str, Any]] = ()) -> None:
         self._committed(commits)
         self._each(lambda tracker: tracker.close(failed))
 
-    def _committed(self, commits: list[dict[str, Any]]) -> None:
+    def _committed(self, commits: Sequence[dict[str, Any]]) -> None:
         for event in commits:
             self._each(lambda tracker, event=event: tracker.committed(event))  # type: ignore[misc]
 

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint.names import AFTER_COMMIT, MANIFEST, NAME, complete_checkpoints, step_of
+from runtime.checkpoint.folder import AFTER_COMMIT, MANIFEST, NAME, complete_checkpoints, step_of
 from runtime.files import machine_lock
 from runtime.log.log_lines import json_object
 from runtime.monitor.command import run_command

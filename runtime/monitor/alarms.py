@@ -1,7 +1,7 @@
 """Which events are sent to a person, each in a sentence.
 
-    start, stage, spares       the run begins, changes its data or its nodes (the start and the end
-                               that a later stage records are left out)
+    start, data_stage, spares  the run begins, changes its data or its nodes (the start and the end
+                               that a later data stage records are left out)
     stalled, resumed           no step is logged for too long, and again (from process.py)
     hang                       the watchdog ends a step that takes too long
     spike                      updates were skipped
@@ -21,14 +21,12 @@ import socket
 from collections import Counter
 from typing import Any
 
-from runtime.log.events import changes_stage
-
 # Alarms that come in series: of those that are alike, at most one in so many seconds.
 SERIES_SECONDS = {"spike": 60.0, "checkpoint": 600.0, "after_commit": 3600.0, "slow_rank": 3600.0}
 ALWAYS = {"end", "died", "refused", "hang"}  # sent even if many others wait
 TEMPLATES = {
     "start": "started from step {step} on {world_size} ranks",
-    "stage": "begins stage {stage} after step {step}: {changes}",
+    "data_stage": "begins data stage {data_stage} after step {step}: {changes}",
     "spares": "spare ranks that wait, by node: {ranks}",
     "end": "{state} at step {step}: {reason}",
     "died": "died after step {step}: {reason}",
@@ -50,8 +48,6 @@ SENT_IF_FAILED = {"checkpoint", "after_commit"}
 
 def is_alarm(event: dict[str, Any]) -> bool:
     kind = event["event"]
-    if changes_stage(event):
-        return False
     return kind in TEMPLATES and (kind not in SENT_IF_FAILED or "failed" in event)
 
 

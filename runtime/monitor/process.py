@@ -46,7 +46,7 @@ from typing import IO, Any
 
 from errors import short
 from output import guard_output
-from runtime.log.events import append_event, changes_stage, is_whole_event
+from runtime.log.events import append_event, is_whole_event, named_as_today
 from runtime.log.log_lines import is_number, is_record, json_object, whole_lines
 from runtime.log.status import end_start, read_status
 from runtime.monitor.after_commit import Commands
@@ -137,20 +137,20 @@ class Monitor:
                 self.happened("resumed", step=self.step, seconds=silent)
 
     def hear_event(self, event: dict[str, Any]) -> None:
-        kind, is_whole = event["event"], not changes_stage(event)
+        kind = event["event"]
         if kind in ("start", "rollback"):
             self.step = event["step"]
         self.work.put((self._note, self.state.note_event, event))
         if kind == "refused":  # not written by rank 0: a new run folder stays empty
             self.work.put((self._write, event))
         self._send(event)
-        if kind == "start" and is_whole:
+        if kind == "start":
             self.start = event
             if self.commands is not None:  # not before: the newest checkpoint may be damaged
                 self.commands.start()
         elif kind == "checkpoint" and "failed" not in event and self.commands is not None:
             self.commands.committed(event["step"])
-        elif kind == "refused" or (kind == "end" and is_whole and not event.get("noted_later")):
+        elif kind == "refused" or (kind == "end" and not event.get("noted_later")):
             self.end_state = str(event.get("state", kind))
 
     def end(self) -> None:
@@ -287,7 +287,7 @@ def _events_until(path: Path, until: int) -> Iterator[dict[str, Any]]:
         while data := file.read(max(0, min(until - begin, READ_BYTES))):
             if not data.endswith(b"\n"):
                 data += file.readline()
-            yield from whole_lines(path, data, is_whole_event, begin)
+            yield from map(named_as_today, whole_lines(path, data, is_whole_event, begin))
             begin += len(data)
 
 

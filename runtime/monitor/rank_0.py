@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from runtime.checkpoint.run_folder import checkpoint_folder
 from runtime.log.run_log import PAUSE_SECONDS
 from runtime.log.status import read_status, write_status
 from runtime.messages import log
@@ -122,7 +121,7 @@ class Monitor:
 
     def _add_to_status(self, folder: Path) -> None:
         """Add to status.json for which checkpoints the command has not succeeded."""
-        waiting, done = progress(checkpoint_folder(self.config))
+        waiting, done = progress(Path(self.config.run.dir) / "checkpoints")
         about = {"done_step": done, "pending": [path.name for path in waiting]}
         if waiting:
             log(f"warning: checkpoint.after_commit has not succeeded for {about['pending']}")

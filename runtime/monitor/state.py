@@ -3,7 +3,6 @@
 from collections import Counter
 from typing import Any
 
-from runtime.log.events import changes_stage
 from runtime.log.ledger import Account
 from runtime.log.log_lines import is_number
 
@@ -17,7 +16,7 @@ class RunState:
         self.record_time = 0.0  # when it was logged, in seconds since 1970; 0: not yet
         self.start_time = 0.0  # when the last start began, likewise
         self.account = Account()  # seconds by cause
-        self.events: Counter[str] = Counter()  # over all starts, a later stage being none
+        self.events: Counter[str] = Counter()  # over all starts
         self.verdicts: Counter[str] = Counter()  # of examinations, over all starts
         self.failed_saves = self.failed_commands = 0  # over all starts
         self.checkpoint: dict[str, Any] = {}  # the event of the last good save
@@ -26,12 +25,11 @@ class RunState:
 
     def note_event(self, event: dict[str, Any]) -> None:
         kind = event["event"]
-        self.events[kind] += not changes_stage(event)
-        if kind in ("start", "rollback", "spent"):
-            self.account.add(event)
+        self.events[kind] += 1
+        self.account.add(event)
         if kind == "start":
             self.state, self.slow, self.start_time = "running", {}, event["time"]
-        elif kind == "end" and changes_stage(event):
+        elif kind == "data_stage":  # whose first step may take as long as a start's
             self.start_time = event["time"]
         elif kind == "end":
             self.state = str(event.get("state"))

@@ -22,7 +22,7 @@ from parallel.pipeline.runner import record_nothing
 from parallel.pipeline.simulate import Event, Timeline
 from runtime.listener import Listener, Run
 from runtime.messages import log
-from settings.config import Config
+from settings.data_stages import DataStage
 
 AFTER = 2  # first steps that are not traced, because they allocate, connect and compile
 MICROSECONDS = 1000.0  # per unit of a timeline, a millisecond
@@ -31,9 +31,10 @@ MICROSECONDS = 1000.0  # per unit of a timeline, a millisecond
 class StepTrace(Listener):
     """Traces one step of a start: the third, or the last if there are fewer."""
 
-    def __init__(self, config: Config, mesh: Mesh, first_step: int) -> None:
+    def __init__(self, data_stage: DataStage, mesh: Mesh, first_step: int) -> None:
+        config = data_stage.config
         self.mesh, self.path = mesh, Path(config.run.dir) / "trace.json"
-        self.step = min(first_step + AFTER, config.steps.stop - 1) if config.run.trace else -1
+        self.step = min(first_step + AFTER, data_stage.steps.stop - 1) if config.run.trace else -1
         self._offset = 0.0
         self._recorder: ActionRecorder | None = None  # of the current step
 

@@ -1,4 +1,4 @@
-"""What a start, or a later stage of it, writes down before its first step."""
+"""What a start, or a later data stage of it, writes down before its first step."""
 
 import os
 import sys
@@ -20,19 +20,21 @@ from settings.config import Config
 from settings.load import dump_config
 
 
-def announce(run: Run, num_tokens: int) -> None:
+def announce(run: Run, whole: Config, num_tokens: int) -> None:
     """Begin the start in the run's log, write config.yaml, and log what is to be trained, how and
     from where. Called by every rank, once the state has been loaded.
 
-    num_tokens: of the data's tokenizer.
+    Args:
+        whole: the configuration of the whole run.
+        num_tokens: of the data's tokenizer.
     """
     config, start, mesh = run.config, run.start, run.train.mesh
     about = run.log.start(start.step, dist.get_world_size())
     if dist.get_rank() != 0:
         return
     folder = Path(config.run.dir)
-    about += notices(config, start.path, mesh.device, num_tokens)  # reads the last config.yaml
-    write_or_warn(folder / "config.yaml", dump_config(config))
+    about += notices(whole, start.path, mesh.device, num_tokens)  # reads the last config.yaml
+    write_or_warn(folder / "config.yaml", dump_config(whole))
     about += [f"{num_parameters(config.model):,} parameters on {mesh.describe()}"]
     about += _costs(config, mesh)
     about += [describe_attention(config, mesh.device)]

@@ -26,7 +26,8 @@ from model.transformer import kinds_of_blocks
 from parallel.context import Attend, ContextParallel, number_of_pieces
 from runtime.device import deterministic
 from runtime.evaluation.scoring import padded
-from settings.config import Config, cuts_of_sequence
+from settings.checks import cuts_of_sequence
+from settings.config import Config
 from settings.precision import Precision
 
 

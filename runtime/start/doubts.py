@@ -1,19 +1,20 @@
 """Settings that may be meant, but are more often a mistake. A start warns of them; what can only be
-a mistake is refused (settings/config.py)."""
+a mistake is refused (settings/checks.py)."""
 
 import math
 
 from settings.config import Config
+from settings.data_stages import DataStage, data_stages
 
 FEW_SIGMAS = 3  # beyond which 0.1 % of normally distributed losses are
 
 
 def doubts(config: Config) -> list[str]:
     """What a start warns of, in words."""
-    return _of_training(config.whole) + [
-        f"{f'stages.{number}.' if number else ''}{doubt}"
-        for number, stage in enumerate(config.each_stage)
-        if stage.phase.start == stage.steps.start  # else it is in the phase of the stage before
+    return _of_training(config) + [
+        f"{f'data_stages.{stage.number}.' if stage.number else ''}{doubt}"
+        for stage in data_stages(config)
+        if stage.phase.start == stage.steps.start  # else it is in the phase of the one before
         for doubt in _of_phase(stage)
     ]
 
@@ -46,9 +47,9 @@ def _of_training(config: Config) -> list[str]:
     return found
 
 
-def _of_phase(config: Config) -> list[str]:
+def _of_phase(stage: DataStage) -> list[str]:
     """About the learning rate of a phase."""
-    optimizer, steps, found = config.optimizer, len(config.phase), []
+    optimizer, steps, found = stage.config.optimizer, len(stage.phase), []
     if not optimizer.lr:
         return ["optimizer.lr is 0: no weight changes"]
     if 0 < steps <= optimizer.warmup_steps:

@@ -5,9 +5,9 @@ import re
 from typing import Any
 
 from errors import UserError
+from runtime.checkpoint.lease_holder import JOB_ID
 
 LARGEST = 2**31 - 1
-JOB_ID = "[!-~]{0,200}"  # what a lease holds of it
 OF_RANK = {  # whole number → least, most
     "WORLD_SIZE": (1, LARGEST),
     "RANK": (0, LARGEST),

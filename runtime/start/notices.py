@@ -7,7 +7,7 @@ from errors import UserError
 from runtime.start.connections import connections_notice
 from runtime.start.doubts import doubts
 from settings.config import Config
-from settings.load import changed_between, load_config, settings_of
+from settings.load import changed_between, load_saved, settings_of
 
 # Sections that do not change what is trained.
 ABOUT_THE_RUN = ("run", "checkpoint")
@@ -27,7 +27,7 @@ def notices(config: Config, path: Path | None, device: str, num_tokens: int) -> 
     if config.checkpoint.interval == "never":
         lines.append(
             "warning: checkpoint.interval is never: the run saves only when it is stopped, when it "
-            "finds a file SAVE in its folder, and where a stage ends"
+            "finds a file SAVE in its folder, and where a data stage ends"
         )
     model = config.model
     if model.vocab_size > num_tokens:  # many published models: Qwen3 has 151,936 for 151,669
@@ -52,17 +52,17 @@ def what_changed(path: Path, config: Config) -> list[str]:
     is_own = folder == Path(config.run.dir).resolve()
     since = "the previous start" if is_own else f"the last start of {folder}"
     try:
-        changes = changed_settings(folder / "config.yaml", config)
+        changes = changed_settings(folder, config)
     except UserError as error:  # it is missing, or an older version's
         return [f"what changed since {since} is not known: {str(error).partition(chr(10))[0]}"]
     return [f"changed since {since}: {', '.join(changes)}"] if changes else []
 
 
-def changed_settings(file: Path, config: Config) -> list[str]:
-    """Each setting that differs from those in `file`: `train.steps 400 → 110`. Raises UserError if
-    the file cannot be read."""
-    before = load_config(str(file), [])
-    old, new = (settings_of(one.whole) for one in (before, config))
+def changed_settings(folder: Path, config: Config) -> list[str]:
+    """Each setting that differs from those of the run `folder`: `train.steps 400 → 110`. Raises
+    UserError if its file cannot be read."""
+    before = load_saved(folder)
+    old, new = settings_of(before), settings_of(config)
     training = {section: values for section, values in new.items() if section not in ABOUT_THE_RUN}
-    stages = ["stages"] if before.stages != config.stages else []
+    stages = ["data_stages"] if before.data_stages != config.data_stages else []
     return changed_between(old, training) + stages

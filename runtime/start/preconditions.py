@@ -16,7 +16,7 @@ from runtime.evaluation.rows import open_tasks
 from runtime.monitor.check import check_alerts
 from runtime.start.parts import parts
 from settings.config import Config
-from settings.data_stages import in_stage
+from settings.data_stages import data_stages, in_data_stage
 from training.optimizers import state_bytes
 
 LONGEST_NAME = 200  # bytes; longer than any path that a run creates in its folder
@@ -65,26 +65,26 @@ def open_train_and_heldout(
 
 @dataclass(frozen=True)
 class Data:
-    """The data of each stage of a run: to train on, and held out (None: no evaluation)."""
+    """The data of each data stage of a run: to train on, and held out (None: no evaluation)."""
 
     train: list[Mixture] = field(default_factory=list)
     heldout: list[Mixture | None] = field(default_factory=list)
 
 
 @parts(before="config", inside="data")
-def open_stages(config: Config) -> Data:
-    """Open the data of every stage. Raises UserError; also if stages have different tokenizers."""
+def open_data_stages(config: Config) -> Data:
+    """Open the data of each data stage. Raises UserError; also if their tokenizers differ."""
     found = Data()
-    opened: Opened = {}  # stages share what they have in common, with its open files
-    for number, stage in enumerate(config.each_stage):
-        with in_stage(number):
-            train, heldout = open_train_and_heldout(stage, opened)
+    opened: Opened = {}  # they share what they have in common, with its open files
+    for stage in data_stages(config):
+        with in_data_stage(stage.number):
+            train, heldout = open_train_and_heldout(stage.config, opened)
             found.train.append(train)
             found.heldout.append(heldout)
             first, other = found.train[0].sources[0], train.sources[0]
             if other.tokenizer_sha256 != first.tokenizer_sha256:
                 why = f"it and {first.folder} were prepared with different tokenizers"
-                remedy = "prepare the data of all stages with the same tokenizer"
+                remedy = "prepare the data of all data stages with the same tokenizer"
                 raise UserError("data.path", str(other.folder), why, remedy)
     return found
 

@@ -1,8 +1,8 @@
 """Writes down where the time of a start went: the event `started`."""
 
-from runtime.checkpoint.load import Start
 from runtime.listener import Listener, Run
 from runtime.start.parts import forget_parts, part_ends, seconds_by_part
+from runtime.trainer_state import Start
 
 
 class StartTimes(Listener):

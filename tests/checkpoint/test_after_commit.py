@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from proofs.ranks import Ranks
-from runtime.checkpoint.names import AFTER_COMMIT, MANIFEST, has_command
+from runtime.checkpoint.folder import AFTER_COMMIT, MANIFEST, has_command
 from runtime.checkpoint.save import Saver
 from runtime.monitor import after_commit
 from runtime.monitor.after_commit import Commands, progress

@@ -23,11 +23,12 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 import runtime.checkpoint.save
 from proofs.ranks import Ranks
-from runtime.checkpoint import manifest
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.manifest import MANIFEST, Damaged, Manifest, read_manifest
 from runtime.checkpoint.save import Saver
+from runtime.checkpoint.verify import verify_checkpoint
 from runtime.log.events import read_events
+from runtime.trainer_state import DataState
 from tests.planted import planted
 from tests.runs import (
     checkpoint_of,
@@ -76,7 +77,7 @@ def test_a_flipped_bit_in_any_file_is_found(saved: Path, tmp_path: Path, at: flo
         shutil.copytree(good, bad)
         flip_a_bit(bad / name, at)
         with pytest.raises(Damaged):
-            manifest.verify(bad)
+            verify_checkpoint(bad)
         shutil.rmtree(bad)
 
 
@@ -167,9 +168,10 @@ def test_keeping(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     checkpoints = tmp_path / "run" / "checkpoints"
     for step in (2, 3):
         (checkpoints / f"partial-00000001-0000/step-0000000{step}").mkdir(parents=True)
-    run(ranks, 1, write_config(tmp_path, data, model={"num_layers": 1}, checkpoint=kept))
-    assert names(checkpoints) == ["latest", "step-00000004", "step-00000005", "step-00000006"]
-    assert (checkpoints / "latest").read_text() == "step-00000006"
+    sections = {"model": {"num_layers": 1}, "train": {"steps": 7}}
+    run(ranks, 1, write_config(tmp_path, data, checkpoint=kept, **sections))
+    assert names(checkpoints) == ["latest", "step-00000004", "step-00000006", "step-00000007"]
+    assert (checkpoints / "latest").read_text() == "step-00000007"
 
 
 # --- saves that fail ------------------------------------------------------------------------------
@@ -266,7 +268,7 @@ def test_a_full_disk(ranks: Ranks, data: Path, tmp_path: Path) -> None:
             assert re.search("; a checkpoint needs 1.1 MB, and 0.[89] MB are free", said)
         good = [path for path in (small / "run" / "checkpoints").iterdir() if path.is_dir()]
         assert [path.name for path in good] == ["step-00000002"]
-        manifest.verify(good[0])
+        verify_checkpoint(good[0])
     finally:
         subprocess.run(["umount", small], check=False)
 
@@ -287,7 +289,7 @@ def saved_while_training(config_path: str) -> tuple[bool, float]:
 
     with later(), Lease(train.config.run.dir, "cpu") as lease:
         saver = Saver(train, Path(__file__), lease)
-        saver.save(1, 0, {"next_sample": 0, "skipped": []})
+        saver.save(1, 0, DataState(checksum="none", next_sample=0, skipped=[]))
         before = {name: tensor.to_local().clone() for name, tensor in saver.tensors.items()}
         train(1, tokens, tokens)
         now = {name: tensor.to_local() for name, tensor in saver.tensors.items()}
@@ -305,7 +307,7 @@ def test_what_is_saved_is_what_was_there_and_training_goes_on(
     for same, moved in ranks.run(saved_while_training, 2, config):
         assert same
         assert moved > 0, "a step was trained in between"
-    manifest.verify(checkpoint_of(tmp_path, 1))
+    verify_checkpoint(checkpoint_of(tmp_path, 1))
     assert all(t.isfinite().all() for t in stored_tensors(checkpoint_of(tmp_path, 1)).values())
 
 

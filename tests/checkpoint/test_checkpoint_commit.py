@@ -5,6 +5,7 @@ import errno
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
@@ -14,7 +15,8 @@ from proofs.ranks import Ranks
 from runtime.checkpoint.manifest import MANIFEST, Manifest
 from runtime.checkpoint.save_errors import SaveFailed, agree
 from runtime.log.events import read_events
-from tests.runs import copy_of, heard, names, write_config
+from tests.planted import planted
+from tests.runs import copy_of, heard, names, train_run, write_config
 
 
 def test_what_comes_in_the_way_meanwhile_is_put_aside(
@@ -63,14 +65,14 @@ def test_a_checkpoint_that_is_not_found_again_is_not_called_saved(
 
 def train_with_a_thief(config: str) -> tuple[str, str]:
     """Train while a file of step 4's checkpoint is deleted as soon as it is committed."""
-    honest = runtime.checkpoint.save.sync_folder
+    honest = runtime.checkpoint.save.sync
 
     def steal(folder: Path) -> None:
         honest(folder)
         for file in (folder / "step-00000004").glob("trainer.json"):
             file.unlink()
 
-    with patch.object(runtime.checkpoint.save, "sync_folder", steal):
+    with patch.object(runtime.checkpoint.save, "sync", steal):
         return heard([config])
 
 
@@ -90,3 +92,36 @@ def _disagree() -> str:
     except SaveFailed as failed:
         return str(failed)
     return ""
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
+    """A machine that loses power never leaves a checkpoint with parts missing: every file, and the
+    names of all, are flushed before the rename; and the rename before the save is reported."""
+    config = write_config(tmp_path, data, train={"steps": 1}, checkpoint={"interval": 1})
+    ((refusal, order),) = ranks.run(train_and_note_flushes, 1, config)
+    assert refusal == ""
+    final = tmp_path / "run" / "checkpoints" / "step-00000001"
+    committed = order.index(f"move {final}")
+    partial = next(line.removeprefix("sync ") for line in order if line.endswith("/manifest.json"))
+    expected = {f"sync {Path(partial).parent / name}" for name in names(final)}
+    assert {f"sync {Path(partial).parent}", *expected} <= {*order[:committed]}
+    assert f"sync {final.parent}" in order[committed:]
+
+
+def train_and_note_flushes(config: str) -> tuple[str, list[str]]:
+    order = []
+
+    @planted(os, "fsync")
+    def flushed(honest: Any, handle: int) -> None:
+        order.append("sync " + os.readlink(f"/proc/self/fd/{handle}"))
+        honest(handle)
+
+    @planted(os, "replace")
+    def moved(honest: Any, source: Path, target: Path) -> None:
+        honest(source, target)
+        order.append(f"move {target}")
+
+    with flushed(), moved():
+        return train_run([config]), order

@@ -26,7 +26,8 @@ from errors import UserError
 from proofs.ranks import Ranks
 from runtime.checkpoint import manifest
 from runtime.checkpoint.manifest import MANIFEST, PLACES, Damaged, fingerprint
-from runtime.checkpoint.trainer_state import FILE, TrainerState, parse_trainer, verify_checkpoint
+from runtime.checkpoint.verify import parse_trainer, verify_checkpoint
+from runtime.trainer_state import FILE, TrainerState
 from tests.runs import checkpoint_of, run, stored_tensors, write_config
 from tools import verify
 from tools.huggingface.checkpoint_reader import CheckpointReader

@@ -18,7 +18,7 @@ from errors import UserError
 from proofs.ranks import Ranks
 from runtime.checkpoint import manifest
 from runtime.checkpoint.manifest import Damaged, Manifest, read_manifest, write_manifest
-from runtime.checkpoint.trainer_state import verify_checkpoint
+from runtime.checkpoint.verify import verify_checkpoint
 from tests.runs import copy_of, train_run
 from tools import export, verify
 from tools.generate.load_model import load_model

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from fsspec.implementations.dirfs import DirFileSystem
 
-from runtime.checkpoint.manifest import Damaged, fingerprint, verify
-from runtime.checkpoint.names import MANIFEST
+from runtime.checkpoint.folder import MANIFEST
+from runtime.checkpoint.manifest import Damaged, fingerprint
+from runtime.checkpoint.verify import verify_checkpoint
 from tools.objects import PARTIAL, complete, fetch, main, open_store, push, read, sizes
 
 NAME = "step-00000006"
@@ -68,7 +69,7 @@ def test_there_and_back(url: str, checkpoint: Path, tmp_path: Path) -> None:
     assert PARTIAL not in sizes(store, NAME)
     fetch(store, NAME, tmp_path)
     assert fetch(store, NAME, tmp_path) == "was there already"
-    verify(tmp_path / NAME)
+    verify_checkpoint(tmp_path / NAME)
     for file in checkpoint.iterdir():
         assert fingerprint(file) == fingerprint(tmp_path / NAME / file.name)
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from runtime.checkpoint.trainer_state import parse_trainer, verify_checkpoint
+from runtime.checkpoint.verify import parse_trainer, verify_checkpoint
 from tests import ROOT
 from tests.runs import global_state, write_config
 

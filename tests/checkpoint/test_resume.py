@@ -12,8 +12,9 @@ from safetensors import safe_open
 import train
 from proofs.ranks import Ranks
 from runtime.checkpoint.lease import Lease
-from runtime.checkpoint.load import Start, held_tensors, load
+from runtime.checkpoint.load import load
 from runtime.checkpoint.save import Saver
+from runtime.trainer_state import DataState, Start, held_tensors
 from tests.planted import planted
 from tests.runs import (
     checkpoint_of,
@@ -25,6 +26,7 @@ from tests.runs import (
     messages,
     run,
     same_tensors,
+    saved_start,
     step_of,
     stored_tensors,
     train_run,
@@ -213,14 +215,33 @@ def test_other_models_too(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     assert "model.head.weight" not in names, "a tied weight is saved once"
 
 
+def second_copies(arguments: list[str], path: str) -> list[bool]:
+    """Load the checkpoint `path`; whether each second copy of a tensor is like the first."""
+    step = step_of(arguments)
+    load(step, saved_start(Path(path)))
+    held = list(held_tensors(step))
+    first = {each.name: each.tensor.to_local() for each in held if not each.is_copy}
+    return [torch.equal(e.tensor.to_local(), first[e.name]) for e in held if e.is_copy]
+
+
+def test_a_tied_weight_is_loaded_into_both_its_copies(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
+    """Of the weight and of its two moments, on a rank that has the first and the last stage."""
+    sections = {"model": {"tie_embeddings": True, "num_layers": 1}, "train": {"steps": 1}}
+    config = write_config(tmp_path, data, checkpoint={"interval": 1}, **sections)
+    run(ranks, 1, config)
+    assert ranks.run(second_copies, 1, [config], str(checkpoint_of(tmp_path, 1))) == [[True] * 3]
+
+
 def save_again(arguments: list[str], path: str) -> None:
     """Load the checkpoint `path` and save it in the run folder of this configuration."""
     step = step_of(arguments)
-    load(step, Start(Path(path), step=4, updates=4))
+    load(step, saved_start(Path(path)))
     tokenizer = next(Path(path).glob("tokenizer.*"))
     with Lease(step.config.run.dir, "cpu") as lease:
         saver = Saver(step, tokenizer, lease)
-        saver.save(4, 0, {"checksum": "none", "next_sample": 0, "skipped": []})
+        saver.save(4, 0, DataState(checksum="none", next_sample=0, skipped=[]))
         saver.close()
 
 

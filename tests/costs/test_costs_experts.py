@@ -17,6 +17,7 @@ from errors import UserError
 from hardware import H100
 from model.config import ModelConfig
 from model.transformer import num_active_parameters, num_parameters
+from settings.checks import validate
 from settings.load import load_config
 from tests import ROOT
 
@@ -225,7 +226,7 @@ def test_stages_are_balanced_by_what_their_layers_cost() -> None:
             "model.num_dense_layers=2", "model.expert_ffn_dim=768", "parallel.ep=2",
             "parallel.layers_per_stage=auto"]  # fmt: skip
     config = load_config(str(CONFIGS / "laptop.yaml"), keys)
-    config.validate(8)
+    validate(config, 8)
     assert config.setting().ep == 2
     assert [len(stage) for stage in config.split_layers()] == [3, 1]
     costs = layer_costs(config.setting())

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtime.checkpoint.run_folder import complete_checkpoints
+from runtime.checkpoint.folder import complete_checkpoints
 from runtime.log.events import read_events
 from runtime.log.log_lines import read_records
 from runtime.log.status import read_status

@@ -34,9 +34,10 @@ from safetensors.torch import load_file
 from proofs.ranks import Ranks
 from runtime import signals
 from runtime.checkpoint import save
-from runtime.checkpoint.manifest import Damaged, verify
-from runtime.checkpoint.names import complete_checkpoints, step_of
+from runtime.checkpoint.folder import complete_checkpoints, step_of
+from runtime.checkpoint.manifest import Damaged
 from runtime.checkpoint.save import Saver
+from runtime.checkpoint.verify import verify_checkpoint
 from runtime.log.events import read_events
 from runtime.log.ledger import account
 from tests import ROOT
@@ -150,7 +151,7 @@ def check_folder(run: Path) -> dict[str, Any]:
     found, wrong = complete_checkpoints(run / "checkpoints"), []
     for path in found:
         try:
-            verify(path)
+            verify_checkpoint(path)
         except Damaged as damaged:
             wrong.append(f"{path.name}: {damaged}")
     events = read_events(run)

@@ -34,8 +34,9 @@ import runtime.checkpoint.save
 import train
 import training.step
 from runtime.checkpoint import lease
-from runtime.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
-from runtime.checkpoint.names import complete_checkpoints
+from runtime.checkpoint.folder import complete_checkpoints
+from runtime.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from runtime.checkpoint.verify import verify_checkpoint
 from runtime.signals import Signals
 from tests.planted import planted
 from tests.runs import forked, metrics_of, status, write_config
@@ -157,7 +158,7 @@ class Round:
                 wrong.append(f"{step} is not what {log.name} said it has saved")
         complete = complete_checkpoints(checkpoints)
         for path in complete:
-            verify(path)
+            verify_checkpoint(path)
         expected = [f"step-{step:08d}" for step in range(INTERVAL, STEPS + 1, INTERVAL)]
         if sorted(path.name for path in checkpoints.iterdir()) != ["latest", *expected]:
             wrong.append(f"there are {sorted(path.name for path in checkpoints.iterdir())}")

@@ -18,7 +18,7 @@ from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
 from proofs.ranks import Ranks
 from runtime.checkpoint.manifest import Manifest, fingerprint, read_manifest, write_manifest
-from runtime.checkpoint.trainer_state import model_entries
+from runtime.trainer_state import model_entries
 from tests.counting import Listener
 from tests.data_samples import tokenizer
 from tests.huggingface.huggingface_models import change, load_whole, stored, write_checkpoint

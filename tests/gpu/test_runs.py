@@ -137,13 +137,14 @@ import sys
 import torch
 from parallel.mesh import build_mesh
 from training.build import build_stages
+from settings.checks import validate
 from settings.load import load_config
 from training.step import TrainStep
 from runtime.start.init_distributed import init_distributed
 
 init_distributed()
 config = load_config(sys.argv[1], sys.argv[2:])
-config.validate(1)
+validate(config, 1)
 mesh = build_mesh(config.parallel.mesh_sizes(1), "cuda")
 train = TrainStep(config, mesh, build_stages(config, mesh), bos_id=1)
 shape = config.train.global_batch_size, config.train.seq_len

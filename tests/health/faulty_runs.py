@@ -11,7 +11,7 @@ import torch.distributed as dist
 import train
 import training.step
 from runtime.checkpoint import saving
-from runtime.checkpoint.load import held_tensors
+from runtime.trainer_state import held_tensors
 from tests.planted import planted
 from tests.runs import train_run
 from training.step import TrainStep

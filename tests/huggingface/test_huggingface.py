@@ -16,7 +16,7 @@ from errors import UserError
 from model.router import routers_of
 from model.transformer import Batch
 from proofs.ranks import Ranks
-from runtime.checkpoint.manifest import verify
+from runtime.checkpoint.verify import verify_checkpoint
 from tests.data_samples import flip_a_bit, tokenizer
 from tests.huggingface.huggingface_models import (
     CASES,
@@ -95,7 +95,7 @@ def test_round_trip(
     assert files == 1 if trip.file_size == "1GB" else files > 2
     checkpoint = tmp_path / "imported"
     import_hf.import_hf(hf, checkpoint, file_bytes=150_000)
-    assert verify(checkpoint)
+    assert verify_checkpoint(checkpoint)
 
     tokens = torch.randint(VOCAB, (2, 64), generator=torch.Generator().manual_seed(1))
     theirs, they_chose = their_logits(hf, tokens, monkeypatch)

@@ -8,11 +8,12 @@ import torch
 
 from parallel.memory import MOMENTS, WEIGHTS
 from proofs.ranks import Ranks
-from runtime.checkpoint.load import Start, held_tensors, load
+from runtime.checkpoint.load import load
 from runtime.checkpoint.manifest import read_manifest
-from runtime.checkpoint.trainer_state import parse_trainer
+from runtime.checkpoint.verify import parse_trainer
 from runtime.log.events import read_events
 from runtime.metrics.memory_report import held_bytes
+from runtime.trainer_state import held_tensors
 from settings.load import load_config
 from tests.health.faulty_runs import run_with_bad_batches, run_with_bad_steps, run_without
 from tests.runs import (
@@ -24,6 +25,7 @@ from tests.runs import (
     losses,
     run,
     same_tensors,
+    saved_start,
     step_of,
     stored_tensors,
     write_config,
@@ -61,7 +63,7 @@ def test_a_checkpoint_holds_experts_and_biases(
 def loaded_weights(arguments: list[str], path: str) -> tuple[dict[str, torch.Tensor], float]:
     """Load only the weights: the biases, and the largest moment."""
     step = step_of(arguments)
-    load(step, Start(Path(path), weights_only=True))
+    load(step, saved_start(Path(path), weights_only=True))
     biases, largest = {}, 0.0
     for held in held_tensors(step):
         if held.name.endswith("bias"):

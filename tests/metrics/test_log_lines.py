@@ -6,21 +6,18 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from proofs.ranks import Ranks
-from runtime.checkpoint.save_interval import measured_saves
 from runtime.health import refusal
 from runtime.log import log_lines
-from runtime.log.events import append_event, is_whole_event, read_events
+from runtime.log.events import append_event, read_events
 from runtime.log.log_lines import Follower, is_record
 from runtime.log.status import read_status, record_failure, record_missing_end
 from runtime.metrics.trackers import JsonLines
-from runtime.metrics.wandb_tracker import WandB
 from runtime.monitor.process import Monitor
 from tests.monitor.alert_helpers import Receiver, settings_of
 from tests.runs import forget_last, heard, losses, run, write_config
@@ -89,19 +86,6 @@ def by_monitor(folder: Path) -> Any:
     return state.state, state.account.seconds, state.record["step"], state.checkpoint["step"]
 
 
-def by_wandb(folder: Path) -> Any:
-    """The checkpoints that become artifacts."""
-    found: list[str] = []
-    tracker = WandB.__new__(WandB)
-    tracker.folder, tracker.id = folder, "x"
-    tracker.events = Follower(folder / "events.jsonl", is_whole_event)
-    artifact = SimpleNamespace(add_reference=lambda uri, checksum: found.append(uri[-13:]))
-    tracker.wandb = SimpleNamespace(Artifact=lambda *_, **about: artifact)
-    tracker.run = SimpleNamespace(log_artifact=lambda *_, **about: None)
-    tracker._refer_to_checkpoints()
-    return found
-
-
 def by_metrics(folder: Path) -> Any:
     """What a start from step 2 keeps of metrics.jsonl."""
     lines = JsonLines(folder, 2)
@@ -116,15 +100,13 @@ def by_launcher(folder: Path) -> Any:
 def by_report(folder: Path) -> Any:
     """All that the report, its page and its picture show."""
     found = read_run(folder)
-    return found.points("loss"), found.stages, found.seconds, found.measured
+    return found.points("loss"), found.data_stages, found.seconds, found.measured
 
 
 READERS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "the next start": (record_missing_end, FILES[:1]),
     "its metrics": (by_metrics, FILES[1:]),
-    "its save interval": (lambda folder: measured_saves(read_events(folder)), FILES[:1]),
     "its examinations": (lambda folder: refusal._did_not_end(folder, 3), FILES[:1]),
-    "its wandb": (by_wandb, FILES[:1]),
     "the monitor": (by_monitor, FILES[:1]),
     "the launcher": (by_launcher, FILES[:1]),
     "the report": (by_report, FILES),

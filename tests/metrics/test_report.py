@@ -15,15 +15,15 @@ import jinja2
 import pytest
 from prometheus_client import generate_latest
 
-from runtime.checkpoint.save_interval import measured_saves
+from errors import RunFailed
 from runtime.log.events import FIELDS, append_event, is_whole_event, read_events
 from runtime.log.ledger import account
-from runtime.log.status import read_status, record_failed_start, record_failure
+from runtime.log.status import read_status, record_failure
 from runtime.monitor.alarms import Series, alarm
 from runtime.monitor.prometheus import families
 from runtime.monitor.state import RunState
 from tests.metrics.report_page import Parsed, charts_of, written
-from tests.runs import evaluations, losses, run, write_config
+from tests.runs import evaluations, losses, run, run_log_of, write_config
 from tools.report import __main__ as report
 from tools.report.charts import BINS, NARROW, draw, picture_of_loss, thin
 from tools.report.ledger import measure
@@ -125,7 +125,7 @@ def test_lines_that_no_run_has_written_harm_no_reader(new, tmp_path, capsys):
         append_event(new, "checkpoint", step=step, **about)
     append_event(new, "slow_rank", step=4, rank=1, node="n1", factor=1.5, since=2)
     append_event(new, "rollback", from_step=4, step=2, left_out=[8, 16])
-    append_event(new, "stage", step=2, stage=1, changes=["x 1 → 2"])
+    append_event(new, "data_stage", step=2, data_stage=1, changes=["x 1 → 2"])
     whole = read_events(new)
     lines = ['{"event": "start", "time": 1, "step": 0}', "[1]", "[" * 100_000, "\0", "1" * 5000]
     lines += ["x", '{"step": 7, "loss": NaN, "event": "hang", "time": Infinity}']
@@ -154,7 +154,7 @@ def test_lines_that_no_run_has_written_harm_no_reader(new, tmp_path, capsys):
         json.dumps(alarm("r", "f", event), allow_nan=False)
         Series().passes(event, 0.0)
     generate_latest(SimpleNamespace(collect=lambda: families("r", state, {})))
-    for reads in (account, measure, measured_saves):
+    for reads in (account, measure):
         reads(found)
     written(new, tmp_path / "page.html")
     assert charts_of(new)["Loss"].series == {"training": [(3, 2.5)]}
@@ -165,7 +165,8 @@ def test_a_failure_is_recorded_beside_a_status_that_is_none(new):
     for status in ("[]", '{"state": "failed", "step": null, "reason": []}', "[" * 100_000):
         (new / "status.json").write_text(status)
         assert record_failure(new, "rank 1 was killed") == "rank 1 was killed"
-        record_failed_start(new, "no data")
+        with pytest.raises(RunFailed), run_log_of(new):
+            raise RunFailed("no data")
         assert read_status(new)["reason"] == "no data"
 
 
@@ -203,7 +204,7 @@ def test_nothing_from_a_run_is_markup(tmp_path, monkeypatch):
     (run / "status.json").write_text(json.dumps(status))
     append_event(run, "start", began=10.0, step=0, world_size=2)
     append_event(run, "spent", step=3, seconds={"steps": 3.0})
-    append_event(run, "stage", step=2, stage=PLANTED, changes=[PLANTED])
+    append_event(run, "data_stage", step=2, data_stage=PLANTED, changes=[PLANTED])
     entries = ("layout", "device", "torch", "python", "stacks", "step")
     for kind in ("system", "memory", "hang", "started", PLANTED):
         known = {"parameters": 1, "peak_bytes": [1], "seconds": {}}
@@ -226,22 +227,23 @@ def test_nothing_from_a_run_is_markup(tmp_path, monkeypatch):
     assert Parsed((tmp_path / "bad.html").read_text()).count("img") >= 5
 
 
-def test_stages_are_marked(new, tmp_path, capsys):
+@pytest.mark.parametrize("key", ["data_stage", "stage"])  # as in runs of older versions
+def test_data_stages_are_marked(key, new, tmp_path, capsys):
     """In the page's charts and in the picture of the loss; and they are no restarts."""
     log_steps(new, [{"loss": 3.0, "lr": 1e-3}] * 9)
     page = tmp_path / "page.html"
     written(new, page)
-    assert 'id="stage"' not in page.read_text(), "control: without events"
+    assert 'id="data_stage"' not in page.read_text(), "control: without events"
     append_event(new, "start", began=10.0, step=0, world_size=2)
-    append_event(new, "end", state="requeue", step=4, reason="stage 1 begins", stage=1)
-    append_event(new, "start", began=11.0, step=4, world_size=2, stage=1)
-    append_event(new, "stage", stage=1, step=4, changes=["train.seq_len 8 → 16"])
+    append_event(new, "end", state="requeue", step=4, reason="data stage 1 begins", **{key: 1})
+    append_event(new, "start", began=11.0, step=4, world_size=2, **{key: 1})
+    append_event(new, key, **{key: 1}, step=4, changes=["train.seq_len 8 → 16"])
     found = written(new, page)
-    assert page.read_text().count('id="stage"') == 2
+    assert page.read_text().count('id="data_stage"') == 2
     assert "train.seq_len 8 → 16" in found.text
     assert "requeue" not in found.text
     (axes,) = picture_of_loss(read_run(new), None).axes
-    assert [(text.get_text(), text.xy[0]) for text in axes.texts] == [("stage 1", 4)]
+    assert [(text.get_text(), text.xy[0]) for text in axes.texts] == [("data stage 1", 4)]
     assert axes.lines[-1].get_xdata() == [4, 4]
     assert report.main([str(new)]) == 0
     assert "1 starts, 0 checkpoints" in capsys.readouterr().out

@@ -17,13 +17,23 @@ from errors import UserError
 from proofs.ranks import Ranks
 from runtime import next_stage
 from runtime.log.events import read_events
-from runtime.log.status import record_failed_start, record_failure
-from runtime.messages import LOST
+from runtime.log.status import record_failure
+from runtime.messages import LOST, LostConnection
 from runtime.monitor import send
 from runtime.signals import Signals
 from tests.monitor.alert_helpers import FedMonitor, Receiver, wait_until
 from tests.planted import planted
-from tests.runs import contents, forked, losses, said_by, status, status_of, train_run, write_config
+from tests.runs import (
+    contents,
+    forked,
+    losses,
+    run_log_of,
+    said_by,
+    status,
+    status_of,
+    train_run,
+    write_config,
+)
 from tests.settings.stages import write_stages
 from tools import alarm
 
@@ -34,8 +44,8 @@ STARTS = {
     "while it starts": (1, RuntimeError("out of memory"), ["end"], ("failed", 0)),
     "between two stages": (2, RuntimeError("out of memory"), ["start", "end"], ("failed", 1)),
     # the start was not refused: it has made steps, and its end is recorded
-    "a stage that is refused": (2, REFUSAL, ["start", "stage", "end"], ("failed", 2)),
-    "none": (0, None, ["start", "stage", "end"], ("finished", 3)),
+    "a stage that is refused": (2, REFUSAL, ["start", "data_stage", "end"], ("failed", 2)),
+    "none": (0, None, ["start", "data_stage", "end"], ("finished", 3)),
 }
 ALARMS = {
     "while it starts": "failed at step 0: RuntimeError while the run started",
@@ -83,7 +93,7 @@ def test_how_a_start_ends_is_reported(started: tuple, name: str) -> None:
     folder, _, received = started
     assert ALARMS[name] in received[name][-1]["text"]
     assert ("out of memory" in received[name][-1]["text"]) == ("RuntimeError" in ALARMS[name])
-    ends = [e for e in read_events(folder / "run") if e["event"] == "end" and "stage" not in e]
+    ends = [e for e in read_events(folder / "run") if e["event"] == "end" and "data_stage" not in e]
     whole = [(event["state"], event["step"]) for event in ends]
     assert whole == [end for *_, end in STARTS.values()]
     assert sorted(losses(folder)) == [1, 2, 3]
@@ -168,7 +178,8 @@ LOST_AT_START = f"{LOST} while the run started"
 def test_the_launcher_names_the_rank_that_was_killed(tmp_path: Path) -> None:
     """Rank 0 knows only that it has lost a connection, also before the first step."""
     (tmp_path / "run").mkdir()
-    record_failed_start(tmp_path / "run", LOST_AT_START)
+    with pytest.raises(LostConnection), run_log_of(tmp_path / "run"):
+        raise LostConnection("gone")
     assert record_failure(tmp_path / "run", "rank 1 was killed") == "rank 1 was killed"
     found = status_of(tmp_path)
     assert (found["state"], found["reason"]) == ("failed", "rank 1 was killed")

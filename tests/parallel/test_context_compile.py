@@ -25,6 +25,7 @@ from proofs.parity.cases import Case
 from proofs.parity.row import Row
 from proofs.parity.run import compare, expected, heads_in_pieces, run_on_ranks
 from proofs.ranks import RankError
+from settings.checks import validate
 from tests.planted import planted
 from tests.proofs.context_batches import with_rows
 from tests.steps import make_step, rows_of
@@ -38,7 +39,7 @@ class Compiled(Case):
     def config(self):
         config = super().config()
         config = replace(config, train=replace(config.train, compile=True))
-        config.validate(self.world)
+        validate(config, self.world)
         return config
 
 

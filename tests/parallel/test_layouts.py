@@ -11,6 +11,7 @@ from errors import UserError
 from parallel.config import ParallelConfig
 from runtime.start.connections import VARIABLE, set_connections
 from settings.config import Config
+from settings.data_stages import data_stages
 from settings.layouts import checked_layouts, choose_layout, layout_sizes
 from settings.load import dump_config, load_config
 from tests.runs import write_config
@@ -41,7 +42,7 @@ def configured(folder: Path, *of_stage_1: dict[str, int]) -> str:
     if of_stage_1:
         later = {"from_step": 2, "train": {"seq_len": 64}, "parallel": {"layouts": of_stage_1}}
         with open(path, "a", encoding="utf-8") as file:
-            file.write(f"\nstages: {json.dumps([later])}\n")
+            file.write(f"\ndata_stages: {json.dumps([later])}\n")
     return path
 
 
@@ -176,7 +177,7 @@ def test_a_list_in_python() -> None:
 def test_each_stage_has_a_layout_for_the_same_ranks(tmp_path: Path, world: int, cp: int) -> None:
     path = configured(tmp_path, *OF_STAGE_1)
     chosen = choose_layout(load_config(path, []), world)
-    first, second = chosen.each_stage
+    first, second = (stage.config for stage in data_stages(chosen))
     assert first.parallel.num_ranks == second.parallel.num_ranks <= world
     assert (first.parallel.cp, second.parallel.cp) == (1, cp)
     assert layout_sizes(chosen) == [8, 4, 4, 2]
@@ -186,5 +187,5 @@ def test_each_stage_has_a_layout_for_the_same_ranks(tmp_path: Path, world: int, 
 def test_a_stage_without_a_layout_for_these_ranks(tmp_path: Path) -> None:
     error = refused(configured(tmp_path, *OF_STAGE_1[:2]), 8)
     assert error.key == "parallel.layouts[3]"
-    assert "stages.1.parallel.layouts" in error.why
+    assert "data_stages.1.parallel.layouts" in error.why
     assert "none has 2 ranks" in error.why

@@ -26,6 +26,7 @@ from parallel.fsdp_units import shard
 from parallel.layer import TensorParallel
 from parallel.mesh import Mesh, build_mesh
 from proofs.ranks import PRELOAD
+from settings.checks import validate
 from settings.config import Config
 from settings.layouts import choose_layout, layout_sizes
 from settings.load import load_config
@@ -44,7 +45,7 @@ PARAMETERS = {  # as published with the models
     "llama_1b": 1_235_814_400,
     "llama3_8b": 8_030_261_248,
     "llama3_8b_131072": 8_030_261_248,
-    "llama3_8b_stages": 8_030_261_248,
+    "llama3_8b_data_stages": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "llama3_405b": 405_853_388_800,
     "mixtral_8x7b": 46_702_792_704,
@@ -90,9 +91,9 @@ def _result(pool: Pool, function: Callable, arguments: tuple) -> object:
 
 def test_fits_its_world_and_no_other(path: Path) -> None:
     config, world = read(path)
-    config.validate(world)
+    validate(config, world)
     with pytest.raises(UserError):  # control: validate can refuse
-        config.validate(world - 1)
+        validate(config, world - 1)
 
 
 def test_is_the_model_it_names(path: Path) -> None:
@@ -107,7 +108,7 @@ def test_make_train_fits_what_the_machine_has(num_gpus: int, name: str) -> None:
     processes, overrides = layout(num_gpus, path, [])
     assert processes <= (num_gpus or 8)
     config = load_config(path, overrides)
-    config.validate(processes)
+    validate(config, processes)
     assert config.train.dtype == ("bfloat16" if num_gpus else "float32")
 
 
@@ -280,7 +281,7 @@ def test_an_example_of_the_job_fits_its_nodes(nodes: int, arguments: list[str]) 
     fits = []
     for spare in (0, 2):
         with contextlib.suppress(UserError):
-            config.validate(8 * (nodes - spare))
+            validate(config, 8 * (nodes - spare))
             fits.append(spare)
     assert fits
 
@@ -304,4 +305,4 @@ def test_the_keys_of_an_unattended_run() -> None:
     (least,) = map(int, re.findall(r"MIN_NODES=(\d+)", page))
     assert layout_sizes(config) == [8 * (nodes - 1), 8 * least]
     for world in layout_sizes(config):
-        choose_layout(config, world).validate(world)
+        validate(choose_layout(config, world), world)

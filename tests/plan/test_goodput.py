@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 
 from hardware import FAILURES_PER_GPU_DAY, H100
-from runtime.checkpoint.goodput import (
-    DAY,
+from runtime.checkpoint.save_interval import DAY, best_interval, mtbf_of
+from runtime.log.events import append_event, read_events
+from settings.load import load_config
+from tools.plan.goodput import (
     Interruptions,
     Shares,
-    best_interval,
-    mtbf_of,
+    describe_goodput,
+    goodput,
     shares,
     spares_needed,
 )
-from runtime.log.events import append_event, read_events
-from settings.load import load_config
-from tools.plan.goodput import describe_goodput, goodput
 from tools.report.ledger import measure
 
 # --- the closed form ------------------------------------------------------------------------------

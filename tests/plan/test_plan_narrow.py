@@ -114,7 +114,7 @@ def test_a_product_takes_whole_waves() -> None:
 
 def test_what_key_and_value_of_70b_take() -> None:
     """A wave of theirs takes twice their FLOPs, 132 / 64; but to read their input takes longer
-    still, and nearly as long with two pieces, as docs/plan_model.md says."""
+    still, and nearly as long with two pieces."""
     rates = Rates(replace(H100, kernel_seconds=0.0), Links(H100, 8, 8, 1, 256), 2)
     for pieces in (1, 2):
         (block,) = layout(*LARGE, f"parallel.tp_pieces={pieces}").kinds

@@ -61,7 +61,7 @@ B13 = f"{A100} model.dim=5120 model.num_layers=40 model.num_heads=40 model.ffn_d
     ids=["7B, ZeRO-2", "7B, FSDP", "13B, FSDP"],
 )
 def test_memory_is_about_what_guides_say(gigabytes: float, keys: str) -> None:
-    """Of 8 A100, in docs/rules_of_thumb.md; not of the rows for which that page gives a reason to
+    """Of 8 A100, in docs/plan_accuracy.md; not of the rows for which that page gives a reason to
     differ."""
     config = load_config(str(CONFIGS / "llama3_8b.yaml"), keys.split())
     assert max(peaks(Layout(config, 8, 0))) / GB == pytest.approx(gigabytes, rel=0.2)

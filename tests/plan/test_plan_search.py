@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from errors import UserError
+from settings.checks import validate
 from settings.config import Config
 from settings.load import load_config
 from tests import ROOT
@@ -96,7 +97,7 @@ def test_a_step_can_be_too_short(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", STAGES)
 def test_a_shortened_step_is_refused_where_the_whole_one_is(schedule: str) -> None:
     layout = job(schedule, 4, STAGES[schedule][-1], 36)
-    shortened(layout, CHECKED).config.validate(layout.world)
+    validate(shortened(layout, CHECKED).config, layout.world)
     refused = job(
         schedule,
         4,
@@ -107,7 +108,7 @@ def test_a_shortened_step_is_refused_where_the_whole_one_is(schedule: str) -> No
     )
     for one in (refused, shortened(refused, CHECKED)):  # would sum micro-batches in bfloat16
         with pytest.raises(UserError, match=r"parallel\.reduce_dtype"):
-            one.config.validate(one.world)
+            validate(one.config, one.world)
 
 
 @pytest.mark.thorough
@@ -156,7 +157,7 @@ def small() -> Small:
 
 def starts(found: Found) -> bool:
     try:
-        found.config.validate(found.world)
+        validate(found.config, found.world)
     except UserError:
         return False
     return True
@@ -214,7 +215,7 @@ def test_a_hopeless_search_says_what_is_nearest() -> None:
         8,
         device,
     )
-    nearest.config.validate(8)
+    validate(nearest.config, 8)
     assert nearest.peak / 1e9 == pytest.approx(float(stated[1]), abs=0.05)
     assert nearest.peak > device.room
     assert str(nearest) in e.value.why
@@ -256,7 +257,7 @@ def test_what_is_found_fits_and_is_in_order(eight: Result) -> None:
     """Estimates are near what is simulated, and the printed overrides lead to the layout."""
     assert [one.seconds for one in eight.best] == sorted(one.seconds for one in eight.best)
     for one in eight.best:
-        one.config.validate(8)
+        validate(one.config, 8)
         assert one.estimate == pytest.approx(one.seconds, rel=0.1)
         assert one.peak <= one.device.room
         overrides = one.overrides().split()

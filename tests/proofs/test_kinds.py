@@ -111,4 +111,4 @@ def test_a_checkpoint_of_another_optimizer_is_refused(saved: Path) -> None:
     with patch("settings.sections.OPTIMIZERS", ["adamw", "lion"]):
         other = replace(config.optimizer, name="lion")
     with pytest.raises(UserError, match=r"state of optimizer\.name=adamw"):
-        _start_from(checkpoint, None, replace(config, optimizer=other), None)
+        _start_from(checkpoint, None, replace(config, optimizer=other), None, None)

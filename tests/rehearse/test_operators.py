@@ -56,7 +56,7 @@ STEP = (f"{PIPELINE} parallel.pp=1 model.num_layers=2 parallel.dp_shard=8 "
 EXPERTS = ("parallel.dp_shard=8 parallel.ep=8 parallel.zero_stage=1 train.global_batch_size=8 "
            "model.feed_forward=experts model.num_experts=8 model.experts_per_token=2 ")  # fmt: skip
 # Launches at most: about a tenth more than there are, so that a change which adds one or two is not
-# refused. (docs/budget.md has the least that a block needs.)
+# refused. (docs/profiling.md: the least that a block needs.)
 BLOCKS = [
     Case("8B block, full", "llama3_8b",
          f"{BLOCK} parallel.tp=1 train.activation_checkpointing=full", 3, 1, launches=69),

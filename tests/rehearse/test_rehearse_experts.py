@@ -12,6 +12,7 @@ from torch import Tensor
 from model.router import BaseRouter
 from parallel.mesh import build_mesh
 from proofs.ranks import Ranks
+from settings.checks import validate
 from settings.config import Config
 from settings.load import load_config
 from tests import ROOT
@@ -43,7 +44,7 @@ LAYOUTS = {
 
 def tiny(*keys: str) -> Config:
     config = load_config(LAPTOP, [*TINY, *keys])
-    config.validate(4)
+    validate(config, 4)
     return config
 
 

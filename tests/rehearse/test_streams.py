@@ -28,7 +28,7 @@ from parallel.pipeline.transfer import Transfers
 from proofs.parity import __main__ as parity
 from proofs.parity.cases import Case
 from proofs.parity.run import heads_in_pieces
-from runtime.device import device_thread
+from runtime.device import DeviceClock, device_thread
 from settings.config import Config
 from tests import ROOT
 from tests.proofs.parity_tiers import dense_covering, expert_covering, thorough_but
@@ -37,7 +37,7 @@ from tools.rehearse.__main__ import main
 from tools.rehearse.fake_gpu import fake_gpu, one_rank
 from tools.rehearse.findings import RACE, REUSE, SYNC, THREAD
 from tools.rehearse.host import checking
-from tools.rehearse.races import Races, SaverWithoutFiles
+from tools.rehearse.races import Races
 from tools.rehearse.rank import alone, rehearse
 from training.guard import UpdateGuard
 
@@ -216,10 +216,6 @@ def plain_thread(target: Callable[..., None], name: str, *args: Any) -> threadin
     return threading.Thread(target=target, name=name, args=args, daemon=True)
 
 
-def write_without_waiting(self: SaverWithoutFiles, *_: Any) -> None:
-    self._require_finite()
-
-
 def nothing(*_: Any) -> None: ...
 
 
@@ -238,7 +234,7 @@ def nothing(*_: Any) -> None: ...
         (ZERO_3, THREAD, "the thread save",
          patch("runtime.checkpoint.save.device_thread", plain_thread)),
         (ZERO_3, RACE, "the thread save",
-         patch.object(SaverWithoutFiles, "_write", write_without_waiting)),
+         patch.object(DeviceClock, "stop", lambda _: lambda: 0.0)),
         (EXPERTS, RACE, "all_to_all over ep",
          patch.object(Exchange, "_wait", lambda rows: tuple(p._tensor for p in rows.pending))),
         (EXPERTS, SYNC, "tests/rehearse/test_streams.py",
@@ -386,7 +382,7 @@ def test_a_thread_must_choose_its_device(make: Any, found: list[str]) -> None:
 def test_the_command_fails_if_it_finds_a_defect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Control: a guard that reads from the device. (Without one, docs/streams.md shows it.)"""
+    """Control: a guard that reads from the device. (Without one, docs/proofs.md shows it.)"""
     file = tmp_path / "report.json"
     with patch.object(UpdateGuard, "__call__", guard_that_reads):
         assert main([str(LAPTOP), "--races", "--json", str(file)]) == 1

@@ -73,7 +73,9 @@ def write_stages(
     sections["train"] = {"micro_batch_size": 4, **sections.get("train", {})}
     path = write_config(folder, data, **sections)
     raw = yaml.safe_load(Path(path).read_text())
-    plain = json.loads(json.dumps({**raw, "stages": stages}))  # YAML would refer to equal parts
+    plain = json.loads(
+        json.dumps({**raw, "data_stages": stages})
+    )  # YAML would refer to equal parts
     Path(path).write_text(yaml.safe_dump(plain))
     return path
 
@@ -112,7 +114,7 @@ def killed(where: str, step: int) -> Iterator[None]:
     targets: dict[str, tuple[Any, str]] = {
         "before the save": (Saver, "_copy"),
         "before the commit": (Saver, "_commit"),
-        "after the save": (train, "next_start"),
+        "after the save": (train, "join_again"),
         "the changeover": (init_distributed, "fresh_store"),
         "begun": (train, "build_listeners"),
     }

@@ -13,6 +13,8 @@ import pytest
 
 from errors import UserError
 from model.config import ModelConfig
+from settings.checks import validate
+from settings.data_stages import data_stages
 from settings.load import KEYS, SECTIONS, dump_config, load_config
 from settings.yaml_text import MAX_CHARACTERS, dump, parse
 from tests import ROOT
@@ -24,7 +26,7 @@ LAPTOP = str(ROOT / "configs/laptop.yaml")
 
 def refusal(overrides: list[str], path: str = LAPTOP, world: int = 8) -> str:
     with pytest.raises(UserError) as caught:
-        load_config(path, overrides).validate(world)
+        validate(load_config(path, overrides), world)
     return str(caught.value)
 
 
@@ -76,7 +78,7 @@ def test_a_sequence_that_cannot_be_cut(length: int, overrides: list[str], parts:
 )
 def test_a_sequence_that_can_be_cut(length: int, overrides: list[str]) -> None:
     """One rank, and ranks that hold the whole sequence, cut nothing."""
-    load_config(LAPTOP, [f"train.seq_len={length}", *overrides]).validate(8)
+    validate(load_config(LAPTOP, [f"train.seq_len={length}", *overrides]), 8)
 
 
 def test_whole_replicas_over_cp() -> None:
@@ -84,7 +86,7 @@ def test_whole_replicas_over_cp() -> None:
     overrides = ["parallel.zero_stage=0", "parallel.pp=1", "parallel.tp=1"]
     replicas = ["parallel.dp_shard=1", "parallel.dp_replicate=2"]
     config = load_config(LAPTOP, [*overrides, "parallel.cp=4", *replicas])
-    config.validate(8)
+    validate(config, 8)
     sizes = config.parallel.mesh_sizes(8)
     assert sizes.of_weights() == {"pp": 1, "dp_replicate": 8, "dp_shard": 1, "tp": 1}
     message = refusal([*overrides, "parallel.cp=4", "parallel.dp_shard=2"])
@@ -181,7 +183,7 @@ WRONG = [
     ("train.steps=\uff15", "has the type str"),
     ("train.steps =5", "did you mean train.steps?"),
     ("train.st\u0435ps=5", "did you mean train.steps?"),
-    ("stages.1.train.steps=5", "the file has 0 stages"),
+    ("data_stages.1.train.steps=5", "the file has 0 data stages"),
     ("checkpoint.interval=often", "int | Literal['auto', 'never']"),
     ("checkpoint.interval=true", "int | Literal['auto', 'never']"),
     ("checkpoint.interval=1.5", "int | Literal['auto', 'never']"),
@@ -241,7 +243,7 @@ def test_tokens_taken_for_sequences() -> None:
     assert "62,500 micro-batches" in message
     assert "are 2,000,000 tokens meant?" in message
     assert "train.seq_len=128 give 15616" in message
-    load_config(LAPTOP, ["train.global_batch_size=15616"]).validate(8)
+    validate(load_config(LAPTOP, ["train.global_batch_size=15616"]), 8)
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -339,15 +341,19 @@ def test_what_is_typed_arrives(
 
 
 def test_what_is_typed_for_a_stage_arrives(tmp_path: Path) -> None:
-    text = Path(LAPTOP).read_text(encoding="utf-8") + "stages: [{from_step: 010}]\n"
+    text = Path(LAPTOP).read_text(encoding="utf-8") + "data_stages: [{from_step: 010}]\n"
     path = written(tmp_path, text)
-    overrides = ["stages.1.data.path=a #b", "stages.1.train.eval_interval=020"]
-    for config in (load_config(path, overrides), load_config(path, ["stages.1.from_step=010"])):
-        assert config.each_stage[1].steps.start == 10
-    stage = load_config(path, overrides).each_stage[1]
+    overrides = ["data_stages.1.data.path=a #b", "data_stages.1.train.eval_interval=020"]
+    for config in (
+        load_config(path, overrides),
+        load_config(path, ["data_stages.1.from_step=010"]),
+    ):
+        assert data_stages(config)[1].steps.start == 10
+    stage = data_stages(load_config(path, overrides))[1].config
     assert (stage.data.path, stage.train.eval_interval) == ("a #b", 20)
-    for override in ("stages.1.from_step.x=5", "stages.1=5", f"stages.{'9' * 5000}.train={{}}"):
-        assert refusal([override], path).lstrip("'").startswith("stages.")
+    many = f"data_stages.{'9' * 5000}.train={{}}"
+    for override in ("data_stages.1.from_step.x=5", "data_stages.1=5", many):
+        assert refusal([override], path).lstrip("'").startswith("data_stages.")
 
 
 @pytest.mark.parametrize("change", [("\n", "\r\n"), ("# world", "\ufeff# world")])
@@ -379,7 +385,7 @@ def test_the_schema_knows_every_key_and_its_comment() -> None:
         assert list(found["$defs"][cls.__name__]["properties"]) == KEYS[section]
     steps = found["$defs"]["TrainConfig"]["properties"]["steps"]
     assert (steps["minimum"], steps["description"]) == (0, "optimizer steps of the whole run")
-    assert set(found["properties"]) == {*KEYS, "stages"}
+    assert set(found["properties"]) == {*KEYS, "data_stages"}
 
 
 def test_configuration_files_name_the_schema() -> None:

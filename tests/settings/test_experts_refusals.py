@@ -9,6 +9,7 @@ import pytest
 from errors import UserError
 from model.config import KEYS_OF_EXPERTS, ModelConfig
 from proofs.ranks import Ranks
+from settings.checks import validate
 from settings.load import dump_config, load_config
 from tests import ROOT
 from tests.runs import messages, train_run, write_config
@@ -21,7 +22,7 @@ BASE = (*ONE_AXIS, "model.feed_forward=experts", "model.num_experts=8",
 
 def refusal(world: int, overrides: tuple[str, ...]) -> str:
     with pytest.raises(UserError) as error:
-        load_config(LAPTOP, list(overrides)).validate(world)
+        validate(load_config(LAPTOP, list(overrides)), world)
     return str(error.value)
 
 

@@ -9,10 +9,8 @@ import pytest
 import torch
 import yaml
 
-from data.dataset import Mixture
-from data.earlier import Earlier, continued, samples_of, windows_of
+from data.earlier import Earlier
 from data.loader import BatchLoader
-from data.sampler import mixture_pattern
 from proofs.ranks import Ranks
 from runtime.log.events import read_events
 from tests.data_samples import SOURCE, prepared
@@ -84,42 +82,6 @@ def test_every_token_over_three_stages(data: Path, other: Path) -> None:
     )
     assert torch.cat([next(anew)[0]]).tolist() != [row[:-1] for row in batches[40]]
     anew.close()
-
-
-def test_text_that_is_left_out_is_found_in_every_stage(data: Path, other: Path) -> None:
-    """Samples of a stage → windows of its sources → the samples of another stage that hold them;
-    by brute force, with mixtures whose parts change."""
-    two = mixture(data, other, weights=(0.3, 0.7))
-    earlier = [Earlier(mixture(other), 32, 37), Earlier(two, 32, 53)]
-    third = mixture(other, data, weights=(0.55, 0.45))
-
-    def held(of: Mixture, before: list[Earlier], samples: range) -> list[tuple[int, int]]:
-        """(number of the source in the run, number of its sample in the run) of each sample."""
-        numbers, passed = continued(of, 32, before)
-        source_of = mixture_pattern(of.weights)[0]
-        return [
-            (numbers[s], passed[s] + source_of[:sample].tolist().count(s))
-            for sample, s in ((sample, source_of[sample]) for sample in samples)
-        ]
-
-    bad = [(3, 11), (20, 21)]
-    windows = windows_of(third, 32, earlier, bad)
-    listed = {(number, nth) for number, *pair in windows for nth in range(*pair)}
-    assert listed == {one for pair in bad for one in held(third, earlier, range(*pair))}
-    # the stage before ends 9 samples later: some are read there, the others come earlier here
-    for of, before, samples in (
-        (two, earlier[:1], range(53, 80)),
-        (third, [earlier[0], Earlier(two, 32, 62)], range(40)),
-        (third, earlier, range(40)),
-    ):
-        found = samples_of(of, 32, before, windows)
-        inside = {sample for pair in found for sample in range(*pair)}
-        expected = {s for s in samples if held(of, before, range(s, s + 1))[0] in listed}
-        assert inside & set(samples) == expected
-        assert expected
-    assert samples_of(third, 32, earlier, windows) == tuple(bad)
-    assert samples_of(third, 64, earlier, windows) == ()  # its windows are others
-    assert samples_of(third, 32, earlier, []) == ()
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -200,7 +162,7 @@ def test_killed_at_a_boundary(
     assert losses(tmp_path) == whole[1]
     assert same_tensors(last_state(ranks, tmp_path), whole[2])
     kinds = [event["event"] for event in read_events(tmp_path / "run")]
-    assert kinds.count("stage") >= 2
+    assert kinds.count("data_stage") >= 2
 
 
 @pytest.mark.thorough
@@ -225,10 +187,10 @@ def test_what_a_boundary_leaves(whole: tuple[Path, dict, dict]) -> None:
     events = read_events(whole[0] / "run")
     assert [e["step"] for e in events if e["event"] == "start"] == [0, 3, 5]
     ends = [(e["state"], e["reason"]) for e in events if e["event"] == "end"]
-    assert ends[:2] == [("requeue", "stage 1 begins"), ("requeue", "stage 2 begins")]
+    assert ends[:2] == [("requeue", f"data stage {n} begins") for n in (1, 2)]
     assert status_of(whole[0])["state"] == "finished"
-    changed = [e for e in events if e["event"] == "stage"]
-    assert [(e["stage"], e["step"]) for e in changed] == [(1, 3), (2, 5)]
+    changed = [e for e in events if e["event"] == "data_stage"]
+    assert [(e["data_stage"], e["step"]) for e in changed] == [(1, 3), (2, 5)]
     assert "train.seq_len 32 → 64" in changed[1]["changes"]
     lines = metrics_of(whole[0])
     assert [line["tokens"] for line in lines] == [256, 512, 768, 1152, 1536, 1792, 2048]
@@ -242,13 +204,25 @@ def test_what_a_boundary_leaves(whole: tuple[Path, dict, dict]) -> None:
 
 
 REFUSED = [
-    (["train.seq_len=16", "train.steps=20"], "train.seq_len = 16: ", "the change as a stage"),
-    (["stages.1.from_step=2"], "stages.1 = [2]: ", "leave stages as they were"),
-    (["stages.2.train.seq_len=16"], "stages.2.train.seq_len = 16: ", "train.seq_len=64"),
-    (["stages.2.model.rope_theta=7e5"], "stages.2.model.rope_theta = ", "declare the change"),
-    (["stages=[]"], "model.rope_theta = ", "declare the change as a stage"),
-    (["stages=[]", "model.rope_theta=8e5"], "stages.1 = []: ", "leave stages as they were"),
-    (["stages.1.data.path={tmp: 1}"], "stages.1.data.path = ", "contains no prepared data"),
+    (["train.seq_len=16", "train.steps=20"], "train.seq_len = 16: ", "the change as a data stage"),
+    (["data_stages.1.from_step=2"], "data_stages.1 = [2]: ", "leave data stages as they were"),
+    (["data_stages.2.train.seq_len=16"], "data_stages.2.train.seq_len = 16: ", "train.seq_len=64"),
+    (
+        ["data_stages.2.model.rope_theta=7e5"],
+        "data_stages.2.model.rope_theta = ",
+        "declare the change",
+    ),
+    (["data_stages=[]"], "model.rope_theta = ", "declare the change as a data stage"),
+    (
+        ["data_stages=[]", "model.rope_theta=8e5"],
+        "data_stages.1 = []: ",
+        "leave data stages as they were",
+    ),
+    (
+        ["data_stages.1.data.path={tmp: 1}"],
+        "data_stages.1.data.path = ",
+        "contains no prepared data",
+    ),
     (["train.seed=1"], "train.seed = 1: ", "use the checkpoint's value"),
 ]
 
@@ -275,7 +249,7 @@ def test_a_past_stage_cannot_change(
 def test_a_later_stage_may_be_added(ranks: Ranks, tmp_path: Path, whole: tuple) -> None:
     config, _ = copy_of(whole[0], tmp_path)
     raw = yaml.safe_load(Path(config).read_text())
-    raw["stages"].append({"from_step": 7, "train": {"seq_len": 16}})
+    raw["data_stages"].append({"from_step": 7, "train": {"seq_len": 16}})
     Path(config).write_text(yaml.safe_dump(raw))
     run(ranks, 1, config, "train.steps=8")
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7, 8]

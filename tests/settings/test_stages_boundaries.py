@@ -1,4 +1,4 @@
-"""What may happen at the boundary between two stages: a rollback across it, damage, a stop."""
+"""What may happen at the boundary between two stages: bad steps, damage, a stop."""
 
 import json
 import signal
@@ -18,7 +18,7 @@ from tests.planted import planted
 from tests.runs import checkpoint_of, losses, run, said_by, status_of, train_run
 from tests.settings.stages import Read, expected, mixture, recorded, write_stages
 
-# --- rollback across a boundary -----------------------------------------------------------------
+# --- bad steps on both sides -----------------------------------------------------------------
 
 
 def recorded_with_bad_steps(arguments: list[str], bad: set[int], file: Path) -> str:
@@ -26,43 +26,56 @@ def recorded_with_bad_steps(arguments: list[str], bad: set[int], file: Path) -> 
         return run_with_bad_steps(arguments, 0, bad)
 
 
-@pytest.mark.parametrize("length", [64, pytest.param(32, marks=pytest.mark.thorough)])
-def test_a_rollback_across_a_boundary(
-    ranks: Ranks, data: Path, tmp_path: Path, length: int
-) -> None:
-    """Steps 4, 5 and 6 are bad, and stage 1 begins after step 4: the run goes back to the
-    checkpoint of step 2, in stage 0, and leaves out the samples of step 4, and of steps 5 and 6 of
-    stage 1. With windows of the same length, stage 1 continues those of stage 0: its bad ones are
-    then the next ones of stage 0, and are left out there."""
+def test_a_stage_does_not_end_on_skipped_updates(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """Step 4, the last of stage 0, is bad: the run goes back to the checkpoint of step 2 at once.
+    Steps 5 and 6, the first of stage 1, are bad too: it goes back to the boundary's checkpoint."""
     config = write_stages(
         tmp_path,
         data,
-        [{"from_step": 4, "train": {"seq_len": length, "global_batch_size": 4}}],
+        [{"from_step": 4, "train": {"global_batch_size": 4}}],
         train={"steps": 7},
         checkpoint={"interval": 2},
-        guard={"max_bad_steps": 3},
+        guard={"max_bad_steps": 2},
     )
     # of all steps, with those that are made again
-    assert ranks.run(recorded_with_bad_steps, 1, [config], {4, 5, 6}, tmp_path / "reads") == [""]
+    assert ranks.run(recorded_with_bad_steps, 1, [config], {4, 7, 8}, tmp_path / "reads") == [""]
     one = mixture(data)
-    at_first = expected([Read(one, 32, 8, 4), Read(one, length, 4, 2)], 0)[0]
-    skipped, later = (range(24, 32), (range(8),)) if length == 64 else (range(24, 40), ())
-    stages = [Read(one, 32, 8, 4, (skipped,)), Read(one, length, 4, 3, later)]
-    again = expected(stages, 0)[0]
+    at_first = expected([Read(one, 32, 8, 4)], 0)[0]
+    first = Read(one, 32, 8, 4, (range(24, 32),))
+    then = expected([first, Read(one, 32, 4, 2)], 0)[0]
+    again = expected([first, Read(one, 32, 4, 3, (range(8),))], 0)[0]
     rows = [json.loads(line) for line in Path(f"{tmp_path / 'reads'}-0").read_text().splitlines()]
-    assert [step for step, *_ in rows] == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5, 6]
-    for (step, _, _, mine), batches in zip(rows, [at_first] * 6 + [again] * 5, strict=True):
+    assert [step for step, *_ in rows] == [0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6]
+    for (step, _, _, mine), batches in zip(
+        rows, [at_first] * 4 + [then] * 4 + [again] * 3, strict=True
+    ):
         assert mine == batches[step][: len(mine)], step
-    (event,) = [e for e in read_events(tmp_path / "run") if e["event"] == "rollback"]
-    assert (event["from_step"], event["step"]) == (6, 2)
-    assert (event["left_out"], event["left_out_before"]) == ([0, 8], [[0, 24, 32]])
+    events = [event for event in read_events(tmp_path / "run") if event["event"] == "rollback"]
+    assert [(e["from_step"], e["step"], e["left_out"]) for e in events] == [
+        (4, 2, [24, 32]),
+        (6, 4, [0, 8]),
+    ]
     trainer = json.loads((checkpoint_of(tmp_path, 7) / "trainer.json").read_text())
-    assert trainer["earlier"][0]["data"]["skipped"] == [[skipped.start, skipped.stop]]
-    assert trainer["data"]["skipped"] == [[r.start, r.stop] for r in later]
-    bad = {tuple(row) for step in (3, 4, 5) for row in at_first[step]}
-    assert not bad & {tuple(row) for batch in again for row in batch}
+    assert trainer["earlier"][0]["data"]["skipped"] == [[24, 32]]
+    assert (trainer["data"]["skipped"], trainer["updates"]) == ([[0, 8]], 7)
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7]
-    assert trainer["updates"] == 7
+
+
+def test_a_rollback_never_leaves_its_stage(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """A checkpoint that was saved on a bad step begins a stage, whose first step is bad."""
+    config = write_stages(
+        tmp_path,
+        data,
+        [{"from_step": 4, "train": {"seq_len": 16}}],
+        train={"steps": 6},
+        checkpoint={"interval": 2},
+        guard={"max_bad_steps": 2},
+    )
+    whole = [config, "data_stages=[]", "train.steps=4"]
+    assert ranks.run(run_with_bad_steps, 1, whole, 0, {4}) == [""]
+    (said,) = ranks.run(said_by, 1, run_with_bad_steps, [config], 0, {1})
+    assert "there is no checkpoint to go back to in this data stage; save more often" in said
+    assert status_of(tmp_path)["state"] == "failed"
 
 
 def run_with_damage(arguments: list[str], folder: Path) -> str:
@@ -97,9 +110,9 @@ def test_a_stage_ahead_that_begins_at_a_token_knows_the_batches_before(
     """With another batch size from step 2 on, it would begin at half the tokens."""
     ahead = {"from_token": 6 * 8 * 32, "train": {"seq_len": 16}}
     config = write_stages(tmp_path, data, [ahead], train={"steps": 9}, checkpoint={"interval": 2})
-    run(ranks, 1, config, "stages=[]", "train.steps=2")
+    run(ranks, 1, config, "data_stages=[]", "train.steps=2")
     (said,) = ranks.run(train_run, 1, [config, "train.global_batch_size=16"])
-    assert said.startswith(f"stages.1.from_token = {6 * 8 * 32}")
+    assert said.startswith(f"data_stages.1.from_token = {6 * 8 * 32}")
     assert "512 tokens after step 2" in said
     assert "from_step=4" in said  # 1,024 tokens are left: two steps of 512
     # as a stage from step 2 on, the count is right
@@ -107,7 +120,7 @@ def test_a_stage_ahead_that_begins_at_a_token_knows_the_batches_before(
     config = write_stages(tmp_path, data, [larger, ahead], train={"steps": 5})
     run(ranks, 1, config)
     events = read_events(tmp_path / "run")
-    assert [event["step"] for event in events if event["event"] == "stage"] == [2, 4]
+    assert [event["step"] for event in events if event["event"] == "data_stage"] == [2, 4]
 
 
 # --- stop requests, open files --------------------------------------------------------------------

@@ -21,6 +21,7 @@ import torch
 from errors import UserError
 from runtime.log.events import read_events
 from runtime.start.init_distributed import init_distributed
+from settings.checks import validate
 from settings.load import load_config
 from tests import ROOT
 from tests.drills.stops import PHASES, SIGNALS, TARGETS, catches, stop
@@ -326,7 +327,7 @@ def test_every_configuration_fits_any_number_of_gpus(path: str) -> None:
     for gpus, used in ((1, 1), (2, 2), (7, 4), (16, 8)):
         processes, overrides = launch.layout(gpus, path, [])
         assert processes == used
-        load_config(path, overrides).validate(processes)
+        validate(load_config(path, overrides), processes)
 
 
 def test_what_the_configuration_asks_for_is_kept(tmp_path: Path) -> None:
@@ -344,8 +345,8 @@ def test_what_the_configuration_asks_for_is_kept(tmp_path: Path) -> None:
     assert axes("laptop.yaml", 4, "model.ffn_dim=341") == {"pp": 2, "dp_shard": 2}  # tp 2 cuts it
     with pytest.raises(UserError, match="cp=2 · tp=1 does not make the world of 1 processes"):
         axes("laptop.yaml", 1, "parallel.cp=2")
-    with pytest.raises(UserError, match=r"stages\.1\.parallel\.tp"):  # its layout is for 64
-        axes("llama3_8b_stages.yaml", 8)
+    with pytest.raises(UserError, match=r"data_stages\.1\.parallel\.tp"):  # its layout is for 64
+        axes("llama3_8b_data_stages.yaml", 8)
 
 
 # --- speed ----------------------------------------------------------------------------------------

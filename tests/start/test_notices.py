@@ -16,11 +16,10 @@ CONFIG = "configs/laptop.yaml"
 
 def test_what_changed_is_named(tmp_path: Path) -> None:
     """Settings of the training and the layout; not those of the run folder."""
-    file = tmp_path / "config.yaml"
-    file.write_text(dump_config(load_config(CONFIG, [])))
+    (tmp_path / "config.yaml").write_text(dump_config(load_config(CONFIG, [])))
     other = load_config(CONFIG, ["train.steps=200", "parallel.tp=1", "run.log_interval=3"])
-    assert changed_settings(file, load_config(CONFIG, [])) == []
-    assert changed_settings(file, other) == ["parallel.tp 2 → 1", "train.steps 160 → 200"]
+    assert changed_settings(tmp_path, load_config(CONFIG, [])) == []
+    assert changed_settings(tmp_path, other) == ["parallel.tp 2 → 1", "train.steps 160 → 200"]
     for path, why in (
         (tmp_path / "run" / "checkpoints" / "step-00000001", "'/.*/run/config.yaml': No such file"),
         (tmp_path / "step-00000001", "no config.yaml belongs to it"),
@@ -53,8 +52,8 @@ DOUBTED = [
     ("checkpoint.keep_every=60", "checkpoint.keep_every=60 is no multiple"),
     ("model.experts_per_token=8", "model.experts_per_token=8 is all experts"),
     (
-        "stages=[{from_step: 150, optimizer: {warmup_steps: 20}}, {from_step: 155}]",
-        "stages.1.optimizer.warmup_steps=20 is not less than the 10 steps",
+        "data_stages=[{from_step: 150, optimizer: {warmup_steps: 20}}, {from_step: 155}]",
+        "data_stages.1.optimizer.warmup_steps=20 is not less than the 10 steps",
     ),
 ]
 

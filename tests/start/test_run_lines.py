@@ -17,6 +17,7 @@ from errors import UserError
 from output import log
 from runtime.evaluation.heldout import compare_to_unigram
 from runtime.start.topology import describe_stages
+from settings.checks import validate
 from settings.load import load_config
 from tests import ROOT
 from tests.runs import losses, status_of, write_config
@@ -56,14 +57,14 @@ def test_the_loss_beside_a_unigram_models(loss, said):
 def test_a_world_that_the_axes_do_not_make():
     """The remedies are the key that takes all remaining ranks and the planner's search."""
     with pytest.raises(UserError) as refused:
-        load_config("configs/llama3_8b.yaml", []).validate(64)
+        validate(load_config("configs/llama3_8b.yaml", []), 64)
     assert refused.value.key == "parallel.dp_shard"
     assert "parallel.dp_shard=-1 (here 64)" in refused.value.remedy
     assert "python -m tools.plan CONFIG --gpus 64 --search" in refused.value.remedy
     # the remedy works
-    load_config("configs/llama3_8b.yaml", ["parallel.dp_shard=-1"]).validate(64)
+    validate(load_config("configs/llama3_8b.yaml", ["parallel.dp_shard=-1"]), 64)
     with pytest.raises(UserError) as refused:
-        load_config("configs/llama3_70b.yaml", []).validate(12)
+        validate(load_config("configs/llama3_70b.yaml", []), 12)
     assert refused.value.key == "parallel.tp"
     assert "a multiple of 16 processes" in refused.value.remedy
     assert "--gpus 12 --search" in refused.value.remedy

@@ -302,11 +302,14 @@ SAVES: dict[str, tuple[set[int], list[int]]] = {  # steps that are bad, and thos
 
 @pytest.mark.parametrize("case", SAVES)
 def test_saves_and_bad_steps(ranks: Ranks, data: Path, tmp_path: Path, case: str) -> None:
+    """A save on a bad step takes the place of no good one."""
     bad, saved = SAVES[case]
-    bounds = {"guard": {"max_bad_steps": 3}, "checkpoint": {"interval": 2, "keep_last": 9}}
+    bounds = {"guard": {"max_bad_steps": 3}, "checkpoint": {"interval": 2, "keep_last": 1}}
     config = config_of(tmp_path, data, **bounds)
     assert ranks.run(run_with_bad_steps, 1, [config], 0, bad) == [""]
     assert [event["step"] for event in named(tmp_path, "checkpoint")] == saved
+    left = ["step-00000004", "step-00000006"] if 6 in bad else ["step-00000006"]
+    assert checkpoints(tmp_path) == ["latest", *left]
 
 
 def test_without_a_good_checkpoint_the_bad_one_stays(

@@ -15,12 +15,13 @@ from parallel.placement import local_region
 from proofs.parity.cases import Case
 from proofs.parity.reference_training import warmup_cosine
 from proofs.parity.run import assemble, parts
-from runtime.checkpoint.load import held_tensors
+from runtime.trainer_state import held_tensors
+from settings.checks import check_learning_rate, validate
 from settings.sections import OptimizerConfig
 from tests.counting import Listener
 from tests.runs import same_tensors
 from tests.steps import make_step, rows_of
-from training.learning_rate import check_learning_rate, learning_rate
+from training.learning_rate import learning_rate
 
 
 @pytest.mark.parametrize(
@@ -59,13 +60,13 @@ def test_no_accepted_wsd_jumps(warmup):
         rates = [learning_rate(step, range(12), config) for step in range(13)]
         jumps = any(a - b > 1 / decay + 1e-12 for a, b in pairwise(rates))
         if warmup + decay <= 12:
-            check_learning_rate(config, range(12), in_stages=False)
+            check_learning_rate(config, range(12), 12)
             assert not jumps
             assert max(rates) == 1
             continue
         assert jumps or warmup + decay == 13 or warmup == 12
         with pytest.raises(UserError, match=f"optimizer.decay_steps = {decay}: with ") as refused:
-            check_learning_rate(config, range(12), in_stages=False)
+            check_learning_rate(config, range(12), 12)
         most = f"give at most {12 - warmup}, or " if warmup < 12 else "give "
         assert refused.value.remedy == f"{most}optimizer.warmup_steps={12 - decay} or less"
 
@@ -122,7 +123,7 @@ def rounded_updates(case, resume):
     """bfloat16 weights and moments after three updates with given gradients; with `resume`, a new
     optimizer makes the third update."""
     config = pure_bfloat16(case)
-    config.validate(dist.get_world_size())
+    validate(config, dist.get_world_size())
     step = make_step(config)
     for update in range(3):
         if resume and update == 2:
@@ -163,4 +164,4 @@ def test_stochastic_rounding_depends_on_no_layout(ranks):
 
 def test_pure_bfloat16_is_for_bfloat16():
     with pytest.raises(UserError, match=r"optimizer\.pure_bfloat16 = True: train\.dtype=float32"):
-        pure_bfloat16(Case(MeshSizes(), dtype="float32")).validate(1)
+        validate(pure_bfloat16(Case(MeshSizes(), dtype="float32")), 1)

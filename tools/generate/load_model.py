@@ -27,7 +27,7 @@ from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
 from parallel.placement import local_region
 from runtime.checkpoint.load import require_good
-from runtime.checkpoint.trainer_state import read_trainer
+from runtime.checkpoint.verify import read_trainer
 from runtime.messages import from_rank_0, on_all_ranks
 from tools.huggingface.agreement import generation_config, tokens_of
 from tools.huggingface.checkpoint_reader import CheckpointReader, WeightReader, newest

@@ -23,16 +23,15 @@ from model.router import bias_name, routers_of
 from model.transformer import Transformer
 from parallel.layer import TensorParallel
 from parallel.parameter import weights_of
+from runtime.checkpoint.folder import checkpoints_of
 from runtime.checkpoint.manifest import (
     TENSORS,
     Damaged,
     Piece,
     read_manifest,
     read_pieces,
-    verify,
 )
-from runtime.checkpoint.run_folder import checkpoints_of
-from runtime.checkpoint.trainer_state import parse_trainer
+from runtime.checkpoint.verify import parse_trainer, verify_checkpoint
 
 WEIGHTS = "model."  # the prefix of weights; optimizer state has the prefix "optimizer."
 # safetensors' name → torch's dtype
@@ -114,7 +113,7 @@ class CheckpointReader(WeightReader):
         super().__init__()
         self.folder, self._key = folder, key
         try:
-            manifest = read_manifest(folder) if verified else verify(folder)
+            manifest = read_manifest(folder) if verified else verify_checkpoint(folder)
             self.trainer = parse_trainer(folder)
             for file in filter(lambda name: name.endswith(TENSORS), manifest.files):
                 for piece in read_pieces(folder / file, manifest):

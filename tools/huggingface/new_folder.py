@@ -16,11 +16,11 @@ from torch import Tensor
 
 from errors import UserError
 from output import log
+from runtime.checkpoint.folder import write_durably
 from runtime.checkpoint.manifest import (
     PLACES,
     Manifest,
     fingerprint,
-    write_durably,
     write_manifest,
 )
 from runtime.checkpoint.progress import byte_bar

@@ -9,7 +9,7 @@
 
 Without --gpus, the number of GPUs is the product of the axes, or is read from the file's first line
 (`# world: 256`). --pictures FOLDER draws timeline.svg. 1 GB is 1e9 bytes.
-docs/plan_model.md explains how the figures are computed; docs/plan_accuracy.md compares them with
+docs/planning.md explains how the figures are computed; docs/plan_accuracy.md compares them with
 rehearsals and published results.
 """
 
@@ -17,6 +17,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from settings.checks import validate
 from settings.layouts import valid_layout
 from settings.load import load_config
 from tools.command import (
@@ -84,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(describe_search(searched) + "\n")
         result["search"] = searched.as_dict()
         config = searched.best[0].config
-        config.validate(world)
+        validate(config, world)
     check_can_be_planned(config)
     plan = summarise(config, world, device, options.tokens, options.price)
     print(describe_plan(plan))

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from errors import UserError
 from runtime.metrics.memory_report import table
 from runtime.schema import Count, Strict, first_problem, load_json
+from settings.checks import validate
 from settings.config import Config
 from tools.plan.check import check_can_be_planned
 from tools.plan.layout import Layout
@@ -45,7 +46,7 @@ def beside(config: Config, report: Report) -> str:
     if report.rank >= report.world:
         why = f"is not a rank of a world of {report.world}"
         raise UserError("--beside", report.rank, why, "give the file as the run wrote it")
-    config.validate(report.world)
+    validate(config, report.world)
     check_can_be_planned(config)
     plan = Memory(Layout.of_rank(config, report.world, report.rank))
     moment = "between actions" if plan.peak_action is None else f"in {plan.peak_action}"

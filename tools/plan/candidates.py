@@ -14,8 +14,8 @@ from errors import UserError
 from model.config import ModelConfig
 from model.transformer import check_tp
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
-from settings.checks import sides_that_cannot_be_cut
-from settings.config import Config, cuts_of_sequence
+from settings.checks import cuts_of_sequence, sides_that_cannot_be_cut
+from settings.config import Config
 from tools.plan.estimate import SPLIT, Pipeline, Stage
 from tools.plan.hardware import Device
 from tools.plan.layout import Layout, Numbers, ranks_of_stages

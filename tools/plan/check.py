@@ -1,8 +1,10 @@
-"""Which job a tool looks at: the stage of a run with stages of data (settings/data_stages.py), one
-at a time; and what cannot be planned."""
+"""Which job a tool looks at: one data stage of a run (settings/data_stages.py) at a time; and what
+cannot be planned."""
 
 from errors import UserError
+from settings.checks import validate
 from settings.config import Config
+from settings.data_stages import data_stages
 from tools.command import CommandParser
 from tools.plan.layout import Layout
 from tools.plan.memory import peaks
@@ -17,24 +19,24 @@ def check_can_be_planned(config: Config) -> None:
 
 
 def add_data_stage(parser: CommandParser) -> None:
-    which = "the stage of a configuration with `stages` (default: the one with the highest peak)"
+    which = "number of a data stage (default: the one with the highest peak)"
     parser.option("--data-stage", int, "K", which)
 
 
 def one_stage(config: Config, world: int, number: int | None) -> tuple[Config, str]:
-    """The configuration of stage `number`, or of the stage that needs the most memory on some rank;
-    and a line that says which, empty for a configuration without stages. Raises UserError."""
-    stages = config.each_stage
+    """The configuration of data stage `number`, or of the one that needs the most memory on some
+    rank; and a line that says which, empty for a run of only one. Raises UserError."""
+    stages = [stage.config for stage in data_stages(config)]
     last = len(stages) - 1
     if number is not None and not 0 <= number <= last:
-        why = f"the configuration has the stages 0 to {last}"
+        why = f"the configuration has the data stages 0 to {last}"
         raise UserError("--data-stage", number, why, "choose one of them")
     if not last:
         return config, ""
     if number is not None:
-        return stages[number].alone, f"stage {number} of 0 to {last}"
-    config.validate(world)
-    most = [max(peaks(Layout(stage.alone, world, 0))) for stage in stages]
+        return stages[number], f"data stage {number} of 0 to {last}"
+    validate(config, world)
+    most = [max(peaks(Layout(stage, world, 0))) for stage in stages]
     number = most.index(max(most))
     each = ", ".join(f"{peak / 1e9:.2f}" for peak in most)
-    return stages[number].alone, f"stage {number} of 0 to {last}, whose peaks are {each} GB"
+    return stages[number], f"data stage {number} of 0 to {last}, whose peaks are {each} GB"

@@ -22,6 +22,7 @@ from errors import UserError
 from model.transformer import num_parameters
 from parallel.axes import AXES
 from parallel.layouts import MAX_LAYOUTS, OF_TRAIN
+from settings.checks import validate
 from settings.config import Config
 from settings.precision import Precision
 from tools.plan.candidates import Candidate, candidates, space
@@ -187,7 +188,7 @@ def search(config: Config, world: int, device: Device) -> Result:
 def _error(found: Found) -> UserError | None:
     """Why a run with this layout would not start; None if it would."""
     try:
-        shortened(found.layout, CHECKED).config.validate(found.world)
+        validate(shortened(found.layout, CHECKED).config, found.world)
     except UserError as error:
         return error
     return None
@@ -203,7 +204,7 @@ def check_before_search(config: Config) -> None:
                        zero_stage=2)  # fmt: skip
     alone = replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=1),
                     run=replace(config.run, profile_ranks=[0]))  # fmt: skip
-    alone.validate(1)
+    validate(alone, 1)
     size = config.train.micro_batch_size
     if size < 1:
         raise UserError("train.micro_batch_size", size, "must be at least 1", "give 1 or more")

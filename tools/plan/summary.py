@@ -134,7 +134,7 @@ def _ranks(layout: Layout, call: Call) -> int:
 # ⌈tiles / multiprocessors⌉ waves, and in a wave with fewer tiles than multiprocessors the others
 # are idle ("wave quantization": NVIDIA, Matrix Multiplication Background User's Guide, section
 # 3.2). A product below one wave never uses the whole device. This happens to weights that tp makes
-# narrow, first of all to those of key and value. docs/plan_model.md explains what is assumed about
+# narrow, first of all to those of key and value. docs/planning.md explains what is assumed about
 # tiles.
 
 

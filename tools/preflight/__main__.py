@@ -43,7 +43,7 @@ from runtime.health.excluded import excluded_nodes
 from runtime.messages import log
 from runtime.start.attention import describe_attention
 from runtime.start.environment import LARGEST, check_environment, check_number
-from runtime.start.preconditions import check_writable, open_stages
+from runtime.start.preconditions import check_writable, open_data_stages
 from settings.config import Config
 from settings.layouts import layout_sizes, valid_layout
 from settings.load import load_config
@@ -117,7 +117,7 @@ def lead(
 ) -> int:
     """What the first node does: gather the reports, say which nodes measure, gather the results,
     and decide. Returns the exit status."""
-    open_stages(config)  # the shared disk is checked by this node only
+    open_data_stages(config)  # the shared disk is checked by this node only
     check_writable(config)
     others, halfway = range(1, meeting.num_nodes), started + options.seconds / 2
     reports: dict[int, Report] = {0: report, **meeting.gather("report", others, halfway)}

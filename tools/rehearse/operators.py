@@ -1,5 +1,5 @@
 """Every operator that a rank runs on the fake GPU: what it is, what it moves, and the line of code
-that causes it. `python -m tools.rehearse CONFIG --operators`; docs/budget.md explains the tables.
+that causes it. `python -m tools.rehearse CONFIG --operators`; docs/profiling.md explains it.
 
 A tape (tape.py) records the operators of the second step; the first fills caches. A custom operator
 of this repository is recorded as what its own code does: that code runs on tensors without data,

@@ -44,7 +44,10 @@ from costs.operators import (
 )
 from costs.storages import key_of
 from parallel.mesh import Mesh
+from runtime.checkpoint.lease import Lease
+from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.save import Saver
+from runtime.trainer_state import DataState
 from tools.plan.layout import Layout
 from tools.plan.time import StepTime
 from tools.rehearse.accesses import Accesses, Block
@@ -56,22 +59,23 @@ from training.step import TrainStep
 
 
 class SaverWithoutFiles(Saver):
-    """The device's side of saving: the copies to the host, and the thread that waits for them and
-    reads them."""
+    """A saver of one rank that writes no file. What concerns the device is the run's own: the
+    copies to the host, and the thread that waits for them and reads them."""
 
     def __init__(self, train: TrainStep) -> None:
         with patch.object(dist, "new_group", lambda **_: None):
-            super().__init__(train, Path(), None)  # type: ignore[arg-type]
+            super().__init__(train, Path(), Lease("", "cuda"))
+        self.is_first = False  # of the ranks, which alone logs and commits
 
     def save(self, *state: Any) -> Any:
         with patch.object(self.train, "mesh", replace(self.train.mesh, device="cuda")):
             return super().save(*state)
 
-    def _write(
-        self, step: int, trainer: dict[str, Any], copied: Callable[[], float], stall: float
-    ) -> None:
-        copied()
-        self._require_finite()
+    def _agree(self, action: Callable[[], Any]) -> list[Any]:
+        return [action()]
+
+    def _write_partial(self, *_: Any) -> Manifest:
+        return Manifest({}, {})
 
 
 class Races(Tape):
@@ -115,10 +119,11 @@ class Races(Tape):
 
     def after_step(self, step: int) -> None:
         self._step = self.overlap.table(self.time)
-        self.saver.save(step + 1, 0, {})  # its thread works beside the next step
+        data = DataState(checksum="none", next_sample=0, skipped=[])
+        self.saver.save(step + 1, 0, data)  # its thread works beside the next step
 
     def report(self) -> dict[str, Any]:
-        self.saver.wait()
+        self.saver.close()
         return {
             "findings": [
                 f"{kind}: {text}" + (f" ({count} times)" if count > 1 else "")

@@ -117,8 +117,8 @@ def thin(points: Points, bins: int = BINS) -> np.ndarray:
     return np.array([(*g.mean(axis=0), g[:, 1].min(), g[:, 1].max()) for g in groups]).T
 
 
-def draw(chart: Chart, size: tuple[float, float], stages: Mapping[float, str]) -> "Figure":
-    """Draw a chart without title and legend. `stages`: step → name of a vertical line."""
+def draw(chart: Chart, size: tuple[float, float], data_stages: Mapping[float, str]) -> "Figure":
+    """Draw a chart without title and legend. `data_stages`: step → name of a vertical line."""
     from matplotlib.figure import Figure
 
     figure = Figure(size, layout="constrained")
@@ -134,9 +134,9 @@ def draw(chart: Chart, size: tuple[float, float], stages: Mapping[float, str]) -
             axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
     axes.margins(x=0.01)
     first, last = axes.get_xlim()
-    for x, name in stages.items():
+    for x, name in data_stages.items():
         if first < x < last:
-            axes.axvline(x, color=INK, linestyle=":", linewidth=1, gid="stage")
+            axes.axvline(x, color=INK, linestyle=":", linewidth=1, gid="data_stage")
             if chart.is_wide:
                 place = {"xytext": (3, -9), "textcoords": "offset points"}
                 place |= {"xycoords": axes.get_xaxis_transform(), "annotation_clip": False}
@@ -159,7 +159,7 @@ def draw(chart: Chart, size: tuple[float, float], stages: Mapping[float, str]) -
 def picture_of_loss(run: Run, unigram: float | None) -> "Figure":
     """The whole curve, with the held-out loss of a unigram model."""
     chart = replace(charts(run)[0], axis="")
-    figure = draw(chart, PICTURE, run.stages)
+    figure = draw(chart, PICTURE, run.data_stages)
     (axes,) = figure.axes
     if unigram is not None:
         label = f"a unigram model on held-out text: {unigram:.2f}"

@@ -23,7 +23,7 @@ def page(run: Run) -> str:
     pictures = []
     for chart in charts(run):
         beside = ", ".join(filter(None, (chart.unit, chart.scale)))
-        figure = draw(chart, WIDE if chart.is_wide else NARROW, run.stages)
+        figure = draw(chart, WIDE if chart.is_wide else NARROW, run.data_stages)
         pictures.append((chart.title, beside, chart.legend, chart.is_wide, inline(figure)))
     if run.timeline is not None:
         name, timeline = run.timeline

@@ -18,7 +18,7 @@ from runtime.log.events import read_events
 from runtime.log.ledger import account
 from runtime.log.log_lines import content, is_number, json_object, read_records
 from runtime.log.status import read_status
-from settings.load import load_config
+from settings.load import load_saved
 from tools.report.ledger import Measured, measure
 from tools.timeline.measured import from_chrome
 
@@ -45,12 +45,12 @@ class Run:
         return next((e for e in reversed(self.events) if e["event"] == event), {})
 
     @property
-    def stages(self) -> dict[float, str]:
-        """The last step before each stage of the data → its name, in UTF-8, which a picture
+    def data_stages(self) -> dict[float, str]:
+        """The last step before each data stage → its name, in UTF-8, which a picture
         needs."""
-        stages = [event for event in self.events if event["event"] == "stage"]
+        stages = [event for event in self.events if event["event"] == "data_stage"]
         steps = [event for event in stages if is_number(event.get("step"))]
-        return {event["step"]: clean(f"stage {event.get('stage')}") for event in steps}
+        return {event["step"]: clean(f"data stage {event.get('data_stage')}") for event in steps}
 
     def points(self, key: str, scale: float = 1.0) -> Points:
         """(step, value) of every record whose value can be drawn, sorted by step."""
@@ -98,7 +98,7 @@ def unigram_loss(folder: Path) -> float | None:
     """The held-out loss, in nats per token, of a model that knows only each token's frequency; None
     if the configuration or the data no longer exists."""
     try:
-        data = open_data(load_config(str(folder / "config.yaml"), []).data, "heldout")
+        data = open_data(load_saved(folder).data, "heldout")
     except UserError:
         return None
     return data.unigram_nats_per_token

@@ -1,0 +1,78 @@
+"""The folder of a run's checkpoints. (It imports nothing that takes time: the monitor reads it.)
+
+    checkpoints/step-00000100            complete and agreed on by all ranks: no suffix in the name,
+                                         and a manifest
+    checkpoints/step-00000080.damaged    put aside: damaged or incomplete
+    checkpoints/step-00000120.abandoned  put aside: the run rolled back to an earlier step, or saved
+                                         this step again
+    checkpoints/latest                   contains "step-00000100", the newest
+    checkpoints/after_commit/            for which of them the command runs or has succeeded
+
+Only the holder of the folder's lease may change it (lease.py). A checkpoint that was put aside
+stays until a person deletes it.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from errors import UserError
+
+NAME = re.compile(r"step-(\d{8})")
+LATEST = "latest"
+MANIFEST = "manifest.json"  # the last file of a checkpoint (manifest.py)
+AFTER_COMMIT = "after_commit"  # how far checkpoint.after_commit is (monitor/after_commit.py)
+DAMAGED, ABANDONED = ".damaged", ".abandoned"  # suffixes of those that are put aside
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Return the committed checkpoints of a folder, oldest first."""
+    return sorted(path for path in named_checkpoints(folder) if (path / MANIFEST).is_file())
+
+
+def named_checkpoints(folder: Path) -> list[Path]:
+    """Return what has the name of a checkpoint, complete or not."""
+    return [path for path in folder.glob("step-*") if NAME.fullmatch(path.name)]
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def has_command(checkpoint: Path) -> bool:
+    """Whether checkpoint.after_commit runs for this checkpoint, which must then stay."""
+    return any((checkpoint.parent / AFTER_COMMIT).glob(f"{checkpoint.name}.*.running"))
+
+
+def checkpoints_of(folder: Path, key: str) -> list[Path]:
+    """Return `folder` itself if it is a checkpoint, else the complete checkpoints in it or in its
+    `checkpoints/`, oldest first.
+
+    Raises:
+        UserError: there are none; `key` is the key or option that named the folder.
+    """
+    if (folder / MANIFEST).is_file():
+        return [folder]
+    found = complete_checkpoints(folder) or complete_checkpoints(folder / "checkpoints")
+    if not found:
+        why = "holds no complete checkpoint"
+        raise UserError(key, str(folder), why, "give a run folder or a folder step-…")
+    return found
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file whose content is on the disk on return; its name with `sync` of the folder."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a folder, to disk: only then is its content durable, or the names in it."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,175 @@
+"""What a saved state of training is: the tensors of each rank, and the rest (trainer.json). And
+where a run starts."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
+from torch.distributed.tensor import DTensor
+
+from errors import UserError
+from model.config import ModelConfig
+from runtime.schema import MAX_INT, Count, Name, Strict, first_problem
+from settings.config import Config
+from training.step import TrainStep
+
+FILE = "trainer.json"
+MAX_DIMENSION = 10**8  # of a model
+# Not stored: initialization, losses, how biases change, and kernels do not decide whether weights
+# fit a model.
+FREE_MODEL_KEYS = {
+    "init_std", "z_loss", "router_aux_weight", "router_z_weight", "router_bias_rate", "kernels",
+    "attention_kernel",
+}  # fmt: skip
+
+Dimension = Annotated[int, Field(le=MAX_DIMENSION)]
+Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
+
+
+def _ascending(range_: tuple[int, int]) -> tuple[int, int]:
+    if range_[0] > range_[1]:
+        raise ValueError("a range of skipped samples ends before it begins")
+    return range_
+
+
+class DataState(Strict):
+    """The state of the data loader (data/loader.py), of one data stage."""
+
+    checksum: Name  # of the data
+    next_sample: Count
+    # half-open ranges of samples that are never read
+    skipped: list[Annotated[tuple[Count, Count], AfterValidator(_ascending)]]
+
+
+class EarlierDataStage(Strict):
+    """What a run with data stages has done in one that is over."""
+
+    step: Count  # its last
+    seq_len: Positive
+    data: DataState  # at its end
+
+
+class TrainerState(Strict):
+    """How far a run is. In a run with data stages, `seq_len` and `data` are those of one."""
+
+    step: Count  # steps done
+    updates: Count  # of the weights: fewer than steps if some were skipped
+    tokens: Count  # trained on
+    seed: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)]
+    optimizer: Name = "adamw"  # older versions had only this one and did not record it
+    seq_len: Positive
+    # for the guard against loss spikes; None: the loss was not finite
+    recent_losses: Annotated[list[float | None], Field(max_length=1000)]
+    bad_in_a_row: Count  # consecutive steps up to this one whose updates were skipped
+    # a list: kinds of layers, repeated in turn
+    model: dict[Name, bool | Dimension | float | str | list[Name] | None]
+    data: DataState
+    # only of a run with data stages: those before that of `data`
+    earlier: list[EarlierDataStage] = Field(default_factory=list, max_length=1000)
+    # Older versions rolled back to earlier data stages, and recorded what later ones should not
+    # read. It is accepted, and has no effect: `data` already skips what lies in its own.
+    left_out: list[tuple[Count, Count, Count]] = Field(default_factory=list, exclude=True)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "TrainerState":
+        if max(self.updates, self.bad_in_a_row) > self.step:
+            raise ValueError("it counts more updates, or more skipped updates, than steps")
+        ends = [0, *(stage.step for stage in self.earlier)]
+        if ends != sorted({*ends}) or ends[-1] > self.step:
+            raise ValueError("its data stages are not in order")
+        try:
+            self.model_config_saved  # noqa: B018 - it raises
+        except ValidationError as error:
+            raise ValueError(f"model.{first_problem(error)}") from None
+        except UserError as error:
+            raise ValueError(f"{error.key} {error.why}") from None
+        return self
+
+    @property
+    def model_config_saved(self) -> ModelConfig:
+        """The saved model configuration. Raises UserError or ValidationError if it is invalid."""
+        return TypeAdapter(ModelConfig).validate_json(json.dumps(self.model), strict=True)
+
+    def to_json(self) -> str:
+        """The text of trainer.json. A run without data stages has no `earlier`."""
+        without = None if self.earlier else {"earlier"}
+        return json.dumps(self.model_dump(exclude=without), indent=1)
+
+
+def state_of(
+    config: Config,
+    data: DataState,
+    step: int = 0,
+    updates: int = 0,
+    tokens: int = 0,
+    recent_losses: Sequence[float | None] = (),
+    bad_in_a_row: int = 0,
+    earlier: Sequence[EarlierDataStage] = (),
+) -> TrainerState:
+    """The state of a run of `config` (of one data stage); by default of its beginning."""
+    return TrainerState(
+        step=step,
+        updates=updates,
+        tokens=tokens,
+        seed=config.train.seed,
+        optimizer=config.optimizer.name,
+        seq_len=config.train.seq_len,
+        recent_losses=[*recent_losses],
+        bad_in_a_row=bad_in_a_row,
+        model=model_entries(config.model),
+        data=data,
+        earlier=[*earlier],
+    )
+
+
+def model_entries(model: ModelConfig) -> dict[str, Any]:
+    """Return the part of the model configuration that a checkpoint stores, as JSON has it."""
+    return {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in dataclasses.asdict(model).items()
+        if key not in FREE_MODEL_KEYS
+    }
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run, or a data stage of it, begins: from initial weights, from only the weights of a
+    checkpoint, or from the full state of a checkpoint."""
+
+    state: TrainerState
+    path: Path | None = None
+    weights_only: bool = False
+    since: float | None = None  # when the process left the data stage before (time.monotonic)
+
+    @property
+    def step(self) -> int:
+        return self.state.step
+
+    @property
+    def data_stage(self) -> int:
+        """Its number."""
+        return len(self.state.earlier)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A sharded tensor of this rank, which shares memory with the model or the optimizer."""
+
+    name: str  # of the global tensor in a checkpoint
+    tensor: DTensor
+    of_model: bool  # a weight, or the bias of a router; else an optimizer state
+    is_copy: bool  # a second copy of the same global tensor on this rank
+
+
+def held_tensors(train: TrainStep) -> Iterator[Held]:
+    """Yield every tensor of this rank that a checkpoint contains."""
+    for weight in train.weights:
+        yield Held(f"model.{weight.global_name}", weight.sharded, True, weight.is_copy)
+    for weight, key, state in train.optimizer.state_tensors():
+        yield Held(f"optimizer.{weight.global_name}.{key}", state, False, weight.is_copy)
+    for name, bias in () if train.balance is None else train.balance.tensors():
+        yield Held(f"model.{name}", bias, True, False)
