@@ -154,7 +154,7 @@ def test_prometheus_scrapes_a_run_and_raises_the_alarm(programs: Path, tmp_path:
         found = json.loads(get(f"{api}/query?query={query}"))["data"]["result"]
         return [each["value"][1] for each in found]
 
-    with FedMonitor(tmp_path, prometheus=str(port)) as monitor, running(*command):
+    with FedMonitor(tmp_path, prometheus=["127.0.0.1", port]) as monitor, running(*command):
         wait_until(lambda: answers(f"{api}/alerts"))
         monitor.event("start", step=0, world_size=1, began=time.time())
         monitor.step(7, lr=3e-4, tokens_per_second=1000.0, step_seconds=0.5)
