@@ -216,10 +216,11 @@ def test_an_ending_monitor_leaves_the_file_for_prometheus_to_the_next_one(tmp_pa
     with FedMonitor(tmp_path, prometheus=str(file)) as old:
         old.event("start", step=0, world_size=1, began=0.0)
         wait_until(file.exists)
+        first = file.stat().st_ino
         with FedMonitor(tmp_path, prometheus=str(file)) as new:
-            new.event("start", step=4, world_size=1, began=1.0)
-            wait_until(lambda: 'state="running"} 1.0' in file.read_text())
+            wait_until(lambda: file.stat().st_ino != first)
             number = file.stat().st_ino
+            new.event("start", step=4, world_size=1, began=1.0)
             old.event("end", state="requeue", step=4, reason="SIGTERM was received")
             old.end()
             assert file.stat().st_ino == number
