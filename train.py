@@ -22,6 +22,7 @@ import torch.distributed as dist
 from data.loader import BatchLoader
 from errors import UserError
 from model.kernels.backend import check_kernels
+from parallel.mesh import build_mesh
 from runtime.all_listeners import build_listeners
 from runtime.checkpoint.history import passed
 from runtime.checkpoint.lease import Lease
@@ -31,21 +32,20 @@ from runtime.listener import Listeners, Run
 from runtime.log.run_log import RunLog
 from runtime.messages import fail, on_all_ranks, refuse
 from runtime.monitor.rank_0 import Monitor
-from runtime.next_stage import enter_stage
 from runtime.start.announce import announce
 from runtime.start.attention import check_attention
-from runtime.start.connections import set_connections
+from runtime.start.checks import Data, check_fits, check_writable, open_data_stages, try_config
+from runtime.start.elastic import training_ranks
 from runtime.start.environment import check_environment
-from runtime.start.init_distributed import init_distributed, join_again, limit_waits
-from runtime.start.preconditions import Data, check_fits, check_writable, open_data_stages
-from runtime.start.spares import training_ranks
+from runtime.start.host import set_connections
+from runtime.start.init import init_distributed, join_again, limit_waits
+from runtime.start.timing import mark
 from runtime.stop import StopRequests
 from runtime.trainer_state import Start
 from runtime.watchdog import Watchdog
 from settings.config import Config
 from settings.data_stages import data_stages
 from settings.layouts import valid_layout
-from settings.load import load_config
 from training.build import build_stages
 from training.optimizers import check_optimizer
 from training.step import TrainStep
@@ -54,29 +54,31 @@ from training.step import TrainStep
 def main(arguments: list[str], signals: Signals, store: dist.Store | None = None) -> None:
     """Run one rank from start to end. `store`: where the ranks find each other; None: the store
     that torchrun's environment variables describe."""
+    mark("import")
     try:
         check_environment(store=store)
-        ranks = training_ranks(arguments, signals, store)  # spares wait in it, and exit
-        set_connections(arguments)  # before CUDA is used
+        told = try_config(arguments)
+        ranks = training_ranks(told, signals, store)  # spares wait in it, and exit
+        set_connections(told)  # before CUDA is used
         device = init_distributed(signals, ranks.store)
     except UserError as error:
         refuse(error)
+    mark("join")
     try:
-        config = on_all_ranks(lambda: read_config(arguments, device), device)
-        start_run(config, device, signals)
+        config = on_all_ranks(lambda: check_config(told, device), device)
+        start_run(config, device, signals, ranks.spares)
     except UserError as error:
-        refuse(error)
+        refuse(error, bool(ranks.spares))
     except Exception as error:
-        fail(error, signals)
+        fail(error, signals, bool(ranks.spares))
     ranks.leave(signals)
     dist.destroy_process_group()
 
 
-def read_config(arguments: list[str], device: str) -> Config:
-    if not arguments:
-        remedy = "torchrun … train.py configs/laptop.yaml"
-        raise UserError("command line", "", "no configuration file is given", remedy)
-    config, _ = valid_layout(load_config(arguments[0], arguments[1:]), dist.get_world_size())
+def check_config(told: Config | UserError, device: str) -> Config:
+    if isinstance(told, UserError):
+        raise told
+    config, _ = valid_layout(told, dist.get_world_size())
     check_kernels(config.model.kernels, device)
     check_optimizer(config)
     prepare_determinism(device, config.train.deterministic)
@@ -86,9 +88,11 @@ def read_config(arguments: list[str], device: str) -> Config:
     return config
 
 
-def start_run(config: Config, device: str, signals: Signals) -> None:
+def start_run(config: Config, device: str, signals: Signals, spares: dict[str, int]) -> None:
+    mark("config")
     # Find the user's mistakes before anything is built or written.
     data = on_all_ranks(lambda: open_data_stages(config), device)
+    mark("data")
     on_all_ranks(lambda: check_writable(config), device)
     # No other run writes to the folder; a person learns of failures from here on.
     with (
@@ -96,8 +100,10 @@ def start_run(config: Config, device: str, signals: Signals) -> None:
         Monitor(config, signals) as monitor,
         RunLog(config, monitor.tell) as log,
     ):
+        mark("lease")
         start = find_start(config, data.train, lease)
-        while following := train_stage(config, data, start, lease, log, signals):
+        mark("verify")
+        while following := train_stage(config, data, start, lease, log, signals, spares):
             start = following
             join_again(signals)
 
@@ -109,12 +115,14 @@ def train_stage(
     lease: Lease,
     log: RunLog,
     signals: Signals,
+    spares: dict[str, int],
 ) -> Start | None:
     """Train from `start` to the end of its data stage (a run without `data_stages` is one). Return
     where the next one starts, if any."""
     data_stage = data_stages(whole)[start.data_stage]
     config = data_stage.config
-    mesh = enter_stage(config, lease.device)
+    sizes = config.parallel.mesh_sizes(dist.get_world_size())
+    mesh = build_mesh(sizes, lease.device, config.model.has_experts)
     train_data = data.train[data_stage.number]
     loader = BatchLoader(
         train_data,
@@ -129,14 +137,16 @@ def train_stage(
         prefetch=config.data.prefetch,
     )
     train = TrainStep(config, mesh, build_stages(config, mesh), train_data.bos_id, data_stage.phase)
+    mark("build")
     load(train, start)
+    mark("load")
     limit_waits()
     lease.check()  # loading may have taken hours; from here on the run's files are written
     watchdog, stop = Watchdog(config, log), StopRequests(config, signals)
     run = Run(data_stage, train, loader, start, log, watchdog, stop)
     announce(run, whole, train_data.vocab_size)
     # called before and after every step, in order: metrics, evaluation, saving, …
-    with Listeners(run, build_listeners(run, whole, data, lease)) as listeners:
+    with Listeners(run, build_listeners(run, whole, data, lease, spares)) as listeners:
         while run.goes_on:
             tokens, targets = run.next_batch()
             listeners.before_step()

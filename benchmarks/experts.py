@@ -44,7 +44,7 @@ from benchmarks.compare import ROOT, alternate, parser, ratio, timed, write
 from benchmarks.train_cpu import ALONE, build, our_step, plain_step, random_batches, start
 from model.transformer import num_active_parameters, num_parameters
 from runtime.log.log_lines import read_records
-from runtime.start.init_distributed import init_distributed
+from runtime.start.init import init_distributed
 from settings.config import Config
 from settings.load import load_config
 from tools.command import run_command

@@ -14,7 +14,7 @@ the same size in one process (eager PyTorch, SDPA, fused AdamW, the same micro-b
 Start-up and warm-up steps do not count. Every process computes with one thread, so 8 of them on
 several cores should be faster than one.
 
-Each rank makes its own settings (runtime/start/init_distributed.py), however it was started. Only
+Each rank makes its own settings (runtime/start/host.py), however it was started. Only
 the launcher can provide shared memory and a common session. Ours forks the ranks, so imported
 modules are in memory and in the CPU caches once for all of them, and Linux divides the cores among
 the processes. torchrun starts each rank in a session of its own, and Linux divides the cores among
@@ -107,7 +107,7 @@ def our_step(train: Any) -> Any:
 def hugging_face_step(config: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from runtime.start.init_distributed import share_cores
+    from runtime.start.host import share_cores
     from tools.huggingface.config import config_json
 
     share_cores(1)  # as in our program
@@ -142,7 +142,7 @@ def inside(store: Any, signals: Any, program: str, settings: list[str], steps: i
     import torch
     import torch.distributed as dist
 
-    from runtime.start.init_distributed import init_distributed
+    from runtime.start.init import init_distributed
     from settings.load import load_config
 
     torch.set_num_threads(1)

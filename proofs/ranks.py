@@ -153,7 +153,7 @@ def _serve(rank: int, pipe: Connection) -> None:
     import torch.distributed as dist
 
     from proofs.strict import group as strict  # registers the backend
-    from runtime.start import init_distributed
+    from runtime.start import init
 
     os.environ["GLOO_SOCKET_IFNAME"] = next(
         name for _, name in socket.if_nameindex() if name.startswith("lo")
@@ -178,7 +178,7 @@ def _serve(rank: int, pipe: Connection) -> None:
             dist.barrier()  # no rank may tear its connections down while another still uses them
             dist.destroy_process_group()
             strict.close()
-            init_distributed.forget_meshes()
+            init.forget_meshes()
             # process groups are in reference cycles, and keep three threads each until collected
             gc.collect()
         except BaseException:  # of any kind: it is reported to the parent

@@ -36,9 +36,9 @@ from runtime.metrics.metrics import Metrics, RecordWriter
 from runtime.next_stage import DataStageBegins, RunEnd
 from runtime.profiling.profile import StepProfile
 from runtime.profiling.trace import StepTrace
-from runtime.start.preconditions import Data
-from runtime.start.spares import SparesEvent
-from runtime.start.times import StartTimes
+from runtime.start.checks import Data
+from runtime.start.elastic import SparesEvent
+from runtime.start.timing import StartTimes
 from settings.config import Config
 
 
@@ -72,10 +72,14 @@ class Stopping(Listener):
             run.stop.close(stays=run.changes_data_stage)
 
 
-def build_listeners(run: Run, whole: Config, data: Data, lease: Lease) -> list[Listener]:
+def build_listeners(
+    run: Run, whole: Config, data: Data, lease: Lease, spares: dict[str, int]
+) -> list[Listener]:
     """Build the listeners; every rank calls it, once the state of `run.start` has been loaded.
 
-    whole: the configuration of the whole run.
+    Args:
+        whole: the configuration of the whole run.
+        spares: node → number of spare ranks.
     """
     config, train, start, mesh = run.config, run.train, run.start, run.train.mesh
     number = run.data_stage.number
@@ -102,7 +106,7 @@ def build_listeners(run: Run, whole: Config, data: Data, lease: Lease) -> list[L
         LeaseCheck(lease),
         RecordWriter(metrics),
         *([examination] if examination else []),
-        SparesEvent(),
+        SparesEvent(spares),
         Stopping(),
         Rollback(whole, data.train, start, lease, saver),
         Saving(whole, saver, data.train, start.step, examination),

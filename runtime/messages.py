@@ -74,19 +74,19 @@ def from_rank_0(action: Callable[[], T], device: str) -> T:
     return results[0]  # type: ignore[return-value]
 
 
-def refuse(error: UserError) -> NoReturn:
+def refuse(error: UserError, has_spares: bool = False) -> NoReturn:
     """Report the error and exit with status 2. An AgreedError is reported by rank 0, and no rank
     exits before that. Any other error is this rank's own: it exits immediately, so that the
     launcher ends the other ranks instead of letting them wait. torchrun is stopped, too, because
     the next start would also be refused."""
     if not isinstance(error, AgreedError):
         log(f"error on rank {this_rank()}: {error}")
-        torchrun.end_torchrun(own=True)
+        torchrun.end_torchrun(True, has_spares)
         os._exit(2)  # not sys.exit: its clean-up would wait for the other ranks
     if this_rank() == 0:
         log(f"error: {error}")
     dist.barrier()  # if a rank exits first, torchrun may end rank 0 before it has reported
-    torchrun.end_torchrun(own=False)
+    torchrun.end_torchrun(False, has_spares)
     sys.exit(2)
 
 
@@ -117,7 +117,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__} {when}: {said}"
 
 
-def fail(error: Exception, signals: Signals) -> NoReturn:
+def fail(error: Exception, signals: Signals, has_spares: bool = False) -> NoReturn:
     """End this process with status 1 after an error in the run.
 
     An error that all ranks raise (RunFailed) is reported by rank 0. A rank that only lost its
@@ -131,7 +131,7 @@ def fail(error: Exception, signals: Signals) -> NoReturn:
     signals.hush()
     if lost_connection(error):
         if torchrun.another_refused():
-            torchrun.end_torchrun(own=False)
+            torchrun.end_torchrun(False, has_spares)
             os._exit(2)
         patience = time.monotonic() + LAUNCHER_SECONDS
         while not (signals.heard or signals.abandoned) and time.monotonic() < patience:

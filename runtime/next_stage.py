@@ -12,23 +12,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from parallel.mesh import Mesh, build_mesh
 from runtime.checkpoint.folder import complete_checkpoints, step_of
 from runtime.listener import Listener, Run
 from runtime.messages import describe, log
 from settings.config import Config
 from settings.data_stages import data_stages
 from settings.load import changed_between, settings_of
-
-
-def enter_stage(config: Config, device: str) -> Mesh:
-    """The mesh of the data stage in which a run begins. Every rank calls it, when nothing of the
-    one before is left.
-
-    config: of the data stage.
-    """
-    sizes = config.parallel.mesh_sizes(dist.get_world_size())
-    return build_mesh(sizes, device, config.model.has_experts)
 
 
 class DataStageBegins(Listener):

@@ -6,7 +6,7 @@ One rank of each node sends SIGTERM to its ancestor, torchrun's agent: the first
     all ranks agree on the error    each knows, after rank 0 has reported it
     the error is one rank's own     it leaves a note in the ranks' store; the others read it there
                                     when they lose their connections
-    a spare (start/spares.py)       reads it in place of `leave`
+    a spare (start/elastic.py)      reads it in place of `leave`
 
 Without a restart left, torchrun ends by itself. A start that fails for any other reason, such as a
 lost connection, is restarted.
@@ -24,22 +24,23 @@ from pathlib import Path
 import torch.distributed as dist
 
 MODULES = {"torch.distributed.run", "torch.distributed.launch", "tools.torchrun"}
-SPARES = "LATTICE_SPARES"  # variable: node → number of spare ranks
 REFUSED = "refused"  # the note; and a file among the logs of a node's ranks in this start
 STORE_SECONDS = 3.0  # for a call of the store, whose process may be dead
 
 
-def end_torchrun(own: bool) -> None:
+def end_torchrun(own: bool, has_spares: bool) -> None:
     """Stop torchrun's agent, if there is one, because this start is refused. The caller has
     reported the error, and exits with status 2.
 
-    own: whether only this rank knows the error.
+    Args:
+        own: whether only this rank knows the error.
+        has_spares: whether ranks wait that do not train.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    is_first, has_readers = os.environ["RANK"] == "0", own or _has_spares()
+    is_first, has_readers = os.environ["RANK"] == "0", own or has_spares
     if own or (is_first and has_readers):
-        _within(STORE_SECONDS, _leave_note)
+        _within(STORE_SECONDS, lambda: _leave_note(has_spares))
     stop_agent()
     if is_first and has_readers:  # this process may hold the store: they must be able to read it
         if own:  # which the others do when they have lost their connections
@@ -106,14 +107,10 @@ def runs_torchrun(command: list[str]) -> bool:
     return False
 
 
-def _has_spares() -> bool:
-    return os.environ.get(SPARES, "{}") != "{}"
-
-
-def _leave_note() -> None:
+def _leave_note(has_spares: bool) -> None:
     store = dist.distributed_c10d._get_default_store()
     store.set(REFUSED, "")
-    if _has_spares():  # which see the store without this start's prefixes
+    if has_spares:  # which see the store without this start's prefixes
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         store.set("leave", REFUSED)

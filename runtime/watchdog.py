@@ -150,7 +150,9 @@ def where_it_waits() -> str:
         for ident, frame in frames.items()
         if ident not in (main, this) and (line := innermost_line(frame)) != NOWHERE
     ]
-    waiting = [describe(entry) for entry in recorded_collectives() if not entry["retired"]]
+    waiting = [
+        describe_collective(entry) for entry in recorded_collectives() if not entry["retired"]
+    ]
     collectives = "; ".join(waiting[:4]) or "no collective"
     return f"{place}, waiting in {collectives}{''.join(others)}"
 
@@ -169,13 +171,13 @@ def innermost_line(frame: FrameType | None) -> str:
 def last_collectives() -> list[str]:
     """List the last collectives of this process, oldest first."""
     lines = [
-        describe(e) + (" (done)" if e["retired"] else " (not done)")
+        describe_collective(e) + (" (done)" if e["retired"] else " (not done)")
         for e in recorded_collectives()[-RECORDED:]
     ]
     return ["last collectives:", *lines]
 
 
-def describe(entry: dict[str, Any]) -> str:
+def describe_collective(entry: dict[str, Any]) -> str:
     """Format a recorded collective: `gloo:all_reduce number 12 of mesh_tp, [[32, 16]] Float`."""
     name, group = entry["profiling_name"], entry["process_group"][-1]
     return (

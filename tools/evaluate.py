@@ -24,7 +24,7 @@ from runtime.evaluation.files import read_tasks
 from runtime.evaluation.rows import log_likelihoods, measures, tokenize
 from runtime.evaluation.scoring import score_whole
 from runtime.messages import from_rank_0, on_all_ranks, refuse
-from runtime.start.init_distributed import init_distributed
+from runtime.start.init import init_distributed
 from settings.precision import DTYPES
 from tools.command import CommandParser, at_least, run_command, table, writes
 from tools.generate.load_model import load_model

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from benchmarks.gpu.page import FAILED, MEASURED, NEEDS, NO_TIME, OUT_OF_MEMORY, in_short
 from benchmarks.gpu.timing import DEVICE, free_memory
 from model.kernels.backend import why_not_triton
-from runtime.start.init_distributed import init_distributed
+from runtime.start.init import init_distributed
 
 TEXT_CHARACTERS = 3000  # of what is said about a failure, from its end
 

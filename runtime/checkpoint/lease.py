@@ -52,7 +52,6 @@ from runtime.checkpoint.folder import (
 )
 from runtime.checkpoint.lease_holder import RELEASED, Found, Holder, newest_lease
 from runtime.messages import from_rank_0, log, refuse
-from runtime.start.parts import parts
 
 RENEW_SECONDS = 5.0
 EXPIRE_SECONDS = 60.0
@@ -111,7 +110,6 @@ class Lease:
             self._require()
             raise
 
-    @parts(inside="lease")
     def __enter__(self) -> "Lease":
         from_rank_0(self._take, self.device)
         return self

@@ -46,7 +46,6 @@ from runtime.checkpoint.manifest import Damaged, Manifest, check_file, check_siz
 from runtime.checkpoint.progress import byte_bar
 from runtime.checkpoint.verify import check_tiling, parse_trainer, read_trainer
 from runtime.messages import from_rank_0, log, on_all_ranks
-from runtime.start.parts import parts
 from runtime.trainer_state import (
     FREE_MODEL_KEYS,
     DataState,
@@ -60,7 +59,6 @@ from settings.data_stages import ROTATION_KEYS, data_stages, stage_of
 from training.step import TrainStep
 
 
-@parts(inside="verify")
 def find_start(config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
     """Return the start that `checkpoint.resume` and `checkpoint.load_weights_only` select, the same
     on every rank, checked against the configuration and the training data of each data stage. A
@@ -263,7 +261,6 @@ def _damage(path: Path) -> str | None:
     return next((theirs for theirs in everyone if theirs is not None), None)
 
 
-@parts(before="build", inside="load")
 def load(train: TrainStep, start: Start) -> None:
     """Load this rank's part of the model, moments and update count, or only of the model, from a
     checkpoint of any layout."""

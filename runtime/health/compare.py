@@ -150,7 +150,7 @@ def _more_cores(device: str) -> Iterator[None]:
     before = torch.get_num_threads()
     if device == "cuda":
         local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        # start/numa.py may have bound this rank to fewer
+        # start/host.py may have bound this rank to fewer
         share = min((os.cpu_count() or 1) // local, len(os.sched_getaffinity(0)))
         torch.set_num_threads(max(before, share))
     try:

@@ -3,7 +3,7 @@
     {"gpu-017": {"time": 1790000000.0, "reason": "slow: 1.32 times its peers since step 4,120"}}
 
 Whoever finds a node faulty adds it; the next start gives its ranks no part of the model, as long as
-enough other nodes remain (start/spares.py). An operator removes the entry, or the file, once the
+enough other nodes remain (start/elastic.py). An operator removes the entry, or the file, once the
 node is repaired.
 """
 

@@ -5,8 +5,8 @@ added, never changed.
     start       a start begins            step it starts from, world size, when rank 0 was started
     system      a start, or a data stage, versions, device, layout
                 begins
-    started     … its first step is done  step, seconds by part (start/parts.py)
-    spares      a start begins            step, number of spare ranks by node (start/spares.py)
+    started     … its first step is done  step, seconds by part (start/timing.py)
+    spares      a start begins            step, number of spare ranks by node (start/elastic.py)
     memory      a rank's peak has grown   step, the peaks of all ranks in bytes (metrics.py)
     spent       a step is logged          step, seconds since the line before, by cause (ledger.py)
     checkpoint  a save ends               step, bytes, seconds; or, if it failed, why (`failed`)

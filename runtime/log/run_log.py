@@ -60,7 +60,7 @@ class RunLog:
         self.busy_since = signals.STARTED  # when it began to, by the monotonic clock
         self._longest: dict[str, float] = {}  # cause → seconds
         self._usual_step: float | None = None  # seconds
-        self._began: float | None = None  # `began` of the event `start`; None: there is none yet
+        self._start: Line | None = None  # its event
         self._commits: list[Line] = []
         self._lock = threading.RLock()
 
@@ -72,13 +72,13 @@ class RunLog:
         """Record that this start begins to train from `step`; of a later stage, nothing. Returns
         lines for the log: what the previous start left to be told."""
         self.step = step
-        if not self.writes or self._began is not None:
+        if not self.writes or self._start is not None:
             return []
         self.folder.mkdir(parents=True, exist_ok=True)
         lines = self._end_previous()
         (self.folder / "status.json").unlink(missing_ok=True)
-        self._began = time.time() - (time.monotonic() - signals.STARTED)
-        self.event("start", began=self._began, step=step, world_size=world_size)
+        began = time.time() - (time.monotonic() - signals.STARTED)
+        self._start = self.event("start", began=began, step=step, world_size=world_size)
         return lines
 
     def _end_previous(self) -> list[str]:
@@ -90,14 +90,16 @@ class RunLog:
         reason = event["reason"].partition(" (")[0]
         return [f"the previous start was last recorded at step {event['step']}: {reason}"]
 
-    def event(self, kind: str, **about: Any) -> None:
-        """Record what happened (events.py), from any thread."""
-        if self.writes:
-            with self._lock:
-                event = append_event(self.folder, kind, **about)
-                if kind == "checkpoint" and "failed" not in event:
-                    self._commits.append(event)
-                self._tell({"event": event})
+    def event(self, kind: str, **about: Any) -> Line | None:
+        """Record what happened (events.py), from any thread. Returns the event, on rank 0."""
+        if not self.writes:
+            return None
+        with self._lock:
+            event = append_event(self.folder, kind, **about)
+            if kind == "checkpoint" and "failed" not in event:
+                self._commits.append(event)
+            self._tell({"event": event})
+        return event
 
     def take_commits(self) -> list[Line]:
         """The events of the checkpoints that were committed since the last call."""
@@ -143,13 +145,13 @@ class RunLog:
             if self.ended or not self.writes:
                 return
             self.ended, step = True, self.step if step is None else step
-            if self._began is None:  # it failed before its first step
+            if self._start is None:  # it failed before its first step
                 self._end_previous()
                 event: Line | None = append_event(
                     self.folder, "end", state=state, step=step, reason=reason
                 )
             else:
-                event = end_start(self.folder, self._began, state, step, reason)
+                event = end_start(self.folder, self._start, state, step, reason)
             if event is not None:  # None: this process was displaced
                 write_status(self.folder, state, step, reason, **about)
                 self._tell({"event": event})
@@ -161,10 +163,10 @@ class RunLog:
             return
         if self.ended or not self.writes:
             return
-        if self._began is None and isinstance(error, UserError):
+        if self._start is None and isinstance(error, UserError):
             reason = " ".join(str(error).split())
             self._tell({"event": {"event": "refused", "time": time.time(), "reason": reason}})
-        elif self._began is None:
+        elif self._start is None:
             starts = starts_of(self.folder)
             self.end("failed", describe(error), step=starts[-1]["step"] if starts else 0)
         else:

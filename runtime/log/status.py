@@ -19,6 +19,7 @@ refused, failed before it held the lease, or lost its rank 0 before it began to 
 import json
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,29 +33,36 @@ LOCK_SECONDS = 5.0  # to wait for another process, which may be stopped, to reco
 
 
 def end_start(
-    folder: Path, began: float, state: str, step: int, reason: str, **about: Any
+    folder: Path, start: Mapping[str, Any], state: str, step: int, reason: str, **about: Any
 ) -> dict[str, Any] | None:
-    """Record the end of the start that has this `began`, unless it has an end: of one start, there
-    is never a second. Every process that may know how a start ended calls it: rank 0, its monitor,
-    the launcher, the next start.
+    """Record the end of a start, unless it has one: of one start, there is never a second. Every
+    process that may know how a start ended calls it: rank 0, its monitor, the launcher, the next
+    start.
 
-    Returns: the event; None if there was one, or if the next start has begun.
+    start: its event.
+
+    Returns: the event; None if there was one.
     """
     with machine_lock("end", folder, LOCK_SECONDS):
-        own = next((one for one in starts_of(folder) if one["began"] == began), None)
-        if own is None or own["ended"]:
+        # not by `began`: processes that were forked from the same began at the same time
+        own = next((one for one in starts_of(folder) if one["time"] == start["time"]), None)
+        if own is not None and own["ended"]:  # without `own`, its event could not be written
             return None
         return append_event(folder, "end", state=state, step=step, reason=reason, **about)
 
 
-def record_failure(folder: Path, reason: str) -> str:
+def record_failure(folder: Path, reason: str, launched: float | None = None) -> str:
     """Record the launcher's reason for a failed start, and return the reason that is recorded in
-    the end. A reason that rank 0 has written is kept, unless it is only a lost connection."""
-    launched = time.time() - (time.monotonic() - signals.STARTED) - 1
-    starts = starts_of(folder)
-    own = [one for one in starts if one["began"] >= launched]
+    the end. A reason that rank 0 has written is kept, unless it is only a lost connection.
+
+    launched: when the ranks were started (time.time); None: with this process.
+    """
+    if launched is None:
+        launched = time.time() - (time.monotonic() - signals.STARTED)
+    launched, starts = launched - 1, starts_of(folder)
+    own = [one for one in starts if one["time"] >= launched]
     if own:
-        end_start(folder, own[0]["began"], "failed", own[0]["step"], reason)
+        end_start(folder, own[0], "failed", own[0]["step"], reason)
     elif not starts or starts[-1]["ended_at"] < launched:
         return reason  # it failed before it wrote anything
     if own[1:]:
@@ -74,20 +82,20 @@ def record_missing_end(folder: Path) -> dict[str, Any] | None:
     if last is None or last["ended"]:
         return None
     reason = "it recorded no end, so it was killed or its machine died (noted by the next start)"
-    return end_start(folder, last["began"], "failed", last["step"], reason, noted_later=True)
+    return end_start(folder, last, "failed", last["step"], reason, noted_later=True)
 
 
 def starts_of(folder: Path) -> list[dict[str, Any]]:
-    """The starts in events.jsonl: when each began, its last recorded step, whether its end is
-    recorded, and when a start recorded an end after it last (also one that failed before its first
-    step, and so has no event of its own)."""
+    """The starts in events.jsonl: the time of its event, its last recorded step, whether its end
+    is recorded, and when an end was recorded after it last (also by a start that failed before its
+    first step, and so has no event of its own)."""
     found: list[dict[str, Any]] = []
     for event in read_events(folder):
         kind = event["event"]
         if kind == "start":
-            found.append({"began": event["began"], "ended": False, "ended_at": -math.inf})
+            found.append({"time": event["time"], "ended": False, "ended_at": -math.inf})
         elif kind == "end":
-            found = found or [{"began": -math.inf, "step": event["step"]}]
+            found = found or [{"time": -math.inf, "step": event["step"]}]
             found[-1]["ended"] = True
             found[-1]["ended_at"] = -math.inf if event.get("noted_later") else event["time"]
         if found and kind in ("start", "spent", "rollback"):

@@ -56,38 +56,35 @@ class WandB(Tracker):
         self.run = self.start()
 
     def _start(self, config: Config, system: dict[str, Any]) -> Any:
-        def start(mode: str) -> Any:
-            run = self.wandb.init(
-                project=config.run.wandb_project,
-                name=self.folder.name,
-                id=self.id,
-                resume="allow",
-                dir=str(self.folder),
-                mode=mode,
-                config={**settings_of(config), "system": system},
-                allow_val_change=True,
-                settings=self.wandb.Settings(
-                    silent=True,
-                    reinit="create_new",
-                    init_timeout=START_SECONDS,
-                    finish_timeout=FINISH_SECONDS,
-                    x_transaction_log_flush_interval=1.0,
-                ),
-            )
-            run.define_metric("step", hidden=True)
-            run.define_metric("*", step_metric="step")
-            return run
-
+        init = partial(
+            self.wandb.init,
+            project=config.run.wandb_project,
+            name=self.folder.name,
+            id=self.id,
+            resume="allow",
+            dir=str(self.folder),
+            config={**settings_of(config), "system": system},
+            allow_val_change=True,
+            settings=self.wandb.Settings(
+                silent=True,
+                reinit="create_new",
+                init_timeout=START_SECONDS,
+                finish_timeout=FINISH_SECONDS,
+                x_transaction_log_flush_interval=1.0,
+            ),
+        )
         try:
-            return start(config.run.wandb)
+            run = init(mode=config.run.wandb)
         except self.wandb.Error as error:  # no key, a wrong one, no network
             if config.run.wandb == "offline":
                 raise
             self.wandb.teardown()  # else its process holds this id, and refuses it a second time
-            run = start("offline")
+            run = init(mode="offline")
             folders = shlex.quote(str(self.folder / "wandb")) + "/offline-run-*"
             log(f"warning: wandb cannot go online; to upload later: wandb sync {folders} ({error})")
-            return run
+        run.define_metric("step", hidden=True)
+        run.define_metric("*", step_metric="step")
+        return run
 
     def log(self, record: Record) -> None:
         known = scalars(record)

@@ -277,7 +277,7 @@ class Monitor:
             time.sleep(0.1)
         self.found_end.put(None)
         if self.start:
-            end_start(folder, self.start["began"], "failed", self.step, GONE)
+            end_start(folder, self.start, "failed", self.step, GONE)
 
 
 def _events_until(path: Path, until: int) -> Iterator[dict[str, Any]]:

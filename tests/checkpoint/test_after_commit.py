@@ -171,7 +171,7 @@ def test_without_a_marker_it_does_not_begin(tmp_path: Path) -> None:
 def test_what_is_recorded_of_deleted_checkpoints_is_removed_but_for_the_newest(
     tmp_path: Path,
 ) -> None:
-    folder = Folder(tmp_path, "rm -r checkpoints/step-00000020")
+    folder = Folder(tmp_path, "rm -rf checkpoints/step-00000020")
     for step in (10, 20, 30):
         folder.commit(step)
     folder.start(events=3)
@@ -211,7 +211,7 @@ def test_no_checkpoint_is_deleted_while_its_command_runs(tmp_path: Path, begins:
 
     def begin() -> None:
         running = folder.checkpoints / AFTER_COMMIT / f"{old.name}.a10.running"
-        running.parent.mkdir()
+        running.parent.mkdir(exist_ok=True)
         running.touch()
 
     def move(source: Path, target: Path) -> None:

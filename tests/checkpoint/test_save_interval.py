@@ -22,8 +22,8 @@ from runtime.checkpoint.save_interval import MOST_SECONDS, SaveInterval, mtbf_of
 from runtime.listener import Run
 from runtime.log.events import read_events
 from runtime.log.ledger import account
-from runtime.start import parts
-from runtime.start.times import StartTimes
+from runtime.start import timing
+from runtime.start.timing import StartTimes
 from settings.data_stages import data_stages
 from settings.load import load_config
 from tests import ROOT
@@ -40,7 +40,10 @@ def saves(
     overrides = [f"run.dir={folder}", "checkpoint.interval=auto"]
     overrides += [f"checkpoint.failures_per_gpu_day={rate}"]
     config = load_config("configs/laptop.yaml", overrides)
-    of: Any = SimpleNamespace(config=config, step=0, step_seconds=step_seconds, is_last=False)
+    of: Any = SimpleNamespace(
+        config=config, step=0, step_seconds=step_seconds, is_last=False, log=run_log_of(folder)
+    )
+    folder.mkdir(exist_ok=True)
     found = []
     with (
         patch.object(save_interval, "from_rank_0", lambda action, device: action()),
@@ -52,7 +55,7 @@ def saves(
             of.step += 1
             if interval.is_due(of):
                 found.append(of.step)
-                interval.saved(of.step, wait, dict(last))
+                interval.saved(of, wait, dict(last))
     return found
 
 
@@ -92,10 +95,14 @@ def test_the_first_save_does_not_count(tmp_path: Path) -> None:
     one, so at the second save the newest that is known is the first."""
     config = load_config("configs/laptop.yaml", ["checkpoint.interval=auto"])
     interval = SaveInterval(config, 0, 0, "cpu")
-    interval.saved(2, 9.0, {})
-    interval.saved(4, 0.5, {"step": 2, "stall_seconds": 9.0, "write_seconds": 30.0})
+    interval.saved(SimpleNamespace(step=2), 9.0, {})
+    interval.saved(
+        SimpleNamespace(step=4), 0.5, {"step": 2, "stall_seconds": 9.0, "write_seconds": 30.0}
+    )
     assert ([*interval.waits], [*interval.writes]) == ([0.5], [])
-    interval.saved(6, 0.25, {"step": 4, "stall_seconds": 0.5, "write_seconds": 1.0})
+    interval.saved(
+        SimpleNamespace(step=6), 0.25, {"step": 4, "stall_seconds": 0.5, "write_seconds": 1.0}
+    )
     assert ([*interval.waits], [*interval.writes]) == ([0.5, 0.5], [1.0])
 
 
@@ -189,57 +196,38 @@ def test_a_start_has_parts(decided: Path) -> None:
 # --- the parts of a start -------------------------------------------------------------------------
 
 
-def test_the_parts_of_a_start_add_up() -> None:
-    clock = SimpleNamespace(now=100.0)
-    with (
-        patch.object(parts.time, "monotonic", lambda: clock.now),
-        patch.object(parts, "_ended", {}),
-    ):
+def test_the_parts_of_a_start_add_up(tmp_path: Path) -> None:
+    """A later stage begins where the one before ended, and a rollback to the first step writes no
+    second event."""
+    clock, log = SimpleNamespace(now=100.0), run_log_of(tmp_path)
 
-        @parts.parts(before="import", inside="join")
-        def join() -> str:
-            clock.now += 5.0
-            return "joined"
-
-        assert join() == "joined"
-        join()  # later calls, as after a rollback, do not count
-        assert parts.seconds_by_part(90.0) == {"import": 10.0, "join": 5.0}
-        assert parts.seconds_by_part(90.0) == {}
-        with pytest.raises(AssertionError):
-            parts.part_ends("unknown")
-
-
-def test_a_later_stage_begins_where_the_one_before_ended(tmp_path: Path) -> None:
-    """Neither the steps before nor a checkpoint loaded in a rollback belong to its start, and a
-    rollback to the first step writes no second event."""
-    clock, log = SimpleNamespace(now=0.0), run_log_of(tmp_path)
-
-    def listen() -> None:
-        """A stage of an hour that rolls back to its first step."""
-        log.busy_since = clock.now
-        run: Any = SimpleNamespace(first_step=4, step=4, log=log, start=None)
+    def stage(since: float, *before: str) -> None:
+        """A start whose parts take a second each, and an hour of a stage, which repeats its first
+        step."""
+        log.busy_since = since
+        run: Any = SimpleNamespace(first_step=4, log=log)
+        for part in before:
+            clock.now += 1.0
+            timing.mark(part)
         listener = StartTimes()
-        clock.now += 1.0
-        load()
         clock.now += 1.0
         listener.begins(run)
         for _ in range(2):
-            run.step = 5
             clock.now += 1.0
             listener.after_step(run)
             clock.now += 3600.0
-            load()
-            listener.went_back(run, run.start)
 
     with (
-        patch.object(parts.time, "monotonic", lambda: clock.now),
-        patch.object(parts, "_ended", {}),
+        patch.object(timing.time, "monotonic", lambda: clock.now),
+        patch.object(timing, "_ended", {}),
     ):
-        load = parts.parts(before="build", inside="load")(lambda: None)
-        listen()
-        listen()
-    expected = {"build": 1.0, "load": 0.0, "listeners": 1.0, "step": 1.0}
-    assert [event["seconds"] for event in read_events(tmp_path)] == [expected, expected]
+        stage(90.0, "import", "join")
+        stage(clock.now, "build")
+        with pytest.raises(AssertionError):
+            timing.mark("unknown")
+    first, second = [event["seconds"] for event in read_events(tmp_path)]
+    assert first == {"import": 11.0, "join": 1.0, "listeners": 1.0, "step": 1.0}
+    assert second == {"build": 1.0, "listeners": 1.0, "step": 1.0}
 
 
 # --- ranks forked by tools.torchrun ---------------------------------------------------------------

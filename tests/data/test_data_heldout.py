@@ -14,7 +14,7 @@ from data.prepare import prepare
 from data.sources import Document
 from errors import UserError
 from proofs.ranks import Ranks
-from runtime.start.preconditions import open_train_and_heldout
+from runtime.start.checks import open_train_and_heldout
 from settings.load import load_config
 from tests.data_samples import MANY, prepared, split_texts, tokenizer
 from tests.runs import run, write_config

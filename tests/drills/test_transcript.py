@@ -149,7 +149,7 @@ SAMPLES = {  # those of every start, each with the label `run`
 }
 KINDS = {  # of events, which are counted
     *("start", "started", "system", "spares", "memory", "spent", "checkpoint", "rollback"),
-    *("stage", "spike", "hang", "slow_rank", "suspicion", "end", "stalled", "resumed", "died"),
+    *("data_stage", "spike", "hang", "slow_rank", "suspicion", "end", "stalled", "resumed", "died"),
     *("refused", "after_commit", "job"),
 }
 VERDICTS = ("transient", "persistent", "reproducible", "not examined")

@@ -23,7 +23,7 @@ from benchmarks.gpu.programs import compiler, make_config
 from benchmarks.gpu.timing import DEVICE, ON_GPU, free_memory
 from parallel.mesh import build_mesh
 from parallel.pipeline.schedules import SCHEDULES
-from runtime.start.init_distributed import init_distributed
+from runtime.start.init import init_distributed
 from settings.config import Config
 from settings.sections import OPTIMIZERS
 from tests.gpu.checks import Check

@@ -140,7 +140,7 @@ from training.build import build_stages
 from settings.checks import validate
 from settings.load import load_config
 from training.step import TrainStep
-from runtime.start.init_distributed import init_distributed
+from runtime.start.init import init_distributed
 
 init_distributed()
 config = load_config(sys.argv[1], sys.argv[2:])

@@ -77,6 +77,11 @@ def insert(path: Path, place: int, *lines: bytes) -> None:
 # --- the readers: each returns all that it has learnt ---------------------------------------------
 
 
+def by_next_start(folder: Path) -> Any:
+    """The end of the start before."""
+    return {**(record_missing_end(folder) or {}), "time": NOW}
+
+
 def by_monitor(folder: Path) -> Any:
     """What it knows of earlier starts for Prometheus."""
     monitor = Monitor(settings_of(folder))
@@ -104,7 +109,7 @@ def by_report(folder: Path) -> Any:
 
 
 READERS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
-    "the next start": (record_missing_end, FILES[:1]),
+    "the next start": (by_next_start, FILES[:1]),
     "its metrics": (by_metrics, FILES[1:]),
     "its examinations": (lambda folder: refusal._did_not_end(folder, 3), FILES[:1]),
     "the monitor": (by_monitor, FILES[:1]),

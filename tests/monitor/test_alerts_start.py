@@ -15,7 +15,6 @@ import torch.distributed as dist
 import train
 from errors import UserError
 from proofs.ranks import Ranks
-from runtime import next_stage
 from runtime.log.events import read_events
 from runtime.log.status import record_failure
 from runtime.messages import LOST, LostConnection
@@ -122,7 +121,7 @@ def without_the_others(config: str) -> None:
         dist.destroy_process_group()
         sys.exit("not all ranks joined")
 
-    with patch.object(next_stage, "join_again", alone):
+    with patch.object(train, "join_again", alone):
         train.main([config], Signals(speaks=True).listen())
 
 

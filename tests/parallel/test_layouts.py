@@ -9,7 +9,7 @@ import pytest
 
 from errors import UserError
 from parallel.config import ParallelConfig
-from runtime.start.connections import VARIABLE, set_connections
+from runtime.start.host import CONNECTIONS, set_connections
 from settings.config import Config
 from settings.data_stages import data_stages
 from settings.layouts import checked_layouts, choose_layout, layout_sizes
@@ -161,10 +161,10 @@ def test_queues_follow_the_chosen_layout(path: str, monkeypatch: pytest.MonkeyPa
     """CUDA_DEVICE_MAX_CONNECTIONS is 1 with tp, 32 without."""
     for world, expected in (("8", "1"), ("2", "32")):
         monkeypatch.setenv("WORLD_SIZE", world)
-        monkeypatch.delenv(VARIABLE, raising=False)
-        set_connections([path])
-        assert os.environ[VARIABLE] == expected
-    monkeypatch.delenv(VARIABLE)
+        monkeypatch.delenv(CONNECTIONS, raising=False)
+        set_connections(load_config(path, []))
+        assert os.environ[CONNECTIONS] == expected
+    monkeypatch.delenv(CONNECTIONS)
 
 
 def test_a_list_in_python() -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-import runtime.start.init_distributed
+import runtime.start.init
 from parallel.axes import MeshSizes
 from proofs.parity.cases import Case
 from proofs.parity.run import check
@@ -95,7 +95,7 @@ def count_threads():
 
 def keep_meshes():
     """Introduces a bug: the rank keeps torch's caches from one task to the next."""
-    runtime.start.init_distributed.forget_meshes = lambda: None
+    runtime.start.init.forget_meshes = lambda: None
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")

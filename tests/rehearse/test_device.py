@@ -58,7 +58,7 @@ def test_every_thread_that_may_touch_a_device_is_made_so() -> None:
     plain = [file for file in plain if file not in alerts]
     named = {file.relative_to(ROOT).as_posix() for file in plain}
     on_the_host = {"data/loader.py", "data/prepare.py", "runtime/checkpoint/lease.py",
-                   "runtime/signals.py", "runtime/start/spares.py",
+                   "runtime/signals.py", "runtime/start/elastic.py",
                    "runtime/torchrun.py"}  # fmt: skip
     assert named == {*on_the_host, "runtime/device.py"}
     assert not [name for name in on_the_host if "cuda" in (ROOT / name).read_text(encoding="utf-8")]

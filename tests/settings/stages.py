@@ -19,7 +19,7 @@ import train
 from data.dataset import Mixture, TokenDataset
 from data.sampler import MIXTURE_PERIOD, Permutation, mixture_pattern
 from runtime.checkpoint.save import Saver
-from runtime.start import init_distributed
+from runtime.start import init
 from tests.planted import planted
 from tests.runs import train_run, write_config
 from training.step import TrainStep
@@ -115,7 +115,7 @@ def killed(where: str, step: int) -> Iterator[None]:
         "before the save": (Saver, "_copy"),
         "before the commit": (Saver, "_commit"),
         "after the save": (train, "join_again"),
-        "the changeover": (init_distributed, "fresh_store"),
+        "the changeover": (init, "fresh_store"),
         "begun": (train, "build_listeners"),
     }
 

@@ -19,7 +19,7 @@ from parallel.pipeline.schedules import SCHEDULES
 from proofs.ranks import Ranks
 from runtime import torchrun
 from runtime.signals import Signals
-from runtime.start import preconditions
+from runtime.start import checks
 from tests import ROOT
 from tests.data_samples import prepared
 from tests.planted import planted
@@ -119,7 +119,7 @@ def backward_first(p: int, v: int, m: int) -> list[list[Action]]:
     return [[Action(k, r, i) for k in (BACKWARD, FORWARD) for i in range(m)] for r in range(p)]
 
 
-@planted(preconditions, "open_data")
+@planted(checks, "open_data")
 def unseen_by_rank_1(open_data, *about):
     if dist.get_rank() == 0:
         return open_data(*about)

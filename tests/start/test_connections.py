@@ -14,7 +14,8 @@ from errors import UserError
 from parallel.config import ParallelConfig
 from runtime.device import CUBLAS
 from runtime.signals import Signals
-from runtime.start.connections import VARIABLE, advised_connections, connections_notice
+from runtime.start.checks import try_config
+from runtime.start.host import CONNECTIONS, advised_connections, connections_notice
 from runtime.start.notices import notices
 from settings.load import load_config
 from tests import ROOT
@@ -48,7 +49,7 @@ def value_at_first_use(arguments: list[str]) -> str | None:
     """The variable's value when train.py's main function first uses CUDA."""
 
     def touched() -> bool:
-        raise CudaTouched(os.environ.get(VARIABLE))
+        raise CudaTouched(os.environ.get(CONNECTIONS))
 
     with patch.object(torch.cuda, "is_available", touched), pytest.raises(CudaTouched) as raised:
         train.main(arguments, Signals(speaks=False))
@@ -56,21 +57,21 @@ def value_at_first_use(arguments: list[str]) -> str | None:
 
 
 def test_it_is_set_before_cuda_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "")  # so that it is restored
+    monkeypatch.setenv(CONNECTIONS, "")  # so that it is restored
     for overrides, value in (
         ([], "1"),
         (["parallel.zero_stage=3"], "32"),
         (["parallel.tp=1"], "32"),
     ):
-        del os.environ[VARIABLE]
+        del os.environ[CONNECTIONS]
         assert value_at_first_use([CONFIG, *overrides]) == value
-    monkeypatch.setenv(VARIABLE, "8")
+    monkeypatch.setenv(CONNECTIONS, "8")
     assert value_at_first_use([CONFIG]) == "8", "the user's value"
     for wrong in ([], ["/nowhere"], [CONFIG, "parallel.tp=x"]):  # one rank reports it later
-        del os.environ[VARIABLE]
+        del os.environ[CONNECTIONS]
         assert value_at_first_use(wrong) is None
-        monkeypatch.setenv(VARIABLE, "")
-    del os.environ[VARIABLE]
+        monkeypatch.setenv(CONNECTIONS, "")
+    del os.environ[CONNECTIONS]
     with patch.object(train, "set_connections"):  # control
         assert value_at_first_use([CONFIG]) is None
 
@@ -99,7 +100,7 @@ def test_cublas_is_prepared_before_attention_is_tried(
     refused = bool(given) and deterministic
     try:
         with pytest.raises(UserError if refused else KeyboardInterrupt) as raised:
-            train.read_config([str(ROOT / "configs/laptop.yaml"), *overrides], "cuda")
+            train.check_config(try_config([str(ROOT / "configs/laptop.yaml"), *overrides]), "cuda")
     finally:
         torch.use_deterministic_algorithms(flag)
     if refused:
@@ -129,9 +130,9 @@ print(used)
 def test_a_value_that_is_not_advised_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(CONFIG, [])
     for value, is_named in ((None, False), ("1", False), ("8", True)):
-        monkeypatch.delenv(VARIABLE, raising=False)
+        monkeypatch.delenv(CONNECTIONS, raising=False)
         if value is not None:
-            monkeypatch.setenv(VARIABLE, value)
+            monkeypatch.setenv(CONNECTIONS, value)
         lines = connections_notice(config.parallel)
         assert bool(lines) == is_named
         assert [line for line in notices(config, None, "cuda", 2**20) if line in lines] == lines

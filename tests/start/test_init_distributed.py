@@ -21,9 +21,9 @@ from errors import UserError
 from runtime import signals
 from runtime.checkpoint.lease_holder import Holder
 from runtime.messages import this_rank
-from runtime.start import init_distributed, rendezvous
+from runtime.start import init
 from runtime.start.environment import OF_JOB, OF_RANK, TEXTS, check_environment
-from runtime.start.rendezvous import fresh_store
+from runtime.start.init import fresh_store
 
 WORLD = 4
 
@@ -70,15 +70,15 @@ def test_a_start_that_was_not_complete(store: dist.TCPStore) -> None:
 def test_ranks_that_never_join_are_named(store: dist.TCPStore) -> None:
     """One may hang in an import: after half an hour, all others end, so that the launcher tries
     again."""
-    with patch.object(rendezvous, "JOIN_SECONDS", 1.0), ThreadPoolExecutor(2) as pool:
+    with patch.object(init, "JOIN_SECONDS", 1.0), ThreadPoolExecutor(2) as pool:
         rank_0, rank_2 = [pool.submit(join_as, store, rank, WORLD) for rank in (0, 2)]
         said = str(rank_0.exception())
         assert isinstance(rank_2.exception(), SystemExit | type(None))  # it may have its answer
-    assert said == f"{rendezvous.NOT_JOINED}; nothing was heard of ranks [1, 3]"
+    assert said == f"{init.NOT_JOINED}; nothing was heard of ranks [1, 3]"
 
 
 def test_patience_without_a_signal_is_long(store: dist.TCPStore) -> None:
-    assert rendezvous.JOIN_SECONDS > 600
+    assert init.JOIN_SECONDS > 600
     with patch.object(signals, "PATIENCE_SECONDS", 0.0):
         first = threading.Thread(target=join_as, args=(store, 0, 2), daemon=True)
         first.start()
@@ -97,7 +97,7 @@ def test_who_is_late_is_waited_for_in_a_file_too(tmp_path: Path) -> None:
     def join(rank: int) -> None:
         found.append(fresh_store(dist.FileStore(str(tmp_path / "store"), 2), rank, 2))
 
-    with patch.object(rendezvous, "WAIT_SECONDS", 0.05):
+    with patch.object(init, "WAIT_SECONDS", 0.05):
         early = threading.Thread(target=join, args=(1,), daemon=True)
         early.start()
         time.sleep(0.3)
@@ -122,10 +122,10 @@ def test_nccl_waits_ten_minutes_in_every_group_of_a_gpu(
 
     dist.Backend.register_backend("as_nccl", create, devices=["cuda"])
     backend = "cpu:gloo,cuda:as_nccl"
-    monkeypatch.setitem(init_distributed.BACKENDS, "cuda", backend)
-    monkeypatch.setattr(init_distributed, "use_gpu", lambda *_: None)
+    monkeypatch.setitem(init.BACKENDS, "cuda", backend)
+    monkeypatch.setattr(init, "use_gpu", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    init_distributed.init_distributed(store=dist.HashStore())
+    init.init_distributed(store=dist.HashStore())
     try:
         of_mesh, saving = dist.new_group([0]), dist.new_group([0], backend="gloo")
         ten, thirty = timedelta(minutes=10), timedelta(minutes=30)
@@ -135,7 +135,7 @@ def test_nccl_waits_ten_minutes_in_every_group_of_a_gpu(
             devices = torch.device("cpu"), torch.device("cuda")
             return [group._get_backend(device).options._timeout for device in devices]
 
-        init_distributed.limit_waits()
+        init.limit_waits()
         assert timeouts(dist.group.WORLD) == timeouts(of_mesh) == [thirty, ten]
         assert timeouts(saving) == [thirty, thirty]
     finally:

@@ -20,7 +20,7 @@ import torch
 
 from errors import UserError
 from runtime.log.events import read_events
-from runtime.start.init_distributed import init_distributed
+from runtime.start.init import init_distributed
 from settings.checks import validate
 from settings.load import load_config
 from tests import ROOT
@@ -393,7 +393,7 @@ def test_memory_is_kept_by_the_allocator() -> None:
     and allocated again, less than half of the page faults remain."""
     program = (
         "import resource, sys, torch\n"
-        "from runtime.start.init_distributed import share_cores\n"
+        "from runtime.start.host import share_cores\n"
         "if sys.argv[1] == 'kept':\n"
         "    share_cores(1)\n"
         "def step():\n"

@@ -9,26 +9,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runtime.start import init_distributed, numa
-from runtime.start.numa import Share, bind_to_gpu, cpus_near
+from runtime.start import host, init
+from runtime.start.host import Share, bind_to_gpu, cpus_near
 
 GPUS = [f"0000:{bus:02x}:00.0" for bus in (0x1B, 0x3C, 0x9A, 0xBB)]
-NODES = {"0": "0-15,32-47\n", "1": "16-31,48-63\n", "2": "\n"}  # node 2 has only memory
+NODES = {"0": "0-15,32-47\n", "1": "16-31,48-63\n", "-1": "0-63\n", "x": "x", "none": "\n"}
 FIRST, SECOND = {*range(16), *range(32, 48)}, {*range(16, 32), *range(48, 64)}
 ALL = FIRST | SECOND
 
 
-def pretend(
-    folder: Path, nodes: dict[str, str] | None = None, of_gpus: str | list[str] = "0011"
-) -> Path:
-    """A pretended sysfs: each node's CPUs, and each GPU's node ("": the file is missing)."""
-    for node, cpus in (NODES if nodes is None else nodes).items():
-        (folder / f"devices/system/node/node{node}").mkdir(parents=True)
-        (folder / f"devices/system/node/node{node}/cpulist").write_text(cpus)
+def pretend(folder: Path, of_gpus: str | list[str] = "0011", nodes: dict[str, str] = NODES) -> Path:
+    """A pretended sysfs: the CPUs next to each GPU, those of its node ("": the file is missing)."""
     for address, node in zip(GPUS, of_gpus, strict=True):
-        (folder / "bus/pci/devices" / address).mkdir(parents=True)
+        device = folder / "bus/pci/devices" / address
+        device.mkdir(parents=True)
         if node:
-            (folder / "bus/pci/devices" / address / "numa_node").write_text(f"{node}\n")
+            (device / "local_cpulist").write_text(nodes[node])
     return folder
 
 
@@ -48,9 +44,9 @@ def test_only_cpus_that_are_allowed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("allowed", "why_not"),
     [
-        (SECOND, "it may use 0 CPUs of NUMA node 0"),
+        (SECOND, "it may use 0 of these CPUs"),
         # two ranks would share these
-        (SECOND | set(range(7)), "it may use 7 CPUs of NUMA node 0, too few for the 2 ranks there"),
+        (SECOND | set(range(7)), "it may use 7 of these CPUs, too few for the 2 ranks there"),
     ],
 )
 def test_too_few_cpus_leave_it_as_it_is(tmp_path: Path, allowed: set[int], why_not: str) -> None:
@@ -59,18 +55,12 @@ def test_too_few_cpus_leave_it_as_it_is(tmp_path: Path, allowed: set[int], why_n
     assert share.why_not.startswith(why_not)
 
 
-@pytest.mark.parametrize("node", ["-1", "", "7", "x"])
+@pytest.mark.parametrize("node", ["-1", "", "x", "none"])
 def test_an_unknown_node_leaves_it_as_it_is(tmp_path: Path, node: str) -> None:
-    system = pretend(tmp_path, of_gpus=[node, "0", "1", "1"])
-    why = f"the system does not know the NUMA node of {GPUS[0]}"
-    assert cpus_near(GPUS[0], GPUS, ALL, system) == Share(ALL, len(GPUS), why)
-    assert cpus_near(GPUS[1], GPUS, ALL, system) == Share(FIRST, 1), "the others are bound"
-
-
-@pytest.mark.parametrize("nodes", [{}, {"0": "0-63\n"}, {"0": "0-63\n", "1": "\n"}])
-def test_with_one_node_nothing_is_to_be_done(tmp_path: Path, nodes: dict[str, str]) -> None:
-    system = pretend(tmp_path, nodes, of_gpus=["-1"] * 4)
+    """Linux says that all CPUs are near, or nothing. It is not taken to be on node 0."""
+    system = pretend(tmp_path, [node, "0", "1", "1"])
     assert cpus_near(GPUS[0], GPUS, ALL, system) == Share(ALL, len(GPUS))
+    assert cpus_near(GPUS[1], GPUS, ALL, system) == Share(FIRST, 2), "the others are bound"
 
 
 class Properties:
@@ -90,7 +80,7 @@ def test_threads_that_start_later_are_bound_too(tmp_path: Path) -> None:
     binding belongs to a thread.)"""
     first, *others = sorted(os.sched_getaffinity(0))
     nodes = {"0": ",".join(map(str, others)), "1": str(first)}
-    system, found = pretend(tmp_path, nodes), []
+    system, found = pretend(tmp_path, nodes=nodes), []
 
     def rank() -> None:
         assert bind_to_gpu(2, len(GPUS), system) == Share({first}, 2)
@@ -102,7 +92,7 @@ def test_threads_that_start_later_are_bound_too(tmp_path: Path) -> None:
     with (
         patch.object(torch.cuda, "device_count", lambda: len(GPUS)),
         patch.object(torch.cuda, "get_device_properties", Properties),
-        patch.object(numa, "CPUS_PER_RANK", 0),
+        patch.object(host, "CPUS_PER_RANK", 0),
     ):
         thread = threading.Thread(target=rank)
         thread.start()
@@ -120,7 +110,7 @@ def test_threads_that_start_later_are_bound_too(tmp_path: Path) -> None:
         ("0011", 2, [16, 16]),  # nobody uses the other node's CPUs
         ("0101", 1, [32]),
         ("0000", 4, [8, 8, 8, 8]),
-        (["-1", "0", "1", "1"], 4, [16, 32, 16, 16]),  # the first is bound to no node
+        (["-1", "0", "1", "1"], 4, [16, 16, 10, 10]),  # the first may run on all CPUs
         ("0011", 8, [4, 4, 4, 4]),  # each of 8 ranks sees 4 GPUs: which it shares is not known
     ],
 )
@@ -139,15 +129,13 @@ def test_the_ranks_of_a_node_divide_its_cpus(
     bound = [ALL]
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: bound[-1])
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: bound.append(cpus))
-    monkeypatch.setattr(
-        init_distributed, "bind_to_gpu", lambda gpu, ranks: bind_to_gpu(gpu, ranks, system)
-    )
+    monkeypatch.setattr(host, "bind_to_gpu", lambda gpu, ranks: bind_to_gpu(gpu, ranks, system))
     monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "1")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for gpu in range(min(ranks, len(GPUS))):
         bound[:] = [ALL]  # each rank is a process of its own
-        init_distributed.use_gpu(gpu, gpu, ranks)
+        host.use_gpu(gpu, gpu, ranks)
     assert found == threads
 
 
@@ -178,7 +166,7 @@ def test_a_rank_is_bound_before_its_device_is_set(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 10)
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: calls.append(f"device {gpu}"))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: calls.append(f"{count} threads"))
-    monkeypatch.setattr(init_distributed, "bind_to_gpu", bind)
+    monkeypatch.setattr(host, "bind_to_gpu", bind)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **given: None)
     for name in ("OMP_NUM_THREADS", "TORCH_NCCL_HIGH_PRIORITY", *ALLOCATOR):
         monkeypatch.setenv(name, "")  # so that it is restored
@@ -190,7 +178,7 @@ def test_a_rank_is_bound_before_its_device_is_set(
     if allocator:
         monkeypatch.setenv(allocator, "max_split_size_mb:64")
     torch.set_float32_matmul_precision("high")  # as with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1
-    assert init_distributed.init_distributed(store=dist.HashStore()) == "cuda"
+    assert init.init_distributed(store=dist.HashStore()) == "cuda"
     assert torch.get_float32_matmul_precision() == "highest"
     assert calls == ["bind 3", *threads, "device 3"]
     expected = {allocator or ALLOCATOR[0]: "max_split_size_mb:64"}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from proofs.ranks import Ranks
-from runtime.start.init_distributed import open_files_needed, raise_open_files
+from runtime.start.host import open_files_needed, raise_open_files
 from tools.preflight.node import judge_open_files
 
 

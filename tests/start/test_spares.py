@@ -1,7 +1,6 @@
 """Which of the launcher's ranks train, and how the others wait and end."""
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -19,9 +18,9 @@ import torch.distributed as dist
 from proofs.ranks import Ranks
 from runtime.health.excluded import exclude, excluded_nodes, node_name
 from runtime.signals import Signals
-from runtime.start import spares
-from runtime.start.spares import choose_ranks, training_ranks
-from runtime.torchrun import SPARES
+from runtime.start import elastic
+from runtime.start.checks import try_config
+from runtime.start.elastic import choose_ranks, training_ranks
 from tests import ROOT
 from tests.monitor.alert_helpers import free_port, wait_until
 from tests.runs import run, status_of, train_run, write_config
@@ -103,9 +102,9 @@ def take_part(
     rank, world, heard = dist.get_rank(), dist.get_world_size(), signalled(asked)
     local = {"LOCAL_RANK": str(nodes[:rank].count(nodes[rank])), "LOCAL_WORLD_SIZE": "2"}
     variables = {"RANK": str(rank), "WORLD_SIZE": str(world), "LATTICE_NODE": nodes[rank]} | local
-    with patch.dict(os.environ, variables), patch.object(spares, "LOST_SECONDS", 2.0):
+    with patch.dict(os.environ, variables), patch.object(elastic, "LOST_SECONDS", 2.0):
         try:
-            here = training_ranks([config], heard, dist.FileStore(store, world))
+            here = training_ranks(try_config([config]), heard, dist.FileStore(store, world))
         except SystemExit as leaving:
             return {"status": leaving.code}
         if beats:
@@ -114,8 +113,8 @@ def take_part(
             while here.store.add("trained", 0) < int(os.environ["WORLD_SIZE"]):
                 time.sleep(0.01)
             here.leave(heard)
-        names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", SPARES)
-        return {name: os.environ[name] for name in names}
+        names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        return {name: os.environ[name] for name in names} | {"spares": here.spares}
 
 
 def parted(ranks: Ranks, folder: Path, nodes: str, sizes: list[int], *options: bool) -> list[dict]:
@@ -133,7 +132,7 @@ def test_ranks_of_an_excluded_node_wait_and_end(ranks: Ranks, tmp_path: Path) ->
     exclude(tmp_path / "run", "a", "slow")
     found = parted(ranks, tmp_path, "aabbcc", [6, 3])
     assert [found[n] for n in (0, 1, 5)] == [{"status": 0}] * 3
-    same = {"WORLD_SIZE": "3", SPARES: json.dumps({"a": 2, "c": 1})}
+    same = {"WORLD_SIZE": "3", "spares": {"a": 2, "c": 1}}
     assert found[2:5] == [
         {"RANK": str(rank), "LOCAL_WORLD_SIZE": local} | same
         for rank, local in enumerate(("2", "2", "1"))
@@ -153,11 +152,11 @@ def test_a_spare_does_not_hang_with_rank_0(asked: bool, status: str) -> None:
     """The process of its store is stopped: nothing answers."""
     store = SimpleNamespace(check=lambda keys: time.sleep(600))
     with (
-        patch.object(spares, "LOST_SECONDS", 1.0),
-        patch.object(spares, "LOOK_SECONDS", 0.1),
+        patch.object(elastic, "LOST_SECONDS", 1.0),
+        patch.object(elastic, "LOOK_SECONDS", 0.1),
         pytest.raises(SystemExit, match=status),
     ):
-        spares._wait_as_spare(store, signalled(asked))  # type: ignore[arg-type]
+        elastic._wait_as_spare(store, signalled(asked))  # type: ignore[arg-type]
 
 
 class Agents:
@@ -297,8 +296,8 @@ def test_without_a_list_ranks_do_not_meet(tmp_path: Path) -> None:
     """The store that is given comes back untouched, and no variable is read."""
     config = write_config(tmp_path, tmp_path)
     with patch.dict(os.environ, {"RANK": "3", "WORLD_SIZE": "4"}):
-        assert training_ranks([config], signalled(False), None).store is None
-        assert training_ranks([], signalled(False), None).store is None
+        assert training_ranks(try_config([config]), signalled(False), None).store is None
+        assert training_ranks(try_config([]), signalled(False), None).store is None
 
 
 def test_a_run_on_a_list(ranks: Ranks, data: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from errors import UserError
 from runtime.messages import from_rank_0, on_all_ranks, refuse
-from runtime.start.init_distributed import init_distributed
+from runtime.start.init import init_distributed
 from settings.precision import DTYPES
 from tools.command import CommandParser, at_least, run_command
 from tools.generate.load_model import load_model

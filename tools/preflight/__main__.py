@@ -42,8 +42,8 @@ from errors import UserError
 from runtime.health.excluded import excluded_nodes
 from runtime.messages import log
 from runtime.start.attention import describe_attention
+from runtime.start.checks import check_writable, open_data_stages
 from runtime.start.environment import LARGEST, check_environment, check_number
-from runtime.start.preconditions import check_writable, open_data_stages
 from settings.config import Config
 from settings.layouts import layout_sizes, valid_layout
 from settings.load import load_config

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from model.transformer import num_parameters
-from runtime.start.init_distributed import open_files_needed
+from runtime.start.host import open_files_needed
 from settings.config import Config
 from training.optimizers import state_bytes
 

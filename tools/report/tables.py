@@ -6,7 +6,7 @@ from typing import Any
 from hardware import FAILURES_PER_GPU_DAY
 from runtime.log.log_lines import is_number
 from runtime.monitor.alarms import words
-from runtime.start.parts import PARTS
+from runtime.start.timing import PARTS
 from tools.command import duration
 from tools.report.charts import GIB, short
 from tools.report.run import Run
@@ -96,7 +96,7 @@ def goodput(run: Run) -> list[str]:
 
 
 def starts(run: Run) -> list[list[str]]:
-    """The newest starts: the step, and the seconds of each part (runtime/start/parts.py)."""
+    """The newest starts: the step, and the seconds of each part (runtime/start/timing.py)."""
     started = [event for event in run.events if event["event"] == "started"]
     rows = []
     for event in started[-MOST_STARTS:]:

@@ -14,12 +14,27 @@ from errors import UserError
 from model.transformer import num_parameters
 from runtime.evaluation.rows import open_tasks
 from runtime.monitor.check import check_alerts
-from runtime.start.parts import parts
 from settings.config import Config
 from settings.data_stages import data_stages, in_data_stage
+from settings.load import load_config
 from training.optimizers import state_bytes
 
 LONGEST_NAME = 200  # bytes; longer than any path that a run creates in its folder
+
+
+def try_config(arguments: list[str]) -> Config | UserError:
+    """Read the configuration of a run, once on each rank. What is wrong with it is returned: the
+    ranks first join, so that one of them can report it.
+
+    arguments: a configuration file, then section.key=value overrides.
+    """
+    try:
+        if arguments:
+            return load_config(arguments[0], arguments[1:])
+    except UserError as error:
+        return error
+    remedy = "torchrun … train.py configs/laptop.yaml"
+    return UserError("command line", "", "no configuration file is given", remedy)
 
 
 def check_fits(config: Config, device: str) -> None:
@@ -71,7 +86,6 @@ class Data:
     heldout: list[Mixture | None] = field(default_factory=list)
 
 
-@parts(before="config", inside="data")
 def open_data_stages(config: Config) -> Data:
     """Open the data of each data stage. Raises UserError; also if their tokenizers differ."""
     found = Data()

@@ -47,13 +47,12 @@ import torch.distributed as dist
 from errors import UserError
 from runtime.health.excluded import excluded_nodes, node_name
 from runtime.listener import Listener, Run
-from runtime.log.log_lines import json_object
 from runtime.messages import log
 from runtime.signals import Signals
-from runtime.start.rendezvous import comes, fresh_store
-from runtime.torchrun import REFUSED, SPARES, stop_agent
+from runtime.start.init import comes, fresh_store
+from runtime.torchrun import REFUSED, stop_agent
+from settings.config import Config
 from settings.layouts import layout_sizes
-from settings.load import load_config
 
 LOOK_SECONDS = 1.0  # between two looks of a spare at the store and for signals
 BEAT_SECONDS = 5.0  # between two signs of life of rank 0, for the spares
@@ -91,7 +90,7 @@ class TrainingRanks:
 
     store: dist.Store | None = None  # where they find each other; None: the launcher's store
     layouts: bool = False  # whether the run is elastic
-    num_spares: int = 0
+    spares: dict[str, int] = field(default_factory=dict)  # node → number of ranks that wait
     met: dist.Store | None = None  # the launcher's store; this process may hold it, so it is kept
     _ended: threading.Event = field(default_factory=threading.Event)
 
@@ -116,7 +115,8 @@ class TrainingRanks:
         if is_first:
             self.store.set("leave", "stopped" if stopped else "ended")
             until = time.monotonic() + LEAVE_SECONDS
-            while self.store.add("left", 0) < self.num_spares and time.monotonic() < until:
+            num_spares = sum(self.spares.values())
+            while self.store.add("left", 0) < num_spares and time.monotonic() < until:
                 time.sleep(0.05)
 
     def show_life(self) -> None:
@@ -131,20 +131,21 @@ class TrainingRanks:
 
 
 def training_ranks(
-    arguments: list[str], signals: Signals, store: dist.Store | None
+    config: Config | UserError, signals: Signals, store: dist.Store | None
 ) -> TrainingRanks:
     """Decide together which ranks train. Returns on these only: a spare waits here and exits. Does
     nothing for a configuration without `parallel.layouts`.
 
     Args:
-        arguments: of train.py. If they are wrong, all ranks go on, and one reports it.
+        config: if it is wrong, or its layouts are, all ranks go on, and one reports it.
         signals: those received so far.
         store: where all ranks find each other; None: torchrun's, if there is one.
     """
+    if isinstance(config, UserError):
+        return TrainingRanks(store)
     try:
-        config = load_config(arguments[0], arguments[1:])
         sizes = layout_sizes(config)
-    except (UserError, IndexError):
+    except UserError:
         return TrainingRanks(store)
     if not sizes or (store is None and "RANK" not in os.environ):
         return TrainingRanks(store, bool(sizes))
@@ -170,21 +171,22 @@ def training_ranks(
     mine = [decided["nodes"][one] for one in chosen].count(decided["nodes"][rank])
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(chosen.index(rank)), str(len(chosen))
     os.environ["LOCAL_WORLD_SIZE"] = str(min(mine, int(os.environ["LOCAL_WORLD_SIZE"])))
-    os.environ[SPARES] = json.dumps(decided["spares"])
     signals.speaks = chosen.index(rank) == 0
-    here = TrainingRanks(store, True, world - len(chosen), met)
-    if signals.speaks and decided["spares"]:
+    here = TrainingRanks(store, True, decided["spares"], met)
+    if signals.speaks and here.spares:
         here.show_life()
     return here
 
 
 class SparesEvent(Listener):
-    """Records in events.jsonl which nodes have spare ranks in this start."""
+    """Records in events.jsonl which nodes have spare ranks in this start (node → their number)."""
+
+    def __init__(self, spares: dict[str, int]) -> None:
+        self.spares = spares
 
     def begins(self, run: Run) -> None:
-        spares = json_object(os.environ.get(SPARES, ""))
-        if spares:
-            run.log.event("spares", step=run.step, ranks=spares)
+        if self.spares:
+            run.log.event("spares", step=run.step, ranks=self.spares)
 
 
 def _say(

@@ -1,0 +1,229 @@
+"""What a rank sets on its host before it computes: its CPUs and threads, the queues to its GPU, the
+allocators, how many files it may open.
+
+A rank runs on the CPUs next to its GPU. A host with two sockets has at least two NUMA nodes, each
+with its own CPUs, memory and GPUs. A rank on the other node's CPUs launches kernels and copies to
+the device across the link between the sockets, and Linux moves it back and forth. Linux allocates
+memory on the node of the CPU that first touches it, so binding the CPUs also places the memory: the
+pinned copies of a save, and batches.
+
+torch has `torchrun --numa-binding`; it binds only what torchrun starts, and needs the command
+numactl. The rule here is the same as its `node`, except that a GPU whose node the system does not
+know is not taken to be on node 0: Linux then says that all CPUs are near.
+
+    /sys/bus/pci/devices/0000:1b:00.0/local_cpulist     0-47,96-143
+"""
+
+import contextlib
+import ctypes
+import os
+import resource
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from errors import UserError
+from parallel.config import ParallelConfig
+from runtime.messages import log
+from settings.config import Config
+from settings.layouts import choose_layout
+
+SYSTEM = Path("/sys")
+# The least that a rank needs: threads that train, run backward, serve NCCL, read data and save.
+CPUS_PER_RANK = 4
+OTHER_FILES = 512  # libraries, data, logs, devices, NCCL's own sockets
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def use_gpu(gpu: int, rank: int, processes: int) -> None:
+    """Apply settings for one of `processes` ranks of this machine that compute on its GPUs."""
+    # PyTorch's allocator extends its segments instead of reserving new ones for tensors that do not
+    # fit between others; experts, whose rows vary, fragment most. It reads these variables when it
+    # first allocates. torch takes some options from one name and some from the other, so a value
+    # that the user has given one of them stays the only one.
+    if not os.environ.get("PYTORCH_ALLOC_CONF"):
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which makes float32 products TF32.
+    torch.set_float32_matmul_precision("highest")
+    share = bind_to_gpu(gpu, processes)
+    if share.why_not:
+        log(f"rank {rank} is not bound to the CPUs next to its GPU: {share.why_not}")
+    if "OMP_NUM_THREADS" not in os.environ:  # by default each rank would use all CPUs
+        torch.set_num_threads(share.threads)
+    torch.cuda.set_device(gpu)
+    # A collective's kernel must get its few multiprocessors while a matrix product runs that would
+    # fill all of them, or communication in backward is not overlapped.
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
+
+
+def share_cores(processes: int) -> None:
+    """Apply settings for `processes` processes that compute on the cores of this machine; they do
+    no harm to a single process."""
+    if processes > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # one process per core is enough
+    # By default glibc returns the memory of activations to the kernel, and mapping fresh pages in
+    # every step costs a tenth of its CPU time.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent on macOS and with musl
+    if mallopt is not None and not any(name.startswith("MALLOC_") for name in os.environ):
+        mallopt(M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(M_TRIM_THRESHOLD, 1 << 30)
+    # Linux: a rank that receives a message does not preempt one that computes, so caches stay warm;
+    # saves 5 %.
+    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        # inherited by threads that are started later
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def stay_on_this_machine() -> None:
+    """Let gloo and NCCL listen only on the loopback interface, which other machines cannot reach.
+    For runs on a single machine."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    for library in ("GLOO", "NCCL"):
+        if loopback is not None:
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
+
+
+# --- files and sockets ----------------------------------------------------------------------------
+
+
+def open_files_needed(world_size: int) -> int:
+    """An upper bound of the files and sockets that one process of a run has open.
+
+    gloo connects every rank of a group with every other, and listens at one more socket. Three
+    groups have all ranks: the default one, and those of saving (checkpoint/save.py) and stopping
+    (stop.py). The groups of the mesh, one for each of its views (parallel/mesh.py), need at most
+    three more of them.
+
+    TORCH_GLOO_LAZY_INIT=1 would open only the sockets that are used. It is left unset: in torch
+    2.11 to 2.13, a rank whose peer dies before their first connection may wait for it forever,
+    beyond the group's timeout (github.com/pytorch/gloo issue 520).
+    """
+    return 6 * world_size + OTHER_FILES
+
+
+def raise_open_files(world_size: int) -> None:
+    """Raise this process's limit of open files to what the run needs, as far as the system lets it:
+    the usual 1,024 are too few from some 85 ranks on. tools/preflight compares the two before."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = open_files_needed(world_size)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
+# --- the host's queues to a GPU -------------------------------------------------------------------
+
+
+def advised_connections(parallel: ParallelConfig) -> int:
+    """How many queues the host should have to a GPU, CUDA_DEVICE_MAX_CONNECTIONS. Every stream's
+    work reaches the GPU through one of them; CUDA has 8 unless the variable says otherwise, and
+    takes 1 to 32 (CUDA C++ programming guide, "CUDA environment variables").
+
+    1   All kernels begin in the order in which the host launched them. With tensor parallelism, a
+        layer launches a collective and then the matrix product that hides it. If the product began
+        first, it would fill the multiprocessors, and the collective would start when it ends.
+        Megatron-LM requires 1 for tp > 1 on GPUs before Blackwell (megatron/training/arguments.py).
+    32  Streams share no queue, so that none waits for another. FSDP keeps several in flight: its
+        gathers, its reductions and the copies for both, beside those of NCCL and of the model. In
+        one queue, a reduction that waits for a gradient would hold up the kernels launched after
+        it. torchtitan recommends the number of streams, 16 or 32 (pytorch/torchtitan issue 1147).
+
+    Where both apply, the larger cost decides. With zero_stage 0 and 1, FSDP communicates once in a
+    step, and tp several times in each layer and micro-batch. With 2 and 3, FSDP communicates in
+    each layer and micro-batch too, and Megatron-LM refuses 1 with FSDP.
+    """
+    return 1 if parallel.tp > 1 and parallel.zero_stage <= 1 else 32
+
+
+def set_connections(config: Config | UserError) -> None:
+    """Set the variable for a run, unless it is set already or the configuration is wrong. CUDA
+    reads it when it is initialized, and each rank initializes CUDA before the ranks can agree that
+    the configuration is valid. It is not left to a launcher, because there are several, and all of
+    them start train.py."""
+    if isinstance(config, UserError):
+        return
+    with contextlib.suppress(UserError):  # no layout fits: the ranks agree on that later
+        config = choose_layout(config, int(os.environ.get("WORLD_SIZE", 1)))
+        os.environ.setdefault(CONNECTIONS, str(advised_connections(config.parallel)))
+
+
+def connections_notice(parallel: ParallelConfig) -> list[str]:
+    """A line for the log if the user's value is not the advised one; otherwise nothing."""
+    value, advised = os.environ.get(CONNECTIONS), str(advised_connections(parallel))
+    if value in (None, advised):
+        return []
+    return [
+        f"{CONNECTIONS} is {value}, as it was set; with parallel.tp={parallel.tp} and "
+        f"parallel.zero_stage={parallel.zero_stage}, {advised} is usually faster "
+        "(runtime/start/host.py)"
+    ]
+
+
+# --- the CPUs next to a GPU -----------------------------------------------------------------------
+
+
+class Share(NamedTuple):
+    """The CPUs of a rank, and with how many others it shares them."""
+
+    cpus: set[int]
+    ranks: int  # of this machine, that run on some of these CPUs, this one included
+    why_not: str = ""  # why these are all that are allowed, and not those next to the GPU
+
+    @property
+    def threads(self) -> int:
+        """A rank's part of the CPUs."""
+        return max(1, len(self.cpus) // self.ranks)
+
+
+def bind_to_gpu(gpu: int, ranks: int, system: Path = SYSTEM) -> Share:
+    """Bind the calling thread, and all threads that it starts later, to the CPUs next to a GPU, as
+    far as they are allowed. Call it before the device's context exists, whose threads and host
+    memory then follow.
+
+    ranks: the number of this machine's ranks; rank i of them has GPU i.
+    """
+    mine = pci_address(gpu)  # raises if there is no such GPU
+    if ranks <= torch.cuda.device_count():
+        everyone = [pci_address(each) for each in sorted({*range(ranks), gpu})]
+    else:  # each sees only its own GPU; the others may be beside it
+        everyone = [mine] * ranks
+    share = cpus_near(mine, everyone, os.sched_getaffinity(0), system)
+    os.sched_setaffinity(0, share.cpus)
+    return share
+
+
+def pci_address(gpu: int) -> str:
+    """As in sysfs: 0000:1b:00.0."""
+    found: Any = torch.cuda.get_device_properties(gpu)
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+
+def cpus_near(gpu: str, gpus: Sequence[str], allowed: set[int], system: Path = SYSTEM) -> Share:
+    """The CPUs on which the rank of a GPU should run.
+
+    Args:
+        gpu: its PCI address. gpus: those of all ranks of the host.
+        allowed: the CPUs that Slurm's --cpu-bind, a container or taskset leave to this process. No
+            others are chosen.
+        system: where sysfs is mounted.
+    """
+    near, *others = [_local_cpus(each, allowed, system) for each in (gpu, *gpus)]
+    ranks = sum(not near.isdisjoint(other) for other in others)
+    if near != allowed and len(near) < CPUS_PER_RANK * max(ranks, 1):
+        why = f"it may use {len(near)} of these CPUs, too few for the {ranks} ranks there"
+        return Share(allowed, len(gpus), why)
+    return Share(near, ranks)
+
+
+def _local_cpus(address: str, allowed: set[int], system: Path) -> set[int]:
+    """Those of the allowed CPUs that are next to a PCI device; all if the system does not say."""
+    file = system / "bus/pci/devices" / address / "local_cpulist"
+    try:
+        ends = [[int(end) for end in each.split("-")] for each in file.read_text().split(",")]
+    except (OSError, ValueError):
+        return allowed
+    return {cpu for cpu in allowed if any(end[0] <= cpu <= end[-1] for end in ends)}
