@@ -125,7 +125,7 @@ ENTRIES = {  # besides `event` and `time`
     "spike": {"grad_norm loss skipped step"},
     "rollback": {"from_step left_out step"},
     "died": {"reason step"},
-    "end": {"reason state step", "noted_later reason state step"},
+    "end": {"reason state step"},
 }
 ALARMS = {
     "stopped": "start spike rollback checkpoint end",
