@@ -8,7 +8,7 @@ skipped updates, seconds by cause) is a gauge, because a counter never falls.
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
@@ -41,9 +41,9 @@ RECORD = {
     "skipped_updates": ("lattice_skipped_updates", "Updates skipped so far."),
     "eval_loss": ("lattice_eval_loss", "Loss on held-out text."),
 }
-KINDS = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-Labels = dict[str, str]
-Samples = list[tuple[Labels, float]]
+UPDATED = "When this text was written; old: the monitor or its machine is gone."
+# name, help, names of the labels besides `run`, and values by those of the labels
+Numbers = tuple[str, str, tuple[str, ...], Mapping[tuple[str, ...], float]]
 MORE = {
     "lattice_alarms_delivered_total": "Alarms of this start that were delivered (run.on_event).",
     "lattice_alarms_lost_total": "Alarms of this start that could not be delivered.",
@@ -53,66 +53,55 @@ MORE = {
 }
 
 
-def samples(state: RunState, more: dict[str, float]) -> Iterator[tuple[str, str, str, Samples]]:
-    """Yield each metric: name, type, help, and its samples without the label `run`.
+def families(run: str, state: RunState, more: dict[str, float]) -> Iterator[Metric]:
+    """Yield the metrics as prometheus_client has them, each with the label `run`.
 
     more: numbers of the monitor itself, by metric (MORE).
     """
-    yield "lattice_running", "gauge", "1 while the run trains.", [({}, state.state == "running")]
-    states: Samples = [({"state": name}, name == state.state) for name in STATES]
-    yield "lattice_state", "gauge", "1 for the state of the run.", states
-    about = "When this text was written; old: the monitor or its machine is gone."
-    yield "lattice_updated_timestamp_seconds", "gauge", about, [({}, time.time())]
-    if state.start_time:
-        about = "When the last start began."
-        yield "lattice_start_timestamp_seconds", "gauge", about, [({}, state.start_time)]
-    if state.record_time:
-        about = "When the last step was logged."
-        yield "lattice_last_step_timestamp_seconds", "gauge", about, [({}, state.record_time)]
-    others: Samples = []
-    for key, value in state.record.items():
-        if key in RECORD and is_number(value, finite=False):
-            name, about = RECORD[key]
-            yield name, "gauge", about, [({}, value)]
-        elif is_number(value, finite=False):
-            others.append(({"name": key}, value))
-    yield "lattice_record", "gauge", "Every other number of the last logged step.", others
-    seconds: Samples = [({"cause": cause}, value) for cause, value in state.account.seconds.items()]
-    yield "lattice_spent_seconds", "gauge", "Seconds of all starts by cause.", seconds
-    # 0 for what has not happened yet: otherwise Prometheus would not see the first as an increase
-    kinds = sorted(TEMPLATES.keys() | state.events.keys())
-    counts: Samples = [({"event": kind}, state.events[kind]) for kind in kinds]
-    yield "lattice_events_total", "counter", "Events of all starts (events.jsonl).", counts
-    verdicts: Samples = [({"verdict": each}, state.verdicts[each]) for each in VERDICTS]
-    yield "lattice_suspicions_total", "counter", "Suspicions by verdict, all starts.", verdicts
-    failed: Samples = [({}, state.failed_saves)]
-    yield "lattice_failed_saves_total", "counter", "Saves that failed.", failed
-    if state.checkpoint:
-        written = state.checkpoint
-        yield "lattice_checkpoint_step", "gauge", "Step of the last one.", [({}, written["step"])]
-        when: Samples = [({}, written["time"])]
-        yield "lattice_checkpoint_timestamp_seconds", "gauge", "When it was committed.", when
-        size: Samples = [({}, written["bytes"])]
-        yield "lattice_checkpoint_bytes", "gauge", "Its size.", size
-    slow: Samples = [
-        ({"rank": rank, "node": node}, factor) for (rank, node), factor in state.slow.items()
-    ]
-    yield "lattice_slow_rank_ratio", "gauge", "Own computing time relative to its peers.", slow
-    if state.spares is not None:
-        yield "lattice_spare_nodes", "gauge", "Nodes that wait.", [({}, state.spares)]
-    for name, value in more.items():
-        kind = "counter" if name.endswith("_total") else "gauge"
-        yield name, kind, MORE[name], [({}, value)]
-
-
-def families(run: str, state: RunState, more: dict[str, float]) -> Iterator[Metric]:
-    """Yield the metrics as prometheus_client has them, each with the label `run`."""
-    for name, kind, about, found in samples(state, more):
-        if found:
-            family = KINDS[kind](name, about, labels=["run", *found[0][0]])
-            for labels, value in found:
-                family.add_metric([_plain(run), *map(_plain, labels.values())], value)
+    for name, about, labels, values in _numbers(state, more):
+        if values:
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(name, about, labels=["run", *labels])
+            for texts, value in values.items():
+                family.add_metric([_plain(text) for text in (run, *texts)], value)
             yield family
+
+
+def _numbers(state: RunState, more: dict[str, float]) -> Iterator[Numbers]:
+    record = {key: value for key, value in state.record.items() if is_number(value, finite=False)}
+    last = state.checkpoint
+    single: list[tuple[str, str, float | None]] = [  # None: not known yet
+        ("lattice_running", "1 while the run trains.", state.state == "running"),
+        ("lattice_updated_timestamp_seconds", UPDATED, time.time()),
+        ("lattice_start_timestamp_seconds", "When the last start began.", state.start_time),
+        ("lattice_last_step_timestamp_seconds", "When a step was logged last.", state.record_time),
+        *((*RECORD[key], record.pop(key)) for key in RECORD if key in record),
+        ("lattice_failed_saves_total", "Saves that failed.", state.failed_saves),
+        ("lattice_checkpoint_step", "Step of the last one.", last.get("step")),
+        ("lattice_checkpoint_timestamp_seconds", "When it was committed.", last.get("time")),
+        ("lattice_checkpoint_bytes", "Its size.", last.get("bytes")),
+        ("lattice_spare_nodes", "Nodes that wait.", state.spares),
+        *((name, MORE[name], value) for name, value in more.items()),
+    ]
+    for name, about, value in single:
+        if value is not None:
+            yield name, about, (), {(): value}
+    # 0 for what has not happened yet: otherwise Prometheus would not see the first as an increase
+    events = {kind: state.events[kind] for kind in sorted(TEMPLATES.keys() | state.events.keys())}
+    verdicts = {each: state.verdicts[each] for each in VERDICTS}
+    states = {each: each == state.state for each in STATES}
+    spent = state.account.seconds
+    by_label: list[tuple[str, str, str, Mapping[str, float]]] = [
+        ("lattice_state", "1 for the state of the run.", "state", states),
+        ("lattice_record", "Every other number of the last logged step.", "name", record),
+        ("lattice_spent_seconds", "Seconds of all starts by cause.", "cause", spent),
+        ("lattice_events_total", "Events of all starts (events.jsonl).", "event", events),
+        ("lattice_suspicions_total", "Suspicions by verdict, all starts.", "verdict", verdicts),
+    ]
+    for name, about, label, found in by_label:
+        yield name, about, (label,), {(text,): value for text, value in found.items()}
+    about = "Own computing time relative to its peers."
+    yield "lattice_slow_rank_ratio", about, ("rank", "node"), state.slow
 
 
 def _plain(text: str) -> str:

@@ -13,19 +13,20 @@ class RunState:
     def __init__(self) -> None:
         self.state = "starting"  # then running, and as in status.json, or died
         self.record: dict[str, Any] = {}  # the last one; of an earlier start only `step`
-        self.record_time = 0.0  # when it was logged, in seconds since 1970; 0: not yet
-        self.start_time = 0.0  # when the last start began, likewise
+        self.record_time: float | None = None  # when it was logged, in seconds since 1970
+        self.start_time: float | None = None  # when the last start began, likewise
         self.account = Account()  # seconds by cause
         self.events: Counter[str] = Counter()  # over all starts
         self.verdicts: Counter[str] = Counter()  # of examinations, over all starts
         self.failed_saves = self.failed_commands = 0  # over all starts
         self.checkpoint: dict[str, Any] = {}  # the event of the last good save
-        self.slow: dict[tuple[str, str], float] = {}  # (rank, node) → factor, of this start
+        self.slow: dict[tuple[str, ...], float] = {}  # (rank, node) → factor, of this start
         self.spares: int | None = None  # nodes that wait
 
     def note_event(self, event: dict[str, Any]) -> None:
         kind = event["event"]
-        self.events[kind] += 1
+        if kind != "boundary":  # of an older version (log/events.py)
+            self.events[kind] += 1
         self.account.add(event)
         if kind == "start":
             self.state, self.slow, self.start_time = "running", {}, event["time"]
