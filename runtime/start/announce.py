@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from costs.summary import flops_per_token
 from costs.units import CannotRecord
+from data.dataset import Mixture
 from model.transformer import num_parameters
 from parallel.mesh import Mesh
 from runtime.files import write_or_warn
@@ -20,20 +21,20 @@ from settings.config import Config
 from settings.load import dump_config
 
 
-def announce(run: Run, whole: Config, num_tokens: int) -> None:
+def announce(run: Run, whole: Config, data: Mixture) -> None:
     """Begin the start in the run's log, write config.yaml, and log what is to be trained, how and
     from where. Called by every rank, once the state has been loaded.
 
     Args:
         whole: the configuration of the whole run.
-        num_tokens: of the data's tokenizer.
+        data: to train on.
     """
     config, start, mesh = run.config, run.start, run.train.mesh
     about = run.log.start(start.step, dist.get_world_size())
     if dist.get_rank() != 0:
         return
     folder = Path(config.run.dir)
-    about += notices(whole, start.path, mesh.device, num_tokens)  # reads the last config.yaml
+    about += notices(whole, start.path, mesh.device, data.vocab_size)  # reads the last config.yaml
     write_or_warn(folder / "config.yaml", dump_config(whole))
     about += [f"{num_parameters(config.model):,} parameters on {mesh.describe()}"]
     about += _costs(config, mesh)
