@@ -6,7 +6,7 @@ It runs without a shell, one at a time, for the newest checkpoint first; its out
 RUN/after_commit.log. If it fails or takes too long, it is tried again, after longer and longer
 pauses. If it is interrupted because rank 0 ends, the next start runs it again: it must be able to
 find its own unfinished work. The monitor of the start before may still be ending: a lock on this
-machine keeps the next one waiting until it has.
+machine (`_lock_of`) keeps the next one waiting until it has.
 
     RUN/checkpoints/after_commit/
         step-00000100.SHA.running   it runs for the checkpoint whose manifest states this sha256
@@ -25,9 +25,11 @@ it looks for the folder.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import queue
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -36,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint.folder import AFTER_COMMIT, MANIFEST, NAME, complete_checkpoints, step_of
-from runtime.files import machine_lock
+from runtime.files import locked
 from runtime.log.log_lines import json_object
 from runtime.monitor.command import run_command
 
@@ -73,6 +75,13 @@ def _manifest_sha(path: Path) -> str | None:
         return str(json.loads((path / MANIFEST).read_text(encoding="utf-8"))["sha256"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _lock_of(checkpoints: Path) -> Path:
+    """A file of this machine, the same for each start of a run. It is not in the run folder: a
+    shared file system may keep the locks of a machine that died."""
+    of_run = hashlib.sha256(str(checkpoints.resolve()).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"lattice-after-commit-{os.getuid()}-{of_run}"
 
 
 @dataclass
@@ -118,7 +127,7 @@ class Commands:
             self._thread.join(seconds + PATIENCE_SECONDS + 1.0)
 
     def _run(self) -> None:
-        with machine_lock("after-commit", self.checkpoints, seconds=float("inf")):
+        with locked(_lock_of(self.checkpoints), seconds=float("inf")):
             waiting, self.done_step = progress(self.checkpoints)
             self.pending = {path: Tries() for path in waiting}
             for left in (self.checkpoints / AFTER_COMMIT).glob("*.running"):  # by a killed start
