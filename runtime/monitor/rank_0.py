@@ -79,7 +79,7 @@ class Monitor:
         because the monitor hangs; if that has died, that is said once."""
         event = line.get("event", {})
         self._has_begun |= event.get("event") == "start"
-        self._has_finished = event.get("state") == "finished"
+        self._has_finished |= event.get("state") == "finished"
         if self.process is None or self.process.stdin is None:
             return
         if event.get("event") == "memory":  # it lists all ranks
@@ -90,7 +90,7 @@ class Monitor:
             self._is_cut = written < len(data) if written else self._is_cut
         except OSError:
             log(
-                f"warning: the monitor ended with status {self.process.wait()}: until the next "
+                f"warning: the monitor ended with status {self.process.poll()}: until the next "
                 "start there are no alarms, no numbers for Prometheus, no commands after commits"
             )
             self.process = None

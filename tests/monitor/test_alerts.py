@@ -236,7 +236,7 @@ class Told(rank_0.Monitor):
         self.read, write = os.pipe()
         os.set_blocking(write, False)
         pipe = open(write, "wb", buffering=0)  # noqa: SIM115
-        self.process = SimpleNamespace(stdin=pipe, wait=lambda: -9)  # type: ignore[assignment]
+        self.process = SimpleNamespace(stdin=pipe, poll=lambda: -9)  # type: ignore[assignment]
         self._is_cut = self._has_begun = self._has_finished = False
 
 
