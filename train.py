@@ -9,7 +9,7 @@ configuration → mesh → data → model → optimizer → loop. Every rank run
 import os
 import sys
 
-from output import guard_output
+from runtime.output import guard_output
 from runtime.signals import Signals
 
 # First: the imports below take seconds, during which a signal must not kill the process.

@@ -3,6 +3,7 @@
 Each module or folder may import only those above it (tests/test_house.py):
 
     signals.py         receives signals, from the first line of train.py
+    output.py          standard output and error: whatever becomes of them, the work goes on
     torchrun.py        ends torchrun when a start is refused: it would only restart
     schema.py          validation of JSON from outside
     device.py          threads and clocks of a device

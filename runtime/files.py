@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from output import log
+from runtime.output import log
 
 
 def write_whole(path: Path, text: str) -> None:

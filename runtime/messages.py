@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from errors import LOST, RunFailed, UserError
-from output import log
 from runtime import torchrun
+from runtime.output import log
 from runtime.signals import Signals
 
 # the source file and line that gloo puts before its messages

@@ -24,7 +24,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 # Modules at the root may be imported everywhere; of this repository they import only each other.
 ROOT_FILES = {
-    "declare", "errors", "hardware", "kinds", "output", "tokens", "triton_interpreter",
+    "declare", "errors", "hardware", "kinds", "tokens",
 }  # fmt: skip
 # Which other packages ("rooms") each one may import, apart from itself and the root files. proofs/,
 # tests/ and benchmarks/ may import everything but a test file.

@@ -1,5 +1,5 @@
 """What commands share: how they end (without a traceback, on Ctrl-C and whatever becomes of their
-output: output.py), their options, and how they print tables and durations.
+output: runtime/output.py), their options, and how they print tables and durations.
 
     @reports_errors
     def main(arguments: list[str] | None = None) -> int:
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from errors import UserError
-from output import guard_output, log
+from runtime.output import guard_output, log
 
 T = TypeVar("T")
 

@@ -21,8 +21,8 @@ exit status is 0; or that of the first failure; or 2 if the configuration is ref
 signal's number if a signal ended the run.
 """
 
-from output import guard_output, log
 from runtime import signals
+from runtime.output import guard_output, log
 
 if __name__ == "__main__":  # before the other imports, which take seconds
     guard_output()

@@ -23,10 +23,10 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
 
 from errors import UserError
-from output import log
 from runtime.checkpoint.folder import MANIFEST, NAME
 from runtime.checkpoint.manifest import Damaged, check_sizes, fingerprint, read_manifest
 from runtime.checkpoint.verify import verify_checkpoint
+from runtime.output import log
 from tools.command import CommandParser, reports_errors, run_command
 
 PARTIAL = f"{MANIFEST}.partial"

@@ -15,8 +15,8 @@ Without torch, which takes seconds to import: the job may have no more.
 import os
 from pathlib import Path
 
-from output import log
 from runtime.log.log_lines import content, json_object
+from runtime.output import log
 from tools.command import CommandParser, run_command
 
 MAX_FRUITLESS = 3  # after this many starts in a row without a new checkpoint, no more requeueing

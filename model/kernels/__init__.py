@@ -2,6 +2,7 @@
 PyTorch implementation.
 
     backend.py                chooses between Triton and PyTorch
+    triton_interpreter.py     bfloat16 in Triton's CPU interpreter
     rms_norm.py               RMSNorm; residual addition and RMSNorm in one pass
     rotary.py                 rotary embedding of queries and keys in one launch
     swiglu.py                 the gate of the feed-forward layer

@@ -27,7 +27,7 @@ except ImportError:
     jit = lambda function: function  # noqa: E731
 
 if INTERPRETED and triton is not None:
-    import triton_interpreter
+    from model.kernels import triton_interpreter
 
     triton_interpreter.mend()
 

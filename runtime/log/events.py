@@ -44,8 +44,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from output import log
 from runtime.log.log_lines import content, is_count, is_number, whole_lines
+from runtime.output import log
 
 # what the ledger tells apart (ledger.py)
 CAUSES = (

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import short
-from output import log
+from runtime.output import log
 
 LARGEST = 2**63  # of whole numbers: each fits a float
 READ_BYTES = 1 << 24  # at a time, and the longest line: events.jsonl of months is larger

@@ -45,7 +45,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from errors import short
-from output import guard_output
 from runtime.log.events import append_event, is_whole_event, named_as_today
 from runtime.log.log_lines import is_number, is_record, json_object, whole_lines
 from runtime.log.status import end_start, read_status
@@ -53,6 +52,7 @@ from runtime.monitor.after_commit import Commands
 from runtime.monitor.alarms import Series, alarm, is_alarm
 from runtime.monitor.send import Sender, say
 from runtime.monitor.state import RunState
+from runtime.output import guard_output
 
 STDIN = 0
 LOOK_SECONDS = 1.0  # between two looks at the clock

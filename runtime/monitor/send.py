@@ -9,9 +9,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from output import log
 from runtime.monitor.alarms import ALWAYS
 from runtime.monitor.command import run_command
+from runtime.output import log
 
 LIMIT_SECONDS = 10.0  # for one attempt; of a webhook, for each answer that it is waited for
 RETRY_SECONDS = (1.0, 5.0, 30.0)  # before each further attempt

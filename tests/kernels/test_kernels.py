@@ -366,7 +366,7 @@ def test_the_interpreter_rounds_as_a_gpu_does():
     through float32, other numbers round to nearest, ties to even, and NaN stays NaN."""
     if not INTERPRETED:
         pytest.skip("kernels are compiled here")
-    from triton_interpreter import to_bfloat16, to_float32
+    from model.kernels.triton_interpreter import to_bfloat16, to_float32
 
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
     as_float = torch.from_numpy(to_float32(every.numpy()))

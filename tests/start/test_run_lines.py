@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from errors import UserError
-from output import log
 from runtime.evaluation.heldout import compare_to_unigram
+from runtime.output import log
 from runtime.start.topology import describe_stages
 from settings.checks import validate
 from settings.load import load_config

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from errors import UserError
-from output import log
 from runtime.checkpoint.folder import write_durably
 from runtime.checkpoint.manifest import (
     PLACES,
@@ -24,6 +23,7 @@ from runtime.checkpoint.manifest import (
     write_manifest,
 )
 from runtime.checkpoint.progress import byte_bar
+from runtime.output import log
 from tools.huggingface.checkpoint_reader import DTYPES, WEIGHTS, Stored
 
 FILE_BYTES = 5_000_000_000  # as transformers 4 wrote them

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from errors import UserError
-from output import log
+from runtime.output import log
 from tools.command import CommandParser, reports_errors, run_command
 from tools.profile.summary import REMEDY, describe, read_trace, summarise
 

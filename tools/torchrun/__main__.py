@@ -22,7 +22,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.run import parse_args, run
 
-from output import guard_output
+from runtime.output import guard_output
 
 
 @record

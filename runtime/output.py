@@ -6,7 +6,7 @@
     they are closed (`>&-`)                as /dev/null, so that no file takes their number
     they cannot encode a character         it is written as an escape: `\\xd7`
 
-Like errors.py, this module may be imported anywhere, and it imports nothing of ours.
+It imports nothing of ours.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class _Unfailing(io.FileIO):
                 left = left[written or 0 :]
         except OSError as error:
             if error.errno != errno.EPIPE:
-                self.problem = self.problem or error.strerror
+                self.problem = self.problem or error.strerror or str(error)
         return memoryview(data).nbytes
 
 
@@ -52,7 +52,7 @@ def guard_output() -> _Unfailing | None:
         raw = _Unfailing(number, "w", closefd=False)
         unbuffered = stream is not None and stream.write_through  # python -u
         guarded = io.TextIOWrapper(
-            raw if unbuffered else io.BufferedWriter(raw),  # type: ignore[type-var]
+            raw if unbuffered else io.BufferedWriter(raw),
             encoding=stream.encoding if stream is not None else "utf-8",
             errors="backslashreplace",
             line_buffering=stream is None or stream.line_buffering,
