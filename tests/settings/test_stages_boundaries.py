@@ -65,6 +65,7 @@ def test_a_rollback_never_leaves_its_stage(ranks: Ranks, data: Path, tmp_path: P
     (said,) = ranks.run(said_by, 1, run_with_bad_steps, [config], 0, {1})
     assert "there is no checkpoint to go back to in this data stage; save more often" in said
     assert status_of(tmp_path)["state"] == "failed"
+    assert checkpoint_of(tmp_path, 4).exists(), "not put aside"
 
 
 def run_with_damage(arguments: list[str], folder: Path) -> str:
