@@ -55,7 +55,7 @@ from runtime.trainer_state import (
     state_of,
 )
 from settings.config import Config
-from settings.data_stages import ROTATION_KEYS, data_stages, stage_of
+from settings.data_stages import ROTATION_KEYS, data_stage_of, data_stages
 from training.step import TrainStep
 
 
@@ -181,7 +181,9 @@ def _at_boundary(trainer: TrainerState, config: Config, data: Sequence[Mixture])
     """Return the state from which the run goes on: that of the checkpoint, or at the end of a data
     stage that of the next one's beginning."""
     stages = data_stages(config)
-    stage, before = (stage_of(stages, step) for step in (trainer.step, max(0, trainer.step - 1)))
+    stage, before = (
+        data_stage_of(stages, step) for step in (trainer.step, max(0, trainer.step - 1))
+    )
     if stage is before:
         return trainer
     anew = changes_the_loss(before.config, stage.config)
