@@ -13,7 +13,6 @@ from runtime.health.slow_ranks import SlowRanks
 from runtime.listener import Listener, Run
 from runtime.metrics.memory_report import MemoryReports
 from runtime.metrics.metrics import Metrics, RecordWriter
-from runtime.monitor.rank_0 import Companion, CompanionListener
 from runtime.next_stage import DataStageBegins, RunEnd
 from runtime.profiling.profile import StepProfile
 from runtime.profiling.trace import StepTrace
@@ -54,12 +53,7 @@ class Stopping(Listener):
 
 
 def build_listeners(
-    run: Run,
-    whole: Config,
-    data: Data,
-    lease: Lease,
-    companion: Companion,
-    spares: dict[str, int],
+    run: Run, whole: Config, data: Data, lease: Lease, spares: dict[str, int]
 ) -> list[Listener]:
     """Build the listeners; every rank calls it, once the state of `run.start` has been loaded.
 
@@ -79,7 +73,6 @@ def build_listeners(
     examination = Examination(config, train) if config.guard.examine else None
     return [
         StartTimes(),  # first: begins when everything before the steps is ready
-        CompanionListener(companion),
         *faults,  # before all that computes, so that it is wrong, too
         StepProfile(config, mesh),  # close to the step, so that the trace has little else
         StepTrace(run.data_stage, mesh, start.step),  # likewise
