@@ -1,4 +1,4 @@
-"""What an examination finds (examine.py); the companion of rank 0 imports it, and nothing heavy."""
+"""What an examination finds (examine.py); the monitor (monitor/) imports it, and nothing heavy."""
 
 from dataclasses import dataclass, field
 
