@@ -5,9 +5,6 @@ version, from another program. So readers get only the objects that are whole, w
 entry that a reader relies on: `is_record`, and `is_whole_event` (events.py). Other lines are left
 out, with one warning for each file and process. The last line is not odd as long as it is
 unfinished: somebody may be writing it.
-
-    read_events, read_records  all lines of a file
-    whole_lines                those of a part of it, and what the others are built on
 """
 
 import contextlib
