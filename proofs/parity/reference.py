@@ -9,6 +9,7 @@ experts is a loop over experts (reference_experts.py), and AdamW is torch's own
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -124,7 +125,10 @@ class SlidingWindow(Attention):
 
 # The keys are the names of files in model/attention/ and model/feed_forward/.
 ATTENTION = {"causal": Attention, "sliding_window": SlidingWindow}
-FEED_FORWARD = {"swiglu": FeedForward}
+FEED_FORWARD: dict[str, Callable[[ModelConfig], nn.Module]] = {
+    "swiglu": lambda config: FeedForward(config.dim, config.ffn_dim),
+    "experts": Experts,
+}
 
 
 class Block(nn.Module):
@@ -133,10 +137,7 @@ class Block(nn.Module):
         self.attention_norm = Norm(config.dim, config.norm_eps)
         self.attention = ATTENTION[config.attention_of(layer)](config)
         self.feed_forward_norm = Norm(config.dim, config.norm_eps)
-        kind = config.feed_forward_of(layer)
-        self.feed_forward: nn.Module = (
-            Experts(config) if kind == "experts" else FEED_FORWARD[kind](config.dim, config.ffn_dim)
-        )
+        self.feed_forward = FEED_FORWARD[config.feed_forward_of(layer)](config)
 
     def forward(self, x: Tensor, lengths: list[int]) -> Tensor:
         """x [B, S, D]; `lengths` of the documents, sequence after sequence."""

@@ -17,7 +17,7 @@ from runtime.log import log_lines
 from runtime.log.events import append_event, read_events
 from runtime.log.status import read_status, record_failure, record_missing_end
 from runtime.metrics.trackers import JsonLines
-from runtime.monitor.process import Monitor
+from runtime.monitor import process
 from tests.monitor.alert_helpers import Receiver, settings_of
 from tests.runs import forget_last, heard, losses, run, write_config
 from tools.report import __main__ as report
@@ -83,7 +83,7 @@ def by_next_start(folder: Path) -> Any:
 
 def by_monitor(folder: Path) -> Any:
     """What it knows of earlier starts for Prometheus."""
-    monitor = Monitor(settings_of(folder))
+    monitor = process.Monitor(settings_of(folder))
     monitor._read_past()
     assert not monitor.said
     state = monitor.state
@@ -193,6 +193,25 @@ def test_a_line_that_was_cut_off_harms_no_other(
     # control: with nobody to finish it, the next one is lost
     path.write_text(path.read_text().replace(cut + "\n", cut))
     assert [event["step"] for event in read_events(tmp_path)] == [1]
+
+
+def test_a_long_file_is_read_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And only as far as it reached when this start began."""
+    monkeypatch.setattr(process, "READ_BYTES", 100)
+    for step in range(30):
+        append_event(tmp_path, "hang", step=step)
+    path = tmp_path / "events.jsonl"
+    path.write_text(path.read_text() + "x" * 250 + "\n")
+    append_event(tmp_path, "hang", step=30)
+    until = path.stat().st_size
+    append_event(tmp_path, "hang", step=31)
+    for end, steps in ((until, 31), (0, 0)):
+        found = process._events_until(path, end)
+        assert [event["step"] for event in found] == [*range(steps)]
+    assert capsys.readouterr().err.count("line 31 is no whole record") == 1
+    assert [*process._events_until(tmp_path / "none", 10)] == []
 
 
 # --- a whole run ----------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ WINDOWS = {"attention": ("sliding_window", "causal"), "attention_window": 5}
 
 def test_every_kind_has_its_reference() -> None:
     assert sorted(ATTENTION) == kinds_in("model.attention")
-    assert sorted([*FEED_FORWARD, "experts"]) == kinds_in("model.feed_forward")
+    assert sorted(FEED_FORWARD) == kinds_in("model.feed_forward")
 
 
 @pytest.mark.parametrize(
