@@ -36,7 +36,7 @@ help:
 	@echo 'make bench-gpu   on one GPU, in three parts of eight minutes (PART=right, fast or open):' \
 	  'is it right,'
 	@echo '                 how fast is it, what is open; every estimate beside what was measured'
-	@echo 'make docs        draw the pictures of the guided tour again'
+	@echo 'make docs        draw the computed pictures of the guided tour again'
 	@echo 'make exercises   the exercises of the guided tour: they fail until you have solved them'
 	@echo 'make site        pages, docstrings and source as one static site: site/index.html'
 	@echo 'make clean       delete caches; runs, prepared data and .venv stay'
@@ -108,20 +108,7 @@ bench-gpu: $(dev)
 	done; exit $$failed
 
 docs: $(runtime)
-	$(PYTHON) -m docs.draw_words
-	$(PYTHON) -m docs.draw_mesh
-	$(PYTHON) -m docs.draw_tensor
-	$(PYTHON) -m docs.draw_sequence
-	$(PYTHON) -m docs.draw_context
-	$(PYTHON) -m docs.draw_experts
-	$(PYTHON) -m docs.draw_expert_mesh
-	$(PYTHON) -m docs.draw_pipeline
-	$(PYTHON) -m docs.draw_data
-	$(PYTHON) -m docs.draw_memory
-	$(PYTHON) -m docs.draw_kernels
-	$(PYTHON) -m docs.draw_checkpoints
-	$(PYTHON) -m docs.draw_slurm
-	$(PYTHON) -m docs.draw_extending
+	$(PYTHON) -m docs.pictures
 
 exercises: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q docs/exercises

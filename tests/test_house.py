@@ -221,6 +221,32 @@ def test_commands_and_keys_in_the_text_exist(document: Path) -> None:
     ] == []
 
 
+def folders_of_the_readme() -> dict[str, list[str]]:
+    """Each folder of the tree in README.md, with the folders below it."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = re.search(
+        r"^## How the code is organised\n+```\n(.*?)^```$", text, re.DOTALL | re.MULTILINE
+    )
+    assert tree
+    found: dict[str, list[str]] = {}
+    for line in tree[1].splitlines():
+        if line.startswith(" "):
+            found[list(found)[-1]] += re.findall(r"(\w+)/  ", line)
+        elif name := re.match(r"(\w+)/ ", line):
+            found[name[1]] = []
+    return found
+
+
+def test_the_tree_of_the_readme_is_the_house() -> None:
+    """Its folders exist, and no folder with code is missing, in the root or in runtime/."""
+    shown = folders_of_the_readme()
+    assert [name for name in shown if not (ROOT / name).is_dir()] == []
+    assert {file.parent.name for file in ROOT.glob("*/__init__.py")} <= shown.keys()
+    assert set(shown["runtime"]) == {
+        file.parent.name for file in (ROOT / "runtime").glob("*/__init__.py")
+    }
+
+
 def test_make_help_names_every_target() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)

@@ -6,7 +6,9 @@ import itertools
 import pytest
 import torch
 
-from docs.draw_checkpoints import Region, regions
+from parallel.placement import chunk_range
+
+Region = tuple[range, range]  # rows, columns
 
 
 def needed(saved: Region, wanted: Region) -> tuple[tuple[slice, slice], tuple[slice, slice]] | None:
@@ -34,6 +36,14 @@ def test_any_layout_loads_what_any_other_saved(shape: tuple[int, int]) -> None:
                     assert piece[theirs].numel()
                     mine[ours] = piece[theirs]
             assert torch.equal(mine, part_of(whole, (rows, columns)))
+
+
+def regions(shape: tuple[int, int], dp_shard: int, tp: int) -> list[Region]:
+    """What each rank has of a matrix whose rows FSDP shards, and whose columns tp cuts."""
+    return [
+        (chunk_range(shape[0], dp_shard, d), chunk_range(shape[1], tp, t))
+        for d, t in itertools.product(range(dp_shard), range(tp))
+    ]
 
 
 def part_of(whole: torch.Tensor, region: Region) -> torch.Tensor:

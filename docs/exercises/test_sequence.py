@@ -1,4 +1,4 @@
-"""Two exercises for docs/sequence.md: complete the functions, then run `.venv/bin/python -m pytest
+"""Two exercises for docs/tensor.md: complete the functions, then run `.venv/bin/python -m pytest
 docs/exercises/test_sequence.py`."""
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Your first parallel layer: an exercise for docs/tensor.md. Complete the three functions, then run
 `.venv/bin/python -m pytest -x --tb=short docs/exercises/test_tensor.py`.
 
-You need three calls of torch.distributed, which docs/words.md explains: `all_gather_into_tensor`,
+You need three calls of torch.distributed, which docs/mesh.md explains: `all_gather_into_tensor`,
 `reduce_scatter_tensor` and `all_reduce`. A collective that not all ranks call is reported at once.
 """
 

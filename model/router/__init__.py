@@ -5,7 +5,7 @@
     softmax_renormalised.py  the same, with weights that add up to 1 (Mixtral, Qwen3)
     sigmoid_bias.py          a bias for each expert keeps their load even (DeepSeek-V3)
 
-A kind derives from `BaseRouter` (_base.py). To add a router, add a file here (docs/new_router.md).
+A kind derives from `BaseRouter` (_base.py). docs/recipes_model.md adds one.
 """
 
 from collections.abc import Iterator

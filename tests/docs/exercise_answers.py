@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from docs.draw_checkpoints import Region, overlap
+from docs.exercises.test_checkpoints import Region
 from docs.exercises.test_kernels import Block
 from parallel.pipeline.actions import BACKWARD, FORWARD, Action
 
@@ -182,7 +182,10 @@ def moved_bytes(elements: int, fused: bool) -> int:
 
 
 def needed(saved: Region, wanted: Region) -> tuple[tuple[slice, slice], tuple[slice, slice]] | None:
-    both = [overlap(a, b) for a, b in zip(saved, wanted, strict=True)]
+    both = [
+        range(max(a.start, b.start), min(a.stop, b.stop))
+        for a, b in zip(saved, wanted, strict=True)
+    ]
     if not all(both):
         return None
 

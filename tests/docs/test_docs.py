@@ -5,7 +5,6 @@ A command that is not run says why on its page. tests/docs/transcripts.py descri
 written.
 """
 
-import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from docs.recipes import PAGES as RECIPES
+from docs.pictures import ONE_EACH, pictures
 from tests import ROOT
 from tests.docs.transcripts import Command, commands, copy_tree, matches, run
+from tools.timeline.draw import save
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -35,15 +35,14 @@ def nav(section: str) -> list[str]:
     return names(next(each[section] for each in listed if section in each))
 
 
-TOUR = [name for name in nav("Tour") if name not in ("tour", "words", "one_step")]
-# Pages with pictures that docs/svg.py writes; matplotlib draws the others.
-DRAWN = ["words", "mesh", "tensor", "sequence", "context", "experts", "expert_mesh", "data",
-         "memory", "checkpoints", "slurm", "extending"]  # fmt: skip
-
+TOUR = [name for name in nav("Tour") if name not in ("tour", "one_step")]
 ALL = {page.name: commands(page) for page in PAGES}
 # tests/docs/test_recipes.py runs the commands of the recipes, in a copy that has their edits.
 RUN = {
-    str(c): c for name, found in ALL.items() for c in found if not c.not_run and name not in RECIPES
+    str(c): c
+    for name, found in ALL.items()
+    for c in found
+    if not c.not_run and not name.startswith("recipes_")
 }
 # The commands of the manual, and those that start ranks or take over ten seconds, are run in the
 # second tier.
@@ -96,7 +95,6 @@ def test_the_site_has_every_page_once() -> None:
     sections = ("Tour", "Manual", "Reference", "Recipes")
     listed = sorted(name for section in sections for name in nav(section))
     assert listed == sorted([*(page.stem for page in PAGES if page.name != "README.md"), "tour"])
-    assert [f"{name}.md" for name in nav("Recipes")] == [Path(page).name for page in RECIPES]
 
 
 @pytest.mark.parametrize("name", TOUR)
@@ -110,18 +108,20 @@ def test_a_page_of_the_tour_is_whole(name: str) -> None:
     assert f"exercises/test_{name}.py" in text
 
 
-@pytest.mark.parametrize("name", DRAWN)
-def test_a_picture_can_be_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    drawn = importlib.import_module(f"docs.draw_{name}").draw()
-    assert ElementTree.fromstring(drawn).tag.endswith("svg")
+@pytest.mark.parametrize("name", [*ONE_EACH, "pipeline"])
+def test_a_picture_can_be_drawn(name: str, tmp_path: Path) -> None:
+    """Those that are computed (docs/pictures.py), to files that the pages show."""
+    for file, figure in pictures([name]).items():
+        save(figure, tmp_path / "picture.svg")
+        assert ElementTree.parse(tmp_path / "picture.svg").getroot().tag.endswith("svg")
+        assert (DOCS / "images" / f"{file}.svg").exists()
 
 
-def test_make_docs_draws_every_picture() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert {file.stem for file in DOCS.glob("draw_*.py")} == set(
-        re.findall(r"-m docs\.(draw_\w+)", makefile)
-    )
+def test_every_picture_is_on_a_page() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    files = sorted((DOCS / "images").glob("*.svg"))
+    assert files
+    assert [file.name for file in files if f"(images/{file.name})" not in text] == []
 
 
 def test_an_output_that_is_no_longer_true_is_found() -> None:

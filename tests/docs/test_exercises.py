@@ -4,6 +4,7 @@ links to it."""
 import importlib
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -75,8 +76,11 @@ def test_an_exercise_fails_until_it_is_done_and_can_be_done(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_names_its_exercises(name: str) -> None:
-    page = ROOT / "docs" / f"{name.removeprefix('test_')}.md"
-    assert f"exercises/{name}.py" in page.read_text(encoding="utf-8")
+    """The page that the exercises' file names."""
+    text = (ROOT / "docs" / "exercises" / f"{name}.py").read_text(encoding="utf-8")
+    page = re.search(r"docs/\w+\.md", text)
+    assert page
+    assert f"exercises/{name}.py" in (ROOT / page[0]).read_text(encoding="utf-8")
 
 
 def test_a_wrong_answer_is_not_accepted(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
-"""The recipes in docs/ work: make the edits that the pages show in a copy of the repository, then
-run the pages' commands.
+"""The recipes in docs/recipes work: apply the patches to a copy of the repository, then run the
+commands of the pages that explain them.
 
-Each recipe must apply to the repository as it is. The commands run in one copy that has the edits
-of all recipes. If `apply` fails, the code that a recipe changes has changed: update the page too.
+Each patch must apply to the repository as it is. The commands run in one copy that has all patches.
+If one no longer applies, the code that it changes has changed: `bash docs/recipes/rebase.sh`.
 """
 
 import shutil
@@ -11,88 +11,100 @@ from pathlib import Path
 
 import pytest
 
-from docs.recipes import Edit, Recipe, recipes
 from tests import ROOT
 from tests.docs.transcripts import Command, commands, copy_tree, matches, run_in_copy
 
-RECIPES = list(recipes(ROOT / "docs"))
+RECIPES = sorted((ROOT / "docs" / "recipes").glob("*.patch"))
+PAGES = sorted((ROOT / "docs").glob("recipes_*.md"))
+COMMANDS = [c for page in PAGES for c in commands(page) if not c.not_run]
 
 
-def commands_of(recipe: Recipe) -> list[Command]:
-    return [command for command in commands(recipe.page) if not command.not_run]
+def git(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    return subprocess.run(
+        ["git", *author, *map(str, arguments)], cwd=folder, capture_output=True, text=True
+    )
 
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the repository with the edits of all recipes."""
+    """A copy of the repository with all recipes."""
     copy = copy_tree(tmp_path_factory.mktemp("recipes"))
-    for recipe in RECIPES:
-        for edit in recipe.edits:
-            edit.apply(copy)
+    done = git(copy, "apply", *RECIPES)
+    assert done.returncode == 0, done.stderr
     return copy
 
 
 @pytest.fixture(scope="module")
 def printed(changed: Path) -> dict[str, tuple[int, str, str]]:
     """Command → status, output, errors, for all recipes."""
-    wanted = [command.text for recipe in RECIPES for command in commands_of(recipe)]
+    wanted = [command.text for command in COMMANDS]
     return dict(zip(wanted, run_in_copy(wanted, changed), strict=True))
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
-def test_a_recipe_fits_the_repository_as_it_is(recipe: Recipe, tmp_path: Path) -> None:
-    for path in {edit.path for edit in recipe.edits}:
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / path).exists():
-            shutil.copy(ROOT / path, tmp_path / path)
-    for edit in recipe.edits:
-        edit.apply(tmp_path)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_fits_the_repository_as_it_is(recipe: Path) -> None:
+    done = git(ROOT, "apply", "--check", recipe)
+    assert done.returncode == 0, f"{done.stderr}\n`bash docs/recipes/rebase.sh` may help"
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
-def test_a_recipe_proves_what_the_page_says(
-    recipe: Recipe, printed: dict[str, tuple[int, str, str]]
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_a_recipe_proves_what_its_page_says(
+    command: Command, printed: dict[str, tuple[int, str, str]]
 ) -> None:
-    mine = commands_of(recipe)
-    assert any(command.output for command in mine), "a recipe must end with a proof"
-    for command in mine:
-        status, output, errors = printed[command.text]
-        assert status == 0, f"{command}: status {status}\n{output}{errors}"
-        assert matches(command.output or "", output), f"{command} printed\n{output}"
+    status, output, errors = printed[command.text]
+    assert status == 0, f"{command}: status {status}\n{output}{errors}"
+    assert matches(command.output or "", output), f"{command} printed\n{output}"
 
 
 @pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_the_cluster_s_scripts_pass_shellcheck(changed: Path) -> None:
-    scripts = ["slurm/train_70b.sh", "slurm/environment.sh"]
+    scripts = ["slurm/train_70b.sh", "slurm/environment.sh", "docs/recipes/rebase.sh"]
     done = subprocess.run(
         ["shellcheck", "--external-sources", *scripts], cwd=changed, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
 
 
-def test_there_is_a_recipe_for_each_kind_of_change() -> None:
-    kinds = [recipe.name.split(":")[0] for recipe in RECIPES]
-    assert kinds == [
-        "A layer",
-        "A router",
-        "A schedule",
-        "A source of text",
-        "An optimizer",
-        "An axis",
-        "A listener",
-        "A cluster",
-    ]
+def test_each_recipe_has_a_page_that_proves_it() -> None:
+    """A section of a page links to the patch, and has a command whose output is compared."""
+    sections = [part for page in PAGES for part in page.read_text("utf-8").split("\n## ")]
+    for recipe in RECIPES:
+        (section,) = [part for part in sections if f"](recipes/{recipe.name})" in part]
+        assert "```console\n$ " in section, recipe.stem
 
 
-def test_an_edit_that_no_longer_fits_is_refused(tmp_path: Path) -> None:
-    """Control: an edit is refused if the lines to replace occur nowhere, or twice."""
-    file = tmp_path / "a.py"
-    file.write_text("x = 1\ny = 2\nx = 1\n")
-    for block in ("-z = 3\n+z = 4\n", "-x = 1\n+x = 2\n"):
-        with pytest.raises(ValueError, match=r"a\.py has this [02] times"):
-            Edit("In", "a.py", block).apply(tmp_path)
-    Edit("In", "a.py", "-y = 2\n+y = 3\n x = 1\n").apply(tmp_path)
-    Edit("Append to", "a.py", "z = 4\n").apply(tmp_path)
-    assert file.read_text() == "x = 1\ny = 3\nx = 1\n\n\nz = 4\n"
+def test_recipes_are_fitted_to_changed_code(tmp_path: Path) -> None:
+    """rebase.sh: a patch whose context has changed applies again; one whose own line has changed is
+    left as it was, and named."""
+    recipes = tmp_path / "docs" / "recipes"
+    recipes.mkdir(parents=True)
+    shutil.copy(ROOT / "docs" / "recipes" / "rebase.sh", recipes)
+    code = tmp_path / "code.py"
+    lines = [f"line_{i} = {i}\n" for i in range(20)]
+
+    def write(changes: dict[int, str]) -> None:
+        code.write_text("".join(changes.get(i, line) for i, line in enumerate(lines)), "utf-8")
+
+    write({})
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "-m", "first")
+    for name, at in {"moves": 4, "conflicts": 16}.items():
+        write({at: "changed = True\n"})
+        patch = git(tmp_path, "diff", "--full-index").stdout
+        (recipes / f"{name}.patch").write_text(patch, "utf-8")
+    write({2: "another = 2\n", 16: "other = 16\n"})
+    assert git(tmp_path, "apply", "--check", recipes / "moves.patch").returncode  # control
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "-m", "second")
+    done = subprocess.run(
+        ["bash", recipes / "rebase.sh"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "conflicts.patch: conflicts with the code" in done.stdout
+    assert git(tmp_path, "apply", "--check", recipes / "moves.patch").returncode == 0
+    assert "-line_16 = 16" in (recipes / "conflicts.patch").read_text("utf-8")
+    assert git(tmp_path, "worktree", "list").stdout.count("\n") == 1

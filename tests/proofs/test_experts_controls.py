@@ -1,5 +1,33 @@
 """Controls for mixtures of experts: each test plants a known fault of such code in the ranks, and
-the comparison with the reference must report it."""
+the comparison with the reference must report it.
+
+Mistakes that were found in public codebases, and what finds them (test_experts.py unless said):
+
+    gradients of experts ep times too large, or divided twice: pytorch 160285, Megatron-LM 5956.
+        Parity of every gradient; the factors that are planted below
+    experts left out of the gradient norm, or counted more than once: Megatron-LM 5916, Automodel
+        3816, DeepSpeed 8478. Parity of the norm, and of steps that are clipped
+    a gradient of unwritten memory for an expert without rows: pytorch 172439, 174314, MSLK 158.
+        Experts without rows (test_grouped_matmul.py); a bias that no token can overcome
+    a rank without rows fails, or skips a collective: TransformerEngine 3019, pytorch 126616.
+        All tokens to one expert; the number of collectives (test_expert_collectives.py)
+    the rest of a buffer longer than its rows is read: transformers 48205. There are no such buffers
+    a recomputation chooses other experts: Automodel 2635, torchtitan 3336. Choices and gradients
+        under every mode; routes that are found again (test_expert_collectives.py)
+    a recomputation counts the load again: Automodel 3247. Counts equal the reference's
+    the balance loss scaled by micro-batches or ranks, or averaged: Megatron-LM 5047, 3768.
+        Its value and gradient over micro-batches, dp, cp, tp and pp
+    the balance loss without a gradient, or lost on a middle stage: Automodel 1412. The same parity;
+        a loss that is not added, below
+    counts in bfloat16 wrong above 256, and a bias that moves the wrong way: Megatron-LM 7081.
+        Counts are integers; biases after all steps equal the reference's bit for bit
+    the router's gradient not summed over tp: torchtitan 2416. Parity of it
+    one expert per token with weights divided by their sum: minimind 859. settings/checks.py refuses
+    a deferred weight gradient of overwritten rows: TransformerEngine 3089, 2142. Zero-bubble
+        schedules with several micro-batches and ZeRO stages
+    a checkpoint with one rank's experts only: KempnerForge 202. Experts are global tensors
+    a checkpoint with zeros for the bias: torchtitan 1226. A resumed run continues bit for bit
+"""
 
 import contextlib
 from dataclasses import replace

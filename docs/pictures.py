@@ -1,0 +1,432 @@
+"""Draws the tour's pictures that are computed, into docs/images/: `make docs`, or `python -m
+docs.pictures NAME …` for some of them.
+
+    data, memory    what the planner counts
+    kernels         bytes, counted while formulas and the head run
+    context         the chunks of a sequence that `ContextParallel` gives to each rank
+    checkpoints     the shards of one matrix
+    pipeline        the simulated schedules of docs/pipeline.md and docs/schedules.md
+
+The other pictures in docs/images/ show ideas, and are edited as SVG.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Polygon, Rectangle
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from costs.as_on_gpu import AsOnGpu
+from costs.storages import StorageWatch, key_of
+from model.kernels.linear_cross_entropy import PIECE_BYTES, linear_cross_entropy
+from model.matmul import Matmul
+from model.transformer import num_parameters
+from parallel.context import ContextParallel
+from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
+from parallel.placement import chunk_range
+from settings.load import load_config
+from tools.plan.guide import STAGES, our_bytes
+from tools.plan.hardware import GB, find_device
+from tools.plan.layout import Layout
+from tools.plan.memory import Memory
+from tools.timeline.draw import INK, draw, save
+from tools.timeline.panels import simulated_panels
+
+IMAGES = Path(__file__).parent / "images"
+GREEN, LIGHT_GREEN, BLUE = "#15803d", "#86efac", "#1d4ed8"
+ORANGE, LIGHT_ORANGE, YELLOW, GREY = "#c2410c", "#fdba74", "#fcd34d", "#9ca3af"
+RANKS = ("#1d4ed8", "#60a5fa", "#0f766e", "#5eead4")  # they also differ in lightness
+FAINT = "#e5e7eb"
+
+
+def new_figure(height: float, title: str) -> Figure:
+    """A figure 8.4 inches wide; its text is read at half of the size in which it is drawn."""
+    figure = Figure((8.4, height), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", size=13, weight="bold", color=INK)
+    return figure
+
+
+def legend(figure: Figure, colours: dict[str, str], columns: int) -> None:
+    """A legend below all axes: name → colour."""
+    boxes = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    figure.legend(handles=boxes, loc="outside lower left", ncols=columns, frameon=False)
+
+
+def stack(
+    axes: Axes, at: float, parts: dict[str, float], colours: dict[str, str], **how: Any
+) -> float:
+    """Draw a bar of parts, and return its length. how: horizontal=True, or nothing."""
+    end = 0.0
+    for name, size in parts.items():
+        bar = axes.barh if how else axes.bar
+        bar(at, size, 0.62, end, color=colours[name], edgecolor="white", linewidth=0.8)
+        end += size
+    return end
+
+
+# --- memory that the planner counts ---------------------------------------------------------------
+
+HELD = {  # the planner's category → its name in the picture and its colour
+    MOMENTS: ("moments, float32", GREEN),
+    WEIGHTS: ("weights, float32", LIGHT_GREEN),
+    GATHERED: ("weights to compute with, bfloat16", BLUE),
+    GRADIENTS: ("gradients, float32", ORANGE),
+    SHARDED_GRADIENTS: ("gradients, reduced", LIGHT_ORANGE),
+}
+MICRO_BATCHES = 4
+SENT = {  # zero_stage → how often a step gathers weights and reduces gradients (parallel/data.py)
+    0: (0, 1),
+    1: (1, 1),
+    2: (1, MICRO_BATCHES),
+    3: (2 * MICRO_BATCHES, MICRO_BATCHES),
+}
+
+
+def data(ranks: int = 8) -> Figure:
+    """Bytes per parameter of configs/llama3_8b.yaml between two micro-batches."""
+    config = load_config("configs/llama3_8b.yaml", [])
+    numel, colours = num_parameters(config.model), dict(HELD.values())
+    figure = new_figure(3.9, f"What each of {ranks} data-parallel ranks holds per parameter")
+    axes = figure.subplots()
+    for stage in STAGES:
+        held = our_bytes(config, ranks, stage)
+        parts = {HELD[category][0]: held[category] / numel for category in HELD}
+        end = stack(axes, stage, parts, colours, horizontal=True)
+        axes.text(end + 0.25, stage, f"{end:.4g}", va="center", weight="bold", color=INK)
+        gathers, reductions = SENT[stage]
+        words = f"weights gathered {gathers} ×\ngradients reduced {reductions} ×"
+        axes.text(20, stage, words, va="center", color=INK)
+    axes.text(20, -0.62, f"in a step of {MICRO_BATCHES} micro-batches:", color=INK, style="italic")
+    axes.set_yticks(STAGES, [f"zero_stage {stage}" for stage in STAGES])
+    axes.set(xlim=(0, 27), ylim=(3.5, -0.85), xticks=range(0, 19, 6))
+    axes.set_xlabel("bytes per parameter, without activations", loc="left")
+    legend(figure, colours, 2)
+    return figure
+
+
+PEAK = {  # name of a part of the peak → the planner's categories in it, and its colour
+    "weights, optimizer, reduced gradients": (
+        ("sharded weights", "optimizer state", "sharded gradients"), GREEN),
+    "weights to compute with": (("gathered weights", "buffers of gathers"), BLUE),
+    "whole gradients": (("whole gradients", "buffers of reductions"), ORANGE),
+    "activations": (
+        ("activations", "kept for weight gradients", "messages of the pipeline"), YELLOW),
+    "temporary": (("temporary",), GREY),
+}  # fmt: skip
+PLAIN_1F1B = (
+    "parallel.tp=8 parallel.pp=4 parallel.schedule=1f1b parallel.stages_per_rank=1 "
+    "parallel.tp_pieces=1 train.activation_checkpointing=none"
+)
+
+
+def memory() -> Figure:
+    """The peak on each pipeline rank of 70B, and of 8B with less and less kept for backward."""
+    large = load_config("configs/llama3_70b.yaml", PLAIN_1F1B.split())
+    bars = {f"pp {rank}": Layout(large, 256, rank) for rank in range(large.parallel.pp)}
+    for mode in ("none", "selective", "full"):
+        small = load_config("configs/llama3_8b.yaml", [f"train.activation_checkpointing={mode}"])
+        bars[mode] = Layout(small, 8, 0)
+    figure = new_figure(4.4, "Memory at the peak, GB")
+    axes = figure.subplots()
+    places = [0, 1, 2, 3, 4.6, 5.6, 6.6]
+    for at, layout in zip(places, bars.values(), strict=True):
+        peak = Memory(layout)
+        parts = {
+            name: sum(peak.at_peak.get(category, 0) for category in categories) / GB
+            for name, (categories, _) in PEAK.items()
+        }
+        end = stack(axes, at, parts, {name: colour for name, (_, colour) in PEAK.items()})
+        assert abs(end - peak.peak / GB) < 0.01, f"a category is in no part: {peak.at_peak.keys()}"
+        label = axes.text(at, end + 1.5, f"{end:.1f}", ha="center", weight="bold", color=INK)
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1.5})
+    room = find_device("h100").room / GB
+    axes.axhline(room, color=ORANGE, linestyle="--", linewidth=1)
+    axes.text(2.0, room + 1.5, "what CUDA and NCCL leave of 80 GB", color=ORANGE, ha="center")
+    axes.set_xticks(places, bars)
+    axes.text(1.5, -15, "70B, 256 GPUs, 1F1B: rank of the pipeline", ha="center", color=INK)
+    axes.text(5.6, -15, "8B, 8 GPUs: recomputation", ha="center", color=INK)
+    axes.set(ylim=(0, 88), xlim=(-0.6, 7.2), yticks=range(0, 81, 20))
+    legend(figure, {name: colour for name, (_, colour) in PEAK.items()}, 3)
+    return figure
+
+
+# --- bytes that operations move -------------------------------------------------------------------
+
+# Bytes per element in forward and in backward, without the small terms, as the kernels' files state
+# them (tests/kernels/test_kernel_bytes.py).
+FUSED = {
+    "RMSNorm": (4, 6),
+    "sum + RMSNorm": (8, 8),
+    "rotation": (4, 4),
+    "SwiGLU": (6, 10),
+    "cross-entropy": (2, 4),
+}
+
+
+class Bytes(TorchDispatchMode):
+    """Counts the bytes that every operation reads and writes, except views."""
+
+    moved = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}.values()
+        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        places = {t.untyped_storage().data_ptr() for t in inputs}
+        is_view = all(t.untyped_storage().data_ptr() in places for t in outputs)
+        if not is_view or func.name().endswith("_"):
+            self.moved += sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
+        return result
+
+
+def rms_norm(x: Tensor, w: Tensor) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * w
+
+
+def rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def moved_apart(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[float, float]:
+    """The bytes that a formula in plain PyTorch moves per element of its first input, in forward
+    and in backward."""
+    with Bytes() as forward:
+        y = function(*inputs)
+    with Bytes() as backward:
+        y.backward(torch.ones_like(y))
+    return forward.moved / inputs[0].numel(), backward.moved / inputs[0].numel()
+
+
+def apart() -> dict[str, tuple[float, float]]:
+    """The bytes per element, in forward and in backward, of each operation of FUSED as the papers
+    write it, where each PyTorch operation reads its inputs and writes its output."""
+
+    def bf16(*shape: int) -> Tensor:
+        return torch.randn(shape).bfloat16().requires_grad_()
+
+    x, r, w, angles = bf16(256, 512), bf16(256, 512), bf16(512), bf16(256, 1, 64).detach()
+    return {
+        "RMSNorm": moved_apart(rms_norm, x, w),
+        "sum + RMSNorm": moved_apart(lambda a, b, c: rms_norm(a + b, c), x, r, w),
+        "rotation": moved_apart(rotation, bf16(256, 8, 64), angles, angles),
+        "SwiGLU": moved_apart(lambda g, u: g * torch.sigmoid(g) * u, x, r),
+        "cross-entropy": moved_apart(
+            lambda z: -torch.log_softmax(z.float(), -1)[:, 0].sum(), bf16(256, 1024)
+        ),
+    }
+
+
+class Alive(StorageWatch):
+    """The peak of the bytes that were created and still exist, without the tensors of one shape
+    and with them; `given` tensors do not count."""
+
+    def __init__(self, shape: torch.Size, *given: Tensor) -> None:
+        super().__init__("meta")
+        self.shape, self._sizes = shape, {key_of(tensor): 0 for tensor in given}
+        self.left_out: set[int] = set()  # keys of storages
+        self.now, self.peak = [0, 0], [0, 0]
+
+    def saw(self, tensor: Tensor) -> None:
+        if tensor.shape == self.shape and key_of(tensor) not in self._sizes:
+            self.left_out.add(key_of(tensor))
+        super().saw(tensor)
+
+    def born(self, key: int, size: int, label: Any = None) -> None:
+        self._change(key, size)
+
+    def freed(self, key: int, size: int) -> None:
+        self._change(key, -size)
+        self.left_out.discard(key)
+
+    def _change(self, key: int, size: int) -> None:
+        self.now[0] += size * (key not in self.left_out)
+        self.now[1] += size
+        self.peak = [max(pair) for pair in zip(self.peak, self.now, strict=True)]
+
+
+HEAD = 128_256, 4096  # V, D
+
+
+class OneRank:
+    """A tp group of one."""
+
+    def size(self) -> int:
+        return 1
+
+
+def head_memory(tokens: int, in_pieces: bool) -> list[float]:
+    """The peak of the head in GiB, beyond its input and weight: without the weight's gradient dw,
+    and with it. In pieces, that gradient is summed in float32."""
+    x = torch.empty(tokens, 1, HEAD[1], dtype=torch.bfloat16, device="meta", requires_grad=True)
+    weight = torch.empty(HEAD, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    targets = torch.empty(tokens, 1, dtype=torch.int64, device="meta")
+    with AsOnGpu(), Alive(weight.shape, x, weight, targets) as alive:
+        if in_pieces:
+            one = torch.empty((), device="meta")
+            loss = linear_cross_entropy(
+                *(x, weight, targets, one, 0, OneRank(), False),
+                vocab_size=HEAD[0], kernels="triton", piece_bytes=PIECE_BYTES["cuda"],
+                matmul=Matmul(),
+            )  # fmt: skip
+        else:
+            loss = F.cross_entropy(F.linear(x.flatten(0, 1), weight).float(), targets.flatten())
+        torch.autograd.grad(loss, (x, weight))
+    return [peak / 2**30 for peak in alive.peak]
+
+
+def kernels() -> Figure:
+    """Bytes moved per element, apart and fused; memory of the head, whole and in pieces."""
+    figure = new_figure(4.4, "Bytes moved, and the memory of the head")
+    left, right = figure.subplots(1, 2, width_ratios=(5, 4))
+    counted, names = apart(), []
+    for name, way in product(FUSED, (0, 1)):
+        y, moved, fused = len(names), counted[name][way], FUSED[name][way]
+        names.append(f"{name}, {('forward', 'backward')[way]}")
+        left.barh(y - 0.2, moved, 0.4, color=ORANGE)
+        left.barh(y + 0.2, fused, 0.4, color=BLUE)
+        left.text(moved + 1.5, y, f"{moved:.0f} → {fused}", va="center", size=9, color=INK)
+    left.set_yticks(range(len(names)), names)
+    left.set(xlabel="bytes per element, bfloat16", xlim=(0, 120), ylim=(len(names) - 0.5, -0.5))
+    tokens = [2**k for k in range(10, 17)]
+    whole = [head_memory(t, in_pieces=False) for t in tokens]
+    pieces = [head_memory(t, in_pieces=True) for t in tokens]
+    assert all(without == with_dw for without, with_dw in whole), "whole: the peak is before dw"
+    right.plot(tokens, [with_dw for _, with_dw in whole], "o-", color=ORANGE)
+    right.plot(tokens, [with_dw for _, with_dw in pieces], "o:", color=BLUE)
+    right.plot(tokens, [without for without, _ in pieces], "o-", color=BLUE)
+    for place, words, colour in (
+        ((2**10, 9), "whole logits", ORANGE),
+        ((2**12, 2.0), "… and dw in float32", BLUE),
+        ((2**14, 0.7), "in pieces", BLUE),
+    ):
+        right.text(*place, words, color=colour, size=9)
+    right.set_xscale("log", base=2)
+    right.set_yscale("log", base=2)
+    right.set_yticks([0.25, 1, 4, 16, 64], ["¼", "1", "4", "16", "64"])
+    right.set_xticks(tokens[::2], [f"{t // 1024}k" for t in tokens[::2]])
+    right.set(xlabel=f"tokens; V {HEAD[0]:,}, D {HEAD[1]:,}", ylabel="GiB beyond input and weight")
+    legend(figure, {"apart: PyTorch, as the papers write it": ORANGE, "one kernel": BLUE}, 2)
+    return figure
+
+
+# --- a sequence, a matrix, a pipeline -------------------------------------------------------------
+
+CP, POSITIONS = 4, 256
+
+
+def context() -> Figure:
+    """Causal attention as a triangle: a row is a query, a column a key, and the area is work."""
+    splits: dict[str, Callable[[int], list[range]]] = {
+        "contiguous": lambda rank: [chunk_range(POSITIONS, CP, rank)],
+        "zig-zag": lambda rank: ContextParallel(CP, rank).chunks(POSITIONS),
+    }
+    figure = new_figure(4.3, "Causal attention on four context-parallel ranks")
+    for axes, (name, split) in zip(figure.subplots(1, 2), splits.items(), strict=True):
+        work = []
+        for rank in range(CP):
+            chunks, colour = split(rank), RANKS[rank]
+            for part in chunks:
+                top, bottom = part.start, part.stop
+                corners = [(0, top), (top, top), (bottom, bottom), (0, bottom)]
+                axes.add_patch(Polygon(corners, color=colour, ec="white"))
+                axes.add_patch(Rectangle((-16, top), 12, len(part), color=colour, ec="white"))
+                axes.add_patch(Rectangle((top, -16), len(part), 12, color=colour, ec="white"))
+            keys = sum(part.stop**2 - part.start**2 for part in chunks)
+            work.append(Fraction(keys, POSITIONS**2))
+        axes.add_patch(Rectangle((0, 0), POSITIONS, POSITIONS, color=FAINT, zorder=0))
+        axes.set_title(
+            f"{name}: the last to finish takes {float(max(work) * CP):g} × the mean", size=11
+        )
+        shares = "\n".join(f"rank {rank}: {share}" for rank, share in enumerate(work))
+        axes.text(140, 20, f"share of the work\n{shares}", va="top", color=INK)
+        axes.text(POSITIONS / 2, -26, "keys", ha="center", color=INK)
+        axes.text(-26, POSITIONS / 2, "queries", va="center", ha="right", rotation=90, color=INK)
+        axes.set(xlim=(-40, POSITIONS + 2), ylim=(POSITIONS + 2, -44), aspect="equal")
+        axes.axis("off")
+    colours = {f"cp rank {rank}": colour for rank, colour in enumerate(RANKS)}
+    legend(figure, colours | {"later than the query: not seen": FAINT}, 5)
+    return figure
+
+
+def checkpoints(saved_by: tuple[int, int] = (2, 2), loaded_by: tuple[int, int] = (3, 1)) -> Figure:
+    """One matrix of configs/laptop.yaml, saved and loaded by ranks of so many (dp_shard, tp)."""
+    model = load_config("configs/laptop.yaml", []).model
+    rows, columns = model.dim, model.ffn_dim
+    figure = new_figure(2.7, "A checkpoint stores global tensors: any layout loads what any saved")
+    for axes, (dp_shard, tp), verb in zip(
+        figure.subplots(1, 2), (saved_by, loaded_by), ("saved", "loaded"), strict=True
+    ):
+        for rank, (d, t) in enumerate(product(range(saved_by[0]), range(saved_by[1]))):
+            down, across = chunk_range(rows, saved_by[0], d), chunk_range(columns, saved_by[1], t)
+            place = across.start, down.start
+            axes.add_patch(Rectangle(place, len(across), len(down), color=RANKS[rank], ec="white"))
+        for rank, (d, t) in enumerate(product(range(dp_shard), range(tp))):
+            down, across = chunk_range(rows, dp_shard, d), chunk_range(columns, tp, t)
+            frame = Rectangle((across.start, down.start), len(across), len(down), fill=False)
+            frame.set(edgecolor=INK, linewidth=2)
+            axes.add_patch(frame)
+            middle = (across.start + across.stop) / 2, (down.start + down.stop) / 2
+            label = axes.text(*middle, f"rank {rank}", ha="center", va="center", color="white")
+            label.set_bbox({"facecolor": INK, "edgecolor": "none", "boxstyle": "round"})
+        words = f"{rows} × {columns}, {verb} by dp_shard {dp_shard} × tp {tp}"
+        axes.set_title(words, size=11)
+        axes.set(xlim=(-2, columns + 2), ylim=(rows + 2, -2), aspect="equal")
+        axes.axis("off")
+    colours = {f"file of rank {rank}": colour for rank, colour in enumerate(RANKS)}
+    legend(figure, colours, 4)
+    return figure
+
+
+PIPELINES = {  # name → schedules, and the stages per rank of each
+    "gpipe": {"gpipe": 1, "1f1b": 1},
+    "smaller_stages": {"interleaved_1f1b": 2, "breadth_first": 2},
+    "zero_bubble": {"zb_h1": 1},
+    "v": {"zb_v": 2, "dualpipe_v": 2},
+}
+
+
+def pipelines() -> dict[str, Figure]:
+    """Four ranks and eight micro-batches. The unit of time is a forward of all of a rank's layers;
+    I and W take as long. All axes have one length, so that they can be compared."""
+    panels = {}
+    for name, of in PIPELINES.items():
+        costs = (1 / max(of.values()),) * 3
+        panels[name] = simulated_panels(list(of), 4, 8, list(of.values()), costs)
+    span = max(panel.timeline.step_time for found in panels.values() for panel in found)
+    unit = "in forwards of all of a rank's layers"
+    return {f"pipeline_{name}": draw(found, unit, span) for name, found in panels.items()}
+
+
+ONE_EACH: dict[str, Callable[[], Figure]] = {
+    "data": data,
+    "memory": memory,
+    "kernels": kernels,
+    "context": context,
+    "checkpoints": checkpoints,
+}
+
+
+def pictures(names: Sequence[str] = (*ONE_EACH, "pipeline")) -> dict[str, Figure]:
+    """Name of the file → picture."""
+    found = {name: ONE_EACH[name]() for name in names if name in ONE_EACH}
+    return found | (pipelines() if "pipeline" in names else {})
+
+
+if __name__ == "__main__":
+    with rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        for name, figure in pictures(sys.argv[1:] or (*ONE_EACH, "pipeline")).items():
+            save(figure, IMAGES / f"{name}.svg")
+            print(f"wrote docs/images/{name}.svg")
