@@ -7,6 +7,8 @@ They may be raised anywhere, so every module may import this one, and it imports
 from typing import Any
 
 LONGEST = 600  # characters of a value in a message
+# begins the reason of a rank that failed only because another did, which therefore knows no better
+LOST = "lost connection to another rank"
 
 
 class UserError(Exception):

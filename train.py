@@ -22,25 +22,29 @@ import torch.distributed as dist
 from data.loader import BatchLoader
 from errors import UserError
 from model.kernels.backend import check_kernels
+from parallel.mesh import build_mesh
 from runtime.all_listeners import build_listeners
 from runtime.checkpoint.history import passed
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.load import find_start, load
 from runtime.device import prepare_determinism
 from runtime.listener import Listeners, Run
+from runtime.log.run_log import RunLog
 from runtime.messages import fail, on_all_ranks, refuse
 from runtime.monitor.rank_0 import Companion
-from runtime.next_stage import enter_stage, next_start
+from runtime.start.announce import announce
 from runtime.start.attention import check_attention
 from runtime.start.checks import Data, check_fits, check_writable, open_data_stages, try_config
 from runtime.start.elastic import training_ranks
 from runtime.start.environment import check_environment
 from runtime.start.host import set_connections
-from runtime.start.init import init_distributed, limit_waits
+from runtime.start.init import init_distributed, join_again, limit_waits
 from runtime.start.timing import mark
+from runtime.stop import StopRequests
 from runtime.trainer_state import Start
+from runtime.watchdog import Watchdog
 from settings.config import Config
-from settings.data_stages import DataStage, data_stages
+from settings.data_stages import data_stages
 from settings.layouts import valid_layout
 from training.build import build_stages
 from training.optimizers import check_optimizer
@@ -90,30 +94,36 @@ def start_run(config: Config, device: str, signals: Signals, spares: dict[str, i
     data = on_all_ranks(lambda: open_data_stages(config), device)
     mark("data")
     on_all_ranks(lambda: check_writable(config), device)
-    # no other run writes to the folder; a person learns of failures from here on
-    with Lease(config.run.dir, device) as lease, Companion(config, signals) as companion:
+    # No other run writes to the folder; a person learns of failures from here on.
+    with (
+        Lease(config.run.dir, device) as lease,
+        Companion(config, signals) as companion,
+        RunLog(config, companion.hear) as log,
+    ):
         mark("lease")
-        start: Start | None = find_start(config, data.train, lease)
+        start = find_start(config, data.train, lease)
         mark("verify")
-        while start:
-            data_stage = data_stages(config)[start.data_stage]
-            start = train_stage(config, data_stage, data, start, lease, companion, signals, spares)
+        while following := train_stage(config, data, start, lease, companion, log, signals, spares):
+            start = following
+            join_again(signals)
 
 
 def train_stage(
     whole: Config,
-    data_stage: DataStage,
     data: Data,
     start: Start,
     lease: Lease,
     companion: Companion,
+    log: RunLog,
     signals: Signals,
     spares: dict[str, int],
 ) -> Start | None:
     """Train from `start` to the end of its data stage (a run without `data_stages` is one). Return
     where the next one starts, if any."""
+    data_stage = data_stages(whole)[start.data_stage]
     config = data_stage.config
-    mesh = enter_stage(config, start, lease.device, signals)
+    sizes = config.parallel.mesh_sizes(dist.get_world_size())
+    mesh = build_mesh(sizes, lease.device, config.model.has_experts)
     train_data = data.train[data_stage.number]
     loader = BatchLoader(
         train_data,
@@ -132,20 +142,20 @@ def train_stage(
     load(train, start)
     mark("load")
     limit_waits()
+    lease.check()  # loading may have taken hours; from here on the run's files are written
+    watchdog, stop = Watchdog(config, log), StopRequests(config, signals)
+    run = Run(data_stage, train, loader, start, log, watchdog, stop)
+    announce(run, whole, train_data.vocab_size)
     # called before and after every step, in order: metrics, evaluation, saving, …
-    listeners = build_listeners(
-        whole, data_stage, mesh, train, start, data, lease, companion, signals, spares
-    )
-    run = Run(data_stage, train, loader, start)
-    with Listeners(run, listeners) as all_listeners:
+    with Listeners(run, build_listeners(run, whole, data, lease, companion, spares)) as listeners:
         while run.goes_on:
             tokens, targets = run.next_batch()
-            all_listeners.before_step()
+            listeners.before_step()
             run.result = train(run.step, tokens, targets)
-            all_listeners.after_step()  # counts the step, then calls the listeners
-        all_listeners.end()
+            listeners.after_step()  # counts the step, then calls the listeners
+        listeners.end()
     loader.close()
-    return next_start(run)
+    return run.following
 
 
 if __name__ == "__main__":

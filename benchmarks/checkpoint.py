@@ -26,6 +26,7 @@ from benchmarks.train_cpu import ALONE, build
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.save import Saver
 from runtime.log.events import read_events
+from runtime.log.run_log import RunLog
 from runtime.trainer_state import DataState
 from settings.load import load_config
 from tools.command import run_command
@@ -37,7 +38,7 @@ def measure(rounds: int, folder: Path, lease: Lease) -> dict[str, Any]:
     keys = [*SIZES, *ALONE, f"run.dir={folder / 'run'}"]
     config = load_config(str(ROOT / "configs/laptop.yaml"), keys)
     train = build(config)
-    saver = Saver(train, ROOT / "README.md", lease)
+    saver = Saver(train, ROOT / "README.md", lease, RunLog(config))
     source = [tensor.to_local() for tensor in saver.tensors.values()]
     target = [torch.empty_like(tensor).fill_(0) for tensor in source]
     size, steps = sum(tensor.nbytes for tensor in source), itertools.count()

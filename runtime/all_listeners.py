@@ -1,6 +1,26 @@
-"""The listeners of a training run, in the order in which each step calls them (listener.py)."""
+"""The listeners of a training run, in the order in which each step calls them (listener.py).
 
-from parallel.mesh import Mesh
+StartTimes          first: notes when everything before the steps is ready
+CompanionListener   anywhere
+Faults              before all that computes, so that it is wrong, too (only for drills)
+StepProfile, …Trace close to the step, so that their traces have little else
+Metrics             measures the step, before the listeners below take time
+RunEnd              closes before Metrics, whose trackers may wait for their servers
+SlowRanks           next to Metrics: what the listeners below compute is not timed
+Watching            before all that may take longer than a step, and says so (Run.pause)
+MemoryReports       anywhere
+Evaluation, Tasks   before the record is written, to which they add
+LeaseCheck          a displaced run ends here, and writes nothing below
+RecordWriter        writes the step's record
+Examination         knows of skipped updates; before those that react to them
+SparesEvent         anywhere
+Stopping            from here on, all ranks agree on stop and save requests
+Rollback            before Saving: a run that rolls back does not save
+Saving              knows of requests, bad steps and copies that differ
+DataStageBegins     anywhere
+GarbageCollection   last: freezes what all the others have built
+"""
+
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.rollback import Rollback
 from runtime.checkpoint.save import Saver
@@ -11,75 +31,93 @@ from runtime.garbage import GarbageCollection
 from runtime.health.examine import Examination
 from runtime.health.faults import Faults
 from runtime.health.slow_ranks import SlowRanks
-from runtime.listener import Listener
+from runtime.listener import Listener, Run
 from runtime.metrics.memory_report import MemoryReports
 from runtime.metrics.metrics import Metrics, RecordWriter
 from runtime.monitor.rank_0 import Companion, CompanionListener
-from runtime.next_stage import DataStageBegins
+from runtime.next_stage import DataStageBegins, RunEnd
 from runtime.profiling.profile import StepProfile
 from runtime.profiling.trace import StepTrace
-from runtime.signals import Signals
 from runtime.start.checks import Data
 from runtime.start.elastic import SparesEvent
 from runtime.start.timing import StartTimes
-from runtime.stop import StopRequests
-from runtime.trainer_state import Start
-from runtime.watchdog import Watchdog
 from settings.config import Config
-from settings.data_stages import DataStage
-from training.step import TrainStep
+
+
+class Watching(Listener):
+    """Lets the watchdog watch from the first step to the last."""
+
+    def begins(self, run: Run) -> None:
+        run.watchdog.start()
+
+    def after_step(self, run: Run) -> None:
+        run.watchdog.step_done(run.step, run.step_seconds)
+
+    def closes(self, run: Run, error: BaseException | None) -> None:
+        run.watchdog.close()
+
+
+class Stopping(Listener):
+    """Ends the run when all ranks have agreed to stop."""
+
+    def begins(self, run: Run) -> None:
+        run.stop.open()
+        if run.stop.agreed:  # requested while the run started
+            run.end(run.stop.reason)
+
+    def after_step(self, run: Run) -> None:
+        if run.stop.agree():
+            run.end(run.stop.reason)
+
+    def closes(self, run: Run, error: BaseException | None) -> None:
+        if error is None:
+            run.stop.close(stays=run.changes_data_stage)
 
 
 def build_listeners(
+    run: Run,
     whole: Config,
-    data_stage: DataStage,
-    mesh: Mesh,
-    train: TrainStep,
-    start: Start,
     data: Data,
     lease: Lease,
     companion: Companion,
-    signals: Signals,
     spares: dict[str, int],
 ) -> list[Listener]:
-    """Build the listeners; every rank calls it, once the state of `start` has been loaded.
+    """Build the listeners; every rank calls it, once the state of `run.start` has been loaded.
 
-    whole: the configuration of the whole run.
+    Args:
+        whole: the configuration of the whole run.
+        spares: node → number of spare ranks.
     """
-    config, number = data_stage.config, data_stage.number
+    config, train, start, mesh = run.config, run.train, run.start, run.train.mesh
+    number = run.data_stage.number
     train_data, heldout_data = data.train[number], data.heldout[number]
+    saver = Saver(train, train_data.tokenizer_path, lease, run.log)
+    metrics = Metrics(config, mesh, start)
     faults = [Faults(train)] if config.guard.inject_fault else []
-    saver = Saver(train, train_data.tokenizer_path, lease)
-    lease.check()  # loading may have taken hours; from here on metrics are written
-    stop = StopRequests(config, signals)
-    metrics = Metrics(whole, data_stage, mesh, start, train_data.vocab_size)
-    companion.follow(metrics)
-    watchdog = Watchdog(config)
     # torch.compile leaves no product to time
-    looks = config.guard.slow_ranks != "none" and not config.train.compile
-    slow_ranks = [SlowRanks(config, mesh, train, metrics, stop)] if looks else []
-    examination = Examination(config, train, metrics, watchdog) if config.guard.examine else None
-    unigram = train_data.unigram_nats_per_token
+    times_products = config.guard.slow_ranks != "none" and not config.train.compile
+    slow_ranks = [SlowRanks(config, mesh, train)] if times_products else []
+    examination = Examination(config, train) if config.guard.examine else None
     return [
         StartTimes(),
         CompanionListener(companion),
         *faults,
-        StepProfile(config, mesh, watchdog),
-        StepTrace(data_stage, mesh, start.step),
-        metrics,  # measures the step, before the listeners below take time
+        StepProfile(config, mesh),
+        StepTrace(run.data_stage, mesh, start.step),
+        metrics,
+        RunEnd(),
         *slow_ranks,
-        watchdog,
+        Watching(),
         MemoryReports(train, start.step),
-        Evaluation(heldout_data, unigram, metrics, watchdog, stop),
-        Tasks(config, train_data.tokenizer_path, metrics, watchdog, stop),
-        LeaseCheck(lease),  # a displaced run ends here and writes nothing below
+        Evaluation(heldout_data, train_data.unigram_nats_per_token),
+        Tasks(config, train_data.tokenizer_path),
+        LeaseCheck(lease),
         RecordWriter(metrics),
-        *([examination] if examination else []),  # may compute the step again
+        *([examination] if examination else []),
         SparesEvent(spares),
-        stop,  # from here on, all ranks agree on stop and save requests
-        # before Saving: a run that rolls back does not save
-        Rollback(whole, data.train, start, lease, saver, metrics, watchdog),
-        Saving(whole, saver, data.train, metrics, watchdog, stop, examination),
+        Stopping(),
+        Rollback(whole, data.train, start, lease, saver),
+        Saving(whole, saver, data.train, start.step, examination),
         DataStageBegins(whole),
-        GarbageCollection(),  # last: freezes what all the others have built
+        GarbageCollection(),
     ]

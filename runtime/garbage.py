@@ -34,7 +34,7 @@ class GarbageCollection(Listener):
         if run.is_due(run.config.run.gc_interval):
             gc.collect()
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def closes(self, run: Run, error: BaseException | None) -> None:
         if self.freezes:
             gc.unfreeze()
         if self.was_enabled:

@@ -1,6 +1,6 @@
 """What a run does around its steps: a list of listeners, called in order at each step.
 
-    run = Run(data_stage, train, loader, start)
+    run = Run(data_stage, train, loader, start, log, watchdog, stop)
     with Listeners(run, [...]) as listeners:
         while run.goes_on:
             tokens, targets = run.next_batch()
@@ -11,14 +11,13 @@
 
 | method        | called when                                       | order in the list        |
 |---------------|---------------------------------------------------|--------------------------|
-| `__enter__`   | the run begins                                    | first to last            |
-| `begins`      | all listeners have entered                        | first to last            |
+| `begins`      | the run begins                                    | first to last            |
 | `before_step` | the batch has been read                           | first to last            |
 | `after_step`  | the step is done, and `run.step` includes it      | first to last            |
 | `went_back`   | a listener has sent the run back to `start`       | first to last            |
 | `ends`        | the last step is done, or the run was ended early | last to first            |
-| `__exit__`    | finally, in every case; if the run failed, with   | last to first            |
-|               | its exception, which is not suppressed            |                          |
+| `closes`      | finally, for each that has begun; if the run      | last to first            |
+|               | failed, with its exception                        |                          |
 
 All ranks make the same calls in the same order, so a listener may communicate. In `after_step` a
 listener may end the run after this step (`run.end`) or send it back to an earlier step
@@ -27,27 +26,41 @@ then `went_back` is called on all.
 """
 
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from data.loader import BatchLoader
+from runtime.log.run_log import RunLog
+from runtime.stop import StopRequests
 from runtime.trainer_state import Start
+from runtime.watchdog import Watchdog
 from settings.data_stages import DataStage
 from training.step import StepResult, TrainStep
 
 
 class Run:
-    """How far a run is, and what earlier listeners found out about the last step."""
+    """How far a run is, what its listeners found out about the last step, and the services that
+    they use: `log`, `watchdog` and `stop`."""
 
     result: StepResult  # of the last step; reading its tensors waits for the device
 
     def __init__(
-        self, data_stage: DataStage, train: TrainStep, loader: BatchLoader, start: Start
+        self,
+        data_stage: DataStage,
+        train: TrainStep,
+        loader: BatchLoader,
+        start: Start,
+        log: RunLog,
+        watchdog: Watchdog,
+        stop: StopRequests,
     ) -> None:
         self.data_stage, self.config = data_stage, data_stage.config
         self.train, self.loader = train, loader
+        self.log, self.watchdog, self.stop = log, watchdog, stop
         self.start = start  # after a rollback: the checkpoint that was loaded
         self.first_step = self.step = start.step  # steps done so far
         self.tokens = start.state.tokens  # trained on so far
@@ -58,6 +71,9 @@ class Run:
         self.step_seconds: float | None = None  # measured after a logged step; else None
         # consecutive steps whose update was skipped, up to the last logged step
         self.logged_bad_in_a_row = 0
+        self.record: dict[str, Any] | None = None  # of this step, for metrics.jsonl
+        self.noted: dict[str, Any] = {}  # added to each record from now on
+        self.for_status: dict[str, Any] = {}  # added to status.json at the end
 
     @property
     def goes_on(self) -> bool:
@@ -85,6 +101,21 @@ class Run:
         self.waited_seconds = time.perf_counter() - began
         return batch
 
+    @contextmanager
+    def pause(self, cause: str) -> Iterator[None]:
+        """Do something else than steps in the enclosed block: its time belongs to `cause`
+        (log/ledger.py), and the watchdog rests. If the block fails, they stay so until the end."""
+        if self.train.mesh.device == "cuda":
+            torch.cuda.synchronize()  # work launched before belongs to the steps
+        self.log.busy(cause)
+        with self.watchdog.resting():
+            yield
+        self.log.busy("")
+
+    def found(self, about: dict[str, Any]) -> None:
+        """Add what was found after this step to its record."""
+        self.record = {**(self.record or {"step": self.step}), **about}
+
     def end(self, reason: str) -> None:
         """Begin no further step."""
         self.end_reason = reason
@@ -93,18 +124,17 @@ class Run:
         train = self.config.train
         self.step += 1
         self.tokens += train.global_batch_size * train.seq_len
+        self.log.step = self.step
 
     def go_back(self, start: Start) -> None:
         """Continue with the step after `start`, which has been loaded."""
         self.start = start
         self.step, self.tokens, self.logged_bad_in_a_row = start.step, start.state.tokens, 0
+        self.log.step = self.step
 
 
 class Listener:
     """Base class of listeners; a subclass overrides the methods that it needs."""
-
-    def __enter__(self) -> "Listener":
-        return self
 
     def begins(self, run: Run) -> None:
         pass
@@ -121,7 +151,7 @@ class Listener:
     def ends(self, run: Run) -> None:
         pass
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def closes(self, run: Run, error: BaseException | None) -> None:
         pass
 
 
@@ -135,11 +165,13 @@ class Listeners:
     def __enter__(self) -> "Listeners":
         with ExitStack() as stack:
             for listener in self.each:
-                stack.enter_context(listener)
-            for listener in self.each:
                 listener.begins(self.run)
+                stack.push(self._closing(listener))
             self._stack = stack.pop_all()
         return self
+
+    def _closing(self, listener: Listener) -> Callable[..., None]:
+        return lambda kind, error, traceback: listener.closes(self.run, error)
 
     def before_step(self) -> None:
         for listener in self.each:

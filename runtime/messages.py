@@ -20,14 +20,13 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from errors import RunFailed, UserError
+from errors import LOST, RunFailed, UserError
 from output import log
 from runtime import torchrun
 from runtime.signals import Signals
 
 # the source file and line that gloo puts before its messages
 GLOO = re.compile(r"\[[^\]]*gloo/transport/[^\]]*\] ")
-LOST = "lost connection to another rank"
 LAUNCHER_SECONDS = 3.0  # within which a launcher notices a dead rank and signals the others
 
 

@@ -7,62 +7,17 @@ one by the code of a start, and the run begins from the checkpoint. So it makes 
 whether the process is killed there, and a data stage may have another layout.
 """
 
-import time
-from collections.abc import Sequence
-from dataclasses import replace
+import sys
+from pathlib import Path
 
 import torch.distributed as dist
 
-from data.dataset import Mixture
-from errors import RunFailed
-from parallel.mesh import Mesh, build_mesh
-from runtime.checkpoint.lease import Lease
-from runtime.checkpoint.load import find_before
+from runtime.checkpoint.folder import complete_checkpoints, step_of
 from runtime.listener import Listener, Run
-from runtime.log.events import append_event
-from runtime.messages import log
-from runtime.signals import Signals
-from runtime.start.init import join_again
-from runtime.trainer_state import Start
+from runtime.messages import describe, log
 from settings.config import Config
 from settings.data_stages import data_stages
 from settings.load import changed_between, settings_of
-
-
-def enter_stage(config: Config, start: Start, device: str, signals: Signals) -> Mesh:
-    """The mesh of the data stage in which a run begins. Every rank calls it, when nothing of the
-    one before is left.
-
-    config: of the data stage.
-    """
-    if start.since is not None:
-        join_again(signals)
-    sizes = config.parallel.mesh_sizes(dist.get_world_size())
-    return build_mesh(sizes, device, config.model.has_experts)
-
-
-def find_next(run: Run, config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
-    """Where a run that changes its data stage goes on, once the checkpoint at the end of this one
-    is committed. Called by every rank.
-
-    Args:
-        config: of the whole run.
-        data: the training data of each data stage.
-
-    Raises RunFailed if there is no checkpoint to go on from.
-    """
-    # Usually the checkpoint that was just saved; an earlier one if that is damaged.
-    start = find_before(run.step, config, data, run.start, lease)
-    if start is None:
-        why = f"data stage {run.data_stage.number} has ended, its checkpoint is damaged, "
-        why += "and there is no good one before it"
-        raise RunFailed(why)
-    return start
-
-
-def next_start(run: Run) -> Start | None:
-    """Where the process goes on, once nothing of the data stage is left; None: the run is over."""
-    return run.following and replace(run.following, since=time.monotonic())
 
 
 class DataStageBegins(Listener):
@@ -90,6 +45,47 @@ class DataStageBegins(Listener):
             return
         before, now = (settings_of(one.config) for one in stages[number - 1 : number + 1])
         changes = changed_between(before, now)
-        about = {"data_stage": number, "step": run.step, "changes": changes}
-        append_event(self.config.run.dir, "data_stage", **about)
+        run.log.event("data_stage", data_stage=number, step=run.step, changes=changes)
         log(f"{where}, begins: {', '.join(changes) or 'nothing changes'}")
+
+
+class RunEnd(Listener):
+    """Records how the run ended, or that another data stage follows. The run is `finished` only
+    when every rank is."""
+
+    def closes(self, run: Run, error: BaseException | None) -> None:
+        if error is None:
+            dist.barrier()
+        else:
+            error.add_note(f"after step {run.step}")
+        if error is None and run.changes_data_stage:
+            return run.log.leave_stage()
+        # after a failure, the time belongs to the step that failed
+        run.log.ledger.spent("end" if error is None else "steps")
+        run.log.write_spent()
+        where = f"run folder {run.config.run.dir}"
+        if error is not None:
+            state, reason = "failed", describe(error)
+        elif run.end_reason and run.step < run.config.train.steps:
+            state, reason = "requeue", run.end_reason
+            done = f"stopped after step {run.step}/{run.config.train.steps}: {reason}"
+            said = f"{done}; restart it to continue; {where}"
+        else:
+            state, reason = "finished", "all steps done"
+            said = f"finished after {run.step} steps{_unsaved(run)}; {where}"
+        if error is None and dist.get_rank() == 0:
+            log(said, sys.stdout)
+        run.log.end(state, reason, **run.for_status)
+
+
+def _unsaved(run: Run) -> str:
+    """A warning if no checkpoint of the run folder has the state after the last step."""
+    try:
+        saved = complete_checkpoints(Path(run.config.run.dir) / "checkpoints")
+    except OSError:  # a finished run has finished
+        return ""
+    if saved and step_of(saved[-1]) == run.step:
+        return ""
+    said = "; nothing was saved" + (f" after {saved[-1].name}" if saved else "")
+    never = run.config.checkpoint.interval == "never"
+    return said + (" (checkpoint.interval=never)" if never else "")

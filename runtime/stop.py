@@ -8,6 +8,8 @@ restarted run continues.
     file STOP in run.dir   rank 0, once per second    save, exit; the file is removed
     $LATTICE_STOP_FILE     rank 0, once per second    save, exit: from a job script to this start
     file SAVE in run.dir   rank 0, once per second    save, continue; the file is removed
+    file SNAPSHOT          rank 0, once per second    memory reports (metrics/memory_report.py); the
+      in run.dir                                      file is removed
 
 If a rank stopped without the others, they would wait for it, so all ranks agree first. At each
 boundary between steps, every rank posts its requests in an all-reduce that runs during the next
@@ -46,7 +48,6 @@ import torch
 import torch.distributed as dist
 
 from runtime import signals
-from runtime.listener import Listener, Run
 from runtime.messages import LostConnection
 from runtime.signals import Signals
 from settings.config import Config
@@ -63,12 +64,13 @@ REASONS = {
     "SIGINT": "SIGINT was received",
     "SIGTERM": "SIGTERM was received",
 }
+FILES = ("SAVE", "SNAPSHOT")  # in run.dir: requests after which the run continues
 LOOK_SECONDS = 1.0  # between two checks for files
 
 
-class StopRequests(Listener):
-    """The stop and save requests that all ranks agree on. Every rank enters it and calls `agree` at
-    the same boundaries.
+class StopRequests:
+    """The requests that all ranks agree on. Every rank opens it, calls `agree` at the
+    same boundaries, and closes it.
 
     Args:
         config: the configuration of the run.
@@ -78,14 +80,10 @@ class StopRequests(Listener):
     def __init__(self, config: Config, signals: Signals) -> None:
         self.folder, self.max_seconds = Path(config.run.dir), config.train.max_minutes * 60
         self.reason = ""  # why the run stops, once agreed
-        self.save_agreed = False  # a save without a stop is agreed on and not done yet
+        self.agreed_files: set[str] = set()  # of FILES: agreed on and not done yet
         self.signals = signals
-        self._stays = False  # the run goes on with another stage, which must find the file STOP
-        # Whoever has more to exchange sets these (health/slow_ranks.py). At each boundary, `carry`
-        # returns numbers of int32, as many on every rank; `carried` gets their maxima over all
-        # ranks a step later.
-        self.carry: Callable[[], list[int]] = list
-        self.carried: Callable[[list[int]], None] = lambda maxima: None
+        self._more: Callable[[], list[int]] = list
+        self._received: Callable[[list[int]], None] = lambda maxima: None
         self._group = dist.new_group(backend="gloo")
         self._looks_next = 0.0
 
@@ -96,73 +94,71 @@ class StopRequests(Listener):
 
     @property
     def wants_save(self) -> bool:
-        return self.agreed or self.save_agreed
+        return self.agreed or "SAVE" in self.agreed_files
+
+    def carry(self, more: Callable[[], list[int]], received: Callable[[list[int]], None]) -> None:
+        """Exchange more at each boundary, beside the requests: `more` returns numbers of int32, as
+        many on every rank; `received` gets their maxima over all ranks a step later."""
+        self._more, self._received = more, received
 
     def agree(self) -> bool:
         """Read what all ranks posted at the boundary before, and post the requests of this rank.
         Returns whether a stop is agreed on. Called at a boundary between steps."""
         self._wait()
-        reason, save, *carried = self._posted.tolist()
+        reason, *carried = self._posted.tolist()
+        files, carried = carried[: len(FILES)], carried[len(FILES) :]
         if carried:
-            self.carried(carried)
+            self._received(carried)
         self.reason = self.reason or list(REASONS.values())[reason]
-        self.save_agreed = self.save_agreed or bool(save)
+        self.agreed_files |= {name for name, found in zip(FILES, files, strict=True) if found}
         self._post()
         if self.agreed:  # the request may have reached only another rank
             self.signals.announce(self.reason)
         return self.agreed
 
-    def begins(self, run: Run) -> None:
-        if self.agreed:  # requested while the run started
-            run.end(self.reason)
+    def done(self, name: str) -> None:
+        """Clear a request of FILES that has been fulfilled, if there was one."""
+        if name in self.agreed_files and dist.get_rank() == 0:
+            (self.folder / name).unlink(missing_ok=True)
+        self.agreed_files.discard(name)
 
-    def after_step(self, run: Run) -> None:
-        if self.agree():
-            run.end(self.reason)
-
-    def ends(self, run: Run) -> None:
-        self._stays = run.changes_data_stage
-
-    def saved(self) -> None:
-        """Clear a save request that has been fulfilled."""
-        if self.save_agreed and dist.get_rank() == 0:
-            (self.folder / "SAVE").unlink(missing_ok=True)
-        self.save_agreed = False
-
-    def __enter__(self) -> "StopRequests":
+    def open(self) -> None:
+        """Read what was requested while the run started."""
         self._post()
         self.agree()
-        return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None:
-            self._wait()  # for the last all-reduce
-            if dist.get_rank() == 0 and not self._stays:
-                # otherwise the next start would stop immediately
-                (self.folder / "STOP").unlink(missing_ok=True)
+    def close(self, stays: bool) -> None:
+        """Wait for the last exchange, at the end of a run that did not fail. `stays`: the run goes
+        on with another stage, which must find the file STOP; otherwise that is removed, because the
+        next start would stop at once."""
+        self._wait()
+        if dist.get_rank() == 0 and not stays:
+            (self.folder / "STOP").unlink(missing_ok=True)
 
     def _post(self) -> None:
         # a copy, because another thread may add to it
         asked = [signal.Signals(number).name for number in list(self.signals.heard)]
-        save = False
-        now = time.monotonic()
+        files, now = [False] * len(FILES), time.monotonic()
         if dist.get_rank() == 0:
             if self.max_seconds and now - signals.STARTED >= self.max_seconds:
                 asked.append("time")
             if now >= self._looks_next:
                 self._looks_next = now + LOOK_SECONDS
-                asked += ["STOP"] if (self.folder / "STOP").exists() else []
+                asked += ["STOP"] if self._has("STOP") else []
                 asked += ["job"] if os.path.exists(os.environ.get("LATTICE_STOP_FILE", "")) else []
-                save = not self.save_agreed and (self.folder / "SAVE").exists()
+                files = [name not in self.agreed_files and self._has(name) for name in FILES]
         self._posted = torch.tensor(
-            [max(map(list(REASONS).index, asked), default=0), save, *self.carry()],
+            [max(map(list(REASONS).index, asked), default=0), *files, *self._more()],
             dtype=torch.int32,
         )
-        # Element-wise maximum over all ranks of two int32, and after a logged step of as many more
-        # as there are ranks; on the hosts, read at the next boundary.
+        # Element-wise maximum over all ranks of three int32, and of what `carry` adds (after a
+        # logged step, as many as there are ranks); on the hosts, read at the next boundary.
         self._work = dist.all_reduce(
             self._posted, op=dist.ReduceOp.MAX, group=self._group, async_op=True
         )
+
+    def _has(self, name: str) -> bool:
+        return (self.folder / name).exists()
 
     def _wait(self) -> None:
         """Wait until every rank has posted: without limit (a rank may be compiling), but only for

@@ -143,7 +143,6 @@ class Start:
     state: TrainerState
     path: Path | None = None
     weights_only: bool = False
-    since: float | None = None  # when the process left the data stage before (time.monotonic)
 
     @property
     def step(self) -> int:

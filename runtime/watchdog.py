@@ -33,9 +33,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.device import device_thread
-from runtime.listener import Listener, Run
-from runtime.log.events import append_event
-from runtime.log.status import write_status
+from runtime.log.run_log import RunLog
 from runtime.messages import log
 from settings.config import Config
 
@@ -46,11 +44,11 @@ NOWHERE = "nowhere"  # in no line of this repository
 STDERR = 2  # the file descriptor, in case Python's sys.stderr was replaced
 
 
-class Watchdog(Listener):
+class Watchdog:
     """Ends this process if a step takes too long; every rank has one."""
 
-    def __init__(self, config: Config) -> None:
-        self.folder = Path(config.run.dir)
+    def __init__(self, config: Config, run_log: RunLog) -> None:
+        self.folder, self.log = Path(config.run.dir), run_log
         self.factor, self.least = config.guard.hang_factor, config.guard.hang_seconds
         self.measured: deque[float] = deque(maxlen=64)  # recent step times, in seconds
         self._step = 0
@@ -59,18 +57,20 @@ class Watchdog(Listener):
         self._closed = threading.Event()
         self._thread = device_thread(self._watch, "watchdog")
 
+    @property
+    def usual_step(self) -> float | None:
+        """The median of recent step times, in seconds; None before the first."""
+        return statistics.median(self.measured) if self.measured else None
+
     def step_done(self, step: int, step_seconds: float | None) -> None:
         """Note that `step` steps are done, update the limit and restart the clock. step_seconds:
         the time of one step if it was just measured."""
         self._step = step
         if step_seconds is not None:
             self.measured.append(step_seconds)
-        if self.factor and self.measured:
-            self._limit = max(self.least, self.factor * statistics.median(self.measured))
+        if self.factor and self.usual_step is not None:
+            self._limit = max(self.least, self.factor * self.usual_step)
         self.beat()
-
-    def after_step(self, run: Run) -> None:
-        self.step_done(run.step, run.step_seconds)
 
     def beat(self) -> None:
         """Restart the clock: something that takes at most as long as a step begins."""
@@ -92,11 +92,11 @@ class Watchdog(Listener):
         yield
         self.beat()
 
-    def __enter__(self) -> "Watchdog":
+    def start(self) -> "Watchdog":
         self._thread.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self._due = float("inf")
         faulthandler.cancel_dump_traceback_later()
         self._closed.set()
@@ -124,12 +124,12 @@ class Watchdog(Listener):
             said += f"; {path} cannot be written: {error}"
         log(said)
         if rank == 0:
-            append_event(self.folder, "hang", step=self._step, where=where)
+            self.log.event("hang", step=self._step, where=where)
             hung = (
                 f"step {self._step + 1} hung: not finished after {self._limit:.0f} s; rank 0 is "
                 f"{where}; for the other ranks see the folder hang/"
             )
-            write_status(self.folder, "failed", self._step, hung)
+            self.log.end("failed", hung, step=self._step)
         time.sleep(GRACE_SECONDS)
         os._exit(1)  # not sys.exit: its clean-up would wait for the other ranks
 
@@ -150,7 +150,9 @@ def where_it_waits() -> str:
         for ident, frame in frames.items()
         if ident not in (main, this) and (line := innermost_line(frame)) != NOWHERE
     ]
-    waiting = [describe(entry) for entry in recorded_collectives() if not entry["retired"]]
+    waiting = [
+        describe_collective(entry) for entry in recorded_collectives() if not entry["retired"]
+    ]
     collectives = "; ".join(waiting[:4]) or "no collective"
     return f"{place}, waiting in {collectives}{''.join(others)}"
 
@@ -169,13 +171,13 @@ def innermost_line(frame: FrameType | None) -> str:
 def last_collectives() -> list[str]:
     """List the last collectives of this process, oldest first."""
     lines = [
-        describe(e) + (" (done)" if e["retired"] else " (not done)")
+        describe_collective(e) + (" (done)" if e["retired"] else " (not done)")
         for e in recorded_collectives()[-RECORDED:]
     ]
     return ["last collectives:", *lines]
 
 
-def describe(entry: dict[str, Any]) -> str:
+def describe_collective(entry: dict[str, Any]) -> str:
     """Format a recorded collective: `gloo:all_reduce number 12 of mesh_tp, [[32, 16]] Float`."""
     name, group = entry["profiling_name"], entry["process_group"][-1]
     return (

@@ -26,6 +26,7 @@ from runtime.checkpoint.load import load
 from runtime.checkpoint.manifest import MANIFEST, PLACES
 from runtime.checkpoint.save_errors import SaveFailed
 from runtime.checkpoint.verify import parse_trainer
+from runtime.log.run_log import RunLog
 from runtime.messages import on_all_ranks
 from runtime.signals import Signals
 from runtime.start.checks import try_config
@@ -64,6 +65,11 @@ def write_config(folder: Path, data: Path, /, **sections: dict[str, Any]) -> str
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(raw))
     return str(path)
+
+
+def run_log_of(folder: Path, sink: Callable[[dict[str, Any]], None] | None = None) -> RunLog:
+    """The log of a run that has this folder; nothing is trained."""
+    return RunLog(load_config("configs/laptop.yaml", [f"run.dir={folder}"]), sink)
 
 
 def train_run(arguments: list[str]) -> str:

@@ -129,6 +129,40 @@ def test_no_module_imports_itself_through_others() -> None:
     assert circle({"a": {"b"}, "b": {"c", "torch"}, "c": {"a"}}) == ["a", "b", "c", "a"]
 
 
+# What is still to be moved: module → what it may not import.
+UPWARDS: dict[str, set[str]] = {
+    "runtime.checkpoint.save": {"runtime.monitor.after_commit"},
+    "runtime.start.checks": {"runtime.monitor.check"},
+}
+
+
+def order_of_runtime() -> list[str]:
+    """The modules and folders of runtime/, as its docstring has them."""
+    text = ast.get_docstring(MODULES["runtime"]) or ""
+    return re.findall(r"^    (\w+)(?:\.py|/) ", text, re.MULTILINE)
+
+
+def upwards(module: str, imported: set[str], order: list[str]) -> set[str]:
+    """What a module of runtime/ imports that is not above it."""
+    below = set(order[order.index(module.split(".")[1]) + 1 :])
+    return {
+        name for name in imported if name.startswith("runtime.") and name.split(".")[1] in below
+    }
+
+
+def test_runtime_keeps_its_order() -> None:
+    order = order_of_runtime()
+    modules = {name: tree for name, tree in MODULES.items() if name.startswith("runtime.")}
+    assert sorted(order) == sorted({name.split(".")[1] for name in modules})
+    found = {name: upwards(name, imports(tree), order) for name, tree in modules.items()}
+    assert {name: up for name, up in found.items() if up} == UPWARDS
+    # control: an arrow that points up is found, and one within a folder is none
+    assert upwards("runtime.log.events", {"runtime.stop", "runtime.signals"}, order) == {
+        "runtime.stop"
+    }
+    assert not upwards("runtime.log.events", {"runtime.log.run_log"}, order)
+
+
 # --- configuration --------------------------------------------------------------------------------
 
 SECTIONS = {

@@ -40,7 +40,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -179,6 +179,7 @@ def _end_with(launcher: int) -> None:
 class Ending:
     """How the ranks ended."""
 
+    launched: float = field(default_factory=time.time)
     failure: tuple[int, int] | None = None  # the first one: (rank, exit status or -signal)
     received: int = 0  # the signal that requested a stop, if any
     at_once: bool = False  # whether a second one requested that they be killed
@@ -295,7 +296,7 @@ def finish(ending: Ending, folder: Path) -> int:
     status = ending.status()
     if ending.at_once or (ending.failure is not None and status != 2):
         why = ending.why()
-        stands = record_failure(folder, why)
+        stands = record_failure(folder, why, ending.launched)
         more = f": {stands}" if stands != why else ""
         if not ending.at_once:
             log(f"{why}{more}; the others were stopped")

@@ -27,11 +27,8 @@ from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.load import find_before, load
 from runtime.checkpoint.save import Saver
 from runtime.listener import Listener, Run
-from runtime.log.events import append_event
 from runtime.messages import log
-from runtime.metrics.metrics import Metrics
 from runtime.trainer_state import Start
-from runtime.watchdog import Watchdog
 from settings.config import Config
 from training.guard import check_not_in_vain
 
@@ -52,17 +49,10 @@ class Rollback(Listener):
     """
 
     def __init__(
-        self,
-        config: Config,
-        data: Sequence[Mixture],
-        start: Start,
-        lease: Lease,
-        saver: Saver,
-        metrics: Metrics,
-        watchdog: Watchdog,
+        self, config: Config, data: Sequence[Mixture], start: Start, lease: Lease, saver: Saver
     ) -> None:
-        self.config, self.data, self.start, self.lease = config, data, start, lease
-        self.saver, self.metrics, self.watchdog = saver, metrics, watchdog
+        self.config, self.data, self.start = config, data, start
+        self.lease, self.saver = lease, saver
         self.first_samples: deque[int] = deque()  # of each recent step, and of the next one
         self.gone_back: Counter[int] = Counter()  # how often, by the step of the checkpoint
 
@@ -76,7 +66,7 @@ class Rollback(Listener):
         bad, most = run.logged_bad_in_a_row, run.config.guard.max_bad_steps
         too_many = bad >= most or (bad > 0 and run.changes_data_stage)
         if most > 0 and too_many and not run.end_reason:
-            with self.metrics.spending("rollback"), self.watchdog.resting():
+            with run.pause("rollback"):
                 self._go_back(run)
         elif run.step == run.config.train.steps:
             check_not_in_vain(run.step, run.step - run.first_step, bad)
@@ -118,5 +108,5 @@ class Rollback(Listener):
             samples = f"leaving out samples {begin} to {bad_samples[1] - 1}"
             log(f"warning: {why}; rolling back to {start.path}, {samples}")
             event = {"from_step": step, "step": start.step, "left_out": [*bad_samples]}
-            append_event(config.run.dir, "rollback", **event)
+            run.log.event("rollback", **event)
         run.go_back(start)

@@ -59,7 +59,7 @@ from runtime.checkpoint.save_errors import SaveFailed, agree, room
 from runtime.checkpoint.tiling import random_point
 from runtime.checkpoint.verify import check_whole, cover
 from runtime.device import DeviceClock, device_thread
-from runtime.log.events import append_event
+from runtime.log.run_log import RunLog
 from runtime.messages import log
 from runtime.monitor.after_commit import is_running
 from runtime.trainer_state import (
@@ -84,10 +84,11 @@ class Saver:
         train: holds the weights and moments to be saved.
         tokenizer: the tokenizer's file; checkpoints include a copy, with its companion files.
         lease: the lease of the run folder.
+        run_log: gets the event of each save.
     """
 
-    def __init__(self, train: TrainStep, tokenizer: Path, lease: Lease) -> None:
-        self.train, self.tokenizer, self.lease = train, tokenizer, lease
+    def __init__(self, train: TrainStep, tokenizer: Path, lease: Lease, run_log: RunLog) -> None:
+        self.train, self.tokenizer, self.lease, self.log = train, tokenizer, lease, run_log
         self.folder = lease.checkpoints
         self.group = dist.new_group(backend="gloo")
         self.is_first = dist.get_rank() == 0
@@ -202,7 +203,7 @@ class Saver:
         if self.is_first:
             self.lease.check()
             log(said, sys.stderr if self.failed else sys.stdout)
-            append_event(self.folder.parent, "checkpoint", **record)
+            self.log.event("checkpoint", **record)
 
     def _write_partial(self, partial: Path, trainer: TrainerState) -> Manifest:
         """Write all files but the manifest into the work folder. Collective over the threads of all

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from hardware import H100
 from runtime.listener import Run
-from runtime.log.events import append_event
 from runtime.messages import from_rank_0, log
 from settings.config import Config
 
@@ -76,19 +75,19 @@ class SaveInterval:
         if run.step_seconds is not None:  # measured, after a step that is logged: on all ranks
             self.step_seconds.append(run.step_seconds)
             if len(self.step_seconds) <= 2 and not self.waits:
-                self._decide(run.step)
+                self._decide(run)
         elapsed = self.steps is not None and run.step - self.saved_at >= self.steps
         return elapsed or run.is_last or (kept > 0 and run.step % kept == 0)
 
-    def saved(self, step: int, waited: float, last: dict[str, Any]) -> None:
+    def saved(self, run: Run, waited: float, last: dict[str, Any]) -> None:
         """Note a save, and choose the interval anew.
 
         Args:
-            step: of the save.
+            run: after the step that was saved.
             waited: seconds for which training waited, as measured on the host.
             last: the event of the newest committed save (save.py); empty if there is none.
         """
-        self.saved_at = step
+        self.saved_at = step = run.step
         if self.config.interval != "auto":
             return
         if self._first is None:
@@ -100,13 +99,13 @@ class SaveInterval:
             if known:
                 self.writes.append(known["write_seconds"])
         if self.step_seconds:
-            self._decide(step)
+            self._decide(run)
 
-    def _decide(self, step: int) -> None:
+    def _decide(self, run: Run) -> None:
         """Choose the interval on rank 0; every rank receives it."""
-        self.steps = from_rank_0(lambda: self._choose(step), self.device)
+        self.steps = from_rank_0(lambda: self._choose(run), self.device)
 
-    def _choose(self, step: int) -> int:
+    def _choose(self, run: Run) -> int:
         save = statistics.median(self.waits) if self.waits else self.estimated
         write = statistics.median(self.writes) if self.writes else 0.0
         mtbf = mtbf_of(self.config.failures_per_gpu_day, dist.get_world_size())
@@ -122,7 +121,5 @@ class SaveInterval:
                 f"{save:.3g} s ({measured}), and a failure {expected}"
             )
             known = mtbf if fails else None  # JSON has no infinity
-            append_event(
-                self.folder, "interval", step=step, steps=steps, save_seconds=save, mtbf=known
-            )
+            run.log.event("interval", step=run.step, steps=steps, save_seconds=save, mtbf=known)
         return steps

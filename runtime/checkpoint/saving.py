@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from data.dataset import Mixture
 from errors import RunFailed
 from runtime.checkpoint.lease import Lease
+from runtime.checkpoint.load import find_before
 from runtime.checkpoint.save import Saver
 from runtime.checkpoint.save_interval import SaveInterval
 from runtime.health.examine import Examination
 from runtime.health.replicas import ReplicasDiffer, check_replicas
 from runtime.listener import Listener, Run
-from runtime.metrics.metrics import Metrics
-from runtime.next_stage import find_next
-from runtime.stop import StopRequests
 from runtime.trainer_state import DataState, Start
-from runtime.watchdog import Watchdog
 from settings.config import Config
 
 
@@ -30,6 +27,7 @@ class Saving(Listener):
     Args:
         config: of the whole run.
         data: the training data of each data stage.
+        step: where the run begins.
     """
 
     def __init__(
@@ -37,25 +35,22 @@ class Saving(Listener):
         config: Config,
         saver: Saver,
         data: Sequence[Mixture],
-        metrics: Metrics,
-        watchdog: Watchdog,
-        stop: StopRequests,
+        step: int,
         examination: Examination | None,
     ) -> None:
         self.config, self.saver, self.data = config, saver, data
-        self.metrics, self.watchdog, self.stop = metrics, watchdog, stop
         self.examination = examination
         self.is_due = False  # stays set while steps are bad
         self.interval = SaveInterval(
-            saver.train.config, metrics.step, saver.local_bytes, saver.train.mesh.device
+            saver.train.config, step, saver.local_bytes, saver.train.mesh.device
         )
 
     def after_step(self, run: Run) -> None:
-        config, stop = run.config, self.stop
+        config, stop = run.config, run.stop
         self.is_due |= self.interval.is_due(run) or run.changes_data_stage
         if not (self.is_due or stop.wants_save or run.is_due(config.guard.replica_interval)):
             return
-        with self.metrics.spending("saving"), self.watchdog.resting():
+        with run.pause("saving"):
             began = time.perf_counter()
             self._check_replicas(run)
             good = not run.train.guard.bad_in_a_row or run.is_last
@@ -63,8 +58,8 @@ class Saving(Listener):
                 state = DataState.model_validate(run.loader.state(), strict=False)
                 self.saver.save(run.step, run.tokens, state, run.start.state.earlier)
                 self.is_due = False
-                self.interval.saved(run.step, time.perf_counter() - began, self.saver.last)
-                stop.saved()
+                self.interval.saved(run, time.perf_counter() - began, self.saver.last)
+                stop.done("SAVE")
                 if stop.agree():  # includes requests that arrived during the save
                     run.end(stop.reason)
 
@@ -81,15 +76,34 @@ class Saving(Listener):
         self.interval.saved_at = start.step
 
     def ends(self, run: Run) -> None:
-        with self.metrics.spending("end"), self.watchdog.resting():
+        with run.pause("end"):
             self.saver.close()
             if run.changes_data_stage:
                 run.following = find_next(run, self.config, self.data, self.saver.lease)
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def closes(self, run: Run, error: BaseException | None) -> None:
         if isinstance(error, RunFailed):  # raised on all ranks: finish the save in progress
-            with self.watchdog.resting():
+            with run.watchdog.resting():
                 self.saver.wait()
+
+
+def find_next(run: Run, config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
+    """Where a run that changes its data stage goes on, once the checkpoint at the end of this one
+    is committed. Called by every rank.
+
+    Args:
+        config: of the whole run.
+        data: the training data of each data stage.
+
+    Raises RunFailed if there is no checkpoint to go on from.
+    """
+    # Usually the checkpoint that was just saved; an earlier one if that is damaged.
+    start = find_before(run.step, config, data, run.start, lease)
+    if start is None:
+        why = f"data stage {run.data_stage.number} has ended, its checkpoint is damaged, "
+        why += "and there is no good one before it"
+        raise RunFailed(why)
+    return start
 
 
 class LeaseCheck(Listener):

@@ -9,10 +9,6 @@ from data.dataset import Mixture
 from data.loader import heldout_batches
 from runtime.listener import Listener, Run
 from runtime.messages import log
-from runtime.metrics.metrics import Metrics
-from runtime.stop import StopRequests
-from runtime.watchdog import Watchdog
-from training.step import TrainStep
 
 
 class Evaluation(Listener):
@@ -23,25 +19,17 @@ class Evaluation(Listener):
         unigram: loss, in nats per token, of a model that knows only token frequencies, if known.
     """
 
-    def __init__(
-        self,
-        heldout: Mixture | None,
-        unigram: float | None,
-        metrics: Metrics,
-        watchdog: Watchdog,
-        stop: StopRequests,
-    ) -> None:
+    def __init__(self, heldout: Mixture | None, unigram: float | None) -> None:
         self.heldout, self.unigram = heldout, unigram
-        self.metrics, self.watchdog, self.stop = metrics, watchdog, stop
         self.loss: float | None = None
 
     def after_step(self, run: Run) -> None:
         if run.is_due(run.config.train.eval_interval):
-            with self.metrics.spending("evaluation"):
-                loss = self._evaluate(run.train)
+            with run.pause("evaluation"):
+                loss = self._evaluate(run)
                 if loss is not None:
                     self.loss = loss
-                    self.metrics.evaluated(run.step, {"eval_loss": loss})
+                    run.found({"eval_loss": loss})
 
     def ends(self, run: Run) -> None:
         if self.loss is None or self.unigram is None or run.end_reason:
@@ -49,13 +37,13 @@ class Evaluation(Listener):
         if dist.get_rank() == 0:
             log(compare_to_unigram(self.loss, self.unigram), sys.stdout)
 
-    def _evaluate(self, train: TrainStep) -> float | None:
+    def _evaluate(self, run: Run) -> float | None:
         """Compute the mean loss in nats per target token over the first train.eval_samples held-out
         sequences, the same ones for every layout. None if a stop is agreed on before the end."""
         assert self.heldout is not None
-        config, mesh = train.config.train, train.mesh
+        train, config, mesh = run.train, run.config.train, run.train.mesh
         size, samples, dp = config.micro_batch_size, config.eval_samples, mesh.dp_size
-        microbatches = min(train.config.num_microbatches(dp), -(-samples // (dp * size)))
+        microbatches = min(run.config.num_microbatches(dp), -(-samples // (dp * size)))
         # summed loss, number of target tokens
         total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         for tokens, targets in heldout_batches(
@@ -66,10 +54,10 @@ class Evaluation(Listener):
             dp_size=dp,
             rows=size * microbatches,
         ):
-            if self.stop.agree():
+            if run.stop.agree():
                 return None
+            run.watchdog.beat()  # a batch takes at most as long as a step
             total += torch.stack([value.double() for value in train.evaluate(tokens, targets)])
-            self.watchdog.beat()
         return (total[0] / total[1]).item()
 
 

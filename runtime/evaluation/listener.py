@@ -5,9 +5,6 @@ from pathlib import Path
 from runtime.evaluation.rows import log_likelihoods, measures, open_tasks
 from runtime.evaluation.scoring import PipelineScorer
 from runtime.listener import Listener, Run
-from runtime.metrics.metrics import Metrics
-from runtime.stop import StopRequests
-from runtime.watchdog import Watchdog
 from settings.config import Config
 
 
@@ -17,33 +14,25 @@ class Tasks(Listener):
     tokenizer: the data's.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        tokenizer: Path,
-        metrics: Metrics,
-        watchdog: Watchdog,
-        stop: StopRequests,
-    ) -> None:
+    def __init__(self, config: Config, tokenizer: Path) -> None:
         self.tasks, self.seq_len = open_tasks(config, tokenizer), config.train.seq_len
         self.rows = [row for task in self.tasks for text in task.texts() for row in text.rows]
-        self.metrics, self.watchdog, self.stop = metrics, watchdog, stop
 
     def after_step(self, run: Run) -> None:
         if not self.tasks or not run.is_due(run.config.train.eval_interval):
             return
-        with self.metrics.spending("evaluation"):
-            of_rows = PipelineScorer(run.train, self.seq_len)(self.rows, self._goes_on)
+
+        def goes_on() -> bool:
+            """Between groups of micro-batches: the time of each is limited, and a stop is agreed
+            on."""
+            run.watchdog.beat()
+            return not run.stop.agree()
+
+        with run.pause("evaluation"):
+            of_rows = PipelineScorer(run.train, self.seq_len)(self.rows, goes_on)
             if of_rows is None:
                 return
             found = log_likelihoods(self.tasks, of_rows)
             for task, values in zip(self.tasks, found, strict=True):
                 named = measures(task, values).items()
-                self.metrics.evaluated(
-                    run.step, {f"task/{task.task.name}/{name}": value for name, value in named}
-                )
-
-    def _goes_on(self) -> bool:
-        """Between groups of micro-batches: the time of each is limited, and a stop is agreed on."""
-        self.watchdog.beat()
-        return not self.stop.agree()
+                run.found({f"task/{task.task.name}/{name}": value for name, value in named})

@@ -58,11 +58,8 @@ from runtime.health.refusal import refusal
 from runtime.health.replicas import ReplicasDiffer
 from runtime.health.verdicts import NOT_EXAMINED, PERSISTENT, REPRODUCIBLE, TRANSIENT, Verdict
 from runtime.listener import Listener, Run
-from runtime.log.events import append_event
 from runtime.messages import log
-from runtime.metrics.metrics import Metrics
 from runtime.trainer_state import Start, held_tensors
-from runtime.watchdog import Watchdog
 from settings.config import Config
 from training.step import StepResult, TrainStep
 
@@ -189,9 +186,8 @@ class Examination(Listener):
     """Examines suspicions, and tells the verdicts. It comes after `metrics`, which knows of skipped
     updates, and before the listeners that react to them."""
 
-    def __init__(self, config: Config, train: TrainStep, metrics: Metrics, watchdog: Watchdog):
+    def __init__(self, config: Config, train: TrainStep) -> None:
         self.folder, self.train = Path(config.run.dir), train
-        self.metrics, self.watchdog = metrics, watchdog
         # of the steps since the last logged one
         self.steps: deque[tuple[tuple[Tensor, Tensor], StepResult]] = deque(maxlen=KEPT)
         self.norms: deque[float] = deque(maxlen=KNOWN)
@@ -239,10 +235,10 @@ class Examination(Listener):
         self.steps.clear()
 
     def _examine(self, run: Run, cause: str, suspect: Suspect) -> Verdict:
-        with self.metrics.spending("examination"), self.watchdog.resting():
+        with run.pause("examination"):
             why = refusal(self.folder, run.step, self.train.mesh.device)
-            if dist.get_rank() == 0 and not why:
-                append_event(self.folder, "examining", step=run.step, cause=cause)
+            if not why:
+                run.log.event("examining", step=run.step, cause=cause)
             verdict = Verdict(NOT_EXAMINED, why) if why else examine(self.train, suspect)
         self.next_step = run.step + PAUSE
         if dist.get_rank() == 0:
@@ -250,8 +246,8 @@ class Examination(Listener):
             log(f"warning: {cause}; {examined}{self._describe(verdict)}")
             nodes = sorted({self.nodes[rank] for rank in verdict.ranks})
             about = {"step": run.step, "cause": cause, "nodes": nodes, **asdict(verdict)}
-            append_event(self.folder, "suspicion", **about)
-            self.metrics.for_status["suspicion"] = about
+            run.log.event("suspicion", **about)
+            run.for_status["suspicion"] = about
             for node in nodes if verdict.is_sure else []:
                 exclude(self.folder, node, f"computes wrongly: {self._describe(verdict)}")
         return verdict

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runtime.log.status import write_whole
+from runtime.files import write_or_warn
 from runtime.messages import log
 from settings import yaml_text
 
@@ -83,4 +83,4 @@ def _read(folder: Path) -> tuple[dict[str, dict[str, Any]], str]:
 
 
 def _write(folder: Path, nodes: dict[str, dict[str, Any]]) -> None:
-    write_whole(folder / FILE, json.dumps(nodes, indent=1) + "\n")
+    write_or_warn(folder / FILE, json.dumps(nodes, indent=1) + "\n")

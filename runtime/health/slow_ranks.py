@@ -32,10 +32,7 @@ from runtime.health.excluded import exclude, include, node_name
 from runtime.health.products import Compute, Inputs, linear_layers, wrap
 from runtime.health.straggler import Judge, Slow
 from runtime.listener import Listener, Run
-from runtime.log.events import append_event
 from runtime.messages import log
-from runtime.metrics.metrics import Metrics
-from runtime.stop import StopRequests
 from runtime.trainer_state import Start
 from settings.config import Config
 from training.step import TrainStep
@@ -96,11 +93,9 @@ class SlowRanks(Listener):
     """Times this rank; on rank 0, names the ranks that are slow. It comes directly after `metrics`,
     so that what the other listeners compute is not timed."""
 
-    def __init__(
-        self, config: Config, mesh: Mesh, train: TrainStep, metrics: Metrics, stop: StopRequests
-    ) -> None:
+    def __init__(self, config: Config, mesh: Mesh, train: TrainStep) -> None:
         self.policy, self.folder = config.guard.slow_ranks, Path(config.run.dir)
-        self.interval, self.metrics = config.run.log_interval, metrics
+        self.interval = config.run.log_interval
         self.times = ProductTimes(train)
         mine = (node_name(), mesh.pp_rank)
         everyone: list[Any] = [mine] * dist.get_world_size()
@@ -115,10 +110,10 @@ class SlowRanks(Listener):
         # the logged step, and this rank's time, that are to be posted
         self._ready: tuple[int, int] | None = None
         self._posted_at = 0  # the logged step whose times are being exchanged
-        stop.carry, stop.carried = self._post, self._judge
 
     def begins(self, run: Run) -> None:
         self.first_step = run.step
+        run.stop.carry(self._post, lambda times: self._judge(run, times))
 
     def before_step(self, run: Run) -> None:
         left = -(run.step + 1) % self.interval  # steps until a logged one
@@ -137,7 +132,7 @@ class SlowRanks(Listener):
     def went_back(self, run: Run, start: Start) -> None:
         self.times.marks.clear()
 
-    def __exit__(self, *exception: object) -> None:
+    def closes(self, run: Run, error: BaseException | None) -> None:
         self.times.turn(on=False)
 
     def _post(self) -> list[int]:
@@ -149,26 +144,26 @@ class SlowRanks(Listener):
         (self._posted_at, slots[dist.get_rank()]), self._ready = self._ready, None
         return slots
 
-    def _judge(self, times: list[int]) -> None:
+    def _judge(self, run: Run, times: list[int]) -> None:
         """Called by `stop`, with the times of all ranks, before the next ones are posted."""
         if dist.get_rank() == 0:
-            self._report(*self.judge.add(self._posted_at, times))
+            self._report(run, *self.judge.add(self._posted_at, times))
 
-    def _report(self, began: list[Slow], ended: list[Slow]) -> None:
+    def _report(self, run: Run, began: list[Slow], ended: list[Slow]) -> None:
         """On rank 0: tell what has changed, and keep metrics.jsonl and status.json up to date."""
         slow = self.judge.slow
-        self.metrics.noted = {"slowest_rank_factor": self.judge.slowest, "slow_ranks": [*slow]}
+        run.noted = {"slowest_rank_factor": self.judge.slowest, "slow_ranks": [*slow]}
         if slow or ended:
-            self.metrics.for_status["slow"] = [self._about(each) for each in slow.values()]
+            run.for_status["slow"] = [self._about(each) for each in slow.values()]
         for each in began:
             where = f"rank {each.rank} on {self.nodes[each.rank]}"
             log(f"warning: {where} is slow: {_how_slow(each)}")
-            append_event(self.folder, "slow_rank", step=self._posted_at, **self._about(each))
+            run.log.event("slow_rank", step=self._posted_at, **self._about(each))
             self.named[each.rank] = time.monotonic()
         for each in ended:
             log(f"rank {each.rank} on {self.nodes[each.rank]} is no longer slow")
             about = {**self._about(each), "ended": True}
-            append_event(self.folder, "slow_rank", step=self._posted_at, **about)
+            run.log.event("slow_rank", step=self._posted_at, **about)
             del self.named[each.rank]
         if self.policy == "exclude":
             self._exclude()

@@ -2,11 +2,10 @@
 added, never changed.
 
     event       written when              content besides `event` and `time` (seconds since 1970)
-    start       a start begins            step it starts from, world size, when rank 0 was started;
-                                          `data_stage` if the process goes on from the
-                                          one before
-    started     the first step is done    step, seconds by part (start/timing.py)
-    system      a start begins            versions, device, layout
+    start       a start begins            step it starts from, world size, when rank 0 was started
+    system      a start, or a data stage, versions, device, layout
+                begins
+    started     … its first step is done  step, seconds by part (start/timing.py)
     spares      a start begins            step, number of spare ranks by node (start/elastic.py)
     memory      a rank's peak has grown   step, the peaks of all ranks in bytes (metrics.py)
     spent       a step is logged          step, seconds since the line before, by cause (ledger.py)
@@ -22,9 +21,8 @@ added, never changed.
     examining   an examination begins     step, cause
     suspicion   … and ends                step, cause, verdict, ranks, nodes, why
                                           (health/examine.py)
-    end         a start ends              state, step, reason; `data_stage` if the process goes on
-                                          with this one; `noted_later` if the next start has
-                                          noted it
+    end         a start ends, only once   state, step, reason; `noted_later` if the next start has
+                (status.py)               noted it
 
 The companion of rank 0 (monitor/) writes, too:
 
@@ -83,9 +81,9 @@ def is_whole_event(found: dict[str, Any]) -> bool:
     return all(name in found and is_right(found[name]) for name, is_right in fields.items())
 
 
-def append_event(folder: str | Path, event: str, **about: Any) -> None:
-    """Add a line; called by only one rank, and by its companion. If it cannot be written (a full
-    disk), the run continues, after a warning: no alarm is sent of this event."""
+def append_event(folder: str | Path, event: str, **about: Any) -> dict[str, Any]:
+    """Add a line, and return it; called by only one rank (RunLog), and by its monitor. If it cannot
+    be written (a full disk), the run continues, after a warning."""
     whole = {"event": event, "time": time.time(), **about}
     assert is_whole_event(whole), whole
     line = json.dumps(whole) + "\n"
@@ -99,19 +97,18 @@ def append_event(folder: str | Path, event: str, **about: Any) -> None:
     except OSError as error:
         if event != "spent":  # one a logged step
             log(f"warning: the event {event} was not recorded: {error}")
-
-
-def changes_data_stage(event: dict[str, Any]) -> bool:
-    """Whether a start or an end is only that of a data stage (next_stage.py)."""
-    return event["event"] in ("start", "end") and "data_stage" in event
+    return whole
 
 
 def named_as_today(event: dict[str, Any]) -> dict[str, Any]:
-    """An event of any version: older ones called a data stage a stage."""
-    if event["event"] not in ("start", "end", "stage") or "stage" not in event:
+    """An event of any version. Older ones called a data stage a stage, and where one follows
+    another they wrote an end and a start, each with the number of the one that begins: these are a
+    `boundary` here, which only the ledger reads."""
+    if event["event"] not in ("start", "end", "stage"):
         return event
     named = {"data_stage" if name == "stage" else name: value for name, value in event.items()}
-    return named | {"event": event["event"].replace("stage", "data_stage")}
+    kind = event["event"].replace("stage", "data_stage")
+    return named | {"event": "boundary" if kind != "data_stage" and "data_stage" in named else kind}
 
 
 def read_events(folder: str | Path) -> list[dict[str, Any]]:

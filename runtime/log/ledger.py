@@ -13,58 +13,51 @@
     down        from a start's last line to the next start: the steps since that line, noticing the
                 failure, starting processes
 
-Rank 0 writes `spent` lines to events.jsonl during the run (Ledger); `account` sums them up. When a
+Rank 0 writes `spent` lines to events.jsonl during the run (RunLog); `account` sums them up. When a
 process is killed, the seconds since its last line are not recorded and count as `down`.
 """
 
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from runtime import signals
-from runtime.log.events import CAUSES, append_event
+from runtime.log.events import CAUSES
 
 
 class Ledger:
-    """Rank 0's account of this process, from its first line on, by the causes above.
+    """The account of this process, by the causes above, and the clock of its steps."""
 
-    Args:
-        folder: the run folder.
-        step: the step that this start begins from.
-        world_size: recorded in the start event.
-        since: when it began (time.monotonic); None: with the process. A later data stage begins
-            when the process leaves the one before.
-        about: more for the start event.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        step: int,
-        world_size: int,
-        since: float | None = None,
-        **about: Any,
-    ) -> None:
-        since = signals.STARTED if since is None else since
-        self.folder, self.counted_until = folder, since
+    def __init__(self) -> None:
+        self.counted_until = signals.STARTED  # time.monotonic
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        began = time.time() - (time.monotonic() - since)
-        append_event(folder, "start", began=began, step=step, world_size=world_size, **about)
+        self._steps, self._waited = 0, 0.0  # since then
 
-    def spent(self, cause: str, data_seconds: float = 0.0) -> None:
-        """Attribute the time since the last call to `cause`, except for `data_seconds` of it."""
+    def step_done(self, waited: float) -> None:
+        """Count a step, which has waited so many seconds for its batch."""
+        self._steps += 1
+        self._waited += waited
+
+    def step_seconds(self) -> tuple[float, float]:
+        """The mean seconds of a step since the last call of `spent`, and those of them in which it
+        waited for its batch."""
+        seconds = time.monotonic() - self.counted_until
+        return seconds / self._steps, self._waited / self._steps
+
+    def spent(self, cause: str) -> None:
+        """Attribute the time since the last call to `cause`, except what was spent waiting for
+        batches."""
         now = time.monotonic()
-        self.seconds[cause] += now - self.counted_until - data_seconds
-        self.seconds["data"] += data_seconds
-        self.counted_until = now
+        self.seconds[cause] += now - self.counted_until - self._waited
+        self.seconds["data"] += self._waited
+        self.counted_until, self._steps, self._waited = now, 0, 0.0
 
-    def write(self, step: int) -> None:
-        """Write a line with the times up to the last call of `spent`; `step` steps are done."""
-        seconds = {cause: value for cause, value in self.seconds.items() if value}
-        append_event(self.folder, "spent", step=step, seconds=seconds)
+    def take(self) -> dict[str, float]:
+        """The seconds of each cause since the last call of `take`."""
+        found = {cause: value for cause, value in self.seconds.items() if value}
         self.seconds.clear()
+        return found
 
 
 class Account:
@@ -83,11 +76,13 @@ class Account:
 
     def add(self, event: dict[str, Any]) -> None:
         kind, seconds = event["event"], self.seconds
-        if kind == "start":
+        # a boundary: of an older version (events.py)
+        starts = kind == "start" or (kind == "boundary" and "began" in event)
+        if starts:
             last = event["began"] if self._last is None else self._last
             seconds["down"] += max(0.0, event["began"] - last)
             self._last = event["began"]
-        if kind in ("start", "rollback"):
+        if starts or kind == "rollback":
             self._kept, lost = _cut(self._kept, event["step"])
             seconds["lost"] += lost
             seconds["steps"] = sum(made for _, _, made in self._kept)

@@ -1,41 +1,115 @@
-"""status.json: how the last start of a run ended.
+"""How the starts of a run ended: the last one in status.json, each in an event `end`.
 
     {"state": "finished" | "requeue" | "failed", "step": …, "reason": …}
 
 If slow ranks were named (health/slow_ranks.py), `slow` lists those that were slow at the end, and
 if something was examined (health/examine.py), `suspicion` is the last verdict.
 
-    the run ends or fails                  rank 0 writes it (metrics.py)
-    it fails before its first step, or     rank 0 writes it (monitor/rank_0.py)
-    between two data stages
-    a step hangs                           rank 0's watchdog writes it
-    a rank is killed                       the launcher writes it, if it is tools/launch.py
-    rank 0 is killed, and the launcher     the file is missing; the next start records that in
-    too, or the launcher is torchrun       events.jsonl
+    what happens                           who writes the event and the file
+    the run ends or fails, a step hangs    rank 0 (run_log.py); the first of its threads that knows
+    rank 0 is killed                       the launcher, if it is tools/launch.py, writes both;
+                                           if there is a monitor, and it is first, it writes the
+                                           event, and the launcher only the file
+    and there is neither                   the next start writes the event; there is no file
 
-The file is removed when a start or one of its data stages begins to train. So it describes the last
-start, unless that was refused, failed before it held the lease, or lost its rank 0 before it
-began to train.
+The file is removed when a start begins to train. So it describes the last start, unless that was
+refused, failed before it held the lease, or lost its rank 0 before it began to train.
 """
 
 import json
 import math
-import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from errors import LOST
 from runtime import signals
-from runtime.log.events import append_event, changes_data_stage, read_events
+from runtime.files import machine_lock, write_or_warn
+from runtime.log.events import append_event, read_events
 from runtime.log.log_lines import content, is_count, json_object
-from runtime.messages import LOST, log
+
+LOCK_SECONDS = 5.0  # to wait for another process, which may be stopped, to record the same end
+
+
+def end_start(
+    folder: Path, start: Mapping[str, Any], state: str, step: int, reason: str, **about: Any
+) -> dict[str, Any] | None:
+    """Record the end of a start, unless it has one: of one start, there is never a second. Every
+    process that may know how a start ended calls it: rank 0, its monitor, the launcher, the next
+    start.
+
+    start: its event.
+
+    Returns: the event; None if there was one.
+    """
+    with machine_lock("end", folder, LOCK_SECONDS):
+        # not by `began`: processes that were forked from the same began at the same time
+        own = next((one for one in starts_of(folder) if one["time"] == start["time"]), None)
+        if own is not None and own["ended"]:  # without `own`, its event could not be written
+            return None
+        return append_event(folder, "end", state=state, step=step, reason=reason, **about)
+
+
+def record_failure(folder: Path, reason: str, launched: float | None = None) -> str:
+    """Record the launcher's reason for a failed start, and return the reason that is recorded in
+    the end. A reason that rank 0 has written is kept, unless it is only a lost connection.
+
+    launched: when the ranks were started (time.time); None: with this process.
+    """
+    if launched is None:
+        launched = time.time() - (time.monotonic() - signals.STARTED)
+    launched, starts = launched - 1, starts_of(folder)
+    own = [one for one in starts if one["time"] >= launched]
+    if own:
+        end_start(folder, own[0], "failed", own[0]["step"], reason)
+    elif not starts or starts[-1]["ended_at"] < launched:
+        return reason  # it failed before it wrote anything
+    if own[1:]:
+        return reason  # the next one has begun, and status.json is about that
+    status = read_status(folder)
+    theirs = status.get("reason", "")
+    if status and LOST not in theirs:
+        return theirs
+    write_status(folder, "failed", status.get("step", starts[-1]["step"]), reason)
+    return reason
+
+
+def record_missing_end(folder: Path) -> list[str]:
+    """If the previous start recorded no end, record that as an event; called by the next start.
+    Returns at most one line for the log."""
+    last = next(reversed(starts_of(folder)), None)
+    if last is None or last["ended"]:
+        return []
+    reason = "it recorded no end, so it was killed or its machine died (noted by the next start)"
+    end_start(folder, last, "failed", last["step"], reason, noted_later=True)
+    return [
+        f"the previous start was last recorded at step {last['step']}: {reason.partition(' (')[0]}"
+    ]
+
+
+def starts_of(folder: Path) -> list[dict[str, Any]]:
+    """The starts in events.jsonl: the time of its event, its last recorded step, whether its end
+    is recorded, and when an end was recorded after it last (also by a start that failed before its
+    first step, and so has no event of its own)."""
+    found: list[dict[str, Any]] = []
+    for event in read_events(folder):
+        kind = event["event"]
+        if kind == "start":
+            found.append({"time": event["time"], "ended": False, "ended_at": -math.inf})
+        elif kind == "end":
+            found = found or [{"time": -math.inf, "step": event["step"]}]
+            found[-1]["ended"] = True
+            found[-1]["ended_at"] = -math.inf if event.get("noted_later") else event["time"]
+        if found and kind in ("start", "spent", "rollback"):
+            found[-1]["step"] = event["step"]
+    return found
 
 
 def write_status(folder: Path, state: str, step: int, reason: str, **about: Any) -> None:
-    """Record how this start ended, in status.json and as an event; called by only one process."""
-    append_event(folder, "end", state=state, step=step, reason=reason)
+    """Replace status.json."""
     status = {"state": state, "step": step, "reason": reason, **about}
-    write_whole(folder / "status.json", json.dumps(status) + "\n")
+    write_or_warn(folder / "status.json", json.dumps(status) + "\n")
 
 
 def read_status(folder: Path) -> dict[str, Any]:
@@ -44,67 +118,3 @@ def read_status(folder: Path) -> dict[str, Any]:
     texts = (status.get("state"), status.get("reason"))
     is_whole = is_count(status.get("step")) and all(isinstance(text, str) for text in texts)
     return status if is_whole else {}
-
-
-def record_failure(folder: Path, reason: str) -> str:
-    """Record the launcher's reason for a failed start, and return the reason that is recorded in
-    the end. A reason that rank 0 has written is kept, unless it is only a lost connection."""
-    last = _last_start(folder)
-    launched = time.time() - (time.monotonic() - signals.STARTED)
-    if last is None or max(last["began"], last["ended_at"]) < launched - 1:
-        return reason  # this start failed before it wrote anything
-    status = read_status(folder)
-    theirs = status.get("reason", "")
-    if status and LOST not in theirs:
-        return theirs
-    write_status(folder, "failed", status.get("step", last["step"]), reason)
-    return reason
-
-
-def record_failed_start(folder: Path, reason: str) -> None:
-    """Record that this start failed before its first step."""
-    last = _last_start(folder)
-    _note_missing_end(folder, last)
-    write_status(folder, "failed", last["step"] if last else 0, reason)
-
-
-def record_missing_end(folder: Path) -> list[str]:
-    """If the previous start recorded no end, record that as an event; called at the next start.
-    Returns at most one line for the log."""
-    return _note_missing_end(folder, _last_start(folder))
-
-
-def _note_missing_end(folder: Path, last: dict[str, Any] | None) -> list[str]:
-    if last is None or last["ended"]:
-        return []
-    reason = "it recorded no end, so it was killed or its machine died (noted by the next start)"
-    append_event(folder, "end", state="failed", step=last["step"], reason=reason, noted_later=True)
-    return [
-        f"the previous start was last recorded at step {last['step']}: {reason.partition(' (')[0]}"
-    ]
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file atomically; log a warning if that fails."""
-    try:
-        path.with_suffix(".partial").write_text(text, encoding="utf-8")
-        os.replace(path.with_suffix(".partial"), path)
-    except OSError as failure:
-        log(f"warning: {path} cannot be written: {failure}")
-
-
-def _last_start(folder: Path) -> dict[str, Any] | None:
-    """Return from events.jsonl when the last start began, its last recorded step, whether it
-    recorded its end, and when a start did so last; None if there is neither a start nor an end."""
-    last: dict[str, Any] | None = None
-    ended_at = -math.inf
-    for event in read_events(folder):
-        if event["event"] == "start":
-            last = {"began": event["began"], "step": event["step"], "ended": False}
-        elif event["event"] == "end":  # also of a start that failed before its first step
-            last = last or {"began": -math.inf, "step": event["step"]}
-            last["ended"] = not changes_data_stage(event)
-            ended_at = ended_at if event.get("noted_later") else event["time"]
-        elif last is not None and event["event"] in ("spent", "rollback"):
-            last["step"] = event["step"]
-    return last and last | {"ended_at": ended_at}

@@ -1,6 +1,6 @@
 """What a run writes about itself.
 
-metrics.py         the measurements of each logged step, and how a run ended
+metrics.py         the measurements of each logged step
 trackers.py        writes them to metrics.jsonl, console, wandb, TensorBoard
 tracker.py         the interface of one such place
 wandb_tracker.py   Weights & Biases

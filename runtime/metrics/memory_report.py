@@ -8,8 +8,8 @@
 
     on torch.OutOfMemoryError  each rank that raises it writes a report of the current step; then
                                the error ends the run as usual
-    file SNAPSHOT in run.dir   the ranks of run.profile_ranks write a report, within a second and a
-                               step; again whenever the file is touched again
+    file SNAPSHOT in run.dir   the ranks of run.profile_ranks write a report, within a second and
+                               two steps (stop.py)
 
 Weights, gradients and moments are counted where the model, FSDP and the optimizer keep them.
 Everything else that the allocator has given out, mostly activations, is reported as one number; on
@@ -22,7 +22,6 @@ import json
 import os
 import resource
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEI
 from parallel.placement import local_part
 from runtime.listener import Listener, Run
 from runtime.messages import log
-from runtime.stop import LOOK_SECONDS
 from training.step import TrainStep
 
 RECORDED = 100_000  # allocations in the memory history
@@ -55,32 +53,25 @@ class MemoryReports(Listener):
     def __init__(self, train: TrainStep, step: int) -> None:
         self.train, self.step = train, step
         run = train.config.run
-        self.folder, self.request = Path(run.dir) / "memory", Path(run.dir) / "SNAPSHOT"
+        self.folder = Path(run.dir) / "memory"
         self.records = run.memory_history and train.mesh.device == "cuda"
         self.answers = dist.get_rank() in run.profile_ranks
-        # a request from before this start is ignored
-        self._answered = _touched(self.request)
-        self._looks_next = 0.0
 
     def after_step(self, run: Run) -> None:
-        self.step = step = run.step
-        if self.answers and time.monotonic() >= self._looks_next:
-            self._looks_next = time.monotonic() + LOOK_SECONDS
-            asked = _touched(self.request)
-            if asked not in (None, self._answered):
-                self.write(step, f"requested after step {step}")
-            self._answered = asked
+        self.step = run.step
+        if "SNAPSHOT" in run.stop.agreed_files:
+            if self.answers:
+                self.write(run.step, f"requested after step {run.step}")
+            run.stop.done("SNAPSHOT")
 
-    def __enter__(self) -> "MemoryReports":
+    def begins(self, run: Run) -> None:
         if self.records:
             torch.cuda.memory._record_memory_history(max_entries=RECORDED, stacks="python")
-        return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def closes(self, run: Run, error: BaseException | None) -> None:
         if isinstance(error, torch.OutOfMemoryError):
-            self.write(
-                self.step + 1, f"out of memory in step {self.step + 1}: {str(error).strip()}"
-            )
+            step = self.step + 1
+            self.write(step, f"out of memory in step {step}: {str(error).strip()}")
         if self.records:
             torch.cuda.memory._record_memory_history(enabled=None)
 
@@ -230,11 +221,3 @@ def table(
             f"{name:<28}{held_now:>18}{f'{then / MB:,.3f} MB' if plan else '':>18}".rstrip()
         )
     return lines
-
-
-def _touched(path: Path) -> int | None:
-    """The modification time of a file, in nanoseconds; None if it does not exist."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return None

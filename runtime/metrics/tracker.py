@@ -14,6 +14,10 @@ class Tracker:
     def log(self, record: Record) -> None:
         raise NotImplementedError
 
+    def committed(self, event: dict[str, Any]) -> None:
+        """A checkpoint was committed; `event` is that of the save. Called at the next logged step,
+        by the main thread: the thread that saves must not wait for a tracker."""
+
     def went_back(self, step: int, reached: int) -> None:
         """The run was at step `reached` and continues from `step`; the steps between come again."""
 

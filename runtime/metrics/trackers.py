@@ -14,11 +14,12 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runtime.files import write_whole
 from runtime.log.log_lines import is_record, whole_lines
 from runtime.messages import log
 from runtime.metrics.tracker import Record, Tracker, scalars
@@ -49,14 +50,21 @@ class Trackers:
                 "TensorBoard", lambda: add(TensorBoard(folder, step, dump_config(config)))
             )
 
-    def log(self, record: Record) -> None:
+    def log(self, record: Record, commits: Sequence[dict[str, Any]] = ()) -> None:
+        """Log a step, and the saves that were committed since the last call."""
         self._each(lambda tracker: tracker.log(record))
+        self._committed(commits)
 
     def went_back(self, step: int, reached: int) -> None:
         self._each(lambda tracker: tracker.went_back(step, reached))
 
-    def close(self, failed: bool) -> None:
+    def close(self, failed: bool, commits: Sequence[dict[str, Any]] = ()) -> None:
+        self._committed(commits)
         self._each(lambda tracker: tracker.close(failed))
+
+    def _committed(self, commits: Sequence[dict[str, Any]]) -> None:
+        for event in commits:
+            self._each(lambda tracker, event=event: tracker.committed(event))  # type: ignore[misc]
 
     def _each(self, action: Callable[[Tracker], None]) -> None:
         for tracker in list(self.trackers):
@@ -125,8 +133,7 @@ class JsonLines(Tracker):
         """Drop odd lines and those after `step`; return the last step before dropping."""
         records = whole_lines(self.path, self.path.read_bytes(), is_record)
         kept = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
-        self.path.with_suffix(".partial").write_text("".join(kept), encoding="utf-8")
-        os.replace(self.path.with_suffix(".partial"), self.path)
+        write_whole(self.path, "".join(kept))
         return max([step, *(record["step"] for record in records)])
 
     def _try(self, action: Callable[[], Any]) -> None:

@@ -2,15 +2,14 @@
 
 import contextlib
 import json
-import os
 import secrets
 import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runtime.log.events import is_whole_event
-from runtime.log.log_lines import Follower, is_count, json_object
+from runtime.files import write_whole
+from runtime.log.log_lines import is_count, json_object
 from runtime.messages import log
 from runtime.metrics.tracker import Record, Tracker, scalars
 from settings.config import Config
@@ -31,9 +30,7 @@ class WandB(Tracker):
     missing. The step counts of an offline run's folders do not overlap, so that
     `wandb sync RUN/wandb/offline-run-*` merges them into one run.
 
-    Checkpoints become artifacts that refer to their folders; nothing of them is read or sent. The
-    main thread finds new checkpoints in events.jsonl at each logged step, because the thread that
-    saves must not wait for wandb.
+    Checkpoints become artifacts that refer to their folders; nothing of them is read or sent.
 
     Args:
         step: the step from which this start begins.
@@ -55,44 +52,39 @@ class WandB(Tracker):
         repeated: Any = known.get("repeated")
         self.repeated: int = repeated if is_count(repeated) else 0
         self.went_back(step, reached)
-        self.events = Follower(self.folder / "events.jsonl", is_whole_event, tail=0)
-        self.events.read()  # from now on
         self.start, self.restarted = partial(self._start, config, system), False
         self.run = self.start()
 
     def _start(self, config: Config, system: dict[str, Any]) -> Any:
-        def start(mode: str) -> Any:
-            run = self.wandb.init(
-                project=config.run.wandb_project,
-                name=self.folder.name,
-                id=self.id,
-                resume="allow",
-                dir=str(self.folder),
-                mode=mode,
-                config={**settings_of(config), "system": system},
-                allow_val_change=True,
-                settings=self.wandb.Settings(
-                    silent=True,
-                    reinit="create_new",
-                    init_timeout=START_SECONDS,
-                    finish_timeout=FINISH_SECONDS,
-                    x_transaction_log_flush_interval=1.0,
-                ),
-            )
-            run.define_metric("step", hidden=True)
-            run.define_metric("*", step_metric="step")
-            return run
-
+        init = partial(
+            self.wandb.init,
+            project=config.run.wandb_project,
+            name=self.folder.name,
+            id=self.id,
+            resume="allow",
+            dir=str(self.folder),
+            config={**settings_of(config), "system": system},
+            allow_val_change=True,
+            settings=self.wandb.Settings(
+                silent=True,
+                reinit="create_new",
+                init_timeout=START_SECONDS,
+                finish_timeout=FINISH_SECONDS,
+                x_transaction_log_flush_interval=1.0,
+            ),
+        )
         try:
-            return start(config.run.wandb)
+            run = init(mode=config.run.wandb)
         except self.wandb.Error as error:  # no key, a wrong one, no network
             if config.run.wandb == "offline":
                 raise
             self.wandb.teardown()  # else its process holds this id, and refuses it a second time
-            run = start("offline")
+            run = init(mode="offline")
             folders = shlex.quote(str(self.folder / "wandb")) + "/offline-run-*"
             log(f"warning: wandb cannot go online; to upload later: wandb sync {folders} ({error})")
-            return run
+        run.define_metric("step", hidden=True)
+        run.define_metric("*", step_metric="step")
+        return run
 
     def log(self, record: Record) -> None:
         known = scalars(record)
@@ -108,15 +100,12 @@ class WandB(Tracker):
                 self.wandb.teardown()
             self.run = self.start()
             self.run.log(known, step=step, commit=True)
-        self._refer_to_checkpoints()
 
     def went_back(self, step: int, reached: int) -> None:
         self.repeated += reached - step
         path = self.folder / "wandb-run.json"
         try:
-            text = json.dumps({"id": self.id, "repeated": self.repeated})
-            path.with_suffix(".partial").write_text(text + "\n")
-            os.replace(path.with_suffix(".partial"), path)
+            write_whole(path, json.dumps({"id": self.id, "repeated": self.repeated}) + "\n")
         except OSError as error:
             log(
                 f"warning: {path} cannot be written, so the next start may not continue this wandb "
@@ -124,22 +113,18 @@ class WandB(Tracker):
             )
 
     def close(self, failed: bool) -> None:
-        self._refer_to_checkpoints()
         self.run.finish(exit_code=int(failed))
 
-    def _refer_to_checkpoints(self) -> None:
-        """Log an artifact for each checkpoint that was committed since the last call."""
-        for event in self.events.read():
-            if event["event"] != "checkpoint" or "failed" in event:
-                continue
-            path = self.folder / "checkpoints" / f"step-{event['step']:08d}"
-            if path.is_dir():
-                about = {name: event[name] for name in ("step", "bytes", "write_seconds")}
-                name = f"checkpoint-{self.id}"
-                artifact = self.wandb.Artifact(name, type="checkpoint", metadata=about)
-                # a checksum would read the whole checkpoint
-                artifact.add_reference(path.as_uri(), checksum=False)
-                self.run.log_artifact(artifact, aliases=["latest", path.name])
+    def committed(self, event: dict[str, Any]) -> None:
+        path = self.folder / "checkpoints" / f"step-{event['step']:08d}"
+        if path.is_dir():
+            about = {name: event[name] for name in ("step", "bytes", "write_seconds")}
+            artifact = self.wandb.Artifact(
+                f"checkpoint-{self.id}", type="checkpoint", metadata=about
+            )
+            # a checksum would read the whole checkpoint
+            artifact.add_reference(path.as_uri(), checksum=False)
+            self.run.log_artifact(artifact, aliases=["latest", path.name])
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -21,8 +21,6 @@ import socket
 from collections import Counter
 from typing import Any
 
-from runtime.log.events import changes_data_stage
-
 # Alarms that come in series: of those that are alike, at most one in so many seconds.
 SERIES_SECONDS = {"spike": 60.0, "checkpoint": 600.0, "after_commit": 3600.0, "slow_rank": 3600.0}
 ALWAYS = {"end", "died", "refused", "hang"}  # sent even if many others wait
@@ -50,8 +48,6 @@ SENT_IF_FAILED = {"checkpoint", "after_commit"}
 
 def is_alarm(event: dict[str, Any]) -> bool:
     kind = event["event"]
-    if changes_data_stage(event):
-        return False
     return kind in TEMPLATES and (kind not in SENT_IF_FAILED or "failed" in event)
 
 

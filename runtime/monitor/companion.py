@@ -35,7 +35,7 @@ from typing import IO, Any
 
 from errors import short
 from output import guard_output
-from runtime.log.events import append_event, changes_data_stage, is_whole_event, named_as_today
+from runtime.log.events import append_event, is_whole_event, named_as_today
 from runtime.log.log_lines import Follower, is_record
 from runtime.monitor.after_commit import Commands, progress
 from runtime.monitor.alarms import Series, alarm, is_alarm
@@ -238,8 +238,7 @@ class Companion:
 
     def _hear(self, found: dict[str, Any]) -> None:
         """Note an event that rank 0 has written, and send it if it is an alarm."""
-        is_whole = not changes_data_stage(found)
-        if found["event"] == "start" and is_whole:
+        if found["event"] == "start":
             self.past |= self.began or self.ended
             if self.commands is not None and not self.past:
                 self.commands.start()  # not before: the newest checkpoint may be damaged
@@ -252,7 +251,7 @@ class Companion:
             self._note(found)
             self._send(found)
         finally:  # not that which this start has noted of the one before (log/status.py)
-            self.ended |= found["event"] == "end" and is_whole and not found.get("noted_later")
+            self.ended |= found["event"] == "end" and not found.get("noted_later")
 
     def _read_records(self) -> None:
         """Note the last record. It is no news if the file was replaced, as at a start and after a

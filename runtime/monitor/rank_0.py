@@ -8,19 +8,14 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from errors import UserError
+from runtime.files import write_or_warn
 from runtime.listener import Listener, Run
-from runtime.log.status import (
-    read_status,
-    record_failed_start,
-    write_status,
-    write_whole,
-)
-from runtime.messages import describe, log
-from runtime.metrics.metrics import Metrics
+from runtime.log.status import read_status
+from runtime.messages import log
 from runtime.monitor.after_commit import progress
 from runtime.monitor.check import on_event
 from runtime.monitor.companion import (
@@ -56,7 +51,7 @@ class Companion:
         keys = (config.run.on_event, config.run.prometheus, config.checkpoint.after_commit)
         self.is_rank_0 = dist.get_rank() == 0  # between two stages there is no process group
         self.is_wanted = self.is_rank_0 and any(keys)
-        self.metrics: Metrics | None = None  # of the stage that was built last: it records the end
+        self.has_trained = False
 
     def __enter__(self) -> "Companion":
         if not self.is_wanted:
@@ -89,10 +84,14 @@ class Companion:
         self.tell("start")
         return self
 
-    def follow(self, metrics: Metrics) -> None:
-        """Let `metrics`, which has recorded the start of a stage, tell what rank 0 does."""
-        self.metrics = metrics
-        metrics.is_busy = self.tell
+    def hear(self, line: dict[str, Any]) -> None:
+        """The sink of the run's log (log/run_log.py)."""
+        event = line.get("event", {})
+        if "busy" in line:
+            self.tell(line["busy"])
+        elif event.get("event") == "refused":
+            self.tell(REFUSED + event["reason"])
+        self.has_trained |= event.get("event") == "start"
 
     def tell(self, line: str) -> None:
         """Write a line to the pipe: what rank 0 does besides steps, by a cause of log/ledger.py
@@ -115,13 +114,9 @@ class Companion:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self.is_rank_0:
             return
-        try:
-            if error is not None:
-                self._record(error)
-        finally:
-            if self.process is not None and self.process.stdin is not None:
-                with contextlib.suppress(OSError):
-                    self.process.stdin.close()  # the companion sees the end of the pipe
+        if self.process is not None and self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()  # the companion sees the end of the pipe
         if self.process is None:
             return
         finished = error is None and read_status(self.folder).get("state") == "finished"
@@ -131,22 +126,8 @@ class Companion:
             if self.config.checkpoint.after_commit:
                 seconds += self.config.checkpoint.after_commit_minutes * 60
         self._wait(seconds)
-        if self.config.checkpoint.after_commit and self.metrics is not None:
+        if self.config.checkpoint.after_commit and self.has_trained:
             self._add_to_status(self.folder)
-
-    def _record(self, error: BaseException) -> None:
-        """Record an error outside of a stage's listeners, which record those inside. If this start
-        was refused, only an alarm says so."""
-        left = isinstance(error, SystemExit) and isinstance(error.code, str)  # with a last line
-        if not (left or isinstance(error, Exception)):
-            return
-        if self.metrics is None and isinstance(error, UserError):
-            self.tell(REFUSED + " ".join(str(error).split()))
-        elif self.metrics is None:
-            record_failed_start(self.folder, describe(error))
-        elif not self.metrics.has_ended:
-            error.add_note(f"after step {self.metrics.step}, outside of a step")
-            write_status(self.folder, "failed", self.metrics.step, describe(error))
 
     def _wait(self, seconds: float) -> None:
         """Wait for the companion: so long, but only briefly once a signal was received."""
@@ -166,22 +147,17 @@ class Companion:
             log(f"warning: checkpoint.after_commit has not succeeded for {about['pending']}")
         status = read_status(folder)
         if status:
-            write_whole(folder / "status.json", json.dumps(status | {"after_commit": about}) + "\n")
+            write_or_warn(
+                folder / "status.json", json.dumps(status | {"after_commit": about}) + "\n"
+            )
 
 
 class CompanionListener(Listener):
-    """Tells the companion when a stage begins its steps and has ended. Before every listener that
-    has an `__exit__`, so that its own is the last."""
+    """Warns if the companion has died."""
 
     def __init__(self, companion: Companion) -> None:
         self.companion = companion
 
-    def begins(self, run: Run) -> None:
-        self.companion.tell("")
-
     def after_step(self, run: Run) -> None:
         if run.is_due(run.config.run.log_interval):
             self.companion.check()
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.companion.tell("start")  # of the next stage, if any

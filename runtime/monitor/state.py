@@ -6,7 +6,6 @@ import time
 from collections import Counter, deque
 from typing import Any
 
-from runtime.log.events import changes_data_stage
 from runtime.log.ledger import Account
 from runtime.log.log_lines import is_number
 
@@ -34,13 +33,10 @@ class RunState:
 
     def note_event(self, event: dict[str, Any]) -> None:
         kind = event["event"]
-        self.events[kind] += not changes_data_stage(event)
-        if kind in ("start", "rollback", "spent"):
-            self.account.add(event)
+        self.events[kind] += 1
+        self.account.add(event)
         if kind == "start":
             self.state, self.slow, self.start_time = "running", {}, event["time"]
-        elif kind == "end" and changes_data_stage(event):
-            self.start_time = event["time"]
         elif kind == "end":
             self.state = str(event.get("state"))
         elif kind == "died":

@@ -30,7 +30,6 @@ from torch.profiler import ProfilerActivity, record_function
 from parallel.mesh import Mesh
 from runtime.listener import Listener, Run
 from runtime.messages import log
-from runtime.watchdog import Watchdog
 from settings.config import Config
 
 # The communicating methods of ProcessGroup. torch 2.11 has the old names, 2.13 has both.
@@ -45,8 +44,8 @@ COLLECTIVES = tuple(_NAMES.split())
 class StepProfile(Listener):
     """Profiles the configured steps; every rank has one, also those that are not profiled."""
 
-    def __init__(self, config: Config, mesh: Mesh, watchdog: Watchdog) -> None:
-        self.folder, self.mesh, self.watchdog = Path(config.run.dir) / "profile", mesh, watchdog
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.folder, self.mesh = Path(config.run.dir) / "profile", mesh
         self.steps = config.run.profiled_steps
         # the steps in which there is something to do, with the warm-up; empty once it is done
         self.window = (
@@ -62,7 +61,7 @@ class StepProfile(Listener):
         number = run.step + 1
         if number not in self.window:
             if self.since:
-                self._finish()  # the run was rolled back
+                self._finish(run)  # the run was rolled back
             return
         if self.is_chosen and self.profiler is None:
             self._prepare()
@@ -79,13 +78,13 @@ class StepProfile(Listener):
         self._range.__exit__(None, None, None)
         self._range = None
         if run.step == self.steps[-1]:
-            self._finish()
+            self._finish(run)
 
     def ends(self, run: Run) -> None:
         if self.since:  # stopped before the last profiled step
-            self._finish()
+            self._finish(run)
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def closes(self, run: Run, error: BaseException | None) -> None:
         self._marks.close()
 
     def _prepare(self) -> None:
@@ -109,13 +108,13 @@ class StepProfile(Listener):
             if self.mesh.device != "cuda":
                 self._marks.enter_context(marked_collectives(axes_of_groups(self.mesh)))
 
-    def _finish(self) -> None:
+    def _finish(self, run: Run) -> None:
         """Write the trace. The other ranks wait, with the watchdog paused, so that the writing is
         not mistaken for a hang."""
         profiler, first = self.profiler, self.since
         self.window, self.since, self.profiler = range(0), 0, None
         self._marks.close()
-        with self.watchdog.resting():
+        with run.watchdog.resting():
             if profiler is not None:
                 try:
                     profiler.stop_trace()

@@ -47,7 +47,6 @@ import torch.distributed as dist
 from errors import UserError
 from runtime.health.excluded import excluded_nodes, node_name
 from runtime.listener import Listener, Run
-from runtime.log.events import append_event
 from runtime.messages import log
 from runtime.signals import Signals
 from runtime.start.init import comes, fresh_store
@@ -186,8 +185,8 @@ class SparesEvent(Listener):
         self.spares = spares
 
     def begins(self, run: Run) -> None:
-        if self.spares and dist.get_rank() == 0:
-            append_event(run.config.run.dir, "spares", step=run.step, ranks=self.spares)
+        if self.spares:
+            run.log.event("spares", step=run.step, ranks=self.spares)
 
 
 def _say(

@@ -20,11 +20,7 @@ does before is not in it, but in `down` of the ledger.
 
 import time
 
-import torch.distributed as dist
-
-from runtime import signals
 from runtime.listener import Listener, Run
-from runtime.log.events import append_event
 
 # in order; the docstring says when each ends
 PARTS = (
@@ -43,16 +39,19 @@ class StartTimes(Listener):
     """Writes the seconds of each part on rank 0, after the first step. First in the list of
     listeners."""
 
+    def __init__(self) -> None:
+        self.since = 0.0
+
     def begins(self, run: Run) -> None:
+        self.since = run.log.busy_since  # the start of the process, or the end of a data stage
         mark("listeners")
 
     def after_step(self, run: Run) -> None:
         if not _ended:
             return  # not the first step
         mark("step")
-        seconds, last = {}, signals.STARTED if run.start.since is None else run.start.since
+        seconds, last = {}, self.since
         for part, when in _ended.items():
             seconds[part], last = when - last, when
         _ended.clear()
-        if dist.get_rank() == 0:
-            append_event(run.config.run.dir, "started", step=run.first_step, seconds=seconds)
+        run.log.event("started", step=run.first_step, seconds=seconds)

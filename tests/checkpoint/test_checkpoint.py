@@ -28,6 +28,7 @@ from runtime.checkpoint.manifest import MANIFEST, Damaged, Manifest, read_manife
 from runtime.checkpoint.save import Saver
 from runtime.checkpoint.verify import verify_checkpoint
 from runtime.log.events import read_events
+from runtime.log.run_log import RunLog
 from runtime.trainer_state import DataState
 from tests.planted import planted
 from tests.runs import (
@@ -288,7 +289,7 @@ def saved_while_training(config_path: str) -> tuple[bool, float]:
         return honest(*about)
 
     with later(), Lease(train.config.run.dir, "cpu") as lease:
-        saver = Saver(train, Path(__file__), lease)
+        saver = Saver(train, Path(__file__), lease, RunLog(train.config))
         saver.save(1, 0, DataState(checksum="none", next_sample=0, skipped=[]))
         before = {name: tensor.to_local().clone() for name, tensor in saver.tensors.items()}
         train(1, tokens, tokens)

@@ -14,6 +14,7 @@ from proofs.ranks import Ranks
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.load import load
 from runtime.checkpoint.save import Saver
+from runtime.log.run_log import RunLog
 from runtime.trainer_state import DataState, Start, held_tensors
 from tests.planted import planted
 from tests.runs import (
@@ -240,7 +241,7 @@ def save_again(arguments: list[str], path: str) -> None:
     load(step, saved_start(Path(path)))
     tokenizer = next(Path(path).glob("tokenizer.*"))
     with Lease(step.config.run.dir, "cpu") as lease:
-        saver = Saver(step, tokenizer, lease)
+        saver = Saver(step, tokenizer, lease, RunLog(step.config))
         saver.save(4, 0, DataState(checksum="none", next_sample=0, skipped=[]))
         saver.close()
 

@@ -17,7 +17,6 @@ from unittest.mock import patch
 import pytest
 
 from proofs.ranks import Ranks
-from runtime import signals
 from runtime.checkpoint import save_interval
 from runtime.checkpoint.save_interval import MOST_SECONDS, SaveInterval, mtbf_of
 from runtime.listener import Run
@@ -28,7 +27,7 @@ from runtime.start.timing import StartTimes
 from settings.data_stages import data_stages
 from settings.load import load_config
 from tests import ROOT
-from tests.runs import LAYOUT_3D, losses, run, train_run, write_config
+from tests.runs import LAYOUT_3D, losses, run, run_log_of, train_run, write_config
 from tools import export
 
 OFTEN = mtbf_of(1.0, 1) / 400.0  # failures per day of a GPU: one in 400 s
@@ -41,7 +40,10 @@ def saves(
     overrides = [f"run.dir={folder}", "checkpoint.interval=auto"]
     overrides += [f"checkpoint.failures_per_gpu_day={rate}"]
     config = load_config("configs/laptop.yaml", overrides)
-    of: Any = SimpleNamespace(config=config, step=0, step_seconds=step_seconds, is_last=False)
+    of: Any = SimpleNamespace(
+        config=config, step=0, step_seconds=step_seconds, is_last=False, log=run_log_of(folder)
+    )
+    folder.mkdir(exist_ok=True)
     found = []
     with (
         patch.object(save_interval, "from_rank_0", lambda action, device: action()),
@@ -53,7 +55,7 @@ def saves(
             of.step += 1
             if interval.is_due(of):
                 found.append(of.step)
-                interval.saved(of.step, wait, dict(last))
+                interval.saved(of, wait, dict(last))
     return found
 
 
@@ -93,10 +95,14 @@ def test_the_first_save_does_not_count(tmp_path: Path) -> None:
     one, so at the second save the newest that is known is the first."""
     config = load_config("configs/laptop.yaml", ["checkpoint.interval=auto"])
     interval = SaveInterval(config, 0, 0, "cpu")
-    interval.saved(2, 9.0, {})
-    interval.saved(4, 0.5, {"step": 2, "stall_seconds": 9.0, "write_seconds": 30.0})
+    interval.saved(SimpleNamespace(step=2), 9.0, {})
+    interval.saved(
+        SimpleNamespace(step=4), 0.5, {"step": 2, "stall_seconds": 9.0, "write_seconds": 30.0}
+    )
     assert ([*interval.waits], [*interval.writes]) == ([0.5], [])
-    interval.saved(6, 0.25, {"step": 4, "stall_seconds": 0.5, "write_seconds": 1.0})
+    interval.saved(
+        SimpleNamespace(step=6), 0.25, {"step": 4, "stall_seconds": 0.5, "write_seconds": 1.0}
+    )
     assert ([*interval.waits], [*interval.writes]) == ([0.5, 0.5], [1.0])
 
 
@@ -116,7 +122,7 @@ def test_a_number_and_never(value: str, expected: list[int]) -> None:
     overrides = [f"checkpoint.interval={value}", "train.steps=10"]
     config = load_config("configs/laptop.yaml", overrides)
     start: Any = SimpleNamespace(step=0, state=SimpleNamespace(tokens=0))
-    of = Run(data_stages(config)[0], *[None] * 2, start)  # type: ignore[arg-type]
+    of = Run(data_stages(config)[0], *[None] * 2, start, *[None] * 3)  # type: ignore[arg-type]
     interval = SaveInterval(config, 0, 0, "cpu")
     found = []
     for of.step in range(1, 11):
@@ -193,13 +199,13 @@ def test_a_start_has_parts(decided: Path) -> None:
 def test_the_parts_of_a_start_add_up(tmp_path: Path) -> None:
     """A later stage begins where the one before ended, and a rollback to the first step writes no
     second event."""
-    clock, config = SimpleNamespace(now=100.0), SimpleNamespace(run=SimpleNamespace(dir=tmp_path))
+    clock, log = SimpleNamespace(now=100.0), run_log_of(tmp_path)
 
-    def stage(since: float | None, *before: str) -> None:
+    def stage(since: float, *before: str) -> None:
         """A start whose parts take a second each, and an hour of a stage, which repeats its first
         step."""
-        run: Any = SimpleNamespace(config=config, first_step=4)
-        run.start = SimpleNamespace(since=since)
+        log.busy_since = since
+        run: Any = SimpleNamespace(first_step=4, log=log)
         for part in before:
             clock.now += 1.0
             timing.mark(part)
@@ -213,11 +219,9 @@ def test_the_parts_of_a_start_add_up(tmp_path: Path) -> None:
 
     with (
         patch.object(timing.time, "monotonic", lambda: clock.now),
-        patch.object(signals, "STARTED", 90.0),
         patch.object(timing, "_ended", {}),
-        patch.object(timing.dist, "get_rank", lambda: 0),
     ):
-        stage(None, "import", "join")
+        stage(90.0, "import", "join")
         stage(clock.now, "build")
         with pytest.raises(AssertionError):
             timing.mark("unknown")

@@ -69,7 +69,7 @@ def transcript(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     with Receiver() as server:
         config = write_config(
             folder, data, model={"num_layers": 2}, train={"steps": 13},
-            guard={"max_bad_steps": 2, "examine": False},
+            guard={"max_bad_steps": 2, "examine": False, "slow_ranks": "none"},
             checkpoint={"interval": 2, "async_save": False},
             run={"on_event": server.url, "prometheus": str(text), "log_interval": 1},
         )  # fmt: skip
@@ -149,7 +149,7 @@ SAMPLES = {  # those of every start, each with the label `run`
 }
 KINDS = {  # of events, which are counted
     *("start", "started", "system", "spares", "memory", "spent", "checkpoint", "rollback"),
-    *("stage", "spike", "hang", "slow_rank", "suspicion", "end", "stalled", "resumed", "died"),
+    *("data_stage", "spike", "hang", "slow_rank", "suspicion", "end", "stalled", "resumed", "died"),
     *("refused", "after_commit", "job"),
 }
 VERDICTS = ("transient", "persistent", "reproducible", "not examined")

@@ -23,7 +23,7 @@ from runtime.health.excluded import exclude, excluded_nodes
 from runtime.health.straggler import Judge, median_of_others
 from runtime.log.events import read_events
 from tests import ROOT
-from tests.runs import LAYOUT_3D, metrics_of, run, status_of, train_run, write_config
+from tests.runs import LAYOUT_3D, metrics_of, run, run_log_of, status_of, train_run, write_config
 
 NOISE = ROOT / "tests/fixtures" / "product_times.json"
 PRODUCT_SECONDS, WAIT_SECONDS = 4e-3, 20e-3
@@ -217,7 +217,7 @@ def judged(folder: Path, after: float) -> list[tuple[int, list[str]]]:
     listener = slow_ranks.SlowRanks.__new__(slow_ranks.SlowRanks)
     listener.policy, listener.folder = "exclude", folder
     listener.nodes, listener.judge = ["n0", "n0", "n1", "n1"], Judge([0] * 4, 1.15)
-    listener.metrics = SimpleNamespace(noted={}, for_status={})  # type: ignore[assignment]
+    run: Any = SimpleNamespace(for_status={}, log=run_log_of(folder))
     listener.named, listener.excluded = {}, {}
     slow = {1: range(4, 21), 3: range(10, 13)}
     with (
@@ -227,7 +227,7 @@ def judged(folder: Path, after: float) -> list[tuple[int, list[str]]]:
         for step in range(1, 31):
             clock[0], listener._posted_at = float(step), step
             times = [1.3 if step in slow.get(rank, ()) else 1.0 for rank in range(4)]
-            listener._report(*listener.judge.add(step, times))
+            listener._report(run, *listener.judge.add(step, times))
             now = [*excluded_nodes(folder)]
             seen += [(step, now)] if not seen or seen[-1][1] != now else []
     return seen

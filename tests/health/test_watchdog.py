@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import runtime.watchdog
 from proofs.ranks import RankError, Ranks
 from runtime.log.events import read_events
+from runtime.log.run_log import RunLog
 from runtime.watchdog import Watchdog, innermost_line, where_it_waits
 from settings.load import load_config
 from tests.planted import planted
@@ -97,7 +99,7 @@ def test_the_clock_rests_and_is_patient(data: Path, tmp_path: Path) -> None:
         patch.object(runtime.watchdog, "LOOK_SECONDS", 0.01),
         patch.object(runtime.watchdog, "time", SimpleNamespace(monotonic=monotonic)),
         patch.object(runtime.watchdog, "faulthandler", Mock()),
-        Watchdog(config) as watchdog,
+        closing(Watchdog(config, RunLog(config)).start()) as watchdog,
     ):
         watchdog.step_done(1, None)
         pass_seconds(1e6)
@@ -125,7 +127,8 @@ def test_the_clock_rests_and_is_patient(data: Path, tmp_path: Path) -> None:
 def sleep_in_c(config: str) -> None:
     """Hold Python's global lock, which stops all Python threads."""
     runtime.watchdog.GRACE_SECONDS = 0.1
-    with Watchdog(load_config(config, [])) as watchdog:
+    resolved = load_config(config, [])
+    with closing(Watchdog(resolved, RunLog(resolved)).start()) as watchdog:
         watchdog.step_done(1, 0.01)
         ctypes.PyDLL(None).sleep(1000)
 

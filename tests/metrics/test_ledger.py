@@ -1,13 +1,16 @@
 """The ledger says where a run's time went: every second once."""
 
+import json
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from runtime import signals
 from runtime.log.events import append_event, read_events
-from runtime.log.ledger import CAUSES, Ledger, account
+from runtime.log.ledger import CAUSES, account
+from tests.runs import run_log_of
 from tools.report import __main__ as report
 
 
@@ -36,27 +39,59 @@ def test_the_ledger_of_a_told_story() -> None:
     assert sum(expected.values()) == 138.0 - 100.0
 
 
+def test_an_older_runs_boundary_changes_no_sum(tmp_path: Path) -> None:
+    """Between two data stages, older versions wrote an end and a start of their own: to the digit,
+    the sums are those of the same run without them, which has no gap there. And they are neither a
+    start nor an end."""
+    lines = [
+        {"event": "start", "time": 0.0, "began": 100.0, "step": 0, "world_size": 2},
+        {"event": "spent", "time": 0.0, "step": 3, "seconds": {"start": 5.1, "steps": 2.3}},
+        {"event": "spent", "time": 0.0, "step": 4, "seconds": {"steps": 0.7, "end": 0.1}},
+        {"event": "end", "time": 0.0, "step": 4, "state": "requeue", "stage": 1},
+        {"event": "start", "time": 0.0, "began": 108.2, "step": 4, "world_size": 2, "stage": 1},
+        {"event": "spent", "time": 0.0, "step": 9, "seconds": {"start": 1.3, "steps": 3.9}},
+        {"event": "rollback", "time": 0.0, "step": 7},
+    ]
+
+    def told(chosen: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        (tmp_path / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in chosen))
+        return read_events(tmp_path)
+
+    old, new = told(lines), told([line for line in lines if "stage" not in line])
+    assert account(old) == account(new)
+    assert [e["event"] for e in old if e["event"] != "boundary"] == [e["event"] for e in new]
+    lines[4]["began"] += 1.5  # control: a gap is counted
+    assert account(told(lines))["down"] == pytest.approx(1.5)
+
+
 def test_the_ledger_counts_every_second_once(tmp_path: Path) -> None:
     clock = [1000.0]
     with (
         patch("runtime.log.ledger.time.monotonic", lambda: clock[0]),
         patch.object(signals, "STARTED", 990.0),
     ):
-        ledger = Ledger(tmp_path, 3, 8)
-        ledger.spent("start")
+        log = run_log_of(tmp_path)
+        log.start(3, 8)
+        log.busy("")
         clock[0] += 7
-        ledger.spent("steps", data_seconds=2.0)
-        ledger.write(5)
+        log.ledger.step_done(waited=2.0)
+        log.busy("saving")
+        clock[0] += 3
+        log.busy("")
+        log.write_spent()
         clock[0] += 1
-        ledger.spent("end")
-        ledger.write(5)
-    events = read_events(tmp_path)
-    assert [event.get("seconds") for event in events] == [
-        None,
-        {"start": 10.0, "steps": 5.0, "data": 2.0},
+        log.leave_stage()
+        clock[0] += 4
+        log.start(3, 8)  # a later stage of the data, which is no start
+        log.busy("")
+        log.write_spent()
+    start, *spent = read_events(tmp_path)
+    assert [event["seconds"] for event in spent] == [
+        {"start": 10.0, "steps": 5.0, "data": 2.0, "saving": 3.0},
         {"end": 1.0},
+        {"start": 4.0},
     ]
-    assert (events[0]["step"], events[0]["world_size"]) == (3, 8)
+    assert (start["step"], start["world_size"]) == (3, 8)
 
 
 def test_the_report_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,6 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,11 +14,10 @@ import pytest
 from proofs.ranks import Ranks
 from runtime.health import refusal
 from runtime.log import log_lines
-from runtime.log.events import append_event, is_whole_event, read_events
+from runtime.log.events import append_event, read_events
 from runtime.log.log_lines import Follower, is_record
 from runtime.log.status import read_status, record_failure, record_missing_end
 from runtime.metrics.trackers import JsonLines
-from runtime.metrics.wandb_tracker import WandB
 from runtime.monitor.alarms import is_alarm
 from runtime.monitor.companion import Companion
 from runtime.monitor.settings import Settings
@@ -91,19 +89,6 @@ def by_monitor(folder: Path) -> Any:
     return sent, state.state, state.account.seconds, state.record["step"], state.checkpoint["step"]
 
 
-def by_wandb(folder: Path) -> Any:
-    """The checkpoints that become artifacts."""
-    found: list[str] = []
-    tracker = WandB.__new__(WandB)
-    tracker.folder, tracker.id = folder, "x"
-    tracker.events = Follower(folder / "events.jsonl", is_whole_event)
-    artifact = SimpleNamespace(add_reference=lambda uri, checksum: found.append(uri[-13:]))
-    tracker.wandb = SimpleNamespace(Artifact=lambda *_, **about: artifact)
-    tracker.run = SimpleNamespace(log_artifact=lambda *_, **about: None)
-    tracker._refer_to_checkpoints()
-    return found
-
-
 def by_metrics(folder: Path) -> Any:
     """What a start from step 2 keeps of metrics.jsonl."""
     lines = JsonLines(folder, 2)
@@ -125,7 +110,6 @@ READERS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "the next start": (record_missing_end, FILES[:1]),
     "its metrics": (by_metrics, FILES[1:]),
     "its examinations": (lambda folder: refusal._did_not_end(folder, 3), FILES[:1]),
-    "its wandb": (by_wandb, FILES[:1]),
     "the monitor": (by_monitor, FILES),
     "the launcher": (by_launcher, FILES[:1]),
     "the report": (by_report, FILES),

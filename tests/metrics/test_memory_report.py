@@ -1,11 +1,9 @@
 """Memory reports: written when memory runs out and on request, and compared with the plan."""
 
-import contextlib
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock, patch
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 import tools.plan.__main__
 import train
 from parallel.pipeline.runner import PipelineRunner
-from runtime.metrics import memory_report
+from runtime import stop
 from runtime.metrics.memory_report import MemoryReports, table
 from settings.load import load_config
 from tests.planted import planted
@@ -84,11 +82,8 @@ def test_out_of_memory(ranks, data, tmp_path, capsys):
 
 
 def train_with_requests(arguments: list[str]) -> str:
-    """Train with a file SNAPSHOT that exists at the start and is touched in the third step."""
+    """Train with a file SNAPSHOT that appears in the third step."""
     request = Path(load_config(arguments[0], []).run.dir) / "SNAPSHOT"
-    request.parent.mkdir()
-    request.touch()
-    os.utime(request, ns=(1, 1))
 
     @planted(train.TrainStep, "__call__")
     def asking(call: Any, self: train.TrainStep, step: int, *batch: torch.Tensor) -> Any:
@@ -96,17 +91,19 @@ def train_with_requests(arguments: list[str]) -> str:
             request.touch()
         return call(self, step, *batch)
 
-    with asking(), patch.object(memory_report, "LOOK_SECONDS", 0.0):
+    with asking(), patch.object(stop, "LOOK_SECONDS", 0.0):
         return train_run(arguments)
 
 
 def test_on_request(ranks, data, tmp_path):
-    config = write_config(tmp_path, data, train={"steps": 5})
-    assert ranks.run(train_with_requests, 1, [config]) == [""]
+    """The ranks of run.profile_ranks answer, once; the file is removed."""
+    config = write_config(tmp_path, data, train={"steps": 6}, parallel={"dp_shard": 2})
+    assert ranks.run(train_with_requests, 2, [config]) == ["", ""]
+    assert not (tmp_path / "run" / "SNAPSHOT").exists()
     assert not (tmp_path / "run" / "profile").exists()
     numbers, report = sorted((tmp_path / "run" / "memory").iterdir())
-    assert (numbers.stem, report.name) == (report.stem, "step-00000003-rank-00000.txt")
-    assert "requested after step 3" in report.read_text()
+    assert (numbers.stem, report.name) == (report.stem, "step-00000005-rank-00000.txt")
+    assert "requested after step 5" in report.read_text()
     assert status_of(tmp_path)["state"] == "finished"
 
 
@@ -154,11 +151,11 @@ def report_of_a_gpu(folder: str) -> None:
     with (
         patch.multiple(torch.cuda, **{n: lambda a=a: a for n, a in answers.items()}),
         patch.multiple(torch.cuda.memory, **memory),
-        contextlib.suppress(torch.OutOfMemoryError),
-        MemoryReports(pretended, step=7),
     ):
+        reports, run = MemoryReports(pretended, step=7), cast(Any, None)
+        reports.begins(run)
         assert history.call_args.kwargs == {"max_entries": 100_000, "stacks": "python"}
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+        reports.closes(run, torch.OutOfMemoryError("CUDA out of memory."))
 
 
 def test_a_gpus_report(ranks, tmp_path):

@@ -13,14 +13,15 @@ from typing import Any
 import jinja2
 import pytest
 
+from errors import RunFailed
 from runtime.log.events import FIELDS, append_event, is_whole_event, read_events
 from runtime.log.ledger import account
-from runtime.log.status import read_status, record_failed_start, record_failure
+from runtime.log.status import read_status, record_failure
 from runtime.monitor.alarms import Series, alarm
 from runtime.monitor.prometheus import exposition
 from runtime.monitor.state import RunState
 from tests.metrics.report_page import Parsed, charts_of, written
-from tests.runs import evaluations, losses, run, write_config
+from tests.runs import evaluations, losses, run, run_log_of, write_config
 from tools.report import __main__ as report
 from tools.report.charts import BINS, NARROW, draw, picture_of_loss, thin
 from tools.report.ledger import measure
@@ -162,7 +163,8 @@ def test_a_failure_is_recorded_beside_a_status_that_is_none(new):
     for status in ("[]", '{"state": "failed", "step": null, "reason": []}', "[" * 100_000):
         (new / "status.json").write_text(status)
         assert record_failure(new, "rank 1 was killed") == "rank 1 was killed"
-        record_failed_start(new, "no data")
+        with pytest.raises(RunFailed), run_log_of(new):
+            raise RunFailed("no data")
         assert read_status(new)["reason"] == "no data"
 
 

@@ -15,15 +15,24 @@ import torch.distributed as dist
 import train
 from errors import UserError
 from proofs.ranks import Ranks
-from runtime import next_stage
 from runtime.log.events import read_events
-from runtime.log.status import record_failed_start, record_failure
-from runtime.messages import LOST
+from runtime.log.status import record_failure
+from runtime.messages import LOST, LostConnection
 from runtime.monitor import send
 from runtime.signals import Signals
 from tests.monitor.alert_helpers import FedCompanion, Receiver, wait_until
 from tests.planted import planted
-from tests.runs import contents, forked, losses, said_by, status, status_of, train_run, write_config
+from tests.runs import (
+    contents,
+    forked,
+    losses,
+    run_log_of,
+    said_by,
+    status,
+    status_of,
+    train_run,
+    write_config,
+)
 from tests.settings.stages import write_stages
 from tools import alarm
 
@@ -112,7 +121,7 @@ def without_the_others(config: str) -> None:
         dist.destroy_process_group()
         sys.exit("not all ranks joined")
 
-    with patch.object(next_stage, "join_again", alone):
+    with patch.object(train, "join_again", alone):
         train.main([config], Signals(speaks=True).listen())
 
 
@@ -168,7 +177,8 @@ LOST_AT_START = f"{LOST} while the run started"
 def test_the_launcher_names_the_rank_that_was_killed(tmp_path: Path) -> None:
     """Rank 0 knows only that it has lost a connection, also before the first step."""
     (tmp_path / "run").mkdir()
-    record_failed_start(tmp_path / "run", LOST_AT_START)
+    with pytest.raises(LostConnection), run_log_of(tmp_path / "run"):
+        raise LostConnection("gone")
     assert record_failure(tmp_path / "run", "rank 1 was killed") == "rank 1 was killed"
     found = status_of(tmp_path)
     assert (found["state"], found["reason"]) == ("failed", "rank 1 was killed")

@@ -114,7 +114,7 @@ def killed(where: str, step: int) -> Iterator[None]:
     targets: dict[str, tuple[Any, str]] = {
         "before the save": (Saver, "_copy"),
         "before the commit": (Saver, "_commit"),
-        "after the save": (train, "next_start"),
+        "after the save": (train, "join_again"),
         "the changeover": (init, "fresh_store"),
         "begun": (train, "build_listeners"),
     }

@@ -9,7 +9,6 @@ import pytest
 
 import train
 from proofs.ranks import Ranks
-from runtime import next_stage
 from runtime.checkpoint import saving
 from runtime.log.events import read_events
 from tests.data_samples import flip_a_bit
@@ -131,7 +130,7 @@ def run_with_request(arguments: list[str], request: str, folder: Path) -> tuple[
     then: a launcher that finds a rank killed there must not report a planned stop."""
     found = []
 
-    @planted(next_stage, "join_again")
+    @planted(train, "join_again")
     def requested(join: Any, signals: Any) -> None:
         found.append((folder / "run" / "status.json").exists())
         if request == "STOP":

@@ -118,7 +118,7 @@ def train_and_ask(
     before_it, counts = handled(), {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, LATTICE_STOP_FILE=f"{arguments[0]}.stop"))
-        stack.enter_context(patch.object(all_listeners, "StopRequests", Known))
+        stack.enter_context(patch.object(train, "StopRequests", Known))
         stack.enter_context(patch.object(stop, "LOOK_SECONDS", 0.0))
         stack.enter_context(patch.object(signals, "STARTED", signals.STARTED))
         stack.enter_context(patch.object(signals, "SAME_REQUEST_SECONDS", 1e9))
@@ -287,7 +287,7 @@ def lose_a_peer(arguments: list[str], folder: Path, where: str, call: int) -> No
             heard.touch()
 
         with (
-            patch.object(all_listeners, "StopRequests", Known),
+            patch.object(train, "StopRequests", Known),
             before(train.TrainStep, "__call__", 2, signalled),
         ):
             try:
@@ -314,19 +314,20 @@ def wait_for_a_silent_peer(arguments: list[str], folder: Path) -> None:
     seconds = {"PATIENCE_SECONDS": 1, "SAME_REQUEST_SECONDS": 0.1}
     with patch.multiple(signals, **seconds), Signals(speaks=False) as heard:
         try:
-            with StopRequests(load_config(arguments[0], []), heard) as requests:
+            requests = StopRequests(load_config(arguments[0], []), heard)
+            requests.open()
+            requests.agree()
+            while rank == 0:
                 requests.agree()
-                while rank == 0:
-                    requests.agree()
-                if rank == 2:
-                    dist.barrier(pair)
-                os.kill(pids[0], signal.SIGTERM)
-                while psutil.pid_exists(pids[0]):
-                    time.sleep(0.02)
-                while psutil.pid_exists(pids[2]):
-                    os.kill(pids[2], signal.SIGTERM)
-                    time.sleep(0.5)
-                os._exit(0)
+            if rank == 2:
+                dist.barrier(pair)
+            os.kill(pids[0], signal.SIGTERM)
+            while psutil.pid_exists(pids[0]):
+                time.sleep(0.02)
+            while psutil.pid_exists(pids[2]):
+                os.kill(pids[2], signal.SIGTERM)
+                time.sleep(0.5)
+            os._exit(0)
         except LostConnection as error:
             fail(error, heard)
 

@@ -137,13 +137,13 @@ def test_everything_is_as_before_afterwards() -> None:
                 garbage.begins(Mock())
                 assert not gc.isenabled()
                 assert gc.get_freeze_count() > 1000
-                garbage.__exit__(None, None, None)
+                garbage.closes(Mock(), None)
                 assert gc.isenabled()
                 assert bool(gc.get_freeze_count()) == already
             gc.disable()  # a user's choice
             garbage = GarbageCollection()
             garbage.begins(Mock())
-            garbage.__exit__(None, None, None)
+            garbage.closes(Mock(), None)
             assert not gc.isenabled()
     finally:
         gc.enable()

@@ -14,7 +14,6 @@ from collections import Counter
 from pathlib import Path
 
 from errors import UserError
-from runtime.log.events import changes_data_stage
 from tools.command import CommandParser, reports_errors, run_command, writes
 from tools.report.charts import picture_of_loss
 from tools.report.page import page
@@ -31,7 +30,7 @@ def ledger_lines(run: Run) -> list[str]:
         f"{MEANING[cause]:<22}{value:>12,.1f} s{value / max(total, 1e-9):>8.1%}"
         for cause, value in run.seconds.items()
     ]
-    happened = Counter(event["event"] for event in run.events if not changes_data_stage(event))
+    happened = Counter(event["event"] for event in run.events)
     failed = sum(event["event"] == "checkpoint" and "failed" in event for event in run.events)
     return [
         *lines,

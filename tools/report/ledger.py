@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.checkpoint.save_interval import best_interval, mtbf_of
-from runtime.log.events import changes_data_stage
 from runtime.log.ledger import account
 from tools.command import duration
 
@@ -109,16 +108,12 @@ def _restarts(events: list[dict[str, Any]]) -> list[float]:
     for event in events:
         kind = event["event"]
         if kind == "start":
-            goes_on = planned or changes_data_stage(event)
-            waiting = None if goes_on else last_time
+            waiting = None if planned else last_time
             if planned:  # the wait in a queue before it is no restart, even if it fails at once
                 last_time = event["began"]
             planned, runs = False, True
         elif kind == "end" and runs:  # else of a start that failed before its first step
-            planned = event.get("state") in ("requeue", "finished") and not changes_data_stage(
-                event
-            )
-            runs = changes_data_stage(event)
+            planned, runs = event.get("state") in ("requeue", "finished"), False
         elif kind == "spent" and waiting is not None and event["seconds"].get("start"):
             steps = sum(v for cause, v in event["seconds"].items() if cause != "start")
             found.append(max(0.0, event["time"] - steps - waiting))

@@ -4,7 +4,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hardware import FAILURES_PER_GPU_DAY
-from runtime.log.events import changes_data_stage
 from runtime.log.log_lines import is_number
 from runtime.monitor.alarms import words
 from runtime.start.timing import PARTS
@@ -29,7 +28,7 @@ MOST_ROWS = 200  # the most events shown: the newest ones
 MOST_STEPS = 20  # the most steps listed for skipped updates: the last ones
 MOST_STARTS = 20  # the newest ones
 # events shown in other parts of the page, or by what follows them
-ELSEWHERE = ("spent", "memory", "system", "started", "examining")
+ELSEWHERE = ("spent", "memory", "system", "started", "examining", "boundary")
 # entries that words() leaves out, and what they are called
 DETAILS = {
     "rollback": {"left_out": "samples left out (begin, end)"},
@@ -127,8 +126,7 @@ def events(run: Run) -> list[tuple[str, str, str, str]]:
     rows = []
     for event in sorted(run.events, key=lambda event: event["time"]):
         kind, is_saved = event["event"], "failed" not in event
-        # the event `data_stage` tells of it
-        if kind in ELSEWHERE or changes_data_stage(event) or (kind == "checkpoint" and is_saved):
+        if kind in ELSEWHERE or (kind == "checkpoint" and is_saved):
             continue
         step = f"{event['step']:,}" if is_number(event.get("step")) else ""
         known = DETAILS.get(kind, {}).items()
