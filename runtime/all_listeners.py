@@ -9,11 +9,10 @@ RunEnd              closes before Metrics, whose trackers may wait for their ser
 SlowRanks           next to Metrics: what the listeners below compute is not timed
 Watching            before all that may take longer than a step, and says so (Run.pause)
 MemoryReports       anywhere
-Evaluation, Tasks   before the record is written, to which they add
+Evaluation          before the record is written, to which it adds
 LeaseCheck          a displaced run ends here, and writes nothing below
 RecordWriter        writes the step's record
 Examination         knows of skipped updates; before those that react to them
-SparesEvent         anywhere
 Stopping            from here on, all ranks agree on stop and save requests
 Rollback            before Saving: a run that rolls back does not save
 Saving              knows of requests, bad steps and copies that differ
@@ -25,8 +24,7 @@ from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.rollback import Rollback
 from runtime.checkpoint.save import Saver
 from runtime.checkpoint.saving import LeaseCheck, Saving
-from runtime.evaluation.heldout import Evaluation
-from runtime.evaluation.listener import Tasks
+from runtime.evaluation.listener import Evaluation
 from runtime.garbage import GarbageCollection
 from runtime.health.examine import Examination
 from runtime.health.faults import Faults
@@ -39,7 +37,6 @@ from runtime.next_stage import DataStageBegins, RunEnd
 from runtime.profiling.profile import StepProfile
 from runtime.profiling.trace import StepTrace
 from runtime.start.checks import Data
-from runtime.start.elastic import SparesEvent
 from runtime.start.timing import StartTimes
 from settings.config import Config
 
@@ -75,18 +72,11 @@ class Stopping(Listener):
 
 
 def build_listeners(
-    run: Run,
-    whole: Config,
-    data: Data,
-    lease: Lease,
-    companion: Companion,
-    spares: dict[str, int],
+    run: Run, whole: Config, data: Data, lease: Lease, companion: Companion
 ) -> list[Listener]:
     """Build the listeners; every rank calls it, once the state of `run.start` has been loaded.
 
-    Args:
-        whole: the configuration of the whole run.
-        spares: node → number of spare ranks.
+    whole: the configuration of the whole run.
     """
     config, train, start, mesh = run.config, run.train, run.start, run.train.mesh
     number = run.data_stage.number
@@ -109,12 +99,12 @@ def build_listeners(
         *slow_ranks,
         Watching(),
         MemoryReports(train, start.step),
-        Evaluation(heldout_data, train_data.unigram_nats_per_token),
-        Tasks(config, train_data.tokenizer_path),
+        Evaluation(
+            config, heldout_data, train_data.unigram_nats_per_token, train_data.tokenizer_path
+        ),
         LeaseCheck(lease),
         RecordWriter(metrics),
         *([examination] if examination else []),
-        SparesEvent(spares),
         Stopping(),
         Rollback(whole, data.train, start, lease, saver),
         Saving(whole, saver, data.train, start.step, examination),

@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from runtime.health.verdicts import VERDICTS
+from runtime.log.events import VERDICTS
 from runtime.log.log_lines import is_number
 from runtime.monitor.alarms import TEMPLATES
 from runtime.monitor.settings import Settings

@@ -22,7 +22,7 @@ from parallel.axes import MeshSizes
 from proofs.parity.cases import Case
 from proofs.ranks import Ranks
 from runtime.checkpoint.save import Saver
-from runtime.health import examine, refusal
+from runtime.health import examine
 from runtime.health.compare import Computed, _is_rounding, compute, disputes
 from runtime.health.examine import Suspect, make_copies_equal
 from runtime.health.excluded import excluded_nodes
@@ -134,7 +134,7 @@ def run_with_suspicions(arguments: list[str]) -> str:
 
     with (
         broken(),
-        patch.object(refusal, "_lacking_bytes", lacking),
+        patch.object(examine, "_lacking_bytes", lacking),
         patch.object(examine, "PAUSE", 0),
     ):
         return train_run(arguments)
@@ -177,12 +177,12 @@ def test_the_verdict_on(suspected: dict[int, dict[str, Any]], name: str) -> None
 def test_a_step_that_ended_a_start_is_never_examined_again(tmp_path: Path) -> None:
     append_event(tmp_path, "examining", step=2, cause="a spike")
     for _ in range(2):  # it may end the next start again
-        assert refusal._did_not_end(tmp_path, 2)
+        assert examine._did_not_end(tmp_path, 2)
         append_event(tmp_path, "suspicion", step=2, verdict="not examined")
-    assert not refusal._did_not_end(tmp_path, 3)
+    assert not examine._did_not_end(tmp_path, 3)
     # control: an examination that has ended
     append_event(tmp_path, "suspicion", step=2, verdict="transient")
-    assert not refusal._did_not_end(tmp_path, 2)
+    assert not examine._did_not_end(tmp_path, 2)
 
 
 @planted(Saver, "_write")
