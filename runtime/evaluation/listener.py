@@ -10,7 +10,7 @@ import torch.distributed as dist
 from data.dataset import Mixture
 from data.loader import heldout_batches
 from runtime.evaluation.rows import log_likelihoods, measures, open_tasks
-from runtime.evaluation.scoring import PipelineScorer
+from runtime.evaluation.scoring import score_on_mesh
 from runtime.listener import Listener, Run
 from runtime.messages import log
 from settings.config import Config
@@ -51,7 +51,7 @@ class Evaluation(Listener):
                 run.found({"eval_loss": loss})
             if not self.rows:
                 return
-            of_rows = PipelineScorer(run.train, self.seq_len)(self.rows, goes_on)
+            of_rows = score_on_mesh(run.train, self.rows, self.seq_len, goes_on)
             if of_rows is None:
                 return
             for task, values in zip(self.tasks, log_likelihoods(self.tasks, of_rows), strict=True):

@@ -136,18 +136,14 @@ def training_ranks(
     nothing for a configuration without `parallel.layouts`.
 
     Args:
-        config: if it is wrong, or its layouts are, all ranks go on, and one reports it.
+        config: if it is wrong, all ranks go on, and one reports it.
         signals: those received so far.
         store: where all ranks find each other; None: torchrun's, if there is one.
     """
-    if isinstance(config, UserError):
-        return TrainingRanks(store)
-    try:
-        sizes = layout_sizes(config)
-    except UserError:
-        return TrainingRanks(store)
+    sizes = [] if isinstance(config, UserError) else layout_sizes(config)
     if not sizes or (store is None and "RANK" not in os.environ):
         return TrainingRanks(store)
+    assert isinstance(config, Config)
     _leave_if_signalled(signals)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_torchruns = store is None

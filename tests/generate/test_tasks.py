@@ -36,7 +36,7 @@ from runtime.evaluation.rows import (
     tokenize,
     windows,
 )
-from runtime.evaluation.scoring import PipelineScorer, lengths
+from runtime.evaluation.scoring import lengths, score_on_mesh
 from runtime.metrics.trackers import of_tasks as of_tasks_of
 from settings.precision import DTYPES
 from tests import ROOT
@@ -99,8 +99,8 @@ def scored(
         patch("runtime.evaluation.scoring.SHORTEST", 4),
         patch.dict(PIECE_BYTES, {"cpu": pieces * token_bytes} if pieces else {}),
     ):
-        score = PipelineScorer(make_step(case), SEQ_LEN)
-        return score(some_rows(case.vocab_size), lambda: next(done) < batches), most[0]
+        rows, step = some_rows(case.vocab_size), make_step(case)
+        return score_on_mesh(step, rows, SEQ_LEN, lambda: next(done) < batches), most[0]
 
 
 def expected(case: Case) -> list[float]:
