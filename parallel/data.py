@@ -81,9 +81,9 @@ class DataParallel(Protocol):
     def begin(self, stage: nn.Module) -> None:
         """Before a stage's first forward of a step or of an evaluation."""
 
-    def before_backward(self, stage: nn.Module, completes: bool, last: bool) -> None:
-        """Before a backward that `completes` the gradients of its micro-batch (else weight
-        gradients follow), and as the `last` one completes those of the step."""
+    def before_backward(self, stage: nn.Module, last: bool) -> None:
+        """Before a backward, which as the `last` one completes the gradients of the step. (One that
+        forms only input gradients leaves FSDP nothing to reduce.)"""
 
     def after_backward(self, stage: nn.Module, last: bool) -> None:
         """After a backward that completed the gradients of its micro-batch."""
@@ -126,18 +126,19 @@ class FSDPSwitches:
     def begin(self, module: nn.Module) -> None:
         assert isinstance(module, FSDPModule)
         module.set_is_last_backward(False)
-        self._reduce(module, self.reduce_each_microbatch)
         for unit in self._units(module):
+            # This also sets the all-reduce over replicas, which only the last backward runs: switch
+            # it off.
+            unit.set_requires_gradient_sync(self.reduce_each_microbatch, recurse=False)
+            unit.set_requires_all_reduce(False, recurse=False)
             unit.set_reshard_after_backward(self.reshard_weights, recurse=False)
             unit.set_reshard_after_forward(self.reshard_weights, recurse=False)
 
-    def before_backward(self, module: nn.Module, completes: bool, last: bool) -> None:
+    def before_backward(self, module: nn.Module, last: bool) -> None:
         # If none were the last, FSDP would keep every gradient for a later backward and the
         # optimizer would find none; `check_reduced` detects this.
         if last:
             self._complete(module)
-        elif self.reduce_each_microbatch:
-            self._reduce(module, completes)
 
     def after_backward(self, module: nn.Module, last: bool) -> None:
         pass  # FSDP's hooks have done it
@@ -149,8 +150,6 @@ class FSDPSwitches:
         assert isinstance(module, FSDPModule)
         if last:
             self._complete(module)
-        elif self.reduce_each_microbatch:
-            self._reduce(module, True)
         # torch.distributed.pipelining calls this private hook for the same purpose, in torch 2.11
         # and 2.13.
         module._get_fsdp_state()._root_post_backward_final_callback()
@@ -158,13 +157,6 @@ class FSDPSwitches:
     def end_evaluation(self, module: nn.Module) -> None:
         for unit in self._units(module):
             unit.reshard()
-
-    def _reduce(self, module: nn.Module, over_shards: bool) -> None:
-        for unit in self._units(module):
-            # This also sets the all-reduce over replicas, which only the last backward runs: switch
-            # it off.
-            unit.set_requires_gradient_sync(over_shards, recurse=False)
-            unit.set_requires_all_reduce(False, recurse=False)
 
     def _complete(self, module: nn.Module) -> None:
         assert isinstance(module, FSDPModule)

@@ -83,7 +83,7 @@ class WholeWeights:
         for weight in self._weights[stage]:
             weight.begin()
 
-    def before_backward(self, stage: nn.Module, completes: bool, last: bool) -> None:
+    def before_backward(self, stage: nn.Module, last: bool) -> None:
         pass
 
     def after_backward(self, stage: nn.Module, last: bool) -> None:

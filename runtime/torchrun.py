@@ -40,7 +40,7 @@ def end_torchrun(own: bool, has_spares: bool) -> None:
         return
     is_first, has_readers = os.environ["RANK"] == "0", own or has_spares
     if own or (is_first and has_readers):
-        _within(STORE_SECONDS, lambda: _leave_note(has_spares))
+        _within(STORE_SECONDS, _leave_note)
     stop_agent()
     if is_first and has_readers:  # this process may hold the store: they must be able to read it
         if own:  # which the others do when they have lost their connections
@@ -107,13 +107,14 @@ def runs_torchrun(command: list[str]) -> bool:
     return False
 
 
-def _leave_note(has_spares: bool) -> None:
+def _leave_note() -> None:
     store = dist.distributed_c10d._get_default_store()
     store.set(REFUSED, "")
-    if has_spares:  # which see the store without this start's prefixes
-        while isinstance(store, dist.PrefixStore):
-            store = store.underlying_store
-        store.set("leave", REFUSED)
+    # For spares, which see the store without this start's prefixes. Always: who is displaced
+    # (checkpoint/lease.py) does not know whether there are any.
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    store.set("leave", REFUSED)
 
 
 def _within(seconds: float, action: Callable[[], object]) -> None:

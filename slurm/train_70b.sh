@@ -53,8 +53,7 @@ preflight_seconds=${PREFLIGHT_SECONDS:-55}
 # module load cuda
 # └─────────────────────────────────────────────────────────────────────────────────────────────────
 
-max_restarts=3  # of all ranks, in place, when one fails: takes seconds, a requeue takes minutes
-max_fruitless=3 # after this many starts in a row without a new checkpoint, no more requeueing
+max_restarts=3 # of all ranks, in place, when one fails: takes seconds, a requeue takes minutes
 
 set -euo pipefail
 cd "$SLURM_SUBMIT_DIR" # $0 is a copy in Slurm's spool folder
@@ -121,38 +120,34 @@ ask_to_save() {
 # shellcheck disable=SC2317 # ask_to_save calls it
 last_resort() {
   trap 'exit' TERM
-  local now end
+  local now said end
   now=$(date +%s)
-  end=$(end_of_job "$now")
+  # When Slurm ends the job: as the controller says; if that says nothing, as a newer Slurm says when
+  # the job begins; or else the time of --signal above.
+  said=$(timeout 60 squeue --noheader --jobs "$job" --format %e) || said=''
+  said=$(date --date "$said" +%s) || said='' # it may be N/A; nothing is last midnight
+  for end in "$said" "${SLURM_JOB_END_TIME:-}" $((now + 300)); do
+    if [[ $end =~ ^[0-9]+$ && $end -gt $now ]]; then break; fi
+  done
   local before=$((end - now < 60 ? (end - now) / 2 : 30))
   while [ "$(date +%s)" -lt $((end - before)) ]; do sleep 1; done
   say "the ranks have not saved in time"
   go_on
 }
 
-# When Slurm ends the job, after $1 (both in seconds since 1970): as the controller says; if that says
-# nothing, as a newer Slurm says when the job begins; or else the time of --signal above.
-# shellcheck disable=SC2317 # last_resort calls it
-end_of_job() {
-  local end said
-  said=$(timeout 60 squeue --noheader --jobs "$job" --format %e) || said=''
-  if [ -n "$said" ]; then said=$(date --date "$said" +%s) || said=''; fi # it may say N/A
-  for end in "$said" "${SLURM_JOB_END_TIME:-}" $(($1 + 300)); do
-    if [[ $end =~ ^[0-9]+$ && $end -gt $1 ]]; then break; fi
-  done
-  echo "$end"
-}
-
 # --- on each node ---------------------------------------------------------------------------------
 
 inside=() # the container command
+here=()   # what runs a command in it on this node
 if [ -z "$container_image" ]; then
   python=${python:-.venv/bin/python}
 elif [[ $(srun --help) == *--container-image* ]]; then
   inside=(--container-image="$container_image" --container-mounts="$container_mounts"
     --container-workdir="$PWD")
+  here=(srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" --time=5 "${inside[@]}")
 else
   inside=(apptainer exec --nv --bind "$container_mounts" --pwd "$PWD" "$container_image")
+  here=("${inside[@]}")
 fi
 python=${python:-python3}
 
@@ -178,8 +173,7 @@ on_nodes() {
 
 # Tell a person that the job gives up, if run.on_event says how: no rank is left that could.
 alarm() {
-  (on_nodes --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" --time=5 -- \
-    "$python" -m tools.alarm "Slurm job $SLURM_JOB_ID.$restart $1" "${arguments[@]}") ||
+  "${here[@]}" "$python" -m tools.alarm "Slurm job $SLURM_JOB_ID.$restart $1" "${arguments[@]}" ||
     say "no alarm was sent"
 }
 
@@ -213,37 +207,30 @@ read -r nodes run_dir <<<"$answer"
 first_node=${nodes%%,*}
 num_nodes=$(tr ',' '\n' <<<"$nodes" | wc --lines)
 
-# --- requeueing -----------------------------------------------------------------------------------
+# --- what becomes of the job ----------------------------------------------------------------------
 
-newest_checkpoint() { cat "$run_dir/checkpoints/latest" 2>/dev/null || true; }
-newest_at_start=$(newest_checkpoint)
-fruitless=$run_dir/logs/$SLURM_JOB_ID.fruitless
-if [ "$restart" = 0 ]; then rm -f "$fruitless"; fi
-
-# Requeue the job, because the run has steps left. In an array, only the last job requeues itself; the
-# others leave the steps to the next one.
+# Do what tools/slurm_next.py decides from the run folder and, if it is given, the status with which
+# training ended. If it cannot be asked, requeue: only its count of fruitless starts is missing.
 go_on() {
-  if [ "${SLURM_ARRAY_TASK_ID:-}" != "${SLURM_ARRAY_TASK_MAX:-}" ]; then
-    say "the next job of the array continues the run"
-    return
-  fi
-  local count=0
-  if [ "$(newest_checkpoint)" = "$newest_at_start" ]; then
-    count=$(cat "$fruitless" 2>/dev/null) || true
-    if ! [[ $count =~ ^[0-9]+$ ]]; then count=0; fi
-    count=$((10#$count + 1))
-  fi
-  echo "$count" >"$fruitless" || say "cannot count starts without a checkpoint"
-  if [ "$count" -ge "$max_fruitless" ]; then
-    give_up "$count starts in a row made no checkpoint"
-    return
-  fi
-  say "requeues itself"
-  for pause in 5 20 60 120 0; do # the controller may be restarting
-    if scontrol requeue "$job"; then return; fi
-    sleep "$pause"
-  done
-  give_up "Slurm does not requeue it"
+  local answer next
+  answer=$(timeout 60 "${here[@]}" "$python" -m tools.slurm_next "$logs" "$@" \
+    ${min_nodes:+--elastic}) || answer="${1:-0} requeue: tools.slurm_next does not say what is next"
+  read -r status next <<<"$answer"
+  say "$next"
+  case $next in
+    finished) # cancel the remaining jobs of the array
+      if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
+        scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" || say "the array's other jobs are not cancelled"
+      fi ;;
+    refused:*) alarm "ends: the start was refused" ;;
+    'give up: '*) give_up "${next#*: }" ;;
+    requeue:*)
+      for pause in 5 20 60 120 0; do # the controller may be restarting
+        if scontrol requeue "$job"; then return; fi
+        sleep "$pause"
+      done
+      give_up "Slurm does not requeue it" ;;
+  esac
 }
 
 give_up() {
@@ -257,6 +244,7 @@ give_up() {
 logs=$run_dir/logs/$SLURM_JOB_ID.$restart
 export LATTICE_STOP_FILE=$logs/STOP
 mkdir -p "$logs"
+cp "$run_dir/checkpoints/latest" "$logs/newest" 2>/dev/null || true
 echo "$nodes" >"$logs/nodes"
 if [ -n "$stopping" ]; then go_on && exit "$status"; fi # USR1 came during the preflight
 
@@ -303,45 +291,8 @@ wait "$training" || status=$?
 if [ -n "$timer" ]; then kill "$timer" 2>/dev/null || true; fi
 while kill -0 "$follower" 2>/dev/null; do wait "$follower" || true; done
 
-# Whether the last start of a node's ranks was refused: the next one would be, too. They have stopped
-# torchrun (runtime/torchrun.py), or it had no restart left.
-refused() {
-  for file in "$logs"/*/*/attempt_*/refused; do
-    if [ -e "$file" ]; then return 0; fi
-  done
-  for log in "$logs"/*.log; do
-    if awk '/restart_count=/ { refused = 0 } /failed \(exitcode: 2\)/ { refused = 1 }
-      END { exit !refused }' "$log"; then return 0; fi
-  done
-  return 1
-}
-
 bash slurm/first_failure.sh "$logs" "/proc/$$/fd/1" || true
-state='' # of the run, as rank 0 wrote it; after a failure the file may be from an earlier start
-if [ -n "$min_nodes" ] && [ "$run_dir/status.json" -nt "$logs/nodes" ] && ! refused &&
-  grep -qE '"state": "(finished|requeue)"' "$run_dir/status.json"; then
-  status=0 # srun's status tells of nodes that died; the others have finished, or stopped as planned
-fi
-if [ "$status" = 0 ]; then
-  state=$(sed -n 's/.*"state": "\([a-z]*\)".*/\1/p' "$run_dir/status.json") || true
-  state=${state:-at an unknown point}
-fi
-say "torchrun ended with status $status${state:+, and the run is $state}"
-
-if [ -n "$terminated" ]; then
-  status=143
-elif [ "$status" != 0 ]; then
-  if refused; then
-    status=2 # the next start would be refused, too
-    alarm "ends: the start was refused"
-  else
-    go_on
-  fi
-elif [ "$state" = requeue ] && grep -q 'file STOP' "$run_dir/status.json"; then
-  say "a user created the file STOP: the run stays stopped until it is submitted again"
-elif [ "$state" != finished ]; then
-  go_on
-elif [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then # cancel the remaining jobs of the array
-  scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" || say "the array's other jobs were not cancelled"
-fi
+say "training ended with status $status"
+if [ -n "$terminated" ]; then exit 143; fi
+go_on "$status"
 exit "$status"

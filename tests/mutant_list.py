@@ -113,7 +113,8 @@ CHANGES: dict[str, list[Change]] = {
          "set_reshard_after_backward(False, recurse=False)"),
         ("self.reduce_each_microbatch = zero_stage >= 2",
          "self.reduce_each_microbatch = zero_stage > 2"),
-        ("self._reduce(module, completes)", "self._reduce(module, True)"),
+        ("unit.set_requires_all_reduce(False, recurse=False)",
+         "unit.set_requires_all_reduce(True, recurse=False)", "group"),
     ],
     "parallel/fsdp_units.py": [
         ("reduce_dtype=reduce_dtype, cast_forward_inputs",
@@ -178,8 +179,7 @@ CHANGES: dict[str, list[Change]] = {
          "if config.optimizer.pure_bfloat16 else compute", "dtype"),
     ],
     "settings/data_stages.py": [
-        ("before + -(-(value - tokens) // tokens_per_step)",
-         "before + (value - tokens) // tokens_per_step"),
+        ("begin - (tokens - value) // per_step", "begin + (value - tokens) // per_step"),
     ],
     "training/optimizers/__init__.py": [
         ("[decay if each.spec.group.decays else 0.0 for each in weights]",

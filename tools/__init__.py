@@ -10,6 +10,7 @@ Before a run      tokenizer, prepare     text → tokens → token shards
                   preflight              check that the nodes are fit
                   launch                 start a run on one machine, importing everything once
                   torchrun               torchrun, importing everything once on each node
+                  slurm_next             what becomes of a Slurm job (slurm/train_70b.sh asks)
 For editors       schema                 schema of configuration files, for completion and checks
 During and after  report, profile        a run as a page, its loss as a picture; a trace's summary
                   verify                 check that a checkpoint is intact

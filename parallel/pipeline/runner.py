@@ -116,7 +116,7 @@ class PipelineRunner:
         completes = kind is not BACKWARD_INPUT
         self._backwards_left[s] -= completes
         last = self._backwards_left[s] == 0
-        self.data.before_backward(self.stages[s], completes, last)
+        self.data.before_backward(self.stages[s], last)
         hidden, end = self._kept.pop((s, m))
         if completes:
             torch.autograd.backward(end, gradient)

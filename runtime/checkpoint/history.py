@@ -10,6 +10,7 @@ A checkpoint saved at a boundary ends one data stage and starts the next.
 import dataclasses
 from collections.abc import Sequence, Set
 from pathlib import Path
+from typing import Any
 
 from data.dataset import Mixture
 from data.earlier import Earlier
@@ -28,6 +29,7 @@ from settings.data_stages import (
 )
 
 FROM_WEIGHTS = "start a new run from its weights: checkpoint.load_weights_only"
+ORDER = ", which determines the order of samples"
 AS_STAGE = "declare the change as a data stage from the checkpoint's step on (`data_stages`)"
 
 
@@ -38,24 +40,13 @@ def check_history(
     last step, or another model, optimizer or seed. `data`: the training data of each."""
     stages = data_stages(config)
     last = stage_of(stages, max(0, trainer.step - 1))  # that of its last step
-    if trainer.optimizer != config.optimizer.name:
-        why = f"the checkpoint {path} has the state of optimizer.name={trainer.optimizer}"
-        remedy = f"use the checkpoint's value, or {FROM_WEIGHTS}"
-        raise UserError("optimizer.name", config.optimizer.name, why, remedy)
-    if trainer.seed != config.train.seed:
-        why = f"the checkpoint {path} was saved with train.seed={trainer.seed}, which determines "
-        why += "the order of samples"
-        remedy = f"use the checkpoint's value, or {FROM_WEIGHTS}"
-        raise UserError("train.seed", config.train.seed, why, remedy)
+    _require_same(path, "optimizer.name", trainer.optimizer, config.optimizer.name, FROM_WEIGHTS)
+    _require_same(path, "train.seed", trainer.seed, config.train.seed, FROM_WEIGHTS, why=ORDER)
     had = [*trainer.earlier, end_of(trainer)][: last.number + 1]
     for was, stage, read in zip(had, stages, data, strict=False):
-        seq_len = stage.config.train.seq_len
+        seq_len, remedies = stage.config.train.seq_len, (AS_STAGE, FROM_WEIGHTS)
         with in_data_stage(stage.number):
-            if was.seq_len != seq_len:
-                why = f"the checkpoint {path} was saved with train.seq_len={was.seq_len}, which "
-                why += "determines the order of samples"
-                remedy = f"use the checkpoint's value, {AS_STAGE}, or {FROM_WEIGHTS}"
-                raise UserError("train.seq_len", seq_len, why, remedy)
+            _require_same(path, "train.seq_len", was.seq_len, seq_len, *remedies, why=ORDER)
             check_state(was.data.model_dump(), read)
     with in_data_stage(last.number):
         check_model(path, trainer, last.config, FREE_MODEL_KEYS)
@@ -88,10 +79,8 @@ def _check_tokens(
         left = -(-(token - trainer.tokens) // (train.global_batch_size * train.seq_len))
         why = f"the checkpoint {path} had {trainer.tokens:,} tokens after step {trainer.step}, but "
         why += f"with this configuration it would be {counted:,}: train.global_batch_size changed"
-        remedy = (
-            f"declare the change as a data stage from step {trainer.step} on, with the earlier "
-        )
-        remedy += "value before it"
+        remedy = f"declare the change as a data stage from step {trainer.step} on, with the "
+        remedy += "earlier value before it"
         if number == now.number + 1 and left > 0:
             remedy += f"; or give from_step={trainer.step + left}"
         raise UserError(f"data_stages.{number}.{name}", token, why, remedy)
@@ -102,12 +91,18 @@ def check_model(path: Path, trainer: TrainerState, config: Config, free: Set[str
     # A field that did not exist when the checkpoint was written has its default value.
     saved = dataclasses.asdict(trainer.model_config_saved)
     for name, value in dataclasses.asdict(config.model).items():
-        if name not in free and saved.get(name) != value:
-            why = f"the checkpoint {path} has model.{name}={saved.get(name)!r}"
-            remedy = "use the checkpoint's value, or another checkpoint or run.dir"
+        if name not in free:
+            remedies = ["another checkpoint or run.dir"]
             if name in ROTATION_KEYS:
-                remedy += f", or {AS_STAGE}, or {FROM_WEIGHTS}"
-            raise UserError(f"model.{name}", value, why, remedy)
+                remedies += [AS_STAGE, FROM_WEIGHTS]
+            _require_same(path, f"model.{name}", saved.get(name), value, *remedies)
+
+
+def _require_same(path: Path, key: str, was: Any, now: Any, *remedies: str, why: str = "") -> None:
+    """Raise UserError if the checkpoint has another value of a key."""
+    if was != now:
+        remedy = ", or ".join(["use the checkpoint's value", *remedies])
+        raise UserError(key, now, f"the checkpoint {path} has {key}={was!r}{why}", remedy)
 
 
 def end_of(trainer: TrainerState) -> EarlierDataStage:

@@ -16,7 +16,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -41,20 +40,31 @@ class Damaged(Exception):
     """A checkpoint differs from what was saved; the message says how."""
 
 
-@dataclass(frozen=True)
-class Manifest:
-    files: dict[str, tuple[int, str]]  # name → bytes, sha256
-    # name → safetensors dtype ("F32"), global shape
-    tensors: dict[str, tuple[str, tuple[int, ...]]]
+Dtype = Literal["F64", "F32", "F16", "BF16"]  # as safetensors names them
+
+
+class File(NamedTuple):
+    bytes: Count
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class Stored(NamedTuple):
+    """A global tensor."""
+
+    dtype: Dtype
+    shape: Annotated[tuple[Count, ...], Field(strict=False, max_length=MAX_DIMS)]
+
+
+class Manifest(Strict):
+    files: dict[Name, File]
+    tensors: dict[Name, Stored]
 
     @property
     def num_bytes(self) -> int:
-        return sum(size for size, _ in self.files.values())
+        return sum(file.bytes for file in self.files.values())
 
 
-def fingerprint(
-    path: Path, advance: Callable[[int], object] = lambda size: None
-) -> tuple[int, str]:
+def fingerprint(path: Path, advance: Callable[[int], object] = lambda size: None) -> File:
     """Return a file's size in bytes and its sha256. `advance` is called with the number of bytes of
     each block read."""
     digest = hashlib.sha256()
@@ -62,38 +72,16 @@ def fingerprint(
         while block := file.read(HASHED_AT_ONCE):
             digest.update(block)
             advance(len(block))
-        return file.tell(), digest.hexdigest()
+        return File(file.tell(), digest.hexdigest())
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest durably; it must be the last file of a checkpoint."""
     content: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-    content["files"] = {
-        name: {"bytes": size, "sha256": sha} for name, (size, sha) in sorted(manifest.files.items())
-    }
-    content["tensors"] = {
-        name: {"dtype": dtype, "shape": shape}
-        for name, (dtype, shape) in sorted(manifest.tensors.items())
-    }
+    content["files"] = {name: each._asdict() for name, each in sorted(manifest.files.items())}
+    content["tensors"] = {name: each._asdict() for name, each in sorted(manifest.tensors.items())}
     content["sha256"] = _digest(content)
     write_durably(folder / MANIFEST, json.dumps(content, indent=1))
-
-
-class _File(Strict):
-    bytes: Count
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-
-
-class _Tensor(Strict):
-    dtype: Literal["F64", "F32", "F16", "BF16"]
-    shape: Annotated[list[Count], Field(max_length=MAX_DIMS)]
-
-
-class _Content(Strict):
-    format: str
-    version: int
-    files: dict[Name, _File]
-    tensors: dict[Name, _Tensor]
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -105,8 +93,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError
         content = load_json((folder / MANIFEST).read_text(encoding="utf-8"))
         said = content.pop("sha256")
-        format_and_version = content["format"], content["version"]
         digest = _digest(content)
+        format_and_version = content.pop("format"), content.pop("version")
     except (OSError, *ODD_JSON):
         raise Damaged(f"its {MANIFEST} is missing or unreadable") from None
     if format_and_version != (FORMAT, VERSION):
@@ -117,26 +105,22 @@ def read_manifest(folder: Path) -> Manifest:
     if said != digest:
         raise Damaged(f"its {MANIFEST} was changed (its sha256 differs)")
     try:
-        checked = _Content.model_validate(content)
+        manifest = Manifest.model_validate(content)
     except ValidationError as error:
         raise Damaged(f"its {MANIFEST} has invalid content ({first_problem(error)})") from None
-    for name in checked.files:
+    for name in manifest.files:
         if Path(name).name != name or name in (".", "..", MANIFEST):
             raise Damaged(f"its {MANIFEST} names {name!r}, which is not a file of this folder")
-    for name, tensor in checked.tensors.items():
+    for name, tensor in manifest.tensors.items():
         if math.prod(tensor.shape) >= MAX_NUMBERS:
             raise Damaged(f"its {MANIFEST} gives {name!r} the impossible shape {tensor.shape}")
     # The tensor reader would read every such file that it finds.
     strangers = {
         path.name for path in folder.iterdir() if path.name.endswith(TENSORS)
-    } - checked.files.keys()
+    } - manifest.files.keys()
     if strangers:
         raise Damaged(f"the file {sorted(strangers)[0]!r} does not belong to it")
-    files = {name: (file.bytes, file.sha256) for name, file in checked.files.items()}
-    return Manifest(
-        files,
-        {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in checked.tensors.items()},
-    )
+    return manifest
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:

@@ -49,7 +49,9 @@ from runtime.checkpoint.host_copies import host_copies
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.manifest import (
     Damaged,
+    Dtype,
     Manifest,
+    Stored,
     check_sizes,
     fingerprint,
     read_manifest,
@@ -74,7 +76,7 @@ from training.optimizers import state_bytes
 from training.step import TrainStep
 
 # the names that safetensors uses
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}
+DTYPES: dict[Any, Dtype] = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}
 
 
 class Saver:
@@ -217,12 +219,12 @@ class Saver:
         # device, and synchronize that.
         writer.per_thread_copy_ahead = 0
         self._agree(lambda: dcp.save(tensors, storage_writer=writer, process_group=self.group))
-        mine = {name: (DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+        mine = {name: Stored(DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
         point = self._agree(random_point)[0]
 
         def describe() -> tuple[Manifest, Counter[str]]:
             """What is in the files that this rank wrote, and what they cover."""
-            written, covered = Manifest({}, mine), Counter[str]()
+            written, covered = Manifest(files={}, tensors=mine), Counter[str]()
             # unlike glob, this raises if the folder is gone
             for path in partial.iterdir():
                 if path.name.startswith(f"shard-{dist.get_rank() + 1:05d}-"):
@@ -231,7 +233,7 @@ class Saver:
                     written.files[path.name] = fingerprint(path)
             return written, covered
 
-        manifest, covered = Manifest({}, {}), Counter[str]()
+        manifest, covered = Manifest(files={}, tensors={}), Counter[str]()
         for theirs, they_cover in self._agree(describe):
             manifest.files.update(theirs.files)
             manifest.tensors.update(theirs.tensors)

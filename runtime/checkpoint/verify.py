@@ -1,8 +1,8 @@
 """Verify a checkpoint: that it is what was saved, and that a run can go on from it.
 
-Every file's sha256 is compared, so what a manifest describes is what its save had checked. Whether
-the pieces in the files make up whole tensors is checked where it can go wrong, in the save, and for
-manifests that were not written by one. That reads only the files' headers.
+Every file's sha256 is compared, so what a manifest describes is what its save has checked. That the
+pieces in the files make up whole tensors is checked there, and again by tools.verify and on rank 0
+of a start, for manifests that no save has written: it takes only the files' headers.
 """
 
 from collections import Counter

@@ -166,7 +166,7 @@ def test_what_does_not_belong_together_is_refused(
     if signed:
         manifest = read_manifest(checkpoints[1])
         files = {file: fingerprint(copy / file) for file in manifest.files}
-        write_manifest(copy, Manifest(files, manifest.tensors))
+        write_manifest(copy, Manifest(files=files, tensors=manifest.tensors))
     assert run(checkpoints[0], copy, "--out", tmp_path / "out") == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

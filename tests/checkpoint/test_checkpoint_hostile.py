@@ -59,10 +59,10 @@ def hostile(folder: Path, manifest_of: Manifest, how: str, harm: Path) -> None:
         files["../outside.safetensors"] = files[victim.name]
     elif how == "an absurd shape":
         name = next(iter(tensors))
-        tensors[name] = tensors[name][0], (1 << 40, 1 << 20)
+        tensors[name] = manifest.Stored(tensors[name][0], (1 << 40, 1 << 20))
     elif how == "a negative shape":
         name = next(iter(tensors))
-        tensors[name] = tensors[name][0], (-1, -4)
+        tensors[name] = manifest.Stored(tensors[name][0], (-1, -4))
     elif how == "two files exchanged":
         first, second = (folder / name for name in shards[:2])
         content = first.read_bytes()
@@ -85,7 +85,7 @@ def hostile(folder: Path, manifest_of: Manifest, how: str, harm: Path) -> None:
         files[victim.name] = manifest.fingerprint(victim)
     elif how == "an endless shape":
         name = next(iter(tensors))
-        tensors[name] = tensors[name][0], (math.inf, 4)
+        tensors[name] = manifest.Stored(tensors[name][0], (math.inf, 4))
     elif how == "a header that is too long":
         victim.write_bytes((1 << 30).to_bytes(8, "little") + victim.read_bytes()[8:])
         files[victim.name] = manifest.fingerprint(victim)
@@ -97,8 +97,8 @@ def hostile(folder: Path, manifest_of: Manifest, how: str, harm: Path) -> None:
     else:
         assert how == "a piece outside of its tensor"
         name = next(name for name in load_file(victim))
-        tensors[name] = tensors[name][0], tuple(n // 2 for n in tensors[name][1])
-    write_manifest(folder, Manifest(files, tensors))
+        tensors[name] = manifest.Stored(tensors[name][0], tuple(n // 2 for n in tensors[name][1]))
+    write_manifest(folder, Manifest.model_construct(files=files, tensors=tensors))
 
 
 def refused_by_tools(checkpoint: Path, out: Path) -> list[str]:

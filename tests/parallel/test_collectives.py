@@ -122,8 +122,8 @@ def test_loss_talks_about_tokens_not_logits(ranks, tp):
 
 
 def one_step(case):
-    """The collectives of the second training step by axis, and the bytes of this rank's unsharded
-    weights by FSDP unit."""
+    """The collectives of the second training step by axis, the numbers in this rank's unsharded
+    weights by FSDP unit, and the dtypes of weights and moments between steps."""
     step = make_step(case)
     step(0, *rows_of(step))
     with Listener(step.mesh) as listener:
@@ -134,8 +134,9 @@ def one_step(case):
         units += [list(module.parameters()) for module in modules if module is not None]
         units += [[stage.norm.weight, stage.head.weight]] if stage.norm is not None else []
     axes = ("dp_replicate", "dp_shard", "tp", "pp", "world", "other")
-    sizes = [sum(p.numel() for p in unit) * DOUBLE for unit in units]
-    return {axis: listener.count(axis) for axis in axes}, sizes
+    sizes = [sum(p.numel() for p in unit) for unit in units]
+    kept = [*step.optimizer.state["exp_avg"], *(weight.sharded for weight in step.weights)]
+    return {axis: listener.count(axis) for axis in axes}, sizes, {t.dtype for t in kept}
 
 
 M = 2  # micro-batches
@@ -146,14 +147,16 @@ BACKWARDS = ("1f1b", "zb_h1")  # whole, and in two parts
 @pytest.mark.parametrize(
     ("unit", "schedule", "zero_stage"),
     thorough_but(
-        {("block", "1f1b", 1), ("block", "1f1b", 2), ("block", "1f1b", 3), ("stage", "zb_h1", 3)},
+        {("block", "1f1b", 1), ("block", "zb_h1", 2), ("block", "1f1b", 3), ("stage", "zb_h1", 3)},
         product(UNITS, BACKWARDS, (1, 2, 3)),
     ),
 )
 def test_zero_stage_is_what_the_table_says(ranks, unit, schedule, zero_stage):
     """A unit's weights are all-gathered and its gradients reduce-scattered as often per step as the
     table in parallel/data.py says. A backward split in two parts gathers and reduces as often as a
-    whole one. A stage as one unit moves the same bytes at once."""
+    whole one. A stage as one unit moves the same bytes at once. Of bfloat16 (here with zero_stage
+    3) weights are gathered, and gradients are summed in float32, as weights and moments are kept.
+    """
     case = Case(
         MeshSizes(dp_replicate=2, dp_shard=2),
         schedule=schedule,
@@ -161,18 +164,21 @@ def test_zero_stage_is_what_the_table_says(ranks, unit, schedule, zero_stage):
         fsdp_unit=unit,
         vocab_size=256,
         num_microbatches=M,
+        dtype="bfloat16" if zero_stage == 3 else "float64",
     )
+    compute, exact = (2, 4) if zero_stage == 3 else (DOUBLE, DOUBLE)  # bytes of a number
     number = UNITS[unit]
     gathers, scatters = {1: (1, 1), 2: (1, M), 3: (2 * M, M)}[zero_stage]
-    for axes, units in ranks.run(one_step, 4, case):
+    for axes, units, dtypes in ranks.run(one_step, 4, case):
         size = sum(units)
         assert len(units) == 4
+        assert dtypes == {torch.float32 if zero_stage == 3 else torch.float64}
         assert axes["dp_shard"] == {
-            "all_gather": (gathers * number, gathers * size),
-            "reduce_scatter": (scatters * number, scatters * size),
+            "all_gather": (gathers * number, gathers * size * compute),
+            "reduce_scatter": (scatters * number, scatters * size * exact),
         }
         # the sharded gradients, once per step
-        assert axes["dp_replicate"] == {"all_reduce": (number, size // 2)}
+        assert axes["dp_replicate"] == {"all_reduce": (number, size * exact // 2)}
         assert axes["tp"] == axes["pp"] == axes["other"] == {}
 
 
@@ -207,9 +213,9 @@ def beside_the_head(case):
 def test_zero_stage_0_only_reduces_gradients(ranks):
     """With whole replicas no weight is gathered, and gradients are all-reduced once per step."""
     case = Case(MeshSizes(pp=2, dp_replicate=2), zero_stage=0, num_microbatches=M)
-    for axes, units in ranks.run(one_step, 4, case):
+    for axes, units, _ in ranks.run(one_step, 4, case):
         assert axes["dp_shard"] == {}
-        assert axes["dp_replicate"] == {"all_reduce": (len(units), sum(units))}
+        assert axes["dp_replicate"] == {"all_reduce": (len(units), sum(units) * DOUBLE)}
 
 
 @pytest.mark.parametrize(
@@ -228,7 +234,7 @@ def test_pipeline_sends_one_message_per_boundary_and_microbatch(ranks, layout, s
     case = Case(layout, sequence_parallel=sequence_parallel, num_microbatches=M)
     length = SEQ_LEN // (layout.tp if sequence_parallel else 1)
     message = length * (BATCH // layout.dp // M) * 32 * DOUBLE
-    for rank, (axes, _) in enumerate(ranks.run(one_step, case.world, case)):
+    for rank, (axes, *_) in enumerate(ranks.run(one_step, case.world, case)):
         neighbours = 1 if rank * layout.pp // case.world in (0, layout.pp - 1) else 2
         once = (neighbours * M, neighbours * M * message)
         assert axes["pp"].pop("all_reduce") == (1, DOUBLE)  # distributes the last stage's loss
@@ -248,7 +254,7 @@ def test_whole_step_over_tp(ranks, schedule, p):
     hidden = 32 * tokens
     blocks, norms = 2, 5
     gathers = 6 * blocks + 2 + (2 * blocks if schedule == "zb_h1" else 0)
-    for axes, _ in ranks.run(one_step, 4, case):
+    for axes, *_ in ranks.run(one_step, 4, case):
         assert axes["tp"] == {
             # forward: 2 per block, the head's, and the loss's three numbers per token and rank;
             # backward: 4 per block and the embedding's gradient; deferred weight gradients gather
@@ -268,7 +274,7 @@ def test_tied_embedding_is_summed_over_the_pair_once(ranks):
     case = Case(
         MeshSizes(pp=3, dp_shard=2), tie_embeddings=True, vocab_size=256, num_microbatches=M
     )
-    for rank, (axes, _) in enumerate(ranks.run(one_step, 6, case)):
+    for rank, (axes, *_) in enumerate(ranks.run(one_step, 6, case)):
         first_or_last = rank // 2 in (0, 2)
         assert axes["other"] == (
             {"all_reduce": (1, 256 // 2 * 32 * DOUBLE)} if first_or_last else {}

@@ -372,6 +372,7 @@ def stand_in_for_python(folder: Path, torchrun: str) -> str:
     program.write_text(
         f'#!/bin/bash\nif [ "$2" = tools.preflight ]; then echo n3 {folder}/run; exit; fi\n'
         f'if [ "$2" = tools.alarm ]; then echo "${{@:3}}" >>{folder}/alarms; exit; fi\n'
+        f'if [ "$2" = tools.slurm_next ]; then exec {sys.executable} "$@"; fi\n'
         f"{torchrun}\n"
     )
     program.chmod(0o755)
@@ -390,7 +391,7 @@ def test_the_controller_does_not_answer(cluster: Cluster, tmp_path: Path) -> Non
     wait_for((tmp_path / "run" / "logs" / f"{job}.0" / "n3.log").exists, "the start of training")
     os.kill(cluster.batch_shell("n3"), signal.SIGUSR1)
     cluster.start_now(job, restarts=1)
-    assert "status 0, and the run is requeue" in cluster.log(job)
+    assert "requeue: the run is requeue" in cluster.log(job)
     assert "have not saved in time" not in cluster.log(job)
     cluster.run("scancel", job)
 

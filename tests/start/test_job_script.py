@@ -2,6 +2,7 @@
 note how they were called, and fail where a test wants it. (tests/slurm/slurm_scenarios.py runs the
 script on a real Slurm.)"""
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from tests import ROOT
 from tests.monitor.alert_helpers import wait_until
 from tests.slurm.slurm_scenarios import SCRIPT, stand_in_for_python
+from tools.slurm_next import what_next
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs GNU's date, tail and wc")
 PROGRAMS = {
@@ -53,7 +55,7 @@ class Job:
         }  # fmt: skip
         given = {f"SLURM_{name}": value for name, value in slurm.items()} | {
             "SLURMD_NODENAME": "n3", "PYTHON": self.python, "TRAINING": training,
-            "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
+            "PATH": f"{self.folder}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
         }  # fmt: skip
         with open(self.folder / "log", "wb") as log:
             self.script = subprocess.Popen(
@@ -120,7 +122,7 @@ def test_the_last_resort(job: Job, source: str) -> None:
     assert (job.folder / "run" / "logs" / "7.0" / "STOP").exists()
     finish = """test ! -e "$LATTICE_STOP_FILE" && echo '{"state": "finished"}' >run/status.json"""
     assert job.ends(finish, SLURM_RESTART_COUNT="1") == 0
-    assert "the run is finished" in job.read("log")
+    assert "] finished\n" in job.read("log")
 
 
 @pytest.mark.parametrize("command", ["training=$!", "follower=$!", 'wait "$training"'])
@@ -132,7 +134,8 @@ def test_the_signal_comes_just_before(job: Job, command: str) -> None:
         echo '{"state": "finished"}' >run/status.json"""
     given = {"BASH_ENV": str(job.folder / "trap"), "BEFORE": command, "SQUEUE": "/bin/sleep 90"}
     assert job.ends(training, **given) == 0
-    assert "status 0, and the run is finished" in job.read("log")
+    assert "status 0\n" in job.read("log")
+    assert "] finished\n" in job.read("log")
     assert job.read("calls") == "scancel --signal=USR1 7.0\n"
 
 
@@ -146,31 +149,100 @@ def test_training_ends_while_the_ranks_are_signalled(job: Job) -> None:
     (job.folder / "bin" / "scancel").write_text("#!/bin/bash\n/bin/sleep 1\n")
     job.stop()
     assert job.script.wait(60) == 0
-    assert "status 0, and the run is finished" in job.read("log")
+    assert "status 0\n" in job.read("log")
+    assert "] finished\n" in job.read("log")
     assert not job.read("calls")
 
 
 def test_how_a_start_ends(job: Job) -> None:
-    """With status 0 only if the run is finished, stopped by a user, or requeued."""
+    """The script does what tools/slurm_next.py says, and requeues if that cannot be asked."""
     state = 'echo \'{"state": "%s", "reason": "the file STOP was found"}\' >run/status.json'
-    assert job.ends(state % "requeue") == 0
-    assert "a user created the file STOP" in job.read("log")
-    assert not job.read("calls")
-
-    (job.folder / "run" / "status.json").unlink()
-    fruitless = job.folder / "run" / "logs" / "7.fruitless"
-    fruitless.write_text("no number\n")
     array = {f"SLURM_ARRAY_{name}": value for name, value in ARRAY.items()}
-    assert job.ends("exit 0", SLURM_RESTART_COUNT="1", **array) == 0
-    assert job.read("calls") == "requeue 7_3\n"
-    assert "the run is at an unknown point" in job.read("log")
-    assert fruitless.read_text() == "1\n"
-
+    assert job.ends(state % "requeue") == 0
+    assert "stopped: the file STOP was found" in job.read("log")
+    assert not job.read("calls")
+    assert job.ends("exit 1", SLURM_RESTART_COUNT="1", **array) == 1
     assert job.ends("exit 1", SLURM_RESTART_COUNT="2", REQUEUE="1") == 1
     assert job.read("alarms").startswith("Slurm job 7.2 gives up: Slurm does not requeue it")
-
-    (job.folder / "calls").unlink()
+    assert job.ends("exit 0", SLURM_RESTART_COUNT="2", PYTHONPATH="/") == 0
+    assert job.read("calls").splitlines() == ["requeue 7_3", *["requeue 7"] * 6]
     refuse = 'mkdir -p "$PET_LOG_DIR/x/attempt_1"; touch "$PET_LOG_DIR/x/attempt_1/refused"; exit 1'
     assert job.ends(refuse, SLURM_RESTART_COUNT="3") == 2
     assert "7.3 ends: the start was refused" in job.read("alarms")
-    assert not job.read("calls")
+
+
+# --- the decision ---------------------------------------------------------------------------------
+
+STOP = {"state": "requeue", "reason": "the file STOP was found"}
+TIME = {"state": "requeue", "reason": "USR1 was received"}
+ENDS: dict[str, tuple[int | None, dict[str, str], tuple[int, str]]] = {
+    "finished": (0, {"state": "finished"}, (0, "finished")),
+    "a user's STOP": (0, STOP, (0, "stopped: the file STOP was found")),
+    "its time is up": (0, TIME, (0, "requeue: the run is requeue: USR1 was received")),
+    "no status": (0, {}, (0, "requeue: the run is at an unknown point")),
+    "a failure": (1, {"state": "finished"}, (1, "requeue: the run is at an unknown point")),
+    "no save in time": (None, STOP, (0, "requeue: the run is at an unknown point")),
+}
+
+
+def logs_of(folder: Path, restarts: int = 0, status: dict[str, str] | None = None) -> Path:
+    """The logs of a start of job 7 before its training, and a status.json that is as old."""
+    logs = folder / "run" / "logs" / f"7.{restarts}"
+    logs.mkdir(parents=True)
+    (logs / "nodes").write_text("n3\n")
+    (folder / "run" / "status.json").write_text(json.dumps(status or {}))
+    os.utime(folder / "run" / "status.json", (1.0, 1.0))
+    return logs
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_is_next(tmp_path: Path, end: str) -> None:
+    status, said, expected = ENDS[end]
+    assert what_next(logs_of(tmp_path, 0, said), status) == expected
+
+
+def test_the_status_of_a_dead_node(tmp_path: Path) -> None:
+    """It is not that of the others, if they have ended by themselves, and in this start."""
+    logs = logs_of(tmp_path, 0, STOP)
+    assert what_next(logs, 137, elastic=True)[0] == 137
+    os.utime(tmp_path / "run" / "status.json")
+    os.utime(logs / "nodes", (1.0, 1.0))
+    assert what_next(logs, 137, elastic=True) == (0, "stopped: the file STOP was found")
+    assert what_next(logs, 137)[0] == 137
+
+
+def test_a_refused_start(tmp_path: Path) -> None:
+    """Only the last start of a node's ranks counts."""
+    logs = logs_of(tmp_path)
+    said = "restart_count=0\nfailed (exitcode: 2) local_rank: 0\n"
+    (logs / "n3.log").write_text(f"{said}restart_count=1\nfailed (exitcode: 1) local_rank: 0\n")
+    assert what_next(logs, 1)[1].startswith("requeue")
+    (logs / "n4.log").write_text(said)
+    assert what_next(logs, 1) == (2, "refused: and the next start would be, too")
+
+
+def test_starts_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five starts fail, and only the second has made a checkpoint."""
+    latest, found = tmp_path / "run" / "checkpoints" / "latest", []
+    latest.parent.mkdir(parents=True)
+    for restarts in range(5):
+        logs = logs_of(tmp_path, restarts)
+        if latest.exists():
+            (logs / "newest").write_bytes(latest.read_bytes())
+        if restarts == 1:
+            latest.write_text("step-00000005")
+        found.append(what_next(logs, 1)[1].partition(":")[0])
+    assert found == [*["requeue"] * 4, "give up"]
+    logs.with_name("7.fruitless").write_text("no number\n")
+    assert what_next(logs, 1)[1].startswith("requeue")
+    for name, value in ARRAY.items():
+        monkeypatch.setenv(f"SLURM_ARRAY_{name}", value)
+    assert what_next(logs, 1)[1].startswith("requeue")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")  # the third one has the steps that are left
+    assert what_next(logs, 1)[1].startswith("next")
+
+
+def test_the_decision_needs_no_torch() -> None:
+    program = "import sys, tools.slurm_next; print(*sys.modules)"
+    loaded = subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT).split()
+    assert not {name.split(".")[0] for name in loaded} & {"torch", "numpy", "pydantic", "yaml"}

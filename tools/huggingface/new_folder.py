@@ -128,4 +128,4 @@ def write_weights(
             (folder / name).write_bytes(content)
         write_durably(folder / "trainer.json", json.dumps(begun | trainer, indent=1))
         files = {path.name: fingerprint(path) for path in folder.iterdir()}
-        write_manifest(folder, Manifest(files, stored))
+        write_manifest(folder, Manifest(files=files, tensors=stored))

@@ -75,7 +75,7 @@ class SaverWithoutFiles(Saver):
         return [action()]
 
     def _write_partial(self, *_: Any) -> Manifest:
-        return Manifest({}, {})
+        return Manifest(files={}, tensors={})
 
 
 class Races(Tape):

@@ -1,0 +1,94 @@
+"""Decides what becomes of a Slurm job: `python -m tools.slurm_next LOGS [STATUS] [--elastic]`
+
+slurm/train_70b.sh asks it and does what it prints: the job's exit status, and one of
+
+    finished          nothing is left for later jobs
+    stopped: WHY      a user wants the run to stay stopped until it is submitted again
+    next: WHY         the next job of the array continues the run
+    requeue: WHY      the run has steps left
+    refused: WHY      the next start would be refused, too
+    give up: WHY      too many starts in a row made no checkpoint
+
+Without torch, which takes seconds to import: the job may have no more.
+"""
+
+import os
+from pathlib import Path
+
+from output import log
+from runtime.log.log_lines import content, json_object
+from tools.command import CommandParser, run_command
+
+MAX_FRUITLESS = 3  # after this many starts in a row without a new checkpoint, no more requeueing
+
+
+def what_next(logs: Path, status: int | None, elastic: bool = False) -> tuple[int, str]:
+    """Return the job's exit status, and what is next in the words above.
+
+    Args:
+        logs: of this start: RUN/logs/JOB.RESTARTS. In it, before training began, `nodes` was
+            written, and RUN/checkpoints/latest copied to `newest`.
+        status: with which training ended; None: it does not end in time, or it did not begin.
+        elastic: whether training continues when a node dies. The status may then be a dead node's.
+    """
+    if status and is_refused(logs):
+        return 2, "refused: and the next start would be, too"
+    file, ended = (
+        logs.parent.parent / "status.json",
+        {},
+    )  # after a failure, perhaps an older start's
+    if status == 0 or (status and elastic and _modified(file) > _modified(logs / "nodes")):
+        ended = json_object(content(file))
+    state, why = ended.get("state", "at an unknown point"), str(ended.get("reason", ""))
+    if state == "finished":
+        return 0, "finished"
+    if state == "requeue":
+        status = 0
+        if "file STOP" in why:
+            return 0, f"stopped: {why}"
+    return status or 0, _go_on(logs, f"the run is {state}" + (f": {why}" if why else ""))
+
+
+def is_refused(logs: Path) -> bool:
+    """Whether the last start of a node's ranks was refused. They have stopped torchrun, and left a
+    file (runtime/torchrun.py); or it had no restart left, and says so in NODE.log."""
+    if any(logs.glob("*/*/attempt_*/refused")):
+        return True
+    said = [file.read_text(errors="replace") for file in logs.glob("*.log")]
+    return any("failed (exitcode: 2)" in text.rpartition("restart_count=")[2] for text in said)
+
+
+def _go_on(logs: Path, why: str) -> str:
+    """In an array, only the last job requeues itself; the others leave the steps to the next."""
+    if os.environ.get("SLURM_ARRAY_TASK_ID") != os.environ.get("SLURM_ARRAY_TASK_MAX"):
+        return f"next: {why}"
+    job, _, restarts = logs.name.rpartition(".")
+    count, counted = 0, logs.with_name(f"{job}.fruitless")
+    if content(logs / "newest") == content(logs.parent.parent / "checkpoints" / "latest"):
+        before = content(counted).strip() if restarts != "0" else b""
+        count = 1 + (int(before) if before.isdigit() else 0)
+    try:
+        counted.write_text(f"{count}\n")
+    except OSError as error:  # a full disk
+        log(f"warning: starts without a checkpoint are not counted: {error}")
+    if count >= MAX_FRUITLESS:
+        return f"give up: {count} starts in a row made no checkpoint"
+    return f"requeue: {why}"
+
+
+def _modified(path: Path) -> float:
+    return path.stat().st_mtime if path.exists() else 0.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = CommandParser(prog="python -m tools.slurm_next", description=__doc__)
+    parser.option("logs", Path, "LOGS", "the folder of this start's logs, in the run folder")
+    parser.option("status", int, "STATUS", "with which training ended, if it did", nargs="?")
+    parser.option("--elastic", bool, None, "training continues when a node dies")
+    options = parser.parse_args(arguments)
+    print(*what_next(options.logs, options.status, options.elastic))
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
