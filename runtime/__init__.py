@@ -6,7 +6,7 @@ Each module or folder may import only those above it (tests/test_house.py):
     torchrun.py        ends torchrun when a start is refused: it would only restart
     schema.py          validation of JSON from outside
     device.py          threads and clocks of a device
-    files.py           replaces a file as a whole; locks of this machine
+    files.py           replaces a file as a whole; locks one
     messages.py        reports an error once, from one rank
 
     log/               what happened to a run, how it ended, where its time went

@@ -1,10 +1,8 @@
-"""Files that several processes write: replaced as a whole, or under a lock of this machine."""
+"""Files that several processes write: replaced as a whole, or under a lock."""
 
 import contextlib
 import fcntl
-import hashlib
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,23 +26,16 @@ def write_or_warn(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def machine_lock(purpose: str, folder: Path, seconds: float = 0.0) -> Iterator[bool]:
-    """Hold a lock that the processes of this machine share, for a purpose and a run folder. Yields
-    False if another process holds it and does not release it within `seconds`.
-
-    The lock's file is not in the run folder: a shared file system may know no locks, or keep those
-    of a machine that died. Where a machine has no locks, True is yielded to everyone.
-    """
-    of_run = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-    path = Path(tempfile.gettempdir()) / f"lattice-{purpose}-{os.getuid()}-{of_run}"
+def locked(path: Path, seconds: float) -> Iterator[None]:
+    """Hold the lock of a file, which all processes share that ask for it. Go on without it after
+    `seconds`: its holder may be stopped, and a shared file system may keep the lock of a machine
+    that died, or know no locks at all."""
     with contextlib.ExitStack() as stack:
-        held, until = True, time.monotonic() + seconds
         with contextlib.suppress(OSError):
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-            file = stack.enter_context(os.fdopen(os.open(path, flags, 0o600)))
-            while not (held := _try_to_lock(file.fileno())) and time.monotonic() < until:
+            file, until = stack.enter_context(open(path, "ab")), time.monotonic() + seconds
+            while not _try_to_lock(file.fileno()) and time.monotonic() < until:
                 time.sleep(0.01)
-        yield held
+        yield
 
 
 def _try_to_lock(file: int) -> bool:

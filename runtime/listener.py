@@ -107,10 +107,11 @@ class Run:
         (log/ledger.py), and the watchdog rests. If the block fails, they stay so until the end."""
         if self.train.mesh.device == "cuda":
             torch.cuda.synchronize()  # work launched before belongs to the steps
+        before = self.log.cause  # not of steps if this is within another pause
         self.log.busy(cause)
         with self.watchdog.resting():
             yield
-        self.log.busy("")
+        self.log.busy(before)
 
     def found(self, about: dict[str, Any]) -> None:
         """Add what was found after this step to its record."""

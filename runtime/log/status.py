@@ -25,7 +25,7 @@ from typing import Any
 
 from errors import LOST
 from runtime import signals
-from runtime.files import machine_lock, write_or_warn
+from runtime.files import locked, write_or_warn
 from runtime.log.events import append_event, read_events
 from runtime.log.log_lines import content, is_count, json_object
 
@@ -43,7 +43,7 @@ def end_start(
 
     Returns: the event; None if there was one.
     """
-    with machine_lock("end", folder, LOCK_SECONDS):
+    with locked(folder / "events.jsonl", LOCK_SECONDS):
         # not by `began`: processes that were forked from the same began at the same time
         own = next((one for one in starts_of(folder) if one["time"] == start["time"]), None)
         if own is not None and own["ended"]:  # without `own`, its event could not be written

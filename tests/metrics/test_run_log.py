@@ -160,12 +160,12 @@ def test_control_without_a_lock_there_are_more(tmp_path: Path) -> None:
         return found
 
     @contextmanager
-    def unlocked(*_: Any) -> Iterator[bool]:
-        yield True
+    def unlocked(*_: Any) -> Iterator[None]:
+        yield
 
     with patch.object(status, "starts_of", slowly):
         assert len(race(tmp_path / "locked", 3)) == 1
-        with patch.object(status, "machine_lock", unlocked):
+        with patch.object(status, "locked", unlocked):
             assert len(race(tmp_path / "unlocked", 3)) > 1
 
 
