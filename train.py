@@ -145,7 +145,7 @@ def train_stage(
     lease.check()  # loading may have taken hours; from here on the run's files are written
     watchdog, stop = Watchdog(config, log), StopRequests(config, signals)
     run = Run(data_stage, train, loader, start, log, watchdog, stop)
-    announce(run, whole, train_data.vocab_size, spares)
+    announce(run, whole, train_data, spares)
     # called before and after every step, in order: metrics, evaluation, saving, …
     with Listeners(run, build_listeners(run, whole, data, lease, companion)) as listeners:
         while run.goes_on:

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
 from torch import Tensor
@@ -63,13 +63,10 @@ def legend(figure: Figure, colours: dict[str, str], columns: int) -> None:
     figure.legend(handles=boxes, loc="outside lower left", ncols=columns, frameon=False)
 
 
-def stack(
-    axes: Axes, at: float, parts: dict[str, float], colours: dict[str, str], **how: Any
-) -> float:
-    """Draw a bar of parts, and return its length. how: horizontal=True, or nothing."""
+def stack(bar: Any, at: float, parts: dict[str, float], colours: dict[str, str]) -> float:
+    """Draw parts behind each other by `bar`, Axes.bar or Axes.barh, and return their sum."""
     end = 0.0
     for name, size in parts.items():
-        bar = axes.barh if how else axes.bar
         bar(at, size, 0.62, end, color=colours[name], edgecolor="white", linewidth=0.8)
         end += size
     return end
@@ -85,12 +82,8 @@ HELD = {  # the planner's category → its name in the picture and its colour
     SHARDED_GRADIENTS: ("gradients, reduced", LIGHT_ORANGE),
 }
 MICRO_BATCHES = 4
-SENT = {  # zero_stage → how often a step gathers weights and reduces gradients (parallel/data.py)
-    0: (0, 1),
-    1: (1, 1),
-    2: (1, MICRO_BATCHES),
-    3: (2 * MICRO_BATCHES, MICRO_BATCHES),
-}
+# how often a step gathers weights and reduces gradients, by zero_stage (parallel/data.py)
+SENT = (0, 1), (1, 1), (1, MICRO_BATCHES), (2 * MICRO_BATCHES, MICRO_BATCHES)
 
 
 def data(ranks: int = 8) -> Figure:
@@ -102,7 +95,7 @@ def data(ranks: int = 8) -> Figure:
     for stage in STAGES:
         held = our_bytes(config, ranks, stage)
         parts = {HELD[category][0]: held[category] / numel for category in HELD}
-        end = stack(axes, stage, parts, colours, horizontal=True)
+        end = stack(axes.barh, stage, parts, colours)
         axes.text(end + 0.25, stage, f"{end:.4g}", va="center", weight="bold", color=INK)
         gathers, reductions = SENT[stage]
         words = f"weights gathered {gathers} ×\ngradients reduced {reductions} ×"
@@ -138,7 +131,7 @@ def memory() -> Figure:
         small = load_config("configs/llama3_8b.yaml", [f"train.activation_checkpointing={mode}"])
         bars[mode] = Layout(small, 8, 0)
     figure = new_figure(4.4, "Memory at the peak, GB")
-    axes = figure.subplots()
+    axes, colours = figure.subplots(), {name: colour for name, (_, colour) in PEAK.items()}
     places = [0, 1, 2, 3, 4.6, 5.6, 6.6]
     for at, layout in zip(places, bars.values(), strict=True):
         peak = Memory(layout)
@@ -146,7 +139,7 @@ def memory() -> Figure:
             name: sum(peak.at_peak.get(category, 0) for category in categories) / GB
             for name, (categories, _) in PEAK.items()
         }
-        end = stack(axes, at, parts, {name: colour for name, (_, colour) in PEAK.items()})
+        end = stack(axes.bar, at, parts, colours)
         assert abs(end - peak.peak / GB) < 0.01, f"a category is in no part: {peak.at_peak.keys()}"
         label = axes.text(at, end + 1.5, f"{end:.1f}", ha="center", weight="bold", color=INK)
         label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1.5})
@@ -157,7 +150,7 @@ def memory() -> Figure:
     axes.text(1.5, -15, "70B, 256 GPUs, 1F1B: rank of the pipeline", ha="center", color=INK)
     axes.text(5.6, -15, "8B, 8 GPUs: recomputation", ha="center", color=INK)
     axes.set(ylim=(0, 88), xlim=(-0.6, 7.2), yticks=range(0, 81, 20))
-    legend(figure, {name: colour for name, (_, colour) in PEAK.items()}, 3)
+    legend(figure, colours, 3)
     return figure
 
 
@@ -165,13 +158,8 @@ def memory() -> Figure:
 
 # Bytes per element in forward and in backward, without the small terms, as the kernels' files state
 # them (tests/kernels/test_kernel_bytes.py).
-FUSED = {
-    "RMSNorm": (4, 6),
-    "sum + RMSNorm": (8, 8),
-    "rotation": (4, 4),
-    "SwiGLU": (6, 10),
-    "cross-entropy": (2, 4),
-}
+FUSED = {"RMSNorm": (4, 6), "sum + RMSNorm": (8, 8), "rotation": (4, 4), "SwiGLU": (6, 10),
+         "cross-entropy": (2, 4)}  # fmt: skip
 
 
 class Bytes(TorchDispatchMode):
@@ -200,6 +188,10 @@ def rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+def cross_entropy(z: Tensor) -> Tensor:
+    return -torch.log_softmax(z.float(), -1)[:, 0].sum()
+
+
 def moved_apart(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[float, float]:
     """The bytes that a formula in plain PyTorch moves per element of its first input, in forward
     and in backward."""
@@ -223,68 +215,47 @@ def apart() -> dict[str, tuple[float, float]]:
         "sum + RMSNorm": moved_apart(lambda a, b, c: rms_norm(a + b, c), x, r, w),
         "rotation": moved_apart(rotation, bf16(256, 8, 64), angles, angles),
         "SwiGLU": moved_apart(lambda g, u: g * torch.sigmoid(g) * u, x, r),
-        "cross-entropy": moved_apart(
-            lambda z: -torch.log_softmax(z.float(), -1)[:, 0].sum(), bf16(256, 1024)
-        ),
+        "cross-entropy": moved_apart(cross_entropy, bf16(256, 1024)),
     }
 
 
 class Alive(StorageWatch):
-    """The peak of the bytes that were created and still exist, without the tensors of one shape
-    and with them; `given` tensors do not count."""
+    """The peak of the bytes that were created and still exist; `given` tensors do not count."""
 
-    def __init__(self, shape: torch.Size, *given: Tensor) -> None:
+    now, peak = 0, 0
+
+    def __init__(self, *given: Tensor) -> None:
         super().__init__("meta")
-        self.shape, self._sizes = shape, {key_of(tensor): 0 for tensor in given}
-        self.left_out: set[int] = set()  # keys of storages
-        self.now, self.peak = [0, 0], [0, 0]
-
-    def saw(self, tensor: Tensor) -> None:
-        if tensor.shape == self.shape and key_of(tensor) not in self._sizes:
-            self.left_out.add(key_of(tensor))
-        super().saw(tensor)
+        self._sizes = {key_of(tensor): 0 for tensor in given}
 
     def born(self, key: int, size: int, label: Any = None) -> None:
-        self._change(key, size)
+        self.now += size
+        self.peak = max(self.peak, self.now)
 
     def freed(self, key: int, size: int) -> None:
-        self._change(key, -size)
-        self.left_out.discard(key)
-
-    def _change(self, key: int, size: int) -> None:
-        self.now[0] += size * (key not in self.left_out)
-        self.now[1] += size
-        self.peak = [max(pair) for pair in zip(self.peak, self.now, strict=True)]
+        self.now -= size
 
 
 HEAD = 128_256, 4096  # V, D
 
 
-class OneRank:
-    """A tp group of one."""
-
-    def size(self) -> int:
-        return 1
-
-
-def head_memory(tokens: int, in_pieces: bool) -> list[float]:
-    """The peak of the head in GiB, beyond its input and weight: without the weight's gradient dw,
-    and with it. In pieces, that gradient is summed in float32."""
-    x = torch.empty(tokens, 1, HEAD[1], dtype=torch.bfloat16, device="meta", requires_grad=True)
-    weight = torch.empty(HEAD, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    targets = torch.empty(tokens, 1, dtype=torch.int64, device="meta")
-    with AsOnGpu(), Alive(weight.shape, x, weight, targets) as alive:
+def head_memory(tokens: int, in_pieces: bool) -> float:
+    """The peak of the head in GiB, beyond its input and weight. In pieces, most of it is the
+    weight's gradient, which is summed in float32."""
+    with torch.device("meta"):
+        x = torch.empty(tokens, 1, HEAD[1], dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(HEAD, dtype=torch.bfloat16, requires_grad=True)
+        targets, one = torch.empty(tokens, 1, dtype=torch.int64), torch.empty(())
+    options = {"vocab_size": HEAD[0], "kernels": "triton", "piece_bytes": PIECE_BYTES["cuda"]}
+    alone: Any = SimpleNamespace(size=lambda: 1)  # a tp group of one
+    with AsOnGpu(), Alive(x, weight, targets) as alive:
         if in_pieces:
-            one = torch.empty((), device="meta")
-            loss = linear_cross_entropy(
-                *(x, weight, targets, one, 0, OneRank(), False),
-                vocab_size=HEAD[0], kernels="triton", piece_bytes=PIECE_BYTES["cuda"],
-                matmul=Matmul(),
-            )  # fmt: skip
+            given = x, weight, targets, one, 0, alone, False
+            loss = linear_cross_entropy(*given, matmul=Matmul(), **options)
         else:
             loss = F.cross_entropy(F.linear(x.flatten(0, 1), weight).float(), targets.flatten())
         torch.autograd.grad(loss, (x, weight))
-    return [peak / 2**30 for peak in alive.peak]
+    return alive.peak / 2**30
 
 
 def kernels() -> Figure:
@@ -301,21 +272,16 @@ def kernels() -> Figure:
     left.set_yticks(range(len(names)), names)
     left.set(xlabel="bytes per element, bfloat16", xlim=(0, 120), ylim=(len(names) - 0.5, -0.5))
     tokens = [2**k for k in range(10, 17)]
-    whole = [head_memory(t, in_pieces=False) for t in tokens]
-    pieces = [head_memory(t, in_pieces=True) for t in tokens]
-    assert all(without == with_dw for without, with_dw in whole), "whole: the peak is before dw"
-    right.plot(tokens, [with_dw for _, with_dw in whole], "o-", color=ORANGE)
-    right.plot(tokens, [with_dw for _, with_dw in pieces], "o:", color=BLUE)
-    right.plot(tokens, [without for without, _ in pieces], "o-", color=BLUE)
-    for place, words, colour in (
-        ((2**10, 9), "whole logits", ORANGE),
-        ((2**12, 2.0), "… and dw in float32", BLUE),
-        ((2**14, 0.7), "in pieces", BLUE),
+    for words, place, colour in (
+        ("whole logits", (2**10, 9), ORANGE),
+        ("in pieces", (2**14, 2), BLUE),
     ):
+        peaks = [head_memory(t, in_pieces=colour == BLUE) for t in tokens]
+        right.plot(tokens, peaks, "o-", color=colour)
         right.text(*place, words, color=colour, size=9)
     right.set_xscale("log", base=2)
     right.set_yscale("log", base=2)
-    right.set_yticks([0.25, 1, 4, 16, 64], ["¼", "1", "4", "16", "64"])
+    right.set_yticks([1, 4, 16, 64], ["1", "4", "16", "64"])
     right.set_xticks(tokens[::2], [f"{t // 1024}k" for t in tokens[::2]])
     right.set(xlabel=f"tokens; V {HEAD[0]:,}, D {HEAD[1]:,}", ylabel="GiB beyond input and weight")
     legend(figure, {"apart: PyTorch, as the papers write it": ORANGE, "one kernel": BLUE}, 2)
@@ -361,32 +327,32 @@ def context() -> Figure:
     return figure
 
 
-def checkpoints(saved_by: tuple[int, int] = (2, 2), loaded_by: tuple[int, int] = (3, 1)) -> Figure:
-    """One matrix of configs/laptop.yaml, saved and loaded by ranks of so many (dp_shard, tp)."""
+def shards(shape: tuple[int, int], dp_shard: int, tp: int) -> list[tuple[int, int, int, int]]:
+    """x, y, width and height of what each rank has of a matrix: FSDP shards rows, tp columns."""
+    of = product(range(dp_shard), range(tp))
+    each = [(chunk_range(shape[1], tp, t), chunk_range(shape[0], dp_shard, d)) for d, t in of]
+    return [(across.start, down.start, len(across), len(down)) for across, down in each]
+
+
+def checkpoints() -> Figure:
+    """One matrix of configs/laptop.yaml, saved by ranks of (dp_shard, tp) and loaded by others."""
     model = load_config("configs/laptop.yaml", []).model
-    rows, columns = model.dim, model.ffn_dim
+    shape, saved_by = (model.dim, model.ffn_dim), (2, 2)
     figure = new_figure(2.7, "A checkpoint stores global tensors: any layout loads what any saved")
-    for axes, (dp_shard, tp), verb in zip(
-        figure.subplots(1, 2), (saved_by, loaded_by), ("saved", "loaded"), strict=True
-    ):
-        for rank, (d, t) in enumerate(product(range(saved_by[0]), range(saved_by[1]))):
-            down, across = chunk_range(rows, saved_by[0], d), chunk_range(columns, saved_by[1], t)
-            place = across.start, down.start
-            axes.add_patch(Rectangle(place, len(across), len(down), color=RANKS[rank], ec="white"))
-        for rank, (d, t) in enumerate(product(range(dp_shard), range(tp))):
-            down, across = chunk_range(rows, dp_shard, d), chunk_range(columns, tp, t)
-            frame = Rectangle((across.start, down.start), len(across), len(down), fill=False)
-            frame.set(edgecolor=INK, linewidth=2)
-            axes.add_patch(frame)
-            middle = (across.start + across.stop) / 2, (down.start + down.stop) / 2
-            label = axes.text(*middle, f"rank {rank}", ha="center", va="center", color="white")
+    ways = {"saved": saved_by, "loaded": (3, 1)}
+    for axes, (verb, layout) in zip(figure.subplots(1, 2), ways.items(), strict=True):
+        for colour, (x, y, *size) in zip(RANKS, shards(shape, *saved_by), strict=True):
+            axes.add_patch(Rectangle((x, y), *size, color=colour, ec="white"))
+        for rank, (x, y, width, height) in enumerate(shards(shape, *layout)):
+            axes.add_patch(Rectangle((x, y), width, height, fill=False, ec=INK, lw=2))
+            at = x + width / 2, y + height / 2
+            label = axes.text(*at, f"rank {rank}", ha="center", va="center", color="white")
             label.set_bbox({"facecolor": INK, "edgecolor": "none", "boxstyle": "round"})
-        words = f"{rows} × {columns}, {verb} by dp_shard {dp_shard} × tp {tp}"
+        words = f"{shape[0]} × {shape[1]}, {verb} by dp_shard {layout[0]} × tp {layout[1]}"
         axes.set_title(words, size=11)
-        axes.set(xlim=(-2, columns + 2), ylim=(rows + 2, -2), aspect="equal")
+        axes.set(xlim=(-2, shape[1] + 2), ylim=(shape[0] + 2, -2), aspect="equal")
         axes.axis("off")
-    colours = {f"file of rank {rank}": colour for rank, colour in enumerate(RANKS)}
-    legend(figure, colours, 4)
+    legend(figure, {f"file of rank {rank}": colour for rank, colour in enumerate(RANKS)}, 4)
     return figure
 
 
@@ -410,13 +376,7 @@ def pipelines() -> dict[str, Figure]:
     return {f"pipeline_{name}": draw(found, unit, span) for name, found in panels.items()}
 
 
-ONE_EACH: dict[str, Callable[[], Figure]] = {
-    "data": data,
-    "memory": memory,
-    "kernels": kernels,
-    "context": context,
-    "checkpoints": checkpoints,
-}
+ONE_EACH = {of.__name__: of for of in (data, memory, kernels, context, checkpoints)}
 
 
 def pictures(names: Sequence[str] = (*ONE_EACH, "pipeline")) -> dict[str, Figure]:

@@ -179,7 +179,7 @@ alarm() {
 
 # The rendezvous uses a port of the first node. Anyone who can reach it can run code as you: torchrun
 # listens on all interfaces, and unpickles what it reads there. Use it only if the nodes' network is
-# private. docs/ports.md has a rule for the firewall, and the preflight warns of addresses that are
+# private. docs/running.md has a rule for the firewall, and the preflight warns of addresses that are
 # reachable from outside. The port depends on the job and on its restart count, so that a start does
 # not reach processes left over from an earlier start, or another job.
 port=$((20000 + (SLURM_JOB_ID * 10 + restart) % 10000))

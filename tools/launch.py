@@ -13,7 +13,7 @@ number. Your own overrides are applied last, so they take precedence.
 
 Modules are imported once, and the ranks share their memory. The ranks' rendezvous is a file in a
 folder that only this user may enter. The only ports opened are those of gloo and NCCL, on the
-loopback interface. (Anyone who can reach torchrun's port can run code as you: docs/ports.md.)
+loopback interface. (Anyone who can reach torchrun's port can run code as you: docs/running.md.)
 
 A signal that requests a stop is passed to every rank once; a second one ends the run at once. The
 ranks are in a separate process group, so that Ctrl-C reaches them only through the launcher. The

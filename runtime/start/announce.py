@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from costs.summary import flops_per_token
 from costs.units import CannotRecord
+from data.dataset import Mixture
 from errors import UserError
 from model.transformer import num_parameters
 from parallel.mesh import Mesh
@@ -29,13 +30,13 @@ ABOUT_THE_RUN = ("run", "checkpoint")
 FEW_SIGMAS = 3  # beyond which 0.1 % of normally distributed losses are
 
 
-def announce(run: Run, whole: Config, num_tokens: int, spares: dict[str, int]) -> None:
+def announce(run: Run, whole: Config, data: Mixture, spares: dict[str, int]) -> None:
     """Begin the start in the run's log, write config.yaml, and log what is to be trained, how and
     from where. Called by every rank, once the state has been loaded.
 
     Args:
         whole: the configuration of the whole run.
-        num_tokens: of the data's tokenizer.
+        data: to train on.
         spares: node → number of its ranks that wait.
     """
     config, start, mesh = run.config, run.start, run.train.mesh
@@ -45,7 +46,7 @@ def announce(run: Run, whole: Config, num_tokens: int, spares: dict[str, int]) -
     if dist.get_rank() != 0:
         return
     folder = Path(config.run.dir)
-    about += notices(whole, start.path, mesh.device, num_tokens)  # reads the last config.yaml
+    about += notices(whole, start.path, mesh.device, data.vocab_size)  # reads the last config.yaml
     write_or_warn(folder / "config.yaml", dump_config(whole))
     about += [f"{num_parameters(config.model):,} parameters on {mesh.describe()}"]
     about += _costs(config, mesh)

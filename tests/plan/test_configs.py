@@ -291,9 +291,9 @@ def test_the_examples_of_the_job_are_found() -> None:
 
 
 def test_the_keys_of_an_unattended_run() -> None:
-    """docs/unattended.md: its keys are valid in llama3_70b.yaml, its job has the spare node that
+    """docs/operating.md: its keys are valid in llama3_70b.yaml, its job has the spare node that
     the page promises, and the smallest layout fits the fewest nodes."""
-    page = (CONFIGS[0].parent.parent / "docs/unattended.md").read_text(encoding="utf-8")
+    page = (CONFIGS[0].parent.parent / "docs/operating.md").read_text(encoding="utf-8")
     keys = yaml.safe_load(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])  # type: ignore[index]
     overrides = [
         f"{section}.{key}={json.dumps(value)}"

@@ -104,7 +104,7 @@ def judge_addresses(found: list[tuple[str, str]]) -> list[str]:
     return [
         f"{', '.join(public)} can be reached from outside, unless a firewall prevents it; "
         "anyone who can reach torchrun's port"
-        " can run code as you (docs/ports.md)"
+        " can run code as you (docs/running.md)"
     ]
 
 

@@ -47,6 +47,7 @@ from parallel.mesh import Mesh
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.save import Saver
+from runtime.log.run_log import RunLog
 from runtime.trainer_state import DataState
 from tools.plan.layout import Layout
 from tools.plan.time import StepTime
@@ -64,7 +65,7 @@ class SaverWithoutFiles(Saver):
 
     def __init__(self, train: TrainStep) -> None:
         with patch.object(dist, "new_group", lambda **_: None):
-            super().__init__(train, Path(), Lease("", "cuda"))
+            super().__init__(train, Path(), Lease("", "cuda"), RunLog(train.config))
         self.is_first = False  # of the ranks, which alone logs and commits
 
     def save(self, *state: Any) -> Any:
