@@ -21,10 +21,10 @@ Each module or folder may import only those above it (tests/test_house.py):
     checkpoint/        saving while training continues, and going on from what was saved, exactly
     evaluation/        the loss on held-out text; tasks: the log-likelihood of texts and of choices
     profiling/         where the time of a step goes
+    monitor/           alarms, numbers for Prometheus, a command after each commit: a process of
+                       its own; start/ checks its settings, and all_listeners.py has its listener
     start/             what happens before the first step: the ranks find each other, and mistakes
                        are found before anything is built
-    monitor/           alarms, numbers for Prometheus, a command after each commit: a process of
-                       its own
 
     next_stage.py      from one data stage of a run to the next
     all_listeners.py   the listeners of a run, in order

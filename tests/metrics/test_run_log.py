@@ -5,8 +5,8 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +17,7 @@ from errors import LOST, RunFailed, UserError
 from runtime.log import status
 from runtime.log.events import append_event, read_events
 from runtime.log.run_log import PAUSE_SECONDS
-from runtime.log.status import end_start, read_status, record_failure
+from runtime.log.status import end_start, read_status, record_failure, starts_of
 from tests.runs import run_log_of
 
 
@@ -29,39 +29,44 @@ def ends(folder: Path) -> list[dict[str, Any]]:
     return [event for event in read_events(folder) if event["event"] == "end"]
 
 
-# --- interleavings --------------------------------------------------------------------------------
+# --- one after the other --------------------------------------------------------------------------
 
-WORDS = {  # what a thread of rank 0 says of its end, the first to come being the one that counts
+WORDS = {  # what a thread of rank 0 says of its end; the first one counts
     "main": ("finished", "all steps done"),
     "watchdog": ("failed", "step 5 hung"),
     "lost": ("failed", f"{LOST} after step 4"),
 }
-KILLS = ("never", "before", "in the file", "between file and pipe", "before status.json")
+# where rank 0 is killed → whether its end is in events.jsonl by then
+KILLS = {"never": True, "before": False, "in the line": False, "before the pipe": True,
+         "before status.json": True}  # fmt: skip
+OTHERS: dict[str, Callable[[Path, dict[str, Any]], object]] = {
+    "launcher": lambda folder, start: record_failure(folder, "rank 0 was killed"),
+    "monitor": lambda folder, start: end_start(folder, start, "failed", 4, "rank 0 is gone"),
+    "next start": lambda folder, start: run_log_of(folder).start(4, 2),
+}
+ORDERS = [order for size in range(4) for order in itertools.permutations(OTHERS, size)]
 
 
-def of_rank_0(folder: Path, kill: str, threads: tuple[str, ...]) -> dict[str, Any]:
-    """One start, which is killed where its end is written, or just before; returns its event."""
+def make_start(folder: Path, kill: str, threads: tuple[str, ...]) -> None:
+    """One start, until its end is written by these threads in turn, or until it is killed."""
 
     def sink(line: dict[str, Any]) -> None:
-        if kill == "between file and pipe" and line.get("event", {}).get("event") == "end":
+        if kill == "before the pipe" and line.get("event", {}).get("event") == "end":
             raise Killed
 
     def append(where: Path, kind: str, **about: Any) -> dict[str, Any]:
-        if kill == "in the file" and kind == "end":
+        if kill == "in the line" and kind == "end":
             (where / "events.jsonl").open("a").write('{"event": "end", "ti')
             raise Killed
         return append_event(where, kind, **about)
 
-    def write(*_: Any, **about: Any) -> None:
-        if kill == "before status.json":
-            raise Killed
-        honest(*_, **about)
-
-    honest = status.write_status
+    writes = nullcontext() if kill != "before status.json" else patch(
+        "runtime.log.run_log.write_status", side_effect=Killed
+    )  # fmt: skip
     with (
         suppress(Killed),
+        writes,
         patch.object(status, "append_event", append),
-        patch("runtime.log.run_log.write_status", write),
         run_log_of(folder, sink) as log,
     ):
         log.start(4, 2)
@@ -69,72 +74,57 @@ def of_rank_0(folder: Path, kill: str, threads: tuple[str, ...]) -> dict[str, An
             raise Killed
         for name in threads:
             log.end(*WORDS[name])
-    return read_events(folder)[0]
-
-
-OTHERS: dict[str, Callable[[Path, dict[str, Any]], object]] = {
-    "launcher": lambda folder, start: record_failure(folder, "rank 0 was killed"),
-    "monitor": lambda folder, start: end_start(folder, start, "failed", 4, "rank 0 is gone"),
-    "next start": lambda folder, start: run_log_of(folder).start(4, 2),
-}
-ORDERS = [
-    order
-    for size in range(len(OTHERS) + 1)
-    for some in itertools.combinations(OTHERS, size)
-    for order in itertools.permutations(some)
-]
 
 
 def check_one_end(folder: Path, kill: str, threads: tuple[str, ...], order: Any) -> None:
-    start = of_rank_0(folder, kill, threads)
+    make_start(folder, kill, threads)
+    start = read_events(folder)[0]
     for other in order:
         OTHERS[other](folder, start)
-    events = [e for e in read_events(folder) if e["event"] in ("start", "end")]
-    kinds = [event["event"] for event in events]
-    told = kill in ("never", "between file and pipe", "before status.json") or bool(order)
+    kinds = [e["event"] for e in read_events(folder) if e["event"] in ("start", "end")]
+    told = KILLS[kill] or bool(order)
     assert kinds == ["start", *["end"] * told, *["start"] * ("next start" in order)]
     if kill == "never" and "next start" not in order:
         state, reason = WORDS[threads[0]]
-        # a launcher knows better than a rank that lost the others, in status.json
-        known = "rank 0 was killed" if reason.startswith(LOST) and "launcher" in order else reason
-        assert (events[1]["state"], events[1]["reason"]) == (state, reason)
-        assert (read_status(folder)["state"], read_status(folder)["reason"]) == (state, known)
+        (end,), last = ends(folder), read_status(folder)
+        assert (end["state"], end["reason"], last["state"]) == (state, reason, state)
+        # a launcher knows better than a rank that lost the others
+        better = "launcher" in order and reason.startswith(LOST)
+        assert last["reason"] == ("rank 0 was killed" if better else reason)
 
 
 @pytest.mark.parametrize("kill", KILLS)
-@pytest.mark.parametrize("threads", [*itertools.permutations(WORDS, 2), ("main",)])
+@pytest.mark.parametrize("threads", [("main", "watchdog"), ("watchdog", "main"), ("lost",)])
 def test_a_start_has_one_end(tmp_path: Path, kill: str, threads: tuple[str, ...]) -> None:
     for number, order in enumerate(ORDERS):
         check_one_end(tmp_path / str(number), kill, threads, order)
 
 
-@contextmanager
-def nobody_looks() -> Iterator[None]:
-    """Every process records what it knows."""
-    with patch.object(
-        status, "starts_of", lambda folder: [one | {"ended": False} for one in starts_of(folder)]
-    ):
-        yield
-
-
-starts_of = status.starts_of
-
-
 @pytest.mark.parametrize("order", [order for order in ORDERS if len(order) > 1])
-def test_control_without_a_look_there_are_more(tmp_path: Path, order: Any) -> None:
-    with nobody_looks(), pytest.raises(AssertionError):
+def test_control_if_nobody_looks_there_are_more(tmp_path: Path, order: Any) -> None:
+    def unended(folder: Path) -> list[dict[str, Any]]:
+        return [one | {"ended": False} for one in starts_of(folder)]
+
+    with patch.object(status, "starts_of", unended), pytest.raises(AssertionError):
         check_one_end(tmp_path, "before", (), order)
+
+
+def test_an_end_whose_start_could_not_be_written(tmp_path: Path) -> None:
+    """The disk was full then."""
+    log = run_log_of(tmp_path)
+    log.start(4, 2)
+    (tmp_path / "events.jsonl").unlink()
+    log.end("finished", "all steps done")
+    assert (len(ends(tmp_path)), read_status(tmp_path)["state"]) == (1, "finished")
 
 
 # --- at the same time -----------------------------------------------------------------------------
 
 
-def race(folder: Path, writers: int) -> list[dict[str, Any]]:
-    """The ends of a start, of which this many processes learn at the same time."""
-    log = run_log_of(folder)
-    log.start(4, 2)
-    start, gate = read_events(folder)[0], folder / "go"
-    children = []
+def race(folder: Path, writers: int) -> int:
+    """The number of ends of a start, of which so many processes learn at the same time."""
+    run_log_of(folder).start(4, 2)
+    start, gate, children = read_events(folder)[0], folder / "go", []
     for number in range(writers):
         if not (child := os.fork()):
             while not gate.exists():
@@ -145,57 +135,37 @@ def race(folder: Path, writers: int) -> list[dict[str, Any]]:
     gate.touch()
     for child in children:
         os.waitpid(child, 0)
-    return ends(folder)
+    return len(ends(folder))
 
 
 def test_processes_at_the_same_time(tmp_path: Path) -> None:
-    for number in range(5):
-        assert len(race(tmp_path / str(number), 4)) == 1
-
-
-def test_control_without_a_lock_there_are_more(tmp_path: Path) -> None:
     def slowly(folder: Path) -> list[dict[str, Any]]:
         found = starts_of(folder)
         time.sleep(0.05)
         return found
 
-    @contextmanager
-    def unlocked(*_: Any) -> Iterator[None]:
-        yield
-
     with patch.object(status, "starts_of", slowly):
-        assert len(race(tmp_path / "locked", 3)) == 1
-        with patch.object(status, "locked", unlocked):
-            assert len(race(tmp_path / "unlocked", 3)) > 1
+        assert race(tmp_path / "locked", 4) == 1
+        with patch.object(status, "locked", lambda *_: nullcontext()):
+            assert race(tmp_path / "control", 4) > 1
 
 
 def test_threads_at_the_same_time(tmp_path: Path) -> None:
     for number in range(20):
-        log = run_log_of(tmp_path / str(number))
+        log, gate = run_log_of(tmp_path / str(number)), threading.Barrier(2)
         log.start(4, 2)
-        gate = threading.Barrier(2)
 
         def end(words: tuple[str, str], log: Any = log, gate: Any = gate) -> None:
             gate.wait()
             log.end(*words)
 
-        threads = [threading.Thread(target=end, args=[WORDS[name]]) for name in WORDS][:2]
+        threads = [threading.Thread(target=end, args=[WORDS[n]]) for n in ("main", "watchdog")]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         (found,) = ends(log.folder)
         assert read_status(log.folder)["reason"] == found["reason"]
-
-
-def test_an_end_whose_start_could_not_be_written(tmp_path: Path) -> None:
-    """The disk was full then."""
-    log = run_log_of(tmp_path)
-    log.start(4, 2)
-    (tmp_path / "events.jsonl").unlink()
-    log.end("finished", "all steps done")
-    assert len(ends(tmp_path)) == 1
-    assert read_status(tmp_path)["state"] == "finished"
 
 
 # --- outside of steps -----------------------------------------------------------------------------
@@ -220,8 +190,8 @@ def test_a_start_that_fails_outside_of_its_steps(tmp_path: Path) -> None:
 
 
 def test_how_long_silence_may_last(tmp_path: Path) -> None:
-    """An hour outside of steps, or twice what the same has taken; twice the watchdog's limit
-    during steps, for as many as are logged together."""
+    """An hour outside of steps, or twice what the same has taken; during steps twice the watchdog's
+    limit, for as many as are logged together."""
     clock, lines = [1000.0], []
     with (
         patch("runtime.log.ledger.time.monotonic", lambda: clock[0]),
@@ -235,15 +205,13 @@ def test_how_long_silence_may_last(tmp_path: Path) -> None:
         clock[0] += 7000.0
         log.busy("")
         log.busy("saving")
-        log.busy("evaluation")
         log.leave_stage()
-    due = [(next(iter(line)), line["due"]) for line in lines]
-    least, interval = log.guard.hang_seconds, log.interval
-    usual = 2 * log.guard.hang_factor * interval
-    hour, steps = PAUSE_SECONDS, max(2 * least, 100.0 * usual)
-    assert due == [
+    limits = [max(log.guard.hang_seconds, log.guard.hang_factor * log.interval * s)
+              for s in (2.0, 100.0)]  # fmt: skip
+    hour = PAUSE_SECONDS
+    assert [(next(iter(line)), line["due"]) for line in lines] == [
         ("busy", hour), ("event", hour), ("busy", hour),  # until the first logged step
-        ("record", max(2 * least, 2.0 * usual)), ("record", steps),
-        ("busy", hour), ("busy", steps), ("busy", 14_000.0), ("busy", hour),
-        ("event", hour), ("busy", hour),
+        ("record", 2 * limits[0]), ("record", 2 * limits[1]),
+        ("busy", hour), ("busy", 2 * limits[1]), ("busy", 14_000.0),
+        ("event", 14_000.0), ("busy", hour),
     ]  # fmt: skip

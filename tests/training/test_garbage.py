@@ -32,7 +32,7 @@ def collections(arguments: list[str], automatic: bool) -> list[tuple[int, bool, 
     automatic: a control, in which the run leaves automatic collection on.
     """
     warnings.simplefilter("ignore")
-    step, begin, leave = TrainStep.__call__, GarbageCollection.begins, GarbageCollection.__exit__
+    step, begin, leave = TrainStep.__call__, GarbageCollection.begins, GarbageCollection.closes
     in_run, in_step, begun = False, False, 0
     found = []
 
@@ -64,7 +64,7 @@ def collections(arguments: list[str], automatic: bool) -> list[tuple[int, bool, 
     try:
         with (
             patch.object(TrainStep, "__call__", littering),
-            patch.multiple(GarbageCollection, begins=begins, __exit__=exits),
+            patch.multiple(GarbageCollection, begins=begins, closes=exits),
         ):
             assert train_run(arguments) == ""
     finally:
