@@ -31,7 +31,7 @@ from runtime.device import prepare_determinism
 from runtime.listener import Listeners, Run
 from runtime.log.run_log import RunLog
 from runtime.messages import fail, on_all_ranks, refuse
-from runtime.monitor.rank_0 import Companion
+from runtime.monitor.rank_0 import Monitor
 from runtime.start.announce import announce
 from runtime.start.attention import check_attention
 from runtime.start.checks import Data, check_fits, check_writable, open_data_stages, try_config
@@ -97,13 +97,13 @@ def start_run(config: Config, device: str, signals: Signals, spares: dict[str, i
     # No other run writes to the folder; a person learns of failures from here on.
     with (
         Lease(config.run.dir, device) as lease,
-        Companion(config, signals) as companion,
-        RunLog(config, companion.hear) as log,
+        Monitor(config, signals) as monitor,
+        RunLog(config, monitor.tell) as log,
     ):
         mark("lease")
         start = find_start(config, data.train, lease)
         mark("verify")
-        while following := train_stage(config, data, start, lease, companion, log, signals, spares):
+        while following := train_stage(config, data, start, lease, log, signals, spares):
             start = following
             join_again(signals)
 
@@ -113,7 +113,6 @@ def train_stage(
     data: Data,
     start: Start,
     lease: Lease,
-    companion: Companion,
     log: RunLog,
     signals: Signals,
     spares: dict[str, int],
@@ -146,7 +145,7 @@ def train_stage(
     watchdog, stop = Watchdog(config, log), StopRequests(config, signals)
     run = Run(data_stage, train, loader, start, log, watchdog, stop)
     # called before and after every step, in order: metrics, evaluation, saving, …
-    built = build_listeners(run, whole, data, lease, companion)  # raises before anything is written
+    built = build_listeners(run, whole, data, lease)  # raises before anything is written
     announce(run, whole, train_data, spares)
     with Listeners(run, built) as listeners:
         while run.goes_on:

@@ -22,7 +22,7 @@ Each module or folder may import only those above it (tests/test_house.py):
     evaluation/        the loss on held-out text; tasks: the log-likelihood of texts and of choices
     profiling/         where the time of a step goes
     monitor/           alarms, numbers for Prometheus, a command after each commit: a process of
-                       its own; start/ checks its settings, and all_listeners.py has its listener
+                       its own; start/ checks its settings
     start/             what happens before the first step: the ranks find each other, and mistakes
                        are found before anything is built
 

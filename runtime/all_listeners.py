@@ -1,7 +1,6 @@
 """The listeners of a training run, in the order in which each step calls them (listener.py).
 
 StartTimes          first: notes when everything before the steps is ready
-CompanionListener   anywhere
 Faults              before all that computes, so that it is wrong, too (only for drills)
 StepProfile, …Trace close to the step, so that their traces have little else
 Metrics             measures the step, before the listeners below take time
@@ -32,7 +31,6 @@ from runtime.health.slow_ranks import SlowRanks
 from runtime.listener import Listener, Run
 from runtime.metrics.memory_report import MemoryReports
 from runtime.metrics.metrics import Metrics, RecordWriter
-from runtime.monitor.rank_0 import Companion, CompanionListener
 from runtime.next_stage import DataStageBegins, RunEnd
 from runtime.profiling.profile import StepProfile
 from runtime.profiling.trace import StepTrace
@@ -71,9 +69,7 @@ class Stopping(Listener):
             run.stop.close(stays=run.changes_data_stage)
 
 
-def build_listeners(
-    run: Run, whole: Config, data: Data, lease: Lease, companion: Companion
-) -> list[Listener]:
+def build_listeners(run: Run, whole: Config, data: Data, lease: Lease) -> list[Listener]:
     """Build the listeners; every rank calls it, once the state of `run.start` has been loaded.
 
     whole: the configuration of the whole run.
@@ -90,7 +86,6 @@ def build_listeners(
     examination = Examination(config, train) if config.guard.examine else None
     return [
         StartTimes(),
-        CompanionListener(companion),
         *faults,
         StepProfile(config, mesh),
         StepTrace(run.data_stage, mesh, start.step),

@@ -6,6 +6,7 @@
     checkpoints/step-00000120.abandoned  put aside: the run rolled back to an earlier step, or saved
                                          this step again
     checkpoints/latest                   contains "step-00000100", the newest
+    checkpoints/after_commit/            for which of them the command runs or has succeeded
 
 Only the holder of the folder's lease may change it (lease.py). A checkpoint that was put aside
 stays until a person deletes it.
@@ -20,6 +21,7 @@ from errors import UserError
 NAME = re.compile(r"step-(\d{8})")
 LATEST = "latest"
 MANIFEST = "manifest.json"  # the last file of a checkpoint (manifest.py)
+AFTER_COMMIT = "after_commit"  # how far checkpoint.after_commit is (monitor/after_commit.py)
 DAMAGED, ABANDONED = ".damaged", ".abandoned"  # suffixes of those that are put aside
 
 
@@ -36,6 +38,11 @@ def named_checkpoints(folder: Path) -> list[Path]:
 def step_of(checkpoint: Path) -> int:
     """Return the step in a checkpoint's name."""
     return int(checkpoint.name.removeprefix("step-"))
+
+
+def has_command(checkpoint: Path) -> bool:
+    """Whether checkpoint.after_commit runs for this checkpoint, which must then stay."""
+    return any((checkpoint.parent / AFTER_COMMIT).glob(f"{checkpoint.name}.*.running"))
 
 
 def checkpoints_of(folder: Path, key: str) -> list[Path]:

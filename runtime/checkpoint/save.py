@@ -41,6 +41,7 @@ from runtime.checkpoint.folder import (
     DAMAGED,
     MANIFEST,
     complete_checkpoints,
+    has_command,
     step_of,
     sync,
     write_durably,
@@ -63,7 +64,6 @@ from runtime.checkpoint.verify import check_whole, cover
 from runtime.device import DeviceClock, device_thread
 from runtime.log.run_log import RunLog
 from runtime.messages import log
-from runtime.monitor.after_commit import is_running
 from runtime.trainer_state import (
     FILE,
     DataState,
@@ -294,12 +294,12 @@ class Saver:
     def _delete(self, old: Path) -> None:
         """On rank 0, delete a checkpoint unless checkpoint.after_commit runs for it; then a later
         save deletes it."""
-        has_command = bool(self.train.config.checkpoint.after_commit)
-        if has_command and is_running(self.folder, old.name):
+        runs_commands = bool(self.train.config.checkpoint.after_commit)
+        if runs_commands and has_command(old):
             return
         going = self.lease.work / old.name
         self.lease.move(old, going)
-        if has_command and is_running(self.folder, old.name):  # it has just begun
+        if runs_commands and has_command(old):  # it has just begun
             self.lease.move(going, old)
         else:
             shutil.rmtree(going)

@@ -24,7 +24,7 @@ added, never changed.
     end         a start ends, only once   state, step, reason; `noted_later` if the next start has
                 (status.py)               noted it
 
-The companion of rank 0 (monitor/) writes, too:
+The monitor of rank 0 (monitor/) writes, too, and `end` where nobody else has:
 
     stalled     no step is logged         the last step, seconds since it was logged, what rank 0
                                           does meanwhile (`busy`)

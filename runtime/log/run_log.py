@@ -75,11 +75,20 @@ class RunLog:
         if not self.writes or self._start is not None:
             return []
         self.folder.mkdir(parents=True, exist_ok=True)
-        lines = record_missing_end(self.folder)
+        lines = self._end_previous()
         (self.folder / "status.json").unlink(missing_ok=True)
         began = time.time() - (time.monotonic() - signals.STARTED)
         self._start = self.event("start", began=began, step=step, world_size=world_size)
         return lines
+
+    def _end_previous(self) -> list[str]:
+        """Record the end of the previous start if that has not. Returns lines for the log."""
+        event = record_missing_end(self.folder)
+        if event is None:
+            return []
+        self._tell({"event": event})
+        reason = event["reason"].partition(" (")[0]
+        return [f"the previous start was last recorded at step {event['step']}: {reason}"]
 
     def event(self, kind: str, **about: Any) -> Line | None:
         """Record what happened (events.py), from any thread. Returns the event, on rank 0."""
@@ -137,7 +146,7 @@ class RunLog:
                 return
             self.ended, step = True, self.step if step is None else step
             if self._start is None:  # it failed before its first step
-                record_missing_end(self.folder)
+                self._end_previous()
                 event: Line | None = append_event(
                     self.folder, "end", state=state, step=step, reason=reason
                 )

@@ -75,17 +75,14 @@ def record_failure(folder: Path, reason: str, launched: float | None = None) -> 
     return reason
 
 
-def record_missing_end(folder: Path) -> list[str]:
-    """If the previous start recorded no end, record that as an event; called by the next start.
-    Returns at most one line for the log."""
+def record_missing_end(folder: Path) -> dict[str, Any] | None:
+    """If the previous start recorded no end, record that as an event, and return it; called by the
+    next start."""
     last = next(reversed(starts_of(folder)), None)
     if last is None or last["ended"]:
-        return []
+        return None
     reason = "it recorded no end, so it was killed or its machine died (noted by the next start)"
-    end_start(folder, last, "failed", last["step"], reason, noted_later=True)
-    return [
-        f"the previous start was last recorded at step {last['step']}: {reason.partition(' (')[0]}"
-    ]
+    return end_start(folder, last, "failed", last["step"], reason, noted_later=True)
 
 
 def starts_of(folder: Path) -> list[dict[str, Any]]:

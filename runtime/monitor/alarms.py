@@ -2,14 +2,14 @@
 
     start, data_stage, spares  the run begins, changes its data or its nodes (the start and the end
                                that a later data stage records are left out)
-    stalled, resumed           no step is logged for too long, and again (written by companion.py)
+    stalled, resumed           no step is logged for too long, and again (from process.py)
     hang                       the watchdog ends a step that takes too long
     spike                      updates were skipped
     rollback                   the run went back to a checkpoint
     checkpoint, after_commit   only if they failed
     slow_rank, suspicion       a machine is slow, or its numbers are suspicious
-    died, refused              rank 0 is gone and recorded no end; or it refused to start (both
-                               written by companion.py)
+    died, refused              rank 0 is gone and recorded no end; or it refused to start (`died` is
+                               from process.py)
     end                        finished, requeue or failed
     job                        the job script gives up (tools/alarm.py)
 

@@ -4,14 +4,16 @@ import os
 import re
 import shlex
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from errors import UserError
-from runtime.monitor.prometheus import address
 from runtime.monitor.send import is_webhook
 from settings.config import Config
 
+LOOPBACK = "127.0.0.1"
+HOST = re.compile(rb"[A-Za-z0-9._:%-]*")
 VARIABLE = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)\}?")
 
 
@@ -69,17 +71,34 @@ def _check_command(key: str, setting: str, command: str) -> None:
         raise UserError(key, setting, why, remedy + 'bash -c "…" if you need one')
 
 
-def _check_prometheus(setting: str) -> None:
+def prometheus(setting: str) -> str | list[str | int]:
+    """Return where run.prometheus shows the numbers: a file ….prom, absolute; or the host and port
+    of PORT, HOST:PORT or [IPV6]:PORT, which is on loopback unless a host is given.
+
+    Raises UserError if it is none of these.
+    """
     if setting.endswith(".prom"):
-        folder = Path(setting).absolute().parent
-        if not os.access(folder, os.W_OK | os.X_OK):
-            why = f"{folder} is not a writable folder"
-            remedy = "give a file in the folder that node_exporter reads "
-            remedy += "(--collector.textfile.directory)"
-            raise UserError("run.prometheus", setting, why, remedy)
-        return
+        return os.path.abspath(setting)
+    host, _, port = setting.rpartition(":")
+    host = host.strip("[]")
     try:
-        address(setting)
-    except ValueError:
+        good = HOST.fullmatch(host.encode("idna")) and port.isascii() and port.isdigit()
+    except UnicodeError:
+        good = False
+    if not good or not 0 < int(port) < 65536 or setting[0] == ":":
         why = "is neither a file ….prom nor PORT or HOST:PORT"
-        raise UserError("run.prometheus", setting, why, "write for example 9400") from None
+        raise UserError("run.prometheus", setting, why, "write for example 9400")
+    return [host or LOOPBACK, int(port)]
+
+
+def _check_prometheus(setting: str) -> None:
+    where = prometheus(setting)
+    if find_spec("prometheus_client") is None:
+        why = "the package prometheus_client is not installed"
+        remedy = "install it (requirements.txt has its version), or leave out run.prometheus"
+        raise UserError("run.prometheus", setting, why, remedy)
+    if isinstance(where, str) and not os.access(Path(where).parent, os.W_OK | os.X_OK):
+        why = f"{Path(where).parent} is not a writable folder"
+        remedy = "give a file in the folder that node_exporter reads "
+        remedy += "(--collector.textfile.directory)"
+        raise UserError("run.prometheus", setting, why, remedy)

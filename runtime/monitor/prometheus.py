@@ -1,36 +1,26 @@
-"""The state of a run as text for Prometheus (exposition format 0.0.4): a file for node_exporter's
-textfile collector, or an endpoint.
+"""The state of a run for Prometheus: a file for node_exporter's textfile collector, or an endpoint.
+Only this file imports prometheus_client, and only the monitor imports this file.
 
 Units are seconds, bytes and ratios; times are in seconds since 1970, so that a rule computes ages
 with `time() - …`. Every sample has the label `run`. What a rollback takes back (steps, tokens,
 skipped updates, seconds by cause) is a gauge, because a counter never falls.
-
-https://prometheus.io/docs/instrumenting/exposition_formats/
 """
 
-import contextlib
-import math
 import os
-import re
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from runtime.log.events import VERDICTS
 from runtime.log.log_lines import is_number
 from runtime.monitor.alarms import TEMPLATES
-from runtime.monitor.settings import Settings
 from runtime.monitor.state import RunState
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-LOOPBACK = "127.0.0.1"
-CLIENT_SECONDS = 5.0  # for a client's request and its answer: a scrape takes milliseconds
-MOST_CLIENTS = 16  # at a time, each with a thread; for one more, the oldest is disconnected
-HOST = re.compile(rb"[A-Za-z0-9._:%-]*")
+FILE_SECONDS = 10.0  # between two versions of the file
+CLIENT_SECONDS = 5.0  # that the endpoint waits for a client: a scrape takes milliseconds
 STATES = ("starting", "running", "finished", "requeue", "failed", "died")
 # entries of a record (metrics/metrics.py) → metric and help; others: lattice_record{name="…"}
 RECORD = {
@@ -51,62 +41,9 @@ RECORD = {
     "skipped_updates": ("lattice_skipped_updates", "Updates skipped so far."),
     "eval_loss": ("lattice_eval_loss", "Loss on held-out text."),
 }
-Labels = dict[str, str]
-Samples = list[tuple[Labels, float]]
-
-
-def samples(state: RunState, more: dict[str, float]) -> Iterator[tuple[str, str, str, Samples]]:
-    """Yield each metric: name, type, help, and its samples without the label `run`.
-
-    more: numbers of the companion itself, by metric (companion.py).
-    """
-    yield "lattice_running", "gauge", "1 while the run trains.", [({}, state.state == "running")]
-    states: Samples = [({"state": name}, name == state.state) for name in STATES]
-    yield "lattice_state", "gauge", "1 for the state of the run.", states
-    about = "When this text was written; old: the companion or its machine is gone."
-    yield "lattice_updated_timestamp_seconds", "gauge", about, [({}, time.time())]
-    if state.start_time:
-        about = "When the last start began."
-        yield "lattice_start_timestamp_seconds", "gauge", about, [({}, state.start_time)]
-    if state.record_time:
-        about = "When the last step was logged."
-        yield "lattice_last_step_timestamp_seconds", "gauge", about, [({}, state.record_time)]
-    others: Samples = []
-    for key, value in state.record.items():
-        if key in RECORD and is_number(value, finite=False):
-            name, about = RECORD[key]
-            yield name, "gauge", about, [({}, value)]
-        elif is_number(value, finite=False):
-            others.append(({"name": key}, value))
-    yield "lattice_record", "gauge", "Every other number of the last logged step.", others
-    seconds: Samples = [({"cause": cause}, value) for cause, value in state.account.seconds.items()]
-    yield "lattice_spent_seconds", "gauge", "Seconds of all starts by cause.", seconds
-    # 0 for what has not happened yet: otherwise Prometheus would not see the first as an increase
-    kinds = sorted(TEMPLATES.keys() | state.events.keys())
-    counts: Samples = [({"event": kind}, state.events[kind]) for kind in kinds]
-    yield "lattice_events_total", "counter", "Events of all starts (events.jsonl).", counts
-    verdicts: Samples = [({"verdict": each}, state.verdicts[each]) for each in VERDICTS]
-    yield "lattice_suspicions_total", "counter", "Suspicions by verdict, all starts.", verdicts
-    failed: Samples = [({}, state.failed_saves)]
-    yield "lattice_failed_saves_total", "counter", "Saves that failed.", failed
-    if state.checkpoint:
-        written = state.checkpoint
-        yield "lattice_checkpoint_step", "gauge", "Step of the last one.", [({}, written["step"])]
-        when: Samples = [({}, written["time"])]
-        yield "lattice_checkpoint_timestamp_seconds", "gauge", "When it was committed.", when
-        size: Samples = [({}, written["bytes"])]
-        yield "lattice_checkpoint_bytes", "gauge", "Its size.", size
-    slow: Samples = [
-        ({"rank": rank, "node": node}, factor) for (rank, node), factor in state.slow.items()
-    ]
-    yield "lattice_slow_rank_ratio", "gauge", "Own computing time relative to its peers.", slow
-    if state.spares is not None:
-        yield "lattice_spare_nodes", "gauge", "Nodes that wait.", [({}, state.spares)]
-    for name, value in more.items():
-        kind = "counter" if name.endswith("_total") else "gauge"
-        yield name, kind, MORE[name], [({}, value)]
-
-
+UPDATED = "When this text was written; old: the monitor or its machine is gone."
+# name, help, names of the labels besides `run`, and values by those of the labels
+Numbers = tuple[str, str, tuple[str, ...], Mapping[tuple[str, ...], float]]
 MORE = {
     "lattice_alarms_delivered_total": "Alarms of this start that were delivered (run.on_event).",
     "lattice_alarms_lost_total": "Alarms of this start that could not be delivered.",
@@ -116,108 +53,98 @@ MORE = {
 }
 
 
-def exposition(run: str, state: RunState, more: dict[str, float]) -> str:
-    lines = []
-    for name, kind, about, found in samples(state, more):
-        if found:
-            lines += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
-        for labels, value in found:
-            inside = ",".join(
-                f'{key}="{_escape(text)}"' for key, text in {"run": run, **labels}.items()
-            )
-            lines.append(f"{name}{{{inside}}} {_number(value)}")
-    return "\n".join(lines) + "\n"
+def families(run: str, state: RunState, more: dict[str, float]) -> Iterator[Metric]:
+    """Yield the metrics as prometheus_client has them, each with the label `run`.
 
-
-def _escape(text: str) -> str:
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-def _number(value: float) -> str:
-    if math.isfinite(value):
-        return repr(float(value))
-    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
-
-
-def write_file(path: Path, text: str) -> None:
-    """Replace the file atomically. Its collector reads only names that end in .prom."""
-    partial = path.with_suffix(f".{os.getpid()}.tmp")
-    with contextlib.suppress(OSError):  # try again the next time
-        partial.write_bytes(text.encode(errors="replace"))
-        os.replace(partial, path)
-
-
-def address(setting: str) -> tuple[str, int]:
-    """The address of run.prometheus=PORT, HOST:PORT or [IPV6]:PORT; without a host, loopback.
-
-    Raises ValueError if it is none of these.
+    more: numbers of the monitor itself, by metric (MORE).
     """
-    host, _, port = setting.rpartition(":")
-    host = host.strip("[]")
-    if not HOST.fullmatch(host.encode("idna")):  # a UnicodeError is a ValueError
-        raise ValueError(setting)
-    if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536 or setting[0] == ":":
-        raise ValueError(setting)
-    return host or LOOPBACK, int(port)
+    for name, about, labels, values in _numbers(state, more):
+        if values:
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(name, about, labels=["run", *labels])
+            for texts, value in values.items():
+                family.add_metric([_plain(text) for text in (run, *texts)], value)
+            yield family
 
 
-class Endpoint:
-    """Serves GET /metrics. If the port is in use (the companion of an earlier start may be ending),
-    `open` may be called again."""
+def _numbers(state: RunState, more: dict[str, float]) -> Iterator[Numbers]:
+    record = {key: value for key, value in state.record.items() if is_number(value, finite=False)}
+    last = state.checkpoint
+    single: list[tuple[str, str, float | None]] = [  # None: not known yet
+        ("lattice_running", "1 while the run trains.", state.state == "running"),
+        ("lattice_updated_timestamp_seconds", UPDATED, time.time()),
+        ("lattice_start_timestamp_seconds", "When the last start began.", state.start_time),
+        ("lattice_last_step_timestamp_seconds", "When a step was logged last.", state.record_time),
+        *((*RECORD[key], record.pop(key)) for key in RECORD if key in record),
+        ("lattice_failed_saves_total", "Saves that failed.", state.failed_saves),
+        ("lattice_checkpoint_step", "Step of the last one.", last.get("step")),
+        ("lattice_checkpoint_timestamp_seconds", "When it was committed.", last.get("time")),
+        ("lattice_checkpoint_bytes", "Its size.", last.get("bytes")),
+        ("lattice_spare_nodes", "Nodes that wait.", state.spares),
+        *((name, MORE[name], value) for name, value in more.items()),
+    ]
+    for name, about, value in single:
+        if value is not None:
+            yield name, about, (), {(): value}
+    # 0 for what has not happened yet: otherwise Prometheus would not see the first as an increase
+    events = {kind: state.events[kind] for kind in sorted(TEMPLATES.keys() | state.events.keys())}
+    verdicts = {each: state.verdicts[each] for each in VERDICTS}
+    states = {each: each == state.state for each in STATES}
+    spent = state.account.seconds
+    by_label: list[tuple[str, str, str, Mapping[str, float]]] = [
+        ("lattice_state", "1 for the state of the run.", "state", states),
+        ("lattice_record", "Every other number of the last logged step.", "name", record),
+        ("lattice_spent_seconds", "Seconds of all starts by cause.", "cause", spent),
+        ("lattice_events_total", "Events of all starts (events.jsonl).", "event", events),
+        ("lattice_suspicions_total", "Suspicions by verdict, all starts.", "verdict", verdicts),
+    ]
+    for name, about, label, found in by_label:
+        yield name, about, (label,), {(text,): value for text, value in found.items()}
+    about = "Own computing time relative to its peers."
+    yield "lattice_slow_rank_ratio", about, ("rank", "node"), state.slow
 
-    def __init__(self, settings: Settings, text: Callable[[], str]) -> None:
-        self.address, self.text = address(settings.prometheus), text
-        self.server: ThreadingHTTPServer | None = None
 
-    def open(self) -> str:
-        """Begin to serve; return why that failed, or the empty string."""
-        text = self.text
+def _plain(text: str) -> str:
+    """Without what JSON can express and UTF-8 cannot."""
+    return text.encode(errors="replace").decode()
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                known = self.path.partition("?")[0] in ("/", "/metrics")
-                body = text().encode(errors="replace") if known else b""
-                self.send_response(200 if known else 404)
-                self.send_header("Content-Type", CONTENT_TYPE)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
 
-            def log_message(self, *_: Any) -> None:
-                """Nothing: a scrape is not worth a line of the run's log."""
+class Shown:
+    """The metrics, where Prometheus finds them.
 
-        class Server(ThreadingHTTPServer):
-            address_family = socket.AF_INET6 if ":" in self.address[0] else socket.AF_INET
-            clients: dict[Any, float]  # connection → when it is ended, oldest first
+    Args:
+        where: a file, or the host and port of an endpoint.
+        collect: returns them.
+    """
 
-            def process_request(self, request: Any, client_address: Any) -> None:
-                self._end_clients(MOST_CLIENTS - 1)
-                self.clients[request] = time.monotonic() + CLIENT_SECONDS
-                super().process_request(request, client_address)
+    def __init__(self, where: str | list[Any], collect: Callable[[], list[Metric]]) -> None:
+        self.where, self.collect = where, collect
+        self.registry = CollectorRegistry()
+        self.registry.register(self)  # it calls `collect`
+        self.server: Any = None
+        self._due, self._inode = 0.0, -1  # when the file is written again; its last version
 
-            def service_actions(self) -> None:  # called twice a second
-                self._end_clients(MOST_CLIENTS)
+    def update(self, gone: bool = False, is_last: bool = False) -> None:
+        """Write the file if it is time or the last version; serve the endpoint if that has failed
+        before, because the monitor of the start before still used the port.
 
-            def _end_clients(self, most: int) -> None:
-                """End the clients whose time is over, and the oldest of more than `most`."""
-                clients = [*self.clients.items()]
-                for number, (request, until) in enumerate(clients):
-                    if len(clients) - number > most or time.monotonic() > until:
-                        with contextlib.suppress(OSError):
-                            request.shutdown(socket.SHUT_RDWR)  # its thread sees the end
+        gone: rank 0 has ended. Then the file stays if the next start's monitor has replaced it.
 
-            def shutdown_request(self, request: Any) -> None:
-                self.clients.pop(request, None)
-                super().shutdown_request(request)
+        Raises OSError.
+        """
+        if not isinstance(self.where, str):
+            if self.server is None:
+                self._serve(*self.where)
+        elif is_last or time.monotonic() >= self._due:
+            is_ours = not gone or self._inode in (-1, os.stat(self.where).st_ino)
+            self._due = time.monotonic() + FILE_SECONDS
+            if is_ours:
+                write_to_textfile(self.where, self.registry)
+                self._inode = os.stat(self.where).st_ino
 
-            def handle_error(self, *_: Any) -> None:
-                """Nothing: the client went away."""
-
-        try:
-            server = Server(self.address, Handler)
-        except OSError as error:
-            return str(error.strerror or error)
-        server.clients, self.server = {}, server
-        serve = threading.Thread(target=self.server.serve_forever, name="prometheus", daemon=True)
-        serve.start()
-        return ""
+    def _serve(self, host: str, port: int) -> None:
+        self.server, _ = start_http_server(port, host, self.registry)
+        handler = self.server.RequestHandlerClass
+        # a client that sends or reads nothing keeps no thread; one that goes away is no news
+        self.server.RequestHandlerClass = type("Handler", (handler,), {"timeout": CLIENT_SECONDS})
+        self.server.handle_error = lambda *_: None

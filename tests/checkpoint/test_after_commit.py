@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from proofs.ranks import Ranks
-from runtime.checkpoint.folder import MANIFEST
+from runtime.checkpoint.folder import AFTER_COMMIT, MANIFEST, has_command
 from runtime.checkpoint.save import Saver
 from runtime.monitor import after_commit
-from runtime.monitor.after_commit import RECORD, Commands, is_running, progress, read_record
-from runtime.monitor.settings import Settings
-from tests.monitor.alert_helpers import wait_until
+from runtime.monitor.after_commit import Commands, progress
+from tests.monitor.alert_helpers import settings_of, wait_until
 from tests.runs import fresh, losses, names, run, status_of, write_config
 
 
@@ -29,26 +28,27 @@ class Folder:
         self.run, self.checkpoints = run, run / "checkpoints"
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self.events: list[dict[str, Any]] = []
-        settings["after_commit"] = f"{command} {arguments}"
-        told = Settings(str(run), "x", str(run), 0, **settings)
+        self.has_begun = False
+        told = settings_of(run, cwd=str(run), after_commit=f"{command} {arguments}", **settings)
         self.commands = Commands(told, lambda **about: self.events.append(about))
 
     def commit(self, step: int, sha: str = "a") -> Path:
+        """Save a checkpoint, of which the commands are told once they have begun."""
         path = self.checkpoints / f"step-{step:08d}"
         path.mkdir(exist_ok=True)
         (path / MANIFEST).write_text(json.dumps({"sha256": f"{sha}{step}"}))
+        if self.has_begun:
+            self.commands.committed(step)
         return path
 
     def start(self, events: int = 0) -> None:
         """Start the commands; wait until there have been `events`."""
         self.commands.start()
+        self.has_begun = True
         wait_until(lambda: len(self.events) >= events)
 
-    def run_for(self, name: str) -> bool:
-        return is_running(self.checkpoints, name)
-
-    def tries(self) -> str:
-        return (self.run / "tries").read_text()
+    def markers(self) -> list[str]:
+        return names(self.checkpoints / AFTER_COMMIT)
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def test_a_command_that_hangs_is_ended(tmp_path: Path) -> None:
     assert time.monotonic() - began < 10
 
 
-def test_two_companions_of_a_run_never_run_it_at_the_same_time(tmp_path: Path) -> None:
+def test_two_monitors_of_a_run_never_run_it_at_the_same_time(tmp_path: Path) -> None:
     """That of the start before may still be ending when the next start begins."""
     waits = "until [ -e go ]; do sleep 0.1; done"
     first, second = (
@@ -108,10 +108,10 @@ def test_two_companions_of_a_run_never_run_it_at_the_same_time(tmp_path: Path) -
     )
     path = first.commit(10)
     first.start()
-    wait_until(lambda: first.run_for(path.name))
+    wait_until(lambda: has_command(path))
     second.start()
     time.sleep(0.5)
-    assert first.run_for(path.name)  # so that it is not deleted
+    assert has_command(path)  # so that it is not deleted
     (tmp_path / "go").touch()
     first.commands.finish(30)
     newer = second.commit(20)
@@ -128,24 +128,23 @@ def test_an_interrupted_command_is_run_by_the_next_start(tmp_path: Path) -> None
     )
     path = first.commit(10)
     first.start()
-    wait_until(lambda: first.run_for(path.name))
+    wait_until(lambda: has_command(path))
     first.commands.finish(0.0)
     assert progress(first.checkpoints) == ([path], None)
     (tmp_path / "ready").touch()
-    # as a companion that was killed would leave it
-    stale = {"running": "step-00000005", "done": {}}
-    (first.checkpoints / RECORD).write_text(json.dumps(stale))
+    # as a monitor that was killed would leave it
+    (first.checkpoints / AFTER_COMMIT / "step-00000005.a5.running").touch()
     second.start(events=1)
     second.commands.finish(30)
     assert progress(first.checkpoints) == ([], 10)
-    assert read_record(first.checkpoints)["running"] is None
+    assert second.markers() == ["step-00000010.a10.done"]
 
 
 def test_a_checkpoint_that_is_deleted_too_early_is_reported(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "while [ ! -e go ]; do sleep 0.02; done")
     old, new = folder.commit(10), folder.commit(20)
     folder.start()
-    wait_until(lambda: folder.run_for(new.name))
+    wait_until(lambda: has_command(new))
     (old / MANIFEST).unlink()
     old.rmdir()  # as checkpoint.keep_last does while the command is slow
     (tmp_path / "go").touch()
@@ -154,38 +153,50 @@ def test_a_checkpoint_that_is_deleted_too_early_is_reported(tmp_path: Path) -> N
     assert {event["step"]: "failed" in event for event in folder.events} == {20: False, 10: True}
 
 
-def test_without_a_record_it_does_not_begin(tmp_path: Path) -> None:
+def test_without_a_marker_it_does_not_begin(tmp_path: Path) -> None:
     """The saver would not know that it runs, and might delete the checkpoint."""
     folder = Folder(tmp_path, "echo x >> tries")
-    blocked = folder.checkpoints / f"{RECORD}.tmp"
-    blocked.mkdir()  # so that it cannot be written, as on a full disk
+    blocked = folder.checkpoints / AFTER_COMMIT
+    blocked.touch()  # so that nothing can be written there, as on a full disk
     path = folder.commit(10)
     folder.start(events=1)
-    assert f"{RECORD} cannot be written: Is a directory" in folder.events[0]["failed"]
+    assert f"{path.name}.a10.running cannot be written: " in folder.events[0]["failed"]
     assert not (tmp_path / "tries").exists()
-    blocked.rmdir()
+    blocked.unlink()
     wait_until(lambda: progress(folder.checkpoints) == ([], 10))
     folder.commands.finish(30)
-    assert folder.tries() == "x\n"
-    assert not folder.run_for(path.name)
+    assert (tmp_path / "tries").read_text() == "x\n"
 
 
-def test_a_success_that_cannot_be_recorded_is_neither_repeated_nor_called_a_failure(
+def test_what_is_recorded_of_deleted_checkpoints_is_removed_but_for_the_newest(
     tmp_path: Path,
 ) -> None:
-    folder = Folder(tmp_path, f"mkdir checkpoints/{RECORD}.tmp; echo x >> tries")
-    path = folder.commit(10)
-    folder.start(events=1)
-    assert folder.run_for(path.name)  # as the record says
-    (path / MANIFEST).unlink()
-    path.rmdir()
-    time.sleep(0.2)
-    (folder.checkpoints / f"{RECORD}.tmp").rmdir()
-    wait_until(lambda: not folder.run_for(path.name))
+    folder = Folder(tmp_path, "rm -rf checkpoints/step-00000020")
+    for step in (10, 20, 30):
+        folder.commit(step)
+    folder.start(events=3)
     folder.commands.finish(30)
-    assert folder.tries() == "x\n"
-    assert ["failed" in event for event in folder.events] == [False]
-    assert progress(folder.checkpoints) == ([], 10)
+    assert folder.markers() == ["step-00000010.a10.done", "step-00000030.a30.done"]
+
+
+@pytest.mark.parametrize(
+    ("older", "left"),
+    [
+        ({"running": None, "done": {"step-00000010": "a10", "x": "y"}}, [20]),
+        ({"running": None, "done": {"step-00000010": "of another"}}, [20, 10]),
+        ({"done": {"step-00000010": []}}, [20, 10]),
+        ({"done": 3}, [20, 10]),
+    ],
+)
+def test_what_an_older_version_recorded_counts(tmp_path: Path, older: Any, left: Any) -> None:
+    folder = Folder(tmp_path, "true")
+    for step in (10, 20):
+        folder.commit(step)
+    (folder.checkpoints / "after_commit.json").write_text(json.dumps(older))
+    folder.start(events=len(left))
+    folder.commands.finish(30)
+    assert [event["step"] for event in folder.events] == left
+    assert progress(folder.checkpoints) == ([], 20)
 
 
 # --- deletion while the command runs --------------------------------------------------------------
@@ -199,7 +210,9 @@ def test_no_checkpoint_is_deleted_while_its_command_runs(tmp_path: Path, begins:
     old = folder.commit(10)
 
     def begin() -> None:
-        (folder.checkpoints / RECORD).write_text(json.dumps({"running": old.name, "done": {}}))
+        running = folder.checkpoints / AFTER_COMMIT / f"{old.name}.a10.running"
+        running.parent.mkdir(exist_ok=True)
+        running.touch()
 
     def move(source: Path, target: Path) -> None:
         source.rename(target)

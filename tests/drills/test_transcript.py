@@ -112,8 +112,8 @@ EVENTS = {  # in order; without the lines that are written at each logged step
     "stopped": "start system started checkpoint checkpoint spike spike rollback checkpoint "
     "checkpoint checkpoint end",
     "killed": "start system started end",
-    "killed without a launcher": "start system started died",
-    "finished": "end start system started checkpoint checkpoint end",
+    "killed without a launcher": "start system started end died",
+    "finished": "start system started checkpoint checkpoint end",
 }
 ENTRIES = {  # besides `event` and `time`
     "start": {"began step world_size"},
@@ -125,13 +125,13 @@ ENTRIES = {  # besides `event` and `time`
     "spike": {"grad_norm loss skipped step"},
     "rollback": {"from_step left_out step"},
     "died": {"reason step"},
-    "end": {"reason state step", "noted_later reason state step"},
+    "end": {"reason state step"},
 }
 ALARMS = {
     "stopped": "start spike rollback checkpoint end",
     "killed": "start end",
     "killed without a launcher": "start died",
-    "finished": "end start end",  # the first is that of the start before
+    "finished": "start end",
 }
 EXITS: dict[str, tuple[int, str | None]] = {  # and what status.json begins with
     "stopped": (143, "requeue: SIGTERM was received"),

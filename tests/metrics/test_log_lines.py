@@ -18,10 +18,8 @@ from runtime.log.events import append_event, read_events
 from runtime.log.log_lines import Follower, is_record
 from runtime.log.status import read_status, record_failure, record_missing_end
 from runtime.metrics.trackers import JsonLines
-from runtime.monitor.alarms import is_alarm
-from runtime.monitor.companion import Companion
-from runtime.monitor.settings import Settings
-from tests.monitor.alert_helpers import Receiver
+from runtime.monitor.process import Monitor
+from tests.monitor.alert_helpers import Receiver, settings_of
 from tests.runs import forget_last, heard, losses, run, write_config
 from tools.report import __main__ as report
 from tools.report.run import read_run
@@ -79,14 +77,18 @@ def insert(path: Path, place: int, *lines: bytes) -> None:
 # --- the readers: each returns all that it has learnt ---------------------------------------------
 
 
+def by_next_start(folder: Path) -> Any:
+    """The end of the start before."""
+    return {**(record_missing_end(folder) or {}), "time": NOW}
+
+
 def by_monitor(folder: Path) -> Any:
-    """What the companion (runtime/alerts) sends, and knows for Prometheus."""
-    companion, sent = Companion(Settings(str(folder), "r", str(folder), 0)), []
-    with patch.object(companion, "_send", sent.append):
-        companion._read()
-    assert not companion.said
-    sent, state = [event["event"] for event in sent if is_alarm(event)], companion.state
-    return sent, state.state, state.account.seconds, state.record["step"], state.checkpoint["step"]
+    """What it knows of earlier starts for Prometheus."""
+    monitor = Monitor(settings_of(folder))
+    monitor._read_past()
+    assert not monitor.said
+    state = monitor.state
+    return state.state, state.account.seconds, state.record["step"], state.checkpoint["step"]
 
 
 def by_metrics(folder: Path) -> Any:
@@ -107,10 +109,10 @@ def by_report(folder: Path) -> Any:
 
 
 READERS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
-    "the next start": (record_missing_end, FILES[:1]),
+    "the next start": (by_next_start, FILES[:1]),
     "its metrics": (by_metrics, FILES[1:]),
     "its examinations": (lambda folder: examine._did_not_end(folder, 3), FILES[:1]),
-    "the monitor": (by_monitor, FILES),
+    "the monitor": (by_monitor, FILES[:1]),
     "the launcher": (by_launcher, FILES[:1]),
     "the report": (by_report, FILES),
 }

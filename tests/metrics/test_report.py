@@ -8,17 +8,19 @@ import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jinja2
 import pytest
+from prometheus_client import generate_latest
 
 from errors import RunFailed
 from runtime.log.events import FIELDS, append_event, is_whole_event, read_events
 from runtime.log.ledger import account
 from runtime.log.status import read_status, record_failure
 from runtime.monitor.alarms import Series, alarm
-from runtime.monitor.prometheus import exposition
+from runtime.monitor.prometheus import families
 from runtime.monitor.state import RunState
 from tests.metrics.report_page import Parsed, charts_of, written
 from tests.runs import evaluations, losses, run, run_log_of, write_config
@@ -151,7 +153,7 @@ def test_lines_that_no_run_has_written_harm_no_reader(new, tmp_path, capsys):
         state.note_event(event)
         json.dumps(alarm("r", "f", event), allow_nan=False)
         Series().passes(event, 0.0)
-    exposition("r", state, {}).encode(errors="replace")
+    generate_latest(SimpleNamespace(collect=lambda: families("r", state, {})))
     for reads in (account, measure):
         reads(found)
     written(new, tmp_path / "page.html")

@@ -1,6 +1,5 @@
-"""A web server that receives alarms, and a companion that is fed by files instead of a run."""
+"""A web server that receives alarms, and a monitor that is fed by a test instead of a run."""
 
-import dataclasses
 import json
 import socket
 import threading
@@ -11,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.log.events import append_event, read_events
-from runtime.monitor.companion import start_companion
-from runtime.monitor.settings import Settings
+from runtime.monitor.process import start_monitor
 
 
 class Receiver:
@@ -62,43 +60,56 @@ class Receiver:
         wait_until(lambda: self.kinds() == [*kinds])
 
 
-class FedCompanion:
-    """A real companion process for a run folder to which the test writes."""
+def settings_of(folder: Path, **settings: Any) -> dict[str, Any]:
+    """What a monitor is told about the run in `folder`."""
+    events = folder / "events.jsonl"
+    told = {
+        "folder": str(folder),
+        "name": "runs/x",
+        "cwd": str(folder.parent),
+        "past": events.stat().st_size if events.exists() else 0,
+        "due": 3600.0,
+        "on_event": "",
+        "prometheus": "",
+        "after_commit": "",
+        "after_commit_seconds": 3600.0,
+    }
+    assert settings.keys() <= told.keys()
+    return {**told, **settings}
+
+
+class FedMonitor:
+    """A real monitor process, for a run folder and a pipe to which the test writes."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.run = folder / "run"
         self.run.mkdir(exist_ok=True)
-        events = self.run / "events.jsonl"
-        told = Settings(
-            folder=str(self.run),
-            name="runs/x",
-            cwd=str(folder),
-            events_from=events.stat().st_size if events.exists() else 0,
-        )
-        self.log = folder / "companion.log"
+        self.log = folder / "monitor.log"
         with open(self.log, "wb") as log:
-            self.process = start_companion(dataclasses.replace(told, **settings), log)
+            self.process = start_monitor(settings_of(self.run, **settings), log)
+
+    def tell(self, due: float = 3600.0, **line: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({**line, "due": due}).encode() + b"\n")
 
     def event(self, event: str, **about: Any) -> None:
-        append_event(self.run, event, **about)
+        self.tell(event=append_event(self.run, event, **about))
 
-    def step(self, step: int, **record: Any) -> None:
-        with open(self.run / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({"step": step, "loss": 2.5, **record}) + "\n")
+    def step(self, step: int, due: float = 3600.0, **record: Any) -> None:
+        self.tell(record={"step": step, "loss": 2.5, **record}, due=due)
 
     def recorded(self, event: str) -> list[dict[str, Any]]:
         return [found for found in read_events(self.run) if found["event"] == event]
 
     def end(self) -> float:
-        """Close the pipe, as when rank 0 ends; return the seconds until the companion has
-        ended."""
+        """Close the pipe, as when rank 0 ends; return the seconds until the monitor has ended."""
         assert self.process.stdin is not None
         began = time.monotonic()
         self.process.stdin.close()
         self.process.wait(60)
         return time.monotonic() - began
 
-    def __enter__(self) -> "FedCompanion":
+    def __enter__(self) -> "FedMonitor":
         return self
 
     def __exit__(self, *_: object) -> None:

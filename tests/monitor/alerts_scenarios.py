@@ -26,7 +26,7 @@ import yaml
 
 from runtime.log.events import read_events
 from tests import ROOT
-from tests.monitor.alert_helpers import FedCompanion, free_port, wait_until
+from tests.monitor.alert_helpers import FedMonitor, free_port, wait_until
 from tests.runs import status_of, write_config
 
 RULES = ROOT / "runtime/monitor/rules/lattice_alerts.yaml"
@@ -154,21 +154,21 @@ def test_prometheus_scrapes_a_run_and_raises_the_alarm(programs: Path, tmp_path:
         found = json.loads(get(f"{api}/query?query={query}"))["data"]["result"]
         return [each["value"][1] for each in found]
 
-    with FedCompanion(tmp_path, prometheus=str(port)) as companion, running(*command):
+    with FedMonitor(tmp_path, prometheus=["127.0.0.1", port]) as monitor, running(*command):
         wait_until(lambda: answers(f"{api}/alerts"))
-        companion.event("start", step=0, world_size=1, began=time.time())
-        companion.step(7, lr=3e-4, tokens_per_second=1000.0, step_seconds=0.5)
+        monitor.event("start", step=0, world_size=1, began=time.time())
+        monitor.step(7, lr=3e-4, tokens_per_second=1000.0, step_seconds=0.5)
         wait_until(lambda: value("lattice_step") == ["7"])
         shown = get(f"http://127.0.0.1:{port}/metrics")
         # it names what is not as Prometheus recommends
         assert promtool(programs, "check", "metrics", text=shown) == ""
         time.sleep(3)
         assert firing() == set()  # control: a healthy run
-        companion.event("checkpoint", step=8, failed="OSError: no space left")
+        monitor.event("checkpoint", step=8, failed="OSError: no space left")
         wait_until(lambda: firing() == {"LatticeSaveFailed"})
-        companion.event("end", state="failed", step=8, reason="it broke")
+        monitor.event("end", state="failed", step=8, reason="it broke")
         wait_until(lambda: firing() == {"LatticeSaveFailed", "LatticeRunFailed"})
-        companion.end()
+        monitor.end()
 
 
 # --- an object store ------------------------------------------------------------------------------

@@ -1,25 +1,25 @@
 """Alarms: each kind reaches a person, also when rank 0 is gone, and none for nothing."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
-from runtime.log.events import append_event
-from runtime.monitor import companion as process
+from runtime.log.events import named_as_today
+from runtime.log.status import write_status
+from runtime.monitor import rank_0
 from runtime.monitor.alarms import ALWAYS, TEMPLATES, Series, is_alarm
-from runtime.monitor.companion import END_EVENT_SECONDS, ENDING_SECONDS
-from runtime.monitor.rank_0 import Companion
-from runtime.monitor.settings import Settings
-from runtime.monitor.state import BUSY_SECONDS, FIRST_LINE_SECONDS, RunState, StallClock
+from runtime.monitor.process import END_EVENT_SECONDS, ENDING_SECONDS, LOOK_SECONDS, Monitor
+from runtime.monitor.state import RunState
 from tests import ROOT
-from tests.monitor.alert_helpers import FedCompanion, Receiver, wait_until
+from tests.monitor.alert_helpers import FedMonitor, Receiver, settings_of, wait_until
 
 # One example of each event that events.py lists as an alarm and that a run itself writes.
 EVENTS: list[tuple[str, dict[str, Any]]] = [
@@ -42,49 +42,48 @@ QUIET = [
     ("spent", {"step": 1, "seconds": {"steps": 1.0}}),
     ("checkpoint", {"step": 5, "bytes": 10, "stall_seconds": 0.1, "write_seconds": 0.1}),
 ]
-
-
-OF_NO_RUN = """{"event": "start", "time": 1, "step": 0}
-[1]
-{"event": "end", "time": 1, "failed": 1}
-"""
-STALLS = {"hang_factor": 1e-6, "hang_seconds": 0.75}  # the limit is twice as long
+ODD = (b"[1]", b"{", b"", b'{"event": []}', b'{"event": {"event": "start", "time": 1, "step": 0}}',
+       b'{"event": {"event": "end", "time": 1, "failed": 1}, "due": "x"}', b"\xff", b"[" * 10_000,
+       b'{"record": {"step": "x"}}', b'{"record": 3, "due": NaN}')  # fmt: skip
 
 
 def test_every_alarm_is_received(tmp_path: Path) -> None:
-    with Receiver() as server, FedCompanion(tmp_path, on_event=server.url) as companion:
-        companion.event("rollback", from_step=3, step=2)
+    """And odd lines are left out, on the pipe as in the events of earlier starts."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events.jsonl").write_bytes(b"\n".join(ODD) + b"\n")
+    with Receiver() as server, FedMonitor(tmp_path, on_event=server.url) as monitor:
+        assert monitor.process.stdin is not None
         for event, about in [*QUIET, *EVENTS]:
-            with open(companion.run / "events.jsonl", "a") as file:
-                file.write(OF_NO_RUN)
-            companion.event(event, **about)
-        took = companion.end()
+            monitor.process.stdin.write(b"\n".join([*ODD, b""]))
+            monitor.event(event, **about)
+        took = monitor.end()
         received = server.received
     # Control: what is not worth a message is not sent.
-    assert server.kinds() == ["rollback", *(event for event, _ in EVENTS)]
+    assert server.kinds() == [event for event, _ in EVENTS]
     assert {event for event, _ in EVENTS} == TEMPLATES.keys() - {
         "stalled", "resumed", "died", "refused", "job", "after_commit",
     }  # fmt: skip
-    for sent in received[1:]:
+    for sent in received:
         assert f"{sent['event']} at step" not in sent["text"], "a sentence, not a list of fields"
-    spike = received[5]
+    spike = received[4]
     assert spike["text"] == "runs/x: skipped 1 updates up to step 12: loss nan, gradient norm inf"
     assert (spike["run"], spike["step"]) == ("runs/x", 12)
-    assert spike["folder"] == str(companion.run)
+    assert spike["folder"] == str(monitor.run)
     assert spike["details"]["loss"] == "nan"  # JSON has no NaN
     assert received[-1]["text"] == "runs/x: finished at step 20: all steps done"
     assert took < ENDING_SECONDS
-    assert companion.process.returncode == 0
-    said = companion.log.read_text()
-    assert said.count("\n") == said.count("line 2 is no whole record") == 1, said
+    assert monitor.process.returncode == 0
+    said = monitor.log.read_text()
+    assert said.count("\n") == said.count("line 1 is no whole record") == 1, said
 
 
 def test_a_killed_rank_0_is_reported(tmp_path: Path) -> None:
-    """The pipe's other end closes however rank 0 goes: here its process is killed."""
+    """The pipe's other end closes however rank 0 goes: here its process is killed. The launcher
+    records nothing."""
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; import time\n"
-        "from tests.monitor.alert_helpers import FedCompanion\n"
-        "held = FedCompanion(Path(sys.argv[2]), on_event=sys.argv[3])\n"
+        "from tests.monitor.alert_helpers import FedMonitor\n"
+        "held = FedMonitor(Path(sys.argv[2]), on_event=sys.argv[3])\n"
         "held.event('start', step=0, world_size=1, began=0.0); held.step(7)\n"
         "print(held.process.pid, flush=True); time.sleep(600)\n"
     )
@@ -92,14 +91,17 @@ def test_a_killed_rank_0_is_reported(tmp_path: Path) -> None:
         command = [sys.executable, "-c", program, str(ROOT), str(tmp_path), server.url]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as rank_0:
             assert rank_0.stdout is not None
-            companion = int(rank_0.stdout.readline())
+            monitor = int(rank_0.stdout.readline())
             server.wait_for("start")
-            os.kill(companion, signal.SIGTERM)  # what stops the run does not stop it
-            os.kill(companion, signal.SIGINT)
+            os.kill(monitor, signal.SIGTERM)  # what stops the run does not stop it
+            os.kill(monitor, signal.SIGINT)
             rank_0.kill()
         server.wait_for("start", "died")
-        wait_until(lambda: not _runs(companion), ENDING_SECONDS + END_EVENT_SECONDS)
+        wait_until(lambda: not _runs(monitor), ENDING_SECONDS + END_EVENT_SECONDS)
     assert server.received[-1]["step"] == 7
+    events = map(json.loads, (tmp_path / "run" / "events.jsonl").open())
+    ends = [(event["event"], event["step"]) for event in events if event["event"] != "start"]
+    assert sorted(ends) == [("died", 7), ("end", 7)]
 
 
 def _runs(pid: int) -> bool:
@@ -110,246 +112,214 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_run_that_stalls_is_reported_and_so_is_its_recovery(tmp_path: Path) -> None:
-    with Receiver() as server, FedCompanion(tmp_path, on_event=server.url, **STALLS) as companion:
-        companion.event("start", step=0, world_size=1, began=0.0)
-        server.wait_for("start")  # it reads what is added from now on
-        companion.step(1)
+def test_the_launcher_says_how_rank_0_ended(tmp_path: Path) -> None:
+    with Receiver() as server, FedMonitor(tmp_path, on_event=server.url) as monitor:
+        monitor.event("start", step=0, world_size=1, began=0.0)
+        server.wait_for("start")
+        assert monitor.process.stdin is not None
+        monitor.process.stdin.close()
+        time.sleep(0.5)
+        write_status(monitor.run, "failed", 3, "rank 0 was killed")
+        server.wait_for("start", "end")
+        monitor.process.wait(60)
+    assert server.received[-1]["text"] == "runs/x: failed at step 3: rank 0 was killed"
+    assert not monitor.recorded("end")  # by the launcher alone
+
+
+def test_a_stall_and_a_death_are_noticed_although_the_file_system_hangs(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / "events.jsonl")  # whoever opens it waits
+    with Receiver() as server, FedMonitor(tmp_path, on_event=server.url, past=1) as monitor:
+        monitor.tell(
+            event={"event": "start", "time": 1.0, "began": 0.0, "step": 0, "world_size": 1}
+        )
+        monitor.step(1, due=0.1)
         server.wait_for("start", "stalled")
-        companion.step(2)
+        assert "(in: steps)" not in server.received[1]["text"]  # it still starts
+        assert monitor.end() < END_EVENT_SECONDS + ENDING_SECONDS
+        assert server.kinds() == ["start", "stalled", "died"]
+    assert [sent["step"] for sent in server.received] == [0, 1, 1]
+
+
+def test_a_run_that_stalls_is_reported_and_so_is_its_recovery(tmp_path: Path) -> None:
+    with Receiver() as server, FedMonitor(tmp_path, on_event=server.url) as monitor:
+        monitor.event("start", step=0, world_size=1, began=0.0)
+        monitor.tell(busy="")
+        monitor.step(1, due=0.1)
+        server.wait_for("start", "stalled")
+        monitor.step(2)
         server.wait_for("start", "stalled", "resumed")
-        companion.event("end", state="finished", step=2, reason="")
-        companion.end()
+        monitor.event("end", state="finished", step=2, reason="")
+        monitor.end()
     assert [sent["step"] for sent in server.received[1:3]] == [1, 2]
-    assert [event["step"] for event in companion.recorded("stalled")] == [1]
+    assert [event["step"] for event in monitor.recorded("stalled")] == [1]
     assert "(in: steps)" in server.received[1]["text"]
 
 
-class Here(process.Companion):
-    """A companion in this process, by a clock of the test's own; what it would send is kept."""
+class Here(Monitor):
+    """A monitor in this process; what it would send is kept."""
 
-    def __init__(self, folder: Path) -> None:
-        self.kinds: list[str] = []
-        with patch.object(process, "time", SimpleNamespace(monotonic=lambda: 0.0)):
-            super().__init__(Settings(str(folder), "runs/x", str(folder), 0, **STALLS))
-        self._read_records()  # of an earlier start
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        super().__init__(settings_of(folder, **settings))
+        self.sent: list[dict[str, Any]] = []
+        self.logged, self.due = 0.0, 3600.0
 
     def _send(self, event: dict[str, Any]) -> None:
-        self.kinds.append(event["event"])
-
-    def at(self, now: float) -> list[str]:
-        """Read what the run has written, and look for a stall; all that was sent until then."""
-        with patch.object(process, "time", SimpleNamespace(monotonic=lambda: now, time=lambda: 0)):
-            self._survive(self._read)
-            self.look(now)
-        return [*self.kinds]
+        self.sent.append(event)
 
 
-def add_steps(folder: Path, *steps: int, name: str = "metrics.jsonl") -> None:
-    with open(folder / name, "a") as file:
-        file.writelines(f'{{"step": {step}, "loss": 2.5}}\n' for step in steps)
+def test_the_clock_of_stalls(tmp_path: Path) -> None:
+    """Whatever rank 0 says, it says for how long it may be silent after that."""
+    monitor = Here(tmp_path)
+
+    def said(now: float) -> list[tuple[str, float, str]]:
+        monitor.look(now)
+        sent, monitor.sent = monitor.sent, []
+        return [(each["event"], each["seconds"], each.get("busy", "")) for each in sent]
+
+    assert said(3600.0) == []
+    monitor.hear({"busy": "", "due": 3600.0}, 100.0)  # the first step may compile
+    assert said(3700.0) == []
+    monitor.hear({"record": {"step": 1}, "due": 60.0}, 3700.0)
+    assert said(3760.0) == []
+    assert said(3760.1) == [("stalled", pytest.approx(60.1), "steps")]
+    assert said(9000.0) == []  # reported once
+    monitor.hear({"busy": "saving", "due": 3600.0}, 9001.0)
+    assert said(9001.0) == []  # that is no step
+    monitor.hear({"record": {"step": 2}, "due": 3600.0}, 9002.0)
+    assert said(9002.0) == [("resumed", 5302.0, "")]
+    assert said(9002.0 + 3600.1) == [("stalled", pytest.approx(3600.1), "saving")]
+    # what has no time of its own leaves the time as it is
+    monitor = Here(tmp_path)
+    monitor.hear({"record": {"step": 1}, "due": 10.0}, 0.0)
+    monitor.hear({"record": {"step": 2}}, 5.0)
+    assert said(10.1) == [("stalled", pytest.approx(5.1), "start")]
 
 
-def replace_steps(folder: Path, *steps: int) -> None:
-    """Replace metrics.jsonl by a file with these steps."""
-    add_steps(folder, *steps, name="new")
-    os.replace(folder / "new", folder / "metrics.jsonl")
+def test_a_monitor_that_was_stopped_first_hears_what_was_said(tmp_path: Path) -> None:
+    with Receiver() as server, FedMonitor(tmp_path, on_event=server.url) as monitor:
+        monitor.event("start", step=0, world_size=1, began=0.0)
+        server.wait_for("start")
+        monitor.step(1, due=3 * LOOK_SECONDS)
+        time.sleep(0.5)
+        monitor.process.send_signal(signal.SIGSTOP)
+        time.sleep(3 * LOOK_SECONDS)
+        monitor.step(2)
+        monitor.process.send_signal(signal.SIGCONT)
+        monitor.event("end", state="finished", step=2, reason="")
+        monitor.end()
+        assert server.kinds() == ["start", "end"]
 
 
-def test_a_replaced_file_is_no_step(tmp_path: Path) -> None:
-    """A start that resumes, a stage and a rollback replace metrics.jsonl, whose last line is then
-    an old one. The first step may still take as long as a compilation."""
-    replace_steps(tmp_path, 4, 5)
-    companion = Here(tmp_path)
-    append_event(tmp_path, "start", step=4, world_size=1, began=0.0)
-    companion.at(1.0)
-    replace_steps(tmp_path, 4)
-    companion.at(2.0)
-    assert companion.at(FIRST_LINE_SECONDS - 1) == ["start"]
-    add_steps(tmp_path, 5)
-    first = FIRST_LINE_SECONDS  # which this step took
-    assert companion.at(first) == ["start"]
-    assert companion.at(2 * first + 1) == ["start", "stalled"]  # control
-    append_event(tmp_path, "rollback", from_step=5, step=4)
-    replace_steps(tmp_path, 4)
-    assert companion.at(3 * first) == ["start", "stalled", "rollback"]
-    add_steps(tmp_path, 5)
-    assert companion.at(4 * first) == ["start", "stalled", "rollback", "resumed"]
-
-
-def test_an_ending_companion_leaves_the_next_start_to_the_next_one(tmp_path: Path) -> None:
-    """Its own start ends, and the next begins before it has ended."""
+def test_an_ending_monitor_leaves_the_file_for_prometheus_to_the_next_one(tmp_path: Path) -> None:
     file = tmp_path / "x.prom"
-    with Receiver() as server:
-        told = {"on_event": server.url, "prometheus": str(file)}
-        with FedCompanion(tmp_path, **told) as old:
-            old.event("start", step=0, world_size=1, began=0.0)
+    with FedMonitor(tmp_path, prometheus=str(file)) as old:
+        old.event("start", step=0, world_size=1, began=0.0)
+        wait_until(file.exists)
+        first = file.stat().st_ino
+        with FedMonitor(tmp_path, prometheus=str(file)) as new:
+            wait_until(lambda: file.stat().st_ino != first)
+            number = file.stat().st_ino
+            new.event("start", step=4, world_size=1, began=1.0)
             old.event("end", state="requeue", step=4, reason="SIGTERM was received")
-            server.wait_for("start", "end")
-            with FedCompanion(tmp_path, **told) as new:
-                new.event("start", step=4, world_size=1, began=0.0)
-                new.event("rollback", from_step=5, step=4)
-                wait_until(lambda: len(server.kinds()) == 4)
-                wait_until(lambda: 'state="running"} 1.0' in file.read_text())
-                old.end()
-                # nothing is sent twice, by either, nor replaced by what the old one knows
-                assert server.kinds() == ["start", "end", "start", "rollback"]
-                assert 'state="running"} 1.0' in file.read_text()
-                new.event("end", state="finished", step=6, reason="")
-                new.end()
-    assert server.kinds()[4:] == ["end"]
+            old.end()
+            assert file.stat().st_ino == number
+            new.event("end", state="finished", step=6, reason="")
+            new.end()
+    assert 'state="finished"} 1.0' in file.read_text()
 
 
-def test_rank_0_tells_its_companion_what_it_does(tmp_path: Path) -> None:
-    """An evaluation that takes longer than a stall of steps is none."""
-    replace_steps(tmp_path)
-    companion = Here(tmp_path)
-    append_event(tmp_path, "start", step=0, world_size=1, began=0.0)
-    add_steps(tmp_path, 1)
-    assert companion.at(1.0) == ["start"]
-    companion.hear(b"evalua", 1.0)
-    companion.hear(b"tion\n", 1.0)
-    assert companion.at(100.0) == ["start"]
-    companion.hear(b"\n", 100.0)
-    assert companion.at(103.0) == ["start", "stalled"]  # control
+class Told(rank_0.Monitor):
+    """Rank 0's side, and the end of its pipe."""
+
+    def __init__(self) -> None:
+        self.read, write = os.pipe()
+        os.set_blocking(write, False)
+        pipe = open(write, "wb", buffering=0)  # noqa: SIM115
+        self.process = SimpleNamespace(stdin=pipe, poll=lambda: -9)  # type: ignore[assignment]
+        self._is_cut = self._has_begun = self._has_finished = False
 
 
 def test_telling_never_waits() -> None:
-    """The companion may hang: here nobody reads the pipe."""
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    with open(read, "rb"), open(write, "wb", buffering=0) as pipe:
-        told = Companion.__new__(Companion)
-        told.process = SimpleNamespace(stdin=pipe)  # type: ignore[assignment]
-        for _ in range(100_000):  # more than a pipe holds
-            told.tell("evaluation")
+    """The monitor may hang: here nobody reads the pipe until it is full. A line that it took only
+    in part spoils no other."""
+    told, long = Told(), "x" * 5000
+    for number in range(100):  # more than a pipe holds
+        told.tell({"event": {"event": long, "number": number}})
+    found = os.read(told.read, 1 << 20)
+    assert not found.endswith(b"\n"), "control: it was cut"
+    told.tell({"busy": "saving"})
+    *lines, cut, last, end = (found + os.read(told.read, 1 << 20)).split(b"\n")
+    assert [json.loads(line)["event"]["number"] for line in lines] == [*range(len(lines))]
+    assert (json.loads(last), end) == ({"busy": "saving"}, b"")
+    assert cut
 
 
-def test_a_start_after_a_killed_one_has_an_end_of_its_own(tmp_path: Path) -> None:
-    """It first notes the end of the start before (status.py). If it is killed too, that is
-    reported."""
-    companion = Here(tmp_path)
-    noted = {"reason": "it recorded no end", "noted_later": True}
-    append_event(tmp_path, "end", state="failed", step=3, **noted)
-    append_event(tmp_path, "start", step=0, world_size=1, began=0.0)
-    companion.reader.start()
-    wait_until(lambda: companion.kinds == ["end", "start"])
-    with patch.object(process, "END_EVENT_SECONDS", 0.1):
-        companion._end()
-    assert companion.kinds == ["end", "start", "died"]
+def test_a_monitor_that_has_died_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    told = Told()
+    told.tell({"busy": ""})
+    assert not capsys.readouterr().err  # control
+    os.close(told.read)
+    for _ in range(3):
+        told.tell({"busy": ""})
+    assert capsys.readouterr().err.count("the monitor ended with status -9") == 1
+
+
+def test_the_memory_of_all_ranks_is_not_sent() -> None:
+    told = Told()
+    told.tell({"event": {"event": "memory", "time": 1.0, "step": 2, "peak_bytes": [3] * 9000}})
+    found = json.loads(os.read(told.read, 1 << 20))
+    assert found == {"event": {"event": "memory", "time": 1.0, "step": 2}}
 
 
 def test_a_later_data_stage_is_no_restart() -> None:
     state, sent = RunState(), []
     for event in (
         {"event": "start", "time": 1.0, "began": 0.0, "step": 0},
-        {"event": "end", "time": 2.0, "state": "requeue", "step": 4, "reason": "", "data_stage": 1},
-        {"event": "start", "time": 3.0, "began": 2.0, "step": 4, "data_stage": 1},
+        # an older version wrote these, too
+        {"event": "end", "time": 2.0, "state": "requeue", "step": 4, "reason": "", "stage": 1},
+        {"event": "start", "time": 3.0, "began": 2.0, "step": 4, "stage": 1},
         {"event": "data_stage", "time": 4.0, "data_stage": 1, "step": 4, "changes": []},
         {"event": "end", "time": 5.0, "state": "finished", "step": 9, "reason": ""},
     ):
+        event = named_as_today(event)
         state.note_event(event)
         sent += [event["time"]] if is_alarm(event) else []
         assert state.state == ("finished" if event["time"] == 5.0 else "running")
-        # the changeover is not a time without steps, for the rule LatticeNoStep
-        assert event["time"] != 2.0 or state.start_time == 2.0
     assert sent == [1.0, 4.0, 5.0]
-    assert (state.events["start"], state.start_time, state.state) == (1, 3.0, "finished")
-
-
-def clock_after(*lines: float) -> StallClock:
-    clock = StallClock(factor=3.0, least=1.0, now=0.0)
-    for now in lines:
-        clock.line(now)
-    return clock
-
-
-def test_the_clock_of_stalls() -> None:
-    """By hand: a usual gap of 10 s, and the limit is 2 · factor 3 · 10 s."""
-    clock = StallClock(factor=3.0, least=1.0, now=0.0)
-    assert clock.stalled(FIRST_LINE_SECONDS) is None  # the first step may compile
-    for now in (100.0, 110.0, 120.0, 130.0):
-        assert clock.line(now) is None
-    assert clock.stalled(130.0 + 59.9) is None
-    assert clock.stalled(130.0 + 60.1) == pytest.approx(60.1)
-    assert clock.stalled(130.0 + 99.0) is None  # reported once
-    assert clock.line(330.0) == 200.0
-    assert clock.stalled(330.0 + 60.1) is not None  # the stall did not become usual
-    # lines that are always further apart than the least limit
-    clock, now = StallClock(factor=10.0, least=120.0, now=0.0), 0.0
-    for _ in range(50):
-        now += 300.0
-        assert clock.stalled(now) is None
-        assert clock.line(now) is None
-    assert clock.stalled(now + 20 * 300.0 + 1) is not None
-    # also if the first of them was a stall
-    clock = clock_after(1.0)
-    assert clock.stalled(2.0 + FIRST_LINE_SECONDS) is not None
-    assert clock.line(5000.0) is not None
-    assert clock.stalled(9000.0) is None
-    # lines that become further apart: reported at first, until that is usual
-    clock, now, reported = clock_after(), 0.0, 0
-    for line in range(200):
-        now += 10.0 if line < 100 else 100.0
-        reported += clock.stalled(now) is not None
-        clock.line(now)
-    assert 0 < reported <= 33
-    # what rank 0 does besides steps has a limit of its own, and is not part of the time between
-    # two lines, whether it ends before a line or after it
-    clock = clock_after(100.0, 110.0, 120.0, 130.0)
-    clock.busy("saving", 131.0)
-    assert clock.stalled(131.0 + BUSY_SECONDS) is None
-    assert clock.line(1000.0) is None
-    clock.busy("", 1001.0)
-    assert clock.stalled(1061.0) is None
-    assert clock.stalled(1061.1) == pytest.approx(61.1)
-    assert clock.line(1070.0) == 70.0
-    clock.busy("evaluation", 1071.0)
-    assert clock.stalled(1072.0 + BUSY_SECONDS) is not None  # control: it hangs
-    clock.busy("", 6071.0)
-    assert clock.line(6072.0) == 5002.0
-    clock.busy("evaluation", 6073.0)
-    assert clock.stalled(6073.0 + 9999.0) is None  # it took 5,000 s before
-    # the first step of a later stage may compile, too; what was usual before is not any more
-    clock = clock_after(100.0, 110.0, 120.0)
-    clock.busy("start", 121.0)
-    assert clock.stalled(121.0 + BUSY_SECONDS) is None
-    clock.busy("", 500.0)
-    assert clock.stalled(500.0 + FIRST_LINE_SECONDS) is None
-    assert clock.line(700.0) is None
-    assert clock.line(740.0) is None
-    assert clock.stalled(740.0 + 6 * 40.0 + 1) == pytest.approx(241.0)  # control
-    # control: a start that never logs a step
-    assert clock_after().stalled(FIRST_LINE_SECONDS + 1) is not None
+    # the changeover is not a time without steps, for the rule LatticeNoStep
+    assert (state.events["start"], state.start_time, state.state) == (1, 4.0, "finished")
 
 
 # --- parts ----------------------------------------------------------------------------------------
 
 
-def test_what_fails_for_one_event_is_said_and_the_next_is_read(
+def test_what_fails_for_one_line_is_said_and_the_next_is_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    companion, noted = process.Companion(Settings(str(tmp_path), "r", "c", 0)), []
+    monitor, noted = Here(tmp_path), []
 
     def note(event: dict[str, Any]) -> None:
         if event["step"] < 2:
             raise KeyError("rank")
         noted.append(event["step"])
 
-    monkeypatch.setattr(companion.state, "note_event", note)
+    monkeypatch.setattr(monitor.state, "note_event", note)
     for step in (0, 1, 2):
-        append_event(tmp_path, "hang", step=step, where="here")
-    companion._read()
+        monitor.hear_event({"event": "hang", "time": 1.0, "step": step, "where": "here"})
+    monitor.work.put((monitor._close,))
+    monitor._files()
     assert noted == [2]
     said = capsys.readouterr().err
     assert said.count("alerts: warning: ") == said.count("KeyError: 'rank'") == 2, said
 
 
-def test_the_companion_imports_nothing_heavy() -> None:
-    program = "import sys, runtime.monitor.companion; print(*sys.modules)"
+def test_the_monitor_imports_nothing_heavy() -> None:
+    program = "import sys, runtime.monitor.process; print(*sys.modules)"
     found = subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT)
     loaded = {name.split(".")[0] for name in found.split()}
-    assert not loaded & {"torch", "numpy", "pydantic", "yaml", "training", "model", "data"}
+    heavy = {"torch", "numpy", "pydantic", "yaml", "training", "model", "data"}
+    assert not loaded & {*heavy, "prometheus_client"}
     assert "runtime" in loaded
 
 

@@ -4,6 +4,7 @@ longer than stated; commands; and settings that cannot work are refused."""
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,10 +14,10 @@ from runtime.log.events import read_events
 from runtime.monitor import send
 from runtime.monitor.alarms import alarm
 from runtime.monitor.check import check_alerts
-from runtime.monitor.companion import END_EVENT_SECONDS, ENDING_SECONDS
+from runtime.monitor.process import END_EVENT_SECONDS, ENDING_SECONDS
 from runtime.monitor.send import Sender
 from settings.load import load_config
-from tests.monitor.alert_helpers import FedCompanion, Receiver, wait_until
+from tests.monitor.alert_helpers import FedMonitor, Receiver, wait_until
 from tests.runs import fresh, losses, run, write_config
 
 # --- a webhook that does not work -----------------------------------------------------------------
@@ -108,10 +109,10 @@ def test_a_command_gets_the_alarm(tmp_path: Path) -> None:
         '#!/bin/sh\necho "$LATTICE_EVENT $LATTICE_STEP $1" > said; cat > alarm.json\n'
     )
     script.chmod(0o755)
-    with FedCompanion(tmp_path, on_event=f"{script} 'two words'") as companion:
-        companion.event("start", step=0, world_size=1, began=0.0)
-        companion.event("end", state="failed", step=3, reason="x; touch shell")
-        companion.end()
+    with FedMonitor(tmp_path, on_event=f"{script} 'two words'") as monitor:
+        monitor.event("start", step=0, world_size=1, began=0.0)
+        monitor.event("end", state="failed", step=3, reason="x; touch shell")
+        monitor.end()
     assert (tmp_path / "said").read_text() == "end 3 two words\n"
     assert json.loads((tmp_path / "alarm.json").read_text())["details"]["state"] == "failed"
     assert not (tmp_path / "shell").exists()
@@ -119,15 +120,25 @@ def test_a_command_gets_the_alarm(tmp_path: Path) -> None:
 
 def test_a_command_that_fails_or_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     about = alarm("x", "/x", {"event": "start", "time": 0.0})
-    assert "status 3" in send._run_command("sh -c 'exit 3'", str(tmp_path), about)
+    ends_at = [float("inf")]
+
+    def give(command: str, about: dict[str, Any]) -> str:
+        return send._give(command, str(tmp_path), lambda: ends_at[0], about)
+
+    assert "status 3" in give("sh -c 'exit 3'", about)
     with monkeypatch.context() as short:
         short.setattr(send, "LIMIT_SECONDS", 0.2)
-        said = send._run_command("sleep 600", str(tmp_path), about)
-    assert "did not end" in said
-    assert "cannot be started" in send._run_command("./none", str(tmp_path), about)
+        said = give("sleep 600", about)
+    assert "was ended after 0 s" in said
+    assert "cannot be started" in give("./none", about)
     null = {**about, "text": "an error with \0"}
-    assert "cannot be started" in send._run_command("true", str(tmp_path), null)
-    assert send._run_command("true", str(tmp_path), about) == ""
+    assert "cannot be started" in give("true", null)
+    assert give("true", about) == ""
+    # more than a pipe holds, to a command that does not read it
+    assert give("true", {**about, "details": "x" * 1_000_000}) == ""
+    assert give("sh -c 'wc -c | grep -q 1000...'", {**about, "details": "x" * 1_000_000}) == ""
+    ends_at[0] = 0.0  # rank 0 has gone, and so does the monitor: it leaves nobody behind
+    assert "was ended after 0 s" in give("sleep 600", about)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from runtime.log.status import record_failure
 from runtime.messages import LOST, LostConnection
 from runtime.monitor import send
 from runtime.signals import Signals
-from tests.monitor.alert_helpers import FedCompanion, Receiver, wait_until
+from tests.monitor.alert_helpers import Receiver, wait_until
 from tests.planted import planted
 from tests.runs import (
     contents,
@@ -137,19 +137,6 @@ def test_ranks_that_do_not_join_again(data: Path, tmp_path: Path) -> None:
     assert "failed at step 2: not all ranks joined" in server.received[-1]["text"]
     (lease,) = (tmp_path / "run" / "lease").glob("*.json")
     assert lease.stat().st_mtime == 0  # released: the next start need not wait
-
-
-def test_a_failed_start_is_not_the_one_after_it(tmp_path: Path) -> None:
-    """The companion of a start that failed before its first step still runs when the next one
-    begins."""
-    with Receiver() as server, FedCompanion(tmp_path, on_event=server.url) as old:
-        old.event("end", state="failed", step=3, reason="killed", noted_later=True)
-        old.event("end", state="failed", step=3, reason="out of memory")
-        server.wait_for("end", "end")
-        old.event("start", step=3, world_size=1, began=0.0)
-        old.event("spike", step=4, skipped=1, loss=0.0, grad_norm=0.0)
-        old.end()
-        assert server.kinds() == ["end", "end"]
 
 
 def test_a_job_that_gives_up(

@@ -1,23 +1,23 @@
 """The text for Prometheus: parsed by the reference parser, right in every number, and served on
 loopback unless told otherwise. (tests/monitor/alerts_scenarios.py has a real Prometheus.)"""
 
+import json
 import socket
-import threading
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from errors import UserError
 from runtime.log.ledger import CAUSES, account
-from runtime.monitor import prometheus
-from runtime.monitor.check import check_alerts
-from runtime.monitor.prometheus import CONTENT_TYPE, Endpoint, address, exposition
-from runtime.monitor.settings import Settings
+from runtime.monitor import check, prometheus
+from runtime.monitor.prometheus import Shown, families
 from runtime.monitor.state import RunState
 from settings.load import load_config
-from tests.monitor.alert_helpers import FedCompanion, free_port, wait_until
+from tests.monitor.alert_helpers import FedMonitor, free_port, wait_until
 from tests.runs import write_config
 
 EVENTS = [
@@ -39,17 +39,18 @@ def state_of(events: list[dict], record: dict) -> RunState:
     state = RunState()
     for event in events:
         state.note_event(event)
-    state.note_record(record, found=100.0)
+    state.note_record(record, logged=100.0)
     return state
 
 
+def exposition(run: str, state: RunState) -> str:
+    return generate_latest(SimpleNamespace(collect=lambda: families(run, state, {}))).decode()
+
+
 def parsed(text: str, run: str = "runs/x") -> dict[str, float]:
-    """The samples of a text, by name and labels other than the run's. Asserts what the parser
-    accepts silently, too."""
+    """The samples of a text, by name and labels other than the run's."""
     samples: dict[str, float] = {}
-    families = list(text_string_to_metric_families(text))
-    assert len({family.name for family in families}) == len(families), "a metric is split"
-    for family in families:
+    for family in text_string_to_metric_families(text):
         assert family.documentation
         assert family.type in ("gauge", "counter"), family
         for sample in family.samples:
@@ -63,7 +64,7 @@ def parsed(text: str, run: str = "runs/x") -> dict[str, float]:
 
 def test_every_number_of_a_run():
     name = 'a "b"\\\n'
-    found = parsed(exposition(name, state_of(EVENTS, RECORD), {}), name)
+    found = parsed(exposition(name, state_of(EVENTS, RECORD)), name)
     expected = {
         "lattice_running": 1,
         "lattice_state state=running": 1,
@@ -94,109 +95,90 @@ def test_every_number_of_a_run():
 
 
 def test_a_state_before_the_first_step_and_after_the_end():
-    empty = parsed(exposition("runs/x", RunState(), {}))
+    empty = parsed(exposition("runs/x", RunState()))
     assert empty["lattice_running"] == 0
     state = state_of([*EVENTS, {"event": "end", "time": 1.0, "state": "failed", "step": 3}], RECORD)
-    assert parsed(exposition("runs/x", state, {}))["lattice_running"] == 0
+    assert parsed(exposition("runs/x", state))["lattice_running"] == 0
     state.note_event({"event": "start", "time": 2.0, "began": 2.0, "step": 0, "world_size": 8})
     assert state.state == "running"
     assert state.slow == {}  # of the start before
 
 
-def test_the_parser_can_refuse():
-    """Control: a split metric and a torn line are noticed."""
-    with pytest.raises(AssertionError, match="a metric is split"):
-        parsed("# HELP a x\n# TYPE a gauge\na 1\n# HELP b x\n# TYPE b gauge\nb 1\na 2\n")
-    with pytest.raises(ValueError, match=r".*"):
-        parsed('# HELP a x\n# TYPE a gauge\na{run="x} 1\n')
-
-
 def test_an_address():
-    assert address("9400") == ("127.0.0.1", 9400), "loopback unless a host is given"
-    assert address("0.0.0.0:9400") == ("0.0.0.0", 9400)
-    assert address("[::1]:9400") == ("::1", 9400)
-    assert address("bücher.example:9400") == ("bücher.example", 9400)
+    assert check.prometheus("9400") == ["127.0.0.1", 9400], "loopback unless a host is given"
+    assert check.prometheus("0.0.0.0:9400") == ["0.0.0.0", 9400]
+    assert check.prometheus("[::1]:9400") == ["::1", 9400]
+    assert check.prometheus("bücher.example:9400") == ["bücher.example", 9400]
     long, surrogate = "ü" * 70 + ":9000", "\ud800:9000"
     for wrong in ("0", "65536", ":1", "x", "host:", "-1", "١", long, surrogate, "a" * 64 + ":1",
                   "a..b:1", "a b:1", "a/b:1"):  # fmt: skip
-        with pytest.raises(ValueError, match=r".*"):
-            address(wrong)
+        with pytest.raises(UserError, match="neither a file"):
+            check.prometheus(wrong)
 
 
-def serving(text: str, address: str) -> Endpoint:
-    return Endpoint(Settings("f", "n", "c", 0, prometheus=address), lambda: text)
-
-
-def stop(endpoint: Endpoint) -> None:
-    assert endpoint.server is not None
-    endpoint.server.shutdown()
-    endpoint.server.server_close()
-
-
-def test_the_endpoint_of_a_companion(tmp_path):
+def test_the_endpoint_of_a_monitor(tmp_path):
     here = f"127.0.0.1:{free_port()}"
-    with FedCompanion(tmp_path, prometheus=here) as companion:
-        companion.event("start", step=0, world_size=1, began=0.0)
-        companion.step(3)
+    with FedMonitor(tmp_path, prometheus=check.prometheus(here)) as monitor:
+        monitor.event("start", step=0, world_size=1, began=0.0)
+        monitor.step(3)
 
         def has_step() -> bool:
             try:
                 with urllib.request.urlopen(f"http://{here}/metrics", timeout=5) as answer:
-                    assert answer.headers["Content-Type"] == CONTENT_TYPE
                     found = parsed(answer.read().decode())
             except urllib.error.URLError:
                 return False
             return found.get("lattice_step") == 3
 
         wait_until(has_step)
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(f"http://{here}/other", timeout=5)
-        companion.event("end", state="finished", step=3, reason="")
-        companion.end()
+        monitor.event("end", state="finished", step=3, reason="")
+        monitor.end()
 
 
-def test_a_port_in_use_is_tried_again():
-    here = f"127.0.0.1:{free_port()}"
-    first, second = serving("a 1\n", here), serving("a 2\n", here)
-    assert first.open() == ""
-    assert second.open() != ""
-    stop(first)
-    assert second.open() == ""
-    stop(second)
+def test_a_port_in_use_is_tried_again(monkeypatch):
+    """And a client that sends nothing keeps no thread of the endpoint."""
+    monkeypatch.setattr(prometheus, "CLIENT_SECONDS", 0.2)
+    where = ["127.0.0.1", free_port()]
+    first, second = Shown(where, list), Shown(where, list)
+    first.update()
+    with pytest.raises(OSError, match="in use"):
+        second.update()
+    first.server.shutdown()
+    first.server.server_close()
+    second.update()
+    with socket.create_connection(tuple(where), timeout=60) as slow:
+        assert slow.recv(1) == b"", "its time is over"
+    second.server.shutdown()
+    second.server.server_close()
 
 
-def test_slow_clients_keep_no_thread(monkeypatch):
-    """Clients that send nothing, or half a request, or read nothing of a long answer: the oldest
-    give way to a new one, and none stays longer than its time."""
-    monkeypatch.setattr(prometheus, "MOST_CLIENTS", 3)
-    here = f"127.0.0.1:{free_port()}"
-    before, endpoint = threading.active_count(), serving("a 1\n" * 4_000_000, here)
-    assert endpoint.open() == ""
-    slow = []
-    for sent in (b"GET / HTTP/1.1\r\n\r\n", b"", b"GET / HTTP/1.1\r\nx: ") * 2:
-        slow.append(socket.create_connection(endpoint.address))
-        slow[-1].sendall(sent)
-    with urllib.request.urlopen(f"http://{here}/metrics", timeout=60) as answer:
-        assert answer.read(3) == b"a 1"
-        wait_until(lambda: threading.active_count() <= before + 1 + 3)
-    monkeypatch.setattr(prometheus, "CLIENT_SECONDS", 0.0)
-    slow.append(socket.create_connection(endpoint.address))
-    assert slow[-1].recv(1) == b"", "its time is over"
-    monkeypatch.setattr(prometheus, "MOST_CLIENTS", 0)
-    wait_until(lambda: threading.active_count() == before + 1)
-    stop(endpoint)
-    for client in slow:
-        client.close()
+def test_what_happened_before_this_start_is_counted(tmp_path):
+    """Also what is heard meanwhile, and not what an earlier start added to metrics.jsonl."""
+    (tmp_path / "run").mkdir()
+    lines = [json.dumps(event) for event in EVENTS] * 2
+    (tmp_path / "run" / "events.jsonl").write_text("\n".join(lines) + "\n")
+    path = tmp_path / "lattice.prom"
+    with FedMonitor(tmp_path, prometheus=str(path)) as monitor:
+        monitor.event("start", step=10, world_size=8, began=20.0)
+        wait_until(path.exists)
+        monitor.event("end", state="failed", step=10, reason="")
+        monitor.end()
+    found = parsed(path.read_text())
+    assert found["lattice_events_total event=start"] == 3
+    assert found["lattice_events_total event=rollback"] == 2
+    assert found["lattice_failed_saves_total"] == 2
+    assert (found["lattice_step"], found["lattice_last_step_timestamp_seconds"]) == (10, 9)
+    assert found["lattice_state state=failed"] == 1
 
 
 def test_the_file_is_replaced_as_a_whole(tmp_path):
     path = tmp_path / "lattice.prom"
-    with FedCompanion(tmp_path, prometheus=str(path)) as companion:
-        companion.event("start", step=0, world_size=1, began=0.0)
+    with FedMonitor(tmp_path, prometheus=str(path)) as monitor:
+        monitor.event("start", step=0, world_size=1, began=0.0)
         wait_until(path.exists)
-        companion.step(5)
-        companion.event("end", state="requeue", step=5, reason="SIGTERM was received")
-        companion.end()
+        monitor.step(5)
+        monitor.event("end", state="requeue", step=5, reason="SIGTERM was received")
+        monitor.end()
     found = parsed(path.read_text())
     assert found["lattice_step"] == 5, "the last state is in it"
     assert found["lattice_state state=requeue"] == 1
@@ -205,6 +187,13 @@ def test_the_file_is_replaced_as_a_whole(tmp_path):
 
 def test_a_port_may_be_a_number_or_text(data, tmp_path):
     for value in (9400, "9400", "0.0.0.0:9400", str(tmp_path / "x.prom")):
-        check_alerts(load_config(write_config(tmp_path, data, run={"prometheus": value}), []))
+        check.check_alerts(load_config(write_config(tmp_path, data, run={"prometheus": value}), []))
     with pytest.raises(UserError, match=r"run\.prometheus"):
         load_config(write_config(tmp_path, data, run={"prometheus": 70000}), [])
+
+
+def test_without_prometheus_client_it_is_refused(data, tmp_path, monkeypatch):
+    config = load_config(write_config(tmp_path, data, run={"prometheus": 9400}), [])
+    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="prometheus_client is not installed"):
+        check.check_alerts(config)
