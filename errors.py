@@ -4,6 +4,8 @@
 They may be raised anywhere, so every module may import this one, and it imports nothing of ours.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 LONGEST = 600  # characters of a value in a message
@@ -30,6 +32,15 @@ class UserError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:  # workers of data preparation send it to their parent
         return type(self), (self.key, self.value, self.why, self.remedy)
+
+
+@contextmanager
+def within(place: str) -> Iterator[None]:
+    """Let a UserError inside name the place that its key is in: `data_stages.1.train.seq_len`."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{place}.{error.key}", error.value, error.why, error.remedy) from None
 
 
 class RunFailed(Exception):

@@ -103,12 +103,12 @@ def start_run(config: Config, device: str, signals: Signals, spares: dict[str, i
         mark("lease")
         start = find_start(config, data.train, lease)
         mark("verify")
-        while following := train_stage(config, data, start, lease, log, signals, spares):
+        while following := train_data_stage(config, data, start, lease, log, signals, spares):
             start = following
             join_again(signals)
 
 
-def train_stage(
+def train_data_stage(
     whole: Config,
     data: Data,
     start: Start,

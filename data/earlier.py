@@ -1,13 +1,13 @@
-"""How the data of a stage continues those of the stages before (settings/data_stages.py).
+"""How a data stage continues those before it (settings/data_stages.py).
 
-    stage 0   web 0.9, code 0.1   S = 8192     web 0 … 8999, code 0 … 999      of each source's
-    stage 1   web 0.5, long 0.5   S = 8192     web 9000 …,   long 0 …          own samples
-    stage 2   web 0.5, long 0.5   S = 131072   web 0 …,      long 0 …
+    0   web 0.9, code 0.1   S = 8192     web 0 … 8999, code 0 … 999      of each source's
+    1   web 0.5, long 0.5   S = 8192     web 9000 …,   long 0 …          own samples
+    2   web 0.5, long 0.5   S = 131072   web 0 …,      long 0 …
 
-In each stage samples are counted from 0, and so are the samples of a source that is new, or whose
+In each, samples are counted from 0, and so are the samples of a source that is new, or whose
 windows have another length than before. A source that was read in windows of the same length
 continues where it was left: the same epochs, in the same permutations, so that within an epoch no
-window is read twice. All of this follows from the mixtures and from where each stage ended.
+window is read twice. All of this follows from the mixtures and from where each data stage ended.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from data.sampler import MIXTURE_PERIOD, mixture_pattern
 
 @dataclass(frozen=True)
 class Earlier:
-    """An earlier stage: it has passed the samples before `samples` of `data`, in windows of
+    """An earlier data stage: it has passed the samples before `samples` of `data`, in windows of
     `seq_len` tokens."""
 
     data: Mixture

@@ -36,7 +36,7 @@ class BatchLoader:
         next_sample: where to begin: `state()["next_sample"]` of the run to resume.
         skipped: half-open ranges [begin, end) of sample indices that are never returned; rollbacks
             add them.
-        earlier: the stages of the run before this one; samples are counted from its beginning.
+        earlier: the data stages of the run before this one; samples are counted from its beginning.
         prefetch: number of batches read ahead.
         shuffle: False reads every source in order, as evaluation does.
 

@@ -6,10 +6,9 @@ from dataclasses import field
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
-from declare import LARGEST, Count, OneOf, Text, Whole, between, section
+from declare import LARGEST, Count, Text, Whole, between, section
 from errors import UserError
 from parallel.axes import AXES, MAX_RANKS, MeshSizes
-from parallel.layouts import check_keys
 from parallel.pipeline.actions import stage_ranks
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
 from parallel.pipeline.schedules import build_schedule
@@ -41,7 +40,7 @@ class ParallelConfig:
     # Blocks of each stage, first to last. null: split as evenly as possible; auto: make the slowest
     # rank as fast as possible.
     layers_per_stage: list[Whole] | Literal["auto"] | None = None
-    zero_stage: Annotated[Literal[0, 1, 2, 3], OneOf] = 1  # see the table in parallel/data.py
+    zero_stage: Annotated[int, between(0, 3)] = 1  # see the table in parallel/data.py
     # What FSDP gathers and reduces at once. block: the communication of one block overlaps the
     # computation of another. stage: fewer, larger messages, for blocks so small that latency
     # dominates.
@@ -65,7 +64,6 @@ class ParallelConfig:
             why = f"must have one number for each of the pp · stages_per_rank = {stages} stages"
             remedy = f"give {stages} numbers, null for an even split, or auto for a balanced one"
             raise UserError("parallel.layers_per_stage", given, why, remedy)
-        check_keys(self.layouts, type(self))
 
     @property
     def num_ranks(self) -> int:

@@ -35,7 +35,7 @@ class AgreedError(UserError):
 
 
 def this_rank() -> int:
-    """The rank of this process, also where the process group is gone: between two stages."""
+    """The rank of this process, also where the process group is gone: between data stages."""
     if dist.is_initialized():
         return dist.get_rank()
     rank = os.environ.get("RANK", "").strip()  # perhaps what is refused

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 MAX_JSON_BYTES = 1 << 30
 MAX_INT = (1 << 63) - 1
 
-Count = Annotated[int, Field(ge=0, le=MAX_INT)]
+Natural = Annotated[int, Field(ge=0, le=MAX_INT)]
 Name = Annotated[str, Field(min_length=1, max_length=1000, pattern=r"^[^\x00-\x1f\x7f]*$")]
 
 

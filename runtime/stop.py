@@ -129,8 +129,8 @@ class StopRequests:
 
     def close(self, stays: bool) -> None:
         """Wait for the last exchange, at the end of a run that did not fail. `stays`: the run goes
-        on with another stage, which must find the file STOP; otherwise that is removed, because the
-        next start would stop at once."""
+        on with another data stage, which must find the file STOP; otherwise that is removed,
+        because the next start would stop at once."""
         self._wait()
         if dist.get_rank() == 0 and not stays:
             (self.folder / "STOP").unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from errors import UserError
 from model.config import ModelConfig
-from runtime.schema import MAX_INT, Count, Name, Strict, first_problem
+from runtime.schema import MAX_INT, Name, Natural, Strict, first_problem
 from settings.config import Config
 from training.step import TrainStep
 
@@ -40,15 +40,15 @@ class DataState(Strict):
     """The state of the data loader (data/loader.py), of one data stage."""
 
     checksum: Name  # of the data
-    next_sample: Count
+    next_sample: Natural
     # half-open ranges of samples that are never read
-    skipped: list[Annotated[tuple[Count, Count], AfterValidator(_ascending)]]
+    skipped: list[Annotated[tuple[Natural, Natural], AfterValidator(_ascending)]]
 
 
 class EarlierDataStage(Strict):
     """What a run with data stages has done in one that is over."""
 
-    step: Count  # its last
+    step: Natural  # its last
     seq_len: Positive
     data: DataState  # at its end
 
@@ -56,15 +56,15 @@ class EarlierDataStage(Strict):
 class TrainerState(Strict):
     """How far a run is. In a run with data stages, `seq_len` and `data` are those of one."""
 
-    step: Count  # steps done
-    updates: Count  # of the weights: fewer than steps if some were skipped
-    tokens: Count  # trained on
+    step: Natural  # steps done
+    updates: Natural  # of the weights: fewer than steps if some were skipped
+    tokens: Natural  # trained on
     seed: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)]
     optimizer: Name = "adamw"  # older versions had only this one and did not record it
     seq_len: Positive
     # for the guard against loss spikes; None: the loss was not finite
     recent_losses: Annotated[list[float | None], Field(max_length=1000)]
-    bad_in_a_row: Count  # consecutive steps up to this one whose updates were skipped
+    bad_in_a_row: Natural  # consecutive steps up to this one whose updates were skipped
     # a list: kinds of layers, repeated in turn
     model: dict[Name, bool | Dimension | float | str | list[Name] | None]
     data: DataState
@@ -72,7 +72,7 @@ class TrainerState(Strict):
     earlier: list[EarlierDataStage] = Field(default_factory=list, max_length=1000)
     # Older versions rolled back to earlier data stages, and recorded what later ones should not
     # read. It is accepted, and has no effect: `data` already skips what lies in its own.
-    left_out: list[tuple[Count, Count, Count]] = Field(default_factory=list, exclude=True)
+    left_out: list[tuple[Natural, Natural, Natural]] = Field(default_factory=list, exclude=True)
 
     @model_validator(mode="after")
     def _fits_together(self) -> "TrainerState":

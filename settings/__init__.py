@@ -1,10 +1,10 @@
 """The configuration of a run: loaded, checked and described.
 
     load.py           YAML + overrides → Config, or one error message; yaml_text.py: our YAML
-    config.py         all sections together, and the checks that involve several
-    checks.py         the checks of experts and of the learning rate
+    config.py         all sections together
     sections.py       the sections that have no room of their own
-    data_stages.py    the form of `stages`: what changes at a step of the run
+    data_stages.py    Config → its data stages, in which data, lengths, layouts or rates change
+    checks.py         the checks that involve several sections or the number of ranks
     layouts.py        the layout for the number of ranks that there are
     precision.py      the dtypes of a run
 

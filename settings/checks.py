@@ -89,10 +89,6 @@ def check_reduce_dtype(config: Config, sizes: MeshSizes) -> None:
         raise UserError("parallel.reduce_dtype", "bfloat16", why, remedy)
 
 
-def check_tensor_parallel(config: Config, sizes: MeshSizes) -> None:
-    check_tp(config.model, sizes.tp)
-
-
 def cuts_of_sequence(parallel: ParallelConfig) -> dict[str, int]:
     """The keys of `parallel` that cut a sequence, each with its number of equal parts: cp cuts it
     into two chunks per rank, and sequence parallelism each rank's part over tp."""
@@ -112,28 +108,17 @@ REMEDIES_OF_CUTS = {
 
 
 def check_sequence(config: Config, sizes: MeshSizes) -> None:
-    length, parallel = config.train.seq_len, config.parallel
-    cuts = cuts_of_sequence(parallel)
+    cuts = cuts_of_sequence(config.parallel)
     parts = math.prod(cuts.values())
-    if length % parts:
-        by = "sequence parallelism cuts"
-        if sizes.cp > 1:
-            by = (
-                "context and sequence parallelism cut"
-                if len(cuts) > 1
-                else "context parallelism cuts"
-            )
-        factors = " × ".join(
-            f"{'2 · ' if key == 'cp' else ''}parallel.{key}={getattr(parallel, key)}"
-            for key in cuts
-        )
-        why = f"{by} it into {factors} equal parts"
+    if config.train.seq_len % parts:
+        sides = (f"parallel.{key}={getattr(config.parallel, key)}" for key in cuts)
+        factors = " × ".join(f"2 · {each}" if ".cp=" in each else each for each in sides)
+        why = f"context and sequence parallelism cut it into {factors} equal parts"
         # experts need sequence parallelism
         possible = cuts.keys() - ({"tp"} if config.model.has_experts else set())
-        remedies = [remedy for key, remedy in REMEDIES_OF_CUTS.items() if key in possible]
-        *others, last = [f"use a multiple of {parts}", *remedies]
-        remedy = f"{', '.join(others)}, or {last}" if others else last
-        raise UserError("train.seq_len", length, why, remedy)
+        others = [remedy for key, remedy in REMEDIES_OF_CUTS.items() if key in possible]
+        remedy = ", or ".join([f"use a multiple of {parts}", *others])
+        raise UserError("train.seq_len", config.train.seq_len, why, remedy)
 
 
 def check_pure_bfloat16(config: Config, sizes: MeshSizes) -> None:
@@ -243,7 +228,7 @@ CHECKS: list[Callable[[Config, MeshSizes], None]] = [
     check_profile,
     check_batch,
     check_reduce_dtype,
-    check_tensor_parallel,
+    lambda config, sizes: check_tp(config.model, sizes.tp),
     check_experts,
     check_sequence,
     check_pure_bfloat16,

@@ -20,6 +20,8 @@ from settings.sections import (
     TrainConfig,
 )
 
+Entry = dict[str, Any]  # of the list `data_stages`: where it begins, and keys by section
+
 
 @dataclass(frozen=True)
 class Config:
@@ -34,7 +36,7 @@ class Config:
     guard: GuardConfig
     run: RunConfig
     # as in the file; `data_stages` (data_stages.py) makes the configuration of each
-    data_stages: tuple[dict[str, Any], ...] = ()
+    data_stages: tuple[Entry, ...] = ()
 
     def num_microbatches(self, dp_size: int) -> int:
         """Micro-batches of each data-parallel rank in one step."""

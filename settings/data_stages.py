@@ -15,16 +15,15 @@ are 0 unless the entry gives them.
 (A stage, without `data`, is one of the pipeline: parallel/.)
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from declare import LARGEST
-from errors import UserError
-from settings.config import Config
+from errors import UserError, within
+from settings.config import Config, Entry
 
-MOST = 100  # data stages
 # How positions are rotated. A data stage may change it, or a new run that starts from weights, for
 # example to learn from longer sequences (docs/context.md).
 ROTATION_KEYS = {
@@ -94,12 +93,12 @@ def data_stages(config: Config) -> list[DataStage]:
     return found
 
 
-def begin_of(entry: dict[str, Any]) -> tuple[str, int]:
+def begin_of(entry: Entry) -> tuple[str, int]:
     """Where an entry begins: from_step or from_token, and its value."""
     return next((name, entry[name]) for name in BEGINS if name in entry)
 
 
-def changes_of(entry: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def changes_of(entry: Entry) -> dict[str, dict[str, Any]]:
     """The settings that an entry changes, by section."""
     return {
         name: (NEW_PHASE if name == "optimizer" else {}) | keys
@@ -108,7 +107,7 @@ def changes_of(entry: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def stage_of(stages: Sequence[DataStage], step: int) -> DataStage:
+def data_stage_of(stages: Sequence[DataStage], step: int) -> DataStage:
     """The data stage that makes step `step`, 0-based; the last one for later steps."""
     return stages[sum(step >= one.steps.start for one in stages[1:])]
 
@@ -123,57 +122,46 @@ def tokens_after(stages: Sequence[DataStage], step: int) -> int:
     )
 
 
-def read_entries(raw: Any) -> tuple[dict[str, Any], ...]:
+def read_entries(raw: Any) -> tuple[Entry, ...]:
     """The list in a file, whose form is checked; values are checked when they are used. Raises
     UserError."""
     if raw is None:
         return ()
-    if not isinstance(raw, list) or len(raw) > MOST:
-        why = f"is not a list of at most {MOST} data stages"
+    if not isinstance(raw, list):
         remedy = "write `data_stages:`, then `- from_step: …` for each"
-        raise UserError("data_stages", raw, why, remedy)
+        raise UserError("data_stages", raw, "is not a list of data stages", remedy)
     for number, entry in enumerate(raw, 1):
         _check_form(f"data_stages.{number}", entry)
     return tuple(raw)
 
 
 def _check_form(place: str, entry: Any) -> None:
-    if not isinstance(entry, dict):
-        why, remedy = "is not a data stage", "write `from_step: 1000`, then sections"
+    if not isinstance(entry, dict) or len(entry.keys() & BEGINS.keys()) != 1:
+        why, remedy = "does not say where it begins", "give from_step or from_token, then sections"
         raise UserError(place, entry, why, remedy)
-    begins = [name for name in BEGINS if name in entry]
-    if len(begins) != 1:
-        why, remedy = "must say where it begins, once", "give from_step, or from_token"
-        raise UserError(place, entry, why, remedy)
-    name, value = begin_of(entry)
-    if type(value) is not int or not 1 <= value <= BEGINS[name]:
-        why = f"is not a number of {name.removeprefix('from_')}s"
-        raise UserError(f"{place}.{name}", value, why, "give a whole number, 1 or more")
-    for section, keys in entry.items():
-        if section in BEGINS:
+    for name, given in entry.items():
+        if name in BEGINS:
+            if type(given) is not int or not 1 <= given <= BEGINS[name]:
+                why = f"is not a number of {name.removeprefix('from_')}s"
+                raise UserError(f"{place}.{name}", given, why, "give a whole number, 1 or more")
             continue
-        if section not in CHANGEABLE:
+        if name not in CHANGEABLE:
             remedy = f"it may have {', '.join([*BEGINS, *CHANGEABLE])}"
-            raise UserError(f"{place}.{section}", keys, "a data stage cannot change it", remedy)
-        if not isinstance(keys, dict) or not all(isinstance(key, str) for key in keys):
-            why, remedy = "is not a section with keys", f"write `{section}: {{key: value}}`"
-            raise UserError(f"{place}.{section}", keys, why, remedy)
-        can = CHANGEABLE[section]
-        for key in keys if can else ():
+            raise UserError(f"{place}.{name}", given, "a data stage cannot change it", remedy)
+        if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
+            why, remedy = "is not a section with keys", f"write `{name}: {{key: value}}`"
+            raise UserError(f"{place}.{name}", given, why, remedy)
+        can = CHANGEABLE[name] or given
+        for key, value in given.items():
             if key not in can:
-                remedy = "set it in the section, for the whole run; a data stage may change "
-                remedy += ", ".join(f"{section}.{name}" for name in can)
-                why = "a data stage cannot change it"
-                raise UserError(f"{place}.{section}.{key}", keys[key], why, remedy)
+                why, remedy = (
+                    "a data stage cannot change it",
+                    "set it for the whole run; it may change ",
+                )
+                remedy += ", ".join(f"{name}.{each}" for each in can)
+                raise UserError(f"{place}.{name}.{key}", value, why, remedy)
 
 
-@contextmanager
-def in_data_stage(number: int) -> Iterator[None]:
+def in_data_stage(number: int) -> AbstractContextManager[None]:
     """Let a UserError about a later data stage name it: `data_stages.1.train.seq_len`."""
-    try:
-        yield
-    except UserError as error:
-        if not number or error.key.startswith("data_stages."):
-            raise
-        key = f"data_stages.{number}.{error.key}"
-        raise UserError(key, error.value, error.why, error.remedy) from None
+    return within(f"data_stages.{number}") if number else nullcontext()

@@ -1,19 +1,31 @@
 """Chooses a run's layout from `parallel.layouts`, by the number of ranks that there are.
 
-All data stages of a run are trained by the same ranks. One that gives a list of its own has a
-layout for each number of ranks in it.
+    parallel: {zero_stage: 1, layouts: [
+      {pp: 2, dp_shard: 2, tp: 2, micro_batch_size: 2},      # 8 ranks
+      {dp_shard: 3, tp: 2, micro_batch_size: 1},             # 6
+      {dp_shard: 2, tp: 2, micro_batch_size: 2}]}            # 4
+
+A layout gives the keys in which it differs from the sections `parallel` and, for what decides how
+much memory a rank needs, `train`. It never changes the global batch, so every layout trains on the
+same samples. All data stages of a run are trained by the same ranks. One that gives a list of its
+own has a layout for each number of ranks in it.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from errors import UserError
-from parallel.layouts import OF_TRAIN, Layout
+from declare import no_such_key
+from errors import UserError, within
 from settings.checks import validate
-from settings.config import Config
+from settings.config import Config, Entry
 from settings.data_stages import DataStage, data_stages, in_data_stage
+from settings.load import KEYS
+
+# Keys of `train` that a layout may give; tools.plan --search chooses them with the axes.
+OF_TRAIN = ("micro_batch_size", "activation_checkpointing")
+KEYS_OF_LAYOUTS = [*(key for key in KEYS["parallel"] if key != "layouts"), *OF_TRAIN]
+MAX_LAYOUTS = 100
+Layout = dict[str, Any]
 
 
 def layout_sizes(config: Config) -> list[int]:
@@ -21,20 +33,20 @@ def layout_sizes(config: Config) -> list[int]:
     return [one.parallel.num_ranks for one in _layouts(config)]
 
 
-def checked_layouts(config: Config) -> list[tuple[int, Config]]:
-    """Every layout's number of ranks and configuration, in the order of the list; empty if the
-    configuration has no list. Each of these configurations has the whole list too, with every key
-    that any layout gives, so that a run can be started from any of them again.
+def checked_layouts(config: Config) -> list[Config]:
+    """The configuration with every layout, in the order of the list; empty if it has no list. Each
+    of these configurations has the whole list too, with every key that any layout gives, so that a
+    run can be started from any of them again.
 
     Raises:
-        UserError: a layout does not fit the model or the batch; the error names
-            `parallel.layouts[2]`.
+        UserError: a layout does not fit the model or the batch; the error names it, and then what
+            does not fit: `parallel.layouts[2].parallel.tp`.
     """
     found = _layouts(config)
     for number, one in enumerate(found):
-        with _naming(config, number):
+        with within(f"parallel.layouts[{number}]"):
             validate(one, one.parallel.num_ranks)
-    return [(one.parallel.num_ranks, one) for one in found]
+    return found
 
 
 def choose_layout(config: Config, world: int) -> Config:
@@ -47,15 +59,14 @@ def choose_layout(config: Config, world: int) -> Config:
     found = checked_layouts(config)
     if not found:
         return config
-    fits = [one for one in found if one[0] <= world]
-    if not fits:
-        least = min(found, key=lambda one: one[0])
-        number = found.index(least)
-        why = f"the world has {world} processes, and the smallest layout needs {least[0]}"
-        remedy = f"start at least {least[0]} processes, or add a layout for {world}: "
+    sizes = [one.parallel.num_ranks for one in found]
+    if min(sizes) > world:
+        number = sizes.index(min(sizes))
+        why = f"the world has {world} processes, and the smallest layout needs {min(sizes)}"
+        remedy = f"start at least {min(sizes)} processes, or add a layout for {world}: "
         remedy += f"`python -m tools.plan CONFIG --gpus {world} --search` lists what fits"
         raise UserError(f"parallel.layouts[{number}]", config.parallel.layouts[number], why, remedy)
-    return max(fits, key=lambda one: one[0])[1]
+    return found[sizes.index(max(size for size in sizes if size <= world))]
 
 
 def valid_layout(config: Config, world: int) -> tuple[Config, int]:
@@ -71,18 +82,16 @@ def valid_layout(config: Config, world: int) -> tuple[Config, int]:
     return config, ranks
 
 
-def _value(config: Config, key: str) -> Any:
-    return getattr(config.train if key in OF_TRAIN else config.parallel, key)
-
-
 def _layouts(config: Config) -> list[Config]:
     """The configuration with each layout, in order."""
     found, later = [], list(zip(data_stages(config)[1:], config.data_stages, strict=True))
     for number, layout in enumerate(_filled(config)):
-        with _naming(config, number):
-            own = _with(config, layout)
-            entries = [_with_layout(*one, own["parallel"].num_ranks) for one in later]
-            found.append(replace(config, **own, data_stages=tuple(entries)))
+        with within(f"parallel.layouts[{number}]"):
+            keys = _by_section(config, layout)
+            own = {name: replace(getattr(config, name), **of) for name, of in keys.items()}
+            num_ranks = own["parallel"].num_ranks
+            entries = tuple(_with_layout(stage, entry, num_ranks) for stage, entry in later)
+            found.append(replace(config, **own, data_stages=entries))
             data_stages(found[-1])  # raises if one does not fit
     return found
 
@@ -90,47 +99,42 @@ def _layouts(config: Config) -> list[Config]:
 def _filled(config: Config) -> list[Layout]:
     """The layouts, each with every key that any of them gives."""
     given = config.parallel.layouts
-    keys = list(dict.fromkeys(key for layout in given for key in layout))
-    return [{key: layout.get(key, _value(config, key)) for key in keys} for layout in given]
+    if len(given) > MAX_LAYOUTS:
+        why = f"has {len(given)} layouts: too many"
+        raise UserError("parallel.layouts", given, why, f"give at most {MAX_LAYOUTS}")
+    for number, layout in enumerate(given):
+        for key, value in layout.items():
+            if key not in KEYS_OF_LAYOUTS:
+                name = f"parallel.layouts[{number}]"
+                raise no_such_key(name, key, value, {name: KEYS_OF_LAYOUTS})
+    keys = dict.fromkeys(key for layout in given for key in layout)
+    default = {
+        key: getattr(config.train if key in OF_TRAIN else config.parallel, key) for key in keys
+    }
+    return [default | layout for layout in given]
 
 
-def _with(config: Config, layout: Layout) -> dict[str, Any]:
-    """The two sections with a layout."""
+def _by_section(config: Config, layout: Layout) -> dict[str, dict[str, Any]]:
+    """What a layout changes, by section."""
     train = {key: value for key, value in layout.items() if key in OF_TRAIN}
     parallel = {key: value for key, value in layout.items() if key not in OF_TRAIN}
     if parallel.get("dp_shard", config.parallel.dp_shard) == -1:
         why, remedy = "-1 would fit many worlds", "give each layout a number of its own"
         raise UserError("parallel.dp_shard", -1, why, remedy)
-    return {
-        "parallel": replace(config.parallel, layouts=_filled(config), **parallel),
-        "train": replace(config.train, **train),
-    }
+    return {"parallel": {"layouts": _filled(config), **parallel}, "train": train}
 
 
-def _with_layout(stage: DataStage, entry: dict[str, Any], num_ranks: int) -> dict[str, Any]:
+def _with_layout(stage: DataStage, entry: Entry, num_ranks: int) -> Entry:
     """The entry of a data stage with the first layout of its own list that has `num_ranks` ranks.
     One without a list keeps the layout of the data stage before, but for the keys that it gives."""
-    given = entry.get("parallel", {})
-    if "layouts" not in given:
+    parallel = stage.config.parallel
+    if "layouts" not in entry.get("parallel", {}):
         return entry
     with in_data_stage(stage.number):
-        layouts = _filled(stage.config)
-        for layout in layouts:
-            if _with(stage.config, layout)["parallel"].num_ranks == num_ranks:
-                train = {key: layout[key] for key in OF_TRAIN if key in layout}
-                parallel = {key: layout[key] for key in layout if key not in OF_TRAIN}
-                parallel = {**given, "layouts": layouts, **parallel}
-                return {**entry, "parallel": parallel, "train": {**entry.get("train", {}), **train}}
+        for layout in _filled(stage.config):
+            keys = _by_section(stage.config, layout)
+            if replace(parallel, **keys["parallel"]).num_ranks == num_ranks:
+                return entry | {name: entry.get(name, {}) | of for name, of in keys.items()}
         why = f"none has {num_ranks} ranks, as a layout of the data stages before has"
         remedy = "give every data stage a layout for each number of ranks"
-        raise UserError("parallel.layouts", stage.config.parallel.layouts, why, remedy)
-
-
-@contextmanager
-def _naming(config: Config, number: int) -> Iterator[None]:
-    """Errors inside name the layout with this number."""
-    try:
-        yield
-    except UserError as error:
-        name, why = f"parallel.layouts[{number}]", f"{error.key} = {error.value}: {error.why}"
-        raise UserError(name, config.parallel.layouts[number], why, error.remedy) from None
+        raise UserError("parallel.layouts", parallel.layouts, why, remedy)

@@ -11,7 +11,7 @@ from declare import alternatives, no_such_key
 from errors import UserError
 from settings.config import SECTIONS, Config
 from settings.data_stages import data_stages, read_entries
-from settings.yaml_text import MAX_CHARACTERS, NotYaml, dump, parse
+from settings.yaml_text import NotYaml, dump, parse
 
 KEYS = {name: [field.name for field in dataclasses.fields(cls)] for name, cls in SECTIONS.items()}
 HINTS = {name: typing.get_type_hints(cls) for name, cls in SECTIONS.items()}
@@ -41,43 +41,19 @@ def load_saved(folder: Path) -> Config:
     return _build(raw)
 
 
-def _apply(override: str, raw: dict[str, Any]) -> None:
-    name, equals, text = override.partition("=")
-    section, dot, key = name.partition(".")
-    whole = name in ("data_stages", "stages")
-    if not (equals and (whole or (section and dot and key))):
-        raise UserError(
-            "command line",
-            override,
-            "is not section.key=value",
-            "write for example train.steps=100",
-        )
-    if whole:
-        raw[name] = _value(name, text)
-    elif section == "data_stages":
-        _set_in_data_stage(raw, name, text)
-    else:
-        raw.setdefault(section, {})[key] = _value(name, text, section, key)
-
-
 def dump_config(config: Config) -> str:
     """The whole resolved configuration as YAML, defaults included. `load_config` reads the same
     configuration back."""
-    plain: dict[str, Any] = settings_of(config)
-    plain["optimizer"]["betas"] = list(config.optimizer.betas)
-    if config.data_stages:
-        plain["data_stages"] = list(config.data_stages)
-    return dump(plain)
+    entries = {"data_stages": list(config.data_stages)} if config.data_stages else {}
+    return dump(settings_of(config) | entries)
 
 
-def settings_of(config: Config) -> dict[str, dict[str, Any]]:
+def settings_of(config: Config) -> dict[str, Any]:
     """The value of each key, by section."""
     return {section: dataclasses.asdict(getattr(config, section)) for section in SECTIONS}
 
 
-def changed_between(
-    before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]
-) -> list[str]:
+def changed_between(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Each setting that differs: `train.steps 400 → 110`."""
     return [
         f"{section}.{key} {before[section][key]} → {value}"
@@ -87,7 +63,46 @@ def changed_between(
     ]
 
 
-def _value(name: str, text: str, section: str = "", key: str = "") -> Any:
+def _read(path: str) -> dict[Any, Any]:
+    """The content of the file, which must be a mapping."""
+    try:
+        raw = parse(Path(path).read_text(encoding="utf-8"))
+        why = "must be a mapping of sections to keys"
+    except OSError as error:
+        raw, why = None, error.strerror or str(error)
+    except ValueError as error:  # NotYaml, not UTF-8, or NUL in the path
+        raw, why = None, str(error)
+    if not isinstance(raw, dict):
+        remedy = "give a readable YAML file, such as configs/laptop.yaml"
+        raise UserError("configuration file", path, why, remedy)
+    return raw
+
+
+def _apply(override: str, raw: dict[Any, Any]) -> None:
+    """Set a key of a section, a key or section of a data stage (data_stages.1.train.seq_len,
+    data_stages.1.from_step), or the list of data stages."""
+    name, equals, text = override.partition("=")
+    section, dot, key = name.partition(".")
+    if not equals or not ((section and key) or name in ("data_stages", "stages")):
+        remedy = "write for example train.steps=100"
+        raise UserError("command line", override, "is not section.key=value", remedy)
+    at = raw
+    if section == "data_stages" and dot:
+        entries = raw.get(section) or []
+        number, _, rest = key.partition(".")
+        if not isinstance(entries, list) or number not in map(str, range(1, len(entries) + 1)):
+            why = f"the file has {len(entries) if isinstance(entries, list) else 0} data stages"
+            raise UserError(name, text, why, "write for example data_stages.1.train.seq_len=1024")
+        at, (section, _, key) = entries[int(number) - 1], rest.partition(".")
+    value = _value(name, text, section, key)
+    keys = at.get(section, {}) if isinstance(at, dict) and key else at
+    if not isinstance(keys, dict):
+        why = "is not in a section with keys"
+        raise UserError(name, text, why, "correct the file, or write for example train.steps=100")
+    at[section] = {**keys, key: value} if key else value  # a copy: YAML's aliases may share it
+
+
+def _value(name: str, text: str, section: str, key: str) -> Any:
     """The value of `text`, typed for the setting `name`. It is read as in a file, except for a key
     that takes text: its value is exactly `text`, unless that is in quotes, or is a number or a
     {mapping} or [list] that the key takes as well."""
@@ -105,73 +120,21 @@ def _value(name: str, text: str, section: str = "", key: str = "") -> Any:
     return text if verbatim and not quoted and type(value) not in types - {str, dict} else value
 
 
-def _set_in_data_stage(raw: dict[str, Any], name: str, text: str) -> None:
-    """Apply an override: data_stages.1.train.seq_len, or data_stages.1.from_step."""
-    stages = raw.get("data_stages") or []
-    number, _, rest = name.removeprefix("data_stages.").partition(".")
-    section, _, key = rest.partition(".")
-    if not isinstance(stages, list) or number not in map(str, range(1, len(stages) + 1)):
-        why = f"the file has {len(stages) if isinstance(stages, list) else 0} data stages"
-        raise UserError(name, text, why, "write for example data_stages.1.train.seq_len=1024")
-    at, value = int(number) - 1, _value(name, text, section, key)
-    if not section:
-        stages[at] = value
-    elif isinstance(stages[at], dict):
-        keys = stages[at].get(section)
-        of_section = keys if isinstance(keys, dict) else {}
-        stages[at][section] = {**of_section, key: value} if key else value
-
-
-def _read(path: str) -> dict[str, Any]:
-    """The file's sections, each a mapping of keys, and its list of data stages."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(MAX_CHARACTERS + 1)
-        if len(text) > MAX_CHARACTERS:
-            why = f"is longer than {MAX_CHARACTERS:,} characters: is it a configuration?"
-            raise UserError("configuration file", path, why, "give a YAML file, e.g. from configs/")
-        raw = parse(text)
-    except OSError as error:
-        remedy = "give a readable YAML file, e.g. from configs/"
-        raise UserError("configuration file", path, error.strerror or str(error), remedy) from None
-    except NotYaml as error:
-        raise UserError("configuration file", path, str(error), "correct the file") from None
-    except ValueError as error:  # the file is not UTF-8, or the path contains NUL
-        raise UserError(
-            "configuration file", path, f"is not a text file: {error}", "give a YAML file"
-        ) from None
-    if not isinstance(raw, dict):
-        raise UserError(
-            "configuration file",
-            path,
-            "must be a mapping of sections to keys",
-            "see configs/laptop.yaml",
-        )
-    for section, keys in raw.items():
-        if section in ("data_stages", "stages"):
-            continue
-        if not isinstance(section, str) or not isinstance(keys, dict):
-            raise UserError(
-                str(section),
-                keys,
-                "is not a section with keys",
-                f"see configs/laptop.yaml; the file is {path}",
-            )
-    return raw
-
-
-def _build(raw: dict[str, Any]) -> Config:
-    entries = read_entries(raw.pop("data_stages", None))
+def _build(raw: dict[Any, Any]) -> Config:
+    entries = raw.pop("data_stages", None)
     for section, given in raw.items():
         if section not in SECTIONS:
-            close = difflib.get_close_matches(section, [*SECTIONS, "data_stages"], n=1)
-            names = ", ".join([*SECTIONS, "data_stages"])
-            remedy = f"did you mean {close[0]}?" if close else f"choose from {names}"
-            raise UserError(section or "''", given, "there is no such section", remedy)
+            known = [*SECTIONS, "data_stages"]
+            close = difflib.get_close_matches(str(section), known, n=1)
+            remedy = f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
+            raise UserError(str(section) or "''", given, "there is no such section", remedy)
+        if not isinstance(given, dict):
+            why, remedy = "is not a section with keys", "see configs/laptop.yaml"
+            raise UserError(section, given, why, remedy)
         for key, value in given.items():
             if key not in KEYS[section]:
                 raise no_such_key(section, str(key), value, KEYS)
     built = {section: cls(**raw.get(section, {})) for section, cls in SECTIONS.items()}
-    config = Config(**built, data_stages=entries)
+    config = Config(**built, data_stages=read_entries(entries))
     data_stages(config)  # raises if an entry does not fit
     return config

@@ -67,7 +67,7 @@ class OptimizerConfig:
     grad_clip: Annotated[float, between(0, 1e30)] = 1.0
     # number of first steps, in which the learning rate rises linearly from lr / warmup_steps
     warmup_steps: Whole = 0
-    # wsd: warmup, stable, decay; linear and stable: for the phases of stages (learning_rate.py)
+    # wsd: warmup, stable, decay; linear and stable: for phases of data stages (learning_rate.py)
     schedule: Literal["cosine", "wsd", "linear", "stable"] = "cosine"
     # the learning rate falls to this times lr, which the step after the last would have
     min_lr_ratio: Annotated[float, between(0, 1)] = 0.1
@@ -90,7 +90,7 @@ class CheckpointConfig:
     # save after every this many steps and after the last; 0: only after the last; auto: as often as
     # costs the least time, from what saves take and how often the job fails
     # (runtime/checkpoint/save_interval.py); never: only at a stop, for a file SAVE, and where a
-    # stage ends
+    # data stage ends
     interval: Whole | Literal["auto", "never"] = "auto"
     # interval: auto only: how often a GPU (on CPUs: a process) fails and ends the job. The default
     # is Llama 3's rate, one failure in 2,112 days of a GPU (hardware.py)

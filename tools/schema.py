@@ -17,9 +17,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from parallel.layouts import MAX_LAYOUTS, OF_TRAIN
 from settings.config import SECTIONS, Config
 from settings.data_stages import BEGINS, CHANGEABLE
+from settings.layouts import MAX_LAYOUTS, OF_TRAIN
 from tools.command import CommandParser, run_command
 
 
@@ -41,7 +41,7 @@ def schema() -> dict[str, Any]:
     properties = some_of("parallel") | some_of("train", OF_TRAIN)  # of an item of parallel.layouts
     del properties["layouts"]
     properties["dp_shard"]["minimum"] = 1  # not -1, which would fit many worlds
-    layouts = {"items": closed(properties, minProperties=1), "maxItems": MAX_LAYOUTS}
+    layouts = {"items": closed(properties), "maxItems": MAX_LAYOUTS}
     whole["$defs"]["ParallelConfig"]["properties"]["layouts"] |= layouts
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **whole}
 

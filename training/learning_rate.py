@@ -6,7 +6,7 @@ from settings.sections import OptimizerConfig
 
 
 def learning_rate(step: int, phase: range, config: OptimizerConfig) -> float:
-    """The learning rate of step `step`, 0-based, in `phase`, the steps of the run or of stages.
+    """The learning rate of step `step`, 0-based, in `phase`, steps of the run or of data stages.
 
     Linear warmup to lr, then `cosine` to min_lr_ratio · lr at the end (Loshchilov and Hutter 2017,
     https://arxiv.org/abs/1608.03983), `linear` likewise, `stable` (constant), or `wsd`: constant,

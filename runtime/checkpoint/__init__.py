@@ -7,7 +7,7 @@ save_errors.py     why a save failed, on all ranks and in the system's words
 host_copies.py     where a save copies a rank's tensors
 
 load.py            finds the checkpoint that a run starts from, and loads it
-history.py         checks that a checkpoint's run had the stages of the configuration
+history.py         checks that a checkpoint's run had the configuration's data stages
 rollback.py        goes back to a checkpoint and skips the bad batches
 
 folder.py          the names in a folder of checkpoints

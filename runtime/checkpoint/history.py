@@ -22,15 +22,15 @@ from settings.data_stages import (
     ROTATION_KEYS,
     DataStage,
     begin_of,
+    data_stage_of,
     data_stages,
     in_data_stage,
-    stage_of,
     tokens_after,
 )
 
 FROM_WEIGHTS = "start a new run from its weights: checkpoint.load_weights_only"
 ORDER = ", which determines the order of samples"
-AS_STAGE = "declare the change as a data stage from the checkpoint's step on (`data_stages`)"
+AS_DATA_STAGE = "declare the change as a data stage from the checkpoint's step on (`data_stages`)"
 
 
 def check_history(
@@ -39,12 +39,12 @@ def check_history(
     """Raise UserError if the run that saved the checkpoint `path` had other data stages up to its
     last step, or another model, optimizer or seed. `data`: the training data of each."""
     stages = data_stages(config)
-    last = stage_of(stages, max(0, trainer.step - 1))  # that of its last step
+    last = data_stage_of(stages, max(0, trainer.step - 1))  # that of its last step
     _require_same(path, "optimizer.name", trainer.optimizer, config.optimizer.name, FROM_WEIGHTS)
     _require_same(path, "train.seed", trainer.seed, config.train.seed, FROM_WEIGHTS, why=ORDER)
     had = [*trainer.earlier, end_of(trainer)][: last.number + 1]
     for was, stage, read in zip(had, stages, data, strict=False):
-        seq_len, remedies = stage.config.train.seq_len, (AS_STAGE, FROM_WEIGHTS)
+        seq_len, remedies = stage.config.train.seq_len, (AS_DATA_STAGE, FROM_WEIGHTS)
         with in_data_stage(stage.number):
             _require_same(path, "train.seq_len", was.seq_len, seq_len, *remedies, why=ORDER)
             check_state(was.data.model_dump(), read)
@@ -70,7 +70,7 @@ def _check_tokens(
     counted = tokens_after(stages, trainer.step)
     if counted == trainer.tokens:
         return
-    now = stage_of(stages, trainer.step)
+    now = data_stage_of(stages, trainer.step)
     for number, entry in enumerate(config.data_stages, 1):
         name, token = begin_of(entry)
         if number <= now.number or name != "from_token":
@@ -94,7 +94,7 @@ def check_model(path: Path, trainer: TrainerState, config: Config, free: Set[str
         if name not in free:
             remedies = ["another checkpoint or run.dir"]
             if name in ROTATION_KEYS:
-                remedies += [AS_STAGE, FROM_WEIGHTS]
+                remedies += [AS_DATA_STAGE, FROM_WEIGHTS]
             _require_same(path, f"model.{name}", saved.get(name), value, *remedies)
 
 

@@ -44,7 +44,7 @@ from runtime.checkpoint.history import changes_the_loss, check_history, check_mo
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.manifest import Damaged, Manifest, check_file, check_sizes, read_manifest
 from runtime.checkpoint.progress import byte_bar
-from runtime.checkpoint.verify import check_tiling, parse_trainer, read_trainer
+from runtime.checkpoint.verify import check_tiling, parse_trainer
 from runtime.messages import from_rank_0, log, on_all_ranks
 from runtime.trainer_state import (
     FREE_MODEL_KEYS,
@@ -55,7 +55,7 @@ from runtime.trainer_state import (
     state_of,
 )
 from settings.config import Config
-from settings.data_stages import ROTATION_KEYS, data_stages, stage_of
+from settings.data_stages import ROTATION_KEYS, data_stage_of, data_stages
 from training.step import TrainStep
 
 
@@ -151,7 +151,7 @@ def _start_from(
     if path is None:
         start = Start(state_of(config, _beginning(data[0])))
     else:
-        trainer = read_trainer(path, "checkpoint.resume")
+        trainer = parse_trainer(path)
         check_history(path, trainer, config, data)
         if trainer.step > config.train.steps:
             why = f"the checkpoint {path} is already at step {trainer.step}"
@@ -167,7 +167,7 @@ def _start_from(
         remedy = "choose another run.dir, or checkpoint.resume=auto"
         raise UserError("run.dir", config.run.dir, why, remedy)
     if weights is not None:
-        trainer = read_trainer(weights, "checkpoint.load_weights_only")
+        trainer = parse_trainer(weights)
         check_model(weights, trainer, config, FREE_MODEL_KEYS | ROTATION_KEYS)
         return Start(start.state, weights, weights_only=True)
     return start
@@ -181,7 +181,9 @@ def _at_boundary(trainer: TrainerState, config: Config, data: Sequence[Mixture])
     """Return the state from which the run goes on: that of the checkpoint, or at the end of a data
     stage that of the next one's beginning."""
     stages = data_stages(config)
-    stage, before = (stage_of(stages, step) for step in (trainer.step, max(0, trainer.step - 1)))
+    stage, before = (
+        data_stage_of(stages, step) for step in (trainer.step, max(0, trainer.step - 1))
+    )
     if stage is before:
         return trainer
     anew = changes_the_loss(before.config, stage.config)

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from data.contents import first_bytes, known
 from runtime.checkpoint.folder import MANIFEST, write_durably
 from runtime.checkpoint.tiling import MAX_DIMS, MAX_NUMBERS
-from runtime.schema import MAX_JSON_BYTES, Count, Name, Strict, first_problem, load_json
+from runtime.schema import MAX_JSON_BYTES, Name, Natural, Strict, first_problem, load_json
 
 FORMAT, VERSION = "lattice-checkpoint", 2
 TENSORS = ".safetensors"
@@ -44,7 +44,7 @@ Dtype = Literal["F64", "F32", "F16", "BF16"]  # as safetensors names them
 
 
 class File(NamedTuple):
-    bytes: Count
+    bytes: Natural
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
@@ -52,7 +52,7 @@ class Stored(NamedTuple):
     """A global tensor."""
 
     dtype: Dtype
-    shape: Annotated[tuple[Count, ...], Field(strict=False, max_length=MAX_DIMS)]
+    shape: Annotated[tuple[Natural, ...], Field(strict=False, max_length=MAX_DIMS)]
 
 
 class Manifest(Strict):

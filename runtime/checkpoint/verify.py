@@ -10,7 +10,6 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from errors import UserError
 from runtime.checkpoint.folder import NAME, step_of
 from runtime.checkpoint.manifest import (
     TENSORS,
@@ -85,17 +84,3 @@ def parse_trainer(path: Path) -> TrainerState:
         where = f"its folder name says {step_of(path)}"
         raise Damaged(f"its {FILE} says it was saved after {trainer.step} steps, but {where}")
     return trainer
-
-
-def read_trainer(path: Path, key: str) -> TrainerState:
-    """Read a checkpoint's trainer.json after checking the sizes of all its files. `key` is the
-    configuration key or option that selected the checkpoint, for the message.
-
-    Raises UserError.
-    """
-    try:
-        check_sizes(path, read_manifest(path))
-        return parse_trainer(path)
-    except Damaged as damaged:
-        why = f"is not a valid checkpoint: {damaged}"
-        raise UserError(key, str(path), why, "give another folder step-…") from None

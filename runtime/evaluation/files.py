@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 from data.contents import compression, first_bytes, known
 from data.files import Report
 from errors import UserError
-from runtime.schema import Count, Strict, first_problem, load_json
+from runtime.schema import Natural, Strict, first_problem, load_json
 
 SUFFIX = ".jsonl"
 BUNDLED = Path(__file__).parent / "tasks"
@@ -30,7 +30,7 @@ NonEmpty = Annotated[str, Field(min_length=1)]
 class _Choices(Strict):
     context: str
     choices: Annotated[list[NonEmpty], Field(min_length=2)]
-    answer: Count
+    answer: Natural
 
 
 class _Text(Strict):

@@ -1,14 +1,14 @@
 """What happened to a run, how each start of it ended, and where its time went: written by rank 0.
 
     with Lease(…) as lease, RunLog(config, sink) as log:   the folder belongs to this run
-        log.start(step, world_size)                        it begins to train; or a later stage does
+        log.start(step, world_size)                        it begins to train (or a data stage)
         log.busy("")                                       its steps begin
         log.event("rollback", step=…)                      whatever else happens
         log.record({"step": …, "loss": …})                 a logged step
         log.end("finished", "all steps done")              only the first call counts
 
-It is opened once the run folder belongs to this run, outlives the stages of the data, and records
-the end of a start that fails outside of its steps. All ranks have one and call it alike; it writes
+It is opened once the run folder belongs to this run, outlives the data stages, and records the
+end of a start that fails outside of its steps. All ranks have one and call it alike; it writes
 only on rank 0.
 
 Each line also goes to `sink`, if there is one: to the monitor's pipe (monitor/), after the file.
@@ -69,8 +69,8 @@ class RunLog:
         return self
 
     def start(self, step: int, world_size: int) -> list[str]:
-        """Record that this start begins to train from `step`; of a later stage, nothing. Returns
-        lines for the log: what the previous start left to be told."""
+        """Record that this start begins to train from `step`; of a later data stage, nothing.
+        Returns lines for the log: what the previous start left to be told."""
         self.step = step
         if not self.writes or self._start is not None:
             return []
@@ -124,7 +124,7 @@ class RunLog:
         self._turn_to(cause, now)
 
     def leave_stage(self) -> None:
-        """Note that a stage has ended; what follows belongs to the start of the next."""
+        """Note that a data stage has ended; what follows belongs to the start of the next."""
         self.ledger.spent("end")
         self.write_spent()
         self._turn_to("start", self.ledger.counted_until)

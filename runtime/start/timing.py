@@ -13,9 +13,9 @@
     step       the host has made the first step (on a GPU, launched it), compilation included
 
 A part is the time since the one before ended, so waiting for slower ranks belongs to the part in
-which rank 0 waits. The parts add up to the time from the process's first line; for a later stage,
-from the end of the stage before, and everything before `load` is then in `build`. What a launcher
-does before is not in it, but in `down` of the ledger.
+which rank 0 waits. The parts add up to the time from the process's first line; for a later data
+stage, from the end of the one before, and everything before `load` is then in `build`. What a
+launcher does before is not in it, but in `down` of the ledger.
 """
 
 import time

@@ -6,14 +6,11 @@ import errno
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -235,12 +232,9 @@ def test_a_save_that_one_rank_cannot_finish(
     assert f"the newest is step-{step - 1:08d}" in line
 
 
-def test_no_failed_save_is_shown_as_a_traceback(spoilt: Spoilt) -> None:
-    assert "Traceback" not in "".join(spoilt[2])
-
-
 def test_a_last_save_that_fails_is_no_success(spoilt: Spoilt) -> None:
-    folder, ends, _ = spoilt
+    folder, ends, lines = spoilt
+    assert "Traceback" not in "".join(lines)
     assert all("step 12 was not saved" in why for why in ends)
     status = status_of(folder)
     assert (status["state"], "step 12 was not saved" in status["reason"]) == ("failed", True)
@@ -340,6 +334,3 @@ def test_verify_says_what_is_wrong(
     assert verify.main([str(tmp_path / "run")]) == 1
     assert "'trainer.json' is a Git LFS pointer, not the file: run `git" in capsys.readouterr().out
     assert verify.main([str(tmp_path / "nothing")]) == 2
-    program = ["verify", str(checkpoints / "step-00000006")]
-    with patch.object(sys, "argv", program), pytest.raises(SystemExit, match=r"^0$"):
-        runpy.run_path(verify.__file__, run_name="__main__")

@@ -220,9 +220,9 @@ def second_copies(arguments: list[str], path: str) -> list[bool]:
     """Load the checkpoint `path`; whether each second copy of a tensor is like the first."""
     step = step_of(arguments)
     load(step, saved_start(Path(path)))
-    held = list(held_tensors(step))
-    first = {each.name: each.tensor.to_local() for each in held if not each.is_copy}
-    return [torch.equal(e.tensor.to_local(), first[e.name]) for e in held if e.is_copy]
+    held = [(each.is_copy, each.name, each.tensor.to_local()) for each in held_tensors(step)]
+    first = {name: tensor for is_copy, name, tensor in held if not is_copy}
+    return [torch.equal(tensor, first[name]) for is_copy, name, tensor in held if is_copy]
 
 
 def test_a_tied_weight_is_loaded_into_both_its_copies(

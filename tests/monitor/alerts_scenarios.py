@@ -111,11 +111,7 @@ START = "unless on (run, instance) time() - lattice_start_timestamp_seconds"
         (f"{START} < 14400", "", "LatticeNoCheckpoint"),
         (f"> 300\n          {NEWEST}", "> 300", "LatticeFileNotWritten"),
         (f"== 1 {NEWEST}", "== 1", "LatticeRunFailed"),
-        (
-            'lattice_events_total{event="data_stage"}',
-            'lattice_events_total{event="x"}',
-            "LatticeSlow",
-        ),
+        ('_total{event="data_stage"}', '_total{event="x"}', "LatticeSlow"),
     ],
 )
 def test_a_rule_that_is_wrong_is_found(

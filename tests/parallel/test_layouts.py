@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from errors import UserError
-from parallel.config import ParallelConfig
 from runtime.start.host import CONNECTIONS, set_connections
 from settings.config import Config
 from settings.data_stages import data_stages
@@ -90,7 +89,12 @@ def test_a_chosen_configuration_chooses_again_alike(path: str, world: int) -> No
 
 def test_sizes_need_no_checks_of_the_model(path: str) -> None:
     assert layout_sizes(load_config(path, [])) == [8, 4, 4, 2]
-    assert [size for size, _ in checked_layouts(load_config(path, []))] == [8, 4, 4, 2]
+    assert [one.parallel.num_ranks for one in checked_layouts(load_config(path, []))] == [
+        8,
+        4,
+        4,
+        2,
+    ]
 
 
 def test_too_small_a_world(path: str) -> None:
@@ -107,19 +111,19 @@ def test_too_small_a_world(path: str) -> None:
         ("[{dp_shard: 2}, {dp_shard: 3}]", "parallel.layouts[1]", "train.global_batch_size = 8"),
         ("[{tp: 2}]", "parallel.layouts[0]", "-1 would fit many worlds"),
         ("[{pp: 8, dp_shard: 1}]", "parallel.layouts[0]", "8 stages"),
-        ("[{dp_shard: two}]", "parallel.layouts[0]", "has the type str"),
-        ("[{dp_shard: 2, tp: -1}]", "parallel.layouts[0]", "must be at least 1"),
-        ("[{dp_shard: 2, micro_batch_size: 0}]", "parallel.layouts[0]", "must be at least 1"),
+        ("[{dp_shard: two}]", "parallel.layouts[0]", "parallel.dp_shard = 'two'"),
+        ("[{dp_shard: 2, tp: -1}]", "parallel.layouts[0]", "parallel.tp = -1"),
+        ("[{dp_shard: 2, micro_batch_size: 0}]", "parallel.layouts[0]",
+         "train.micro_batch_size = 0"),
         *[(f"[{{ep: 7, dp_shard: {2**31 - 1}, {axis}: 2}}]", "parallel.layouts[0]", "too many")
           for axis in ("tp", "cp", "dp_replicate", "pp")],
         (f"[{', '.join(['{dp_shard: 2}'] * 101)}]", "parallel.layouts", "101 layouts: too many"),
-        ("[{}]", "parallel.layouts[0]", "has no keys"),
         ("[{dp: 2}]", "parallel.layouts[0].dp", "no such key"),
         ("[{layouts: []}]", "parallel.layouts[0].layouts", "no such key"),
         ("[{seq_len: 64}]", "parallel.layouts[0].seq_len", "no such key"),
         ("[{global_batch_size: 16}]", "parallel.layouts[0].global_batch_size", "no such key"),
-        ("[2]", "parallel.layouts", "has the type int"),
-        ("{dp_shard: 2}", "parallel.layouts", "has the type dict"),
+        ("[2]", "parallel.layouts", "the value 2 in it is not"),
+        ("{dp_shard: 2}", "parallel.layouts", "is not allowed"),
     ],
 )  # fmt: skip
 def test_refusals(
@@ -130,8 +134,8 @@ def test_refusals(
     same one."""
     arguments = [path, f"parallel.layouts={layouts}"]
     error = refused(path, 8, arguments[1])
-    assert error.key == key
-    assert why in error.why
+    assert error.key.startswith(key)
+    assert why in str(error)
     for command in (plan.main, rehearse.main):
         assert command([*arguments, "--gpus", "8"]) == 2
         assert f"error: {error}" in capsys.readouterr().err
@@ -167,12 +171,6 @@ def test_queues_follow_the_chosen_layout(path: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv(CONNECTIONS)
 
 
-def test_a_list_in_python() -> None:
-    """Keys are checked however the section is created."""
-    with pytest.raises(UserError, match="no such key"):
-        ParallelConfig(layouts=[{"dp": 1}])
-
-
 @pytest.mark.parametrize(("world", "cp"), [(8, 4), (5, 2), (3, 2)])
 def test_each_stage_has_a_layout_for_the_same_ranks(tmp_path: Path, world: int, cp: int) -> None:
     path = configured(tmp_path, *OF_STAGE_1)
@@ -186,6 +184,5 @@ def test_each_stage_has_a_layout_for_the_same_ranks(tmp_path: Path, world: int, 
 
 def test_a_stage_without_a_layout_for_these_ranks(tmp_path: Path) -> None:
     error = refused(configured(tmp_path, *OF_STAGE_1[:2]), 8)
-    assert error.key == "parallel.layouts[3]"
-    assert "data_stages.1.parallel.layouts" in error.why
+    assert error.key == "parallel.layouts[3].data_stages.1.parallel.layouts"
     assert "none has 2 ranks" in error.why

@@ -207,22 +207,10 @@ REFUSED = [
     (["train.seq_len=16", "train.steps=20"], "train.seq_len = 16: ", "the change as a data stage"),
     (["data_stages.1.from_step=2"], "data_stages.1 = [2]: ", "leave data stages as they were"),
     (["data_stages.2.train.seq_len=16"], "data_stages.2.train.seq_len = 16: ", "train.seq_len=64"),
-    (
-        ["data_stages.2.model.rope_theta=7e5"],
-        "data_stages.2.model.rope_theta = ",
-        "declare the change",
-    ),
+    (["data_stages.2.model.rope_theta=7e5"], "data_stages.2.model.rope_theta = ", "the change as"),
     (["data_stages=[]"], "model.rope_theta = ", "declare the change as a data stage"),
-    (
-        ["data_stages=[]", "model.rope_theta=8e5"],
-        "data_stages.1 = []: ",
-        "leave data stages as they were",
-    ),
-    (
-        ["data_stages.1.data.path={tmp: 1}"],
-        "data_stages.1.data.path = ",
-        "contains no prepared data",
-    ),
+    (["data_stages=[]", "model.rope_theta=8e5"], "data_stages.1 = []: ", "leave data stages as"),
+    (["data_stages.1.data.path={tmp: 1}"], "data_stages.1.data.path = ", "no prepared data"),
     (["train.seed=1"], "train.seed = 1: ", "use the checkpoint's value"),
 ]
 

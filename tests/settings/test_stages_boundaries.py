@@ -25,17 +25,14 @@ def recorded_with_bad_steps(arguments: list[str], bad: set[int], file: Path) -> 
         return run_with_bad_steps(arguments, 0, bad)
 
 
+SMALLER = {"from_step": 4, "train": {"global_batch_size": 4}}
+TWO_BAD = {"checkpoint": {"interval": 2}, "guard": {"max_bad_steps": 2}}
+
+
 def test_a_stage_does_not_end_on_skipped_updates(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """Step 4, the last of stage 0, is bad: the run goes back to the checkpoint of step 2 at once.
     Steps 5 and 6, the first of stage 1, are bad too: it goes back to the boundary's checkpoint."""
-    config = write_stages(
-        tmp_path,
-        data,
-        [{"from_step": 4, "train": {"global_batch_size": 4}}],
-        train={"steps": 7},
-        checkpoint={"interval": 2},
-        guard={"max_bad_steps": 2},
-    )
+    config = write_stages(tmp_path, data, [SMALLER], train={"steps": 7}, **TWO_BAD)
     # of all steps, with those that are made again
     assert ranks.run(recorded_with_bad_steps, 1, [config], {4, 7, 8}, tmp_path / "reads") == [""]
     one = mixture(data)
@@ -62,19 +59,13 @@ def test_a_stage_does_not_end_on_skipped_updates(ranks: Ranks, data: Path, tmp_p
 
 def test_a_rollback_never_leaves_its_stage(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """A checkpoint that was saved on a bad step begins a stage, whose first step is bad."""
-    config = write_stages(
-        tmp_path,
-        data,
-        [{"from_step": 4, "train": {"seq_len": 16}}],
-        train={"steps": 6},
-        checkpoint={"interval": 2},
-        guard={"max_bad_steps": 2},
-    )
+    config = write_stages(tmp_path, data, [SMALLER], train={"steps": 6}, **TWO_BAD)
     whole = [config, "data_stages=[]", "train.steps=4"]
     assert ranks.run(run_with_bad_steps, 1, whole, 0, {4}) == [""]
     (said,) = ranks.run(said_by, 1, run_with_bad_steps, [config], 0, {1})
     assert "there is no checkpoint to go back to in this data stage; save more often" in said
     assert status_of(tmp_path)["state"] == "failed"
+    assert checkpoint_of(tmp_path, 4).exists(), "not put aside"
 
 
 def run_with_damage(arguments: list[str], folder: Path) -> str:

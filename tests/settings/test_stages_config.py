@@ -11,7 +11,7 @@ from errors import UserError
 from runtime.log.ledger import account
 from settings.checks import validate
 from settings.config import Config
-from settings.data_stages import data_stages, stage_of, tokens_after
+from settings.data_stages import data_stage_of, data_stages, tokens_after
 from settings.load import dump_config, load_config, load_saved
 from tests import ROOT
 from tools.plan.check import one_stage
@@ -41,7 +41,7 @@ def test_settings_hold_until_a_stage_changes_them() -> None:
     # a million tokens are reached in step 123, of 8,192 tokens each
     assert [one.steps for one in stages] == [range(50), range(50, 123), range(123, 160)]
     assert [one.phase for one in stages] == [range(123), range(123), range(123, 160)]
-    numbers = [stage_of(stages, step).number for step in (0, 49, 50, 122, 123, 159, 160)]
+    numbers = [data_stage_of(stages, step).number for step in (0, 49, 50, 122, 123, 159, 160)]
     assert numbers == [0, 0, 1, 1, 2, 2, 2]
     assert [tokens_after(stages, step) for step in (1, 50, 51)] == [8192, 50 * 8192, 51 * 8192]
     assert (longer.optimizer.warmup_steps, anneal.optimizer.warmup_steps) == (20, 0)
@@ -73,16 +73,16 @@ def test_overrides() -> None:
 
 
 REFUSED = [
-    ("3", "1 = 3: is not a data stage"),
-    ("{}", "1 = {}: must say where it begins"),
-    ("{from_step: 5, from_token: 5}", "1 = {'from_step': 5, 'from_token': 5}: must say"),
+    ("3", "1 = 3: does not say where it begins"),
+    ("{}", "1 = {}: does not say where it begins"),
+    ("{from_step: 5, from_token: 5}", "1 = {'from_step': 5, 'from_token': 5}: does not say"),
     ("{from_step: 0}", "1.from_step = 0: "),
     ("{from_step: 160}", "1.from_step = 160: it would begin after step 160"),
     ("{from_step: 5}, {from_token: 7}", "2.from_token = 7: it would begin after step 1"),
     ("{from_step: 5, run: {dir: x}}", "1.run = {'dir': 'x'}: a data stage cannot change it"),
     ("{from_step: 5, model: {dim: 5}}", "1.model.dim = 5: a data stage cannot change it"),
     ("{from_step: 5, optimizer: {name: x}}", "1.optimizer.name = 'x': a data stage cannot"),
-    ("{from_step: 5, train: {seq_len: x}}", "1.train.seq_len = 'x': has the type str"),
+    ("{from_step: 5, train: {seq_len: x}}", "1.train.seq_len = 'x': is not allowed"),
     ("{from_step: 5, train: 7}", "1.train = 7: is not a section with keys"),
     ("{from_step: 5, parallel: {ttp: 5}}", "1.parallel.ttp = 5: there is no such key"),
     ("{from_step: 5, parallel: {tp: 3}}", "1.parallel.tp = 3: "),
@@ -120,7 +120,7 @@ def test_rates_of_phases() -> None:
     )
 
     def rate(step: int) -> float:
-        one = stage_of(data_stages(config), step)
+        one = data_stage_of(data_stages(config), step)
         return learning_rate(step, one.phase, one.config.optimizer)
 
     assert [rate(0), rate(9), rate(10), rate(59), rate(60)] == [1e-4, 1e-3, 1e-3, 1e-3, 1e-3]

@@ -27,7 +27,8 @@ from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
 from parallel.placement import local_region
 from runtime.checkpoint.load import require_good
-from runtime.checkpoint.verify import read_trainer
+from runtime.checkpoint.manifest import Damaged, check_sizes, read_manifest
+from runtime.checkpoint.verify import parse_trainer
 from runtime.messages import from_rank_0, on_all_ranks
 from tools.huggingface.agreement import generation_config, tokens_of
 from tools.huggingface.checkpoint_reader import CheckpointReader, WeightReader, newest
@@ -102,7 +103,13 @@ def find(folder: Path, tp: int) -> Path:
     else:
         refuse_foreign(folder, "--checkpoint")
         folder = newest(folder)
-        config = read_trainer(folder, "--checkpoint").model_config_saved
+        try:
+            check_sizes(folder, read_manifest(folder))
+            config = parse_trainer(folder).model_config_saved
+        except Damaged as damaged:
+            why = f"is not a valid checkpoint: {damaged}"
+            remedy = "give another folder step-…"
+            raise UserError("--checkpoint", str(folder), why, remedy) from None
     if not fits(config, tp):
         what = f"{config.num_heads} query and {config.num_kv_heads} key/value heads"
         if config.num_experts % tp:

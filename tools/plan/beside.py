@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from errors import UserError
 from runtime.metrics.memory_report import table
-from runtime.schema import Count, Strict, first_problem, load_json
+from runtime.schema import Natural, Strict, first_problem, load_json
 from settings.checks import validate
 from settings.config import Config
 from tools.plan.check import check_can_be_planned
@@ -18,13 +18,13 @@ class Report(Strict):
     """The contents of a memory report, which may come from another machine."""
 
     why: str
-    rank: Count
-    world: Count
-    coordinates: dict[str, Count]
-    stages: list[Count]
+    rank: Natural
+    world: Natural
+    coordinates: dict[str, Natural]
+    stages: list[Natural]
     device: str
-    held_bytes: dict[str, Count]
-    total_bytes: Count
+    held_bytes: dict[str, Natural]
+    total_bytes: Natural
 
 
 def read_report(file: Path) -> Report:

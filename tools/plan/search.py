@@ -21,9 +21,9 @@ from typing import Any
 from errors import UserError
 from model.transformer import num_parameters
 from parallel.axes import AXES
-from parallel.layouts import MAX_LAYOUTS, OF_TRAIN
 from settings.checks import validate
 from settings.config import Config
+from settings.layouts import MAX_LAYOUTS, OF_TRAIN
 from settings.precision import Precision
 from tools.plan.candidates import Candidate, candidates, space
 from tools.plan.check import check_can_be_planned

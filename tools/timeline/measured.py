@@ -17,7 +17,7 @@ from parallel.pipeline.actions import (
     Kind,
 )
 from parallel.pipeline.simulate import Costs, Event, Timeline
-from runtime.schema import Count, Strict
+from runtime.schema import Natural, Strict
 
 REMEDY = "give a trace.json that a run has written"
 MICROSECONDS = 1000.0  # per unit of the timeline, a millisecond
@@ -25,12 +25,12 @@ MICROSECONDS = 1000.0  # per unit of the timeline, a millisecond
 
 class _Action(Strict, extra="ignore"):
     kind: Literal["F", "B", "I", "W"]
-    stage: Count
-    microbatch: Count
+    stage: Natural
+    microbatch: Natural
 
 
 class _Event(Strict, extra="ignore"):
-    tid: Count  # the rank
+    tid: Natural  # the rank
     ts: float  # microseconds
     dur: Annotated[float, Field(ge=0)]
     args: _Action
