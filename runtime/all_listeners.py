@@ -1,23 +1,4 @@
-"""The listeners of a training run, in the order in which each step calls them (listener.py).
-
-StartTimes          first: notes when everything before the steps is ready
-Faults              before all that computes, so that it is wrong, too (only for drills)
-StepProfile, …Trace close to the step, so that their traces have little else
-Metrics             measures the step, before the listeners below take time
-RunEnd              closes before Metrics, whose trackers may wait for their servers
-SlowRanks           next to Metrics: what the listeners below compute is not timed
-Watching            before all that may take longer than a step, and says so (Run.pause)
-MemoryReports       anywhere
-Evaluation          before the record is written, to which it adds
-LeaseCheck          a displaced run ends here, and writes nothing below
-RecordWriter        writes the step's record
-Examination         knows of skipped updates; before those that react to them
-Stopping            from here on, all ranks agree on stop and save requests
-Rollback            before Saving: a run that rolls back does not save
-Saving              knows of requests, bad steps and copies that differ
-DataStageBegins     anywhere
-GarbageCollection   last: freezes what all the others have built
-"""
+"""The listeners of a training run, in the order in which each step calls them (listener.py)."""
 
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.rollback import Rollback
@@ -77,6 +58,7 @@ def build_listeners(run: Run, whole: Config, data: Data, lease: Lease) -> list[L
     config, train, start, mesh = run.config, run.train, run.start, run.train.mesh
     number = run.data_stage.number
     train_data, heldout_data = data.train[number], data.heldout[number]
+    unigram = train_data.unigram_nats_per_token
     saver = Saver(train, train_data.tokenizer_path, lease, run.log)
     metrics = Metrics(config, mesh, start)
     faults = [Faults(train)] if config.guard.inject_fault else []
@@ -85,24 +67,22 @@ def build_listeners(run: Run, whole: Config, data: Data, lease: Lease) -> list[L
     slow_ranks = [SlowRanks(config, mesh, train)] if times_products else []
     examination = Examination(config, train) if config.guard.examine else None
     return [
-        StartTimes(),
-        *faults,
-        StepProfile(config, mesh),
-        StepTrace(run.data_stage, mesh, start.step),
-        metrics,
-        RunEnd(),
-        *slow_ranks,
-        Watching(),
+        StartTimes(),  # first: begins when everything before the steps is ready
+        *faults,  # before all that computes, so that it is wrong, too
+        StepProfile(config, mesh),  # close to the step, so that the trace has little else
+        StepTrace(run.data_stage, mesh, start.step),  # likewise
+        metrics,  # measures the step, before the listeners below take time
+        RunEnd(),  # closes before the metrics, whose trackers may wait for their servers
+        *slow_ranks,  # what the listeners below compute is not timed
+        Watching(),  # before all that may take longer than a step, and then says so (Run.pause)
         MemoryReports(train, start.step),
-        Evaluation(
-            config, heldout_data, train_data.unigram_nats_per_token, train_data.tokenizer_path
-        ),
-        LeaseCheck(lease),
+        Evaluation(config, heldout_data, unigram, train_data.tokenizer_path),  # adds to the record
+        LeaseCheck(lease),  # a displaced run ends here, and writes nothing below
         RecordWriter(metrics),
-        *([examination] if examination else []),
-        Stopping(),
-        Rollback(whole, data.train, start, lease, saver),
+        *([examination] if examination else []),  # before those that react to skipped updates
+        Stopping(),  # from here on, all ranks agree on stop and save requests
+        Rollback(whole, data.train, start, lease, saver),  # a run that rolls back does not save
         Saving(whole, saver, data.train, start.step, examination),
         DataStageBegins(whole),
-        GarbageCollection(),
+        GarbageCollection(),  # last: freezes what all the others have built
     ]

@@ -59,7 +59,7 @@ class RunEnd(Listener):
         else:
             error.add_note(f"after step {run.step}")
         if error is None and run.changes_data_stage:
-            return run.log.leave_stage()
+            return run.log.leave_data_stage()
         # after a failure, the time belongs to the step that failed
         run.log.ledger.spent("end" if error is None else "steps")
         run.log.write_spent()

@@ -5,16 +5,11 @@ version, from another program. So readers get only the objects that are whole, w
 entry that a reader relies on: `is_record`, and `is_whole_event` (events.py). Other lines are left
 out, with one warning for each file and process. The last line is not odd as long as it is
 unfinished: somebody may be writing it.
-
-    read_events, read_records  all lines of a file
-    Follower                   those that were added since the last look, also after the file was
-                               replaced
 """
 
 import contextlib
 import json
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +18,6 @@ from errors import short
 from output import log
 
 LARGEST = 2**63  # of whole numbers: each fits a float
-READ_BYTES = 1 << 24  # at a time, and the longest line: events.jsonl of months is larger
 IsWhole = Callable[[dict[str, Any]], bool]  # whether an object is a line of a file
 _warned: set[Path] = set()  # files with an odd line, of which one warning was given
 
@@ -87,47 +81,3 @@ def read_records(folder: str | Path) -> list[dict[str, Any]]:
     """Read all lines of metrics.jsonl in order."""
     path = Path(folder) / "metrics.jsonl"
     return whole_lines(path, content(path), is_record)
-
-
-class Follower:
-    """Follows one file.
-
-    Args:
-        path: the file; it need not exist yet.
-        is_whole: whether an object is a line of this file.
-        tail: of a file that is new or was replaced, read only so many bytes at its end; None: all.
-    """
-
-    def __init__(self, path: Path, is_whole: IsWhole, tail: int | None = None) -> None:
-        self.path, self.is_whole, self.tail = path, is_whole, tail
-        self._inode, self.offset = -1, 0  # bytes of complete lines that were read
-        self.modified = 0.0  # when the file was, as last read, in seconds since 1970
-
-    def read(self, until: int | None = None) -> list[dict[str, Any]]:
-        """Return the objects in the complete lines that were added since the last call, of the next
-        READ_BYTES.
-
-        until: do not read beyond so many bytes of the file.
-        """
-        try:
-            with open(self.path, "rb") as file:
-                found = os.fstat(file.fileno())
-                if found.st_ino != self._inode or found.st_size < self.offset:
-                    self._inode, self.offset = found.st_ino, 0
-                    if self.tail is not None and found.st_size > self.tail:
-                        file.seek(-self.tail, os.SEEK_END)
-                        file.readline()  # it may begin inside a line
-                        self.offset = file.tell()
-                if found.st_size == self.offset:
-                    return []
-                self.modified = found.st_mtime
-                file.seek(self.offset)
-                left = found.st_size if until is None else until
-                data = file.read(max(0, min(left - self.offset, READ_BYTES)))
-        except OSError:  # not there yet, or unavailable for a while
-            return []
-        complete = data.rfind(b"\n") + 1
-        if not complete and len(data) == READ_BYTES:
-            complete = READ_BYTES  # no line of ours
-        begin, self.offset = self.offset, self.offset + complete
-        return whole_lines(self.path, data[:complete], self.is_whole, begin)

@@ -1,15 +1,15 @@
 """What happened to a run, how each start of it ended, and where its time went: written by rank 0.
 
     with Lease(…) as lease, RunLog(config, sink) as log:   the folder belongs to this run
-        log.start(step, world_size)                        it begins to train (or a data stage)
+        log.start(step, world_size)                        it begins to train
         log.busy("")                                       its steps begin
         log.event("rollback", step=…)                      whatever else happens
         log.record({"step": …, "loss": …})                 a logged step
         log.end("finished", "all steps done")              only the first call counts
 
-It is opened once the run folder belongs to this run, outlives the data stages, and records the
-end of a start that fails outside of its steps. All ranks have one and call it alike; it writes
-only on rank 0.
+It is opened once the run folder belongs to this run, outlives data stages, and records the end of
+a start that fails outside of its steps. All ranks have one and call it alike; it writes only on
+rank 0.
 
 Each line also goes to `sink`, if there is one: to the monitor's pipe (monitor/), after the file.
 
@@ -123,7 +123,7 @@ class RunLog:
             self._longest[self.cause] = max(took, self._longest.get(self.cause, 0.0))
         self._turn_to(cause, now)
 
-    def leave_stage(self) -> None:
+    def leave_data_stage(self) -> None:
         """Note that a data stage has ended; what follows belongs to the start of the next."""
         self.ledger.spent("end")
         self.write_spent()

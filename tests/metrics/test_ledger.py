@@ -80,7 +80,7 @@ def test_the_ledger_counts_every_second_once(tmp_path: Path) -> None:
         log.busy("")
         log.write_spent()
         clock[0] += 1
-        log.leave_stage()
+        log.leave_data_stage()
         clock[0] += 4
         log.start(3, 8)  # a later stage of the data, which is no start
         log.busy("")

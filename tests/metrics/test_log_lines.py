@@ -15,7 +15,6 @@ from proofs.ranks import Ranks
 from runtime.health import examine
 from runtime.log import log_lines
 from runtime.log.events import append_event, read_events
-from runtime.log.log_lines import Follower, is_record
 from runtime.log.status import read_status, record_failure, record_missing_end
 from runtime.metrics.trackers import JsonLines
 from runtime.monitor.process import Monitor
@@ -194,51 +193,6 @@ def test_a_line_that_was_cut_off_harms_no_other(
     # control: with nobody to finish it, the next one is lost
     path.write_text(path.read_text().replace(cut + "\n", cut))
     assert [event["step"] for event in read_events(tmp_path)] == [1]
-
-
-# --- a file that grows ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize("tail", [None, 0])
-def test_a_growing_file(
-    odd: str, tail: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An odd line in two parts: its first half is awaited, and its end is the end of it."""
-    path, line = tmp_path / "metrics.jsonl", ODD[odd] + b"\n"
-    path.write_bytes(b'{"step": 1}\n')
-    follower = Follower(path, is_record, tail)
-    found = [follower.read()]
-    for part in (line[: len(line) // 2], line[len(line) // 2 :], b'{"step"', b": 2}\n"):
-        with path.open("ab") as file:
-            file.write(part)
-        found.append(follower.read())
-    first = [{"step": 1}] if tail is None else []
-    assert found == [first, [], [], [], [{"step": 2}]]
-    assert capsys.readouterr().err.count(f"{path}: line 2 is no whole record") == 1
-
-
-def test_a_long_file_is_read_piece_by_piece(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(log_lines, "READ_BYTES", 100)
-    path, follower = tmp_path / "x.jsonl", Follower(tmp_path / "x.jsonl", bool)
-    path.write_text("".join(f'{{"n": {n}}}\n' for n in range(30)) + "x" * 250 + '\n{"n": 30}\n')
-    found = [follower.read() for _ in range(8)]
-    assert max(map(len, found)) < 15
-    assert [each["n"] for some in found for each in some] == list(range(31))
-    assert capsys.readouterr().err.count("line 31 is no whole record") == 1
-
-
-def test_a_file_is_followed_through_replacement(tmp_path: Path) -> None:
-    path, follower = tmp_path / "lines", Follower(tmp_path / "lines", bool)
-    assert follower.read() == []
-    path.write_text('{"a": 1}\n{"a": 2')
-    assert follower.read() == [{"a": 1}]
-    (tmp_path / "new").write_text('{"a": 9}\n')
-    (tmp_path / "new").rename(path)  # as a rollback does with metrics.jsonl
-    assert follower.read() == [{"a": 9}]
-    assert Follower(path, bool, tail=4).read() == []  # begins inside a line
 
 
 # --- a whole run ----------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ def test_how_long_silence_may_last(tmp_path: Path) -> None:
         clock[0] += 7000.0
         log.busy("")
         log.busy("saving")
-        log.leave_stage()
+        log.leave_data_stage()
     limits = [max(log.guard.hang_seconds, log.guard.hang_factor * log.interval * s)
               for s in (2.0, 100.0)]  # fmt: skip
     hour = PAUSE_SECONDS
