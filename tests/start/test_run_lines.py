@@ -15,7 +15,7 @@ import pytest
 
 from errors import UserError
 from output import log
-from runtime.evaluation.heldout import compare_to_unigram
+from runtime.evaluation.listener import compare_to_unigram
 from runtime.start.topology import describe_stages
 from settings.checks import validate
 from settings.load import load_config
