@@ -144,9 +144,10 @@ def train_data_stage(
     lease.check()  # loading may have taken hours; from here on the run's files are written
     watchdog, stop = Watchdog(config, log), StopRequests(config, signals)
     run = Run(data_stage, train, loader, start, log, watchdog, stop)
-    announce(run, whole, train_data)
     # called before and after every step, in order: metrics, evaluation, saving, …
-    with Listeners(run, build_listeners(run, whole, data, lease, spares)) as listeners:
+    built = build_listeners(run, whole, data, lease)  # raises before anything is written
+    announce(run, whole, train_data, spares)
+    with Listeners(run, built) as listeners:
         while run.goes_on:
             tokens, targets = run.next_batch()
             listeners.before_step()

@@ -4,8 +4,7 @@ from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.rollback import Rollback
 from runtime.checkpoint.save import Saver
 from runtime.checkpoint.saving import LeaseCheck, Saving
-from runtime.evaluation.heldout import Evaluation
-from runtime.evaluation.listener import Tasks
+from runtime.evaluation.listener import Evaluation
 from runtime.garbage import GarbageCollection
 from runtime.health.examine import Examination
 from runtime.health.faults import Faults
@@ -17,7 +16,6 @@ from runtime.next_stage import DataStageBegins, RunEnd
 from runtime.profiling.profile import StepProfile
 from runtime.profiling.trace import StepTrace
 from runtime.start.checks import Data
-from runtime.start.elastic import SparesEvent
 from runtime.start.timing import StartTimes
 from settings.config import Config
 
@@ -52,18 +50,15 @@ class Stopping(Listener):
             run.stop.close(stays=run.changes_data_stage)
 
 
-def build_listeners(
-    run: Run, whole: Config, data: Data, lease: Lease, spares: dict[str, int]
-) -> list[Listener]:
+def build_listeners(run: Run, whole: Config, data: Data, lease: Lease) -> list[Listener]:
     """Build the listeners; every rank calls it, once the state of `run.start` has been loaded.
 
-    Args:
-        whole: the configuration of the whole run.
-        spares: node → number of spare ranks.
+    whole: the configuration of the whole run.
     """
     config, train, start, mesh = run.config, run.train, run.start, run.train.mesh
     number = run.data_stage.number
     train_data, heldout_data = data.train[number], data.heldout[number]
+    unigram = train_data.unigram_nats_per_token
     saver = Saver(train, train_data.tokenizer_path, lease, run.log)
     metrics = Metrics(config, mesh, start)
     faults = [Faults(train)] if config.guard.inject_fault else []
@@ -81,12 +76,10 @@ def build_listeners(
         *slow_ranks,  # what the listeners below compute is not timed
         Watching(),  # before all that may take longer than a step, and then says so (Run.pause)
         MemoryReports(train, start.step),
-        Evaluation(heldout_data, train_data.unigram_nats_per_token),  # adds to the record
-        Tasks(config, train_data.tokenizer_path),  # likewise
+        Evaluation(config, heldout_data, unigram, train_data.tokenizer_path),  # adds to the record
         LeaseCheck(lease),  # a displaced run ends here, and writes nothing below
         RecordWriter(metrics),
         *([examination] if examination else []),  # before those that react to skipped updates
-        SparesEvent(spares),
         Stopping(),  # from here on, all ranks agree on stop and save requests
         Rollback(whole, data.train, start, lease, saver),  # a run that rolls back does not save
         Saving(whole, saver, data.train, start.step, examination),

@@ -32,7 +32,7 @@ def schema() -> dict[str, Any]:
         for key, comment in comments(cls).items():
             properties[key]["description"] = comment
         for described in properties.values():
-            del described["title"]  # only repeats the key, capitalized
+            described.pop("title", None)  # only repeats the key, capitalized
     whole["additionalProperties"] = False
     whole["required"] = [
         name for name, cls in SECTIONS.items() if whole["$defs"][cls.__name__].get("required")

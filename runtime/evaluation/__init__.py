@@ -1,9 +1,8 @@
-"""Evaluates the model while it trains (docs/evaluation.md): the loss on held-out text (heldout.py),
-and tasks: examples in JSON lines, scored by log-likelihood.
+"""Evaluates the model while it trains (docs/evaluation.md): the loss on held-out text, and tasks:
+examples in JSON lines, scored by log-likelihood.
 
-heldout.py    the loss on held-out text
+listener.py   evaluates while the run trains; the loss on held-out text
 files.py      reads the examples of a task, and finds the bundled ones in tasks/
 rows.py       turns them into rows of tokens, and the rows' log-likelihoods into measures
 scoring.py    the log-likelihood of each row, on one model or through every axis of the mesh
-listener.py   evaluates on tasks while the run trains
 """

@@ -104,12 +104,7 @@ def _tokenize_task(task: Task, tokenizer: Tokenizer, seq_len: int, key: str) -> 
 
 
 def _choice(
-    example: Example,
-    text: str,
-    context: np.ndarray,
-    whole: np.ndarray,
-    seq_len: int,
-    key: str,
+    example: Example, text: str, context: np.ndarray, whole: np.ndarray, seq_len: int, key: str
 ) -> Row:
     scored = len(whole) - 1 - shared(context, whole[1:])
     if scored < 1 or scored > seq_len:

@@ -149,74 +149,72 @@ def losses_of_rows(stage: Transformer) -> Iterator[None]:
         del head.forward
 
 
-class PipelineScorer:
-    """Scores rows through a training step's stages, on every rank of its mesh.
+@torch.no_grad()
+def score_on_mesh(
+    train: TrainStep,
+    rows: Sequence[Row],
+    seq_len: int,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> list[float] | None:
+    """The log-likelihood of each row in nats, through a training step's stages. Every rank of its
+    mesh calls it, and gets the same.
 
-    seq_len: the longest row. (That of the step may be another: nothing here depends on it.)
+    Args:
+        seq_len: the longest row. (That of the step may be another: nothing here depends on it.)
+        goes_on: called before each group of micro-batches. If it returns False, on every rank, so
+            does this function return None.
     """
+    mesh, parallel = train.mesh, train.config.parallel
+    total = torch.zeros(len(rows), dtype=torch.float64, device=mesh.device)
+    last = train.stages.get(parallel.num_stages - 1)
+    most = train.config.num_microbatches(mesh.dp_size)
+    parts = int(np.prod(list(cuts_of_sequence(parallel).values())))
+    for length, numbers in lengths(rows, seq_len, parts).items():
+        groups, size = _micro_batches(train, numbers, seq_len // length)
+        runner = _runner(train, length, size)
+        for at in range(0, len(groups), most):
+            if not goes_on():
+                return None
+            batches = [
+                make_batch(rows, group, length, mesh.device, train.cp)
+                for group in groups[at : at + most]
+            ]
+            program = train.forward_program(len(batches))
+            if last is None:
+                runner.evaluate(program, batches)
+                continue
+            with losses_of_rows(last):
+                found = runner.evaluate(program, batches)
+            assert found is not None
+            total += found
+    for view in (mesh.loss, mesh.pp):  # [num_rows]; tp ranks already have the same
+        dist.all_reduce(total, group=view.get_group())
+    return (-total).tolist()
 
-    def __init__(self, train: TrainStep, seq_len: int) -> None:
-        self.train, self.seq_len = train, seq_len
-        self.runners: dict[tuple[int, int], PipelineRunner] = {}  # by length and rows
 
-    @torch.no_grad()
-    def __call__(
-        self, rows: Sequence[Row], goes_on: Callable[[], bool] = lambda: True
-    ) -> list[float] | None:
-        """The log-likelihood of each row in nats, the same on every rank. `goes_on` is called
-        before each group of micro-batches; None: it returned False, on every rank."""
-        train, mesh = self.train, self.train.mesh
-        total = torch.zeros(len(rows), dtype=torch.float64, device=mesh.device)
-        last = train.stages.get(train.config.parallel.num_stages - 1)
-        parts = int(np.prod(list(cuts_of_sequence(train.config.parallel).values())))
-        for length, numbers in lengths(rows, self.seq_len, parts).items():
-            for group, size in self._groups(numbers, length):
-                if not goes_on():
-                    return None
-                batches = [make_batch(rows, each, length, mesh.device, train.cp) for each in group]
-                runner, program = self._runner(length, size), train.forward_program(len(batches))
-                if last is None:
-                    runner.evaluate(program, batches)
-                    continue
-                with losses_of_rows(last):
-                    found = runner.evaluate(program, batches)
-                assert found is not None
-                total += found
-        for view in (mesh.loss, mesh.pp):  # [num_rows]; tp ranks already have the same
-            dist.all_reduce(total, group=view.get_group())
-        return (-total).tolist()
+def _micro_batches(
+    train: TrainStep, numbers: Sequence[int], shorter: int
+) -> tuple[list[list[int | None]], int]:
+    """This data-parallel rank's micro-batches, of rows `shorter` times shorter than the longest,
+    and their number of rows. All ranks have equally many; missing rows are None."""
+    config, dp = train.config, train.mesh.dp_size
+    mine: list[int | None] = [*numbers[train.mesh.dp_rank :: dp]]
+    longest = cdiv(len(numbers), dp)
+    # tokens as in training; enough micro-batches to fill the pipeline, if there are enough rows
+    size = max(1, config.train.micro_batch_size * shorter)
+    size = min(size, cdiv(longest, config.parallel.num_stages))
+    mine += [None] * (cdiv(longest, size) * size - len(mine))
+    return [mine[at : at + size] for at in range(0, len(mine), size)], size
 
-    def _groups(
-        self, numbers: Sequence[int], length: int
-    ) -> Iterator[tuple[list[list[int | None]], int]]:
-        """This data-parallel rank's micro-batches in groups of at most those of a training step,
-        and their number of rows. All ranks have equally many; missing rows are None."""
-        train, mesh = self.train, self.train.mesh
-        config, dp = train.config, mesh.dp_size
-        mine: list[int | None] = [*numbers[mesh.dp_rank :: dp]]
-        longest = cdiv(len(numbers), dp)
-        # enough micro-batches to fill the pipeline, if there are enough rows
-        size = min(
-            max(1, config.train.micro_batch_size * self.seq_len // length),  # tokens as in training
-            cdiv(longest, config.parallel.num_stages),
-        )
-        mine += [None] * (cdiv(longest, size) * size - len(mine))
-        batches = [mine[at : at + size] for at in range(0, len(mine), size)]
-        most = config.num_microbatches(dp)
-        for at in range(0, len(batches), most):
-            yield batches[at : at + most], size
 
-    def _runner(self, length: int, size: int) -> PipelineRunner:
-        """A runner whose transfers have the shape of such micro-batches."""
-        if (length, size) not in self.runners:
-            train, mesh, parallel = self.train, self.train.mesh, self.train.config.parallel
-            cut = train.cp.size * (mesh.tp.size() if parallel.sequence_parallel else 1)
-            shape = hidden_shape(train.config.model, length // cut, size)
-            transfers = Transfers(mesh.pp.get_group(), shape, train.precision.compute, mesh.device)
-            self.runners[length, size] = PipelineRunner(
-                dict(train.stages), parallel.num_stages, transfers, train.runner.data, False
-            )
-        return self.runners[length, size]
+def _runner(train: TrainStep, length: int, size: int) -> PipelineRunner:
+    """A runner whose transfers have the shape of micro-batches of `size` rows."""
+    mesh, parallel = train.mesh, train.config.parallel
+    cut = train.cp.size * (mesh.tp.size() if parallel.sequence_parallel else 1)
+    shape = hidden_shape(train.config.model, length // cut, size)
+    transfers = Transfers(mesh.pp.get_group(), shape, train.precision.compute, mesh.device)
+    stages: dict[int, nn.Module] = dict(train.stages)
+    return PipelineRunner(stages, parallel.num_stages, transfers, train.runner.data, False)
 
 
 @torch.no_grad()

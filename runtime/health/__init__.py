@@ -2,10 +2,8 @@
 
 products.py    what is put around the products of linear layers, to time, check or disturb them
 slow_ranks.py  times each rank's own computing, and names the ranks that are slow
-judge.py       which ranks are slow, from the times of all ranks
+straggler.py   which ranks are slow, from the times of all ranks
 examine.py     on a suspicion, computes the step again: is a machine, or the model, to blame?
-refusal.py     when it is not examined
-verdicts.py    what an examination finds
 compare.py     compares the products of two computations
 replicas.py    compares copies that must be equal
 faults.py      flips a bit in a product, for tests and drills

@@ -6,9 +6,10 @@ one of the two ranks that computed it has computed wrongly: a *dispute*. A produ
 differ says nothing about its rank, because a wrong number reaches all that is computed from it.
 """
 
+import itertools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +18,8 @@ from torch import Tensor
 
 from model.kernels.bit_hash import hash_of
 from model.matmul import Matmul
-from parallel.weight_gradient import LinearProducts
 from runtime.device import deterministic
-from runtime.health.products import Compute, Wrapped, linear_layers, wrapped
+from runtime.health.products import Around, Compute, Inputs, linear_layers, wrap
 from training.step import TrainStep
 
 FIRST = 2  # disputed products that each pair of ranks settles
@@ -35,52 +35,18 @@ class Computed:
     products: Tensor  # [n, 2] int64, on the CPU: hashes of the inputs and the output of each
 
 
-class HashedProducts(Wrapped):
-    """Products that append the hashes of their inputs and output. `kernels`: model.kernels."""
-
-    def __init__(
-        self, inner: LinearProducts, name: str, hashes: list[Tensor], kernels: str
-    ) -> None:
-        super().__init__(inner, name)
-        self.hashes, self.kernels = hashes, kernels
-
-    def around(self, kind: str, compute: Compute, *inputs: Tensor | None) -> Tensor:
-        before = hash_of((each for each in inputs if each is not None), self.kernels)
-        result = compute()
-        self.hashes += [before, hash_of([result], self.kernels)]
-        return result
-
-
-class SettledProducts(Wrapped):
-    """Products that are computed again in float64, on the host, where their number is in `which`.
-    `state`: the number of the products so far, and `wrong`, which becomes true if one of them is
-    further off than rounding explains."""
-
-    def __init__(
-        self, inner: LinearProducts, name: str, which: set[int], state: dict[str, int]
-    ) -> None:
-        super().__init__(inner, name)
-        self.which, self.state = which, state
-
-    def around(self, kind: str, compute: Compute, *inputs: Tensor | None) -> Tensor:
-        self.state["number"] += 1
-        if self.state["number"] - 1 not in self.which:
-            return compute()
-        given = [None if each is None else _exact(each) for each in inputs]
-        result = compute()
-        self.state["wrong"] |= not _is_rounding(kind, result, given)
-        return result
-
-
 def compute(train: TrainStep, tokens: Tensor, targets: Tensor) -> Computed:
     """Compute the gradients of a batch, and drop them; every rank calls it, between steps."""
     hashes: list[Tensor] = []
+    kernels = train.config.model.kernels
 
-    def hashed(inner: LinearProducts, name: str) -> Wrapped:
-        return HashedProducts(inner, name, hashes, train.config.model.kernels)
+    def hashed(name: str, kind: str, compute: Compute, inputs: Inputs) -> Tensor:
+        before = hash_of((each for each in inputs if each is not None), kernels)
+        result = compute()
+        hashes.extend([before, hash_of([result], kernels)])
+        return result
 
-    with wrapped(linear_layers(train), hashed):
-        loss, norm = _forward_backward(train, tokens, targets)
+    loss, norm = _forward_backward(train, tokens, targets, hashed)
     values = torch.stack(hashes).view(-1, 2) if hashes else torch.zeros(0, 2, dtype=torch.int64)
     return Computed(loss, norm, values.cpu())
 
@@ -89,14 +55,21 @@ def settle(train: TrainStep, tokens: Tensor, targets: Tensor, which: set[int]) -
     """Compute the gradients of a batch once more. Returns whether one of this rank's products
     `which`, by number, is wrong; every rank calls it. Takes minutes for large products, for which
     the others wait in collectives."""
-    state = {"number": 0, "wrong": False}
+    numbers, wrong = itertools.count(), False
 
-    def settled(inner: LinearProducts, name: str) -> Wrapped:
-        return SettledProducts(inner, name, which, state)
+    def settled(name: str, kind: str, compute: Compute, inputs: Inputs) -> Tensor:
+        nonlocal wrong
+        if next(numbers) not in which:
+            return compute()
+        # in float64, on the host, before the product may overwrite one of them
+        exact = [None if each is None else _exact(each) for each in inputs]
+        result = compute()
+        wrong |= not _is_rounding(kind, result, exact)
+        return result
 
-    with _more_cores(train.mesh.device), wrapped(linear_layers(train), settled):
-        _forward_backward(train, tokens, targets)
-    return bool(state["wrong"])
+    with _more_cores(train.mesh.device):
+        _forward_backward(train, tokens, targets, settled)
+    return wrong
 
 
 def disputes(mine: Tensor, other: Tensor) -> list[int]:
@@ -135,8 +108,13 @@ def _passed(tensor: Tensor, train: TrainStep, by: int) -> Tensor:
     return got.cpu()
 
 
-def _forward_backward(train: TrainStep, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
-    with deterministic(train.mesh.device):
+def _forward_backward(
+    train: TrainStep, tokens: Tensor, targets: Tensor, around: Around
+) -> tuple[float, float]:
+    """The loss and the norm of the gradients, with `around` each product of linear layers."""
+    with ExitStack() as stack:
+        stack.callback(wrap(linear_layers(train), around))
+        stack.enter_context(deterministic(train.mesh.device))
         loss, norm = train.forward_backward(tokens, targets, deterministic=True)
     for each in train.weights:
         each.parameter.grad = None

@@ -23,7 +23,9 @@ computed from the same rows must have the same bits (compare.py).
 | reproducible | all ranks agree, and the same loss and   | the run continues: the data or the   |
 |              | norm come out                            | model is the cause                   |
 
-It is not examined if that might end the run (refusal.py).
+An error of one rank in the middle of an examination ends the run: the others wait for it in
+collectives. And if the suspicion comes again after the restart, so does the error. So there is none
+if a GPU has too little memory left, or if an examination of the same step did not end before.
 
 Each rank of a dispute computes the product once more, and in float64 on its host: a rank whose
 result is further off than rounding explains is at fault. If there is none (a low bit, or a fault
@@ -42,7 +44,7 @@ roughly; on GPUs without train.deterministic, nearly.
 import math
 import statistics
 from collections import Counter, deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +56,15 @@ from errors import RunFailed
 from parallel.placement import replicated_over
 from runtime.health.compare import Computed, compute, disputes, returned, settle, shifted
 from runtime.health.excluded import exclude, node_name
-from runtime.health.refusal import refusal
 from runtime.health.replicas import ReplicasDiffer
-from runtime.health.verdicts import NOT_EXAMINED, PERSISTENT, REPRODUCIBLE, TRANSIENT, Verdict
 from runtime.listener import Listener, Run
-from runtime.messages import log
+from runtime.log.events import NOT_EXAMINED, PERSISTENT, REPRODUCIBLE, TRANSIENT, read_events
+from runtime.messages import from_rank_0, log
 from runtime.trainer_state import Start, held_tensors
 from settings.config import Config
 from training.step import StepResult, TrainStep
 
+MORE_BYTES = 512 << 20  # that an examination takes beyond a step, for hashes and repeatable sums
 KEPT = 64  # steps since the last logged one whose rows are kept
 PAUSE = 100  # steps after an examination without another, unless copies differ
 LEAP = 1e3  # a gradient norm this many times the median of those before is suspicious
@@ -83,6 +85,16 @@ class Suspect:
     loss: float | None = None  # as the step had them; None: they were not wrong
     norm: float = 0.0
     is_exact: bool = True  # the weights are those of the step
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of an examination, the same on every rank."""
+
+    verdict: str  # of VERDICTS
+    why: str
+    ranks: list[int] = field(default_factory=list)  # among which the fault is
+    is_sure: bool = False  # every one of them computes wrongly
 
 
 def examine(train: TrainStep, suspect: Suspect) -> Verdict:
@@ -167,6 +179,37 @@ def _compare_with_step(train: TrainStep, suspect: Suspect, now: Computed) -> Ver
 
 def _is_same(a: float, b: float, tolerance: float) -> bool:
     return a == b or (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=tolerance)
+
+
+def refusal(folder: Path, step: int, device: str) -> str:
+    """Why the examination after `step` must not be made, the same on every rank; or the empty
+    string. Every rank calls it, between steps."""
+    lacking = torch.tensor(_lacking_bytes(device), device=device)
+    dist.all_reduce(lacking, op=dist.ReduceOp.MAX)  # one int64, over the world
+    if lacking.item() > 0:
+        return f"a rank lacks {lacking.item() / 2**20:,.0f} MiB of GPU memory to compute it again"
+    if from_rank_0(lambda: _did_not_end(folder, step), device):
+        return "an examination of this step was begun before, and did not end"
+    return ""
+
+
+def _lacking_bytes(device: str) -> int:
+    """What a GPU lacks to compute as much as in the steps so far, and MORE_BYTES; ≤ 0: nothing."""
+    if device != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_allocated()
+    wanted = torch.cuda.max_memory_allocated() - held + MORE_BYTES
+    return wanted - (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - held)
+
+
+def _did_not_end(folder: Path, step: int) -> bool:
+    """Whether the last examination that was begun was of this step, and found nothing."""
+    last = None
+    for event in read_events(folder):
+        if event["event"] in ("examining", "suspicion"):
+            last = last if event.get("verdict") == NOT_EXAMINED else event
+    return last is not None and last["event"] == "examining" and last.get("step") == step
 
 
 @torch.no_grad()

@@ -63,22 +63,17 @@ def excluded_nodes(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _read(folder: Path) -> tuple[dict[str, dict[str, Any]], str]:
-    """The nodes, and why the file cannot be read. People edit it, so what YAML allows is allowed (a
-    comma after the last entry), a list of names, and an entry that is only a reason."""
+    """The nodes, and why the file cannot be read. People edit it, so it is read as YAML (all JSON
+    is): a comma after the last entry is allowed, and an entry that is only a reason."""
     try:
-        text = (folder / FILE).read_text(encoding="utf-8")
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError):
-            found = yaml_text.parse(text) or {}
+        text = (folder / FILE).read_text(encoding="utf-8").replace("\t", " ")  # YAML has no tabs
+        found = yaml_text.parse(text) or {}
     except FileNotFoundError:
         return {}, ""
     except (OSError, UnicodeDecodeError) as error:
         return {}, f"cannot be read: {error}"
     except yaml_text.NotYaml as error:
         return {}, str(error)
-    if isinstance(found, list):
-        found = dict.fromkeys(map(str, found), "listed")
     if not isinstance(found, dict):
         return {}, "has no nodes: write node: reason"
     return {

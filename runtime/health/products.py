@@ -9,8 +9,7 @@ work depends on the documents; and layers that torch.compile has traced, because
 layer would have the compiler trace it again.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,40 +19,10 @@ from parallel.weight_gradient import LinearProducts
 from training.step import TrainStep
 
 Compute = Callable[[], Tensor]
-
-
-class Wrapped:
-    """Products that call another object's. A subclass overrides `around`."""
-
-    def __init__(self, inner: LinearProducts, name: str) -> None:
-        self.inner, self.name = inner, name  # name: of the layer
-
-    def around(self, kind: str, compute: Compute, *inputs: Tensor | None) -> Tensor:
-        """Return the result of `compute`, the product `kind` of `inputs`. An input that it is added
-        to is the last one; then it is also the result."""
-        raise NotImplementedError
-
-    def forward(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.around("forward", lambda: self.inner.forward(x, weight, out), x, weight)
-
-    def input_gradient(
-        self, dy: Tensor, weight: Tensor, into: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        def compute() -> Tensor:
-            return self.inner.input_gradient(dy, weight, into, out)
-
-        return self.around("input_gradient", compute, dy, weight, into)
-
-    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        return self.around("weight_gradient", lambda: self.inner.weight_gradient(dy, x), dy, x)
-
-    def add_weight_gradient(
-        self, dy: Tensor, x: Tensor, into: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        def compute() -> Tensor:
-            return self.inner.add_weight_gradient(dy, x, into, dtype)
-
-        return self.around("weight_gradient", compute, dy, x, into)
+Inputs = tuple[Tensor | None, ...]
+# Called with the layer's name, the kind of a product, what computes it, and its inputs; returns its
+# result. An input that the result is added to is the last one; then it is also the result.
+Around = Callable[[str, str, Compute, Inputs], Tensor]
 
 
 def linear_layers(train: TrainStep) -> dict[str, Layer]:
@@ -68,34 +37,49 @@ def linear_layers(train: TrainStep) -> dict[str, Layer]:
     }
 
 
-class Wrapping:
-    """Wraps the products of layers, for a time: between `install` and `remove`."""
+def wrap(layers: dict[str, Layer], around: Around) -> Callable[[], None]:
+    """Call `around` for each product of these layers. Returns a function that ends that."""
+    before = {name: layer.matmul for name, layer in layers.items()}
+    for name, layer in layers.items():
+        layer.matmul = _Wrapped(before[name], name, around)  # type: ignore[arg-type,assignment]
 
-    def __init__(
-        self, layers: dict[str, Layer], wrap: Callable[[LinearProducts, str], Wrapped]
-    ) -> None:
-        self.layers, self.wrap = layers, wrap
-        self._before: dict[str, LinearProducts] = {}
+    def unwrap() -> None:
+        for name, layer in layers.items():
+            layer.matmul = before[name]
 
-    def install(self) -> None:
-        for name, layer in self.layers.items():
-            self._before[name] = layer.matmul  # type: ignore[assignment]
-            layer.matmul = self.wrap(layer.matmul, name)  # type: ignore[arg-type,assignment]
-
-    def remove(self) -> None:
-        for name, before in self._before.items():
-            self.layers[name].matmul = before  # type: ignore[assignment]
-        self._before = {}
+    return unwrap
 
 
-@contextmanager
-def wrapped(
-    layers: dict[str, Layer], wrap: Callable[[LinearProducts, str], Wrapped]
-) -> Iterator[None]:
-    """`wrap` the products of the layers in the enclosed computation."""
-    wrapping = Wrapping(layers, wrap)
-    wrapping.install()
-    try:
-        yield
-    finally:
-        wrapping.remove()
+class _Wrapped:
+    """Products that call another object's inside `around`."""
+
+    def __init__(self, inner: LinearProducts, name: str, around: Around) -> None:
+        self.inner, self.name, self.around = inner, name, around
+
+    def forward(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        def compute() -> Tensor:
+            return self.inner.forward(x, weight, out)
+
+        return self.around(self.name, "forward", compute, (x, weight))
+
+    def input_gradient(
+        self, dy: Tensor, weight: Tensor, into: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        def compute() -> Tensor:
+            return self.inner.input_gradient(dy, weight, into, out)
+
+        return self.around(self.name, "input_gradient", compute, (dy, weight, into))
+
+    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        def compute() -> Tensor:
+            return self.inner.weight_gradient(dy, x)
+
+        return self.around(self.name, "weight_gradient", compute, (dy, x))
+
+    def add_weight_gradient(
+        self, dy: Tensor, x: Tensor, into: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        def compute() -> Tensor:
+            return self.inner.add_weight_gradient(dy, x, into, dtype)
+
+        return self.around(self.name, "weight_gradient", compute, (dy, x, into))

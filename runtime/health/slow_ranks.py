@@ -9,7 +9,7 @@ and their sum is the rank's time of the interval.
     steps before a logged one   the first CALLS calls of each product are timed, in the last STEPS
     logged step                 the device has been waited for: each rank sums its medians, and puts
                                 them in the all-reduce of stop requests (stop.py), in its own slot
-    one step later              rank 0 reads all ranks' times, and judges them (judge.py)
+    one step later              rank 0 reads all ranks' times, and judges them (straggler.py)
 
 Evaluation, saving and waiting for data, for messages or in collectives are not in these times.
 Uneven stages are not compared with each other.
@@ -28,10 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.mesh import Mesh
-from parallel.weight_gradient import LinearProducts
 from runtime.health.excluded import exclude, include, node_name
-from runtime.health.judge import Judge, Slow
-from runtime.health.products import Compute, Wrapped, Wrapping, linear_layers
+from runtime.health.products import Compute, Inputs, linear_layers, wrap
+from runtime.health.straggler import Judge, Slow
 from runtime.listener import Listener, Run
 from runtime.messages import log
 from runtime.trainer_state import Start
@@ -47,13 +46,18 @@ MOST = 2**31 - 1  # microseconds, in the int32 of the all-reduce
 
 
 class ProductTimes:
-    """The times of this rank's products since the last call of `take`."""
+    """The times of this rank's products since the last call of `take`, while it is on."""
 
     def __init__(self, train: TrainStep) -> None:
-        self.on_gpu = train.mesh.device == "cuda"
+        self.on_gpu, self.layers = train.mesh.device == "cuda", linear_layers(train)
         # (layer, product) → begin and end of each call: events, or seconds
         self.marks: dict[tuple[str, str], list[tuple[Any, Any]]] = defaultdict(list)
-        self.wrapping = Wrapping(linear_layers(train), self._timed)
+        self._unwrap: Callable[[], None] | None = None
+
+    def turn(self, on: bool) -> None:
+        if self._unwrap is not None:
+            self._unwrap()
+        self._unwrap = wrap(self.layers, self._timed) if on else None
 
     def take(self) -> int:
         """The sum over all products of the median of a call's time, in microseconds, at least 1.
@@ -65,8 +69,14 @@ class ProductTimes:
         self.marks.clear()
         return max(1, min(round(seconds * 1e6), MOST))
 
-    def _timed(self, inner: LinearProducts, name: str) -> Wrapped:
-        return TimedProducts(inner, name, self.marks, self._mark)
+    def _timed(self, name: str, kind: str, compute: Compute, inputs: Inputs) -> Tensor:
+        calls = self.marks[name, kind]
+        if len(calls) >= CALLS:
+            return compute()
+        begin = self._mark()
+        result = compute()
+        calls.append((begin, self._mark()))
+        return result
 
     def _mark(self) -> Any:
         if not self.on_gpu:
@@ -77,29 +87,6 @@ class ProductTimes:
 
     def _seconds(self, begin: Any, end: Any) -> float:
         return begin.elapsed_time(end) / 1e3 if self.on_gpu else end - begin
-
-
-class TimedProducts(Wrapped):
-    """Products that note when they begin and end."""
-
-    def __init__(
-        self,
-        inner: LinearProducts,
-        name: str,
-        marks: dict[tuple[str, str], list[tuple[Any, Any]]],
-        mark: Callable[[], Any],
-    ) -> None:
-        super().__init__(inner, name)
-        self.marks, self.mark = marks, mark
-
-    def around(self, kind: str, compute: Compute, *inputs: Tensor | None) -> Tensor:
-        calls = self.marks[self.name, kind]
-        if len(calls) >= CALLS:
-            return compute()
-        begin = self.mark()
-        result = compute()
-        calls.append((begin, self.mark()))
-        return result
 
 
 class SlowRanks(Listener):
@@ -131,11 +118,10 @@ class SlowRanks(Listener):
     def before_step(self, run: Run) -> None:
         left = -(run.step + 1) % self.interval  # steps until a logged one
         self._is_timed = left < STEPS and run.step >= self.first_step + AFTER
-        if self._is_timed:
-            self.times.wrapping.install()
+        self.times.turn(on=self._is_timed)
 
     def after_step(self, run: Run) -> None:
-        self.times.wrapping.remove()
+        self.times.turn(on=False)
         if run.step_seconds is not None and self._is_timed:
             self._ready = (run.step, self.times.take())
             shape = None if run.batch is None else run.batch[0].shape
@@ -147,7 +133,7 @@ class SlowRanks(Listener):
         self.times.marks.clear()
 
     def closes(self, run: Run, error: BaseException | None) -> None:
-        self.times.wrapping.remove()
+        self.times.turn(on=False)
 
     def _post(self) -> list[int]:
         """Called by `stop` at each boundary between steps: after a logged step, this rank's time in

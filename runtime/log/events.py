@@ -47,6 +47,10 @@ from typing import Any
 from runtime.log.log_lines import content, is_count, is_number, whole_lines
 from runtime.output import log
 
+# what an examination finds (health/examine.py)
+TRANSIENT, PERSISTENT, REPRODUCIBLE, NOT_EXAMINED = VERDICTS = (
+    *("transient", "persistent", "reproducible", "not examined"),
+)
 # what the ledger tells apart (ledger.py)
 CAUSES = (
     *("steps", "lost", "data", "evaluation", "saving", "examination", "rollback", "start", "end"),

@@ -14,7 +14,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from runtime.health.verdicts import VERDICTS
+from runtime.log.events import VERDICTS
 from runtime.log.log_lines import is_number
 from runtime.monitor.alarms import TEMPLATES
 from runtime.monitor.state import RunState

@@ -7,7 +7,7 @@ init.py         joins the launcher's world of processes: how the ranks of one st
 attention.py    which kernel attention uses, and whether the device has it
 checks.py       reads the configuration; checks memory, data, folder and alarms, before anything is
                 built
-notices.py      what a start says about its configuration (called by metrics/metrics.py)
+announce.py     what a start writes down: what is trained, what changed, what may be an oversight
 topology.py     which mesh axes lie inside a node, and what it costs where tp does not
 
 timing.py       where the time of a start goes

@@ -16,6 +16,7 @@ from runtime.evaluation.rows import open_tasks
 from runtime.monitor.check import check_alerts
 from settings.config import Config
 from settings.data_stages import data_stages, in_data_stage
+from settings.layouts import layout_sizes
 from settings.load import load_config
 from training.optimizers import state_bytes
 
@@ -28,13 +29,15 @@ def try_config(arguments: list[str]) -> Config | UserError:
 
     arguments: a configuration file, then section.key=value overrides.
     """
+    if not arguments:
+        remedy = "torchrun … train.py configs/laptop.yaml"
+        return UserError("command line", "", "no configuration file is given", remedy)
     try:
-        if arguments:
-            return load_config(arguments[0], arguments[1:])
+        config = load_config(arguments[0], arguments[1:])
+        layout_sizes(config)  # raises if a layout is wrong
     except UserError as error:
         return error
-    remedy = "torchrun … train.py configs/laptop.yaml"
-    return UserError("command line", "", "no configuration file is given", remedy)
+    return config
 
 
 def check_fits(config: Config, device: str) -> None:

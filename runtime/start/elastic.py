@@ -46,7 +46,6 @@ import torch.distributed as dist
 
 from errors import UserError
 from runtime.health.excluded import excluded_nodes, node_name
-from runtime.listener import Listener, Run
 from runtime.messages import log
 from runtime.signals import Signals
 from runtime.start.init import comes, fresh_store
@@ -89,15 +88,15 @@ class TrainingRanks:
     """The ranks that train in this start, as one of them sees them."""
 
     store: dist.Store | None = None  # where they find each other; None: the launcher's store
-    layouts: bool = False  # whether the run is elastic
     spares: dict[str, int] = field(default_factory=dict)  # node → number of ranks that wait
-    met: dist.Store | None = None  # the launcher's store; this process may hold it, so it is kept
+    # the launcher's store; this process may hold it, so it is kept; None: the run is not elastic
+    met: dist.Store | None = None
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def leave(self, signals: Signals) -> None:
         """Wait for this node's agent to stop its ranks if another's has done so, and let the spares
         go. Called by every rank that trains, at the end."""
-        if not self.layouts or self.store is None:
+        if self.met is None or self.store is None:
             return
         self._ended.set()
         is_first, stopped = os.environ["RANK"] == "0", False
@@ -137,18 +136,14 @@ def training_ranks(
     nothing for a configuration without `parallel.layouts`.
 
     Args:
-        config: if it is wrong, or its layouts are, all ranks go on, and one reports it.
+        config: if it is wrong, all ranks go on, and one reports it.
         signals: those received so far.
         store: where all ranks find each other; None: torchrun's, if there is one.
     """
-    if isinstance(config, UserError):
-        return TrainingRanks(store)
-    try:
-        sizes = layout_sizes(config)
-    except UserError:
-        return TrainingRanks(store)
+    sizes = [] if isinstance(config, UserError) else layout_sizes(config)
     if not sizes or (store is None and "RANK" not in os.environ):
-        return TrainingRanks(store, bool(sizes))
+        return TrainingRanks(store)
+    assert isinstance(config, Config)
     _leave_if_signalled(signals)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_torchruns = store is None
@@ -172,21 +167,10 @@ def training_ranks(
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(chosen.index(rank)), str(len(chosen))
     os.environ["LOCAL_WORLD_SIZE"] = str(min(mine, int(os.environ["LOCAL_WORLD_SIZE"])))
     signals.speaks = chosen.index(rank) == 0
-    here = TrainingRanks(store, True, decided["spares"], met)
+    here = TrainingRanks(store, decided["spares"], met)
     if signals.speaks and here.spares:
         here.show_life()
     return here
-
-
-class SparesEvent(Listener):
-    """Records in events.jsonl which nodes have spare ranks in this start (node → their number)."""
-
-    def __init__(self, spares: dict[str, int]) -> None:
-        self.spares = spares
-
-    def begins(self, run: Run) -> None:
-        if self.spares:
-            run.log.event("spares", step=run.step, ranks=self.spares)
 
 
 def _say(

@@ -26,7 +26,7 @@ from parallel.axes import MeshSizes
 from proofs.parity.cases import BOS, SEED, SEQ_LEN, Case
 from proofs.parity.run import reference_model
 from proofs.ranks import Ranks
-from runtime.evaluation.files import Example, Task, read_tasks
+from runtime.evaluation.files import BUNDLED, Example, Task, read_tasks
 from runtime.evaluation.rows import (
     Row,
     TaskRows,
@@ -36,10 +36,9 @@ from runtime.evaluation.rows import (
     tokenize,
     windows,
 )
-from runtime.evaluation.scoring import PipelineScorer, lengths
+from runtime.evaluation.scoring import lengths, score_on_mesh
 from runtime.metrics.trackers import of_tasks as of_tasks_of
 from settings.precision import DTYPES
-from tests import ROOT
 from tests.data_samples import tokenizer
 from tests.planted import planted
 from tests.runs import losses, metrics_of, run, write_config
@@ -99,8 +98,8 @@ def scored(
         patch("runtime.evaluation.scoring.SHORTEST", 4),
         patch.dict(PIECE_BYTES, {"cpu": pieces * token_bytes} if pieces else {}),
     ):
-        score = PipelineScorer(make_step(case), SEQ_LEN)
-        return score(some_rows(case.vocab_size), lambda: next(done) < batches), most[0]
+        rows, step = some_rows(case.vocab_size), make_step(case)
+        return score_on_mesh(step, rows, SEQ_LEN, lambda: next(done) < batches), most[0]
 
 
 def expected(case: Case) -> list[float]:
@@ -350,7 +349,7 @@ def evaluated(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory
     The last text is cut into windows."""
     folder = tmp_path_factory.mktemp("tasks")
     texts = [json.dumps({"text": "import os\n" * n}) for n in (1, 3, 20)]
-    choices = (ROOT / "tasks" / "python.jsonl").read_text().splitlines()[:8]
+    choices = (BUNDLED / "python.jsonl").read_text().splitlines()[:8]
     for name, lines in (("choose", choices), ("mine", texts)):
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     tasks = [str(folder / f"{name}.jsonl") for name in ("choose", "mine")]

@@ -12,22 +12,22 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from model.kernels.attention import ON_CPU, Kernel
 from model.kernels.attention_choice import PLANNED, Choice
 from model.kernels.bit_hash import hash_of
 from model.matmul import Matmul
 from parallel.axes import MeshSizes
-from parallel.weight_gradient import LinearProducts
 from proofs.parity.cases import Case
 from proofs.ranks import Ranks
 from runtime.checkpoint.save import Saver
-from runtime.health import examine, refusal
+from runtime.health import examine
 from runtime.health.compare import Computed, _is_rounding, compute, disputes
 from runtime.health.examine import Suspect, make_copies_equal
 from runtime.health.excluded import excluded_nodes
-from runtime.health.faults import FaultyProducts
-from runtime.health.products import Wrapping, linear_layers
+from runtime.health.faults import flip
+from runtime.health.products import Compute, Inputs, linear_layers, wrap
 from runtime.health.replicas import check_replicas
 from runtime.log.events import append_event, read_events
 from settings.load import load_config
@@ -66,8 +66,8 @@ def suspicions(folder: Path) -> list[dict[str, Any]]:
 def fault(rank: int, times: str, step: int = 3) -> str:
     layer = 3 if rank >= 4 else 1
     product = "weight_gradient" if times == "1" else "input_gradient"
-    about = f"layer={layer},product={product},bit=30,times={times}"
-    return f"guard.inject_fault=rank={rank},step={step},{about}"
+    about = f"layer: {layer}, product: {product}, bit: 30, times: {times}"
+    return f"guard.inject_fault={{rank: {rank}, step: {step}, {about}}}"
 
 
 # --- runs with a fault ----------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def run_with_suspicions(arguments: list[str]) -> str:
 
     with (
         broken(),
-        patch.object(refusal, "_lacking_bytes", lacking),
+        patch.object(examine, "_lacking_bytes", lacking),
         patch.object(examine, "PAUSE", 0),
     ):
         return train_run(arguments)
@@ -177,12 +177,12 @@ def test_the_verdict_on(suspected: dict[int, dict[str, Any]], name: str) -> None
 def test_a_step_that_ended_a_start_is_never_examined_again(tmp_path: Path) -> None:
     append_event(tmp_path, "examining", step=2, cause="a spike")
     for _ in range(2):  # it may end the next start again
-        assert refusal._did_not_end(tmp_path, 2)
+        assert examine._did_not_end(tmp_path, 2)
         append_event(tmp_path, "suspicion", step=2, verdict="not examined")
-    assert not refusal._did_not_end(tmp_path, 3)
+    assert not examine._did_not_end(tmp_path, 3)
     # control: an examination that has ended
     append_event(tmp_path, "suspicion", step=2, verdict="transient")
-    assert not refusal._did_not_end(tmp_path, 2)
+    assert not examine._did_not_end(tmp_path, 2)
 
 
 @planted(Saver, "_write")
@@ -209,7 +209,8 @@ def test_copies_that_differ_are_examined_and_not_saved(
     config = write_config(tmp_path, data, parallel=LAYOUTS[0], checkpoint={"interval": 1})
     more = []
     if times == "always":  # a bit that neither stops the loss nor raises it
-        more = ["guard.inject_fault=rank=3,step=1,layer=1,product=forward,bit=24,times=always"]
+        where = "rank: 3, step: 1, layer: 1, product: forward, bit: 24"
+        more = [f"guard.inject_fault={{{where}, times: always}}"]
     for said in ranks.run(said_by, 4, run_with_slow_saves, [config, *more]):
         assert re.search(rf"hold different numbers.* \({verdict}", said, re.DOTALL)
     assert len(suspicions(tmp_path)) == 1
@@ -291,13 +292,14 @@ def verdicts_on(case: Case) -> dict[str, tuple[list[int], bool]]:
     for name, (faulty, bit, repeats, _) in FLIPS.items():
         train, rows = step_of(case)
 
-        def flips(inner: LinearProducts, name: str, bit: int = bit) -> FaultyProducts:
-            products = FaultyProducts(inner, name)
-            products.kind, products.bit, products.left = "forward", bit, math.inf
-            return products
+        def flips(_: str, kind: str, compute: Compute, inputs: Inputs, bit: int = bit) -> Tensor:
+            result = compute()
+            if kind == "forward":
+                flip(result, bit)
+            return result
 
         if dist.get_rank() in faulty:
-            Wrapping(dict([next(iter(linear_layers(train).items()))]), flips).install()
+            wrap(dict([next(iter(linear_layers(train).items()))]), flips)
         with patch.object(examine, "_repeats_bits", lambda _, answer=repeats: answer):
             verdict = examine.examine(train, Suspect((rows[0], rows[1])))
         assert verdict.verdict == "persistent"
@@ -387,5 +389,7 @@ def test_rounding_is_told_from_a_flipped_exponent_bit(dtype: torch.dtype, kind: 
 
 
 def test_no_fault_is_injected_unless_asked_for() -> None:
-    """(What cannot be injected is refused: test_refusals.py.)"""
-    assert load_config("configs/laptop.yaml", []).guard.inject_fault == ""
+    """(What cannot be injected is refused: test_refusals.py.) The configurations of older runs say
+    "" for none."""
+    for overrides in ([], ["guard.inject_fault=''"]):
+        assert load_config("configs/laptop.yaml", overrides).guard.inject_fault is None

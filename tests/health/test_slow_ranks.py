@@ -20,7 +20,7 @@ from model.matmul import Matmul
 from proofs.ranks import Ranks
 from runtime.health import slow_ranks
 from runtime.health.excluded import exclude, excluded_nodes
-from runtime.health.judge import Judge, median_of_others
+from runtime.health.straggler import Judge, median_of_others
 from runtime.log.events import read_events
 from tests import ROOT
 from tests.runs import LAYOUT_3D, metrics_of, run, run_log_of, status_of, train_run, write_config

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from proofs.ranks import Ranks
-from runtime.health import refusal
+from runtime.health import examine
 from runtime.log import log_lines
 from runtime.log.events import append_event, read_events
 from runtime.log.status import read_status, record_failure, record_missing_end
@@ -110,7 +110,7 @@ def by_report(folder: Path) -> Any:
 READERS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "the next start": (by_next_start, FILES[:1]),
     "its metrics": (by_metrics, FILES[1:]),
-    "its examinations": (lambda folder: refusal._did_not_end(folder, 3), FILES[:1]),
+    "its examinations": (lambda folder: examine._did_not_end(folder, 3), FILES[:1]),
     "the monitor": (by_monitor, FILES[:1]),
     "the launcher": (by_launcher, FILES[:1]),
     "the report": (by_report, FILES),

@@ -118,14 +118,8 @@ def broken(**changes: Any) -> list[dict[str, Any]]:
         (broken(dur=-1), r"traceEvents\[3\].dur = -1: .* greater than or equal to 0"),
         (broken(ts=float("nan")), r"traceEvents\[3\].ts = nan: .* finite number"),
         (broken(ts=10**400), r"traceEvents\[3\].ts = 1000.*: "),
-        (
-            broken(args=FIRST | {"kind": "X"}),
-            r"traceEvents\[3\].args.kind = 'X': .*'F', 'B'",
-        ),
-        (
-            broken(args=FIRST | {"stage": "0"}),
-            r"traceEvents\[3\].args.stage = '0': .* integer",
-        ),
+        (broken(args=FIRST | {"kind": "X"}), r"Events\[3\].args.kind = 'X': .*'F', 'B'"),
+        (broken(args=FIRST | {"stage": "0"}), r"Events\[3\].args.stage = '0': .* integer"),
         ([*EVENTS, EVENTS[3]], "F0.0': occurs more than once"),
         ([e | {"tid": 2 * e.get("tid", 0)} for e in EVENTS], "there is no event of rank 1"),
         ([e | {"dur": 0, "ts": 0} for e in EVENTS], "the events take no time"),

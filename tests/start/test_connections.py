@@ -14,9 +14,9 @@ from errors import UserError
 from parallel.config import ParallelConfig
 from runtime.device import CUBLAS
 from runtime.signals import Signals
+from runtime.start.announce import notices
 from runtime.start.checks import try_config
 from runtime.start.host import CONNECTIONS, advised_connections, connections_notice
-from runtime.start.notices import notices
 from settings.load import load_config
 from tests import ROOT
 

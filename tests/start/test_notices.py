@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from proofs.ranks import Ranks
-from runtime.start.notices import changed_settings, notices
+from runtime.start.announce import changed_settings, notices
 from settings.load import dump_config, load_config
 from tests.runs import train_run, write_config
 

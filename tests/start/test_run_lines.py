@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from errors import UserError
-from runtime.evaluation.heldout import compare_to_unigram
+from runtime.evaluation.listener import compare_to_unigram
 from runtime.output import log
 from runtime.start.topology import describe_stages
 from settings.checks import validate

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import ANY, patch
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -62,9 +62,7 @@ NAMED = {"reason": "slow"}
     ("text", "expected"),
     [
         ('{"a": {"reason": "slow"},\n "b": "wrong",\n}\n', {"a": NAMED, "b": {"reason": "wrong"}}),
-        ('["a", "b"]', {"a": ANY, "b": ANY}),
-        ("- a\n- b\n", {"a": ANY, "b": ANY}),
-        ('{\n\t"a": "slow",\n\t"b": 1\n}', {"a": NAMED, "b": ANY}),
+        ('{\n\t"a": "slow",\n\t"b": 1\n}', {"a": NAMED, "b": {"reason": "1"}}),
         ("", {}),
     ],
 )
@@ -75,7 +73,7 @@ def test_a_file_that_a_person_has_edited(
     assert (excluded_nodes(tmp_path), capsys.readouterr().err) == (expected, "")
 
 
-@pytest.mark.parametrize("text", ['{"a": {"reason": "slow"}', "a", "a: 1\na: 2\n"])
+@pytest.mark.parametrize("text", ['{"a": {"reason": "slow"}', "a", '["a"]', "a: 1\na: 2\n"])
 def test_a_file_that_cannot_be_read_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
