@@ -178,7 +178,9 @@ def option_values() -> dict[str, Sequence[object]]:
 
     def every(section: type, key: str) -> tuple[object, ...]:
         """All values that a key of the configuration can have."""
-        return get_args(get_type_hints(section)[key])
+        found = get_args(get_type_hints(section)[key])
+        assert found, f"{key} is not one of a few values"
+        return found
 
     piped = Case(MeshSizes(pp=2), num_microbatches=8)
     return {
@@ -190,7 +192,7 @@ def option_values() -> dict[str, Sequence[object]]:
             for schedule, stages in product(SCHEDULES, (1, 2, 4))
             if replace(piped, schedule=schedule, stages_per_rank=stages).is_valid()
         ],
-        "zero_stage": every(ParallelConfig, "zero_stage"),
+        "zero_stage": (0, 1, 2, 3),
         "fsdp_unit": every(ParallelConfig, "fsdp_unit"),
         "tie_embeddings": (False, True),
         "vocab_size": (251, 256),
@@ -270,7 +272,7 @@ def covering_cases(values: Mapping[str, Sequence[object]]) -> Covering:
     The algorithm is greedy: it fixes the first pair that is not yet covered, and of many random
     completions takes the one that covers the most new pairs."""
     found = Covering(values, [], [])
-    if not all(values.values()):  # no layout has so many ranks
+    if not values["layout"]:  # none has so many ranks
         return found
     uncovered: dict[Pair, None] = dict.fromkeys(wanted_pairs(values))  # an ordered set
     rng = random.Random(0)

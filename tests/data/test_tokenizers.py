@@ -323,7 +323,7 @@ def test_prepare_with_a_tokenizer_json(
     assert said == 0, capsys.readouterr().err
     loaded = Tokenizer.load(out)
     assert loaded.files == Tokenizer.load(folder).files
-    config = DataConfig(str(out), tokenizer=str(folder / JSON), document_mask=True)
+    config = DataConfig(path=str(out), tokenizer=str(folder / JSON), document_mask=True)
     data = open_data(config, "train")
     assert (data.vocab_size, data.bos_id, data.tokenizer_path) == (504, 500, out / JSON)
     source = data.sources[0]
@@ -337,14 +337,14 @@ def test_documents_without_bos(tmp_path: Path) -> None:
     loaded = Tokenizer.load(make(tmp_path / "qwen", {"bos_token": None, "eos_token": EOS}))
     index = prepare(MANY, loaded, tmp_path / "out")
     assert index["bos_id"] == -1
-    source = open_data(DataConfig(str(tmp_path / "out")), "train").sources[0]
+    source = open_data(DataConfig(path=str(tmp_path / "out")), "train").sources[0]
     source.verify()
     starts = source.document_starts(0)
     first = source.window(0, int(starts[1])).tolist()
     assert first[-1] == 501
     assert first[:-1] == loaded.encode(loaded.decode(first))
     with pytest.raises(UserError, match="bos"):
-        open_data(DataConfig(str(tmp_path / "out"), document_mask=True), "train")
+        open_data(DataConfig(path=str(tmp_path / "out"), document_mask=True), "train")
 
 
 def test_a_checkpoint_takes_it_along(folder: Path, ranks: Ranks, tmp_path: Path) -> None:

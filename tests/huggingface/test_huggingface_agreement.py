@@ -171,7 +171,7 @@ def test_a_checkpoint_s_own_files_are_not_compared(
     """It has no other ones. What cannot be read is refused by the option that names it."""
     imported = tmp_path / "imported"
     import_hf(chat, imported)
-    monkeypatch.setattr(checkpoint_reader, "verify", checkpoint_reader.read_manifest)
+    monkeypatch.setattr(checkpoint_reader, "verify_checkpoint", checkpoint_reader.read_manifest)
     change(imported, "special_tokens_map.json", eos_token="<|im_end|>")
     export.export(imported, tmp_path / "out")
     broken = (imported / GENERATION).read_text().replace("{", "x", 1)  # of the same size

@@ -260,14 +260,14 @@ def test_another_number_of_documents_compiles_no_more_than_once_again():
 @pytest.mark.parametrize("bos_id", [-1, None])
 def test_data_without_bos_is_refused(tmp_path: Path, bos_id: int | None):
     data = prepared(tmp_path / "data")
-    config = DataConfig(str(data), document_mask=True)
+    config = DataConfig(path=str(data), document_mask=True)
     assert open_data(config, "train").bos_id == tokenizer().bos_id
     index = json.loads((data / "index.json").read_text())
     (data / "index.json").write_text(json.dumps(index | {"bos_id": bos_id}))
     with pytest.raises(UserError, match=r"^data\.document_mask = True.*bos") as refusal:
         open_data(config, "train")
     assert "data.document_mask=false" in str(refusal.value)
-    open_data(DataConfig(str(data)), "train")  # without the mask no bos is needed
+    open_data(DataConfig(path=str(data)), "train")  # without the mask no bos is needed
 
 
 def step_without_bos():
