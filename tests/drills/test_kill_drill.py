@@ -35,6 +35,7 @@ from proofs.ranks import Ranks
 from runtime import signals
 from runtime.checkpoint import save
 from runtime.checkpoint.folder import complete_checkpoints, step_of
+from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.manifest import Damaged
 from runtime.checkpoint.save import Saver
 from runtime.checkpoint.verify import verify_checkpoint
@@ -53,7 +54,8 @@ WHERE: dict[str, tuple[type, str]] = {  # phase → the method whose call begins
     "commit": (Saver, "_commit"),
     "deletion": (Saver, "_commit"),
 }
-OPERATIONS = ("write_manifest", "sync_folder", "name_latest")  # of a commit, besides os.replace
+# of a commit
+OPERATIONS = ((save, "write_manifest"), (save, "sync"), (Lease, "name_latest"), (os, "replace"))
 
 
 @dataclass(frozen=True)
@@ -127,9 +129,9 @@ def _dying_in_commit(when: float) -> Iterator[None]:
 
         return called
 
-    operations = {name: counted(getattr(save, name)) for name in OPERATIONS}
-    replace = counted(os.replace)
-    with patch.multiple(save, **operations), patch.object(os, "replace", replace):
+    with contextlib.ExitStack() as patches:
+        for owner, name in OPERATIONS:
+            patches.enter_context(patch.object(owner, name, counted(getattr(owner, name))))
         yield
     die()  # there were fewer operations
 
