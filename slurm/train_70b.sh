@@ -130,6 +130,7 @@ last_resort() {
     if [[ $end =~ ^[0-9]+$ && $end -gt $now ]]; then break; fi
   done
   local before=$((end - now < 60 ? (end - now) / 2 : 30))
+  local limit=$((before / 2 + 1)) # of the question in go_on; the controller needs time, too
   while [ "$(date +%s)" -lt $((end - before)) ]; do sleep 1; done
   say "the ranks have not saved in time"
   go_on
@@ -210,11 +211,18 @@ num_nodes=$(tr ',' '\n' <<<"$nodes" | wc --lines)
 # --- what becomes of the job ----------------------------------------------------------------------
 
 # Do what tools/slurm_next.py decides from the run folder and, if it is given, the status with which
-# training ended. If it cannot be asked, requeue: only its count of fruitless starts is missing.
+# training ended. If it cannot be asked, requeue, unless this start has finished the run, or a user
+# has stopped it.
 go_on() {
   local answer next
-  answer=$(timeout 60 "${here[@]}" "$python" -m tools.slurm_next "$logs" "$@" \
-    ${min_nodes:+--elastic}) || answer="${1:-0} requeue: tools.slurm_next does not say what is next"
+  answer=$(timeout --kill-after 2 "${limit:-60}" "${here[@]}" "$python" -m tools.slurm_next "$logs" \
+    "$@" ${min_nodes:+--elastic}) || {
+    answer="${1:-0} requeue: tools.slurm_next does not say what is next"
+    if [ "${1:-}" = 0 ] && [ "$run_dir/status.json" -nt "$logs/nodes" ] &&
+      grep -qE '"state": "finished"|the file STOP was found' "$run_dir/status.json"; then
+      answer="0 stopped: the run has finished, or a user has stopped it"
+    fi
+  }
   read -r status next <<<"$answer"
   say "$next"
   case $next in

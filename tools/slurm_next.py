@@ -9,11 +9,13 @@ slurm/train_70b.sh asks it and does what it prints: the job's exit status, and o
     refused: WHY      the next start would be refused, too
     give up: WHY      too many starts in a row made no checkpoint
 
-Without torch, which takes seconds to import: the job may have no more.
+Each call counts as a start, in RUN/logs/JOB.fruitless. Without torch, which takes seconds to
+import: the job may have no more.
 """
 
 import os
 from pathlib import Path
+from typing import Any
 
 from runtime.log.log_lines import content, json_object
 from runtime.output import log
@@ -33,10 +35,8 @@ def what_next(logs: Path, status: int | None, elastic: bool = False) -> tuple[in
     """
     if status and is_refused(logs):
         return 2, "refused: and the next start would be, too"
-    file, ended = (
-        logs.parent.parent / "status.json",
-        {},
-    )  # after a failure, perhaps an older start's
+    file = logs.parent.parent / "status.json"  # after a failure, perhaps an older start's
+    ended: dict[str, Any] = {}
     if status == 0 or (status and elastic and _modified(file) > _modified(logs / "nodes")):
         ended = json_object(content(file))
     state, why = ended.get("state", "at an unknown point"), str(ended.get("reason", ""))

@@ -48,6 +48,7 @@ RETRY_SECONDS, LONGEST_RETRY_SECONDS = 5.0, 300.0
 ENDING_ATTEMPTS = 5  # of one command, after the run has finished
 PATIENCE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 DELETED = "it was deleted or put aside before the command had succeeded"
+UNREADABLE = "its manifest cannot be read"
 REASON_BYTES = 300  # of the end of a failed command's output, for its event
 
 
@@ -70,11 +71,14 @@ def _done(checkpoints: Path) -> set[tuple[str, str]]:
 
 
 def _manifest_sha(path: Path) -> str | None:
-    """The sha256 that a checkpoint's manifest states; None if it was deleted."""
+    """The sha256 that a checkpoint's manifest states; None if it was deleted, "" if it cannot be
+    read."""
     try:
         return str(json.loads((path / MANIFEST).read_text(encoding="utf-8"))["sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def _lock_of(checkpoints: Path) -> Path:
@@ -170,8 +174,8 @@ class Commands:
         except OSError as error:  # without it, checkpoint.keep_last may delete the checkpoint
             problem = f"{running} cannot be written: {error.strerror}"
         else:
-            is_there = sha is not None and (path / MANIFEST).is_file()
-            problem = self._command(path) if is_there else DELETED
+            is_deleted = sha is None or not os.path.isfile(path / MANIFEST)  # which never raises
+            problem = DELETED if is_deleted else self._command(path) if sha else UNREADABLE
             # If this fails, it is not run again now, but by the next start.
             with contextlib.suppress(OSError):
                 running.unlink() if problem else running.rename(running.with_suffix(".done"))
@@ -214,12 +218,14 @@ class Commands:
                     output=log,
                     patience=PATIENCE_SECONDS,
                 )
+                if not problem:
+                    return ""
                 log.seek(max(begin, log.seek(0, os.SEEK_END) - REASON_BYTES))
                 said = log.read().decode(errors="replace").split("\n")
         except OSError as error:
             return f"it cannot be started: {error.strerror}"
         last = next((line for line in reversed(said) if line.strip()), "it printed nothing")
-        return problem and f"{problem}: {last.strip()}"
+        return f"{problem}: {last.strip()}"
 
     def _forget_deleted(self) -> None:
         """Remove what is recorded of deleted checkpoints, but for the newest."""

@@ -221,7 +221,8 @@ class Monitor:
         try:
             work(*about)
         except Exception as error:
-            what = short(about[-1]) if about else work.__name__
+            line = next((each for each in about if isinstance(each, dict)), None)
+            what = short(line) if line is not None else work.__name__
             self._say_once(f"warning: {what}: {type(error).__name__}: {error}")
 
     def _say_once(self, text: str) -> None:
@@ -271,7 +272,7 @@ class Monitor:
         """Find out how this start ended, which the launcher may still record; or record it."""
         until, folder = time.monotonic() + END_EVENT_SECONDS, self.path.parent
         # until a start begins, status.json is about the one before, and then there is none
-        while self.start and time.monotonic() < until and not self.closing:
+        while self.start and time.monotonic() < until:
             if status := read_status(folder):
                 return self.found_end.put({"event": "end", "time": time.time(), **status})
             time.sleep(0.1)

@@ -109,6 +109,11 @@ def _plain(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
+def _version(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_ino, found.st_mtime_ns
+
+
 class Shown:
     """The metrics, where Prometheus finds them.
 
@@ -122,7 +127,9 @@ class Shown:
         self.registry = CollectorRegistry()
         self.registry.register(self)  # it calls `collect`
         self.server: Any = None
-        self._due, self._inode = 0.0, -1  # when the file is written again; its last version
+        self._due = 0.0  # when the file is written again
+        # its last version: not the inode alone, whose number a file system gives again
+        self._written: tuple[int, int] | None = None
 
     def update(self, gone: bool = False, is_last: bool = False) -> None:
         """Write the file if it is time or the last version; serve the endpoint if that has failed
@@ -136,11 +143,11 @@ class Shown:
             if self.server is None:
                 self._serve(*self.where)
         elif is_last or time.monotonic() >= self._due:
-            is_ours = not gone or self._inode in (-1, os.stat(self.where).st_ino)
+            is_ours = not gone or self._written in (None, _version(self.where))
             self._due = time.monotonic() + FILE_SECONDS
             if is_ours:
                 write_to_textfile(self.where, self.registry)
-                self._inode = os.stat(self.where).st_ino
+                self._written = _version(self.where)
 
     def _serve(self, host: str, port: int) -> None:
         self.server, _ = start_http_server(port, host, self.registry)

@@ -88,6 +88,8 @@ class Monitor:
         try:
             written = self.process.stdin.write(data)
             self._is_cut = written < len(data) if written else self._is_cut
+        except ValueError:  # it is closed: a save has outlived this start
+            pass
         except OSError:
             log(
                 f"warning: the monitor ended with status {self.process.poll()}: until the next "
@@ -107,7 +109,7 @@ class Monitor:
             seconds += checkpoint.after_commit_minutes * 60 if checkpoint.after_commit else 0.0
         self._wait(seconds)
         if checkpoint.after_commit and self._has_begun:
-            self._add_to_status(Path(self.config.run.dir))
+            self._add_to_status()
 
     def _wait(self, seconds: float) -> None:
         """Wait for the monitor: so long, but only briefly once a signal was received."""
@@ -119,9 +121,10 @@ class Monitor:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.1)
 
-    def _add_to_status(self, folder: Path) -> None:
+    def _add_to_status(self) -> None:
         """Add to status.json for which checkpoints the command has not succeeded."""
-        waiting, done = progress(Path(self.config.run.dir) / "checkpoints")
+        folder = Path(self.config.run.dir)
+        waiting, done = progress(folder / "checkpoints")
         about = {"done_step": done, "pending": [path.name for path in waiting]}
         if waiting:
             log(f"warning: checkpoint.after_commit has not succeeded for {about['pending']}")

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from runtime.monitor.alarms import ALWAYS
-from runtime.monitor.command import run_command
+from runtime.monitor.command import LOOK_SECONDS, run_command
 from runtime.output import log
 
 LIMIT_SECONDS = 10.0  # for one attempt; of a webhook, for each answer that it is waited for
@@ -59,7 +59,8 @@ class Sender:
     def finish(self, seconds: float) -> None:
         """Deliver what is waiting, without pauses between attempts, in at most so many seconds: a
         server that sends its answer byte by byte can hold the thread for longer, but nobody."""
-        self._ends_at = time.monotonic() + seconds
+        # a command ends before this process, which would leave it behind
+        self._ends_at = time.monotonic() + seconds - 2 * LOOK_SECONDS
         self._ending.set()
         self._news.release()
         self._thread.join(seconds)
@@ -75,6 +76,8 @@ class Sender:
                 problem = self._attempt(alarm)
                 if not problem:
                     break
+                if time.monotonic() >= self._ends_at:
+                    return  # `finish` reports it, and those behind it
             try:
                 self._waiting.popleft()
             except IndexError:  # `finish` has given up

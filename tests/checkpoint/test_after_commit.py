@@ -36,7 +36,9 @@ class Folder:
         """Save a checkpoint, of which the commands are told once they have begun."""
         path = self.checkpoints / f"step-{step:08d}"
         path.mkdir(exist_ok=True)
-        (path / MANIFEST).write_text(json.dumps({"sha256": f"{sha}{step}"}))
+        written = self.run / "manifest"  # renamed, as the saver does: it is never seen half written
+        written.write_text(json.dumps({"sha256": f"{sha}{step}"}))
+        written.rename(path / MANIFEST)
         if self.has_begun:
             self.commands.committed(step)
         return path
@@ -151,6 +153,19 @@ def test_a_checkpoint_that_is_deleted_too_early_is_reported(tmp_path: Path) -> N
     wait_until(lambda: len(folder.events) == 2)
     folder.commands.finish(30)
     assert {event["step"]: "failed" in event for event in folder.events} == {20: False, 10: True}
+
+
+def test_a_manifest_that_cannot_be_read_for_a_moment(tmp_path: Path) -> None:
+    """A shared file system may fail to read it. The checkpoint is not taken for deleted."""
+    folder = Folder(tmp_path, "true")
+    path = folder.commit(10)
+    whole = (path / MANIFEST).read_text()
+    (path / MANIFEST).write_text(whole[:-1])
+    folder.start(events=1)
+    assert folder.events[0]["failed"] == "its manifest cannot be read"
+    (path / MANIFEST).write_text(whole)
+    wait_until(lambda: progress(folder.checkpoints) == ([], 10))
+    folder.commands.finish(30)
 
 
 def test_without_a_marker_it_does_not_begin(tmp_path: Path) -> None:

@@ -263,6 +263,9 @@ def test_a_monitor_that_has_died_is_said_once(capsys: pytest.CaptureFixture[str]
     for _ in range(3):
         told.tell({"busy": ""})
     assert capsys.readouterr().err.count("the monitor ended with status -9") == 1
+    closed = Told()
+    closed.process.stdin.close()  # type: ignore[union-attr]
+    closed.tell({"busy": ""})  # by a save that has outlived the start
 
 
 def test_the_memory_of_all_ranks_is_not_sent() -> None:

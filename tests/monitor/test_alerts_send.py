@@ -139,6 +139,10 @@ def test_a_command_that_fails_or_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert give("sh -c 'wc -c | grep -q 1000...'", {**about, "details": "x" * 1_000_000}) == ""
     ends_at[0] = 0.0  # rank 0 has gone, and so does the monitor: it leaves nobody behind
     assert "was ended after 0 s" in give("sleep 600", about)
+    sender = send.Sender("sleep 600", str(tmp_path), lambda *_: None)
+    sender.send(about)
+    sender.finish(3.0)
+    assert not sender._thread.is_alive(), "its command has ended before"
 
 
 @pytest.mark.parametrize(

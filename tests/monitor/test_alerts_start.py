@@ -3,6 +3,7 @@ person, although no step's listeners are there to record them."""
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -164,9 +165,10 @@ LOST_AT_START = f"{LOST} while the run started"
 def test_the_launcher_names_the_rank_that_was_killed(tmp_path: Path) -> None:
     """Rank 0 knows only that it has lost a connection, also before the first step."""
     (tmp_path / "run").mkdir()
+    launched = time.time()
     with pytest.raises(LostConnection), run_log_of(tmp_path / "run"):
         raise LostConnection("gone")
-    assert record_failure(tmp_path / "run", "rank 1 was killed") == "rank 1 was killed"
+    assert record_failure(tmp_path / "run", "rank 1 was killed", launched) == "rank 1 was killed"
     found = status_of(tmp_path)
     assert (found["state"], found["reason"]) == ("failed", "rank 1 was killed")
 
@@ -174,5 +176,5 @@ def test_the_launcher_names_the_rank_that_was_killed(tmp_path: Path) -> None:
 def test_what_an_earlier_start_has_left_stays(tmp_path: Path) -> None:
     line = {"event": "end", "time": 1.0, "state": "failed", "step": 0, "reason": LOST_AT_START}
     (tmp_path / "events.jsonl").write_text(json.dumps(line) + "\n")
-    assert record_failure(tmp_path, "rank 1 was killed") == "rank 1 was killed"
+    assert record_failure(tmp_path, "rank 1 was killed", time.time()) == "rank 1 was killed"
     assert not (tmp_path / "status.json").exists()

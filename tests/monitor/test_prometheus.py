@@ -185,6 +185,20 @@ def test_the_file_is_replaced_as_a_whole(tmp_path):
     assert sorted(tmp_path.glob("lattice*")) == [path], "no partial file is left"
 
 
+def test_the_next_starts_file_stays(tmp_path):
+    """A file system gives the number of a file that was replaced again."""
+    path = tmp_path / "lattice.prom"
+    old, new = (
+        Shown(str(path), lambda step=step: [*families("x", RunState(), {"lattice_step": step})])
+        for step in (1.0, 2.0)
+    )
+    old.update(is_last=True)
+    for _ in range(2):
+        new.update(is_last=True)
+    old.update(gone=True, is_last=True)
+    assert parsed(path.read_text(), "x")["lattice_step"] == 2.0
+
+
 def test_a_port_may_be_a_number_or_text(data, tmp_path):
     for value in (9400, "9400", "0.0.0.0:9400", str(tmp_path / "x.prom")):
         check.check_alerts(load_config(write_config(tmp_path, data, run={"prometheus": value}), []))

@@ -155,7 +155,8 @@ def test_training_ends_while_the_ranks_are_signalled(job: Job) -> None:
 
 
 def test_how_a_start_ends(job: Job) -> None:
-    """The script does what tools/slurm_next.py says, and requeues if that cannot be asked."""
+    """The script does what tools/slurm_next.py says. If that cannot be asked, it requeues the job,
+    unless the run has finished."""
     state = 'echo \'{"state": "%s", "reason": "the file STOP was found"}\' >run/status.json'
     array = {f"SLURM_ARRAY_{name}": value for name, value in ARRAY.items()}
     assert job.ends(state % "requeue") == 0
@@ -165,6 +166,8 @@ def test_how_a_start_ends(job: Job) -> None:
     assert job.ends("exit 1", SLURM_RESTART_COUNT="2", REQUEUE="1") == 1
     assert job.read("alarms").startswith("Slurm job 7.2 gives up: Slurm does not requeue it")
     assert job.ends("exit 0", SLURM_RESTART_COUNT="2", PYTHONPATH="/") == 0
+    finish = """echo '{"state": "finished"}' >run/status.json"""
+    assert job.ends(finish, SLURM_RESTART_COUNT="2", PYTHONPATH="/") == 0
     assert job.read("calls").splitlines() == ["requeue 7_3", *["requeue 7"] * 6]
     refuse = 'mkdir -p "$PET_LOG_DIR/x/attempt_1"; touch "$PET_LOG_DIR/x/attempt_1/refused"; exit 1'
     assert job.ends(refuse, SLURM_RESTART_COUNT="3") == 2
