@@ -84,6 +84,7 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
 # What a value should do, where pydantic's message does not say it well.
 SHOULD = {
     "missing": "have another value",
+    "extra_forbidden": "not be there",
     "string_pattern_mismatch": "be one line without control characters",
     "string_unicode": "be text that UTF-8 can write",
 }
@@ -111,7 +112,7 @@ def _explain(
     elif value is None:
         why = "has no value"
     should = (SHOULD.get(e["type"]) or e["msg"].partition(" should ")[2] for e in meant)
-    remedy = f"it should {', or '.join(should)}"
+    remedy = f"it should {', or '.join(dict.fromkeys(should))}"
     if examples := declared[key].examples:
         remedy += f", for example {examples[0]}"
     return UserError(name, value, why, remedy)

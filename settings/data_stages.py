@@ -47,6 +47,7 @@ CHANGEABLE: dict[str, tuple[str, ...]] = {
     "optimizer": ("lr", "schedule", "warmup_steps", "decay_steps", "min_lr_ratio"),
 }
 BEGINS = {"from_step": LARGEST, "from_token": 2**62}  # the largest values
+MAX_DATA_STAGES = 100  # a checkpoint lists those that have ended
 NEW_PHASE = {"warmup_steps": 0, "decay_steps": 0}  # of the learning rate
 
 
@@ -127,9 +128,10 @@ def read_entries(raw: Any) -> tuple[Entry, ...]:
     UserError."""
     if raw is None:
         return ()
-    if not isinstance(raw, list):
+    if not isinstance(raw, list) or len(raw) > MAX_DATA_STAGES:
+        why = f"is not a list of at most {MAX_DATA_STAGES} data stages"
         remedy = "write `data_stages:`, then `- from_step: …` for each"
-        raise UserError("data_stages", raw, "is not a list of data stages", remedy)
+        raise UserError("data_stages", raw, why, remedy)
     for number, entry in enumerate(raw, 1):
         _check_form(f"data_stages.{number}", entry)
     return tuple(raw)

@@ -85,9 +85,18 @@ def valid_layout(config: Config, world: int) -> tuple[Config, int]:
 def _layouts(config: Config) -> list[Config]:
     """The configuration with each layout, in order."""
     found, later = [], list(zip(data_stages(config)[1:], config.data_stages, strict=True))
-    for number, layout in enumerate(_filled(config)):
+    for stage, _ in later:
+        if (own_list := stage.config.parallel.layouts) and not config.parallel.layouts:
+            with in_data_stage(stage.number):
+                why = "the run has no list from which a layout would be chosen"
+                remedy = (
+                    "give the section `parallel` of the file a list, too, or give the keys here"
+                )
+                raise UserError("parallel.layouts", own_list, why, remedy)
+    filled = _filled(config)
+    for number, layout in enumerate(filled):
         with within(f"parallel.layouts[{number}]"):
-            keys = _by_section(config, layout)
+            keys = _by_section(config, layout, filled)
             own = {name: replace(getattr(config, name), **of) for name, of in keys.items()}
             num_ranks = own["parallel"].num_ranks
             entries = tuple(_with_layout(stage, entry, num_ranks) for stage, entry in later)
@@ -114,14 +123,14 @@ def _filled(config: Config) -> list[Layout]:
     return [default | layout for layout in given]
 
 
-def _by_section(config: Config, layout: Layout) -> dict[str, dict[str, Any]]:
-    """What a layout changes, by section."""
+def _by_section(config: Config, layout: Layout, filled: list[Layout]) -> dict[str, dict[str, Any]]:
+    """What a layout of the list `filled` changes, by section."""
     train = {key: value for key, value in layout.items() if key in OF_TRAIN}
     parallel = {key: value for key, value in layout.items() if key not in OF_TRAIN}
     if parallel.get("dp_shard", config.parallel.dp_shard) == -1:
         why, remedy = "-1 would fit many worlds", "give each layout a number of its own"
         raise UserError("parallel.dp_shard", -1, why, remedy)
-    return {"parallel": {"layouts": _filled(config), **parallel}, "train": train}
+    return {"parallel": {"layouts": filled, **parallel}, "train": train}
 
 
 def _with_layout(stage: DataStage, entry: Entry, num_ranks: int) -> Entry:
@@ -131,8 +140,9 @@ def _with_layout(stage: DataStage, entry: Entry, num_ranks: int) -> Entry:
     if "layouts" not in entry.get("parallel", {}):
         return entry
     with in_data_stage(stage.number):
-        for layout in _filled(stage.config):
-            keys = _by_section(stage.config, layout)
+        filled = _filled(stage.config)
+        for layout in filled:
+            keys = _by_section(stage.config, layout, filled)
             if replace(parallel, **keys["parallel"]).num_ranks == num_ranks:
                 return entry | {name: entry.get(name, {}) | of for name, of in keys.items()}
         why = f"none has {num_ranks} ranks, as a layout of the data stages before has"

@@ -15,6 +15,7 @@ from settings.yaml_text import NotYaml, dump, parse
 
 KEYS = {name: [field.name for field in dataclasses.fields(cls)] for name, cls in SECTIONS.items()}
 HINTS = {name: typing.get_type_hints(cls) for name, cls in SECTIONS.items()}
+MAX_CHARACTERS = 2**17  # in a file; real configurations have a few thousand
 
 
 def load_config(path: str, overrides: list[str]) -> Config:
@@ -66,7 +67,11 @@ def changed_between(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 def _read(path: str) -> dict[Any, Any]:
     """The content of the file, which must be a mapping."""
     try:
-        raw = parse(Path(path).read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)
+        if len(text) > MAX_CHARACTERS:
+            raise NotYaml(f"is longer than {MAX_CHARACTERS:,} characters")
+        raw = parse(text)
         why = "must be a mapping of sections to keys"
     except OSError as error:
         raw, why = None, error.strerror or str(error)

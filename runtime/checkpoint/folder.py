@@ -61,9 +61,9 @@ def checkpoints_of(folder: Path, key: str) -> list[Path]:
     return found
 
 
-def write_durably(path: Path, text: str) -> None:
+def write_durably(path: Path, text: str, mode: str = "w") -> None:
     """Write a file whose content is on the disk on return; its name with `sync` of the folder."""
-    with open(path, "w", encoding="utf-8") as file:
+    with open(path, mode, encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

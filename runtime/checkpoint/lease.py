@@ -160,10 +160,8 @@ class Lease:
         self._token = f"{number:08d}-{secrets.token_hex(4)}"
         self._path = self.folder / f"{number:08d}.json"
         try:
-            with open(self._path, "x", encoding="utf-8") as file:
-                file.write(Holder.this_process(self._token).model_dump_json(indent=1) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+            holder = Holder.this_process(self._token)
+            write_durably(self._path, holder.model_dump_json(indent=1) + "\n", mode="x")
         # another newcomer was faster, or left and removed the folder
         except (FileExistsError, FileNotFoundError):
             return False

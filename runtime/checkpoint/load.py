@@ -17,6 +17,7 @@ names are explained in folder.py. Nothing is pickled.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,17 @@ from runtime.checkpoint.folder import (
 )
 from runtime.checkpoint.history import changes_the_loss, check_history, check_model, end_of
 from runtime.checkpoint.lease import Lease
-from runtime.checkpoint.manifest import Damaged, Manifest, check_file, check_sizes, read_manifest
+from runtime.checkpoint.manifest import (
+    TENSORS,
+    Damaged,
+    Manifest,
+    check_file,
+    check_sizes,
+    read_manifest,
+)
 from runtime.checkpoint.progress import byte_bar
-from runtime.checkpoint.verify import check_tiling, parse_trainer
+from runtime.checkpoint.tiling import Point, random_point
+from runtime.checkpoint.verify import check_whole, cover, parse_trainer
 from runtime.messages import from_rank_0, log, on_all_ranks
 from runtime.trainer_state import (
     FREE_MODEL_KEYS,
@@ -233,34 +242,43 @@ def _damage(path: Path) -> str | None:
     Rank 0 reads what describes it, and each rank its share of the files."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
-    def described() -> Manifest | str:
+    def described() -> tuple[Manifest, Point] | str:
         try:
             manifest = read_manifest(path)
             check_sizes(path, manifest)
             parse_trainer(path)
         except Damaged as damaged:
             return str(damaged)
-        return manifest
+        return manifest, random_point()
 
     read = [described() if rank == 0 else ""]
     dist.broadcast_object_list(read, src=0)
-    manifest = read[0]
-    if isinstance(manifest, str):
-        return manifest
-    problem = None
+    if isinstance(read[0], str):
+        return read[0]
+    manifest, point = read[0]
+    covered, problem = Counter[str](), None
     mine = sorted(manifest.files)[rank::world]
     size = sum(manifest.files[name][0] for name in mine)
     try:
         with byte_bar(f"checking {path.name}", size, shown=rank == 0) as bar:
             for name in mine:
                 check_file(path, manifest, name, bar.update)
-        if rank == 0:
-            check_tiling(path, manifest)
+                if name.endswith(TENSORS):
+                    covered += cover(path / name, manifest, point)
     except Damaged as damaged:
         problem = str(damaged)
     everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, problem)
-    return next((theirs for theirs in everyone if theirs is not None), None)
+    dist.all_gather_object(everyone, (covered, problem))
+    whole = Counter[str]()
+    for theirs, wrong in everyone:
+        if wrong is not None:
+            return str(wrong)
+        whole += theirs
+    try:
+        check_whole(manifest, whole, point)
+    except Damaged as damaged:
+        return str(damaged)
+    return None
 
 
 def load(train: TrainStep, start: Start) -> None:

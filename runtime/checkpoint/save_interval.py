@@ -55,7 +55,7 @@ class SaveInterval:
     """
 
     def __init__(self, config: Config, step: int, local_bytes: int, device: str) -> None:
-        self.config, self.device, self.folder = config.checkpoint, device, config.run.dir
+        self.config, self.device = config.checkpoint, device
         self.saved_at = step
         self.steps: int | None = None  # decided with `auto`
         self.estimated = local_bytes / H100.host_bytes_per_second

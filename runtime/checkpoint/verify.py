@@ -1,8 +1,8 @@
 """Verify a checkpoint: that it is what was saved, and that a run can go on from it.
 
 Every file's sha256 is compared, so what a manifest describes is what its save has checked. That the
-pieces in the files make up whole tensors is checked there, and again by tools.verify and on rank 0
-of a start, for manifests that no save has written: it takes only the files' headers.
+pieces in the files make up whole tensors is checked there, and again by tools.verify and by the
+ranks of a start, for manifests that no save has written: it takes only the files' headers.
 """
 
 from collections import Counter
@@ -40,8 +40,7 @@ def verify_checkpoint(path: Path) -> Manifest:
 
 
 def check_tiling(path: Path, manifest: Manifest) -> None:
-    """Raise Damaged unless the pieces in all files together tile every tensor. (A minute for the
-    three million pieces of a model of 405B parameters that 16k ranks have saved.)"""
+    """Raise Damaged unless the pieces in all files together tile every tensor."""
     covered: Counter[str] = Counter()
     point = random_point()
     for name in manifest.files:

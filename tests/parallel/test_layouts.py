@@ -104,6 +104,12 @@ def test_too_small_a_world(path: str) -> None:
     assert "start at least 2 processes" in error.remedy
 
 
+def test_a_list_of_only_a_data_stage(tmp_path: Path) -> None:
+    error = refused(configured(tmp_path, {"dp_shard": 2}), 2, "parallel.layouts=[]")
+    assert error.key == "data_stages.1.parallel.layouts"
+    assert "the run has no list" in error.why
+
+
 @pytest.mark.parametrize(
     ("layouts", "key", "why"),
     [

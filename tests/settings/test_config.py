@@ -15,7 +15,7 @@ from errors import UserError
 from model.config import ModelConfig
 from settings.checks import validate
 from settings.data_stages import data_stages
-from settings.load import KEYS, SECTIONS, dump_config, load_config
+from settings.load import KEYS, MAX_CHARACTERS, SECTIONS, dump_config, load_config
 from settings.yaml_text import dump, parse
 from tests import ROOT
 from tools import schema
@@ -265,6 +265,7 @@ FILES = [
     ("[" * 1000, "nested too deeply"),
     ("train: \x07", "special characters"),
     (b"\xff\xfe\x00", "can't decode byte 0xff"),
+    ("# long\n" * (MAX_CHARACTERS // 7 + 1), "is longer than"),
 ]
 
 
@@ -275,7 +276,9 @@ def test_files_that_are_no_configuration(tmp_path: Path, text: str | bytes, said
     assert len(message) < 2000
 
 
-@pytest.mark.parametrize("path", ["", "/", "/nowhere/at.yaml", "a\0b", "x" * 5000, "/etc/hosts/x"])
+@pytest.mark.parametrize(
+    "path", ["", "/", "/nowhere/at.yaml", "/dev/zero", "a\0b", "x" * 5000, "/etc/hosts/x"]
+)
 def test_paths_that_are_no_configuration(path: str) -> None:
     assert refusal([], path).startswith("configuration file = ")
 

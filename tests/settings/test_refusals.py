@@ -63,6 +63,8 @@ WRONG = [
     ("run.on_event=no-such-program", "run.on_event", "not an executable"),
     ("train.tasks=[python]", "train.tasks", "train.eval_interval is 0"),
     ("guard.inject_fault=rank=3,step=20", "guard.inject_fault", "for example {rank: 5, step: 14, "),
+    ("guard.inject_fault={rank: 3}", "guard.inject_fault",
+     "it should have another value, for example"),
     ("guard.inject_fault={rank: 9, step: 2, layer: 1, product: forward, bit: 30, times: 1}",
      "guard.inject_fault", "there are 2 ranks"),
     ("guard.inject_fault={rank: 1, step: 2, layer: 9, product: forward, bit: 30, times: 1}",
