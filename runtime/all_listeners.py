@@ -17,6 +17,7 @@ from runtime.profiling.profile import StepProfile
 from runtime.profiling.trace import StepTrace
 from runtime.start.checks import Data
 from runtime.start.timing import StartTimes
+from runtime.trainer_state import Start
 from settings.config import Config
 
 
@@ -28,6 +29,9 @@ class Watching(Listener):
 
     def after_step(self, run: Run) -> None:
         run.watchdog.step_done(run.step, run.step_seconds)
+
+    def went_back(self, run: Run, start: Start) -> None:
+        run.watchdog.step_done(run.step, None)
 
     def closes(self, run: Run, error: BaseException | None) -> None:
         run.watchdog.close()
@@ -75,8 +79,8 @@ def build_listeners(run: Run, whole: Config, data: Data, lease: Lease) -> list[L
         RunEnd(),  # closes before the metrics, whose trackers may wait for their servers
         *slow_ranks,  # what the listeners below compute is not timed
         Watching(),  # before all that may take longer than a step, and then says so (Run.pause)
-        MemoryReports(train, start.step),
-        Evaluation(config, heldout_data, unigram, train_data.tokenizer_path),  # adds to the record
+        MemoryReports(train),
+        Evaluation(config, heldout_data, unigram, data.tasks[number]),  # adds to the record
         LeaseCheck(lease),  # a displaced run ends here, and writes nothing below
         RecordWriter(metrics),
         *([examination] if examination else []),  # before those that react to skipped updates

@@ -1,6 +1,6 @@
 """From one data stage of a run to the next, in the same process.
 
-    0 │ save, wait for it │ leave │ find the checkpoint, join the world again, load │ 1
+    data stage 0 │ save, wait │ leave │ find the checkpoint, join again, load │ data stage 1
 
 A boundary is a resume: the data stage ends with a checkpoint, everything is built anew for the next
 one by the code of a start, and the run begins from the checkpoint. So it makes no difference
@@ -63,6 +63,8 @@ class RunEnd(Listener):
         # after a failure, the time belongs to the step that failed
         run.log.ledger.spent("end" if error is None else "steps")
         run.log.write_spent()
+        if dist.get_rank() != 0:
+            return
         where = f"run folder {run.config.run.dir}"
         if error is not None:
             state, reason = "failed", describe(error)
@@ -73,7 +75,7 @@ class RunEnd(Listener):
         else:
             state, reason = "finished", "all steps done"
             said = f"finished after {run.step} steps{_unsaved(run)}; {where}"
-        if error is None and dist.get_rank() == 0:
+        if error is None:
             log(said, sys.stdout)
         run.log.end(state, reason, **run.for_status)
 

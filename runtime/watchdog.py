@@ -87,10 +87,11 @@ class Watchdog:
     @contextmanager
     def resting(self) -> Iterator[None]:
         """Pause the clock around work that may take any time."""
-        self._due = float("inf")
+        before, self._due = self._due, float("inf")
         faulthandler.cancel_dump_traceback_later()
         yield
-        self.beat()
+        if before < float("inf"):  # else within another rest, or before a step was measured
+            self.beat()
 
     def start(self) -> "Watchdog":
         self._thread.start()

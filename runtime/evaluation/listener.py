@@ -2,14 +2,13 @@
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from data.dataset import Mixture
 from data.loader import heldout_batches
-from runtime.evaluation.rows import log_likelihoods, measures, open_tasks
+from runtime.evaluation.rows import TaskRows, log_likelihoods, measures
 from runtime.evaluation.scoring import score_on_mesh
 from runtime.listener import Listener, Run
 from runtime.messages import log
@@ -24,15 +23,15 @@ class Evaluation(Listener):
     Args:
         heldout: the held-out split; None if there is no evaluation.
         unigram: loss, in nats per token, of a model that knows only token frequencies, if known.
-        tokenizer: the data's.
+        tasks: in tokens; it may be empty.
     """
 
     def __init__(
-        self, config: Config, heldout: Mixture | None, unigram: float | None, tokenizer: Path
+        self, config: Config, heldout: Mixture | None, unigram: float | None, tasks: list[TaskRows]
     ) -> None:
         self.heldout, self.unigram = heldout, unigram
         self.loss: float | None = None
-        self.tasks, self.seq_len = open_tasks(config, tokenizer), config.train.seq_len
+        self.tasks, self.seq_len = tasks, config.train.seq_len
         self.rows = [row for task in self.tasks for text in task.texts() for row in text.rows]
 
     def after_step(self, run: Run) -> None:

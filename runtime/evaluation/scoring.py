@@ -20,6 +20,7 @@ short, so each is computed in the shortest length that holds it, of train.seq_le
 times; a micro-batch has as many tokens as one in training.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -154,7 +155,7 @@ def score_on_mesh(
     train: TrainStep,
     rows: Sequence[Row],
     seq_len: int,
-    goes_on: Callable[[], bool] = lambda: True,
+    goes_on: Callable[[], bool],
 ) -> list[float] | None:
     """The log-likelihood of each row in nats, through a training step's stages. Every rank of its
     mesh calls it, and gets the same.
@@ -168,7 +169,7 @@ def score_on_mesh(
     total = torch.zeros(len(rows), dtype=torch.float64, device=mesh.device)
     last = train.stages.get(parallel.num_stages - 1)
     most = train.config.num_microbatches(mesh.dp_size)
-    parts = int(np.prod(list(cuts_of_sequence(parallel).values())))
+    parts = math.prod(cuts_of_sequence(parallel).values())
     for length, numbers in lengths(rows, seq_len, parts).items():
         groups, size = _micro_batches(train, numbers, seq_len // length)
         runner = _runner(train, length, size)

@@ -65,9 +65,10 @@ class Faults(Listener):
             why = f"a {config.train.dtype} has {bits} bits"
             raise UserError(KEY, self.fault, why, f"choose a bit up to {bits - 1}")
         if rank == dist.get_rank() and not names:
-            why = f"rank {rank} has no linear layer in layer {self.fault['layer']} that can be "
+            layer = self.fault["layer"]
+            why = f"rank {rank} has no linear layer in layer {layer} that can be wrapped"
             remedy = "choose a layer of this rank's stages, and train.compile=false"
-            raise UserError(KEY, self.fault, f"{why}wrapped", remedy)
+            raise UserError(KEY, self.fault, why, remedy)
 
 
 @torch.no_grad()

@@ -90,7 +90,7 @@ class ProductTimes:
 
 
 class SlowRanks(Listener):
-    """Times this rank; on rank 0, names the ranks that are slow. It comes directly after `metrics`,
+    """Times this rank; on rank 0, names the ranks that are slow. It comes after `metrics`,
     so that what the other listeners compute is not timed."""
 
     def __init__(self, config: Config, mesh: Mesh, train: TrainStep) -> None:

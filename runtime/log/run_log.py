@@ -110,8 +110,7 @@ class RunLog:
     def record(self, record: Line, usual_step: float | None) -> None:
         """Tell of a logged step. usual_step: seconds, if known."""
         self._usual_step = usual_step
-        with self._lock:
-            self._tell({"record": record})
+        self._tell({"record": record})
 
     def busy(self, cause: str) -> None:
         """Note that this process, which did steps or something else, does `cause` from now on (a
@@ -175,12 +174,12 @@ class RunLog:
 
     def _turn_to(self, cause: str, now: float) -> None:
         self.cause, self.busy_since = cause, now
-        with self._lock:
-            self._tell({"busy": cause})
+        self._tell({"busy": cause})
 
     def _tell(self, line: Line) -> None:
         if self.sink is not None and self.writes:
-            self.sink({**line, "due": self._due()})
+            with self._lock:
+                self.sink({**line, "due": self._due()})
 
     def _due(self) -> float:
         if self.cause:

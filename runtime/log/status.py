@@ -18,13 +18,11 @@ refused, failed before it held the lease, or lost its rank 0 before it began to 
 
 import json
 import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from errors import LOST
-from runtime import signals
 from runtime.files import locked, write_or_warn
 from runtime.log.events import append_event, read_events
 from runtime.log.log_lines import content, is_count, json_object
@@ -51,14 +49,12 @@ def end_start(
         return append_event(folder, "end", state=state, step=step, reason=reason, **about)
 
 
-def record_failure(folder: Path, reason: str, launched: float | None = None) -> str:
+def record_failure(folder: Path, reason: str, launched: float) -> str:
     """Record the launcher's reason for a failed start, and return the reason that is recorded in
     the end. A reason that rank 0 has written is kept, unless it is only a lost connection.
 
-    launched: when the ranks were started (time.time); None: with this process.
+    launched: when the ranks were started (time.time).
     """
-    if launched is None:
-        launched = time.time() - (time.monotonic() - signals.STARTED)
     launched, starts = launched - 1, starts_of(folder)
     own = [one for one in starts if one["time"] >= launched]
     if own:

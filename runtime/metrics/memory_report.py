@@ -20,8 +20,6 @@ run.memory_history it also has the last allocations, each with the source line t
 
 import json
 import os
-import resource
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +34,7 @@ from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEI
 from parallel.placement import local_part
 from runtime.listener import Listener, Run
 from runtime.messages import log
+from runtime.metrics.metrics import peak_memory_bytes
 from training.step import TrainStep
 
 RECORDED = 100_000  # allocations in the memory history
@@ -47,18 +46,16 @@ class MemoryReports(Listener):
 
     Args:
         train: holds the tensors to be counted.
-        step: steps done so far.
     """
 
-    def __init__(self, train: TrainStep, step: int) -> None:
-        self.train, self.step = train, step
+    def __init__(self, train: TrainStep) -> None:
+        self.train = train
         run = train.config.run
         self.folder = Path(run.dir) / "memory"
         self.records = run.memory_history and train.mesh.device == "cuda"
         self.answers = dist.get_rank() in run.profile_ranks
 
     def after_step(self, run: Run) -> None:
-        self.step = run.step
         if "SNAPSHOT" in run.stop.agreed_files:
             if self.answers:
                 self.write(run.step, f"requested after step {run.step}")
@@ -70,7 +67,7 @@ class MemoryReports(Listener):
 
     def closes(self, run: Run, error: BaseException | None) -> None:
         if isinstance(error, torch.OutOfMemoryError):
-            step = self.step + 1
+            step = run.step + 1
             self.write(step, f"out of memory in step {step}: {str(error).strip()}")
         if self.records:
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -192,8 +189,7 @@ def total_bytes(device: str) -> int:
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:  # not Linux: use the peak instead
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+        return peak_memory_bytes(device)
 
 
 def table(

@@ -34,7 +34,7 @@ class Metrics(Listener):
 
     def __init__(self, config: Config, mesh: Mesh, start: Start) -> None:
         self.config, self.mesh, self.device = config, mesh, mesh.device
-        self.flops = _flops_per_token(config)
+        self.flops = _flops_per_token(config) if dist.get_rank() == 0 else None  # it writes
         self.peak_flops = _peak_flops(mesh.device)
         self.step = start.step
         self.skipped_updates = start.step - start.state.updates
@@ -118,7 +118,7 @@ class Metrics(Listener):
         steps hardly at all, so all are written to events.jsonl whenever one has grown by more than
         1 %."""
         everyone = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=self.device)
-        everyone[dist.get_rank()] = _peak_memory_bytes(self.device)
+        everyone[dist.get_rank()] = peak_memory_bytes(self.device)
         # [ranks], over the world: costs about as little as an all-reduce of only the maximum
         dist.all_reduce(everyone)
         peaks: list[int] = everyone.tolist()
@@ -187,7 +187,7 @@ def describe_system(config: Config, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def _peak_memory_bytes(device: str) -> int:
+def peak_memory_bytes(device: str) -> int:
     """The peak memory of this process, in bytes: allocated on the GPU, or resident on a CPU."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()

@@ -25,6 +25,7 @@ from runtime.messages import log
 from settings.data_stages import DataStage
 
 AFTER = 2  # first steps that are not traced, because they allocate, connect and compile
+BARRIERS = 16  # to compare clocks
 MICROSECONDS = 1000.0  # per unit of a timeline, a millisecond
 
 
@@ -142,7 +143,7 @@ class ActionRecorder:
         return (mark - offset) * 1e3
 
 
-def clock_offset(device: str, rounds: int = 16) -> float:
+def clock_offset(device: str) -> float:
     """Measure by how many seconds this process's clock is ahead of rank 0's; a collective call.
 
     All ranks leave a barrier at nearly the same moment, so the difference between their clocks at
@@ -150,7 +151,7 @@ def clock_offset(device: str, rounds: int = 16) -> float:
     of one.
     """
     mine = []
-    for _ in range(rounds):
+    for _ in range(BARRIERS):
         dist.barrier()
         mine.append(time.perf_counter())
     first = torch.tensor(mine, dtype=torch.float64, device=device)

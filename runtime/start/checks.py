@@ -12,7 +12,7 @@ from data.dataset import Mixture, Opened, open_data
 from data.loader import heldout_batches
 from errors import UserError
 from model.transformer import num_parameters
-from runtime.evaluation.rows import open_tasks
+from runtime.evaluation.rows import TaskRows, open_tasks
 from runtime.monitor.check import check_alerts
 from settings.config import Config
 from settings.data_stages import data_stages, in_data_stage
@@ -62,8 +62,8 @@ def open_train_and_heldout(
     config: Config, opened: Opened | None = None
 ) -> tuple[Mixture, Mixture | None]:
     """Open the training split and, if evaluation is on, the held-out split. Raises UserError if the
-    vocabulary does not fit the model, a split is shorter than one sequence, or a task cannot be
-    evaluated. `opened`: what is open already."""
+    vocabulary does not fit the model, or a split is shorter than one sequence. `opened`: what is
+    open already."""
     data = open_data(config.data, "train", opened)
     heldout = open_data(config.data, "heldout", opened) if config.train.eval_interval else None
     if config.model.vocab_size < data.vocab_size:
@@ -74,7 +74,6 @@ def open_train_and_heldout(
     if not data.tokenizer_path.is_file():  # each checkpoint includes a copy
         path, why = str(data.tokenizer_path), "the data's tokenizer is missing"
         raise UserError("data.path", path, why, "prepare the data again")
-    open_tasks(config, data.tokenizer_path)  # raises if one cannot be evaluated
     for split in filter(None, (data, heldout)):  # raises if a split is too short for one sequence
         options = {"num_samples": 1, "dp_rank": 0, "dp_size": 1, "rows": 1}
         next(heldout_batches(split, seq_len=config.train.seq_len, **options))
@@ -83,14 +82,17 @@ def open_train_and_heldout(
 
 @dataclass(frozen=True)
 class Data:
-    """The data of each data stage of a run: to train on, and held out (None: no evaluation)."""
+    """The data of each data stage of a run: to train on, held out (None: no evaluation), and the
+    tasks to evaluate on."""
 
     train: list[Mixture] = field(default_factory=list)
     heldout: list[Mixture | None] = field(default_factory=list)
+    tasks: list[list[TaskRows]] = field(default_factory=list)
 
 
 def open_data_stages(config: Config) -> Data:
-    """Open the data of each data stage. Raises UserError; also if their tokenizers differ."""
+    """Open the data of each data stage. Raises UserError; also if a task cannot be evaluated, or
+    their tokenizers differ."""
     found = Data()
     opened: Opened = {}  # they share what they have in common, with its open files
     for stage in data_stages(config):
@@ -98,6 +100,7 @@ def open_data_stages(config: Config) -> Data:
             train, heldout = open_train_and_heldout(stage.config, opened)
             found.train.append(train)
             found.heldout.append(heldout)
+            found.tasks.append(open_tasks(stage.config, train.tokenizer_path))
             first, other = found.train[0].sources[0], train.sources[0]
             if other.tokenizer_sha256 != first.tokenizer_sha256:
                 why = f"it and {first.folder} were prepared with different tokenizers"

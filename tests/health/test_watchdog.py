@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import runtime.watchdog
 from proofs.ranks import RankError, Ranks
+from runtime.all_listeners import Watching
 from runtime.log.events import read_events
 from runtime.log.run_log import RunLog
 from runtime.watchdog import Watchdog, innermost_line, where_it_waits
@@ -108,6 +109,8 @@ def test_the_clock_rests_and_is_patient(data: Path, tmp_path: Path) -> None:
         pass_seconds(19.0)
         assert alarms == []
         with watchdog.resting():
+            with watchdog.resting():
+                pass
             pass_seconds(1e6)
         assert alarms == [], "resting"
         pass_seconds(19.0)
@@ -122,6 +125,10 @@ def test_the_clock_rests_and_is_patient(data: Path, tmp_path: Path) -> None:
             watchdog.step_done(step, 1.0)
         pass_seconds(21.0)
         assert alarms == [5, 15]
+        run: Any = SimpleNamespace(watchdog=watchdog, step=4)
+        Watching().went_back(run, run)  # a rollback: step 5 comes again
+        pass_seconds(21.0)
+        assert alarms == [5, 15, 4]
 
 
 def sleep_in_c(config: str) -> None:

@@ -43,7 +43,7 @@ NEWER = (
     b'{"event": "teleport", "time": 1.0, "where": {"to": [1, null]}, "step": 3}',
     b'{"event": "spent", "time": 1.0, "step": 0, "seconds": {}, "joules": {"cpu": 1}}',
 )
-NOW = time.time()  # later than the launch of this process, in which a launcher's part is played
+NOW = time.time()  # when the ranks were started
 EVENTS: list[dict[str, Any]] = [
     {"event": "start", "began": NOW, "step": 0, "world_size": 1},
     {"event": "spent", "step": 2, "seconds": {"start": 1.0, "steps": 2.0}},
@@ -98,7 +98,7 @@ def by_metrics(folder: Path) -> Any:
 
 def by_launcher(folder: Path) -> Any:
     """What it records of a killed rank."""
-    return record_failure(folder, "rank 1 was killed"), read_status(folder)["step"]
+    return record_failure(folder, "rank 1 was killed", NOW), read_status(folder)["step"]
 
 
 def by_report(folder: Path) -> Any:

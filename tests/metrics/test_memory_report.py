@@ -152,7 +152,7 @@ def report_of_a_gpu(folder: str) -> None:
         patch.multiple(torch.cuda, **{n: lambda a=a: a for n, a in answers.items()}),
         patch.multiple(torch.cuda.memory, **memory),
     ):
-        reports, run = MemoryReports(pretended, step=7), cast(Any, None)
+        reports, run = MemoryReports(pretended), cast(Any, SimpleNamespace(step=7))
         reports.begins(run)
         assert history.call_args.kwargs == {"max_entries": 100_000, "stacks": "python"}
         reports.closes(run, torch.OutOfMemoryError("CUDA out of memory."))

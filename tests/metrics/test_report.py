@@ -164,7 +164,7 @@ def test_lines_that_no_run_has_written_harm_no_reader(new, tmp_path, capsys):
 def test_a_failure_is_recorded_beside_a_status_that_is_none(new):
     for status in ("[]", '{"state": "failed", "step": null, "reason": []}', "[" * 100_000):
         (new / "status.json").write_text(status)
-        assert record_failure(new, "rank 1 was killed") == "rank 1 was killed"
+        assert record_failure(new, "rank 1 was killed", launched=0.0) == "rank 1 was killed"
         with pytest.raises(RunFailed), run_log_of(new):
             raise RunFailed("no data")
         assert read_status(new)["reason"] == "no data"

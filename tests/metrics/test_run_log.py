@@ -40,7 +40,7 @@ WORDS = {  # what a thread of rank 0 says of its end; the first one counts
 KILLS = {"never": True, "before": False, "in the line": False, "before the pipe": True,
          "before status.json": True}  # fmt: skip
 OTHERS: dict[str, Callable[[Path, dict[str, Any]], object]] = {
-    "launcher": lambda folder, start: record_failure(folder, "rank 0 was killed"),
+    "launcher": lambda folder, start: record_failure(folder, "rank 0 was killed", start["time"]),
     "monitor": lambda folder, start: end_start(folder, start, "failed", 4, "rank 0 is gone"),
     "next start": lambda folder, start: run_log_of(folder).start(4, 2),
 }

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from runtime.health.excluded import exclude
+from tests import ROOT
 from tests.runs import forked, status, write_config
 from tests.slurm.slurm_cluster import free_ports
 from tools.preflight import __main__ as command
 from tools.preflight.links import rounds
-from tools.preflight.node import addresses, judge_addresses, judge_gpus
+from tools.preflight.node import _sources, addresses, judge_addresses, judge_gpus
 from tools.preflight.verdict import choose, odd_ones, slow_ones
 
 # one row of nvidia-smi, without the index
@@ -35,6 +36,16 @@ def test_every_node_is_in_two_pairs_and_in_one_at_a_time(num_nodes: int) -> None
         for node in range(num_nodes)
     }
     assert all(len(found) == min(2, num_nodes - 1) for found in partners.values())
+
+
+def test_all_code_that_trains_is_compared() -> None:
+    """Everything of this repository that is loaded where a run is started, as here."""
+    loaded = (getattr(module, "__file__", None) for module in [*sys.modules.values()])
+    inside = {Path(file) for file in loaded if file and ROOT in Path(file).parents}
+    others = (".venv", "benchmarks", "docs", "proofs", "tests")
+    ours = {path for path in inside if path.relative_to(ROOT).parts[0] not in others}
+    assert ROOT / "settings" / "config.py" in ours
+    assert ours <= {*_sources()}
 
 
 def test_what_differs_is_told_from_what_most_have() -> None:

@@ -138,7 +138,7 @@ def test_ranks_of_an_excluded_node_wait_and_end(ranks: Ranks, tmp_path: Path) ->
 
 
 def test_a_spare_does_not_outlive_rank_0(ranks: Ranks, tmp_path: Path) -> None:
-    """Rank 0 shows no sign of life for two seconds (showing one takes longer), nor says that the
+    """Rank 0 shows no sign of life for two seconds (showing one takes longer), nor says that
     the run has ended: the spare ends by itself, with an error, so that torchrun tries again."""
     found = parted(ranks, tmp_path, "ab", [1], False)
     assert found[0]["WORLD_SIZE"] == "1"

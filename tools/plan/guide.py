@@ -1,7 +1,6 @@
 """ZeRO's memory and traffic as guides to data-parallel training count them, next to Lattice's."""
 
 from dataclasses import replace
-from typing import Literal
 
 from model.transformer import num_parameters
 from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
@@ -9,8 +8,7 @@ from settings.config import Config
 from tools.plan.hardware import GB
 from tools.plan.layout import Layout
 
-ZeroStage = Literal[0, 1, 2, 3]
-STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
+STAGES = (0, 1, 2, 3)
 # Bytes of the optimizer state (two float32), of gradients and of weights (bfloat16): each stage
 # shards one more of them.
 GUIDE = (8, 2, 2)
@@ -23,7 +21,7 @@ def guide_bytes(parameters: float, ranks: int, zero_stage: int) -> float:
     return parameters * (sharded / ranks + whole)
 
 
-def data_parallel(config: Config, ranks: int, zero_stage: ZeroStage) -> Layout:
+def data_parallel(config: Config, ranks: int, zero_stage: int) -> Layout:
     """The job without any parallelism but that over `ranks` data-parallel ranks."""
     shard, replicate = (1, ranks) if zero_stage == 0 else (ranks, 1)
     parallel = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, schedule="1f1b", stages_per_rank=1,
@@ -32,7 +30,7 @@ def data_parallel(config: Config, ranks: int, zero_stage: ZeroStage) -> Layout:
     return Layout(replace(config, parallel=parallel), ranks, 0)
 
 
-def our_bytes(config: Config, ranks: int, zero_stage: ZeroStage) -> dict[str, float]:
+def our_bytes(config: Config, ranks: int, zero_stage: int) -> dict[str, float]:
     """Bytes that Lattice holds on each of `ranks` data-parallel ranks between two micro-batches,
     without activations and buffers."""
     layout = data_parallel(config, ranks, zero_stage)

@@ -28,7 +28,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Iterable
 from datetime import timedelta
@@ -39,7 +38,7 @@ from typing import Any
 import torch.distributed as dist
 
 from errors import UserError
-from runtime.health.excluded import excluded_nodes
+from runtime.health.excluded import excluded_nodes, node_name
 from runtime.messages import log
 from runtime.start.attention import describe_attention
 from runtime.start.checks import check_writable, open_data_stages
@@ -167,7 +166,7 @@ def judge(
     }
     needed = len(names) - options.spare_nodes
     if config.parallel.layouts:  # with fewer nodes, a smaller layout fits
-        least = math.ceil(min(layout_sizes(config)) / options.ranks_per_node)
+        least = least_nodes(layout_sizes(config), options.ranks_per_node)
         needed = max(least, min(needed, len(names) - len(failed)))
     chosen = choose(names, failed, excluded, slow, needed)
 
@@ -199,6 +198,11 @@ def attention_of(config: Config, device: str) -> str:
         return f"attention: unknown, because CUDA failed: {str(error).partition(chr(10))[0]}"
 
 
+def least_nodes(sizes: list[int], ranks_per_node: int) -> int:
+    """How many nodes the smallest layout needs."""
+    return math.ceil(min(sizes) / ranks_per_node)
+
+
 def read_config(options: argparse.Namespace, num_nodes: int) -> Config:
     """Loads and validates the configuration. Raises UserError where training would."""
     needed = num_nodes - options.spare_nodes
@@ -208,8 +212,7 @@ def read_config(options: argparse.Namespace, num_nodes: int) -> Config:
     world = needed * options.ranks_per_node
     loaded = load_config(options.config, options.overrides)
     if options.min_nodes:
-        sizes = layout_sizes(loaded) or [world]
-        least = math.ceil(min(sizes) / options.ranks_per_node)
+        least = least_nodes(layout_sizes(loaded) or [world], options.ranks_per_node)
         if options.min_nodes < least:
             why = f"the smallest layout needs {least} nodes, so the ranks of fewer are refused"
             raise UserError("MIN_NODES", options.min_nodes, why, f"give MIN_NODES={least} or more")
@@ -237,7 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
     check_environment(is_rank=False)
     node = check_number("SLURM_NODEID", 0, LARGEST) or 0
     num_nodes = check_number("SLURM_NNODES", 1, LARGEST) or 1
-    name = os.environ.get("SLURMD_NODENAME", os.uname().nodename)
+    name = node_name()
     try:
         config = read_config(options, num_nodes)
     except UserError:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from model.transformer import num_parameters
+from runtime.checkpoint.folder import named_checkpoints
 from runtime.start.host import open_files_needed
 from settings.config import Config
 from training.optimizers import state_bytes
@@ -171,7 +172,7 @@ def _look_at_disk(config: Config, report: dict[str, Any]) -> int:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     one = num_parameters(config.model) * state_bytes(config)
-    kept = len(list((folder / "checkpoints").glob("step-????????")))
+    kept = len(named_checkpoints(folder / "checkpoints"))
     missing = max(config.checkpoint.keep_last + 1 - kept, 1) * one
     saves = config.checkpoint.interval != "never"
     if saves and free < one:
@@ -187,5 +188,5 @@ def _look_at_disk(config: Config, report: dict[str, Any]) -> int:
 
 
 def _sources() -> list[Path]:
-    rooms = ("costs", "data", "model", "parallel", "runtime", "tools", "training")
+    rooms = ("costs", "data", "model", "parallel", "runtime", "settings", "tools", "training")
     return [*ROOT.glob("*.py"), *(path for room in rooms for path in (ROOT / room).rglob("*.py"))]

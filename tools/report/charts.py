@@ -1,7 +1,7 @@
 """The charts of a run: what each shows, and how it is drawn.
 
 Titles and legends are in the page, which escapes them. Of the run's own text only the names of
-stages are drawn, and not as formulas.
+data stages are drawn, and not as formulas.
 """
 
 from collections.abc import Mapping

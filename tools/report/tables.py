@@ -73,8 +73,8 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
         for key, (name, form, unit) in forms.items()
         if values[key] is not None
     ]
-    if total := sum(run.seconds.values()):
-        found.append(("effective time", f"{run.seconds['steps'] / total:.1%}", ""))
+    if run.measured.seconds:
+        found.append(("effective time", f"{run.measured.effective:.1%}", ""))
     return found
 
 

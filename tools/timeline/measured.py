@@ -3,7 +3,7 @@ each action. Needs no torch.
 """
 
 from collections import defaultdict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
@@ -24,7 +24,7 @@ MICROSECONDS = 1000.0  # per unit of the timeline, a millisecond
 
 
 class _Action(Strict, extra="ignore"):
-    kind: Literal["F", "B", "I", "W"]
+    kind: Annotated[Kind, Field(strict=False)]  # written as its letter
     stage: Natural
     microbatch: Natural
 
@@ -63,7 +63,7 @@ def from_chrome(trace: Any, name: str = "trace", pipeline: int = 0) -> Timeline:
             problem = error.errors(include_url=False)[0]
             place = ".".join((at, *map(str, problem["loc"])))
             raise UserError(place, problem["input"], problem["msg"], REMEDY) from None
-        action = Action(Kind(event.args.kind), event.args.stage, event.args.microbatch)
+        action = Action(event.args.kind, event.args.stage, event.args.microbatch)
         if action in seen:
             why, remedy = "occurs more than once", "keep the events of a single step"
             raise UserError(at, str(action), why, remedy)
