@@ -36,10 +36,11 @@ from parallel.context import ContextParallel
 from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
 from parallel.placement import chunk_range
 from settings.load import load_config
-from tools.plan.guide import STAGES, our_bytes
+from tools.plan.guide import STAGES, data_parallel, our_bytes
 from tools.plan.hardware import GB, find_device
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory
+from tools.plan.traffic import times_a_step
 from tools.timeline.draw import INK, draw, save
 from tools.timeline.panels import simulated_panels
 
@@ -82,13 +83,12 @@ HELD = {  # the planner's category → its name in the picture and its colour
     SHARDED_GRADIENTS: ("gradients, reduced", LIGHT_ORANGE),
 }
 MICRO_BATCHES = 4
-# how often a step gathers weights and reduces gradients, by zero_stage (parallel/data.py)
-SENT = (0, 1), (1, 1), (1, MICRO_BATCHES), (2 * MICRO_BATCHES, MICRO_BATCHES)
 
 
 def data(ranks: int = 8) -> Figure:
     """Bytes per parameter of configs/llama3_8b.yaml between two micro-batches."""
-    config = load_config("configs/llama3_8b.yaml", [])
+    batch = f"train.global_batch_size={ranks * MICRO_BATCHES}"
+    config = load_config("configs/llama3_8b.yaml", [batch])
     numel, colours = num_parameters(config.model), dict(HELD.values())
     figure = new_figure(3.9, f"What each of {ranks} data-parallel ranks holds per parameter")
     axes = figure.subplots()
@@ -97,7 +97,8 @@ def data(ranks: int = 8) -> Figure:
         parts = {HELD[category][0]: held[category] / numel for category in HELD}
         end = stack(axes.barh, stage, parts, colours)
         axes.text(end + 0.25, stage, f"{end:.4g}", va="center", weight="bold", color=INK)
-        gathers, reductions = SENT[stage]
+        gathers, reductions = times_a_step(data_parallel(config, ranks, stage))
+        gathers *= stage > 0  # without shards there is nothing to gather
         words = f"weights gathered {gathers} ×\ngradients reduced {reductions} ×"
         axes.text(20, stage, words, va="center", color=INK)
     axes.text(20, -0.62, f"in a step of {MICRO_BATCHES} micro-batches:", color=INK, style="italic")
@@ -377,16 +378,17 @@ def pipelines() -> dict[str, Figure]:
 
 
 ONE_EACH = {of.__name__: of for of in (data, memory, kernels, context, checkpoints)}
+NAMES = (*ONE_EACH, "pipeline")
 
 
-def pictures(names: Sequence[str] = (*ONE_EACH, "pipeline")) -> dict[str, Figure]:
+def pictures(names: Sequence[str]) -> dict[str, Figure]:
     """Name of the file → picture."""
-    found = {name: ONE_EACH[name]() for name in names if name in ONE_EACH}
+    found = {name: ONE_EACH[name]() for name in names if name != "pipeline"}
     return found | (pipelines() if "pipeline" in names else {})
 
 
 if __name__ == "__main__":
     with rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
-        for name, figure in pictures(sys.argv[1:] or (*ONE_EACH, "pipeline")).items():
+        for name, figure in pictures(sys.argv[1:] or NAMES).items():
             save(figure, IMAGES / f"{name}.svg")
             print(f"wrote docs/images/{name}.svg")

@@ -13,7 +13,7 @@ cd "$(dirname "$0")/../.."
 base=$(git stash create)
 copy=$(mktemp -d)/copy
 git worktree add --quiet --detach "$copy" "${base:-HEAD}"
-trap 'git worktree remove --force "$copy"' EXIT
+trap 'git worktree remove --force "$copy"; rm -r "${copy%/copy}"' EXIT
 
 failed=0
 for patch in docs/recipes/*.patch; do

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from docs.pictures import ONE_EACH, pictures
+from docs.pictures import NAMES, pictures
 from tests import ROOT
 from tests.docs.transcripts import Command, commands, copy_tree, matches, run
 from tools.timeline.draw import save
@@ -108,7 +108,7 @@ def test_a_page_of_the_tour_is_whole(name: str) -> None:
     assert f"exercises/test_{name}.py" in text
 
 
-@pytest.mark.parametrize("name", [*ONE_EACH, "pipeline"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_picture_can_be_drawn(name: str, tmp_path: Path) -> None:
     """Those that are computed (docs/pictures.py), to files that the pages show."""
     for file, figure in pictures([name]).items():

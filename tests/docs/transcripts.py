@@ -44,7 +44,7 @@ from proofs.ranks import PRELOAD
 from tests import ROOT
 
 LEFT_OUT = (".git", ".venv", "runs", "prepared", "wandb", "__pycache__", ".*_cache", "*.pyc",
-            ".whl", "api")  # fmt: skip
+            ".whl", "site")  # fmt: skip
 PYTHON = (".venv/bin/python", "python")
 ERROR = " 2>&1 || true"  # after a command whose error a page shows
 SECONDS = 600  # timeout of one command; far more than any takes

@@ -98,7 +98,8 @@ def writing_to(log: Path) -> list[str]:
 
 
 def samples(text: str) -> dict[str, float]:
-    """Name and labels → value; of a label whose values depend on the run, its name alone."""
+    """Name and labels → value. A label whose value differs from run to run is listed without its
+    value."""
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
