@@ -189,14 +189,14 @@ def test_the_next_starts_file_stays(tmp_path):
     """A file system gives the number of a file that was replaced again."""
     path = tmp_path / "lattice.prom"
     old, new = (
-        Shown(str(path), lambda step=step: [*families("x", RunState(), {"lattice_step": step})])
+        Shown(str(path), lambda step=step: [*families("x", RunState(), {"lattice_after_commit_step": step})])
         for step in (1.0, 2.0)
     )
     old.update(is_last=True)
     for _ in range(2):
         new.update(is_last=True)
     old.update(gone=True, is_last=True)
-    assert parsed(path.read_text(), "x")["lattice_step"] == 2.0
+    assert parsed(path.read_text(), "x")["lattice_after_commit_step"] == 2.0
 
 
 def test_a_port_may_be_a_number_or_text(data, tmp_path):
