@@ -116,6 +116,11 @@ class ModelConfig:
             if not set([value] if isinstance(value, str) else value) <= set(known):
                 why = "there is no such kind of layer"
                 raise UserError(f"model.{key}", value, why, f"choose from {known}")
+        given = [self.attention] if isinstance(self.attention, str) else self.attention
+        if self.attention_window is not None and "sliding_window" not in given:
+            remedy = "leave it out, or set model.attention=sliding_window"
+            why = "no layer has a window"
+            raise UserError("model.attention_window", self.attention_window, why, remedy)
         self._check_experts()
         if not self.rope_low_freq_factor < self.rope_high_freq_factor:
             why = f"must be below model.rope_high_freq_factor={self.rope_high_freq_factor}"

@@ -9,8 +9,9 @@ holds F/tp columns of a row-parallel weight [D, F], and computes a partial sum o
 column-parallel layer followed by a row-parallel one needs one communication at the input and one at
 the output (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3). Sequence parallelism
 splits the activations outside such a pair (norms, the residual stream) along the sequence, and
-replaces each all-reduce by a reduce-scatter and an all-gather: the same bytes are sent, and these
-activations take 1/tp of the memory (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
+replaces each all-reduce by a reduce-scatter and an all-gather: these activations take 1/tp of the
+memory (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198). Forward sends the same bytes;
+backward gathers x again.
 
 If the sequence is cut into pieces (`parallel.tp_pieces`; collectives.py states which positions a
 rank then holds), the product of one piece runs while another is sent (Wang et al. 2023,

@@ -99,8 +99,8 @@ class CheckpointConfig:
     keep_every: Whole = 0  # also keep the checkpoints of steps that this divides; 0: none
     # save in the background: training waits only for an in-memory copy
     async_save: bool = True
-    # auto: the newest checkpoint of the run folder, if any; none: do not resume; or a checkpoint's
-    # path
+    # auto: the newest checkpoint of the run folder, if any; none: do not resume; or the path of a
+    # checkpoint, or of a run, with whose newest it begins (later starts then continue this run)
     resume: PathText = "auto"
     # start a new run from the weights of this checkpoint, with a new optimizer state and new data
     load_weights_only: PathOrNone = ""

@@ -64,7 +64,7 @@ class Case:
     document_mask: bool = False
     num_microbatches: int = 4
     dtype: str = "float64"
-    # a file of model/router/: the feed-forward of each layer is then a mixture of experts
+    # a file of model/router/: unless `feed_forward` says otherwise, each layer then has experts
     router: str | None = None
     num_experts: int = 8
     experts_per_token: int = 3
@@ -142,8 +142,9 @@ class Case:
         if self.router is None:
             of_experts = {"num_experts", *KEYS_OF_EXPERTS}
             return {key: value for key, value in given.items() if key not in of_experts}
+        has_kinds = self.feed_forward != Case.feed_forward  # given, to be mixed with others
         return given | {
-            "feed_forward": "experts",
+            "feed_forward": self.feed_forward if has_kinds else "experts",
             "expert_ffn_dim": 16,
             "router_scale": 2.5,
             "router_aux_weight": 0.01 if self.router_losses else 0.0,

@@ -164,6 +164,7 @@ class Lease:
             write_durably(self._path, holder.model_dump_json(indent=1) + "\n", mode="x")
         # another newcomer was faster, or left and removed the folder
         except (FileExistsError, FileNotFoundError):
+            self._path = self.folder  # not the winner's file, if the next try fails
             return False
         if not self._is_mine():  # this process was paused meanwhile: there is a higher number
             self._path.unlink(missing_ok=True)

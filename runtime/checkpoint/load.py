@@ -54,6 +54,7 @@ from runtime.checkpoint.manifest import (
 from runtime.checkpoint.progress import byte_bar
 from runtime.checkpoint.tiling import Point, random_point
 from runtime.checkpoint.verify import check_whole, cover, parse_trainer
+from runtime.log.events import read_events
 from runtime.messages import from_rank_0, log, on_all_ranks
 from runtime.trainer_state import (
     FREE_MODEL_KEYS,
@@ -80,11 +81,27 @@ def find_start(config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
         if path is None:
             from_rank_0(lambda: _refuse_to_begin_anew(lease), device)
     elif resume != "none":
-        path = _named(resume, "checkpoint.resume", device)
+        begun = from_rank_0(lambda: _began_at(resume, lease), device)
+        own = _newest_good(lease) if begun < math.inf else None
+        is_later = own is not None and step_of(own) > begun
+        path = own if is_later else _named(resume, "checkpoint.resume", device)
     if path is None and config.checkpoint.load_weights_only:
         key = "checkpoint.load_weights_only"
         weights = _named(config.checkpoint.load_weights_only, key, device)
     return from_rank_0(lambda: _start_from(path, weights, config, data, lease), device)
+
+
+def _began_at(resume: str, lease: Lease) -> float:
+    """The step at which the run began with a checkpoint of `resume` (a checkpoint, or a run): what
+    it has saved since comes from there, and a later start with the same setting continues it.
+    Infinite if it began otherwise. Called on rank 0."""
+    begun = math.inf
+    for event in read_events(lease.run_dir):
+        came_from = Path(str(event.get("checkpoint", "")))
+        if event["event"] == "start" and came_from.parent != lease.checkpoints.absolute():
+            is_that = Path(resume).absolute() in (came_from, *came_from.parents)
+            begun = event["step"] if is_that else math.inf
+    return begun
 
 
 def _put_incomplete_aside(lease: Lease) -> None:

@@ -179,8 +179,7 @@ class Saver:
             stall += max(self._agree(copied))
             partial = self._on_first(lambda: self._prepare(final.name))
             manifest = self._write_partial(partial, trainer)
-            good = trainer.bad_in_a_row == 0  # else it must not replace older checkpoints
-            self._on_first(lambda: self._commit(partial, final, manifest, deletes=good))
+            self._on_first(lambda: self._commit(partial, final, manifest))
             seconds, size = time.perf_counter() - began, manifest.num_bytes
             stall += 0.0 if self.train.config.checkpoint.async_save else seconds
             record |= {"stall_seconds": stall, "bytes": size, "write_seconds": seconds}
@@ -206,6 +205,9 @@ class Saver:
             self.lease.check()
             log(said, sys.stderr if self.failed else sys.stdout)
             self.log.event("checkpoint", **record)
+            if self.failed is None:
+                # after bad steps, it must not replace older checkpoints
+                self._tidy(final.name, deletes=trainer.bad_in_a_row == 0)
 
     def _write_partial(self, partial: Path, trainer: TrainerState) -> Manifest:
         """Write all files but the manifest into the work folder. Collective over the threads of all
@@ -260,11 +262,8 @@ class Saver:
         partial.mkdir()
         return partial
 
-    def _commit(self, partial: Path, final: Path, manifest: Manifest, deletes: bool) -> None:
-        """On rank 0, turn the partial folder into a checkpoint.
-
-        deletes: whether older checkpoints beyond checkpoint.keep_last are then deleted.
-        """
+    def _commit(self, partial: Path, final: Path, manifest: Manifest) -> None:
+        """On rank 0, turn the partial folder into a checkpoint."""
         write_manifest(partial, manifest)
         sync(partial)
         # Someone else put it there: no start leaves incomplete or later checkpoints in place.
@@ -282,14 +281,20 @@ class Saver:
         except Damaged:
             self.lease.put_aside(final, DAMAGED)
             raise
-        self.lease.name_latest()
-        if not deletes:
-            return
+
+    def _tidy(self, name: str, deletes: bool) -> None:
+        """On rank 0, name the newest checkpoint in `latest`, and delete those beyond
+        checkpoint.keep_last if `deletes`. If that fails, `name` is saved all the same."""
         keep = self.train.config.checkpoint
-        # this one is the newest (see `find_start`)
-        for old in complete_checkpoints(self.folder)[: -keep.keep_last]:
-            if not keep.keep_every or step_of(old) % keep.keep_every:
-                self._delete(old)
+        try:
+            self.lease.name_latest()
+            # the one just saved is the newest (see `find_start`)
+            for old in complete_checkpoints(self.folder)[: -keep.keep_last] if deletes else ():
+                if not keep.keep_every or step_of(old) % keep.keep_every:
+                    self._delete(old)
+        except Exception as error:
+            about = f"older checkpoints or `latest` are left as they were: {error}"
+            log(f"warning: {name} is saved, but {about}; the next save tries again", sys.stderr)
 
     def _delete(self, old: Path) -> None:
         """On rank 0, delete a checkpoint unless checkpoint.after_commit runs for it; then a later

@@ -68,9 +68,10 @@ class RunLog:
         self._tell({"busy": self.cause})
         return self
 
-    def start(self, step: int, world_size: int) -> list[str]:
-        """Record that this start begins to train from `step`; of a later data stage, nothing.
-        Returns lines for the log: what the previous start left to be told."""
+    def start(self, step: int, world_size: int, resumed: Path | None = None) -> list[str]:
+        """Record that this start begins to train from `step`, of the checkpoint `resumed` if any;
+        of a later data stage, nothing. Returns lines for the log: what the previous start left to
+        be told."""
         self.step = step
         if not self.writes or self._start is not None:
             return []
@@ -78,7 +79,8 @@ class RunLog:
         lines = self._end_previous()
         (self.folder / "status.json").unlink(missing_ok=True)
         began = time.time() - (time.monotonic() - signals.STARTED)
-        self._start = self.event("start", began=began, step=step, world_size=world_size)
+        about = {"checkpoint": str(resumed.absolute())} if resumed else {}
+        self._start = self.event("start", began=began, step=step, world_size=world_size, **about)
         return lines
 
     def _end_previous(self) -> list[str]:

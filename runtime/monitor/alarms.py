@@ -1,7 +1,6 @@
 """Which events are sent to a person, each in a sentence.
 
-    start, data_stage, spares  the run begins, changes its data or its nodes (the start and the end
-                               that a later data stage records are left out)
+    start, data_stage, spares  the run begins, changes its data or its nodes
     stalled, resumed           no step is logged for too long, and again (from process.py)
     hang                       the watchdog ends a step that takes too long
     spike                      updates were skipped

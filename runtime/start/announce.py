@@ -40,7 +40,8 @@ def announce(run: Run, whole: Config, data: Mixture, spares: dict[str, int]) -> 
         spares: node → number of its ranks that wait.
     """
     config, start, mesh = run.config, run.start, run.train.mesh
-    about = run.log.start(start.step, dist.get_world_size())
+    resumed = None if start.weights_only else start.path
+    about = run.log.start(start.step, dist.get_world_size(), resumed)
     if spares:
         run.log.event("spares", step=start.step, ranks=spares)
     if dist.get_rank() != 0:
