@@ -1,10 +1,6 @@
 """Run a real Slurm on this machine, with one controller and several nodes, for
 tests/slurm/slurm_scenarios.py. Needs Linux and root.
 
-    with Cluster(folder, nodes=32) as cluster:
-        job = cluster.sbatch("--nodes", "2", "slurm/train_70b.sh", "config.yaml")
-        wait_for(lambda: cluster.job(job)["JobState"] == "COMPLETED", "the job's end")
-
 A node is a slurmd with its own host name, hosts file and loopback address (UTS and mount
 namespaces, no container). Its GPUs are device nodes equivalent to /dev/null, which Slurm allocates
 as if they were GPUs. There is no systemd and no cgroup, nothing is written outside `folder`, and
@@ -35,11 +31,8 @@ ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
 CommunicationParameters=NoCtldInAddrAny
-AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
-CredType=cred/munge
 SlurmUser=root
-SlurmdUser=root
 FirstJobId={first_job}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -49,25 +42,16 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-JobCompType=jobcomp/none
-SwitchType=switch/none
-MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
 SlurmdParameters=config_overrides
 GresTypes=gpu
 ReturnToService=2
-JobRequeue=1
 KillWait=15
-InactiveLimit=0
 MessageTimeout=30
 SlurmdTimeout=20
 BatchStartTimeout=120
-CompleteWait=0
 MinJobAge=3600
 PartitionName={partition} Nodes=n[1-{nodes}] Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 """
@@ -81,16 +65,13 @@ def install() -> None:
     """Install Slurm and shellcheck from Debian's packages if they are missing."""
     if all(shutil.which(program) for program in PROGRAMS):
         return
-    assert os.geteuid() == 0, f"not root, and {', '.join(PROGRAMS)} are needed"
-    assert shutil.which("apt-get"), f"no apt-get, and {', '.join(PROGRAMS)} are needed"
     subprocess.run(["apt-get", "update", "-qq"], check=True)
     command = ["apt-get", "install", "-qq", "--no-install-recommends", *PACKAGES]
     subprocess.run(command, check=True, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
 
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = 600) -> None:
-    """Wait until `condition()` holds; after `seconds`, raise an AssertionError that names
-    `what`."""
+    """Wait until `condition()` holds; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"timed out after {seconds:.0f} s: {what}"
@@ -98,12 +79,7 @@ def wait_for(condition: Callable[[], object], what: str, seconds: float = 600) -
 
 
 class Cluster:
-    """A Slurm cluster with nodes n1, n2, …
-
-    Args:
-        folder: an empty folder for this cluster only.
-        nodes: the number of nodes; an idle node costs nothing.
-    """
+    """A Slurm cluster with nodes n1, n2, … (an idle one costs nothing), in an empty folder."""
 
     def __init__(self, folder: Path, nodes: int) -> None:
         self.folder, self.nodes = folder, [f"n{i}" for i in range(1, nodes + 1)]
@@ -117,25 +93,21 @@ class Cluster:
         (folder / "munge.key").chmod(0o600)
         folder.chmod(0o755)
         addresses = {node: f"127.0.0.{10 + i}" for i, node in enumerate(self.nodes)}
-        hosts = Path("/etc/hosts").read_text() + "".join(
-            f"{address} {node}\n" for node, address in addresses.items()
-        )
-        (folder / "hosts").write_text(hosts)
-        (folder / "gres.conf").write_text(
-            f"NodeName=n[1-{nodes}] Name=gpu Type=h100 File={folder}/gpu[0-7]\n"
-        )
-        controller_port, *ports = free_ports(1 + nodes)
+        hosts = "".join(f"{address} {node}\n" for node, address in addresses.items())
+        (folder / "hosts").write_text(Path("/etc/hosts").read_text() + hosts)
+        gpus = f"NodeName=n[1-{nodes}] Name=gpu Type=h100 File={folder}/gpu[0-7]\n"
+        (folder / "gres.conf").write_text(gpus)
+        with contextlib.ExitStack() as stack:
+            sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(1 + nodes)]
+            free = [stack.enter_context(each).getsockname()[1] for each in sockets]
         # The scripts derive their ports from the job id, so that job ids start at a random number:
         # another such cluster on this machine must get other ports.
         text = CONFIGURATION.format(
-            host=socket.gethostname(),
-            controller_port=controller_port,
-            folder=folder,
+            host=socket.gethostname(), controller_port=free.pop(), folder=folder,
             first_job=random.SystemRandom().randrange(1_000, 900_000),
-            partition=PARTITION,
-            nodes=nodes,
-        )
-        for (node, address), port in zip(addresses.items(), ports, strict=True):
+            partition=PARTITION, nodes=nodes,
+        )  # fmt: skip
+        for (node, address), port in zip(addresses.items(), free, strict=True):
             text += NODE.format(node=node, address=address, port=port)
         (folder / "slurm.conf").write_text(text)
 
@@ -165,22 +137,16 @@ class Cluster:
         if self.namespaces:
             with contextlib.suppress(subprocess.SubprocessError, AssertionError):
                 self.run("scancel", "--user", "root")
-                wait_for(
-                    lambda: not self.run("squeue", "--noheader").strip(),
-                    "the end of the cancelled jobs",
-                    60,
-                )
+                jobs = "squeue", "--noheader"
+                wait_for(lambda: not self.run(*jobs).strip(), "the end of cancelled jobs", 60)
         for node in self.namespaces:
             self.kill_node(node)
         for name in ("slurmctld", "munged"):
             with contextlib.suppress(OSError, ValueError):
                 pid = int((self.folder / f"{name}.pid").read_text())
                 os.kill(pid, signal.SIGTERM)
-                wait_for(
-                    lambda pid=pid: not Path(f"/proc/{pid}").exists(), f"the end of {name}", 30
-                )
-
-    # --- commands ---------------------------------------------------------------------------------
+                ended = Path(f"/proc/{pid}")
+                wait_for(lambda ended=ended: not ended.exists(), f"the end of {name}", 30)
 
     def run(self, *command: str, **environment: str) -> str:
         """Run a command, which must succeed, and return its standard output."""
@@ -192,9 +158,8 @@ class Cluster:
             if done.returncode != -signal.SIGPIPE:  # else the busy controller hung up: try again
                 break
         if done.returncode:
-            raise subprocess.SubprocessError(
-                f"{' '.join(command)}: {done.returncode}: {done.stdout}{done.stderr}"
-            )
+            said = f"{done.returncode}: {done.stdout}{done.stderr}"
+            raise subprocess.SubprocessError(f"{' '.join(command)}: {said}")
         return done.stdout
 
     def sbatch(self, *arguments: str, **environment: str) -> str:
@@ -211,16 +176,13 @@ class Cluster:
         path = self.folder / f"slurm-{job}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait_for_job(
-        self, job: str, condition: Callable[[dict[str, str]], object], what: str
-    ) -> None:
+    def wait_for_job(self, job: str, condition: Callable[[dict], object], what: str) -> None:
         """Wait until `condition(self.job(job))` holds; fail if the job ends before."""
 
         def holds() -> object:
             seen = self.job(job)
-            assert condition(seen) or seen["JobState"] not in OVER, (
-                f"{seen['JobState']} before {what}:\n{self.log(job)}"
-            )
+            ended = f"{seen['JobState']} before {what}:\n{self.log(job)}"
+            assert condition(seen) or seen["JobState"] not in OVER, ended
             return condition(seen)
 
         wait_for(holds, what)
@@ -231,36 +193,25 @@ class Cluster:
 
     def start_now(self, job: str, restarts: int) -> None:
         """Wait until the job is in the queue again, and shorten the two minutes that Slurm would
-        keep it there to three seconds.
-
-        Three seconds are needed, because Slurm rejects a start within the second of the requeue as
-        forged.
-        """
+        keep it there to three seconds: it rejects a start within the second of the requeue as
+        forged."""
         again = {"Restarts": str(restarts), "JobState": "PENDING"}
-        self.wait_for_job(
-            job, lambda seen: again.items() <= seen.items(), f"requeue {restarts} of job {job}"
-        )
+        what = f"requeue {restarts} of job {job}"
+        self.wait_for_job(job, lambda seen: again.items() <= seen.items(), what)
         self.run("scontrol", "update", f"jobid={job}", "starttime=now+3")
-
-    # --- nodes ------------------------------------------------------------------------------------
 
     def start_node(self, node: str) -> None:
         prepare = f"hostname {node} && mount --bind {self.folder}/hosts /etc/hosts"
         slurmd = f"exec slurmd -f {self.folder}/slurm.conf -N {node}"
         isolated = ["unshare", "--uts", "--mount", "--propagation", "private"]
         self.run(*isolated, "bash", "-c", f"{prepare} && {slurmd}")
-        pid_file = self.folder / f"slurmd-{node}.pid"
-        wait_for(
-            lambda: pid_file.exists() and pid_file.read_text().strip(), f"the slurmd of {node}", 60
-        )
-        self.namespaces[node] = os.readlink(f"/proc/{int(pid_file.read_text())}/ns/uts")
+        file = self.folder / f"slurmd-{node}.pid"
+        wait_for(lambda: file.exists() and file.read_text().strip(), f"the slurmd of {node}", 60)
+        self.namespaces[node] = os.readlink(f"/proc/{int(file.read_text())}/ns/uts")
 
     def wait_until_idle(self, node: str) -> None:
-        wait_for(
-            lambda: "idle" in self.run("sinfo", "-h", "-n", node, "-o", "%T"),
-            f"{node} to be idle",
-            120,
-        )
+        state = "sinfo", "-h", "-n", node, "-o", "%T"
+        wait_for(lambda: "idle" in self.run(*state), f"{node} to be idle", 120)
 
     def kill_node(self, node: str) -> None:
         """Kill the node's daemon and every process on it with SIGKILL, as when a machine dies."""
@@ -286,13 +237,9 @@ class Cluster:
         found = {}
         for pid in self.processes(node):
             with contextlib.suppress(OSError, KeyError):
-                words = _command(pid).split(b"\0")
-                variables = dict(
-                    v.partition(b"=")[::2]
-                    for v in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                )
-                if b"train.py" in words:
-                    found[int(variables[b"RANK"])] = pid
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if b"train.py" in _command(pid).split(b"\0"):
+                    found[int(dict(v.partition(b"=")[::2] for v in variables)[b"RANK"])] = pid
         return found
 
     def batch_shell(self, node: str) -> int:
@@ -320,13 +267,3 @@ class Cluster:
 
 def _command(pid: int | str) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def free_ports(number: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(number)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

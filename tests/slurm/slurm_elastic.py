@@ -11,15 +11,11 @@ from tests.slurm.slurm_scenarios import SCRIPT, STEPS, VARIABLES, Run, cluster
 
 __all__ = ["cluster"]  # the fixture
 
-ELASTIC = {
-    "parallel": {
-        "layouts": [
-            {"pp": 2, "dp_shard": 3, "tp": 1, "micro_batch_size": 2},  # 3 nodes of 2 ranks
-            {"pp": 1, "dp_shard": 2, "tp": 2, "micro_batch_size": 3},  # 2 nodes
-        ]
-    },
-    "train": {"steps": STEPS, "global_batch_size": 12, "dtype": "float64"},
-}
+LAYOUTS = [
+    {"pp": 2, "dp_shard": 3, "tp": 1, "micro_batch_size": 2},  # 3 nodes of 2 ranks
+    {"pp": 1, "dp_shard": 2, "tp": 2, "micro_batch_size": 3},  # 2 nodes
+]
+TRAIN = {"steps": STEPS, "global_batch_size": 12, "dtype": "float64"}
 
 
 def test_a_job_shrinks_and_grows(cluster: Cluster, data: Path, tmp_path: Path) -> None:
@@ -27,21 +23,20 @@ def test_a_job_shrinks_and_grows(cluster: Cluster, data: Path, tmp_path: Path) -
     two. A user's STOP ends it without a requeue, although srun's status is that of the dead node.
     Submitted again, it starts on two; a requeue while the third is back brings it again. The losses
     are those of a run that was never disturbed."""
-    alone = Run(cluster, tmp_path / "alone", data, **ELASTIC)
-    run = Run(cluster, tmp_path / "it", data, **ELASTIC)
-    size = ["--nodes", "2-3", "--exclude", "n[4-32]", "--no-kill", "--time", "60"]
-    ranks = ["--gpus-per-node", "2", "--cpus-per-task", "2"]
+    alone = Run(cluster, tmp_path / "alone", data, parallel={"layouts": LAYOUTS}, train=TRAIN)
+    run = Run(cluster, tmp_path / "it", data, parallel={"layouts": LAYOUTS}, train=TRAIN)
+    size = ["--nodes", "2-3", "--exclude", "n[4-32]", "--no-kill", "--time", "60",
+            "--gpus-per-node", "2", "--cpus-per-task", "2"]  # fmt: skip
 
     def submit() -> None:
-        run.job = cluster.sbatch(*size, *ranks, SCRIPT, run.config, **VARIABLES, MIN_NODES="2")
-
-    submit()
-    run.wait_for_step(7)
+        run.job = cluster.sbatch(*size, SCRIPT, run.config, **VARIABLES, MIN_NODES="2")
 
     def worlds() -> list[int]:
         events = read_events(run.folder / "run")
         return [event["world_size"] for event in events if event["event"] == "start"]
 
+    submit()
+    run.wait_for_step(7)
     assert worlds() == [6]
     cluster.kill_node("n3")
     wait_for(lambda: worlds()[-1] == 4, "the start on two nodes")

@@ -5,7 +5,6 @@ tests/slurm/slurm_scenarios.py tests it on a real Slurm.
 """
 
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ import pytest
 
 from runtime.health.excluded import exclude
 from tests import ROOT
+from tests.monitor.alert_helpers import free_port
 from tests.runs import forked, status, write_config
-from tests.slurm.slurm_cluster import free_ports
 from tools.preflight import __main__ as command
 from tools.preflight.links import rounds
 from tools.preflight.node import _sources, addresses, judge_addresses, judge_gpus
@@ -25,17 +24,16 @@ from tools.preflight.verdict import choose, odd_ones, slow_ones
 GOOD = ["NVIDIA H100 80GB HBM3", "550.54.15", "4", "345", "1980", "Enabled", "0"]
 
 
-@pytest.mark.parametrize("num_nodes", range(1, 12))
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 8, 11])
 def test_every_node_is_in_two_pairs_and_in_one_at_a_time(num_nodes: int) -> None:
-    pairs = rounds(num_nodes)
-    for together in pairs:
+    partners: dict[int, set[int]] = {node: set() for node in range(num_nodes)}
+    for together in rounds(num_nodes):
         nodes = [node for pair in together for node in pair]
         assert len(nodes) == len(set(nodes))
-    partners = {
-        node: {n for r in pairs for p in r if node in p for n in p} - {node}
-        for node in range(num_nodes)
-    }
-    assert all(len(found) == min(2, num_nodes - 1) for found in partners.values())
+        for one, other in together:
+            partners[one].add(other)
+            partners[other].add(one)
+    assert {len(found) for found in partners.values()} == {min(2, num_nodes - 1)}
 
 
 def test_all_code_that_trains_is_compared() -> None:
@@ -65,52 +63,32 @@ def test_a_slow_node_is_named_and_its_neighbours_are_not() -> None:
 
 def test_spares_are_the_failed_then_excluded_then_slow_then_last() -> None:
     names = ["a", "b", "c", "d", "e"]
-    assert choose(names, set(), set(), set(), 5) == [0, 1, 2, 3, 4]
     assert choose(names, set(), set(), set(), 4) == [0, 1, 2, 3]
-    assert choose(names, {1}, set(), {3}, 4) == [0, 2, 3, 4]
     assert choose(names, {1}, set(), {3}, 3) == [0, 2, 4]
     assert choose(names, set(), {4}, {0, 2}, 3) == [0, 1, 3]
     assert choose(names, set(), {4}, {0, 2}, 4) == [0, 1, 2, 3]
     assert choose(names, {1}, set(), set(), 5) == []
 
 
-@pytest.mark.parametrize(
-    ("column", "value", "said"),
-    [
-        (2, "40000", "GPU 3 is not idle: 40,000 MiB are in use"),
-        (6, "2", "GPU 3 has 2 uncorrected memory errors since it was last reset"),
-    ],
-)
-def test_a_sick_or_busy_gpu(column: int, value: str, said: str) -> None:
+def test_sick_busy_missing_and_unlike_gpus() -> None:
     rows = [[str(index), *GOOD] for index in range(8)]
     found = judge_gpus(rows, [], 8)
     assert (found["problems"], found["warnings"]) == ([], [])
     assert found["gpus"] == "8 H100 80GB HBM3, 345 of 1980 MHz, ECC enabled"
-    rows[3][column + 1] = value
-    assert judge_gpus(rows, [], 8)["problems"] == [said]
-
-
-def test_missing_gpus_foreign_processes_and_unlike_settings() -> None:
-    rows = [[str(index), *GOOD] for index in range(7)]
-    assert judge_gpus(rows, [["4711", "512"]], 8)["problems"] == [
-        "7 of 8 GPUs are visible",
+    rows[3][3], rows[4][7], rows[5][6] = "40000", "2", "Disabled"
+    found = judge_gpus(rows, [["4711", "512"]], 9)
+    assert found["problems"] == [
+        "8 of 9 GPUs are visible",
+        "GPU 3 is not idle: 40,000 MiB are in use",
+        "GPU 4 has 2 uncorrected memory errors since it was last reset",
         "GPUs are in use by processes 4711",
     ]
-    rows[1][6] = "Disabled"
-    assert judge_gpus(rows, [], 7)["warnings"] == [
-        "different ECC settings: {'Enabled': 6, 'Disabled': 1}"
-    ]
+    assert found["warnings"] == ["different ECC settings: {'Enabled': 7, 'Disabled': 1}"]
     assert judge_gpus([], [], 8)["problems"] == ["0 of 8 GPUs are visible"]
 
 
 def test_an_address_that_is_reachable_from_outside() -> None:
-    private = [
-        ("lo", "127.0.0.1"),
-        ("eth0", "10.1.2.3"),
-        ("ib0", "192.168.7.1"),
-        ("eth0", "fe80::1"),
-        ("eth1", "fd00::7"),
-    ]
+    private = [("lo", "127.0.0.1"), ("eth0", "10.1.2.3"), ("eth0", "fe80::1"), ("eth1", "fd00::7")]
     assert judge_addresses(private) == []
     (warning,) = judge_addresses([*private, ("eth1", "8.8.8.8"), ("eth1", "2600:1f18::7")])
     assert warning.startswith("8.8.8.8 (eth1), 2600:1f18::7 (eth1) can be reached from outside")
@@ -118,14 +96,7 @@ def test_an_address_that_is_reachable_from_outside() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="how Linux names addresses")
 def test_this_machines_addresses_are_found() -> None:
-    found = addresses()
-    assert ("lo", "127.0.0.1") in found
-    try:  # the address that this machine would send from
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-            asking.connect(("192.0.2.1", 9))  # sends nothing
-            assert asking.getsockname()[0] in [address for _, address in found]
-    except OSError:
-        pass  # no network
+    assert ("lo", "127.0.0.1") in addresses()
 
 
 def on_node(node: int, out_of: int, arguments: list[str]) -> None:
@@ -135,17 +106,11 @@ def on_node(node: int, out_of: int, arguments: list[str]) -> None:
 
 
 def preflight(
-    folder: Path,
-    data: Path,
-    nodes: tuple[int, ...],
-    *options: str,
-    out_of: int = 2,
-    **sections: Any,
+    folder: Path, data: Path, nodes: tuple[int, ...], *options: str, out_of: int = 2, **given: Any
 ) -> list[tuple[int | None, str, str]]:
     """Run the preflight on `nodes` out of two nodes or `out_of`; return the status, standard output
     and standard error of each."""
-    config = write_config(folder, data, **sections)
-    port = free_ports(1)[0]
+    config, port = write_config(folder, data, **given), free_port()
     arguments = ["--meet", f"127.0.0.1:{port}", "--device", "cpu", "--ranks-per-node", "2",
                  *options, config]  # fmt: skip
     files = [(folder / f"answer{port}-{node}", folder / f"report{port}-{node}") for node in nodes]
@@ -172,23 +137,18 @@ def test_two_nodes_meet_and_measure(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_node_that_does_not_come_is_named(data: Path, tmp_path: Path) -> None:
-    [(code, answer, report)] = preflight(
-        tmp_path, data, (0,), "--seconds", "30", "--node-names", "node0,far"
-    )
+    named = ("--seconds", "30", "--node-names", "node0,far")
+    [(code, answer, report)] = preflight(tmp_path, data, (0,), *named)
     assert (code, answer) == (1, "")
     assert "FAILED   far: it sent no report in time" in report
     assert "--exclude=far" in report
-    [(code, answer, report)] = preflight(
-        tmp_path, data, (0,), "--seconds", "30", "--spare-nodes", "1"
-    )
+    [(code, answer, report)] = preflight(tmp_path, data, (0,), *named, "--spare-nodes", "1")
     assert (code, answer) == (0, f"node0 {tmp_path}/run\n"), report
 
 
 @pytest.mark.thorough  # tests/settings/test_refusals.py tests the errors themselves
 def test_data_that_training_would_refuse(tmp_path: Path) -> None:
-    (code, answer, report), other = preflight(
-        tmp_path, tmp_path / "none", (0, 1), "--seconds", "300"
-    )
+    (code, answer, report), other = preflight(tmp_path, tmp_path / "none", (0, 1))
     assert (code, answer) == (2, "")
     assert report.startswith("error: data.path")
     assert other == (1, "", "")
@@ -214,7 +174,7 @@ def test_a_minimum_below_the_smallest_layout_is_refused(
 def test_with_layouts_a_job_needs_only_the_smallest(data: Path, tmp_path: Path) -> None:
     """Of four nodes one does not come: the other three measure each other (an odd number of them,
     so that in each round one has no partner) and train, though a layout is for four. A node in
-    excluded.json is named, and left out if spare nodes are asked for."""
+    excluded.json is named."""
     layouts = [{"dp_shard": 8, "micro_batch_size": 1}, {"dp_shard": 4}]
     (tmp_path / "run").mkdir()
     exclude(tmp_path / "run", "node1", "slow since step 7")
@@ -225,8 +185,3 @@ def test_with_layouts_a_job_needs_only_the_smallest(data: Path, tmp_path: Path) 
     assert (code, answer) == (0, f"node0,node1,node2 {tmp_path}/run\n"), report
     assert "FAILED   far: it sent no report in time" in report
     assert "EXCLUDED node1: excluded.json excludes it: slow since step 7" in report
-    (code, answer, report), *_ = preflight(
-        tmp_path, data, (0, 1, 2), "--seconds", "300", "--spare-nodes", "1",
-        out_of=3, parallel={"layouts": layouts},
-    )  # fmt: skip
-    assert (code, answer) == (0, f"node0,node2 {tmp_path}/run\n"), report
