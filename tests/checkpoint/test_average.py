@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
-from proofs.ranks import Ranks
+from runtime.checkpoint.folder import complete_checkpoints, step_of
 from runtime.checkpoint.manifest import Manifest, fingerprint, read_manifest, write_manifest
-from tests.data_samples import MANY, flip_a_bit, tokenizer
+from tests.data_samples import MANY, tokenizer
 from tests.huggingface.huggingface_models import change, write_checkpoint
-from tests.runs import EXPERTS, checkpoint_of, same_tensors, train_run, write_config
+from tests.runs import checkpoint_of, same_tensors, train_run, write_config
 from tests.runs import run as train_to_the_end
 from tools import average, export, verify
 from tools.huggingface.checkpoint_reader import CheckpointReader
-
-STEPS = (2, 4, 6)
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
@@ -35,9 +33,8 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(saved: Path) -> list[Path]:
-    """Of one run, on 8 ranks (pp 2 × dp_shard 2 × tp 2)."""
-    return [checkpoint_of(saved, step) for step in STEPS]
+def checkpoints(saved):
+    return complete_checkpoints(saved / "run" / "checkpoints")
 
 
 def check_mean(out: Path, folders: list[Path], shares: list[float]) -> None:
@@ -50,35 +47,36 @@ def check_mean(out: Path, folders: list[Path], shares: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "shares"),
+    ("name", "options", "shares"),
     [
-        ([], [1 / 3, 1 / 3, 1 / 3]),
-        (["--kind", "exponential", "--decay", "0.75"], [0.5625, 0.1875, 0.25]),
-        (["--last", "2"], [0, 1 / 2, 1 / 2]),
+        ("saved", [], [1 / 3, 1 / 3, 1 / 3]),
+        ("saved", ["--kind", "exponential", "--decay", "0.75"], [0.5625, 0.1875, 0.25]),
+        ("saved", ["--last", "2"], [0, 1 / 2, 1 / 2]),
+        ("saved_experts", [], [1 / 2, 1 / 2]),  # the biases of routers too
     ],
 )
-def test_the_average_is_the_mean_in_float64(
-    saved: Path, checkpoints: list[Path], tmp_path: Path, options: list[str], shares: list[float]
-) -> None:
-    out = tmp_path / "average"
-    assert run(saved / "run", "--out", out, "--file-bytes", "100000", *options) == 0
+def test_the_average_is_the_mean_in_float64(request, tmp_path, name, options, shares):
+    folder, out = request.getfixturevalue(name) / "run", tmp_path / "average"
+    assert run(folder, "--out", out, "--file-bytes", "100000", *options) == 0
     assert verify.main([str(out)]) == 0
     assert len(list(out.glob("*.safetensors"))) > 1
-    check_mean(out, checkpoints, shares)
-    newest = tensors(checkpoints[-1])
-    for name, tensor in tensors(out).items():
-        assert not torch.equal(tensor, newest[name]), "control: it is not only the newest"
+    sources = complete_checkpoints(folder / "checkpoints")
+    check_mean(out, sources, shares)
+    newest, found = tensors(sources[-1]), tensors(out)
+    weights = [each for each in found if not each.endswith("router.bias")]
+    assert (weights != [*found]) == (name == "saved_experts")
+    for each in weights:
+        assert not torch.equal(found[each], newest[each]), "control: it is not only the newest"
     about = json.loads((out / "average.json").read_text())["checkpoints"]
-    used = [share for share in shares if share]
-    assert [each["weight"] for each in about] == pytest.approx(used)
-    assert [each["step"] for each in about] == list(STEPS[-len(used) :])
+    used = [(step_of(path), w) for path, w in zip(sources, shares, strict=True) if w]
+    assert [(each["step"], pytest.approx(each["weight"])) for each in about] == used
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("kind", average.KINDS)
-def test_the_average_of_identical_checkpoints_has_the_same_bits(
-    checkpoints: list[Path], tmp_path: Path, dtype: torch.dtype, kind: str
-) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [(torch.float32, "exponential"), (torch.bfloat16, "uniform"), (torch.float64, "uniform")],
+)
+def test_the_average_of_identical_checkpoints_has_the_same_bits(checkpoints, tmp_path, dtype, kind):
     weights = tensors(checkpoints[-1])
     named = {name: weight.to(dtype).clone() for name, weight in weights.items()}
     for tensor in named.values():
@@ -96,27 +94,7 @@ def test_the_average_of_identical_checkpoints_has_the_same_bits(
     assert (bits(sum([weight] * 7) / 7) != bits(weight)).any()
 
 
-@pytest.mark.thorough
-def test_checkpoints_with_experts_are_averaged(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """Of two layouts; the biases of routers too."""
-    folders = []
-    for name, world, layout in (("one", 1, {}), ("other", 4, {"pp": 2, "ep": 2})):
-        (tmp_path / name).mkdir()
-        sections = {"model": EXPERTS, "parallel": layout, "train": {"steps": 1}}
-        config = write_config(tmp_path / name, data, checkpoint={"interval": 1}, **sections)
-        train_to_the_end(ranks, world, config)
-        folders.append(checkpoint_of(tmp_path / name, 1))
-    counts = [len(list(folder.glob("*.safetensors"))) for folder in folders]
-    assert counts[0] < counts[1]
-    out = tmp_path / "average"
-    assert run(*folders, "--out", out) == 0
-    check_mean(out, folders, [1 / 2, 1 / 2])
-    assert any(name.endswith("router.bias") for name in tensors(out))
-
-
-def test_an_average_is_used_like_a_checkpoint(
-    ranks: Ranks, data: Path, checkpoints: list[Path], tmp_path: Path
-) -> None:
+def test_an_average_is_used_like_a_checkpoint(ranks, data, checkpoints, tmp_path):
     """A run starts from its weights, in another layout, and what that saves is averaged with what
     the first layout saved. It is exported. It has no state of an optimizer, so no run resumes from
     it."""
@@ -149,41 +127,22 @@ def other_model(folder: Path) -> None:
     change(folder, "trainer.json", model=model | {"norm_eps": 1e-3})
 
 
-CHANGES = {
-    "another tokenizer": (other_tokenizer, True, "its tokenizer.model="),
-    "another model": (other_model, True, "its model.norm_eps=0.001 differs"),
-    "damaged": (lambda f: flip_a_bit(min(f.glob("*.safetensors"))), False, "sha256 differs"),
-}
+CHANGES = {"tokenizer.model=": other_tokenizer, "model.norm_eps=0.001 differs": other_model}
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_does_not_belong_together_is_refused(
-    checkpoints: list[Path], tmp_path: Path, name: str, capsys: pytest.CaptureFixture
-) -> None:
-    make_other, signed, said = CHANGES[name]
+@pytest.mark.parametrize("said", CHANGES)
+def test_what_does_not_belong_together_is_refused(checkpoints, tmp_path, said, capsys):
     copy = Path(shutil.copytree(checkpoints[1], tmp_path / "copy"))
-    make_other(copy)
-    if signed:
-        manifest = read_manifest(checkpoints[1])
-        files = {file: fingerprint(copy / file) for file in manifest.files}
-        write_manifest(copy, Manifest(files=files, tensors=manifest.tensors))
+    CHANGES[said](copy)
+    manifest = read_manifest(checkpoints[1])
+    files = {file: fingerprint(copy / file) for file in manifest.files}
+    write_manifest(copy, Manifest(files=files, tensors=manifest.tensors))
     assert run(checkpoints[0], copy, "--out", tmp_path / "out") == 2
-    assert said in capsys.readouterr().err
+    assert f"its {said}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--last", "0"], "--last = 0: it must be at least 1"),
-        (["--decay", "1"], "--decay = 1.0: it must be at least 0 and less than 1"),
-        (["--last", "1"], "there is only this one"),
-        (["{saved}/run/checkpoints/step-00000002"], "it is named twice"),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    saved: Path, tmp_path: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture
-) -> None:
-    words = [word.format(saved=saved) for word in arguments]
-    assert run(*words, saved / "run", "--out", tmp_path / "out") == 2
-    assert said in capsys.readouterr().err
+def test_too_few_and_too_many_are_refused(saved, checkpoints, tmp_path, capsys):
+    for more, said in (["--last", "1"], "there is only this one"), (checkpoints[:1], "named twice"):
+        assert run(saved / "run", *more, "--out", tmp_path / "out") == 2
+        assert said in capsys.readouterr().err

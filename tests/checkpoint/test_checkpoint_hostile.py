@@ -7,6 +7,8 @@ import json
 import math
 import os
 import pickle
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,25 +17,37 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from errors import UserError
-from proofs.ranks import Ranks
-from runtime.checkpoint import manifest
-from runtime.checkpoint.manifest import Damaged, Manifest, read_manifest, write_manifest
+from runtime.checkpoint.manifest import (
+    PLACES,
+    Damaged,
+    Manifest,
+    Stored,
+    fingerprint,
+    read_manifest,
+    write_manifest,
+)
 from runtime.checkpoint.verify import verify_checkpoint
-from tests.runs import copy_of, train_run
+from tests import ROOT
+from tests.runs import names, train_run, write_config
 from tools import export, verify
 from tools.generate.load_model import load_model
 
-HOSTILE = ["pickle for tensors", "a path for a name", "an absurd shape", "a negative shape",
-           "two files exchanged", "a file too many", "a shard and its entry lost", "truncated",
-           "a piece outside of its tensor", "a piece twice and another not at all",
-           "an endless shape", "a header that is too long", "too many steps",
-           "a step of another kind", "a sample that is no number", "no model"]  # fmt: skip
+FIXTURE = ROOT / "tests/fixtures" / "step-00000002"
+SHAPES = {
+    "an absurd shape": (1 << 40, 1 << 20),
+    "a negative shape": (-1, -4),
+    "an endless shape": (math.inf, 4),
+}
 TRAINERS = {  # case → (key of trainer.json, value planted there)
     "too many steps": ("step", 10**15),
     "a step of another kind": ("step", True),
     "a sample that is no number": ("data", {"checksum": "x", "next_sample": "x", "skipped": []}),
     "no model": ("model", {"dim": 10**30}),
 }
+HOSTILE = ["pickle for tensors", "a path for a name", "two files exchanged", "a file too many",
+           "a shard and its entry lost", "truncated", "a piece outside of its tensor",
+           "a piece twice and another not at all", "a header that is too long",
+           *SHAPES, *TRAINERS]  # fmt: skip
 
 
 class Exploding:
@@ -46,134 +60,108 @@ class Exploding:
         return os.mkdir, (str(self.path),)
 
 
-def hostile(folder: Path, manifest_of: Manifest, how: str, harm: Path) -> None:
+def hostile(folder: Path, how: str, harm: Path) -> None:
     """Make a checkpoint hostile in the way `how`, with a manifest whose checksum is right."""
-    files, tensors = dict(manifest_of.files), dict(manifest_of.tensors)
-    shards = sorted(name for name in files if name.endswith(".safetensors"))
-    victim = folder / shards[0]
+    manifest = read_manifest(folder)
+    files, tensors = dict(manifest.files), dict(manifest.tensors)
+    shards = sorted(folder.glob("*.safetensors"))
+    victim, content = shards[0], shards[0].read_bytes()
     if how == "pickle for tensors":
         victim.write_bytes(pickle.dumps(Exploding(harm)))
-        files[victim.name] = manifest.fingerprint(victim)
     elif how == "a path for a name":
-        (folder.parent / "outside.safetensors").write_bytes(victim.read_bytes())
+        (folder.parent / "outside.safetensors").write_bytes(content)
         files["../outside.safetensors"] = files[victim.name]
-    elif how == "an absurd shape":
+    elif how in SHAPES:
         name = next(iter(tensors))
-        tensors[name] = manifest.Stored(tensors[name][0], (1 << 40, 1 << 20))
-    elif how == "a negative shape":
-        name = next(iter(tensors))
-        tensors[name] = manifest.Stored(tensors[name][0], (-1, -4))
+        tensors[name] = Stored(tensors[name].dtype, SHAPES[how])
     elif how == "two files exchanged":
-        first, second = (folder / name for name in shards[:2])
-        content = first.read_bytes()
-        first.write_bytes(second.read_bytes())
-        second.write_bytes(content)
+        victim.write_bytes(shards[1].read_bytes())
+        shards[1].write_bytes(content)
     elif how == "a file too many":
-        save_file(
-            {"model.norm.weight": torch.zeros(4)},
-            folder / "shard-99999-model-00001-of-00001.safetensors",
-        )
+        stranger = folder / "shard-99999-model-00001-of-00001.safetensors"
+        save_file({"model.norm.weight": torch.zeros(4)}, stranger)
     elif how == "a shard and its entry lost":
         victim.unlink()
         del files[victim.name]
     elif how == "truncated":
-        victim.write_bytes(victim.read_bytes()[:-8])
-        files[victim.name] = manifest.fingerprint(victim)
+        victim.write_bytes(content[:-8])
     elif how == "a piece twice and another not at all":  # the total size is still right
-        victim = folder / shards[-1]  # not the first shard, whose pieces are at the beginning
+        victim = shards[-1]  # not the first shard, whose pieces are at the beginning
         place_everything_first(victim)
-        files[victim.name] = manifest.fingerprint(victim)
-    elif how == "an endless shape":
-        name = next(iter(tensors))
-        tensors[name] = manifest.Stored(tensors[name][0], (math.inf, 4))
     elif how == "a header that is too long":
-        victim.write_bytes((1 << 30).to_bytes(8, "little") + victim.read_bytes()[8:])
-        files[victim.name] = manifest.fingerprint(victim)
+        victim.write_bytes((1 << 30).to_bytes(8, "little") + content[8:])
     elif how in TRAINERS:
         key, value = TRAINERS[how]
-        path = folder / "trainer.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-        files[path.name] = manifest.fingerprint(path)
+        victim = folder / "trainer.json"
+        victim.write_text(json.dumps(json.loads(victim.read_text()) | {key: value}))
     else:
         assert how == "a piece outside of its tensor"
-        name = next(name for name in load_file(victim))
-        tensors[name] = manifest.Stored(tensors[name][0], tuple(n // 2 for n in tensors[name][1]))
+        name = next(iter(load_file(victim)))
+        tensors[name] = Stored(tensors[name].dtype, tuple(n // 2 for n in tensors[name].shape))
+    if victim.name in files and how != "two files exchanged":
+        files[victim.name] = fingerprint(victim)
     write_manifest(folder, Manifest.model_construct(files=files, tensors=tensors))
-
-
-def refused_by_tools(checkpoint: Path, out: Path) -> list[str]:
-    """The output of `tools.verify` and `tools.export`, which must refuse the checkpoint."""
-    said = []
-    for main, arguments, status in (
-        (verify.main, [str(checkpoint)], 1),
-        (export.main, ["--checkpoint", str(checkpoint), "--out", str(out)], 2),
-    ):
-        text = io.StringIO()
-        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-            assert main(arguments) == status
-        said.append(text.getvalue())
-    return said
-
-
-def refused_by_generate(checkpoint: Path) -> str:
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-        try:
-            load_model(checkpoint, torch.float32, "cpu")
-        except UserError as error:
-            print(f"error: {error}")
-    return text.getvalue()
 
 
 def place_everything_first(file: Path) -> None:
     """Change a file so that its pieces claim to be the first of their tensors."""
     with safe_open(file, framework="pt") as opened:
-        places = json.loads(opened.metadata()[manifest.PLACES])
+        places = json.loads(opened.metadata()[PLACES])
     moved = {
         name: {"saved_offsets": [0] * len(place["saved_offsets"])} for name, place in places.items()
     }
     assert moved != places
-    save_file(load_file(file), file, metadata={manifest.PLACES: json.dumps(moved)})
+    save_file(load_file(file), file, metadata={PLACES: json.dumps(moved)})
+
+
+def said_in(main: Callable[..., object], *arguments: object) -> tuple[object, str]:
+    """What a program returns and prints; a message of UserError is printed, too."""
+    text, returned = io.StringIO(), None
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        try:
+            returned = main(*arguments)
+        except UserError as error:
+            print(f"error: {error}")
+    return returned, text.getvalue()
 
 
 def refused_on_ranks(cases: dict[str, tuple[Path, list[str]]]) -> dict[str, tuple[str, str]]:
     """What generation and training say of each checkpoint."""
     return {
-        how: (refused_by_generate(bad), train_run(arguments))
+        how: (said_in(load_model, bad, torch.float32, "cpu")[1], train_run(arguments))
         for how, (bad, arguments) in cases.items()
     }
 
 
 @pytest.fixture(scope="module")
-def judged(
-    ranks: Ranks, saved: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[dict[str, tuple[str, str]]]]:
-    """A folder with a hostile copy of a run for each case, and what each rank said of them."""
+def judged(ranks, data, tmp_path_factory):
+    """A folder with a hostile checkpoint for each case, and what each rank said of them."""
     folder = tmp_path_factory.mktemp("hostile")
-    cases = {}
+    config, cases = write_config(folder, data), {}
     for how in HOSTILE:
-        (folder / how).mkdir()
-        config, checkpoints = copy_of(saved, folder / how)
-        bad = checkpoints / "step-00000006"
-        hostile(bad, read_manifest(bad), how, folder / how / "harm")
-        other = f"run.dir={folder / how / 'other'}"
-        cases[how] = bad, [config, f"checkpoint.resume={bad}", other, "parallel.pp=1"]
+        bad = Path(shutil.copytree(FIXTURE, folder / how / FIXTURE.name))
+        hostile(bad, how, folder / how / "harm")
+        cases[how] = bad, [config, f"checkpoint.{key_of(how)}={bad}", f"run.dir={folder / how}/run"]
     return folder, ranks.run(refused_on_ranks, 2, cases)
 
 
+def key_of(how: str) -> str:
+    return "load_weights_only" if HOSTILE.index(how) % 2 else "resume"
+
+
 @pytest.mark.parametrize("how", HOSTILE)
-def test_a_hostile_checkpoint_is_refused(
-    judged: tuple[Path, list[dict[str, tuple[str, str]]]], how: str
-) -> None:
+def test_a_hostile_checkpoint_is_refused(judged, how):
     """Training and every tool refuse a hostile checkpoint with one message, execute nothing from
     it, and write nothing."""
     folder, answers = judged[0] / how, [of_rank[how] for of_rank in judged[1]]
-    bad = folder / "run" / "checkpoints" / "step-00000006"
+    bad = folder / FIXTURE.name
     with pytest.raises(Damaged):
         verify_checkpoint(bad)
-    for text in (*refused_by_tools(bad, folder / "out"), *(text for text, _ in answers)):
+    verified = said_in(verify.main, [str(bad)])
+    exported = said_in(export.main, ["--checkpoint", str(bad), "--out", str(folder / "out")])
+    assert (verified[0], exported[0]) == (1, 2)
+    for text in (verified[1], exported[1], *(text for text, _ in answers)):
         assert "Traceback" not in text
         assert text.count("is not a valid checkpoint: ") + text.count("damaged: ") == 1, text
-    assert all(message.startswith("checkpoint.resume = ") for _, message in answers), answers
-    assert not (folder / "harm").exists()
-    assert not (folder / "other").exists(), "nothing is written"
+    assert all(said.startswith(f"checkpoint.{key_of(how)} = ") for _, said in answers), answers
+    assert {*names(folder)} <= {FIXTURE.name, "outside.safetensors"}, "nothing is written"

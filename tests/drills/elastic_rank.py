@@ -1,4 +1,4 @@
-"""A rank of elastic.py: train.py, with a record of the rows that it reads.
+"""A rank of test_elastic_drill.py: train.py, with a record of the rows that it reads.
 
 Each line of DRILL_ROWS/PID.jsonl has the time, the step (0-based), the first row's place in the
 global batch, and a digest of each row. From the step in DRILL_ROWS/target on, each step takes
