@@ -14,10 +14,8 @@ from benchmarks.gpu.optimizer import NORM, RATES, Norm, Update
 
 
 class Check(NamedTuple):
-    """The error of a result compared with float64, and its bound."""
-
     what: str
-    error: float
+    error: float  # compared with float64
     bound: float
 
     @property
@@ -31,9 +29,7 @@ def wrong(checks: list[Check]) -> list[Check]:
 
 
 def against_exact(what: str, found: Tensor, exact: Tensor) -> Check:
-    """Checks the largest error, with the bound of tests/kernels/test_kernels.py: in float32, 2e-6
-    of the largest value; in bfloat16, 1.1 times the largest error of the exact result when
-    rounded."""
+    """Checks the largest error, with the bound of tests/kernels/test_kernels.py."""
     assert found.shape == exact.shape, f"{what}: {tuple(found.shape)} is not {tuple(exact.shape)}"
     error = (found.double() - exact).abs().max().item()
     if found.dtype == torch.bfloat16:
@@ -43,9 +39,8 @@ def against_exact(what: str, found: Tensor, exact: Tensor) -> Check:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fills newly allocated memory with NaN, so that an output that a kernel does not write is
-    found."""
-    # PyTorch then fills the result of `torch.empty`
+    """PyTorch fills the result of `torch.empty` with NaN, so that an output that a kernel does not
+    write is found."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -71,9 +66,6 @@ def of_operation(operation: Operation) -> list[Check]:
     names = [f"output {i}" for i in range(len(outputs))]
     names += [f"gradient {i}" for i in range(len(leaves))]
     return [against_exact(n, f, e) for n, f, e in zip(names, found, exact, strict=True)]
-
-
-# --- the optimizer --------------------------------------------------------------------------------
 
 
 def of_norm(norm: Norm) -> list[Check]:
@@ -115,8 +107,8 @@ def bits(update: Update, before: list[list[Tensor]]) -> Check:
     update.p, update.g, update.m, update.v = before
     update.updates -= 1
     update.update("torch")
-    expected = [*update.p, *update.m, *update.v]
-    differing = sum((a != b).sum().item() for a, b in zip(found, expected, strict=True))
+    pairs = zip(found, [*update.p, *update.m, *update.v], strict=True)
+    differing = sum((a != b).sum().item() for a, b in pairs)
     return Check("bits", differing / sum(a.numel() for a in found), 1e-3)
 
 
@@ -130,8 +122,6 @@ def exact_update(old: list[Tensor], t: float, decay: float) -> dict[str, Tensor]
     p = p - RATES.lr * decay * p - RATES.lr / one * m / ((v / two).sqrt() + RATES.eps)
     return {"p": p, "m": m, "v": v}
 
-
-# --- the head -------------------------------------------------------------------------------------
 
 # Bounds for logits rounded to bfloat16: the rounding error of one between 8 and 16 is up to 1/32,
 # and so is the relative error of its probability p. The errors of dx and dw are relative to the

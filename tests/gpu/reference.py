@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.gpu.programs import compiler, make_config
@@ -49,17 +49,13 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 @dataclass(frozen=True)
 class Mechanism:
-    """One way to train.
-
-    mathematics: the name of the mechanism with the same numbers, up to rounding.
-    settings: by section of the configuration, what differs from plain training.
-    kinds: the dtypes that it supports.
-    """
+    """One way to train."""
 
     name: str
-    mathematics: str = PLAIN
+    mathematics: str = PLAIN  # the mechanism with the same numbers, up to rounding
+    # by section of the configuration, what differs from plain training
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    kinds: tuple[str, ...] = (EXACT, ROUNDED)
+    kinds: tuple[str, ...] = (EXACT, ROUNDED)  # the dtypes that it supports
 
 
 def _same(name: str, section: str, kinds: tuple[str, ...] = (EXACT, ROUNDED), **keys: Any) -> Any:
@@ -91,20 +87,11 @@ MECHANISMS = [
     _same("pure_bfloat16", "optimizer", (ROUNDED,), pure_bfloat16=True),
     _own("z-loss", "model", z_loss=1e-2),
     *(_own(f"optimizer {name}", "optimizer", name=name) for name in OPTIMIZERS if name != "adamw"),
-    Mechanism(
-        "documents, zb_v, selective, two stages",
-        "documents",
-        {
-            "data": {"document_mask": True},
-            "train": {"activation_checkpointing": "selective"},
-            "parallel": SPLIT,
-        },
-    ),
-    Mechanism(
-        "tied embeddings, zb_v, two stages",
-        "tied embeddings",
-        {"model": {"tie_embeddings": True}, "parallel": SPLIT},
-    ),
+    Mechanism("documents, zb_v, selective, two stages", "documents",
+              {"data": {"document_mask": True}, "parallel": SPLIT,
+               "train": {"activation_checkpointing": "selective"}}),
+    Mechanism("tied embeddings, zb_v, two stages", "tied embeddings",
+              {"model": {"tie_embeddings": True}, "parallel": SPLIT}),
     _own("sliding window", "model", attention="sliding_window", attention_window=5),
     _own("qk_norm", "model", qk_norm=True),
     _same("fsdp_unit stage", "parallel", fsdp_unit="stage"),
@@ -185,14 +172,9 @@ def error(found: Tensor, exact: Tensor) -> float:
     return (off / size).item() if size else off.item()
 
 
-def _file(folder: Path, mathematics: str, kind: str) -> Path:
+def file_of(folder: Path, mathematics: str, kind: str) -> Path:
+    """The CPU's numbers; not there yet, or complete."""
     return folder / f"{mathematics.replace(' ', '_')}-{kind}.safetensors"
-
-
-def load(folder: Path, mathematics: str, kind: str) -> dict[str, Tensor] | None:
-    """The CPU's numbers, or None if they are not there yet."""
-    path = _file(folder, mathematics, kind)
-    return load_file(path) if path.exists() else None
 
 
 def main(folder: Path, full: bool, names: list[str]) -> None:
@@ -200,10 +182,10 @@ def main(folder: Path, full: bool, names: list[str]) -> None:
     torch.set_num_threads(THREADS)
     for mechanism in MECHANISMS:
         for kind in (EXACT, ROUNDED) if mechanism.name in names else ():
-            path = _file(folder, mechanism.name, kind)
+            path = file_of(folder, mechanism.name, kind)
             partial = path.with_suffix(".partial")
             save_file(train(mechanism, kind, "torch", full), partial)
-            partial.rename(path)  # complete, or not there
+            partial.rename(path)
     dist.destroy_process_group()
 
 

@@ -22,11 +22,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.gpu.timing import ON_GPU
 from tests.gpu.checks import wrong
-from tests.gpu.reference import EXACT, MECHANISMS, ROUNDED, Mechanism, compare, load, train
+from tests.gpu.reference import EXACT, MECHANISMS, ROUNDED, Mechanism, compare, file_of, train
 
 WAIT_SECONDS = 120  # for the CPU's numbers
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -49,14 +50,13 @@ def cpu(
     process = subprocess.Popen(command, env={**os.environ, **WITHOUT_GPU})
 
     def of(mathematics: str, kind: str) -> dict[str, Tensor]:
-        end = time.monotonic() + WAIT_SECONDS
-        while (found := load(folder, mathematics, kind)) is None:
-            ended = process.poll() is not None and load(folder, mathematics, kind) is None
-            assert not ended, "the CPU's run failed"
+        end, path = time.monotonic() + WAIT_SECONDS, file_of(folder, mathematics, kind)
+        while not path.exists():
+            assert process.poll() is None or path.exists(), "the CPU's run failed"
             if time.monotonic() > end:
                 pytest.skip(f"the CPU took more than {WAIT_SECONDS} s")
             time.sleep(0.05)
-        return found
+        return load_file(path)
 
     yield of
     process.kill()
@@ -83,9 +83,6 @@ def test_training_is_that_of_the_cpu(
     worst = max(checks, key=lambda check: check.error / check.bound)
     record({"compared": len(checks), "worst": worst._asdict(), "loss": found["loss"].item()})
     assert wrong(checks) == []
-
-
-# --- controls -------------------------------------------------------------------------------------
 
 
 def test_a_wrong_tensor_is_found_in_every_dtype() -> None:

@@ -28,9 +28,9 @@ def segment_weights(q, k, scale, behind):
     return scores.masked_fill(hidden > 0, -math.inf).softmax(dim=-1)
 
 
-def segments(q, k, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size):
-    """The documents as consecutive slices of queries and of keys, and the number of query heads per
-    key/value head."""
+def segments(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size):
+    """The documents as consecutive slices of queries and of keys; keys and values for every query
+    head; and how many query heads share one."""
     behind, ahead = window_size
     assert ahead == 0
     assert is_causal == (behind == -1)
@@ -45,56 +45,35 @@ def segments(q, k, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size):
     documents = list(zip(*found, strict=True))
     # a query before its document's first key would see nothing
     assert all(of_q.stop - of_q.start <= of_k.stop - of_k.start for of_q, of_k in documents)
-    return documents, q.shape[1] // k.shape[1]
+    shared = q.shape[1] // k.shape[1]
+    return documents, *(t.repeat_interleave(shared, dim=1) for t in (k, v)), shared
 
 
-def plain_forward(
-    q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None, window_size=None, *rest
-):
+def plain_forward(q, k, v, *about):
     CALLS["forward"] += 1
-    documents, shared = segments(q, k, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size)
-    k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
+    *bounds, scale, window_size = about[:7]
+    documents, k, v, _ = segments(q, k, v, *bounds, window_size)
     scale = scale or q.shape[-1] ** -0.5
-    behind = window_size[0]
     y = [
-        torch.einsum("hij,jhe->ihe", segment_weights(q[i], k[j], scale, behind), v[j])
+        torch.einsum("hij,jhe->ihe", segment_weights(q[i], k[j], scale, window_size[0]), v[j])
         for i, j in documents
     ]
-    return (
-        torch.cat(y),
-        q.new_zeros(q.shape[1], len(q), dtype=torch.float32),
-        torch.zeros(2, dtype=torch.uint64),
-    )
+    normalisers = q.new_zeros(q.shape[1], len(q), dtype=torch.float32)
+    return torch.cat(y), normalisers, torch.zeros(2, dtype=torch.uint64)
 
 
-def plain_backward(
-    dy,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    cu_seq_q,
-    cu_seq_k,
-    max_q,
-    max_k,
-    is_causal,
-    rng_state,
-    scale=None,
-    window_size=None,
-    *rest,
-):
+def plain_backward(dy, q, k, v, out, normalisers, *about):
     CALLS["backward"] += 1
-    documents, shared = segments(q, k, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size)
-    wide_k, wide_v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
+    *bounds, _, scale, window_size = about[:8]
+    documents, k, v, shared = segments(q, k, v, *bounds, window_size)
     scale = scale or q.shape[-1] ** -0.5
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for i, j in documents:
-        weights = segment_weights(q[i], wide_k[j], scale, window_size[0])
+        weights = segment_weights(q[i], k[j], scale, window_size[0])
         dv[j] = torch.einsum("hij,ihe->jhe", weights, dy[i])
-        d_weights = torch.einsum("ihe,jhe->hij", dy[i], wide_v[j])
+        d_weights = torch.einsum("ihe,jhe->hij", dy[i], v[j])
         d_scores = weights * (d_weights - (d_weights * weights).sum(dim=-1, keepdim=True)) * scale
-        dq[i] = torch.einsum("hij,jhe->ihe", d_scores, wide_k[j])
+        dq[i] = torch.einsum("hij,jhe->ihe", d_scores, k[j])
         dk[j] = torch.einsum("hij,ihe->jhe", d_scores, q[i])
     return dq, *(t.unflatten(1, (-1, shared)).sum(dim=2) for t in (dk, dv))
 

@@ -4,10 +4,10 @@
         rms_norm(x, weight, 1e-5, "triton")
     launches[0].loaded + launches[0].stored     # the traffic if a launch fetches every byte once
 
-The interpreter knows the address of every element that a program loads or stores. A byte counts
-once per launch, however many programs access it: that is the memory traffic if caches serve every
-repeated access. Bytes that one program loads again are counted separately, so that a row read twice
-is still found.
+The interpreter knows the address of every element that a program loads or stores (atomic operations
+are not counted). A byte counts once per launch, however many programs access it: that is the memory
+traffic if caches serve every repeated access. Bytes that one program loads again are counted
+separately, so that a row read twice is still found.
 """
 
 from collections.abc import Iterator
@@ -31,10 +31,8 @@ class Launch:
     stored_again: int  # to the same address, by any program
 
 
-@dataclass
-class _Program:
-    loads: list[np.ndarray]  # addresses of bytes
-    stores: list[np.ndarray]
+# the addresses of the bytes that a program loads, and that it stores, access by access
+_Program = tuple[list[np.ndarray], list[np.ndarray]]
 
 
 def _distinct(pieces: list[np.ndarray]) -> np.ndarray:
@@ -42,9 +40,9 @@ def _distinct(pieces: list[np.ndarray]) -> np.ndarray:
 
 
 def _sum_up(kernel: str, programs: list[_Program]) -> Launch:
-    loads = [_distinct(program.loads) for program in programs]
-    stores = [piece for program in programs for piece in program.stores]
-    issued = sum(piece.size for program in programs for piece in program.loads)
+    loads = [_distinct(loads) for loads, _ in programs]
+    stores = [piece for _, stores in programs for piece in stores]
+    issued = sum(piece.size for loads, _ in programs for piece in loads)
     stored = _distinct(stores).size
     return Launch(
         kernel,
@@ -58,11 +56,10 @@ def _sum_up(kernel: str, programs: list[_Program]) -> Launch:
 
 def _bytes(pointers: Any, mask: Any) -> np.ndarray:
     """The addresses of all bytes accessed."""
-    addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)].astype(
-        np.uint64
-    )
+    accessed = np.broadcast_to(mask.data, pointers.data.shape).astype(bool)
     size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-    return (addresses[:, None] + np.arange(size, dtype=np.uint64)).ravel()
+    first = pointers.data[accessed].astype(np.uint64)[:, None]
+    return (first + np.arange(size, dtype=np.uint64)).ravel()
 
 
 @contextmanager
@@ -71,10 +68,8 @@ def counted() -> Iterator[list[Launch]]:
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
-    call, load, store, begin = (
-        interpreter.GridExecutor.__call__, builder.create_masked_load,
-        builder.create_masked_store, builder.set_grid_idx,
-    )  # fmt: skip
+    call, begin = interpreter.GridExecutor.__call__, builder.set_grid_idx
+    load, store = builder.create_masked_load, builder.create_masked_store
     launches: list[Launch] = []
     programs: list[_Program] = []
 
@@ -84,19 +79,16 @@ def counted() -> Iterator[list[Launch]]:
         launches.append(_sum_up(self.fn.__name__, programs))
 
     def next_program(self: Any, x: int, y: int, z: int) -> None:
-        programs.append(_Program([], []))
+        programs.append(([], []))
         begin(self, x, y, z)
 
     def masked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-        programs[-1].loads.append(_bytes(pointers, mask))
+        programs[-1][0].append(_bytes(pointers, mask))
         return load(self, pointers, mask, *rest)
 
     def masked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        programs[-1].stores.append(_bytes(pointers, mask))
+        programs[-1][1].append(_bytes(pointers, mask))
         return store(self, pointers, value, mask, *rest)
-
-    def refuse(*arguments: Any) -> None:
-        raise NotImplementedError("atomic operations are not counted")
 
     with ExitStack() as stack:
         for owner, name, instead in (
@@ -104,8 +96,6 @@ def counted() -> Iterator[list[Launch]]:
             (builder, "set_grid_idx", next_program),
             (builder, "create_masked_load", masked_load),
             (builder, "create_masked_store", masked_store),
-            (builder, "create_atomic_rmw", refuse),
-            (builder, "create_atomic_cas", refuse),
         ):
             stack.enter_context(mock.patch.object(owner, name, instead))
         yield launches

@@ -1,6 +1,6 @@
 """What a start says of its kernels of attention, and that it makes the calls of a step once."""
 
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from costs.as_on_gpu import AsOnGpu
 from costs.setting import Setting
 from costs.units import kinds_of_layers
 from errors import UserError
-from model.kernels.attention_choice import CPU, PLANNED, Device
+from model.kernels.attention_choice import CPU, PLANNED
 from parallel.context import ContextParallel
 from runtime.start.attention import check_attention, describe_attention, make_calls
 from settings.load import load_config
@@ -20,48 +20,37 @@ from tests.counting import Operators
 
 HOPPER, WITH_3 = PLANNED, PLANNED._replace(flash3=True)
 WINDOWS = ["model.attention=[sliding_window,causal]", "model.attention_window=4096"]
+NO_3 = "not flash 3: not installed"
+
+
+def llama(*overrides, file="llama3_8b"):
+    return load_config(str(ROOT / "configs" / f"{file}.yaml"), [*overrides])
 
 
 @pytest.mark.parametrize(
     ("device", "overrides", "said"),
     [
-        (HOPPER, [], "attention: cuDNN 9.20.0"),
-        (WITH_3, ["data.document_mask=true"], "attention: flash 3"),
-        (HOPPER, ["data.document_mask=true"], "attention: flash 2 (not flash 3: not installed)"),
-        (
-            HOPPER,
-            ["train.deterministic=true"],
-            "attention: flash 2 (not cuDNN: its backward is not deterministic; "
-            "not flash 3: not installed)",
-        ),
-        (
-            HOPPER,
-            WINDOWS,
-            "attention: flash 2 (not flash 3: not installed) in 16 layers, "
-            "cuDNN 9.20.0 in 16 layers",
-        ),
-        (HOPPER, [*WINDOWS, "train.seq_len=4096"], "attention: cuDNN 9.20.0"),
-        (WITH_3, ["model.attention_kernel=flash3"], "attention: flash 3"),
-        (CPU, [], "attention: flash (CPU)"),
+        (HOPPER, [], "cuDNN 9.20.0"),
+        (WITH_3, ["data.document_mask=true"], "flash 3"),
+        (HOPPER, ["data.document_mask=true"], f"flash 2 ({NO_3})"),
+        (HOPPER, ["train.deterministic=true"],
+         f"flash 2 (not cuDNN: its backward is not deterministic; {NO_3})"),
+        (HOPPER, WINDOWS, f"flash 2 ({NO_3}) in 16 layers, cuDNN 9.20.0 in 16 layers"),
+        (HOPPER, [*WINDOWS, "train.seq_len=4096"], "cuDNN 9.20.0"),
+        (WITH_3, ["model.attention_kernel=flash3"], "flash 3"),
+        (CPU, [], "flash (CPU)"),
     ],
-)
-def test_the_line_at_the_start(device: Device, overrides: list[str], said: str) -> None:
-    config = load_config(str(ROOT / "configs" / "llama3_8b.yaml"), overrides)
+)  # fmt: skip
+def test_the_line_at_the_start(device, overrides, said):
     with patch("runtime.start.attention.this_device", lambda _: device):
-        assert describe_attention(config, "cuda") == said
-
-
-def test_a_wish_that_cannot_be_fulfilled_is_refused_at_the_start() -> None:
-    config = load_config(str(ROOT / "configs/laptop.yaml"), ["model.attention_kernel=cudnn"])
-    with pytest.raises(UserError, match="there is no GPU"):
-        check_attention(config, "cpu")
+        assert describe_attention(llama(*overrides), "cuda") == f"attention: {said}"
 
 
 class Calls(Operators):
     """Notes the calls of attention and of its backward: the operator, the shapes of queries, keys
     and values, forward their strides, and for packed sequences the longest and the window."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.calls: set[tuple[str, ...]] = set()
 
@@ -88,13 +77,9 @@ class Calls(Operators):
         ("llama3_8b_131072", ["data.document_mask=false", "model.attention_kernel=flash2"], 3),
     ],
 )
-def test_a_start_makes_the_calls_of_a_step(
-    monkeypatch: pytest.MonkeyPatch, file: str, overrides: list[str], cp_rank: int
-) -> None:
+def test_a_start_makes_the_calls_of_a_step(monkeypatch, file, overrides, cp_rank):
     """All of them and no others: heads, chunks, windows, documents, strides."""
-    config = load_config(
-        str(ROOT / "configs" / f"{file}.yaml"), [*overrides, "guard.examine=false"]
-    )
+    config = llama(*overrides, "guard.examine=false", file=file)
     monkeypatch.setattr("model.documents.to_device", lambda x, device: x.to(device))
     size = config.parallel.cp
     with AsOnGpu(), Calls() as tried:
@@ -111,23 +96,20 @@ def test_a_start_makes_the_calls_of_a_step(
     assert len(made.calls) >= 2  # forward and backward
 
 
-@pytest.mark.parametrize("memory", [False, True])
-def test_a_kernel_that_fails_is_refused_at_the_start(
-    monkeypatch: pytest.MonkeyPatch, memory: bool
-) -> None:
-    config = load_config(str(ROOT / "configs" / "llama3_8b.yaml"), [])
-    error = RuntimeError("cuDNN Frontend error: No execution plans support the graph.\nmore")
-    if memory:  # it may be free after a restart, so the start is not refused
-        error = torch.OutOfMemoryError("CUDA out of memory")
+def test_a_kernel_that_fails_is_refused_at_the_start(monkeypatch):
+    with pytest.raises(UserError, match="there is no GPU"):
+        check_attention(llama("model.attention_kernel=cudnn", file="laptop"), "cpu")
+    config = llama()
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 8)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr("runtime.start.attention.this_device", lambda _: HOPPER)
-    with (
-        patch("runtime.start.attention.make_calls", side_effect=error),
-        pytest.raises(type(error) if memory else UserError) as refused,
-    ):
+    calls = Mock(side_effect=RuntimeError("cuDNN error: No plans support the graph.\nmore"))
+    monkeypatch.setattr("runtime.start.attention.make_calls", calls)
+    with pytest.raises(UserError, match=r"the graph. \(attention: cuDNN 9.20.0\)") as refused:
         check_attention(config, "cuda")
-    if not memory:
-        assert refused.value.key == "model.attention_kernel"
-        assert "support the graph. (attention: cuDNN 9.20.0)" in refused.value.why
-        assert "for example flash2" in refused.value.remedy
+    assert refused.value.key == "model.attention_kernel"
+    assert "for example flash2" in refused.value.remedy
+    # memory may be free after a restart
+    calls.side_effect = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        check_attention(config, "cuda")

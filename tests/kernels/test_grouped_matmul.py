@@ -11,6 +11,7 @@ from model.kernels.grouped_matmul import (
     grouped_mm,
     grouped_weight_gradient,
 )
+from tests.kernels.device import randn
 
 N, M = 24, 40
 SIZES = [
@@ -19,17 +20,16 @@ SIZES = [
     [1, 0, 0, 7],
     [0, 0],  # a rank that receives nothing
 ]
-DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3}
+each_dtype = pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+each_size = pytest.mark.parametrize("sizes", SIZES, ids=str)
 
 
-def randn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def ends(sizes: list[int]) -> Tensor:
-    return torch.tensor(sizes).cumsum(0).to(torch.int32)
+def factors(sizes: list[int], dtype: torch.dtype, n: int = N, m: int = M) -> tuple[Tensor, ...]:
+    """x [R, N], dy [R, M], a matrix [N, M] for each expert, and where the experts' rows end."""
+    shapes = (sum(sizes), n), (sum(sizes), m), (len(sizes), n, m)
+    x, dy, b = (randn(*shape, dtype=dtype, seed=seed).cpu() for seed, shape in enumerate(shapes))
+    return x, dy, b, torch.tensor(sizes).cumsum(0).to(torch.int32)
 
 
 def products(x: Tensor, b: Tensor, sizes: list[int]) -> Tensor:
@@ -50,85 +50,45 @@ def assert_close(found: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
         assert (found.double() - exact).abs().max() <= ROUNDING[dtype] * exact.abs().max()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("transposed", [False, True], ids=["dx", "y"])
-def test_rows_times_their_own_matrix(sizes, dtype, transposed):
-    rows = sum(sizes)
-    x, b = randn(rows, N, dtype=dtype, seed=0), randn(len(sizes), N, M, dtype=dtype, seed=1)
-    if transposed:  # as in forward, where the weight is [X, out, in]
-        b = b.transpose(1, 2).contiguous().transpose(1, 2)
-    assert_close(grouped_mm(x, b, ends(sizes), sizes), products(x, b, sizes), dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_the_weight_gradient_of_each_expert(sizes, dtype):
-    dy = randn(sum(sizes), M, dtype=dtype, seed=2)
-    x = randn(sum(sizes), N, dtype=dtype, seed=3)
-    dw = grouped_weight_gradient(dy, x, ends(sizes), sizes)
+@each_dtype
+@each_size
+@pytest.mark.parametrize("width", [N, N + 1])
+def test_products_and_gradients_of_each_expert(sizes, dtype, width):
+    x, dy, b, ends = factors(sizes, dtype, n=width)
+    aligned = width == N and dtype != torch.float64 and sum(sizes) > 0
+    assert grouped_matmul._by_torch(x, b) == aligned  # all else takes the loop
+    assert_close(grouped_mm(x, b, ends, sizes), products(x, b, sizes), dtype)
+    # as in forward, where the weight is [X, out, in]
+    b = b.transpose(1, 2).contiguous().transpose(1, 2)
+    assert_close(grouped_mm(x, b, ends, sizes), products(x, b, sizes), dtype)
+    dw = grouped_weight_gradient(dy, x, ends, sizes)
     assert_close(dw, gradients(dy, x, sizes), dtype)
     assert all(not dw[e].any() for e, size in enumerate(sizes) if size == 0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@each_dtype
+@each_size
 def test_weight_gradients_are_added_in_a_wider_dtype(sizes, dtype):
     wide = torch.promote_types(dtype, torch.float32)
     into = torch.full((len(sizes), M, N), torch.nan, dtype=wide)
-    exact = torch.zeros(len(sizes), M, N, dtype=torch.float64)
-    for micro_batch in range(2):  # beta 0 must not read what is there
-        dy = randn(sum(sizes), M, dtype=dtype, seed=micro_batch)
-        x = randn(sum(sizes), N, dtype=dtype, seed=7 + micro_batch)
-        add_grouped_weight_gradient(into, dy, x, sizes, min(micro_batch, 1))
-        exact += gradients(dy, x, sizes)
-    assert_close(into, exact, wide)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("width", [N, N + 1])
-def test_rows_that_are_not_aligned_take_the_loop(dtype, width, monkeypatch):
-    calls = []
-    honest = torch.nn.functional.grouped_mm
-    monkeypatch.setattr(
-        grouped_matmul.functional,
-        "grouped_mm",
-        lambda *args, **kwargs: calls.append(1) or honest(*args, **kwargs),
-    )
-    sizes = [5, 3, 8]
-    x, b = randn(16, width, dtype=dtype, seed=0), randn(3, width, M, dtype=dtype, seed=1)
-    assert_close(grouped_mm(x, b, ends(sizes), sizes), products(x, b, sizes), dtype)
-    assert bool(calls) == (width == N)
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_operators_agree_with_their_declarations(sizes):
-    """Shapes without data, and which arguments are modified (torch.library.opcheck)."""
-    rows, checks = sum(sizes), ["test_schema", "test_faketensor"]
-    x = randn(rows, N, dtype=torch.float64, seed=0)
-    dy, b = randn(rows, M, dtype=torch.float64, seed=1), torch.ones(len(sizes), N, M).double()
-    into = torch.zeros(len(sizes), M, N, dtype=torch.float64)
-    for operator, args in (
-        (grouped_mm, (x, b, ends(sizes), sizes)),
-        (grouped_weight_gradient, (dy, x, ends(sizes), sizes)),
-        (add_grouped_weight_gradient, (into, dy, x, sizes, 1)),
-    ):
-        torch.library.opcheck(operator, args, test_utils=checks)
+    x, dy, *_ = factors(sizes, dtype)
+    for beta in (0, 1):  # beta 0 must not read what is there
+        add_grouped_weight_gradient(into, dy * (1 + beta), x, sizes, beta)
+    assert_close(into, 3 * gradients(dy, x, sizes), wide)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype
 def test_on_a_gpu(dtype):
     """Experts without rows have no gradient there either, and the host does not wait."""
     sizes = [162, 0, 2577, 0]
-    x, dy = (randn(sum(sizes), 64, dtype=dtype, seed=seed) for seed in (0, 1))
-    b = randn(4, 64, 64, dtype=dtype, seed=2)
-    on = [t.cuda() for t in (x, b, dy, ends(sizes))]
+    on_cpu = x, dy, b, _ = factors(sizes, dtype, 64, 64)
+    on_gpu = [t.cuda() for t in on_cpu]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        y = grouped_mm(on[0], on[1], on[3], sizes)
-        dw = grouped_weight_gradient(on[2], on[0], on[3], sizes)
+        y = grouped_mm(on_gpu[0], *on_gpu[2:], sizes)
+        dw = grouped_weight_gradient(on_gpu[1], on_gpu[0], on_gpu[3], sizes)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert_close(y.cpu(), products(x, b, sizes), dtype)

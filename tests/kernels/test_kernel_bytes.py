@@ -4,9 +4,6 @@ Tensors have T rows of D elements in bfloat16 unless stated otherwise. A program
 are served by a cache; they are counted separately, and explained where they occur.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -27,30 +24,26 @@ pytestmark = pytest.mark.skipif(not backend.INTERPRETED, reason="needs Triton's 
 BF16 = torch.bfloat16
 
 
-def tensor(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+def tensor(*shape, dtype=BF16):
     return torch.randn(shape).to(dtype).requires_grad_()
 
 
-def launches_of(operation: Callable[..., object], *arguments: Any) -> list[Launch]:
+def launches_of(operation, *arguments):
     with counted() as launches:
         operation(*arguments)
     return launches
 
 
-def forward_and_backward(
-    operation: Callable[..., Tensor | tuple[Tensor, ...]], inputs: list[Tensor], *options: Any
-) -> list[Launch]:
+def forward_and_backward(operation, inputs, *options):
     """The launches of an operation by Triton, and of its backward to all inputs."""
-
-    def both() -> None:
+    with counted() as launches:
         y = operation(*inputs, *options, "triton")
         outputs = (y,) if isinstance(y, Tensor) else y
         torch.autograd.grad(outputs, inputs, [torch.ones_like(output) for output in outputs])
+    return launches
 
-    return launches_of(both)
 
-
-def moved(launch: Launch) -> int:
+def moved(launch):
     assert launch.stored_again == 0
     return launch.loaded + launch.stored
 
@@ -58,13 +51,10 @@ def moved(launch: Launch) -> int:
 # D = 96 has a block that is not full, and rows that do not fill the last tile.
 @pytest.mark.parametrize(("rows", "width"), [(16, 1024), (9, 4096), (50, 96)])
 @pytest.mark.parametrize("add", [False, True])
-def test_norm(rows: int, width: int, add: bool) -> None:
-    x, weight = tensor(rows, width), tensor(width)
-    if add:
-        inputs = [x, tensor(rows, width), weight]
-        forward, backward = forward_and_backward(add_rms_norm, inputs, 1e-5)
-    else:
-        forward, backward = forward_and_backward(rms_norm, [x, weight], 1e-5)
+def test_norm(rows, width, add):
+    inputs = [*(tensor(rows, width) for _ in range(1 + add)), tensor(width)]
+    operation = add_rms_norm if add else rms_norm
+    forward, backward = forward_and_backward(operation, inputs, 1e-5)
     elements, weights, rstd = rows * width, 2 * width, 4 * rows
     assert moved(forward) == (8 if add else 4) * elements + weights + rstd
     sums = 4 * width * backward.programs
@@ -77,17 +67,19 @@ def test_norm(rows: int, width: int, add: bool) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (3, 1, 24)])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_rotary(heads: int, kv_heads: int, head_dim: int, in_place: bool) -> None:
+def test_rotary(heads, kv_heads, head_dim, in_place):
     tokens = 10
     q, k = tensor(tokens // 2, 2, heads, head_dim), tensor(tokens // 2, 2, kv_heads, head_dim)
     cos, sin = torch.randn(2, tokens // 2, 2, 1, head_dim // 2)
+
+    def turn(q, k, kernels):
+        return rotate(q, k, cos, sin, kernels)
+
     if in_place:
         with torch.no_grad():
-            launches = launches_of(rotate, q, k, cos, sin, "triton")
+            launches = launches_of(turn, q, k, "triton")
     else:
-        launches = forward_and_backward(
-            lambda q, k, kernels: rotate(q, k, cos, sin, kernels), [q, k]
-        )
+        launches = forward_and_backward(turn, [q, k])
     elements = tokens * (heads + kv_heads) * head_dim
     for launch in launches:
         assert moved(launch) == 4 * elements + 4 * elements // (heads + kv_heads)
@@ -96,10 +88,9 @@ def test_rotary(heads: int, kv_heads: int, head_dim: int, in_place: bool) -> Non
 
 @pytest.mark.parametrize("width", [96, 3000])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_swiglu(weighted: bool, width: int) -> None:
-    inputs, per_row = [tensor(7, width), tensor(7, width)], 0
-    if weighted:
-        inputs, per_row = [*inputs, tensor(7, dtype=torch.float32)], 4
+def test_swiglu(weighted, width):
+    inputs, per_row = [tensor(7, width), tensor(7, width)], 4 * weighted
+    inputs += [tensor(7, dtype=torch.float32)] * weighted
     operation = weighted_swiglu if weighted else swiglu
     forward, backward = forward_and_backward(operation, inputs)
     assert moved(forward) == 6 * 7 * width + per_row * 7
@@ -108,7 +99,7 @@ def test_swiglu(weighted: bool, width: int) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(9, 512), (3, 10_000)])
-def test_cross_entropy(tokens: int, width: int) -> None:
+def test_cross_entropy(tokens, width):
     logits, targets = tensor(tokens, width).detach(), torch.arange(tokens)
     (found,) = launches_of(statistics, logits, targets, 0, "triton")
     assert moved(found) == 2 * logits.numel() + 20 * tokens
@@ -124,7 +115,7 @@ def test_cross_entropy(tokens: int, width: int) -> None:
 @pytest.mark.parametrize(
     ("dtype", "per_parameter", "fields", "scalars"), [(torch.float32, 28, 6, 4), (BF16, 14, 10, 5)]
 )
-def test_adamw(dtype: torch.dtype, per_parameter: int, fields: int, scalars: int) -> None:
+def test_adamw(dtype, per_parameter, fields, scalars):
     sizes = [5000, 3]
     p, g, m, v = ([torch.rand(size).to(dtype) for size in sizes] for _ in range(4))
     locations = [Location(1, 0, size, size) for size in sizes]
@@ -138,7 +129,7 @@ def test_adamw(dtype: torch.dtype, per_parameter: int, fields: int, scalars: int
 
 
 @pytest.mark.parametrize(("dtype", "per_element"), [(torch.float32, 4), (BF16, 2)])
-def test_gradient_norm(dtype: torch.dtype, per_element: int) -> None:
+def test_gradient_norm(dtype, per_element):
     sizes = [20_000, 7]
     gradients = [torch.rand(size).to(dtype) for size in sizes]
     squares, total = launches_of(square_sum, gradients, [1, 2], "triton")
@@ -157,9 +148,7 @@ def test_gradient_norm(dtype: torch.dtype, per_element: int) -> None:
         ("a store again", Launch("copy", 2, 400, 400, 0, 2 * 8 * 4)),
     ],
 )
-def test_wasteful_kernels_are_found(
-    monkeypatch: pytest.MonkeyPatch, waste: str, expected: Launch
-) -> None:
+def test_wasteful_kernels_are_found(monkeypatch, waste, expected):
     # Controls: the counter finds additional loads, repeated loads and repeated stores.
     import triton
     import triton.language as tl

@@ -19,9 +19,7 @@ from typing import Any
 import pytest
 
 from tests import ROOT
-
-KERNELS = sorted((ROOT / "model" / "kernels").glob("*.py"))
-TARGETS = ("sm_80", "sm_90", "gfx942")
+from tools.compile_kernels.__main__ import main
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
@@ -79,35 +77,20 @@ SPECIMENS = [
 OUTSIDE = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
-def compiled(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
-    """Run the tool; return its exit status and its table."""
-    environment = OUTSIDE | {
-        "TRITON_CACHE_DIR": str(folder / "cache"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-    command = [sys.executable, "-m", "tools.compile_kernels", "--json",
-               str(folder / "kernels.json"), *options]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode in (0, 1), done.stderr
-    return done.returncode, json.loads((folder / "kernels.json").read_text())
-
-
 @functools.cache
-def kernels(target: str) -> list[dict[str, Any]]:
-    """The tool's table for this target."""
-    with tempfile.TemporaryDirectory() as folder:
-        return compiled(Path(folder), "--target", target)[1]
-
-
-EACH_TARGET = pytest.mark.parametrize(
-    "target", [pytest.param(target, marks=pytest.mark.thorough) for target in TARGETS]
-)
-
-
-@EACH_TARGET
-def test_kernels_have_no_faults(target: str) -> None:
-    assert [(k["kernel"], k["specimen"], k["faults"]) for k in kernels(target) if k["faults"]] == []
+def compiled(target: str, specimens: str = "") -> tuple[int, list[dict[str, Any]]]:
+    """Run the tool; return its exit status and its table."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "specimens.py").write_text(specimens)
+        environment = OUTSIDE | {"TRITON_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1",
+                                 "PYTHONWARNINGS": "ignore"}  # fmt: skip
+        command = [sys.executable, "-m", "tools.compile_kernels", "--target", target]
+        command += ["--json", str(folder / "kernels.json")]
+        command += ["--specimens", str(folder / "specimens.py")] if specimens else []
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode in (0, 1), done.stderr
+        return done.returncode, json.loads((folder / "kernels.json").read_text())
 
 
 def launched(file: Path) -> set[str]:
@@ -117,24 +100,16 @@ def launched(file: Path) -> set[str]:
     return {f"{file.stem}.{name}" for name in jitted if re.search(rf"\b{name}\[", text)}
 
 
-@EACH_TARGET
-def test_every_kernel_has_a_specimen(target: str) -> None:
-    assert {k["kernel"] for k in kernels(target)} == set().union(*map(launched, KERNELS))
+@pytest.mark.thorough
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_every_kernel_has_a_specimen_and_no_faults(target: str) -> None:
+    _, kernels = compiled(target)
+    assert [(k["kernel"], k["specimen"], k["faults"]) for k in kernels if k["faults"]] == []
+    files = (ROOT / "model" / "kernels").glob("*.py")
+    assert {k["kernel"] for k in kernels} == set().union(*map(launched, files))
 
 
-@pytest.fixture(scope="module")
-def controls(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
-    """What the tool reports of CONTROLS, by target and name."""
-    folder = tmp_path_factory.mktemp("controls")
-    (folder / "controls.py").write_text(CONTROLS)
-    status, reports = compiled(
-        folder, "--specimens", str(folder / "controls.py"), "--target", "sm_90", "gfx942"
-    )
-    assert status == 1
-    return {(report["target"], report["specimen"]): report for report in reports}
-
-
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("target", [pytest.param("sm_90", marks=pytest.mark.thorough), "gfx942"])
 @pytest.mark.parametrize(
     ("specimen", "faults"),
     [
@@ -148,35 +123,26 @@ def controls(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
         ("threads", ["threads"]),
     ],
 )
-def test_faults_are_found(controls, target: str, specimen: str, faults: list[str]) -> None:
+def test_faults_are_found(target: str, specimen: str, faults: list[str]) -> None:
     # Controls: the tool finds the planted fault and no other, and none in a sound kernel.
     if (target, specimen) == ("sm_90", "threads"):
         faults = []  # 1,024 threads are too many for AMD's alone
-    found = controls[target, specimen]["faults"]
-    assert sorted({fault.split(":")[0] for fault in found}) == faults
+    status, reports = compiled(target, CONTROLS)
+    assert status == 1
+    (report,) = (each for each in reports if each["specimen"] == specimen)
+    assert sorted({fault.split(":")[0] for fault in report["faults"]}) == faults
+    if specimen == "sound":
+        wide = {"sm_90": 2, "gfx942": 1}[target]  # of warps with 32 threads, and with 64
+        assert (report["wide_loads"], report["narrow_loads"]) == (wide, 0)
+    if specimen == "odd but allowed":  # accesses are allowed one by one
+        assert all("tl.load(X" in fault and "tl.store" not in fault for fault in report["faults"])
 
 
-def test_narrow_accesses_are_counted_and_allowed_one_by_one(controls) -> None:
-    sound = controls["sm_90", "sound"]
-    assert (sound["wide_loads"], sound["narrow_loads"]) == (2, 0)
-    faults = controls["sm_90", "odd but allowed"]["faults"]
-    assert all("tl.load(X" in fault and "tl.store" not in fault for fault in faults)
-
-
-def test_help_and_refusals_need_no_triton(tmp_path: Path) -> None:
-    """Without Triton, where `import triton` fails, the command still prints its help and refuses to
-    run with a remedy."""
-    code = "import sys; sys.modules['triton'] = None\n"
-    code += "from tools.compile_kernels.__main__ import main; sys.exit(main(sys.argv[1:]))"
-
-    def run(*options: str, **more: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-c", code, *options]
-        return subprocess.run(command, cwd=ROOT, env=OUTSIDE | more, capture_output=True, text=True)
-
-    helped, refused, interpreted = run("--help"), run(), run(TRITON_INTERPRET="1")
-    assert (helped.returncode, helped.stderr) == (0, "")
-    assert "--target" in helped.stdout
-    assert refused.returncode == interpreted.returncode == 2
-    assert "pip install triton" in refused.stderr
-    assert "unset TRITON_INTERPRET" in interpreted.stderr
-    assert "Traceback" not in refused.stderr + interpreted.stderr
+def test_what_cannot_be_compiled_is_refused(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert main([]) == 2
+    assert "unset TRITON_INTERPRET" in capsys.readouterr().err
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert main([]) == 2
+    assert "pip install triton" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.kernels.backend import INTERPRETED, exact, why_not_triton
+from model.kernels.backend import exact
 from model.kernels.cross_entropy import gradient_over_logits_, merge, statistics, token_losses
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rotary import rotate
@@ -21,31 +21,15 @@ from model.kernels.swiglu import swiglu
 from model.kernels.weighted_swiglu import weighted_swiglu
 from model.positions import Rotary, rotary_angles
 from parallel.weight_gradient import Destination, GradientSum
+from tests.kernels.device import DEVICE, DTYPES, NEEDS_TRITON, randn
 from tests.planted import name_of
 from tokens import IGNORE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(why_not_triton(DEVICE) is not None, reason="needs Triton")
+pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("on_device")]
 EPS = 1e-5
-DTYPES = [torch.float32, torch.bfloat16, torch.float64]
-WIDTHS = [1, 7, 64, 97, 1000]
 KERNELS = ["triton", "torch"]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_kernel = pytest.mark.parametrize("kernels", KERNELS)
-
-
-@pytest.fixture(autouse=True)
-def on_device():
-    """Tests create their tensors on the device on which the kernels run."""
-    with torch.device(DEVICE):
-        yield
-
-
-def randn(*shape, dtype, seed=0):
-    """Random numbers that are the same on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-    return drawn.to(DEVICE, dtype)
 
 
 def tensors(dtype, *shapes):
@@ -54,20 +38,18 @@ def tensors(dtype, *shapes):
 
 
 def assert_close(found, exact, *, rounded_input=False, terms=0.0):
-    """Assert that `found` equals `exact`, in float64, within the bound of its dtype (see the top of
-    this file). `terms` is the size of terms that cancel."""
+    """Within the bound of the dtype (see the top of this file); `exact` is in float64. `terms` is
+    the size of terms that cancel."""
     assert found.shape == exact.shape
     if not exact.numel():
         return
     error, size = (found.double() - exact).abs().max(), max(exact.abs().max().item(), terms)
     if found.dtype == torch.bfloat16:
         rounding = (exact.to(torch.bfloat16).double() - exact).abs().max()
-        assert error <= (1.9 if rounded_input else 1.1) * rounding + 2e-6 * terms, (
-            f"{error:.2e}, rounding {rounding:.2e}"
-        )
+        bound = (1.9 if rounded_input else 1.1) * rounding + 2e-6 * terms
     else:
         bound = (2e-6 if found.dtype == torch.float32 else 1e-14) * size
-        assert error <= bound, f"{error:.2e} > {bound:.2e}"
+    assert error <= bound, f"{error:.2e} > {bound:.2e}"
 
 
 def compare(function, exact_function, inputs, **bound):
@@ -90,8 +72,9 @@ def exact_rms_norm(x, w):
     return (x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * w,)
 
 
-def exact_swiglu(gate, up):
-    return (gate * torch.sigmoid(gate) * up,)
+def exact_swiglu(gate, up, *weights):
+    y = gate * torch.sigmoid(gate) * up
+    return (y * weights[0].unsqueeze(1) if weights else y,)
 
 
 def triton_rms_norm(x, w):
@@ -100,7 +83,7 @@ def triton_rms_norm(x, w):
 
 @each_dtype
 @pytest.mark.parametrize(
-    "shape", [(5, width) for width in WIDTHS] + [(2, 3, 16), (1, 33), (0, 8)], ids=str
+    "shape", [(5, 1), (5, 7), (5, 64), (5, 97), (5, 1000), (2, 3, 16), (1, 33), (0, 8)], ids=str
 )
 def test_rms_norm(shape, dtype):
     # The norm of one number is its sign, and its gradient is as small as eps.
@@ -133,24 +116,26 @@ def test_the_gradient_of_a_norm_is_added_to_its_sum_unrounded(kernels):
     assert w.grad is None
 
 
-@pytest.mark.parametrize("used", [0, 1], ids=["norm", "sum"])
-def test_add_rms_norm_where_one_output_goes_nowhere(used):
+def test_add_rms_norm_where_one_output_goes_nowhere():
     x, r = tensors(torch.float32, (4, 16), (4, 16))
-    gradients = []
-    for kernels in KERNELS:
-        leaf = x.clone().requires_grad_()
-        add_rms_norm(leaf, r, torch.ones(16), EPS, kernels)[used].cos().sum().backward()
-        gradients.append(leaf.grad)
-    assert_close(gradients[0], gradients[1].double())
+    for used in (0, 1):
+        gradients = []
+        for kernels in KERNELS:
+            leaf = x.clone().requires_grad_()
+            add_rms_norm(leaf, r, torch.ones(16), EPS, kernels)[used].cos().sum().backward()
+            gradients.append(leaf.grad)
+        assert_close(gradients[0], gradients[1].double())
 
 
 @each_dtype
 @each_kernel
 @pytest.mark.parametrize(
-    ("s", "b", "q_heads", "k_heads", "width"),
-    [(5, 2, 4, 2, 8), (3, 1, 1, 1, 2), (4, 2, 3, 1, 20), (0, 2, 4, 4, 8)],
+    ("s", "b", "q_heads", "k_heads", "width", "apart"),
+    [
+        *((5, 2, 4, 2, 8, False), (5, 2, 4, 2, 8, True), (3, 1, 1, 1, 2, True)),
+        *((4, 2, 3, 1, 20, False), (4, 2, 3, 1, 20, True), (0, 2, 4, 4, 8, False)),
+    ],
 )
-@pytest.mark.parametrize("apart", [False, True])
 def test_rotary(s, b, q_heads, k_heads, width, kernels, dtype, apart):
     """Also if each sequence has positions of its own."""
     together = torch.arange(s).unsqueeze(1)
@@ -163,46 +148,34 @@ def test_rotary(s, b, q_heads, k_heads, width, kernels, dtype, apart):
         return [torch.cat((z.real, z.imag), dim=-1) for z in turned]
 
     inputs = tensors(dtype, (s, b, q_heads, width), (s, b, k_heads, width))
+    before = [x.clone() for x in inputs]
     compare(lambda q, k: rotate(q, k, cos, sin, kernels), exact, inputs)
-
-
-def test_rotary_in_place_without_gradients_alone():
-    q, k = tensors(torch.float32, (3, 1, 2, 8), (3, 1, 1, 8))
-    cos, sin = rotary_angles(torch.arange(3).unsqueeze(1), Rotary(8, 10000.0), torch.float32)
-    expected, kept = rotate(q, k, cos, sin, "torch"), q.clone()
-    turned = rotate(q, k, cos, sin, "triton")
-    assert torch.equal(q, kept)
-    with torch.no_grad():
-        in_place = rotate(q, k, cos, sin, "triton")
-    assert in_place[0].data_ptr() == q.data_ptr()
-    for found in (turned, in_place):
-        for ours, theirs in zip(found, expected, strict=True):
-            assert_close(ours, theirs.double())
+    assert all(map(torch.equal, inputs, before))
+    with torch.no_grad():  # then in place, by the kernel
+        turned = rotate(*inputs, cos, sin, kernels)
+    assert (turned[0].data_ptr() == inputs[0].data_ptr()) == (kernels == "triton" or s == 0)
+    for found, right in zip(turned, exact(*(x.double() for x in before)), strict=True):
+        assert_close(found, right)
 
 
 @each_dtype
 @each_kernel
-@pytest.mark.parametrize("shape", [(1,), (3, 7), (5, 2, 499), (0, 4)], ids=str)
-def test_swiglu(shape, kernels, dtype):
+@pytest.mark.parametrize(
+    ("shape", "weighted"),
+    [
+        *(((5, 2, 499), False), ((1, 1), False), ((3, 7), False), ((0, 4), False)),
+        *(((2, 2499), True), ((1, 1), True), ((3, 7), True), ((0, 4), True)),
+    ],
+    ids=str,
+)
+def test_swiglu(shape, weighted, kernels, dtype):
     if kernels == "torch" and dtype == torch.bfloat16:
         pytest.skip("PyTorch's silu rounds before the product")
+    operation = weighted_swiglu if weighted else swiglu
     gate, up = tensors(dtype, shape, shape)
-    compare(lambda g, u: (swiglu(g, u, kernels),), exact_swiglu, (gate * 5, up))
-
-
-@each_dtype
-@each_kernel
-@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 2499), (0, 4)], ids=str)
-def test_weighted_swiglu(shape, kernels, dtype):
-    if kernels == "torch" and dtype == torch.bfloat16:
-        pytest.skip("PyTorch's silu rounds before the product, as does its product")
-    gate, up = tensors(dtype, shape, shape)
-    weights = randn(shape[0], dtype=exact(dtype), seed=2)
-    compare(
-        lambda g, u, w: (weighted_swiglu(g, u, w, kernels),),
-        lambda g, u, w: (exact_swiglu(g, u)[0] * w.unsqueeze(1),),
-        (gate * 5, up, weights),
-    )
+    weights = [randn(shape[0], dtype=exact(dtype), seed=2)] * weighted
+    inputs = gate * 5, up, *weights
+    compare(lambda *given: (operation(*given, kernels),), exact_swiglu, inputs)
 
 
 def test_swiglu_far_out():
@@ -214,21 +187,20 @@ def test_swiglu_far_out():
     assert torch.equal(gate.grad, torch.tensor([0.0, 0.0, 0.5, 1.0, 1.0]))
 
 
+VIEWS = {
+    "every other row": lambda wide: wide[::2, :32],
+    "every other column": lambda wide: wide[:, ::2],
+    "transposed": lambda wide: wide.view(64, 10)[:32].T,
+    "expanded": lambda wide: wide[:1, :32].expand(10, 32),
+}
+
+
 @each_dtype
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda wide: wide[::2, :32],
-        lambda wide: wide[:, ::2],
-        lambda wide: wide.view(64, 10)[:32].T,
-        lambda wide: wide[:1, :32].expand(10, 32),
-    ],
-    ids=["every other row", "every other column", "transposed", "expanded"],
-)
+@pytest.mark.parametrize("view", VIEWS)
 def test_inputs_of_any_strides(view, dtype):
     """Also a gradient that is one expanded number."""
     wide, w = tensors(dtype, (10, 64), (32,))
-    x = view(wide)
+    x = VIEWS[view](wide)
     other = x.flip(0)
     compare(triton_rms_norm, exact_rms_norm, (x, w))
     compare(lambda g, u: (swiglu(g, u, "triton"),), exact_swiglu, (x, other))
@@ -239,14 +211,14 @@ def test_inputs_of_any_strides(view, dtype):
 
 
 @each_dtype
-@pytest.mark.parametrize("back", [False, True])
-def test_rotary_of_strides_that_attention_returns(back, dtype):
+def test_rotary_of_strides_that_attention_returns(dtype):
     """[S, B, H, E] with the strides of the gradients of attention's backward."""
     q = randn(2, 3, 5, 8, dtype=dtype).permute(2, 0, 1, 3)
     angles = rotary_angles(torch.arange(5).unsqueeze(1), Rotary(8, 10000.0), dtype)
-    turned, _ = torch.ops.lattice.rotate(q, q, *angles, back)
-    again, _ = torch.ops.lattice.rotate(q.contiguous(), q.contiguous(), *angles, back)
-    assert torch.equal(turned, again)
+    for back in (False, True):
+        turned, _ = torch.ops.lattice.rotate(q, q, *angles, back)
+        again, _ = torch.ops.lattice.rotate(q.contiguous(), q.contiguous(), *angles, back)
+        assert torch.equal(turned, again)
 
 
 def exact_loss(z, targets, z_loss=0.0, scale=1.0):
@@ -271,12 +243,12 @@ def whole_loss(z, targets, first_rows, z_loss, scale, kernels):
 
 @each_dtype
 @each_kernel
-@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize(
-    ("tokens", "vocab", "first_rows"),
+    ("tokens", "vocab", "first_rows", "z_loss"),
     [
-        *((6, 1, [0]), (5, 97, [0]), (5, 97, [0, 33, 66]), (3, 9001, [0])),
-        *((4, 3, [0, 1, 2, 3]), (0, 8, [0, 4])),
+        *((6, 1, [0], 0.0), (5, 97, [0], 0.0), (5, 97, [0, 33, 66], 0.0), (3, 9001, [0], 0.0)),
+        *((5, 97, [0], 1e-2), (5, 97, [0, 33, 66], 1e-2)),
+        *((4, 3, [0, 1, 2, 3], 1e-2), (0, 8, [0, 4], 1e-2)),
     ],
 )
 def test_cross_entropy(tokens, vocab, first_rows, z_loss, kernels, dtype):
@@ -312,10 +284,12 @@ def test_cross_entropy_far_out(kernels):
     assert not gradient[4].any()
 
 
-@each_dtype
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_operations_keep_the_library_contract(dtype):
     """Every operation passes torch's checks of its schema, fake tensors, autograd registration and
     ahead-of-time autograd, on which the compiler and checkpointing rely."""
+    # the last two, which are slow, for one dtype
+    some = {} if dtype == torch.bfloat16 else {"test_utils": ["test_schema", "test_faketensor"]}
     shapes = (4, 2, 16), (4, 2, 16), (16,), (3, 2, 4, 8), (3, 2, 2, 8)
     x, r, w, q, k = (t.requires_grad_() for t in tensors(dtype, *shapes))
     cos, sin = rotary_angles(torch.arange(3).unsqueeze(1), Rotary(8, 10000.0), dtype)
@@ -335,8 +309,24 @@ def test_operations_keep_the_library_contract(dtype):
         ops.cross_entropy_statistics: (z, targets, 1),
         ops.cross_entropy_gradient_: (z, targets, rstd[:4], rstd[:4], torch.ones(()), 1, 1e-4),
     }
+    several = [w.detach(), q.detach()]
+    p, g, m = ([t.clone() for t in several] for _ in range(3))
+    v, locations = [t.abs() for t in m], [7, 0, 16, 16, 8, 0, 8, 9] * (dtype == torch.bfloat16)
+    scalars = torch.tensor([1.0, 0.5, 1e-3, 2.0, 3.0], dtype=torch.float64)
+    words, total = torch.arange(9, dtype=torch.int32), torch.zeros((), dtype=torch.int64)
+    rows, sizes = x.detach().flatten(0, 1), [5, 0, 3]
+    weight, ends = torch.ones(3, 16, 4, dtype=dtype), torch.tensor([5, 5, 8], dtype=torch.int32)
+    dw = torch.zeros(3, 16, 16, dtype=exact(dtype))
+    calls |= {
+        ops.adamw: (p, g, m, v, scalars, [1e-4, 0.0], 0.9, 0.95, 1e-8, locations),
+        ops.square_sum: (g, [1, 2]),
+        ops.add_hash_: (total, words, 3),
+        ops.grouped_mm: (rows, weight, ends, sizes),
+        ops.grouped_weight_gradient: (rows, rows, ends, sizes),
+        ops.add_grouped_weight_gradient: (dw, rows, rows, sizes, 1),
+    }
     for op, arguments in calls.items():
-        torch.library.opcheck(op.default, arguments)
+        torch.library.opcheck(op.default, arguments, **some)
 
 
 def test_an_omitted_eps_is_caught():
@@ -359,22 +349,3 @@ def test_a_wrong_gradient_is_caught(mistake):
     _, exact = exact_loss(z, targets)
     with pytest.raises(AssertionError):
         assert_close(mistake(z, targets, exact), exact)
-
-
-def test_the_interpreter_rounds_as_a_gpu_does():
-    """The interpreter's conversions equal torch's: every bfloat16 number survives a round trip
-    through float32, other numbers round to nearest, ties to even, and NaN stays NaN."""
-    if not INTERPRETED:
-        pytest.skip("kernels are compiled here")
-    from model.kernels.triton_interpreter import to_bfloat16, to_float32
-
-    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
-    as_float = torch.from_numpy(to_float32(every.numpy()))
-    assert torch.equal(as_float.nan_to_num(7), every.view(torch.bfloat16).float().nan_to_num(7))
-    spread = as_float.abs().clamp(1e-30, 1e30).nan_to_num(1).sqrt()
-    between = randn(1 << 16, dtype=torch.float32) * spread
-    ties = (every.to(torch.int32) << 16 | 0x8000).view(torch.float32)
-    for x in (between, ties):
-        rounded = torch.from_numpy(to_bfloat16(x.numpy())).view(torch.bfloat16).float()
-        expected = x.to(torch.bfloat16).float()
-        assert torch.equal(rounded.nan_to_num(7), expected.nan_to_num(7))

@@ -2,26 +2,24 @@
 logits on one rank. (Parity has cases with a sequence in pieces over tp, and a control for them.)"""
 
 from functools import partial
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from model.kernels import linear_cross_entropy as module
 from model.kernels.backend import cdiv, why_not_triton
-from model.kernels.cross_entropy import vocab_parallel_cross_entropy
 from model.kernels.linear_cross_entropy import linear_cross_entropy
 from model.matmul import Matmul
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
 from tests.counting import Listener
+from tests.kernels.device import DEVICE
+from tests.proofs.parity_tiers import thorough_but
 from tokens import IGNORE
 
 S, B, D = 20, 2, 24
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs Triton")
 KERNELS = [pytest.param("triton", marks=needs_triton), "torch"]
 
@@ -47,8 +45,8 @@ def expected(vocab, dtype, z_loss):
 
 
 def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes):
-    """For each size of a piece's logits in bytes: this rank's loss, dx and dw, the rows of each
-    piece, the collectives of forward and backward, and the largest tensor."""
+    """For each size of a piece's logits in bytes: this rank's loss, dx and dw, the collectives of
+    forward and backward, and the largest tensor."""
     mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
     tp, rank = mesh.tp.size(), mesh.tp.get_local_rank()
     x, weight, targets = operands(vocab, dtype)
@@ -56,7 +54,7 @@ def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes):
     x = x.chunk(tp)[rank] if sequence_parallel else x
     weight = weight[rows.start : rows.stop]
     scale = torch.tensor(1 / 7, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    cut, results = module.pieces_of, []
+    results = []
     for piece_bytes in sizes:
         x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))
         head = partial(
@@ -64,21 +62,14 @@ def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes):
             sequence_parallel, matmul=Matmul(), vocab_size=vocab, z_loss=z_loss, kernels=kernels,
             piece_bytes=piece_bytes,
         )  # fmt: skip
-        heights = []
-
-        def watched(*given, heights=heights):
-            for piece, piece_targets in cut(*given):
-                heights.append(len(piece) // (tp if sequence_parallel else 1))
-                yield piece, piece_targets
-
-        with Listener(mesh) as forward, patch.object(module, "pieces_of", watched):
+        with Listener(mesh) as forward:
             loss = head()
         with Listener(mesh) as backward:
             (3 * loss).backward()
         with torch.no_grad():
             assert torch.equal(head(), loss), "without gradients the loss is the same"
         travelled = forward.count(), backward.count(), forward.largest
-        results.append((loss.detach(), x.grad, weight.grad, heights, *travelled))
+        results.append((loss.detach(), x.grad, weight.grad, *travelled))
     return results
 
 
@@ -94,42 +85,32 @@ def errors(results, exact, sequence_parallel=True):
     return [relative(ours, theirs) for ours, theirs in zip(found, exact, strict=True)]
 
 
+F64, BF16 = torch.float64, torch.bfloat16
+BOUNDS = {F64: (1e-14, 1e-14, 1e-14), BF16: (1e-2, 2e-2, 1e-2)}  # logits of up to 20, 1/256 off
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
-    ("tp", "sequence_parallel"),
-    [
-        *((1, True), (2, True), (2, False)),
-        pytest.param(4, True, marks=pytest.mark.thorough),
-        pytest.param(4, False, marks=pytest.mark.thorough),
-    ],
+    ("tp", "sequence_parallel", "dtype"),
+    thorough_but(
+        [(1, True, F64), (2, True, F64), (2, False, F64), (2, True, BF16)],
+        [(tp, parts, dtype) for tp in (1, 2, 4) for parts in (True, False) for dtype in BOUNDS],
+    ),
 )
-@pytest.mark.parametrize(
-    ("dtype", "bounds"),
-    [
-        (torch.float64, (1e-14, 1e-14, 1e-14)),
-        (torch.float32, (1e-6, 2e-6, 2e-6)),
-        (torch.bfloat16, (1e-2, 2e-2, 1e-2)),  # logits rounded to bfloat16, 1/256 of up to 20
-    ],
-    ids=str,
-)
-def test_is_what_whole_logits_give(ranks, tp, sequence_parallel, dtype, bounds, kernels):
+def test_is_what_whole_logits_give(ranks, tp, sequence_parallel, dtype, kernels):
     """The loss and gradients in three pieces of unequal size equal those of whole logits; in
     float64 also in one piece, and in pieces of one row (not in the slow interpreter). Tested with
     z_loss, a vocabulary that tp does not divide, and an incoming gradient other than 1."""
     vocab, z_loss = 51, 1e-2
     exact = expected(vocab, dtype, z_loss)
-    rows = S // tp if sequence_parallel else S
-    unequal = {20: [7, 7, 6], 10: [4, 4, 2], 5: [2, 2, 1]}[rows]
-    sizes = {14 * cdiv(vocab, tp) * dtype.itemsize: unequal}
+    sizes = [14 * cdiv(vocab, tp) * dtype.itemsize]
     if dtype == torch.float64:
-        sizes |= {1 << 20: [rows]} | ({1: [1] * rows} if kernels == "torch" else {})
-    of_ranks = ranks.run(
-        in_pieces, tp, vocab, dtype, sequence_parallel, z_loss, kernels, list(sizes)
-    )
-    for heights, *results in zip(sizes.values(), *of_ranks, strict=True):
-        assert all(r[1].dtype == r[2].dtype == dtype and r[3] == heights for r in results)
+        sizes += [1 << 20, 1] if kernels == "torch" else [1 << 20]
+    of_ranks = ranks.run(in_pieces, tp, vocab, dtype, sequence_parallel, z_loss, kernels, sizes)
+    for results in zip(*of_ranks, strict=True):
+        assert all(r[1].dtype == r[2].dtype == dtype for r in results)
         found = errors(results, exact, sequence_parallel)
-        assert all(error <= bound for error, bound in zip(found, bounds, strict=True)), found
+        assert all(error <= bound for error, bound in zip(found, BOUNDS[dtype], strict=True)), found
 
 
 def test_more_ranks_than_rows_of_the_vocabulary(ranks):
@@ -150,7 +131,7 @@ def test_what_travels_and_what_is_held(ranks, sequence_parallel):
     for of_rank in ranks.run(
         in_pieces, tp, vocab, torch.float64, sequence_parallel, 0.0, "torch", list(sizes.values())
     ):
-        for pieces, (*_, heights, forward, backward, largest) in zip(sizes, of_rank, strict=True):
+        for pieces, (*_, forward, backward, largest) in zip(sizes, of_rank, strict=True):
             statistics = pieces, tp * 3 * tokens * 8
             if sequence_parallel:
                 gathers = 2 * pieces, hidden + statistics[1]
@@ -158,48 +139,7 @@ def test_what_travels_and_what_is_held(ranks, sequence_parallel):
             else:
                 assert forward == {"all_gather": statistics, "all_reduce": (pieces, hidden)}
             assert backward == {}
-            assert len(heights) == pieces
             assert largest == max(vocab // tp * D, tokens // pieces * vocab // tp)
-
-
-def whole_logits(vocab, kernels):
-    """Loss and weight gradient through vocab_parallel_cross_entropy, from materialized logits."""
-    mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
-    rows = chunk_range(vocab, mesh.tp.size(), mesh.tp.get_local_rank())
-    x, weight, targets = operands(vocab, torch.float64)
-    weight = weight[rows.start : rows.stop].clone().requires_grad_()
-    about = targets, rows.start, mesh.tp.get_group(), 1e-2, kernels
-    loss = vocab_parallel_cross_entropy(x @ weight.T, *about) / 7
-    (3 * loss).backward()
-    return loss.detach(), weight.grad
-
-
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("tp", [1, 2])
-def test_loss_of_logits_that_exist(ranks, tp, kernels):
-    loss, _, dw = expected(51, torch.float64, 1e-2)
-    results = ranks.run(whole_logits, tp, 51, kernels)
-    assert relative(results[0][0], loss) < 1e-14
-    assert relative(torch.cat([r[1] for r in results]), dw) < 1e-14
-
-
-def test_backward_twice_is_refused():
-    """A second backward is refused, because the first passes the gradients on without keeping
-    them."""
-
-    class Alone:
-        def size(self):
-            return 1
-
-    x, weight, targets = operands(51, torch.float64)
-    x.requires_grad_()
-    scale = torch.tensor(1.0).double()
-    loss = linear_cross_entropy(
-        *(x, weight, targets, scale, 0, Alone(), True), matmul=Matmul(), vocab_size=51
-    )
-    loss.backward(retain_graph=True)
-    with pytest.raises(AssertionError, match="called a second time"):
-        loss.backward()
 
 
 def test_the_weight_gradient_is_summed_in_float32():
