@@ -50,5 +50,6 @@ def written(run: Path, out: Path) -> Parsed:
     parsed = Parsed(text)
     assert parsed.references() == []
     assert parsed.count("script") == 0
+    assert "Content-Security-Policy\" content=\"default-src 'none'" in text
     assert not re.search(r"url\((?!#)|@import", text)
     return parsed

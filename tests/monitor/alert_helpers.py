@@ -2,55 +2,38 @@
 
 import json
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from runtime.log.events import append_event, read_events
+from runtime.log.events import append_event
 from runtime.monitor.process import start_monitor
 
 
-class Receiver:
+class Receiver(ThreadingHTTPServer):
     """An HTTP server on loopback that records what is posted to it.
 
     behaviour: the status to answer with; "hang": never answer.
     """
 
+    daemon_threads, block_on_close = True, False
+
     def __init__(self, behaviour: int | str = 200) -> None:
-        received: list[dict[str, Any]] = []
-        released = threading.Event()
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                if behaviour == "hang":
-                    released.wait(300)
-                    return
-                self.send_response(int(behaviour))
-                self.send_header("Location", "/elsewhere")
-                self.end_headers()
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads, block_on_close = True, False
-
-        self.received, self._released = received, released
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/services/secret"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def __enter__(self) -> "Receiver":
-        return self
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.behaviour, self.released = behaviour, threading.Event()
+        self.received: list[dict[str, Any]] = []
+        self.url = f"http://127.0.0.1:{self.server_port}/services/secret"
+        threading.Thread(target=self.serve_forever, args=[0.02], daemon=True).start()
 
     def __exit__(self, *_: object) -> None:
-        self._released.set()
-        self._server.shutdown()
-        self._server.server_close()
+        self.released.set()
+        self.shutdown()
+        self.server_close()
 
     def kinds(self) -> list[str]:
         return [alarm["event"] for alarm in self.received]
@@ -58,6 +41,23 @@ class Receiver:
     def wait_for(self, *kinds: str) -> None:
         """Wait until alarms of these kinds, and no others, have been received."""
         wait_until(lambda: self.kinds() == [*kinds])
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Receiver
+
+    def do_POST(self) -> None:
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.received.append(json.loads(content))
+        if self.server.behaviour == "hang":
+            self.server.released.wait(300)
+            return
+        self.send_response(int(self.server.behaviour))
+        self.send_header("Location", "/elsewhere")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
 
 
 def settings_of(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -69,23 +69,33 @@ def settings_of(folder: Path, **settings: Any) -> dict[str, Any]:
         "cwd": str(folder.parent),
         "past": events.stat().st_size if events.exists() else 0,
         "due": 3600.0,
-        "on_event": "",
-        "prometheus": "",
-        "after_commit": "",
+        **dict.fromkeys(("on_event", "prometheus", "after_commit"), ""),
         "after_commit_seconds": 3600.0,
     }
     assert settings.keys() <= told.keys()
     return {**told, **settings}
 
 
-class FedMonitor:
-    """A real monitor process, for a run folder and a pipe to which the test writes."""
+POPEN = subprocess.Popen
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+
+class FedMonitor:
+    """A real monitor process, for a run folder and a pipe to which the test writes.
+
+    waits: how long it waits for the launcher to say how rank 0 ended.
+    """
+
+    def __init__(self, folder: Path, waits: float = 1.0, **settings: Any) -> None:
         self.run = folder / "run"
         self.run.mkdir(exist_ok=True)
         self.log = folder / "monitor.log"
-        with open(self.log, "wb") as log:
+        hasty = "from runtime.monitor import process; process.LOOK_SECONDS = 0.1; "
+        hasty += f"process.END_EVENT_SECONDS = {waits}; process.main()"
+
+        def start(command: list[str], **about: Any) -> subprocess.Popen[bytes]:
+            return POPEN([command[0], "-c", hasty], **about)
+
+        with open(self.log, "wb") as log, patch.object(subprocess, "Popen", start):
             self.process = start_monitor(settings_of(self.run, **settings), log)
 
     def tell(self, due: float = 3600.0, **line: Any) -> None:
@@ -97,9 +107,6 @@ class FedMonitor:
 
     def step(self, step: int, due: float = 3600.0, **record: Any) -> None:
         self.tell(record={"step": step, "loss": 2.5, **record}, due=due)
-
-    def recorded(self, event: str) -> list[dict[str, Any]]:
-        return [found for found in read_events(self.run) if found["event"] == event]
 
     def end(self) -> float:
         """Close the pipe, as when rank 0 ends; return the seconds until the monitor has ended."""

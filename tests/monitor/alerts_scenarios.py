@@ -24,14 +24,12 @@ from typing import Any
 import pytest
 import yaml
 
-from runtime.log.events import read_events
 from tests import ROOT
 from tests.monitor.alert_helpers import FedMonitor, free_port, wait_until
 from tests.runs import status_of, write_config
 
 RULES = ROOT / "runtime/monitor/rules/lattice_alerts.yaml"
 RULE_TESTS = ROOT / "runtime/monitor/rules/lattice_alerts_test.yaml"
-BUCKET = "checkpoints"
 
 
 def get(url: str) -> str:
@@ -56,9 +54,6 @@ def running(*command: str, **options: Any) -> Iterator[None]:
             yield
         finally:
             process.kill()
-
-
-# --- Prometheus -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +105,7 @@ START = "unless on (run, instance) time() - lattice_start_timestamp_seconds"
         (f"{START} < 1800", "", "LatticeNoStep"),
         (f"{START} < 14400", "", "LatticeNoCheckpoint"),
         (f"> 300\n          {NEWEST}", "> 300", "LatticeFileNotWritten"),
+        ("updated_timestamp_seconds < 900", "updated_timestamp_seconds < 9e9", "LatticeGone"),
         (f"== 1 {NEWEST}", "== 1", "LatticeRunFailed"),
         ('_total{event="data_stage"}', '_total{event="x"}', "LatticeSlow"),
     ],
@@ -167,9 +163,6 @@ def test_prometheus_scrapes_a_run_and_raises_the_alarm(programs: Path, tmp_path:
         monitor.end()
 
 
-# --- an object store ------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The PYTHONPATH with moto and s3fs."""
@@ -184,10 +177,11 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_checkpoints_reach_an_s3_server_that_drops_requests_and_come_back(
+def test_checkpoints_reach_an_s3_server_and_come_back(
     packages: str, data: Path, tmp_path: Path
 ) -> None:
-    port, fixed = free_port(), tmp_path / "fixed"
+    """What happens if requests fail: tests/checkpoint/test_objects.py."""
+    port = free_port()
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -196,46 +190,31 @@ def test_checkpoints_reach_an_s3_server_that_drops_requests_and_come_back(
         "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_MAX_ATTEMPTS": "1",  # the client's own retries would hide the faults
     }
 
-    def call(*command: str, status: int = 0) -> str:
+    def call(*command: str) -> str:
         program = [sys.executable, *command]
         done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode == status, done.stdout + done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def objects(*arguments: str) -> str:
-        return call("-m", "tools.objects", *arguments)
-
-    url = f"s3://{BUCKET}/run"
+    url = "s3://checkpoints/run"
     push = f"{sys.executable} -m tools.objects push {url}"
     checkpoint = {"interval": 2, "keep_last": 3, "after_commit": push}
     config = write_config(tmp_path, data, checkpoint=checkpoint)
-    server = (sys.executable, "-m", "tests.monitor.faulty_s3", str(port), str(fixed))
+    server = (sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port))
     with running(*server, env=environment):
         wait_until(lambda: answers(f"http://127.0.0.1:{port}/moto-api/"))
-        fixed.touch()
-        call("-c", f"import boto3; boto3.client('s3').create_bucket(Bucket={BUCKET!r})")
-        fixed.unlink()
+        call("-c", "import boto3; boto3.client('s3').create_bucket(Bucket='checkpoints')")
         launch = ("-m", "tools.launch", "--nproc-per-node", "2", config)
         call(*launch)
-        # Whatever is listed as complete can be fetched and is right.
-        for name in objects("list", url).split():
-            objects("fetch", f"{url}/{name}", str(tmp_path / "listed"))
-        tried = [e for e in read_events(tmp_path / "run") if e["event"] == "after_commit"]
-        assert any("failed" in event for event in tried), "the server dropped nothing"
-        fixed.touch()
-        # The next start runs the command for what is still pending.
-        call(*launch)
         assert status_of(tmp_path)["after_commit"] == {"done_step": 6, "pending": []}
-        assert objects("list", url).split() == [f"step-0000000{step}" for step in (2, 4, 6)]
-
+        listed = call("-m", "tools.objects", "list", url).split()
+        assert listed == [f"step-0000000{step}" for step in (2, 4, 6)]
         # The machines are lost. The way back: fetch, verify, start.
         shutil.rmtree(tmp_path / "run")
         back = tmp_path / "run" / "checkpoints"
-        assert "every sha256 is right" in objects("fetch", url, str(back))
+        assert "every sha256 is right" in call("-m", "tools.objects", "fetch", url, str(back))
         assert "good" in call("-m", "tools.verify", str(tmp_path / "run"))
         said = call(*launch, "train.steps=8")
         assert f"starting from {back / 'step-00000006'} at step 6" in said
-        assert objects("list", url).split()[-1] == "step-00000008"

@@ -4,7 +4,6 @@ person, although no step's listeners are there to record them."""
 import json
 import sys
 import time
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from runtime.log.status import record_failure
 from runtime.messages import LOST, LostConnection
 from runtime.monitor import send
 from runtime.signals import Signals
-from tests.monitor.alert_helpers import Receiver, wait_until
+from tests.monitor.alert_helpers import Receiver
 from tests.planted import planted
 from tests.runs import (
     contents,
@@ -39,20 +38,19 @@ from tools import alarm
 
 STAGES = [{"from_step": step, "train": {"seq_len": 16 * step}} for step in (1, 2)]
 REFUSAL = UserError("checkpoint.resume", "auto", "cannot be read", "mount the file system")
-# starts in one folder, one after another: which stage that is built cannot be, the alarms, the end
-STARTS = {
-    "while it starts": (1, RuntimeError("out of memory"), ["end"], ("failed", 0)),
-    "between two stages": (2, RuntimeError("out of memory"), ["start", "end"], ("failed", 1)),
+NO_MEMORY = RuntimeError("out of memory")
+# starts in one folder, one after another: which stage that is built cannot be, and why; the alarms,
+# what the last one says, and the end
+STARTS: dict[str, tuple[int, Exception | None, str, str, tuple[str, int]]] = {
+    "while it starts": (1, NO_MEMORY, "end",
+        "failed at step 0: RuntimeError while the run started", ("failed", 0)),
+    "between two stages": (2, NO_MEMORY, "start end",
+        "failed at step 1: RuntimeError after step 1, outside of a step", ("failed", 1)),
     # the start was not refused: it has made steps, and its end is recorded
-    "a stage that is refused": (2, REFUSAL, ["start", "data_stage", "end"], ("failed", 2)),
-    "none": (0, None, ["start", "data_stage", "end"], ("finished", 3)),
-}
-ALARMS = {
-    "while it starts": "failed at step 0: RuntimeError while the run started",
-    "between two stages": "failed at step 1: RuntimeError after step 1, outside of a step",
-    "a stage that is refused": "failed at step 2: checkpoint.resume",
-    "none": "finished at step 3",
-}
+    "a stage that is refused": (2, REFUSAL, "start data_stage end",
+        "failed at step 2: checkpoint.resume", ("failed", 2)),
+    "none": (0, None, "start data_stage end", "finished at step 3", ("finished", 3)),
+}  # fmt: skip
 
 
 def run_that_cannot_build(arguments: list[str], name: str) -> str:
@@ -70,46 +68,29 @@ def run_that_cannot_build(arguments: list[str], name: str) -> str:
         return train_run(arguments)
 
 
-@pytest.fixture(scope="module")
-def started(
-    ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Path, Receiver, dict[str, list[dict[str, Any]]]]]:
-    """The folder of the starts, who received alarms, and those of each start."""
-    folder, found, all_kinds = tmp_path_factory.mktemp("started"), {}, []
-    with Receiver() as server:
-        config = write_stages(
-            folder, data, STAGES, train={"steps": 3}, run={"on_event": server.url}
-        )
-        for name, (_, _, kinds, _) in STARTS.items():
-            ranks.run(said_by, 1, run_that_cannot_build, [config], name)
-            server.wait_for(*(all_kinds := [*all_kinds, *kinds]))
-            found[name] = server.received[-len(kinds) :]
-        yield folder, server, found
-
-
-@pytest.mark.parametrize("name", STARTS)
-def test_how_a_start_ends_is_reported(started: tuple, name: str) -> None:
+def test_how_a_start_ends_is_reported(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """The next start goes on, and its end is not taken for a part of this one's."""
-    folder, _, received = started
-    assert ALARMS[name] in received[name][-1]["text"]
-    assert ("out of memory" in received[name][-1]["text"]) == ("RuntimeError" in ALARMS[name])
-    ends = [e for e in read_events(folder / "run") if e["event"] == "end" and "data_stage" not in e]
-    whole = [(event["state"], event["step"]) for event in ends]
-    assert whole == [end for *_, end in STARTS.values()]
-    assert sorted(losses(folder)) == [1, 2, 3]
-
-
-def test_a_refused_start(ranks: Ranks, started: tuple) -> None:
-    """A requeued job whose checkpoints became unreadable at night, say."""
-    folder, server, _ = started
-    before = contents(folder / "run")
-    # no command for its checkpoint either, which may be why this start is refused
-    settings = ["train.steps=4", "model.ffn_dim=32", "checkpoint.after_commit=touch"]
-    (said,) = ranks.run(train_run, 1, [str(folder / "config.yaml"), *settings])
-    wait_until(lambda: server.kinds()[-1] == "refused")
-    assert " ".join(said.split()) in server.received[-1]["text"]
+    folder, kinds = tmp_path / "run", list[str]()
+    with Receiver() as server:
+        run = {"on_event": server.url}
+        config = write_stages(tmp_path, data, STAGES, train={"steps": 3}, run=run)
+        for name, (_, error, more, text, _) in STARTS.items():
+            ranks.run(said_by, 1, run_that_cannot_build, [config], name)
+            server.wait_for(*(kinds := [*kinds, *more.split()]))
+            assert text in server.received[-1]["text"]
+            assert ("out of memory" in server.received[-1]["text"]) == (error is NO_MEMORY)
+        ends = [event for event in read_events(folder) if event["event"] == "end"]
+        assert [(e["state"], e["step"]) for e in ends] == [end for *_, end in STARTS.values()]
+        assert sorted(losses(tmp_path)) == [1, 2, 3]
+        # One that is refused: a requeued job whose checkpoints became unreadable at night, say. No
+        # command for its checkpoint is run either, which may be why it is refused.
+        before = contents(folder)
+        settings = ["train.steps=4", "model.ffn_dim=32", "checkpoint.after_commit=touch"]
+        (said,) = ranks.run(train_run, 1, [config, *settings])
+        server.wait_for(*kinds, "refused")
     assert "ffn_dim" in said
-    after = contents(folder / "run")
+    assert " ".join(said.split()) in server.received[-1]["text"]
+    after = contents(folder)
     added = after.pop("events.jsonl").removeprefix(before.pop("events.jsonl"))
     assert json.loads(added)["event"] == "refused"
     assert after == before
@@ -159,22 +140,15 @@ def test_a_job_that_gives_up(
     assert not (tmp_path / "run").exists()
 
 
-LOST_AT_START = f"{LOST} while the run started"
-
-
 def test_the_launcher_names_the_rank_that_was_killed(tmp_path: Path) -> None:
-    """Rank 0 knows only that it has lost a connection, also before the first step."""
+    """Rank 0 knows only that it has lost a connection, also before the first step. But what an
+    earlier start has left stays."""
     (tmp_path / "run").mkdir()
-    launched = time.time()
+    launched, why = time.time(), "rank 1 was killed"
     with pytest.raises(LostConnection), run_log_of(tmp_path / "run"):
         raise LostConnection("gone")
-    assert record_failure(tmp_path / "run", "rank 1 was killed", launched) == "rank 1 was killed"
-    found = status_of(tmp_path)
-    assert (found["state"], found["reason"]) == ("failed", "rank 1 was killed")
-
-
-def test_what_an_earlier_start_has_left_stays(tmp_path: Path) -> None:
-    line = {"event": "end", "time": 1.0, "state": "failed", "step": 0, "reason": LOST_AT_START}
-    (tmp_path / "events.jsonl").write_text(json.dumps(line) + "\n")
-    assert record_failure(tmp_path, "rank 1 was killed", time.time()) == "rank 1 was killed"
-    assert not (tmp_path / "status.json").exists()
+    for since, reason in ((launched + 60, f"{LOST} while the run started"), (launched, why)):
+        assert record_failure(tmp_path / "run", why, since) == why
+        found = status_of(tmp_path)
+        assert found["state"] == "failed"
+        assert found["reason"].startswith(reason)

@@ -3,7 +3,6 @@ loopback unless told otherwise. (tests/monitor/alerts_scenarios.py has a real Pr
 
 import json
 import socket
-import urllib.error
 import urllib.request
 from types import SimpleNamespace
 
@@ -100,8 +99,10 @@ def test_a_state_before_the_first_step_and_after_the_end():
     state = state_of([*EVENTS, {"event": "end", "time": 1.0, "state": "failed", "step": 3}], RECORD)
     assert parsed(exposition("runs/x", state))["lattice_running"] == 0
     state.note_event({"event": "start", "time": 2.0, "began": 2.0, "step": 0, "world_size": 8})
-    assert state.state == "running"
     assert state.slow == {}  # of the start before
+    state.note_event({"event": "data_stage", "time": 4.0, "data_stage": 1, "step": 4})
+    # the changeover is no restart, and not a time without steps, for the rule LatticeNoStep
+    assert (state.state, state.events["start"], state.start_time) == ("running", 2, 4.0)
 
 
 def test_an_address():
@@ -116,44 +117,25 @@ def test_an_address():
             check.prometheus(wrong)
 
 
-def test_the_endpoint_of_a_monitor(tmp_path):
-    here = f"127.0.0.1:{free_port()}"
-    with FedMonitor(tmp_path, prometheus=check.prometheus(here)) as monitor:
-        monitor.event("start", step=0, world_size=1, began=0.0)
-        monitor.step(3)
-
-        def has_step() -> bool:
-            try:
-                with urllib.request.urlopen(f"http://{here}/metrics", timeout=5) as answer:
-                    found = parsed(answer.read().decode())
-            except urllib.error.URLError:
-                return False
-            return found.get("lattice_step") == 3
-
-        wait_until(has_step)
-        monitor.event("end", state="finished", step=3, reason="")
-        monitor.end()
-
-
-def test_a_port_in_use_is_tried_again(monkeypatch):
+def test_the_endpoint_and_a_port_in_use_that_is_tried_again(monkeypatch):
     """And a client that sends nothing keeps no thread of the endpoint."""
     monkeypatch.setattr(prometheus, "CLIENT_SECONDS", 0.2)
-    where = ["127.0.0.1", free_port()]
-    first, second = Shown(where, list), Shown(where, list)
-    first.update()
-    with pytest.raises(OSError, match="in use"):
-        second.update()
-    first.server.shutdown()
-    first.server.server_close()
-    second.update()
-    with socket.create_connection(tuple(where), timeout=60) as slow:
+    host, port = where = check.prometheus(str(free_port()))
+    shown = Shown(where, lambda: [*families("runs/x", state_of(EVENTS, RECORD), {})])
+    with socket.create_server((host, port)), pytest.raises(OSError, match="in use"):
+        shown.update()
+    shown.update()
+    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=60) as answer:
+        assert parsed(answer.read().decode())["lattice_step"] == 12
+    with socket.create_connection((host, port), timeout=60) as slow:
         assert slow.recv(1) == b"", "its time is over"
-    second.server.shutdown()
-    second.server.server_close()
+    shown.server.shutdown()
+    shown.server.server_close()
 
 
-def test_what_happened_before_this_start_is_counted(tmp_path):
-    """Also what is heard meanwhile, and not what an earlier start added to metrics.jsonl."""
+def test_the_file_of_a_monitor(tmp_path):
+    """What happened before this start is counted, and what is heard meanwhile, but not what an
+    earlier start added to metrics.jsonl."""
     (tmp_path / "run").mkdir()
     lines = [json.dumps(event) for event in EVENTS] * 2
     (tmp_path / "run" / "events.jsonl").write_text("\n".join(lines) + "\n")
@@ -161,26 +143,16 @@ def test_what_happened_before_this_start_is_counted(tmp_path):
     with FedMonitor(tmp_path, prometheus=str(path)) as monitor:
         monitor.event("start", step=10, world_size=8, began=20.0)
         wait_until(path.exists)
-        monitor.event("end", state="failed", step=10, reason="")
+        found = parsed(path.read_text())
+        assert (found["lattice_step"], found["lattice_last_step_timestamp_seconds"]) == (10, 9)
+        monitor.step(11)
+        monitor.event("end", state="requeue", step=11, reason="SIGTERM was received")
         monitor.end()
     found = parsed(path.read_text())
     assert found["lattice_events_total event=start"] == 3
     assert found["lattice_events_total event=rollback"] == 2
     assert found["lattice_failed_saves_total"] == 2
-    assert (found["lattice_step"], found["lattice_last_step_timestamp_seconds"]) == (10, 9)
-    assert found["lattice_state state=failed"] == 1
-
-
-def test_the_file_is_replaced_as_a_whole(tmp_path):
-    path = tmp_path / "lattice.prom"
-    with FedMonitor(tmp_path, prometheus=str(path)) as monitor:
-        monitor.event("start", step=0, world_size=1, began=0.0)
-        wait_until(path.exists)
-        monitor.step(5)
-        monitor.event("end", state="requeue", step=5, reason="SIGTERM was received")
-        monitor.end()
-    found = parsed(path.read_text())
-    assert found["lattice_step"] == 5, "the last state is in it"
+    assert found["lattice_step"] == 11, "the last state is in it"
     assert found["lattice_state state=requeue"] == 1
     assert sorted(tmp_path.glob("lattice*")) == [path], "no partial file is left"
 
@@ -193,13 +165,6 @@ def test_the_next_starts_file_stays(tmp_path):
     path.write_text("of the next start\n")
     old.update(gone=True, is_last=True)
     assert path.read_text() == "of the next start\n"
-
-
-def test_a_port_may_be_a_number_or_text(data, tmp_path):
-    for value in (9400, "9400", "0.0.0.0:9400", str(tmp_path / "x.prom")):
-        check.check_alerts(load_config(write_config(tmp_path, data, run={"prometheus": value}), []))
-    with pytest.raises(UserError, match=r"run\.prometheus"):
-        load_config(write_config(tmp_path, data, run={"prometheus": 70000}), [])
 
 
 def test_without_prometheus_client_it_is_refused(data, tmp_path, monkeypatch):
