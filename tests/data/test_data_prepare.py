@@ -1,22 +1,26 @@
 """Sources are read exactly and in order, and the prepared data is the same for any number of
-workers."""
+workers. The held-out text is a pure function of document ids, or of texts if there are few."""
 
 import gzip
 import json
 import math
 import shlex
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data.heldout import held_out
+from data.files import Report
+from data.heldout import FEW, MOST_DOCUMENTS, Part, Splitter, cut, held_out
 from data.prepare import prepare
-from data.sources import MAX_TEXT_CHARS, STDLIB, documents
+from data.sources import MAX_TEXT_CHARS, STDLIB, Document, documents
 from errors import UserError
+from proofs.ranks import Ranks
+from runtime.start.checks import open_train_and_heldout
+from settings.load import load_config
 from tests.data_samples import (
     MANY,
     SOURCE,
@@ -28,10 +32,10 @@ from tests.data_samples import (
     tokenizer,
     write,
 )
-from tests.runs import names
+from tests.runs import contents, names, run, write_config
+from tools import prepare as prepare_command
 from tools import tokenizer as tokenizer_command
-
-TEXTS = ["first\r\ntext", "  zweiter\tText\n", "\u2581 третий", "四" * 50]
+from tools.tokenizer import texts as tokenizer_texts
 
 
 def test_stdlib_is_real_sorted_and_without_tests() -> None:
@@ -54,51 +58,21 @@ def test_large_text_file_is_cut_at_line_ends_and_loses_nothing(tmp_path) -> None
     assert max(map(len, texts_of(str(tmp_path / "one_line.txt")))) <= 2 * MAX_TEXT_CHARS
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.parquet"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_tables(tmp_path, name: str) -> None:
     path = tmp_path / name
-    rows = [{"id": i, "text": text} for i, text in enumerate(TEXTS)]
-    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    texts = ["first\r\ntext", "  zweiter\tText\n", "\u2581 третий", "四" * 50]
+    rows = [{"id": i, "text": text} for i, text in enumerate(texts)]
     if name.endswith("parquet"):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
-        path.write_bytes(gzip.compress(lines) if name.endswith("gz") else lines)
-    read = list(documents(str(path)))
-    assert [document.text for document in read] == TEXTS
-    assert [document.id for document in read] == TEXTS
-    with pytest.raises(UserError, match="id, text") as raised:
-        texts_of(str(path), text_field="content")
-    assert raised.value.key == "--text-field"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert list(documents(str(path))) == [(text, text) for text in texts]
     with pytest.raises(UserError, match=r"(row 0|line 1) .* int"):
         texts_of(str(path), text_field="id")
 
 
-@pytest.mark.parametrize("name", ["missing.txt", "./missing", "/missing/folder", "missing/*.jsonl"])
-def test_missing_sources_are_refused(name: str) -> None:
-    with pytest.raises(UserError) as raised:
-        texts_of(name)
-    assert raised.value.key == "--source"
-
-
-def test_held_out_is_a_pure_function_of_the_id_with_the_right_rate() -> None:
-    ids = [f"document {i}" for i in range(20_000)]
-    assert 0.04 < np.mean([held_out(i, 0.05) for i in ids]) < 0.06
-    assert not any(held_out(i, 0.0) for i in ids)
-    assert all(held_out(i, 0.2) for i in ids if held_out(i, 0.05))  # a larger fraction only adds
-
-
-@pytest.mark.parametrize("split", ["train", "heldout"])
-def test_prepared_documents_are_the_source(data: Path, split: str) -> None:
-    expected = [
-        document.text
-        for document in documents(MANY)
-        if document.text and held_out(document.id, 0.3) == (split == "heldout")
-    ]
-    assert len(expected) > 3
-    assert split_texts(data, split) == expected
-
-
-def test_index_counts_what_is_there(data: Path) -> None:
+def test_prepared_documents_are_the_source_and_the_index_counts_them(data: Path) -> None:
     index = json.loads((data / "index.json").read_text())
     named = {shard["file"] for split in index["splits"].values() for shard in split["shards"]}
     assert set(names(data)) == named | {"index.json", "tokenizer.model"}
@@ -106,8 +80,10 @@ def test_index_counts_what_is_there(data: Path) -> None:
     assert index["vocab_size"] == tokenizer().vocab_size
     assert index["tokenizer_sha256"] == tokenizer().sha256
     ids: dict[str, list[int]] = {}
+    source = [(each.text, held_out(each.id, 0.3)) for each in documents(MANY)]
     for name, split in index["splits"].items():
         texts, shards = split_texts(data, name), split["shards"]
+        assert texts == [text for text, held in source if held == (name == "heldout")]
         ids[name] = []
         for text in texts:
             ids[name] += [tokenizer().bos_id, *tokenizer().encode(text), tokenizer().eos_id]
@@ -122,14 +98,8 @@ def test_index_counts_what_is_there(data: Path) -> None:
     assert index["unigram_nats_per_token"] == pytest.approx(math.fsum(nats) / len(nats), rel=1e-12)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_same_bytes_for_any_number_of_workers(tmp_path) -> None:
-    one = contents(prepared(tmp_path / "one", workers=1))
-    assert contents(prepared(tmp_path / "three", workers=3)) == one
-    assert contents(prepared(tmp_path / "control", shard_tokens=30_000)) != one
+def test_same_bytes_for_any_number_of_workers(data: Path, tmp_path) -> None:
+    assert contents(prepared(tmp_path / "three", workers=3)) == contents(data)
 
 
 def test_empty_documents_are_counted_and_left_out(tmp_path) -> None:
@@ -139,8 +109,7 @@ def test_empty_documents_are_counted_and_left_out(tmp_path) -> None:
     assert index["source"] == file
     assert (index["empty_documents"], index["null_texts"]) == (2, 1)
     assert index["splits"]["train"]["documents"] == 1
-    empty = dict.fromkeys(("tokens", "documents", "characters", "utf8_bytes"), 0)
-    assert index["splits"]["heldout"] == empty | {"shards": []}
+    assert index["splits"]["heldout"]["tokens"] == 0
     assert index["unigram_nats_per_token"] is None
 
 
@@ -148,35 +117,36 @@ def test_all_damage_is_listed_at_once_or_skipped_and_counted(tmp_path, capsys) -
     source, out, model = tmp_path / "corpus", tmp_path / "out", tmp_path / "t.model"
     model.write_bytes(tokenizer().model)
     fine = [json.dumps({"text": f"document {i}"}).encode() for i in range(30)]
-    bad = b'{"text": 5}\n{"text": ["a"]}\n{"text": {"a": "b"}}\n{"text": "\xff"}\n{'
+    bad = [b'{"text": 5}', b'{"text": "\xff"}', b"{", b'{"text": "\\ud83d alone"}', b"[1]",
+           b"[" * 100_000]  # fmt: skip
     write(
         source,
-        {"a.jsonl": b"\n".join([*fine[:10], bad, *fine[10:20]]),
-         "b.jsonl.gz": gzip.compress(b"\n".join(fine[20:]))[:-6],
-         "c.txt": b"na\xefve", "d.csv": b"n,text\n1,\xff\n2\n3,csv\n"},
+        {"a.jsonl": b"\n".join([*fine[:10], *bad, *fine[10:19]]), "a.json": fine[19] + b"\n\n{",
+         "b.jsonl.gz": gzip.compress(b"\n".join(fine[20:]))[:-6], "c.txt": b"na\xefve",
+         "d.csv": b"n,text\n1,\xff\n2\n3,csv\n", "open.csv": b'n,text\n1,"open\n'},
     )  # fmt: skip
     strings = pyarrow.array([b"\xff", b"parquet"]).cast(pyarrow.binary())
     strings = pyarrow.StringArray.from_buffers(2, *strings.buffers()[1:])  # not checked
     pyarrow.parquet.write_table(pyarrow.table({"text": strings}), source / "e.parquet")
     assert prepare_by_command(source, model, out, "--heldout-fraction", "0") == 2
     first, second, *listed = capsys.readouterr().err.splitlines()
-    assert first == (
-        f"text: line 11 of {source}/a.jsonl holds int, not text; "
-        "reading on to list all faults; nothing will be written"
-    )
+    assert first.endswith("; reading on to list all faults; nothing will be written")
     assert second.startswith("error: --source = ")
-    assert second.endswith("10 rows or files cannot be read:")
+    assert second.endswith("13 rows or files cannot be read:")
     expected = [
+        f"{source}/a.json: line 3: it is not JSON: ",
         f"text: line 11 of {source}/a.jsonl holds int, not text",
-        f"text: line 12 of {source}/a.jsonl holds list, not text",
-        f"text: line 13 of {source}/a.jsonl holds dict, not text",
-        f"{source}/a.jsonl: line 14: it is not UTF-8 (byte 0xff)",
-        f"{source}/a.jsonl: line 15: it is not JSON: ",
+        f"{source}/a.jsonl: line 12: it is not UTF-8 (byte 0xff)",
+        f"{source}/a.jsonl: line 13: it is not JSON: ",
+        rf"{source}/a.jsonl: line 14: 'text' contains a lone surrogate, \ud83d",
+        f"{source}/a.jsonl: line 15: a row must be an object",
+        f"{source}/a.jsonl: line 16: it is nested too deeply",
         f"{source}/b.jsonl.gz: it is damaged or cut short: ",
         f"{source}/c.txt: line 1: it is not UTF-8 (byte 0xef)",
         f"{source}/d.csv: line 2: it is not UTF-8 (byte 0xff)",
         f"{source}/d.csv: line 3: it has 1 fields, and the first line names 2 columns",
         f"{source}/e.parquet: row 0: it is not UTF-8 (byte 0xff)",
+        f"{source}/open.csv: line 2: unexpected end of data",
     ]
     for line, starts in zip(listed, expected, strict=False):
         assert line.strip().startswith(starts)
@@ -185,99 +155,58 @@ def test_all_damage_is_listed_at_once_or_skipped_and_counted(tmp_path, capsys) -
     skip = ["--skip", "damaged", "--skip", "missing"]
     more = ["--heldout-fraction", "0", "--source", other, *skip]
     assert prepare_by_command(source, model, out, *more) == 0
-    counts = "8 damaged rows left out\n2 damaged files left out from the damage on\n"
+    counts = "10 damaged rows left out\n3 damaged files left out from the damage on\n"
     said = capsys.readouterr().out
     assert counts in said
-    assert "damaged: b.jsonl.gz, c.txt" in said
+    assert "damaged: b.jsonl.gz, c.txt, open.csv" in said
     index = json.loads((out / "index.json").read_text())
-    assert (index["damaged_rows"], index["damaged_files"]) == (8, 2)
+    assert (index["damaged_rows"], index["damaged_files"]) == (10, 3)
     assert shlex.split(index["source"]) == [str(source), other]
-    expected = [*(f"document {i}" for i in range(20)), "csv", "parquet", "another source"]
-    assert split_texts(out, "train") == expected
-    arguments = ["--source", str(source), "--skip", "damaged", "--vocab-size", "280"]
-    assert tokenizer_command.main([*arguments, "--out", str(tmp_path / "u.model")]) == 0
+    rest = [f"document {i}" for i in (19, *range(19))]
+    assert split_texts(out, "train") == [*rest, "csv", "parquet", "another source"]
+    arguments = ["--source", str(source), "--vocab-size", "280", "--out", str(tmp_path / "u.model")]
+    assert tokenizer_command.main(arguments) == 2
+    # as it is, although SentencePiece wraps what its iterator raises
+    assert f"error: --source = {str(source)!r}: 13 rows or" in capsys.readouterr().err
+    assert tokenizer_command.main([*arguments, "--skip", "damaged"]) == 0
     assert counts in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("files", "said"),
-    [
-        ({"rows.jsonl": ""}, "it contains no text"),
-        ({"rows.jsonl": row("") * 3}, "no text"),
-        # found in the middle, when others have been written
-        ({f"{i:02}.txt": "a line of text\n" * 2000 for i in range(20)} | {"20.txt": b"\xff\xfe"},
-         r"20\.txt"),
-    ],
-    ids=["no rows", "no text", "unreadable after readable ones"],
-)  # fmt: skip
-def test_what_cannot_be_prepared_is_refused_and_leaves_nothing(
-    tmp_path, files: dict[str, str | bytes], said: str
-) -> None:
-    source = write(tmp_path / "source", files)
-    with pytest.raises(UserError, match=said):
+def test_what_cannot_be_prepared_is_refused_and_leaves_nothing(tmp_path) -> None:
+    """Also if that is found in the middle, when others have been written."""
+    files = {f"{i:02}.txt": "a line of text\n" * 2000 for i in range(20)}
+    source = write(tmp_path / "source", files | {"20.txt": b"\xff\xfe", "no.jsonl": row("") * 3})
+    with pytest.raises(UserError, match=r"20\.txt"):
         prepare(str(source), tokenizer(), tmp_path / "out", workers=2)
+    with pytest.raises(UserError, match="no text"):
+        prepare(str(source / "no.jsonl"), tokenizer(), tmp_path / "out")
     assert names(tmp_path) == ["source"]
 
 
-def test_existing_folder_is_only_replaced_when_told(tmp_path) -> None:
-    out = prepared(tmp_path / "out", SOURCE, heldout_fraction=0.0)
-    before = contents(out)
-    with pytest.raises(UserError, match="not empty"):
-        prepared(out)
-    assert contents(out) == before
-    prepared(out, overwrite=True)
-    assert contents(out) != before
-    assert names(tmp_path) == ["out"]
-    (tmp_path / "empty").mkdir()
-    prepared(tmp_path / "empty", SOURCE, heldout_fraction=0.0)
-    assert contents(tmp_path / "empty") == before
-
-
-def test_only_what_prepare_wrote_is_deleted(tmp_path) -> None:
+def test_only_what_prepare_wrote_is_deleted(tmp_path, capsys) -> None:
     """`overwrite` deletes only what `prepare` wrote, and never the source."""
     texts = write(tmp_path / "texts", {"one.txt": "mine alone"})
     with pytest.raises(UserError, match="nor a prepared one"):
         prepared(texts, str(texts), overwrite=True)
-    out = prepared(tmp_path / "out", SOURCE, heldout_fraction=0.0)
+    out = tmp_path / "out"
+    out.mkdir()  # an empty folder may be replaced
+    before = contents(prepared(out, SOURCE, heldout_fraction=0.0))
+    with pytest.raises(UserError, match="not empty"):
+        prepared(out)
+    assert contents(out) == before
+    prepared(out, SOURCE, overwrite=True)
+    assert contents(out) != before
+    assert names(tmp_path) == ["out", "texts"]
     write(out, {"two.txt": "mine alone"})
     for source in (out, out / "two.txt", out / "*.txt"):
         with pytest.raises(UserError, match="contains the source"):
             prepared(out, str(source), overwrite=True)
-    assert {path.name for path in tmp_path.rglob("*.txt")} == {"one.txt", "two.txt"}
-
-
-def test_a_tokenizer_replaces_only_a_tokenizer(tmp_path, capsys) -> None:
-    notes = write(tmp_path, {"notes.md": "mine alone"}) / "notes.md"
+    notes = texts / "one.txt"  # a tokenizer replaces only a tokenizer
     arguments = ["--source", SOURCE, "--vocab-size", "600", "--out", str(notes)]
     assert tokenizer_command.main(arguments) == 2
     assert "is not a tokenizer" in capsys.readouterr().err
-    assert notes.read_text() == "mine alone"
-
-
-@pytest.mark.parametrize(
-    ("command", "option", "value"),
-    [
-        ("prepare", "--heldout-fraction", "1"),
-        ("prepare", "--heldout-fraction", "-0.1"),
-        ("prepare", "--shard-tokens", "0"),
-        ("prepare", "--workers", "0"),
-        ("prepare", "--out", "t.model/out"),
-        ("tokenizer", "--heldout-fraction", "1"),
-        ("tokenizer", "--max-characters", "0"),
-        ("tokenizer", "--out", "."),
-        ("tokenizer", "--vocab-size", "0"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(
-    tmp_path, capsys, monkeypatch, command: str, option: str, value: str
-) -> None:
-    monkeypatch.chdir(write(tmp_path, {"t.model": tokenizer().model}))
-    if command == "prepare":
-        assert prepare_by_command(SOURCE, "t.model", "out", option, value) == 2
-    else:
-        words = ["--source", SOURCE, "--vocab-size", "300", "--out", "out.model"]
-        assert tokenizer_command.main([*words, option, value]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {option} = ")
+    assert {path.read_text() for path in tmp_path.rglob("*.txt")} == {"mine alone"}
+    assert {path.name for path in tmp_path.rglob("*.txt")} == {"one.txt", "two.txt"}
 
 
 def test_commands(tmp_path, capsys) -> None:
@@ -290,5 +219,98 @@ def test_commands(tmp_path, capsys) -> None:
     assert "tokens/s" in said.out
     assert prepare_by_command(MANY, model, out) == 2
     assert "--overwrite" in capsys.readouterr().err
-    assert tokenizer_command.main(["--source", "./nowhere", *trained]) == 2
-    assert "Traceback" not in capsys.readouterr().err
+    for option, value in (("--heldout-fraction", "1"), ("--shard-tokens", "0"), ("--out", model)):
+        assert prepare_by_command(SOURCE, model, "unused", option, value) == 2
+        assert capsys.readouterr().err.startswith(f"error: {option} = ")
+    for option, value in (("--max-characters", "0"), ("--out", str(tmp_path))):
+        assert tokenizer_command.main(["--source", SOURCE, *trained, option, value]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {option} = ")
+
+
+LINE = "line {} of a small text, in which there is little to learn\n"
+LINES = "".join(LINE.format(i) for i in range(400))
+
+
+def parts(ids: list[str], fraction: float) -> tuple[list[Part], bool]:
+    splitter = Splitter((Document(name, f"{name}\n" * 100) for name in ids), fraction)
+    return list(splitter), splitter.cuts
+
+
+def test_held_out_is_a_pure_function_of_the_id_with_the_right_rate() -> None:
+    ids = [f"document {i}" for i in range(20_000)]
+    chosen = [i for i in ids if held_out(i, 0.05)]
+    assert chosen[:2] == ["document 40", "document 70"], "as when folders were prepared before"
+    assert 800 < len(chosen) < 1200
+    assert not any(held_out(i, 0.0) for i in ids)
+    assert all(held_out(i, 0.2) for i in chosen)  # a larger fraction only adds
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.05, 0.99])
+def test_a_document_is_cut_near_its_share_and_at_a_line(fraction: float) -> None:
+    for text in (LINES, "words " * 500, "x" * 3000, "ab", "a\r\nb\r\n"):
+        at = cut(text, fraction)
+        assert 0 < at < len(text)
+        assert abs(len(text) - at - fraction * len(text)) <= 61
+        if len(text) > 10 and " " in text:
+            assert text[at - 1] == ("\n" if "\n" in text else " ")
+    assert cut("", fraction) == cut("a", fraction) == 1
+
+
+def test_few_documents_are_cut_and_many_are_held_out_whole() -> None:
+    names = [f"document {i}" for i in range(60)]  # the hash holds out document 40
+    few, cuts = parts(names[: FEW - 1], 0.05)
+    assert cuts
+    assert [part.held_out for part in few] == [False, True] * (FEW - 1)
+    whole = [a.text + b.text for a, b in zip(few[::2], few[1::2], strict=True)]
+    assert whole == [f"{name}\n" * 100 for name in names[: FEW - 1]]
+    many, cuts = parts(names, 0.05)
+    assert not cuts
+    assert many == [Part(f"{name}\n" * 100, held_out(name, 0.05)) for name in names]
+
+
+def test_documents_of_which_the_hash_holds_out_none_or_all_are_cut() -> None:
+    none = [name for name in map(str, range(200)) if not held_out(name, 0.05)]
+    assert parts(none, 0.05)[1]
+    assert parts([name for name in map(str, range(60)) if held_out(name, 0.9)], 0.9)[1]
+    assert not parts(none, 0.0)[1]  # nothing is to be held out
+    names = [f"{name} {i}" for name in none for i in range(9)]
+    assert not parts([name for name in names if not held_out(name, 0.05)], 0.05)[1]
+    assert len(names) > MOST_DOCUMENTS
+
+
+def test_one_file_is_prepared_and_trains(
+    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    source, out = tmp_path / "tiny.txt", tmp_path / "out"
+    source.write_text(LINES)
+    (tmp_path / "t.model").write_bytes(tokenizer().model)
+    tokenizing = ["--tokenizer", str(tmp_path / "t.model"), "--out", str(out)]
+    assert prepare_command.main(["--source", str(source), *tokenizing]) == 0
+    assert "the last 5% of each document's text is held out" in capsys.readouterr().out
+    (trained,), (held,) = split_texts(out, "train"), split_texts(out, "heldout")
+    assert trained + held == LINES
+    assert (trained, held) == (LINES[: cut(LINES, 0.05)], LINES[cut(LINES, 0.05) :])
+    assert json.loads((out / "index.json").read_text())["heldout"] == "the end of each document"
+    options = Namespace(source=[str(source)], text_field=None, split="train", skip=[])
+    options.heldout_fraction, options.max_characters = 0.05, 10**9
+    assert list(tokenizer_texts(options, Report())) == [trained]
+    config = write_config(tmp_path, out, train={"steps": 1, "eval_interval": 1, "eval_samples": 4})
+    run(ranks, 1, config)
+    assert "eval_loss" in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_without_evaluation_no_held_out_split_is_needed(ranks: Ranks, tmp_path: Path) -> None:
+    """A folder without held-out text, as older versions prepared it from one document, trains with
+    `train.eval_interval=0` and is refused otherwise."""
+    (tmp_path / "tiny.txt").write_text(LINES)
+    prepare(str(tmp_path / "tiny.txt"), tokenizer(), tmp_path / "out", heldout_fraction=0.0)
+    config = write_config(tmp_path, tmp_path / "out", train={"steps": 1, "eval_interval": 1})
+    with pytest.raises(UserError, match="split 'heldout' is empty") as raised:
+        open_train_and_heldout(load_config(config, []))
+    assert "train.eval_interval=0" in raised.value.remedy
+    run(ranks, 1, config, "train.eval_interval=0")
+    # one that is too short
+    prepare(str(tmp_path / "tiny.txt"), tokenizer(), tmp_path / "out", overwrite=True)
+    with pytest.raises(UserError, match="and a sample needs 2001") as raised:
+        open_train_and_heldout(load_config(config, ["train.seq_len=2000"]))
+    assert "--heldout-fraction" in raised.value.remedy

@@ -1,7 +1,7 @@
 """Sample i of a run is a pure function of (seed, i): each epoch is a permutation of the windows,
 and mixtures keep exact quotas."""
 
-from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
@@ -17,29 +17,19 @@ from data.sampler import (
 )
 from errors import UserError
 
-SIZES = [*range(1, 70), 97, 100, 101, 255, 256, 257, 1009, 4096, 65535, 65536, 65537, 99_991]
+
+def test_permutation_is_a_bijection_chosen_by_its_key() -> None:
+    for n in [*range(1, 40), 100, 101, 255, 256, 257, 1009, 65536, 99_991]:
+        one, other = (Permutation(n, key)(np.arange(n)) for key in ("a", "b"))
+        assert np.array_equal(np.sort(one), np.arange(n))
+        assert np.array_equal(np.sort(other), np.arange(n))
+        assert n < 1000 or np.mean(one == other) < 0.02
+        # The image of a point does not depend on the other points.
+        some = np.array([n // 2, 0, 0])
+        assert np.array_equal(one[some], Permutation(n, "a")(some))
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_permutation_is_a_bijection(n: int) -> None:
-    for key in ("a", "b"):
-        assert np.array_equal(np.sort(Permutation(n, key)(np.arange(n))), np.arange(n))
-
-
-def test_permutation_depends_on_the_key_only() -> None:
-    points = np.arange(1000)
-    one, again, other = (
-        Permutation(1000, "k")(points),
-        Permutation(1000, "k")(points),
-        Permutation(1000, "l")(points),
-    )
-    assert np.array_equal(one, again)
-    assert np.mean(one == other) < 0.02
-    # The image of a point does not depend on the other points.
-    assert np.array_equal(one[[7, 3, 3]], Permutation(1000, "k")(np.array([7, 3, 3])))
-
-
-@pytest.mark.parametrize("n", [10**12, 10**12 + 39, 2**61 + 1])
+@pytest.mark.parametrize("n", [10**12 + 39, 2**61 + 1])
 def test_permutation_of_huge_ranges_stays_inside_and_does_not_collide(n: int) -> None:
     points = np.concatenate([np.arange(50_000), np.arange(n - 50_000, n)])
     images = Permutation(n, "huge")(points)
@@ -49,34 +39,18 @@ def test_permutation_of_huge_ranges_stays_inside_and_does_not_collide(n: int) ->
     # sigma 95).
     tenths = np.bincount((images // np.uint64(-(-n // 10))).astype(int), minlength=10)
     assert np.all(np.abs(tenths - 10_000) < 600)
+    # Neighbours do not stay neighbours.
+    assert abs(np.corrcoef(images[:-1].astype(float), images[1:].astype(float))[0, 1]) < 0.02
 
 
-def test_permutation_looks_random() -> None:
-    """Over many keys every point is mapped to every image equally often, and neighbours do not stay
-    neighbours."""
-    counts = np.zeros((6, 6))
-    for key in range(6000):
-        counts[np.arange(6), Permutation(6, str(key))(np.arange(6)).astype(int)] += 1
-    assert np.all(np.abs(counts - 1000) < 150)  # 5 sigma
-    images = Permutation(100_000, "x")(np.arange(100_000)).astype(float)
-    assert abs(np.corrcoef(images[:-1], images[1:])[0, 1]) < 0.02
-    assert abs(np.corrcoef(images, np.arange(100_000))[0, 1]) < 0.02
-
-
-def test_permutation_refuses_points_outside() -> None:
-    with pytest.raises(ValueError, match="point 10"):
-        Permutation(10, "k")(np.array([10]))
-
-
-@pytest.mark.parametrize(
-    "weights",
-    [[1], [0.7, 0.3], [1, 1, 1], [0.29, 0.01, 0.7], [5, 3, 2, 1e-3], [1 / 3, 2 / 3], [1e-5, 1.0]],
-)
+@pytest.mark.parametrize("weights", [[1, 1, 1], [0.29, 0.01, 0.7], [5, 3, 2, 1e-3], [1e-5, 1.0]])
 def test_mixture_quotas_are_exact_and_even(weights: list[float]) -> None:
     source_of, rank_of, quota = mixture_pattern(weights)
     shares = np.array(weights) / sum(weights)
     assert quota.sum() == len(source_of) == MIXTURE_PERIOD
     assert np.all(np.abs(quota - shares * MIXTURE_PERIOD) < 1)
+    if 0.29 in weights:  # round ones are exact
+        assert quota.tolist() == [29_000, 1_000, 70_000]
     positions = np.arange(1, MIXTURE_PERIOD + 1)
     for s in range(len(weights)):
         mine = source_of == s
@@ -87,13 +61,7 @@ def test_mixture_quotas_are_exact_and_even(weights: list[float]) -> None:
         assert np.abs(drift).max() <= len(weights)
 
 
-def test_mixture_weights_that_are_round_are_exact() -> None:
-    assert mixture_pattern([0.29, 0.01, 0.7])[2].tolist() == [29_000, 1_000, 70_000]
-
-
-@pytest.mark.parametrize(
-    "weights", [[], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [float("inf")], [1.0, 1e-9]]
-)
+@pytest.mark.parametrize("weights", [[], [1.0, 0.0], [1.0, float("nan")], [1.0, 1e-9]])
 def test_mixture_refuses(weights: list[float]) -> None:
     with pytest.raises(UserError):
         mixture_pattern(weights)
@@ -106,8 +74,8 @@ def test_sample_order_counts_each_source_across_periods() -> None:
     for s in (0, 1):  # unshuffled: the k-th sample of a source is its window k
         assert np.array_equal(window[source == s], np.arange((source == s).sum()))
     assert not epoch.any()
-    far = 10**12 * MIXTURE_PERIOD // MIXTURE_PERIOD
-    source, epoch, window = order.locate(np.arange(far, far + 1000))
+    # far from the beginning, and without the samples before
+    source, epoch, window = order.locate(np.arange(10**12, 10**12 + 1000))
     nth = epoch * 10**9 + window
     assert abs(int(nth[source == 0][0]) - 7 * 10**11) <= 1
 
@@ -133,24 +101,12 @@ def test_epochs_seeds_and_sources_are_shuffled_apart() -> None:
     assert first_epochs(0) == first_epochs(0)
 
 
-def test_locate_is_pointwise() -> None:
-    order = SampleOrder([1000, 70], [0.9, 0.1], seed=1, shuffle=True)
-    together = np.stack(order.locate(np.arange(5000)), 1)
-    generator = np.random.default_rng(0)
-    picks = generator.integers(0, 5000, 300)
-    assert np.array_equal(np.stack(order.locate(picks), 1), together[picks])
-
-
-@pytest.mark.parametrize("seq_len", [1, 2, 7, 128])
-@pytest.mark.parametrize("num_tokens", [0, 1, 2, 8, 128, 129, 130, 1000, 1025])
-def test_no_token_is_a_target_twice(num_tokens: int, seq_len: int) -> None:
-    targets = Counter()
-    for w in range(count_windows(num_tokens, seq_len)):
-        targets.update(range(w * seq_len + 1, w * seq_len + seq_len + 1))
-    assert all(count == 1 for count in targets.values())
-    left_out = max(num_tokens - 1, 0) - len(targets)
-    assert 0 <= left_out < seq_len
-    assert not targets or max(targets) < num_tokens
+def test_no_token_is_a_target_twice() -> None:
+    for num_tokens, seq_len in product([0, 1, 2, 8, 128, 129, 130, 1025], [1, 7, 128]):
+        count = count_windows(num_tokens, seq_len)
+        targets = [w * seq_len + 1 + i for w in range(count) for i in range(seq_len)]
+        assert targets == list(range(1, len(targets) + 1))
+        assert 0 <= max(num_tokens - 1, 0) - len(targets) < seq_len
 
 
 def test_next_samples_steps_over_skipped_ranges() -> None:

@@ -1,9 +1,9 @@
 """Every file of a source is read, or reported with the reason why not. An error in a file is
-reported with the file's name, the line and a remedy."""
+reported with the file's name, the line and a remedy. A file is what its first bytes say, and a
+table's text is in the column that its rows show."""
 
 import bz2
 import gzip
-import importlib
 import json
 import lzma
 import os
@@ -11,9 +11,10 @@ import random
 import shlex
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -21,15 +22,7 @@ import pytest
 from data.files import Report, split_of
 from data.sources import documents
 from errors import UserError
-from tests.data_samples import read, refusal, row, write
-
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    ".gz": gzip.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
-    ".zst": lambda content: pyarrow.compress(content, codec="zstd", asbytes=True),
-}
-
+from tests.data_samples import read, refusal, row, texts_of, write
 
 # --- which files ----------------------------------------------------------------------------------
 
@@ -80,28 +73,21 @@ def test_links_to_what_is_elsewhere_are_followed_once(tmp_path: Path) -> None:
 
 
 def test_the_report_for_a_person(tmp_path: Path) -> None:
-    write(tmp_path, {"a.csv": "id,body\n1,words\n", **{f"{i}.bin": "" for i in range(9)}})
-    report = Report()
-    assert [document.text for document in documents(str(tmp_path), report=report)] == ["words"]
-    assert report.lines() == [
-        "1 file read, 9 left out:",
-        "  unknown file type (.bin): 0.bin, 1.bin, 2.bin, 3.bin, 4.bin and 4 more",
-        "the text is in the column 'body' of a.csv",
-    ]
-
-
-def test_a_file_that_is_used_in_part_is_not_left_out(tmp_path: Path) -> None:
+    """A file that is used in part is not left out."""
     lines = [row(random.Random(i).randbytes(500).hex()) for i in range(999)]
     content = gzip.compress("".join(lines).encode())
-    write(tmp_path, {"a.jsonl.gz": content[:-9999], "b.jsonl": row(None), "c.jsonl": lines[0]})
+    files = {"a.jsonl.gz": content[:-9999], "b.jsonl": row(None), "c.csv": "id,body\n1,words\n"}
+    write(tmp_path, files | {f"{i}.bin": "" for i in range(9)})
     report = Report(["damaged"])
-    used = sum(1 for _ in documents(f"{tmp_path}/*", report=report))
+    used = sum(1 for _ in documents(str(tmp_path), report=report))
     assert report.lines() == [
-        "2 files read, 1 left out:",
+        "2 files read, 10 left out:",
+        "  unknown file type (.bin): 0.bin, 1.bin, 2.bin, 3.bin, 4.bin and 4 more",
         "  empty: b.jsonl",
         f"  damaged; what is before it was used: a.jsonl.gz (damaged from document {used} on)",
         "1 null text left out",
         "1 damaged file left out from the damage on",
+        "the text is in the column 'body' of c.csv",
     ]
 
 
@@ -112,13 +98,10 @@ def test_a_file_that_is_used_in_part_is_not_left_out(tmp_path: Path) -> None:
         ({".git/a.txt": "x"}, "", "nothing in it can be read (hidden: .git/)"),
         ({"c.xyz": "text", "d.xyz": "text", "b.png": "", "b.zip": "PK"}, "",
          "none of its files is of a known type"),
-        ({"a.txt": "", "b.jsonl": ""}, "", "it contains no text"),
-        ({"a.txt": ""}, "a.txt", "it contains no text"),
-        ({"c.jsonl": "\n \n"}, "c.jsonl", "it contains no text"),
+        ({"a.txt": "", "b.jsonl": "\n \n"}, "", "it contains no text"),
         ({"b.tar.gz": b""}, "b.tar.gz", "it is an archive (.tar)"),
     ],
-    ids=["empty folder", "hidden", "unknown endings", "empty files", "empty file", "no rows",
-         "archive"],
+    ids=["empty folder", "hidden", "unknown endings", "no rows", "archive"],
 )  # fmt: skip
 def test_a_source_without_text_is_refused_for_its_own_reason(
     tmp_path: Path, files: dict, source: str, why: str
@@ -185,57 +168,23 @@ def test_several_sources_are_read_in_order_and_each_file_once(tmp_path: Path) ->
 # --- content of files -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ending", COMPRESS)
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
+@pytest.mark.parametrize(
+    ("ending", "compress"),
+    [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress),
+     (".zst", partial(pyarrow.compress, codec="zstd", asbytes=True))],
+)  # fmt: skip
 def test_compressed_files_are_read_and_damaged_ones_refused(
-    tmp_path: Path, ending: str, name: str
+    tmp_path: Path, ending: str, compress: Callable[[bytes], bytes]
 ) -> None:
-    content = {
-        "a.txt": "first\r\nsecond\n" * 999,
-        "a.jsonl": row("x" * 99) * 99,
-        "a.csv": "text\n" + "words\n" * 999,
-    }[name]
-    file = write(tmp_path, {name + ending: COMPRESS[ending](content.encode())}) / (name + ending)
-    write(tmp_path, {name: content})
-    assert read(file)[0] == read(tmp_path / name)[0]
-    file.write_bytes(file.read_bytes() * 2)  # members, frames and streams may follow one another
-    if name != "a.csv":
-        assert "".join(read(file)[0]) == "".join(read(tmp_path / name)[0]) * 2
-    for damaged in (file.read_bytes()[:-9], b"junk\xff" * 99):
+    packed = compress(row("x" * 99).encode() * 99)
+    file = tmp_path / f"a.jsonl{ending}"
+    file.write_bytes(packed * 2)  # members, frames and streams may follow one another
+    assert read(file)[0] == ["x" * 99] * 198
+    for damaged in (packed[:-9], b"junk\xff" * 99):
         file.write_bytes(damaged)
         error = refusal(file)
         assert error.value == str(file)
         assert error.why.startswith("it is damaged")
-
-
-def test_a_python_without_a_compression_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = write(tmp_path, {"a.txt.xz": lzma.compress(b"x")}) / "a.txt.xz"
-    monkeypatch.setattr(importlib, "import_module", Mock(side_effect=ImportError))
-    assert refusal(file).why == "this Python was built without xz support"
-
-
-BAD_LINES = {
-    "malformed": (b'{"text": \n', "line 3: it is not JSON"),
-    "Latin-1": ('{"text": "naïve"}\n'.encode("latin-1"), "line 3: it is not UTF-8"),
-    "lone surrogate": (b'{"text": "\\ud83d alone"}\n',
-                       r"line 3: 'text' contains a lone surrogate, \ud83d"),
-    "list": (b"[1]\n", "line 3: a row must be an object"),
-    "nested": (b"[" * 100_000 + b"\n", "line 3: it is nested too deeply"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BAD_LINES)
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
-def test_a_bad_line_of_json_is_named(tmp_path: Path, case: str, name: str) -> None:
-    bad, why = BAD_LINES[case]
-    content = row("fine").encode() + b"\r\n" + bad + row("fine").encode()
-    write(tmp_path, {name: gzip.compress(content) if name.endswith("gz") else content})
-    error = refusal(tmp_path)
-    assert error.value == str(tmp_path / name)
-    assert error.why.startswith(why)
-    assert read(tmp_path, skip=["damaged"]) == (["fine"] * 2, {})
 
 
 def test_json_in_its_forms(tmp_path: Path) -> None:
@@ -261,47 +210,14 @@ def test_csv_is_read_exactly(tmp_path: Path, separator: str) -> None:
     assert read(tmp_path / "a.csv")[0] == [text for _, text in rows if text]
 
 
-BAD_CSV = {
-    "ragged": (b"b\n", "line 3: it has 1 fields, and the first line names 2 columns"),
-    "quote": (b'"open,1\n', "line 3: unexpected end of data"),
-    "Latin-1": ("naïve,2\n".encode("latin-1"), "line 3: it is not UTF-8"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_CSV)
-def test_a_bad_line_of_csv_is_named(tmp_path: Path, case: str) -> None:
-    bad, why = BAD_CSV[case]
-    write(tmp_path, {"a.csv": b"text,n\na,1\n" + bad})
-    assert refusal(tmp_path / "a.csv").why.startswith(why)
-
-
-def test_parquet_without_text_or_damaged_is_refused(tmp_path: Path) -> None:
-    table = pyarrow.Table.from_pylist([{"n": 1, "title": "a", "body": "b"}])
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    assert "n, title, body" in refusal(tmp_path / "a.parquet").remedy
-    assert read(tmp_path / "a.parquet", text_field="body")[0] == ["b"]
-    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
-    assert refusal(tmp_path / "b.parquet").why.startswith("it is damaged or cut short")
-
-
-def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
-    write(tmp_path, {"a.txt": "a", "b.txt": "b"})
-    stream = documents(str(tmp_path))
-    next(stream)
-    (tmp_path / "b.txt").unlink()
-    with pytest.raises(UserError, match="No such file") as raised:
-        next(stream)
-    assert raised.value.value == str(tmp_path / "b.txt")
-
-
 @pytest.mark.parametrize(
-    ("encoding", "line"),
-    [("latin-1", "line 2: it is not UTF-8 (byte 0xef)"), ("utf-16", "it is UTF-16"),
-     ("utf-32", "it is UTF-32")],
+    ("name", "encoding", "line"),
+    [("a text.txt", "latin-1", "line 2: it is not UTF-8 (byte 0xef)"),
+     ("a text.txt.gz", "latin-1", "line 2: it is not UTF-8 (byte 0xef)"),
+     ("a text.txt", "utf-16", "it is UTF-16"), ("a text.txt.gz", "utf-32", "it is UTF-32")],
 )  # fmt: skip
-@pytest.mark.parametrize("name", ["a text.txt", "a text.txt.gz"])
 def test_text_in_another_encoding_is_refused_and_the_remedy_works(
-    tmp_path: Path, encoding: str, line: str, name: str
+    tmp_path: Path, name: str, encoding: str, line: str
 ) -> None:
     text = "ein Satz\nnaïve\n"
     content = text.encode(encoding)
@@ -316,3 +232,118 @@ def test_text_in_another_encoding_is_refused_and_the_remedy_works(
     assert (file.read_bytes(), read(tmp_path / "a text.utf8.txt")[0]) == (content, ["mine"])
     file.write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert read(file)[0] == [text]  # without the byte order mark
+
+
+# --- what a file is -------------------------------------------------------------------------------
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+PULL = "run `git lfs pull` in its folder"
+UNPACK = "unpack it and give the folder, or leave that file out (--skip damaged)"
+# a skippable frame, and a frame of one raw block, "text", that asks for a window of 2**31 bytes
+SKIPPABLE = b"\x50\x2a\x4d\x18\4\0\0\0skip"
+LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\xa8" + (4 << 3 | 1).to_bytes(3, "little") + b"text"
+TAR = b"a.txt".ljust(257, b"\0") + b"ustar"
+NOT_TEXT = {
+    **{f"pointer{ending}": (POINTER, "it is a Git LFS pointer", PULL)
+       for ending in (".txt", ".json", ".parquet")},
+    "packed pointer.gz": (gzip.compress(POINTER.encode()), "decompressed, it is a Git", PULL),
+    "annex.txt": ("/annex/objects/SHA256E-s9--1.txt\n", "it is a git-annex", "run `git annex get`"),
+    "tar.jsonl.gz": (gzip.compress(TAR), "decompressed, it is a tar archive", UNPACK),
+    "xz.gz": (gzip.compress(lzma.compress(b"")), "decompressed, it is compressed again, by xz", ""),
+    "parquet.gz": (gzip.compress(b"PAR1\x15\0"), "decompressed, it is a parqu", "decompress it"),
+    "a.parquet": ("text", "it is not a parquet table: it begins with b'text'", "copy it again"),
+    "arrow.jsonl": (b"ARROW1\0\0", "it is an Arrow or Feather table", "convert it to parquet"),
+    "secret.csv": (b"PARE\0PARE", "it is an encrypted parquet table", "decrypt it"),
+    "cut.parquet": (b"PAR1\x15\0", "it is damaged or cut short", "copy it again"),
+    "paper.md": (b"%PDF-1.7\n", "it is a PDF", "extract its text"),
+    "page.csv": ("<!DOCTYPE html>\nx\n", "it is damaged or cut short: it is HTML", "copy it again"),
+    "weights.txt": (b"\x08\0\0\0\0\0\0\0{}", "it is not UTF-8 text: it has bytes of value 0",
+                    "copy it again"),
+    "long.txt.zst": (SKIPPABLE + LONG_WINDOW, "it was compressed with a window above 128 MiB",
+                     "decompress a copy, in up to 2 GiB of memory: `zstd -d --long=31 "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_TEXT)
+def test_a_file_is_what_its_first_bytes_say(tmp_path: Path, name: str) -> None:
+    content, why, remedy = NOT_TEXT[name]
+    write(tmp_path, {name: content, "a.txt": "text"})
+    # in a folder, a JSON file that is no table is left out; a pointer is refused
+    error = refusal(tmp_path if name == "pointer.json" else tmp_path / name)
+    assert (error.value, error.why[: len(why)]) == (f"{tmp_path}/{name}", why)
+    assert error.remedy.startswith(remedy)
+
+
+def test_text_may_begin_like_something_else(tmp_path: Path) -> None:
+    starts = ["nul " * 200 + "\0", "PARENTS and", "PAR1 is a receptor", "ARROW1 is a name", "FEA1…",
+              f"{'.':257}ustar"]  # fmt: skip
+    packed = {f"{i}.txt.gz": gzip.compress(text.encode()) for i, text in enumerate(starts)}
+    write(tmp_path, {f"{i}.txt": text for i, text in enumerate(starts)} | packed)
+    assert read(tmp_path) == ([text for text in starts for _ in range(2)], {})
+
+
+def test_the_column_of_the_text_is_found_or_asked_for(tmp_path: Path) -> None:
+    # the rows before the one that shows the column are read like the others
+    late = '{"n": 1}\n{"b": null}\n{"b": ""}\n{"b": "42"}\n{"b": "x"}\n'
+    write(
+        tmp_path,
+        {"one.csv": "id,b\n1,42\n2,x\n", "two.csv": "title,body\na,b\nc,4\n", "late.jsonl": late,
+         "text.jsonl": '{"b": "x"}\n' + row("y"), "far.jsonl": '{"n": 1}\n' * 1001 + row("y")},
+    )  # fmt: skip
+    assert read(tmp_path / "one.csv", ["missing"]) == read(tmp_path / "one.csv")
+    assert read(tmp_path / "one.csv")[0] == ["42", "x"]
+    error = refusal(tmp_path / "two.csv")
+    assert error.key == "--text-field"
+    assert error.remedy == "set --text-field to one of: title, body; or leave that file out"
+    assert read(tmp_path / "two.csv", text_field="body")[0] == ["b", "4"]
+    assert "line 2 has a column 'text'" in refusal(tmp_path / "text.jsonl").why
+    report = Report(["missing"])
+    assert texts_of(f"{tmp_path}/late.jsonl", report=report) == ["42", "x"]
+    assert [*report.counts.values()] == [1, 1, 1, 0, 0]
+    assert "line 1 of" in refusal(tmp_path / "late.jsonl").why
+    error = refusal(tmp_path / "one.csv", skip=["missing"], text_field="text")
+    assert "have no such column" in error.why
+    assert refusal(tmp_path / "far.jsonl").remedy.startswith("set --text-field to one of: n;")
+
+
+def test_rows_without_the_column_are_refused_or_counted(tmp_path, monkeypatch) -> None:
+    typo = [{"text": f"document {i}"} if i % 2 else {"txet": f"document {i}"} for i in range(1, 60)]
+    rows = [*typo, {"text": None}]
+    file, table = tmp_path / "rows.jsonl", tmp_path / "rows.parquet"
+    file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    error = refusal(file)
+    lines = error.why.splitlines()
+    assert (len(lines), lines[0]) == (22, "29 rows or files cannot be read:")
+    assert lines[1] == f"    text: line 2 of {file} has no such column"
+    assert lines[-1] == "    and 9 more"
+    assert "--skip missing" in error.remedy
+    # a data set of the hub whose rows differ, as a script may yield them
+    stream = datasets.IterableDataset.from_generator(lambda: iter(rows))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: stream)
+    for source in (str(file), "some/name"):
+        report = Report(["missing"])
+        assert texts_of(source, report=report) == [each["text"] for each in typo[::2]]
+        assert (report.counts["missing_texts"], report.counts["null_texts"]) == (29, 1)
+    stream = iter(typo)  # is read only up to the first fault
+    with pytest.raises(UserError, match="row 1 of some/name has no such column"):
+        texts_of("some/name")
+    assert next(stream) == typo[3]
+    # A table of parquet has the column in all rows or in none.
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([typo[0], {"text": None}]), table)
+    assert texts_of(str(table), report=(report := Report())) == ["document 1"]
+    assert report.counts["null_texts"] == 1
+    for source in (file, table):  # a name that is in no row is refused as such
+        error = refusal(source, text_field="texts")
+        assert error.remedy.startswith("set --text-field to one of: text")
+        assert error.key == "--text-field"
+
+
+def test_compressed_files_and_parquet_are_read_under_any_name(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"text": "a"}]), tmp_path / "e.csv")
+    usual = LONG_WINDOW.replace(b"\xa8", b"\x50")  # a window of 2**20 bytes
+    write(
+        tmp_path,
+        {"a.jsonl": gzip.compress(row("a").encode()), "b.jsonl.gz": row("a"),
+         "c.jsonl.bz2": lzma.compress(row("a").encode()), "d.xz": "a", "f": SKIPPABLE + usual},
+    )  # fmt: skip
+    assert [read(file)[0] for file in sorted(tmp_path.iterdir())] == [["a"]] * 5 + [["text"]]

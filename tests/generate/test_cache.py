@@ -19,7 +19,7 @@ from tools.generate.load_model import empty_model
 from tools.generate.sampling import Sampling, draw
 
 GREEDY = Sampling(temperature=0)
-LONG = 120  # tokens
+LONG = 60  # tokens
 # The weights are large enough that greedy text does not repeat itself, and no tp divides the
 # vocabulary.
 SMALL = ModelConfig(
@@ -27,12 +27,10 @@ SMALL = ModelConfig(
     rope_theta=1e4,
 )  # fmt: skip
 MODELS = {
-    "grouped": SMALL,
     "one key/value head": replace(SMALL, num_kv_heads=1),
-    "one each": replace(SMALL, num_kv_heads=8, tie_embeddings=True),
     "windows": replace(SMALL, attention=("sliding_window", "causal"), attention_window=7),
     "every switch": replace(SMALL, attention_dim=64, qk_norm=True, rope_scaling_factor=8.0,
-                            rope_original_length=64),
+                            rope_original_length=32),
 }  # fmt: skip
 PROMPTS = [[7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [100, 200, 250, 0, 17], [8, 8]]
 
@@ -61,11 +59,8 @@ def recompute(model, prompt, count):
     logits [count, V] that they were taken from."""
     tokens, logits = list(prompt), []
     for _ in range(count):
-        column, positions = (
-            torch.tensor(tokens).unsqueeze(1),
-            torch.arange(len(tokens)).unsqueeze(1),
-        )
-        logits.append(model(None, Batch(column, None, positions))[-1, 0])
+        positions = torch.arange(len(tokens)).unsqueeze(1)
+        logits.append(model(None, Batch(torch.tensor([tokens]).T, None, positions))[-1, 0])
         tokens.append(int(logits[-1].argmax()))
     return tokens[len(prompt) :], torch.stack(logits)
 
@@ -117,7 +112,7 @@ def cache_error(config, dtype, sabotage=nullcontext):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "bound"),
-    [*((name, torch.float64, 1e-12) for name in MODELS), ("grouped", torch.float32, 1e-5)],
+    [*((name, torch.float64, 1e-12) for name in MODELS), ("windows", torch.float32, 1e-5)],
     ids=[*MODELS, "float32"],
 )
 def test_with_the_cache_as_without(ranks, name, dtype, bound):
@@ -147,41 +142,33 @@ def padding_seen(build, self, *arguments):
 
 
 def batch_against_alone(sampling, sabotage=nullcontext):
-    model, count = build(SMALL), 40
+    """The rows of a batch; each by itself; and those of a batch that ends at a token of row 0."""
+    model, count = build(SMALL), 30
     with sabotage():
         together = rows_of(model, PROMPTS, count, sampling, first_row=5)
     alone = [rows_of(model, [p], count, sampling, first_row=5 + i) for i, p in enumerate(PROMPTS)]
-    return together, [row for (row,) in alone]
+    cut = rows_of(model, PROMPTS, count, sampling, {together[0][4]}, first_row=5)
+    return together, [row for (row,) in alone], cut
 
 
 @pytest.mark.parametrize(
     "sampling", [GREEDY, Sampling(1.0, top_k=50, top_p=0.9, seed=3)], ids=["greedy", "drawn"]
 )
 def test_a_row_is_what_it_is_alone(ranks, sampling):
-    ((together, alone),) = ranks.run(batch_against_alone, 1, sampling)
+    """It ends before its stop token, and the others go on."""
+    ((together, alone, cut),) = ranks.run(batch_against_alone, 1, sampling)
     assert together == alone
-    assert all(len(row) == 40 for row in alone)
+    assert all(len(row) == 30 for row in alone)
+    token = together[0][4]
+    assert cut == [row[: row.index(token)] if token in row else row for row in together]
+    assert len({len(row) for row in cut}) > 1
 
 
 def test_padding_that_is_seen_is_found(ranks):
-    ((together, alone),) = ranks.run(batch_against_alone, 1, GREEDY, padding_seen)
+    ((together, alone, _),) = ranks.run(batch_against_alone, 1, GREEDY, padding_seen)
     # row 1, the longest prompt, has no padding
     found = [row != other for row, other in zip(together, alone, strict=True)]
     assert found == [True, False, True, True]
-
-
-def stopped():
-    """The rows without a stop token, the rows with one, and that."""
-    model = build(SMALL)
-    free = rows_of(model, PROMPTS, 30)
-    token = free[0][4]
-    return free, rows_of(model, PROMPTS, 30, stop={token}), token
-
-
-def test_a_row_ends_before_its_stop_token_and_the_others_go_on(ranks):
-    ((free, cut, token),) = ranks.run(stopped, 1)
-    assert cut == [row[: row.index(token)] if token in row else row for row in free]
-    assert len({len(row) for row in cut}) > 1
 
 
 # --- tensor parallelism ---------------------------------------------------------------------------
@@ -199,11 +186,8 @@ def drawn_on_each_rank(config, sampling, sabotage=nullcontext):
 
 
 @pytest.mark.parametrize(
-    ("kv", "tp", "temperature"),
-    thorough_but({(1, 2, 0), (4, 2, 1)}, [
-        (kv, tp, temperature) for kv, tp in ((4, 2), (1, 2), (2, 4)) for temperature in (0, 1)
-    ]),
-)  # fmt: skip
+    ("kv", "tp", "temperature"), thorough_but({(4, 2, 1)}, [(4, 2, 1), (1, 2, 0), (2, 4, 1)])
+)
 def test_ranks_together_write_what_one_does(ranks, kv, tp, temperature):
     config, sampling = replace(SMALL, num_kv_heads=kv), Sampling(temperature, top_p=0.9, seed=3)
     (expected,) = ranks.run(drawn_on_each_rank, 1, config, sampling)

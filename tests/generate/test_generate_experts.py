@@ -9,28 +9,25 @@ from typing import Any
 import pytest
 import torch
 
+from errors import UserError
 from model import matmul
 from model.config import ModelConfig
 from model.router import bias_name, routers_of
 from model.transformer import Batch, Transformer
-from parallel.axes import MeshSizes
 from parallel.layer import TensorParallel
-from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
 from proofs.ranks import Ranks
 from runtime.checkpoint.manifest import Manifest, fingerprint, read_manifest, write_manifest
 from runtime.trainer_state import model_entries
-from tests.counting import Listener
 from tests.data_samples import tokenizer
-from tests.huggingface.huggingface_models import change, load_whole, stored, write_checkpoint
+from tests.huggingface.huggingface_models import change, load_whole, write_checkpoint
 from tests.planted import planted
 from tests.runs import run, said_by, write_config
-from tools import verify as verify_command
 from tools.export import export
-from tools.generate.load_model import load_model
+from tools.generate.load_model import find, load_model
 from tools.generate.loop import generate
 from tools.generate.sampling import Sampling
-from tools.huggingface.checkpoint_reader import CheckpointReader, newest
+from tools.huggingface.checkpoint_reader import newest
 
 PROMPTS = [[5, 17, 300, 41, 8], [7, 99]]
 COUNT = 8
@@ -107,8 +104,7 @@ def test_the_tokens_are_those_of_whole_forwards(ranks: Ranks, tmp_path: Path, na
     folder = random_checkpoint(tmp_path / "saved", name)
     expected = ranks.run(by_whole_forwards, 1, folder)[0]
     assert len({token for row in expected for token in row}) > 5, "tokens worth comparing"
-    for tp in (1, 2):
-        assert ranks.run(generated, tp, folder) == [expected] * tp
+    assert ranks.run(generated, 2, folder) == [expected] * 2
     if "bias" in name:  # control
         assert ranks.run(by_whole_forwards, 1, folder, False)[0] != expected
 
@@ -118,76 +114,29 @@ def test_an_exported_folder_gives_the_same_tokens(ranks: Ranks, tmp_path: Path) 
     folder = random_checkpoint(tmp_path / "saved", "renormalised")
     export(folder, tmp_path / "exported", file_bytes=20_000)
     expected = ranks.run(generated, 1, folder, True)
-    for tp in (1, 2):
-        assert ranks.run(generated, tp, tmp_path / "exported") == expected * tp
+    assert ranks.run(generated, 2, tmp_path / "exported") == expected * 2
 
 
-def test_ranks_that_do_not_divide_the_experts_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path / "saved", "softmax, every second layer")
-    messages = ranks.run(said_by, 4, load_model, folder, torch.float32, "cpu")
-    assert messages == [messages[0]] * 4
-    assert "--nproc-per-node = 4: its 6 experts cannot be split evenly" in messages[0]
-    assert "choose one of [1, 2]" in messages[0]
-
-
-def test_weights_of_another_model_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    folder = random_checkpoint(tmp_path / "saved", "renormalised")
+    with pytest.raises(UserError, match=r"(?s)= 4: its 6 experts cannot .* choose one of \[1, 2\]"):
+        find(folder, 4)
     model = json.loads((folder / "trainer.json").read_text())["model"]
     change(folder, "trainer.json", model=model | {"ffn_dim": 64})
     manifest = read_manifest(folder)
     files = {name: fingerprint(folder / name) for name in manifest.files}
     write_manifest(folder, Manifest(files=files, tensors=manifest.tensors))
-    messages = ranks.run(said_by, 2, load_model, folder, torch.float32, "cpu")
-    assert messages == [messages[0]] * 2
-    assert "its tensors do not match the model in its trainer.json" in messages[0]
+    (message,) = ranks.run(said_by, 1, load_model, folder, torch.float32, "cpu")
+    assert "its tensors do not match the model in its trainer.json" in message
 
 
-def test_a_layer_sends_one_sum_of_results(ranks: Ranks, tmp_path: Path) -> None:
-    """Each rank holds X/tp experts, and the only collective of a layer is the sum of T·D
-    numbers."""
-    folder = random_checkpoint(tmp_path / "saved", "renormalised")
-    for tp in (1, 4):
-        sums = {"all_reduce": (1, 3 * 2 * 32 * 8)} if tp > 1 else {}
-        assert ranks.run(sent_by_a_layer, tp, folder) == [(4 // tp, sums)] * tp
-
-
-def sent_by_a_layer(folder: Path) -> tuple[int, dict[str, tuple[int, int]]]:
-    """The number of experts on this rank, and collectives: kind → (number, bytes)."""
-    layer = load_model(folder, torch.float64, "cpu").model.blocks["2"].feed_forward
-    mesh = build_mesh(MeshSizes(tp=torch.distributed.get_world_size()), "cpu")
-    x = torch.randn(3, 2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), Listener(mesh) as listener:
-        layer(x)
-    return len(layer.experts.gate.local_weight()), listener.count()
-
-
-@pytest.mark.parametrize(
-    ("world", "layout"),
-    [
-        (4, {"pp": 2, "ep": 2}),
-        # 8 shards of 4 experts: each is cut
-        pytest.param(8, {"tp": 2}, marks=pytest.mark.thorough),
-    ],
-    ids=str,
-)
-def test_a_checkpoint_of_any_layout(
-    ranks: Ranks, data: Path, tmp_path: Path, world: int, layout: dict[str, int]
-) -> None:
-    """A checkpoint that several ranks saved is good, gives the same tokens over any tp, and every
-    expert of its export is that of the tensor of all."""
+def test_a_checkpoint_of_any_layout(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """One that several ranks saved gives the same tokens over any tp."""
     model = MODELS["renormalised"] | {"num_layers": 4, "init_std": 0.3}
     sections = {"train": {"steps": 1}, "checkpoint": {"interval": 1}}
-    config = write_config(tmp_path, data, model=model, parallel=layout, **sections)
-    run(ranks, world, config)
+    layout = {"pp": 2, "ep": 2}
+    run(ranks, 4, write_config(tmp_path, data, model=model, parallel=layout, **sections))
     folder = newest(tmp_path / "run")
-    assert verify_command.main([str(folder)]) == 0
     expected = ranks.run(by_whole_forwards, 1, folder)[0]
-    for tp in (1, 2):
-        assert ranks.run(generated, tp, folder) == [expected] * tp
-    export(folder, tmp_path / "exported")
-    exported, reader = stored(tmp_path / "exported"), CheckpointReader(folder)
-    for ours in (name for name in reader.tensors if "experts" in name):
-        _, layer, _, _, name, _ = ours.split(".")
-        for expert, one in enumerate(reader.weight(ours)):
-            theirs = f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"
-            assert torch.equal(exported[theirs], one)
+    assert len({token for row in expected for token in row}) > 5, "tokens worth comparing"
+    assert ranks.run(generated, 2, folder) == [expected] * 2

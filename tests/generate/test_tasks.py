@@ -4,6 +4,7 @@ scored."""
 import gzip
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,14 +35,13 @@ from runtime.evaluation.rows import (
     log_likelihoods,
     measures,
     tokenize,
-    windows,
 )
-from runtime.evaluation.scoring import lengths, score_on_mesh
-from runtime.metrics.trackers import of_tasks as of_tasks_of
+from runtime.evaluation.scoring import score_on_mesh
+from runtime.metrics.trackers import of_tasks
 from settings.precision import DTYPES
 from tests.data_samples import tokenizer
 from tests.planted import planted
-from tests.runs import losses, metrics_of, run, write_config
+from tests.runs import LAYOUT_3D, losses, metrics_of, run, write_config
 from tests.steps import make_step
 from tools import evaluate, export
 from tools.report.page import page
@@ -143,28 +143,16 @@ def test_the_order_of_collectives_suits_nccl(name: str) -> None:
     assert results[0][0] == pytest.approx(expected(CASES[name]), abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["pp 2, tp 2", "cp 2, dp_shard 2"])
-def test_the_whole_logits_are_never_in_memory(ranks: Ranks, found: Callable, name: str) -> None:
+def test_the_whole_logits_are_never_in_memory(ranks: Ranks, found: Callable) -> None:
     """A row of 131,072 tokens may be scored: its logits would take gigabytes."""
-    case = CASES[name]
+    case = CASES["pp 2, tp 2"]
     results = ranks.run(scored, case.world, case, 8)
     assert results[0][0] == pytest.approx(expected(case), abs=1e-9)
     assert max(most for _, most in results) <= 8
-    assert max(most for _, most in found(name)) > 8, "control: larger pieces"
-
-
-def test_an_evaluation_can_be_abandoned(ranks: Ranks) -> None:
-    """All ranks give up at the same group of micro-batches."""
-    results = ranks.run(scored, 4, CASES["pp 2, tp 2"], None, 1)
-    assert [values for values, _ in results] == [None] * 4
-
-
-def test_rows_are_computed_in_short_lengths() -> None:
-    """A row is padded to seq_len halved as often as it and the ranks' cuts of a sequence allow."""
-    rows = [Row(np.arange(n + 1), 1) for n in (128, 65, 64, 33, 5, 1)]
-    assert lengths(rows, 128, 1) == {32: [4, 5], 64: [2, 3], 128: [0, 1]}
-    assert lengths(rows, 128, 64) == {64: [2, 3, 4, 5], 128: [0, 1]}
-    assert lengths(rows[3:], 96, 1) == {48: [0, 1, 2]}
+    assert max(most for _, most in found("pp 2, tp 2")) > 8, "control: larger pieces"
+    # All ranks give up at the same group of micro-batches.
+    abandoned = ranks.run(scored, case.world, case, None, 1)
+    assert [values for values, _ in abandoned] == [None] * 4
 
 
 # --- what is scored -------------------------------------------------------------------------------
@@ -174,16 +162,10 @@ def example(context: str, *texts: str, answer: int | None = 0) -> Example:
     return Example("file, line 1", context, texts, answer)
 
 
-def rows_of(context: str, choice: str, seq_len: int = 64) -> Row:
+def rows_of(context: str, choice: str) -> Row:
     task = Task("some", (example(context, choice, "other"),))
-    (found,) = tokenize([task], tokenizer(), seq_len, "train.tasks")
+    (found,) = tokenize([task], tokenizer(), 64, "train.tasks")
     return found.examples[0][0].rows[0]
-
-
-def scored_text(row: Row) -> str:
-    """The text of the scored tokens, read as what they add to the tokens before."""
-    tokens, end = row.tokens.tolist(), len(row.tokens) - row.scored
-    return tokenizer().decode(tokens)[len(tokenizer().decode(tokens[:end])) :]
 
 
 @pytest.mark.parametrize(
@@ -201,34 +183,18 @@ def test_every_byte_of_a_choice_is_scored(context: str, choice: str, joined: boo
     first, *tokens = row.tokens.tolist()
     assert first == tokenizer().bos_id, "as in training, a text begins a document"
     assert tokens == tokenizer().encode(context + choice)
-    assert scored_text(row).endswith(choice)
-    assert (scored_text(row) != choice) == joined
+    # what the scored tokens add to the text of those before
+    before = tokenizer().decode(tokens[: len(tokens) - row.scored])
+    scored_text = (context + choice).removeprefix(before)
+    assert scored_text.endswith(choice)
+    assert (scored_text != choice) == joined
     # as many tokens as the context has by itself: the harness's convention
     theirs = len(tokens) - len(tokenizer().encode(context))
     assert (theirs != row.scored) == joined, "the conventions differ only where tokens are joined"
-
-
-def test_without_bos_a_text_follows_the_end_of_another() -> None:
-    model = tokenizer()
-    with patch.object(model, "bos_id", -1):
-        assert rows_of("x", " = 1").tokens[0] == model.eos_id
-
-
-def test_a_long_context_loses_its_beginning() -> None:
-    whole = rows_of("import os\n" * 9, "import re", 1000)
-    cut = rows_of("import os\n" * 9, "import re", 12)
-    assert cut.inputs == 12
-    assert cut.scored == whole.scored
-    assert cut.tokens.tolist() == whole.tokens[-13:].tolist()
+    with patch.object(tokenizer(), "bos_id", -1):  # a text follows the end of another
+        assert rows_of(context, choice).tokens[0] == tokenizer().eos_id
     with pytest.raises(UserError, match=r"line 1'.* its choice .* has \d+ tokens"):
-        rows_of("import os\n", "import re and more of that" * 9, 12)
-
-
-@pytest.mark.parametrize(("tokens", "sizes"), [(2, [1]), (8, [7]), (9, [7, 1]), (16, [7, 7, 1])])
-def test_each_token_of_a_text_is_scored_once(tokens: int, sizes: list[int]) -> None:
-    parts = windows(np.arange(tokens), 7)
-    assert [row.scored for row in parts] == sizes == [row.inputs for row in parts]
-    assert np.concatenate([row.tokens[1:] for row in parts]).tolist() == list(range(1, tokens))
+        rows_of(context, choice * 99)
 
 
 def test_measures() -> None:
@@ -258,63 +224,30 @@ def test_bytes_are_those_of_utf_8() -> None:
 # --- files ----------------------------------------------------------------------------------------
 
 GOOD = '{"context": "a", "choices": ["b", "c"], "answer": 1}'
-REFUSED = {
-    "no JSON": ("{", "it is not JSON"),
-    "unknown key": ('{"text": "a", "id": 1}', "id: Extra inputs"),
-    "one choice": ('{"context": "a", "choices": ["b"], "answer": 0}', "choices: List should"),
-    "empty choice": ('{"context": "a", "choices": ["b", ""], "answer": 0}', "choices.1: String"),
-    "no answer": ('{"context": "a", "choices": ["b", "c"]}', "answer: Field required"),
-    "answer too large": (GOOD.replace("1}", "2}"), "its answer is 2, and its choices are 0 to 1"),
-    "number in quotes": (GOOD.replace("1}", '"1"}'), "answer: Input should be"),
-    "two forms": ('{"text": "a"}', "differs from the first line's"),
-}
-
-
-def test_all_lines_with_errors_are_listed(tmp_path: Path) -> None:
-    file = tmp_path / "t.jsonl"
-    file.write_text("\n".join([GOOD, "{", GOOD, "[]", "1"]))
-    with pytest.raises(UserError) as raised:
-        read_tasks([str(file)], "train.tasks")
-    named = [line.split(": ")[0].strip() for line in raised.value.why.splitlines()[1:]]
-    assert named == [f"{file}, line {number}" for number in (2, 4, 5)]
-
-
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
 
 @pytest.mark.parametrize(
-    ("content", "why"),
-    [(POINTER, "it is a Git LFS"), (gzip.compress(GOOD.encode()), "it is compressed")],
-)
-def test_a_file_that_is_no_text_is_called_what_it_is(
-    tmp_path: Path, content: bytes, why: str
-) -> None:
-    (tmp_path / "t.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match=why):
-        read_tasks([str(tmp_path / "t.jsonl")], "train.tasks")
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_line_with_an_error_is_named(tmp_path: Path, name: str) -> None:
-    line, said = REFUSED[name]
-    path = tmp_path / "mine.jsonl"
-    path.write_text(f"{GOOD}\n\n{line}\n")
-    with pytest.raises(UserError, match=r"train\.tasks = '.*mine\.jsonl, line 3': ") as raised:
-        read_tasks([str(path)], "train.tasks")
-    assert said in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("named", "said"),
+    ("content", "said"),
     [
-        (["pythn"], "there is no bundled task"),
-        (["none/mine.jsonl"], "there is no such file"),
-        (["python", "python"], "two tasks would have the metrics task/python/"),
+        (f'{GOOD}\n{{\n\n{GOOD}\n{{"text": "a", "id": 1}}\n[]'.encode(),
+         [r"mine\.jsonl, line 2'?: it is not JSON", "line 5.*id: Extra inputs", "line 6"]),
+        (GOOD.replace("1}", "2}").encode(), ["line 1.*answer is 2, and its choices are 0 to 1"]),
+        (f'{GOOD}\n{{"text": "a"}}'.encode(), ["line 2.*differs from the first line's"]),
+        (POINTER, ["it is a Git LFS"]),
+        (gzip.compress(GOOD.encode()), ["it is compressed"]),
     ],
-)
-def test_a_task_that_is_not_there(named: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        read_tasks(named, "train.tasks")
+    ids=["bad lines", "no such choice", "two forms", "pointer", "compressed"],
+)  # fmt: skip
+def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, content: bytes, said: list[str]) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"train\.tasks = '.*mine\.jsonl") as raised:
+        read_tasks([str(path)], "train.tasks")
+    for each in said:
+        assert re.search(each, str(raised.value))
+    with pytest.raises(UserError, match="two tasks would have the metrics task/python/"):
+        read_tasks(["python", "python"], "train.tasks")
 
 
 def test_the_bundled_tasks_are_sound() -> None:
@@ -333,20 +266,16 @@ def test_the_bundled_tasks_are_sound() -> None:
 # --- in a run -------------------------------------------------------------------------------------
 
 
+LENGTH = 32  # of the runs' sequences
 MEASURES = [*(f"task/choose/{m}" for m in ("accuracy_per_byte", "accuracy", "bits_per_byte")),
             "task/mine/bits_per_byte"]  # fmt: skip
-LAYOUTS = {  # name → ranks, layout
-    "one": (1, {}),
-    "tp 2, pp 2": (4, {"tp": 2, "pp": 2}),
-    "dp_shard 4": (4, {}),
-}
 
 
 @pytest.fixture(scope="module")
 def evaluated(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of runs of two steps in several layouts, evaluated after each on two tasks and on 5
-    sequences, which no layout divides, so that padding must not count; and of one without tasks.
-    The last text is cut into windows."""
+    """Folders of runs of two steps on 1 and 8 ranks, evaluated after each on two tasks and on 5
+    sequences, which do not divide, so that padding must not count; and of one without tasks. The
+    last text is cut into windows."""
     folder = tmp_path_factory.mktemp("tasks")
     texts = [json.dumps({"text": "import os\n" * n}) for n in (1, 3, 20)]
     choices = (BUNDLED / "python.jsonl").read_text().splitlines()[:8]
@@ -356,55 +285,39 @@ def evaluated(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory
     train = {"steps": 2, "eval_interval": 1, "eval_samples": 5, "dtype": "float64", "tasks": tasks}
     given: dict[str, Any] = {"checkpoint": {"interval": 2}}
     given["model"] = {"init_std": 0.1, "num_layers": 2}
-    for name, (world, layout) in (LAYOUTS | {"none": (1, {})}).items():
+    layouts: dict[str, tuple[int, dict[str, Any]]] = {"1": (1, {}), "8": (8, LAYOUT_3D)}
+    for name, (world, layout) in (layouts | {"none": (1, {})}).items():
         (folder / name).mkdir()
         given["train"] = train | ({"tasks": []} if name == "none" else {})
         run(ranks, world, write_config(folder / name, data, parallel=layout, **given))
     return folder
 
 
-def test_a_run_measures_its_tasks(evaluated: Path) -> None:
-    first, second = metrics_of(evaluated / "one")
+def test_a_run_measures_its_tasks_alike_on_every_layout(evaluated: Path) -> None:
+    first, second = metrics_of(evaluated / "1")
     assert [key for key in second if key.startswith("task/")] == MEASURES
     assert first["task/mine/bits_per_byte"] != second["task/mine/bits_per_byte"]
+    for one, other in zip((first, second), metrics_of(evaluated / "8"), strict=True):
+        for key in ("eval_loss", *MEASURES):
+            assert other[key] == pytest.approx(one[key], rel=1e-9)
+    assert losses(evaluated / "none") == losses(evaluated / "1"), "training is not changed"
 
 
-@pytest.mark.parametrize("name", list(LAYOUTS)[1:])
-@pytest.mark.parametrize("measure", ["eval_loss", "tasks"])
-def test_evaluation_is_the_same_on_every_layout(evaluated: Path, name: str, measure: str) -> None:
-    keys = MEASURES if measure == "tasks" else [measure]
-    one, other = (
-        [[line[key] for key in keys] for line in metrics_of(evaluated / each)]
-        for each in ("one", name)
-    )
-    assert np.array(other) == pytest.approx(np.array(one), rel=1e-9)
-
-
-def test_evaluation_does_not_change_training(evaluated: Path) -> None:
-    assert losses(evaluated / "none") == losses(evaluated / "one")
-
-
-def test_the_report_shows_tasks(evaluated: Path) -> None:
-    shown = page(read_run(evaluated / "one" / "run"))
+def test_the_report_and_the_console_show_tasks(evaluated: Path) -> None:
+    shown = page(read_run(evaluated / "1" / "run"))
     assert "Tasks: accuracy" in shown
     assert "Tasks: text" in shown
-    assert "Tasks: " not in page(read_run(evaluated / "none" / "run"))
-
-
-def test_the_console_shows_each_tasks_main_measure(evaluated: Path) -> None:
-    choose, mine = of_tasks_of(metrics_of(evaluated / "one")[0])
+    choose, mine = of_tasks(metrics_of(evaluated / "1")[0])
     assert (choose.split()[0], choose[-1]) == ("choose", "%")
     assert (mine.split()[0], mine.split()[-1]) == ("mine", "bits/byte")
 
 
 # --- tools.evaluate -------------------------------------------------------------------------------
 
-LENGTH = 32  # that of the runs
-
 
 @pytest.fixture(scope="module")
 def trained(evaluated: Path) -> Path:
-    return evaluated / "tp 2, pp 2" / "run"
+    return evaluated / "8" / "run"
 
 
 @pytest.fixture(scope="module")
@@ -471,21 +384,21 @@ def test_a_run_and_the_tool_agree(
     """The run recorded, through pp and tp, what the tool computes from its checkpoint."""
     arguments = ["--checkpoint", str(trained), "--tasks", *tasks, "--dtype", "float64"]
     record = metrics_of(trained.parent)[-1]
-    of_tasks = {key: value for key, value in record.items() if key.startswith("task/")}
+    recorded = {key: value for key, value in record.items() if key.startswith("task/")}
     for _, measured in ranks.run(found_by_the_tool, world, arguments):
-        assert measured == pytest.approx(of_tasks, rel=1e-9)
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess:
-    program = [sys.executable, "-m", "tools.evaluate", *arguments]
-    return subprocess.run(program, capture_output=True, text=True, check=False)
+        assert measured == pytest.approx(recorded, rel=1e-9)
 
 
 @pytest.mark.thorough
 def test_the_command(trained: Path, tmp_path: Path) -> None:
     """It prints a table, and writes all log-likelihoods."""
+
+    def command(*tasks: str) -> subprocess.CompletedProcess:
+        program = [sys.executable, "-m", "tools.evaluate", "--checkpoint", str(trained), "--tasks"]
+        return subprocess.run([*program, *tasks], capture_output=True, text=True, check=False)
+
     file, bundled = tmp_path / "found.json", ["python", "python_text"]
-    done = command("--checkpoint", str(trained), "--tasks", *bundled, "--json", str(file))
+    done = command(*bundled, "--json", str(file))
     assert done.returncode == 0, done.stderr
     head, *lines = done.stdout.splitlines()
     assert head.split() == ["task", "examples", "accuracy", "per", "byte", "accuracy", "bits/byte"]
@@ -493,20 +406,6 @@ def test_the_command(trained: Path, tmp_path: Path) -> None:
     content = json.loads(file.read_text())
     assert [len(content[name]["log_likelihoods"]) for name in bundled] == [40, 10]
     assert f"{content['python']['accuracy']:.1%}" in lines[0]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["pythn"], "--tasks = 'pythn': there is no bundled task"),
-        (["python", "--seq-len", "0"], "--seq-len = 0: it must be at least 1"),
-        (["python", "--seq-len", "1"], "a row has between 1 and 1"),
-        (["python", "--json", "/none/x"], "--json = '/none/x': it cannot be written"),
-    ],
-)
-def test_the_command_refuses(trained: Path, arguments: list[str], said: str) -> None:
-    done = command("--checkpoint", str(trained), "--tasks", *arguments)
+    done = command("pythn")
     assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "--tasks = 'pythn': there is no bundled task" in done.stderr

@@ -15,7 +15,7 @@ from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
 from proofs.ranks import Ranks
 from tests.data_samples import MANY, tokenizer
-from tests.huggingface.huggingface_models import SCALED, SMALL, change
+from tests.huggingface.huggingface_models import SMALL, change
 from tools import export
 from tools.generate.load_model import load_model
 from tools.huggingface import checkpoint_reader
@@ -88,16 +88,14 @@ def test_config_json_says_what_generation_config_does_not(chat: Path, tmp_path: 
     assert json.loads((tmp_path / "imported" / GENERATION).read_text()) == expected
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_what_llama_cpp_does_not_read_is_said(
-    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    architecture = f"{kind.capitalize()}ForCausalLM"
-    hf = build(tmp_path / "hf", architectures=[architecture], model_type=kind, head_dim=8)
-    import_hf(hf, tmp_path / "imported")
+    said = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 8}
+    import_hf(build(tmp_path / "hf", **said), tmp_path / "imported")
     command = ["--checkpoint", str(tmp_path / "imported"), "--out", str(tmp_path / "out")]
     assert export.main(command) == 0
-    assert ("--override-kv" in capsys.readouterr().out) == (kind == "qwen3")
+    assert "--override-kv" in capsys.readouterr().out
 
 
 def other_tokenizer_json() -> dict[str, Any]:
@@ -107,7 +105,6 @@ def other_tokenizer_json() -> dict[str, Any]:
     return made
 
 
-SLOWER = SCALED | {"factor": 4.0, "rope_theta": 1e4}
 MODEL_CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 # what disagrees → changed fields by file, and what the message says
 DISAGREE: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
@@ -115,17 +112,10 @@ DISAGREE: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
                        ["config.json: eos_token_id = 5", f"{GENERATION} in", f"[{END}, 2]"]),
     "eos of the tokenizer": ({GENERATION: {"eos_token_id": END}},
                              [f"eos_token_id = {END}: its tokenizer says 2"]),
-    "bos of the two": ({GENERATION: {"bos_token_id": 5}},
-                       ["config.json: bos_token_id = 1", "says 5"]),
     "bos of the tokenizer": ({GENERATION: {"bos_token_id": 5}, MODEL_CONFIG: {"bos_token_id": 5}},
                              ["bos_token_id = 5: its tokenizer says 1"]),
     "eos without a row": ({GENERATION: {"eos_token_id": [END, 2, END + 1]}},
                           [f"id of a token, and the model has {END + 1}"]),
-    "one eos without a row": (
-        {GENERATION: {"eos_token_id": [2, 99_999]}, MODEL_CONFIG: {"eos_token_id": 2}},
-        [f"{GENERATION}: eos_token_id = 99999: it must be the id of a token"]),
-    "eos that is a text": ({GENERATION: {"eos_token_id": "</s>"}},
-                           ["eos_token_id = '</s>': it must be the id"]),
     "eos by name": ({TOKENIZER_CONFIG: {"eos_token": "<|im_end|>"}},
                     ["--tokenizer = ", "eos_token is '</s>', and tokenizer_config.json beside it",
                      "names '<|im_end|>'"]),
@@ -138,14 +128,9 @@ DISAGREE: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
     "added tokens of another form": (
         {TOKENIZER_CONFIG: {"added_tokens_decoder": {"0": "<s>"}}},
         ["tokenizer_config.json: added_tokens_decoder = {'0': '<s>'}: it must be"]),
-    "two added tokens": (
-        {TOKENIZER_CONFIG: {"added_tokens_decoder": {str(END + 1): {"content": "<|im_end|>"}}}},
-        [f"token {END + 1} = '<|im_end|>': added_tokens.json says {END}"]),
     "tokenizer.json": ({JSON: other_tokenizer_json()}, [f"{JSON}: token ", f"{MODEL} says "]),
     "theta": ({MODEL_CONFIG: {"rope_parameters": {"rope_theta": 5e5}}},
               ["rope_theta = 10000.0: rope_parameters says 500000.0"]),
-    "scaling": ({MODEL_CONFIG: {"rope_scaling": SCALED, "rope_parameters": SLOWER}},
-                ["rope_scaling = ", "'factor': 8.0", "rope_parameters says", "'factor': 4.0"]),
     "model_type": ({MODEL_CONFIG: {"model_type": "qwen3"}},
                    ["model_type = 'qwen3': architectures says 'llama'"]),
     "dtype": ({MODEL_CONFIG: {"torch_dtype": "float32", "dtype": "bfloat16"}},
@@ -197,7 +182,3 @@ def test_a_refused_tokenizer_may_be_given_by_itself(chat: Path, tmp_path: Path) 
     loaded = Tokenizer.load(tmp_path / "by json")
     assert (loaded.eos_id, loaded.vocab_size) == (END, END + 1)
     assert loaded.encode("x<|im_end|></s>") == tokenizer().encode("x<|im_end|></s>")
-    for name in ("by model", "by json"):
-        export.export(tmp_path / name, tmp_path / f"{name}, exported")
-        stated = json.loads((tmp_path / f"{name}, exported" / GENERATION).read_text())
-        assert stated == STATED

@@ -25,12 +25,6 @@ QWEN_MOE = huggingface_models.CASES["Qwen3-MoE, a dense layer"].config | {
 # model → (published configuration, number of parameters)
 LLAMA31 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
-    "Llama 2 7B": (
-        {"architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
-         "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
-         "rms_norm_eps": 1e-05, "rope_scaling": None, "vocab_size": 32000},
-        6_738_415_616,
-    ),
     "Llama 3.1 8B": (
         {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_size": 4096,
          "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False,
@@ -39,34 +33,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "rope_scaling": LLAMA31 | {"original_max_position_embeddings": 8192},
          "rope_theta": 500000.0, "vocab_size": 128256},
         8_030_261_248,
-    ),
-    "Llama 3.2 1B": (
-        {"architectures": ["LlamaForCausalLM"], "head_dim": 64, "hidden_size": 2048,
-         "intermediate_size": 8192, "max_position_embeddings": 131072, "num_attention_heads": 32,
-         "num_hidden_layers": 16, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
-         # as version 5 of transformers writes it
-         "rope_parameters": LLAMA31 | {"factor": 32.0, "original_max_position_embeddings": 8192,
-                                       "rope_theta": 500000.0},
-         "tie_word_embeddings": True, "vocab_size": 128256},
-        1_235_814_400,
-    ),
-    "Qwen3 0.6B": (
-        {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128,
-         "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960,
-         "max_window_layers": 28, "num_attention_heads": 16, "num_hidden_layers": 28,
-         "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None,
-         "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
-         "use_sliding_window": False, "vocab_size": 151936},
-        596_049_920,
-    ),
-    "Mixtral 8x7B": (
-        {"architectures": ["MixtralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096,
-         "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
-         "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
-         "num_local_experts": 8, "output_router_logits": False, "rms_norm_eps": 1e-05,
-         "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
-         "tie_word_embeddings": False, "vocab_size": 32000},
-        46_702_792_704,
     ),
     "Qwen3 30B-A3B": (
         {"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False,
@@ -100,15 +66,11 @@ def test_published_configurations(tmp_path: Path, name: str) -> None:
     found = read(tmp_path, content)
     assert num_parameters(found.model) == count
     assert sum(torch.Size(p.shape).numel() for p in parameters(found.model)) == count
-    again = read(tmp_path, written(found.model, found.max_length))
+    ours = written(found.model, found.max_length)
+    again = read(tmp_path, ours)
     assert (again.model, again.max_length) == (found.model, found.max_length)
-
-
-@pytest.mark.parametrize("name", ["Mixtral 8x7B", "Qwen3 30B-A3B"])
-def test_what_is_written_says_what_was_published(tmp_path: Path, name: str) -> None:
-    content, _ = PUBLISHED[name]
-    ours = written(read(tmp_path, content).model, content["max_position_embeddings"])
-    assert {key: ours.get(key, content[key]) for key in content} == content
+    if found.model.has_experts:  # what is written says what was published
+        assert {key: ours.get(key, content[key]) for key in content} == content
 
 
 def test_versions_of_transformers_say_rope_alike(tmp_path: Path) -> None:
@@ -129,10 +91,8 @@ def test_versions_of_transformers_say_rope_alike(tmp_path: Path) -> None:
 
 DENSE = {
     "none": ([], 1, {"feed_forward": "experts", "num_dense_layers": 0}),
-    "the first": ([0, 1], 1, {"feed_forward": "experts", "num_dense_layers": 2}),
     "the first, by the step": ([], 4, {"feed_forward": "experts", "num_dense_layers": 3}),
     "every second": ([], 2, {"feed_forward": ("swiglu", "experts")}),
-    "said in both ways": ([3], 2, {"feed_forward": ("swiglu", "experts", "swiglu")}),
     "one in the middle": ([1], 1, {"feed_forward": ("experts", "swiglu", "experts")}),
     "all": ([0, 1, 2, 3], 1, {"feed_forward": "swiglu", "num_experts": 0}),
 }
@@ -152,7 +112,11 @@ def test_which_layers_are_dense(tmp_path: Path, name: str) -> None:
 
 
 def test_what_older_and_newer_files_leave_out(tmp_path: Path) -> None:
-    """Missing keys have the defaults of transformers, and both names of num_experts are read."""
+    """Missing keys have the defaults of transformers, and both names of num_experts are read. A
+    window that hides nothing is none."""
+    assert read(tmp_path, SMALL | MISTRAL | {"sliding_window": 128}).max_length == 128
+    old = {key: SMALL[key] for key in SMALL.keys() - {"num_key_value_heads"}}
+    assert read(tmp_path, old).model.num_kv_heads == SMALL["num_attention_heads"]
     newer = QWEN_MOE | {"num_local_experts": QWEN_MOE["num_experts"]}
     del newer["num_experts"]
     assert read(tmp_path, newer).model == read(tmp_path, QWEN_MOE).model
@@ -165,10 +129,7 @@ def test_what_older_and_newer_files_leave_out(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a new family": ({"architectures": ["NewForCausalLM"]},
      "architectures = ['NewForCausalLM']: only LlamaForCausalLM, "),
-    "no name": ({"architectures": [["Llama"]]}, "architectures = [['Llama']]"),
-    "none": ({"architectures": None}, "architectures = None"),
     "bias": ({"attention_bias": True}, "attention_bias = True"),
-    "bias of the feed-forward": ({"mlp_bias": True}, "mlp_bias = True"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}"),
     "its own code": ({"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "auto_map = "),
@@ -187,16 +148,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
                          "sliding_window": 64}, "sliding_window = 64"),
     "layers of kinds": ({"layer_types": ["full_attention", "sliding_attention"] * 2},
      "layer_types = "),
+    "window of Mixtral": (MIXTRAL | {"sliding_window": 64}, "sliding_window = 64"),
     "missing": ({"hidden_size": None}, "hidden_size = None"),
     "text for a number": ({"vocab_size": "800"}, "vocab_size = '800'"),
     "half a scaling": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
      "rope_scaling.low_freq_factor = None"),
-    "heads": ({"num_key_value_heads": 3}, "model.num_kv_heads = 3"),
-    "window of Mixtral": (MIXTRAL | {"sliding_window": 64}, "sliding_window = 64"),
-    "no experts": (MIXTRAL | {"num_local_experts": 0}, "model.num_experts = 0"),
-    "too many chosen": (MIXTRAL | {"num_experts_per_tok": 9}, "model.experts_per_token = 9"),
-    "text for a number of experts": (MIXTRAL | {"num_local_experts": "8"},
-     "num_local_experts = '8'"),
 }  # fmt: skip
 
 
@@ -214,10 +170,6 @@ NOT_EXPORTED: dict[str, tuple[dict[str, Any], str, str]] = {
     "bias": ({"router": "sigmoid_bias"}, "model.router", "router=softmax_renormalised"),
     "shared": ({"num_shared_experts": 1}, "model.num_shared_experts", "num_shared_experts=0"),
     "scaled": ({"router_scale": 2.5}, "model.router_scale", "router_scale=1.0"),
-    "softmax": ({"router": "softmax", "qk_norm": False}, "model.router", "qk_norm=true"),
-    "dense": ({"num_dense_layers": 1, "qk_norm": False}, "model.num_dense_layers", "qk_norm=true"),
-    "mixed": ({"feed_forward": ("swiglu", "experts"), "qk_norm": False}, "model.feed_forward",
-              "qk_norm=true"),
 }  # fmt: skip
 
 
@@ -233,10 +185,6 @@ def test_what_their_models_lack_is_not_exported(tmp_path: Path, name: str) -> No
             refuse(dataclasses.replace(model, **changes))
         assert refusal.value.key == key
         assert remedy in refusal.value.remedy
-
-
-def test_a_window_that_hides_nothing_is_none(tmp_path: Path) -> None:
-    assert read(tmp_path, SMALL | MISTRAL | {"sliding_window": 128}).max_length == 128
 
 
 def test_known_families_are_those_of_transformers() -> None:
