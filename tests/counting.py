@@ -2,7 +2,9 @@
 dispatched, below autograd and FSDP; and what a block, and context parallelism, send."""
 
 from collections import Counter
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from model.transformer import Block
 from parallel.context import PIECES, ContextParallel
 from parallel.layer import TensorParallel
 from parallel.mesh import Mesh, build_mesh
-from proofs.parity.cases import BATCH, SEQ_LEN
+from proofs.parity.cases import SEQ_LEN
 from proofs.parity.run import heads_in_pieces
 from tests.steps import make_step, rows_of
 
@@ -147,28 +149,28 @@ def one_block(case):
     return forward.count(), backward.count()
 
 
-def sent_over_cp(case, training):
-    """The collectives over cp of a step's forward and backward, or of an evaluation."""
-    step = make_step(case)
-    with heads_in_pieces(), Listener(step.mesh) as listener:
-        step.forward_backward(*rows_of(step)) if training else step.evaluate(*rows_of(step))
+MICROBATCHES = 2  # of a step in which communication over cp is counted
+
+
+def sent_over_cp(case, rows, training, pieces=PIECES, attention=nullcontext):
+    """The collectives over cp of the forward and backward, or the evaluation, of two micro-batches
+    of `rows` sequences."""
+    config = case.config()
+    size = MICROBATCHES * rows
+    train = replace(config.train, micro_batch_size=rows, global_batch_size=size * case.layout.dp)
+    with heads_in_pieces(), patch("parallel.context.PIECES", pieces), attention():
+        step = make_step(replace(config, train=train))
+        batch = [each[:size] for each in rows_of(step)]
+        with Listener(step.mesh) as listener:
+            step.forward_backward(*batch) if training else step.evaluate(*batch)
     return listener.count("cp")
 
 
-def once(case, kv_heads, itemsize):
+def once(case, rows, kv_heads, itemsize):
     """A collective per piece of a layer's key/value heads of one tp rank, over all layers and
     micro-batches of a stage, and their bytes: 2 · S·B·K/tp·E numbers in each layer."""
-    model, microbatches = case.config().model, case.num_microbatches
-    passes = model.num_layers // case.layout.pp * microbatches
+    model = case.config().model
+    passes = model.num_layers // case.layout.pp * MICROBATCHES
     pieces = max(n for n in range(1, PIECES + 1) if kv_heads % n == 0)
-    rows = BATCH // case.layout.dp // microbatches
     size = 2 * SEQ_LEN * rows * kv_heads * model.head_dim * itemsize
     return passes * pieces, passes * size
-
-
-def gathers(case):
-    """How often backward and forward together gather a layer's keys and values: again in the
-    recomputation, or without one if a micro-batch is one sequence. Of several sequences, what
-    forward gathered is kept."""
-    single = case.config().train.micro_batch_size == 1
-    return 1 if case.activation_checkpointing == "none" and not single else 2

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from model.kernels.cross_entropy import vocab_parallel_cross_entropy
 from model.transformer import Head
 from parallel.axes import MeshSizes
-from parallel.collectives import by_rank, start_all_gather, start_reduce_scatter
 from parallel.data import fsdp_modules
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
 from proofs.parity.cases import BATCH, SEQ_LEN, Case
+from runtime.start.topology import tp_bytes_per_step
 from tests.counting import B, Listener, S, one_block
 from tests.proofs.parity_tiers import thorough_but
 from tests.steps import make_step, rows_of
@@ -25,62 +25,44 @@ from tokens import IGNORE
 DOUBLE = 8  # bytes of a float64
 
 
-@pytest.mark.parametrize(("tp", "p"), [(2, 1), (4, 1), (2, 4), (4, 2)])
-def test_block_with_sequence_parallelism(ranks, tp, p):
-    """Attention and feed-forward each all-gather their input and reduce-scatter their output.
-    Backward does the reverse, and all-gathers x again. In p pieces, these are p times as many
-    collectives with the same bytes."""
+BLOCKS = list(product((True, False), ((2, 1), (4, 1), (2, 4))))
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "split"), thorough_but([BLOCKS[i] for i in (1, 2, 5)], BLOCKS)
+)
+def test_collectives_of_a_block(ranks, sequence_parallel, split):
+    """With sequence parallelism, attention and feed-forward each all-gather their input and
+    reduce-scatter their output. Backward does the reverse, and all-gathers x again. In p pieces,
+    these are p times as many collectives with the same bytes. Without it, they each all-reduce
+    their output, in p pieces, and in backward their input gradient. This is what is told of a tp
+    group that spans nodes."""
+    tp, p = split
+    case = Case(MeshSizes(tp=tp), sequence_parallel=sequence_parallel, tp_pieces=p)
     size = S * B * 32 * DOUBLE
-    for forward, backward in ranks.run(one_block, tp, Case(MeshSizes(tp=tp), tp_pieces=p)):
-        assert forward == {"all_gather": (2 * p, 2 * size), "reduce_scatter": (2 * p, 2 * size)}
-        assert backward == {"all_gather": (4 * p, 4 * size), "reduce_scatter": (2 * p, 2 * size)}
+    config = case.config()
+    of_a_layer = tp_bytes_per_step(config, 1) / config.model.num_layers
+    told = of_a_layer * S * B / (config.train.global_batch_size * config.train.seq_len)
+    for forward, backward in ranks.run(one_block, tp, case):
+        if sequence_parallel:
+            twice = (2 * p, 2 * size)
+            assert forward == {"all_gather": twice, "reduce_scatter": twice}
+            assert backward == {"all_gather": (4 * p, 4 * size), "reduce_scatter": twice}
+        else:
+            assert forward == {"all_reduce": (2 * p, 2 * size)}
+            assert backward == {"all_reduce": (2, 2 * size)}
+        sent = [
+            total * (tp - 1) / tp * (2 if kind == "all_reduce" else 1)
+            for counted in (forward, backward)
+            for kind, (_, total) in counted.items()
+        ]
+        assert sum(sent) == told
 
 
-@pytest.mark.parametrize(("tp", "p"), [(2, 1), (4, 1), (2, 4)])
-def test_block_without_sequence_parallelism(ranks, tp, p):
-    """Attention and feed-forward each all-reduce their output, in p pieces, and in backward their
-    input gradient."""
-    size = S * B * 32 * DOUBLE
-    for forward, backward in ranks.run(
-        one_block, tp, Case(MeshSizes(tp=tp), sequence_parallel=False, tp_pieces=p)
-    ):
-        assert forward == {"all_reduce": (2 * p, 2 * size)}
-        assert backward == {"all_reduce": (2, 2 * size)}
-
-
-@pytest.mark.parametrize("p", [1, 2])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_block_on_one_rank_is_silent(ranks, sequence_parallel, p):
-    case = Case(MeshSizes(), sequence_parallel=sequence_parallel, tp_pieces=p)
-    assert ranks.run(one_block, 1, case) == [({}, {})]
-
-
-def gathered_and_scattered(pieces):
-    """For each of two ways to split 0 … 23 over the ranks: whether a gather of this rank's part
-    gives the sequence, piece by piece, and a scatter of the sequence gives n times the part."""
-    group, n = dist.group.WORLD, dist.get_world_size()
-    sequence = torch.arange(24.0).view(24, 1)
-    found = []
-    for cut in (pieces, 1):
-        mine = by_rank(sequence, n, cut)[dist.get_rank()]
-        gathering = start_all_gather(mine, group, pieces)
-        waited_for = torch.cat([piece.clone() for piece in gathering.pieces()])
-        assert torch.equal(waited_for, gathering.wait())
-        scattered = start_reduce_scatter(sequence, group, pieces).wait()
-        found.append((torch.equal(waited_for, sequence), torch.equal(scattered, n * mine)))
-    return found
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-def test_pieces_are_in_the_order_of_the_sequence(ranks, tp):
-    """Collectives agree with `by_rank` about which positions a rank holds. Control: they do not
-    with parts that ignore the pieces."""
-    for found in ranks.run(gathered_and_scattered, tp, 3):
-        assert found == [(True, True), (False, False)]
-    assert by_rank(torch.arange(16), 2, 2).tolist() == [
-        [0, 1, 2, 3, 8, 9, 10, 11],
-        [4, 5, 6, 7, 12, 13, 14, 15],
-    ]
+def test_a_block_on_one_rank_is_silent(ranks):
+    for sequence_parallel in (True, False):
+        case = Case(MeshSizes(), sequence_parallel=sequence_parallel, tp_pieces=2)
+        assert ranks.run(one_block, 1, case) == [({}, {})]
 
 
 def loss_of(vocab):
@@ -104,11 +86,10 @@ def loss_of(vocab):
     return listener.count(), listener.largest, loss.item()
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_loss_talks_about_tokens_not_logits(ranks, tp):
+def test_loss_talks_about_tokens_not_logits(ranks):
     """The loss all-gathers three numbers per token and rank (maximum, sum and target logit,
     [3, T]) and communicates nothing in backward. No rank ever creates a tensor of shape [T, V]."""
-    vocab, tokens = 1001, S * B
+    vocab, tokens, tp = 1001, S * B, 4
     results = ranks.run(loss_of, tp, vocab)
     for collectives, largest, loss in results:
         assert collectives == {"all_gather": (1, tp * 3 * tokens * DOUBLE)}
@@ -147,7 +128,7 @@ BACKWARDS = ("1f1b", "zb_h1")  # whole, and in two parts
 @pytest.mark.parametrize(
     ("unit", "schedule", "zero_stage"),
     thorough_but(
-        {("block", "1f1b", 1), ("block", "zb_h1", 2), ("block", "1f1b", 3), ("stage", "zb_h1", 3)},
+        {("block", "1f1b", 1), ("block", "zb_h1", 2), ("stage", "zb_h1", 3)},
         product(UNITS, BACKWARDS, (1, 2, 3)),
     ),
 )
@@ -194,7 +175,7 @@ def modules_not_called(case):
     return left
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize("zero_stage", thorough_but({1}, [1, 3]))
 def test_every_module_of_an_fsdp_unit_is_called(ranks, zero_stage):
     """FSDP gathers a unit before the first of its modules is called, and shards it after the last.
     If one is never called (the head, if its loss were another method), torch 2.11 trains with
@@ -218,32 +199,34 @@ def test_zero_stage_0_only_reduces_gradients(ranks):
         assert axes["dp_replicate"] == {"all_reduce": (len(units), sum(units) * DOUBLE)}
 
 
-@pytest.mark.parametrize(
-    ("layout", "sequence_parallel"),
-    [
-        (MeshSizes(pp=3, dp_shard=2), True),
-        pytest.param(MeshSizes(pp=2, tp=2), True, marks=pytest.mark.thorough),
-        (MeshSizes(pp=2, tp=2), False),
-    ],
-    ids=str,
-)
-def test_pipeline_sends_one_message_per_boundary_and_microbatch(ranks, layout, sequence_parallel):
+PIPELINES = [
+    Case(MeshSizes(pp=3, dp_shard=2), tie_embeddings=True, vocab_size=256, num_microbatches=M),
+    Case(MeshSizes(pp=2, tp=2), num_microbatches=M),
+    Case(MeshSizes(pp=2, tp=2), sequence_parallel=False, num_microbatches=M),
+]
+
+
+@pytest.mark.parametrize("case", thorough_but(PIPELINES[:2], PIPELINES), ids=str)
+def test_pipeline_sends_one_message_per_boundary_and_microbatch(ranks, case):
     """Hidden states [S/tp, B, D] are sent downstream and their gradients upstream, one message
     each. The first and the last rank have one neighbour, the others two. (test_schedule.py counts
-    the messages of other schedules.)"""
-    case = Case(layout, sequence_parallel=sequence_parallel, num_microbatches=M)
-    length = SEQ_LEN // (layout.tp if sequence_parallel else 1)
+    the messages of other schedules.) The gradient of a tied embedding, [V / (tp · dp_shard), D] per
+    rank, is all-reduced once between the first and the last stage."""
+    layout = case.layout
+    length = SEQ_LEN // (layout.tp if case.sequence_parallel else 1)
     message = length * (BATCH // layout.dp // M) * 32 * DOUBLE
     for rank, (axes, *_) in enumerate(ranks.run(one_step, case.world, case)):
-        neighbours = 1 if rank * layout.pp // case.world in (0, layout.pp - 1) else 2
-        once = (neighbours * M, neighbours * M * message)
+        at_end = rank * layout.pp // case.world in (0, layout.pp - 1)
+        number = M if at_end else 2 * M
+        once = (number, number * message)
         assert axes["pp"].pop("all_reduce") == (1, DOUBLE)  # distributes the last stage's loss
         assert axes["pp"] == {"send": once, "recv": once}
+        tied = {"all_reduce": (1, 256 // 2 * 32 * DOUBLE)} if case.tie_embeddings else {}
+        assert axes["other"] == (tied if at_end else {})
 
 
 @pytest.mark.parametrize(
-    ("schedule", "p"),
-    [pytest.param("1f1b", 1, marks=pytest.mark.thorough), ("zb_h1", 1), ("zb_h1", 4)],
+    ("schedule", "p"), thorough_but([("zb_h1", 4)], product(("1f1b", "zb_h1"), (1, 4)))
 )
 def test_whole_step_over_tp(ranks, schedule, p):
     """Over tp a step has the collectives of the blocks, the embedding, the head and the loss, and
@@ -266,16 +249,3 @@ def test_whole_step_over_tp(ranks, schedule, p):
             "reduce_scatter": (M * ((4 * blocks + 1) * p + 1), M * (4 * blocks + 2) * hidden),
             "all_reduce": (1, norms * 32 * DOUBLE),
         }
-
-
-def test_tied_embedding_is_summed_over_the_pair_once(ranks):
-    """The gradient of a tied embedding, [V / (tp · dp_shard), D] per rank, is all-reduced once
-    between the first and the last stage; other stages take no part."""
-    case = Case(
-        MeshSizes(pp=3, dp_shard=2), tie_embeddings=True, vocab_size=256, num_microbatches=M
-    )
-    for rank, (axes, *_) in enumerate(ranks.run(one_step, 6, case)):
-        first_or_last = rank // 2 in (0, 2)
-        assert axes["other"] == (
-            {"all_reduce": (1, 256 // 2 * 32 * DOUBLE)} if first_or_last else {}
-        )

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from contextlib import nullcontext
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -13,17 +14,19 @@ from torch import Tensor
 from parallel.axes import MeshSizes
 from parallel.context import PIECES, ContextParallel, Piece, SplitAttention
 from parallel.mesh import build_mesh
-from proofs.parity.cases import BATCH, Case
+from proofs.parity.cases import Case
 from proofs.parity.run import heads_in_pieces
-from tests.counting import gathers, once, sent_over_cp
+from tests.counting import once, sent_over_cp
+from tests.kernels.flash import flash_attention_stands_in
+from tests.proofs.parity_tiers import thorough_but
 
 LAYERS = [  # layout, options, key/value heads of a tp rank, sequences per micro-batch in make test
     (MeshSizes(dp_shard=2, cp=2), {"document_mask": True}, 4, 1),
     (MeshSizes(dp_shard=2, cp=2), {"num_kv_heads": 8, "activation_checkpointing": "full"}, 8, None),
     (MeshSizes(dp_replicate=2, cp=2), {"activation_checkpointing": "selective"}, 4, None),
-    (MeshSizes(cp=2, tp=2), {"activation_checkpointing": "selective"}, 2, 8),
+    (MeshSizes(cp=2, tp=2), {"activation_checkpointing": "selective"}, 2, 2),
     (MeshSizes(cp=2, tp=2), {"sequence_parallel": False, "num_kv_heads": 2}, 1, None),
-    (MeshSizes(pp=2, cp=2), {"schedule": "zb_h1"}, 4, 8),
+    (MeshSizes(pp=2, cp=2), {"schedule": "zb_h1"}, 4, 2),
     (MeshSizes(dp_shard=2, cp=4), {"num_kv_heads": 8}, 8, None),
 ]
 
@@ -33,45 +36,51 @@ LAYERS = [  # layout, options, key/value heads of a tp rank, sequences per micro
     [
         pytest.param(*case, rows, marks=[] if rows == quick else pytest.mark.thorough)
         for *case, quick in LAYERS
-        for rows in (1, 8)
+        for rows in (1, 2)
     ],
     ids=str,
 )
 def test_gathers_and_scatters_of_a_layer(ranks, layout, options, kv_heads, rows):
     """Per layer and micro-batch, in every mode of activation checkpointing, and with a backward in
-    two parts: gradients are scattered once. A tp rank sends its own heads. Evaluation gathers once,
-    and the pieces of the heads do not change the bytes."""
-    case = Case(layout, num_microbatches=BATCH // layout.dp // rows, **options)
-    number, size = once(case, kv_heads, itemsize=8)
-    times = gathers(case)
-    for sent in ranks.run(sent_over_cp, layout.world, case, True):
+    two parts: gradients are scattered once. Backward gathers again in a recomputation, or without
+    one of a single sequence; of several, what forward gathered is kept. A tp rank sends its own
+    heads. Evaluation gathers once."""
+    case = Case(layout, **options)
+    number, size = once(case, rows, kv_heads, itemsize=8)
+    times = 1 if case.activation_checkpointing == "none" and rows > 1 else 2
+    for sent in ranks.run(sent_over_cp, layout.world, case, rows, True):
         assert sent == {"all_gather": (times * number, times * size),
                         "reduce_scatter": (number, size)}  # fmt: skip
-    for sent in ranks.run(sent_over_cp, layout.world, case, False):
+    for sent in ranks.run(sent_over_cp, layout.world, case, rows, False):
         assert sent == {"all_gather": (number, size)}
 
 
-def sent_in_one_piece(case):
-    with patch("parallel.context.PIECES", 1):
-        return sent_over_cp(case, True)
-
-
 def test_pieces_send_the_same_bytes(ranks):
-    case = Case(MeshSizes(dp_shard=2, cp=2), num_kv_heads=8, num_microbatches=2)
-    whole = ranks.run(sent_in_one_piece, 4, case)[0]
-    parts = ranks.run(sent_over_cp, 4, case, True)[0]
-    assert whole.keys() == parts.keys() == {"all_gather", "reduce_scatter"}
-    for kind, (number, size) in whole.items():
-        assert parts[kind] == (PIECES * number, size)
+    case = Case(MeshSizes(dp_shard=2, cp=2), num_kv_heads=8)
+    whole, parts = (ranks.run(sent_over_cp, 4, case, 2, True, n)[0] for n in (1, PIECES))
+    assert parts == {kind: (PIECES * number, size) for kind, (number, size) in whole.items()}
+    assert parts.keys() == {"all_gather", "reduce_scatter"}
 
 
-@pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("float32", 4)])
+@pytest.mark.parametrize("rows", thorough_but([2], [1, 2]), ids="{} per micro-batch".format)
+def test_flash_gathers_as_often(ranks, rows):
+    """One sequence is gathered again. Two are packed into copies, which are kept."""
+    case = Case(MeshSizes(dp_shard=2, cp=2), document_mask=True)
+    number, size = once(case, rows, 4, itemsize=8)
+    times = 3 - rows
+    flash = flash_attention_stands_in
+    for sent in ranks.run(sent_over_cp, 4, case, rows, True, PIECES, flash):
+        assert sent == {"all_gather": (times * number, times * size),
+                        "reduce_scatter": (number, size)}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "itemsize"), thorough_but([("bfloat16", 2)], [("bfloat16", 2), ("float32", 4)])
+)
 def test_gradients_travel_in_float32(ranks, dtype, itemsize):
-    case = Case(MeshSizes(dp_shard=2, cp=2), dtype=dtype, num_microbatches=2)
-    number, size = once(case, 4, itemsize)
-    in_float32 = once(case, 4, 4)
-    for sent in ranks.run(sent_over_cp, 4, case, True):
-        assert sent == {"all_gather": (number, size), "reduce_scatter": in_float32}
+    case = Case(MeshSizes(dp_shard=2, cp=2), dtype=dtype)
+    sent = {"all_gather": once(case, 2, 4, itemsize), "reduce_scatter": once(case, 2, 4, 4)}
+    assert ranks.run(sent_over_cp, 4, case, 2, True) == [sent] * 4
 
 
 def error_of_the_sum(in_bfloat16):
@@ -84,7 +93,8 @@ def error_of_the_sum(in_bfloat16):
     ends = [part.stop for mine in chunks for part in mine]
     terms = torch.randn(len(ends), 4, 1, 1, 16).bfloat16()  # for the first 4 positions
     terms[-1] = -terms[:-1].double().sum(0).bfloat16()
-    mine = [term for term, end in zip(terms, ends, strict=True) if end in ends_of(cp, length)]
+    of_mine = [part.stop for part in cp.chunks(length)]
+    mine = [term for term, end in zip(terms, ends, strict=True) if end in of_mine]
 
     def attend_with(term):
         # the sum over keys of key · term, at one query
@@ -94,8 +104,7 @@ def error_of_the_sum(in_bfloat16):
         torch.zeros(length // size, 1, 1, 16, dtype=torch.bfloat16, requires_grad=True)
         for _ in range(3)
     )
-    control = patch("torch.promote_types", lambda a, b: a) if in_bfloat16 else nullcontext()
-    with control:
+    with patch("torch.promote_types", lambda a, b: a) if in_bfloat16 else nullcontext():
         y = SplitAttention(cp, cp.chunks(length), [attend_with(term) for term in mine])(q, k, v)
         starts = [0, len(cp.chunks(length)[0])][: len(mine)]
         y[starts].sum().backward()
@@ -103,18 +112,11 @@ def error_of_the_sum(in_bfloat16):
     return ((k.grad[:4].double() - expected).norm() / expected.norm()).item()
 
 
-def ends_of(cp, length):
-    return [part.stop for part in cp.chunks(length)]
-
-
 def test_gradients_are_summed_in_float32(ranks):
     """The result is rounded to bfloat16 once (2⁻⁹). Control: summed in bfloat16, the error is a
     hundred times as large."""
     assert ranks.run(error_of_the_sum, 4, False)[0] < 2**-8
     assert ranks.run(error_of_the_sum, 4, True)[0] > 100 * 2**-9
-
-
-# --- memory ---------------------------------------------------------------------------------------
 
 
 def pieces_left(gathers_again, heads, backward, keeps_outputs=False):
@@ -150,8 +152,9 @@ def pieces_left(gathers_again, heads, backward, keeps_outputs=False):
         gc.enable()
 
 
-@pytest.mark.parametrize("gathers_again", [False, True])
-@pytest.mark.parametrize("heads", [1, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("heads", "gathers_again"), thorough_but([(1, True)], product((1, 4), (False, True)))
+)
 def test_nothing_is_left_of_a_layer(ranks, heads, gathers_again):
     """After backward, or if there is none. Control: a piece that keeps a tensor with its place in
     the graph stays, since the graph refers to the piece."""

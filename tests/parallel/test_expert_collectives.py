@@ -2,8 +2,9 @@
 
 import gc
 import weakref
+from collections import Counter
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -18,28 +19,16 @@ from costs.operators import needs_value
 from parallel.axes import MeshSizes
 from parallel.expert import Exchange, TokenDispatch
 from proofs.parity.cases import Case
+from tests.planted import planted
 from tests.proofs.parity_tiers import thorough_but
 from tests.steps import make_step, rows_of
 
 D, X, K = 32, 8, 3  # of the parity proof's model
 
 
-@dataclass
-class Found:
-    """What one rank did."""
-
-    messages: int = 0
-    leaves: int = 0  # bytes, to other ranks
-    expected: int = 0  # the same, by the table in parallel/expert.py
-    routes: int = 0  # how often they were found, in forward …
-    routes_again: int = 0  # … and in backward or recomputation
-    waits: int = 0  # of the host, likewise
-    waits_again: int = 0
-    other_waits: tuple[str, ...] = ()
-
-
 class Messages(TorchDispatchMode):
-    """Counts the all-to-alls, and notes operators whose result the host must read."""
+    """Counts the all-to-alls, their bytes that leave the rank, and operators whose result the host
+    must read."""
 
     def __init__(self, found):
         super().__init__()
@@ -47,42 +36,32 @@ class Messages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.name() == "c10d::alltoall_base_":
-            rows, _, send = args[1], args[3], args[4]
-            others = sum(send) - send[rank_in(args[2])]
-            self.found.messages += 1
-            self.found.leaves += others * rows[:1].numel() * rows.itemsize
+            rows, group, send = args[1], args[2], args[4]
+            others = sum(send) - send[dist.ProcessGroup.unbox(group).rank()]
+            self.found["messages"] += 1
+            self.found["bytes beyond the table"] += others * rows[:1].numel() * rows.itemsize
         elif needs_value(func, args, kwargs or {}):
-            self.found.other_waits += (func.name(),)
+            self.found[func.name()] += 1
         return func(*args, **(kwargs or {}))
-
-
-def rank_in(group):
-    return dist.ProcessGroup.unbox(group).rank()
-
-
-def in_backward():
-    return torch._C._current_graph_task_id() != -1
 
 
 @contextmanager
 def noted(found, case, training):
-    """Count routes and waits, and add up what each layer's routes say that it will send."""
+    """Count routes and waits, and subtract what each layer's routes say that it will send."""
     find, wait = model.router._base.find_routes, parallel.expert.counts_on_host
+
+    def note(what):  # in forward, and apart in backward or recomputation
+        found[what + (" again" if torch._C._current_graph_task_id() != -1 else "")] += 1
 
     def find_routes(chosen, sequences, num_experts, ep, whole):
         routes = find(chosen, sequences, num_experts, ep, whole)
-        if in_backward():
-            found.routes_again += 1
-        else:
-            found.routes += 1
-        found.expected += by_the_table(routes, ep, case, training) if ep.size > 1 else 0
+        note("routes")
+        if ep.size > 1:
+            found["bytes beyond the table"] -= by_the_table(routes, ep, case, training)
         return routes
 
     def counts_on_host(counts):
-        if in_backward():
-            found.waits_again += 1
-        else:
-            found.waits += 1
+        note("waits")
         return wait(counts)
 
     with (
@@ -94,7 +73,7 @@ def noted(found, case, training):
 
 
 def by_the_table(routes, ep, case, training):
-    """The bytes that leave a rank, for one layer and micro-batch."""
+    """The bytes that leave a rank, for one layer and micro-batch (parallel/expert.py)."""
     b = {"float64": 8, "float32": 4, "bfloat16": 2}[case.dtype]
     weight = max(b, 4)
     there = sum(routes.send) - routes.send[ep.rank]
@@ -110,7 +89,7 @@ def found_by(case, training=True, again=False):
     """What a step's forward and backward do, or an evaluation. again: plant that the recomputation
     finds routes again."""
     step = make_step(case)
-    rows, found = rows_of(step), Found()
+    rows, found = rows_of(step), Counter()
     twice = patch.object(TokenDispatch, "once", lambda _, compute: compute())
     with twice if again else nullcontext(), noted(found, case, training):
         step.forward_backward(*rows) if training else step.evaluate(*rows)
@@ -120,28 +99,24 @@ def found_by(case, training=True, again=False):
 def passes_of(case):
     """How often a rank runs a layer of experts forward."""
     config = case.config()
-    stages = case.layout.pp
     layers = config.model.num_layers - config.model.num_dense_layers
-    return layers // stages * config.num_microbatches(case.layout.dp)
+    return layers // case.layout.pp * config.num_microbatches(case.layout.dp)
 
 
 BASE = Case(MeshSizes(), router="softmax", num_microbatches=2, num_shared_experts=1)
 DP = MeshSizes(dp_shard=2, ep=2)
 QUICK = [  # layout, options
-    (MeshSizes(), {}),
     (DP, {"router": "sigmoid_bias", "router_losses": True}),
     (DP, {"activation_checkpointing": "full", "num_shared_experts": 0}),
     (MeshSizes(dp_shard=2, tp=2, ep=4), {"dtype": "bfloat16"}),
 ]  # fmt: skip
 LAYERS = [
     *QUICK,
+    (MeshSizes(), {}),
     (DP, {"activation_checkpointing": "selective", "num_dense_layers": 1}),
-    (DP, {"activation_checkpointing": "full", "dtype": "bfloat16"}),
     (MeshSizes(dp_shard=2), {"activation_checkpointing": "full"}),
     (DP, {"dtype": "float32", "zero_stage": 3}),
     (MeshSizes(dp_shard=4, ep=2), {"activation_checkpointing": "selective"}),
-    (MeshSizes(dp_shard=4, ep=4), {"router": "softmax_renormalised"}),
-    (MeshSizes(tp=2, ep=2), {"activation_checkpointing": "full", "router_losses": True}),
     (MeshSizes(tp=2, ep=2), {"activation_checkpointing": "selective", "tp_pieces": 2}),
     (MeshSizes(cp=2, ep=2), {"activation_checkpointing": "selective"}),
     (MeshSizes(cp=2, tp=2, ep=4), {"activation_checkpointing": "full"}),
@@ -164,23 +139,16 @@ def test_messages_of_a_layer(ranks, layout, options):
         of_a_layer = 0
         if layout.ep > 1:
             of_a_layer = (9 if case.activation_checkpointing == "full" else 7) if training else 4
-        for found in ranks.run(found_by, case.world, case, training):
-            assert found.messages == of_a_layer * forwards
-            assert found.leaves == found.expected
-            assert (found.routes, found.routes_again) == (forwards, 0)
-            assert (found.waits, found.waits_again) == (forwards, 0)
-            assert found.other_waits == ()
+        expected = Counter(messages=of_a_layer * forwards, routes=forwards, waits=forwards)
+        assert ranks.run(found_by, case.world, case, training) == [expected] * case.world
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", thorough_but(["full"], ["selective", "full"]))
 def test_routes_that_are_found_again_are_noticed(ranks, mode):
     """Control of the counts above: without `once`, each recomputation finds routes and waits."""
     case = replace(BASE, layout=DP, activation_checkpointing=mode)
     for found in ranks.run(found_by, 2, case, True, True):
-        assert found.routes_again == found.waits_again == found.routes == passes_of(case)
-
-
-# --- memory ---------------------------------------------------------------------------------------
+        assert found["routes again"] == found["waits again"] == found["routes"] == passes_of(case)
 
 
 def left_of_a_step(case, training, keeps_placeholders=False):
@@ -189,18 +157,16 @@ def left_of_a_step(case, training, keeps_placeholders=False):
     step = make_step(case)
     rows = rows_of(step)
     received, exchanges = [], []
-    there, send, init = Exchange.there, TokenDispatch.send, Exchange.__init__
 
-    def noted_there(self):
+    @planted(Exchange, "there")
+    def noted_there(there, self):
         arrived = there(self)
         received.extend(StorageWeakRef(each.untyped_storage()) for each in arrived)
+        exchanges.append(weakref.ref(self))
         return arrived
 
-    def noted_init(self, *arguments):
-        init(self, *arguments)
-        exchanges.append(weakref.ref(self))
-
-    def keeping_send(self, *arguments):
+    @planted(TokenDispatch, "send")
+    def keeping_send(send, self, *arguments):
         sent = send(self, *arguments)
         sent.exchange.sent = sent
         return sent
@@ -208,13 +174,7 @@ def left_of_a_step(case, training, keeps_placeholders=False):
     gc.collect()
     gc.disable()
     try:
-        with (
-            patch.object(Exchange, "there", noted_there),
-            patch.object(Exchange, "__init__", noted_init),
-            patch.object(TokenDispatch, "send", keeping_send)
-            if keeps_placeholders
-            else nullcontext(),
-        ):
+        with noted_there(), keeping_send() if keeps_placeholders else nullcontext():
             step.forward_backward(*rows) if training else step.evaluate(*rows)
         left = sum(not each.expired() for each in received)
         return len(received), left, sum(each() is not None for each in exchanges)
@@ -222,18 +182,16 @@ def left_of_a_step(case, training, keeps_placeholders=False):
         gc.enable()
 
 
-@pytest.mark.parametrize(
-    ("layout", "options"),
-    [
-        pytest.param(DP, {"activation_checkpointing": "none"}, marks=pytest.mark.thorough),
-        pytest.param(DP, {"activation_checkpointing": "selective"}, marks=pytest.mark.thorough),
-        (DP, {"activation_checkpointing": "full"}),
-        pytest.param(MeshSizes(), {}, marks=pytest.mark.thorough),
-        pytest.param(MeshSizes(pp=2, tp=2, ep=2), {"schedule": "zb_h1"},
-                     marks=pytest.mark.thorough),
-    ],
-    ids=str,
-)  # fmt: skip
+LEFT = [
+    (DP, {"activation_checkpointing": "full"}),
+    (DP, {"activation_checkpointing": "selective"}),
+    (DP, {}),
+    (MeshSizes(), {}),
+    (MeshSizes(pp=2, tp=2, ep=2), {"schedule": "zb_h1"}),
+]
+
+
+@pytest.mark.parametrize(("layout", "options"), thorough_but(LEFT[:1], LEFT), ids=str)
 def test_nothing_is_left_of_a_layer(ranks, layout, options):
     """After backward, or an evaluation, neither received rows nor what refers to them."""
     case = replace(BASE, layout=layout, **options)

@@ -1,5 +1,4 @@
-"""Deferred weight gradients: jobs are queued only while deferring, and release their tensors when
-they finish."""
+"""Deferred weight gradients: jobs release their tensors when they finish, and overlap."""
 
 import gc
 import weakref
@@ -7,7 +6,7 @@ import weakref
 import torch
 from torch import nn
 
-from parallel.deferred import ReadyGradient, WeightGradientQueue, run_jobs
+from parallel.deferred import ReadyGradient, run_jobs
 from parallel.layer import Layer, TensorParallel, share_queue
 from parallel.weight_gradient import Destination
 
@@ -50,17 +49,6 @@ def test_a_job_without_communication_does_not_come_between():
     run_jobs([Job(alive, log), ready, Job(alive, log)])
     assert [what for what, _ in log] == ["start", "start", "finish", "finish"]
     assert weight.grad.tolist() == [1, 1]
-
-
-def test_only_inside_deferring_are_jobs_taken():
-    queue = WeightGradientQueue()
-    assert not queue.is_deferring
-    job = ReadyGradient(torch.ones(2), Destination(nn.Parameter(torch.zeros(2))))
-    with queue.deferring() as jobs:
-        queue.add(job)
-        assert queue.is_deferring
-    assert not queue.is_deferring
-    assert jobs == [job]
 
 
 def test_all_layers_of_a_stage_share_one_queue():

@@ -15,13 +15,12 @@ from parallel.pipeline.actions import (
     BACKWARD_WEIGHT,
     FORWARD,
     Action,
-    Kind,
 )
-from parallel.pipeline.schedules import SCHEDULES, build_schedule
+from parallel.pipeline.schedules import build_schedule
 from parallel.pipeline.simulate import Costs, Event, Timeline, simulate
 from runtime.profiling import trace as writer
 from tools.timeline.__main__ import main
-from tools.timeline.draw import INK, draw, inline, shade
+from tools.timeline.draw import INK, draw, inline
 from tools.timeline.measured import from_chrome, measured_costs
 from tools.timeline.panels import ascii_lanes, simulated_panels
 
@@ -49,8 +48,6 @@ TENTH = [[Action(FORWARD, 0, 10), Action(BACKWARD, 0, 10)]]
     [
         pytest.param(build_schedule("1f1b", 2, 1, 3), Costs.equal(2), 22,
                      ["rank 0 ▏F0 F1       B…", "rank 1 ▏   F0 B0─── F…"], id="cut"),
-        pytest.param(build_schedule("1f1b", 1, 1, 2), Costs.equal(1), 200,
-                     ["rank 0 ▏F0 B0─── F1 B1───"], id="not cut"),
         pytest.param(TENTH, Costs.equal(1), None, ["rank 0 ▏F10B10──"], id="two digits"),
         pytest.param(ONE, Costs.equal(1, 1 / 3, 1 / 3, 0), None, ["rank 0 ▏FB"], id="short"),
     ],
@@ -62,9 +59,8 @@ def test_a_schedule_as_text(schedule, costs, columns, lines):
 # --- traces ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
-def test_a_trace_comes_back_as_it_was_written(name):
-    written = timeline(name, 3, 1, 5, 1.2345, 0.7, 1 / 3, 0.1)
+def test_a_trace_comes_back_as_it_was_written():
+    written = timeline("zb_h1", 3, 1, 5, 1.2345, 0.7, 1 / 3, 0.1)
     trace = json.loads(json.dumps(to_chrome(written)))
     read = from_chrome(trace)
     for lane, expected in zip(read.ranks, written.ranks, strict=True):
@@ -92,21 +88,14 @@ def test_measured_costs_are_means_and_halves_of_whole_backwards():
     assert sum(costs.of(event.action.kind, 0) for event in lane) == pytest.approx(13)
 
 
-@pytest.mark.parametrize(("name", "stages_per_rank"), [("1f1b", 1), ("zb_v", 2), ("dualpipe_v", 2)])
-def test_a_simulation_from_measured_costs_is_the_measured_step(name, stages_per_rank):
-    step = timeline(name, 2, stages_per_rank, 4, 3.0, 2.0, 2.0)
+def test_a_simulation_from_measured_costs_is_the_measured_step():
+    step = timeline("zb_v", 2, 2, 4, 3.0, 2.0, 2.0)
     actions = [[event.action for event in lane] for lane in step.ranks]
     again = simulate(actions, measured_costs(step))
     assert again.step_time == pytest.approx(step.step_time)
 
 
 EVENTS = to_chrome(timeline("1f1b", 2, 1, 2))["traceEvents"]
-FIRST = {"kind": "F", "stage": 0, "microbatch": 0}  # the action of EVENTS[3]
-
-
-def broken(**changes: Any) -> list[dict[str, Any]]:
-    """The events, with changes in the first action."""
-    return [*EVENTS[:3], EVENTS[3] | changes, *EVENTS[4:]]
 
 
 @pytest.mark.parametrize(
@@ -114,12 +103,7 @@ def broken(**changes: Any) -> list[dict[str, Any]]:
     [
         ([7], r"traceEvents\[0\] = 7: "),
         ([], "there is no event of rank 0"),
-        ([{"ph": "X", "tid": 0}], r"traceEvents\[0\].ts = .*: Field required"),
-        (broken(dur=-1), r"traceEvents\[3\].dur = -1: .* greater than or equal to 0"),
-        (broken(ts=float("nan")), r"traceEvents\[3\].ts = nan: .* finite number"),
-        (broken(ts=10**400), r"traceEvents\[3\].ts = 1000.*: "),
-        (broken(args=FIRST | {"kind": "X"}), r"Events\[3\].args.kind = 'X': .*'F', 'B'"),
-        (broken(args=FIRST | {"stage": "0"}), r"Events\[3\].args.stage = '0': .* integer"),
+        ([EVENTS[3] | {"ts": float("nan")}], r"traceEvents\[0\].ts = nan: .* finite number"),
         ([*EVENTS, EVENTS[3]], "F0.0': occurs more than once"),
         ([e | {"tid": 2 * e.get("tid", 0)} for e in EVENTS], "there is no event of rank 1"),
         ([e | {"dur": 0, "ts": 0} for e in EVENTS], "the events take no time"),
@@ -133,11 +117,10 @@ def test_a_broken_trace_is_refused(events, message):
 # --- pictures -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_picture_has_every_action(name):
+def test_a_picture_has_every_action():
     """Each as long as it takes, with its micro-batch, in the lane of its rank. On a page, text has
     the page's colour."""
-    (panel,) = simulated_panels([name], 2, 4)
+    (panel,) = simulated_panels(["zb_v"], 2, 4)
     figure = draw([panel])
     (axes,) = figure.axes
     boxes = [path.get_extents() for each in axes.collections for path in each.get_paths()]
@@ -159,11 +142,6 @@ def test_schedules_are_compared_on_the_same_model():
     twice as long, so that every rank has the same work."""
     panels = simulated_panels(["1f1b", "zb_v"], 2, 4, costs=(1, 2, 1))
     assert {panel.timeline.busy(rank) for panel in panels for rank in range(2)} == {4 * 2 * 4}
-
-
-def test_shades_differ():
-    colours = [shade(kind, chunk, 3) for kind in Kind for chunk in range(3)]
-    assert len(set(colours)) == len(colours)
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -221,35 +199,21 @@ def refusal(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (f"2f2b {SIZES}", "--schedule: invalid choice: '2f2b'"),
         ("1f1b --stages 4", "--schedule needs --stages and --micro-batches"),
-        ("1f1b --stages 0 --micro-batches 1", "--stages = 0: it must be at least 1"),
-        (f"1f1b {SIZES} --stages-per-rank 2", "runs one stage per rank"),
         (f"1f1b {SIZES} --stages-per-rank 1 1", "--stages-per-rank has 2 numbers for 1 schedules"),
-        ("interleaved_1f1b --stages 4 --micro-batches 6", "in groups of parallel.pp=4"),
         (f"1f1b {SIZES} --costs 1,1", "--costs: '1,1' is not F,I,W"),
-        (f"1f1b {SIZES} --costs 0,1,1", "--costs: '0,1,1' is not F,I,W"),
-        (f"1f1b {SIZES} --costs 1,-1,1", "--costs: '-1' is not a time"),
         (f"1f1b {SIZES} --costs nan,1,1", "--costs: 'nan' is not a time"),
-        (f"1f1b {SIZES} --communication -1", "--communication: '-1' is not a time"),
         (f"1f1b {SIZES} --simulated", "--simulated belongs to --trace"),
         (f"1f1b {SIZES} --out timeline.gif", "--out: 'timeline.gif' is no picture"),
         (f"1f1b {SIZES} --out /dev/null/a.svg", "--out = '/dev/null/a.svg': it cannot be written"),
-        *[(f"zb_v {SIZES} {option} {10**30}", "there would be up to")
-          for option in ("--stages", "--micro-batches", "--stages-per-rank")],
+        (f"zb_v {SIZES} --micro-batches {10**30}", "there would be up to"),
     ],
 )  # fmt: skip
 def test_what_does_not_work_is_said_so(arguments, message, capsys):
     assert message in refusal(f"--schedule {arguments}", capsys)
 
 
-def test_a_trace_that_is_not_there(capsys):
-    why = "--trace = '/nowhere': cannot be read (No such file or directory)"
-    assert why in refusal("--trace /nowhere", capsys)
-
-
 BACKWARD_FIRST = [Event(Action(BACKWARD, 0, 0), 0, 1), Event(Action(FORWARD, 0, 0), 1, 2)]
-STAGE_1 = [Event(Action(FORWARD, 1, 0), 0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -257,10 +221,8 @@ STAGE_1 = [Event(Action(FORWARD, 1, 0), 0, 1)]
     [
         ("{", "", "is not valid JSON"),
         ("[1, 2]", "", "has no list traceEvents"),
-        ("{}", "", "has no list traceEvents"),
         ({"traceEvents": EVENTS[:-1]}, "--simulated",
          "is not a complete step: stage 1 runs F for micro-batch 1"),
-        (to_chrome(Timeline([STAGE_1])), "--simulated", "no rank has stage 0"),
         (to_chrome(Timeline([BACKWARD_FIRST])), "--simulated",
          "ranks cannot continue: rank 0 at B0.0"),
     ],

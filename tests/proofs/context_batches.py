@@ -10,7 +10,7 @@ import torch
 
 from parallel.axes import MeshSizes
 from parallel.context import ContextParallel, Piece
-from proofs.parity.cases import BATCH, BOS, SEED, SEQ_LEN, Case
+from proofs.parity.cases import BOS, SEED, SEQ_LEN, Case
 from proofs.parity.reference_training import gradient_norm
 from proofs.parity.row import Row
 from proofs.parity.run import Expected, compare, reference_model, run_on_ranks
@@ -34,16 +34,21 @@ DOCUMENTS = [
 ]
 
 
+ROWS = 16  # of a batch: half as many as in other cases, because each pair of kinds is there
+
+
 def batch(name):
-    """Tokens and targets [BATCH, SEQ_LEN] with all kinds of `DOCUMENTS`, two of them in each pair
-    of rows; some positions have no target."""
+    """Tokens and targets [ROWS, SEQ_LEN] with all kinds of `DOCUMENTS`, two of them in each pair of
+    rows; some positions have no target."""
     generator = torch.Generator().manual_seed(3)
-    text = torch.randint(BOS + 1, 251, (BATCH, SEQ_LEN + 1), generator=generator)
-    for row in range(BATCH):
+    text = torch.randint(BOS + 1, 251, (ROWS, SEQ_LEN + 1), generator=generator)
+    for row in range(ROWS):
         text[row, DOCUMENTS[(row + row // 8) % 8]] = BOS
     tokens, targets = text[:, :-1].contiguous(), text[:, 1:].clone()
     if name == "rows without":  # of 5 and 6, micro-batches of 2 rows have no target, or in one row
-        targets[torch.arange(BATCH) % 8 > 4] = IGNORE
+        targets[torch.arange(ROWS) % 8 > 4] = IGNORE
+    elif name == "first half without":
+        targets[: ROWS // 2] = IGNORE
     elif name != "all":  # a whole rank has none
         for chunk in ContextParallel(*TARGETS[name]).chunks(SEQ_LEN):
             targets[:, chunk.start : chunk.stop] = IGNORE
@@ -60,12 +65,17 @@ TARGETS = {  # the rank without targets: cp, rank
 
 @contextlib.contextmanager
 def given(name, bug=contextlib.nullcontext):
-    with patch("proofs.parity.run.global_batch", lambda vocab_size, step: batch(name)), bug():
+    with (
+        patch("proofs.parity.cases.BATCH", ROWS),
+        patch("proofs.parity.run.global_batch", lambda vocab_size, step: batch(name)),
+        bug(),
+    ):
         yield
 
 
-def check_batch(ranks, case, name, bug=contextlib.nullcontext):
-    """As `check`, with the batch of this name."""
+def check_batch(ranks, case, rows, name, bug=contextlib.nullcontext):
+    """As `check`, with the batch of this name, in micro-batches of `rows` sequences."""
+    case = replace(case, num_microbatches=ROWS // case.layout.dp // rows)
     bos = BOS if case.document_mask else None
     model = reference_model(case.config().model, torch.float64, SEED, bos)
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -79,11 +89,6 @@ def check_batch(ranks, case, name, bug=contextlib.nullcontext):
     except RankError as error:
         return Row(case, crash=str(error))
     return compare(case, runs, expected)
-
-
-def with_rows(case, rows):
-    """The case with micro-batches of `rows` sequences."""
-    return replace(case, num_microbatches=BATCH // case.layout.dp // rows)
 
 
 @planted(Piece, "instead_of_keeping")

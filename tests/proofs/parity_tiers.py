@@ -1,26 +1,13 @@
-"""Which of many parity cases `make test` runs, and the one assertion about a case."""
+"""Which of many parity cases `make test` runs, and the assertions about a case."""
 
-from dataclasses import replace
 from functools import cache
+from unittest.mock import patch
 
 import pytest
 
-from parallel.axes import MeshSizes
 from proofs.parity import __main__ as parity
 from proofs.parity.cases import Covering, has_axis_of, pairs_of
-from proofs.parity.chosen import schedule_cases
 from proofs.parity.run import check
-
-# Every schedule with pp 4: in `make test` without another axis, with up to two stages per rank and
-# twice as many micro-batches as ranks; in the thorough tests with tp 2, every number of stages and
-# four times as many. The whole matrix has the rest.
-ROWS = [case for case in schedule_cases((8,)) if case.layout == MeshSizes(pp=4, tp=2)]
-DEEP = {
-    case.schedule: replace(case, layout=MeshSizes(pp=4))
-    for case in ROWS
-    if case.stages_per_rank <= 2 and case.num_microbatches == 8
-}
-DEEPER = [*DEEP.values(), *(case for case in ROWS if case.num_microbatches == 16)]
 
 
 class Tiers:
@@ -32,38 +19,34 @@ class Tiers:
     def __init__(self, found: Covering) -> None:
         self.values, self.impossible = found.values, found.impossible
         self.pairs = {case: pairs_of(case, self.values) for case in found.cases}
+        # without the values of options for an axis that the case's layout lacks
+        self.effective = {
+            case: {each for pair in pairs for each in pair if has_axis_of(case.layout, each[0])}
+            for case, pairs in self.pairs.items()
+        }
         self.few = self._each_value_once()
 
     def _each_value_once(self):
-        """Chosen greedily: the next case has the most new values for its price. A value counts
-        only where its option has an effect."""
-        values = {case: effective(case, values_of(mine)) for case, mine in self.pairs.items()}
-        prices = {case: price(case) for case in values}
+        """Chosen greedily: the next case has the most new values for its price. Then those are
+        left out, the dearest first, whose values all the others have."""
+        values = self.effective
         left = set().union(*values.values())
         chosen = []
         while left:
-            chosen.append(max(values, key=lambda case: len(values[case] & left) / prices[case]))
+            chosen.append(max(values, key=lambda case: len(values[case] & left) / price(case)))
             left -= values[chosen[-1]]
+        for case in sorted(chosen, key=price, reverse=True):
+            others = [values[other] for other in chosen if other != case]
+            if values[case] <= set().union(*others):
+                chosen.remove(case)
         return chosen
 
 
-SHARED = ("num_kv_heads", "shared by ranks of tp")  # another effect of a value
-
-
-def effective(case, values):
-    """Without the values of options for an axis that the layout does not have."""
-    found = {(name, value) for name, value in values if has_axis_of(case.layout, name)}
-    return found | {SHARED} if case.layout.tp > case.num_kv_heads else found
-
-
+@cache
 def price(case):
     """About how long a step takes: ranks times (building and FSDP, and layers run forward)."""
     layers = case.config().model.num_layers
     return case.world * (4 + layers / case.layout.pp * case.num_microbatches)
-
-
-def values_of(pairs):
-    return {value for pair in pairs for value in pair}
 
 
 # They take seconds to find. Ranks import this file too, and do not need them.
@@ -93,3 +76,16 @@ def thorough_but(kept, cases):
 def agrees(ranks, case, steps=0, **options):
     row = check(ranks, case, steps, **options)
     assert not row.failures(), str(row)
+
+
+def strictly(ranks, backend="strict"):
+    """The pool's tasks get a process group that orders communication as NCCL does."""
+    return patch.multiple(ranks, backend=backend, timeout=200.0)
+
+
+def is_found(row, where, parameter=""):
+    """A planted mistake shows in these quantities, and the worst gradient is that of an affected
+    parameter. What changes no gradient is found in these alone."""
+    found = set(row.failures())
+    assert where <= found if "gradient" in where else where == found, row.crash or found
+    assert parameter in row.worst

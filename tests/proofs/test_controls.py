@@ -1,5 +1,5 @@
-"""Controls for the parity comparison: each test plants a classic bug in the ranks, and the
-comparison must report it in the quantities that the bug affects.
+"""Controls for the parity comparison: each entry of a table plants a classic bug in the ranks, and
+the comparison must report it in the quantities that the bug affects.
 
 A comparison that never fails proves nothing. A training run would hide these bugs, because the loss
 still falls with each of them.
@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import model.kernels.linear_cross_entropy
-import model.norm
+import model.positions
 import parallel.deferred
 import parallel.pipeline.runner
 import training.step
@@ -28,7 +28,7 @@ from parallel.pipeline.runner import PipelineRunner
 from parallel.pipeline.tied import TiedEmbedding
 from parallel.weight_gradient import GradientSum
 from proofs.parity.cases import Case
-from proofs.parity.run import check
+from proofs.parity.run import assemble, check, expected, run_on_ranks
 from tests.planted import (
     gradients_averaged,
     name_of,
@@ -36,32 +36,18 @@ from tests.planted import (
     planted,
     replicas_counted_in_the_norm,
 )
+from tests.proofs.context_batches import WINDOW
+from tests.proofs.parity_tiers import is_found
+from tests.runs import said_by
 from tokens import IGNORE
 
-TP = Case(MeshSizes(tp=2))
+ONE, TP, PP = Case(MeshSizes()), Case(MeshSizes(tp=2)), Case(MeshSizes(pp=2))
 SHARED_KV = Case(MeshSizes(tp=4), num_kv_heads=2, sequence_parallel=False)
 DP = Case(MeshSizes(dp_shard=2))
 ZB_H1 = Case(MeshSizes(pp=2, dp_shard=2), schedule="zb_h1")
+DEFERRED = replace(PP, schedule="zb_h1")
 
 
-@planted(PartialGradients, "sum_over_tp")
-def partial_gradients_not_summed(*_):
-    """Each tp rank takes its partial gradient (of norms, of shared k and v heads) for the whole."""
-
-
-@planted(RMSNorm, "__init__")
-def norm_gradients_summed_in_vain(build, self, config, width, tp, gradient_is_partial):
-    """Norms' gradients are summed over tp where every rank has the whole: they count tp times."""
-    build(self, config, width, tp, gradient_is_partial=True)
-
-
-@planted(RMSNorm, "__init__")
-def head_norm_gradients_not_summed(build, self, config, width, tp, gradient_is_partial):
-    """Each tp rank takes its own heads' gradient of q's and k's norms for the whole gradient."""
-    build(self, config, width, tp, gradient_is_partial and width == config.dim)
-
-
-@planted(PipelineRunner, "step")
 def mean_per_rank(step, self, program, microbatches, record):
     """The loss is averaged per data-parallel rank first, then over ranks."""
     mine = sum((m.targets != IGNORE).sum() for m in microbatches)
@@ -69,7 +55,6 @@ def mean_per_rank(step, self, program, microbatches, record):
     return step(self, program, [replace(m, loss_scale=scale) for m in microbatches], record)
 
 
-@planted(PipelineRunner, "step")
 def mean_per_microbatch(step, self, program, microbatches, record):
     """The loss is averaged per micro-batch first, then over micro-batches."""
     counts = [(m.targets != IGNORE).sum().clamp(min=1).double() for m in microbatches]
@@ -78,59 +63,90 @@ def mean_per_microbatch(step, self, program, microbatches, record):
     return step(self, program, scaled, record)
 
 
-@planted(FSDPSwitches, "_complete")
-def last_backward_forgotten(*_):
-    """No backward is completed as the last one, so that FSDP reduces no gradients."""
+HELD = []
 
 
-@contextlib.contextmanager
-def last_backward_forgotten_and_unchecked():
-    """The same, without the check that would report it."""
-    with last_backward_forgotten(), patch.object(training.step, "check_reduced", lambda _: None):
-        yield
-
-
-@planted(FSDPSwitches, "after_weight_gradients")
-def weight_gradients_not_reduced(*_):
-    """Weight gradients are formed after backward without notifying FSDP."""
-
-
-@planted(GradientSum, "get")
-def weight_gradients_overwrite(*_):
-    """Each micro-batch's weight gradient replaces the sum so far."""
-
-
-@contextlib.contextmanager
-def weight_gradients_of_another_microbatch():
+def jobs_of_another_microbatch(run_jobs, jobs):
     """Jobs of the fourth and then the first micro-batch run; the second's and third's are lost."""
-    honest = parallel.pipeline.runner.run_jobs
-    held = []
-
-    def run_jobs(jobs):
-        held.append(jobs)
-        if len(held) == 4:
-            for _ in range(3):
-                honest(held[-1])
-            honest(held[0])
-
-    with patch.object(parallel.pipeline.runner, "run_jobs", run_jobs):
-        yield
+    HELD.append(jobs)
+    if len(HELD) == 4:
+        for _ in range(3):
+            run_jobs(HELD[-1])
+        run_jobs(HELD[0])
+        HELD.clear()
 
 
-@planted(training.step, "gradient_norm")
-def norm_of_one_stage(honest, gradients, mesh, kernels):
+def norm_of_one_stage(gradient_norm, gradients, mesh, kernels):
     """The gradient norm is summed over the ranks of one pipeline stage only."""
-    stage = list(mesh.root.mesh[mesh.pp_rank].flatten())
     groups = [dist.new_group(list(map(int, ranks.flatten()))) for ranks in mesh.root.mesh]
-    assert dist.get_rank() in stage
     all_reduce = partial(dist.all_reduce, group=groups[mesh.pp_rank])
     with patch.object(dist, "all_reduce", all_reduce):
-        return honest(gradients, mesh, kernels)
+        return gradient_norm(gradients, mesh, kernels)
 
 
-@planted(TiedEmbedding, "sum_gradients")
-def tied_gradients_not_combined(*_):
-    """The gradients of embedding and head are not added when they are tied."""
+def softmax_over_own_columns(normaliser, logits, *arguments):
+    """The softmax's denominator is not summed over tp: the loss is about log(tp) too small."""
+    whole = normaliser(logits, *arguments)
+    return whole._replace(total=(logits - whole.peak.unsqueeze(-1)).exp().sum(-1))
+
+
+LOSS = {"gradient", "loss", "norm"}
+PARTIAL = {"gradient", "spread"}
+NORM = {"gradient", "norm"}
+# What takes the place of which method (it gets the original as its first argument); and in which
+# cases the comparison must report which quantities, with the worst gradient in which parameter.
+MISTAKES = {
+    # of norms, and of shared k and v heads
+    "each tp rank takes its partial gradient for the whole":
+        (PartialGradients, "sum_over_tp", lambda *_: None,
+         (TP, PARTIAL, "norm.weight"), (SHARED_KV, PARTIAL, "attention.")),
+    "norms' gradients are summed over tp where every rank has the whole":
+        (RMSNorm, "__init__", lambda build, self, config, width, tp, gradient_is_partial:
+         build(self, config, width, tp, gradient_is_partial=True),
+         (replace(TP, sequence_parallel=False), {"gradient"}, "norm.weight")),
+    "each tp rank takes its own heads' gradient of q's and k's norms for the whole":
+        (RMSNorm, "__init__", lambda build, self, config, width, tp, gradient_is_partial:
+         build(self, config, width, tp, gradient_is_partial and width == config.dim),
+         *((replace(case, qk_norm=True), PARTIAL, "attention.") for case in (TP, SHARED_KV))),
+    "the loss is averaged per rank": (PipelineRunner, "step", mean_per_rank, (DP, LOSS, "")),
+    "the loss is averaged per micro-batch":
+        (PipelineRunner, "step", mean_per_microbatch, (ONE, LOSS, "")),
+    "each micro-batch's weight gradient replaces the sum":
+        (GradientSum, "get", lambda *_: None, (ONE, NORM, ""), (DEFERRED, NORM, ".weight")),
+    "weight gradients of another micro-batch":
+        (parallel.pipeline.runner, "run_jobs", jobs_of_another_microbatch,
+         (DEFERRED, NORM, ".weight")),
+    "norm of one stage":
+        (training.step, "gradient_norm", norm_of_one_stage, (PP, {"norm", "spread"}, "")),
+    "the gradients of embedding and head are not added when they are tied":
+        (TiedEmbedding, "sum_gradients", lambda *_: None,
+         *((replace(case, tie_embeddings=True), PARTIAL, "embedding.weight")
+           for case in (ONE, PP, replace(PP, schedule="zb_v", stages_per_rank=2)))),
+    "softmax over own columns":
+        (model.kernels.linear_cross_entropy, "normaliser", softmax_over_own_columns,
+         (TP, {"gradient", "loss"}, "")),
+    "the head takes a rank's rows for one contiguous part of the sequence":
+        (model.kernels.linear_cross_entropy, "by_rank",
+         lambda by_rank, x, ranks, pieces: by_rank(x, ranks, 1),
+         (replace(TP, tp_pieces=2), {"gradient", "loss"}, "")),
+    "jobs gather x and dy in the order of the ranks":
+        (parallel.deferred, "start_all_gather",
+         lambda start_all_gather, x, group, pieces: start_all_gather(x, group),
+         (replace(TP, tp_pieces=2, schedule="zb_h1"), {"gradient"}, ".weight")),
+    "every layer attends to all earlier tokens":
+        (model.positions, "make_mask", lambda make_mask, positions, documents, window, *rest:
+         make_mask(positions, documents, None, *rest), (replace(TP, **WINDOW), LOSS, "")),
+    # no weight would be updated
+    "no backward is completed as the last": (FSDPSwitches, "_complete", lambda *_: None),
+    "FSDP is not told of weight gradients after backward":
+        (FSDPSwitches, "after_weight_gradients", lambda *_, last: None),
+}  # fmt: skip
+NOT_REDUCED = list(MISTAKES)[-2:]
+
+
+def plant(name):
+    owner, attribute, mistake, *_ = MISTAKES[name]
+    return planted(owner, attribute)(mistake)()
 
 
 def tied_embedding_counted_twice():
@@ -138,88 +154,24 @@ def tied_embedding_counted_twice():
     return patch.object(NamedWeight, "is_copy", False)
 
 
-@planted(model.kernels.linear_cross_entropy, "normaliser")
-def softmax_over_own_columns(honest, logits, *arguments):
-    """The softmax's denominator is not summed over tp: the loss is about log(tp) too small."""
-    whole = honest(logits, *arguments)
-    return whole._replace(total=(logits - whole.peak.unsqueeze(-1)).exp().sum(-1))
-
-
-@planted(model.kernels.linear_cross_entropy, "by_rank")
-def targets_of_a_contiguous_part(by_rank, x, ranks, pieces):
-    """The head takes a rank's rows for one contiguous part of the sequence, not for pieces."""
-    return by_rank(x, ranks, 1)
-
-
-@planted(parallel.deferred, "start_all_gather")
-def deferred_gathers_ignore_pieces(start_all_gather, x, group, pieces):
-    """Jobs gather x and dy in the order of the ranks instead of that of the sequence."""
-    return start_all_gather(x, group)
-
-
 @pytest.mark.parametrize(
     ("bug", "case", "where", "parameter"),
     [
-        (partial_gradients_not_summed, TP, {"gradient", "spread"}, "norm.weight"),
-        (partial_gradients_not_summed, SHARED_KV, {"gradient", "spread"}, "attention."),
-        (norm_gradients_summed_in_vain, Case(MeshSizes(tp=2), sequence_parallel=False),
-         {"gradient"}, "norm.weight"),
-        (head_norm_gradients_not_summed, Case(MeshSizes(tp=2), qk_norm=True),
-         {"gradient", "spread"}, "attention."),
-        (head_norm_gradients_not_summed, replace(SHARED_KV, qk_norm=True), {"gradient", "spread"},
-         "attention."),
-        (gradients_averaged, DP, {"gradient", "norm"}, ""),
-        (mean_per_rank, DP, {"gradient", "loss", "norm"}, ""),
-        (mean_per_microbatch, Case(MeshSizes()), {"gradient", "loss", "norm"}, ""),
-        (last_backward_forgotten, DP, {"crash"}, ""),
-        (last_backward_forgotten, ZB_H1, {"crash"}, ""),
-        (weight_gradients_not_reduced, ZB_H1, {"crash"}, ""),
-        (weight_gradients_overwrite, Case(MeshSizes()), {"gradient", "norm"}, ""),
-        (weight_gradients_overwrite, Case(MeshSizes(pp=2), schedule="zb_h1"), {"gradient", "norm"},
-         ".weight"),
-        (weight_gradients_of_another_microbatch, Case(MeshSizes(pp=2), schedule="zb_h1"),
-         {"gradient", "norm"}, ".weight"),
-        (tied_gradients_not_combined, Case(MeshSizes(), tie_embeddings=True),
-         {"gradient", "spread"}, "embedding.weight"),
-        (tied_gradients_not_combined, Case(MeshSizes(pp=2), tie_embeddings=True),
-         {"gradient", "spread"}, "embedding.weight"),
-        (tied_gradients_not_combined,
-         Case(MeshSizes(pp=2), tie_embeddings=True, schedule="zb_v", stages_per_rank=2),
-         {"gradient", "spread"}, "embedding.weight"),
-        (softmax_over_own_columns, TP, {"gradient", "loss"}, ""),
-        (targets_of_a_contiguous_part, replace(TP, tp_pieces=2), {"gradient", "loss"}, ""),
-        (deferred_gathers_ignore_pieces, replace(TP, tp_pieces=2, schedule="zb_h1"), {"gradient"},
-         ".weight"),
-    ],
-    ids=name_of,
-)  # fmt: skip
-def test_planted_bug_is_found(ranks, bug, case, where, parameter):
-    # The comparison fails in the quantities that the bug affects, and the worst gradient is that of
-    # an affected parameter.
-    row = check(ranks, case, sabotage=bug)
-    assert where <= set(row.failures()), row.crash
-    assert parameter in row.worst
-
-
-@pytest.mark.parametrize(
-    ("bug", "case"),
-    [
-        (replicas_counted_in_the_norm, TP),
-        (replicas_counted_in_the_norm, Case(MeshSizes(dp_replicate=2))),
-        (tied_embedding_counted_twice, Case(MeshSizes(), tie_embeddings=True)),
-        (tied_embedding_counted_twice, Case(MeshSizes(pp=2), tie_embeddings=True)),
+        *((name, *each) for name, (_, _, _, *found) in MISTAKES.items() for each in found),
+        (gradients_averaged, DP, NORM, ""),
+        # a bug in the computation of the norm is found there alone
+        (replicas_counted_in_the_norm, TP, {"norm"}, ""),
+        (replicas_counted_in_the_norm, Case(MeshSizes(dp_replicate=2)), {"norm"}, ""),
+        (tied_embedding_counted_twice, replace(ONE, tie_embeddings=True), {"norm"}, ""),
+        (tied_embedding_counted_twice, replace(PP, tie_embeddings=True), {"norm"}, ""),
     ],
     ids=name_of,
 )
-def test_planted_bug_in_the_norm_is_found_there_alone(ranks, bug, case):
-    # A bug in the computation of the norm is found in the norm and nowhere else.
-    row = check(ranks, case, sabotage=bug)
-    assert row.failures() == ["norm"], row.crash
-
-
-def test_norm_of_one_stage_is_found(ranks):
-    row = check(ranks, Case(MeshSizes(pp=2)), sabotage=norm_of_one_stage)
-    assert set(row.failures()) == {"norm", "spread"}
+def test_planted_bug_is_found(ranks, bug, case, where, parameter):
+    row = check(ranks, case, sabotage=partial(plant, bug) if isinstance(bug, str) else bug)
+    is_found(row, where, parameter)
+    if bug == "softmax over own columns":  # of a loss near log V
+        assert row.loss == pytest.approx(math.log(2) / math.log(251), rel=0.2)
 
 
 def test_wrong_norm_shows_in_the_steps_too(ranks):
@@ -228,27 +180,34 @@ def test_wrong_norm_shows_in_the_steps_too(ranks):
     assert "loss_steps" in row.failures()
 
 
-def test_forgotten_last_backward_is_named(ranks):
-    """Without a last backward no weight would be updated, silently. The training step checks for
-    this and raises an error that names the cause."""
-    found = check(ranks, DP, sabotage=last_backward_forgotten).crash
-    assert "no backward was marked as the step's last" in found
+@pytest.mark.parametrize(
+    ("bug", "case"), [(NOT_REDUCED[0], DP), *((bug, ZB_H1) for bug in NOT_REDUCED)], ids=name_of
+)
+def test_gradients_that_are_not_reduced_are_named(ranks, bug, case):
+    """No weight would be updated, silently. The training step checks for this and raises an error
+    that names the cause."""
+    for said in ranks.run(said_by, case.world, run_on_ranks, case, 0, partial(plant, bug)):
+        assert "no backward was marked as the step's last" in said
 
 
-def test_forgotten_last_backward_without_the_check_is_found(ranks):
-    # Without that check the comparison still finds the bug.
-    assert check(ranks, DP, sabotage=last_backward_forgotten_and_unchecked).failures()
+@contextlib.contextmanager
+def not_reduced_and_unchecked():
+    with plant(NOT_REDUCED[0]), patch.object(training.step, "check_reduced", lambda _: None):
+        yield
 
 
-def test_loss_off_by_log_tp_is_off_by_log_tp(ranks):
-    """The planted bug is the intended one: the mean loss, which should be near log V, is too small
-    by about log(tp)."""
-    row = check(ranks, TP, sabotage=softmax_over_own_columns)
-    assert row.loss == pytest.approx(math.log(2) / math.log(251), rel=0.2)
+def test_gradients_that_are_not_reduced_are_found_without_that_check(ranks):
+    assert check(ranks, DP, sabotage=not_reduced_and_unchecked).failures()
 
 
 def test_without_a_bug_nothing_is_found(ranks):
-    """Control: with nothing planted the comparison passes, so the planting itself has no effect and
-    the pool has recovered from the failures before."""
+    """With nothing planted the comparison passes, so the planting itself has no effect."""
     case = Case(MeshSizes(pp=2, tp=2), tie_embeddings=True)
     assert check(ranks, case, steps=2, sabotage=nothing_wrong).failures() == []
+
+
+def test_missing_parts_are_found(ranks):
+    """If one rank's parts are missing, the assembled tensor has NaN in their place."""
+    runs = ranks.run(run_on_ranks, 2, TP, 0)
+    shapes = {name: g.shape for name, g in expected(TP, 0).gradients.items()}
+    assert assemble([runs[0].gradients], shapes)[0]["embedding.weight"].isnan().any()

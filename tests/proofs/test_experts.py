@@ -5,9 +5,10 @@ be: all tokens at one expert, an expert without tokens, a rank that receives no 
 that FSDP must cut.
 
 `make test` runs a few cases, in which every value of every option occurs, and `make test-rest` the
-others, which together cover every pair of values, each for one step with a clipped update. Several
-steps, in which biases change, are those of uneven loads and the twenty of three layouts. `python -m
-proofs.parity` has all layouts. test_experts_controls.py shows that this comparison can fail.
+others, which together cover every pair of values, each for one step with a clipped update (of the
+few cases, those that have biases). Several steps, in which biases change, are those of uneven loads
+and the twenty of three layouts. `python -m proofs.parity` has all layouts. test_experts_controls.py
+shows that this comparison can fail.
 """
 
 from dataclasses import replace
@@ -15,25 +16,18 @@ from dataclasses import replace
 import pytest
 
 from parallel.axes import MeshSizes
-from parallel.mesh import build_mesh
 from proofs.parity import cases
 from proofs.parity.cases import BATCH, OPTIMIZER, SEQ_LEN, Case
-from proofs.parity.expert_cases import (
-    EP,
-    STEPS,
-    expert_layout_cases,
-    extreme_cases,
-)
+from proofs.parity.expert_cases import EP, STEPS, expert_layout_cases, extreme_cases
 from proofs.parity.run import expected
 from tests.proofs.parity_tiers import agrees, expert_covering, thorough_but
-from training.build import build_stages
 
 COVERING = expert_covering()
 
 
 @pytest.mark.parametrize("case", thorough_but(COVERING.few, COVERING.pairs), ids=str)
 def test_every_pair_of_options(ranks, case):
-    agrees(ranks, case, steps=1)
+    agrees(ranks, case, steps=int(case not in COVERING.few or case.router == "sigmoid_bias"))
 
 
 @pytest.mark.thorough
@@ -73,8 +67,6 @@ def test_steps_are_clipped_and_biases_change():
     assert min(reference.auxiliary) > 0
 
 
-# --- loads as uneven as they can be ---------------------------------------------------------------
-
 EXTREMES = extreme_cases()
 BIASED = [case for case in EXTREMES if case.first_bias]
 FEW = [case for case in EXTREMES if case not in BIASED]
@@ -84,7 +76,7 @@ QUICK = [
       and case.schedule == "1f1b" and sum(bias < 0 for bias in case.first_bias) == 2),
     *(case for case in BIASED if case.layout == MeshSizes(tp=2, ep=2) and case.schedule != "1f1b"
       and case.experts_per_token == 1),
-    FEW[4], FEW[7],
+    FEW[4],
 ]  # fmt: skip
 
 
@@ -95,15 +87,16 @@ def test_extremes(ranks, case):
 
 def loads(case):
     """How many tokens chose each expert in the first step, by layer."""
-    choices = expected(case, 0).choices
-    return [each.flatten().bincount(minlength=case.num_experts).tolist()
-            for each in choices.values()]  # fmt: skip
+    return [
+        each.flatten().bincount(minlength=case.num_experts).tolist()
+        for each in expected(case, 0).choices.values()
+    ]
 
 
 def test_the_loads_are_as_extreme_as_they_should_be():
     tokens = BATCH * SEQ_LEN
-    for case in BIASED:
-        for counts in loads(case):
+    for case in {(case.first_bias, case.experts_per_token): case for case in BIASED}.values():
+        for counts in loads(replace(case, layout=MeshSizes(), schedule="1f1b")):
             assert sum(counts) == tokens * case.experts_per_token
             favoured, avoided = max(case.first_bias), min(case.first_bias)
             for bias, count in zip(case.first_bias, counts, strict=True):
@@ -111,27 +104,6 @@ def test_the_loads_are_as_extreme_as_they_should_be():
                     assert count == tokens
                 elif bias == avoided < 0 or case.experts_per_token == 1:
                     assert count == 0
-    # two of eight experts, those of the second of four ranks
-    assert any(counts[2:4] == [0, 0] for case in BIASED for counts in loads(case))
-
-
-def local_experts(case):
-    """The shape of this rank's shard of each expert weight of layer 0, by name."""
-    config = case.config()
-    mesh = build_mesh(config.parallel.mesh_sizes(case.world), "cpu", has_experts=True)
-    (stage,) = build_stages(config, mesh).values()
-    experts = dict(stage.named_parameters())
-    return {
-        name: tuple(experts[f"blocks.0.feed_forward.experts.{name}.weight"].to_local().shape)
-        for name in ("gate", "down")
-    }
-
-
-@pytest.mark.thorough
-def test_experts_are_cut_where_a_rank_has_fewer_than_shards(ranks):
-    """4 experts over ep 2 × efsdp 4: of both on a rank, a fourth. 6 over ep 2 × efsdp 2: three,
-    cut in two and one."""
-    cut = ranks.run(local_experts, 8, FEW[0])
-    assert cut == [{"gate": (2, 16 // 4, 32), "down": (2, 32 // 4, 16)}] * 8
-    uneven = ranks.run(local_experts, 4, FEW[4])
-    assert [found["gate"] for found in uneven] == [(2, 16, 32)] * 2 + [(1, 16, 32)] * 2
+            # two of eight experts, those of the second of four ranks
+            idle = [bias < 0 for bias in case.first_bias] == [0, 0, 1, 1, 0, 0, 0, 0]
+            assert (counts[2:4] == [0, 0]) == (idle or case.experts_per_token == 1)

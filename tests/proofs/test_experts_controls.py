@@ -1,5 +1,5 @@
-"""Controls for mixtures of experts: each test plants a known fault of such code in the ranks, and
-the comparison with the reference must report it.
+"""Controls for mixtures of experts: each entry of a table plants a known fault of such code
+in the ranks, and the comparison with the reference must report it.
 
 Mistakes that were found in public codebases, and what finds them (test_experts.py unless said):
 
@@ -31,6 +31,7 @@ Mistakes that were found in public codebases, and what finds them (test_experts.
 
 import contextlib
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -50,7 +51,7 @@ from proofs.parity.cases import Case
 from proofs.parity.expert_cases import STEPS
 from proofs.parity.run import check, run_on_ranks
 from tests.planted import name_of, nothing_wrong, planted
-from tests.proofs.parity_tiers import thorough_but
+from tests.proofs.parity_tiers import is_found, thorough_but
 from training.balance import Balance
 from training.guard import UpdateGuard
 
@@ -63,25 +64,6 @@ REPLICAS = replace(BASE, layout=MeshSizes(dp_replicate=2, tp=2, ep=2))
 ZB_H1 = replace(BASE, layout=MeshSizes(pp=2, dp_shard=2, ep=2), schedule="zb_h1")
 
 
-@planted(FSDPModule, "set_gradient_divide_factor")
-def expert_gradients_times_ep(divide, self, factor):
-    """Gradients of experts are multiplied by ep, as if each rank had its mean."""
-    divide(self, factor / 2 if isinstance(self, Experts) else factor)
-
-
-@planted(training.gradient, "replicated_over")
-def replicas_of_experts_counted_in_the_norm(replicated_over, gradient):
-    """The norm divides by replicas on the axes of the other weights only."""
-    return [axis for axis in replicated_over(gradient) if axis == "pp" or axis not in EXPERT_AXES]
-
-
-@planted(training.step, "gradient_norm")
-def experts_twice_in_the_norm(gradient_norm, gradients, *arguments):
-    """The norm has experts twice, as part of their block and as a unit of their own."""
-    return gradient_norm([*gradients, *(g for g in gradients if g.ndim == 3)], *arguments)
-
-
-@planted(Balance, "__init__")
 def losses_divided_by_the_microbatch(build, self, config, mesh, stages):
     """The routers' losses are means over a micro-batch, and add up over micro-batches."""
     build(self, config, mesh, stages)
@@ -89,7 +71,6 @@ def losses_divided_by_the_microbatch(build, self, config, mesh, stages):
         router.account.global_sequences = config.train.micro_batch_size * mesh.dp_size
 
 
-@planted(BaseRouter, "losses")
 def balance_of_the_whole_microbatch(losses, self, logits, routes, global_sequences):
     """The balance loss counts all sequences of a micro-batch together."""
     together = routes.sequence_counts.double().mean(0, keepdim=True)
@@ -97,35 +78,90 @@ def balance_of_the_whole_microbatch(losses, self, logits, routes, global_sequenc
     return losses(self, logits, replace(routes, sequence_counts=together), global_sequences)
 
 
-@planted(model.router._base, "WeightSpec")
-def router_gradient_not_summed(spec, **given):
-    """Each tp rank takes its partial gradient of the router for the whole gradient."""
-    return spec(**{**given, "gradient_is_partial": False})
+CALLS = []
+
+
+def job_of_experts_dropped(run_jobs, jobs):
+    """The deferred weight gradients of experts are lost in the second micro-batch."""
+    CALLS.append(len(jobs))
+    if len(CALLS) == 2:
+        CALLS.clear()
+        jobs[:] = [job for job in jobs if not is_of_experts(job)]
+    run_jobs(jobs)
+
+
+def is_of_experts(job):
+    return any(each.weight.ndim == 3 for each in getattr(job, "destinations", ()))
+
+
+def experts_numbered_by_rank(local_region, tensor):
+    """Each ep rank numbers its experts from 0, so all have the same ones."""
+    rows, *others = local_region(tensor)
+    return (range(len(rows)) if tensor.ndim == 3 else rows, *others)
+
+
+def counts_of_one_rank(update, self, loads, norm):
+    """Biases follow the counts of each rank's own tokens."""
+    mine = loads.counts.clone()
+    for layer, router in self.routers.items():
+        mine[layer] = router.account.counts
+    update(self, replace(loads, counts=mine), norm)
+
+
+BALANCE = {"gradient", "balance"}
+# What takes the place of which method (it gets the original as its first argument); and in which
+# cases the comparison must report which quantities, with the worst gradient in which parameter.
+MISTAKES = {
+    "gradients of experts are multiplied by ep, as if each rank had its mean":
+        (FSDPModule, "set_gradient_divide_factor", lambda divide, self, factor:
+         divide(self, factor / 2 if isinstance(self, Experts) else factor),
+         (SHARDED, {"gradient", "norm"}, ".experts.")),
+    "losses are divided by the micro-batch":
+        (Balance, "__init__", losses_divided_by_the_microbatch, (BASE, BALANCE, ".feed_forward")),
+    "balance of the whole micro-batch":
+        (BaseRouter, "losses", balance_of_the_whole_microbatch, (BASE, BALANCE, ".feed_forward")),
+    "each tp rank takes its partial gradient of the router for the whole":
+        (model.router._base, "WeightSpec",
+         lambda spec, **given: spec(**{**given, "gradient_is_partial": False}),
+         (TP, {"gradient", "spread"}, ".router.weight")),
+    "job of experts dropped": (parallel.pipeline.runner, "run_jobs", job_of_experts_dropped,
+         (ZB_H1, {"gradient", "norm"}, ".experts.")),
+    "the recomputation finds the same routes, and counts its tokens again":
+        (TokenDispatch, "once", lambda _, self, compute: compute(),
+         *((replace(DP, activation_checkpointing=mode), {"routes", "balance"}, "")
+           for mode in ("full", "selective"))),
+    "counts of a sequence are not summed over the ranks that share it":
+        (model.router._base, "find_routes", lambda find_routes, chosen, sequences, n, ep, whole:
+         find_routes(chosen, sequences, n, replace(ep, sequence=()), whole),
+         *((case, BALANCE, ".feed_forward") for case in (TP, CP))),
+    "experts numbered by rank": (model.initialise, "local_region", experts_numbered_by_rank,
+         (DP, {"weights", "gradient", "loss"}, "")),
+    # the norm divides by replicas on the axes of the other weights only
+    "replicas of experts count in the norm":
+        (training.gradient, "replicated_over", lambda replicated_over, gradient:
+         [axis for axis in replicated_over(gradient) if axis == "pp" or axis not in EXPERT_AXES],
+         (REPLICAS, {"norm"}, "")),
+    # as part of their block and as a unit of their own
+    "the norm has experts twice":
+        (training.step, "gradient_norm", lambda gradient_norm, gradients, *arguments:
+         gradient_norm([*gradients, *(g for g in gradients if g.ndim == 3)], *arguments),
+         (DP, {"norm"}, "")),
+    "counts of one rank": (Balance, "update", counts_of_one_rank),
+    # biases, of which the reference has neither skipped steps nor large counts
+    "every step is skipped": (UpdateGuard, "__call__", lambda _, self, loss, norm:
+         norm * torch.inf),
+    "biases change in every step":
+        (Balance, "update", lambda update, self, loads, _: update(self, loads, torch.ones(()))),
+}  # fmt: skip
 
 
 @contextlib.contextmanager
-def job_of_experts_dropped():
-    """The deferred weight gradients of experts are lost in the second micro-batch."""
-    honest = parallel.pipeline.runner.run_jobs
-    calls = []
-
-    def run_jobs(jobs):
-        calls.append(len(jobs))
-        if len(calls) == 2:
-            jobs[:] = [job for job in jobs if not is_of_experts(job)]
-        honest(jobs)
-
-    def is_of_experts(job):
-        return any(each.weight.ndim == 3 for each in getattr(job, "destinations", ()))
-
-    with patch.object(parallel.pipeline.runner, "run_jobs", run_jobs):
+def plant(*names):
+    with contextlib.ExitStack() as patches:
+        for name in names:
+            owner, attribute, mistake, *_ = MISTAKES[name]
+            patches.enter_context(planted(owner, attribute)(mistake)())
         yield
-
-
-@planted(TokenDispatch, "once")
-def recomputation_counts_again(_, self, compute):
-    """The recomputation finds the same routes again, and counts its tokens again."""
-    return compute()
 
 
 @contextlib.contextmanager
@@ -155,101 +191,39 @@ def recomputation_routes_anew():
         yield
 
 
-@planted(model.router._base, "find_routes")
-def sequences_counted_in_parts(find_routes, chosen, sequences, num_experts, ep, whole):
-    """Counts of a sequence are not summed over the ranks that share it."""
-    return find_routes(chosen, sequences, num_experts, replace(ep, sequence=()), whole)
-
-
-@planted(model.initialise, "local_region")
-def experts_numbered_by_rank(local_region, tensor):
-    """Each ep rank numbers its experts from 0, so all have the same ones."""
-    rows, *others = local_region(tensor)
-    return (range(len(rows)) if tensor.ndim == 3 else rows, *others)
-
-
-@planted(Balance, "update")
-def counts_of_one_rank(update, self, loads, norm):
-    """Biases follow the counts of each rank's own tokens."""
-    mine = loads.counts.clone()
-    for layer, router in self.routers.items():
-        mine[layer] = router.account.counts
-    update(self, replace(loads, counts=mine), norm)
-
-
 @pytest.mark.parametrize(
     ("bug", "case", "where", "parameter"),
     [
-        (expert_gradients_times_ep, SHARDED, {"gradient", "norm"}, ".experts."),
-        (losses_divided_by_the_microbatch, BASE, {"gradient", "balance"}, ".feed_forward"),
-        (balance_of_the_whole_microbatch, BASE, {"gradient", "balance"}, ".feed_forward"),
-        (router_gradient_not_summed, TP, {"gradient", "spread"}, ".router.weight"),
-        (job_of_experts_dropped, ZB_H1, {"gradient", "norm"}, ".experts."),
-        (recomputation_counts_again, replace(DP, activation_checkpointing="full"),
-         {"routes", "balance"}, ""),
-        (recomputation_counts_again, replace(DP, activation_checkpointing="selective"),
-         {"routes", "balance"}, ""),
+        *((name, *each) for name, (_, _, _, *found) in MISTAKES.items() for each in found),
         (recomputation_routes_anew, replace(BASE, activation_checkpointing="full"),
          {"gradient", "routes"}, ""),
-        (sequences_counted_in_parts, TP, {"gradient", "balance"}, ".feed_forward"),
-        (sequences_counted_in_parts, CP, {"gradient", "balance"}, ".feed_forward"),
-        (experts_numbered_by_rank, DP, {"weights", "gradient", "loss"}, ""),
     ],
     ids=name_of,
 )  # fmt: skip
 def test_planted_bug_is_found(ranks, bug, case, where, parameter):
-    """In the quantities that it affects, and the worst gradient is that of an affected
-    parameter."""
-    row = check(ranks, case, sabotage=bug)
-    assert where <= set(row.failures()), row.crash or row.failures()
-    assert parameter in row.worst
-
-
-@pytest.mark.parametrize(
-    ("bug", "case"),
-    [(replicas_of_experts_counted_in_the_norm, REPLICAS), (experts_twice_in_the_norm, DP)],
-    ids=name_of,
-)
-def test_planted_bug_in_the_norm_is_found_there_alone(ranks, bug, case):
-    assert check(ranks, case, sabotage=bug).failures() == ["norm"]
+    row = check(ranks, case, sabotage=partial(plant, bug) if isinstance(bug, str) else bug)
+    is_found(row, where, parameter)
 
 
 def test_biases_of_one_ranks_counts_are_found(ranks):
-    assert "bias" in check(ranks, DP, STEPS, sabotage=counts_of_one_rank).failures()
+    row = check(ranks, DP, STEPS, sabotage=partial(plant, "counts of one rank"))
+    assert "bias" in row.failures()
 
 
 @pytest.mark.parametrize("mode", thorough_but({"full"}, ["none", "selective", "full"]))
 def test_without_a_bug_nothing_is_found(ranks, mode):
-    # Control: the planting itself has no effect.
+    """The planting itself has no effect."""
     case = replace(SHARDED, activation_checkpointing=mode)
     assert check(ranks, case, STEPS, sabotage=nothing_wrong).failures() == []
 
 
-# --- biases, of which the reference has neither skipped steps nor large counts ---
-
-
-@planted(UpdateGuard, "__call__")
-def every_step_skipped(_, self, loss, norm):
-    return norm * torch.inf
-
-
-@planted(Balance, "update")
-def biases_changed_in_every_step(update, self, loads, _):
-    update(self, loads, torch.ones(()))
-
-
-@contextlib.contextmanager
-def biases_changed_in_skipped_steps():
-    with every_step_skipped(), biases_changed_in_every_step():
-        yield
-
-
 def test_a_skipped_step_changes_no_bias(ranks):
     """With a control: a bias that follows every step differs."""
-    for run in ranks.run(run_on_ranks, 2, DP, 2, every_step_skipped):
+    bugs = ["every step is skipped", "biases change in every step"]
+    for run in ranks.run(run_on_ranks, 2, DP, 2, partial(plant, bugs[0])):
         assert run.biases
         assert not any(bias.any() for bias in run.biases.values())
         for (_, _, first), (_, _, last) in zip(run.weights, run.final_weights, strict=True):
             assert torch.equal(first, last)
-    for run in ranks.run(run_on_ranks, 2, DP, 2, biases_changed_in_skipped_steps):
+    for run in ranks.run(run_on_ranks, 2, DP, 2, partial(plant, *bugs)):
         assert all(bias.any() for bias in run.biases.values())

@@ -8,6 +8,7 @@ test_controls.py shows that this comparison can fail.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -15,31 +16,31 @@ from model.kernels.backend import why_not_triton
 from parallel.axes import AXES, MeshSizes
 from parallel.pipeline.schedules import SCHEDULES
 from proofs.parity import __main__ as parity
-from proofs.parity.cases import (
-    BATCH,
-    OPTIMIZER,
-    STEPS,
-    Case,
-    covering_cases,
-    option_values,
-    wanted_pairs,
-)
-from proofs.parity.chosen import kernel_cases, schedule_cases
-from proofs.parity.run import assemble, expected, run_on_ranks
+from proofs.parity.cases import BATCH, OPTIMIZER, STEPS, Case, wanted_pairs
+from proofs.parity.chosen import context_cases, kernel_cases, schedule_cases
+from proofs.parity.expert_cases import STEPS as EXPERT_STEPS
+from proofs.parity.expert_cases import extreme_cases
+from proofs.parity.run import expected
 from tests.proofs.parity_tiers import (
-    DEEP,
-    DEEPER,
-    SHARED,
     agrees,
     dense_covering,
-    effective,
     expert_covering,
+    strictly,
     thorough_but,
-    values_of,
 )
 
 QUICK = dense_covering()
 COVERINGS = {"dense": QUICK, "experts": expert_covering()}
+# Every schedule with pp 4: in `make test` without another axis, with up to two stages per rank and
+# twice as many micro-batches as ranks; in the thorough tests with tp 2, every number of stages and
+# four times as many. The whole matrix has the rest.
+ROWS = [case for case in schedule_cases((8,)) if case.layout == MeshSizes(pp=4, tp=2)]
+DEEP = {
+    case.schedule: replace(case, layout=MeshSizes(pp=4))
+    for case in ROWS
+    if case.stages_per_rank <= 2 and case.num_microbatches == 8
+}
+DEEPER = [*DEEP.values(), *(case for case in ROWS if case.num_microbatches == 16)]
 
 
 @pytest.mark.parametrize("case", thorough_but(QUICK.few, QUICK.pairs), ids=str)
@@ -47,21 +48,19 @@ def test_every_pair_of_options(ranks, case):
     agrees(ranks, case)
 
 
-@pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [
-        (MeshSizes(), "float64"),
-        pytest.param(MeshSizes(), "float32", marks=pytest.mark.thorough),
-        (MeshSizes(pp=2, tp=2), "float32"),
-        pytest.param(MeshSizes(pp=2, dp_shard=2, tp=2), "float64", marks=pytest.mark.thorough),
-        pytest.param(MeshSizes(pp=2, tp=2), "float64", marks=pytest.mark.thorough),
-        pytest.param(MeshSizes(pp=2, dp_shard=2, tp=2), "float32", marks=pytest.mark.thorough),
-    ],
-)
-def test_twenty_steps(ranks, layout, dtype):
-    """Losses and gradient norms agree with the unsharded model's over 20 optimizer steps with
-    warmup, decay and clipping, and replicated weights stay bitwise equal."""
-    agrees(ranks, Case(layout, dtype=dtype, num_microbatches=2), STEPS)
+LONG = [
+    (Case(layout, dtype=dtype, num_microbatches=2, tie_embeddings=layout.world == 4), STEPS)
+    for layout in (MeshSizes(), MeshSizes(pp=2, tp=2), MeshSizes(pp=2, dp_shard=2, tp=2))
+    for dtype in ("float32", "float64")
+]
+FEWER = (LONG[2][0], 8)
+
+
+@pytest.mark.parametrize(("case", "steps"), thorough_but([FEWER], [FEWER, *LONG]), ids=str)
+def test_steps(ranks, case, steps):
+    """Losses and gradient norms agree with the unsharded model's over optimizer steps with warmup,
+    decay and clipping, and replicated weights (tied embeddings too) stay bitwise equal."""
+    agrees(ranks, case, steps)
 
 
 @pytest.mark.slow
@@ -70,18 +69,17 @@ def test_whole_matrix(world, tmp_path):
     assert parity.main(["--world", str(world), "--json", str(tmp_path / "parity.json")]) == 0
 
 
-@pytest.mark.parametrize(
-    "stages", [1, 2, *(pytest.param(stages, marks=pytest.mark.thorough) for stages in (4, 8))]
-)
-def test_clipping_is_active_in_some_of_the_steps(stages):
-    norms = expected(Case(MeshSizes(pp=stages)), STEPS).norms
-    assert min(norms) < OPTIMIZER.grad_clip < max(norms)
+def test_clipping_is_active_in_some_of_the_steps():
+    for case, steps in (FEWER, LONG[1]):
+        norms = expected(case, steps).norms
+        assert min(norms) < OPTIMIZER.grad_clip < max(norms)
 
 
 @pytest.mark.parametrize("covering", COVERINGS.values(), ids=COVERINGS)
 def test_covering_array_covers(covering):
     """Every pair of option values occurs in a case, except for pairs that contradict each other,
-    and for options of an axis that a layout of several ranks does not have."""
+    and for options of an axis that a layout of several ranks does not have; and every value occurs
+    in `make test`."""
     wanted = set(wanted_pairs(covering.values))
     assert (("layout", MeshSizes(tp=8)), ("zero_stage", 2)) not in wanted
     assert (("layout", MeshSizes()), ("zero_stage", 2)) in wanted or covering is not QUICK
@@ -92,24 +90,19 @@ def test_covering_array_covers(covering):
         elif (option, name) == ("layout", "num_microbatches"):  # too few sequences
             assert given.dp * value > BATCH
         else:
-            assert (option, given[0], name, value) == (
-                *("pipeline", "dualpipe_v"),
-                *("num_microbatches", 1),
-            )
-
-
-@pytest.mark.parametrize("covering", COVERINGS.values(), ids=COVERINGS)
-def test_every_value_is_in_make_test(covering):
-    found = [effective(case, values_of(covering.pairs[case])) for case in covering.few]
-    wanted = {(name, value) for name in covering.values for value in covering.values[name]}
-    assert set().union(*found) == wanted | ({SHARED} if covering is QUICK else set())
+            assert (option, given[0]) == ("pipeline", "dualpipe_v")
+            assert (name, value) == ("num_microbatches", 1)
+    values = {(name, value) for name in covering.values for value in covering.values[name]}
+    found = set().union(*(covering.effective[case] for case in covering.few))
+    assert found == values
+    assert {schedule for schedule, _ in QUICK.values["pipeline"]} == set(SCHEDULES)
 
 
 def test_schedules_at_every_depth():
     """Every schedule is checked with pp 2, 4 and 8, with one, two and four stages per rank where it
     allows a choice, and with fewer and up to four times as many micro-batches as ranks."""
     cases = schedule_cases(parity.WORLDS)
-    assert {case.schedule for case in cases} == set(SCHEDULES)
+    assert DEEP.keys() == SCHEDULES.keys(), "in `make test`"
     for schedule in SCHEDULES:
         mine = [case for case in cases if case.schedule == schedule]
         assert {case.layout.pp for case in mine} == {2, 4, 8}
@@ -120,21 +113,17 @@ def test_schedules_at_every_depth():
         assert {case.stages_per_rank for case in cases if case.schedule == schedule} == {1, 2, 4}
 
 
-def test_every_schedule_is_in_make_test():
-    assert DEEP.keys() == SCHEDULES.keys()
-
-
 @pytest.mark.parametrize("case", thorough_but(DEEP.values(), DEEPER), ids=str)
 def test_every_schedule(ranks, case):
     agrees(ranks, case)
 
 
-# A cheap selection of the kernel cases: each kernel runs forward and backward, with and without tp.
+# A cheap selection: each kernel runs forward and backward, with and without tp.
 KERNELS_ONCE = [
     case
     for case in kernel_cases()
-    if not (case.layout.tp > 1 and case.sequence_parallel)
-    and (case.layout.dp_replicate, case.world) not in ((1, 1), (2, 2))
+    if case.layout in (MeshSizes(tp=2), MeshSizes(cp=2))
+    and (not case.sequence_parallel or case.layout.tp == 1)
 ]
 
 
@@ -144,20 +133,11 @@ def test_triton_kernels(ranks, case):
     agrees(ranks, case)
 
 
+@pytest.mark.thorough
 def test_heads_narrower_than_dp_shard(ranks):
     """With heads two elements wide, q's and k's norm weights are sharded over four ranks: two of
     these hold none, and the result is still right."""
     agrees(ranks, Case(MeshSizes(dp_shard=4), attention_dim=16, qk_norm=True), steps=2)
-
-
-def test_covering_array_is_the_same_every_time():
-    names = ("zero_stage", "pipeline", "layers", "num_microbatches")
-    few = {"layout": [MeshSizes(tp=2), MeshSizes(pp=2)]} | {n: QUICK.values[n] for n in names}
-    assert covering_cases(few) == covering_cases(few)
-
-
-def test_every_schedule_of_the_code_is_combined():
-    assert {schedule for schedule, _ in option_values()["pipeline"]} == set(SCHEDULES)
 
 
 def test_all_layouts_of_a_world():
@@ -168,11 +148,37 @@ def test_all_layouts_of_a_world():
     ]
 
 
-def test_missing_parts_are_found(ranks):
-    # Control: if one rank's parts are missing, the assembled tensor has NaN in their place.
-    case = Case(MeshSizes(tp=2))
-    runs = ranks.run(run_on_ranks, 2, case, 0)
-    whole, _ = assemble(
-        [runs[0].gradients], {name: g.shape for name, g in expected(case, 0).gradients.items()}
-    )
-    assert whole["embedding.weight"].isnan().any()
+STRICT = [
+    Case(MeshSizes(pp=2, dp_shard=2, tp=2), num_microbatches=2, zero_stage=3),
+    # all tokens at one expert
+    next(case for case in extreme_cases() if case.layout.ep == case.world == 4),
+    # stages in the order of ranks, around the ranks in a circle, and forth and back
+    *(DEEP[name] for name in ("1f1b", "interleaved_1f1b", "dualpipe_v")),
+]
+# every value of every option; every schedule with four ranks in a pipeline; single sequences, of
+# which backward gathers keys and values again, among weights and messages
+MORE = [
+    *(case for covering in COVERINGS.values() for case in covering.few),
+    *(replace(case, layout=MeshSizes(pp=4)) for case in DEEPER),
+    *context_cases()[-2:],
+]
+EXTREMES = [case for case in extreme_cases() if case.first_bias and case.layout.ep == 4]
+
+
+@pytest.mark.parametrize(
+    ("backend", "case", "steps"),
+    [
+        *(("strict", case, 0 if case.layout.pp == 4 else 1) for case in STRICT),
+        *(pytest.param("strict", case, 1, marks=pytest.mark.thorough) for case in MORE),
+        *(pytest.param("strict_shared", case, 1, marks=pytest.mark.thorough) for case in STRICT),
+        *(pytest.param("strict_shared", case, 1, marks=pytest.mark.slow) for case in MORE),
+        *(pytest.param(backend, case, EXPERT_STEPS, marks=pytest.mark.slow)
+          for case in EXTREMES for backend in ("strict", "strict_shared")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_over_a_strict_group(ranks, backend, case, steps):
+    """`python -m proofs.parity --strict` runs all. A send completes only when its receive has
+    begun, so a schedule must not rely on buffers."""
+    with strictly(ranks, backend):
+        agrees(ranks, case, steps)
