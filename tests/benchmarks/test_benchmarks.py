@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compare import alternate, ratio, run_watched
 from benchmarks.experts import MIXTRAL, SAME, first_losses, programs, read, same_work
 from benchmarks.train_cpu import random_batches
 from proofs.ranks import Ranks
@@ -44,25 +43,6 @@ def test_a_comparison_runs(name: str, tmp_path: Path) -> None:
     assert json.loads(file.read_text(encoding="utf-8"))
 
 
-def test_programs_take_turns_and_ratios_are_those_of_a_round() -> None:
-    order: list[str] = []
-    numbers = iter((2.0, 4.0, 9.0, 3.0, 5.0, 1.0))
-
-    def program(name: str) -> float:
-        order.append(name)
-        return next(numbers)
-
-    found = alternate({name: lambda name=name: program(name) for name in "ab"}, 3)
-    assert order == ["a", "b", "b", "a", "a", "b"]
-    assert found == {"a": [2.0, 3.0, 5.0], "b": [4.0, 9.0, 1.0]}
-    assert ratio(found["a"], found["b"]) == {"median": 0.5, "min": 3 / 9, "max": 5.0}
-
-
-def test_a_program_that_fails_ends_the_comparison() -> None:
-    with pytest.raises(SystemExit, match="failed"):
-        run_watched([sys.executable, "-c", "raise SystemExit(1)"])
-
-
 def test_experts_and_the_dense_model_do_the_same_work() -> None:
     dense, experts = read("dense"), read("experts")
     assert same_work(dense, experts)
@@ -80,6 +60,7 @@ def losses() -> dict[str, float]:
     return first_losses(steps, rows)
 
 
+@pytest.mark.thorough
 def test_mixtral_computes_the_same_loss(ranks: Ranks) -> None:
     found = ranks.run(losses, 1)[0]
     ours = found["experts as Mixtral"]

@@ -3,7 +3,7 @@ transient fault told from a persistent one, and neither is found where the data 
 
 import math
 import re
-import time
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from proofs.ranks import Ranks
 from runtime.checkpoint.save import Saver
 from runtime.health import examine
 from runtime.health.compare import Computed, _is_rounding, compute, disputes
-from runtime.health.examine import Suspect, make_copies_equal
+from runtime.health.examine import Suspect
 from runtime.health.excluded import excluded_nodes
 from runtime.health.faults import flip
 from runtime.health.products import Compute, Inputs, linear_layers, wrap
@@ -33,30 +33,17 @@ from runtime.log.events import append_event, read_events
 from settings.load import load_config
 from tests.health.faulty_runs import flip_a_bit, run_with_a_bit_flipped
 from tests.planted import planted
-from tests.runs import (
-    LAYOUT_3D,
-    losses,
-    said_by,
-    status_of,
-    train_run,
-    write_config,
-)
+from tests.runs import losses, names, said_by, status_of, train_run, write_config
 from tests.steps import make_step, rows_of
 from training.step import TrainStep
 
-LAYOUTS = [
-    {"tp": 2, "dp_shard": 2},
-    *(pytest.param(other, marks=pytest.mark.thorough) for other in [
-        {**LAYOUT_3D, "dp_shard": 2},
-        {"dp_shard": 4, "pp": 2},
-        {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+OTHERS = [
+    pytest.param(8, other, marks=pytest.mark.thorough)
+    for other in (
+        {"pp": 2, "dp_replicate": 2, "tp": 2},
         {"cp": 2, "dp_shard": 2, "pp": 2, "schedule": "zb_h1"},
-    ]),
-]  # fmt: skip
-
-
-def world_of(layout: dict[str, Any]) -> int:
-    return math.prod(size for size in layout.values() if isinstance(size, int))
+    )
+]
 
 
 def suspicions(folder: Path) -> list[dict[str, Any]]:
@@ -70,16 +57,11 @@ def fault(rank: int, times: str, step: int = 3) -> str:
     return f"guard.inject_fault={{rank: {rank}, step: {step}, {about}}}"
 
 
-# --- runs with a fault ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("rank", [1, pytest.param(6, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("world", "layout"), [(4, {"tp": 2, "dp_shard": 2}), *OTHERS], ids=str)
 def test_a_persistent_fault_names_its_rank_and_ends_the_run(
-    ranks: Ranks, data: Path, tmp_path: Path, layout: dict[str, Any], rank: int
+    ranks: Ranks, data: Path, tmp_path: Path, world: int, layout: dict[str, Any]
 ) -> None:
-    world = world_of(layout)
-    rank = min(rank, world - 1)
+    rank = 1 if world == 4 else 6
     config = write_config(
         tmp_path, data, parallel=layout, checkpoint={"interval": 2}, train={"steps": 5}
     )
@@ -96,9 +78,9 @@ def test_a_persistent_fault_names_its_rank_and_ends_the_run(
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step-00000002"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("world", "layout"), [(2, {"dp_shard": 2}), *OTHERS], ids=str)
 def test_a_transient_fault_is_told_from_it_and_changes_nothing(
-    ranks: Ranks, data: Path, tmp_path: Path, layout: dict[str, Any]
+    ranks: Ranks, data: Path, tmp_path: Path, world: int, layout: dict[str, Any]
 ) -> None:
     """The gradient of step 3 is wrong. The examination leaves no trace: the losses after it are
     those of a run that is not examined."""
@@ -107,7 +89,7 @@ def test_a_transient_fault_is_told_from_it_and_changes_nothing(
     for examines in ("true", "false"):
         arguments = [config, fault(1, "1"), f"guard.examine={examines}"]
         arguments.append(f"run.dir={tmp_path / examines / 'run'}")
-        assert set(ranks.run(train_run, world_of(layout), arguments)) == {""}
+        assert set(ranks.run(train_run, world, arguments)) == {""}
         found.append(losses(tmp_path / examines))
     assert [event["verdict"] for event in suspicions(tmp_path / "true")] == ["transient"]
     assert suspicions(tmp_path / "false") == []
@@ -140,38 +122,30 @@ def run_with_suspicions(arguments: list[str]) -> str:
         return train_run(arguments)
 
 
-@pytest.fixture(scope="module")
-def suspected(
-    ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[int, dict[str, Any]]:
-    """The suspicions by step of a run that learns every second step of those before. An earlier
-    start has ended in the examination of step 2."""
-    folder = tmp_path_factory.mktemp("suspected")
-    config = write_config(
-        folder, data, parallel={"dp_shard": 2}, run={"log_interval": 2},
-        train={"steps": 10, "micro_batch_size": 4},
-    )  # fmt: skip
-    (folder / "run").mkdir()
-    append_event(folder / "run", "examining", step=2, cause="a spike")
-    assert ranks.run(run_with_suspicions, 2, [config, fault(1, "1", step=5)]) == ["", ""]
-    return {event["step"]: event for event in suspicions(folder)}
-
-
-SUSPICIONS = {
-    "a step that ended an earlier start": (2, "not examined", "did not end"),
-    "a fault a step before the logged one": (6, "transient", "computed again"),
-    "a bad batch": (8, "reproducible", "all ranks agree"),
-    "a rank that lacks memory": (10, "not examined", "lacks 1,024 MiB"),
+SUSPICIONS = {  # step → verdict, why
+    2: ("not examined", "did not end"),  # it ended an earlier start
+    6: ("transient", "computed again"),  # a fault a step before the logged one
+    8: ("reproducible", "all ranks agree"),  # a bad batch
+    10: ("not examined", "lacks 1,024 MiB"),  # on one rank
 }
 
 
-@pytest.mark.parametrize("name", SUSPICIONS)
-def test_the_verdict_on(suspected: dict[int, dict[str, Any]], name: str) -> None:
-    """It is not examined if that might end the run. A batch that is bad for all blames no rank."""
-    step, verdict, why = SUSPICIONS[name]
-    assert (suspected[step]["verdict"], suspected[step]["ranks"]) == (verdict, [])
-    assert why in suspected[step]["why"]
-    assert suspected.keys() == {2, 6, 8, 10}
+def test_the_verdict_on_each_suspicion(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """A step is not examined if that might end the run. A batch that is bad for all blames no
+    rank. The run learns every second step of those before."""
+    config = write_config(
+        tmp_path, data, parallel={"dp_shard": 2}, run={"log_interval": 2},
+        train={"steps": 10, "micro_batch_size": 4},
+    )  # fmt: skip
+    (tmp_path / "run").mkdir()
+    append_event(tmp_path / "run", "examining", step=2, cause="a spike")
+    assert ranks.run(run_with_suspicions, 2, [config, fault(1, "1", step=5)]) == ["", ""]
+    found = suspicions(tmp_path)
+    assert [event["step"] for event in found] == [*SUSPICIONS]
+    for event in found:
+        verdict, why = SUSPICIONS[event["step"]]
+        assert (event["verdict"], event["ranks"]) == (verdict, [])
+        assert why in event["why"]
 
 
 def test_a_step_that_ended_a_start_is_never_examined_again(tmp_path: Path) -> None:
@@ -185,14 +159,22 @@ def test_a_step_that_ended_a_start_is_never_examined_again(tmp_path: Path) -> No
     assert not examine._did_not_end(tmp_path, 2)
 
 
-@planted(Saver, "_write")
-def slow_write(write, *about):
-    time.sleep(1)  # the first save is still being written when the run ends
-    write(*about)
-
-
 def run_with_slow_saves(arguments: list[str]) -> str:
-    with slow_write():
+    """The first save is still being written when copies are found to differ, and examined."""
+    is_judged = threading.Event()
+
+    @planted(examine.Examination, "of_replicas")
+    def judged(of_replicas: Any, *about: Any) -> Any:
+        found = of_replicas(*about)
+        is_judged.set()
+        return found
+
+    @planted(Saver, "_write")
+    def slow_write(write: Any, *about: Any) -> None:
+        is_judged.wait(60)
+        write(*about)
+
+    with judged(), slow_write():
         return run_with_a_bit_flipped(arguments)
 
 
@@ -200,37 +182,24 @@ def run_with_slow_saves(arguments: list[str]) -> str:
     ("times", "verdict"),
     [
         pytest.param("1", "transient", marks=pytest.mark.thorough),
-        ("always", "persistent, rank 3"),
+        ("always", "persistent, rank 1"),
     ],
 )
 def test_copies_that_differ_are_examined_and_not_saved(
     ranks: Ranks, data: Path, tmp_path: Path, times: str, verdict: str
 ) -> None:
-    config = write_config(tmp_path, data, parallel=LAYOUTS[0], checkpoint={"interval": 1})
+    config = write_config(tmp_path, data, parallel={"dp_replicate": 2}, checkpoint={"interval": 1})
     more = []
     if times == "always":  # a bit that neither stops the loss nor raises it
-        where = "rank: 3, step: 1, layer: 1, product: forward, bit: 24"
+        where = "rank: 1, step: 1, layer: 1, product: forward, bit: 24"
         more = [f"guard.inject_fault={{{where}, times: always}}"]
-    for said in ranks.run(said_by, 4, run_with_slow_saves, [config, *more]):
+    for said in ranks.run(said_by, 2, run_with_slow_saves, [config, *more]):
         assert re.search(rf"hold different numbers.* \({verdict}", said, re.DOTALL)
     assert len(suspicions(tmp_path)) == 1
     assert bool(excluded_nodes(tmp_path / "run")) == (times == "always")
-    checkpoints = tmp_path / "run" / "checkpoints"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-00000001"]
+    assert names(tmp_path / "run" / "checkpoints") == ["latest", "step-00000001"]
     status = status_of(tmp_path)
     assert (status["state"], "hold different numbers" in status["reason"]) == ("failed", True)
-
-
-@pytest.mark.slow  # a minute and a half
-def test_two_hundred_undisturbed_steps_raise_no_suspicion(
-    ranks: Ranks, data: Path, tmp_path: Path
-) -> None:
-    config = write_config(
-        tmp_path, data, parallel=LAYOUT_3D, train={"steps": 200}, checkpoint={"interval": 50}
-    )
-    assert ranks.run(train_run, 8, [config, "run.log_interval=5"]) == [""] * 8
-    assert suspicions(tmp_path) == []
-    assert not (tmp_path / "run" / "excluded.json").exists()
 
 
 def test_a_compiled_model_has_no_products_to_compare() -> None:
@@ -247,35 +216,6 @@ def test_a_compiled_model_has_no_products_to_compare() -> None:
     assert (found.verdict, "all ranks agree" in found.why) == ("transient", True)
 
 
-# --- parts of an examination ----------------------------------------------------------------------
-
-
-def step_of(case: Case) -> tuple[TrainStep, list[torch.Tensor]]:
-    """A step of this case, and this rank's rows of a batch."""
-    step = make_step(case)
-    return step, rows_of(step)
-
-
-def copies_after(case: Case) -> tuple[bool, bool]:
-    """Whether copies that differ are equal after make_copies_equal; and whether computing twice
-    gives the same bits, and leaves no gradients."""
-    train, rows = step_of(case)
-    if dist.get_rank() == 1:
-        flip_a_bit(train, "norm.weight")
-    make_copies_equal(train)
-    check_replicas(train)
-    first, again = compute(train, *rows), compute(train, *rows)
-    assert len(first.products) >= 9 * case.config().model.num_layers
-    return torch.equal(first.products, again.products), all(
-        weight.parameter.grad is None for weight in train.weights
-    )
-
-
-def test_copies_are_made_equal_and_products_repeat(ranks: Ranks) -> None:
-    case = Case(MeshSizes(dp_replicate=2), num_microbatches=1)
-    assert ranks.run(copies_after, 2, case) == [(True, True)] * 2
-
-
 # what flips a bit of the first layer's products: ranks, the bit, and whether this machine repeats
 # bits; and whom an examination names, and whether it is sure
 FLIPS = {
@@ -288,9 +228,15 @@ FLIPS = {
 
 
 def verdicts_on(case: Case) -> dict[str, tuple[list[int], bool]]:
+    """The verdicts, after copies that differed were made equal."""
     found = {}
     for name, (faulty, bit, repeats, _) in FLIPS.items():
-        train, rows = step_of(case)
+        train = make_step(case)
+        tokens, targets = rows_of(train)
+        if dist.get_rank() == 1:
+            flip_a_bit(train, "norm.weight")
+        examine.make_copies_equal(train)
+        check_replicas(train)  # raises if they are not
 
         def flips(_: str, kind: str, compute: Compute, inputs: Inputs, bit: int = bit) -> Tensor:
             result = compute()
@@ -301,21 +247,17 @@ def verdicts_on(case: Case) -> dict[str, tuple[list[int], bool]]:
         if dist.get_rank() in faulty:
             wrap(dict([next(iter(linear_layers(train).items()))]), flips)
         with patch.object(examine, "_repeats_bits", lambda _, answer=repeats: answer):
-            verdict = examine.examine(train, Suspect((rows[0], rows[1])))
+            verdict = examine.examine(train, Suspect((tokens, targets)))
         assert verdict.verdict == "persistent"
+        assert all(weight.parameter.grad is None for weight in train.weights)
         found[name] = verdict.ranks, verdict.is_sure
     return found
 
 
-@pytest.fixture(scope="module")
-def verdicts(ranks: Ranks) -> list[dict[str, tuple[list[int], bool]]]:
+def test_who_is_named_and_nothing_is_left(ranks: Ranks) -> None:
     case = Case(MeshSizes(dp_replicate=4), dtype="float32", num_microbatches=1)
-    return ranks.run(verdicts_on, 4, case)
-
-
-@pytest.mark.parametrize("name", FLIPS)
-def test_who_is_named(verdicts: list[dict[str, tuple[list[int], bool]]], name: str) -> None:
-    assert [of_rank[name] for of_rank in verdicts] == [FLIPS[name][3]] * 4
+    expected = {name: named for name, (*_, named) in FLIPS.items()}
+    assert ranks.run(verdicts_on, 4, case) == [expected] * 4
 
 
 def test_only_the_same_inputs_with_another_output_are_a_dispute() -> None:
@@ -328,10 +270,10 @@ def test_only_the_same_inputs_with_another_output_are_a_dispute() -> None:
 def kernels_as_on_a_gpu() -> dict[str, list[str]]:
     """Whichever kernel of attention is wanted: those that a Hopper GPU would have in a step, in an
     examination, and in another step."""
-    arguments = ["train.dtype=bfloat16", "train.seq_len=128", "model.num_layers=1"]
-    arguments += ["train.global_batch_size=1", "train.micro_batch_size=1"]
-    arguments += ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1"]
-    rows = torch.ones(1, 128, dtype=torch.int64), torch.ones(1, 128, dtype=torch.int64)
+    arguments = ["train.dtype=bfloat16", "train.seq_len=128", "model.num_layers=1",
+                 "train.global_batch_size=1", "train.micro_batch_size=1", "parallel.tp=1",
+                 "parallel.pp=1", "parallel.dp_shard=1"]  # fmt: skip
+    rows = [torch.ones(1, 128, dtype=torch.int64)] * 2
     found: dict[str, list[str]] = {}
     for wanted in ("cudnn", "flash3"):
         names = found[wanted] = []
@@ -363,13 +305,12 @@ def test_an_examination_has_kernels_whose_results_repeat(ranks: Ranks) -> None:
 @pytest.mark.parametrize("kind", ["forward", "input_gradient", "weight_gradient"])
 def test_rounding_is_told_from_a_flipped_exponent_bit(dtype: torch.dtype, kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    # x [5, 3, 48] · weightᵀ [32, 48]; dy [5, 3, 32] · weight [32, 48]; dyᵀ · x [5, 3, 48]
-    shapes = {
-        "forward": ((5, 3, 48), (32, 48)),
-        "input_gradient": ((5, 3, 32), (32, 48)),
-        "weight_gradient": ((5, 3, 32), (5, 3, 48)),
-    }
-    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes[kind]]
+    x, dy, weight = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((5, 3, 48), (5, 3, 32), (32, 48))
+    )
+    of_kind = {"forward": (x, weight), "input_gradient": (dy, weight), "weight_gradient": (dy, x)}
+    inputs = of_kind[kind]
     given: list[torch.Tensor | None] = [each.double() for each in inputs]
     result = getattr(Matmul(), kind)(*inputs)
     assert _is_rounding(kind, result, given)
@@ -386,10 +327,3 @@ def test_rounding_is_told_from_a_flipped_exponent_bit(dtype: torch.dtype, kind: 
         spoilt[0].view(-1)[0] = value
         result = getattr(Matmul(), kind)(*spoilt)
         assert _is_rounding(kind, result, [each.double() for each in spoilt])
-
-
-def test_no_fault_is_injected_unless_asked_for() -> None:
-    """(What cannot be injected is refused: test_refusals.py.) The configurations of older runs say
-    "" for none."""
-    for overrides in ([], ["guard.inject_fault=''"]):
-        assert load_config("configs/laptop.yaml", overrides).guard.inject_fault is None

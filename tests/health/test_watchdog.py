@@ -107,12 +107,10 @@ def test_the_clock_rests_and_is_patient(data: Path, tmp_path: Path) -> None:
         assert alarms == [], "no step was measured"
         watchdog.step_done(2, 1.0)
         pass_seconds(19.0)
-        assert alarms == []
         with watchdog.resting():
             with watchdog.resting():
                 pass
             pass_seconds(1e6)
-        assert alarms == [], "resting"
         pass_seconds(19.0)
         assert alarms == [], "the time counts from the end of the rest"
         for step in range(3, 6):
@@ -165,53 +163,24 @@ class WaitsInBackward(torch.autograd.Function):
         return *grads, None, None
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["thread", "C++ thread"])
-def test_every_thread_is_named(named: bool) -> None:
+def test_every_thread_is_named() -> None:
     """A backward that hangs in another thread than the main one, as on a GPU in autograd's: its
     line is written too, after the main thread's. Control: the main thread's does not show it."""
     started, go_on = threading.Event(), threading.Event()
     y = WaitsInBackward.apply(torch.ones(1, requires_grad=True), started, go_on)
 
-    def backward() -> None:
-        y.backward()
-
-    if named:
-        thread = threading.Thread(target=backward, name="some thread")
-        thread.start()
-    else:  # not in threading's list, as a thread that C++ has started
-        _thread.start_new_thread(backward, ())
+    # not in threading's list, as a thread that C++ has started
+    _thread.start_new_thread(lambda: y.backward(), ())
     assert started.wait(60)
     try:
         with ThreadPoolExecutor(1) as watchdog:
             main, *others = watchdog.submit(where_it_waits).result().split("; ")
         assert re.match(r"at \S+/test_watchdog\.py:\d+ test_every_thread_is_named, waiting", main)
-        name = "some thread" if named else r"a C\+\+ thread \(autograd\)"
-        assert [
-            re.fullmatch(name + r" at \S+/test_watchdog\.py:\d+ wait_here", each) is not None
-            for each in others
-            if "wait_here" in each
-        ] == [True]
+        (line,) = (each for each in others if "wait_here" in each)
+        assert re.fullmatch(
+            r"a C\+\+ thread \(autograd\) at \S+/test_watchdog\.py:\d+ wait_here", line
+        )
         alone = innermost_line(sys._current_frames()[threading.main_thread().ident or 0])
         assert "wait_here" not in alone
     finally:
         go_on.set()
-        if named:
-            thread.join()
-
-
-def test_a_collective_is_named(ranks: Ranks) -> None:
-    found = ranks.run(left_and_entered, 2)
-    assert "(done)" in found[0]
-    assert "gloo:all_reduce number" in found[0]
-    assert "[[3]] Float" in found[0]
-
-
-def left_and_entered() -> str:
-    dist.all_reduce(torch.ones(3))
-    deadline = time.monotonic() + 60
-    while (
-        "(done)" not in (line := runtime.watchdog.last_collectives()[-1])
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.01)  # gloo's thread may not have recorded it yet
-    return line

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 
 import train
 from data.dataset import Mixture, TokenDataset
@@ -72,15 +71,9 @@ def write_stages(
     sections["model"] = {"num_layers": 2, **sections.get("model", {})}
     sections["train"] = {"micro_batch_size": 4, **sections.get("train", {})}
     path = write_config(folder, data, **sections)
-    raw = yaml.safe_load(Path(path).read_text())
-    plain = json.loads(
-        json.dumps({**raw, "data_stages": stages})
-    )  # YAML would refer to equal parts
-    Path(path).write_text(yaml.safe_dump(plain))
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(f"data_stages: {json.dumps(stages)}\n")
     return path
-
-
-# --- on each rank ---------------------------------------------------------------------------------
 
 
 def recorded(file: Path) -> AbstractContextManager[None]:
@@ -133,9 +126,6 @@ def killed(where: str, step: int) -> Iterator[None]:
 
     with saving(), dies():
         yield
-
-
-# --- what was recorded ----------------------------------------------------------------------------
 
 
 def check_reads(file: Path, batches: list[list[list[int]]]) -> None:

@@ -1,7 +1,6 @@
 """Python's garbage is collected by all ranks in the same step, and by none within a step."""
 
 import gc
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from proofs.ranks import Ranks
 from runtime.garbage import GarbageCollection
+from tests.planted import planted
 from tests.runs import train_run, write_config
 from training.step import TrainStep
 
@@ -31,44 +31,36 @@ def collections(arguments: list[str], automatic: bool) -> list[tuple[int, bool, 
 
     automatic: a control, in which the run leaves automatic collection on.
     """
-    warnings.simplefilter("ignore")
-    step, begin, leave = TrainStep.__call__, GarbageCollection.begins, GarbageCollection.closes
-    in_run, in_step, begun = False, False, 0
+    in_step, begun = False, 0
     found = []
 
-    def littering(self: TrainStep, *batch: Any) -> Any:
+    @planted(TrainStep, "__call__")
+    def littering(step: Any, *batch: Any) -> Any:
         nonlocal in_step, begun
         begun, in_step = begun + 1, True
         for _ in range(LITTER * dist.get_rank()):
             leave_cycle(None)
-        result = step(self, *batch)
+        result = step(*batch)
         in_step = False
         return result
 
-    def begins(self: GarbageCollection, run: Any) -> None:
-        nonlocal in_run
-        if not automatic:
-            begin(self, run)
-        in_run = True
-
-    def exits(self: GarbageCollection, *error: Any) -> None:
-        nonlocal in_run
-        in_run = False
-        leave(self, *error)
-
     def note(phase: str, info: dict[str, int]) -> None:
-        if phase == "stop" and in_run:
+        if phase == "stop":
             found.append((begun, in_step, info["collected"]))
 
-    gc.callbacks.append(note)
-    try:
-        with (
-            patch.object(TrainStep, "__call__", littering),
-            patch.multiple(GarbageCollection, begins=begins, closes=exits),
-        ):
-            assert train_run(arguments) == ""
-    finally:
+    @planted(GarbageCollection, "begins")
+    def begins(begin: Any, *about: Any) -> None:
+        if not automatic:
+            begin(*about)
+        gc.callbacks.append(note)
+
+    @planted(GarbageCollection, "closes")
+    def closes(close: Any, *about: Any) -> None:
         gc.callbacks.remove(note)
+        close(*about)
+
+    with littering(), begins(), closes():
+        assert train_run(arguments) == ""
     assert gc.isenabled(), "as before the run"
     return found
 
@@ -76,8 +68,8 @@ def collections(arguments: list[str], automatic: bool) -> list[tuple[int, bool, 
 def test_all_ranks_collect_in_the_same_step(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """After every second step, whatever they have created; and the step, the pipeline and the
     loader leave no cycles behind. Control: otherwise one rank collects much more often."""
-    layout, run = {"pp": 2}, {"gc_interval": INTERVAL, "dir": str(tmp_path / "run")}
-    config = write_config(tmp_path, data, parallel=layout, train={"steps": STEPS}, run=run)
+    run, train = {"gc_interval": INTERVAL}, {"steps": STEPS}
+    config = write_config(tmp_path, data, parallel={"pp": 2}, train=train, run=run)
     due = range(INTERVAL, STEPS + 1, INTERVAL)
     assert ranks.run(collections, 2, [config], False) == [
         [(step, False, LITTER * INTERVAL * rank) for step in due] for rank in (0, 1)
@@ -93,9 +85,10 @@ def test_all_ranks_collect_in_the_same_step(ranks: Ranks, data: Path, tmp_path: 
 def tensors_in_cycles(arguments: list[str]) -> list[int]:
     """The number of tensors that each step leaves in cycles, which thus wait for a collection.
     Control: in the last step, one is planted."""
-    call, found = TrainStep.__call__, []
+    found = []
 
-    def examined(self: TrainStep, step: int, *batch: Any) -> Any:
+    @planted(TrainStep, "__call__")
+    def examined(call: Any, self: TrainStep, step: int, *batch: Any) -> Any:
         gc.collect()
         result = call(self, step, *batch)
         if step == 2:
@@ -107,12 +100,14 @@ def tensors_in_cycles(arguments: list[str]) -> list[int]:
         gc.garbage.clear()
         return result
 
-    with patch.object(TrainStep, "__call__", examined):
+    with examined():
         assert train_run(arguments) == ""
     return found
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "mode", ["none", *(pytest.param(m, marks=pytest.mark.thorough) for m in ("selective", "full"))]
+)
 def test_no_tensor_waits_for_a_collection(
     ranks: Ranks, data: Path, tmp_path: Path, mode: str
 ) -> None:
@@ -124,29 +119,24 @@ def test_no_tensor_waits_for_a_collection(
     assert [of_rank[1:] for of_rank in found] == [[0, 1]] * 2
 
 
-def test_everything_is_as_before_afterwards() -> None:
+@pytest.mark.parametrize("already", [False, True])
+def test_everything_is_as_before_afterwards(already: bool) -> None:
     """What existed is frozen during a run, unless the launcher has frozen it already."""
     frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    if already:
+        gc.freeze()
     try:
         with patch.object(gc, "collect"):  # which takes a second here
-            for already in (False, True):
-                gc.unfreeze()
-                if already:
-                    gc.freeze()
+            for enabled in (True, False):  # which is a user's choice
+                (gc.enable if enabled else gc.disable)()
                 garbage = GarbageCollection()
                 garbage.begins(Mock())
                 assert not gc.isenabled()
                 assert gc.get_freeze_count() > 1000
                 garbage.closes(Mock(), None)
-                assert gc.isenabled()
+                assert gc.isenabled() == enabled
                 assert bool(gc.get_freeze_count()) == already
-            gc.disable()  # a user's choice
-            garbage = GarbageCollection()
-            garbage.begins(Mock())
-            garbage.closes(Mock(), None)
-            assert not gc.isenabled()
     finally:
         gc.enable()
-        gc.unfreeze()
-        if frozen:
-            gc.freeze()
+        (gc.freeze if frozen else gc.unfreeze)()

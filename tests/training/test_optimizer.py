@@ -50,7 +50,7 @@ def test_cosine_is_the_formula():
         assert learning_rate(later, range(100), config) == pytest.approx(3e-5)
 
 
-@pytest.mark.parametrize("warmup", range(13))
+@pytest.mark.parametrize("warmup", [0, 1, 6, 11, 12])
 def test_no_accepted_wsd_jumps(warmup):
     """The rate rises in warmup and falls by one part of the decay a step, or is refused."""
     for decay in range(1, 13):
@@ -71,21 +71,6 @@ def test_no_accepted_wsd_jumps(warmup):
         assert refused.value.remedy == f"{most}optimizer.warmup_steps={12 - decay} or less"
 
 
-def numbers_of_two_steps(case):
-    """Losses and gradient norms as this rank reports them, as exact hexadecimal text."""
-    step = make_step(case)
-    results = [step(index, *rows_of(step, index)) for index in range(2)]
-    return [x.item().hex() for each in results for x in (each.loss, each.grad_norm)]
-
-
-def test_every_rank_reports_the_same_bits_every_time(ranks):
-    """Otherwise ranks would clip differently, and replicas would drift apart. (In other dtypes the
-    parity proof shows it, and test_resume.py that weights repeat.)"""
-    case = Case(MeshSizes(pp=2, tp=2), dtype="bfloat16")
-    once, again = (ranks.run(numbers_of_two_steps, 4, case) for _ in range(2))
-    assert once == again == [once[0]] * 4
-
-
 def operations_of_a_step(case):
     step = make_step(case)
     step(0, *rows_of(step))
@@ -102,7 +87,10 @@ WAITS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten
 
 @pytest.mark.parametrize(
     ("layout", "zero_stage"),
-    [(MeshSizes(pp=2, tp=2), 1), (MeshSizes(pp=2, dp_shard=2), 3)],
+    [
+        (MeshSizes(pp=2, tp=2), 1),
+        pytest.param(MeshSizes(pp=2, dp_shard=2), 3, marks=pytest.mark.thorough),
+    ],
     ids=str,
 )
 def test_the_host_waits_for_nothing_in_a_step(ranks, layout, zero_stage):
@@ -160,8 +148,3 @@ def test_stochastic_rounding_depends_on_no_layout(ranks):
         assert all(t.dtype == torch.bfloat16 and t.isfinite().all() for t in whole.values())
         found.append(whole)
     assert all(same_tensors(found[0], other) for other in found[1:])
-
-
-def test_pure_bfloat16_is_for_bfloat16():
-    with pytest.raises(UserError, match=r"optimizer\.pure_bfloat16 = True: train\.dtype=float32"):
-        validate(pure_bfloat16(Case(MeshSizes(), dtype="float32")), 1)
