@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.about import about
 from tests import ROOT
+from tests.docs.transcripts import copy_tree
 from tests.modules import MODULES, imports, is_test, module_name
 from tests.mutant_list import CHANGES
 
@@ -167,12 +167,7 @@ def main() -> None:
             print(number, mutant, *map(" ".join, steps(mutant.file)), sep="\n    ")
         return
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        tree = Path(folder)
-        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-        for name in (each for each in names.split("\0") if (ROOT / each).is_file()):
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, tree / name)
+        tree = copy_tree(Path(folder))
         for mutant in mutants:
             began = time.monotonic()
             found = found_by(tree, mutant, steps(mutant.file))

@@ -47,7 +47,9 @@ def to_read(file: Path, first_lines: set[int]) -> set[int]:
     """The numbers of the lines to read in a file: the functions that begin at `first_lines`, their
     classes up to the first method, and the file's docstring."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    lines = set(docstring_lines(tree))
+    lines = set[int]()
+    if ast.get_docstring(tree):
+        lines.update(range(tree.body[0].lineno, (tree.body[0].end_lineno or 0) + 1))
 
     def visit(node: ast.AST) -> bool:
         found = False
@@ -68,12 +70,6 @@ def to_read(file: Path, first_lines: set[int]) -> set[int]:
 
     visit(tree)
     return lines
-
-
-def docstring_lines(tree: ast.Module) -> range:
-    first = tree.body[0]
-    has_one = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-    return range(first.lineno, (first.end_lineno or 0) + 1) if has_one else range(0)
 
 
 def lines_to_read(ranks: Ranks) -> dict[str, int]:

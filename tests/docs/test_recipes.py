@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tests.docs.transcripts import Command, commands, copy_tree, matches, run_in_copy
+from tests.docs.transcripts import commands, copy_tree, in_bash, matches
 
 RECIPES = sorted((ROOT / "docs" / "recipes").glob("*.patch"))
 PAGES = sorted((ROOT / "docs").glob("recipes_*.md"))
@@ -26,22 +26,6 @@ def git(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.fixture(scope="module")
-def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the repository with all recipes."""
-    copy = copy_tree(tmp_path_factory.mktemp("recipes"))
-    done = git(copy, "apply", *RECIPES)
-    assert done.returncode == 0, done.stderr
-    return copy
-
-
-@pytest.fixture(scope="module")
-def printed(changed: Path) -> dict[str, tuple[int, str, str]]:
-    """Command → status, output, errors, for all recipes."""
-    wanted = [command.text for command in COMMANDS]
-    return dict(zip(wanted, run_in_copy(wanted, changed), strict=True))
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_fits_the_repository_as_it_is(recipe: Path) -> None:
     done = git(ROOT, "apply", "--check", recipe)
@@ -49,23 +33,14 @@ def test_a_recipe_fits_the_repository_as_it_is(recipe: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("command", COMMANDS, ids=str)
-def test_a_recipe_proves_what_its_page_says(
-    command: Command, printed: dict[str, tuple[int, str, str]]
-) -> None:
-    status, output, errors = printed[command.text]
-    assert status == 0, f"{command}: status {status}\n{output}{errors}"
-    assert matches(command.output or "", output), f"{command} printed\n{output}"
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_the_cluster_s_scripts_pass_shellcheck(changed: Path) -> None:
-    scripts = ["slurm/train_70b.sh", "slurm/environment.sh", "docs/recipes/rebase.sh"]
-    done = subprocess.run(
-        ["shellcheck", "--external-sources", *scripts], cwd=changed, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout
+def test_recipes_prove_what_their_pages_say(tmp_path: Path) -> None:
+    changed = copy_tree(tmp_path)
+    done = git(changed, "apply", *RECIPES)
+    assert done.returncode == 0, done.stderr
+    for command in COMMANDS:
+        status, output, errors = in_bash(command.text, changed)
+        assert status == 0, f"{command}: status {status}\n{output}{errors}"
+        assert matches(command.output or "", output), f"{command} printed\n{output}"
 
 
 def test_each_recipe_has_a_page_that_proves_it() -> None:
@@ -88,18 +63,20 @@ def test_recipes_are_fitted_to_changed_code(tmp_path: Path) -> None:
     def write(changes: dict[int, str]) -> None:
         code.write_text("".join(changes.get(i, line) for i, line in enumerate(lines)), "utf-8")
 
+    def commit() -> None:
+        git(tmp_path, "add", ".")
+        git(tmp_path, "commit", "--quiet", "-m", "text")
+
     write({})
     git(tmp_path, "init", "--quiet")
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "--quiet", "-m", "first")
+    commit()
     for name, at in {"moves": 4, "conflicts": 16}.items():
         write({at: "changed = True\n"})
         patch = git(tmp_path, "diff", "--full-index").stdout
         (recipes / f"{name}.patch").write_text(patch, "utf-8")
     write({2: "another = 2\n", 16: "other = 16\n"})
     assert git(tmp_path, "apply", "--check", recipes / "moves.patch").returncode  # control
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "--quiet", "-m", "second")
+    commit()
     done = subprocess.run(
         ["bash", recipes / "rebase.sh"], cwd=tmp_path, capture_output=True, text=True
     )

@@ -17,14 +17,11 @@ compared, and the command must succeed.
 
 In ```bash blocks every line is a command, without `$ `, and the page shows no output.
 
-Commands run at the root of a copy of the repository. A command that only runs Python runs in a
-process that has already imported torch (forked from multiprocessing's fork server, as in
-proofs/ranks.py), which saves seconds, also if its output then goes through a pipe. All others run
-in bash.
+Commands run at the root of a copy of the repository, in bash. A command that only runs Python runs
+in a process that has already imported torch (forked from multiprocessing's fork server, as in
+proofs/ranks.py), which saves seconds, also if its output then goes through a pipe.
 """
 
-import io
-import json
 import multiprocessing
 import os
 import re
@@ -34,9 +31,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import traceback
-from collections.abc import Iterator
-from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +40,6 @@ from tests import ROOT
 LEFT_OUT = (".git", ".venv", "runs", "prepared", "wandb", "__pycache__", ".*_cache", "*.pyc",
             ".whl", "site")  # fmt: skip
 PYTHON = (".venv/bin/python", "python")
-ERROR = " 2>&1 || true"  # after a command whose error a page shows
 SECONDS = 600  # timeout of one command; far more than any takes
 
 
@@ -64,23 +57,17 @@ class Command:
         return f"{self.page}:{self.line}: {self.text.splitlines()[0]}"
 
 
-def blocks(text: str, *languages: str) -> Iterator[tuple[int, str, str]]:
-    """(line number of the first line, language, content) of every fenced block in one of
-    `languages`."""
-    for match in re.finditer(
-        rf"^```({'|'.join(languages)})\n(.*?)^```$", text, re.MULTILINE | re.DOTALL
-    ):
-        yield text[: match.start(2)].count("\n") + 1, match[1], match[2]
+BLOCK = re.compile(r"^```(console|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def commands(page: Path) -> list[Command]:
     """All commands of a page, in order."""
-    found = []
-    for start, language, content in blocks(page.read_text(encoding="utf-8"), "console", "bash"):
-        lines = content.splitlines()
-        at = 0
+    found, text = [], page.read_text(encoding="utf-8")
+    for block in BLOCK.finditer(text):
+        start = text[: block.start(2)].count("\n") + 1
+        console, lines, at = block[1] == "console", block[2].splitlines(), 0
         while at < len(lines):
-            first, console = at, language == "console"
+            first = at
             if not console and (not lines[at].strip() or lines[at].startswith("#")):
                 at += 1
                 continue
@@ -97,15 +84,9 @@ def commands(page: Path) -> list[Command]:
             while console and at < len(lines) and not lines[at].startswith("$ "):
                 at += 1
             command[-1], _, reason = command[-1].partition("# not run: ")
-            found.append(
-                Command(
-                    page.name,
-                    start + first,
-                    "\n".join(command).rstrip(),
-                    "\n".join(lines[output:at]) if console else None,
-                    reason,
-                )
-            )
+            said = "\n".join(lines[output:at]) if console else None
+            command_text = "\n".join(command).rstrip()
+            found.append(Command(page.name, start + first, command_text, said, reason))
     return found
 
 
@@ -141,67 +122,33 @@ def copy_tree(folder: Path) -> Path:
     return copy
 
 
-def environment(folder: Path) -> dict[str, str]:
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PATH": f"{folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}",
-    }
-
-
-def run_process(
-    arguments: list[str], folder: Path, said: str = "", seconds: int = SECONDS
-) -> tuple[int, str, str]:
-    done = subprocess.run(
-        arguments,
-        cwd=folder,
-        env=environment(folder),
-        input=said,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-    )
+def in_bash(command: str, folder: Path, said: str = "") -> tuple[int, str, str]:
+    path = f"{folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}
+    about = {"cwd": folder, "env": environment, "input": said, "timeout": SECONDS}
+    words = ["bash", "-euo", "pipefail", "-c", command]
+    done = subprocess.run(words, capture_output=True, text=True, **about)
     return done.returncode, done.stdout, done.stderr
 
 
 def run(command: str, folder: Path) -> tuple[int, str, str]:
     """Status, standard output and standard error of a command in a copy of the repository."""
-    python = as_python(command)
-    if python is not None:
-        return (run_here if "Ranks(" in python[1] else run_python)(*python, folder)
-    if command.endswith(ERROR):
-        _, output, errors = run(command.removesuffix(ERROR), folder)
-        return 0, output + errors, ""
-    shell = ["bash", "-euo", "pipefail", "-c"]
+    if python := as_python(command):
+        return run_python(*python, folder)
     first, pipe, rest = command.partition(" | ")
     python = as_python(first) if pipe and "\n" not in first else None
     if python is None:
-        return run_process([*shell, command], folder)
+        return in_bash(command, folder)
     status, output, errors = run_python(*python, folder)
-    return run_process([*shell, rest], folder, output) if status == 0 else (status, output, errors)
-
-
-IN_COPY = """
-import json, sys
-from pathlib import Path
-from tests.docs.transcripts import run
-if __name__ == "__main__":
-    json.dump([run(command, Path.cwd()) for command in json.load(sys.stdin)], sys.stdout)
-"""
-
-
-def run_in_copy(wanted: list[str], folder: Path) -> list[tuple[int, str, str]]:
-    """The results of `run` for several commands in a modified copy, with the modules of that copy:
-    one process runs them all."""
-    program = [sys.executable, "-c", IN_COPY]
-    status, output, errors = run_process(program, folder, json.dumps(wanted), SECONDS * len(wanted))
-    assert status == 0, errors
-    return [tuple(answer) for answer in json.loads(output)]
+    return in_bash(rest, folder, output) if status == 0 else (status, output, errors)
 
 
 def as_python(command: str) -> tuple[list[str], str] | None:
     """(arguments, program) of a command that only runs Python: `-m MODULE …` (empty program), `-c
-    PROGRAM …`, or a program in a here-document. None if the command needs a shell."""
+    PROGRAM …`, or a program in a here-document. None if the command needs a shell, or starts ranks,
+    which are forked from the program's own process."""
+    if "Ranks(" in command:
+        return None
     first, _, rest = command.partition("\n")
     here = re.fullmatch(r"(\S+) - <<'(\w+)'", first)
     if here:
@@ -230,18 +177,6 @@ def run_python(arguments: list[str], program: str, folder: Path) -> tuple[int, s
         process.kill()
         process.join()
         return process.exitcode or 0, *(file.read_text(encoding="utf-8") for file in files)
-
-
-def run_here(_: list[str], program: str, folder: Path) -> tuple[int, str, str]:
-    """As `run_python`, but in this process, whose ranks are forked by a server that already runs: a
-    new process would start its own, which takes seconds."""
-    output, errors = io.StringIO(), io.StringIO()
-    with chdir(folder), redirect_stdout(output), redirect_stderr(errors):
-        try:
-            exec(compile(program, "<page>", "exec"), {"__name__": "__main__"})
-        except Exception:
-            return 1, output.getvalue(), traceback.format_exc()
-    return 0, output.getvalue(), errors.getvalue()
 
 
 def _run_python(arguments: list[str], program: str, folder: Path, files: list[Path]) -> None:

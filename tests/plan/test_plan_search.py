@@ -5,7 +5,6 @@ import itertools
 import re
 from dataclasses import replace
 from statistics import median
-from typing import NamedTuple
 
 import pytest
 
@@ -14,14 +13,14 @@ from settings.checks import validate
 from settings.config import Config
 from settings.load import load_config
 from tests import ROOT
-from tools.plan.candidates import Candidate, candidates
+from tools.plan.candidates import candidates
 from tools.plan.describe import describe_search
-from tools.plan.hardware import Device, find_device
+from tools.plan.hardware import find_device
 from tools.plan.layout import Layout
 from tools.plan.memory import CHECKED, GROWING, Memory, batch_bytes, peaks, shortened
 from tools.plan.search import Found, Result, search
 
-CONFIGS = ROOT / "configs"
+H100 = find_device("h100")
 SMALL = (
     "model.dim=1024 model.num_heads=8 model.num_kv_heads=8 model.ffn_dim=2816 "
     "model.vocab_size=8192 train.seq_len=512 parallel.tp_pieces=1 "
@@ -43,14 +42,19 @@ GPT3 = (
 )
 
 
+def load(name: str, *keys: str) -> Config:
+    """A configuration, with keys of which one text may have several."""
+    return load_config(str(ROOT / "configs" / f"{name}.yaml"), " ".join(keys).split())
+
+
 def job(schedule: str, pp: int, v: int, m: int, *keys: str) -> Layout:
     """A layout with `m` micro-batches of two sequences on `pp` stages, each sharded over two ranks.
     The last stage has one layer less than the others."""
     sizes = {"model.num_layers": 2 * pp * v - 1, "parallel.tp": 1, "parallel.pp": pp,
              "parallel.dp_shard": 2, "parallel.schedule": schedule, "parallel.stages_per_rank": v,
              "train.micro_batch_size": 2, "train.global_batch_size": 4 * m}  # fmt: skip
-    keys = (*SMALL.split(), *(f"{key}={value}" for key, value in sizes.items()), *keys)
-    return Layout(load_config(str(CONFIGS / "llama3_70b.yaml"), list(keys)), 2 * pp, 0)
+    given = (f"{key}={value}" for key, value in sizes.items())
+    return Layout(load("llama3_70b", SMALL, *given, *keys), 2 * pp, 0)
 
 
 def in_full(layout: Layout) -> list[int]:
@@ -61,9 +65,7 @@ def in_full(layout: Layout) -> list[int]:
 MODES = [
     (1, "full", "block", "float32"),
     (2, "none", "stage", "bfloat16"),
-    (2, "full", "block", "bfloat16"),
     (3, "selective", "block", "bfloat16"),
-    (3, "full", "stage", "bfloat16"),
 ]
 
 
@@ -72,15 +74,11 @@ MODES = [
 def test_a_shortened_step_peaks_where_the_whole_one_does(
     schedule: str, zero: int, mode: str, unit: str, dtype: str
 ) -> None:
-    keys = [
-        f"parallel.zero_stage={zero}",
-        f"train.activation_checkpointing={mode}",
-        f"parallel.fsdp_unit={unit}",
-    ]
-    keys += [f"train.dtype={dtype}", "data.document_mask=true"]
-    for pp, v in itertools.product((2, 3, 4), STAGES[schedule]):
-        m = 9 * pp if schedule == "interleaved_1f1b" else 9 * pp + 1
-        layout = job(schedule, pp, v, m, *keys)
+    keys = (f"parallel.zero_stage={zero} train.activation_checkpointing={mode} "
+            f"parallel.fsdp_unit={unit} train.dtype={dtype} data.document_mask=true")  # fmt: skip
+    for pp, v in itertools.product((2, 4), STAGES[schedule]):
+        m = 6 * pp if schedule == "interleaved_1f1b" else 6 * pp + 1
+        layout = job(schedule, pp, v, m, keys)
         assert list(peaks(layout)) == in_full(layout), (pp, v)
 
 
@@ -94,103 +92,30 @@ def test_a_step_can_be_too_short(schedule: str) -> None:
     assert [peak + batch for peak in in_full(short)] != in_full(layout)
 
 
-@pytest.mark.parametrize("schedule", STAGES)
-def test_a_shortened_step_is_refused_where_the_whole_one_is(schedule: str) -> None:
-    layout = job(schedule, 4, STAGES[schedule][-1], 36)
-    validate(shortened(layout, CHECKED).config, layout.world)
-    refused = job(
-        schedule,
-        4,
-        STAGES[schedule][-1],
-        36,
-        "parallel.reduce_dtype=bfloat16",
-        "parallel.zero_stage=1",
-    )
-    for one in (refused, shortened(refused, CHECKED)):  # would sum micro-batches in bfloat16
-        with pytest.raises(UserError, match=r"parallel\.reduce_dtype"):
-            validate(one.config, one.world)
-
-
-@pytest.mark.thorough
-def test_bounds_are_bounds_and_near_where_schedules_repeat_themselves() -> None:
-    keys = [*SMALL.split(), "model.num_layers=16", "train.global_batch_size=256"]
-    config, device = load_config(str(CONFIGS / "llama3_70b.yaml"), keys), find_device("h100")
-    by_schedule: dict[tuple[str, int], list[Candidate]] = {}
-    for one in candidates(config, 8, device):
-        if one.rest["pp"] > 1:
-            kind = one.rest["schedule"], one.rest["stages_per_rank"]
-            by_schedule.setdefault(kind, []).append(one)
-    assert {schedule for schedule, _ in by_schedule} == set(STAGES)
-    ratios = []
-    for found in by_schedule.values():
-        for one in found[:: max(1, len(found) // 8)]:
-            peak = Found(one.config(), 8, device).peak
-            assert one.bound <= peak, one
-            ratios.append(one.bound / peak)
-    assert median(ratios) > 0.9
-
-
-# --- a space so small that every layout is counted and simulated ----------------------------------
-
-
-class Small(NamedTuple):
-    config: Config
-    device: Device
-    every: list[tuple[Candidate, Found]]
-
-
-def space(world: int, layers: int, batch: int) -> Small:
-    """Half of its layouts do not fit the device."""
-    keys = [*SMALL.split(), f"model.num_layers={layers}", f"train.global_batch_size={batch}"]
-    config = load_config(str(CONFIGS / "llama3_70b.yaml"), keys)
-    device = find_device("h100")
-    every = [(one, Found(one.config(), world, device)) for one in candidates(config, world, device)]
+def test_the_search_finds_the_fastest_of_all_that_fit() -> None:
+    """In a space so small that every layout is counted and simulated, on a device in which half of
+    the layouts fit. No bound exceeds what it bounds."""
+    two_heads = "model.dim=256 model.num_heads=2 model.num_kv_heads=2"
+    config = load("llama3_70b", SMALL, two_heads, "model.num_layers=4 train.global_batch_size=2")
+    every = [(one.bound, Found(one.config(), 4, H100)) for one in candidates(config, 4, H100)]
+    assert not [found for bound, found in every if bound > found.peak]
     room = median(found.peak for _, found in every)
-    device = replace(device, memory_bytes=device.memory_bytes - device.room + room)
-    return Small(config, device, every)
-
-
-@pytest.fixture(scope="module")
-def small() -> Small:
-    return space(4, 4, 4)
-
-
-def starts(found: Found) -> bool:
-    try:
-        validate(found.config, found.world)
-    except UserError:
-        return False
-    return True
-
-
-def test_the_search_finds_the_fastest_of_all_that_fit(small: Small) -> None:
-    fit = [one for _, one in small.every if one.peak <= small.device.room and starts(one)]
-    assert 0 < len(fit) < len(small.every)
+    device = replace(H100, memory_bytes=H100.memory_bytes - H100.room + room)
+    fit = [one for _, one in every if one.peak <= device.room]
+    assert 0 < len(fit) < len(every)
     best = min(fit, key=lambda one: (one.seconds, one.peak))
-    result = search(small.config, 4, small.device)
+    result = search(config, 4, device)
     found = result.best[0]
     assert (found.seconds, found.peak) == (best.seconds, best.peak)
     assert str(found) in describe_search(result)
-
-
-def test_no_bound_exceeds_what_it_bounds(small: Small) -> None:
-    assert [one for one, found in small.every if one.bound > found.peak] == []
-
-
-# --- searches in which few layouts fit ------------------------------------------------------------
 
 
 @pytest.mark.thorough
 def test_of_a_hard_case_few_layouts_are_counted() -> None:
     """For 175 billion parameters on 40 A100, with up to 320 micro-batches per step, less than 1% of
     over 20,000 layouts are counted exactly."""
-    config, device = (
-        load_config(
-            str(CONFIGS / "llama3_70b.yaml"), [*GPT3.split(), "train.global_batch_size=320"]
-        ),
-        find_device("a100"),
-    )
-    result = search(config, 40, device)
+    config = load("llama3_70b", GPT3, "train.global_batch_size=320")
+    result = search(config, 40, find_device("a100"))
     assert result.best
     assert result.layouts > 20_000
     assert result.counted < 200
@@ -200,30 +125,19 @@ def test_of_a_hard_case_few_layouts_are_counted() -> None:
 def test_a_hopeless_search_says_what_is_nearest() -> None:
     """If nothing fits, here with sequences of a million tokens, the error states the layout that
     comes nearest and what it needs."""
-    config = load_config(str(CONFIGS / "llama3_8b.yaml"), ["train.seq_len=1048576"])
-    device = find_device("h100")
-    with pytest.raises(
-        UserError,
-        match=r"--gpus = 8: none of [\d,]+ layouts fits 77 GB a GPU \(\d were counted exactly\)",
-    ) as e:
-        search(config, 8, device)
+    long = "train.seq_len=1048576"
+    config = load("llama3_8b", long)
+    said = r"--gpus = 8: none of [\d,]+ layouts fits 77 GB a GPU \(\d were counted exactly\)"
+    with pytest.raises(UserError, match=said) as e:
+        search(config, 8, H100)
     stated = re.search(r"the nearest needs ([\d.]+) GB", e.value.why)
     assert stated
     overrides = re.findall(r"(?:parallel|train)\.\S+=\S+", e.value.remedy)
-    nearest = Found(
-        load_config(str(CONFIGS / "llama3_8b.yaml"), ["train.seq_len=1048576", *overrides]),
-        8,
-        device,
-    )
+    nearest = Found(load("llama3_8b", long, *overrides), 8, H100)
     validate(nearest.config, 8)
     assert nearest.peak / 1e9 == pytest.approx(float(stated[1]), abs=0.05)
-    assert nearest.peak > device.room
+    assert nearest.peak > H100.room
     assert str(nearest) in e.value.why
-    # It is chosen by its bound, which is close to its real peak, and no other layout has a smaller
-    # one.
-    assert (
-        0.8 * nearest.peak < min(one.bound for one in candidates(config, 8, device)) <= nearest.peak
-    )
 
 
 def test_where_states_alone_do_not_fit_no_layout_is_looked_at(
@@ -231,43 +145,34 @@ def test_where_states_alone_do_not_fit_no_layout_is_looked_at(
 ) -> None:
     """For 405 billion parameters on 8 GPUs the search refuses at once, because even the states do
     not fit. On 86 GPUs they do, but no layout fits, and the search looks at layouts."""
-    config, device = load_config(str(CONFIGS / "llama3_405b.yaml"), []), find_device("h100")
-    looked = []
+    config, looked = load("llama3_405b"), []
     monkeypatch.setattr("tools.plan.search.candidates", lambda *_: looked.append(1) or [])
     with pytest.raises(UserError, match=r"16 bytes a parameter, 6,494 GB: 812 GB on each GPU") as e:
-        search(config, 8, device)
+        search(config, 8, H100)
     assert "more than 85 GPUs" in e.value.remedy
     assert not looked
     with pytest.raises(UserError, match=r"no layout of 86 GPUs"):
-        search(config, 86, device)
+        search(config, 86, H100)
     assert looked
-
-
-# --- output ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def eight() -> Result:
     """The search for 8B on 8 H100."""
-    return search(load_config(str(CONFIGS / "llama3_8b.yaml"), []), 8, find_device("h100"))
+    return search(load("llama3_8b"), 8, H100)
 
 
 @pytest.mark.thorough
 def test_what_is_found_fits_and_is_in_order(eight: Result) -> None:
-    """Estimates are near what is simulated, and the printed overrides lead to the layout."""
+    """Estimates are near what is simulated, and the printed overrides lead to the layout. The
+    configuration file is nearly as fast as the fastest."""
     assert [one.seconds for one in eight.best] == sorted(one.seconds for one in eight.best)
     for one in eight.best:
         validate(one.config, 8)
         assert one.estimate == pytest.approx(one.seconds, rel=0.1)
         assert one.peak <= one.device.room
-        overrides = one.overrides().split()
-        assert load_config(str(CONFIGS / "llama3_8b.yaml"), overrides) == one.config
-
-
-@pytest.mark.thorough
-def test_the_8b_file_is_nearly_as_fast_as_the_fastest(eight: Result) -> None:
-    file = Found(load_config(str(CONFIGS / "llama3_8b.yaml"), []), 8, find_device("h100"))
-    assert file.seconds < 1.05 * eight.best[0].seconds
+        assert load("llama3_8b", one.overrides()) == one.config
+    assert Found(load("llama3_8b"), 8, H100).seconds < 1.05 * eight.best[0].seconds
 
 
 @pytest.mark.thorough
@@ -298,22 +203,20 @@ def test_long_sequences_are_split_over_cp() -> None:
     batch has fewer sequences than the world has GPUs. Bounds and estimates hold with cp, and the
     printed overrides lead to the layout. Control: in sequences of 8,192 tokens only cp 1 is
     tried."""
-    path, h100 = str(CONFIGS / "llama3_70b.yaml"), find_device("h100")
     one_head = "model.dim=128 model.num_heads=1 model.num_kv_heads=1"  # so that only tp 1 is tried
-    keys = [*SMALL.split(), *one_head.split(), "model.num_layers=2", "train.global_batch_size=2"]
-    config = load_config(path, [*keys, "train.seq_len=32768"])
-    found = list(candidates(config, 4, h100))
+    keys = SMALL, one_head, "model.num_layers=2 train.global_batch_size=2 train.seq_len=32768"
+    config = load("llama3_70b", *keys)
+    found = list(candidates(config, 4, H100))
     assert {one.alike.parallel.cp for one in found} == {1, 2, 4}
     split = [one for one in found if one.alike.parallel.cp > 1]
     for one in split[:: len(split) // 10]:
-        assert one.bound <= Found(one.config(), 4, h100).peak
-    result = search(config, 4, h100)
+        assert one.bound <= Found(one.config(), 4, H100).peak
+    result = search(config, 4, H100)
     best = result.best[0]
     assert best.config.parallel.cp > 1
     assert best.estimate == pytest.approx(best.seconds, rel=0.1)
     assert f"cp {best.config.parallel.cp} × tp 1" in str(best)
-    overrides = [*keys, "train.seq_len=32768", *best.overrides().split()]
-    assert load_config(path, overrides) == best.config
+    assert load("llama3_70b", *keys, best.overrides()) == best.config
     assert "cp 1, 2, 4;" in result.space[0]
-    short = load_config(path, [*keys, "train.seq_len=8192"])
-    assert {one.alike.parallel.cp for one in candidates(short, 4, h100)} == {1}
+    short = load("llama3_70b", *keys, "train.seq_len=8192")
+    assert {one.alike.parallel.cp for one in candidates(short, 4, H100)} == {1}

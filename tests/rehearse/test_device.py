@@ -1,7 +1,6 @@
 """Work with a device from the host's side, on pretended devices: threads use their rank's device,
 saving does not touch a stream, and a card is told from its namesakes."""
 
-import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from hardware import DATA_SHEETS, data_sheet_of
 from proofs.ranks import RankError, Ranks
 from runtime.checkpoint.save import Saver
 from runtime.device import CUBLAS, deterministic, device_thread
-from tests import ROOT
-from tests.runs import train_run, write_config
+from tests.runs import fresh, train_run, write_config
 
 
 class Devices(threading.local):
@@ -25,18 +23,13 @@ class Devices(threading.local):
     current = 0
 
 
-@pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
-    found = Devices()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: found.current)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(found, "current", device))
-    return found
-
-
 @pytest.mark.parametrize("make", [device_thread, None], ids=["device_thread", "control"])
-def test_a_thread_works_on_its_rank_s_device(devices: Devices, make: Any) -> None:
+def test_a_thread_works_on_its_rank_s_device(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
     """Control: a plain thread works on device 0."""
+    here = Devices()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: here.current)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(here, "current", device))
     torch.cuda.set_device(3)
     seen: list[int] = []
     target = lambda: seen.append(torch.cuda.current_device())  # noqa: E731
@@ -44,24 +37,6 @@ def test_a_thread_works_on_its_rank_s_device(devices: Devices, make: Any) -> Non
     thread.start()
     thread.join()
     assert seen == [3 if make else 0]
-
-
-def test_every_thread_that_may_touch_a_device_is_made_so() -> None:
-    """The others are listed here: they work on the host only, and so know nothing of devices."""
-    folders = ("data", "model", "parallel", "runtime", "settings", "training")
-    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
-    plain = [file for file in files if "threading.Thread(" in file.read_text(encoding="utf-8")]
-    # runtime/monitor/ is another process, which knows no device at all
-    alerts = {file for file in plain if file.is_relative_to(ROOT / "runtime" / "monitor")}
-    for file in alerts:
-        assert not re.search(r"^ *(import|from) torch", file.read_text(encoding="utf-8"), re.M)
-    plain = [file for file in plain if file not in alerts]
-    named = {file.relative_to(ROOT).as_posix() for file in plain}
-    on_the_host = {"data/loader.py", "data/prepare.py", "runtime/checkpoint/lease.py",
-                   "runtime/signals.py", "runtime/start/elastic.py",
-                   "runtime/torchrun.py"}  # fmt: skip
-    assert named == {*on_the_host, "runtime/device.py"}
-    assert not [name for name in on_the_host if "cuda" in (ROOT / name).read_text(encoding="utf-8")]
 
 
 class CopyAhead(HuggingFaceStorageWriter):
@@ -90,33 +65,29 @@ def save_as_on_a_gpu(arguments: list[str], writer: Any = HuggingFaceStorageWrite
 def test_saving_uses_no_stream(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, data, train={"steps": 1}, checkpoint={"interval": 1})
     assert ranks.run(save_as_on_a_gpu, 2, [config]) == [""] * 2
+    fresh(tmp_path)
+    with pytest.raises(RankError, match="a stream is used"):  # control: DCP's default
+        ranks.run(save_as_on_a_gpu, 1, [config], CopyAhead)
 
 
-def test_a_stream_in_a_save_would_be_found(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """Control: DCP's default."""
-    config = write_config(tmp_path, data, train={"steps": 1}, checkpoint={"interval": 1})
-    with pytest.raises(RankError, match="a stream is used"):
-        ranks.run(save_as_on_a_gpu, 2, [config], CopyAhead)
+CARDS = {
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 PCIe": "h100 pcie",
+    "NVIDIA H100 NVL": "h100 nvl",
+    "NVIDIA H200": "h200",
+    "NVIDIA H200 NVL": "h200 nvl",
+    "NVIDIA A100-SXM4-80GB": "a100",
+}
 
 
-@pytest.mark.parametrize(
-    ("device", "sheet"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", "h100 pcie"),
-        ("NVIDIA H100 NVL", "h100 nvl"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA H200 NVL", "h200 nvl"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-    ],
-)
-def test_a_card_has_its_own_peak(device: str, sheet: str) -> None:
+def test_a_card_has_its_own_peak() -> None:
     """MFU divides by the peak: a PCIe card's is three quarters of the SXM card's."""
-    assert data_sheet_of(device) is DATA_SHEETS[sheet]
+    for device, sheet in CARDS.items():
+        assert data_sheet_of(device) is DATA_SHEETS[sheet]
     assert data_sheet_of("NVIDIA GeForce RTX 4090") is None
 
 
-@pytest.mark.parametrize("before", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("before", [(False, False), (True, True)])
 @pytest.mark.parametrize(("variable", "warns"), [(":4096:8", False), (":0:0", True)])
 def test_an_examination_is_deterministic_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, before: tuple[bool, bool], variable: str, warns: bool
@@ -125,10 +96,8 @@ def test_an_examination_is_deterministic_on_a_gpu(
     repeat. But products raise unless the user's variable allows it."""
 
     def flags() -> tuple[bool, bool]:
-        return (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        return torch.are_deterministic_algorithms_enabled(), warns
 
     monkeypatch.setenv(CUBLAS, variable)
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -6,21 +6,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from errors import UserError
-from model.config import ModelConfig
 from parallel.axes import MeshSizes
 from parallel.pipeline.actions import BACKWARD, FORWARD, Action
 from settings.load import load_config
 from tests import ROOT
 from tools.plan.hardware import find_device
 from tools.plan.layout import world_of
-from tools.rehearse.__main__ import main
+from tools.rehearse.__main__ import beside_the_plan, main
 from tools.rehearse.fake_gpu import fake_gpu, one_rank
 from tools.rehearse.memory import measuring
-from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse
+from tools.rehearse.rank import alone, rehearse
 from tools.rehearse.real import predicted_step, rehearse_for_real
 
 CONFIGS = ROOT / "configs"
+LLAMA_70B = str(CONFIGS / "llama3_70b.yaml")
+THOROUGH = pytest.mark.thorough
 TINY = ["model.dim=64", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=96",
         "model.vocab_size=128", "model.num_layers=4", "train.seq_len=32",
         "train.global_batch_size=8", "parallel.tp=2", "parallel.pp=2",
@@ -28,74 +28,44 @@ TINY = ["model.dim=64", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_
         "parallel.tp_pieces=1", "train.activation_checkpointing=none"]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [
-        *(("llama3_405b", stage) for stage in ("first", "middle", "last")),
-        *(
-            pytest.param("llama3_70b", stage, marks=pytest.mark.thorough)
-            for stage in ("first", "middle", "last")
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["llama3_405b", pytest.param("llama3_70b", marks=THOROUGH)])
+@pytest.mark.parametrize("stage", ["first", pytest.param("middle", marks=THOROUGH), "last"])
 def test_every_kind_of_stage_goes_forward_and_backward(name: str, stage: str) -> None:
-    """Every kind of stage runs forward and backward with the expected memory and collectives; with
+    """Every kind of stage runs forward and backward with the planned memory and collectives; with
     few micro-batches per pipeline (70B interleaves, which needs as many as ranks), and full
     recomputation, which runs the most code."""
     path, sequences = str(CONFIGS / f"{name}.yaml"), 64 if name == "llama3_70b" else 8
     keys = [f"train.global_batch_size={sequences}", "train.activation_checkpointing=full"]
     config = load_config(path, keys)
     world, pp = world_of(path, config, None), config.parallel.pp
-    ranks = world // pp  # of a pipeline rank: tp × FSDP
-    micro_batches = sequences * config.parallel.tp // ranks
     pp_rank = {"first": 0, "middle": pp // 2, "last": pp - 1}[stage]
-    report = alone(rehearse, config, world, pp_rank * ranks)
-    split, model = config.split_layers(), config.model
-    last = len(split) - 1
-    held = list(range(pp_rank, len(split), pp))
-    assert report["stages"] == held
+    report = alone(rehearse, config, world, pp_rank * (world // pp))
+    assert report["stages"] == list(range(pp_rank, len(config.split_layers()), pp))
     assert report["host_bytes"] < 2 << 30
-    blocks = sum(len(split[i]) for i in held)
-    tables = (0 in held) + (last in held)
-    numel = blocks * block_parameters(model) + tables * model.vocab_size * model.dim
-    # Norm weights, which are whole on every tp rank, add about 0.01%.
-    assert report["memory"]["sharded weights"] == pytest.approx(4 * numel / ranks, rel=1e-3)
-    assert report["memory"]["optimizer state"] == pytest.approx(8 * numel / ranks, rel=1e-3)
     assert report["peak_memory_bytes"] == sum(report["memory"].values())
-    tp = report["collectives"]["tp"]["kinds"]
-    # forward 2, backward 4, recomputation 2
-    assert tp["all_gather"]["count"] >= 8 * blocks * micro_batches
-    sends = sum((i < last) + (i > 0) for i in held)  # of a micro-batch
-    assert report["collectives"]["pp"]["kinds"]["send"]["count"] == sends * micro_batches
-
-
-def block_parameters(model: ModelConfig) -> int:
-    attention = model.dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
-    return attention + 3 * model.dim * model.ffn_dim
+    planned = beside_the_plan(config, report)
+    assert planned["same_collectives"]
+    assert abs(planned["error"]) < 0.001
 
 
 def test_a_second_step_needs_no_more_and_talks_as_much() -> None:
-    config = load_config(str(CONFIGS / "llama3_70b.yaml"), TINY)
+    config = load_config(LLAMA_70B, TINY)
     once, twice = alone(rehearse, config, 8, 0), alone(rehearse, config, 8, 0, 2)
     assert once["collectives"] == twice["collectives"]
     assert twice["peak_memory_bytes"] == pytest.approx(once["peak_memory_bytes"], rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ["data.document_mask=true"],
-        ["model.attention=[sliding_window,causal]", "model.attention_window=100"],
-    ],
-    ids=["documents", "windows"],
-)
-def test_on_a_gpu_no_mask_is_in_memory(keys: list[str]) -> None:
+def test_on_a_gpu_no_mask_is_in_memory() -> None:
     """Documents and windows on a GPU need no mask of S² elements, because flash attention takes
     them as arguments."""
-    path, long = str(CONFIGS / "llama3_70b.yaml"), [*TINY, "train.seq_len=512"]
-    causal, masked = load_config(path, long), load_config(path, [*long, *keys])
-    peaks = [alone(rehearse, c, 8, 0)["peak_memory_bytes"] for c in (causal, masked)]
-    assert peaks[1] - peaks[0] < causal.train.seq_len**2
+    keys = ["data.document_mask=true", "model.attention=[sliding_window,causal]",
+            "model.attention_window=100"]  # fmt: skip
+    long = [*TINY, "train.seq_len=512", "train.global_batch_size=4"]
+    peaks = [
+        alone(rehearse, load_config(LLAMA_70B, each), 8, 0)["peak_memory_bytes"]
+        for each in (long, [*long, *keys])
+    ]
+    assert peaks[1] - peaks[0] < 512**2
 
 
 def tape_of_tensors() -> dict[str, object]:
@@ -117,25 +87,15 @@ def tape_of_tensors() -> dict[str, object]:
             torch.empty(2048, device="meta")
         del view, other
     report = tape.report()
-    return {
-        "before": before,
-        "after": after,
-        "peak": report["peak_memory_bytes"],
-        "in": report["peak_in"],
-    }
+    return {"found": [before, after, report["peak_memory_bytes"], report["peak_in"]]}
 
 
 def test_the_tape_knows_views_rounding_and_resized_storages() -> None:
-    assert alone(tape_of_tensors) == {
-        "before": 4096 + 512,
-        "after": 6144,
-        "peak": 6144 + 8192,
-        "in": "B0.0",
-    }
+    assert alone(tape_of_tensors)["found"] == [4096 + 512, 6144, 6144 + 8192, "B0.0"]
 
 
 def test_for_real_every_action_is_timed_and_the_job_simulated() -> None:
-    config = load_config(str(CONFIGS / "llama3_70b.yaml"), [*TINY, "train.dtype=float32"])
+    config = load_config(LLAMA_70B, [*TINY, "train.dtype=float32"])
     reports = [alone(rehearse_for_real, config, 8, rank) for rank in (0, 4)]
     assert [set(report["action_seconds"]) for report in reports] == [{"0"}, {"1"}]
     # four micro-batches
@@ -145,26 +105,16 @@ def test_for_real_every_action_is_timed_and_the_job_simulated() -> None:
     assert step["step_seconds"] == pytest.approx(
         step["computing_seconds"] + step["communication_seconds"]
     )
-    slow = predicted_step(
-        config, 8, reports, replace(find_device("h100"), node_bytes_per_second=1e9)
-    )
+    slow_links = replace(find_device("h100"), node_bytes_per_second=1e9)
+    slow = predicted_step(config, 8, reports, slow_links)
     assert slow["computing_seconds"] == step["computing_seconds"]
     assert slow["communication_seconds"] > step["communication_seconds"]
-    assert (
-        max(busy)
-        <= step["step_seconds"]
-        <= sum(busy) + sum(report["other_seconds"] for report in reports) + 1.0
-    )
+    others = sum(report["other_seconds"] for report in reports)
+    assert max(busy) <= step["step_seconds"] <= sum(busy) + others + 1.0
 
 
 def test_what_cannot_be_rehearsed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError, match=r"train\.compile"):
-        check_can_be_rehearsed(
-            load_config(str(CONFIGS / "llama3_70b.yaml"), ["train.compile=true"])
-        )
-    assert main([str(CONFIGS / "llama3_70b.yaml"), "parallel.cpu_offload=true"]) == 2
-    assert "parallel.cpu_offload" in capsys.readouterr().err
-    assert main([str(CONFIGS / "llama3_70b.yaml"), "--rank", "256"]) == 2
-    assert "--rank = 256" in capsys.readouterr().err
-    assert main([str(CONFIGS / "llama3_70b.yaml"), "--json", "nowhere/at/all.json"]) == 2
-    assert "--json" in capsys.readouterr().err
+    for said in ("parallel.cpu_offload=true", "train.compile=true", "--rank=256",
+                 "--imbalance=1.5", "--json=nowhere/at/all.json"):  # fmt: skip
+        assert main([LLAMA_70B, said]) == 2
+        assert said.partition("=")[0] in capsys.readouterr().err
