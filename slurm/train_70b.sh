@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 #
-#   sbatch slurm/train_70b.sh                                        70B on 32 nodes of 8 GPUs
+#   sbatch --nodes 33 --export ALL,SPARE_NODES=1 slurm/train_70b.sh  70B on the best 32 of 33 nodes of 8 GPUs
+#   sbatch slurm/train_70b.sh                                        without a spare: a bad node ends the job
 #   sbatch --nodes 8 slurm/train_70b.sh configs/llama3_70b.yaml parallel.dp_shard=4     on 8 nodes
 #   sbatch --nodes 8 slurm/train_70b.sh configs/llama3_8b.yaml parallel.dp_replicate=8    another model
-#   sbatch --nodes 34 --export ALL,SPARE_NODES=2 slurm/train_70b.sh  the best 32 of 34 nodes
 #   sbatch --nodes 16-32 --no-kill --export ALL,MIN_NODES=16 slurm/train_70b.sh CONFIG.yaml   as many as there are
 #   sbatch --array 1-3%1 slurm/train_70b.sh                          a chain of three jobs
 #
@@ -12,8 +12,8 @@
 # below.
 #
 # The job requeues itself until the run is finished: before its time is up, after a failure, and after
-# a node has died. Each start resumes from the newest checkpoint (checkpoint.resume is `auto`).
-# docs/slurm.md explains what happens when.
+# a node has died. It ends, with an alarm, if too few nodes pass the preflight. Each start resumes from
+# the newest checkpoint (checkpoint.resume is `auto`). docs/slurm.md explains what happens when.
 
 # No other job shares a node. There is one task per node, the default: torchrun starts the node's
 # processes, one per GPU. (With --ntasks-per-node=1, Slurm 22.05 gives --nodes=MIN-MAX only MIN nodes.)
