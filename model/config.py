@@ -52,9 +52,8 @@ class ModelConfig:
     attention: Kinds = "causal"  # one or more files of model/attention/
     # one or more files of model/feed_forward/; auto: experts if num_experts is given, else swiglu
     feed_forward: Kinds = "auto"
-    # Layers of kind experts. Each token goes to experts_per_token of num_experts; 0: no experts.
-    num_experts: Annotated[int, between(0, 2**16)] = 0
-    experts_per_token: Annotated[int, between(1, 2**16)] = 1
+    num_experts: Annotated[int, between(0, 2**16)] = 0  # in a layer of kind experts; 0: no experts
+    experts_per_token: Annotated[int, between(1, 2**16)] = 1  # to so many of them a token goes
     expert_ffn_dim: Width | None = None  # inner width of each expert; null: ffn_dim
     # experts to which every token goes, as one feed-forward of their width together
     num_shared_experts: Annotated[int, between(0, 2**10)] = 0
@@ -70,7 +69,9 @@ class ModelConfig:
     router_bias_rate: Annotated[float, between(0, 1, example=1e-3)] = 0.0
     # number of tokens that a token sees in layers of kind sliding_window, itself included
     attention_window: Annotated[int, between(1, 2**31 - 1, example=4096)] | None = None
+    # added to the mean square in every RMSNorm
     norm_eps: Annotated[float, between(1e-30, 1, example=1e-5)] = 1e-5
+    # the base of the wavelengths of rotary position embeddings
     rope_theta: Annotated[float, between(1, 1e30, example=10000)] = 500_000.0
     # low rotary frequencies are divided by this (Llama 3.1: 8, 3.2: 32); 1: no scaling
     rope_scaling_factor: Annotated[float, between(1, 1e6, example=8)] = 1.0

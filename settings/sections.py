@@ -27,6 +27,7 @@ class TrainConfig:
     seq_len: Annotated[int, between(1, MAX_TOKENS)]  # S: tokens in a sequence
     global_batch_size: Count  # sequences per optimizer step, over all ranks
     micro_batch_size: Count  # sequences per forward on one data-parallel rank
+    # of the initial weights, the order of the data and stochastic rounding
     seed: Annotated[int, between(-(2**63), 2**63 - 1)] = 0
     # dtype of forward and backward; with bfloat16, master weights stay in float32
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
@@ -61,7 +62,9 @@ class OptimizerConfig:
     name: Text = "adamw"  # a file of training/optimizers/
     # weight decay of matrices and embeddings; norm weights are not decayed
     weight_decay: Annotated[float, between(0, 1000)] = 0.1
+    # how slowly the means of gradients and of their squares change, per step
     betas: Annotated[tuple[Beta, Beta], Field(strict=False, examples=[[0.9, 0.95]])] = (0.9, 0.95)
+    # added to the root of the mean square, by which the step is divided
     eps: Annotated[float, between(1e-30, 1, example=1e-8)] = 1e-8
     # the norm of all gradients together is clipped to this; 0: no clipping
     grad_clip: Annotated[float, between(0, 1e30)] = 1.0
@@ -140,10 +143,11 @@ class GuardConfig:
     # compare values that must be equal on several ranks after every this many steps; before a save
     # they are always compared
     replica_interval: Whole = 100
-    # A rank that takes longer for a step than hang_factor times the usual time and longer than
-    # hang_seconds prints where it is and exits (runtime/watchdog.py). hang_factor 0: it waits
-    # forever, for example under a debugger.
+    # a rank that takes longer for a step than hang_factor times the usual time and longer than
+    # hang_seconds prints where it is and exits (runtime/watchdog.py); hang_factor 0: it waits
+    # forever, for example under a debugger
     hang_factor: Annotated[float, between(0, 1e6)] = 10.0
+    # see hang_factor
     hang_seconds: Annotated[float, between(0, 1e8)] = 120.0
     # name: ranks that compute slower than their peers are named in the log, events.jsonl,
     # metrics.jsonl and status.json; exclude: and the next start leaves their nodes out
@@ -180,8 +184,9 @@ class RunConfig:
     # on GPUs: memory snapshots also have the last allocations, each with its source line; costs
     # time (runtime/metrics/memory_report.py)
     memory_history: bool = False
+    # record the run in Weights & Biases (runtime/metrics/wandb_tracker.py)
     wandb: Literal["disabled", "offline", "online"] = "disabled"
-    wandb_project: NonEmpty = "lattice"
+    wandb_project: NonEmpty = "lattice"  # its name there
     tensorboard: bool = False  # also write event files to the run folder's tensorboard/
     # where alarms are sent (runtime/monitor/alarms.py): the URL of a webhook, or a command, which
     # gets the alarm as JSON on standard input; $NAME: that variable's value; "": nowhere
