@@ -4,7 +4,7 @@ to results/. (`make bench` and `make bench-gpu` run them; docs/proofs.md lists w
 compare.py             taking turns, ratios, results: what the programs on a CPU share
 
 data_pipeline.py       preparation with SentencePiece's encoder; batches with a plain copy
-train_cpu.py           a 3D run with (tools.)torchrun, one process, Hugging Face's Llama
+train_cpu.py           a 3D run with torchrun, tools.torchrun, one process, Hugging Face's Llama
 experts.py             a mixture of experts with a dense model, with Hugging Face's Mixtral
 pipeline_schedules.py  schedules with their simulation, with torch.distributed.pipelining
 checkpoint.py          a save with a plain copy and with dd

@@ -52,8 +52,8 @@ class ModelConfig:
     attention: Kinds = "causal"  # one or more files of model/attention/
     # one or more files of model/feed_forward/; auto: experts if num_experts is given, else swiglu
     feed_forward: Kinds = "auto"
-    num_experts: Annotated[int, between(0, 2**16)] = 0  # in a layer of kind experts; 0: no experts
-    experts_per_token: Annotated[int, between(1, 2**16)] = 1  # to so many of them a token goes
+    num_experts: Annotated[int, between(0, 2**16)] = 0  # in a layer of this kind; 0: none
+    experts_per_token: Annotated[int, between(1, 2**16)] = 1  # how many of them each token goes to
     expert_ffn_dim: Width | None = None  # inner width of each expert; null: ffn_dim
     # experts to which every token goes, as one feed-forward of their width together
     num_shared_experts: Annotated[int, between(0, 2**10)] = 0
@@ -114,13 +114,12 @@ class ModelConfig:
             object.__setattr__(self, "feed_forward", kind)
         for key in ("attention", "feed_forward"):
             known, value = kinds_in(f"model.{key}"), getattr(self, key)
-            if not set([value] if isinstance(value, str) else value) <= set(known):
+            if not set(_listed(value)) <= set(known):
                 why = "there is no such kind of layer"
                 raise UserError(f"model.{key}", value, why, f"choose from {known}")
-        given = [self.attention] if isinstance(self.attention, str) else self.attention
-        if self.attention_window is not None and "sliding_window" not in given:
-            remedy = "leave it out, or set model.attention=sliding_window"
+        if self.attention_window is not None and "sliding_window" not in _listed(self.attention):
             why = "no layer has a window"
+            remedy = "leave it out, or set model.attention=sliding_window"
             raise UserError("model.attention_window", self.attention_window, why, remedy)
         self._check_experts()
         if not self.rope_low_freq_factor < self.rope_high_freq_factor:
@@ -129,8 +128,7 @@ class ModelConfig:
             raise UserError(key, self.rope_low_freq_factor, why, remedy)
 
     def _check_experts(self) -> None:
-        given = self.feed_forward
-        used = "experts" in ([given] if isinstance(given, str) else given)
+        used = "experts" in _listed(self.feed_forward)
         if used and not self.num_experts:
             remedy = "give the number of experts, for example 8"
             raise UserError("model.num_experts", 0, "model.feed_forward has experts", remedy)
@@ -221,5 +219,10 @@ class ModelConfig:
         return RopeScaling(self.rope_scaling_factor, low, high, self.rope_original_length)
 
 
+def _listed(kinds: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (kinds,) if isinstance(kinds, str) else kinds
+
+
 def _in_turn(kinds: str | tuple[str, ...], layer: int) -> str:
-    return kinds if isinstance(kinds, str) else kinds[layer % len(kinds)]
+    listed = _listed(kinds)
+    return listed[layer % len(listed)]

@@ -128,10 +128,12 @@ def read_entries(raw: Any) -> tuple[Entry, ...]:
     UserError."""
     if raw is None:
         return ()
-    if not isinstance(raw, list) or len(raw) > MAX_DATA_STAGES:
-        why = f"is not a list of at most {MAX_DATA_STAGES} data stages"
+    if not isinstance(raw, list):
         remedy = "write `data_stages:`, then `- from_step: …` for each"
-        raise UserError("data_stages", raw, why, remedy)
+        raise UserError("data_stages", raw, "is not a list of data stages", remedy)
+    if len(raw) > MAX_DATA_STAGES:
+        why = f"has {len(raw)} data stages: too many"
+        raise UserError("data_stages", raw, why, f"give at most {MAX_DATA_STAGES}")
     for number, entry in enumerate(raw, 1):
         _check_form(f"data_stages.{number}", entry)
     return tuple(raw)

@@ -186,7 +186,7 @@ class RunConfig:
     memory_history: bool = False
     # record the run in Weights & Biases (runtime/metrics/wandb_tracker.py)
     wandb: Literal["disabled", "offline", "online"] = "disabled"
-    wandb_project: NonEmpty = "lattice"  # its name there
+    wandb_project: NonEmpty = "lattice"  # the project in Weights & Biases
     tensorboard: bool = False  # also write event files to the run folder's tensorboard/
     # where alarms are sent (runtime/monitor/alarms.py): the URL of a webhook, or a command, which
     # gets the alarm as JSON on standard input; $NAME: that variable's value; "": nowhere

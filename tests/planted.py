@@ -1,7 +1,9 @@
 """Mistakes that tests plant in the code under test, and must find."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +27,22 @@ def planted(owner: object, name: str) -> Callable[[Callable[..., Any]], Callable
         return plant
 
     return decorate
+
+
+@contextlib.contextmanager
+def from_table(module: str, *names: str) -> Iterator[None]:
+    """Plant mistakes of the table MISTAKES of a module of tests: name → (owner, name in it, the
+    mistake, …)."""
+    with contextlib.ExitStack() as patches:
+        for each in names:
+            owner, attribute, mistake, *_ = importlib.import_module(module).MISTAKES[each]
+            patches.enter_context(planted(owner, attribute)(mistake)())
+        yield
+
+
+def planting(bug: str | Callable[[], Any], module: str) -> Callable[[], Any]:
+    """A mistake itself, or that of the table MISTAKES of `module` with this name."""
+    return functools.partial(from_table, module, bug) if isinstance(bug, str) else bug
 
 
 @planted(TrainStep, "forward_backward")

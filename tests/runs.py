@@ -22,21 +22,25 @@ import proofs.ranks
 import train
 from errors import UserError
 from proofs.ranks import RankError, Ranks
+from runtime.checkpoint.folder import complete_checkpoints
+from runtime.checkpoint.folder import step_of as step_of_checkpoint
 from runtime.checkpoint.load import load
 from runtime.checkpoint.manifest import MANIFEST, PLACES
 from runtime.checkpoint.save_errors import SaveFailed
 from runtime.checkpoint.verify import parse_trainer
+from runtime.log.events import read_events
 from runtime.log.run_log import RunLog
 from runtime.messages import on_all_ranks
 from runtime.signals import Signals
 from runtime.start.checks import try_config
 from runtime.trainer_state import Start, held_tensors
 from settings.load import load_config
+from tests import ROOT
 from tests.data_samples import tokenizer
-from tests.planted import planted
 from tests.steps import make_step
 from training.step import TrainStep
 
+FIXTURE = ROOT / "tests/fixtures" / "step-00000002"  # of an earlier version: pp 2 × tp 2, two steps
 LAYOUT_3D = {"tp": 2, "pp": 2}  # and, on 8 ranks, dp_shard 2
 # for the section `model`: a dense layer, then layers of 4 experts with biases
 EXPERTS = {
@@ -159,6 +163,11 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of this kind of the run whose folder this is."""
+    return [event for event in read_events(folder) if event["event"] == kind]
+
+
 def status_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "run" / "status.json").read_text())
 
@@ -174,6 +183,16 @@ def losses(folder: Path) -> dict[int, float]:
 def evaluations(folder: Path) -> dict[int, float]:
     """Step → held-out loss."""
     return {line["step"]: line["eval_loss"] for line in metrics_of(folder) if "eval_loss" in line}
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints of the run in `folder`/run."""
+    return [step_of_checkpoint(path) for path in complete_checkpoints(folder / "run/checkpoints")]
+
+
+def trainer_of(folder: Path, step: int) -> dict[str, Any]:
+    """The trainer.json of a checkpoint of the run in `folder`/run."""
+    return json.loads((checkpoint_of(folder, step) / "trainer.json").read_text())
 
 
 def checkpoint_of(folder: Path, step: int) -> Path:
@@ -222,20 +241,6 @@ def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return {n: t for part in everyone for n, t in part.items()}
-
-
-def batches_of(arguments: list[str]) -> dict[int, torch.Tensor]:
-    """Train; return this rank's tokens and targets of each step, before they are cut over cp."""
-    batches = {}
-
-    @planted(TrainStep, "__call__")
-    def noted(call: Any, self: TrainStep, step: int, *batch: torch.Tensor) -> Any:
-        batches[step] = torch.stack(batch)
-        return call(self, step, *batch)
-
-    with noted():
-        assert train_run(arguments) == ""
-    return batches
 
 
 def names(folder: Path) -> list[str]:

@@ -186,8 +186,8 @@ def test_local_links_lead_somewhere() -> None:
 def test_commands_and_keys_in_the_text_exist() -> None:
     targets = re.findall(r"^([a-z-]+):(?!=)", MAKEFILE, re.MULTILINE)
     keys = {f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys}
-    keys |= {f"{section}.{end}" for section in SECTIONS for end in ("py", "json", "yaml")}
-    keys |= {f"{section}.safetensors" for section in SECTIONS}
+    ends = ("py", "json", "yaml", "safetensors")
+    keys |= {f"{section}.{end}" for section in SECTIONS for end in ends}
     for name, text in DOCUMENTS.items():
         text = re.sub(r"^```(?:python|diff)\n.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
         code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL))

@@ -9,8 +9,9 @@ slurm/train_70b.sh asks it and does what it prints: the job's exit status, and o
     refused: WHY      the next start would be refused, too
     give up: WHY      too many starts in a row made no checkpoint
 
-Each call counts as a start, in RUN/logs/JOB.fruitless. Without torch, which takes seconds to
-import: the job may have no more.
+Ask once per start: where the job would be requeued, a call counts the starts without a new
+checkpoint, in RUN/logs/JOB.fruitless. Without torch, which takes seconds to import: the job may
+have no more.
 """
 
 import os

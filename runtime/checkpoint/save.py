@@ -179,7 +179,8 @@ class Saver:
             stall += max(self._agree(copied))
             partial = self._on_first(lambda: self._prepare(final.name))
             manifest = self._write_partial(partial, trainer)
-            self._on_first(lambda: self._commit(partial, final, manifest))
+            good = trainer.bad_in_a_row == 0  # else it must not replace older checkpoints
+            self._on_first(lambda: self._commit(partial, final, manifest, deletes=good))
             seconds, size = time.perf_counter() - began, manifest.num_bytes
             stall += 0.0 if self.train.config.checkpoint.async_save else seconds
             record |= {"stall_seconds": stall, "bytes": size, "write_seconds": seconds}
@@ -205,9 +206,6 @@ class Saver:
             self.lease.check()
             log(said, sys.stderr if self.failed else sys.stdout)
             self.log.event("checkpoint", **record)
-            if self.failed is None:
-                # after bad steps, it must not replace older checkpoints
-                self._tidy(final.name, deletes=trainer.bad_in_a_row == 0)
 
     def _write_partial(self, partial: Path, trainer: TrainerState) -> Manifest:
         """Write all files but the manifest into the work folder. Collective over the threads of all
@@ -262,8 +260,11 @@ class Saver:
         partial.mkdir()
         return partial
 
-    def _commit(self, partial: Path, final: Path, manifest: Manifest) -> None:
-        """On rank 0, turn the partial folder into a checkpoint."""
+    def _commit(self, partial: Path, final: Path, manifest: Manifest, deletes: bool) -> None:
+        """On rank 0, turn the partial folder into a checkpoint.
+
+        deletes: whether older checkpoints beyond checkpoint.keep_last are then deleted.
+        """
         write_manifest(partial, manifest)
         sync(partial)
         # Someone else put it there: no start leaves incomplete or later checkpoints in place.
@@ -281,6 +282,7 @@ class Saver:
         except Damaged:
             self.lease.put_aside(final, DAMAGED)
             raise
+        self._tidy(final.name, deletes)
 
     def _tidy(self, name: str, deletes: bool) -> None:
         """On rank 0, name the newest checkpoint in `latest`, and delete those beyond

@@ -19,8 +19,8 @@ import runtime.checkpoint.save
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.manifest import MANIFEST, Damaged, Manifest, read_manifest
 from runtime.checkpoint.save import Saver
+from runtime.checkpoint.save_errors import agree
 from runtime.checkpoint.verify import verify_checkpoint
-from runtime.log.events import read_events
 from runtime.log.run_log import RunLog
 from runtime.trainer_state import DataState
 from tests.data_samples import flip_a_bit
@@ -28,11 +28,13 @@ from tests.planted import planted
 from tests.runs import (
     checkpoint_of,
     copy_of,
+    events_of,
     heard,
     losses,
     messages,
     names,
     run,
+    said_by,
     same_tensors,
     status_of,
     step_of,
@@ -49,7 +51,7 @@ def test_a_good_checkpoint_is_good(saved, capsys):
     assert capsys.readouterr().out.count(": good, ") == 3
     tensors = read_manifest(checkpoint_of(saved, 6)).tensors
     assert {name.split(".")[0] for name in tensors} == {"model", "optimizer"}
-    events = [event for event in read_events(saved / "run") if event["event"] == "checkpoint"]
+    events = events_of(saved / "run", "checkpoint")
     assert [event["step"] for event in events] == [2, 4, 6]
     assert all(event["bytes"] > 0 and event["write_seconds"] > 0 for event in events)
     assert all(event["stall_seconds"] >= 0 for event in events)
@@ -123,6 +125,20 @@ def test_keeping(ranks, data, tmp_path):
     assert (checkpoints / "latest").read_text() == "step-00000007"
 
 
+def disagree() -> str:
+    def mine() -> None:
+        if rank := dist.get_rank():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"/of/{rank}")
+
+    return said_by(agree, mine, dist.new_group(backend="gloo"), Path("/"))
+
+
+def test_the_error_of_a_save_is_everyones(ranks):
+    """The lowest rank's, and how many more have one."""
+    expected = "SaveFailed: on rank 1 (and on 1 more): No space left on device: /of/1"
+    assert ranks.run(disagree, 3) == [expected] * 3
+
+
 FAULTS = [  # where a save fails, at which step, with which error, on which rank
     ("create_stream", 2, errno.ENOSPC, 1),
     ("fingerprint", 4, errno.EDQUOT, 1),
@@ -131,7 +147,7 @@ FAULTS = [  # where a save fails, at which step, with which error, on which rank
     ("write_manifest", 10, errno.EROFS, 0),
     ("fingerprint", 12, errno.ENOSPC, 1),
 ]
-LEFT = ("_delete", 1, errno.EACCES, 0)  # after another was saved
+LEFT = ("_delete", 1, errno.EACCES, 0)  # a deletion, once step 11 is saved
 
 
 def train_with_faults(arguments: list[str]) -> tuple[str, str]:
@@ -237,7 +253,7 @@ def test_what_is_in_the_way_is_put_aside_and_what_is_lost_is_not_called_saved(
     ((refusal, said),) = ranks.run(train_among_others, 1, [config, *ONE_RANK], others)
     assert (refusal, said.count("already existed; it is put aside")) == ("", 2)
     assert said.count("warning: the checkpoint of step 6 was not saved: ") == 1
-    events = [event for event in read_events(tmp_path / "run") if event["event"] == "checkpoint"]
+    events = events_of(tmp_path / "run", "checkpoint")
     assert [event["step"] for event in events if "failed" not in event] == [2, 4, 8]
     assert names(checkpoints)[1:] == [
         "step-00000002", "step-00000002.damaged", "step-00000004", "step-00000004.abandoned",

@@ -27,12 +27,10 @@ from runtime.checkpoint import manifest
 from runtime.checkpoint.manifest import MANIFEST, PLACES, Damaged, fingerprint
 from runtime.checkpoint.verify import parse_trainer, verify_checkpoint
 from runtime.trainer_state import FILE
-from tests import ROOT
-from tests.runs import stored_tensors
+from tests.runs import FIXTURE, stored_tensors
 from tools import verify
 from tools.huggingface.checkpoint_reader import CheckpointReader
 
-FIXTURE = ROOT / "tests/fixtures" / "step-00000002"
 ODD_NUMBERS = [-1, 0, 1, 2, 2**31, 2**63 - 1, 2**63, 10**15, 10**400, -0.0, 0.5, 1e308,
                float("inf"), float("nan"), True]  # fmt: skip
 ODD_WORDS = ["", "x", "..", "../a", "/etc/passwd", "a" * 300, "\ud800", "\x00", "\x1b[2J", "F32",

@@ -27,12 +27,10 @@ from runtime.checkpoint.manifest import (
     write_manifest,
 )
 from runtime.checkpoint.verify import verify_checkpoint
-from tests import ROOT
-from tests.runs import names, train_run, write_config
+from tests.runs import FIXTURE, names, train_run, write_config
 from tools import export, verify
 from tools.generate.load_model import load_model
 
-FIXTURE = ROOT / "tests/fixtures" / "step-00000002"
 SHAPES = {
     "an absurd shape": (1 << 40, 1 << 20),
     "a negative shape": (-1, -4),

@@ -11,12 +11,10 @@ from fsspec.implementations.dirfs import DirFileSystem
 
 from runtime.checkpoint.folder import MANIFEST
 from runtime.checkpoint.manifest import Damaged, fingerprint, read_manifest, write_manifest
-from tests import ROOT
-from tests.runs import contents
+from tests.runs import FIXTURE, contents
 from tools.objects import PARTIAL, complete, fetch, main, open_store, push, read, sizes
 
-NAME = "step-00000002"
-CHECKPOINT = ROOT / "tests/fixtures" / NAME
+NAME = FIXTURE.name
 
 
 class Dropped(Exception):
@@ -62,24 +60,24 @@ def test_there_and_back(url, tmp_path):
     store = open_store(url)
     store.makedirs(f"{NAME}/other")
     store.pipe_file(f"{NAME}/other/file", b"x")  # stays
-    assert "files" in push(store, CHECKPOINT)
-    assert push(store, CHECKPOINT) == "was there already"
+    assert "files" in push(store, FIXTURE)
+    assert push(store, FIXTURE) == "was there already"
     assert complete(store) == [NAME]
     assert PARTIAL not in sizes(store, NAME)
     assert read(store, f"{NAME}/other/file") == b"x"
     fetch(store, NAME, tmp_path)
     assert fetch(store, NAME, tmp_path) == "was there already"
-    assert contents(tmp_path / NAME) == contents(CHECKPOINT)
+    assert contents(tmp_path / NAME) == contents(FIXTURE)
 
 
 def test_every_interruption_leaves_nothing_that_looks_complete(url, tmp_path):
     everything = Flaky(f"{url}-whole", allowed=10**6)
-    push(everything, CHECKPOINT)
+    push(everything, FIXTURE)
     assert everything.made > 5
     for allowed in range(everything.made):
         place = f"{url}-{allowed}"
         with pytest.raises(Dropped):
-            push(Flaky(place, allowed), CHECKPOINT)
+            push(Flaky(place, allowed), FIXTURE)
         is_last = allowed == everything.made - 1  # only PARTIAL is still to be removed
         assert complete(open_store(place)) == ([NAME] if is_last else [])
         if not is_last:
@@ -87,7 +85,7 @@ def test_every_interruption_leaves_nothing_that_looks_complete(url, tmp_path):
                 fetch(open_store(place), NAME, tmp_path / str(allowed))
             assert not (tmp_path / str(allowed) / NAME).exists()
         again = Flaky(place, allowed=10**6)
-        push(again, CHECKPOINT)
+        push(again, FIXTURE)
         assert again.made <= everything.made - allowed + 1  # it continued
         fetch(open_store(place), NAME, tmp_path / str(allowed))
 
@@ -95,7 +93,7 @@ def test_every_interruption_leaves_nothing_that_looks_complete(url, tmp_path):
 def test_another_checkpoint_of_the_same_step_is_replaced(url, tmp_path):
     """After a rollback a step is saved again, with files of the same names and sizes. Interrupted
     at any request, the store never has a mixture that is complete."""
-    other = Path(shutil.copytree(CHECKPOINT, tmp_path / "other" / NAME))
+    other = Path(shutil.copytree(FIXTURE, tmp_path / "other" / NAME))
     trainer = other / "trainer.json"
     trainer.write_text(trainer.read_text().replace('"seed": 0', '"seed": 1'))
     manifest = read_manifest(other)
@@ -104,11 +102,11 @@ def test_another_checkpoint_of_the_same_step_is_replaced(url, tmp_path):
     assert (before.bytes, before.sha256 != changed.sha256) == (changed.bytes, True)
     write_manifest(other, manifest)
     total = Flaky(f"{url}-total", 10**6)
-    push(open_store(f"{url}-total"), CHECKPOINT)
+    push(open_store(f"{url}-total"), FIXTURE)
     push(total, other)
     for allowed in range(total.made):
         place, back = f"{url}-{allowed}", tmp_path / f"back-{allowed}"
-        push(open_store(place), CHECKPOINT)
+        push(open_store(place), FIXTURE)
         with pytest.raises(Dropped):
             push(Flaky(place, allowed), other)
         if complete(open_store(place)):
@@ -123,13 +121,13 @@ def test_another_checkpoint_of_the_same_step_is_replaced(url, tmp_path):
 @pytest.mark.parametrize("how", ["lost", "changed"])
 def test_damage_in_the_store_is_found_before_anything_has_its_name(url, tmp_path, victim, how):
     store = open_store(url)
-    push(store, CHECKPOINT)
-    place, whole = f"{NAME}/{victim}", (CHECKPOINT / victim).read_bytes()
+    push(store, FIXTURE)
+    place, whole = f"{NAME}/{victim}", (FIXTURE / victim).read_bytes()
     store.rm(place) if how == "lost" else store.pipe_file(place, whole[::-1])
     with pytest.raises(Damaged):
         fetch(store, NAME, tmp_path)
     assert not (tmp_path / NAME).exists()
-    push(store, CHECKPOINT) if how == "lost" else store.pipe_file(place, whole)
+    push(store, FIXTURE) if how == "lost" else store.pipe_file(place, whole)
     fetch(store, NAME, tmp_path)  # continues with the files that are right
 
 
@@ -141,7 +139,7 @@ def test_the_command(tmp_path, capsys):
         said = capsys.readouterr()
         return status, said.out + said.err
 
-    assert run("push", url, CHECKPOINT, CHECKPOINT / MANIFEST)[0] == 0  # as after_commit calls it
+    assert run("push", url, FIXTURE, FIXTURE / MANIFEST)[0] == 0  # as after_commit calls it
     assert run("list", url) == (0, f"{NAME}\n")
     status, said = run("fetch", url, tmp_path / "back")
     assert status == 0
@@ -151,5 +149,5 @@ def test_the_command(tmp_path, capsys):
     status, said = run("fetch", url, tmp_path / "third")
     assert status == 2
     assert "holds no complete checkpoint" in said
-    assert run("push", "nosuch://x", CHECKPOINT)[0] == 2
+    assert run("push", "nosuch://x", FIXTURE)[0] == 2
     assert run("push", url, tmp_path)[0] == 1

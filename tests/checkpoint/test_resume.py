@@ -17,9 +17,9 @@ from runtime.checkpoint.manifest import read_manifest
 from runtime.checkpoint.verify import parse_trainer, verify_checkpoint
 from runtime.log.events import read_events
 from runtime.trainer_state import Start, held_tensors
-from tests import ROOT
 from tests.planted import planted
 from tests.runs import (
+    FIXTURE,
     checkpoint_of,
     copy_of,
     evaluations,
@@ -36,7 +36,6 @@ from tests.runs import (
 )
 from training.step import TrainStep
 
-FIXTURE = ROOT / "tests/fixtures" / "step-00000002"  # of an earlier version: pp 2 × tp 2, two steps
 thorough = partial(pytest.param, marks=pytest.mark.thorough)
 
 

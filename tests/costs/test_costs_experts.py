@@ -1,4 +1,5 @@
-"""costs/ records blocks with experts: their products, what travels over ep, and what is kept."""
+"""costs/ records blocks with experts: rows and operations of each rank, what travels, and what the
+split of layers makes of it."""
 
 from dataclasses import replace
 

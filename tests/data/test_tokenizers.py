@@ -97,7 +97,7 @@ def test_bos_begins_a_prompt_as_the_tokenizer_s_configuration_says(tmp_path: Pat
         (plain, {"add_bos_token": True}, True),
     ):
         found = Tokenizer.load(make(tmp_path, CONFIG | told, tokenizer=content))
-        assert found.adds_bos == expected
+        assert found.adds_bos == expected, told
         assert found.encode("a") == Tokenizer({JSON: llama3()}).encode("a")  # without bos
 
 
@@ -218,6 +218,11 @@ def test_training_is_deterministic_and_reaches_the_size() -> None:
     assert one.sha256 == two.sha256
     assert one.vocab_size == 500
     assert one.sha256 != Tokenizer.train(texts[:-5], 500).sha256
+
+
+def test_every_digit_and_every_newline_is_a_token_of_its_own() -> None:
+    assert len(tokenizer().encode("20261121")) == 8
+    assert tokenizer().encode("a\n\nb")[1:3] == tokenizer().encode("\n") * 2
 
 
 def test_training_refuses() -> None:

@@ -38,7 +38,7 @@ from proofs.ranks import PRELOAD
 from tests import ROOT
 
 LEFT_OUT = (".git", ".venv", "runs", "prepared", "wandb", "__pycache__", ".*_cache", "*.pyc",
-            ".whl", "site")  # fmt: skip
+            ".whl", "site", "corpus")  # fmt: skip
 PYTHON = (".venv/bin/python", "python")
 SECONDS = 600  # timeout of one command; far more than any takes
 

@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,15 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from runtime.checkpoint.folder import complete_checkpoints
-from runtime.log.events import read_events
 from runtime.log.log_lines import read_records
 from runtime.log.status import read_status
 from tests import ROOT
-from tests.runs import global_state, write_config
+from tests.monitor.alert_helpers import free_port
+from tests.runs import events_of, stored_tensors, write_config
 
 NODES = 4
 LAYOUTS: list[dict[str, Any]] = [  # for four nodes, three nodes, and one node
@@ -85,9 +82,7 @@ class Cluster:
 
     def start_all(self) -> None:
         """Start all nodes as a new job, with a rendezvous of its own."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        self.endpoint = f"127.0.0.1:{free_port()}"
         for node in range(NODES):
             self.start(node)
 
@@ -140,7 +135,7 @@ class Cluster:
         return found
 
     def starts(self) -> list[dict[str, Any]]:
-        return [event for event in read_events(self.run) if event["event"] == "start"]
+        return events_of(self.run, "start")
 
     @property
     def step(self) -> int:
@@ -233,17 +228,6 @@ def rows_of(folder: Path) -> dict[tuple[int, int], str]:
     return found
 
 
-def state_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the last checkpoint, whole, read by one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        single = ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1", "parallel.layouts=[]"]
-        newest = complete_checkpoints(folder / "run" / "checkpoints")[-1]
-        return global_state([str(folder / "config.yaml"), *single], str(newest))
-    finally:
-        dist.destroy_process_group()
-
-
 def compare(drilled: Path, alone: Path) -> tuple[bool, dict[str, float]]:
     """Of a drilled run and the undisturbed one: whether each step had the same rows and tokens, and
     the largest relative differences."""
@@ -254,7 +238,10 @@ def compare(drilled: Path, alone: Path) -> tuple[bool, dict[str, float]]:
         key: max(abs(found[step][key] / line[key] - 1) for step, line in expected.items())
         for key in ("loss", "grad_norm")
     }
-    ours, theirs = state_of(drilled), state_of(alone)
+    ours, theirs = (
+        stored_tensors(complete_checkpoints(folder / "run" / "checkpoints")[-1])
+        for folder in (drilled, alone)
+    )
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         largest = tensor.abs().max().clamp_min(1e-300)

@@ -118,9 +118,9 @@ def test_each_start_is_told_as_ever(data, tmp_path):
             assert " ".join(k for k in kinds if k not in ("spent", "memory")) == expected.events
             alarms = server.received[heard:]
             assert " ".join(alarm["event"] for alarm in alarms) == expected.alarms
-            assert all(alarm.keys() == ALARM for alarm in alarms)
+            assert all(alarm.keys() == ALARM for alarm in alarms), name
             ended = status_of(tmp_path)
-            assert ended.keys() == {"state", "step", "reason"}
+            assert ended.keys() == {"state", "step", "reason"}, name
             assert f"{ended['state']}: {ended['reason']}".startswith(expected.status)
             shown = [
                 sample
@@ -128,7 +128,7 @@ def test_each_start_is_told_as_ever(data, tmp_path):
                 for sample in family.samples
             ]
             found = {sample.name.removeprefix("lattice_") for sample in shown}
-            assert found - {"record"} == SAMPLES
+            assert found - {"record"} == SAMPLES, name
             states = [each for each in shown if each.name == "lattice_state" and each.value]
             assert [each.labels["state"] for each in states] == [ended["state"]]
     assert sorted(losses(tmp_path)) == [*range(1, 14)]

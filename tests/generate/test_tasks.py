@@ -36,7 +36,7 @@ from runtime.evaluation.rows import (
     measures,
     tokenize,
 )
-from runtime.evaluation.scoring import score_on_mesh
+from runtime.evaluation.scoring import lengths, score_on_mesh
 from runtime.metrics.trackers import of_tasks
 from settings.precision import DTYPES
 from tests.data_samples import tokenizer
@@ -59,6 +59,13 @@ CASES = {
     "tp 2, whole sequences": Case(MeshSizes(tp=2), sequence_parallel=False),
     "one rank": Case(MeshSizes(), document_mask=True),
 }
+
+
+def test_rows_are_computed_in_short_lengths():
+    """A row is padded to seq_len halved as often as it and the ranks' cuts of a sequence allow."""
+    rows = [Row(np.arange(n + 1), 1) for n in (128, 65, 64, 33, 5, 1)]
+    assert lengths(rows, 128, 1) == {32: [4, 5], 64: [2, 3], 128: [0, 1]}
+    assert lengths(rows, 128, 64) == {64: [2, 3, 4, 5], 128: [0, 1]}
 
 
 def some_rows(vocab_size: int) -> list[Row]:
@@ -299,7 +306,7 @@ def test_a_run_measures_its_tasks_alike_on_every_layout(evaluated: Path) -> None
     assert first["task/mine/bits_per_byte"] != second["task/mine/bits_per_byte"]
     for one, other in zip((first, second), metrics_of(evaluated / "8"), strict=True):
         for key in ("eval_loss", *MEASURES):
-            assert other[key] == pytest.approx(one[key], rel=1e-9)
+            assert other[key] == pytest.approx(one[key], rel=1e-9), key
     assert losses(evaluated / "none") == losses(evaluated / "1"), "training is not changed"
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.gpu import kernels, run
 from benchmarks.gpu.operations import FULL
-from benchmarks.gpu.page import MEASURED, estimates
+from benchmarks.gpu.page import MEASURED, NO_GPU, Estimate, estimates, find
 from benchmarks.gpu.run import PARTS, Task
 from model.kernels.backend import why_not_triton
 from tests import ROOT
@@ -110,6 +110,35 @@ def test_the_programs_need_only_what_they_say() -> None:
     control = IMPORT_ALL.format(absent=["sentencepiece"], modules=modules)  # needed
     done = subprocess.run([sys.executable, "-c", control], cwd=ROOT, capture_output=True, text=True)
     assert "import of sentencepiece halted" in done.stderr
+
+
+def result_of(*rows: dict[str, Any], device: str = "NVIDIA H200", **changes: Any) -> dict[str, Any]:
+    about = {"device": device, "torch": "2.11"}
+    return {"part": "fast", "about": about, "tasks": [], "rows": rows} | changes
+
+
+def test_an_estimate_beside_its_measurement() -> None:
+    estimate = Estimate("fast", "MFU", "a source", 0.57, 0.58, "a row", "mfu", "H200")
+    row = {"name": "a row", "status": MEASURED, "mfu": 0.575}
+    for mfu, ratio, verdict in (
+        (0.5, 0.5 / 0.57, "below"),
+        (0.575, 1.0, "within"),
+        (0.7, 0.7 / 0.58, "above"),
+    ):
+        found = find(estimate, result_of(row | {"mfu": mfu}))
+        assert (found["measured"], found["verdict"]) == (mfu, verdict)
+        assert found["ratio"] == pytest.approx(ratio)
+        other = find(estimate, result_of(row | {"mfu": mfu}, device="NVIDIA H100"))
+        assert other["verdict"].startswith(f"{verdict} (another device")
+    killed = {"name": "model", "ended": "killed after 9 s", "seconds": 9.0}
+    for result, why in (
+        (result_of(row | {"status": "out of memory"}), "out of memory"),
+        (result_of(tasks=[killed]), "not measured: model killed after 9 s"),
+        (result_of(row | {"mfu": None}), "not measured: no mfu (is the device in hardware.py?)"),
+        (result_of(row, device=NO_GPU), "not measured: needs a GPU and full sizes"),
+    ):
+        found = find(estimate, result)
+        assert (found["measured"], found["verdict"]) == (None, why)
 
 
 @pytest.mark.slow  # one to several minutes a part; other tests run their programs

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from benchmarks.gpu import model, questions
+from benchmarks.gpu import model, operations, questions
 from benchmarks.gpu.page import MEASURED, NEEDS, NO_TIME, OUT_OF_MEMORY, why_wrong
 from benchmarks.gpu.programs import WIDE
 from model.kernels.attention_choice import BY_REQUEST
@@ -45,6 +45,36 @@ def test_every_row_of_a_program_is_measured(tmp_path: Path, program: str, some: 
             assert row["status"] == needs[name]
         else:
             assert row["status"] == MEASURED, row
+            assert all(time > 0 for time in row.get("milliseconds", {}).values()), row
+
+
+def test_the_best_of_ours_is_of_the_wide_model_and_not_another_program() -> None:
+    found = {
+        name: {"model": key, "program": program, "mfu": mfu}
+        for name, key, program, mfu in (
+            ("a", WIDE, "lattice", 0.5),
+            ("b", WIDE, "lattice", 0.6),
+            ("c", "1B", "lattice", 0.9),
+            ("d", WIDE, "hugging face", 0.8),
+            ("e", WIDE, "lattice", None),
+        )
+    }
+    rows: list[dict[str, object]] = []
+    model.bench_best(WIDE, found, rows.append)
+    assert rows == [{"mfu": 0.6, "of": "b"}]
+
+
+def test_bytes_are_those_of_the_kernels_tables() -> None:
+    """In bfloat16, rms_norm.py has 4 and 6 bytes per element, and so on."""
+    # q and k of (4 + 2) heads, read and written, and 4 cosines and 4 sines in float32
+    rotary = (4 * 6 * 8 + 4 * 8) * 5
+    for case, forward, backward in (
+        (operations.norm_case(6, 64), 4 * 6 * 64, 6 * 6 * 64),
+        (operations.add_norm_case(6, 64), 8 * 6 * 64, 8 * 6 * 64),
+        (operations.swiglu_case(6, 64), 6 * 6 * 64, 10 * 6 * 64),
+        (operations.rotary_case(5, (4, 2, 8)), rotary, rotary),
+    ):
+        assert case.passes == {"forward": forward, "backward": backward}, case.name
 
 
 # name of a benchmark → its body, its row's status, and what makes the exit status 1

@@ -29,11 +29,11 @@ from runtime.health.excluded import excluded_nodes
 from runtime.health.faults import flip
 from runtime.health.products import Compute, Inputs, linear_layers, wrap
 from runtime.health.replicas import check_replicas
-from runtime.log.events import append_event, read_events
+from runtime.log.events import append_event
 from settings.load import load_config
 from tests.health.faulty_runs import flip_a_bit, run_with_a_bit_flipped
 from tests.planted import planted
-from tests.runs import losses, names, said_by, status_of, train_run, write_config
+from tests.runs import events_of, losses, names, said_by, status_of, train_run, write_config
 from tests.steps import make_step, rows_of
 from training.step import TrainStep
 
@@ -47,7 +47,7 @@ OTHERS = [
 
 
 def suspicions(folder: Path) -> list[dict[str, Any]]:
-    return [event for event in read_events(folder / "run") if event["event"] == "suspicion"]
+    return events_of(folder / "run", "suspicion")
 
 
 def fault(rank: int, times: str, step: int = 3) -> str:
@@ -248,8 +248,8 @@ def verdicts_on(case: Case) -> dict[str, tuple[list[int], bool]]:
             wrap(dict([next(iter(linear_layers(train).items()))]), flips)
         with patch.object(examine, "_repeats_bits", lambda _, answer=repeats: answer):
             verdict = examine.examine(train, Suspect((tokens, targets)))
-        assert verdict.verdict == "persistent"
-        assert all(weight.parameter.grad is None for weight in train.weights)
+        assert verdict.verdict == "persistent", name
+        assert all(weight.parameter.grad is None for weight in train.weights), name
         found[name] = verdict.ranks, verdict.is_sure
     return found
 

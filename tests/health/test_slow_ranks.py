@@ -20,9 +20,16 @@ from proofs.ranks import Ranks
 from runtime.health import slow_ranks
 from runtime.health.excluded import exclude, excluded_nodes
 from runtime.health.straggler import Judge
-from runtime.log.events import read_events
 from tests import ROOT
-from tests.runs import LAYOUT_3D, metrics_of, run_log_of, status_of, train_run, write_config
+from tests.runs import (
+    LAYOUT_3D,
+    events_of,
+    metrics_of,
+    run_log_of,
+    status_of,
+    train_run,
+    write_config,
+)
 
 NOISE = ROOT / "tests/fixtures" / "product_times.json"
 PRODUCT_SECONDS = 4e-3
@@ -144,7 +151,7 @@ def test_the_slow_rank_is_named_within_three_intervals(
     ranks: Ranks, data: Path, tmp_path: Path
 ) -> None:
     folder = slow_run(ranks, data, tmp_path, 1.3)
-    (event,) = [each for each in read_events(folder) if each["event"] == "slow_rank"]
+    (event,) = events_of(folder, "slow_rank")
     first = 1 + slow_ranks.AFTER  # the first logged step whose products were timed
     assert (event["rank"], event["since"], event["step"]) == (3, first, first + 2)
     assert event["factor"] == pytest.approx(1.3, abs=0.12)
@@ -162,7 +169,7 @@ def test_evaluation_saving_data_and_uneven_stages_name_nobody(
 ) -> None:
     """Control of the test above: the same run without the slow rank."""
     folder = slow_run(ranks, data, tmp_path, 1.0)
-    assert [each for each in read_events(folder) if each["event"] == "slow_rank"] == []
+    assert events_of(folder, "slow_rank") == []
     assert status_of(tmp_path).get("slow", []) == []
     assert "slow_ranks" in metrics_of(tmp_path)[-1]
 

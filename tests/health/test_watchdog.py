@@ -20,12 +20,11 @@ import torch.distributed as dist
 import runtime.watchdog
 from proofs.ranks import RankError, Ranks
 from runtime.all_listeners import Watching
-from runtime.log.events import read_events
 from runtime.log.run_log import RunLog
 from runtime.watchdog import Watchdog, innermost_line, where_it_waits
 from settings.load import load_config
 from tests.planted import planted
-from tests.runs import forked, status, train_run, write_config
+from tests.runs import events_of, forked, status, train_run, write_config
 from training.step import TrainStep
 
 
@@ -66,7 +65,7 @@ def test_a_rank_that_sleeps_for_ever(ranks: Ranks, data: Path, tmp_path: Path) -
         )
     others = [text.splitlines()[0] for name, text in files.items() if "rank-00002" not in name]
     assert any(re.search(r"waiting in gloo:\w+ number \d+ of \w+, \[\[", line) for line in others)
-    (event,) = [event for event in read_events(tmp_path / "run") if event["event"] == "hang"]
+    (event,) = events_of(tmp_path / "run", "hang")
     assert event["step"] == 2
 
 

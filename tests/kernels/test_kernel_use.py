@@ -1,6 +1,5 @@
 """Kernels work with activation checkpointing, and each run gets the right implementation."""
 
-import multiprocessing
 import os
 import sys
 from collections import Counter
@@ -19,6 +18,7 @@ from model.kernels.swiglu import swiglu
 from parallel.activation import wrap_blocks
 from tests import ROOT
 from tests.counting import Operators
+from tests.runs import forked, status
 
 needs_triton = pytest.mark.skipif(backend.why_not_triton("cpu") is not None, reason="needs Triton")
 S, B, D = 8, 2, 32
@@ -95,9 +95,7 @@ def import_without_triton():
     os._exit(0 if backend.triton is None else 3)
 
 
-def test_nothing_needs_triton_to_be_installed():
+def test_nothing_needs_triton_to_be_installed(tmp_path):
     """train.py can be imported without Triton, which CPU builds of torch do not include."""
-    process = multiprocessing.get_context("fork").Process(target=import_without_triton)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    log = tmp_path / "log"
+    assert status(forked(log, import_without_triton)) == 0, log.read_text()

@@ -197,7 +197,7 @@ def test_the_report_shows_the_load(saved_experts: Path, tmp_path: Path) -> None:
     for by_layer in ("<b>", {"layer": 3}, odd):
         line = {"step": 1, "loss": 3.0, "experts_by_layer": by_layer}
         (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-        assert experts(read_run(tmp_path)) == ("", [])
+        assert experts(read_run(tmp_path)) == ("", []), by_layer
 
 
 BIASES = {f"model.blocks.{layer}.feed_forward.router.bias" for layer in (1, 2, 3)}

@@ -159,7 +159,7 @@ def test_what_is_not_odd(reader: str, tmp_path: Path, capsys: pytest.CaptureFixt
     found, reads = [], READERS[reader][0]
     for last in ("", '{"event": "spent", "step": 4, "ti'):
         write_logs(tmp_path / "run")
-        insert(tmp_path / "run" / FILES[0], 1, *NEWER[: len(last)])
+        insert(tmp_path / "run" / FILES[0], 1, *(NEWER if last else ()))
         for name in FILES:
             with (tmp_path / "run" / name).open("a") as file:
                 file.write(last)

@@ -4,6 +4,7 @@ has every second of a run once."""
 
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -20,7 +21,7 @@ from runtime.log.events import append_event, read_events
 from runtime.log.ledger import CAUSES, account
 from runtime.log.run_log import PAUSE_SECONDS
 from runtime.log.status import end_start, read_status, record_failure, starts_of, write_status
-from tests.runs import run_log_of
+from tests.runs import events_of, run_log_of
 
 
 class Killed(BaseException):
@@ -28,7 +29,7 @@ class Killed(BaseException):
 
 
 def ends(folder: Path) -> list[dict[str, Any]]:
-    return [event for event in read_events(folder) if event["event"] == "end"]
+    return events_of(folder, "end")
 
 
 WORDS = {  # what a thread of rank 0 says of its end; the first one counts
@@ -138,6 +139,23 @@ def test_processes_at_the_same_time(tmp_path: Path) -> None:
         assert race(tmp_path / "locked", 4) == 1
         with patch.object(status, "locked", lambda *_: nullcontext()):
             assert race(tmp_path / "control", 4) > 1
+
+
+def test_two_threads_at_the_same_time(tmp_path: Path) -> None:
+    def slowly(*about: Any) -> Any:
+        time.sleep(0.05)
+        return end_start(*about)
+
+    log = run_log_of(tmp_path)
+    log.start(4, 2)
+    threads = [threading.Thread(target=log.end, args=WORDS[n]) for n in ("main", "watchdog")]
+    with patch("runtime.log.run_log.end_start", slowly):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    (found,) = ends(tmp_path)
+    assert read_status(tmp_path)["reason"] == found["reason"]
 
 
 def test_a_start_that_fails_outside_of_its_steps(tmp_path: Path) -> None:

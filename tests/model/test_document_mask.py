@@ -119,7 +119,7 @@ def far(ours, theirs):
 def test_a_packed_window_is_its_documents_alone(ranks):
     (found,) = ranks.run(packed_alone_and_plain, 1)
     for name, (ours, alone, unmasked) in found.items():
-        assert far(ours[0], alone[0]) < 1e-12
+        assert far(ours[0], alone[0]) < 1e-12, name
         for parameter, gradient in alone[1].items():
             # With documents of one token each, queries and keys have no gradient.
             if gradient.norm() > 1e-12:
@@ -132,7 +132,7 @@ def test_a_packed_window_is_its_documents_alone(ranks):
         embeddings = (each[1]["embedding.weight"] for each in (unmasked, alone))
         distances = [far(unmasked[0], alone[0]), far(*embeddings)]
         if name in ("no bos", "bos first"):
-            assert max(distances) < 1e-12
+            assert max(distances) < 1e-12, name
         elif name != "nothing but bos":
             assert min(distances) > 1e-3, name
 
@@ -175,10 +175,12 @@ def test_model_by_boundaries_is_the_model_by_mask(ranks, compile):
     attention's output, and full checkpointing recomputes it."""
     (found,) = ranks.run(by_boundaries, 1, compile)
     for checkpointing, (by_mask, by_boundary, calls) in found.items():
-        assert calls == {"forward": 2 if checkpointing == "full" else 1, "backward": 1}
-        assert (by_mask[0] - by_boundary[0]).abs().max() < 1e-12
-        for parameter, gradient in by_mask[1].items():
-            assert (by_boundary[1][parameter] - gradient).abs().max() < 1e-12, parameter
+        expected = {"forward": 2 if checkpointing == "full" else 1, "backward": 1}
+        assert calls == expected, checkpointing
+        assert (by_mask[0] - by_boundary[0]).abs().max() < 1e-12, checkpointing
+        for name, gradient in by_mask[1].items():
+            distance = (by_boundary[1][name] - gradient).abs().max()
+            assert distance < 1e-12, (checkpointing, name)
 
 
 @pytest.mark.parametrize(

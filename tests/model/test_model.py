@@ -1,4 +1,4 @@
-"""The model: its number of parameters, how weights are drawn, and its positions. (What its initial
+"""The model: how weights are drawn, its positions, and its z-loss. (What its initial
 weights are and what it computes, test_parity.py and test_huggingface.py compare.)"""
 
 import re

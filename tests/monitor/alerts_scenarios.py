@@ -101,11 +101,11 @@ START = "unless on (run, instance) time() - lattice_start_timestamp_seconds"
     ("old", "new", "alert"),
     [
         ("lattice_slow_rank_ratio > 1.1", "lattice_slow_rank_ratio > 2", "LatticeSlowRank"),
+        ("updated_timestamp_seconds < 900", "updated_timestamp_seconds < 9e9", "LatticeGone"),
         # what keeps a rule quiet: a run that began again, another machine, another stage
         (f"{START} < 1800", "", "LatticeNoStep"),
         (f"{START} < 14400", "", "LatticeNoCheckpoint"),
         (f"> 300\n          {NEWEST}", "> 300", "LatticeFileNotWritten"),
-        ("updated_timestamp_seconds < 900", "updated_timestamp_seconds < 9e9", "LatticeGone"),
         (f"== 1 {NEWEST}", "== 1", "LatticeRunFailed"),
         ('_total{event="data_stage"}', '_total{event="x"}', "LatticeSlow"),
     ],

@@ -179,10 +179,10 @@ def test_a_monitor_that_was_stopped_first_hears_what_was_said(tmp_path: Path) ->
     with Receiver() as server, FedMonitor(tmp_path, on_event=server.url) as monitor:
         monitor.event("start", step=0, world_size=1, began=0.0)
         server.wait_for("start")
-        monitor.step(1, due=1.0)
+        monitor.step(1, due=2.0)
         time.sleep(0.2)
         monitor.process.send_signal(signal.SIGSTOP)
-        time.sleep(1.0)
+        time.sleep(2.0)
         monitor.step(2)
         monitor.process.send_signal(signal.SIGCONT)
         monitor.event("end", state="finished", step=2, reason="")
@@ -257,6 +257,15 @@ def test_what_fails_for_one_line_is_said_and_the_next_is_heard(
     assert note.call_args.args[0]["step"] == 2
     said = capsys.readouterr().err
     assert said.count("alerts: warning: ") == said.count("KeyError: 'rank'") == 2, said
+
+
+def test_an_alarm_that_was_lost_is_recorded(tmp_path: Path) -> None:
+    monitor = Here(tmp_path)
+    monitor._lost({"text": "x: hangs", "event": "hang"}, "no connection")
+    monitor.work.put((monitor._close,))
+    monitor._files()
+    (event,) = read_events(tmp_path)
+    assert (event["event"], event["about"]) == ("undelivered", "hang")
 
 
 def test_the_monitor_imports_nothing_heavy() -> None:

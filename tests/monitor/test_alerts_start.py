@@ -15,7 +15,6 @@ import torch.distributed as dist
 import train
 from errors import UserError
 from proofs.ranks import Ranks
-from runtime.log.events import read_events
 from runtime.log.status import record_failure
 from runtime.messages import LOST, LostConnection
 from runtime.monitor import send
@@ -24,6 +23,7 @@ from tests.monitor.alert_helpers import Receiver
 from tests.planted import planted
 from tests.runs import (
     contents,
+    events_of,
     forked,
     losses,
     run_log_of,
@@ -79,7 +79,7 @@ def test_how_a_start_ends_is_reported(ranks: Ranks, data: Path, tmp_path: Path) 
             server.wait_for(*(kinds := [*kinds, *more.split()]))
             assert text in server.received[-1]["text"]
             assert ("out of memory" in server.received[-1]["text"]) == (error is NO_MEMORY)
-        ends = [event for event in read_events(folder) if event["event"] == "end"]
+        ends = events_of(folder, "end")
         assert [(e["state"], e["step"]) for e in ends] == [end for *_, end in STARTS.values()]
         assert sorted(losses(tmp_path)) == [1, 2, 3]
         # One that is refused: a requeued job whose checkpoints became unreadable at night, say. No

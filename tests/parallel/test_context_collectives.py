@@ -42,9 +42,9 @@ LAYERS = [  # layout, options, key/value heads of a tp rank, sequences per micro
 )
 def test_gathers_and_scatters_of_a_layer(ranks, layout, options, kv_heads, rows):
     """Per layer and micro-batch, in every mode of activation checkpointing, and with a backward in
-    two parts: gradients are scattered once. Backward gathers again in a recomputation, or without
-    one of a single sequence; of several, what forward gathered is kept. A tp rank sends its own
-    heads. Evaluation gathers once."""
+    two parts: gradients are scattered once. Backward gathers again if it recomputes, or if a
+    micro-batch is one sequence; else what forward gathered is kept. A tp rank sends its own heads.
+    Evaluation gathers once."""
     case = Case(layout, **options)
     number, size = once(case, rows, kv_heads, itemsize=8)
     times = 1 if case.activation_checkpointing == "none" and rows > 1 else 2

@@ -23,7 +23,7 @@ from tests.planted import planted
 from tests.proofs.parity_tiers import thorough_but
 from tests.steps import make_step, rows_of
 
-D, X, K = 32, 8, 3  # of the parity proof's model
+D, X = 32, 8  # of the parity proof's model
 
 
 class Messages(TorchDispatchMode):

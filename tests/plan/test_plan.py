@@ -13,6 +13,7 @@ from model.transformer import num_parameters
 from settings.load import load_config
 from tests import ROOT
 from tools.plan.__main__ import main
+from tools.plan.candidates import space
 from tools.plan.guide import STAGES, guide_bytes, our_bytes
 from tools.plan.hardware import find_device
 from tools.plan.layout import Layout
@@ -29,7 +30,8 @@ H100 = find_device("h100")
 
 
 def smaller(case: plan_accuracy.Case) -> plan_accuracy.Case:
-    """With half as many layers, and on few ranks sequences, if the case does not say how many."""
+    """With half as many layers and, on few ranks, half as many sequences, unless the case says how
+    many."""
     less = {"num_layers": "model.num_layers=4"}
     if case.world <= 8:
         less["global_batch_size"] = "train.global_batch_size=8"
@@ -89,15 +91,15 @@ def test_the_fullest_rank_counts_wherever_it_is() -> None:
 
 
 def test_only_what_a_run_would_start_is_found() -> None:
-    """Also in a world that not every tp divides."""
-    keys = [*SMALL, "parallel.reduce_dtype=bfloat16", "train.compile=true",
-            "train.global_batch_size=12"]  # fmt: skip
-    result = search(load_config(LLAMA_70B, keys), 12, H100)
+    keys = [*SMALL, "parallel.reduce_dtype=bfloat16", "train.compile=true"]
+    result = search(load_config(LLAMA_70B, keys), 8, H100)
     assert all(one.config.train.compile for one in result.best)
     schedules = {one.config.parallel.schedule for one in result.best}
     assert not schedules & {"zb_h1", "zb_v", "dualpipe_v"}
     assert {one.config.parallel.tp for one in result.best} == {1}
     assert "train.compile=true" in " ".join(result.space)
+    # in a world that not every tp divides
+    assert "tp 1, 2, 4;" in space(load_config(LLAMA_70B, SMALL), 12, H100)[0]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ DOCUMENTS = [
 ]
 
 
-ROWS = 16  # of a batch: half as many as in other cases, because each pair of kinds is there
+ROWS = 16  # of a batch: half as many as in other cases: enough for two kinds to follow each other
 
 
 def batch(name):

@@ -2,7 +2,6 @@
 ranks, and the comparison with the unsharded model must report it."""
 
 from dataclasses import replace
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +13,7 @@ import training.step
 from model.mask import Mask
 from parallel.context import BesideEachOther, Gather, SplitAttention
 from proofs.parity.run import check
-from tests.planted import gradients_averaged, name_of, planted, replicas_counted_in_the_norm
+from tests.planted import gradients_averaged, name_of, planting, replicas_counted_in_the_norm
 from tests.proofs.context_batches import CP2, check_batch, other_keys_in_backward
 from tests.proofs.parity_tiers import is_found
 from tokens import IGNORE
@@ -94,15 +93,6 @@ MISTAKES = {
 }  # fmt: skip
 
 
-def plant(name):
-    owner, attribute, mistake, _ = MISTAKES[name]
-    return planted(owner, attribute)(mistake)()
-
-
-def late_documents():
-    return plant("documents found after the cut")
-
-
 @pytest.mark.parametrize(
     ("bug", "case", "where"),
     [
@@ -115,7 +105,7 @@ def late_documents():
     ids=name_of,
 )  # fmt: skip
 def test_planted_bug_is_found(ranks, bug, case, where):
-    row = check(ranks, case, sabotage=partial(plant, bug) if isinstance(bug, str) else bug)
+    row = check(ranks, case, sabotage=planting(bug, __name__))
     is_found(row, where)
     assert "weights" not in row.failures()
 
@@ -123,11 +113,11 @@ def test_planted_bug_is_found(ranks, bug, case, where):
 @pytest.mark.parametrize(
     ("bug", "case", "rows", "where"),
     [
-        (late_documents, replace(CP2, document_mask=True), 2, LOSS),
+        ("documents found after the cut", replace(CP2, document_mask=True), 2, LOSS),
         (other_keys_in_backward, CP2, 1, NORM),
         (other_keys_in_backward, replace(CP2, num_kv_heads=8), 1, NORM),
     ],
     ids=name_of,
 )
 def test_planted_bug_is_found_in_the_batch_of_documents(ranks, bug, case, rows, where):
-    is_found(check_batch(ranks, case, rows, "all", bug), where)
+    is_found(check_batch(ranks, case, rows, "all", planting(bug, __name__)), where)

@@ -30,10 +30,11 @@ from parallel.weight_gradient import GradientSum
 from proofs.parity.cases import Case
 from proofs.parity.run import assemble, check, expected, run_on_ranks
 from tests.planted import (
+    from_table,
     gradients_averaged,
     name_of,
     nothing_wrong,
-    planted,
+    planting,
     replicas_counted_in_the_norm,
 )
 from tests.proofs.context_batches import WINDOW
@@ -141,12 +142,10 @@ MISTAKES = {
     "FSDP is not told of weight gradients after backward":
         (FSDPSwitches, "after_weight_gradients", lambda *_, last: None),
 }  # fmt: skip
-NOT_REDUCED = list(MISTAKES)[-2:]
-
-
-def plant(name):
-    owner, attribute, mistake, *_ = MISTAKES[name]
-    return planted(owner, attribute)(mistake)()
+NOT_REDUCED = [
+    "no backward is completed as the last",
+    "FSDP is not told of weight gradients after backward",
+]
 
 
 def tied_embedding_counted_twice():
@@ -168,7 +167,7 @@ def tied_embedding_counted_twice():
     ids=name_of,
 )
 def test_planted_bug_is_found(ranks, bug, case, where, parameter):
-    row = check(ranks, case, sabotage=partial(plant, bug) if isinstance(bug, str) else bug)
+    row = check(ranks, case, sabotage=planting(bug, __name__))
     is_found(row, where, parameter)
     if bug == "softmax over own columns":  # of a loss near log V
         assert row.loss == pytest.approx(math.log(2) / math.log(251), rel=0.2)
@@ -186,13 +185,15 @@ def test_wrong_norm_shows_in_the_steps_too(ranks):
 def test_gradients_that_are_not_reduced_are_named(ranks, bug, case):
     """No weight would be updated, silently. The training step checks for this and raises an error
     that names the cause."""
-    for said in ranks.run(said_by, case.world, run_on_ranks, case, 0, partial(plant, bug)):
+    plant = planting(bug, __name__)
+    for said in ranks.run(said_by, case.world, run_on_ranks, case, 0, plant):
         assert "no backward was marked as the step's last" in said
 
 
 @contextlib.contextmanager
 def not_reduced_and_unchecked():
-    with plant(NOT_REDUCED[0]), patch.object(training.step, "check_reduced", lambda _: None):
+    unchecked = patch.object(training.step, "check_reduced", lambda _: None)
+    with from_table(__name__, NOT_REDUCED[0]), unchecked:
         yield
 
 

@@ -17,8 +17,7 @@ Mistakes that were found in public codebases, and what finds them (test_experts.
     a recomputation counts the load again: Automodel 3247. Counts equal the reference's
     the balance loss scaled by micro-batches or ranks, or averaged: Megatron-LM 5047, 3768.
         Its value and gradient over micro-batches, dp, cp, tp and pp
-    the balance loss without a gradient, or lost on a middle stage: Automodel 1412. The same parity;
-        a loss that is not added, below
+    the balance loss without a gradient, or lost on a middle stage: Automodel 1412. The same parity
     counts in bfloat16 wrong above 256, and a bias that moves the wrong way: Megatron-LM 7081.
         Counts are integers; biases after all steps equal the reference's bit for bit
     the router's gradient not summed over tp: torchtitan 2416. Parity of it
@@ -50,7 +49,7 @@ from parallel.expert import TokenDispatch
 from proofs.parity.cases import Case
 from proofs.parity.expert_cases import STEPS
 from proofs.parity.run import check, run_on_ranks
-from tests.planted import name_of, nothing_wrong, planted
+from tests.planted import from_table, name_of, nothing_wrong, planting
 from tests.proofs.parity_tiers import is_found, thorough_but
 from training.balance import Balance
 from training.guard import UpdateGuard
@@ -156,15 +155,6 @@ MISTAKES = {
 
 
 @contextlib.contextmanager
-def plant(*names):
-    with contextlib.ExitStack() as patches:
-        for name in names:
-            owner, attribute, mistake, *_ = MISTAKES[name]
-            patches.enter_context(planted(owner, attribute)(mistake)())
-        yield
-
-
-@contextlib.contextmanager
 def recomputation_routes_anew():
     """The recomputation finds routes again, from logits with another (large) rounding error."""
     once, find = TokenDispatch.once, BaseRouter.find
@@ -201,12 +191,12 @@ def recomputation_routes_anew():
     ids=name_of,
 )  # fmt: skip
 def test_planted_bug_is_found(ranks, bug, case, where, parameter):
-    row = check(ranks, case, sabotage=partial(plant, bug) if isinstance(bug, str) else bug)
+    row = check(ranks, case, sabotage=planting(bug, __name__))
     is_found(row, where, parameter)
 
 
 def test_biases_of_one_ranks_counts_are_found(ranks):
-    row = check(ranks, DP, STEPS, sabotage=partial(plant, "counts of one rank"))
+    row = check(ranks, DP, STEPS, sabotage=partial(from_table, __name__, "counts of one rank"))
     assert "bias" in row.failures()
 
 
@@ -220,10 +210,10 @@ def test_without_a_bug_nothing_is_found(ranks, mode):
 def test_a_skipped_step_changes_no_bias(ranks):
     """With a control: a bias that follows every step differs."""
     bugs = ["every step is skipped", "biases change in every step"]
-    for run in ranks.run(run_on_ranks, 2, DP, 2, partial(plant, bugs[0])):
+    for run in ranks.run(run_on_ranks, 2, DP, 2, partial(from_table, __name__, bugs[0])):
         assert run.biases
         assert not any(bias.any() for bias in run.biases.values())
         for (_, _, first), (_, _, last) in zip(run.weights, run.final_weights, strict=True):
             assert torch.equal(first, last)
-    for run in ranks.run(run_on_ranks, 2, DP, 2, partial(plant, *bugs)):
+    for run in ranks.run(run_on_ranks, 2, DP, 2, partial(from_table, __name__, *bugs)):
         assert all(bias.any() for bias in run.biases.values())

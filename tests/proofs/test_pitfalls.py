@@ -2,10 +2,9 @@
 mistake that affects the mathematics and that no parity case (test_parity.py) shows.
 
 The others (a loss scaled per rank or micro-batch, gradients of norms averaged or not reduced,
-replicated weights or tied embeddings counted twice in the norm, a norm local to a stage, gate and
-up permuted) are planted in test_controls.py, where the comparison of parity finds them. Most
-mistakes do not show in a loss curve. (Loader state, signals and background saves have their own
-test files.)
+replicated weights or tied embeddings counted twice in the norm, or a norm local to a stage) are
+planted in test_controls.py, where the comparison of parity finds them. Most mistakes do not show in
+a loss curve. (Loader state, signals and background saves have their own test files.)
 """
 
 import math

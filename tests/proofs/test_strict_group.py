@@ -49,7 +49,7 @@ def everything(rows: list[list[int]]) -> tuple[float, list[int], float, float, l
     )
     for work in works:
         work.wait()
-    alone = torch.ones(4)
+    alone = torch.full((4,), float(rank != 1))
     if rank < 2:
         dist.recv(alone, 0) if rank else dist.send(alone, 1)
     receive = [rows[other][rank] for other in range(world)]
@@ -161,6 +161,10 @@ FAULTS: dict[str, tuple[int, str, Callable[[int], Any]]] = {
 }  # fmt: skip
 
 
+FORGIVEN = ["from a thread", "a message in another order", "made by few", "both send first"]
+RARE = ["uneven rows without splits", "other widths", "other dtypes"]
+
+
 def do(name: str) -> None:
     FAULTS[name][2](dist.get_rank())
 
@@ -168,10 +172,11 @@ def do(name: str) -> None:
 @pytest.mark.parametrize(
     ("strict", "fault"),
     [
-        *(thorough("strict", fault) if at > 7 else ("strict", fault)
-          for at, fault in enumerate(FAULTS) if fault != "opposite orders"),
+        *(thorough("strict", fault) if fault in RARE else ("strict", fault)
+          for fault in FAULTS if fault != "opposite orders"),
         ("strict_shared", "opposite orders"),
-        *(thorough("strict_shared", fault) for fault in list(FAULTS)[:7]),
+        *(thorough("strict_shared", fault)
+          for fault in FAULTS if fault not in RARE and fault != "opposite orders"),
     ],
     indirect=["strict"],
 )  # fmt: skip
@@ -184,7 +189,7 @@ def test_a_planted_fault_is_found(strict: Ranks, fault: str) -> None:
 def test_gloo_forgives_them(ranks: Ranks) -> None:
     """So the tests over gloo could not find them. And opposite orders are allowed where each
     communicator has a queue."""
-    for fault in list(FAULTS)[2:6]:
+    for fault in FORGIVEN:
         ranks.run(do, FAULTS[fault][0], fault)
     with strictly(ranks):
         ranks.run(do, 2, "opposite orders")

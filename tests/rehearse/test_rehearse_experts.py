@@ -25,10 +25,9 @@ from training.build import build_stages
 from training.step import TrainStep
 
 LAPTOP = str(ROOT / "configs/laptop.yaml")
-D, F, X, K = 64, 48, 8, 2
-TINY = [f"model.dim={D}", "model.ffn_dim=96", "model.vocab_size=128", "train.seq_len=32",
+TINY = ["model.dim=64", "model.ffn_dim=96", "model.vocab_size=128", "train.seq_len=32",
         "train.global_batch_size=8", "train.micro_batch_size=2", "model.feed_forward=experts",
-        f"model.num_experts={X}", f"model.experts_per_token={K}", f"model.expert_ffn_dim={F}",
+        "model.num_experts=8", "model.experts_per_token=2", "model.expert_ffn_dim=48",
         "model.num_shared_experts=1", "model.num_dense_layers=1", "model.router=sigmoid_bias",
         "model.router_bias_rate=0.001", "model.router_aux_weight=0.01", "parallel.pp=1",
         "parallel.fsdp_unit=block"]  # fmt: skip

@@ -258,7 +258,7 @@ def test_the_command_fails_if_it_finds_a_defect(
 ) -> None:
     """Control: a guard that reads from the device. (Without one, docs/proofs.md shows it.)"""
     file = tmp_path / "report.json"
-    with patch.object(UpdateGuard, "__call__", guard_that_reads):
+    with GUARD:
         assert main([str(LAPTOP), "--races", "--json", str(file)]) == 1
     (finding,) = json.loads(file.read_text(encoding="utf-8"))["findings"]
     assert finding.startswith(f"{SYNC}: aten._local_scalar_dense.default needs a value")

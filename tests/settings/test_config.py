@@ -353,15 +353,14 @@ def test_what_is_typed_for_a_stage_arrives(tmp_path: Path) -> None:
     assert stage.steps.start == 10
     assert (stage.config.data.path, stage.config.train.eval_interval) == ("a #b", 20)
     for override in ("data_stages.1.from_step.x=5", "data_stages.1=5"):
-        assert refusal([override], path).lstrip("'").startswith("data_stages.")
+        assert refusal([override], path).startswith("data_stages.")
 
 
 @pytest.mark.parametrize("change", [("\n", "\r\n"), ("# world", "\ufeff# world")])
 def test_a_file_written_on_windows(change: tuple[str, str], tmp_path: Path) -> None:
     text = Path(LAPTOP).read_text(encoding="utf-8").replace(*change)
-    overrides = ["parallel.dp_shard=-1"]
-    config = load_config(written(tmp_path, text), overrides)
-    assert config == load_config(LAPTOP, overrides)
+    config = load_config(written(tmp_path, text), SHARED)
+    assert config == load_config(LAPTOP, SHARED)
     assert world_of(written(tmp_path, text), config, None) == 8
 
 

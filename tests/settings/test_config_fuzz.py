@@ -229,7 +229,7 @@ def test_what_is_valid_runs(ranks: Ranks, data: Path, tmp_path: Path, count: int
     sizes = {"steps": 3, "seq_len": 16, "global_batch_size": 4, "micro_batch_size": 2}
     ends: Counter[str] = Counter()
 
-    @settings(short, max_examples=count, phases=[Phase.generate])
+    @settings(short, max_examples=count, deadline=None, phases=[Phase.generate])
     @given(run_overrides())
     def run(overrides: list[str]) -> None:
         here = Path(tempfile.mkdtemp(dir=tmp_path))

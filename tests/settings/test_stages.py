@@ -24,6 +24,7 @@ from tests.runs import (
     contents,
     copy_of,
     dies,
+    events_of,
     global_state,
     losses,
     messages,
@@ -33,6 +34,7 @@ from tests.runs import (
     same_tensors,
     status_of,
     train_run,
+    trainer_of,
 )
 from tests.settings.stages import (
     Read,
@@ -202,7 +204,7 @@ def test_what_a_boundary_leaves(whole: tuple[Path, dict, dict]) -> None:
     lines = metrics_of(whole[0])
     assert [line["tokens"] for line in lines] == [256, 512, 768, 1152, 1536, 1792, 2048]
     assert [line["lr"] for line in lines][-2:] == [1e-3, 5.5e-4], "a phase of two steps"
-    trainer = json.loads((checkpoint_of(whole[0], 7) / "trainer.json").read_text())
+    trainer = trainer_of(whole[0], 7)
     assert [(e["step"], e["data"]["next_sample"]) for e in trainer["earlier"]] == [(3, 24), (5, 24)]
     assert (trainer["seq_len"], trainer["data"]["next_sample"]) == (64, 8)
 
@@ -278,12 +280,12 @@ def test_a_stage_does_not_end_on_skipped_updates(ranks: Ranks, data: Path, tmp_p
         rows, [at_first] * 4 + [then] * 4 + [again] * 3, strict=True
     ):
         assert mine == batches[step][: len(mine)], step
-    events = [event for event in read_events(tmp_path / "run") if event["event"] == "rollback"]
+    events = events_of(tmp_path / "run", "rollback")
     assert [(e["from_step"], e["step"], e["left_out"]) for e in events] == [
         (4, 2, [24, 32]),
         (6, 4, [0, 8]),
     ]
-    trainer = json.loads((checkpoint_of(tmp_path, 7) / "trainer.json").read_text())
+    trainer = trainer_of(tmp_path, 7)
     assert trainer["earlier"][0]["data"]["skipped"] == [[24, 32]]
     assert (trainer["data"]["skipped"], trainer["updates"]) == ([[0, 8]], 7)
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7]

@@ -102,7 +102,7 @@ def test_a_stage_that_does_not_exist() -> None:
         load(LONGER, also=("data_stages.2.train.seq_len=64",))
     with pytest.raises(UserError, match="is not a list"):
         load_config(LAPTOP, ["data_stages=3"])
-    with pytest.raises(UserError, match="at most 100 data stages"):
+    with pytest.raises(UserError, match="101 data stages: too many"):
         load_config(LAPTOP, [f"data_stages={[{'from_step': step} for step in range(1, 102)]}"])
 
 

@@ -19,14 +19,13 @@ import pytest
 import torch
 
 from errors import UserError
-from runtime.log.events import read_events
 from runtime.log.status import write_status
 from runtime.start.init import init_distributed
 from settings.checks import validate
 from settings.load import load_config
 from tests import ROOT
 from tests.drills.stops import PHASES, SIGNALS, TARGETS, catches, stop
-from tests.runs import LAYOUT_3D, forked, run_log_of, status, status_of, write_config
+from tests.runs import LAYOUT_3D, events_of, forked, run_log_of, status, status_of, write_config
 from tools import launch
 
 SMALL = {"num_layers": 1}
@@ -222,10 +221,10 @@ def test_ranks_save_when_the_launcher_is_killed(
     assert status_of(tmp_path)["state"] == "requeue"
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
     (left,) = (tmp_path / "tmp").iterdir()
-    (alive := left.with_name(f"lattice-{os.getpid()}-x")).mkdir()
+    (own := left.with_name(f"lattice-{os.getpid()}-x")).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     launch._sweep()
-    assert [*(tmp_path / "tmp").iterdir()] == [alive]
+    assert [*(tmp_path / "tmp").iterdir()] == [own]
 
 
 def test_the_next_start_notes_that_an_end_is_missing(tmp_path: Path) -> None:
@@ -233,7 +232,7 @@ def test_the_next_start_notes_that_an_end_is_missing(tmp_path: Path) -> None:
     assert run_log_of(tmp_path).start(3, 2) == []
     (said,) = run_log_of(tmp_path).start(3, 2)
     assert said.startswith("the previous start was last recorded at step 3: it recorded no end")
-    (end,) = (event for event in read_events(tmp_path) if event["event"] == "end")
+    (end,) = events_of(tmp_path, "end")
     assert end["state"] == "failed"
 
 

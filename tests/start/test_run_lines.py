@@ -57,7 +57,7 @@ def test_a_world_that_the_axes_do_not_make(name, world, key, said):
     assert f"--gpus {world} --search" in refused.value.remedy
 
 
-LEFT = "from tools.command import run_command\nimport os, sys, time\n"
+LEFT = "from tools.command import run_command\nimport sys\n"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,17 @@ from runtime.signals import Signals
 from runtime.stop import StopRequests
 from settings.load import load_config
 from tests.planted import planted
-from tests.runs import forked, losses, metrics_of, run, status, status_of, train_run, write_config
+from tests.runs import (
+    evaluations,
+    forked,
+    losses,
+    run,
+    saved_steps,
+    status,
+    status_of,
+    train_run,
+    write_config,
+)
 
 
 def config_of(folder: Path, data: Path, steps: int) -> str:
@@ -32,11 +42,6 @@ def config_of(folder: Path, data: Path, steps: int) -> str:
     sizes = {"steps": steps, "micro_batch_size": 4, "eval_samples": 32}
     model, checkpoint = {"num_layers": 2}, {"keep_last": steps}
     return write_config(folder, data, model=model, train=sizes, checkpoint=checkpoint)
-
-
-def saved_steps(folder: Path) -> list[int]:
-    folders = (folder / "run" / "checkpoints").glob("step-*")
-    return sorted(int(path.name[5:]) for path in folders if not path.suffix)
 
 
 # --- helpers that run on each rank ----------------------------------------------------------------
@@ -97,22 +102,30 @@ WHERE = {
 }
 
 
+def handled() -> tuple[list[Any], set[signal.Signals]]:
+    handlers = [signal.getsignal(number) for number in signals.requests()]
+    return handlers, signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 def train_and_ask(
     arguments: list[str], rank: int, how: str, where: str, call: int
 ) -> dict[str, int]:
     """Train; `rank` gets a request to stop when it reaches `where` for the `call`th time. Returns
     how often this rank reached each place in WHERE."""
-    counts, same = {}, {"STARTED": signals.STARTED, "SAME_REQUEST_SECONDS": 1e9}
+    before_it, counts = handled(), {}
+    patched = {"STARTED": signals.STARTED, "SAME_REQUEST_SECONDS": 1e9}
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, LATTICE_STOP_FILE=f"{arguments[0]}.stop"))
         stack.enter_context(patch.object(train, "StopRequests", Known))
         stack.enter_context(patch.object(stop, "LOOK_SECONDS", 0.0))
-        stack.enter_context(patch.multiple(signals, **same))
+        stack.enter_context(patch.multiple(signals, **patched))
         for name, place in WHERE.items():
             asked = name == where and dist.get_rank() == rank
             action = (lambda: ask(how)) if asked else (lambda: None)
             counts[name] = stack.enter_context(before(*place, call, action))
         assert train_run(arguments) == ""
+    assert handled() == before_it
+    assert "signals" not in [thread.name for thread in threading.enumerate()]
     return {name: len(calls) for name, calls in counts.items()}
 
 
@@ -184,7 +197,7 @@ def test_all_stop_after_the_same_step(ranks: Ranks, data: Path, tmp_path: Path, 
         assert status_of(folder) == {"state": asked.state, "step": at, "reason": reason}, asked
     assert losses(folder) == losses(whole)
     # the evaluation of step 7 was abandoned
-    assert [line["step"] for line in metrics_of(folder) if "eval_loss" in line] == [14, 15]
+    assert [*evaluations(folder)] == [14, 15]
 
 
 @pytest.mark.parametrize(("how", "call"), [("SIGTERM", 1), ("STOP", 2)], ids=["agreed", "too late"])

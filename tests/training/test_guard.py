@@ -15,12 +15,11 @@ import torch.distributed as dist
 import training.guard
 from data.loader import BatchLoader
 from proofs.ranks import Ranks
-from runtime.log.events import read_events
 from tests.health.faulty_runs import run_with_bad_batches, run_with_bad_steps, run_without
 from tests.planted import planted
 from tests.runs import (
     LAYOUT_3D,
-    checkpoint_of,
+    events_of,
     forget_last,
     fresh,
     losses,
@@ -29,6 +28,7 @@ from tests.runs import (
     said_by,
     status_of,
     train_run,
+    trainer_of,
     write_config,
 )
 from tests.settings.stages import mixture
@@ -45,19 +45,12 @@ layouts = pytest.mark.parametrize(
 
 def config_of(folder: Path, data: Path, **sections: dict[str, Any]) -> str:
     """The small run of two layers, one for each stage."""
-    return write_config(folder, data, model={"num_layers": 2}, **sections)
+    model = {"num_layers": 2, **sections.pop("model", {})}
+    return write_config(folder, data, model=model, **sections)
 
 
 def world_of(layout: dict[str, int]) -> int:
     return math.prod(layout.values())
-
-
-def named(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_events(folder / "run") if event["event"] == kind]
-
-
-def trainer_of(folder: Path, step: int) -> dict[str, Any]:
-    return json.loads((checkpoint_of(folder, step) / "trainer.json").read_text())
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -182,7 +175,7 @@ def test_bad_batches_are_left_out(
     assert said == [""] * world
     found, left_out = losses(tmp_path), ((first - 1) * 8, (first + 1) * 8)
     assert "slow_ranks" not in metrics_of(tmp_path)[-1], "none are looked for"
-    (rollback,) = named(tmp_path, "rollback")
+    (rollback,) = events_of(tmp_path / "run", "rollback")
     assert (rollback["from_step"], rollback["step"]) == (first + 1, 4)
     assert tuple(rollback["left_out"]) == left_out
     trainer = trainer_of(tmp_path, 9)
@@ -213,7 +206,7 @@ def test_a_run_that_is_lost_fails(ranks: Ranks, data: Path, tmp_path: Path, lost
     status = status_of(tmp_path)
     assert status["state"] == "failed"
     assert re.search(why, status["reason"])
-    assert len(named(tmp_path, "rollback")) == rollbacks
+    assert len(events_of(tmp_path / "run", "rollback")) == rollbacks
     assert (tmp_path / "run" / "checkpoints").exists() == (rollbacks > 0)
 
 
@@ -252,7 +245,7 @@ def test_what_was_saved_among_bad_steps_is_not_gone_back_to(
     assert ranks.run(run_with_bad_steps, 2, [config, "train.steps=4"], 1, {3, 4}) == [""] * 2
     assert checkpoints(tmp_path) == ["latest", "step-00000002", "step-00000004"]
     assert ranks.run(run_with_bad_steps, 2, [config, "train.steps=8"], 1, {1}) == [""] * 2
-    (rollback,) = named(tmp_path, "rollback")
+    (rollback,) = events_of(tmp_path / "run", "rollback")
     assert (rollback["from_step"], rollback["step"], rollback["left_out"]) == (5, 2, [32, 40])
     assert checkpoints(tmp_path) == ["latest", "step-00000004.abandoned", "step-00000008"]
     skipped = {line["step"]: line["skipped_updates"] for line in metrics_of(tmp_path)}
@@ -273,7 +266,7 @@ def test_saves_and_bad_steps(ranks: Ranks, data: Path, tmp_path: Path, case: str
     bounds = {"guard": {"max_bad_steps": 3}, "checkpoint": {"interval": 2, "keep_last": 1}}
     config = config_of(tmp_path, data, **bounds)
     assert ranks.run(run_with_bad_steps, 1, [config], 0, bad) == [""]
-    assert [event["step"] for event in named(tmp_path, "checkpoint")] == saved
+    assert [event["step"] for event in events_of(tmp_path / "run", "checkpoint")] == saved
     left = ["step-00000004", "step-00000006"] if 6 in bad else ["step-00000006"]
     assert checkpoints(tmp_path) == ["latest", *left]
 

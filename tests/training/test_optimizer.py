@@ -102,15 +102,11 @@ def test_the_host_waits_for_nothing_in_a_step(ranks, layout, zero_stage):
         assert WAITS[0] in control, "the listener would see a wait if there were one"
 
 
-def pure_bfloat16(case):
-    config = case.config()
-    return replace(config, optimizer=replace(config.optimizer, pure_bfloat16=True))
-
-
 def rounded_updates(case, resume):
     """bfloat16 weights and moments after three updates with given gradients; with `resume`, a new
     optimizer makes the third update."""
-    config = pure_bfloat16(case)
+    config = case.config()
+    config = replace(config, optimizer=replace(config.optimizer, pure_bfloat16=True))
     validate(config, dist.get_world_size())
     step = make_step(config)
     for update in range(3):

@@ -77,8 +77,8 @@ def test_bfloat16_follows_float32(ranks: Ranks, data: Path, tmp_path: Path) -> N
         fresh(tmp_path)
         run(ranks, 2, config, *layout, f"parallel.reduce_dtype={reduce_dtype}")
         rounded = losses(tmp_path)
-        assert rounded != expected, "bfloat16 was not used"
-        assert max(abs(rounded[s] / expected[s] - 1) for s in expected) < 0.02
+        assert rounded != expected, f"bfloat16 was not used ({reduce_dtype})"
+        assert max(abs(rounded[s] / expected[s] - 1) for s in expected) < 0.02, reduce_dtype
 
 
 @pytest.mark.thorough

@@ -92,7 +92,7 @@ def routing_of(config: Config, mesh: Mesh, imbalance: float) -> Routing:
     return routing(replace(config.setting(), ep_rank=ep_rank, imbalance=imbalance))
 
 
-def alone(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+def alone(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call `function` in a separate process."""
     # The new process must not collect garbage that it inherits: a process group in it waits, when
     # it is destroyed, for threads that only the old process has.
