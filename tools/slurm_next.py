@@ -9,9 +9,9 @@ slurm/train_70b.sh asks it and does what it prints: the job's exit status, and o
     refused: WHY      the next start would be refused, too
     give up: WHY      too many starts in a row made no checkpoint
 
-Ask once per start: where the job would be requeued, a call counts the starts without a new
-checkpoint, in RUN/logs/JOB.fruitless. Without torch, which takes seconds to import: the job may
-have no more.
+Where the job would be requeued, a call counts the starts in a row without a new checkpoint, each
+once, in RUN/logs/JOB.fruitless ("2 7": two, of which the last is restart 7). Without torch, which
+takes seconds to import: the job may have no more.
 """
 
 import os
@@ -66,10 +66,11 @@ def _go_on(logs: Path, why: str) -> str:
     job, _, restarts = logs.name.rpartition(".")
     count, counted = 0, logs.with_name(f"{job}.fruitless")
     if content(logs / "newest") == content(logs.parent.parent / "checkpoints" / "latest"):
-        before = content(counted).strip() if restarts != "0" else b""
-        count = 1 + (int(before) if before.isdigit() else 0)
+        said = content(counted).split() if restarts != "0" else []
+        before = int(said[0]) if said and said[0].isdigit() else 0
+        count = max(1, before + (said[1:] != [restarts.encode()]))
     try:
-        counted.write_text(f"{count}\n")
+        counted.write_text(f"{count} {restarts}\n")
     except OSError as error:  # a full disk
         log(f"warning: starts without a checkpoint are not counted: {error}")
     if count >= MAX_FRUITLESS:
