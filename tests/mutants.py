@@ -175,8 +175,10 @@ def main() -> None:
             rows.append([*mutant[:3], found, round(seconds, 1)])
             print(f"{found or 'SURVIVED'}, {seconds:.0f} s: {mutant}", flush=True)
             write(options.json, rows)
-        finders = {row[3] for row in rows if row[3] and not row[3].startswith(ERROR)}
-        wrong = failing(tree, sorted(finders)) if finders else []
+        finders = sorted({row[3] for row in rows if row[3] and not row[3].startswith(ERROR)})
+        # each file by itself, because a test may pass only after those of another file
+        files = itertools.groupby(finders, key=lambda name: name.partition("::")[0])
+        wrong = [name for _, names in files for name in failing(tree, list(names))]
     for row in rows:
         if row[3] in wrong:
             row[3] = f"{ERROR}{row[3]} fails without a mutant too"

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from model.kernels import adamw, bit_hash, gradient_norm, grouped_matmul  # noqa: F401  (operations)
 from model.kernels.backend import exact
 from model.kernels.cross_entropy import gradient_over_logits_, merge, statistics, token_losses
 from model.kernels.rms_norm import add_rms_norm, rms_norm
