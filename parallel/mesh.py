@@ -100,19 +100,19 @@ def build_mesh(sizes: MeshSizes, device: str, has_experts: bool = False) -> Mesh
 
     Needs an initialised default process group of `sizes.world` ranks.
     """
-    of_weights = sizes.of_weights()
+    of_weights = sizes.of_weights
     root = init_device_mesh(device, tuple(of_weights.values()), mesh_dim_names=WEIGHT_AXES)
     loss = root["dp_replicate", "dp_shard"]._flatten("loss")
     experts = None
     if has_experts:
-        shape = tuple(sizes.of_experts().values())
+        shape = tuple(sizes.of_experts.values())
         experts = init_device_mesh(device, shape, mesh_dim_names=EXPERT_AXES)
     if sizes.cp == 1:  # batch is then the same group, which is not created again
         return Mesh(device, sizes, root, loss, loss, None, experts)
     split = of_weights[sizes.with_cp] // sizes.cp, sizes.cp
     at = WEIGHT_AXES.index(sizes.with_cp)  # torch 2.11 does not accept an axis by name here
     of_tokens = root._unflatten(at, split, ("rows", "cp"))
-    other = "dp_shard" if sizes.replicates_cp else "dp_replicate"
+    other = "dp_replicate" if sizes.with_cp == "dp_shard" else "dp_shard"
     in_order = [name for name in of_tokens.mesh_dim_names or () if name in ("rows", other)]
     batch = of_tokens[tuple(in_order)]._flatten("batch")
     return Mesh(device, sizes, root, batch, loss, of_tokens["cp"], experts)

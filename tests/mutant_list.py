@@ -105,8 +105,8 @@ CHANGES: dict[str, list[Change]] = {
         ("offsets[experts] - before", "offsets[experts]"),
     ],
     "parallel/mesh.py": [
-        ('other = "dp_shard" if sizes.replicates_cp else "dp_replicate"',
-         'other = "dp_replicate" if sizes.replicates_cp else "dp_shard"', "group"),
+        ('other = "dp_replicate" if sizes.with_cp == "dp_shard" else "dp_shard"',
+         'other = "dp_shard" if sizes.with_cp == "dp_shard" else "dp_replicate"', "group"),
     ],
     "parallel/data.py": [
         ("set_reshard_after_backward(True, recurse=False)",

@@ -170,7 +170,7 @@ class Layout:
         self._units: list[list[Unit]] = []  # of each stage
 
         # by the view of the mesh that a weight is sharded over
-        weights, experts = self.sizes.of_weights(), self.sizes.of_experts()
+        weights, experts = self.sizes.of_weights, self.sizes.of_experts
         shards, of_experts = weights["dp_shard"], experts["efsdp"]
         inside = (self.shard_rank * self.sizes.tp + self.tp_rank) // self.sizes.ep
         self.sharding = {

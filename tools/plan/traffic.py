@@ -67,7 +67,7 @@ def over_groups(layout: Layout) -> Counter[Call]:
     all-to-alls, so they keep its name.)"""
     calls: Counter[Call] = Counter()
     sizes, world = layout.sizes, layout.world
-    of_experts = sizes.of_experts()
+    of_experts = sizes.of_experts
     for call, number in collectives(layout).items():
         axis = call.axis
         if axis in ("efsdp", "ep_replicate") and of_experts[axis] == world > 1:
@@ -79,7 +79,7 @@ def over_groups(layout: Layout) -> Counter[Call]:
 
 def _axis_of_all(layout: Layout) -> str | None:
     """The innermost axis of weights with all ranks."""
-    axes = reversed(layout.sizes.of_weights().items())
+    axes = reversed(layout.sizes.of_weights.items())
     return next((axis for axis, size in axes if size == layout.world), None)
 
 
