@@ -60,7 +60,7 @@ def context(setting: Setting) -> ContextParallel:
     """The cp axis."""
     group = silent_group("cp", setting.cp_rank, setting.cp)
     again = gathers_again(setting.activation_checkpointing)
-    return ContextParallel(setting.cp, setting.cp_rank, group, again)
+    return ContextParallel(setting.cp, setting.cp_rank, group, gathers_again=again)
 
 
 def batch_of(setting: Setting) -> Batch:

@@ -23,10 +23,10 @@ def build_stage(setting: Setting, layers: Iterable[int], first: bool, last: bool
     """A pipeline stage with these layers, and the embedding if `first` and the head if `last`."""
     group = silent_group("tp", setting.tp_rank, setting.tp)
     cut, pieces = setting.sequence_parallel, setting.tp_pieces
-    tp = TensorParallel(setting.tp, setting.tp_rank, cut, None, group, pieces)
+    tp = TensorParallel(setting.tp, setting.tp_rank, group, None, cut, pieces)
     cp, ep = context(setting), silent_group("ep", setting.ep_rank, setting.ep)
     sequence, parts = (cp.group, group), setting.cp * setting.tp
-    experts = ExpertParallel(setting.ep, setting.ep_rank, None, ep, sequence, parts)
+    experts = ExpertParallel(setting.ep, setting.ep_rank, ep, None, sequence, parts)
     stage = Transformer(setting.model, layers, first, last, tp, cp, experts).to(setting.dtype)
     for _, router in routers_of(stage):  # as in a training run (training/balance.py)
         counts = torch.zeros(router.num_experts, dtype=torch.int64, device=DEVICE)

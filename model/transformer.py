@@ -191,9 +191,9 @@ def num_active_parameters(config: ModelConfig) -> int:
     chooses."""
 
     def active(each: NamedWeight) -> int:
-        if each.spec.sharded_over != "fsdp_ep":
-            return each.numel
-        return each.numel // config.num_experts * config.experts_per_token
+        if each.spec.is_expert:
+            return each.numel // config.num_experts * config.experts_per_token
+        return each.numel
 
     return _count(config, active)
 

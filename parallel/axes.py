@@ -102,4 +102,6 @@ WEIGHT_AXES = tuple(axis for axis in AXES if axis != "cp")
 # over the rest, `efsdp`.
 #     rank = ((pp · ep_replicate_size + ep_replicate) · efsdp_size + efsdp) · ep_size + ep
 EXPERT_AXES = ("pp", "ep_replicate", "efsdp", "ep")
+# By whether weights are of experts: the axes over which FSDP replicates and shards them.
+FSDP_AXES = {True: ("ep_replicate", "efsdp"), False: ("dp_replicate", "dp_shard")}
 assert AXES[AXES.index("cp") - 1] == "dp_shard", "weights see the two as one axis"

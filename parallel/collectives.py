@@ -53,6 +53,9 @@ class Pending:
             yield piece
 
 
+ONE_RANK = ProcessGroup(0, 1)  # type: ignore[call-arg]  # a group over which nothing is sent
+
+
 def ranks_in(group: ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 

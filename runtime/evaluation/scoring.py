@@ -189,7 +189,7 @@ def score_on_mesh(
             assert found is not None
             total += found
     for view in (mesh.loss, mesh.pp):  # [num_rows]; tp ranks already have the same
-        dist.all_reduce(total, group=view.get_group())
+        dist.all_reduce(total, group=view.group)
     return (-total).tolist()
 
 
@@ -211,9 +211,9 @@ def _micro_batches(
 def _runner(train: TrainStep, length: int, size: int) -> PipelineRunner:
     """A runner whose transfers have the shape of micro-batches of `size` rows."""
     mesh, parallel = train.mesh, train.config.parallel
-    cut = train.cp.size * (mesh.tp.size() if parallel.sequence_parallel else 1)
+    cut = train.cp.size * (mesh.tp.size if parallel.sequence_parallel else 1)
     shape = hidden_shape(train.config.model, length // cut, size)
-    transfers = Transfers(mesh.pp.get_group(), shape, train.precision.compute, mesh.device)
+    transfers = Transfers(mesh.pp.group, shape, train.precision.compute, mesh.device)
     stages: dict[int, nn.Module] = dict(train.stages)
     return PipelineRunner(stages, parallel.num_stages, transfers, train.runner.data, False)
 

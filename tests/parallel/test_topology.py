@@ -5,7 +5,6 @@ import pytest
 
 from hardware import H100
 from parallel.axes import MeshSizes
-from parallel.config import ParallelConfig
 from runtime.start.topology import describe_nodes, tp_between_nodes, tp_spans_nodes
 
 
@@ -47,18 +46,3 @@ def test_the_warning_names_the_cost() -> None:
     assert "150.0 GB for it per step" in text
     assert "3 s at 50 GB/s" in text
     assert "[1, 2, 4, 8]" in text
-
-
-def test_meshes_that_shard_other_ranks_are_not_equal() -> None:
-    """With zero_stage 0, ranks of cp, and those that have the same experts, hold replicas."""
-    for axes, replicas, of_experts in (
-        ({"cp": 2, "ep": 2}, 2, 1), ({"tp": 4, "ep": 2}, 1, 2), ({"dp_replicate": 4}, 4, 4),
-    ):  # fmt: skip
-        shards, copies = (
-            ParallelConfig(**axes, zero_stage=stage).mesh_sizes(max(axes.values()))
-            for stage in (1, 0)
-        )
-        assert copies.of_weights["dp_replicate"] == replicas
-        assert copies.of_experts["ep_replicate"] == of_experts
-        same = (shards.of_weights, shards.of_experts) == (copies.of_weights, copies.of_experts)
-        assert (shards == copies) == same == ("dp_replicate" in axes)  # the control: nothing to cut
