@@ -63,6 +63,10 @@ class ContextParallel(Axis):
     def of(cls, mesh: Mesh, gathers_again: bool = False) -> "ContextParallel":
         return cls(**vars(mesh.cp), gathers_again=gathers_again)
 
+    def local_length(self, length: int) -> int:
+        """The number of positions of a sequence of `length` tokens on one rank."""
+        return length // self.size
+
     def chunks(self, length: int) -> list[range]:
         """The positions of a sequence of `length` tokens that this rank holds, in order."""
         ends = [length * i // (2 * self.size) for i in range(2 * self.size + 1)]

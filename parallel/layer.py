@@ -32,6 +32,10 @@ class TensorParallel(Axis):
     def of(cls, mesh: Mesh, sequence_parallel: bool, pieces: int = 1) -> "TensorParallel":
         return cls(**vars(mesh.tp), sequence_parallel=sequence_parallel, pieces=pieces)
 
+    def local_length(self, length: int) -> int:
+        """The number of positions, of so many, in the residual stream of one rank."""
+        return length // self.size if self.sequence_parallel else length
+
 
 @dataclass(frozen=True)
 class Pieces:

@@ -11,6 +11,7 @@ from model.documents import Documents, find_documents
 from model.transformer import Batch, Transformer, hidden_shape
 from parallel.context import ContextParallel
 from parallel.data import check_reduced, data_parallel
+from parallel.layer import TensorParallel
 from parallel.mesh import Mesh, to_device
 from parallel.parameter import weights_of
 from parallel.partial import PartialGradients
@@ -75,10 +76,9 @@ class TrainStep:
         self.guard = UpdateGuard(config.guard.spike_sigmas, mesh.device)
         self.record: Recorder = record_nothing
 
+        self.tp = TensorParallel.of(mesh, parallel.sequence_parallel)
         self.cp = ContextParallel.of(mesh)
-        cut = self.cp.size * (mesh.tp.size if parallel.sequence_parallel else 1)
-        shape = hidden_shape(config.model, train.seq_len // cut, train.micro_batch_size)
-        transfers = Transfers(mesh.pp.group, shape, self.precision.compute, mesh.device)
+        transfers = self.transfers(train.seq_len, train.micro_batch_size)
         schedule = config.schedule(mesh.dp_size)
         self.ranks_of_stages = stage_ranks(schedule)
         self.program = lower(schedule)[mesh.pp.rank]
@@ -132,6 +132,11 @@ class TrainStep:
         microbatches = self.microbatches(tokens, targets, loss_scale=torch.ones_like(num_targets))
         loss = self.runner.evaluate(self.forward_program(len(microbatches)), microbatches)
         return self.sum_over_ranks(loss), num_targets
+
+    def transfers(self, length: int, sequences: int) -> Transfers:
+        """Transfers between stages, for micro-batches of so many sequences of `length` tokens."""
+        shape = hidden_shape(self.config.model, length, sequences, self.tp, self.cp)
+        return Transfers(self.mesh.pp.group, shape, self.precision.compute, self.mesh.device)
 
     def forward_program(self, num_microbatches: int) -> Program:
         """This rank's program of an evaluation."""

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.axes import MeshSizes
-from parallel.collectives import start_all_gather
+from parallel.collectives import by_rank, start_all_gather
 from parallel.config import ParallelConfig
 from parallel.context import ContextParallel
 from parallel.expert import ExpertParallel
@@ -45,3 +45,12 @@ def test_an_axis_that_a_run_does_not_have_is_one_rank() -> None:
         assert len(start_all_gather(x, tp.group).wait()) == 4  # the control
         assert [(axis.size, axis.rank) for axis in others] == [(1, 0)] * 2
         assert all(start_all_gather(x, axis.group).wait() is x for axis in others)
+
+
+def test_the_length_on_a_rank_is_that_of_its_part() -> None:
+    for size, rank in ((1, 0), (2, 1), (4, 0), (4, 3)):
+        tp, cp = TensorParallel(size, rank), ContextParallel(size, rank)
+        assert cp.local_length(48) == cp.cut(torch.arange(48), 0).numel() == 48 // size
+        assert tp.local_length(48) == by_rank(torch.arange(48), size, pieces=2)[rank].numel()
+        # the control
+        assert TensorParallel(size, rank, sequence_parallel=False).local_length(48) == 48
