@@ -175,7 +175,7 @@ class Exchange:
     """Rows on their way, for one layer and pass. It refers to no tensor that autograd follows."""
 
     def __init__(
-        self, routes: Routes, group: ProcessGroup | None, kept: KeptOutputs | None = None
+        self, routes: Routes, group: ProcessGroup, kept: KeptOutputs | None = None
     ) -> None:
         self.routes, self.group, self.kept = routes, group, kept
         self.pending: tuple[Pending, ...] = ()
@@ -265,7 +265,7 @@ class SendBack(torch.autograd.Function):
     choices, whatever rank they come from."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, routes: Routes, group: ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, y: Tensor, routes: Routes, group: ProcessGroup) -> Tensor:
         ctx.exchange = Exchange(routes, group)
         ctx.exchange.start_back(y)
         return ctx.exchange.back()[0].sum(1)

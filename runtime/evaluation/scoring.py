@@ -35,6 +35,7 @@ from model.kernels.backend import cdiv, exact
 from model.kernels.cross_entropy import normaliser, token_losses
 from model.kernels.linear_cross_entropy import pieces_of, tokens_of_piece
 from model.transformer import Batch, Head, Transformer
+from parallel.collectives import ONE_RANK
 from parallel.context import ContextParallel
 from parallel.mesh import to_device
 from parallel.pipeline.runner import PipelineRunner
@@ -112,7 +113,7 @@ def losses_of_tokens(head: Head, x: Tensor, targets: Tensor) -> Tensor:
     tp, weight, flat = head.tp, head.local_weight(), targets.flatten()
     losses = torch.zeros(len(flat), dtype=exact(x.dtype), device=x.device)
     places = torch.arange(len(flat), device=x.device).view_as(targets)
-    gather_over = tp.group if tp.sequence_parallel else None
+    gather_over = tp.group if tp.sequence_parallel else ONE_RANK
     size = tokens_of_piece(x, head.vocab_size, tp.group)
     for piece, held in pieces_of(x, places, gather_over, tp.pieces, size):
         at = held.flatten()
