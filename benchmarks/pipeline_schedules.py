@@ -176,7 +176,7 @@ class Case(NamedTuple):
 def our_stage(seconds: float, mesh: Mesh, loss: bool) -> WaitingStage:
     """A stage, sharded as in training."""
     stage = WaitingStage(seconds, loss)
-    stage.tp = TensorParallel.of(mesh.tp, True)
+    stage.tp = TensorParallel.of(mesh, True)
     one = WeightSpec(
         shape=(1,),
         placement=Replicate(),
@@ -196,7 +196,7 @@ class OurSteps:
 
     def __init__(self, case: Case, mesh: Mesh) -> None:
         where = stage_ranks(case.schedule)
-        mine = [s for s, rank in enumerate(where) if rank == mesh.pp_rank]
+        mine = [s for s, rank in enumerate(where) if rank == mesh.pp.rank]
         self.stages = {
             s: our_stage(case.stage_seconds, mesh, loss=s == len(where) - 1) for s in mine
         }
@@ -204,8 +204,8 @@ class OurSteps:
         # are other objects.
         self.parameters = [stage.weight for stage in self.stages.values()]
         self.batches = [torch.ones(HIDDEN_SHAPE) for _ in range(case.microbatches)]
-        self.program = lower(case.schedule)[mesh.pp_rank]
-        transfers = Transfers(mesh.pp.get_group(), HIDDEN_SHAPE, torch.float32, mesh.device)
+        self.program = lower(case.schedule)[mesh.pp.rank]
+        transfers = Transfers(mesh.pp.group, HIDDEN_SHAPE, torch.float32, mesh.device)
         self.runner = PipelineRunner(
             dict(self.stages),
             len(where),
@@ -230,13 +230,13 @@ class TheirSteps:
         from torch.distributed import pipelining  # slow to import, and not needed for ours
 
         where = stage_ranks(case.schedule)  # theirs are placed the same way
-        mine = [s for s, rank in enumerate(where) if rank == mesh.pp_rank]
+        mine = [s for s, rank in enumerate(where) if rank == mesh.pp.rank]
         self.stages = {s: WaitingStage(case.stage_seconds) for s in mine}
         self.parameters = [nn.Parameter(torch.ones(1)) for _ in mine]
         for stage, weight in zip(self.stages.values(), self.parameters, strict=True):
             stage.weight = weight
         x, cpu = torch.ones(HIDDEN_SHAPE, requires_grad=True), torch.device("cpu")
-        group = mesh.pp.get_group()
+        group = mesh.pp.group
         stages: Any = [
             pipelining.PipelineStage(self.stages[s], s, len(where), cpu, x, x, group=group)
             for s in mine

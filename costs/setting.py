@@ -13,6 +13,7 @@ from model.kernels.backend import exact
 from model.transformer import Batch, hidden_shape
 from parallel.activation import gathers_again
 from parallel.context import ContextParallel
+from parallel.layer import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -40,27 +41,33 @@ class Setting:
     @property
     def tokens(self) -> int:
         """The tokens of each sequence on one cp rank."""
-        return self.seq_len // self.cp
+        return context(self).local_length(self.seq_len)
 
     @property
     def tokens_of_rank(self) -> int:
         """The tokens of a micro-batch in the residual stream of one rank."""
-        cut = self.tp if self.sequence_parallel else 1
-        return self.tokens // cut * self.micro_batch_size
+        positions, sequences, _ = hidden(self).shape
+        return positions * sequences
 
 
 def hidden(setting: Setting) -> Tensor:
     """The hidden states that pass from unit to unit."""
-    cut = setting.tp if setting.sequence_parallel else 1
-    shape = hidden_shape(setting.model, setting.tokens // cut, setting.micro_batch_size)
+    size, axes = (setting.seq_len, setting.micro_batch_size), (tensor(setting), context(setting))
+    shape = hidden_shape(setting.model, *size, *axes)
     return torch.empty(shape, dtype=setting.dtype, device=DEVICE)
+
+
+def tensor(setting: Setting) -> TensorParallel:
+    """The tp axis."""
+    group, cut = silent_group("tp", setting.tp_rank, setting.tp), setting.sequence_parallel
+    return TensorParallel(setting.tp, setting.tp_rank, group, None, cut, setting.tp_pieces)
 
 
 def context(setting: Setting) -> ContextParallel:
     """The cp axis."""
     group = silent_group("cp", setting.cp_rank, setting.cp)
     again = gathers_again(setting.activation_checkpointing)
-    return ContextParallel(setting.cp, setting.cp_rank, group, again)
+    return ContextParallel(setting.cp, setting.cp_rank, group, gathers_again=again)
 
 
 def batch_of(setting: Setting) -> Batch:

@@ -9,25 +9,21 @@ from torch import Tensor
 from costs.as_on_gpu import DEVICE
 from costs.collectives import silent_group
 from costs.routing import Routing
-from costs.setting import Setting, context
+from costs.setting import Setting, context, tensor
 from model.kernels.attention import OPERATORS
 from model.kernels.backend import exact
 from model.router import Account, routers_of
 from model.transformer import Transformer
 from parallel.activation import wrap_blocks
 from parallel.expert import ExpertParallel
-from parallel.layer import TensorParallel
 
 
 def build_stage(setting: Setting, layers: Iterable[int], first: bool, last: bool) -> Transformer:
     """A pipeline stage with these layers, and the embedding if `first` and the head if `last`."""
-    group = silent_group("tp", setting.tp_rank, setting.tp)
-    cut, pieces = setting.sequence_parallel, setting.tp_pieces
-    tp = TensorParallel(setting.tp, setting.tp_rank, cut, None, group, pieces)
-    cp, ep = context(setting), silent_group("ep", setting.ep_rank, setting.ep)
-    sequence, parts = (cp.group, group), setting.cp * setting.tp
-    experts = ExpertParallel(setting.ep, setting.ep_rank, None, ep, sequence, parts)
-    stage = Transformer(setting.model, layers, first, last, tp, cp, experts).to(setting.dtype)
+    tp, cp = tensor(setting), context(setting)
+    group, parts = silent_group("ep", setting.ep_rank, setting.ep), setting.cp * setting.tp
+    ep = ExpertParallel(setting.ep, setting.ep_rank, group, None, (cp.group, tp.group), parts)
+    stage = Transformer(setting.model, layers, first, last, tp, cp, ep).to(setting.dtype)
     for _, router in routers_of(stage):  # as in a training run (training/balance.py)
         counts = torch.zeros(router.num_experts, dtype=torch.int64, device=DEVICE)
         losses = torch.zeros(2, dtype=exact(setting.dtype), device=DEVICE)

@@ -69,10 +69,12 @@ class Block(nn.Module):
         return x + self.feed_forward(y)
 
 
-def hidden_shape(config: ModelConfig, positions: int, sequences: int) -> tuple[int, int, int]:
-    """The shape [S/tp, B, D] of the hidden states between blocks and between stages, on a rank with
-    `positions` positions of `sequences` sequences."""
-    return positions, sequences, config.dim
+def hidden_shape(
+    config: ModelConfig, length: int, sequences: int, tp: TensorParallel, cp: ContextParallel
+) -> tuple[int, int, int]:
+    """The shape of the hidden states between blocks and between stages, on one rank, of so many
+    sequences of `length` tokens: with sequence parallelism [S/(cp·tp), B, D]."""
+    return tp.local_length(cp.local_length(length)), sequences, config.dim
 
 
 def vocabulary(config: ModelConfig) -> Pieces:
@@ -191,9 +193,9 @@ def num_active_parameters(config: ModelConfig) -> int:
     chooses."""
 
     def active(each: NamedWeight) -> int:
-        if each.spec.sharded_over != "fsdp_ep":
-            return each.numel
-        return each.numel // config.num_experts * config.experts_per_token
+        if each.spec.is_expert:
+            return each.numel // config.num_experts * config.experts_per_token
+        return each.numel
 
     return _count(config, active)
 

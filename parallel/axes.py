@@ -18,7 +18,8 @@ An axis of size 1 is not a special case: a single process is the mesh `MeshSizes
 """
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, fields
+from functools import cached_property
 from itertools import product
 from typing import Self
 
@@ -34,10 +35,13 @@ class MeshSizes:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    _: KW_ONLY
     # not an axis of its own: a part of dp_shard × cp × tp (EXPERT_AXES)
-    ep: int = field(default=1, kw_only=True)
-    # not an axis: whether ranks of cp, and of an expert, hold replicas (zero_stage 0), not shards
-    replicates_cp: bool = field(default=False, compare=False, kw_only=True)
+    ep: int = 1
+    # The ranks of dp_shard × cp, and for experts those of dp_shard × cp × tp / ep, that hold a
+    # replica of each shard: one, and where nothing is sharded (zero_stage 0), all.
+    replicas: int = 1
+    expert_replicas: int = 1
 
     @property
     def world(self) -> int:
@@ -54,19 +58,21 @@ class MeshSizes:
     @property
     def with_cp(self) -> str:
         """The axis of weights that contains cp."""
-        return "dp_replicate" if self.replicates_cp else "dp_shard"
+        return "dp_shard" if self.replicas == 1 else "dp_replicate"
 
+    @cached_property
     def of_weights(self) -> dict[str, int]:
         """The number of ranks on each of `WEIGHT_AXES`."""
         sizes = {axis: getattr(self, axis) for axis in WEIGHT_AXES}
-        sizes[self.with_cp] *= self.cp
+        sizes["dp_replicate"] *= self.replicas
+        sizes["dp_shard"] = self.dp_shard * self.cp // self.replicas
         return sizes
 
+    @cached_property
     def of_experts(self) -> dict[str, int]:
         """The number of ranks on each of `EXPERT_AXES`."""
-        others = self.dp_shard * self.cp * self.tp // self.ep
-        replicas, shards = (others, 1) if self.replicates_cp else (1, others)
-        sizes = self.pp, self.dp_replicate * replicas, shards, self.ep
+        shards = self.dp_shard * self.cp * self.tp // (self.ep * self.expert_replicas)
+        sizes = self.pp, self.dp_replicate * self.expert_replicas, shards, self.ep
         return dict(zip(EXPERT_AXES, sizes, strict=True))
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -96,4 +102,6 @@ WEIGHT_AXES = tuple(axis for axis in AXES if axis != "cp")
 # over the rest, `efsdp`.
 #     rank = ((pp · ep_replicate_size + ep_replicate) · efsdp_size + efsdp) · ep_size + ep
 EXPERT_AXES = ("pp", "ep_replicate", "efsdp", "ep")
+# By whether weights are of experts: the axes over which FSDP replicates and shards them.
+FSDP_AXES = {True: ("ep_replicate", "efsdp"), False: ("dp_replicate", "dp_shard")}
 assert AXES[AXES.index("cp") - 1] == "dp_shard", "weights see the two as one axis"

@@ -1,7 +1,7 @@
 """The collectives of tensor parallelism, and the autograd operations built from them.
 
-Every function takes the process group that it communicates over; None is a group of one rank. A
-collective over one rank returns its input, so callers need no special case for an axis of size 1.
+Every function takes the process group that it communicates over. A collective over one rank returns
+its input, so callers need no special case for an axis of size 1 (`ONE_RANK`).
 The sequence is the *first* dimension of activations, [S, B, …], because collectives concatenate and
 split along the first dimension: a gathered sequence is then contiguous without a copy.
 
@@ -53,8 +53,7 @@ class Pending:
             yield piece
 
 
-def ranks_in(group: ProcessGroup | None) -> int:
-    return 1 if group is None else group.size()
+ONE_RANK = ProcessGroup(0, 1)  # type: ignore[call-arg]  # a group over which nothing is sent
 
 
 def by_rank(x: Tensor, ranks: int, pieces: int) -> Tensor:
@@ -63,10 +62,10 @@ def by_rank(x: Tensor, ranks: int, pieces: int) -> Tensor:
     return x.unflatten(0, (pieces, ranks, -1)).transpose(0, 1).flatten(1, 2)
 
 
-def start_all_gather(x: Tensor, group: ProcessGroup | None, pieces: int = 1) -> Pending:
+def start_all_gather(x: Tensor, group: ProcessGroup, pieces: int = 1) -> Pending:
     """Start to gather [S/n, …] from each of n ranks into [S, …] on all. With one piece the ranks'
     parts follow each other in rank order; else those of each piece do."""
-    n = ranks_in(group)
+    n = group.size()
     if n == 1:
         return Pending(x)
     out = x.new_empty((n * x.shape[0], *x.shape[1:]))
@@ -77,11 +76,11 @@ def start_all_gather(x: Tensor, group: ProcessGroup | None, pieces: int = 1) -> 
 
 
 def start_reduce_scatter(
-    x: Tensor, group: ProcessGroup | None, pieces: int = 1, out: Tensor | None = None
+    x: Tensor, group: ProcessGroup, pieces: int = 1, out: Tensor | None = None
 ) -> Pending:
     """Start to sum [S, …] over n ranks; each receives its part [S/n, …] of every piece of the sum,
     in `out` if given. `x` must not be modified before `wait()`."""
-    n = ranks_in(group)
+    n = group.size()
     if n == 1:
         return Pending(x)
     if out is None:
@@ -93,20 +92,20 @@ def start_reduce_scatter(
     )
 
 
-def start_all_reduce_(x: Tensor, group: ProcessGroup | None) -> Pending:
+def start_all_reduce_(x: Tensor, group: ProcessGroup) -> Pending:
     """Start to sum `x` over the group in place: only for a tensor that the caller has just made."""
-    if ranks_in(group) == 1:
+    if group.size() == 1:
         return Pending(x)
     return Pending(x, [dist.all_reduce(x, group=group, async_op=True)])
 
 
 def start_all_to_all(
-    x: Tensor, group: ProcessGroup | None, send: Sequence[int], receive: Sequence[int]
+    x: Tensor, group: ProcessGroup, send: Sequence[int], receive: Sequence[int]
 ) -> Pending:
     """Start to send `send[r]` rows of x [rows, …], in order, to each rank r, and to receive
     `receive[r]` from it → [sum of receive, …], in rank order. `x` must not be modified before
     `wait()`."""
-    if ranks_in(group) == 1:
+    if group.size() == 1:
         return Pending(x)
     out, splits = x.new_empty((sum(receive), *x.shape[1:])), (list(receive), list(send))
     work = dist.all_to_all_single(out, x.contiguous(), *splits, group=group, async_op=True)
@@ -115,7 +114,7 @@ def start_all_to_all(
 
 def start_reduce_(
     x: Tensor,
-    group: ProcessGroup | None,
+    group: ProcessGroup,
     sequence_parallel: bool,
     pieces: int = 1,
     out: Tensor | None = None,
@@ -127,9 +126,9 @@ def start_reduce_(
     return start_all_reduce_(x, group)
 
 
-def all_reduce(x: Tensor, group: ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
+def all_reduce(x: Tensor, group: ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """The sum (or `op`) of `x` over the group, in a new tensor."""
-    if ranks_in(group) == 1:
+    if group.size() == 1:
         return x
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, op=op, group=group)
@@ -178,7 +177,7 @@ def reduce_over_tp(
     partial: Tensor, group: ProcessGroup, sequence_parallel: bool, pieces: int = 1
 ) -> Tensor:
     """Sum [S, B, D] over tp: to [S/tp, B, D] with sequence parallelism, else to [S, B, D]."""
-    if ranks_in(group) == 1:
+    if group.size() == 1:
         return partial  # no autograd function: its output would be a view, and FSDP warns of those
     if sequence_parallel:
         return ReduceScatterToSequence.apply(partial, group, pieces)

@@ -113,8 +113,10 @@ class ParallelConfig:
             why += "it is a part"
             divisors = [n for n in range(1, folded + 1) if folded % n == 0]
             raise UserError("parallel.ep", self.ep, why, f"choose one of {divisors}")
-        given |= {"dp_shard": dp_shard}
-        return MeshSizes(**given, ep=self.ep, replicates_cp=self.zero_stage == 0)
+        given |= {"dp_shard": dp_shard, "ep": self.ep}
+        if self.zero_stage == 0:  # nothing is sharded
+            given |= {"replicas": self.cp, "expert_replicas": folded // self.ep}
+        return MeshSizes(**given)
 
     @property
     def ranks_of_stages(self) -> list[int]:

@@ -39,10 +39,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.collectives import Pending, start_all_gather, start_reduce_scatter
+from parallel.mesh import Axis, Mesh
 
 PIECES = 4  # of the heads, at most; more would hide more, but send and compute in smaller parts
 # Bytes of a gathered piece, at least. To gather them takes about 0.2 ms over NVLink, as long as to
@@ -54,21 +53,19 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class ContextParallel:
+class ContextParallel(Axis):
     """The cp axis, as attention sees it."""
 
-    size: int = 1
-    rank: int = 0
-    group: ProcessGroup = None  # type: ignore[assignment]  # the mesh's; not used by one rank
     # Whether backward gathers keys and values again. Otherwise a recomputation does it.
     gathers_again: bool = False
 
     @classmethod
-    def of(cls, mesh: DeviceMesh | None, gathers_again: bool = False) -> "ContextParallel":
-        """Describe this rank's cp mesh."""
-        if mesh is None:
-            return cls()
-        return cls(mesh.size(), mesh.get_local_rank(), mesh.get_group(), gathers_again)
+    def of(cls, mesh: Mesh, gathers_again: bool = False) -> "ContextParallel":
+        return cls(**vars(mesh.cp), gathers_again=gathers_again)
+
+    def local_length(self, length: int) -> int:
+        """The number of positions of a sequence of `length` tokens on one rank."""
+        return length // self.size
 
     def chunks(self, length: int) -> list[range]:
         """The positions of a sequence of `length` tokens that this rank holds, in order."""

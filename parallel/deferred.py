@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel.collectives import Pending, start_all_gather
+from parallel.collectives import ONE_RANK, Pending, start_all_gather
 from parallel.weight_gradient import Destination
 
 
@@ -85,8 +85,8 @@ class LinearGradients:
         x: Tensor,
         dys: Sequence[Tensor],
         destinations: Sequence[Destination],
-        gather_x: ProcessGroup | None = None,
-        gather_dys: ProcessGroup | None = None,
+        gather_x: ProcessGroup = ONE_RANK,
+        gather_dys: ProcessGroup = ONE_RANK,
         pieces: int = 1,
     ) -> None:
         self.destinations, self.pieces = destinations, pieces
@@ -98,12 +98,9 @@ class LinearGradients:
     def start(self) -> None:
         """Start to gather x to [S, B, D], or each dy to [S, B, F], over tp."""
         assert self.x is not None
-        self._gathering = [self._gather(self.x, self.gather_x)]
-        self._gathering += [self._gather(dy, self.gather_dys) for dy in self.dys]
+        self._gathering = [start_all_gather(self.x, self.gather_x, self.pieces)]
+        self._gathering += [start_all_gather(dy, self.gather_dys, self.pieces) for dy in self.dys]
         self.x, self.dys = None, ()
-
-    def _gather(self, x: Tensor, group: ProcessGroup | None) -> Pending:
-        return Pending(x) if group is None else start_all_gather(x, group, self.pieces)
 
     def finish(self) -> None:
         x, *dys = (pending.wait() for pending in self._gathering)

@@ -43,36 +43,26 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.collectives import Pending, all_reduce, start_all_to_all
 from parallel.kept import KeptOutputs
-from parallel.mesh import Mesh
+from parallel.mesh import Axis, Mesh
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ExpertParallel:
-    """The ep axis, as a layer of experts sees it. Without a mesh: see `TensorParallel`."""
+class ExpertParallel(Axis):
+    """The ep axis, as a layer of experts sees it."""
 
-    size: int = 1
-    rank: int = 0
-    mesh: DeviceMesh | None = None
-    group: ProcessGroup | None = None  # None: one rank
     # The groups over which a sequence is split, and the number of its parts.
     sequence: tuple[ProcessGroup, ...] = ()
     parts: int = 1
 
     @classmethod
     def of(cls, mesh: Mesh) -> "ExpertParallel":
-        """Describe this rank's ep mesh."""
-        if mesh.experts is None:
-            return cls()
-        views = [view for view in (mesh.cp, mesh.tp) if view is not None]
-        groups, ep = tuple(view.get_group() for view in views), mesh.ep
-        parts = mesh.sizes.cp * mesh.sizes.tp
-        return cls(ep.size(), ep.get_local_rank(), ep, ep.get_group(), groups, parts)
+        cp, tp = mesh.cp, mesh.tp
+        return cls(**vars(mesh.ep), sequence=(cp.group, tp.group), parts=cp.size * tp.size)
 
 
 class Groups(NamedTuple):
@@ -185,7 +175,7 @@ class Exchange:
     """Rows on their way, for one layer and pass. It refers to no tensor that autograd follows."""
 
     def __init__(
-        self, routes: Routes, group: ProcessGroup | None, kept: KeptOutputs | None = None
+        self, routes: Routes, group: ProcessGroup, kept: KeptOutputs | None = None
     ) -> None:
         self.routes, self.group, self.kept = routes, group, kept
         self.pending: tuple[Pending, ...] = ()
@@ -275,7 +265,7 @@ class SendBack(torch.autograd.Function):
     choices, whatever rank they come from."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, routes: Routes, group: ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, y: Tensor, routes: Routes, group: ProcessGroup) -> Tensor:
         ctx.exchange = Exchange(routes, group)
         ctx.exchange.start_back(y)
         return ctx.exchange.back()[0].sum(1)

@@ -49,7 +49,7 @@ class ExpertLinear(Layer):
             initial=initial,
             group=MATRIX,
             gradient_is_partial=False,
-            sharded_over="fsdp_ep",
+            is_expert=True,
         )
         self.add_weight(weight, over=ep)
 

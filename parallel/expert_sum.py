@@ -16,7 +16,7 @@ from typing import TypeVar, cast
 
 from torch import Tensor
 
-from parallel.collectives import all_reduce
+from parallel.collectives import ONE_RANK, all_reduce
 from parallel.expert import Exchange, Groups, Routes, Sent, TokenDispatch
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class ExpertSum(TokenDispatch):
         """The rows of x [T, D] and the router's weights of them, of [T, k], for this rank."""
         rows = x.index_select(0, routes.order // weights.shape[1])
         weights = weights.flatten().index_select(0, routes.order)
-        return Sent(Exchange(routes, None), rows, weights)
+        return Sent(Exchange(routes, ONE_RANK), rows, weights)
 
     def receive(self, sent: Sent) -> tuple[Tensor, Tensor]:
         """The rows [R, D] and weights [R] that this rank's experts compute with."""

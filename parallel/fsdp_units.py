@@ -3,8 +3,8 @@ along which dimension of their weights.
 
     embedding │ experts of block 0 │ the rest of block 0 │ experts of block 1 │ … │ norm and head
 
-A layer names the view that shards its weight (`sharded_over`, parameter.py). All weights of a unit
-have one view, so experts are a unit inside their block's unit.
+A weight says whether it is of experts (parameter.py), and the mesh has the view that shards it. All
+weights of a unit have one view, so experts are a unit inside their block's unit.
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,7 @@ def shard(
     cpu_offload: bool,
 ) -> None:
     """Apply `fully_shard` to each of `units`, to the units inside of it before, and then to `stage`
-    itself, each over the mesh view that its weights name: `fsdp`, the 2-D mesh (dp_replicate,
-    dp_shard), or `fsdp_ep`.
+    itself, each over the 2-D view of the mesh for its weights (`Mesh.fsdp`).
 
     Parameters stay in their own dtype (the master weights); forward and backward see them in
     `compute_dtype`, and gradients are reduced in `reduce_dtype`.
@@ -94,35 +93,31 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 def shares_weights(mesh: Mesh) -> bool:
     """Whether other ranks have the same weights as this one: some view has more than one rank. The
     answer is the same for all stages, also for one that has no experts."""
-    views = [mesh.fsdp] if mesh.experts is None else [mesh.fsdp, mesh.fsdp_ep]
-    return any(view.size() > 1 for view in views)
+    return any(view.size() > 1 for view in mesh.fsdp.values())
 
 
 def view_of(unit: Sequence[nn.Module], mesh: Mesh) -> DeviceMesh:
     """The mesh view to shard the unit's weights over. Weights of inner units are sharded already
-    and do not count; if none are left, the view is `fsdp`."""
+    and do not count; if none are left, the unit is not of experts."""
     weights = [each for module in unit for each in weights_of(module)]
     left = [
         each
         for each in weights
         if each.sharded.device_mesh.ndim == 1  # tp or ep
     ]
-    names = {each.spec.sharded_over for each in left} or {"fsdp"}
-    assert len(names) == 1, f"the weights of one FSDP unit name several views: {sorted(names)}"
-    view = getattr(mesh, names.pop())
-    assert isinstance(view, DeviceMesh)
-    return view
+    kinds = {each.spec.is_expert for each in left} or {False}
+    assert len(kinds) == 1, "some weights of one FSDP unit are of experts, and others are not"
+    return mesh.fsdp[kinds.pop()]
 
 
 def inner_units(unit: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules inside of `unit` whose layers name another view than `fsdp`."""
-    return [module for outer in unit for module in outer.modules() if _views(module) - {"fsdp"}]
+    """The modules inside of `unit` whose own layers have weights of experts."""
+    return [module for outer in unit for module in outer.modules() if _has_experts(module)]
 
 
-def _views(module: nn.Module) -> set[str]:
-    """The views that the layers of a module name, without those of the modules in it."""
+def _has_experts(module: nn.Module) -> bool:
     layers = [each for each in module.children() if isinstance(each, Layer)]
-    return {weight.sharded_over for layer in layers for weight in layer.weights.values()}
+    return any(weight.is_expert for layer in layers for weight in layer.weights.values())
 
 
 def sharded_dimension(shape: Sequence[int], ranks: int) -> int:

@@ -6,53 +6,35 @@ backward compute with the local tensor, which `Layer.local_weight` returns.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from errors import UserError
 from parallel.deferred import WeightGradientQueue, deliver
 from parallel.memory import GRADIENTS, tell
+from parallel.mesh import Axis, Mesh
 from parallel.parameter import WeightSpec
 from parallel.placement import as_dtensor_like, chunk_range, local_part
 from parallel.weight_gradient import Destination, GradientSum, LinearProducts
 
 
-class Axis(Protocol):
-    """The axis of the mesh over which a layer's weight is placed."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def mesh(self) -> DeviceMesh | None: ...
-
-
 @dataclass(frozen=True)
-class TensorParallel:
-    """The tp axis, as a layer sees it. Without a mesh, weights are plain meta tensors with the
-    shapes of this rank's parts, so that any process can examine what a layer holds and computes
-    (costs/)."""
+class TensorParallel(Axis):
+    """The tp axis, as a layer sees it."""
 
-    size: int = 1
-    rank: int = 0
     sequence_parallel: bool = True  # the residual stream is [S/tp, B, D] on a rank, else [S, B, D]
-    mesh: DeviceMesh | None = None
-    group: ProcessGroup = None  # type: ignore[assignment]  # the mesh's process group
     pieces: int = 1  # of the sequence: one is computed while others are sent (collectives.py)
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, sequence_parallel: bool, pieces: int = 1) -> "TensorParallel":
-        """Describe this rank's tp mesh."""
-        rank, group = mesh.get_local_rank(), mesh.get_group()
-        return cls(mesh.size(), rank, sequence_parallel, mesh, group, pieces)
+    def of(cls, mesh: Mesh, sequence_parallel: bool, pieces: int = 1) -> "TensorParallel":
+        return cls(**vars(mesh.tp), sequence_parallel=sequence_parallel, pieces=pieces)
+
+    def local_length(self, length: int) -> int:
+        """The number of positions, of so many, in the residual stream of one rank."""
+        return length // self.size if self.sequence_parallel else length
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ name.
 | used by                               | fields                                        |
 |---------------------------------------|-----------------------------------------------|
 | tensor parallelism (layer.py)         | shape, placement                              |
-| FSDP (fsdp_units.py)                  | sharded_over                                  |
+| FSDP (fsdp_units.py)                  | is_expert                                     |
 | initial weights (model/initialise.py) | initial, copy_of                              |
 | sum over tp (partial.py)              | gradient_is_partial                           |
 | the optimizer                         | group, copy_of                                |
@@ -64,7 +64,7 @@ class WeightSpec:
     group: Group  # how the optimizer treats it
     gradient_is_partial: bool  # each tp rank has one term of a sum over tp (partial.py)
     copy_of: str | None = None  # global name of the weight of which this is a copy (tied.py)
-    sharded_over: str = "fsdp"  # the view of the mesh (mesh.py) that FSDP shards it over
+    is_expert: bool = False  # placed over ep; FSDP shards it over the mesh's axes of experts
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional
 
-from parallel.collectives import reduce_over_tp, start_all_gather, start_reduce_
+from parallel.collectives import ONE_RANK, reduce_over_tp, start_all_gather, start_reduce_
 from parallel.deferred import EmbeddingGradient, LinearGradients, WeightGradientQueue, deliver
 from parallel.kept import KeptOutputs
 from parallel.layer import Layer, Pieces, TensorParallel
@@ -102,7 +102,7 @@ class ColumnParallelFunction(torch.autograd.Function):
         reducing_dx = start_reduce_(dx, group, sequence_parallel, pieces)
         dws: list[Tensor | None]
         if deferring:
-            gather_x = group if sequence_parallel else None
+            gather_x = group if sequence_parallel else ONE_RANK
             ctx.queue.add(LinearGradients(x, dys, ctx.destinations, gather_x, pieces=pieces))
             dws = [None] * len(dys)
         else:
@@ -191,7 +191,8 @@ class RowParallelFunction(torch.autograd.Function):
             # Until the job runs, it keeps only this rank's part of dy, which it then gathers again.
             # It is a copy, because dy itself also goes back along the residual stream.
             held = (mine.clone(),)
-            ctx.queue.add(LinearGradients(x, held, (ctx.destination,), None, tp.group, tp.pieces))
+            job = LinearGradients(x, held, (ctx.destination,), ONE_RANK, tp.group, tp.pieces)
+            ctx.queue.add(job)
         else:
             ctx.queue.add(LinearGradients(x, (dy,), (ctx.destination,)))
         return dx, None, None, None, None, dw

@@ -81,7 +81,7 @@ def check_batch(config: Config, sizes: MeshSizes) -> None:
 def check_reduce_dtype(config: Config, sizes: MeshSizes) -> None:
     parallel = config.parallel
     sums_microbatches = config.num_microbatches(sizes.dp) > 1 and parallel.zero_stage < 2
-    sums = sums_microbatches or sizes.of_weights()["dp_replicate"] > 1
+    sums = sums_microbatches or sizes.of_weights["dp_replicate"] > 1
     if parallel.reduce_dtype == config.train.dtype == "bfloat16" and sums:
         why = "gradients of micro-batches would be summed in bfloat16 too, before they are reduced"
         remedy = "use float32, or parallel.zero_stage=2 (or 3) and parallel.dp_replicate=1, where "
@@ -184,7 +184,7 @@ def check_experts(config: Config, sizes: MeshSizes) -> None:
         why += "and the router would learn nothing"
         remedy = "set model.router=softmax, or choose 2 experts or more"
         raise UserError("model.experts_per_token", 1, why, remedy)
-    shards = sizes.of_experts()["efsdp"]
+    shards = sizes.of_experts["efsdp"]
     for key, side in sides_that_cannot_be_cut(model, sizes.ep, shards):
         why = f"must be a multiple of {shards}: a rank has {model.num_experts // sizes.ep} of the "
         why += f"experts, fewer than the {shards} ranks (dp_shard · cp · tp / ep) that shard them, "

@@ -105,8 +105,8 @@ CHANGES: dict[str, list[Change]] = {
         ("offsets[experts] - before", "offsets[experts]"),
     ],
     "parallel/mesh.py": [
-        ('other = "dp_shard" if sizes.replicates_cp else "dp_replicate"',
-         'other = "dp_replicate" if sizes.replicates_cp else "dp_shard"', "group"),
+        ('other = "dp_replicate" if sizes.with_cp == "dp_shard" else "dp_shard"',
+         'other = "dp_shard" if sizes.with_cp == "dp_shard" else "dp_replicate"', "group"),
     ],
     "parallel/data.py": [
         ("set_reshard_after_backward(True, recurse=False)",
@@ -119,8 +119,7 @@ CHANGES: dict[str, list[Change]] = {
     "parallel/fsdp_units.py": [
         ("reduce_dtype=reduce_dtype, cast_forward_inputs",
          "reduce_dtype=compute_dtype, cast_forward_inputs"),
-        ("[mesh.fsdp] if mesh.experts is None else [mesh.fsdp, mesh.fsdp_ep]", "[mesh.fsdp]",
-         "group"),
+        ("for view in mesh.fsdp.values()", "for view in [mesh.fsdp[False]]", "group"),
     ],
     "parallel/placement.py": [
         ("for axis in reversed(range(mesh.ndim)):", "for axis in range(mesh.ndim):"),
@@ -148,12 +147,12 @@ CHANGES: dict[str, list[Change]] = {
     # --- training ---
     "training/step.py": [
         ("(targets != IGNORE).sum()", "(targets == targets).sum()"),
-        ("dist.all_reduce(num_targets, group=self.mesh.batch.get_group())",
-         "dist.all_reduce(num_targets, group=self.mesh.loss.get_group())", "group"),
+        ("dist.all_reduce(num_targets, group=self.mesh.batch.group)",
+         "dist.all_reduce(num_targets, group=self.mesh.loss.group)", "group"),
         ("for view in (self.mesh.loss, self.mesh.pp):",
          "for view in (self.mesh.batch, self.mesh.pp):", "group"),
-        ("PartialGradients(self.weights, mesh.tp.get_group())",
-         "PartialGradients(self.weights, mesh.pp.get_group())", "group"),
+        ("PartialGradients(self.weights, mesh.tp.group)",
+         "PartialGradients(self.weights, mesh.pp.group)", "group"),
         ("self.optimizer.step(lr, norm_or_inf,", "self.optimizer.step(lr, norm,", "guard"),
         ("for weight in self.weights if not weight.is_copy]", "for weight in self.weights]"),
         ("            self.balance.begin()\n", "            pass\n", "counts"),
@@ -172,7 +171,7 @@ CHANGES: dict[str, list[Change]] = {
         ("left = steps - step", "left = steps - step - 1"),
     ],
     "training/gradient.py": [
-        ("dist.all_reduce(total)", "dist.all_reduce(total, group=mesh.loss.get_group())", "group"),
+        ("dist.all_reduce(total)", "dist.all_reduce(total, group=mesh.loss.group)", "group"),
     ],
     "settings/precision.py": [
         ("if config.optimizer.pure_bfloat16 else exact",

@@ -83,7 +83,7 @@ class Balance:
             losses += account.losses
         for view in (self.mesh.loss, self.mesh.tp, self.mesh.pp):
             for each in (counts, losses):
-                dist.all_reduce(each, group=view.get_group())
+                dist.all_reduce(each, group=view.group)
         return Loads(counts, losses)
 
     @torch.no_grad()

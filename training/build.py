@@ -23,7 +23,7 @@ def build_stages(config: Config, mesh: Mesh) -> dict[int, Transformer]:
     split = config.split_layers()
     stages = {}
     for s, rank in enumerate(config.parallel.ranks_of_stages):
-        if rank == mesh.pp_rank:
+        if rank == mesh.pp.rank:
             stages[s] = build_stage(config, mesh, split[s], first=s == 0, last=s == len(split) - 1)
     return stages
 
@@ -32,8 +32,8 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
     """Build one stage, ready to train."""
     precision = Precision.of(config)
     parallel, train = config.parallel, config.train
-    tp = TensorParallel.of(mesh.tp, parallel.sequence_parallel, parallel.tp_pieces)
-    cp = ContextParallel.of(mesh.cp, gathers_again(train.activation_checkpointing))
+    tp = TensorParallel.of(mesh, parallel.sequence_parallel, parallel.tp_pieces)
+    cp = ContextParallel.of(mesh, gathers_again(train.activation_checkpointing))
     ep = ExpertParallel.of(mesh)
     stage = Transformer(config.model, layers, first, last, tp, cp, ep).to(precision.master)
     blocks = list(stage.blocks.values())

@@ -30,7 +30,7 @@ def gradient_norm(gradients: Sequence[DTensor], mesh: Mesh, kernels: str = "auto
         kernels: auto, triton or torch; gradients that are offloaded to the CPU always use torch.
     """
     copies = []
-    sizes = mesh.sizes.of_weights() | mesh.sizes.of_experts()
+    sizes = mesh.sizes.of_weights | mesh.sizes.of_experts
     for gradient in gradients:
         assert not any(placement.is_partial() for placement in gradient.placements), "not reduced"
         copies.append(math.prod(sizes[axis] for axis in replicated_over(gradient)))

@@ -11,6 +11,7 @@ from model.documents import Documents, find_documents
 from model.transformer import Batch, Transformer, hidden_shape
 from parallel.context import ContextParallel
 from parallel.data import check_reduced, data_parallel
+from parallel.layer import TensorParallel
 from parallel.mesh import Mesh, to_device
 from parallel.parameter import weights_of
 from parallel.partial import PartialGradients
@@ -68,20 +69,19 @@ class TrainStep:
         # Listed once, while they are sharded: while its weights are gathered, a module has other
         # objects as its parameters.
         self.weights = [weight for stage in stages.values() for weight in weights_of(stage)]
-        self.partial = PartialGradients(self.weights, mesh.tp.get_group())
+        self.partial = PartialGradients(self.weights, mesh.tp.group)
         self.tied = build_tied_embedding(config, mesh, stages)
         self.optimizer = optimizer_class(config.optimizer.name)(self.weights, config)
         self.balance = Balance.of(config, mesh, stages)
         self.guard = UpdateGuard(config.guard.spike_sigmas, mesh.device)
         self.record: Recorder = record_nothing
 
-        self.cp = ContextParallel.of(mesh.cp)
-        cut = self.cp.size * (mesh.tp.size() if parallel.sequence_parallel else 1)
-        shape = hidden_shape(config.model, train.seq_len // cut, train.micro_batch_size)
-        transfers = Transfers(mesh.pp.get_group(), shape, self.precision.compute, mesh.device)
+        self.tp = TensorParallel.of(mesh, parallel.sequence_parallel)
+        self.cp = ContextParallel.of(mesh)
+        transfers = self.transfers(train.seq_len, train.micro_batch_size)
         schedule = config.schedule(mesh.dp_size)
         self.ranks_of_stages = stage_ranks(schedule)
-        self.program = lower(schedule)[mesh.pp_rank]
+        self.program = lower(schedule)[mesh.pp.rank]
         self.forward_programs: dict[int, Program] = {}  # by number of micro-batches
         compute, reduce = self.precision.compute, self.precision.reduce
         data = data_parallel(stages.values(), parallel.zero_stage, compute, reduce)
@@ -133,18 +133,23 @@ class TrainStep:
         loss = self.runner.evaluate(self.forward_program(len(microbatches)), microbatches)
         return self.sum_over_ranks(loss), num_targets
 
+    def transfers(self, length: int, sequences: int) -> Transfers:
+        """Transfers between stages, for micro-batches of so many sequences of `length` tokens."""
+        shape = hidden_shape(self.config.model, length, sequences, self.tp, self.cp)
+        return Transfers(self.mesh.pp.group, shape, self.precision.compute, self.mesh.device)
+
     def forward_program(self, num_microbatches: int) -> Program:
         """This rank's program of an evaluation."""
         if num_microbatches not in self.forward_programs:
             programs = lower(forward_only(self.ranks_of_stages, num_microbatches))
-            self.forward_programs[num_microbatches] = programs[self.mesh.pp_rank]
+            self.forward_programs[num_microbatches] = programs[self.mesh.pp.rank]
         return self.forward_programs[num_microbatches]
 
     def count_targets(self, targets: Tensor) -> Tensor:
         """The number of target tokens in the global batch, summed over data-parallel ranks: a
         scalar in the dtype of the loss."""
         num_targets = to_device((targets != IGNORE).sum(), self.mesh.device)
-        dist.all_reduce(num_targets, group=self.mesh.batch.get_group())  # of whole rows
+        dist.all_reduce(num_targets, group=self.mesh.batch.group)  # of whole rows
         return num_targets.to(self.precision.exact)
 
     def microbatches(
@@ -181,5 +186,5 @@ class TrainStep:
             else loss
         )
         for view in (self.mesh.loss, self.mesh.pp):  # tp ranks already have the same loss
-            dist.all_reduce(total, group=view.get_group())
+            dist.all_reduce(total, group=view.group)
         return total

@@ -49,7 +49,7 @@ from torch.distributed import ProcessGroup
 
 from model.kernels.backend import cdiv, exact
 from model.kernels.cross_entropy import gradient_over_logits_, normaliser, token_losses
-from parallel.collectives import Pending, by_rank, start_all_gather, start_reduce_
+from parallel.collectives import ONE_RANK, Pending, by_rank, start_all_gather, start_reduce_
 from parallel.deferred import WeightGradientQueue, deliver
 from parallel.weight_gradient import Destination, LinearProducts
 
@@ -86,7 +86,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         dxs: list[Tensor] = []
         reducing: Pending | None = None  # the previous piece's dx
         dw: Tensor | None = None
-        gather_over = group if sequence_parallel else None
+        gather_over = group if sequence_parallel else ONE_RANK
         pieces = pieces_of(x, targets, gather_over, sequence_pieces, piece_tokens)
         for piece, piece_targets in pieces:
             y = piece_targets.flatten()
@@ -128,7 +128,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 def pieces_of(
     x: Tensor,
     targets: Tensor,
-    gather_over: ProcessGroup | None,
+    gather_over: ProcessGroup,
     sequence_pieces: int,
     piece_tokens: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -139,14 +139,13 @@ def pieces_of(
     are always [S, B].
     """
     held = targets.unsqueeze(0)  # [tp, S/tp, B]: the targets of what each rank holds
-    if gather_over is not None and gather_over.size() > 1:
+    if gather_over.size() > 1:
         held = by_rank(targets, gather_over.size(), sequence_pieces)
     height = max(1, cdiv(x.shape[0], max(1, cdiv(targets.numel(), piece_tokens))))
     starts = range(0, x.shape[0], height)
 
     def start(at: int) -> Pending:
-        piece = x[at : at + height]
-        return Pending(piece) if gather_over is None else start_all_gather(piece, gather_over)
+        return start_all_gather(x[at : at + height], gather_over)
 
     following = start(0)
     for at in starts:

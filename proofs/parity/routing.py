@@ -25,8 +25,8 @@ def recording(step: TrainStep) -> Iterator[list[Choices]]:
     found: list[Choices] = []
     train, parallel, mesh = step.config.train, step.config.parallel, step.mesh
     positions = step.cp.cut(torch.arange(train.seq_len), 0)
-    if parallel.sequence_parallel and mesh.tp.size() > 1:  # else tp_pieces cuts nothing
-        positions = by_rank(positions, mesh.tp.size(), parallel.tp_pieces)[mesh.tp.get_local_rank()]
+    if parallel.sequence_parallel and mesh.tp.size > 1:  # else tp_pieces cuts nothing
+        positions = by_rank(positions, mesh.tp.size, parallel.tp_pieces)[mesh.tp.rank]
     height, of_rank = train.micro_batch_size, train.global_batch_size // mesh.dp_size
     starts = range(mesh.dp_rank * of_rank, (mesh.dp_rank + 1) * of_rank, height)
 

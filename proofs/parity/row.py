@@ -72,8 +72,7 @@ class Row:
         or infinite."""
         errors = asdict(self)
         options = errors.pop("case")
-        layout = options.pop("layout")
-        del layout["replicates_cp"]  # set only in a run's mesh, from zero_stage
+        layout = {**self.case.layout.by_axis(), "ep": options.pop("layout")["ep"]}
         found = {**layout, **options, **errors, "failures": self.failures()}
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value

@@ -34,11 +34,11 @@ from torch import Tensor, nn
 from model.kernels.backend import cdiv, exact
 from model.kernels.cross_entropy import normaliser, token_losses
 from model.kernels.linear_cross_entropy import pieces_of, tokens_of_piece
-from model.transformer import Batch, Head, Transformer, hidden_shape
+from model.transformer import Batch, Head, Transformer
+from parallel.collectives import ONE_RANK
 from parallel.context import ContextParallel
 from parallel.mesh import to_device
 from parallel.pipeline.runner import PipelineRunner
-from parallel.pipeline.transfer import Transfers
 from runtime.evaluation.rows import Row
 from settings.checks import cuts_of_sequence
 from tokens import IGNORE
@@ -113,7 +113,7 @@ def losses_of_tokens(head: Head, x: Tensor, targets: Tensor) -> Tensor:
     tp, weight, flat = head.tp, head.local_weight(), targets.flatten()
     losses = torch.zeros(len(flat), dtype=exact(x.dtype), device=x.device)
     places = torch.arange(len(flat), device=x.device).view_as(targets)
-    gather_over = tp.group if tp.sequence_parallel else None
+    gather_over = tp.group if tp.sequence_parallel else ONE_RANK
     size = tokens_of_piece(x, head.vocab_size, tp.group)
     for piece, held in pieces_of(x, places, gather_over, tp.pieces, size):
         at = held.flatten()
@@ -172,7 +172,8 @@ def score_on_mesh(
     parts = math.prod(cuts_of_sequence(parallel).values())
     for length, numbers in lengths(rows, seq_len, parts).items():
         groups, size = _micro_batches(train, numbers, seq_len // length)
-        runner = _runner(train, length, size)
+        transfers, data = train.transfers(length, size), train.runner.data
+        runner = PipelineRunner(dict(train.stages), parallel.num_stages, transfers, data, False)
         for at in range(0, len(groups), most):
             if not goes_on():
                 return None
@@ -189,7 +190,7 @@ def score_on_mesh(
             assert found is not None
             total += found
     for view in (mesh.loss, mesh.pp):  # [num_rows]; tp ranks already have the same
-        dist.all_reduce(total, group=view.get_group())
+        dist.all_reduce(total, group=view.group)
     return (-total).tolist()
 
 
@@ -206,16 +207,6 @@ def _micro_batches(
     size = min(size, cdiv(longest, config.parallel.num_stages))
     mine += [None] * (cdiv(longest, size) * size - len(mine))
     return [mine[at : at + size] for at in range(0, len(mine), size)], size
-
-
-def _runner(train: TrainStep, length: int, size: int) -> PipelineRunner:
-    """A runner whose transfers have the shape of micro-batches of `size` rows."""
-    mesh, parallel = train.mesh, train.config.parallel
-    cut = train.cp.size * (mesh.tp.size() if parallel.sequence_parallel else 1)
-    shape = hidden_shape(train.config.model, length // cut, size)
-    transfers = Transfers(mesh.pp.get_group(), shape, train.precision.compute, mesh.device)
-    stages: dict[int, nn.Module] = dict(train.stages)
-    return PipelineRunner(stages, parallel.num_stages, transfers, train.runner.data, False)
 
 
 @torch.no_grad()

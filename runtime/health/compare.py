@@ -94,13 +94,13 @@ def _passed(tensor: Tensor, train: TrainStep, by: int) -> Tensor:
     """Send `tensor` to the rank `by` further on in the group of data-parallel ranks, and return
     what the rank as many before this one sends."""
     mesh = train.mesh
-    ranks, me = dist.get_process_group_ranks(mesh.batch.get_group()), mesh.dp_rank
+    ranks, me = dist.get_process_group_ranks(mesh.batch.group), mesh.dp_rank
     if len(ranks) == 1:
         return tensor
     sent = tensor.to(mesh.device).contiguous()
     got = torch.empty_like(sent)
     to, source = ranks[(me + by) % len(ranks)], ranks[(me - by) % len(ranks)]
-    group = mesh.batch.get_group()
+    group = mesh.batch.group
     send = dist.P2POp(dist.isend, sent, to, group)
     receive = dist.P2POp(dist.irecv, got, source, group)
     for work in dist.batch_isend_irecv([send, receive]):

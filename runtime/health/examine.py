@@ -103,7 +103,7 @@ def examine(train: TrainStep, suspect: Suspect) -> Verdict:
     first, again = compute(train, *batch), compute(train, *batch)
     exchanged = compute(train, *(shifted(part, train) for part in batch))
     other = returned(exchanged.products, train)  # of this rank's rows
-    ranks = dist.get_process_group_ranks(mesh.batch.get_group())
+    ranks = dist.get_process_group_ranks(mesh.batch.group)
     partner = ranks[(mesh.dp_rank + 1) % len(ranks)]
     mine = {
         "disputed": disputes(first.products, other),
@@ -116,7 +116,7 @@ def examine(train: TrainStep, suspect: Suspect) -> Verdict:
     dist.all_gather_object(everyone, mine)
     if any(each["disputed"] or each["wavering"] for each in everyone):
         return _find_faulty(train, batch, everyone)
-    steady = all(each["repeats"] for each in everyone) and mesh.experts is None
+    steady = all(each["repeats"] for each in everyone) and not train.config.model.has_experts
     if steady and any(each["differs"] for each in everyone):
         found = sorted({rank for each in everyone if each["differs"] for rank in each["pair"]})
         why = (
@@ -219,7 +219,7 @@ def make_copies_equal(train: TrainStep) -> None:
     for held in held_tensors(train):
         local = held.tensor.to_local()
         for axis in replicated_over(held.tensor):
-            group = train.mesh.axis(axis).get_group()
+            group = train.mesh.views[axis].group
             copy = local.to(train.mesh.device)
             dist.broadcast(copy, src=dist.get_process_group_ranks(group)[0], group=group)
             local.copy_(copy)

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from errors import RunFailed
 from model.kernels.bit_hash import hash_of
-from parallel.axes import EXPERT_AXES, WEIGHT_AXES
 from parallel.placement import replicated_over
 from runtime.trainer_state import held_tensors
 from training.step import TrainStep
@@ -39,8 +38,7 @@ def check_replicas(train: TrainStep) -> None:
     for held in held_tensors(train):
         for axis in replicated_over(held.tensor):
             copied_over[axis].append(held.tensor)
-    axes = WEIGHT_AXES if mesh.experts is None else dict.fromkeys(WEIGHT_AXES + EXPERT_AXES)
-    odd = [line for axis in axes for line in _odd_ones(axis, copied_over[axis], train)]
+    odd = [line for axis in mesh.views for line in _odd_ones(axis, copied_over[axis], train)]
     everyone: list[list[str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, odd)
     found = sorted({line for lines in everyone if lines for line in lines})
@@ -53,7 +51,7 @@ def _odd_ones(axis: str, tensors: list[DTensor], train: TrainStep) -> list[str]:
     """Describe the ranks of this rank's group on `axis` that differ from the others."""
     mesh, config = train.mesh, train.config
     kernels = "torch" if config.parallel.cpu_offload else config.model.kernels
-    group = mesh.axis(axis).get_group()
+    group = mesh.views[axis].group
     if group.size() == 1 or not tensors:
         return []
     mine = hash_of((tensor.to_local() for tensor in tensors), kernels).to(mesh.device)

@@ -97,7 +97,7 @@ class SlowRanks(Listener):
         self.policy, self.folder = config.guard.slow_ranks, Path(config.run.dir)
         self.interval = config.run.log_interval
         self.times = ProductTimes(train)
-        mine = (node_name(), mesh.pp_rank)
+        mine = (node_name(), mesh.pp.rank)
         everyone: list[Any] = [mine] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         self.nodes = [node for node, _ in everyone]

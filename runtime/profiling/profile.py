@@ -143,9 +143,9 @@ def axes_of_groups(mesh: Mesh) -> dict[str, str]:
     assert dist.group.WORLD is not None
     world = dist.group.WORLD.group_name
     axes: dict[str, str] = {}
-    for axis, view in mesh.views().items():
-        group = view.get_group().group_name
-        if group != world or view.size() > 1:  # in a world of one, all axes share its group
+    for axis, view in mesh.views.items():
+        group = view.group.group_name
+        if group != world or view.size > 1:  # in a world of one, all axes share its group
             axes.setdefault(group, axis)
     axes.setdefault(world, "world")
     return axes

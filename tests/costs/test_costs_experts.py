@@ -100,7 +100,7 @@ def test_ranks_share_what_one_computes(ep: int) -> None:
     alone = model_flops(experts(Setting(SMALL, LONG)))
     of_rank = Setting(SMALL, LONG, tp=2, cp=2, ep=ep)
     assert model_flops(experts(of_rank)) == alone / 4
-    local = [w.shape for w in experts(of_rank).weights if w.spec.sharded_over == "fsdp_ep"]
+    local = [w.shape for w in experts(of_rank).weights if w.spec.is_expert]
     assert {shape[0] for shape in local} == {X // ep}
     if ep > 1:
         more = model_flops(experts(replace(of_rank, imbalance=1.5))) - alone / 4

@@ -141,8 +141,7 @@ def load_whole(
     reader = CheckpointReader(checkpoint)
     config = ModelConfig(**(reader.trainer.model | (changes or {})))
     mesh = build_mesh(MeshSizes(), "cpu", config.has_experts)
-    ep = ExpertParallel.of(mesh) if config.has_experts else None
-    tp = TensorParallel.of(mesh.tp, sequence_parallel=False)
+    tp, ep = TensorParallel.of(mesh, sequence_parallel=False), ExpertParallel.of(mesh)
     model = Transformer(config, range(config.num_layers), True, True, tp, ep=ep)
     model.to(dtype).to_empty(device="cpu")
     for weight in weights_of(model):

@@ -48,7 +48,7 @@ def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes):
     """For each size of a piece's logits in bytes: this rank's loss, dx and dw, the collectives of
     forward and backward, and the largest tensor."""
     mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
-    tp, rank = mesh.tp.size(), mesh.tp.get_local_rank()
+    tp, rank = mesh.tp.size, mesh.tp.rank
     x, weight, targets = operands(vocab, dtype)
     rows = chunk_range(vocab, tp, rank)
     x = x.chunk(tp)[rank] if sequence_parallel else x
@@ -58,7 +58,7 @@ def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes):
     for piece_bytes in sizes:
         x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))
         head = partial(
-            linear_cross_entropy, x, weight, targets, scale, rows.start, mesh.tp.get_group(),
+            linear_cross_entropy, x, weight, targets, scale, rows.start, mesh.tp.group,
             sequence_parallel, matmul=Matmul(), vocab_size=vocab, z_loss=z_loss, kernels=kernels,
             piece_bytes=piece_bytes,
         )  # fmt: skip

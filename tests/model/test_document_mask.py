@@ -70,7 +70,7 @@ def small_model(case, checkpointing="none", compile=False):
     """The unsharded Transformer of a case, in this process. With `compile`, blocks are traced and
     run in eager mode as traced."""
     config = case.config().model
-    tp = TensorParallel.of(build_mesh(MeshSizes(), "cpu").tp, sequence_parallel=False)
+    tp = TensorParallel.of(build_mesh(MeshSizes(), "cpu"), sequence_parallel=False)
     model = Transformer(config, range(config.num_layers), True, True, tp).to(torch.float64)
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         wrap_blocks(model.blocks.values(), checkpointing, compile, 1, OPERATORS)

@@ -70,7 +70,7 @@ def loss_of(vocab):
     """The collectives and the largest tensor in forward and backward of the loss over `vocab`
     columns, and the loss."""
     mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
-    columns = chunk_range(vocab, mesh.tp.size(), mesh.tp.get_local_rank())
+    columns = chunk_range(vocab, mesh.tp.size, mesh.tp.rank)
     torch.manual_seed(0)
     logits = (
         torch.randn(S, B, vocab, dtype=torch.float64)[..., columns.start : columns.stop]
@@ -80,9 +80,7 @@ def loss_of(vocab):
     targets = torch.arange(S * B).view(S, B) * 31 % vocab
     targets[0, 0] = IGNORE
     with Listener(mesh) as listener:
-        loss = vocab_parallel_cross_entropy(
-            logits * 1.0, targets, columns.start, mesh.tp.get_group()
-        )
+        loss = vocab_parallel_cross_entropy(logits * 1.0, targets, columns.start, mesh.tp.group)
         loss.backward()
     return listener.count(), listener.largest, loss.item()
 

@@ -123,7 +123,7 @@ def pieces_left(gathers_again, heads, backward, keeps_outputs=False):
     """How many pieces of attention's heads are left when nothing refers to its results any more,
     and their tensors; Python's collector does not run."""
     mesh = build_mesh(MeshSizes(cp=2), "cpu")
-    cp = ContextParallel.of(mesh.cp, gathers_again)
+    cp = ContextParallel.of(mesh, gathers_again)
     made, honest = [], Piece.__init__
 
     def noted(self, *arguments):

@@ -80,7 +80,7 @@ def jobs_of_another_microbatch(run_jobs, jobs):
 def norm_of_one_stage(gradient_norm, gradients, mesh, kernels):
     """The gradient norm is summed over the ranks of one pipeline stage only."""
     groups = [dist.new_group(list(map(int, ranks.flatten()))) for ranks in mesh.root.mesh]
-    all_reduce = partial(dist.all_reduce, group=groups[mesh.pp_rank])
+    all_reduce = partial(dist.all_reduce, group=groups[mesh.pp.rank])
     with patch.object(dist, "all_reduce", all_reduce):
         return gradient_norm(gradients, mesh, kernels)
 

@@ -39,7 +39,7 @@ def norms_of_the_same():
     for place in (Shard(0), Shard(1), Replicate()):
         whole = isinstance(place, Replicate)
         local = numbers if whole else numbers.chunk(world, place.dim)[dist.get_rank()].contiguous()
-        cut = DTensor.from_local(local, mesh.tp, [place], run_check=False)
+        cut = DTensor.from_local(local, mesh.tp.mesh, [place], run_check=False)
         norms.append(gradient_norm([cut, cut], mesh).item())
     return norms, math.sqrt(2) * numbers.double().norm().item()
 

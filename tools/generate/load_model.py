@@ -133,8 +133,8 @@ def empty_model(config: ModelConfig, dtype: torch.dtype, device: str) -> Transfo
     """The model in one stage, sharded over all ranks, with uninitialized weights."""
     mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), device)
     layers = range(config.num_layers)
-    tp = TensorParallel.of(mesh.tp, sequence_parallel=False)
-    ep = ExpertParallel(tp.size, tp.rank, tp.mesh, tp.group)  # X/tp experts on each rank
+    tp = TensorParallel.of(mesh, sequence_parallel=False)
+    ep = ExpertParallel(**vars(mesh.tp))  # X/tp experts on each rank
     model = Transformer(config, layers, True, True, tp, ep=ep).to(dtype)
     for layer in model.modules():
         if isinstance(layer, experts.FeedForward):

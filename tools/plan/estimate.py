@@ -160,11 +160,11 @@ class Pipeline:
         sizes, e = layout.sizes, layout.compute
         links = Links(time.device, sizes.tp, shards.rest, replicas.rest, stage.world, sizes.cp,
                       sizes.ep, shards.experts, replicas.experts)  # fmt: skip
-        rest = sharding_seconds(links, "fsdp", numel.rest * e, numel.rest * layout.reduce, number)
+        rest = sharding_seconds(links, False, numel.rest * e, numel.rest * layout.reduce, number)
         gather, scatter, replicate = rest
         if numel.experts:
             sent = numel.experts * e, numel.experts * layout.reduce
-            of_experts = sharding_seconds(links, "fsdp_ep", *sent, number)
+            of_experts = sharding_seconds(links, True, *sent, number)
             gather, scatter, replicate = (a + b for a, b in zip(rest, of_experts, strict=True))
         cast = time.rates.memory(numel.total * 3 * e + numel.over(shards) * layout.master)
         seconds += time.updating(max(numbers.over(shards) for numbers in self.parameters))

@@ -33,9 +33,6 @@ from settings.config import Config
 from settings.precision import Precision
 from training.optimizers import optimizer_class
 
-# The views of the mesh that weights are sharded over, and the axes of each: shards and replicas. In
-# a forward, FSDP is done with the weights of the first before those of the second.
-SHARDED_OVER = {"fsdp_ep": ("efsdp", "ep_replicate"), "fsdp": ("dp_shard", "dp_replicate")}
 # The kinds of actions of a schedule that splits backward, and of another.
 KINDS = {True: (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), False: (FORWARD, BACKWARD)}
 PHASES = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "input",
@@ -79,11 +76,11 @@ def ranks_of_stages(name: str, pp: int, stages_per_rank: int) -> list[int]:
 
 class Gathered:
     """Weights that FSDP gathers and reduces together: those of a unit, or of all units of a stage,
-    that are sharded `over` the same view of the mesh (parallel/mesh.py). Shapes are those of the tp
-    rank's or ep rank's weights, before FSDP shards them."""
+    all of experts or none (parallel/fsdp_units.py). Shapes are those of the tp rank's or ep rank's
+    weights, before FSDP shards them."""
 
-    def __init__(self, over: str, weights: Sequence[LocalWeight]) -> None:
-        self.over, self.weights = over, weights
+    def __init__(self, is_expert: bool, weights: Sequence[LocalWeight]) -> None:
+        self.is_expert, self.weights = is_expert, weights
         self.numel = sum(weight.numel for weight in weights)
         self.widest = max(weight.numel for weight in weights)
         self.padded = lru_cache(self._padded)
@@ -115,8 +112,8 @@ def gathered(*units: Unit) -> tuple[Gathered, ...]:
     """The FSDP units of `units`, in the order in which a forward has used them: experts are inside
     of the others."""
     weights = [weight for unit in units for weight in unit.weights]
-    views = sorted({weight.spec.sharded_over for weight in weights}, key=list(SHARDED_OVER).index)
-    return tuple(Gathered(v, [w for w in weights if w.spec.sharded_over == v]) for v in views)
+    parts = [(kind, [w for w in weights if w.spec.is_expert is kind]) for kind in (True, False)]
+    return tuple(Gathered(*part) for part in parts if part[1])
 
 
 class Numbers(NamedTuple):
@@ -136,8 +133,8 @@ class Numbers(NamedTuple):
 
 def numbers_of(unit: Unit) -> Numbers:
     """The parameters of a unit on the tp and ep rank."""
-    numel = {each.over: each.numel for each in gathered(unit)}
-    return Numbers(numel.get("fsdp", 0), numel.get("fsdp_ep", 0))
+    numel = {each.is_expert: each.numel for each in gathered(unit)}
+    return Numbers(numel.get(False, 0), numel.get(True, 0))
 
 
 class Sharding(NamedTuple):
@@ -169,13 +166,13 @@ class Layout:
         self.where = ranks_of_stages(p.schedule, p.pp, p.stages_per_rank)
         self._units: list[list[Unit]] = []  # of each stage
 
-        # by the view of the mesh that a weight is sharded over
-        weights, experts = self.sizes.of_weights(), self.sizes.of_experts()
+        # by whether a weight is of experts
+        weights, experts = self.sizes.of_weights, self.sizes.of_experts
         shards, of_experts = weights["dp_shard"], experts["efsdp"]
         inside = (self.shard_rank * self.sizes.tp + self.tp_rank) // self.sizes.ep
         self.sharding = {
-            "fsdp": Sharding(shards, weights["dp_replicate"], self.shard_rank),
-            "fsdp_ep": Sharding(of_experts, experts["ep_replicate"], inside % of_experts),
+            False: Sharding(shards, weights["dp_replicate"], self.shard_rank),
+            True: Sharding(of_experts, experts["ep_replicate"], inside % of_experts),
         }
         # whether no rank shares this rank's weights, so that FSDP is not used
         views = [*self.sharding.values()][: 1 + config.model.has_experts]

@@ -141,8 +141,8 @@ class Sharded:
         self.of_stage: dict[int, list[FsdpUnit]] = defaultdict(list)
         for stage in layout.stages:
             for indices, weights in layout.fsdp_units(stage):
-                shards, size = layout.sharding[weights.over].shards, gather_bytes(layout, weights)
-                unit = FsdpUnit(stage, indices, weights, shards, size)
+                shards = layout.sharding[weights.is_expert].shards
+                unit = FsdpUnit(stage, indices, weights, shards, gather_bytes(layout, weights))
                 self.of_stage[stage].append(unit)
                 for index in indices:
                     self.around[stage, index].append(unit)
@@ -311,7 +311,7 @@ class Memory(Account):
         layout = self.layout
         for stage in layout.stages:
             for _, weights in layout.fsdp_units(stage):
-                shards, _, rank = layout.sharding[weights.over]
+                shards, _, rank = layout.sharding[weights.is_expert]
                 self.add(WEIGHTS, weights.padded(shards) // shards * layout.master)
                 local = weights.local(shards, rank, lambda weight: True)
                 self.add(MOMENTS, layout.states_per_weight * local * layout.master)

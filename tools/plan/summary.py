@@ -125,7 +125,7 @@ def _name(layout: Layout, axis: str) -> str:
 def _ranks(layout: Layout, call: Call) -> int:
     sizes = layout.sizes
     views = {"cp": sizes.cp, "loss": sizes.dp * sizes.cp, "batch": sizes.dp, "ends": 2}
-    axes = sizes.of_experts() | sizes.of_weights() | views
+    axes = sizes.of_experts | sizes.of_weights | views
     return axes.get(call.axis, layout.world)
 
 

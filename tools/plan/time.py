@@ -25,10 +25,11 @@ from costs.links import Links
 from costs.seconds import Cost, Rates
 from costs.summary import flops_per_token
 from costs.units import Unit
+from parallel.axes import FSDP_AXES
 from parallel.pipeline.actions import BACKWARD, BACKWARD_WEIGHT, FORWARD, Kind
 from parallel.pipeline.simulate import Costs, Timeline, simulate
 from tools.plan.hardware import Device
-from tools.plan.layout import KINDS, SHARDED_OVER, Gathered, Layout, numbers_of
+from tools.plan.layout import KINDS, Gathered, Layout, numbers_of
 from tools.plan.traffic import gather_bytes, reduce_bytes, times_a_step
 
 
@@ -94,12 +95,12 @@ TOTAL, EXPOSED = map(attrgetter, ("total", "waiting"))
 
 
 def sharding_seconds(
-    links: Links, over: str, gathered: float, reduced: float, number: int = 1
+    links: Links, is_expert: bool, gathered: float, reduced: float, number: int = 1
 ) -> tuple[float, float, float]:
     """Seconds to gather weights over a view of the mesh, to reduce their gradients over the shards,
     and then over the replicas; of so many bytes, in `number` collectives each. Groups of experts
     share the links with those of other weights: one collective runs after another."""
-    axis, copies = SHARDED_OVER[over]
+    copies, axis = FSDP_AXES[is_expert]
     return (
         links.collective(axis, gathered, number=number),
         links.collective(axis, reduced, number=number),
@@ -121,7 +122,7 @@ class StepTime:
 
     def __init__(self, layout: Layout, device: Device) -> None:
         self.layout, self.device = layout, device
-        sizes, weights, experts = layout.sizes, layout.sharding["fsdp"], layout.sharding["fsdp_ep"]
+        sizes, weights, experts = layout.sizes, layout.sharding[False], layout.sharding[True]
         self.links = Links(device, sizes.tp, weights.shards, weights.replicas, layout.world,
                            sizes.cp, sizes.ep, experts.shards, experts.replicas)  # fmt: skip
         self.rates = Rates(device, self.links, layout.compute)
@@ -169,7 +170,7 @@ class StepTime:
     def of_unit(self, unit: Gathered) -> tuple[float, float, float]:
         """The same of one FSDP unit."""
         sizes = gather_bytes(self.layout, unit), reduce_bytes(self.layout, unit)
-        return sharding_seconds(self.links, unit.over, *sizes)
+        return sharding_seconds(self.links, unit.is_expert, *sizes)
 
     def cast(self, stage: int) -> float:
         """Seconds to convert a stage's weights to the compute dtype and to copy the gathered
@@ -182,7 +183,7 @@ class StepTime:
         if layout.whole:
             width = layout.compute + layout.master if layout.compute != layout.master else 0
             return unit.numel * width
-        shards = layout.sharding[unit.over].shards
+        shards = layout.sharding[unit.is_expert].shards
         # experts that are cut are copied once more
         again = 2 * unit.cut_within(shards) * layout.compute
         return unit.numel * (3 * layout.compute + layout.master / shards) + again
@@ -202,7 +203,7 @@ class StepTime:
         parallel, layout = self.layout.config.parallel, self.layout
         gather, scatter, _ = self.data_parallel(stage)
         units = [unit for _, unit in layout.fsdp_units(stage)]
-        first, *_, last = [self.of_unit(unit) for unit in units if unit.over == "fsdp"] * 2
+        first, *_, last = [self.of_unit(unit) for unit in units if not unit.is_expert] * 2
         sharding = Gathers(gather, scatter, first[0], last[0], first[1])
         return sharding.waits(parallel.zero_stage, parallel.fsdp_unit, self.stages[stage])
 
@@ -264,7 +265,7 @@ class StepTime:
         ranks = [0.0] * self.layout.sizes.pp
         for stage, rank in enumerate(self.layout.where):
             for _, unit in self.layout.fsdp_units(stage):
-                ranks[rank] += unit.numel / self.layout.sharding[unit.over].shards
+                ranks[rank] += unit.numel / self.layout.sharding[unit.is_expert].shards
         return self.updating(max(ranks))
 
     def updating(self, numbers: float) -> float:
@@ -320,7 +321,7 @@ def seconds_on_the_wire(time: StepTime, layout: Layout, sends: int) -> dict[str,
     for stage in layout.stages:
         for _, unit in layout.fsdp_units(stage):
             gather, scatter, over_replicas = time.of_unit(unit)
-            axis, copies = SHARDED_OVER[unit.over]
+            copies, axis = FSDP_AXES[unit.is_expert]
             sharding[axis] += gather * gathers + scatter * reductions
             sharding[copies] += over_replicas
     waits = sum(m * time.waits(stage).total for stage in layout.stages)
@@ -329,7 +330,7 @@ def seconds_on_the_wire(time: StepTime, layout: Layout, sends: int) -> dict[str,
     first = [e for e in events if e.action.microbatch == 0 and e.action.kind is FORWARD]
     waits += max(0.0, sum(e.end - e.start - usual[e.action.stage] for e in first))
     tail = max(0.0, time.reductions[layout.pp_rank] - events[-1].end)
-    shards, replicas = zip(*SHARDED_OVER.values(), strict=True)
+    replicas, shards = zip(*FSDP_AXES.values(), strict=True)
     late = min(tail, sum(sharding[axis] for axis in replicas))  # the last, over replicas
     waits += tail - late
     for axes, exposed in ((shards, waits), (replicas, late)):

@@ -32,8 +32,9 @@ from typing import Any
 
 from costs.collectives import Call
 from costs.units import LocalWeight, Unit
+from parallel.axes import FSDP_AXES
 from parallel.pipeline.lower import need_of, result_of
-from tools.plan.layout import SHARDED_OVER, Gathered, Layout, gathered
+from tools.plan.layout import Gathered, Layout, gathered
 
 
 def collectives(layout: Layout) -> Counter[Call]:
@@ -67,7 +68,7 @@ def over_groups(layout: Layout) -> Counter[Call]:
     all-to-alls, so they keep its name.)"""
     calls: Counter[Call] = Counter()
     sizes, world = layout.sizes, layout.world
-    of_experts = sizes.of_experts()
+    of_experts = sizes.of_experts
     for call, number in collectives(layout).items():
         axis = call.axis
         if axis in ("efsdp", "ep_replicate") and of_experts[axis] == world > 1:
@@ -79,7 +80,7 @@ def over_groups(layout: Layout) -> Counter[Call]:
 
 def _axis_of_all(layout: Layout) -> str | None:
     """The innermost axis of weights with all ranks."""
-    axes = reversed(layout.sizes.of_weights().items())
+    axes = reversed(layout.sizes.of_weights.items())
     return next((axis for axis, size in axes if size == layout.world), None)
 
 
@@ -94,8 +95,8 @@ def fsdp_calls(layout: Layout, stage: int) -> Counter[Call]:
     calls: Counter[Call] = Counter()
     gathers, reductions = times_a_step(layout)
     for _, unit in layout.fsdp_units(stage):
-        shards, replicas, _ = layout.sharding[unit.over]
-        over_shards, over_replicas = SHARDED_OVER[unit.over]
+        shards, replicas, _ = layout.sharding[unit.is_expert]
+        over_replicas, over_shards = FSDP_AXES[unit.is_expert]
         reduced = reduce_bytes(layout, unit)
         if shards > 1:
             calls[Call(over_shards, "all_gather", gather_bytes(layout, unit))] += gathers
@@ -106,11 +107,11 @@ def fsdp_calls(layout: Layout, stage: int) -> Counter[Call]:
 
 
 def gather_bytes(layout: Layout, unit: Gathered) -> int:
-    return unit.padded(layout.sharding[unit.over].shards) * layout.compute
+    return unit.padded(layout.sharding[unit.is_expert].shards) * layout.compute
 
 
 def reduce_bytes(layout: Layout, unit: Gathered) -> int:
-    return unit.padded(layout.sharding[unit.over].shards) * layout.reduce
+    return unit.padded(layout.sharding[unit.is_expert].shards) * layout.reduce
 
 
 def _once_a_step(layout: Layout) -> Counter[Call]:
@@ -136,7 +137,7 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
     def local(units: Iterable[Unit], which: Callable[[LocalWeight], bool]) -> int:
         numbers = 0
         for weights in (each for unit in units for each in gathered(unit)):
-            shards, _, rank = layout.sharding[weights.over]
+            shards, _, rank = layout.sharding[weights.is_expert]
             numbers += weights.local(shards, rank, which)
         return layout.master * numbers
 
@@ -156,7 +157,7 @@ def axis_names(layout: Layout) -> tuple[str, str, str, str | None]:
     the first and last stage's ranks are counted: the innermost axis of weights with the same ranks,
     if there is one."""
     sizes = layout.sizes
-    shards, replicas, _ = layout.sharding["fsdp"]
+    shards, replicas, _ = layout.sharding[False]
     batch = loss = "dp_shard" if replicas == 1 else "dp_replicate" if shards == 1 else "loss"
     if sizes.cp > 1:
         batch = "dp_replicate" if sizes.dp_replicate == replicas == sizes.dp else "batch"

@@ -88,7 +88,7 @@ def the_rank(config: Config, world: int, rank: int, device: str) -> AbstractCont
 
 def routing_of(config: Config, mesh: Mesh, imbalance: float) -> Routing:
     """The numbers of rows that this rank's experts receive."""
-    ep_rank = mesh.ep.get_local_rank() if config.model.has_experts else 0
+    ep_rank = mesh.ep.rank
     return routing(replace(config.setting(), ep_rank=ep_rank, imbalance=imbalance))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from costs.routing import Routing
-from parallel.collectives import Pending, ranks_in, start_all_to_all
+from parallel.collectives import Pending, start_all_to_all
 from parallel.parameter import Constant, weights_of
 from parallel.pipeline.simulate import Event, simulate
 from runtime.profiling.trace import ActionRecorder
@@ -29,9 +29,9 @@ def told_by_others(found: Routing) -> Iterator[None]:
     """A context in which routers, on a real device, receive these counts from the other ranks."""
 
     def start(
-        x: torch.Tensor, group: ProcessGroup | None, send: Sequence[int], receive: Sequence[int]
+        x: torch.Tensor, group: ProcessGroup, send: Sequence[int], receive: Sequence[int]
     ) -> Pending:
-        if x.dtype == torch.int64 and ranks_in(group) > 1:
+        if x.dtype == torch.int64 and group.size() > 1:
             return Pending(x.new_tensor(found.receive).flatten())
         return start_all_to_all(x, group, send, receive)
 

@@ -151,7 +151,7 @@ class GroupAxes:
     of an axis of experts, over the axis of weights that has them, or else the world."""
 
     def __init__(self, mesh: Mesh) -> None:
-        groups = {name: view.get_group() for name, view in mesh.views().items()}
+        groups = {name: view.group for name, view in mesh.views.items()}
         own = {axis: groups.pop(axis) for axis in ("cp", *EXPERT_AXES[1:]) if axis in groups}
         world = mesh.root.size()
         self._axes = {ranks_of(group): name for name, group in reversed(groups.items())}
