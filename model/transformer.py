@@ -65,8 +65,23 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, *inputs: Any) -> Tensor:
         """`inputs`: the inputs that this layer's attention derives from the positions."""
-        y, x = self.feed_forward_norm.add(self.attention(self.attention_norm(x), *inputs), x)
+        return self.after(self.attention(self.attention_norm(x), *inputs), x)
+
+    def after(self, y: Tensor, x: Tensor) -> Tensor:
+        """The output, from the block's input x and what attention adds to it."""
+        y, x = self.feed_forward_norm.add(y, x)
         return x + self.feed_forward(y)
+
+    def halves(self) -> tuple[Callable[..., Any], Callable[[Tensor, Tensor], Tensor]] | None:
+        """`forward` up to its call of `attend`, (x, *other inputs) → q, k, v, and from the result y
+        on, (y, x) → output; None: this kind of attention does not call it."""
+        attention = self.attention
+        if not hasattr(attention, "project"):
+            return None
+        return (
+            lambda x, *others: attention.project(self.attention_norm(x), *others),
+            lambda y, x: self.after(attention.combine(y), x),
+        )
 
 
 def hidden_shape(config: ModelConfig, positions: int, sequences: int) -> tuple[int, int, int]:
