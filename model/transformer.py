@@ -197,7 +197,7 @@ def kinds_of_blocks(config: ModelConfig, tp: int = 1) -> list[tuple[Block, int]]
 @lru_cache(maxsize=64)
 def num_parameters(config: ModelConfig) -> int:
     """The number of trainable parameters of the whole model; a tied embedding counts once."""
-    return _count(config, lambda each: each.numel)
+    return sum_over_weights(config, lambda each: each.numel)
 
 
 @lru_cache(maxsize=64)
@@ -210,12 +210,14 @@ def num_active_parameters(config: ModelConfig) -> int:
             return each.numel
         return each.numel // config.num_experts * config.experts_per_token
 
-    return _count(config, active)
+    return sum_over_weights(config, active)
 
 
-def _count(config: ModelConfig, numel: Callable[[NamedWeight], int]) -> int:
+def sum_over_weights(config: ModelConfig, number: Callable[[NamedWeight], int]) -> int:
+    """The sum of a number of each weight of the whole model; a tied embedding counts once."""
+
     def count(module: nn.Module) -> int:
-        return sum(numel(each) for each in weights_of(module) if not each.is_copy)
+        return sum(number(each) for each in weights_of(module) if not each.is_copy)
 
     ends = Transformer(config, [], True, True, TensorParallel())
     return count(ends) + sum(n * count(block) for block, n in kinds_of_blocks(config))
