@@ -245,16 +245,15 @@ class Layout:
         states = self.states_of(weight.spec).values()
         return sum(state.bytes(shape or weight.shape, self.master) for state in states)
 
-    def cuts(self, weight: LocalWeight) -> list[tuple[str, int]]:
-        """The axes that cut a weight, each with the dimension."""
+    def axes_across(self, weight: LocalWeight, dims: Sequence[int]) -> Iterator[str]:
+        """The axes that cut a weight in another dimension than `dims`."""
         over, placement = weight.spec.sharded_over, weight.spec.placement
-        shards, cuts = self.sharding[over].shards, []
-        inner, size = ("ep", self.sizes.ep) if over == "fsdp_ep" else ("tp", self.sizes.tp)
-        if shards > 1:
-            cuts.append((SHARDED_OVER[over][0], sharded_dimension(weight.shape, shards)))
-        if size > 1 and isinstance(placement, Shard):
-            cuts.append((inner, placement.dim))
-        return cuts
+        shards, inner = self.sharding[over].shards, "ep" if over == "fsdp_ep" else "tp"
+        if shards > 1 and sharded_dimension(weight.shape, shards) not in dims:
+            yield SHARDED_OVER[over][0]
+        cut = isinstance(placement, Shard) and placement.dim not in dims
+        if cut and getattr(self.sizes, inner) > 1:
+            yield inner
 
     # --- units ---
 

@@ -152,14 +152,10 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
     if copies and ends is not None and has_one_end:
         calls[Call(ends, "all_reduce", copies)] += 1
     # states that lack a dimension which an axis cuts (`sum_over_parts`, training/optimizers/)
-    sums: Counter[tuple[str, str]] = Counter()
     for weight, part in parts(units):
-        for name, state in layout.states_of(weight.spec).items():
-            for axis, dim in layout.cuts(weight):
-                if dim not in state.dims:
-                    sums[name, axis] += state.bytes(part, layout.master)
-    for (_, axis), number in sums.items():
-        calls[Call(axis, "all_reduce", number)] += 1
+        for state in layout.states_of(weight.spec).values():
+            for axis in layout.axes_across(weight, state.dims):
+                calls[Call(axis, "all_reduce", state.bytes(part, layout.master))] += 1
     return calls
 
 

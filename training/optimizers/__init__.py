@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from errors import UserError
@@ -66,13 +65,11 @@ class ShardedOptimizer(ABC):
         self.shards = [each.sharded.to_local() for each in weights]
         # The state exists from the start, so that a checkpoint can be loaded into it in place and
         # memory has its planned size from the first step.
-        self.states: list[dict[str, Tensor]] = [
-            {
-                name: shard.new_zeros(state.shape(shard.shape), dtype=state.dtype)
-                for name, state in self.states_of(each.spec).items()
-            }
-            for each, shard in zip(weights, self.shards, strict=True)
-        ]
+        self.states: list[dict[str, Tensor]] = []  # of each weight
+        for each, shard in zip(weights, self.shards, strict=True):
+            kept = self.states_of(each.spec).items()
+            zeros = {n: shard.new_zeros(s.shape(shard.shape), dtype=s.dtype) for n, s in kept}
+            self.states.append(zeros)
         # number of updates made so far
         self.updates = torch.zeros((), dtype=torch.float32, device=self.shards[0].device)
         decay = config.optimizer.weight_decay
@@ -85,7 +82,7 @@ class ShardedOptimizer(ABC):
 
     @abstractmethod
     def update(self, lr: float, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
-        """Update `shards`, `states` (of each weight) and `updates`.
+        """Update `shards`, `states` and `updates`.
 
         Args:
             lr: the learning rate of this step.
@@ -112,19 +109,12 @@ class ShardedOptimizer(ABC):
 
     def sum_over_parts(self, name: str, terms: Sequence[Tensor]) -> None:
         """Sum in place this rank's terms of the state `name`, one for each weight, over the ranks
-        that hold other parts of the dimensions that the state lacks: one all-reduce over each axis
-        that cuts such a dimension, of the terms of all these weights."""
-        over: dict[ProcessGroup, list[Tensor]] = {}
+        that hold other parts of the dimensions that the state lacks."""
         for each, term in zip(self.weights, terms, strict=True):
             dims, mesh = self.states_of(each.spec)[name].dims, each.sharded.device_mesh
             for axis, placement in enumerate(each.sharded.placements):
                 if not placement.is_replicate() and dim_of(placement) not in dims:
-                    over.setdefault(mesh.get_group(axis), []).append(term)
-        for group, parts in over.items():
-            total = torch.cat([part.flatten() for part in parts])
-            dist.all_reduce(total, group=group)
-            for part, summed in zip(parts, total.split([p.numel() for p in parts]), strict=True):
-                part.copy_(summed.view_as(part))
+                    dist.all_reduce(term, group=mesh.get_group(axis))
 
     def set_updates(self, updates: int) -> None:
         """Set the number of updates made (steps minus skipped ones), on which bias corrections and
