@@ -65,8 +65,23 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, *inputs: Any) -> Tensor:
         """`inputs`: the inputs that this layer's attention derives from the positions."""
-        y, x = self.feed_forward_norm.add(self.attention(self.attention_norm(x), *inputs), x)
+        return self.after(self.attention(self.attention_norm(x), *inputs), x)
+
+    def after(self, y: Tensor, x: Tensor) -> Tensor:
+        """The output, from the block's input x and what attention adds to it."""
+        y, x = self.feed_forward_norm.add(y, x)
         return x + self.feed_forward(y)
+
+    def halves(self) -> tuple[Callable[..., Any], Callable[[Tensor, Tensor], Tensor]] | None:
+        """`forward` up to its call of `attend`, (x, *other inputs) → q, k, v, and from the result y
+        on, (y, x) → output; None: this kind of attention does not call it."""
+        attention = self.attention
+        if not hasattr(attention, "project"):
+            return None
+        return (
+            lambda x, *others: attention.project(self.attention_norm(x), *others),
+            lambda y, x: self.after(attention.combine(y), x),
+        )
 
 
 def hidden_shape(
@@ -184,7 +199,7 @@ def kinds_of_blocks(config: ModelConfig, tp: int = 1) -> list[tuple[Block, int]]
 @lru_cache(maxsize=64)
 def num_parameters(config: ModelConfig) -> int:
     """The number of trainable parameters of the whole model; a tied embedding counts once."""
-    return _count(config, lambda each: each.numel)
+    return sum_over_weights(config, lambda each: each.numel)
 
 
 @lru_cache(maxsize=64)
@@ -197,12 +212,14 @@ def num_active_parameters(config: ModelConfig) -> int:
             return each.numel // config.num_experts * config.experts_per_token
         return each.numel
 
-    return _count(config, active)
+    return sum_over_weights(config, active)
 
 
-def _count(config: ModelConfig, numel: Callable[[NamedWeight], int]) -> int:
+def sum_over_weights(config: ModelConfig, number: Callable[[NamedWeight], int]) -> int:
+    """The sum of a number of each weight of the whole model; a tied embedding counts once."""
+
     def count(module: nn.Module) -> int:
-        return sum(numel(each) for each in weights_of(module) if not each.is_copy)
+        return sum(number(each) for each in weights_of(module) if not each.is_copy)
 
     ends = Transformer(config, [], True, True, TensorParallel())
     return count(ends) + sum(n * count(block) for block, n in kinds_of_blocks(config))

@@ -68,7 +68,7 @@ def gathers_again(mode: str) -> bool:
 
 
 def wrap_blocks(
-    blocks: Iterable[nn.Module], mode: str, compile: bool, tp: int, attention: Set[Any], cp: int = 1
+    blocks: Iterable[Any], mode: str, compile: bool, tp: int, attention: Set[Any], cp: int = 1
 ) -> None:
     """Wrap each block's forward in activation checkpointing and `torch.compile`, in place. Call it
     before `fully_shard`, so that recomputation and compiled code run while FSDP has the weights
@@ -79,8 +79,8 @@ def wrap_blocks(
         tp: the number of tensor-parallel ranks.
         attention: the operators that compute attention, which the model knows. With products, they
             cost the most floating-point operations per byte of their result.
-        cp: the number of context-parallel ranks. With several, compiled blocks are two graphs
-            (compiled.py).
+        cp: the number of context-parallel ranks. With several, compiled blocks that attend over
+            them are two graphs (compiled.py), the block's `halves`.
 
     Selective checkpointing is compiled with the block, and the compiler follows the same policy.
     With several cp ranks, each graph and the attention between them is checkpointed by itself: so
@@ -94,8 +94,9 @@ def wrap_blocks(
         selective: Callable[[Forward], Forward] = _unchanged
         if mode == "selective":
             selective = partial(_checkpointed, context_fn=_selection(block, tp, attention))
-        if compile and cp > 1:
-            forward = compiled_around_attention(forward, selective)
+        halves = block.halves() if compile and cp > 1 else None
+        if halves is not None:
+            forward = compiled_around_attention(forward, halves, selective)
         else:
             forward = compiled(selective(forward)) if compile else selective(forward)
         if mode == "full":

@@ -6,6 +6,11 @@ through which the layers cycle. The file's class `Attention` is used.
 
 A kind is constructed with (config, tp). Its method `inputs` derives, from the tokens' positions,
 the inputs that `forward` takes besides x. `forward` maps x [S/tp, B, D] to the same shape.
+
+A kind whose tokens attend to each other says so in two methods, between which its last input,
+`attend` (parallel/context.py), is called: forward is combine(attend(*project(x, *others))). Another
+projection is a subclass that overrides `project`. What it communicates over cp is in `attend` only,
+so the two can be compiled (parallel/compiled.py). A kind without them must not communicate over cp.
 """
 
 from typing import Any

@@ -49,10 +49,16 @@ class Attention(nn.Module):
         return positions.angles(self.rotary), mask
 
     def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        return self.combine(attend(*self.project(x, angles)))
+
+    def project(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
+        """The rotated q [S, B, H/tp, E] and k, and v [S, B, max(1, K/tp), E], of x [S/tp, B, D]."""
         q, k, v = column_parallel(x, self.query, self.key, self.value)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # [S, B, heads, E]
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        q, k = rotate(q, k, angles.cos, angles.sin, self.kernels)
-        y = attend(q, k, v)  # [S, B, H/tp, E]
-        return self.output(y.flatten(-2))  # [S, B, H/tp·E] → [S/tp, B, D]
+        return *rotate(q, k, angles.cos, angles.sin, self.kernels), v
+
+    def combine(self, y: Tensor) -> Tensor:
+        """The heads' results y [S, B, H/tp, E] → [S/tp, B, D]."""
+        return self.output(y.flatten(-2))

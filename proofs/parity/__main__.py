@@ -4,12 +4,13 @@ Every way to split the model must compute the same as the unsharded model (refer
 layout of 1, 2, 4 and 8 ranks, it compares initial weights, loss, gradient norm, every parameter's
 gradient, and 20 optimizer steps, in float64 and in float32. Then it compares every schedule,
 context parallelism with single sequences, and a covering array over layouts and options, in
-float64. Of mixtures of experts it compares every layout with every ep of 1, 2 and 4, a
-covering array, and loads as uneven as they can be, with the experts that each token chooses, the
-routers' losses, and biases after 3 steps (expert_cases.py). With TRITON_INTERPRET=1 before the
-command (or on a GPU machine), it also compares the model with Triton's kernels. It prints one line
-per case with the largest relative errors, and exits with status 1 if any is out of bounds (row.py).
-On two cores, over gloo, all cases together take minutes.
+float64; and every kind of layer, which must have a reference of its own (reference_KIND.py). Of
+mixtures of experts it compares every layout with every ep of 1, 2 and 4, a covering array, and
+loads as uneven as they can be, with the experts that each token chooses, the routers' losses, and
+biases after 3 steps (expert_cases.py). With TRITON_INTERPRET=1 before the command (or on a GPU
+machine), it also compares the model with Triton's kernels. It prints one line per case with the
+largest relative errors, and exits with status 1 if any is out of bounds (row.py). On two cores,
+over gloo, all cases together take minutes.
 """
 
 import functools
@@ -29,7 +30,7 @@ from proofs.parity.cases import (
     covering_cases,
     option_values,
 )
-from proofs.parity.chosen import context_cases, kernel_cases, schedule_cases
+from proofs.parity.chosen import context_cases, kernel_cases, kind_cases, schedule_cases
 from proofs.parity.expert_cases import LAYOUTS as EXPERT_LAYOUTS
 from proofs.parity.expert_cases import STEPS as EXPERT_STEPS
 from proofs.parity.expert_cases import expert_layout_cases, expert_values, extreme_cases
@@ -66,6 +67,7 @@ def plan(worlds: tuple[int, ...], quick: bool) -> tuple[list[tuple[Case, int]], 
     dense, of_experts = dense_covering(worlds, quick), expert_covering(worlds)
     cases = [(case, 0) for case in dense.cases]
     cases += [(case, EXPERT_STEPS) for case in of_experts.cases]
+    cases += [(case, EXPERT_STEPS) for case in kind_cases() if case.world in worlds]
     if not quick:
         for sizes in layouts_of(worlds, quick):
             # Without a pipeline, two micro-batches are enough to show every error of accumulation.

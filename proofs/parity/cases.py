@@ -73,6 +73,7 @@ class Case:
     num_shared_experts: int = 0
     num_dense_layers: int = 0
     router_losses: bool = False
+    keys: tuple[tuple[str, object], ...] = ()  # more keys of the section `model`, with values
     # or "triton": interpreted kernels are slow, so they have separate cases (chosen.py)
     kernels: str = "torch"
 
@@ -138,7 +139,7 @@ class Case:
 
     def _model(self) -> dict[str, Any]:
         """The options of the model."""
-        given = self._keys_of(ModelConfig)
+        given = self._keys_of(ModelConfig) | dict(self.keys)
         if self.router is None:
             of_experts = {"num_experts", *KEYS_OF_EXPERTS}
             return {key: value for key, value in given.items() if key not in of_experts}

@@ -4,10 +4,13 @@ too few values, or would be too slow."""
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
+from kinds import kinds_in
 from parallel.axes import MeshSizes
 from parallel.pipeline.schedules import SCHEDULES
 from proofs.parity.cases import BATCH, Case, option_values
+from proofs.parity.reference import CLASSES, reference_of
 
 
 def schedule_cases(worlds: Sequence[int]) -> list[Case]:
@@ -68,6 +71,27 @@ def context_cases() -> list[Case]:
         Case(MeshSizes(pp=2, dp_shard=2, cp=2), schedule="zb_v", stages_per_rank=2, zero_stage=3),
     ]
     return [replace(case, num_microbatches=BATCH // case.layout.dp) for case in cases]
+
+
+def kind_cases() -> list[Case]:
+    """Every kind of attention and of feed-forward in every second layer, but for those of the other
+    cases: over each axis, with each way of checkpointing. Raises UserError if a kind, or a router,
+    has no reference."""
+    cases = []
+    for key in CLASSES:
+        usual = getattr(Case, key)
+        for kind in kinds_in(f"model.{key}"):
+            keys = getattr(reference_of(key, kind), "keys", ())
+            if kind in (usual, "experts") or key == "router":  # expert_cases.py
+                continue
+            kinds: dict[str, Any] = {key: (kind, usual), "keys": keys}
+            cases += [
+                Case(MeshSizes(tp=2), activation_checkpointing="selective", **kinds),
+                Case(MeshSizes(pp=2, tp=2), schedule="zb_h1", layers="uneven", **kinds),
+                Case(MeshSizes(dp_shard=2), zero_stage=3, activation_checkpointing="full", **kinds),
+                Case(MeshSizes(dp_replicate=2, cp=2), document_mask=True, **kinds),
+            ]
+    return cases
 
 
 def kernel_cases() -> list[Case]:

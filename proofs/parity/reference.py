@@ -2,23 +2,21 @@
 
 It is deliberately a second implementation, written from the papers with nothing but torch: of the
 code under test it reads only the section `model` of the configuration. Layers are `nn.Linear` and
-`nn.Embedding`, the batch comes first, [B, S, D], attention is a masked softmax, a mixture of
-experts is a loop over experts (reference_experts.py), and AdamW is torch's own
-(reference_training.py). Parameter names are the same, so that gradients can be compared by name.
-`proofs/parity` compares the two.
+`nn.Embedding`, the batch comes first, [B, S, D], and AdamW is torch's own (reference_training.py).
+Each kind of attention, feed-forward and router is a file, reference_KIND.py. Parameter names are
+the same, so that gradients can be compared by name. `proofs/parity` compares the two.
 """
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from errors import UserError
+from kinds import kinds_in, load_kind
 from model.config import ModelConfig
-from proofs.parity.reference_experts import Experts, FeedForward
 
 IGNORE = -100  # F.cross_entropy's default
 
@@ -35,109 +33,30 @@ class Norm(nn.Module):
         return x / (x * x).mean(dim=-1, keepdim=True).add(self.eps).sqrt() * self.weight
 
 
-@dataclass(frozen=True)
-class Rotary:
-    """Frequencies of the rotary embedding. With a factor above 1, they are scaled as in Llama 3.1:
-    wavelengths above `original` / `low` are stretched by the factor, those below `original` /
-    `high` are not. In between, a frequency is interpolated between the two, linearly in the number
-    of its wavelengths that fit into `original`."""
-
-    theta: float
-    factor: float = 1.0
-    low: float = 1.0
-    high: float = 4.0
-    original: int = 8192
-
-    def frequency(self, exponent: float) -> float:
-        frequency = self.theta**-exponent
-        wavelength = 2 * math.pi / frequency
-        if wavelength > self.original / self.low:
-            return frequency / self.factor
-        if wavelength < self.original / self.high:
-            return frequency
-        share = (self.original / wavelength - self.low) / (self.high - self.low)
-        return share * frequency + (1 - share) * frequency / self.factor
+# The class of a kind's reference, by the key of the section `model` that selects the kind.
+CLASSES = {"attention": "Attention", "feed_forward": "FeedForward", "router": "Router"}
 
 
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotary embedding of x [B, H, S, E]: the pair (i, i + E/2) is a complex number, rotated by
-    the angle position · frequency."""
-    half = x.shape[-1] // 2
-    frequencies = torch.tensor(
-        [rotary.frequency(i / half) for i in range(half)], dtype=torch.float64
-    )
-    angles = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), frequencies)  # [S, E/2]
-    turn = torch.polar(torch.ones_like(angles), angles).to(
-        torch.complex128 if x.dtype == torch.float64 else torch.complex64
-    )
-    turned = torch.complex(x[..., :half], x[..., half:]) * turn
-    return torch.cat((turned.real, turned.imag), dim=-1)
+def reference_of(key: str, kind: str) -> Any:
+    """The class in reference_KIND.py. That of a layer is constructed with the section `model`, and
+    maps x [B, S, D] to the same shape. If it has `keys`, the proof tries the kind with these keys
+    of the section.
 
-
-class Attention(nn.Module):
-    """Causal grouped-query attention: x [B, S, D] → [B, S, D]."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.window = config.attention_window  # for subclasses
-        self.rotary = Rotary(
-            config.rope_theta,
-            config.rope_scaling_factor,
-            config.rope_low_freq_factor,
-            config.rope_high_freq_factor,
-            config.rope_original_length,
-        )
-        dim, head_dim, eps = config.dim, config.head_dim, config.norm_eps
-        self.query = nn.Linear(dim, self.num_heads * head_dim, bias=False)
-        self.key = nn.Linear(dim, self.num_kv_heads * head_dim, bias=False)
-        self.value = nn.Linear(dim, self.num_kv_heads * head_dim, bias=False)
-        self.output = nn.Linear(self.num_heads * head_dim, dim, bias=False)
-        self.query_norm = Norm(head_dim, eps) if config.qk_norm else nn.Identity()
-        self.key_norm = Norm(head_dim, eps) if config.qk_norm else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-
-        def heads(y: Tensor, count: int) -> Tensor:  # [B, count, S, E]
-            return y.view(batch, length, count, -1).transpose(1, 2)
-
-        q = rotate(self.query_norm(heads(self.query(x), self.num_heads)), self.rotary)
-        k = rotate(self.key_norm(heads(self.key(x), self.num_kv_heads)), self.rotary)
-        v = heads(self.value(x), self.num_kv_heads)
-        shared = self.num_heads // self.num_kv_heads
-        k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
-        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # [B, H, S, S]
-        weights = scores.masked_fill(~self.sees(length), -math.inf).softmax(dim=-1)
-        return self.output((weights @ v).transpose(1, 2).reshape(batch, length, -1))
-
-    def sees(self, length: int) -> Tensor:
-        """The mask, [S, S]: whether the query (row) attends to the key (column)."""
-        return torch.ones(length, length, dtype=torch.bool).tril()
-
-
-class SlidingWindow(Attention):
-    """Each query attends to `window` keys, the last of which is its own."""
-
-    def sees(self, length: int) -> Tensor:
-        return super().sees(length).triu(1 - self.window)
-
-
-# The keys are the names of files in model/attention/ and model/feed_forward/.
-ATTENTION = {"causal": Attention, "sliding_window": SlidingWindow}
-FEED_FORWARD: dict[str, Callable[[ModelConfig], nn.Module]] = {
-    "swiglu": lambda config: FeedForward(config.dim, config.ffn_dim),
-    "experts": Experts,
-}
+    Raises UserError if there is no such file."""
+    name, of_kind = f"reference_{kind}", CLASSES[key]
+    if name not in kinds_in("proofs.parity"):
+        remedy = f"write proofs/parity/{name}.py, with a class {of_kind}"
+        raise UserError(f"model.{key}", kind, "there is no reference to compare it with", remedy)
+    return load_kind("proofs.parity", name, of_kind)
 
 
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = Norm(config.dim, config.norm_eps)
-        self.attention = ATTENTION[config.attention_of(layer)](config)
+        self.attention = reference_of("attention", config.attention_of(layer))(config)
         self.feed_forward_norm = Norm(config.dim, config.norm_eps)
-        self.feed_forward = FEED_FORWARD[config.feed_forward_of(layer)](config)
+        self.feed_forward = reference_of("feed_forward", config.feed_forward_of(layer))(config)
 
     def forward(self, x: Tensor, lengths: list[int]) -> Tensor:
         """x [B, S, D]; `lengths` of the documents, sequence after sequence."""

@@ -1,27 +1,12 @@
-"""The reference's feed-forward, and its mixture of experts: a plain loop over all experts.
-
-Like reference.py, a second implementation from the papers, with nothing but torch. Each expert
-computes with the tokens that chose it, whose weights are multiplied with its result.
-"""
+"""The reference of model/feed_forward/experts.py: a plain loop over all experts. Each computes with
+the tokens that chose it, whose weights are multiplied with its result."""
 
 import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
-
-
-class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) · up(x))."""
-
-    def __init__(self, dim: int, ffn_dim: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(dim, ffn_dim, bias=False)
-        self.up = nn.Linear(dim, ffn_dim, bias=False)
-        self.down = nn.Linear(ffn_dim, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.gate(x)
-        return self.down(gate * torch.sigmoid(gate) * self.up(x))
+from proofs.parity import reference_swiglu
+from proofs.parity.reference import reference_of
 
 
 class Stacked(nn.Module):
@@ -32,7 +17,7 @@ class Stacked(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape))
 
 
-class Experts(nn.Module):
+class FeedForward(nn.Module):
     """Map x [B, S, D] to the same shape."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -44,7 +29,7 @@ class Experts(nn.Module):
         self.experts.up = Stacked(config.num_experts, width, dim)
         self.experts.down = Stacked(config.num_experts, dim, width)
         shared = config.num_shared_experts
-        self.shared = FeedForward(dim, shared * width) if shared else None
+        self.shared = reference_swiglu.FeedForward(config, shared * width) if shared else None
         self.bias = torch.zeros(config.num_experts)  # float32
         self.losses = torch.zeros(2)  # of the last forward: balance, z
         self.choices = torch.empty(0)  # [B, S, k], ascending
@@ -52,17 +37,14 @@ class Experts(nn.Module):
     def forward(self, batch: Tensor) -> Tensor:
         config, x = self.config, batch.flatten(0, 1)  # [T, D]
         logits = self.router(x)  # [T, X]
-        if config.router == "sigmoid_bias":
-            scores = torch.sigmoid(logits)
-            preferred, probabilities = scores + self.bias, scores / scores.sum(1, keepdim=True)
-        else:
-            scores = torch.exp(logits - logits.max(1, keepdim=True).values)
-            preferred, probabilities = logits, scores / scores.sum(1, keepdim=True)
+        router = reference_of("router", config.router)()
+        preferred, probabilities = (
+            router.preferences(logits, self.bias),
+            router.probabilities(logits),
+        )
         ranks = preferred.detach().argsort(dim=1, descending=True, stable=True).argsort(1)
         is_chosen = ranks < config.experts_per_token
-        weights = (probabilities if config.router == "softmax" else scores) * is_chosen
-        if config.router != "softmax":
-            weights = weights / weights.sum(1, keepdim=True)
+        weights = router.weigh(logits, is_chosen)
         y = torch.zeros_like(x)
         for e in range(config.num_experts):
             mine = is_chosen[:, e].nonzero().flatten()
@@ -89,8 +71,8 @@ class Experts(nn.Module):
         self.bias = self.bias + torch.tensor(self.config.router_bias_rate) * below
 
 
-def experts_of(model: nn.Module) -> list[Experts]:
-    return [module for module in model.modules() if isinstance(module, Experts)]
+def experts_of(model: nn.Module) -> list[FeedForward]:
+    return [module for module in model.modules() if isinstance(module, FeedForward)]
 
 
 def auxiliary_losses(model: nn.Module) -> Tensor:

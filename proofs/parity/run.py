@@ -28,7 +28,7 @@ from parallel.mesh import build_mesh
 from parallel.placement import local_region
 from proofs.parity.cases import BATCH, BOS, OPTIMIZER, SEED, SEQ_LEN, STEPS, Case
 from proofs.parity.reference import IGNORE, Reference
-from proofs.parity.reference_experts import Experts, auxiliary_losses, experts_of
+from proofs.parity.reference_experts import FeedForward, auxiliary_losses, experts_of
 from proofs.parity.reference_training import gradient_norm, train
 from proofs.parity.routing import Choices, recording
 from proofs.parity.row import Row
@@ -210,7 +210,7 @@ def _expected(
     experts = {
         layer: block.feed_forward
         for layer, block in enumerate(reference.blocks)
-        if isinstance(block.feed_forward, Experts)
+        if isinstance(block.feed_forward, FeedForward)
     }
     choices = {layer: each.choices for layer, each in experts.items()}
     gradients = {name: p.grad.clone() for name, p in reference.named_parameters()}

@@ -34,7 +34,6 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from data.tokenizer import tokenizer_files
-from model.transformer import num_parameters
 from parallel.placement import as_dtensor_like
 from runtime.checkpoint.folder import (
     ABANDONED,
@@ -192,8 +191,7 @@ class Saver:
         except Exception as error:  # training continues after any failure
             if self.is_first and partial is not None:
                 shutil.rmtree(partial, ignore_errors=True)
-            config = self.train.config
-            needed = self.last.get("bytes") or num_parameters(config.model) * state_bytes(config)
+            needed = self.last.get("bytes") or state_bytes(self.train.config)
             record["failed"] = f"{error}{room(error, self.folder, needed)}"
             self.failed = f"the checkpoint of step {trainer.step} was not saved: {record['failed']}"
             there = complete_checkpoints(self.folder) if self.folder.is_dir() else []

@@ -155,7 +155,7 @@ def held_tensors(train: TrainStep) -> dict[str, list[Tensor]]:
     # gathered or sharded, depending on the moment
     present = [parameter for stage in train.stages.values() for parameter in stage.parameters()]
     whole, reduced = _summed(train.stages.values())
-    moments = [moment for moments in train.optimizer.state.values() for moment in moments]
+    moments = [moment for moments in train.optimizer.states for moment in moments.values()]
     found: dict[str, list[Tensor | None]] = {
         WEIGHTS: [*sharded],
         GATHERED: [*present],

@@ -44,7 +44,7 @@ def check_fits(config: Config, device: str) -> None:
     """Raise UserError if weights and optimizer states exceed a rank's share of the memory: such a
     run is certain to fail. (`tools.plan` estimates what else a step needs.)"""
     parallel, world = config.parallel, dist.get_world_size()
-    needed = num_parameters(config.model) * state_bytes(config) * parallel.dp_replicate / world
+    needed = state_bytes(config) * parallel.dp_replicate / world
     if device == "cuda" and not parallel.cpu_offload:
         memory = torch.cuda.get_device_properties().total_memory
     else:

@@ -112,7 +112,7 @@ def test_on_request(ranks, data, tmp_path):
 def report_of_a_gpu(folder: str) -> None:
     """Write the report of a GPU that runs out of memory in step 8, with made-up answers from
     torch.cuda."""
-    optimizer = SimpleNamespace(state={"exp_avg": [torch.ones(1_000_000)]})
+    optimizer = SimpleNamespace(states=[{"exp_avg": torch.ones(1_000_000)}])
     pretended = Mock(stages={}, weights=[], optimizer=optimizer)
     pretended.mesh = Mock(device="cuda")
     pretended.mesh.root.size.return_value, pretended.mesh.coordinates.return_value = 1, {"pp": 0}

@@ -15,7 +15,7 @@ from model.kernels.rotary import rotate
 from model.positions import Rotary, rotary_angles
 from parallel.axes import MeshSizes
 from parallel.parameter import weights_of
-from proofs.parity import reference
+from proofs.parity import reference_causal
 from proofs.parity.cases import BOS, Case
 from tests.steps import make_step, rows_of
 
@@ -49,8 +49,8 @@ def test_rotation_is_the_references(scaling):
     positions = torch.arange(16).unsqueeze(1)
     angles = rotary_angles(positions, Rotary(8, 10000.0, *scaling), torch.float64)
     ours, _ = rotate(x, x, *angles, kernels="torch")
-    rotary = reference.Rotary(1e4, *(scaling[0] if scaling else ()))
-    theirs = reference.rotate(x.permute(1, 2, 0, 3), rotary).permute(2, 0, 1, 3)
+    rotary = reference_causal.Rotary(1e4, *(scaling[0] if scaling else ()))
+    theirs = reference_causal.rotate(x.permute(1, 2, 0, 3), rotary).permute(2, 0, 1, 3)
     assert (ours - theirs).abs().max() < 1e-14
 
 

@@ -115,7 +115,8 @@ def one_step(case):
         units += [[stage.norm.weight, stage.head.weight]] if stage.norm is not None else []
     axes = ("dp_replicate", "dp_shard", "tp", "pp", "world", "other")
     sizes = [sum(p.numel() for p in unit) for unit in units]
-    kept = [*step.optimizer.state["exp_avg"], *(weight.sharded for weight in step.weights)]
+    moments = [states["exp_avg"] for states in step.optimizer.states]
+    kept = [*moments, *(weight.sharded for weight in step.weights)]
     return {axis: listener.count(axis) for axis in axes}, sizes, {t.dtype for t in kept}
 
 

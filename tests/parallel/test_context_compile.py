@@ -12,10 +12,11 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
-import parallel.compiled
 from model.attention.causal import Attention
-from parallel.activation import PRODUCTS
+from model.transformer import Block
+from parallel.activation import PRODUCTS, wrap_blocks
 from parallel.axes import MeshSizes
+from parallel.layer import TensorParallel
 from proofs.parity.cases import Case
 from proofs.parity.run import compare, expected, run_on_ranks
 from settings.checks import validate
@@ -86,22 +87,31 @@ def test_parts_of_a_block_are_graphs(ranks, case):
     assert found == [(2, {3: 1, 6: 1, 4: 1, 8: 1})] * case.world
 
 
-@planted(parallel.compiled, "_with")
-def attention_is_not_differentiated(honest, attend, inputs):
-    """The second graph gets the result of attention without its history."""
-    return honest(lambda *qkv: attend(*qkv).detach(), inputs)
+@planted(Block, "after")
+def attention_is_not_differentiated(after, block, y, x):
+    """The second graph gets half of the result of attention without its history."""
+    return after(block, (y + y.detach()) / 2, x)
 
 
-@planted(Attention, "forward")
-def the_graph_breaks(forward, *inputs):
+@planted(Attention, "project")
+def the_graph_breaks(project, *inputs):
     """Something in the block is not traced by the compiler."""
     torch._dynamo.graph_break()
-    return forward(*inputs)
+    return project(*inputs)
 
 
 def test_a_lost_gradient_is_found(ranks):
     row, _ = compiled_row(ranks, Compiled(CP2), attention_is_not_differentiated)
     assert "gradient" in row.failures()
+
+
+@pytest.mark.parametrize("attention", [None, torch.nn.Identity()], ids=["attends", "does not"])
+def test_what_does_not_attend_is_one_graph(attention):
+    block = Block(Case(CP2).config().model, 0, TensorParallel())
+    block.attention = attention or block.attention
+    with patch.object(torch, "compile", wraps=torch.compile) as compiled:
+        wrap_blocks([block], "none", True, 1, set(), cp=2)
+    assert compiled.call_count == (2 if attention is None else 1)
 
 
 def test_another_break_is_an_error(ranks):

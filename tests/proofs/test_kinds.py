@@ -11,17 +11,29 @@ from errors import UserError
 from kinds import kinds_in
 from parallel.axes import MeshSizes
 from proofs.parity.cases import Case
-from proofs.parity.reference import ATTENTION, FEED_FORWARD
+from proofs.parity.chosen import kind_cases
 from runtime.checkpoint.load import _start_from
 from settings.load import load_config
 from tests.proofs.context_batches import WINDOW
-from tests.proofs.parity_tiers import agrees
+from tests.proofs.parity_tiers import agrees, thorough_but
 from tests.runs import checkpoint_of
 
 
-def test_every_kind_has_its_reference() -> None:
-    assert sorted(ATTENTION) == kinds_in("model.attention")
-    assert sorted(FEED_FORWARD) == kinds_in("model.feed_forward")
+def test_every_kind_is_compared() -> None:
+    """`make parity` has cases of every kind; of a new one only once it has a reference."""
+    found = {kind for case in kind_cases() for kind in case.attention}
+    assert found == set(kinds_in("model.attention"))
+    assert kinds_in("model.feed_forward") == ["experts", "swiglu"], "which other cases have"
+    with (
+        patch("proofs.parity.chosen.kinds_in", lambda package: ["relu"]),
+        pytest.raises(UserError, match=r"write proofs/parity/reference_relu\.py, with a class Att"),
+    ):
+        kind_cases()
+
+
+@pytest.mark.parametrize("case", thorough_but(kind_cases()[2:3], kind_cases()), ids=str)
+def test_kinds_agree(ranks, case):
+    agrees(ranks, case, steps=1)
 
 
 def test_layers_take_kinds_in_turn() -> None:
@@ -30,19 +42,10 @@ def test_layers_take_kinds_in_turn() -> None:
     assert [model.attention_of(layer) for layer in range(4)] == ["sliding_window", "causal"] * 2
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        # stages of two layers and of one: kinds alternate by layer, not within a stage; tp ranks
-        # share a head's keys and values
-        Case(MeshSizes(pp=2, tp=2), schedule="zb_h1", layers="uneven", num_kv_heads=1, **WINDOW),
-        Case(MeshSizes(dp_shard=2), zero_stage=3, document_mask=True,
-             activation_checkpointing="full", **WINDOW),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_window_in_every_second_layer(ranks, case):
-    agrees(ranks, case, steps=1)
+def test_kinds_alternate_by_layer(ranks):
+    """Not within a stage: stages have two layers and one. And tp ranks share a head's keys."""
+    layout, few = MeshSizes(pp=2, tp=2), {"layers": "uneven", "num_kv_heads": 1}
+    agrees(ranks, Case(layout, schedule="zb_h1", **few, **WINDOW), steps=1)
 
 
 def test_experts_in_every_second_layer(ranks):

@@ -218,7 +218,7 @@ def run_with_bad_weights(arguments: list[str]) -> str:
     def spoiling(call: Any, self: TrainStep, step: int, *batch: torch.Tensor) -> Any:
         result = call(self, step, *batch)
         if step == 2 and dist.get_rank() == 1:
-            self.optimizer.state["exp_avg"][-1].view(-1)[0] = math.nan
+            self.optimizer.states[-1]["exp_avg"].view(-1)[0] = math.nan
         return result
 
     with spoiling():

@@ -17,13 +17,13 @@ The estimate adds up what plan/time.py simulates: the work of the slowest rank, 
 bubble by its paper's formula, and the exposed communication of data parallelism.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
 from costs.links import Links
-from costs.units import Sums
+from costs.units import LocalWeight, Sums
 from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, FORWARD
 from parallel.pipeline.schedules import build_schedule
 from parallel.weight_gradient import sum_dtype
@@ -50,11 +50,10 @@ class Stage:
         self.reduced = StepTime(layout, time.device)
         self.world = world  # of the whole job
         kinds = self.layout.kinds
-        # parameters of all blocks, and their number
-        each = [(numbers_of(unit), n) for unit, n in kinds.items()]
-        self.numel = Numbers(*(sum(size[i] * n for size, n in each) for i in range(2)))
+        # of all blocks: parameters, bytes of the optimizer's states, and how many there are
+        self.numel, self.states = self._of_blocks(), self._of_blocks(self.layout.state_bytes)
         self.blocks = kinds.total()
-        self.numel_of_block = min(size.rest for size, _ in each)  # without experts
+        self.numel_of_block = min(numbers_of(unit).rest for unit in kinds)  # without experts
         # Sums of gradients are counted separately.
         dtype = sum_dtype(False, 0, *Precision.of(self.alike)[:3])
         assert dtype is not None
@@ -64,6 +63,10 @@ class Stage:
         self.kept = min(sum(each["forward"].effect.changes.values()) for each in phases)
         # the peak of backward above its beginning
         self.height = min(each["backward"].effect.height for each in phases)
+
+    def _of_blocks(self, *number: Callable[[LocalWeight], int]) -> Numbers:
+        each = [(numbers_of(unit, *number), n) for unit, n in self.layout.kinds.items()]
+        return Numbers(*(sum(size[i] * n for size, n in each) for i in range(2)))
 
     @cached_property
     def split_height(self) -> int:
@@ -105,7 +108,9 @@ class Pipeline:
         self.blocks = [0] * self.pp  # of each rank
         for rank, count in zip(where, counts, strict=True):
             self.blocks[rank] += count
-        self.parameters = [self._parameters(rank) for rank in range(self.pp)]
+        end, state_bytes = stage.layout.embedding, stage.layout.state_bytes
+        self.parameters = self._shares(stage.numel, numbers_of(end))
+        self.states = self._shares(stage.states, numbers_of(end, state_bytes))  # bytes
         growing = self.schedule in GROWING
         # forwards and backwards alternate for long
         self.steady = m >= 4 * self.pp and not growing
@@ -114,16 +119,20 @@ class Pipeline:
         else:
             fewer = min(m, 2 * self.pp) if m > 1 else 1
             live = _live(self.schedule, self.pp, self.v, tuple(counts), fewer)
-        # (parameters, bytes that blocks keep) → the first of the ranks with these figures
-        self.held: dict[tuple[Numbers, int], int] = {}
+        # (parameters, bytes of states, bytes that blocks keep) → the first rank with these figures
+        self.held: dict[tuple[Numbers, Numbers, int], int] = {}
         for r in reversed(range(self.pp)):
-            self.held[self.parameters[r], live[r] * stage.kept] = r
+            self.held[self.parameters[r], self.states[r], live[r] * stage.kept] = r
         self._slowest: dict[bool, tuple[Part, Numbers, int, float]] = {}
 
-    def _parameters(self, rank: int) -> Numbers:
-        stage, ends = self.stage, (rank == self.first) + (rank == self.last)
-        rest, experts = (round(self.blocks[rank] * n / stage.blocks) for n in stage.numel)
-        return Numbers(rest + ends * stage.layout.embedding.numel, experts)
+    def _shares(self, blocks: Numbers, end: Numbers) -> list[Numbers]:
+        """Each rank's share of what all `blocks` have, and what the ends of the model have."""
+        shares = []
+        for rank, number in enumerate(self.blocks):
+            ends = (rank == self.first) + (rank == self.last)
+            rest, experts = (round(number * n / self.stage.blocks) for n in blocks)
+            shares.append(Numbers(rest + ends * end.rest, experts))
+        return shares
 
     # --- bytes ---
 
@@ -133,9 +142,11 @@ class Pipeline:
         bound, rank = max((self._of_rank(*held, shards, zero), -rank) for held, rank in each)
         return bound, -rank
 
-    def _of_rank(self, numel: Numbers, kept: int, shards: Numbers, zero: int) -> float:
+    def _of_rank(
+        self, numel: Numbers, states: Numbers, kept: int, shards: Numbers, zero: int
+    ) -> float:
         stage, layout, e = self.stage, self.stage.layout, self.stage.layout.compute
-        total = numel.over(shards) * (1 + layout.states_per_weight) * layout.master + kept
+        total = numel.over(shards) * layout.master + states.over(shards) + kept
         # unsharded weights of this dtype are not copied
         if zero < 3 and (zero > 0 or e != layout.master):
             total += numel.total * e
@@ -167,7 +178,8 @@ class Pipeline:
             of_experts = sharding_seconds(links, True, *sent, number)
             gather, scatter, replicate = (a + b for a, b in zip(rest, of_experts, strict=True))
         cast = time.rates.memory(numel.total * 3 * e + numel.over(shards) * layout.master)
-        seconds += time.updating(max(numbers.over(shards) for numbers in self.parameters))
+        each = zip(self.parameters, self.states, strict=True)
+        seconds += max(time.updating(n.over(shards), s.over(shards)) for n, s in each)
         # the rank's v stages are taken as equal, and their units
         one, ends = 1 / self.v, (rest[0] / number, rest[0] / number, rest[1] / number)
         sharding = Gathers(gather * one, scatter * one, *ends)

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from hardware import NODE_LOST_SHARE, Device
-from model.transformer import num_parameters
 from runtime.checkpoint.save_interval import DAY, best_interval, mtbf_of
 from settings.config import Config
 from training.optimizers import state_bytes
@@ -58,7 +57,7 @@ def goodput(config: Config, world: int, device: Device, step_seconds: float) -> 
     interval is checkpoint.interval, or √(2sM) if that is `auto`. With 0 and `never` it is None, and
     a failure costs all steps.
     """
-    checkpoint = num_parameters(config.model) * state_bytes(config)
+    checkpoint = state_bytes(config)
     nodes = math.ceil(world / device.gpus_per_node)
     save = checkpoint * config.parallel.dp_replicate / world / device.host_bytes_per_second
     written = checkpoint / (nodes * device.storage_bytes_per_second)

@@ -35,10 +35,11 @@ def our_bytes(config: Config, ranks: int, zero_stage: int) -> dict[str, float]:
     without activations and buffers."""
     layout = data_parallel(config, ranks, zero_stage)
     shard = layout.sizes.dp_shard
-    numel = sum(unit.numel for unit in layout.units(0))
+    weights = [weight for unit in layout.units(0) for weight in unit.weights]
+    numel = sum(weight.numel for weight in weights)
     return {
         WEIGHTS: numel * layout.master / shard,
-        MOMENTS: layout.states_per_weight * numel * layout.master / shard,
+        MOMENTS: sum(map(layout.state_bytes, weights)) / shard,
         GATHERED: numel * layout.compute if zero_stage < 3 else 0.0,
         GRADIENTS: numel * layout.reduce if zero_stage < 2 else 0.0,
         SHARDED_GRADIENTS: numel * layout.reduce / shard if zero_stage >= 2 else 0.0,

@@ -3,18 +3,20 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from torch.distributed.tensor import Shard
+
 from costs.recorder import Phase
 from costs.summary import blocks
 from costs.units import EMBEDDING, HEAD, LocalWeight, Sums, Unit, kinds_of_layers, unit
 from errors import UserError
-from parallel.axes import AXES, MAX_RANKS
+from parallel.axes import AXES, FSDP_AXES, MAX_RANKS
 from parallel.fsdp_units import sharded_dimension
 from parallel.pipeline.actions import (
     BACKWARD,
@@ -91,11 +93,12 @@ class Gathered:
         rows = [(_rows(w, ranks), w.numel) for w in self.weights]
         return sum(-(-n // ranks) * ranks * (numel // n) for n, numel in rows)
 
-    def local(self, ranks: int, rank: int, which: Callable[[LocalWeight], bool]) -> int:
-        """The number of elements that rank `rank` of `ranks` keeps of the weights for which `which`
-        is true."""
-        rows = [(_rows(w, ranks), w.numel) for w in filter(which, self.weights)]
-        return sum(len(chunk_range(n, ranks, rank)) * (numel // n) for n, numel in rows)
+    def parts(self, ranks: int, rank: int) -> Iterator[tuple[LocalWeight, list[int]]]:
+        """Each weight, with the shape of the part that rank `rank` of `ranks` keeps of it."""
+        for weight in self.weights:
+            shape, dim = list(weight.shape), sharded_dimension(weight.shape, ranks)
+            shape[dim] = len(chunk_range(shape[dim], ranks, rank))
+            yield weight, shape
 
     def cut_within(self, ranks: int) -> int:
         """The number of elements of the experts that FSDP cuts (parallel/fsdp_units.py)."""
@@ -131,10 +134,14 @@ class Numbers(NamedTuple):
         return self.rest / shards.rest + self.experts / shards.experts
 
 
-def numbers_of(unit: Unit) -> Numbers:
-    """The parameters of a unit on the tp and ep rank."""
-    numel = {each.is_expert: each.numel for each in gathered(unit)}
-    return Numbers(numel.get(False, 0), numel.get(True, 0))
+def numbers_of(
+    unit: Unit, number: Callable[[LocalWeight], int] = lambda weight: weight.numel
+) -> Numbers:
+    """The parameters of a unit on the tp and ep rank, or sums of another number of its weights."""
+    numbers = {False: 0, True: 0}  # by `is_expert`
+    for weight in unit.weights:
+        numbers[weight.spec.is_expert] += number(weight)
+    return Numbers(*numbers.values())
 
 
 class Sharding(NamedTuple):
@@ -188,8 +195,7 @@ class Layout:
         self.sum_dtype = sum_dtype(self.whole, p.zero_stage, *dtypes[:3])
         # of these sums, or of the gradients of one micro-batch
         self.sum = self.compute if self.sum_dtype is None else self.sum_dtype.itemsize
-        # tensors that the optimizer keeps for each weight, in the master dtype
-        self.states_per_weight = len(optimizer_class(config.optimizer.name).state_names)
+        self.states_of = optimizer_class(config.optimizer.name).states_of
 
         # all that the units' records depend on, apart from the unit
         self.setting = config.setting(self.tp_rank, self.cp_rank)
@@ -228,6 +234,23 @@ class Layout:
     @property
     def kinds_of_actions(self) -> tuple[Kind, ...]:
         return KINDS[self.splits_backward]
+
+    # --- between steps ---
+
+    def state_bytes(self, weight: LocalWeight, shape: Sequence[int] | None = None) -> int:
+        """Bytes of the optimizer's states of a weight on the tp or ep rank, or of a part of it."""
+        states = self.states_of(weight.spec).values()
+        return sum(state.bytes(shape or weight.shape, self.master) for state in states)
+
+    def axes_across(self, weight: LocalWeight, dims: Sequence[int]) -> Iterator[str]:
+        """The axes that cut a weight in another dimension than `dims`."""
+        is_expert, placement = weight.spec.is_expert, weight.spec.placement
+        shards, inner = self.sharding[is_expert].shards, "ep" if is_expert else "tp"
+        if shards > 1 and sharded_dimension(weight.shape, shards) not in dims:
+            yield FSDP_AXES[is_expert][1]
+        cut = isinstance(placement, Shard) and placement.dim not in dims
+        if cut and getattr(self.sizes, inner) > 1:
+            yield inner
 
     # --- units ---
 

@@ -313,8 +313,8 @@ class Memory(Account):
             for _, weights in layout.fsdp_units(stage):
                 shards, _, rank = layout.sharding[weights.is_expert]
                 self.add(WEIGHTS, weights.padded(shards) // shards * layout.master)
-                local = weights.local(shards, rank, lambda weight: True)
-                self.add(MOMENTS, layout.states_per_weight * local * layout.master)
+                states = (layout.state_bytes(*part) for part in weights.parts(shards, rank))
+                self.add(MOMENTS, sum(states))
         self.add(TEMPORARY, batch_bytes(layout))
 
     # --- the program ---

@@ -213,12 +213,13 @@ def check_before_search(config: Config) -> None:
 def _check_states_fit(config: Config, world: int, room: float) -> None:
     """Raise UserError if weights, optimizer state and gradients do not fit in any layout."""
     # weights and states, and the gradients, of which each rank holds at least its share
-    each = state_bytes(config) + Precision.of(config).reduce.itemsize
-    states = num_parameters(config.model) * each
+    parameters = num_parameters(config.model)
+    states = state_bytes(config) + parameters * Precision.of(config).reduce.itemsize
     if states <= room * world:
         return
     why = (
-        f"weights, moments and gradients take {each} bytes a parameter, {states / GB:,.0f} GB: "
+        f"weights, moments and gradients take {states / parameters:.3g} bytes a parameter, "
+        f"{states / GB:,.0f} GB: "
         f"{states / world / GB:,.0f} GB on each GPU, however they are cut, and there are "
         f"{room / GB:.0f}"
     )

@@ -261,18 +261,19 @@ class StepTime:
 
     @cached_property
     def optimizer_seconds(self) -> float:
-        """Seconds of the optimizer on the rank with the most parameters."""
-        ranks = [0.0] * self.layout.sizes.pp
+        """Seconds of the optimizer on the rank on which it takes longest."""
+        ranks = [0.0] * self.layout.sizes.pp  # seconds
         for stage, rank in enumerate(self.layout.where):
             for _, unit in self.layout.fsdp_units(stage):
-                ranks[rank] += unit.numel / self.layout.sharding[unit.is_expert].shards
-        return self.updating(max(ranks))
+                shards = self.layout.sharding[unit.is_expert].shards
+                states = sum(map(self.layout.state_bytes, unit.weights))
+                ranks[rank] += self.updating(unit.numel / shards, states / shards)
+        return max(ranks)
 
-    def updating(self, numbers: float) -> float:
-        """Seconds of the optimizer and the gradient norm for `numbers` parameters: weights and
-        states are read and written, gradients are read twice."""
-        passes = 2 * (1 + self.layout.states_per_weight) + 2
-        return self.rates.memory(numbers * passes * self.layout.master)
+    def updating(self, numbers: float, states: float) -> float:
+        """Seconds of the optimizer and the gradient norm for so many parameters, with so many bytes
+        of states: weights and states are read and written, gradients are read twice."""
+        return self.rates.memory(2 * states + 4 * numbers * self.layout.master)
 
     @cached_property
     def step_seconds(self) -> float:

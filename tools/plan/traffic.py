@@ -24,10 +24,12 @@ follows; dp_shard and dp_replicate are those of weights, of which one contains c
 |                  | world        | the gradients' squares (float64)                             |
 |                  | ends         | a tied embedding's gradient, on two ranks                    |
 |                  | loss, tp, pp | the load of experts (int64), and the routers' losses         |
+|                  | where cut    | optimizer states that lack a dimension of their weight       |
 """
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from costs.collectives import Call
@@ -134,12 +136,13 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
             add(axis, size, 8 * model.num_layers * model.num_experts)
             add(axis, size, 2 * layout.exact)
 
-    def local(units: Iterable[Unit], which: Callable[[LocalWeight], bool]) -> int:
-        numbers = 0
+    def parts(units: Iterable[Unit]) -> Iterator[tuple[LocalWeight, list[int]]]:
         for weights in (each for unit in units for each in gathered(unit)):
             shards, _, rank = layout.sharding[weights.is_expert]
-            numbers += weights.local(shards, rank, which)
-        return layout.master * numbers
+            yield from weights.parts(shards, rank)
+
+    def local(units: Iterable[Unit], which: Callable[[LocalWeight], bool]) -> int:
+        return layout.master * sum(math.prod(part) for w, part in parts(units) if which(w))
 
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
     partial = local(units, lambda weight: weight.spec.gradient_is_partial)
@@ -149,6 +152,11 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
     has_one_end = (layout.embedding in units) != (layout.head in units)
     if copies and ends is not None and has_one_end:
         calls[Call(ends, "all_reduce", copies)] += 1
+    # states that lack a dimension which an axis cuts (`sum_over_parts`, training/optimizers/)
+    for weight, part in parts(units):
+        for state in layout.states_of(weight.spec).values():
+            for axis in layout.axes_across(weight, state.dims):
+                calls[Call(axis, "all_reduce", state.bytes(part, layout.master))] += 1
     return calls
 
 

@@ -15,7 +15,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from model.transformer import num_parameters
 from runtime.checkpoint.folder import named_checkpoints
 from runtime.start.host import open_files_needed
 from settings.config import Config
@@ -171,7 +170,7 @@ def _look_at_disk(config: Config, report: dict[str, Any]) -> int:
     folder = Path(config.run.dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    one = num_parameters(config.model) * state_bytes(config)
+    one = state_bytes(config)
     kept = len(named_checkpoints(folder / "checkpoints"))
     missing = max(config.checkpoint.keep_last + 1 - kept, 1) * one
     saves = config.checkpoint.interval != "never"

@@ -3,23 +3,48 @@ whose class `Optimizer` is used.
 
     adamw.py   AdamW, in one launch for all weights; can round stochastically, for bfloat16
 
-To add an optimizer, add a file here; nothing else changes. Its `state_names` list the tensors that
-it keeps for each weight; checkpoints, the memory report and the planner read them.
+To add an optimizer, add a file here; nothing else changes. Its `states_of` describes the tensors
+that it keeps for a weight; checkpoints, the memory report and the planner ask it.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from errors import UserError
 from kinds import load_kind
-from parallel.parameter import NamedWeight
-from parallel.placement import as_dtensor_like
+from model.transformer import sum_over_weights
+from parallel.parameter import NamedWeight, WeightSpec
+from parallel.placement import as_dimensions_of, dim_of
 from settings.config import Config
 from settings.precision import Precision
+
+
+class State(NamedTuple):
+    """A tensor that an optimizer keeps for a weight."""
+
+    # Of the weight; each is sharded as there. One number per row of a matrix: (0,).
+    dims: Sequence[int]
+    dtype: torch.dtype | None = None  # None: that of the weight
+
+    def shape(self, weight: Sequence[int]) -> list[int]:
+        """The shape for a weight of this shape, or for a part of one."""
+        return [weight[dim] for dim in self.dims]
+
+    def bytes(self, weight: Sequence[int], master: int) -> int:
+        """Bytes for a weight, or a part of one, of this shape and `master` bytes per element."""
+        return math.prod(self.shape(weight)) * (self.dtype.itemsize if self.dtype else master)
+
+
+def like(weight: WeightSpec) -> State:
+    """A state with the shape and dtype of the weight."""
+    return State(range(len(weight.shape)))
 
 
 class ShardedOptimizer(ABC):
@@ -31,8 +56,6 @@ class ShardedOptimizer(ABC):
         config: the configuration of the run.
     """
 
-    # Tensors kept for each weight, with its shape, placement and dtype.
-    state_names: tuple[str, ...]
     # Without it, weights and state in bfloat16 would lose small updates (optimizer.pure_bfloat16).
     rounds_stochastically = False
 
@@ -42,15 +65,24 @@ class ShardedOptimizer(ABC):
         self.shards = [each.sharded.to_local() for each in weights]
         # The state exists from the start, so that a checkpoint can be loaded into it in place and
         # memory has its planned size from the first step.
-        self.state = {name: [torch.zeros_like(p) for p in self.shards] for name in self.state_names}
+        self.states: list[dict[str, Tensor]] = []  # of each weight
+        for each, shard in zip(weights, self.shards, strict=True):
+            kept = self.states_of(each.spec).items()
+            zeros = {n: shard.new_zeros(s.shape(shard.shape), dtype=s.dtype) for n, s in kept}
+            self.states.append(zeros)
         # number of updates made so far
         self.updates = torch.zeros((), dtype=torch.float32, device=self.shards[0].device)
         decay = config.optimizer.weight_decay
         self.decays = [decay if each.spec.group.decays else 0.0 for each in weights]
 
+    @staticmethod
+    @abstractmethod
+    def states_of(weight: WeightSpec) -> dict[str, State]:
+        """What is kept for a weight, by name. It begins at 0."""
+
     @abstractmethod
     def update(self, lr: float, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
-        """Update `shards`, `state` and `updates`.
+        """Update `shards`, `states` and `updates`.
 
         Args:
             lr: the learning rate of this step.
@@ -71,9 +103,18 @@ class ShardedOptimizer(ABC):
     def state_tensors(self) -> Iterator[tuple[NamedWeight, str, DTensor]]:
         """The state of each weight as global tensors that share its memory: (weight, name of the
         state, tensor)."""
-        for i, each in enumerate(self.weights):
-            for name in self.state_names:
-                yield each, name, as_dtensor_like(self.state[name][i], each.sharded)
+        for each, states in zip(self.weights, self.states, strict=True):
+            for name, state in self.states_of(each.spec).items():
+                yield each, name, as_dimensions_of(states[name], each.sharded, state.dims)
+
+    def sum_over_parts(self, name: str, terms: Sequence[Tensor]) -> None:
+        """Sum in place this rank's terms of the state `name`, one for each weight, over the ranks
+        that hold other parts of the dimensions that the state lacks."""
+        for each, term in zip(self.weights, terms, strict=True):
+            dims, mesh = self.states_of(each.spec)[name].dims, each.sharded.device_mesh
+            for axis, placement in enumerate(each.sharded.placements):
+                if not placement.is_replicate() and dim_of(placement) not in dims:
+                    dist.all_reduce(term, group=mesh.get_group(axis))
 
     def set_updates(self, updates: int) -> None:
         """Set the number of updates made (steps minus skipped ones), on which bias corrections and
@@ -96,6 +137,12 @@ def check_optimizer(config: Config) -> None:
 
 
 def state_bytes(config: Config) -> int:
-    """Bytes per parameter between steps: the weight, and the optimizer's state."""
-    states = len(optimizer_class(config.optimizer.name).state_names)
-    return (1 + states) * Precision.of(config).master.itemsize
+    """Bytes of the whole model between steps: the weights, and the optimizer's states."""
+    states_of = optimizer_class(config.optimizer.name).states_of
+    master = Precision.of(config).master.itemsize
+
+    def held(weight: NamedWeight) -> int:
+        states = states_of(weight.spec).values()
+        return weight.numel * master + sum(s.bytes(weight.spec.shape, master) for s in states)
+
+    return sum_over_weights(config.model, held)

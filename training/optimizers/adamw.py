@@ -8,17 +8,16 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from model.kernels.adamw import Location, Rates, adamw
-from parallel.parameter import NamedWeight
+from parallel.parameter import NamedWeight, WeightSpec
 from parallel.placement import local_region
 from settings.config import Config
-from training.optimizers import ShardedOptimizer
+from training.optimizers import ShardedOptimizer, State, like
 
 
 class Optimizer(ShardedOptimizer):
     """AdamW. The update is elementwise, so each rank updates its shard as if it were a separate
     parameter."""
 
-    state_names = ("exp_avg", "exp_avg_sq")
     rounds_stochastically = True
 
     def __init__(self, weights: Sequence[NamedWeight], config: Config) -> None:
@@ -26,15 +25,20 @@ class Optimizer(ShardedOptimizer):
         # Triton kernels do not run on the host
         self.kernels = "torch" if config.parallel.cpu_offload else config.model.kernels
         self.locations = [_location(each, config.train.seed) for each in weights]
+        self.first = [states["exp_avg"] for states in self.states]
+        self.second = [states["exp_avg_sq"] for states in self.states]
+
+    @staticmethod
+    def states_of(weight: WeightSpec) -> dict[str, State]:
+        return {"exp_avg": like(weight), "exp_avg_sq": like(weight)}
 
     def update(self, lr: float, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
         rates = Rates(lr, self.config.betas, self.config.eps, max_norm)
-        first, second = (self.state[name] for name in self.state_names)
         adamw(
             self.shards,
             gradients,
-            first,
-            second,
+            self.first,
+            self.second,
             self.decays,
             self.locations,
             self.updates,

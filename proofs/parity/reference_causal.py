@@ -1,0 +1,90 @@
+"""The reference of model/attention/causal.py: a masked softmax, with rotary embeddings."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from model.config import ModelConfig
+from proofs.parity.reference import Norm
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Frequencies of the rotary embedding. With a factor above 1, they are scaled as in Llama 3.1:
+    wavelengths above `original` / `low` are stretched by the factor, those below `original` /
+    `high` are not. In between, a frequency is interpolated between the two, linearly in the number
+    of its wavelengths that fit into `original`."""
+
+    theta: float
+    factor: float = 1.0
+    low: float = 1.0
+    high: float = 4.0
+    original: int = 8192
+
+    def frequency(self, exponent: float) -> float:
+        frequency = self.theta**-exponent
+        wavelength = 2 * math.pi / frequency
+        if wavelength > self.original / self.low:
+            return frequency / self.factor
+        if wavelength < self.original / self.high:
+            return frequency
+        share = (self.original / wavelength - self.low) / (self.high - self.low)
+        return share * frequency + (1 - share) * frequency / self.factor
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Rotary embedding of x [B, H, S, E]: the pair (i, i + E/2) is a complex number, rotated by
+    the angle position · frequency."""
+    half = x.shape[-1] // 2
+    frequencies = torch.tensor(
+        [rotary.frequency(i / half) for i in range(half)], dtype=torch.float64
+    )
+    angles = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), frequencies)  # [S, E/2]
+    turn = torch.polar(torch.ones_like(angles), angles).to(
+        torch.complex128 if x.dtype == torch.float64 else torch.complex64
+    )
+    turned = torch.complex(x[..., :half], x[..., half:]) * turn
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention: x [B, S, D] → [B, S, D]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.rotary = Rotary(
+            config.rope_theta,
+            config.rope_scaling_factor,
+            config.rope_low_freq_factor,
+            config.rope_high_freq_factor,
+            config.rope_original_length,
+        )
+        dim, head_dim, eps = config.dim, config.head_dim, config.norm_eps
+        self.query = nn.Linear(dim, self.num_heads * head_dim, bias=False)
+        self.key = nn.Linear(dim, self.num_kv_heads * head_dim, bias=False)
+        self.value = nn.Linear(dim, self.num_kv_heads * head_dim, bias=False)
+        self.output = nn.Linear(self.num_heads * head_dim, dim, bias=False)
+        self.query_norm = Norm(head_dim, eps) if config.qk_norm else nn.Identity()
+        self.key_norm = Norm(head_dim, eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+
+        def heads(y: Tensor, count: int) -> Tensor:  # [B, count, S, E]
+            return y.view(batch, length, count, -1).transpose(1, 2)
+
+        q = rotate(self.query_norm(heads(self.query(x), self.num_heads)), self.rotary)
+        k = rotate(self.key_norm(heads(self.key(x), self.num_kv_heads)), self.rotary)
+        v = heads(self.value(x), self.num_kv_heads)
+        shared = self.num_heads // self.num_kv_heads
+        k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # [B, H, S, S]
+        weights = scores.masked_fill(~self.sees(length), -math.inf).softmax(dim=-1)
+        return self.output((weights @ v).transpose(1, 2).reshape(batch, length, -1))
+
+    def sees(self, length: int) -> Tensor:
+        """The mask, [S, S]: whether the query (row) attends to the key (column)."""
+        return torch.ones(length, length, dtype=torch.bool).tril()

@@ -1,0 +1,148 @@
+"""An optimizer whose states are not shaped like its weights is one file (row_wise.py): training,
+checkpoints, the memory report and the planner ask it."""
+
+import math
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from costs.collectives import Call
+from parallel.axes import MeshSizes
+from parallel.memory import MOMENTS
+from proofs.parity.cases import Case
+from proofs.parity.run import assemble, error_of, expected, run_on_ranks
+from runtime.checkpoint.verify import verify_checkpoint
+from runtime.metrics.memory_report import held_bytes
+from settings.load import load_config
+from tests.counting import Listener
+from tests.runs import (
+    checkpoint_of,
+    copy_of,
+    forget_last,
+    global_state,
+    losses,
+    same_tensors,
+    step_of,
+    stored_tensors,
+    train_run,
+    write_config,
+)
+from tests.training.row_wise import Optimizer
+from tools.plan.layout import Layout
+from tools.plan.memory import Memory
+from tools.plan.traffic import collectives
+from training.optimizers import state_bytes
+
+
+@contextmanager
+def row_wise():
+    """Whatever optimizer.name is."""
+    with patch("training.optimizers.load_kind", lambda *kind: Optimizer):
+        yield
+
+
+@contextmanager
+def without_sums():
+    """Each rank takes the part of a row that it has for the whole row."""
+    with row_wise(), patch.object(Optimizer, "sum_over_parts"):
+        yield
+
+
+def with_rows(function, *arguments):
+    with row_wise():
+        return function(*arguments)
+
+
+def weights_after(ranks, case, how=row_wise):
+    """All weights after three steps, the same in every replica."""
+    shapes = {name: weight.shape for name, weight in expected(case, 0).weights.items()}
+    runs = ranks.run(run_on_ranks, case.world, case, 3, how)
+    whole, spread = assemble([run.final_weights for run in runs], shapes)
+    assert spread == 0.0
+    return whole
+
+
+DENSE = Case(MeshSizes(dp_shard=2, tp=2))
+# each expert is cut inside of its rows' dimension
+EXPERTS = Case(MeshSizes(dp_shard=4), router="softmax", num_experts=2, experts_per_token=1)
+
+
+@pytest.mark.parametrize(
+    ("case", "how", "right"),
+    [
+        (DENSE, row_wise, True),
+        (DENSE, without_sums, False),
+        pytest.param(EXPERTS, row_wise, True, marks=pytest.mark.thorough),
+    ],
+)
+def test_the_steps_are_those_of_one_device(ranks, case, how, right):
+    alone = weights_after(ranks, replace(case, layout=MeshSizes()))
+    found = weights_after(ranks, case, how)
+    # float32 moments
+    assert (max(error_of(found[name], alone[name]) for name in alone) < 1e-6) == right
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, data, tmp_path_factory):
+    """A run of 4 steps on tp 2 × dp 2, saved after steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("rows")
+    parallel = {"tp": 2, "dp_shard": 2}
+    sections = {"train": {"steps": 4}, "checkpoint": {"interval": 2}}
+    config = write_config(folder, data, parallel=parallel, **sections)
+    assert ranks.run(with_rows, 4, train_run, [config]) == [""] * 4
+    return folder
+
+
+def test_a_run_is_resumed_bit_for_bit(ranks, saved, tmp_path):
+    config, _ = copy_of(saved, tmp_path)
+    forget_last(tmp_path)
+    assert ranks.run(with_rows, 4, train_run, [config]) == [""] * 4
+    assert losses(tmp_path) == losses(saved)
+    ours, theirs = (stored_tensors(checkpoint_of(folder, 4)) for folder in (tmp_path, saved))
+    assert same_tensors(ours, theirs)
+
+
+@pytest.mark.parametrize("overrides", [["parallel.tp=1", "parallel.pp=2"], ["parallel.tp=4"]])
+def test_another_layout_loads_the_same_bits(ranks, saved, overrides):
+    path = checkpoint_of(saved, 4)
+    arguments = [str(saved / "config.yaml"), *overrides, "parallel.dp_shard=-1"]
+    state = ranks.run(with_rows, 4, global_state, arguments, str(path))[0]
+    assert same_tensors(state, stored_tensors(path))
+    tensors = verify_checkpoint(path).tensors
+    for name, (dtype, shape) in tensors.items():
+        if name.endswith(".row"):
+            weight = tensors[name.replace("optimizer.", "model.").removesuffix(".row")].shape
+            assert (dtype, shape) == ("F32", weight[:1]), name
+            assert state[name].max() > 0
+    held = sum(4 * math.prod(shape) for _, shape in tensors.values())
+    assert with_rows(state_bytes, load_config(arguments[0], [])) == held
+
+
+def held_and_planned(arguments):
+    """What a rank holds, and what an update sends; and both as they are planned."""
+    step = step_of(arguments)
+    for each in step.weights:
+        each.parameter.grad = torch.zeros_like(each.parameter)
+    with Listener(step.mesh) as listener:
+        step.optimizer.step(0.0, torch.ones((), dtype=torch.float64), 0.0)
+    layout = Layout.of_rank(step.config, dist.get_world_size(), dist.get_rank())
+    seen = Counter(Call(each.axis, each.kind, each.bytes) for each in listener.collectives)
+    return held_bytes(step)[MOMENTS], seen, Memory(layout).now[MOMENTS], collectives(layout)
+
+
+def test_the_planned_bytes_are_those_held_and_sent(ranks, saved):
+    config = [str(saved / "config.yaml")]
+    adam = ranks.run(held_and_planned, 4, config)
+    for rank, (held, seen, planned, calls) in enumerate(
+        ranks.run(with_rows, 4, held_and_planned, config)
+    ):
+        _, nothing, planned_of_adam, calls_of_adam = adam[rank]
+        assert held == planned < 0.6 * planned_of_adam
+        assert {call.axis for call in seen} == {"tp"}, "it cuts rows"
+        assert calls - calls_of_adam == seen
+        assert not nothing
