@@ -58,11 +58,8 @@ def expert_linear(rows: Tensor, groups: Groups, *layers: ExpertLinear) -> tuple[
     """Map rows [R, in], those of each expert together, to one [R, out] for each of `layers`."""
     weights = [layer.local_weight() for layer in layers]
     matmuls = [layer.grouped(groups) for layer in layers]
-    destinations = [
-        layer.destination(matmul) for layer, matmul in zip(layers, matmuls, strict=True)
-    ]
-    queue, kept = layers[0].queue, layers[0].kept
-    y = ColumnParallelFunction.apply(rows, WHOLE, matmuls, queue, destinations, kept, *weights)
+    gradients = [layer.gradient for layer in layers]
+    y = ColumnParallelFunction.apply(rows, WHOLE, matmuls, gradients, layers[0].kept, *weights)
     return tuple(y)
 
 
@@ -71,6 +68,5 @@ def last_expert_linear(rows: Tensor, groups: Groups, layer: ExpertLinear) -> Ten
     weight, matmul = layer.local_weight(), layer.grouped(groups)
     if torch.is_grad_enabled():
         rows = KeepForBackward.apply(rows, weight)
-    destination = layer.destination(matmul)
-    y: Tensor = RowParallelFunction.apply(rows, WHOLE, matmul, layer.queue, destination, weight)
+    y: Tensor = RowParallelFunction.apply(rows, WHOLE, matmul, layer.gradient, weight)
     return y
