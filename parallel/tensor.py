@@ -130,8 +130,7 @@ class KeepForBackward(torch.autograd.Function):
 
 
 class RowParallelFunction(torch.autograd.Function):
-    """Multiply by one row-parallel weight, and sum over tp. x is the result of `KeepForBackward`,
-    whose tensors backward reads (`next_functions[0]` leads to it; if compiled, its own tensors).
+    """Multiply by one row-parallel weight, and sum over tp (`row_parallel`).
 
     With sequence parallelism (g-bar in Korthikanti et al.):
 
@@ -151,13 +150,14 @@ class RowParallelFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        kept: Any,
         tp: TensorParallel,
         matmul: LinearProducts,
         gradient: WeightGradient,
         weight: Tensor,
     ) -> Tensor:
-        ctx.tp, ctx.matmul, ctx.gradient = tp, matmul, gradient
-        if torch.compiler.is_compiling():  # the compiler itself decides what to recompute
+        ctx.kept, ctx.tp, ctx.matmul, ctx.gradient = kept, tp, matmul, gradient
+        if kept is None:
             ctx.save_for_backward(x, weight)
         if tp.size == 1:
             return matmul.forward(x, weight)
@@ -173,7 +173,7 @@ class RowParallelFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors or ctx.next_functions[0][0].saved_tensors
+        x, weight = (ctx if ctx.kept is None else ctx.kept).saved_tensors
         tp, matmul, dw, mine = ctx.tp, ctx.matmul, None, dy
         gathers = tp.size > 1 and tp.sequence_parallel
         if gathers:
@@ -194,7 +194,7 @@ class RowParallelFunction(torch.autograd.Function):
             ctx.gradient.defer(Job(add, held, (None, tp.group), tp.pieces))
         else:
             ctx.gradient.defer(Job(add, (x.detach(), dy), (None, None)))
-        return dx, None, None, None, dw
+        return dx, None, None, None, None, dw
 
 
 class ColumnParallelLinear(Layer):
@@ -277,11 +277,23 @@ class RowParallelLinear(Layer):
         self.add_weight(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        tp, matmul, weight = self.tp, self.matmul, self.local_weight()
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            x = KeepForBackward.apply(x, weight)
-        y: Tensor = RowParallelFunction.apply(x, tp, matmul, self.gradient, weight)
-        return y
+        return row_parallel(x, self.local_weight(), self.tp, self.matmul, self.gradient)
+
+
+def row_parallel(
+    x: Tensor,
+    weight: Tensor,
+    tp: TensorParallel,
+    matmul: LinearProducts,
+    gradient: WeightGradient,
+) -> Tensor:
+    """Multiply by `weight` in a way that a recomputation ends before the product."""
+    kept = None  # the node of `KeepForBackward`, which has the tensors that backward reads
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # it decides by itself
+        x = KeepForBackward.apply(x, weight)
+        kept = x.grad_fn
+    y: Tensor = RowParallelFunction.apply(x, kept, tp, matmul, gradient, weight)
+    return y
 
 
 class EmbeddingFunction(torch.autograd.Function):
