@@ -27,7 +27,6 @@ import os
 import statistics
 import time
 from collections import Counter
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,7 +38,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from benchmarks.compare import alternate, parser, ratio, write
 from parallel.axes import MeshSizes
 from parallel.data import check_reduced, data_parallel
-from parallel.deferred import LocalJob
+from parallel.deferred import Job
 from parallel.fsdp_units import shard
 from parallel.layer import Layer, TensorParallel
 from parallel.mesh import Mesh, build_mesh
@@ -58,7 +57,6 @@ from parallel.pipeline.runner import PipelineRunner
 from parallel.pipeline.schedules import build_schedule
 from parallel.pipeline.simulate import Costs, Event, Timeline, simulate
 from parallel.pipeline.transfer import Transfers
-from parallel.weight_gradient import Destination
 from proofs.ranks import Ranks
 from runtime.profiling.trace import ActionRecorder
 from tools.command import run_command
@@ -123,30 +121,18 @@ class WeightGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, stage: WaitingStage) -> Tensor:
         ctx.stage = stage
-        ctx.destination = Destination(stage.weight)
         return weight.clone()
 
     @staticmethod
     def backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, None]:
-        queue = ctx.stage.queue
-        if queue is not None and queue.is_deferring:
-            queue.add(WaitingJob(ctx.stage, dw, ctx.destination))
+        def form(dw: Tensor) -> Tensor | None:
+            ctx.stage.wait(BACKWARD_WEIGHT)
+            return ctx.stage.gradient.add(dw)
+
+        if ctx.stage.gradient.is_deferred:
+            ctx.stage.gradient.defer(Job(form, [dw]))
             return None, None
-        ctx.stage.wait(BACKWARD_WEIGHT)
-        return dw, None
-
-
-@dataclass
-class WaitingJob(LocalJob):
-    """A deferred weight gradient."""
-
-    stage: WaitingStage
-    dw: Tensor
-    destination: Destination
-
-    def finish(self) -> None:
-        self.stage.wait(BACKWARD_WEIGHT)
-        self.destination.add(self.dw)
+        return form(dw), None
 
 
 class Case(NamedTuple):

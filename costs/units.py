@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -38,10 +37,10 @@ from model.positions import BatchPositions
 from model.transformer import Block, Transformer
 from parallel.deferred import Job, run_jobs
 from parallel.fsdp_units import inner_units
-from parallel.layer import Layer, share_queue
+from parallel.layer import gradients_of, layers_of
 from parallel.memory import DEFERRED, GRADIENTS, TEMPORARY
 from parallel.parameter import WeightSpec, weights_of
-from parallel.weight_gradient import GradientSum
+from parallel.weight_gradient import OwnPlace, deferring
 
 EMBEDDING, HEAD = "embedding", "head"  # units; a block's name is its kind
 
@@ -198,8 +197,7 @@ def _record(setting: Setting, name: str, split: bool, sums: Sums | None) -> Reco
 
 def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Record:
     stage, batch = _stage(setting, [name]), batch_of(setting)
-    queue = share_queue(stage)
-    totals = [] if sums is None else _sum_gradients(stage, sums)
+    places = _sum_gradients(stage, sums)
     gradients: list[Piece] = []
 
     def category_of(piece: Piece) -> str | None:
@@ -224,10 +222,11 @@ def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Record:
     recorder = Recorder(category_of)
     flow = recorder.flow
     leaf = hidden(setting).requires_grad_()
-    begun = [each.total for each in totals if each.total is not None]
+    begun = [each.total for each in places if each.total is not None]
     recorder.leave_out(leaf, *state_of(stage), *tensors_in(batch), *begun)
     recorder.names = {key_of(each): _label(path) for path, each in stage.named_parameters()}
-    deferring: AbstractContextManager[list[Job]] = queue.deferring() if split else nullcontext([])
+    later: AbstractContextManager[list[Job]]
+    later = deferring(gradients_of(stage)) if split else nullcontext([])
     routed, parts = routing(setting), _parts(stage, name, recorder)
     with torch.enable_grad(), parts, AsOnGpu(), routed, recorder:
         x = None
@@ -244,17 +243,14 @@ def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Record:
             recorder.passes("y", y)
             end = get_gradient_edge(End.apply(y, sent))
         del y
-        with deferring as jobs:
+        with later as jobs:
             torch.autograd.backward(end)
         del end  # and with it what operations keep until their graph is freed
         recorder.end()
         if split:
             with recorder.phase("weight"):
                 run_jobs(jobs)
-        new = [parameter.grad for parameter in stage.parameters()] if sums is None else []
-        if sums is not None and not sums.begun:
-            new = [each.total for each in totals]
-        for gradient in new:
+        for gradient in [] if begun else [each.total for each in places]:
             assert gradient is not None
             piece = recorder.piece(gradient)
             gradients.append(piece)
@@ -263,15 +259,15 @@ def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Record:
     return Record(recorder, setting.tp)
 
 
-def _sum_gradients(stage: Transformer, sums: Sums) -> list[SimpleNamespace]:
-    """Let the layers sum their gradients; returns the holders of the sums."""
-    holders = []
-    for layer in stage.modules():
-        if isinstance(layer, Layer):
-            total = torch.empty_like(layer.weight, dtype=sums.dtype) if sums.begun else None
-            holders.append(SimpleNamespace(total=total))
-            layer.gradient_sum = GradientSum(sums.dtype, holders[-1], "total")
-    return holders
+def _sum_gradients(stage: Transformer, sums: Sums | None) -> list[OwnPlace]:
+    """Let the layers sum their gradients; returns the places of the sums."""
+    places = []
+    for layer in layers_of(stage):
+        dtype = layer.weight.dtype if sums is None else sums.dtype
+        begun = sums is not None and sums.begun
+        places.append(OwnPlace(torch.empty_like(layer.weight, dtype=dtype) if begun else None))
+        layer.gradient.sum_in(places[-1], dtype, adds=sums is not None)
+    return places
 
 
 def _label(path: str) -> str:

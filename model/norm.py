@@ -34,10 +34,9 @@ class RMSNorm(Layer):
         self.add_weight(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, destination = self.local_weight(), self.destination()
-        return rms_norm(x, weight, self.eps, self.kernels, self.queue, destination)
+        return rms_norm(x, self.local_weight(), self.eps, self.kernels, self.gradient)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of x + residual, and the sum itself, in one pass over both."""
-        weight, destination = self.local_weight(), self.destination()
-        return add_rms_norm(x, residual, weight, self.eps, self.kernels, self.queue, destination)
+        weight = self.local_weight()
+        return add_rms_norm(x, residual, weight, self.eps, self.kernels, self.gradient)

@@ -129,8 +129,7 @@ class Head(ColumnParallelLinear):
             sequence_pieces=self.tp.pieces,
             z_loss=self.z_loss if torch.is_grad_enabled() else 0.0,  # not added in evaluation
             kernels=self.kernels,
-            destination=self.destination(),
-            queue=self.queue,
+            gradient=self.gradient,
         )
 
 

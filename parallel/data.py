@@ -47,13 +47,15 @@ from itertools import chain
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from parallel.layer import Layer
-from parallel.weight_gradient import GradientSum, sum_dtype
+from parallel.placement import as_dtensor_like, local_part
+from parallel.weight_gradient import sum_dtype
 from parallel.whole import WholeWeights
 
 
@@ -70,9 +72,27 @@ def _fsdp_groups(stage: nn.Module) -> Iterator[FSDPParamGroup]:
             yield group
 
 
-def fsdp_partial_sums(stage: nn.Module) -> list[torch.Tensor | None]:
+def fsdp_partial_sums(stage: nn.Module) -> list[Tensor | None]:
     """The gradients that FSDP has reduced over dp_shard, and not yet over dp_replicate."""
     return [group._partial_reduce_output for group in _fsdp_groups(stage)]
+
+
+class FSDPPlace:
+    """Where FSDP looks for a sum of gradients: a private attribute (torch 2.11 to 2.13). What it
+    finds there, it neither converts nor adds to; it takes it out when it reduces it."""
+
+    def __init__(self, weight: FSDPParam) -> None:
+        self._weight = weight
+
+    @property
+    def total(self) -> Tensor | None:
+        total = self._weight.unsharded_accumulated_grad
+        return None if total is None else local_part(total)
+
+    @total.setter
+    def total(self, total: Tensor | None) -> None:
+        whole = None if total is None else as_dtensor_like(total, self._weight.unsharded_param)
+        self._weight.unsharded_accumulated_grad = whole
 
 
 class DataParallel(Protocol):
@@ -116,12 +136,7 @@ class FSDPSwitches:
         for weight in chain.from_iterable(group.fsdp_params for group in groups):
             layer = weight._module_info.module
             assert isinstance(layer, Layer)
-            if dtype == compute:
-                layer.gradient_sum = GradientSum(dtype)
-            elif dtype is not None:
-                # FSDP sums gradients in a wider dtype in this private attribute (torch 2.11 to
-                # 2.13). What it finds there, it neither converts nor adds itself.
-                layer.gradient_sum = GradientSum(dtype, weight, "unsharded_accumulated_grad")
+            layer.gradient.sum_in(FSDPPlace(weight), dtype or compute, adds=dtype is not None)
 
     def begin(self, module: nn.Module) -> None:
         assert isinstance(module, FSDPModule)

@@ -7,7 +7,6 @@ one rank; what differs are the products.
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
@@ -15,7 +14,7 @@ from parallel.expert import ExpertParallel, Groups
 from parallel.kept import KeptOutputs
 from parallel.layer import Layer, TensorParallel
 from parallel.parameter import MATRIX, Normal, WeightSpec
-from parallel.tensor import ColumnParallelFunction, KeepForBackward, RowParallelFunction
+from parallel.tensor import ColumnParallelFunction, row_parallel
 from parallel.weight_gradient import LinearProducts
 
 WHOLE = TensorParallel(sequence_parallel=False)
@@ -58,19 +57,11 @@ def expert_linear(rows: Tensor, groups: Groups, *layers: ExpertLinear) -> tuple[
     """Map rows [R, in], those of each expert together, to one [R, out] for each of `layers`."""
     weights = [layer.local_weight() for layer in layers]
     matmuls = [layer.grouped(groups) for layer in layers]
-    destinations = [
-        layer.destination(matmul) for layer, matmul in zip(layers, matmuls, strict=True)
-    ]
-    queue, kept = layers[0].queue, layers[0].kept
-    y = ColumnParallelFunction.apply(rows, WHOLE, matmuls, queue, destinations, kept, *weights)
+    gradients = [layer.gradient for layer in layers]
+    y = ColumnParallelFunction.apply(rows, WHOLE, matmuls, gradients, layers[0].kept, *weights)
     return tuple(y)
 
 
 def last_expert_linear(rows: Tensor, groups: Groups, layer: ExpertLinear) -> Tensor:
     """Map rows [R, in] to [R, out]. A recomputation ends before this product."""
-    weight, matmul = layer.local_weight(), layer.grouped(groups)
-    if torch.is_grad_enabled():
-        rows = KeepForBackward.apply(rows, weight)
-    destination = layer.destination(matmul)
-    y: Tensor = RowParallelFunction.apply(rows, WHOLE, matmul, layer.queue, destination, weight)
-    return y
+    return row_parallel(rows, layer.local_weight(), WHOLE, layer.grouped(groups), layer.gradient)

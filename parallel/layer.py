@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from errors import UserError
-from parallel.deferred import WeightGradientQueue, deliver
 from parallel.memory import GRADIENTS, tell
 from parallel.mesh import Axis, Mesh
 from parallel.parameter import WeightSpec
 from parallel.placement import as_dtensor_like, chunk_range, local_part
-from parallel.weight_gradient import Destination, GradientSum, LinearProducts
+from parallel.weight_gradient import TO_AUTOGRAD, WeightGradient
 
 
 @dataclass(frozen=True)
@@ -70,21 +69,23 @@ class Pieces:
 
 
 class Layer(nn.Module):
-    """The base class of modules that own a weight: one, called `weight`, on which sums of gradients
+    """The base class of modules that own a weight: one, called `weight`, on which its gradient
     (weight_gradient.py) and costs rely. A bias, or a second matrix, is a layer of its own."""
 
     weight: nn.Parameter
-    queue: WeightGradientQueue | None = None  # set if the schedule splits backward (deferred.py)
-    gradient_sum: GradientSum | None = None  # set in a training run (weight_gradient.py)
 
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
         self.weights: dict[str, WeightSpec] = {}  # kept here because FSDP2 replaces the parameters
+        self._gradient = TO_AUTOGRAD
 
-    def add_weight(self, weight: WeightSpec, over: Axis | None = None) -> None:
+    def add_weight(
+        self, weight: WeightSpec, over: Axis | None = None, rows: slice | None = None
+    ) -> None:
         """Register the parameter on the meta device: this rank's part of `weight`, which is placed
-        over the axis `over` (None: tp)."""
+        over the axis `over` (None: tp). `rows`: those of this part that the layer computes with;
+        None: all."""
         axis, shape, local_shape = over or self.tp, torch.Size(weight.shape), list(weight.shape)
         if isinstance(weight.placement, Shard):
             dim = weight.placement.dim
@@ -98,34 +99,34 @@ class Layer(nn.Module):
             )
         self.weight = nn.Parameter(local)
         self.weights["weight"] = weight
+        self._gradient = WeightGradient(local_shape, rows)
+
+    @property
+    def gradient(self) -> WeightGradient:
+        """The gradient of the weight; in compiled code, autograd's."""
+        return TO_AUTOGRAD if torch.compiler.is_compiling() else self._gradient
 
     def local_weight(self) -> Tensor:
-        """This tp rank's local tensor of `weight`. Its gradient becomes that of the weight; while
-        the queue defers, it waits there."""
-        weight = self.weight
+        """This tp rank's local tensor of `weight`, or the `rows` of it with which it computes. Its
+        gradient becomes that of the weight."""
+        weight, rows = self.weight, self._gradient.rows
         if torch.compiler.is_compiling():
-            return local_part(weight)  # the compiler can trace `to_local`, at a cost paid once
-        if not torch.is_grad_enabled() and isinstance(weight, DTensor):
+            local = local_part(weight)  # the compiler can trace `to_local`, at a cost paid once
+        elif not torch.is_grad_enabled() and isinstance(weight, DTensor):
             # This avoids the view that `to_local` creates, which took a fifth of a small model's
             # time per generated token.
-            return weight._local_tensor
-        return LocalTensor.apply(weight, self.queue, self.destination())
-
-    def destination(
-        self, matmul: LinearProducts | None = None, rows: slice | None = None
-    ) -> Destination:
-        """The destination of this weight's gradient, or of its `rows`."""
-        total = None if torch.compiler.is_compiling() else self.gradient_sum
-        return Destination(self.weight, rows, matmul, total)
+            local = weight._local_tensor
+        else:
+            local = LocalTensor.apply(weight, self.gradient)
+        return local if rows is None else local[rows]
 
 
-def share_queue(stage: nn.Module) -> WeightGradientQueue:
-    """Create a queue and share it among all layers of `stage`."""
-    queue = WeightGradientQueue()
-    for module in stage.modules():
-        if isinstance(module, Layer):
-            module.queue = queue
-    return queue
+def layers_of(stage: nn.Module) -> list[Layer]:
+    return [module for module in stage.modules() if isinstance(module, Layer)]
+
+
+def gradients_of(stage: nn.Module) -> list[WeightGradient]:
+    return [layer.gradient for layer in layers_of(stage)]
 
 
 class LocalTensor(torch.autograd.Function):
@@ -138,23 +139,18 @@ class LocalTensor(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        weight: nn.Parameter,
-        queue: WeightGradientQueue | None,
-        destination: Destination,
-    ) -> Tensor:
-        ctx.queue, ctx.destination = queue, destination
+    def forward(ctx: Any, weight: nn.Parameter, gradient: WeightGradient) -> Tensor:
+        ctx.weight, ctx.gradient = weight, gradient
         ctx.set_materialize_grads(False)  # a gradient that went elsewhere stays None
         # A tensor of its own: with torch 2.11 `to_local` gives the one that the weight holds, which
         # would then lead to this node and back to the weight, and never be freed.
         return local_part(weight).detach()
 
     @staticmethod
-    def backward(ctx: Any, dw: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, dw: Tensor | None) -> tuple[Tensor | None, None]:
         if dw is not None:
-            dw = deliver(dw, ctx.queue, ctx.destination)
+            dw = ctx.gradient.add(dw)
         if dw is None:
-            return None, None, None
+            return None, None
         tell(dw, GRADIENTS)
-        return as_dtensor_like(dw, ctx.destination.weight), None, None
+        return as_dtensor_like(dw, ctx.weight), None

@@ -22,6 +22,7 @@ https://doi.org/10.1145/3567955.3567959). With four pieces, in forward:
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,11 +31,11 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional
 
 from parallel.collectives import ONE_RANK, reduce_over_tp, start_all_gather, start_reduce_
-from parallel.deferred import EmbeddingGradient, LinearGradients, WeightGradientQueue, deliver
+from parallel.deferred import Job
 from parallel.kept import KeptOutputs
 from parallel.layer import Layer, Pieces, TensorParallel
 from parallel.parameter import EMBEDDING, MATRIX, Normal, WeightSpec
-from parallel.weight_gradient import Destination, LinearProducts
+from parallel.weight_gradient import LinearProducts, WeightGradient, add_products
 
 
 class ColumnParallelFunction(torch.autograd.Function):
@@ -53,8 +54,8 @@ class ColumnParallelFunction(torch.autograd.Function):
 
     Because backward gathers x again, each rank keeps only its S/tp slice of x until then.
     Without sequence parallelism (f in Shoeybi et al.) x is already whole on every rank: forward
-    sends nothing, and backward all-reduces dx, S·B·D, overlapped with the weight gradients. If a
-    queue defers weight gradients (parallel/deferred.py), the last row of the table runs later, as a
+    sends nothing, and backward all-reduces dx, S·B·D, overlapped with the weight gradients. If
+    weight gradients are deferred (parallel/deferred.py), the last row of the table runs later, as a
     job.
     """
 
@@ -64,12 +65,11 @@ class ColumnParallelFunction(torch.autograd.Function):
         x: Tensor,
         tp: TensorParallel,
         matmuls: Sequence[LinearProducts],
-        queue: WeightGradientQueue | None,
-        destinations: Sequence[Destination],
+        gradients: Sequence[WeightGradient],
         kept: KeptOutputs | None,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.tp, ctx.matmuls, ctx.queue, ctx.destinations = tp, matmuls, queue, destinations
+        ctx.tp, ctx.matmuls, ctx.gradients = tp, matmuls, gradients
         ctx.save_for_backward(x, *weights)
 
         def compute() -> tuple[Tensor, ...]:
@@ -90,24 +90,24 @@ class ColumnParallelFunction(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         group, sequence_parallel, pieces = ctx.tp.group, ctx.tp.sequence_parallel, ctx.tp.pieces
-        deferring = ctx.queue is not None and ctx.queue.is_deferring
-        if sequence_parallel and not deferring:
+        deferred = ctx.gradients[0].is_deferred
+        if sequence_parallel and not deferred:
             gathering_x = start_all_gather(x, group, pieces)
         dx = None
         for matmul, dy, weight in zip(ctx.matmuls, dys, weights, strict=True):
             dx = matmul.input_gradient(dy, weight, into=dx)
         assert dx is not None
-        if sequence_parallel and not deferring:
+        if sequence_parallel and not deferred:
             x = gathering_x.wait()
         reducing_dx = start_reduce_(dx, group, sequence_parallel, pieces)
-        dws: list[Tensor | None]
-        if deferring:
-            gather_x = group if sequence_parallel else ONE_RANK
-            ctx.queue.add(LinearGradients(x, dys, ctx.destinations, gather_x, pieces=pieces))
-            dws = [None] * len(dys)
+        add = partial(add_products, ctx.gradients, ctx.matmuls)
+        dws: list[Tensor | None] = [None] * len(dys)
+        if deferred:
+            gather_over = [group if sequence_parallel else ONE_RANK] + [ONE_RANK] * len(dys)
+            ctx.gradients[0].defer(Job(add, (x.detach(), *dys), gather_over, pieces))
         else:
-            dws = [d.add_product(dy, x) for d, dy in zip(ctx.destinations, dys, strict=True)]
-        return reducing_dx.wait(), None, None, None, None, None, *dws
+            dws = add(x, *dys)
+        return reducing_dx.wait(), None, None, None, None, *dws
 
 
 class KeepForBackward(torch.autograd.Function):
@@ -130,8 +130,7 @@ class KeepForBackward(torch.autograd.Function):
 
 
 class RowParallelFunction(torch.autograd.Function):
-    """Multiply by one row-parallel weight, and sum over tp. x is the result of `KeepForBackward`,
-    whose tensors backward reads (`next_functions[0]` leads to it; if compiled, its own tensors).
+    """Multiply by one row-parallel weight, and sum over tp (`row_parallel`).
 
     With sequence parallelism (g-bar in Korthikanti et al.):
 
@@ -151,14 +150,14 @@ class RowParallelFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        kept: Any,
         tp: TensorParallel,
         matmul: LinearProducts,
-        queue: WeightGradientQueue | None,
-        destination: Destination,
+        gradient: WeightGradient,
         weight: Tensor,
     ) -> Tensor:
-        ctx.tp, ctx.matmul, ctx.queue, ctx.destination = tp, matmul, queue, destination
-        if torch.compiler.is_compiling():  # the compiler itself decides what to recompute
+        ctx.kept, ctx.tp, ctx.matmul, ctx.gradient = kept, tp, matmul, gradient
+        if kept is None:
             ctx.save_for_backward(x, weight)
         if tp.size == 1:
             return matmul.forward(x, weight)
@@ -174,7 +173,7 @@ class RowParallelFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors or ctx.next_functions[0][0].saved_tensors
+        x, weight = (ctx if ctx.kept is None else ctx.kept).saved_tensors
         tp, matmul, dw, mine = ctx.tp, ctx.matmul, None, dy
         gathers = tp.size > 1 and tp.sequence_parallel
         if gathers:
@@ -185,16 +184,16 @@ class RowParallelFunction(torch.autograd.Function):
             dy = gathering_dy.wait()  # [S, B, D]
         else:
             dx = matmul.input_gradient(dy, weight)
-        if ctx.queue is None or not ctx.queue.is_deferring:
-            dw = ctx.destination.add_product(dy, x)
+        add = partial(add_products, [ctx.gradient], [matmul])
+        if not ctx.gradient.is_deferred:
+            (dw,) = add(x, dy)
         elif gathers:
             # Until the job runs, it keeps only this rank's part of dy, which it then gathers again.
             # It is a copy, because dy itself also goes back along the residual stream.
-            held = (mine.clone(),)
-            job = LinearGradients(x, held, (ctx.destination,), ONE_RANK, tp.group, tp.pieces)
-            ctx.queue.add(job)
+            held = (x.detach(), mine.clone())
+            ctx.gradient.defer(Job(add, held, (ONE_RANK, tp.group), tp.pieces))
         else:
-            ctx.queue.add(LinearGradients(x, (dy,), (ctx.destination,)))
+            ctx.gradient.defer(Job(add, (x.detach(), dy), (ONE_RANK, ONE_RANK)))
         return dx, None, None, None, None, dw
 
 
@@ -224,10 +223,10 @@ class ColumnParallelLinear(Layer):
         self.matmul = matmul
         pieces.check(tp.size)
         shared = pieces.count < tp.size
-        self.rows = None  # the rows of its local weight that this rank computes with; None: all
+        rows = None
         if shared:
             width, piece = out_features // pieces.count, pieces.of(tp.size, tp.rank)
-            self.rows = slice(piece.start * width, piece.stop * width)
+            rows = slice(piece.start * width, piece.stop * width)
         weight = WeightSpec(
             shape=(out_features, in_features),
             placement=Replicate() if shared else Shard(0),
@@ -236,12 +235,7 @@ class ColumnParallelLinear(Layer):
             gradient_is_partial=shared,
             copy_of=copy_of,
         )
-        self.add_weight(weight)
-
-    def local_weight(self) -> Tensor:
-        """This rank's rows [out/tp, in]; if ranks share pieces, its one piece [out/pieces, in]."""
-        weight = super().local_weight()
-        return weight if self.rows is None else weight[self.rows]
+        self.add_weight(weight, rows=rows)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [S/tp, B, in] (without sequence parallelism [S, B, in]) to [S, B, out/tp]."""
@@ -253,9 +247,9 @@ def column_parallel(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, .
     of `layers`, gathering x only once."""
     weights = [layer.local_weight() for layer in layers]
     matmuls = [layer.matmul for layer in layers]
-    destinations = [layer.destination(layer.matmul, layer.rows) for layer in layers]
-    tp, queue, kept = layers[0].tp, layers[0].queue, layers[0].kept
-    y = ColumnParallelFunction.apply(x, tp, matmuls, queue, destinations, kept, *weights)
+    gradients = [layer.gradient for layer in layers]
+    tp, kept = layers[0].tp, layers[0].kept
+    y = ColumnParallelFunction.apply(x, tp, matmuls, gradients, kept, *weights)
     return tuple(y)
 
 
@@ -283,12 +277,23 @@ class RowParallelLinear(Layer):
         self.add_weight(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        tp, matmul, weight = self.tp, self.matmul, self.local_weight()
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            x = KeepForBackward.apply(x, weight)
-        destination = self.destination(matmul)
-        y: Tensor = RowParallelFunction.apply(x, tp, matmul, self.queue, destination, weight)
-        return y
+        return row_parallel(x, self.local_weight(), self.tp, self.matmul, self.gradient)
+
+
+def row_parallel(
+    x: Tensor,
+    weight: Tensor,
+    tp: TensorParallel,
+    matmul: LinearProducts,
+    gradient: WeightGradient,
+) -> Tensor:
+    """Multiply by `weight` in a way that a recomputation ends before the product."""
+    kept = None  # the node of `KeepForBackward`, which has the tensors that backward reads
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # it decides by itself
+        x = KeepForBackward.apply(x, weight)
+        kept = x.grad_fn
+    y: Tensor = RowParallelFunction.apply(x, kept, tp, matmul, gradient, weight)
+    return y
 
 
 class EmbeddingFunction(torch.autograd.Function):
@@ -296,25 +301,15 @@ class EmbeddingFunction(torch.autograd.Function):
     weight, formed in backward or in a deferred job."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        queue: WeightGradientQueue | None,
-        destination: Destination,
-        weight: Tensor,
-    ) -> Tensor:
-        ctx.queue, ctx.destination = queue, destination
+    def forward(ctx: Any, rows: Tensor, gradient: WeightGradient, weight: Tensor) -> Tensor:
+        ctx.gradient = gradient
         ctx.save_for_backward(rows)
         return functional.embedding(rows, weight)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        if ctx.queue is not None and ctx.queue.is_deferring:
-            ctx.queue.add(EmbeddingGradient(dy, rows, ctx.destination))
-            return None, None, None, None
-        dw = ctx.destination.of_lookup(dy, rows)
-        return None, None, None, deliver(dw, ctx.queue, ctx.destination)
+        return None, None, ctx.gradient.add_lookup(dy, rows)
 
 
 class VocabParallelEmbedding(Layer):
@@ -341,7 +336,7 @@ class VocabParallelEmbedding(Layer):
     def forward(self, tokens: Tensor) -> Tensor:
         elsewhere = (tokens < self.rows.start) | (tokens >= self.rows.stop)
         rows = (tokens - self.rows.start).masked_fill(elsewhere, 0)
-        local = EmbeddingFunction.apply(rows, self.queue, self.destination(), self.local_weight())
+        local = EmbeddingFunction.apply(rows, self.gradient, self.local_weight())
         partial = local.masked_fill(elsewhere.unsqueeze(-1), 0)
         tp = self.tp
         return reduce_over_tp(partial, tp.group, tp.sequence_parallel, tp.pieces)

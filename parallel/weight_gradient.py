@@ -1,24 +1,31 @@
-"""Where the gradient of a weight goes, and how it is summed over the micro-batches of a step.
+"""The gradient of a weight: where it is summed over the micro-batches of a step, and when it is
+formed.
 
-A layer in isolation returns the gradients of its weights to autograd. In a training run each layer
-has a `GradientSum` (from data.py or whole.py), to which the product dyᵀ · x adds:
+Each layer has one `WeightGradient`, to which its backward hands gradients over. In isolation it
+returns them, for autograd. In a training run data.py or whole.py say where they are summed, and the
+product dyᵀ · x adds to the sum:
 
     without   dw = dyᵀ · x in bfloat16, written and read again; total += dw in float32
     with      total = total + dyᵀ · x, in float32 inside the product, never rounded to bfloat16
 
 This saves one pass over a stage's gradients in every micro-batch, and the memory for dw.
 (Megatron-LM calls it gradient accumulation fusion.) Autograd then gets None. Gradients of norms,
-routers and the embedding are formed in the dtype of the sum, and added. Only where there is no sum
-(zero_stage 2 and 3, compiled code) are the gradients of each micro-batch rounded to bfloat16.
+routers and the embedding are formed in the dtype of the sum, and added. Only where gradients of
+micro-batches are not added (zero_stage 2 and 3, compiled code) are they rounded to bfloat16.
+
+While `deferring`, backward leaves the gradients as jobs for later (deferred.py).
 """
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from parallel.deferred import Job
 from parallel.memory import GRADIENTS, tell
-from parallel.placement import as_dtensor_like, local_part
 
 
 class LinearProducts(Protocol):
@@ -51,72 +58,140 @@ def sum_dtype(
     return torch.promote_types(reduce, compute) if zero_stage < 2 else None
 
 
-class GradientSum:
-    """The sum of a weight's gradients over micro-batches, in `dtype`: the attribute `name` (None
-    before a step's first gradient) of `holder`, or of the weight that forward used. (FSDP sums
-    wider dtypes in an attribute of its own.)"""
+class Place(Protocol):
+    """Where a sum of gradients is kept: this tp rank's part of it, or None before the first
+    gradient."""
 
-    def __init__(self, dtype: torch.dtype, holder: Any = None, name: str = "grad") -> None:
-        self.dtype, self.holder, self.name = dtype, holder, name
-
-    def get(self, weight: nn.Parameter) -> Tensor | None:
-        """This tp rank's part of the sum."""
-        total = getattr(self._holder_for(weight), self.name)
-        return None if total is None else local_part(total)
-
-    def begin(self, weight: nn.Parameter, total: Tensor) -> None:
-        """Make `total`, this tp rank's part, the sum."""
-        tell(total, GRADIENTS)
-        setattr(self._holder_for(weight), self.name, as_dtensor_like(total, weight))
-
-    def _holder_for(self, weight: nn.Parameter) -> Any:
-        return weight if self.holder is None else self.holder
+    total: Tensor | None
 
 
-class Destination(NamedTuple):
-    """The weight that a gradient belongs to."""
+@dataclass
+class OwnPlace:
+    total: Tensor | None = None
 
-    weight: nn.Parameter  # the weight that forward used; the gradient is of this tp rank's part
-    rows: slice | None = None  # the rows of that part that the gradient covers; None: all
-    matmul: LinearProducts | None = None  # the products, for a linear layer
-    sum: GradientSum | None = None  # None: in isolation; deferred gradients then go to `.grad`
 
-    def add(self, dw: Tensor, times: Tensor | None = None) -> None:
-        """Add a gradient, or dw · times for a scalar tensor, to the sum. Nothing else may refer to
-        dw: it may become the sum."""
-        place = self.sum or GradientSum(self.weight.dtype)
-        total = self._begun(place, dw)
-        if total is None:
-            dw = dw if times is None else dw.mul_(times)
-            place.begin(self.weight, dw.to(place.dtype))
+class WeightGradient:
+    """The gradient of a layer's weight, on this tp rank. Its methods return a gradient that is for
+    autograd, else None.
+
+    Args:
+        shape: of this rank's part of the weight.
+        rows: of this part, those that products cover; None: all.
+    """
+
+    def __init__(self, shape: Sequence[int] = (), rows: slice | None = None) -> None:
+        self.shape, self.rows = shape, rows
+        self.dtype: torch.dtype | None = None  # of the sum; None: gradients are for autograd
+        self.adds = False  # whether the gradients of several micro-batches are added
+        self._place: Place = OwnPlace()
+        self._jobs: list[Job] | None = None
+
+    def sum_in(self, place: Place, dtype: torch.dtype, adds: bool = True) -> None:
+        """Put gradients into `place`, in `dtype`, from now on. Without `adds`, somebody takes that
+        of each micro-batch out before the next."""
+        self._place, self.dtype, self.adds = place, dtype, adds
+
+    def defer_to(self, jobs: list[Job] | None) -> None:
+        """Leave gradients as `jobs` from now on; None: form them at once."""
+        assert self.dtype is not None, "nobody takes a deferred gradient from autograd"
+        self._jobs = jobs
+
+    @property
+    def total(self) -> Tensor | None:
+        """The sum so far."""
+        return self._place.total
+
+    @property
+    def is_deferred(self) -> bool:
+        return self._jobs is not None
+
+    def defer(self, job: Job) -> None:
+        """Leave a job, which hands the gradient over when it runs."""
+        assert self._jobs is not None
+        self._jobs.append(job)
+
+    def add(self, dw: Tensor, times: Tensor | None = None) -> Tensor | None:
+        """Hand over a gradient of the whole part, or dw · times for a scalar tensor. Nothing else
+        may refer to dw: it may become the sum."""
+        if self.is_deferred:
+            self.defer(Job(self.add, (dw,) if times is None else (dw, times)))
+        elif self.dtype is not None:
+            self._add(dw, None, times)
         else:
-            total.add_(dw) if times is None else total.addcmul_(dw, times)
-
-    def add_product(self, dy: Tensor, x: Tensor) -> Tensor | None:
-        """Add dyᵀ · x to the sum, for dy [..., F] and x [..., D]; without a sum, return it."""
-        assert self.matmul is not None
-        if self.sum is None:
-            return self.matmul.weight_gradient(dy, x)
-        begun = self._begun(self.sum, dy)
-        total = self.matmul.add_weight_gradient(dy, x, begun, self.sum.dtype)
-        if begun is None:
-            self.sum.begin(self.weight, total)
+            return dw if times is None else dw.mul_(times)
         return None
 
-    def of_lookup(self, dy: Tensor, rows: Tensor) -> Tensor:
-        """The gradient [V/tp, D], in the dtype of the sum, of a lookup of rows [S, B], for dy
-        [S, B, D]."""
-        dy = dy if self.sum is None else dy.to(self.sum.dtype)
-        num_rows = local_part(self.weight).shape[0]
-        return torch.ops.aten.embedding_dense_backward(dy, rows, num_rows, -1, False)
+    def add_product(self, matmul: LinearProducts, dy: Tensor, x: Tensor) -> Tensor | None:
+        """Hand over dyᵀ · x of `rows`, for dy [..., F] and x [..., D]. It is not deferred: those of
+        layers that read one x are deferred together."""
+        if self.dtype is None:
+            return matmul.weight_gradient(dy, x)
+        if not self.adds:
+            self._add(matmul.weight_gradient(dy, x), self.rows)
+            return None
+        begun = self._begun(self.rows, dy)
+        total = matmul.add_weight_gradient(dy, x, begun, self.dtype)
+        if begun is None:
+            self._begin(total)
+        return None
 
-    def _begun(self, place: GradientSum, like: Tensor) -> Tensor | None:
-        """The sum, or its `rows`, to which this gradient is added; a sum of rows begins with zeros
-        (on the device of `like`). None: the gradient, the first, becomes the sum."""
-        total = place.get(self.weight)
-        if self.rows is None:
+    def add_lookup(self, dy: Tensor, rows: Tensor) -> Tensor | None:
+        """Hand over the gradient of a lookup of rows [S, B], for dy [S, B, D]."""
+        if self.is_deferred:
+            self.defer(Job(self.add_lookup, (dy, rows)))
+            return None
+        dy = dy.to(self.dtype) if self.adds else dy
+        dw = torch.ops.aten.embedding_dense_backward(dy, rows, self.shape[0], -1, False)
+        return self.add(dw)
+
+    def _begun(self, rows: slice | None, like: Tensor) -> Tensor | None:
+        """The sum, or the `rows` of it, to which a gradient is added; a sum of some rows begins
+        with zeros (on the device of `like`). None: the gradient, the first, becomes the sum."""
+        total = self.total
+        if rows is None:
             return total
         if total is None:
-            total = like.new_zeros(local_part(self.weight).shape, dtype=place.dtype)
-            place.begin(self.weight, total)
-        return total[self.rows]
+            total = like.new_zeros(self.shape, dtype=self.dtype)
+            self._begin(total)
+        return total[rows]
+
+    def _add(self, dw: Tensor, rows: slice | None, times: Tensor | None = None) -> None:
+        assert self.dtype is not None
+        begun = self._begun(rows, dw)
+        if begun is None:
+            dw = dw if times is None else dw.mul_(times)
+            self._begin(dw.to(self.dtype))
+        else:
+            begun.add_(dw) if times is None else begun.addcmul_(dw, times)
+
+    def _begin(self, total: Tensor) -> None:
+        tell(total, GRADIENTS)
+        self._place.total = total
+
+
+TO_AUTOGRAD = WeightGradient()  # of a weight without a layer, or in code that is compiled
+
+
+def add_products(
+    gradients: Sequence[WeightGradient],
+    matmuls: Sequence[LinearProducts],
+    x: Tensor,
+    *dys: Tensor,
+) -> list[Tensor | None]:
+    """Hand over the products of layers that read the same x."""
+    each = zip(gradients, matmuls, dys, strict=True)
+    return [gradient.add_product(matmul, dy, x) for gradient, matmul, dy in each]
+
+
+@contextmanager
+def deferring(gradients: Sequence[WeightGradient]) -> Iterator[list[Job]]:
+    """Collect the jobs of the backward that runs inside. All tp ranks must run them later in the
+    same order."""
+    jobs: list[Job] = []
+    for gradient in gradients:
+        gradient.defer_to(jobs)
+    try:
+        yield jobs
+    finally:
+        for gradient in gradients:
+            gradient.defer_to(None)

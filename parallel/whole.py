@@ -6,20 +6,18 @@ every gradient through two buffers. Here
     master    is the parameter itself: what the optimizer, checkpoints and the gradient norm see
     compute   is a copy in the compute dtype, made once per step and freed after it; if the dtypes
               are equal, it is the master
-    sum       has the gradients of all micro-batches, in the wider of reduce and master dtype; if
-              that is the master dtype, it is the gradient that the optimizer reads, else it is
-              converted at the end
+    sum       has the gradients of all micro-batches, in the wider of reduce and master dtype; in
+              the end it becomes the gradient that the optimizer reads, in the master dtype
 """
 
 from collections.abc import Iterable
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
-from parallel.layer import Layer
+from parallel.layer import Layer, layers_of
 from parallel.placement import as_dtensor_like, local_part
-from parallel.weight_gradient import GradientSum, sum_dtype
+from parallel.weight_gradient import OwnPlace, sum_dtype
 
 
 class WholeWeight:
@@ -27,40 +25,33 @@ class WholeWeight:
 
     def __init__(self, layer: Layer, compute: torch.dtype, reduce: torch.dtype) -> None:
         self.layer, self.master, self.compute = layer, layer.weight, compute
-        master = self.master.dtype
-        wide = sum_dtype(True, 0, compute, master, reduce)
-        assert wide is not None
-        self.apart = SimpleNamespace(total=None)  # the sum, if it is not in the master dtype
-        if compute == master == wide:
-            layer.gradient_sum = GradientSum(wide)
-        elif master == wide:
-            layer.gradient_sum = GradientSum(wide, self.master, "grad")
-        else:
-            layer.gradient_sum = GradientSum(wide, self.apart, "total")
-        # all dtypes are equal: forward uses the master itself, and there is no copy to make or free
-        self.is_one = layer.gradient_sum.holder is None
+        dtype = sum_dtype(True, 0, compute, self.master.dtype, reduce)
+        assert dtype is not None
+        self.sum = OwnPlace()
+        layer.gradient.sum_in(self.sum, dtype)
+        if compute == self.master.dtype:
+            self.master.register_post_accumulate_grad_hook(self._absorb)
 
     def begin(self) -> None:
         """Let forward see the weight in the compute dtype."""
-        if self.is_one:
-            return
-        local = local_part(self.master.detach()).to(self.compute)
-        parameter = nn.Parameter(as_dtensor_like(local, self.master))
-        parameter.register_post_accumulate_grad_hook(self._absorb)
-        self.layer.weight = parameter
+        if self.compute != self.master.dtype:
+            local = local_part(self.master.detach()).to(self.compute)
+            parameter = nn.Parameter(as_dtensor_like(local, self.master))
+            parameter.register_post_accumulate_grad_hook(self._absorb)
+            self.layer.weight = parameter
 
     def _absorb(self, parameter: Tensor) -> None:
         """Add a gradient that autograd has put into the parameter: that of compiled code. All other
         code has added it itself (weight_gradient.py)."""
         if parameter.grad is not None:
-            self.layer.destination().add(local_part(parameter.grad))
+            self.layer.gradient.add(local_part(parameter.grad))
             parameter.grad = None
 
     def end(self) -> None:
         """Free the copy, and make the sum the gradient of the master."""
         self.layer.weight = self.master
-        if self.apart.total is not None:
-            total, self.apart.total = local_part(self.apart.total), None
+        total, self.sum.total = self.sum.total, None
+        if total is not None:
             self.master.grad = as_dtensor_like(total.to(self.master.dtype), self.master)
 
 
@@ -71,11 +62,7 @@ class WholeWeights:
         self, stages: Iterable[nn.Module], compute: torch.dtype, reduce: torch.dtype
     ) -> None:
         self._weights = {
-            stage: [
-                WholeWeight(layer, compute, reduce)
-                for layer in stage.modules()
-                if isinstance(layer, Layer)
-            ]
+            stage: [WholeWeight(layer, compute, reduce) for layer in layers_of(stage)]
             for stage in stages
         }
 

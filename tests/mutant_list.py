@@ -82,14 +82,14 @@ CHANGES: dict[str, list[Change]] = {
     "parallel/weight_gradient.py": [
         ("torch.promote_types(reduce, compute) if zero_stage < 2",
          "compute if zero_stage < 2", "dtype"),
-        ("dy if self.sum is None else dy.to(self.sum.dtype)", "dy", "dtype"),
+        ("dy.to(self.dtype) if self.adds else dy", "dy", "dtype"),
     ],
     "parallel/layer.py": [
         ("range(rank * self.count // tp, rank * self.count // tp + 1)",
          "range(rank % self.count, rank % self.count + 1)"),
     ],
     "parallel/tensor.py": [
-        ("held = (mine.clone(),)", "held = (mine,)"),
+        ("held = (x.detach(), mine.clone())", "held = (x.detach(), mine)"),
         ("gradient_is_partial=shared", "gradient_is_partial=False"),
     ],
     "parallel/context.py": [

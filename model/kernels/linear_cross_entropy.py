@@ -50,8 +50,7 @@ from torch.distributed import ProcessGroup
 from model.kernels.backend import cdiv, exact
 from model.kernels.cross_entropy import gradient_over_logits_, normaliser, token_losses
 from parallel.collectives import ONE_RANK, Pending, by_rank, start_all_gather, start_reduce_
-from parallel.deferred import WeightGradientQueue, deliver
-from parallel.weight_gradient import Destination, LinearProducts
+from parallel.weight_gradient import TO_AUTOGRAD, LinearProducts, WeightGradient
 
 # The size of one piece's logits. On a GPU it is large enough that reading and writing the float32
 # sum dw once per piece costs little in comparison (at V = 128k and D = 4096 a piece is 4096
@@ -77,10 +76,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         z_loss: float,
         kernels: str,
         piece_tokens: int,
-        destination: Destination | None,
-        queue: WeightGradientQueue | None,
+        gradient: WeightGradient,
     ) -> Tensor:
-        ctx.destination, ctx.queue = destination, queue
+        ctx.gradient = gradient
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         loss = x.new_zeros((), dtype=exact(x.dtype))
         dxs: list[Tensor] = []
@@ -107,9 +105,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         if reducing is not None:
             dxs.append(reducing.wait())
         ctx.dx = torch.cat(dxs) if wants_dx else None
-        if dw is not None and (destination is None or destination.sum is None):
-            dw = dw.to(weight.dtype)
-        ctx.dw = dw
+        ctx.dw = dw if dw is None or gradient.adds else dw.to(weight.dtype)
         return loss * scale
 
     @staticmethod
@@ -121,8 +117,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         if dx is not None:
             dx.mul_(dloss)  # in place: nothing else refers to it yet
         if dw is not None:  # to the sum itself: autograd would round it to bfloat16
-            dw = deliver(dw, ctx.queue, ctx.destination, dloss)
-        return dx, dw, *[None] * 12
+            dw = ctx.gradient.add(dw, times=dloss)
+        return dx, dw, *[None] * 11
 
 
 def pieces_of(
@@ -180,8 +176,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     kernels: str = "auto",
     piece_bytes: int | None = None,
-    destination: Destination | None = None,
-    queue: WeightGradientQueue | None = None,
+    gradient: WeightGradient = TO_AUTOGRAD,
 ) -> Tensor:
     """Compute scale · Σ over target tokens of the cross-entropy of x · weightᵀ: a scalar in float32
     (float64), the same on all tp ranks.
@@ -199,8 +194,8 @@ def linear_cross_entropy(
             (parallel/collectives.py).
         z_loss, kernels: as in cross_entropy.py.
         piece_bytes: bytes of one piece's logits; None: the default for the device.
-        destination, queue: the weight's (parallel/weight_gradient.py). If gradients of the weight
-            are summed there, dw stays in float32 until it is added, and autograd gets none.
+        gradient: the weight's (parallel/weight_gradient.py). If those of micro-batches are added
+            there, dw stays in float32 until then.
     """
     piece_tokens = tokens_of_piece(x, vocab_size, group, piece_bytes)
     if not torch.is_grad_enabled():
@@ -218,6 +213,5 @@ def linear_cross_entropy(
         z_loss,
         kernels,
         piece_tokens,
-        destination,
-        queue,
+        gradient,
     )

@@ -45,8 +45,7 @@ from model.kernels.backend import (
     use_triton,
     warps_for,
 )
-from parallel.deferred import WeightGradientQueue, deliver
-from parallel.weight_gradient import Destination
+from parallel.weight_gradient import TO_AUTOGRAD, WeightGradient
 
 
 def rms_norm(
@@ -54,15 +53,14 @@ def rms_norm(
     weight: Tensor,
     eps: float,
     kernels: str,
-    queue: WeightGradientQueue | None = None,
-    destination: Destination | None = None,
+    gradient: WeightGradient = TO_AUTOGRAD,
 ) -> Tensor:
     """Normalise x [..., D] with weight [D]; y has the shape of x. `kernels` is auto, triton or
-    torch; `queue` and `destination` are the weight's (parallel/weight_gradient.py)."""
+    torch; `gradient` is the weight's (parallel/weight_gradient.py)."""
     if use_triton(x, kernels):
-        y: Tensor = RMSNormFunction.apply(x, None, weight, eps, queue, destination)
+        y: Tensor = RMSNormFunction.apply(x, None, weight, eps, gradient)
         return y
-    wide = WideWeight.apply(weight, queue, destination)
+    wide = WideWeight.apply(weight, gradient)
     return functional.rms_norm(x.to(wide.dtype), (x.shape[-1],), wide, eps).to(x.dtype)
 
 
@@ -72,16 +70,15 @@ def add_rms_norm(
     weight: Tensor,
     eps: float,
     kernels: str,
-    queue: WeightGradientQueue | None = None,
-    destination: Destination | None = None,
+    gradient: WeightGradient = TO_AUTOGRAD,
 ) -> tuple[Tensor, Tensor]:
     """x, residual [..., D], weight [D] → (y, s): the normalised sum, and the sum. The sum is
     rounded to x's dtype before it is normalised."""
     if use_triton(x, kernels):
-        y, s = RMSNormFunction.apply(x, residual, weight, eps, queue, destination)
+        y, s = RMSNormFunction.apply(x, residual, weight, eps, gradient)
         return y, s
     s = x + residual
-    return rms_norm(s, weight, eps, kernels, queue, destination), s
+    return rms_norm(s, weight, eps, kernels, gradient), s
 
 
 class RMSNormFunction(torch.autograd.Function):
@@ -95,11 +92,10 @@ class RMSNormFunction(torch.autograd.Function):
         residual: Tensor | None,
         weight: Tensor,
         eps: float,
-        queue: WeightGradientQueue | None,
-        destination: Destination | None,
+        gradient: WeightGradient,
     ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.queue, ctx.destination, ctx.adds = queue, destination, residual is not None
+        ctx.gradient, ctx.adds = gradient, residual is not None
         if residual is None:
             y, rstd = torch.ops.lattice.rms_norm(x, weight, eps)
             ctx.save_for_backward(x, weight, rstd)
@@ -111,29 +107,23 @@ class RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None = None) -> tuple[Any, ...]:
         if dy is None:
-            return ds, ds, None, None, None, None
-        wide = ctx.destination is not None and ctx.destination.sum is not None
+            return ds, ds, None, None, None
+        wide = ctx.gradient.adds
         dx, dw = torch.ops.lattice.rms_norm_backward(dy, ds, *ctx.saved_tensors, wide)
-        dw = deliver(dw, ctx.queue, ctx.destination)
-        return dx, dx if ctx.adds else None, dw, None, None, None
+        return dx, dx if ctx.adds else None, ctx.gradient.add(dw), None, None
 
 
 class WideWeight(torch.autograd.Function):
     """A weight in at least float32, for PyTorch's operations; its gradient goes to its sum."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        weight: Tensor,
-        queue: WeightGradientQueue | None,
-        destination: Destination | None,
-    ) -> Tensor:
-        ctx.queue, ctx.destination = queue, destination
+    def forward(ctx: Any, weight: Tensor, gradient: WeightGradient) -> Tensor:
+        ctx.gradient = gradient
         return weight.to(exact(weight.dtype)) if weight.requires_grad else weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, None, None]:
-        return deliver(dw, ctx.queue, ctx.destination), None, None
+    def backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, None]:
+        return ctx.gradient.add(dw), None
 
 
 @jit

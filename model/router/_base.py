@@ -27,11 +27,10 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from model.config import ModelConfig
-from parallel.deferred import WeightGradientQueue, deliver
 from parallel.expert import ExpertParallel, Routes, TokenDispatch, find_routes
 from parallel.layer import Layer, TensorParallel
 from parallel.parameter import MATRIX, Normal, WeightSpec
-from parallel.weight_gradient import Destination
+from parallel.weight_gradient import WeightGradient
 
 
 @dataclass
@@ -53,11 +52,10 @@ class RouterScores(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         exact: torch.dtype,
-        queue: WeightGradientQueue | None,
-        destination: Destination,
+        gradient: WeightGradient,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.exact, ctx.queue, ctx.destination = exact, queue, destination
+        ctx.exact, ctx.gradient = exact, gradient
         return x.to(exact) @ weight.to(exact).t()
 
     @staticmethod
@@ -65,8 +63,7 @@ class RouterScores(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = (dy @ weight.to(ctx.exact)).to(x.dtype)
         # to the sum itself: autograd would round it to the weight's dtype
-        dw = deliver(dy.t() @ x.to(ctx.exact), ctx.queue, ctx.destination)
-        return dx, dw, None, None, None
+        return dx, ctx.gradient.add(dy.t() @ x.to(ctx.exact)), None, None
 
 
 class AddLoss(torch.autograd.Function):
@@ -123,8 +120,8 @@ class BaseRouter(Layer):
     def forward(self, x: Tensor, dispatch: TokenDispatch) -> tuple[Tensor, Routes]:
         """Map x [S/tp, B, D] to each token's weights [T, k] in at least float32, and its routes."""
         exact = torch.promote_types(x.dtype, torch.float32)
-        weight, destination = self.local_weight(), self.destination()
-        logits = RouterScores.apply(x.flatten(0, 1), weight, exact, self.queue, destination)
+        weight = self.local_weight()
+        logits = RouterScores.apply(x.flatten(0, 1), weight, exact, self.gradient)
         routes = dispatch.once(lambda: self.find(logits, x.shape[1]))
         weights = self.weigh(logits, routes.chosen) * self.config.router_scale
         if self.account is not None and torch.is_grad_enabled():

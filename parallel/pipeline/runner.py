@@ -14,10 +14,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel.data import DataParallel
 from parallel.deferred import Job, run_jobs
-from parallel.layer import share_queue
+from parallel.layer import gradients_of
 from parallel.pipeline.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
 from parallel.pipeline.lower import Exchange, Message, Program, need_of, result_of
 from parallel.pipeline.transfer import Transfers
+from parallel.weight_gradient import deferring
 
 # its context is entered around an action, to time it (runtime/profiling/trace.py)
 Recorder = Callable[[Action], AbstractContextManager[object]]
@@ -50,8 +51,8 @@ class PipelineRunner:
     ) -> None:
         self.stages, self.num_stages = stages, num_stages
         self.transfers, self.data = transfers, data
-        self.queues = (
-            {s: share_queue(stage) for s, stage in stages.items()} if splits_backward else {}
+        self.gradients = (
+            {s: gradients_of(stage) for s, stage in stages.items()} if splits_backward else {}
         )
 
     def step(
@@ -122,7 +123,7 @@ class PipelineRunner:
             torch.autograd.backward(end, gradient)
             self.data.after_backward(self.stages[s], last)
         else:
-            with self.queues[s].deferring() as self._deferred[s, m]:
+            with deferring(self.gradients[s]) as self._deferred[s, m]:
                 torch.autograd.backward(end, gradient)
         return hidden.grad if hidden is not None else None
 

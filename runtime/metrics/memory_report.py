@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.data import fsdp_partial_sums
-from parallel.layer import Layer
+from parallel.layer import gradients_of
 from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
 from parallel.placement import local_part
 from runtime.listener import Listener, Run
@@ -175,9 +175,7 @@ def _summed(stages: Iterable[nn.Module]) -> tuple[list[Tensor | None], list[Tens
     whole: list[Tensor | None] = []
     reduced: list[Tensor | None] = []
     for stage in stages:
-        for layer in stage.modules():
-            if isinstance(layer, Layer) and layer.gradient_sum is not None:
-                whole.append(layer.gradient_sum.get(layer.weight))
+        whole += [gradient.total for gradient in gradients_of(stage)]
         reduced += fsdp_partial_sums(stage)
     return whole, reduced
 

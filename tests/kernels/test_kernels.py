@@ -7,7 +7,6 @@ the input of a norm).
 """
 
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from model.kernels.rotary import rotate
 from model.kernels.swiglu import swiglu
 from model.kernels.weighted_swiglu import weighted_swiglu
 from model.positions import Rotary, rotary_angles
-from parallel.weight_gradient import Destination, GradientSum
+from parallel.weight_gradient import OwnPlace, WeightGradient
 from tests.kernels.device import DEVICE, DTYPES, NEEDS_TRITON, randn
 from tests.planted import name_of
 from tokens import IGNORE
@@ -108,12 +107,12 @@ def test_add_rms_norm(shape, dtype):
 @each_kernel
 def test_the_gradient_of_a_norm_is_added_to_its_sum_unrounded(kernels):
     x, dy, w = (randn(*shape, dtype=torch.bfloat16) for shape in [(40, 16), (40, 16), (16,)])
-    holder = SimpleNamespace(total=None)
-    destination = Destination(w, sum=GradientSum(torch.float32, holder, "total"))
-    rms_norm(x, w.requires_grad_(), EPS, kernels, None, destination).backward(dy)
+    gradient = WeightGradient(w.shape)
+    gradient.sum_in(OwnPlace(), torch.float32)
+    rms_norm(x, w.requires_grad_(), EPS, kernels, gradient).backward(dy)
     exact_w = w.detach().double().requires_grad_()
     exact_rms_norm(x.double(), exact_w)[0].backward(dy.double())
-    torch.testing.assert_close(holder.total.double(), exact_w.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient.total.double(), exact_w.grad, rtol=1e-5, atol=1e-5)
     assert w.grad is None
 
 

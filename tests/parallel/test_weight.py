@@ -4,27 +4,25 @@ import gc
 import weakref
 
 import torch
-from torch import nn
 
-from parallel.deferred import ReadyGradient, run_jobs
-from parallel.layer import Layer, TensorParallel, share_queue
-from parallel.weight_gradient import Destination
+from parallel.deferred import Job, run_jobs
+from parallel.weight_gradient import OwnPlace, WeightGradient, deferring
 
 
-class Job:
+class LoggedJob(Job):
     """A job that logs the number of live jobs when it starts and when it finishes."""
 
-    communicates = True
-
     def __init__(self, alive, log):
-        self.held = torch.zeros(3)
+        super().__init__(torch.numel, [torch.zeros(3)], gather_over=[None])
         self.alive, self.log = alive, log
         alive.add(self)
 
     def start(self):
+        super().start()
         self.log.append(("start", len(self.alive)))
 
     def finish(self):
+        super().finish()
         self.log.append(("finish", len(self.alive)))
 
 
@@ -32,7 +30,7 @@ def test_a_finished_job_is_let_go():
     """Finished jobs are freed at once and the list is emptied. At any time at most two jobs have
     started and not finished: one computes, and the next gathers."""
     alive, log = weakref.WeakSet(), []
-    jobs = [Job(alive, log) for _ in range(5)]
+    jobs = [LoggedJob(alive, log) for _ in range(5)]
     run_jobs(jobs)
     gc.collect()
     assert jobs == []
@@ -44,15 +42,11 @@ def test_a_job_without_communication_does_not_come_between():
     """A finished gradient between two linear layers does not end the overlap of the second one's
     gather with the first one's products."""
     alive, log = weakref.WeakSet(), []
-    weight = nn.Parameter(torch.zeros(2))
-    ready = ReadyGradient(torch.ones(2), Destination(weight))
-    run_jobs([Job(alive, log), ready, Job(alive, log)])
+    gradient, times = WeightGradient([2]), torch.tensor(3.0)
+    gradient.sum_in(OwnPlace(), torch.float32)
+    with deferring([gradient]) as ready:
+        assert gradient.add(torch.ones(2), times) is None
+    assert gradient.total is None
+    run_jobs([LoggedJob(alive, log), *ready, LoggedJob(alive, log)])
     assert [what for what, _ in log] == ["start", "start", "finish", "finish"]
-    assert weight.grad.tolist() == [1, 1]
-
-
-def test_all_layers_of_a_stage_share_one_queue():
-    layers = [Layer(TensorParallel()) for _ in range(2)]
-    stage = nn.Sequential(layers[0], nn.Linear(2, 2), nn.Sequential(layers[1]))
-    queue = share_queue(stage)
-    assert [layer.queue for layer in layers] == [queue, queue]
+    assert gradient.total.tolist() == [3, 3]

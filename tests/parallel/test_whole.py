@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from parallel.axes import MeshSizes
 from parallel.data import check_reduced
 from parallel.layer import LocalTensor
-from parallel.weight_gradient import Destination, GradientSum
+from parallel.weight_gradient import OwnPlace, WeightGradient
 from parallel.whole import WholeWeight
 from proofs.parity.cases import Case
 from proofs.parity.run import run_on_ranks
@@ -102,9 +102,9 @@ def own_tensor(weight, **_):
     return weight._local_tensor
 
 
-def without_a_view(ctx, weight, queue, destination):
+def without_a_view(ctx, weight, gradient):
     """The mistake: the weight's own tensor leads to this node, which leads back to the weight."""
-    ctx.queue, ctx.destination = queue, destination
+    ctx.weight, ctx.gradient = weight, gradient
     ctx.set_materialize_grads(False)
     return own_tensor(weight)
 
@@ -149,16 +149,16 @@ SUMMED = {
 def gradients(case, microbatches, rounded=False):
     """This rank's part of each gradient; `rounded`: those of micro-batches are rounded to bfloat16
     before they are added."""
-    add = Destination.add
+    add = WeightGradient._add
 
-    def round_first(self, dw, times=None):
-        add(self, dw.bfloat16(), times)
+    def round_first(self, dw, rows, times=None):
+        add(self, dw.bfloat16(), rows, times)
 
-    def product(self, dy, x):
-        self.add(self.matmul.weight_gradient(dy, x))
+    def product(self, matmul, dy, x):
+        self._add(matmul.weight_gradient(dy, x), self.rows)
 
     case = replace(case, num_microbatches=microbatches)
-    rounding = patch.multiple(Destination, add=round_first, add_product=product)
+    rounding = patch.multiple(WeightGradient, _add=round_first, add_product=product)
     # oneDNN's products in bfloat16 depend on the number of rows
     with torch.backends.mkldnn.flags(enabled=False), rounding if rounded else nullcontext():
         return [(name, part) for name, _, part in run_on_ranks(case, 0).gradients]
@@ -182,7 +182,7 @@ def forgets(name):
     """Train a step while the sum of one weight's gradients is lost."""
     step = step_of(ONE, "bfloat16")
     lost = step.stages[0].get_submodule(name)
-    lost.gradient_sum = GradientSum(torch.float32, type("Lost", (), {"total": None})(), "total")
+    lost.gradient.sum_in(OwnPlace(), torch.float32)
     step.forward_backward(*rows_of(step))
     check_reduced(weight.parameter for weight in step.weights)
 

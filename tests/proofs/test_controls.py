@@ -26,7 +26,7 @@ from parallel.parameter import NamedWeight
 from parallel.partial import PartialGradients
 from parallel.pipeline.runner import PipelineRunner
 from parallel.pipeline.tied import TiedEmbedding
-from parallel.weight_gradient import GradientSum
+from parallel.weight_gradient import WeightGradient
 from proofs.parity.cases import Case
 from proofs.parity.run import assemble, check, expected, run_on_ranks
 from tests.planted import (
@@ -113,7 +113,7 @@ MISTAKES = {
     "the loss is averaged per micro-batch":
         (PipelineRunner, "step", mean_per_microbatch, (ONE, LOSS, "")),
     "each micro-batch's weight gradient replaces the sum":
-        (GradientSum, "get", lambda *_: None, (ONE, NORM, ""), (DEFERRED, NORM, ".weight")),
+        (WeightGradient, "_begun", lambda *_: None, (ONE, NORM, ""), (DEFERRED, NORM, ".weight")),
     "weight gradients of another micro-batch":
         (parallel.pipeline.runner, "run_jobs", jobs_of_another_microbatch,
          (DEFERRED, NORM, ".weight")),

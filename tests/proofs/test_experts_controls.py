@@ -90,7 +90,8 @@ def job_of_experts_dropped(run_jobs, jobs):
 
 
 def is_of_experts(job):
-    return any(each.weight.ndim == 3 for each in getattr(job, "destinations", ()))
+    x, *_ = job.tensors
+    return bool(job.gather_over) and x.ndim == 2  # [R, D], not [S, B, D]
 
 
 def experts_numbered_by_rank(local_region, tensor):
