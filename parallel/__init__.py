@@ -20,6 +20,7 @@ and the collectives.
     fsdp_units.py       what FSDP gathers together, and over which view of the mesh
     expert_linear.py    the linear layers of experts
     collectives.py      the collectives of tensor and expert parallelism
+    asynchronous.py     collectives that autograd follows, started in one place, awaited in another
     weight_gradient.py  where a weight's gradient goes, and its sum over micro-batches
     deferred.py         weight gradients that are formed later than their backward
     whole.py            weights that no other rank shares: data parallelism over one rank
