@@ -2,21 +2,19 @@
 the layer computes between the two places runs while they travel, in forward and in backward:
 
     forward     x ──► start ─ ─ ─ ─ ─ ─ link ─ ─ ─ ─ ─ ─► wait ──► y
-                        └──────── collective ──────────────┘
-                               (other computation)
+                        └────────── collective ────────────┘
+                                (other computation)
                         ┌── collective of the gradients ───┐
     backward   dx ◄── wait  ◄ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─  start ◄── dy
 
     link = Start.apply(start, wait_for_gradients, x, …)
-    …                                                   is computed while x travels
+    …
     y, … = Wait.apply(link, wait, start_gradients)
 
-The four functions belong to one object, which holds what travels. autograd does not see it: it sees
-the link, a number without a value, by which y depends on x. Several waits may share one start, if
-its functions start, and wait for, what belongs to each of them.
-
-The graph refers to the object. So the object must not refer to a tensor with a `grad_fn` (the link
-is one): this would be a cycle, whose memory is freed late or never.
+The four functions belong to an object that holds what travels. autograd sees only the link, a
+scalar without a value, by which y depends on x. (Several waits may have the same link.) The graph
+refers to the object, which therefore must not refer to a tensor with a `grad_fn`, as the link is:
+the memory of such a cycle is freed late or never.
 """
 
 from collections.abc import Callable
@@ -25,17 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Starts = Callable[..., None]
+Waits = Callable[[], tuple[Tensor, ...]]
+
 
 class Start(torch.autograd.Function):
-    """x, … → the link. Forward calls `start(x, …)`; backward returns `wait_for_gradients()`."""
+    """x, … → the link. Forward calls `start(x, …)`, and backward returns `wait_for_gradients()`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        start: Callable[..., None],
-        wait_for_gradients: Callable[[], tuple[Tensor, ...]],
-        *inputs: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, start: Starts, wait_for_gradients: Waits, *inputs: Tensor) -> Tensor:
         ctx.wait_for_gradients = wait_for_gradients
         ctx.set_materialize_grads(False)  # the link has none
         start(*inputs)
@@ -47,15 +43,10 @@ class Start(torch.autograd.Function):
 
 
 class Wait(torch.autograd.Function):
-    """The link → y, …. Forward returns `wait()`; backward calls `start_gradients(dy, …)`."""
+    """The link → y, …. Forward returns `wait()`, and backward calls `start_gradients(dy, …)`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        link: Tensor,
-        wait: Callable[[], tuple[Tensor, ...]],
-        start_gradients: Callable[..., None],
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, link: Tensor, wait: Waits, start_gradients: Starts) -> tuple[Tensor, ...]:
         ctx.start_gradients = start_gradients
         return wait()
 

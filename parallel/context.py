@@ -126,9 +126,10 @@ class SplitAttention:
             ]
         y = ys[0] if len(ys) == 1 else torch.cat(ys)
         if gathers_again and y.requires_grad:
-            # called before the backward of this piece's attention, on every rank, whatever its
-            # kernels have kept
-            y.register_hook(partial(gather_again, pieces[max(i - 1, 0) : i + 1]))
+            # Before the backward of the last piece's attention, that piece is gathered again, and
+            # then the next one in backward. Every rank does it, whatever its kernels have kept.
+            for each in reversed(pieces[max(i - 1, 0) : i + 1]):
+                y.register_hook(each.start)
         return y
 
 
@@ -155,8 +156,8 @@ class KeysAndValues:
         self._whole: Tensor | None = None
         self._scattering: Pending | None = None
 
-    def start(self) -> None:
-        """Start to gather, unless that was done."""
+    def start(self, *_: Tensor) -> None:
+        """Start to gather, unless that was done. (Also a hook, which is called with a gradient.)"""
         if self._gathering is None and self._whole is None:
             assert self.local is not None
             self._gathering = start_all_gather(self.local, self.cp.group)
@@ -238,17 +239,10 @@ def gradients_of(
 ) -> tuple[Tensor, ...]:
     """The gradients of k and v, of these shapes, from those of all pieces."""
     of_both = [like.new_empty(shape) for shape in shapes]
-    parts = (gradient.chunk(len(pieces), 2) for gradient in of_both)
-    for piece, *mine in zip(pieces, *parts, strict=True):
+    for piece, *mine in zip(pieces, *(each.chunk(len(pieces), 2) for each in of_both), strict=True):
         for part, gradient in zip(mine, piece.gradients(), strict=True):
             part.copy_(gradient)
     return tuple(of_both)
-
-
-def gather_again(pieces: Sequence[KeysAndValues], _: Tensor) -> None:
-    """Start to gather the last of `pieces` again, and the one that comes next in backward."""
-    for piece in reversed(pieces):
-        piece.start()
 
 
 def in_order(gathered: Tensor, ranks: int) -> Tensor:
