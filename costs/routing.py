@@ -1,7 +1,7 @@
 """How many rows the experts of a rank send and receive, where tensors have no data.
 
-The host reads these numbers from the device (`counts_on_host` in parallel/expert.py). For tensors
-without data they are assumed. T·k rows leave each of the `ep` ranks:
+The host reads these numbers from the device (`find_routes` in parallel/dispatch/all_to_all.py). For
+tensors without data they are assumed. T·k rows leave each of the `ep` ranks:
 
     balanced       T·k arrive at each rank, as many from each other and for each of its experts
     imbalance f    f · T·k arrive at this rank, and the other ranks share the rest
@@ -70,7 +70,7 @@ class Routing(TorchFunctionMode):
 
     @property
     def numbers(self) -> list[int]:
-        """In the order of `counts_on_host`."""
+        """In the order of `find_routes`."""
         return [*self.send, *(number for each in self.receive for number in each)]
 
     @cached_property

@@ -3,7 +3,6 @@ communicate with nothing."""
 
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch import Tensor
 
 from costs.as_on_gpu import DEVICE
@@ -12,7 +11,7 @@ from costs.routing import Routing
 from costs.setting import Setting, context, tensor
 from model.kernels.attention import OPERATORS
 from model.kernels.backend import exact
-from model.router import Account, routers_of
+from model.router import routers_of
 from model.transformer import Transformer
 from parallel.activation import wrap_blocks
 from parallel.expert import ExpertParallel
@@ -25,10 +24,7 @@ def build_stage(setting: Setting, layers: Iterable[int], first: bool, last: bool
     ep = ExpertParallel(setting.ep, setting.ep_rank, group, None, (cp.group, tp.group), parts)
     stage = Transformer(setting.model, layers, first, last, tp, cp, ep).to(setting.dtype)
     for _, router in routers_of(stage):  # as in a training run (training/balance.py)
-        counts = torch.zeros(router.num_experts, dtype=torch.int64, device=DEVICE)
-        losses = torch.zeros(2, dtype=exact(setting.dtype), device=DEVICE)
-        router.account = Account(counts, losses, global_sequences=1)
-        router.bias = torch.zeros(router.num_experts, device=DEVICE) if router.has_bias else None
+        router.start_to_count(DEVICE, exact(setting.dtype), global_sequences=1)
     mode = setting.activation_checkpointing
     wrap_blocks(stage.blocks.values(), mode, False, setting.tp, OPERATORS)
     return stage
@@ -44,7 +40,7 @@ def state_of(stage: Transformer) -> Iterator[Tensor]:
     """The tensors of a stage that outlast a micro-batch: parameters, and what routers count."""
     yield from stage.parameters()
     for _, router in routers_of(stage):
-        assert router.account is not None
-        yield from (router.account.counts, router.account.losses)
+        assert router.load is not None
+        yield from (router.load.counts, router.load.losses)
         if router.bias is not None:
             yield router.bias

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import (
 )
 
 from parallel.compiled import Forward, compiled, compiled_around_attention
-from parallel.expert import TokenDispatch
+from parallel.dispatch import TokenDispatch
 from parallel.expert_linear import ExpertLinear
 from parallel.kept import KeptOutputs
 from parallel.tensor import ColumnParallelLinear
@@ -100,33 +100,30 @@ def wrap_blocks(
         else:
             forward = compiled(selective(forward)) if compile else selective(forward)
         if mode == "full":
-            forward = _checkpointed(forward, **_kept_routes(block))
+            kept = _kept_by_experts(block)
+            options = {"context_fn": partial(kept.contexts, outputs=False)} if kept else {}
+            forward = _checkpointed(forward, **options)
         block.forward = forward
 
 
 def _selection(block: nn.Module, tp: int, attention: Set[Any]) -> Callable[[], Any]:
     """What selective checkpointing keeps of a block: contexts for its forward and recomputation."""
     operations = attention | PRODUCTS if tp == 1 else attention
-    kept = KeptOutputs()
+    of_experts = _kept_by_experts(block)
+    kept = of_experts or KeptOutputs()
     keeping = (ExpertLinear,) if tp == 1 else (ExpertLinear, ColumnParallelLinear)
     for layer in block.modules():
         if isinstance(layer, keeping):
             layer.kept = kept
-        if isinstance(layer, TokenDispatch):
-            layer.kept, layer.keeps_rows = kept, True
-    if tp == 1 and not any(isinstance(layer, TokenDispatch) for layer in block.modules()):
+    if tp == 1 and not of_experts:
         # in a form that torch.compile can trace: its own function and a policy
         return partial(create_selective_checkpoint_contexts, partial(_keep, operations))
     return partial(_contexts_with, operations, kept)
 
 
-def _kept_routes(block: nn.Module) -> dict[str, Any]:
-    """The options by which full checkpointing keeps the routes of tokens to experts."""
-    kept = KeptOutputs()
-    dispatches = [each for each in block.modules() if isinstance(each, TokenDispatch)]
-    for dispatch in dispatches:
-        dispatch.kept = kept
-    return {"context_fn": kept.contexts} if dispatches else {}
+def _kept_by_experts(block: nn.Module) -> KeptOutputs | None:
+    """What keeps the choice of experts, and the routes, if the block has experts."""
+    return next((each.kept for each in block.modules() if isinstance(each, TokenDispatch)), None)
 
 
 def _unchanged(forward: Forward) -> Forward:

@@ -34,12 +34,14 @@ zig-zag: https://github.com/zhuzilin/ring-flash-attention/issues/2.)
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from parallel.asynchronous import Start, Wait
 from parallel.collectives import Pending, start_all_gather, start_reduce_scatter
 from parallel.mesh import Axis, Mesh
 
@@ -100,24 +102,32 @@ class SplitAttention:
         if self.cp.size == 1:
             return self.attend[0](q, k, v)
         number = number_of_pieces(k.shape[2], (k.nbytes + v.nbytes) * self.cp.size)
-        pieces = [Piece(self.cp, [part.stop for part in self.chunks]) for _ in range(number)]
-        local = BesideEachOther.apply(k, v, pieces)
-        pieces[0].start()
-        queries = q.chunk(number, 2)
-        ys = [self._of(pieces, i, local[i], queries[i]) for i in range(number)]
+        ends = [part.stop for part in self.chunks]
+        pieces = [KeysAndValues(self.cp, ends) for _ in range(number)]
+        gradients = partial(gradients_of, pieces, (k.shape, v.shape), k.new_empty(()))
+        link = Start.apply(partial(start_first, pieces), gradients, k, v)
+        ys = [self._of(pieces, i, link, each) for i, each in enumerate(q.chunk(number, 2))]
         return ys[0] if number == 1 else torch.cat(ys, 2)
 
-    def _of(self, pieces: Sequence["Piece"], i: int, local: Tensor, q: Tensor) -> Tensor:
+    def _of(self, pieces: Sequence["KeysAndValues"], i: int, link: Tensor, q: Tensor) -> Tensor:
         """Attention of piece i of the heads."""
-        keys_and_values = iter(Gather.apply(local, pieces[i : i + 2]))
+        piece = pieces[i]
+        keys_and_values = iter(Wait.apply(link, piece.up_to_ends, piece.start_gradients))
+        for following in pieces[i + 1 : i + 2]:
+            following.start()
         parts = q.split([len(part) for part in self.chunks])
-        with pieces[i].instead_of_keeping() as gathers_again:
+        with piece.instead_of_keeping() as gathers_again:
             ys = [
                 attend(mine, next(keys_and_values), next(keys_and_values))
                 for attend, mine in zip(self.attend, parts, strict=True)
             ]
         y = ys[0] if len(ys) == 1 else torch.cat(ys)
-        return GatherAgain.apply(y, pieces[max(i - 1, 0) : i + 1]) if gathers_again else y
+        if gathers_again and y.requires_grad:
+            # Before the backward of the last piece's attention, that piece is gathered again, and
+            # then the next one in backward. Every rank does it, whatever its kernels have kept.
+            for each in reversed(pieces[max(i - 1, 0) : i + 1]):
+                y.register_hook(each.start)
+        return y
 
 
 def number_of_pieces(heads: int, gathered: int) -> int:
@@ -126,25 +136,25 @@ def number_of_pieces(heads: int, gathered: int) -> int:
     return max([n for n in numbers if heads % n == 0], default=1)
 
 
-class Piece:
-    """The keys and values of some heads, for one layer and micro-batch: gathered in forward and, if
-    autograd would keep them, again in backward. Then their gradients are scattered.
+class KeysAndValues:
+    """Those of some heads, for one layer and micro-batch: gathered in forward and, if autograd
+    would keep them, again in backward. Then their gradients are scattered.
 
-    Forward goes through the pieces in order, and backward in the reverse order. A piece must not
-    refer to a tensor with a `grad_fn`, nor to another piece. The graph refers to pieces, so this
-    would be a cycle, whose memory is freed late or never.
+    Forward goes through the pieces of the heads in order, and backward in the reverse order. A
+    piece must not refer to another one: the graph refers to pieces, so this may be a cycle.
     """
 
     def __init__(self, cp: ContextParallel, ends: Sequence[int]) -> None:
         self.cp, self.ends = cp, ends
         self.local: Tensor | None = None  # [S/cp, B, K, E + E'], this rank's keys beside values
-        self.width = 0  # E
-        self.scattering: Pending | None = None
+        self.widths: Sequence[int] = ()  # E and E'
+        self._shape = torch.Size()  # [S, B, K, E + E']
         self._gathering: Pending | None = None
         self._whole: Tensor | None = None
+        self._scattering: Pending | None = None
 
-    def start(self) -> None:
-        """Start to gather, unless that was done."""
+    def start(self, *_: Tensor) -> None:
+        """Start to gather, unless that was done. (Also a hook, which is called with a gradient.)"""
         if self._gathering is None and self._whole is None:
             assert self.local is not None
             self._gathering = start_all_gather(self.local, self.cp.group)
@@ -158,10 +168,32 @@ class Piece:
             self._whole = in_order(gathered, self.cp.size)
         return self._whole
 
+    def up_to_ends(self) -> tuple[Tensor, ...]:
+        """For each end of a chunk, the keys and the values from 0 to there, views of one tensor."""
+        self._shape = self.whole().shape
+        parts = self.whole().split(self.widths, -1)
+        return tuple(part[:end] for end in self.ends for part in parts)
+
     def drop(self) -> None:
         if self._gathering is not None:  # no kernel has asked for it
             self._gathering.wait()
         self._gathering = self._whole = None
+
+    def start_gradients(self, *gradients: Tensor) -> None:
+        """Start to sum the gradients of `up_to_ends` over the ranks."""
+        self.drop()
+        self.local = None  # it is not gathered any more
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+        total = gradients[0].new_empty(self._shape, dtype=dtype)
+        for i, part in enumerate(total.split(self.widths, -1)):
+            sum_by_rank(gradients[i::2], part, self.cp.size)
+        self._scattering = start_reduce_scatter(total, self.cp.group)
+
+    def gradients(self) -> Sequence[Tensor]:
+        """Those of this rank's keys and values, in at least float32."""
+        assert self._scattering is not None
+        total, self._scattering = self._scattering.wait(), None
+        return total.split(self.widths, -1)
 
     @contextmanager
     def instead_of_keeping(self) -> Iterator[bool]:
@@ -190,73 +222,24 @@ class Piece:
             yield True
 
 
-class BesideEachOther(torch.autograd.Function):
-    """Keys beside values, for each piece of the heads: k [S/cp, B, K, E], v [S/cp, B, K, E'] →
-    [S/cp, B, K / pieces, E + E'] each. Backward waits until the pieces' gradients are scattered."""
-
-    @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, ...]:
-        ctx.pieces, ctx.shapes = pieces, (k.shape, v.shape)
-        n = len(pieces)
-        parts = zip(k.chunk(n, 2), v.chunk(n, 2), strict=True)
-        together = tuple(torch.cat(each, -1) for each in parts)
-        for piece, local in zip(pieces, together, strict=True):
-            piece.local, piece.width = local.detach(), k.shape[-1]
-        return together
-
-    @staticmethod
-    def backward(ctx: Any, *placeholders: Tensor) -> tuple[Tensor, Tensor, None]:
-        n, (dk, dv) = len(ctx.pieces), map(placeholders[0].new_empty, ctx.shapes)
-        for piece, *parts in zip(ctx.pieces, dk.chunk(n, 2), dv.chunk(n, 2), strict=True):
-            total = piece.scattering.wait().split([part.shape[-1] for part in parts], -1)
-            for part, gradient in zip(parts, total, strict=True):
-                part.copy_(gradient)
-            piece.scattering = None
-        return dk, dv, None
+def start_first(pieces: Sequence[KeysAndValues], k: Tensor, v: Tensor) -> None:
+    """Divide the heads of k [S/cp, B, K, E] and v [S/cp, B, K, E'], and start to gather the first
+    piece."""
+    n = len(pieces)
+    for piece, *parts in zip(pieces, k.chunk(n, 2), v.chunk(n, 2), strict=True):
+        piece.local, piece.widths = torch.cat(parts, -1), [part.shape[-1] for part in parts]
+    pieces[0].start()
 
 
-class Gather(torch.autograd.Function):
-    """Gather a piece's keys and values, and start to gather those of the next → for each end of a
-    chunk, the keys and the values from 0 to there, views of one tensor. Backward starts to scatter
-    their gradients; `BesideEachOther` waits, so this returns a placeholder."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, ...]:
-        piece, *following = pieces
-        ctx.piece, whole = piece, piece.whole()
-        for each in following:
-            each.start()
-        ctx.shape = whole.shape
-        k, v = whole[..., : piece.width], whole[..., piece.width :]
-        return tuple(part[:end] for end in piece.ends for part in (k, v))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        piece, dtype = ctx.piece, gradients[0].dtype
-        piece.drop()
-        piece.local = None  # it is not gathered any more
-        total = gradients[0].new_empty(ctx.shape, dtype=torch.promote_types(dtype, torch.float32))
-        sum_by_rank(gradients[::2], total[..., : piece.width], piece.cp.size)
-        sum_by_rank(gradients[1::2], total[..., piece.width :], piece.cp.size)
-        piece.scattering = start_reduce_scatter(total, piece.cp.group)
-        local = (ctx.shape[0] // piece.cp.size, *ctx.shape[1:])
-        return gradients[0].new_zeros(()).expand(local), None
-
-
-class GatherAgain(torch.autograd.Function):
-    """Before the backward of the last piece's attention, start to gather that piece again, and the
-    one that comes next in backward. Every rank does it, whatever its kernels have kept."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        ctx.pieces = pieces
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        for piece in reversed(ctx.pieces):
-            piece.start()
-        return dy, None
+def gradients_of(
+    pieces: Sequence[KeysAndValues], shapes: Sequence[torch.Size], like: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradients of k and v, of these shapes, from those of all pieces."""
+    of_both = [like.new_empty(shape) for shape in shapes]
+    for piece, *mine in zip(pieces, *(each.chunk(len(pieces), 2) for each in of_both), strict=True):
+        for part, gradient in zip(mine, piece.gradients(), strict=True):
+            part.copy_(gradient)
+    return tuple(of_both)
 
 
 def in_order(gathered: Tensor, ranks: int) -> Tensor:

@@ -1,6 +1,6 @@
 """What activation checkpointing keeps of a block as the result of several operations: the outputs
 of column-parallel layers, and what experts are sent (only selective checkpointing), and which
-experts each token was sent to (always).
+experts each token has chosen, with the routes to them (always).
 
 torch's selective checkpointing keeps the result of an operation, and in the recomputation returns
 it instead of running the operation again. A column-parallel layer is more than one operation: it
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class KeptOutputs:
-    """Shared by the layers of one block. Outside of its contexts it does nothing.
+    """Shared by layers of one block. Outside of its contexts it does nothing.
 
     As in torch's own, a block must call its layers in the same order again, and nothing may modify
     an output in place.
@@ -33,15 +33,16 @@ class KeptOutputs:
         # of the forward that runs: the result of each call of `once`; None: none runs
         self._kept: deque[Any] | None = None
         self._again = False  # whether it is a recomputation
+        self._outputs = True  # whether `of` keeps
 
     @property
-    def has_result(self) -> bool:
-        """Whether this is a recomputation, in which `of` and `once` compute nothing."""
-        return self._kept is not None and self._again
+    def has_outputs(self) -> bool:
+        """Whether this is a recomputation, in which `of` computes nothing."""
+        return self._kept is not None and self._again and self._outputs
 
     def of(self, compute: Callable[[], Outputs]) -> Outputs:
-        """The result of `compute`, which the recomputation does not call."""
-        if self._kept is None:
+        """The result of `compute`, which the recomputation does not call, if outputs are kept."""
+        if self._kept is None or not self._outputs:
             return compute()
         if not self._again:
             outputs = compute()
@@ -54,8 +55,9 @@ class KeptOutputs:
         return tuple(y for y, _ in found)
 
     def once(self, compute: Callable[[], T]) -> T:
-        """The result of `compute`, which has no tensor that autograd follows. (Nor a product that
-        selective checkpointing keeps: torch numbers these, and the recomputation has one less.)"""
+        """The result of `compute`, which the recomputation does not call. It has no tensor that
+        autograd follows. (Nor a product that selective checkpointing keeps: torch numbers these,
+        and the recomputation has one less.)"""
         if self._kept is None:
             return compute()
         result: T = self._kept.popleft() if self._again else compute()
@@ -63,14 +65,15 @@ class KeptOutputs:
             self._kept.append(result)
         return result
 
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """For one micro-batch: a context for the block's forward, and one for its recomputation."""
+    def contexts(self, outputs: bool = True) -> list[AbstractContextManager[None]]:
+        """For one micro-batch: a context for the block's forward, and one for its recomputation.
+        Without `outputs`, only `once` keeps."""
         kept: deque[Any] = deque()
-        return self._during(kept, again=False), self._during(kept, again=True)
+        return [self._during(kept, again, outputs) for again in (False, True)]
 
     @contextmanager
-    def _during(self, kept: deque[Any], again: bool) -> Iterator[None]:
-        self._kept, self._again = kept, again
+    def _during(self, kept: deque[Any], again: bool, outputs: bool) -> Iterator[None]:
+        self._kept, self._again, self._outputs = kept, again, outputs
         try:
             yield
         finally:  # the recomputation ends with an exception when backward has all it needs

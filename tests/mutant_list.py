@@ -38,8 +38,9 @@ CHANGES: dict[str, list[Change]] = {
     "model/router/_base.py": [
         ("x.to(exact) @ weight.to(exact).t()", "(x @ weight.t()).to(exact)"),
         ("gradient_is_partial=tp.sequence_parallel", "gradient_is_partial=False"),
-        ("len(logits) // len(routes.counts) * self.ep.parts",
-         "len(logits) // len(routes.counts)", "parts"),
+        ("len(logits) // len(counts) * self.ep.parts", "len(logits) // len(counts)", "parts"),
+        ("reduce(all_reduce, self.ep.sequence, counts)",
+         "reduce(all_reduce, self.ep.sequence[:1], counts)", "group"),
         ("config.router_z_weight / (global_sequences * length)",
          "config.router_z_weight / global_sequences"),
     ],
@@ -96,13 +97,11 @@ CHANGES: dict[str, list[Change]] = {
         ("dtype=torch.promote_types(dtype, torch.float32))", "dtype=dtype)"),
         ("    high[:unseen].zero_()\n", "", "uninitialised"),
     ],
-    "parallel/expert.py": [
-        ("for group in ep.sequence:", "for group in ep.sequence[:1]:", "group"),
-        ("tuple(unsorted(t, r.local_order) for t in tensors)",
-         "tuple(t.index_select(0, r.local_order) for t in tensors)"),
+    "parallel/dispatch/all_to_all.py": [
+        ("else unsorted(each, order)", "else each.index_select(0, order)"),
     ],
-    "parallel/expert_sum.py": [
-        ("offsets[experts] - before", "offsets[experts]"),
+    "parallel/dispatch/expert_sum.py": [
+        ("counts[mine].cumsum(0)", "counts.cumsum(0)[mine]"),
     ],
     "parallel/mesh.py": [
         ('other = "dp_replicate" if sizes.with_cp == "dp_shard" else "dp_shard"',

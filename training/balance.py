@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from model.router import Account, BaseRouter, bias_name, routers_of
+from model.router import bias_name, routers_of
 from model.transformer import Transformer
 from parallel.axes import WEIGHT_AXES
 from parallel.mesh import Mesh
@@ -44,15 +44,11 @@ class Balance:
         self.routers = {
             layer: router for stage in stages.values() for layer, router in routers_of(stage)
         }
-        exact, on = Precision.of(config).exact, mesh.device
-        for router in self.routers.values():
-            router.account = Account(
-                torch.zeros(router.num_experts, dtype=torch.int64, device=on),
-                torch.zeros(2, dtype=exact, device=on),
-                config.train.global_batch_size,
-            )
-            if router.has_bias:
-                router.bias = torch.zeros(router.num_experts, device=on)
+        exact, sequences = Precision.of(config).exact, config.train.global_batch_size
+        self.of_rank = {
+            layer: router.start_to_count(mesh.device, exact, sequences)
+            for layer, router in self.routers.items()
+        }
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh, stages: Mapping[int, Transformer]) -> "Balance | None":
@@ -68,19 +64,18 @@ class Balance:
 
     def begin(self) -> None:
         """Before the first forward of a step."""
-        for account in self._accounts().values():
-            account.counts.zero_()
-            account.losses.zero_()
+        for load in self.of_rank.values():
+            load.counts.zero_()
+            load.losses.zero_()
 
     def sum_over_ranks(self) -> Loads:
         """The loads since `begin`."""
-        model, accounts = self.config.model, self._accounts()
-        shape = model.num_layers, model.num_experts
+        shape = self.config.model.num_layers, self.config.model.num_experts
         counts = torch.zeros(shape, dtype=torch.int64, device=self.mesh.device)
         losses = torch.zeros(2, dtype=Precision.of(self.config).exact, device=self.mesh.device)
-        for layer, account in accounts.items():
-            counts[layer] = account.counts
-            losses += account.losses
+        for layer, load in self.of_rank.items():
+            counts[layer] = load.counts
+            losses += load.losses
         for view in (self.mesh.loss, self.mesh.tp, self.mesh.pp):
             for each in (counts, losses):
                 dist.all_reduce(each, group=view.group)
@@ -93,7 +88,7 @@ class Balance:
             if router.bias is not None and rate:
                 counts = loads.counts[layer]
                 below = (counts.sum() - counts * len(counts)).sign()  # integers: exact
-                router.bias += torch.where(norm.isfinite(), rate * below, 0.0)
+                router.bias.add_(torch.where(norm.isfinite(), rate * below, 0.0))
 
     def tensors(self) -> Iterator[tuple[str, DTensor]]:
         """The biases as global tensors that share their memory, with their names."""
@@ -102,11 +97,3 @@ class Balance:
             if router.bias is not None:
                 whole = DTensor.from_local(router.bias, over, [Replicate()] * 3, run_check=False)
                 yield bias_name(layer), whole
-
-    def _accounts(self) -> dict[int, Account]:
-        return {layer: _account(router) for layer, router in self.routers.items()}
-
-
-def _account(router: BaseRouter) -> Account:
-    assert router.account is not None
-    return router.account

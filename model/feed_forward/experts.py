@@ -9,8 +9,10 @@ from model.feed_forward import swiglu as dense
 from model.kernels.weighted_swiglu import weighted_swiglu
 from model.matmul import GroupedMatmul
 from model.router import make_router
-from parallel.expert import ExpertParallel, Groups, TokenDispatch
+from parallel.dispatch import make_dispatch
+from parallel.expert import ExpertParallel, Groups
 from parallel.expert_linear import ExpertLinear, expert_linear, last_expert_linear
+from parallel.kept import KeptOutputs
 from parallel.layer import Pieces, TensorParallel
 from parallel.parameter import Normal
 
@@ -20,8 +22,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ep: ExpertParallel) -> None:
         super().__init__()
-        self.router = make_router(config, tp, ep)
-        self.dispatch = TokenDispatch(ep)
+        kept = KeptOutputs()  # which experts were chosen, through a recomputation
+        self.router = make_router(config, tp, ep, kept)
+        self.dispatch = make_dispatch(ep, kept)
         self.experts = Experts(config, ep)
         self.shared = None
         if config.num_shared_experts:
@@ -30,12 +33,11 @@ class FeedForward(nn.Module):
             self.shared = dense.FeedForward(config, tp, ep, inner)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, routes = self.router(x, self.dispatch)
-        sent = self.dispatch.send(x.flatten(0, 1), weights, routes)
+        choice = self.router(x)
+        sent = self.dispatch.send(x.flatten(0, 1), choice)
         shared = None if self.shared is None else self.shared(x)  # while rows travel
-        rows, weights = self.dispatch.receive(sent)
-        y = self.experts(rows, weights, routes.groups)
-        y = self.dispatch.send_back(y, routes).view_as(x)
+        y = self.experts(*self.dispatch.receive(sent))
+        y = self.dispatch.combine(y, sent).view_as(x)
         return y if shared is None else y + shared
 
 

@@ -14,11 +14,12 @@ from torch import nn
 
 from kinds import load_kind
 from model.config import ModelConfig
-from model.router._base import Account, BaseRouter
+from model.router._base import BaseRouter
 from parallel.expert import ExpertParallel
+from parallel.kept import KeptOutputs
 from parallel.layer import TensorParallel
 
-__all__ = ["Account", "BaseRouter", "bias_name", "make_router", "router_class", "routers_of"]
+__all__ = ["BaseRouter", "bias_name", "make_router", "router_class", "routers_of"]
 
 
 def router_class(name: str) -> type[BaseRouter]:
@@ -26,8 +27,10 @@ def router_class(name: str) -> type[BaseRouter]:
     return found
 
 
-def make_router(config: ModelConfig, tp: TensorParallel, ep: ExpertParallel) -> BaseRouter:
-    return router_class(config.router)(config, tp, ep)
+def make_router(
+    config: ModelConfig, tp: TensorParallel, ep: ExpertParallel, kept: KeptOutputs
+) -> BaseRouter:
+    return router_class(config.router)(config, tp, ep, kept)
 
 
 def bias_name(layer: int) -> str:

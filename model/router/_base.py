@@ -20,6 +20,7 @@ made, whichever pipeline stage that is (`AddLoss`), and are no part of the loss 
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -27,19 +28,21 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from model.config import ModelConfig
-from parallel.expert import ExpertParallel, Routes, TokenDispatch, find_routes
+from parallel.collectives import all_reduce
+from parallel.expert import Choice, ExpertParallel
+from parallel.kept import KeptOutputs
 from parallel.layer import Layer, TensorParallel
 from parallel.parameter import MATRIX, Normal, WeightSpec
 from parallel.weight_gradient import WeightGradient
 
 
 @dataclass
-class Account:
+class Load:
     """What a router has counted in a step, over this rank's tokens."""
 
     counts: Tensor  # [X] int64: rows of each expert
     losses: Tensor  # [2]: the balance loss and the z-loss, weighted
-    global_sequences: int  # in the global batch
+    global_sequences: int  # in the global batch, by whose number losses are divided
 
 
 class RouterScores(torch.autograd.Function):
@@ -83,19 +86,21 @@ class BaseRouter(Layer):
     """Chooses `experts_per_token` of `num_experts` experts for each token, and their weights.
 
     Its weight [X, D] is whole on every tp rank, which (with sequence parallelism) has different
-    tokens: its gradient is a partial sum (parallel/partial.py).
+    tokens: its gradient is a partial sum (parallel/partial.py). `kept` keeps the choice through a
+    recomputation, in which tokens are not counted again.
     """
 
     has_bias = False  # whether `bias` is added to the numbers by which experts are chosen
     renormalises = False  # whether one token's weights add up to the same number
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, ep: ExpertParallel) -> None:
+    def __init__(
+        self, config: ModelConfig, tp: TensorParallel, ep: ExpertParallel, kept: KeptOutputs
+    ) -> None:
         super().__init__(tp)
-        self.config, self.ep = config, ep
+        self.config, self.ep, self.kept = config, ep, kept
         self.num_experts, self.k = config.num_experts, config.experts_per_token
-        # [X] float32, equal on all ranks; training/balance.py changes it. None: zeros.
-        self.bias: Tensor | None = None
-        self.account: Account | None = None  # set in a training run
+        self.bias: Tensor | None = None  # [X] float32
+        self.load: Load | None = None
         weight = WeightSpec(
             shape=(config.num_experts, config.dim),
             placement=Replicate(),
@@ -117,33 +122,52 @@ class BaseRouter(Layer):
         """A token chooses the k experts with the largest of these numbers [T, X]."""
         return logits
 
-    def forward(self, x: Tensor, dispatch: TokenDispatch) -> tuple[Tensor, Routes]:
-        """Map x [S/tp, B, D] to each token's weights [T, k] in at least float32, and its routes."""
+    def set_bias(self, bias: Tensor) -> None:
+        """Prefer experts by `bias` [X] too: on the device of the tokens, and equal on all ranks.
+        training/balance.py changes it between steps. Without one it is 0."""
+        self.bias = bias.float()
+
+    def start_to_count(self, device: str, exact: torch.dtype, global_sequences: int) -> Load:
+        """Count the load of every forward with gradients from now on, with losses in `exact`; and
+        if this kind has a bias, make it, of zeros. A training run calls this once."""
+        if self.has_bias:
+            self.set_bias(torch.zeros(self.num_experts, device=device))
+        counts = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
+        self.load = Load(counts, torch.zeros(2, dtype=exact, device=device), global_sequences)
+        return self.load
+
+    def forward(self, x: Tensor) -> Choice:
+        """Map x [S/tp, B, D] to the choice of its T = S/tp · B tokens."""
         exact = torch.promote_types(x.dtype, torch.float32)
-        weight = self.local_weight()
-        logits = RouterScores.apply(x.flatten(0, 1), weight, exact, self.gradient)
-        routes = dispatch.once(lambda: self.find(logits, x.shape[1]))
-        weights = self.weigh(logits, routes.chosen) * self.config.router_scale
-        if self.account is not None and torch.is_grad_enabled():
-            losses = self.losses(logits, routes, self.account.global_sequences)
-            dispatch.once(lambda: self.count(self.account, routes, losses))
+        logits = RouterScores.apply(x.flatten(0, 1), self.local_weight(), exact, self.gradient)
+        experts, counts = self.kept.once(lambda: self.choose(logits, x.shape[1]))
+        weights = self.weigh(logits, experts) * self.config.router_scale
+        load = self.load
+        if load is not None and torch.is_grad_enabled():
+            losses = self.losses(logits, counts, load.global_sequences)
+            self.kept.once(lambda: self.count(load, counts, losses))
             if self.config.has_router_losses:
                 weights = AddLoss.apply(weights, losses.sum())
-        return weights, routes
+        return Choice(experts, weights, counts)
 
     @torch.no_grad()
-    def find(self, logits: Tensor, sequences: int) -> Routes:
-        """The routes of the experts that each token prefers."""
-        chosen = self.preferences(logits).topk(self.k).indices
-        whole = self.config.router_aux_weight > 0
-        return find_routes(chosen, sequences, self.num_experts, self.ep, whole)
+    def choose(self, logits: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
+        """The experts that each token prefers [T, k], and the counts of each sequence [B, X]."""
+        experts = self.preferences(logits).topk(self.k).indices
+        # integers: a sum of ones in any order is the same, and larger than 256 in bfloat16 is not
+        of_sequence = torch.arange(sequences, device=experts.device).repeat_interleave(self.k)
+        cells = (experts.view(-1, sequences * self.k) + of_sequence * self.num_experts).flatten()
+        counts = experts.new_zeros(sequences * self.num_experts)
+        return experts, counts.scatter_add_(0, cells, torch.ones_like(cells)).view(sequences, -1)
 
-    def losses(self, logits: Tensor, routes: Routes, global_sequences: int) -> Tensor:
+    def losses(self, logits: Tensor, counts: Tensor, global_sequences: int) -> Tensor:
         """The two losses of this rank's tokens, [2]."""
         config, balance, z = self.config, logits.new_zeros(()), logits.new_zeros(())
-        length = len(logits) // len(routes.counts) * self.ep.parts  # S
-        if routes.sequence_counts is not None:
-            f = routes.sequence_counts.to(logits.dtype) * (self.num_experts / (self.k * length))
+        length = len(logits) // len(counts) * self.ep.parts  # S
+        if config.router_aux_weight > 0:
+            # of whole sequences: all-reduces of [B, X] over the ranks that share them
+            of_all = self.kept.once(lambda: reduce(all_reduce, self.ep.sequence, counts))
+            f = of_all.to(logits.dtype) * (self.num_experts / (self.k * length))
             p = self.probabilities(logits).unflatten(0, (-1, len(f))).sum(0) / length  # [B, X]
             balance = config.router_aux_weight / global_sequences * (f * p).sum()
         if config.router_z_weight:
@@ -152,8 +176,7 @@ class BaseRouter(Layer):
         return torch.stack([balance, z])
 
     @torch.no_grad()
-    def count(self, account: Account | None, routes: Routes, losses: Tensor) -> None:
-        """Add to the account, once per micro-batch."""
-        assert account is not None
-        account.counts += routes.counts.sum(0)
-        account.losses += losses.detach()
+    def count(self, load: Load, counts: Tensor, losses: Tensor) -> None:
+        """Add to the load, once per micro-batch."""
+        load.counts += counts.sum(0)
+        load.losses += losses.detach()

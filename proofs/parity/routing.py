@@ -10,11 +10,11 @@ from torch import Tensor
 
 from model.router import routers_of
 from parallel.collectives import by_rank
-from parallel.expert import Routes
 from training.step import TrainStep
 
 # layer, rows of the global batch and positions in the sequence, experts [rows, positions, k]
 Choices = tuple[int, tuple[Tensor, Tensor], Tensor]
+Choose = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # BaseRouter.choose
 
 
 @contextmanager
@@ -30,21 +30,21 @@ def recording(step: TrainStep) -> Iterator[list[Choices]]:
     height, of_rank = train.micro_batch_size, train.global_batch_size // mesh.dp_size
     starts = range(mesh.dp_rank * of_rank, (mesh.dp_rank + 1) * of_rank, height)
 
-    def recorder(layer: int, find: Callable[[Tensor, int], Routes]) -> Callable[..., Routes]:
+    def recorder(layer: int, choose: Choose) -> Choose:
         first_rows = cycle(starts)
 
-        def recorded(logits: Tensor, sequences: int) -> Routes:
-            routes = find(logits, sequences)
+        def recorded(logits: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
+            experts, counts = choose(logits, sequences)
             rows = torch.arange(height) + next(first_rows)
-            chosen = routes.chosen.sort(1).values.unflatten(0, (len(positions), height))
+            chosen = experts.sort(1).values.unflatten(0, (len(positions), height))
             found.append((layer, (rows[:, None], positions), chosen.transpose(0, 1).double()))
-            return routes
+            return experts, counts
 
         return recorded
 
     with ExitStack() as patches:
         for stage in step.stages.values():
             for layer, router in routers_of(stage):
-                recorded = recorder(layer, router.find)
-                patches.enter_context(patch.object(router, "find", recorded))
+                recorded = recorder(layer, router.choose)
+                patches.enter_context(patch.object(router, "choose", recorded))
         yield found

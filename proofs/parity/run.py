@@ -91,7 +91,7 @@ def run_on_ranks(case: Case, steps: int, sabotage: Sabotage | None = None) -> Ru
         if case.first_bias is not None:
             for stage in stages.values():
                 for _, router in routers_of(stage):
-                    router.bias = torch.tensor(case.first_bias)
+                    router.set_bias(torch.tensor(case.first_bias))
 
         def rows(index: int) -> tuple[Tensor, Tensor]:
             tokens, targets = global_batch(case.vocab_size, index)

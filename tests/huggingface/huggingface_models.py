@@ -148,5 +148,5 @@ def load_whole(
         weight.sharded.to_local().copy_(reader.weight(weight.global_name))
     for layer, router in routers_of(model):
         if router.has_bias and bias:
-            router.bias = reader.weight(bias_name(layer))
+            router.set_bias(reader.weight(bias_name(layer)))
     return model

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.router import Account, BaseRouter, make_router
-from parallel.expert import ExpertParallel, TokenDispatch
+from model.router import BaseRouter, make_router
+from parallel.expert import ExpertParallel
+from parallel.kept import KeptOutputs
 from parallel.layer import TensorParallel
 
 S, B, D, X, K = 6, 3, 8, 5, 2
@@ -28,7 +29,7 @@ KINDS = ["softmax", "softmax_renormalised", "sigmoid_bias"]
 
 def router_of(config: ModelConfig, dtype: torch.dtype = torch.float64) -> BaseRouter:
     torch.manual_seed(0)
-    router = make_router(config, TensorParallel(), ExpertParallel())
+    router = make_router(config, TensorParallel(), ExpertParallel(), KeptOutputs())
     router = router.to_empty(device="cpu").to(dtype)
     with torch.no_grad():
         router.weight.normal_()
@@ -42,12 +43,8 @@ def tokens(dtype: torch.dtype = torch.float64) -> Tensor:
 
 def routed(router: BaseRouter, x: Tensor) -> tuple[Tensor, Tensor]:
     """Weights and chosen experts of each token."""
-    weights, routes = router(x, TokenDispatch(ExpertParallel()))
-    return weights, routes.chosen
-
-
-def account(sequences: int, dtype: torch.dtype = torch.float64) -> Account:
-    return Account(torch.zeros(X, dtype=torch.int64), torch.zeros(2, dtype=dtype), sequences)
+    choice = router(x)
+    return choice.weights, choice.experts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -66,7 +63,7 @@ def test_weights_losses_and_gradients_are_right_for_all_finite_logits(kind, logi
         router.weight.zero_()[:, 0] = torch.tensor(logits)
     x = torch.zeros(1, 1, D, dtype=dtype)
     x[..., 0] = 1
-    router.account = account(1, dtype)
+    load = router.start_to_count("cpu", dtype, global_sequences=1)
     weights, chosen = routed(router, x)
     (weights * torch.tensor([[1.0, 3.0]], dtype=dtype)).sum().backward()
 
@@ -101,7 +98,7 @@ def test_weights_losses_and_gradients_are_right_for_all_finite_logits(kind, logi
         expected = torch.tensor([float(value) for value in right], dtype=dtype)
         torch.testing.assert_close(found, expected, rtol=error, atol=error)
 
-    check(torch.cat([weights[0], router.account.losses]), [*of_chosen, balance, z_loss], 40)
+    check(torch.cat([weights[0], load.losses]), [*of_chosen, balance, z_loss], 40)
     # that of logsumexp is exp(logit - logsumexp), rounded like a logit
     check(router.weight.grad[:, 0], gradient, 40 + max(map(abs, logits)))
 
@@ -118,7 +115,7 @@ def test_sigmoid_bias_is_the_router_of_deepseek_v3_in_transformers():
     )  # fmt: skip
     other, x = DeepseekV3TopkRouter(config), 5 * tokens(torch.float32)
     router = router_of(replace(CONFIG, router="sigmoid_bias", router_scale=2.5), torch.float32)
-    router.bias = torch.tensor([0.5, -0.5, 0.0, 0.3, -9.0])
+    router.set_bias(torch.tensor([0.5, -0.5, 0.0, 0.3, -9.0]))
     other.weight, other.e_score_correction_bias = router.weight, router.bias
 
     def spread(weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,8 +154,8 @@ def test_equal_scores_choose_the_same_experts_in_any_company():
 
 def test_evaluation_is_not_counted():
     router = router_of(CONFIG)
-    router.account = account(B)
+    load = router.start_to_count("cpu", torch.float64, B)
     with torch.no_grad():
         routed(router, tokens())
-    assert not router.account.counts.any()
-    assert not router.account.losses.any()
+    assert not load.counts.any()
+    assert not load.losses.any()

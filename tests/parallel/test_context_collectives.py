@@ -9,15 +9,15 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from parallel.axes import MeshSizes
-from parallel.context import PIECES, ContextParallel, Piece, SplitAttention
+from parallel.context import PIECES, ContextParallel, KeysAndValues, SplitAttention
 from parallel.mesh import build_mesh
 from proofs.parity.cases import Case
 from proofs.parity.run import heads_in_pieces
 from tests.counting import once, sent_over_cp
 from tests.kernels.flash import flash_attention_stands_in
+from tests.planted import planted
 from tests.proofs.parity_tiers import thorough_but
 
 LAYERS = [  # layout, options, key/value heads of a tp rank, sequences per micro-batch in make test
@@ -124,11 +124,16 @@ def pieces_left(gathers_again, heads, backward, keeps_outputs=False):
     and their tensors; Python's collector does not run."""
     mesh = build_mesh(MeshSizes(cp=2), "cpu")
     cp = ContextParallel.of(mesh, gathers_again)
-    made, honest = [], Piece.__init__
+    made, honest = [], KeysAndValues.__init__
 
     def noted(self, *arguments):
         honest(self, *arguments)
         made.append(weakref.ref(self))
+
+    @planted(KeysAndValues, "up_to_ends")
+    def keeping(up_to_ends, self):
+        self.outputs = up_to_ends(self)
+        return self.outputs
 
     def attend(q, k, v):
         return q * k.sum(0) * v.sum(0)
@@ -138,8 +143,8 @@ def pieces_left(gathers_again, heads, backward, keeps_outputs=False):
     try:
         with (
             heads_in_pieces(),
-            patch.object(Piece, "__init__", noted),
-            patch.object(Tensor, "detach", lambda x: x) if keeps_outputs else nullcontext(),
+            patch.object(KeysAndValues, "__init__", noted),
+            keeping() if keeps_outputs else nullcontext(),
         ):
             q, k, v = (torch.ones(4, 1, heads, 2, requires_grad=True) for _ in range(3))
             y = SplitAttention(cp, cp.chunks(8), [attend] * len(cp.chunks(8)))(q, k, v)

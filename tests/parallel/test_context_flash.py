@@ -13,7 +13,7 @@ import training.step
 from model.documents import find_documents
 from model.mask import Mask, make_mask, scores_bias
 from parallel.axes import MeshSizes
-from parallel.context import ContextParallel, Piece
+from parallel.context import ContextParallel, KeysAndValues
 from proofs.parity.cases import BOS, SEQ_LEN, Case
 from proofs.parity.run import run_on_ranks
 from tests.kernels.flash import flash_attention_stands_in
@@ -116,7 +116,7 @@ def test_all_ranks_gather_alike(ranks, rows, case):
     assert not row.failures(), str(row)
 
 
-@planted(Piece, "instead_of_keeping")
+@planted(KeysAndValues, "instead_of_keeping")
 @contextlib.contextmanager
 def each_rank_decides_by_its_kernels(_, self):
     """A rank gathers again when, and only if, autograd asks for a view."""
@@ -134,7 +134,7 @@ def each_rank_decides_by_its_kernels(_, self):
         yield False
 
 
-@planted(Piece, "instead_of_keeping")
+@planted(KeysAndValues, "instead_of_keeping")
 def one_rank_keeps(instead_of_keeping, self):
     """Rank 1 keeps what it has gathered."""
     self.cp = replace(self.cp, gathers_again=self.cp.gathers_again and self.cp.rank == 0)

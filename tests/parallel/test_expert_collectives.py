@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import model.router._base
-import parallel.expert
 from costs.operators import needs_value
 from parallel.axes import MeshSizes
-from parallel.expert import Exchange, TokenDispatch
+from parallel.dispatch import all_to_all
+from parallel.dispatch.all_to_all import Dispatch, Rows
+from parallel.kept import KeptOutputs
 from proofs.parity.cases import Case
 from tests.planted import planted
 from tests.proofs.parity_tiers import thorough_but
@@ -48,13 +48,13 @@ class Messages(TorchDispatchMode):
 @contextmanager
 def noted(found, case, training):
     """Count routes and waits, and subtract what each layer's routes say that it will send."""
-    find, wait = model.router._base.find_routes, parallel.expert.counts_on_host
+    find, wait = all_to_all.find_routes, all_to_all.counts_on_host
 
     def note(what):  # in forward, and apart in backward or recomputation
         found[what + (" again" if torch._C._current_graph_task_id() != -1 else "")] += 1
 
-    def find_routes(chosen, sequences, num_experts, ep, whole):
-        routes = find(chosen, sequences, num_experts, ep, whole)
+    def find_routes(choice, ep):
+        routes = find(choice, ep)
         note("routes")
         if ep.size > 1:
             found["bytes beyond the table"] -= by_the_table(routes, ep, case, training)
@@ -65,15 +65,15 @@ def noted(found, case, training):
         return wait(counts)
 
     with (
-        patch.object(model.router._base, "find_routes", find_routes),
-        patch.object(parallel.expert, "counts_on_host", counts_on_host),
+        patch.object(all_to_all, "find_routes", find_routes),
+        patch.object(all_to_all, "counts_on_host", counts_on_host),
         Messages(found),
     ):
         yield
 
 
 def by_the_table(routes, ep, case, training):
-    """The bytes that leave a rank, for one layer and micro-batch (parallel/expert.py)."""
+    """The bytes that leave a rank, for one layer and micro-batch (all_to_all.py)."""
     b = {"float64": 8, "float32": 4, "bfloat16": 2}[case.dtype]
     weight = max(b, 4)
     there = sum(routes.send) - routes.send[ep.rank]
@@ -90,7 +90,7 @@ def found_by(case, training=True, again=False):
     finds routes again."""
     step = make_step(case)
     rows, found = rows_of(step), Counter()
-    twice = patch.object(TokenDispatch, "once", lambda _, compute: compute())
+    twice = patch.object(KeptOutputs, "once", lambda _, compute: compute())
     with twice if again else nullcontext(), noted(found, case, training):
         step.forward_backward(*rows) if training else step.evaluate(*rows)
     return found
@@ -131,8 +131,8 @@ LAYERS = [
 def test_messages_of_a_layer(ranks, layout, options):
     """Per layer and micro-batch: the counts, rows, weights, results; and gradients of results,
     rows, weights. Full recomputation sends rows and weights again. The bytes are those of the table
-    in parallel/expert.py, with the rows of each rank. Routes are found, and the host waits, once in
-    each forward and never in backward."""
+    in all_to_all.py, with the rows of each rank. Routes are found, and the host waits, once in each
+    forward and never in backward."""
     case = replace(BASE, layout=layout, **options)
     forwards = passes_of(case)
     for training in (True, False):
@@ -151,33 +151,33 @@ def test_routes_that_are_found_again_are_noticed(ranks, mode):
         assert found["routes again"] == found["waits again"] == found["routes"] == passes_of(case)
 
 
-def left_of_a_step(case, training, keeps_placeholders=False):
-    """How many received rows there were, and how many are left after a step, with the exchanges
-    that refer to them; Python's collector does not run."""
+def left_of_a_step(case, training, keeps_link=False):
+    """How many received rows there were, and how many are left after a step, with the `Rows` that
+    refer to them; Python's collector does not run."""
     step = make_step(case)
     rows = rows_of(step)
-    received, exchanges = [], []
+    received, travels = [], []
 
-    @planted(Exchange, "there")
+    @planted(Rows, "there")
     def noted_there(there, self):
         arrived = there(self)
         received.extend(StorageWeakRef(each.untyped_storage()) for each in arrived)
-        exchanges.append(weakref.ref(self))
+        travels.append(weakref.ref(self))
         return arrived
 
-    @planted(TokenDispatch, "send")
+    @planted(Dispatch, "send")
     def keeping_send(send, self, *arguments):
         sent = send(self, *arguments)
-        sent.exchange.sent = sent
+        sent.rows.sent = sent
         return sent
 
     gc.collect()
     gc.disable()
     try:
-        with noted_there(), keeping_send() if keeps_placeholders else nullcontext():
+        with noted_there(), keeping_send() if keeps_link else nullcontext():
             step.forward_backward(*rows) if training else step.evaluate(*rows)
         left = sum(not each.expired() for each in received)
-        return len(received), left, sum(each() is not None for each in exchanges)
+        return len(received), left, sum(each() is not None for each in travels)
     finally:
         gc.enable()
 
@@ -201,8 +201,8 @@ def test_nothing_is_left_of_a_layer(ranks, layout, options):
             assert left == [0, 0]
 
 
-def test_an_exchange_that_keeps_a_tensor_of_the_graph_stays(ranks):
-    """Control: the graph refers to the exchange."""
+def test_rows_that_keep_a_tensor_of_the_graph_stay(ranks):
+    """Control: the graph refers to `Rows`."""
     case = replace(BASE, layout=DP)
-    for _, _, exchanges in ranks.run(left_of_a_step, 2, case, True, True):
-        assert exchanges >= passes_of(case)
+    for _, _, travels in ranks.run(left_of_a_step, 2, case, True, True):
+        assert travels >= passes_of(case)

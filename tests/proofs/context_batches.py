@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from parallel.axes import MeshSizes
-from parallel.context import ContextParallel, Piece
+from parallel.context import ContextParallel, KeysAndValues
 from proofs.parity.cases import BOS, SEED, SEQ_LEN, Case
 from proofs.parity.reference_training import gradient_norm
 from proofs.parity.row import Row
@@ -91,7 +91,7 @@ def check_batch(ranks, case, rows, name, bug=contextlib.nullcontext):
     return compare(case, runs, expected)
 
 
-@planted(Piece, "instead_of_keeping")
+@planted(KeysAndValues, "instead_of_keeping")
 def other_keys_in_backward(instead_of_keeping, self):
     """What backward gathers again is not what forward gathered."""
     context = instead_of_keeping(self)

@@ -11,7 +11,7 @@ import model.positions
 import parallel.context
 import training.step
 from model.mask import Mask
-from parallel.context import BesideEachOther, Gather, SplitAttention
+from parallel.context import KeysAndValues, SplitAttention
 from proofs.parity.run import check
 from tests.planted import gradients_averaged, name_of, planting, replicas_counted_in_the_norm
 from tests.proofs.context_batches import CP2, check_batch, other_keys_in_backward
@@ -45,10 +45,10 @@ def loss_of_one_rank(sum_over_ranks, self, loss):
         return sum_over_ranks(self, loss)
 
 
-def gradients_of_one_chunk(backward, ctx, *gradients):
+def gradients_of_one_chunk(start_gradients, self, *gradients):
     """The gradients of keys and values that come from a rank's low chunk are lost."""
     lost = [torch.zeros_like(gradient) for gradient in gradients[:-2]]
-    return backward(ctx, *lost, *gradients[-2:])
+    start_gradients(self, *lost, *gradients[-2:])
 
 
 def gradients_in_the_order_of_the_sequence(_, gradients, total, ranks):
@@ -56,12 +56,6 @@ def gradients_in_the_order_of_the_sequence(_, gradients, total, ranks):
     total.zero_()
     for gradient in gradients:
         total[: len(gradient)].add_(gradient)
-
-
-def gradients_of_other_heads(backward, ctx, *placeholders):
-    """The pieces of the heads change places in backward."""
-    ctx.pieces = ctx.pieces[::-1]
-    return backward(ctx, *placeholders)
 
 
 LOSS, NORM = {"gradient", "loss", "norm"}, {"gradient", "norm"}
@@ -84,12 +78,14 @@ MISTAKES = {
         (TrainStep, "count_targets", lambda count_targets, self, targets:
          count_targets(self, targets) * self.cp.size, LOSS),
     "loss of one rank": (TrainStep, "sum_over_ranks", loss_of_one_rank, {"loss", "spread"}),
-    "gradients of one chunk": (Gather, "backward", gradients_of_one_chunk, NORM),
+    "gradients of one chunk": (KeysAndValues, "start_gradients", gradients_of_one_chunk, NORM),
     "gathered keys and values are not put in the order of the sequence":
         (parallel.context, "in_order", lambda _, gathered, ranks: gathered, LOSS),
     "gradients in the order of the sequence":
         (parallel.context, "sum_by_rank", gradients_in_the_order_of_the_sequence, NORM),
-    "gradients of other heads": (BesideEachOther, "backward", gradients_of_other_heads, NORM),
+    "the pieces of the heads change places in backward":
+        (parallel.context, "gradients_of", lambda gradients_of, pieces, *about:
+         gradients_of(pieces[::-1], *about), NORM),
 }  # fmt: skip
 
 

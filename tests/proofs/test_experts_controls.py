@@ -45,7 +45,7 @@ import training.step
 from model.feed_forward.experts import Experts
 from model.router import BaseRouter
 from parallel.axes import EXPERT_AXES, MeshSizes
-from parallel.expert import TokenDispatch
+from parallel.kept import KeptOutputs
 from proofs.parity.cases import Case
 from proofs.parity.expert_cases import STEPS
 from proofs.parity.run import check, run_on_ranks
@@ -67,14 +67,13 @@ def losses_divided_by_the_microbatch(build, self, config, mesh, stages):
     """The routers' losses are means over a micro-batch, and add up over micro-batches."""
     build(self, config, mesh, stages)
     for router in self.routers.values():
-        router.account.global_sequences = config.train.micro_batch_size * mesh.dp_size
+        router.load.global_sequences = config.train.micro_batch_size * mesh.dp_size
 
 
-def balance_of_the_whole_microbatch(losses, self, logits, routes, global_sequences):
+def balance_of_the_whole_microbatch(losses, self, logits, counts, global_sequences):
     """The balance loss counts all sequences of a micro-batch together."""
-    together = routes.sequence_counts.double().mean(0, keepdim=True)
-    together = together.expand_as(routes.sequence_counts)
-    return losses(self, logits, replace(routes, sequence_counts=together), global_sequences)
+    together = counts.double().mean(0, keepdim=True).expand_as(counts)
+    return losses(self, logits, together, global_sequences)
 
 
 CALLS = []
@@ -104,7 +103,7 @@ def counts_of_one_rank(update, self, loads, norm):
     """Biases follow the counts of each rank's own tokens."""
     mine = loads.counts.clone()
     for layer, router in self.routers.items():
-        mine[layer] = router.account.counts
+        mine[layer] = router.load.counts
     update(self, replace(loads, counts=mine), norm)
 
 
@@ -126,13 +125,12 @@ MISTAKES = {
          (TP, {"gradient", "spread"}, ".router.weight")),
     "job of experts dropped": (parallel.pipeline.runner, "run_jobs", job_of_experts_dropped,
          (ZB_H1, {"gradient", "norm"}, ".experts.")),
-    "the recomputation finds the same routes, and counts its tokens again":
-        (TokenDispatch, "once", lambda _, self, compute: compute(),
+    "the recomputation makes the same choice, and counts its tokens again":
+        (KeptOutputs, "once", lambda _, self, compute: compute(),
          *((replace(DP, activation_checkpointing=mode), {"routes", "balance"}, "")
            for mode in ("full", "selective"))),
     "counts of a sequence are not summed over the ranks that share it":
-        (model.router._base, "find_routes", lambda find_routes, chosen, sequences, n, ep, whole:
-         find_routes(chosen, sequences, n, replace(ep, sequence=()), whole),
+        (model.router._base, "all_reduce", lambda _, counts, group: counts,
          *((case, BALANCE, ".feed_forward") for case in (TP, CP))),
     "experts numbered by rank": (model.initialise, "local_region", experts_numbered_by_rank,
          (DP, {"weights", "gradient", "loss"}, "")),
@@ -157,27 +155,21 @@ MISTAKES = {
 
 @contextlib.contextmanager
 def recomputation_routes_anew():
-    """The recomputation finds routes again, from logits with another (large) rounding error."""
-    once, find = TokenDispatch.once, BaseRouter.find
-    again = []
+    """The recomputation chooses again, from logits with another (large) rounding error."""
+    once, choose = KeptOutputs.once, BaseRouter.choose
 
-    def honest_but_for_routes(self, compute):
-        if self.kept is None or not self.kept.has_result:
-            return once(self, compute)
-        if once(self, compute) is None:  # a count, not routes
-            return None
-        again.append(True)
-        return compute()
+    def honest_but_for_the_choice(self, compute):
+        kept = once(self, compute)
+        return compute() if self._again and kept is not None else kept  # None: a count
 
     def rounded(self, logits, sequences):
-        if again:
-            again.clear()
+        if self.kept._again and self.kept._kept is not None:
             logits = logits + 0.1 * torch.linspace(-1, 1, logits.shape[1], dtype=logits.dtype)
-        return find(self, logits, sequences)
+        return choose(self, logits, sequences)
 
     with (
-        patch.object(TokenDispatch, "once", honest_but_for_routes),
-        patch.object(BaseRouter, "find", rounded),
+        patch.object(KeptOutputs, "once", honest_but_for_the_choice),
+        patch.object(BaseRouter, "choose", rounded),
     ):
         yield
 

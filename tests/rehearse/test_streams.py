@@ -19,7 +19,7 @@ from model.router import BaseRouter
 from parallel import collectives
 from parallel.axes import MeshSizes
 from parallel.collectives import Pending
-from parallel.expert import Exchange
+from parallel.dispatch.all_to_all import Rows
 from parallel.pipeline.schedules import SCHEDULES
 from parallel.pipeline.transfer import Transfers
 from proofs.parity import __main__ as parity
@@ -171,6 +171,11 @@ def take_without_waiting(self: Transfers, message: Any) -> Tensor:
     return self._receiving.pop(message)[1]
 
 
+def rows_without_waiting(self: Rows) -> list[Tensor]:
+    pending, self._pending = self._pending, []
+    return [each._tensor for each in pending]
+
+
 def guard_that_reads(self: UpdateGuard, loss: Tensor, norm: Tensor) -> Tensor:
     return norm if norm.item() > 0 else norm.abs()
 
@@ -201,7 +206,7 @@ BATCH = patch(TO_DEVICE, lambda tensor, _: tensor.to(DEVICE))
 UNPINNED = patch(TO_DEVICE, lambda tensor, _: tensor.to(DEVICE, non_blocking=True))
 SAVING = patch("runtime.checkpoint.save.device_thread", plain_thread)
 COPY = patch.object(DeviceClock, "stop", lambda _: lambda: 0.0)
-ROWS = patch.object(Exchange, "_wait", lambda rows: tuple(p._tensor for p in rows.pending))
+ROWS = patch.object(Rows, "_wait", rows_without_waiting)
 ROUTER = patch.object(BaseRouter, "preferences", router_that_reads)
 
 

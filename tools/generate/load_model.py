@@ -16,12 +16,10 @@ import torch.distributed as dist
 from data.tokenizer import Tokenizer
 from errors import UserError
 from model.config import ModelConfig
-from model.feed_forward import experts
 from model.router import bias_name, routers_of
 from model.transformer import Transformer, check_tp
 from parallel.axes import MeshSizes
 from parallel.expert import ExpertParallel
-from parallel.expert_sum import ExpertSum
 from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
@@ -87,8 +85,8 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
     for name, weight in weights.items():
         weight.to_local().copy_(source.region(name, local_region(weight)))
     for at, router in routers_of(model):
-        if router.bias is not None:
-            router.bias.copy_(source.weight(bias_name(at)))
+        if router.has_bias:
+            router.set_bias(source.weight(bias_name(at)).to(device))
     for copy in filter(lambda weight: weight.is_copy, held):  # the head of tied embeddings
         copy.sharded.to_local().copy_(weights[copy.global_name].to_local())
     stop = frozenset(tokens_of(generation["eos_token_id"]))
@@ -134,12 +132,6 @@ def empty_model(config: ModelConfig, dtype: torch.dtype, device: str) -> Transfo
     mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), device)
     layers = range(config.num_layers)
     tp = TensorParallel.of(mesh, sequence_parallel=False)
-    ep = ExpertParallel(**vars(mesh.tp))  # X/tp experts on each rank
+    ep = ExpertParallel(**vars(mesh.tp), dispatch="expert_sum")  # X/tp experts on each rank
     model = Transformer(config, layers, True, True, tp, ep=ep).to(dtype)
-    for layer in model.modules():
-        if isinstance(layer, experts.FeedForward):
-            layer.dispatch, layer.router.ep = ExpertSum(ep), ExpertParallel()
-    for _, router in routers_of(model):
-        if router.has_bias:
-            router.bias = torch.zeros(router.num_experts, device=device)
     return model.to_empty(device=device).requires_grad_(False)

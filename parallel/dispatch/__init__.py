@@ -1,0 +1,49 @@
+"""Kinds of dispatch, one file each: how tokens reach the experts that they have chosen, and how the
+results return. `ExpertParallel.dispatch` names the file, whose class `Dispatch` is used. It derives
+from `TokenDispatch`.
+
+    all_to_all.py  ranks have different tokens, which travel to the ranks of their experts
+    expert_sum.py  all ranks have the same tokens, and their results are summed; without backward
+"""
+
+from abc import abstractmethod
+from typing import Any
+
+from torch import Tensor, nn
+
+from kinds import load_kind
+from parallel.expert import Choice, ExpertParallel, Groups
+from parallel.kept import KeptOutputs
+
+
+class TokenDispatch(nn.Module):
+    """Sends tokens to their experts and the results back, for one layer. It has no weights."""
+
+    def __init__(self, ep: ExpertParallel, kept: KeptOutputs) -> None:
+        super().__init__()
+        self.ep, self.kept = ep, kept
+
+    @abstractmethod
+    def send(self, x: Tensor, choice: Choice) -> Any:
+        """Start to send x [T, D] and the weights of the choice. What is computed before `receive`
+        overlaps the sending. Returns what the others need."""
+
+    @abstractmethod
+    def receive(self, sent: Any) -> tuple[Tensor, Tensor, Groups]:
+        """The rows [R, D] that this rank's experts compute with, sorted by expert, their weights
+        [R], and how many rows each expert has."""
+
+    @abstractmethod
+    def combine(self, y: Tensor, sent: Any) -> Tensor:
+        """Map the experts' results [R, D] to the sum of each token's [T, D]."""
+
+
+def make_dispatch(ep: ExpertParallel, kept: KeptOutputs) -> TokenDispatch:
+    made: TokenDispatch = load_kind(__name__, ep.dispatch, "Dispatch")(ep, kept)
+    return made
+
+
+def counts_on_host(counts: Tensor) -> list[int]:
+    """The host waits for the device here, and nowhere else in a layer of experts."""
+    numbers: list[int] = counts.tolist()
+    return numbers
