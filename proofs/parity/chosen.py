@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
+from model.attention import sliding_window
 from parallel.axes import MeshSizes
 from parallel.pipeline.schedules import SCHEDULES
 from proofs.parity.cases import BATCH, Case, option_values
@@ -60,7 +61,7 @@ def context_cases() -> list[Case]:
             MeshSizes(dp_shard=2, cp=2),
             zero_stage=3,
             attention=("sliding_window", "causal"),
-            attention_window=5,
+            settings=(sliding_window.Settings(window=5),),
         ),
         Case(MeshSizes(dp_replicate=2, cp=2), zero_stage=0, tie_embeddings=True),
         Case(MeshSizes(dp_replicate=2, dp_shard=2, cp=2), zero_stage=2, cpu_offload=True),

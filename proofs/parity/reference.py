@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from model.attention import sliding_window
 from model.config import ModelConfig
 from proofs.parity.reference_experts import Experts, FeedForward
 
@@ -80,7 +81,6 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.window = config.attention_window  # for subclasses
         self.rotary = Rotary(
             config.rope_theta,
             config.rope_scaling_factor,
@@ -118,6 +118,10 @@ class Attention(nn.Module):
 
 class SlidingWindow(Attention):
     """Each query attends to `window` keys, the last of which is its own."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.window = config.of(sliding_window.Settings).window
 
     def sees(self, length: int) -> Tensor:
         return super().sees(length).triu(1 - self.window)
