@@ -10,6 +10,14 @@ however an object is created: from a file, in Python, or by `dataclasses.replace
 An invalid value raises a UserError that names the key as in the file (`train.steps`). pydantic
 checks the bounds, and configs/schema.json is generated from them (tools/schema.py). Like errors.py,
 this module may be imported anywhere.
+
+A kind (kinds.py) that has settings declares them in its own file, in a class `Settings`:
+
+    @section("model.sliding_window")                   # model/attention/sliding_window.py
+    class Settings:
+        window: Count                                  # tokens that a token sees
+
+They are a section within the section that selects the kind (`WithKinds`).
 """
 
 import dataclasses
@@ -17,14 +25,15 @@ import difflib
 import os
 import types
 import typing
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar, dataclass_transform
+from collections.abc import Callable, Collection, Iterator
+from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
 
 import pydantic.dataclasses
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from errors import UserError, short
+from kinds import kinds_in, load_kind
 
 # default upper bound of whole numbers: the product of two still fits torch's 64 bits
 LARGEST = 2**31 - 1
@@ -52,6 +61,9 @@ Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00-\x1f\x7f-\x9f\u20
 NonEmpty = Annotated[Text, Field(min_length=1)]
 PathText = Annotated[NonEmpty, AfterValidator(_at_home)]
 PathOrNone = Annotated[Text, AfterValidator(_at_home)]  # "": none
+# Marks a key of the model that does not decide whether weights fit it, such as the weight of a
+# loss. Checkpoints do not store it, so it needs a default.
+FREE = "free"
 
 T = TypeVar("T")
 
@@ -76,9 +88,99 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
                 raise _explain(name, built.__pydantic_fields__, values, error) from None
 
         built.__init__ = init
+        built.section = name
         return built
 
     return decorate
+
+
+class WithKinds:
+    """A section with keys that select kinds. The settings of a kind are a section in it:
+
+        @section("model")
+        class ModelConfig(WithKinds, attention="model.attention"):   # key: folder of the kinds
+            attention: Text = "causal"
+
+        model: {attention: sliding_window, sliding_window: {window: 4096}}
+
+    Only kinds that are selected are imported. `of` returns the settings of one, with their type.
+    """
+
+    section: ClassVar[str]
+    folders: ClassVar[dict[str, str]]  # of the kinds, by the key that selects them
+
+    def __init_subclass__(cls, **folders: str) -> None:
+        cls.folders = folders
+        for kind in (kind for folder in folders.values() for kind in kinds_in(folder)):
+            if kind in cls.__annotations__:
+                raise TypeError(f"{cls.__name__} has two things named {kind}: rename the kind")
+            cls.__annotations__[kind] = Any
+            setattr(cls, kind, None)
+
+    def of(self, settings: type[T]) -> T:
+        """The settings of a selected kind, by the class that its file declares."""
+        found = [value for value in vars(self).values() if isinstance(value, settings)]
+        assert found, f"no selected kind has {settings.__module__}.{settings.__name__}"
+        return found[0]
+
+    def doubts(self) -> list[str]:
+        """What a start warns of: the `doubts` of the settings that have any."""
+        found = [value for value in vars(self).values() if hasattr(value, "doubts")]
+        return [doubt for each in found for doubt in each.doubts()]
+
+    def select(self, **selected: Collection[str]) -> None:
+        """Make the settings of the kinds that each key selects. Raises UserError if there is no
+        such kind, or if one that is not selected has a setting other than its default."""
+        for key, folder in self.folders.items():
+            known = kinds_in(folder)
+            if not set(selected[key]) <= set(known):
+                name, value = f"{self.section}.{key}", getattr(self, key)
+                raise UserError(name, value, "there is no such kind", f"choose from {known}")
+            for kind in known:
+                given, is_used = getattr(self, kind), kind in selected[key]
+                name, made = f"{self.section}.{kind}", None
+                if given is not None or is_used:
+                    made = _made(name, given, settings_class(folder, kind))
+                if made is not None and not is_used:
+                    if not _has_defaults(made):
+                        remedy = f"leave it out, or set {self.section}.{key}={kind}"
+                        raise UserError(name, given, f"nothing is of kind {kind}", remedy)
+                    made = None
+                object.__setattr__(self, kind, made)
+
+
+def settings_class(folder: str, kind: str) -> Any:
+    """The class of the settings that the file of a kind declares; None: it has none."""
+    return load_kind(folder, kind, "Settings", None)
+
+
+def _made(name: str, given: Any, declared: Any) -> Any:
+    """The settings of a kind, from its section in a file."""
+    if declared is not None and isinstance(given, declared):
+        return given
+    given = {} if given is None else given
+    if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
+        raise UserError(name, given, "is not a section with keys", f"write {name}.KEY=VALUE")
+    if given and declared is None:
+        raise UserError(name, given, "this kind has no settings of its own", "leave it out")
+    return declared and declared(**given)
+
+
+def _has_defaults(settings: Any) -> bool:
+    return all(getattr(settings, f.name) == f.default for f in dataclasses.fields(settings))
+
+
+def keys_of(section: Any) -> Iterator[tuple[str, Any, bool]]:
+    """Every key of a section with its full name, its value, and whether it is `FREE`; those of the
+    selected kinds too."""
+    hints = typing.get_type_hints(type(section), include_extras=True)
+    for each in dataclasses.fields(section):
+        value = getattr(section, each.name)
+        if dataclasses.is_dataclass(value):
+            yield from keys_of(value)
+        elif each.type is not Any:
+            is_free = FREE in getattr(hints[each.name], "__metadata__", ())
+            yield f"{section.section}.{each.name}", value, is_free
 
 
 # What a value should do, where pydantic's message does not say it well.

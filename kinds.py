@@ -16,7 +16,7 @@ def kinds_in(package: str) -> list[str]:
     return sorted(file.stem for file in folder.glob("[!_]*.py"))
 
 
-def load_kind(package: str, kind: str, name: str) -> Any:
-    """Import the file `kind` of `package` and return its attribute `name`."""
+def load_kind(package: str, kind: str, name: str, *default: Any) -> Any:
+    """Import the file `kind` of `package` and return its attribute `name`, or else `default`."""
     assert kind in kinds_in(package), "the configuration has checked it"
-    return getattr(importlib.import_module(f"{package}.{kind}"), name)
+    return getattr(importlib.import_module(f"{package}.{kind}"), name, *default)

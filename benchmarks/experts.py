@@ -56,7 +56,7 @@ ONE_PROCESS = {"dense": ALONE, "experts": [*ALONE, "parallel.ep=1"]}
 AS_MIXTRAL = [
     "model.router=softmax_renormalised",
     "model.router_scale=1.0",
-    "model.router_bias_rate=0.0",
+    "model.sigmoid_bias=null",
     "model.router_aux_weight=0.0",
 ]
 # how Mixtral computes its experts → the name of that in transformers

@@ -6,14 +6,13 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from declare import Text, between, section
+from declare import FREE, Text, WithKinds, between, section
 from errors import UserError
-from kinds import kinds_in
 
 Width = Annotated[int, between(1, 2**20)]
 KEYS_OF_EXPERTS = {
     "experts_per_token", "expert_ffn_dim", "num_shared_experts", "num_dense_layers", "router",
-    "router_scale", "router_aux_weight", "router_z_weight", "router_bias_rate",
+    "router_scale", "router_aux_weight", "router_z_weight",
 }  # fmt: skip
 Kinds = Text | Annotated[tuple[Text, ...], Field(strict=False, min_length=1, max_length=4096)]
 
@@ -29,7 +28,12 @@ class RopeScaling(NamedTuple):
 
 
 @section("model")
-class ModelConfig:
+class ModelConfig(
+    WithKinds,
+    attention="model.attention",
+    feed_forward="model.feed_forward",
+    router="model.router",
+):
     """The dimensions of a Llama-style decoder. The letters D, H, K, E, F and V, as defined here,
     stand for dimensions in shapes throughout the code.
 
@@ -61,14 +65,9 @@ class ModelConfig:
     router: Text = "softmax_renormalised"  # a file of model/router/
     router_scale: Annotated[float, between(1e-6, 1e6, example=2.5)] = 1.0  # of all its weights
     # weight of the loss that evens the load of experts in each sequence (model/router/_base.py)
-    router_aux_weight: Annotated[float, between(0, 1000, example=1e-2)] = 0.0
+    router_aux_weight: Annotated[float, between(0, 1000, example=1e-2), FREE] = 0.0
     # weight of log² of the sum of exp(logits), which keeps the router's logits small
-    router_z_weight: Annotated[float, between(0, 1000, example=1e-3)] = 0.0
-    # what router sigmoid_bias adds to an expert's bias after a step in which it had less than its
-    # share of tokens, or takes from it (scores are between 0 and 1); 0: the bias stays as it is
-    router_bias_rate: Annotated[float, between(0, 1, example=1e-3)] = 0.0
-    # number of tokens that a token sees in layers of kind sliding_window, itself included
-    attention_window: Annotated[int, between(1, 2**31 - 1, example=4096)] | None = None
+    router_z_weight: Annotated[float, between(0, 1000, example=1e-3), FREE] = 0.0
     # added to the mean square in every RMSNorm
     norm_eps: Annotated[float, between(1e-30, 1, example=1e-5)] = 1e-5
     # the base of the wavelengths of rotary position embeddings
@@ -83,13 +82,13 @@ class ModelConfig:
     rope_original_length: Annotated[int, between(1, 2**31 - 1, example=8192)] = 8192
     tie_embeddings: bool = False  # the head uses the embedding's weight
     # weight of log²(normaliser) in the training loss (PaLM: 1e-4); not added in evaluation
-    z_loss: Annotated[float, between(0, 1000, example=1e-4)] = 0.0
+    z_loss: Annotated[float, between(0, 1000, example=1e-4), FREE] = 0.0
     # auto: Triton on a GPU, PyTorch elsewhere; triton; torch (model/kernels/)
-    kernels: Literal["auto", "triton", "torch"] = "auto"
+    kernels: Annotated[Literal["auto", "triton", "torch"], FREE] = "auto"
     # auto: the fastest that is known to be right here (model/kernels/attention_choice.py)
-    attention_kernel: Literal["auto", "cudnn", "flash2", "flash3"] = "auto"
+    attention_kernel: Annotated[Literal["auto", "cudnn", "flash2", "flash3"], FREE] = "auto"
     # standard deviation of every initial matrix; output projections get 1 / sqrt(2 L) of it
-    init_std: Annotated[float, between(0, 1000, example=0.02)] = 0.02
+    init_std: Annotated[float, between(0, 1000, example=0.02), FREE] = 0.02
 
     def __post_init__(self) -> None:
         uneven = self.attention_width % self.num_heads or self.head_dim % 2
@@ -112,15 +111,11 @@ class ModelConfig:
         if self.feed_forward == "auto":  # a run's config.yaml and checkpoints state what it is
             kind = "experts" if self.num_experts else "swiglu"
             object.__setattr__(self, "feed_forward", kind)
-        for key in ("attention", "feed_forward"):
-            known, value = kinds_in(f"model.{key}"), getattr(self, key)
-            if not set(_listed(value)) <= set(known):
-                why = "there is no such kind of layer"
-                raise UserError(f"model.{key}", value, why, f"choose from {known}")
-        if self.attention_window is not None and "sliding_window" not in _listed(self.attention):
-            why = "no layer has a window"
-            remedy = "leave it out, or set model.attention=sliding_window"
-            raise UserError("model.attention_window", self.attention_window, why, remedy)
+        feed_forward = _listed(self.feed_forward)
+        router = [self.router] if "experts" in feed_forward else []
+        if self.num_dense_layers:
+            feed_forward = (*feed_forward, "swiglu")
+        self.select(attention=_listed(self.attention), feed_forward=feed_forward, router=router)
         self._check_experts()
         if not self.rope_low_freq_factor < self.rope_high_freq_factor:
             why = f"must be below model.rope_high_freq_factor={self.rope_high_freq_factor}"
@@ -146,10 +141,6 @@ class ModelConfig:
             why = f"a token would choose more than all model.num_experts={self.num_experts} experts"
             remedy = "give a smaller number, for example 2"
             raise UserError("model.experts_per_token", self.experts_per_token, why, remedy)
-        if self.router not in kinds_in("model.router"):
-            known = kinds_in("model.router")
-            why = "there is no such router"
-            raise UserError("model.router", self.router, why, f"choose one of {known}")
 
     def _check_no_experts(self) -> None:
         """Refuse keys that nothing would read."""

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from runtime.checkpoint.folder import complete_checkpoints, step_of
 from runtime.listener import Listener, Run
 from runtime.messages import describe, log
-from settings.config import Config
+from settings.config import SECTIONS, Config
 from settings.data_stages import data_stages
-from settings.load import changed_between, settings_of
+from settings.load import changed_between
 
 
 class DataStageBegins(Listener):
@@ -43,8 +43,8 @@ class DataStageBegins(Listener):
         if number == 0 or run.step > steps.start:
             log(f"this is {where}")
             return
-        before, now = (settings_of(one.config) for one in stages[number - 1 : number + 1])
-        changes = changed_between(before, now)
+        before, now = (one.config for one in stages[number - 1 : number + 1])
+        changes = changed_between(before, now, SECTIONS)
         run.log.event("data_stage", data_stage=number, step=run.step, changes=changes)
         log(f"{where}, begins: {', '.join(changes) or 'nothing changes'}")
 

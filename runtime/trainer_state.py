@@ -1,32 +1,28 @@
 """What a saved state of training is: the tensors of each rank, and the rest (trainer.json). And
 where a run starts."""
 
-import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from torch.distributed.tensor import DTensor
 
+from declare import keys_of
 from errors import UserError
 from model.config import ModelConfig
-from runtime.schema import MAX_INT, Name, Natural, Strict, first_problem
+from runtime.schema import MAX_INT, Name, Natural, Strict
 from settings.config import Config
+from settings.moved import MOVED, at_new_places
 from training.step import TrainStep
 
 FILE = "trainer.json"
 MAX_DIMENSION = 10**8  # of a model
-# Not stored: initialization, losses, how biases change, and kernels do not decide whether weights
-# fit a model.
-FREE_MODEL_KEYS = {
-    "init_std", "z_loss", "router_aux_weight", "router_z_weight", "router_bias_rate", "kernels",
-    "attention_kernel",
-}  # fmt: skip
-
 Dimension = Annotated[int, Field(le=MAX_DIMENSION)]
+# of a key; a list: kinds of layers, repeated in turn
+Value = bool | Dimension | float | str | list[bool | Dimension | float | Name] | None
 Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
 
 
@@ -65,8 +61,7 @@ class TrainerState(Strict):
     # for the guard against loss spikes; None: the loss was not finite
     recent_losses: Annotated[list[float | None], Field(max_length=1000)]
     bad_in_a_row: Natural  # consecutive steps up to this one whose updates were skipped
-    # a list: kinds of layers, repeated in turn
-    model: dict[Name, bool | Dimension | float | str | list[Name] | None]
+    model: dict[Name, Value | dict[Name, Value]]  # a mapping: the settings of a kind
     data: DataState
     # only of a run with data stages: those before that of `data`
     earlier: list[EarlierDataStage] = Field(default_factory=list, max_length=1000)
@@ -83,16 +78,14 @@ class TrainerState(Strict):
             raise ValueError("its data stages are not in order")
         try:
             self.model_config_saved  # noqa: B018 - it raises
-        except ValidationError as error:
-            raise ValueError(f"model.{first_problem(error)}") from None
         except UserError as error:
             raise ValueError(f"{error.key} {error.why}") from None
         return self
 
     @property
     def model_config_saved(self) -> ModelConfig:
-        """The saved model configuration. Raises UserError or ValidationError if it is invalid."""
-        return TypeAdapter(ModelConfig).validate_json(json.dumps(self.model), strict=True)
+        """The saved model configuration. Raises UserError if it is invalid."""
+        return ModelConfig(**at_new_places("model", self.model, MOVED))
 
     def to_json(self) -> str:
         """The text of trainer.json. A run without data stages has no `earlier`."""
@@ -128,11 +121,13 @@ def state_of(
 
 def model_entries(model: ModelConfig) -> dict[str, Any]:
     """Return the part of the model configuration that a checkpoint stores, as JSON has it."""
-    return {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in dataclasses.asdict(model).items()
-        if key not in FREE_MODEL_KEYS
-    }
+    found: dict[str, Any] = {}
+    for name, value, is_free in keys_of(model):
+        _, *kind, key = name.split(".")
+        if not is_free:
+            inner = found.setdefault(kind[0], {}) if kind else found
+            inner[key] = list(value) if isinstance(value, tuple) else value
+    return found
 
 
 @dataclass(frozen=True)

@@ -175,10 +175,6 @@ def check_experts(config: Config, sizes: MeshSizes) -> None:
         why += "block is one graph"
         raise UserError("train.compile", True, why, "set train.compile=false")
     router = router_class(model.router)
-    if model.router_bias_rate and not router.has_bias:
-        why = f"router {model.router} has no bias"
-        remedy = "set it to 0, or model.router=sigmoid_bias"
-        raise UserError("model.router_bias_rate", model.router_bias_rate, why, remedy)
     if model.experts_per_token == 1 and router.renormalises and not model.has_router_losses:
         why = f"router {model.router} divides weights by their sum, so a single one is always 1 "
         why += "and the router would learn nothing"

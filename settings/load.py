@@ -4,17 +4,26 @@ are errors; nothing is guessed."""
 import dataclasses
 import difflib
 import typing
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from declare import alternatives, no_such_key
+from declare import WithKinds, alternatives, keys_of, no_such_key, settings_class
 from errors import UserError
+from kinds import kinds_in
 from settings.config import SECTIONS, Config
 from settings.data_stages import data_stages, read_entries
+from settings.moved import ACCEPTED, MOVED, at_new_places, new_name
 from settings.yaml_text import NotYaml, dump, parse
 
 KEYS = {name: [field.name for field in dataclasses.fields(cls)] for name, cls in SECTIONS.items()}
 HINTS = {name: typing.get_type_hints(cls) for name, cls in SECTIONS.items()}
+# each section's kinds, with the folder of its file
+KINDS = {
+    name: {kind: folder for folder in cls.folders.values() for kind in kinds_in(folder)}
+    for name, cls in SECTIONS.items()
+    if issubclass(cls, WithKinds)
+}
 MAX_CHARACTERS = 2**17  # in a file; real configurations have a few thousand
 
 
@@ -27,7 +36,7 @@ def load_config(path: str, overrides: list[str]) -> Config:
         UserError: the file is unreadable, a section or key is unknown, a key is missing, or a value
             is not allowed for its key.
     """
-    raw = _read(path)
+    raw = _moved(_read(path), ACCEPTED)
     for override in overrides:
         _apply(override, raw)
     return _build(raw)
@@ -35,11 +44,11 @@ def load_config(path: str, overrides: list[str]) -> Config:
 
 def load_saved(folder: Path) -> Config:
     """The configuration that a run wrote to its folder. (An older version wrote `stages` for
-    `data_stages`.) Raises UserError."""
+    `data_stages`, and keys that have moved since.) Raises UserError."""
     raw = _read(str(folder / "config.yaml"))
     if "stages" in raw:
         raw["data_stages"] = raw.pop("stages")
-    return _build(raw)
+    return _build(_moved(raw, MOVED))
 
 
 def dump_config(config: Config) -> str:
@@ -50,18 +59,34 @@ def dump_config(config: Config) -> str:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """The value of each key, by section."""
-    return {section: dataclasses.asdict(getattr(config, section)) for section in SECTIONS}
+    """The value of each key, by section; those of the selected kinds in sections within."""
+    return {
+        name: {
+            key: value
+            for key, value in dataclasses.asdict(getattr(config, name)).items()
+            if value is not None or key not in KINDS.get(name, {})
+        }
+        for name in SECTIONS
+    }
 
 
-def changed_between(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Each setting that differs: `train.steps 400 → 110`."""
+def changed_between(before: Config, after: Config, sections: Iterable[str]) -> list[str]:
+    """Each setting of these sections that differs: `train.steps 400 → 110`."""
+    old = {key: value for name in SECTIONS for key, value, _ in keys_of(getattr(before, name))}
     return [
-        f"{section}.{key} {before[section][key]} → {value}"
-        for section, values in after.items()
-        for key, value in values.items()
-        if before[section][key] != value
+        f"{key} {old.get(key)} → {value}"
+        for name in sections
+        for key, value, _ in keys_of(getattr(after, name))
+        if old.get(key) != value
     ]
+
+
+def _moved(raw: dict[Any, Any], accepted: Collection[str]) -> dict[Any, Any]:
+    """The content of a file with moved keys where they are now."""
+    return {
+        name: at_new_places(name, given, accepted) if isinstance(given, dict) else given
+        for name, given in raw.items()
+    }
 
 
 def _read(path: str) -> dict[Any, Any]:
@@ -84,14 +109,15 @@ def _read(path: str) -> dict[Any, Any]:
 
 
 def _apply(override: str, raw: dict[Any, Any]) -> None:
-    """Set a key of a section, a key or section of a data stage (data_stages.1.train.seq_len,
-    data_stages.1.from_step), or the list of data stages."""
+    """Set a key of a section or of a kind's section in it (model.sliding_window.window), a key or
+    section of a data stage (data_stages.1.train.seq_len, data_stages.1.from_step), or the list of
+    data stages."""
     name, equals, text = override.partition("=")
     section, dot, key = name.partition(".")
     if not equals or not ((section and key) or name in ("data_stages", "stages")):
         remedy = "write for example train.steps=100"
         raise UserError("command line", override, "is not section.key=value", remedy)
-    at = raw
+    at: Any = raw
     if section == "data_stages" and dot:
         entries = raw.get(section) or []
         number, _, rest = key.partition(".")
@@ -99,19 +125,31 @@ def _apply(override: str, raw: dict[Any, Any]) -> None:
             why = f"the file has {len(entries) if isinstance(entries, list) else 0} data stages"
             raise UserError(name, text, why, "write for example data_stages.1.train.seq_len=1024")
         at, (section, _, key) = entries[int(number) - 1], rest.partition(".")
+    key = new_name(section, key, text)
+    *above, last = [section, *key.split(".", 1)] if key else [section]
+    why, remedy = "is not in a section with keys", "correct the file, or write for example "
+    wrong = UserError(name, text, why, remedy + "train.steps=100")
     value = _value(name, text, section, key)
-    keys = at.get(section, {}) if isinstance(at, dict) and key else at
-    if not isinstance(keys, dict):
-        why = "is not in a section with keys"
-        raise UserError(name, text, why, "correct the file, or write for example train.steps=100")
-    at[section] = {**keys, key: value} if key else value  # a copy: YAML's aliases may share it
+    for outer in above:
+        inner = at.get(outer, {}) if isinstance(at, dict) else None
+        if not isinstance(inner, dict):
+            raise wrong
+        at[outer] = at = {**inner}  # a copy: YAML's aliases may share it
+    if not isinstance(at, dict):
+        raise wrong
+    at[last] = value
 
 
 def _value(name: str, text: str, section: str, key: str) -> Any:
     """The value of `text`, typed for the setting `name`. It is read as in a file, except for a key
     that takes text: its value is exactly `text`, unless that is in quotes, or is a number or a
     {mapping} or [list] that the key takes as well."""
-    types = {typing.get_origin(one) or one for one in alternatives(HINTS.get(section, {}).get(key))}
+    hint = HINTS.get(section, {}).get(key)
+    kind, _, own = key.partition(".")
+    if own and kind in KINDS.get(section, {}):
+        declared = settings_class(KINDS[section][kind], kind)
+        hint = typing.get_type_hints(declared).get(own) if declared else None
+    types = {typing.get_origin(one) or one for one in alternatives(hint)}
     bracket = text.lstrip().startswith(tuple("{" * (dict in types) + "[" * (tuple in types)))
     verbatim = str in types and not bracket
     try:

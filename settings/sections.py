@@ -8,15 +8,13 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from declare import Count, NonEmpty, PathOrNone, PathText, Text, Whole, between, section
+from declare import Count, NonEmpty, PathOrNone, PathText, Text, Whole, WithKinds, between, section
 from errors import UserError
 from hardware import FAILURES_PER_GPU_DAY
-from kinds import kinds_in
 
 # The most tokens in a micro-batch. A rank may have four times as many in a step: 2 GB of token ids.
 MAX_TOKENS = 2**26
 MAX_STEPS = 99_999_999  # a checkpoint's name has eight digits
-Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 @section("train")
@@ -51,21 +49,14 @@ class TrainConfig:
             raise UserError("train.tasks", self.tasks, why, "set train.eval_interval, such as 100")
 
 
-OPTIMIZERS = kinds_in("training.optimizers")
-
-
 @section("optimizer")
-class OptimizerConfig:
+class OptimizerConfig(WithKinds, name="training.optimizers"):
     """The optimizer and its learning-rate schedule."""
 
     lr: Annotated[float, between(0, 1000, example=3e-4)]  # peak learning rate
     name: Text = "adamw"  # a file of training/optimizers/
     # weight decay of matrices and embeddings; norm weights are not decayed
     weight_decay: Annotated[float, between(0, 1000)] = 0.1
-    # how slowly the means of gradients and of their squares change, per step
-    betas: Annotated[tuple[Beta, Beta], Field(strict=False, examples=[[0.9, 0.95]])] = (0.9, 0.95)
-    # added to the root of the mean square, by which the step is divided
-    eps: Annotated[float, between(1e-30, 1, example=1e-8)] = 1e-8
     # the norm of all gradients together is clipped to this; 0: no clipping
     grad_clip: Annotated[float, between(0, 1e30)] = 1.0
     # number of first steps, in which the learning rate rises linearly from lr / warmup_steps
@@ -81,9 +72,7 @@ class OptimizerConfig:
     pure_bfloat16: bool = False
 
     def __post_init__(self) -> None:
-        if self.name not in OPTIMIZERS:
-            why = "there is no such optimizer"
-            raise UserError("optimizer.name", self.name, why, f"choose one of {OPTIMIZERS}")
+        self.select(name=[self.name])
 
 
 @section("checkpoint")

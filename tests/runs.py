@@ -46,7 +46,7 @@ LAYOUT_3D = {"tp": 2, "pp": 2}  # and, on 8 ranks, dp_shard 2
 EXPERTS = {
     **{"feed_forward": "experts", "num_dense_layers": 1, "num_experts": 4, "experts_per_token": 2},
     **{"expert_ffn_dim": 16, "num_shared_experts": 1, "router": "sigmoid_bias"},
-    **{"router_aux_weight": 1e-3, "router_z_weight": 1e-3, "router_bias_rate": 1e-2},
+    **{"router_aux_weight": 1e-3, "router_z_weight": 1e-3, "sigmoid_bias": {"bias_rate": 1e-2}},
 }
 
 

@@ -12,10 +12,11 @@ import sys
 
 from model.config import ModelConfig
 from parallel.axes import AXES
-from settings.config import SECTIONS as SECTION_CLASSES
-from settings.config import Config
+from settings.config import SECTIONS
+from settings.moved import MOVED
 from tests import ROOT
 from tests.modules import MODULES, imports, is_test, module_name
+from tests.settings.keys import every_key
 
 DOCUMENTS = {
     str(file.relative_to(ROOT)): file.read_text(encoding="utf-8")
@@ -136,11 +137,7 @@ def test_runtime_keeps_its_order() -> None:
 
 # --- configuration --------------------------------------------------------------------------------
 
-SECTIONS = {
-    field.name: [key.name for key in dataclasses.fields(field.type)]
-    for field in dataclasses.fields(Config)
-    if field.name in SECTION_CLASSES
-}
+KEYS = {".".join(name) for name in every_key()}
 
 
 def attributes_read(tree: ast.AST) -> set[str]:
@@ -164,8 +161,7 @@ def test_every_configuration_key_is_read() -> None:
     running = [tree for name, tree in MODULES.items() if room_of(name) in rooms]
     # The axis sizes are read by name, in a loop (parallel/config.py).
     read = set(AXES).union(*map(attributes_read, running))
-    assert not [f"{section}.{key}" for section in SECTIONS for key in SECTIONS[section]
-                if key not in read]  # fmt: skip
+    assert not [name for name in KEYS if name.rpartition(".")[2] not in read]
     # Control: a key that only `__post_init__` reads does not count as read.
     checks = "class C:\n    def __post_init__(self):\n        assert self.unused > 0\n"
     uses = "    def use(self):\n        return self.used"
@@ -185,7 +181,8 @@ def test_local_links_lead_somewhere() -> None:
 
 def test_commands_and_keys_in_the_text_exist() -> None:
     targets = re.findall(r"^([a-z-]+):(?!=)", MAKEFILE, re.MULTILINE)
-    keys = {f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys}
+    kinds = {name.rpartition(".")[0] for name in KEYS if name.count(".") > 1}
+    keys = KEYS | kinds | MOVED.keys()
     ends = ("py", "json", "yaml", "safetensors")
     keys |= {f"{section}.{end}" for section in SECTIONS for end in ends}
     for name, text in DOCUMENTS.items():
@@ -193,8 +190,9 @@ def test_commands_and_keys_in_the_text_exist() -> None:
         code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL))
         assert not {*re.findall(r"\bmake ([a-z][a-z-]*)", code)}.difference(targets), name
         assert not {*re.findall(r"-m ((?:tools|benchmarks)\.\w+)", code)}.difference(MODULES), name
-        named = re.findall(rf"\b(?<!from )((?:{'|'.join(SECTIONS)})\.[a-z_]+)\b(?!/)", code)
-        assert not {*named}.difference(keys), name
+        form = rf"\b(?<!from )(({'|'.join(SECTIONS)})\.[a-z_]+)((?:\.[a-z_]+)?)\b(?!/)"
+        named = re.findall(form, code)
+        assert not {key + own * (key in kinds) for key, _, own in named}.difference(keys), name
 
 
 def test_the_tree_of_the_readme_is_the_house() -> None:

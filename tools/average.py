@@ -22,7 +22,6 @@ something is refused.
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import tokenizer_files
+from declare import keys_of
 from errors import UserError
 from runtime.checkpoint.folder import checkpoints_of
 from runtime.checkpoint.manifest import fingerprint, read_manifest
@@ -71,7 +71,7 @@ def find(named: Sequence[Path], last: int | None) -> list[CheckpointReader]:
 
 def facts(reader: CheckpointReader) -> dict[str, Any]:
     """What checkpoints must have in common: their model, tensors and tokenizer."""
-    model = {f"model.{key}": value for key, value in asdict(reader.model).items()}
+    model = {key: value for key, value, _ in keys_of(reader.model)}
     files = tokenizer_files(reader.folder).items()
     return model | reader.tensors | {name: fingerprint(path) for name, path in files}
 

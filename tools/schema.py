@@ -17,9 +17,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from declare import settings_class
 from settings.config import SECTIONS, Config
 from settings.data_stages import BEGINS, CHANGEABLE
 from settings.layouts import MAX_LAYOUTS, OF_TRAIN
+from settings.load import KINDS
 from tools.command import CommandParser, run_command
 
 
@@ -27,12 +29,14 @@ def schema() -> dict[str, Any]:
     """The schema of a whole configuration file."""
     whole = TypeAdapter(dataclasses.make_dataclass("Config", SECTIONS.items())).json_schema()
     whole["description"] = Config.__doc__
-    for cls in SECTIONS.values():
-        properties = whole["$defs"][cls.__name__]["properties"]
-        for key, comment in comments(cls).items():
-            properties[key]["description"] = comment
-        for described in properties.values():
-            described.pop("title", None)  # only repeats the key, capitalized
+    for name, cls in SECTIONS.items():
+        properties = described(whole["$defs"][cls.__name__], cls)["properties"]
+        for kind, folder in KINDS.get(name, {}).items():
+            if (own := settings_class(folder, kind)) is None:
+                del properties[kind]
+            else:
+                properties[kind] = described(TypeAdapter(own).json_schema(), own)
+                del properties[kind]["title"]  # the same for all
     whole["additionalProperties"] = False
     whole["required"] = [
         name for name, cls in SECTIONS.items() if whole["$defs"][cls.__name__].get("required")
@@ -44,6 +48,15 @@ def schema() -> dict[str, Any]:
     layouts = {"items": closed(properties), "maxItems": MAX_LAYOUTS}
     whole["$defs"]["ParallelConfig"]["properties"]["layouts"] |= layouts
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **whole}
+
+
+def described(one: dict[str, Any], cls: Any) -> dict[str, Any]:
+    """The schema of a section, with the comments of its keys."""
+    for key, comment in comments(cls).items():
+        one["properties"][key]["description"] = comment
+    for each in one["properties"].values():
+        each.pop("title", None)  # only repeats the key, capitalized
+    return one
 
 
 def closed(properties: dict[str, Any], **others: Any) -> dict[str, Any]:

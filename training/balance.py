@@ -3,8 +3,7 @@
 Routers count the rows that this rank's tokens send to each expert (model/router/_base.py). After
 the last backward the counts are summed over all ranks with different tokens, as integers: a sum in
 bfloat16 would lose ones above 256, and a wrong sign would move a bias the wrong way. Then the bias
-of each expert with less than its layer's mean grows by `router_bias_rate`, and of those with more
-shrinks:
+of each expert with less than its layer's mean grows by `rate`, and of those with more shrinks:
 
     bias += rate · sign(mean − count)
 
@@ -83,8 +82,8 @@ class Balance:
 
     @torch.no_grad()
     def update(self, loads: Loads, norm: Tensor) -> None:
-        rate = self.config.model.router_bias_rate
         for layer, router in self.routers.items():
+            rate = router.bias_rate(self.config.model)
             if router.bias is not None and rate:
                 counts = loads.counts[layer]
                 below = (counts.sum() - counts * len(counts)).sign()  # integers: exact

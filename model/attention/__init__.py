@@ -2,10 +2,11 @@
 through which the layers cycle. The file's class `Attention` is used.
 
     causal.py           every token sees all tokens before it
-    sliding_window.py   every token sees the nearest model.attention_window of these
+    sliding_window.py   every token sees the nearest of these
 
 A kind is constructed with (config, tp). Its method `inputs` derives, from the tokens' positions,
-the inputs that `forward` takes besides x. `forward` maps x [S/tp, B, D] to the same shape.
+the inputs that `forward` takes besides x. `forward` maps x [S/tp, B, D] to the same shape. Settings
+of its own are declared in its file (declare.py).
 
 A kind whose tokens attend to each other says so in two methods, between which its last input,
 `attend` (parallel/context.py), is called: forward is combine(attend(*project(x, *others))). Another

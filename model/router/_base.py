@@ -118,6 +118,11 @@ class BaseRouter(Layer):
     def weigh(self, logits: Tensor, chosen: Tensor) -> Tensor:
         """The weights [T, k] of the experts `chosen` [T, k], by logits [T, X]."""
 
+    @classmethod
+    def bias_rate(cls, config: ModelConfig) -> float:
+        """How far a step moves an expert's bias towards an even load (training/balance.py)."""
+        return 0.0
+
     def preferences(self, logits: Tensor) -> Tensor:
         """A token chooses the k experts with the largest of these numbers [T, X]."""
         return logits

@@ -54,7 +54,6 @@ class Case:
     attention_dim: int | None = None  # or 64: all heads together twice as wide as the hidden state
     qk_norm: bool = False
     attention: str | tuple[str, ...] = "causal"
-    attention_window: int | None = None
     feed_forward: str | tuple[str, ...] = "swiglu"
     rope_scaling_factor: float = 1.0
     # or "uneven", or no blocks on the first or last stage: "none_first", "none_last"
@@ -73,7 +72,7 @@ class Case:
     num_shared_experts: int = 0
     num_dense_layers: int = 0
     router_losses: bool = False
-    keys: tuple[tuple[str, object], ...] = ()  # more keys of the section `model`, with values
+    settings: tuple[Any, ...] = ()  # of kinds: objects of their class `Settings`
     # or "triton": interpreted kernels are slow, so they have separate cases (chosen.py)
     kernels: str = "torch"
 
@@ -139,7 +138,8 @@ class Case:
 
     def _model(self) -> dict[str, Any]:
         """The options of the model."""
-        given = self._keys_of(ModelConfig) | dict(self.keys)
+        given = self._keys_of(ModelConfig)
+        given |= {each.section.removeprefix("model."): each for each in self.settings}
         if self.router is None:
             of_experts = {"num_experts", *KEYS_OF_EXPERTS}
             return {key: value for key, value in given.items() if key not in of_experts}
@@ -150,7 +150,7 @@ class Case:
             "router_scale": 2.5,
             "router_aux_weight": 0.01 if self.router_losses else 0.0,
             "router_z_weight": 0.003 if self.router_losses else 0.0,
-            "router_bias_rate": 0.01 if self.router == "sigmoid_bias" else 0.0,
+            "sigmoid_bias": {"bias_rate": 0.01 if self.router == "sigmoid_bias" else 0.0},
         }
 
     def is_valid(self) -> bool:

@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 from kinds import kinds_in
+from model.attention import sliding_window
 from parallel.axes import MeshSizes
 from parallel.pipeline.schedules import SCHEDULES
 from proofs.parity.cases import BATCH, Case, option_values
@@ -63,7 +64,7 @@ def context_cases() -> list[Case]:
             MeshSizes(dp_shard=2, cp=2),
             zero_stage=3,
             attention=("sliding_window", "causal"),
-            attention_window=5,
+            settings=(sliding_window.Settings(window=5),),
         ),
         Case(MeshSizes(dp_replicate=2, cp=2), zero_stage=0, tie_embeddings=True),
         Case(MeshSizes(dp_replicate=2, dp_shard=2, cp=2), zero_stage=2, cpu_offload=True),
@@ -81,10 +82,10 @@ def kind_cases() -> list[Case]:
     for key in CLASSES:
         usual = getattr(Case, key)
         for kind in kinds_in(f"model.{key}"):
-            keys = getattr(reference_of(key, kind), "keys", ())
+            settings = getattr(reference_of(key, kind), "settings", ())
             if kind in (usual, "experts") or key == "router":  # expert_cases.py
                 continue
-            kinds: dict[str, Any] = {key: (kind, usual), "keys": keys}
+            kinds: dict[str, Any] = {key: (kind, usual), "settings": settings}
             cases += [
                 Case(MeshSizes(tp=2), activation_checkpointing="selective", **kinds),
                 Case(MeshSizes(pp=2, tp=2), schedule="zb_h1", layers="uneven", **kinds),

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.router import sigmoid_bias
 from proofs.parity import reference_swiglu
 from proofs.parity.reference import reference_of
 
@@ -66,9 +67,12 @@ class FeedForward(nn.Module):
         return y.view_as(batch)
 
     def update_bias(self) -> None:
+        if self.config.router != "sigmoid_bias":
+            return
         counts = torch.bincount(self.choices.flatten(), minlength=self.config.num_experts).double()
         below = torch.sign(counts.mean() - counts).float()
-        self.bias = self.bias + torch.tensor(self.config.router_bias_rate) * below
+        rate = self.config.of(sigmoid_bias.Settings).bias_rate
+        self.bias = self.bias + torch.tensor(rate) * below
 
 
 def experts_of(model: nn.Module) -> list[FeedForward]:

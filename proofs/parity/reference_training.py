@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from proofs.parity.reference import Reference
 from proofs.parity.reference_experts import auxiliary_losses, experts_of
 from settings.sections import OptimizerConfig
+from training.optimizers import adamw
 
 
 def warmup_cosine(step: int, steps: int, config: OptimizerConfig) -> float:
@@ -37,7 +38,8 @@ def train(
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, betas=config.betas, eps=config.eps)
+    own = config.of(adamw.Settings)
+    optimizer = torch.optim.AdamW(groups, betas=own.betas, eps=own.eps)
     losses, norms = [], []
     for step, (tokens, targets) in enumerate(batches):
         optimizer.zero_grad()

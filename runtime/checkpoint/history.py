@@ -7,16 +7,16 @@
 A checkpoint saved at a boundary ends one data stage and starts the next.
 """
 
-import dataclasses
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from data.dataset import Mixture
 from data.earlier import Earlier
 from data.loader import check_state
+from declare import keys_of
 from errors import UserError
-from runtime.trainer_state import FREE_MODEL_KEYS, EarlierDataStage, TrainerState
+from runtime.trainer_state import EarlierDataStage, TrainerState
 from settings.config import Config
 from settings.data_stages import (
     ROTATION_KEYS,
@@ -49,7 +49,7 @@ def check_history(
             _require_same(path, "train.seq_len", was.seq_len, seq_len, *remedies, why=ORDER)
             check_state(was.data.model_dump(), read)
     with in_data_stage(last.number):
-        check_model(path, trainer, last.config, FREE_MODEL_KEYS)
+        check_model(path, trainer, last.config)
     ends = [one.steps.stop for one in stages[: last.number]]
     saved = [stage.step for stage in trainer.earlier]
     if saved != ends:
@@ -86,16 +86,20 @@ def _check_tokens(
         raise UserError(f"data_stages.{number}.{name}", token, why, remedy)
 
 
-def check_model(path: Path, trainer: TrainerState, config: Config, free: Set[str]) -> None:
-    """Raise UserError if the checkpoint has another model, except for the keys in `free`."""
+def check_model(
+    path: Path, trainer: TrainerState, config: Config, free: Collection[str] = ()
+) -> None:
+    """Raise UserError if the checkpoint has another model, except for the keys that it does not
+    store and those in `free`."""
     # A field that did not exist when the checkpoint was written has its default value.
-    saved = dataclasses.asdict(trainer.model_config_saved)
-    for name, value in dataclasses.asdict(config.model).items():
-        if name not in free:
+    saved = {name: value for name, value, _ in keys_of(trainer.model_config_saved)}
+    for name, value, is_free in keys_of(config.model):
+        key = name.removeprefix("model.")
+        if not is_free and key not in free:
             remedies = ["another checkpoint or run.dir"]
-            if name in ROTATION_KEYS:
+            if key in ROTATION_KEYS:
                 remedies += [AS_DATA_STAGE, FROM_WEIGHTS]
-            _require_same(path, f"model.{name}", saved.get(name), value, *remedies)
+            _require_same(path, name, saved.get(name), value, *remedies)
 
 
 def _require_same(path: Path, key: str, was: Any, now: Any, *remedies: str, why: str = "") -> None:

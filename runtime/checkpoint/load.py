@@ -57,7 +57,6 @@ from runtime.checkpoint.verify import check_whole, cover, parse_trainer
 from runtime.log.events import read_events
 from runtime.messages import from_rank_0, log, on_all_ranks
 from runtime.trainer_state import (
-    FREE_MODEL_KEYS,
     DataState,
     Start,
     TrainerState,
@@ -194,7 +193,7 @@ def _start_from(
         raise UserError("run.dir", config.run.dir, why, remedy)
     if weights is not None:
         trainer = parse_trainer(weights)
-        check_model(weights, trainer, config, FREE_MODEL_KEYS | ROTATION_KEYS)
+        check_model(weights, trainer, config, ROTATION_KEYS)
         return Start(start.state, weights, weights_only=True)
     return start
 

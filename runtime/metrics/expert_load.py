@@ -18,7 +18,7 @@ together:
     or another, still has in the last logged interval
 
 "Halfway" depends on k/X because half of the tokens is an even load if each goes to 1 of 2 experts.
-A bias needs about a hundred steps to act (`router_bias_rate` is about 0.001, scores are at most 1),
+A bias needs about a hundred steps to act (`bias_rate` is about 0.001, scores are at most 1),
 and a loss no fewer; until then, an uneven load is how a run begins, or recovers. It must last over
 `LASTING_INTERVALS` logged intervals, because one odd interval of many steps is not lasting, and
 until there are `ENOUGH_ROWS` rows per expert: fewer are a few sequences, whose tokens resemble each
@@ -135,7 +135,7 @@ class LoadStatistics:
         new = [f"layer {n}: {why}" for n, why in self.collapsed.items() if n not in before]
         if not new:
             return interval, ""
-        remedy = "raise model.router_aux_weight, or model.router_bias_rate of router sigmoid_bias"
+        remedy = "raise model.router_aux_weight, or with router sigmoid_bias its bias_rate"
         return (
             interval,
             f"warning: routing has collapsed {over}; {'; '.join(new)}. To mend it, {remedy}",

@@ -13,6 +13,7 @@ from costs.summary import flops_per_token
 from costs.units import CannotRecord
 from data.dataset import Mixture
 from errors import UserError
+from model.router import router_class
 from model.transformer import num_parameters
 from parallel.mesh import Mesh
 from runtime.files import write_or_warn
@@ -21,9 +22,9 @@ from runtime.messages import log
 from runtime.start.attention import describe_attention
 from runtime.start.host import connections_notice
 from runtime.start.topology import describe_nodes, describe_places, describe_stages
-from settings.config import Config
+from settings.config import SECTIONS, Config
 from settings.data_stages import DataStage, data_stages
-from settings.load import changed_between, dump_config, load_saved, settings_of
+from settings.load import changed_between, dump_config, load_saved
 
 # Sections that do not change what is trained.
 ABOUT_THE_RUN = ("run", "checkpoint")
@@ -89,10 +90,12 @@ def notices(config: Config, path: Path | None, device: str, num_tokens: int) -> 
             f"model.vocab_size is {model.vocab_size:,}, and the data's tokenizer has "
             f"{num_tokens:,} tokens: the other {model.vocab_size - num_tokens:,} are never targets"
         )
-    if model.has_experts and not (model.router_aux_weight or model.router_bias_rate):
+    if model.has_experts and not (
+        model.router_aux_weight or router_class(model.router).bias_rate(model)
+    ):
         lines.append(
-            "warning: nothing keeps the load of experts even: model.router_aux_weight and "
-            "model.router_bias_rate are 0"
+            "warning: nothing keeps the load of experts even: model.router_aux_weight is 0, and no "
+            "router has a bias that follows it (model.sigmoid_bias.bias_rate of sigmoid_bias)"
         )
     return lines + [f"warning: {doubt}" for doubt in doubts(config)]
 
@@ -116,10 +119,9 @@ def changed_settings(folder: Path, config: Config) -> list[str]:
     """Each setting that differs from those of the run `folder`: `train.steps 400 → 110`. Raises
     UserError if its file cannot be read."""
     before = load_saved(folder)
-    old, new = settings_of(before), settings_of(config)
-    training = {section: values for section, values in new.items() if section not in ABOUT_THE_RUN}
+    training = [section for section in SECTIONS if section not in ABOUT_THE_RUN]
     stages = ["data_stages"] if before.data_stages != config.data_stages else []
-    return changed_between(old, training) + stages
+    return changed_between(before, config, training) + stages
 
 
 def doubts(config: Config) -> list[str]:
@@ -133,13 +135,8 @@ def doubts(config: Config) -> list[str]:
 
 
 def _of_training(config: Config) -> list[str]:
-    found = []
-    (first, second), sigmas = config.optimizer.betas, config.guard.spike_sigmas
-    if first > second:
-        found.append(
-            f"optimizer.betas=[{first}, {second}]: the first is larger, so training may diverge; "
-            "are they swapped?"
-        )
+    found = [*config.model.doubts(), *config.optimizer.doubts()]
+    sigmas = config.guard.spike_sigmas
     if 0 < sigmas < FEW_SIGMAS:
         share = math.erfc(sigmas / math.sqrt(2)) / 2
         found.append(

@@ -58,7 +58,11 @@ def saved_context(ranks, data, tmp_path_factory):
     config = write_config(
         folder,
         data,
-        model={"num_layers": 2, "attention": ["sliding_window", "causal"], "attention_window": 5},
+        model={
+            "num_layers": 2,
+            "attention": ["sliding_window", "causal"],
+            "sliding_window": {"window": 5},
+        },
         parallel={"cp": 2, "tp": 2},
         train={"steps": 4, "dtype": "float64", "eval_interval": 2, "eval_samples": 5},
         data={"document_mask": True},

@@ -15,6 +15,7 @@ from costs.recorder import Recorder
 from costs.setting import Setting
 from costs.summary import flops_per_token, model_flops
 from costs.units import EMBEDDING, HEAD, HIDDEN, CannotRecord, Unit, kind_of, unit
+from model.attention import sliding_window
 from model.config import ModelConfig
 from parallel.memory import GRADIENTS, TEMPORARY
 
@@ -24,7 +25,7 @@ LONG = 512
 KINDS = {
     "swiglu": SMALL,
     "normed heads": replace(SMALL, qk_norm=True, attention_dim=512),
-    "windows": replace(SMALL, attention="sliding_window", attention_window=100),
+    "windows": replace(SMALL, attention="sliding_window", sliding_window={"window": 100}),
     "tied": replace(SMALL, tie_embeddings=True),
 }
 MODES = ["none", "selective", "full"]
@@ -59,7 +60,7 @@ def test_flops_of_a_token(model: ModelConfig) -> None:
 
 def test_a_window_counts_what_it_sees() -> None:
     model = KINDS["windows"]
-    seen = pairs(LONG, LONG, model.attention_window - 1, 0) / LONG
+    seen = pairs(LONG, LONG, model.of(sliding_window.Settings).window - 1, 0) / LONG
     expected = 6 * matrices(model) + 12 * model.num_layers * seen * model.attention_width
     assert flops_per_token(model, LONG) == pytest.approx(expected)
     assert pairs(LONG, LONG, LONG, 0) == LONG**2 / 2

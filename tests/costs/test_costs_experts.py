@@ -26,7 +26,7 @@ SMALL = ModelConfig(dim=D, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=70
                     num_shared_experts=1, num_dense_layers=1)  # fmt: skip
 DENSE = ModelConfig(dim=D, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=704, vocab_size=1000)
 BALANCED = replace(SMALL, router="sigmoid_bias", router_aux_weight=1e-2, router_z_weight=1e-3,
-                   router_bias_rate=1e-3)  # fmt: skip
+                   sigmoid_bias={"bias_rate": 1e-3})  # fmt: skip
 QWEN3_235B = ModelConfig(dim=4096, num_layers=94, num_heads=64, num_kv_heads=4, attention_dim=8192,
                          qk_norm=True, ffn_dim=12288, vocab_size=151936, feed_forward="experts",
                          num_experts=128, experts_per_token=8, expert_ffn_dim=1536)  # fmt: skip

@@ -194,7 +194,7 @@ def make_run(
         # With 1e-8, AdamW makes rounding visible where gradients are about as small: after 300
         # steps, two runs of one process, in micro-batches of 12 and of 3 samples, differ by 1.3e-8
         # in the embedding; with 1e-5, by 2.7e-12.
-        optimizer={"eps": 1e-5}, checkpoint={"interval": 5, "keep_last": 3},
+        optimizer={"adamw": {"eps": 1e-5}}, checkpoint={"interval": 5, "keep_last": 3},
     )  # fmt: skip
     with Cluster(folder, config) as cluster:
         cluster.wait(lambda: cluster.step > 0, "first step")

@@ -28,7 +28,7 @@ SMALL = ModelConfig(
 )  # fmt: skip
 MODELS = {
     "one key/value head": replace(SMALL, num_kv_heads=1),
-    "windows": replace(SMALL, attention=("sliding_window", "causal"), attention_window=7),
+    "windows": replace(SMALL, attention=("sliding_window", "causal"), sliding_window={"window": 7}),
     "every switch": replace(SMALL, attention_dim=64, qk_norm=True, rope_scaling_factor=8.0,
                             rope_original_length=32),
 }  # fmt: skip

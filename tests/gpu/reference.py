@@ -21,11 +21,11 @@ from torch import Tensor
 
 from benchmarks.gpu.programs import compiler, make_config
 from benchmarks.gpu.timing import DEVICE, ON_GPU, free_memory
+from kinds import kinds_in
 from parallel.mesh import build_mesh
 from parallel.pipeline.schedules import SCHEDULES
 from runtime.start.init import init_distributed
 from settings.config import Config
-from settings.sections import OPTIMIZERS
 from tests.gpu.checks import Check
 from tools.plan.candidates import FIXED
 from training.build import build_stages
@@ -86,13 +86,14 @@ MECHANISMS = [
     *(_same(f"zero_stage {stage}", "parallel", zero_stage=stage) for stage in (0, 2, 3)),
     _same("pure_bfloat16", "optimizer", (ROUNDED,), pure_bfloat16=True),
     _own("z-loss", "model", z_loss=1e-2),
-    *(_own(f"optimizer {name}", "optimizer", name=name) for name in OPTIMIZERS if name != "adamw"),
+    *(_own(f"optimizer {name}", "optimizer", name=name)
+      for name in kinds_in("training.optimizers") if name != "adamw"),
     Mechanism("documents, zb_v, selective, two stages", "documents",
               {"data": {"document_mask": True}, "parallel": SPLIT,
                "train": {"activation_checkpointing": "selective"}}),
     Mechanism("tied embeddings, zb_v, two stages", "tied embeddings",
               {"model": {"tie_embeddings": True}, "parallel": SPLIT}),
-    _own("sliding window", "model", attention="sliding_window", attention_window=5),
+    _own("sliding window", "model", attention="sliding_window", sliding_window={"window": 5}),
     _own("qk_norm", "model", qk_norm=True),
     _same("fsdp_unit stage", "parallel", fsdp_unit="stage"),
     _same("cpu_offload", "parallel", cpu_offload=True),

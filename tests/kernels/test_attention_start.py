@@ -19,7 +19,7 @@ from tests import ROOT
 from tests.counting import Operators
 
 HOPPER, WITH_3 = PLANNED, PLANNED._replace(flash3=True)
-WINDOWS = ["model.attention=[sliding_window,causal]", "model.attention_window=4096"]
+WINDOWS = ["model.attention=[sliding_window,causal]", "model.sliding_window.window=4096"]
 NO_3 = "not flash 3: not installed"
 
 

@@ -63,7 +63,7 @@ def test_layers_that_differ_are_dealt_by_their_own_costs():
 
 
 def test_costs_are_of_the_layers_that_there_are():
-    keys = ["model.attention=[causal,sliding_window]", "model.attention_window=256"]
+    keys = ["model.attention=[causal,sliding_window]", "model.sliding_window.window=256"]
     costs = load_config("configs/llama3_8b.yaml", keys).layer_costs()
     assert len(costs.blocks) == 32
     assert costs.blocks[0] == costs.blocks[2] > costs.blocks[1] == costs.blocks[31]

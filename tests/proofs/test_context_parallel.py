@@ -12,7 +12,7 @@ from parallel.context import ContextParallel, in_order, number_of_pieces, sum_by
 from parallel.placement import chunk_range
 from proofs.parity.cases import Case
 from proofs.parity.chosen import context_cases
-from tests.proofs.context_batches import CP2, TARGETS, WINDOW, check_batch
+from tests.proofs.context_batches import CP2, TARGETS, WINDOW, check_batch, seeing
 from tests.proofs.parity_tiers import agrees, thorough_but
 
 
@@ -58,7 +58,6 @@ def test_heads_are_divided_where_there_is_much_to_send():
 
 MASKED = {"document_mask": True}
 CP4, CP8 = Case(MeshSizes(cp=4)), Case(MeshSizes(cp=8))
-WINDOWS = replace(CP2, **WINDOW | {"attention": "sliding_window"})
 BATCHES = {  # case, sequences of a micro-batch, which batch → whether `make test` runs it
     # documents begin anywhere; of cp 8, a chunk is one position
     (replace(CP2, num_kv_heads=8, **MASKED), 1, "all"): True,
@@ -70,7 +69,7 @@ BATCHES = {  # case, sequences of a micro-batch, which batch → whether `make t
     (replace(CP8, activation_checkpointing="selective", **MASKED), 1, "all"): False,
     # windows end anywhere: of less and more than a chunk (4 tokens) and a rank's part (8)
     **{
-        (replace(WINDOWS, attention_window=window, document_mask=documents), 2, "all"): (
+        (replace(CP2, **seeing(window, "sliding_window"), document_mask=documents), 2, "all"): (
             (window, documents) in ((3, False), (9, True))
         )
         for window, documents in product((1, 3, 4, 5, 8, 9, 15, 16), (False, True))

@@ -14,6 +14,7 @@ from proofs.parity.cases import Case
 from proofs.parity.chosen import kind_cases
 from runtime.checkpoint.load import _start_from
 from settings.load import load_config
+from settings.sections import OptimizerConfig
 from tests.proofs.context_batches import WINDOW
 from tests.proofs.parity_tiers import agrees, thorough_but
 from tests.runs import checkpoint_of
@@ -59,8 +60,8 @@ def test_experts_in_every_second_layer(ranks):
     [
         ({"attention": ("causal", "slidin_window")}, "model.attention"),
         ({"feed_forward": "relu"}, "model.feed_forward"),
-        ({"attention": ("causal", "sliding_window")}, "model.attention_window"),
-        ({"attention_window": 5}, "model.attention_window"),  # which nothing would read
+        ({"attention": ("causal", "sliding_window")}, "model.sliding_window.window"),
+        ({"settings": WINDOW["settings"]}, "model.sliding_window"),  # which nothing would read
     ],
 )
 def test_what_there_is_not_is_refused(options, key) -> None:
@@ -73,7 +74,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(saved: Path) -> None:
     checkpoint = checkpoint_of(saved, 2)
     assert json.loads((checkpoint / "trainer.json").read_text())["optimizer"] == "adamw"
     config = load_config(str(saved / "config.yaml"), [])
-    with patch("settings.sections.OPTIMIZERS", ["adamw", "lion"]):
+    with patch.object(OptimizerConfig, "select"):
         other = replace(config.optimizer, name="lion")
     with pytest.raises(UserError, match=r"has optimizer\.name='adamw'"):
         _start_from(checkpoint, None, replace(config, optimizer=other), None, None)

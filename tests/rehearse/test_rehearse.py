@@ -59,7 +59,7 @@ def test_on_a_gpu_no_mask_is_in_memory() -> None:
     """Documents and windows on a GPU need no mask of S² elements, because flash attention takes
     them as arguments."""
     keys = ["data.document_mask=true", "model.attention=[sliding_window,causal]",
-            "model.attention_window=100"]  # fmt: skip
+            "model.sliding_window.window=100"]  # fmt: skip
     long = [*TINY, "train.seq_len=512", "train.global_batch_size=4"]
     peaks = [
         alone(rehearse, load_config(LLAMA_70B, each), 8, 0)["peak_memory_bytes"]

@@ -29,7 +29,7 @@ TINY = ["model.dim=64", "model.ffn_dim=96", "model.vocab_size=128", "train.seq_l
         "train.global_batch_size=8", "train.micro_batch_size=2", "model.feed_forward=experts",
         "model.num_experts=8", "model.experts_per_token=2", "model.expert_ffn_dim=48",
         "model.num_shared_experts=1", "model.num_dense_layers=1", "model.router=sigmoid_bias",
-        "model.router_bias_rate=0.001", "model.router_aux_weight=0.01", "parallel.pp=1",
+        "model.sigmoid_bias.bias_rate=0.001", "model.router_aux_weight=0.01", "parallel.pp=1",
         "parallel.fsdp_unit=block"]  # fmt: skip
 LAYOUTS = {
     "both views of the mesh cut": ["parallel.tp=2", "parallel.ep=2"],

@@ -4,21 +4,35 @@ its JSON schema."""
 import dataclasses
 import math
 import pwd
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from declare import WithKinds, settings_class
 from errors import UserError
+from model.attention import sliding_window
 from model.config import KEYS_OF_EXPERTS, ModelConfig
 from proofs.ranks import Ranks
 from settings.checks import validate
 from settings.data_stages import data_stages
-from settings.load import KEYS, MAX_CHARACTERS, SECTIONS, dump_config, load_config
+from settings.load import (
+    KEYS,
+    KINDS,
+    MAX_CHARACTERS,
+    SECTIONS,
+    dump_config,
+    load_config,
+    load_saved,
+)
 from tests import ROOT
 from tests.runs import messages
+from tests.settings.keys import every_key
 from tools import schema
 from tools.plan.layout import world_of
+from training.optimizers import adamw
 
 LAPTOP = str(ROOT / "configs/laptop.yaml")
 
@@ -103,8 +117,11 @@ WRONG = [
     ("optimizer.learning_rate=1", "did you mean optimizer.lr?"),
     ("train.lr=1", "did you mean optimizer.lr?"),
     ("data.zzz=1", "choose from data.path, data.tokenizer"),
-    ("optimizer.betas=[0.9, 1]", "1 in it is not allowed\n  remedy: it should be less than 1,"),
-    ("optimizer.betas=[0.9]", "for example [0.9, 0.95]"),
+    (
+        "optimizer.adamw.betas=[0.9, 1]",
+        "1 in it is not allowed\n  remedy: it should be less than 1,",
+    ),
+    ("optimizer.adamw.betas=[0.9]", "for example [0.9, 0.95]"),
     ("optimizer.lr=.nan", "be a finite number"),
     ("parallel.zero_stage=true", "be a valid integer"),
     ("parallel.layers_per_stage=[1, a]", "'a' in it is not allowed"),
@@ -195,9 +212,9 @@ BASE = [*ONE_AXIS, "model.feed_forward=experts", "model.num_experts=8",
          "model.num_dense_layers = 4: leaves none of the model.num_layers=4 layers for experts",
          "leave at least one"),
         (8, [*BASE, "model.router=sigmoid"],
-         "model.router = 'sigmoid': there is no such router", "'sigmoid_bias'"),
-        (8, [*BASE, "model.router_bias_rate=0.1"],
-         "model.router_bias_rate = 0.1: router softmax_renormalised has no bias",
+         "model.router = 'sigmoid': there is no such kind", "'sigmoid_bias'"),
+        (8, [*BASE, "model.sigmoid_bias.bias_rate=0.1"],
+         "model.sigmoid_bias = {'bias_rate': 0.1}: nothing is of kind sigmoid_bias",
          "model.router=sigmoid_bias"),
         (8, [*BASE, "train.compile=true"],
          "train.compile = True: how many rows an expert gets is known", "train.compile=false"),
@@ -233,13 +250,13 @@ def test_experts_refused(world: int, overrides: list[str], begins: str, remedy: 
 
 VALUES = {"experts_per_token": 2, "expert_ffn_dim": 64, "num_shared_experts": 1,
           "num_dense_layers": 1, "router": "softmax", "router_scale": 2.5,
-          "router_aux_weight": 0.01, "router_z_weight": 0.01, "router_bias_rate": 0.01}  # fmt: skip
+          "router_aux_weight": 0.01, "router_z_weight": 0.01}  # fmt: skip
 
 
 def test_a_model_without_experts_takes_no_keys_of_them() -> None:
     names = {each.name for each in dataclasses.fields(ModelConfig)}
     of_experts = {name for name in names if "expert" in name or "router" in name}
-    assert of_experts - {"num_experts"} <= KEYS_OF_EXPERTS <= names
+    assert of_experts - {"num_experts", "experts"} <= KEYS_OF_EXPERTS <= names
     for key in KEYS_OF_EXPERTS:
         message = refusal([*ONE_AXIS, f"model.{key}={VALUES[key]}"], world=1)
         assert message.startswith(f"model.{key} = ")
@@ -268,6 +285,73 @@ def test_a_number_of_experts_is_enough() -> None:
         config = load_config(LAPTOP, ["model.experts_per_token=2"] * len(keys) + list(keys))
         assert config.model.feed_forward == kind
         assert f"feed_forward: {kind}" in dump_config(config)
+
+
+# --- keys of a kind -------------------------------------------------------------------------------
+
+
+WINDOW = ["model.attention=[causal,sliding_window]", "model.sliding_window.window=9"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "begins", "remedy"),
+    [
+        (WINDOW[:1], "model.sliding_window.window = None: is missing", "add it to the file"),
+        (WINDOW[1:], "model.sliding_window = {'window': 9}: nothing is of kind sliding_window",
+         "leave it out, or set model.attention=sliding_window"),
+        ([*WINDOW, "model.sliding_window.window=0"],
+         "model.sliding_window.window = 0: is not allowed", "greater than or equal to 1"),
+        ([*WINDOW, "model.sliding_window.windw=9"],
+         "model.sliding_window.windw = 9: there is no such key", "mean model.sliding_"),
+        ([*WINDOW, "model.sliding_window=9"], "model.sliding_window = 9: is not a section", "KEY="),
+        (["model.swiglu.width=9"], "model.swiglu = {'width': 9}: this kind has no", "leave it out"),
+        (["model.attention_window=9"], "model.attention_window = '9': has moved",
+         "write model.sliding_window.window"),
+        (["optimizer.eps=1"], "optimizer.eps = '1': has moved", "write optimizer.adamw.eps"),
+    ],
+)  # fmt: skip
+def test_keys_of_a_kind_that_are_refused(overrides: list[str], begins: str, remedy: str) -> None:
+    message = refusal(overrides)
+    assert message.startswith(begins)
+    assert remedy in message.partition("\n  remedy: ")[2]
+
+
+def test_keys_of_a_kind_arrive(tmp_path: Path) -> None:
+    """Also those at the place where scripts have them, of which a later one wins; and what a run
+    writes reads back to the same. A section that holds only defaults may stay when its kind is not
+    selected, so that an override can select another."""
+    overrides = [*WINDOW, "optimizer.adamw.betas=[0,0]", "optimizer.betas=[0.5, 0.6]"]
+    config = load_config(LAPTOP, overrides)
+    assert config.model.of(sliding_window.Settings).window == 9
+    assert config.optimizer.of(adamw.Settings).betas == (0.5, 0.6)
+    assert config != load_config(LAPTOP, [*overrides, "model.sliding_window.window=8"])
+    assert load_config(written(tmp_path, dump_config(config)), []) == config
+    moe = str(ROOT / "configs/laptop_moe.yaml")
+    model = load_config(moe, ["model.router_bias_rate=0", "model.router=softmax"]).model
+    assert model == load_config(moe, ["model.sigmoid_bias=null", "model.router=softmax"]).model
+
+
+def test_a_run_of_an_earlier_version_reads(tmp_path: Path) -> None:
+    """Its config.yaml has every key at its old place."""
+    for window, attention in ((None, "causal"), (9, "sliding_window")):
+        raw = yaml.safe_load(Path(LAPTOP).read_text(encoding="utf-8"))
+        raw["model"] |= {"attention_window": window, "attention": attention, "router_bias_rate": 0}
+        raw["optimizer"] |= {"betas": [0.5, 0.6], "eps": 1e-6}
+        written(tmp_path, yaml.safe_dump(raw))
+        config = load_saved(tmp_path)
+        assert config.optimizer.of(adamw.Settings) == adamw.Settings(betas=(0.5, 0.6), eps=1e-6)
+        assert config.model.sliding_window == (window and sliding_window.Settings(window=window))
+        with pytest.raises(UserError, match="has moved"):
+            load_config(str(tmp_path / "config.yaml"), [])
+
+
+def test_settings_are_named_as_their_files() -> None:
+    for section, kinds in KINDS.items():
+        for kind, folder in kinds.items():
+            if declared := settings_class(folder, kind):
+                assert declared.section == f"{section}.{kind}"
+    with pytest.raises(TypeError, match="two things named causal: rename"):
+        type("Two", (WithKinds,), {"__annotations__": {"causal": int}}, attention="model.attention")
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -322,14 +406,14 @@ ARRIVES: dict[str, dict[str, Any]] = {
                   "{'1e5': 01, ~/b: .3}": {"1e5": 1.0, "/home/me/b": 0.3}},
     "run.prometheus": {"09400": 9400, "a:9400": "a:9400", "~/a #1.prom": "/home/me/a #1.prom"},
     "checkpoint.interval": {"010": 10, "auto": "auto"},
-    "model.attention": {"[causal, sliding_window]": ("causal", "sliding_window")},
+    "model.attention": {"[causal, causal]": ("causal", "causal")},
     "model.attention_dim": {"null": None, "0128": 128},
     "parallel.layers_per_stage": {"auto": "auto", "[02, 2]": [2, 2]},
     "parallel.zero_stage": {"01": 1},
     "parallel.layouts": {"[{tp: 02}]": [{"tp": 2}]},
     "guard.inject_fault": {"''": None},  # as older runs wrote it
     "train.activation_checkpointing": {"none": "none"},
-    "optimizer.betas": {"[.9,0.95]": (0.9, 0.95)},
+    "optimizer.adamw.betas": {"[.9,0.95]": (0.9, 0.95)},
 }  # fmt: skip
 
 
@@ -337,10 +421,9 @@ ARRIVES: dict[str, dict[str, Any]] = {
 def test_what_is_typed_arrives(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And config.yaml reads back to the same. A later override replaces an earlier one."""
     monkeypatch.setenv("HOME", "/home/me")
-    section, _, name = key.partition(".")
     for typed, value in ARRIVES[key].items():
         config = load_config(LAPTOP, [f"{key}='never'", f"{key}={typed}"])
-        arrived = getattr(getattr(config, section), name)
+        arrived = attrgetter(key)(config)
         assert (arrived, type(arrived)) == (value, type(value)), typed
         assert load_config(written(tmp_path, dump_config(config)), []) == config, typed
 
@@ -374,10 +457,15 @@ def test_the_schema_is_the_one_in_the_repository() -> None:
 
 def test_the_schema_knows_every_key_and_its_comment() -> None:
     found = schema.schema()
+    described = []
     for section, cls in SECTIONS.items():
-        properties = found["$defs"][cls.__name__]["properties"]
-        assert list(properties) == KEYS[section]
-        assert [key for key in properties if "description" not in properties[key]] == []
+        for key, of_key in found["$defs"][cls.__name__]["properties"].items():
+            within = of_key["properties"] if key in KINDS.get(section, {}) else None
+            assert "description" in of_key
+            described += [(section, key)] if within is None else [
+                (section, f"{key}.{own}") for own in within if "description" in within[own]
+            ]  # fmt: skip
+    assert described == every_key()
     steps = found["$defs"]["TrainConfig"]["properties"]["steps"]
     assert (steps["minimum"], steps["description"]) == (0, "optimizer steps of the whole run")
     assert set(found["properties"]) == {*KEYS, "data_stages"}

@@ -22,6 +22,7 @@ from settings.load import KEYS, dump_config, load_config
 from settings.yaml_text import dump
 from tests import ROOT
 from tests.runs import names, said_by, status_of, train_run, write_config
+from tests.settings.keys import every_key
 from tools.schema import schema
 
 LAPTOP = ROOT / "configs/laptop.yaml"
@@ -96,7 +97,12 @@ JUNK = ODD | st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
-NAMES = [(section, key) for section, keys in KEYS.items() for key in keys]
+NAMES = every_key()
+
+
+def schema_of(section: str, key: str) -> dict[str, Any]:
+    kind, _, own = key.rpartition(".")
+    return PROPERTIES[section][kind]["properties"][own] if kind else PROPERTIES[section][key]
 
 
 def as_typed(name: str, value: object) -> str:
@@ -108,7 +114,7 @@ def as_typed(name: str, value: object) -> str:
 def override(draw: st.DrawFn) -> str:
     """`section.key=value`, usually with a value that the key allows."""
     section, key = draw(st.sampled_from(NAMES))
-    value = draw(fitting(PROPERTIES[section][key])) if draw(st.integers(0, 3)) else draw(JUNK)
+    value = draw(fitting(schema_of(section, key))) if draw(st.integers(0, 3)) else draw(JUNK)
     return as_typed(f"{section}.{key}", value)
 
 
@@ -217,7 +223,7 @@ RUN_NAMES = [(section, key) for section, key in NAMES if key not in NOT_RUN.get(
 def run_overrides(draw: st.DrawFn) -> list[str]:
     drawn = draw(st.lists(st.sampled_from(RUN_NAMES), min_size=1, max_size=6, unique=True))
     return [
-        as_typed(f"{section}.{key}", draw(fitting(PROPERTIES[section][key])))
+        as_typed(f"{section}.{key}", draw(fitting(schema_of(section, key))))
         for section, key in drawn
     ]
 

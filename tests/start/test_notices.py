@@ -33,7 +33,7 @@ def test_what_changed_is_named(tmp_path: Path) -> None:
     [
         ([], ""),
         (["checkpoint.interval=never"], "warning: checkpoint.interval is never"),
-        (["model.router_aux_weight=0", "model.router_bias_rate=0"],
+        (["model.router_aux_weight=0", "model.sigmoid_bias.bias_rate=0"],
          "warning: nothing keeps the load of experts even"),
         (["model.vocab_size=4128"], "model.vocab_size is 4,128, and the data's tokenizer has "
          "4,096 tokens: the other 32 are never targets"),
@@ -42,8 +42,8 @@ def test_what_changed_is_named(tmp_path: Path) -> None:
          "warning: optimizer.warmup_steps=160 is not less than the 160 steps"),
         (["optimizer.weight_decay=1000"],
          "warning: optimizer.lr · optimizer.weight_decay is 3: above 1"),
-        (["optimizer.betas=[0.95, 0.9]"],
-         "warning: optimizer.betas=[0.95, 0.9]: the first is larger"),
+        (["optimizer.adamw.betas=[0.95, 0.9]"],
+         "warning: optimizer.adamw.betas=[0.95, 0.9]: the first is larger"),
         (["guard.spike_sigmas=1"],
          "warning: guard.spike_sigmas=1 skips about 15.9% of the updates"),
         (["checkpoint.interval=40", "checkpoint.keep_every=60"],

@@ -36,7 +36,7 @@ def test_what_a_run_leaves(saved: Path) -> None:
     assert status_of(saved)["state"] == "finished"
     assert evaluations(saved).keys() == {3, 6}
     resolved = yaml.safe_load((saved / "run" / "config.yaml").read_text())
-    assert resolved["optimizer"]["eps"] == 1e-8
+    assert resolved["optimizer"]["adamw"]["eps"] == 1e-8
     checkpoints = saved / "run" / "checkpoints"
     assert names(checkpoints) == ["latest", "step-00000002", "step-00000004", "step-00000006"]
     assert (checkpoints / "latest").read_text() == "step-00000006"

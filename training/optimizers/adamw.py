@@ -4,14 +4,37 @@ arithmetic is in model/kernels/adamw.py."""
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import Annotated
 
+from pydantic import Field
 from torch import Tensor
 
+from declare import between, section
 from model.kernels.adamw import Location, Rates, adamw
 from parallel.parameter import NamedWeight, WeightSpec
 from parallel.placement import local_region
 from settings.config import Config
 from training.optimizers import ShardedOptimizer, State, like
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+@section("optimizer.adamw")
+class Settings:
+    """Of AdamW."""
+
+    # how slowly the means of gradients and of their squares change, per step
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False, examples=[[0.9, 0.95]])] = (0.9, 0.95)
+    # added to the root of the mean square, by which the step is divided
+    eps: Annotated[float, between(1e-30, 1, example=1e-8)] = 1e-8
+
+    def doubts(self) -> list[str]:
+        """What a start warns of."""
+        first, second = self.betas
+        if first <= second:
+            return []
+        why = "the first is larger, so training may diverge; are they swapped?"
+        return [f"optimizer.adamw.betas=[{first}, {second}]: {why}"]
 
 
 class Optimizer(ShardedOptimizer):
@@ -33,7 +56,8 @@ class Optimizer(ShardedOptimizer):
         return {"exp_avg": like(weight), "exp_avg_sq": like(weight)}
 
     def update(self, lr: float, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
-        rates = Rates(lr, self.config.betas, self.config.eps, max_norm)
+        own = self.config.of(Settings)
+        rates = Rates(lr, own.betas, own.eps, max_norm)
         adamw(
             self.shards,
             gradients,

@@ -1,0 +1,47 @@
+"""Keys that have moved to the section of the kind that reads them, at their old places.
+
+What runs and checkpoints of earlier versions have stored is read whole. In a configuration file and
+on the command line, the keys of `ACCEPTED` may also stand at their old place; others are refused,
+with the new name.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from errors import UserError
+
+# old name → kind and key; the section is the same
+MOVED = {
+    "model.attention_window": ("sliding_window", "window"),
+    "model.router_bias_rate": ("sigmoid_bias", "bias_rate"),
+    "optimizer.betas": ("adamw", "betas"),
+    "optimizer.eps": ("adamw", "eps"),
+}
+ACCEPTED = {"model.router_bias_rate", "optimizer.betas"}
+
+
+def new_name(section: str, key: str, value: Any, accepted: Collection[str] = ACCEPTED) -> str:
+    """The name of `key` in its section now: `sliding_window.window`. Raises UserError."""
+    name = f"{section}.{key}"
+    if name not in MOVED:
+        return key
+    now = ".".join(MOVED[name])
+    if name not in accepted:
+        raise UserError(name, value, "has moved", f"write {section}.{now}")
+    return now
+
+
+def at_new_places(
+    section: str, given: dict[str, Any], accepted: Collection[str] = ACCEPTED
+) -> dict[str, Any]:
+    """The content of a section, with moved keys in the sections of their kinds."""
+    found = {key: value for key, value in given.items() if f"{section}.{key}" not in MOVED}
+    for key in given.keys() - found.keys():
+        kind, _, own = new_name(section, key, given[key], accepted).partition(".")
+        there = found.get(kind) or {}
+        if not isinstance(there, dict) or own in there:
+            why = "is given twice"
+            raise UserError(f"{section}.{key}", given[key], why, f"keep {section}.{kind}.{own}")
+        if given[key] is not None:  # null meant that the key has no value
+            found[kind] = {**there, own: given[key]}
+    return found
