@@ -187,13 +187,10 @@ class RowParallelFunction(torch.autograd.Function):
         add = partial(add_products, [ctx.gradient], [matmul])
         if not ctx.gradient.is_deferred:
             (dw,) = add(x, dy)
-        elif gathers:
-            # Until the job runs, it keeps only this rank's part of dy, which it then gathers again.
-            # It is a copy, because dy itself also goes back along the residual stream.
-            held = (x.detach(), mine.clone())
-            ctx.gradient.defer(Job(add, held, (None, tp.group), tp.pieces))
         else:
-            ctx.gradient.defer(Job(add, (x.detach(), dy), (None, None)))
+            # Until the job runs, it keeps only this rank's part of dy, which it then gathers again.
+            gather_over = (None, tp.group if gathers else None)
+            ctx.gradient.defer(Job(add, (x.detach(), mine), gather_over, tp.pieces))
         return dx, None, None, None, None, dw
 
 
