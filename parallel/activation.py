@@ -110,7 +110,7 @@ def _selection(block: nn.Module, tp: int, attention: Set[Any]) -> Callable[[], A
     keeping = (ExpertLinear,) if tp == 1 else (ExpertLinear, ColumnParallelLinear)
     for layer in block.modules():
         if isinstance(layer, keeping):
-            layer.kept = kept
+            layer.keep_in(kept)
         if isinstance(layer, TokenDispatch):
             layer.kept, layer.keeps_rows = kept, True
     if tp == 1 and not any(isinstance(layer, TokenDispatch) for layer in block.modules()):

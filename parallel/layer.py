@@ -88,7 +88,10 @@ class Pieces:
 
 class Layer(nn.Module):
     """The base class of modules that own a weight: one, called `weight`, on which its gradient
-    (weight_gradient.py) and costs rely. A bias, or a second matrix, is a layer of its own."""
+    (weight_gradient.py) and costs rely. A bias, or a second matrix, is a layer of its own.
+
+    A layer is complete when it is built. What others may change later, they change by its methods.
+    """
 
     weight: nn.Parameter
 
@@ -123,6 +126,10 @@ class Layer(nn.Module):
     def gradient(self) -> WeightGradient:
         """The gradient of the weight; in compiled code, autograd's."""
         return TO_AUTOGRAD if torch.compiler.is_compiling() else self._gradient
+
+    def use_weight(self, weight: nn.Parameter) -> None:
+        """Compute with this copy of the weight from now on. (FSDP exchanges it, too.)"""
+        self.weight = weight
 
     def local_weight(self) -> Tensor:
         """This tp rank's local tensor of `weight`, or the `rows` of it with which it computes. Its

@@ -38,7 +38,7 @@ class WholeWeight:
             local = local_part(self.master.detach()).to(self.compute)
             parameter = nn.Parameter(as_dtensor_like(local, self.master))
             parameter.register_post_accumulate_grad_hook(self._absorb)
-            self.layer.weight = parameter
+            self.layer.use_weight(parameter)
 
     def _absorb(self, parameter: Tensor) -> None:
         """Add a gradient that autograd has put into the parameter: that of compiled code. All other
@@ -49,7 +49,7 @@ class WholeWeight:
 
     def end(self) -> None:
         """Free the copy, and make the sum the gradient of the master."""
-        self.layer.weight = self.master
+        self.layer.use_weight(self.master)
         total, self.sum.total = self.sum.total, None
         if total is not None:
             self.master.grad = as_dtensor_like(total.to(self.master.dtype), self.master)
