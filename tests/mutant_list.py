@@ -56,7 +56,7 @@ CHANGES: dict[str, list[Change]] = {
         ("(scales * (1 + 2 * z_loss * row.lse) / row.total)",
          "(scales * (1 + z_loss * row.lse) / row.total)"),
     ],
-    "model/kernels/linear_cross_entropy.py": [
+    "model/linear_cross_entropy.py": [
         ("into=dw, dtype=exact(x.dtype))", "into=dw, dtype=x.dtype)"),
     ],
     "model/kernels/grouped_matmul.py": [
