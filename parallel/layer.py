@@ -142,7 +142,7 @@ class Layer(nn.Module):
             # time per generated token.
             local = weight._local_tensor
         else:
-            local = LocalTensor.apply(weight, self.gradient)
+            return LocalTensor.apply(weight, self.gradient)
         return local if rows is None else local[rows]
 
 
@@ -155,8 +155,8 @@ def gradients_of(stage: nn.Module) -> list[WeightGradient]:
 
 
 class LocalTensor(torch.autograd.Function):
-    """This rank's local tensor of a DTensor weight. Its gradient becomes that of the weight, with
-    the same placement.
+    """This rank's local tensor of a DTensor weight, or the rows of it that the gradient covers. Its
+    gradient becomes that of the weight, with the same placement.
 
     `DTensor.to_local` does the same through the dispatcher, at several times the host time per
     weight and micro-batch. A gradient may become the sum of gradients itself: nothing else refers
@@ -169,7 +169,8 @@ class LocalTensor(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # a gradient that went elsewhere stays None
         # A tensor of its own: with torch 2.11 `to_local` gives the one that the weight holds, which
         # would then lead to this node and back to the weight, and never be freed.
-        return local_part(weight).detach()
+        local = local_part(weight).detach()
+        return local if gradient.rows is None else local[gradient.rows]
 
     @staticmethod
     def backward(ctx: Any, dw: Tensor | None) -> tuple[Tensor | None, None]:
@@ -177,5 +178,8 @@ class LocalTensor(torch.autograd.Function):
             dw = ctx.gradient.add(dw)
         if dw is None:
             return None, None
+        if ctx.gradient.rows is not None:
+            rows, dw = dw, dw.new_zeros(ctx.gradient.shape)
+            dw[ctx.gradient.rows] = rows
         tell(dw, GRADIENTS)
         return as_dtensor_like(dw, ctx.weight), None
