@@ -39,6 +39,7 @@ from benchmarks.compare import alternate, parser, ratio, write
 from parallel.axes import MeshSizes
 from parallel.data import check_reduced, data_parallel
 from parallel.deferred import Job
+from parallel.expert_linear import WHOLE
 from parallel.fsdp_units import shard
 from parallel.layer import Layer, TensorParallel
 from parallel.mesh import Mesh, build_mesh
@@ -80,8 +81,8 @@ class WaitingStage(Layer):
     """Computes y [S, B, D] = x · weight, with a scalar weight (with `loss`, the sum of y), and
     waits `seconds` in the forward and in each of the two gradients."""
 
-    def __init__(self, seconds: float, loss: bool = False) -> None:
-        super().__init__(TensorParallel())
+    def __init__(self, seconds: float, loss: bool = False, tp: TensorParallel = WHOLE) -> None:
+        super().__init__(tp)
         self.seconds, self.loss = seconds, loss  # weight: [1], given by the caller
         self.waited: Counter[Kind] = Counter()
 
@@ -161,8 +162,7 @@ class Case(NamedTuple):
 
 def our_stage(seconds: float, mesh: Mesh, loss: bool) -> WaitingStage:
     """A stage, sharded as in training."""
-    stage = WaitingStage(seconds, loss)
-    stage.tp = TensorParallel.of(mesh, True)
+    stage = WaitingStage(seconds, loss, TensorParallel.of(mesh, True))
     one = WeightSpec(
         shape=(1,),
         placement=Replicate(),
@@ -220,7 +220,7 @@ class TheirSteps:
         self.stages = {s: WaitingStage(case.stage_seconds) for s in mine}
         self.parameters = [nn.Parameter(torch.ones(1)) for _ in mine]
         for stage, weight in zip(self.stages.values(), self.parameters, strict=True):
-            stage.weight = weight
+            stage.use_weight(weight)
         x, cpu = torch.ones(HIDDEN_SHAPE, requires_grad=True), torch.device("cpu")
         group = mesh.pp.group
         stages: Any = [

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from costs.as_on_gpu import AsOnGpu
 from costs.storages import StorageWatch, key_of
-from model.kernels.linear_cross_entropy import PIECE_BYTES, linear_cross_entropy
+from model.linear_cross_entropy import PIECE_BYTES, linear_cross_entropy
 from model.matmul import Matmul
 from model.transformer import num_parameters
 from parallel.context import ContextParallel

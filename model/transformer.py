@@ -21,7 +21,7 @@ from model.attention import make_attention
 from model.config import ModelConfig
 from model.documents import Documents
 from model.feed_forward import make_feed_forward
-from model.kernels.linear_cross_entropy import linear_cross_entropy
+from model.linear_cross_entropy import linear_cross_entropy
 from model.matmul import Matmul
 from model.norm import RMSNorm
 from model.positions import BatchPositions

@@ -114,7 +114,7 @@ def _selection(block: nn.Module, tp: int, attention: Set[Any]) -> Callable[[], A
     keeping = (ExpertLinear,) if tp == 1 else (ExpertLinear, ColumnParallelLinear)
     for layer in block.modules():
         if isinstance(layer, keeping):
-            layer.kept = kept
+            layer.keep_in(kept)
     if tp == 1 and not of_experts:
         # in a form that torch.compile can trace: its own function and a policy
         return partial(create_selective_checkpoint_contexts, partial(_keep, operations))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from parallel.expert import ExpertParallel, Groups
-from parallel.kept import KeptOutputs
+from parallel.kept import KeepsOutputs
 from parallel.layer import Layer, TensorParallel
 from parallel.parameter import MATRIX, Normal, WeightSpec
 from parallel.tensor import ColumnParallelFunction, row_parallel
@@ -20,7 +20,7 @@ from parallel.weight_gradient import LinearProducts
 WHOLE = TensorParallel(sequence_parallel=False)
 
 
-class ExpertLinear(Layer):
+class ExpertLinear(KeepsOutputs, Layer):
     """The weights [X, out, in] of a linear layer of all experts. `expert_linear` and
     `last_expert_linear` compute with it.
 
@@ -28,8 +28,6 @@ class ExpertLinear(Layer):
         num_experts: X.
         grouped: the products of rows in `Groups`.
     """
-
-    kept: KeptOutputs | None = None  # set if selective checkpointing keeps its outputs (kept.py)
 
     def __init__(
         self,

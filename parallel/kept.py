@@ -78,3 +78,12 @@ class KeptOutputs:
             yield
         finally:  # the recomputation ends with an exception when backward has all it needs
             self._kept = None
+
+
+class KeepsOutputs:
+    """A part of a block whose outputs may be kept."""
+
+    kept: KeptOutputs | None = None  # None: they are not
+
+    def keep_in(self, kept: KeptOutputs) -> None:
+        self.kept = kept

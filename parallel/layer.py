@@ -70,7 +70,10 @@ class Pieces:
 
 class Layer(nn.Module):
     """The base class of modules that own a weight: one, called `weight`, on which its gradient
-    (weight_gradient.py) and costs rely. A bias, or a second matrix, is a layer of its own."""
+    (weight_gradient.py) and costs rely. A bias, or a second matrix, is a layer of its own.
+
+    A layer is complete when it is built. What others may change later, they change by its methods.
+    """
 
     weight: nn.Parameter
 
@@ -106,6 +109,10 @@ class Layer(nn.Module):
         """The gradient of the weight; in compiled code, autograd's."""
         return TO_AUTOGRAD if torch.compiler.is_compiling() else self._gradient
 
+    def use_weight(self, weight: nn.Parameter) -> None:
+        """Compute with this copy of the weight from now on. (FSDP exchanges it, too.)"""
+        self.weight = weight
+
     def local_weight(self) -> Tensor:
         """This tp rank's local tensor of `weight`, or the `rows` of it with which it computes. Its
         gradient becomes that of the weight."""
@@ -117,7 +124,7 @@ class Layer(nn.Module):
             # time per generated token.
             local = weight._local_tensor
         else:
-            local = LocalTensor.apply(weight, self.gradient)
+            return LocalTensor.apply(weight, self.gradient)
         return local if rows is None else local[rows]
 
 
@@ -130,8 +137,8 @@ def gradients_of(stage: nn.Module) -> list[WeightGradient]:
 
 
 class LocalTensor(torch.autograd.Function):
-    """This rank's local tensor of a DTensor weight. Its gradient becomes that of the weight, with
-    the same placement.
+    """This rank's local tensor of a DTensor weight, or the rows of it that the gradient covers. Its
+    gradient becomes that of the weight, with the same placement.
 
     `DTensor.to_local` does the same through the dispatcher, at several times the host time per
     weight and micro-batch. A gradient may become the sum of gradients itself: nothing else refers
@@ -144,7 +151,8 @@ class LocalTensor(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # a gradient that went elsewhere stays None
         # A tensor of its own: with torch 2.11 `to_local` gives the one that the weight holds, which
         # would then lead to this node and back to the weight, and never be freed.
-        return local_part(weight).detach()
+        local = local_part(weight).detach()
+        return local if gradient.rows is None else local[gradient.rows]
 
     @staticmethod
     def backward(ctx: Any, dw: Tensor | None) -> tuple[Tensor | None, None]:
@@ -152,5 +160,8 @@ class LocalTensor(torch.autograd.Function):
             dw = ctx.gradient.add(dw)
         if dw is None:
             return None, None
+        if ctx.gradient.rows is not None:
+            rows, dw = dw, dw.new_zeros(ctx.gradient.shape)
+            dw[ctx.gradient.rows] = rows
         tell(dw, GRADIENTS)
         return as_dtensor_like(dw, ctx.weight), None

@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from parallel.collectives import ONE_RANK, reduce_over_tp, start_all_gather, start_reduce_
 from parallel.deferred import Job
-from parallel.kept import KeptOutputs
+from parallel.kept import KeepsOutputs, KeptOutputs
 from parallel.layer import Layer, Pieces, TensorParallel
 from parallel.parameter import EMBEDDING, MATRIX, Normal, WeightSpec
 from parallel.weight_gradient import LinearProducts, WeightGradient, add_products
@@ -187,17 +187,27 @@ class RowParallelFunction(torch.autograd.Function):
         add = partial(add_products, [ctx.gradient], [matmul])
         if not ctx.gradient.is_deferred:
             (dw,) = add(x, dy)
-        elif gathers:
-            # Until the job runs, it keeps only this rank's part of dy, which it then gathers again.
-            # It is a copy, because dy itself also goes back along the residual stream.
-            held = (x.detach(), mine.clone())
-            ctx.gradient.defer(Job(add, held, (ONE_RANK, tp.group), tp.pieces))
         else:
-            ctx.gradient.defer(Job(add, (x.detach(), dy), (ONE_RANK, ONE_RANK)))
+            # Until the job runs, it keeps only this rank's part of dy, which it then gathers again.
+            gather_over = (ONE_RANK, tp.group if gathers else ONE_RANK)
+            ctx.gradient.defer(Job(add, (x.detach(), mine), gather_over, tp.pieces))
         return dx, None, None, None, None, dw
 
 
-class ColumnParallelLinear(Layer):
+class ParallelLinear(Layer):
+    """The base of the two linear layers with weight [out, in] that tp shards. `matmul` computes
+    their products."""
+
+    def __init__(self, tp: TensorParallel, matmul: LinearProducts) -> None:
+        super().__init__(tp)
+        self.matmul = matmul
+
+    def compute_with(self, matmul: LinearProducts) -> None:
+        """Let this object compute the products from now on."""
+        self.matmul = matmul
+
+
+class ColumnParallelLinear(KeepsOutputs, ParallelLinear):
     """A linear layer with weight [out, in], whose output rows are sharded over tp at the boundaries
     of `pieces`. `column_parallel` computes several such layers that read one input.
 
@@ -206,8 +216,6 @@ class ColumnParallelLinear(Layer):
     covers only this slice, and only the contribution of the rank's own query heads: it is a partial
     sum (parallel/partial.py).
     """
-
-    kept: KeptOutputs | None = None  # set if selective checkpointing keeps its outputs (kept.py)
 
     def __init__(
         self,
@@ -219,8 +227,7 @@ class ColumnParallelLinear(Layer):
         initial: Normal,
         copy_of: str | None = None,
     ) -> None:
-        super().__init__(tp)
-        self.matmul = matmul
+        super().__init__(tp, matmul)
         pieces.check(tp.size)
         shared = pieces.count < tp.size
         rows = None
@@ -253,7 +260,7 @@ def column_parallel(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, .
     return tuple(y)
 
 
-class RowParallelLinear(Layer):
+class RowParallelLinear(ParallelLinear):
     """A linear layer with weight [out, in], whose input columns are sharded over tp:
     x [S, B, in/tp] → [S/tp, B, out] (without sequence parallelism [S, B, out]), summed over tp."""
 
@@ -265,8 +272,7 @@ class RowParallelLinear(Layer):
         matmul: LinearProducts,
         initial: Normal,
     ) -> None:
-        super().__init__(tp)
-        self.matmul = matmul
+        super().__init__(tp, matmul)
         weight = WeightSpec(
             shape=(out_features, in_features),
             placement=Shard(1),

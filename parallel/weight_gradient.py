@@ -76,7 +76,7 @@ class WeightGradient:
 
     Args:
         shape: of this rank's part of the weight.
-        rows: of this part, those that products cover; None: all.
+        rows: of this part, those that gradients cover; None: all.
     """
 
     def __init__(self, shape: Sequence[int] = (), rows: slice | None = None) -> None:
@@ -111,25 +111,25 @@ class WeightGradient:
         self._jobs.append(job)
 
     def add(self, dw: Tensor, times: Tensor | None = None) -> Tensor | None:
-        """Hand over a gradient of the whole part, or dw · times for a scalar tensor. Nothing else
-        may refer to dw: it may become the sum."""
+        """Hand over a gradient, or dw · times for a scalar tensor. Nothing else may refer to dw: it
+        may become the sum."""
         if self.is_deferred:
             self.defer(Job(self.add, (dw,) if times is None else (dw, times)))
         elif self.dtype is not None:
-            self._add(dw, None, times)
+            self._add(dw, times)
         else:
             return dw if times is None else dw.mul_(times)
         return None
 
     def add_product(self, matmul: LinearProducts, dy: Tensor, x: Tensor) -> Tensor | None:
-        """Hand over dyᵀ · x of `rows`, for dy [..., F] and x [..., D]. It is not deferred: those of
-        layers that read one x are deferred together."""
+        """Hand over dyᵀ · x, for dy [..., F] and x [..., D]. It is not deferred: those of layers
+        that read one x are deferred together."""
         if self.dtype is None:
             return matmul.weight_gradient(dy, x)
         if not self.adds:
-            self._add(matmul.weight_gradient(dy, x), self.rows)
+            self._add(matmul.weight_gradient(dy, x))
             return None
-        begun = self._begun(self.rows, dy)
+        begun = self._begun(dy)
         total = matmul.add_weight_gradient(dy, x, begun, self.dtype)
         if begun is None:
             self._begin(total)
@@ -144,20 +144,20 @@ class WeightGradient:
         dw = torch.ops.aten.embedding_dense_backward(dy, rows, self.shape[0], -1, False)
         return self.add(dw)
 
-    def _begun(self, rows: slice | None, like: Tensor) -> Tensor | None:
-        """The sum, or the `rows` of it, to which a gradient is added; a sum of some rows begins
-        with zeros (on the device of `like`). None: the gradient, the first, becomes the sum."""
+    def _begun(self, like: Tensor) -> Tensor | None:
+        """The `rows` of the sum, to which a gradient is added; a sum of some rows begins with zeros
+        (on the device of `like`). None: the gradient, the first, becomes the sum."""
         total = self.total
-        if rows is None:
+        if self.rows is None:
             return total
         if total is None:
             total = like.new_zeros(self.shape, dtype=self.dtype)
             self._begin(total)
-        return total[rows]
+        return total[self.rows]
 
-    def _add(self, dw: Tensor, rows: slice | None, times: Tensor | None = None) -> None:
+    def _add(self, dw: Tensor, times: Tensor | None = None) -> None:
         assert self.dtype is not None
-        begun = self._begun(rows, dw)
+        begun = self._begun(dw)
         if begun is None:
             dw = dw if times is None else dw.mul_(times)
             self._begin(dw.to(self.dtype))

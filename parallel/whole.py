@@ -29,16 +29,17 @@ class WholeWeight:
         assert dtype is not None
         self.sum = OwnPlace()
         layer.gradient.sum_in(self.sum, dtype)
-        if compute == self.master.dtype:
-            self.master.register_post_accumulate_grad_hook(self._absorb)
+        # all dtypes are equal: forward uses the master itself, and there is no copy to make or free
+        self.is_one = compute == self.master.dtype == dtype
 
     def begin(self) -> None:
         """Let forward see the weight in the compute dtype."""
-        if self.compute != self.master.dtype:
-            local = local_part(self.master.detach()).to(self.compute)
-            parameter = nn.Parameter(as_dtensor_like(local, self.master))
-            parameter.register_post_accumulate_grad_hook(self._absorb)
-            self.layer.weight = parameter
+        if self.is_one:
+            return
+        local = local_part(self.master.detach()).to(self.compute)
+        parameter = nn.Parameter(as_dtensor_like(local, self.master))
+        parameter.register_post_accumulate_grad_hook(self._absorb)
+        self.layer.use_weight(parameter)
 
     def _absorb(self, parameter: Tensor) -> None:
         """Add a gradient that autograd has put into the parameter: that of compiled code. All other
@@ -49,7 +50,7 @@ class WholeWeight:
 
     def end(self) -> None:
         """Free the copy, and make the sum the gradient of the master."""
-        self.layer.weight = self.master
+        self.layer.use_weight(self.master)
         total, self.sum.total = self.sum.total, None
         if total is not None:
             self.master.grad = as_dtensor_like(total.to(self.master.dtype), self.master)

@@ -57,7 +57,7 @@ CHANGES: dict[str, list[Change]] = {
         ("(scales * (1 + 2 * z_loss * row.lse) / row.total)",
          "(scales * (1 + z_loss * row.lse) / row.total)"),
     ],
-    "model/kernels/linear_cross_entropy.py": [
+    "model/linear_cross_entropy.py": [
         ("into=dw, dtype=exact(x.dtype))", "into=dw, dtype=x.dtype)"),
     ],
     "model/kernels/grouped_matmul.py": [
@@ -90,7 +90,7 @@ CHANGES: dict[str, list[Change]] = {
          "range(rank % self.count, rank % self.count + 1)"),
     ],
     "parallel/tensor.py": [
-        ("held = (x.detach(), mine.clone())", "held = (x.detach(), mine)"),
+        ("(None, tp.group if gathers else None)", "(None, None)"),
         ("gradient_is_partial=shared", "gradient_is_partial=False"),
     ],
     "parallel/context.py": [

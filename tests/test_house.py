@@ -10,8 +10,13 @@ import dataclasses
 import re
 import sys
 
+from torch import nn
+
 from model.config import ModelConfig
-from parallel.axes import AXES
+from model.transformer import Transformer
+from parallel.axes import AXES, MeshSizes
+from parallel.layer import TensorParallel
+from proofs.parity.cases import Case
 from settings.config import SECTIONS
 from settings.moved import MOVED
 from tests import ROOT
@@ -57,6 +62,42 @@ def forbidden(module: str, imported: set[str]) -> set[str]:
     outside = {"torch", *sys.stdlib_module_names}
     allowed = MAY_IMPORT.get(room, set()) | {room} | ROOT_FILES | outside
     return {name for name in imported if room_of(name) in house - allowed}
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+def attributes(stage: nn.Module) -> set[str]:
+    """The names of what the modules of a stage hold, without methods."""
+    found = set[str]()
+    for module in stage.modules():
+        found |= {*vars(module), *module._parameters, *module._modules}
+        for kind in set(type(module).__mro__) - set(nn.Module.__mro__):
+            found |= {name for name, value in vars(kind).items() if not callable(value)}
+    return {name for name in found - set(vars(nn.Module())) if not name.startswith("__")}
+
+
+def assigned_outside(tree: ast.AST, names: set[str]) -> set[str]:
+    """Which of `names` are assigned to, or deleted from, something else than self."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
+        if node.attr in names and ast.unparse(node.value) not in ("self", "ctx")
+    }
+
+
+def test_no_attribute_of_a_layer_is_assigned_outside_its_class() -> None:
+    """Control: a planted assignment is found. (Wrappers replace a method, `forward`, as torch's
+    own do.)"""
+    config = Case(MeshSizes(), router="sigmoid_bias", qk_norm=True).config().model
+    names = attributes(Transformer(config, range(2), True, True, TensorParallel()))
+    assert {"weight", "matmul", "gradient", "kept", "bias", "rotary"} <= names
+    rooms = [name for name in MODULES if room_of(name) in MAY_IMPORT]
+    found = {name: assigned_outside(MODULES[name], names) for name in rooms}
+    assert not {name: wrong for name, wrong in found.items() if wrong}
+    planted = "self.matmul = 1\nctx.tp = tp\nfor layer in layers:\n    layer.matmul, n = other, 2"
+    assert assigned_outside(ast.parse(planted), names) == {"matmul"}
 
 
 # --- imports --------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from benchmarks.gpu.operations import Case, draw, liger
 from benchmarks.gpu.timing import DEVICE, Work, compiled
-from model.kernels.linear_cross_entropy import linear_cross_entropy
+from model.linear_cross_entropy import linear_cross_entropy
 from model.matmul import Matmul
 
 HEAD, HEAD_PASS = "linear_cross_entropy", "forward + backward"

@@ -11,7 +11,6 @@ PyTorch implementation.
     attention.py              torch's own kernels of attention
     attention_choice.py       which of them runs, and why
     cross_entropy.py          the loss over a vocabulary that is sharded over tp
-    linear_cross_entropy.py   the head's projection and the loss, without all logits in memory
     multi_tensor.py           one launch over many tensors, used by the next two files
     gradient_norm.py          the norm of all gradients
     adamw.py                  clipping and the optimizer update

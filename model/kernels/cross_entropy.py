@@ -12,19 +12,18 @@ The second term, with c = `z_loss`, keeps the normaliser near 1 (PaLM: Chowdhery
 https://arxiv.org/abs/2204.02311, section 5). In one read-only pass over its columns, each rank
 computes three numbers per token: m and s of its columns, and z[y] if it holds the target's column
 (an online softmax: Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). One all-gather
-of these three gives every rank the numbers of the whole row.
+of these three gives every rank the numbers of the whole row (model/linear_cross_entropy.py).
 
-| pass       | reads  | writes                | bytes per bfloat16 logit | communication over tp |
-|------------|--------|-----------------------|--------------------------|-----------------------|
-| statistics | logits | 3 numbers per token   | 2 + 20 / columns         | all-gather of 3 · T   |
-| gradient   | logits | gradient, over logits | 4                        | none                  |
+| pass       | reads  | writes                | bytes per bfloat16 logit |
+|------------|--------|-----------------------|--------------------------|
+| statistics | logits | 3 numbers per token   | 2 + 20 / columns         |
+| gradient   | logits | gradient, over logits | 4                        |
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from model.kernels.backend import (
     accumulator,
@@ -37,7 +36,6 @@ from model.kernels.backend import (
     use_triton,
     warps_for,
 )
-from parallel.collectives import start_all_gather
 from tokens import IGNORE
 
 # Columns handled at once, by threads that handle 32 each. Of 8 such choices this one was among the
@@ -64,18 +62,6 @@ def merge(shards: Tensor) -> Normaliser:
     peaks, totals, target_logits = shards.unbind(1)
     peak = peaks.amax(0)
     return Normaliser(peak, (totals * (peaks - peak).exp()).sum(0), target_logits.sum(0))
-
-
-def normaliser(
-    logits: Tensor, targets: Tensor, first_row: int, group: ProcessGroup, kernels: str
-) -> Normaliser:
-    """Compute the statistics over the whole vocabulary from this rank's logits [T, V/tp], with one
-    all-gather of [3, T]."""
-    return merge(
-        start_all_gather(statistics(logits, targets, first_row, kernels), group)
-        .wait()
-        .unflatten(0, (-1, 3))
-    )
 
 
 def statistics(logits: Tensor, targets: Tensor, first_row: int, kernels: str) -> Tensor:
@@ -110,62 +96,6 @@ def gradient_over_logits_(
         )
     else:
         _gradient_reference_(logits, targets, row, scale, first_row, z_loss)
-
-
-class VocabParallelCrossEntropy(torch.autograd.Function):
-    """[T, V/tp] logits on each of tp ranks → the same scalar loss on all; the gradient overwrites
-    the logits.
-
-    For logits that exist in whole. The model's head computes them in pieces instead
-    (linear_cross_entropy.py).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        first_row: int,
-        group: ProcessGroup,
-        z_loss: float,
-        kernels: str,
-    ) -> Tensor:
-        row = normaliser(logits, targets, first_row, group, kernels)
-        ctx.save_for_backward(logits, targets, *row)
-        ctx.first_row, ctx.z_loss, ctx.kernels = first_row, z_loss, kernels
-        return token_losses(row, targets, z_loss).sum()
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        logits, targets, *row = ctx.saved_tensors
-        gradient = logits.detach()
-        gradient_over_logits_(
-            gradient, targets, Normaliser(*row), dloss, ctx.first_row, ctx.z_loss, ctx.kernels
-        )
-        return gradient, None, None, None, None, None
-
-
-def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    first_row: int,
-    group: ProcessGroup,
-    z_loss: float = 0.0,
-    kernels: str = "auto",
-) -> Tensor:
-    """The sum of the losses of all target tokens, a scalar in float32 (float64).
-
-    Args:
-        logits: [..., V/tp], this tp rank's columns, of which the first is row `first_row` of the
-            vocabulary. Backward overwrites them.
-        targets: [...] token ids of the whole vocabulary, or `IGNORE`.
-        group: the tp group.
-        z_loss: c above.
-        kernels: auto, triton or torch.
-    """
-    return VocabParallelCrossEntropy.apply(
-        logits.flatten(0, -2), targets.flatten(), first_row, group, z_loss, kernels
-    )
 
 
 def _statistics_reference(logits: Tensor, targets: Tensor, first_row: int) -> Tensor:

@@ -12,7 +12,7 @@ stage adds them up to the losses of the rows, a vector with an element for every
     all ranks   2.3  5.2  7.1  9.9  4.0  1.4          over pp, at the end
 
 A rank with a part of a sequence (cp) adds the losses of the targets that it holds. tp ranks compute
-the same vector: the normaliser of a token is gathered over tp as in training (cross_entropy.py).
+the same vector: the normaliser of a token is gathered over tp as in training.
 
 Rows are padded at their end. No position attends to a later one, so padding changes nothing. It
 repeats the row's own tokens, so that a router sends it to as many experts as text. Most rows are
@@ -32,8 +32,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from model.kernels.backend import cdiv, exact
-from model.kernels.cross_entropy import normaliser, token_losses
-from model.kernels.linear_cross_entropy import pieces_of, tokens_of_piece
+from model.kernels.cross_entropy import token_losses
+from model.linear_cross_entropy import normaliser, pieces_of, tokens_of_piece
 from model.transformer import Batch, Head, Transformer
 from parallel.collectives import ONE_RANK
 from parallel.context import ContextParallel
@@ -108,7 +108,7 @@ def losses_of_tokens(head: Head, x: Tensor, targets: Tensor) -> Tensor:
     [S/(cp·tp), B, D] with sequence parallelism, else [S/cp, B, D], and the targets [S/cp, B].
 
     Logits are computed piece by piece, of scored tokens only. Over tp, each piece gathers x with
-    sequence parallelism, and three numbers per token (cross_entropy.py).
+    sequence parallelism, and three numbers per token.
     """
     tp, weight, flat = head.tp, head.local_weight(), targets.flatten()
     losses = torch.zeros(len(flat), dtype=exact(x.dtype), device=x.device)

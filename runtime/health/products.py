@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from parallel.layer import Layer
+from parallel.tensor import ParallelLinear
 from parallel.weight_gradient import LinearProducts
 from training.step import TrainStep
 
@@ -25,7 +25,7 @@ Inputs = tuple[Tensor | None, ...]
 Around = Callable[[str, str, Compute, Inputs], Tensor]
 
 
-def linear_layers(train: TrainStep) -> dict[str, Layer]:
+def linear_layers(train: TrainStep) -> dict[str, ParallelLinear]:
     """This rank's layers whose products can be wrapped, by name."""
     if train.config.train.compile:
         return {}
@@ -33,19 +33,19 @@ def linear_layers(train: TrainStep) -> dict[str, Layer]:
         name: layer
         for stage in train.stages.values()
         for name, layer in stage.named_modules()
-        if isinstance(layer, Layer) and hasattr(layer, "matmul")
+        if isinstance(layer, ParallelLinear)
     }
 
 
-def wrap(layers: dict[str, Layer], around: Around) -> Callable[[], None]:
+def wrap(layers: dict[str, ParallelLinear], around: Around) -> Callable[[], None]:
     """Call `around` for each product of these layers. Returns a function that ends that."""
     before = {name: layer.matmul for name, layer in layers.items()}
     for name, layer in layers.items():
-        layer.matmul = _Wrapped(before[name], name, around)  # type: ignore[arg-type,assignment]
+        layer.compute_with(_Wrapped(before[name], name, around))
 
     def unwrap() -> None:
         for name, layer in layers.items():
-            layer.matmul = before[name]
+            layer.compute_with(before[name])
 
     return unwrap
 

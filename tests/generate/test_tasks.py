@@ -21,7 +21,7 @@ from torch import Tensor
 
 from errors import UserError
 from model.kernels.backend import cdiv
-from model.kernels.linear_cross_entropy import PIECE_BYTES
+from model.linear_cross_entropy import PIECE_BYTES
 from model.transformer import Head
 from parallel.axes import MeshSizes
 from proofs.parity.cases import BOS, SEED, SEQ_LEN, Case

@@ -13,7 +13,7 @@ from torch.nn import functional
 from benchmarks.gpu import operations, optimizer
 from benchmarks.gpu.kernels import list_cases
 from benchmarks.gpu.operations import FULL, SIZES, TINY
-from model.kernels import linear_cross_entropy
+from model import linear_cross_entropy
 from tests.gpu.checks import check, wrong
 from tests.planted import planted
 

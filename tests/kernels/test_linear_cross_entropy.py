@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from model.kernels.backend import cdiv, why_not_triton
-from model.kernels.linear_cross_entropy import linear_cross_entropy
+from model.linear_cross_entropy import linear_cross_entropy
 from model.matmul import Matmul
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh

@@ -1,26 +1,20 @@
 """Communication is part of the specification: for each pass and mesh axis, the number of
 collectives and their bytes."""
 
-import math
 from itertools import product
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from model.kernels.cross_entropy import vocab_parallel_cross_entropy
 from model.transformer import Head
 from parallel.axes import MeshSizes
 from parallel.data import fsdp_modules
-from parallel.mesh import build_mesh
-from parallel.placement import chunk_range
 from proofs.parity.cases import BATCH, SEQ_LEN, Case
 from runtime.start.topology import tp_bytes_per_step
 from tests.counting import B, Listener, S, one_block
 from tests.proofs.parity_tiers import thorough_but
 from tests.steps import make_step, rows_of
-from tokens import IGNORE
 
 DOUBLE = 8  # bytes of a float64
 
@@ -64,41 +58,6 @@ def test_a_block_on_one_rank_is_silent(ranks):
     for sequence_parallel in (True, False):
         case = Case(MeshSizes(), sequence_parallel=sequence_parallel, tp_pieces=2)
         assert ranks.run(one_block, 1, case) == [({}, {})]
-
-
-def loss_of(vocab):
-    """The collectives and the largest tensor in forward and backward of the loss over `vocab`
-    columns, and the loss."""
-    mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
-    columns = chunk_range(vocab, mesh.tp.size, mesh.tp.rank)
-    torch.manual_seed(0)
-    logits = (
-        torch.randn(S, B, vocab, dtype=torch.float64)[..., columns.start : columns.stop]
-        .contiguous()
-        .requires_grad_()
-    )
-    targets = torch.arange(S * B).view(S, B) * 31 % vocab
-    targets[0, 0] = IGNORE
-    with Listener(mesh) as listener:
-        loss = vocab_parallel_cross_entropy(logits * 1.0, targets, columns.start, mesh.tp.group)
-        loss.backward()
-    return listener.count(), listener.largest, loss.item()
-
-
-def test_loss_talks_about_tokens_not_logits(ranks):
-    """The loss all-gathers three numbers per token and rank (maximum, sum and target logit,
-    [3, T]) and communicates nothing in backward. No rank ever creates a tensor of shape [T, V]."""
-    vocab, tokens, tp = 1001, S * B, 4
-    results = ranks.run(loss_of, tp, vocab)
-    for collectives, largest, loss in results:
-        assert collectives == {"all_gather": (1, tp * 3 * tokens * DOUBLE)}
-        assert largest <= tokens * math.ceil(vocab / tp)
-        assert loss == results[0][2]
-    ((_, largest_alone, loss_alone),) = ranks.run(loss_of, 1, vocab)
-    assert largest_alone == tokens * vocab, (
-        "the listener would see a tensor of [T, V] if there were one"
-    )
-    assert results[0][2] == pytest.approx(loss_alone, rel=1e-13)
 
 
 def one_step(case):

@@ -151,11 +151,11 @@ def gradients(case, microbatches, rounded=False):
     before they are added."""
     add = WeightGradient._add
 
-    def round_first(self, dw, rows, times=None):
-        add(self, dw.bfloat16(), rows, times)
+    def round_first(self, dw, times=None):
+        add(self, dw.bfloat16(), times)
 
     def product(self, matmul, dy, x):
-        self._add(matmul.weight_gradient(dy, x), self.rows)
+        self._add(matmul.weight_gradient(dy, x))
 
     case = replace(case, num_microbatches=microbatches)
     rounding = patch.multiple(WeightGradient, _add=round_first, add_product=product)

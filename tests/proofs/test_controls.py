@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-import model.kernels.linear_cross_entropy
+import model.linear_cross_entropy
 import model.positions
 import parallel.deferred
 import parallel.pipeline.runner
@@ -124,10 +124,10 @@ MISTAKES = {
          *((replace(case, tie_embeddings=True), PARTIAL, "embedding.weight")
            for case in (ONE, PP, replace(PP, schedule="zb_v", stages_per_rank=2)))),
     "softmax over own columns":
-        (model.kernels.linear_cross_entropy, "normaliser", softmax_over_own_columns,
+        (model.linear_cross_entropy, "normaliser", softmax_over_own_columns,
          (TP, {"gradient", "loss"}, "")),
     "the head takes a rank's rows for one contiguous part of the sequence":
-        (model.kernels.linear_cross_entropy, "by_rank",
+        (model.linear_cross_entropy, "by_rank",
          lambda by_rank, x, ranks, pieces: by_rank(x, ranks, 1),
          (replace(TP, tp_pieces=2), {"gradient", "loss"}, "")),
     "jobs gather x and dy in the order of the ranks":

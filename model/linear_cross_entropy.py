@@ -48,7 +48,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from model.kernels.backend import cdiv, exact
-from model.kernels.cross_entropy import gradient_over_logits_, normaliser, token_losses
+from model.kernels.cross_entropy import (
+    Normaliser,
+    gradient_over_logits_,
+    merge,
+    statistics,
+    token_losses,
+)
 from parallel.collectives import ONE_RANK, Pending, by_rank, start_all_gather, start_reduce_
 from parallel.weight_gradient import TO_AUTOGRAD, LinearProducts, WeightGradient
 
@@ -119,6 +125,18 @@ class LinearCrossEntropy(torch.autograd.Function):
         if dw is not None:  # to the sum itself: autograd would round it to bfloat16
             dw = ctx.gradient.add(dw, times=dloss)
         return dx, dw, *[None] * 11
+
+
+def normaliser(
+    logits: Tensor, targets: Tensor, first_row: int, group: ProcessGroup, kernels: str
+) -> Normaliser:
+    """Compute the statistics over the whole vocabulary from this rank's logits [T, V/tp], with one
+    all-gather of [3, T]."""
+    return merge(
+        start_all_gather(statistics(logits, targets, first_row, kernels), group)
+        .wait()
+        .unflatten(0, (-1, 3))
+    )
 
 
 def pieces_of(
@@ -192,7 +210,7 @@ def linear_cross_entropy(
         vocab_size: V. All ranks divide the tokens alike, by the bytes of the widest rank's logits.
         sequence_pieces: the pieces into which sequence parallelism cuts the sequence
             (parallel/collectives.py).
-        z_loss, kernels: as in cross_entropy.py.
+        z_loss, kernels: as in model/kernels/cross_entropy.py.
         piece_bytes: bytes of one piece's logits; None: the default for the device.
         gradient: the weight's (parallel/weight_gradient.py). If those of micro-batches are added
             there, dw stays in float32 until then.
