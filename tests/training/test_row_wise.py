@@ -19,19 +19,8 @@ from proofs.parity.run import assemble, error_of, expected, run_on_ranks
 from runtime.checkpoint.verify import verify_checkpoint
 from runtime.metrics.memory_report import held_bytes
 from settings.load import load_config
+from tests import runs
 from tests.counting import Listener
-from tests.runs import (
-    checkpoint_of,
-    copy_of,
-    forget_last,
-    global_state,
-    losses,
-    same_tensors,
-    step_of,
-    stored_tensors,
-    train_run,
-    write_config,
-)
 from tests.training.row_wise import Optimizer
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory
@@ -61,8 +50,8 @@ def with_rows(function, *arguments):
 def weights_after(ranks, case, how=row_wise):
     """All weights after three steps, the same in every replica."""
     shapes = {name: weight.shape for name, weight in expected(case, 0).weights.items()}
-    runs = ranks.run(run_on_ranks, case.world, case, 3, how)
-    whole, spread = assemble([run.final_weights for run in runs], shapes)
+    found = ranks.run(run_on_ranks, case.world, case, 3, how)
+    whole, spread = assemble([run.final_weights for run in found], shapes)
     assert spread == 0.0
     return whole
 
@@ -89,30 +78,20 @@ def test_the_steps_are_those_of_one_device(ranks, case, how, right):
 
 @pytest.fixture(scope="module")
 def saved(ranks, data, tmp_path_factory):
-    """A run of 4 steps on tp 2 × dp 2, saved after steps 2 and 4."""
+    """A run of 4 steps on tp 2 × dp 2, saved after the last."""
     folder = tmp_path_factory.mktemp("rows")
-    parallel = {"tp": 2, "dp_shard": 2}
-    sections = {"train": {"steps": 4}, "checkpoint": {"interval": 2}}
-    config = write_config(folder, data, parallel=parallel, **sections)
-    assert ranks.run(with_rows, 4, train_run, [config]) == [""] * 4
+    sections = {"train": {"steps": 4}, "checkpoint": {"interval": 4}}
+    config = runs.write_config(folder, data, parallel={"tp": 2, "dp_shard": 2}, **sections)
+    assert ranks.run(with_rows, 4, runs.train_run, [config]) == [""] * 4
     return folder
-
-
-def test_a_run_is_resumed_bit_for_bit(ranks, saved, tmp_path):
-    config, _ = copy_of(saved, tmp_path)
-    forget_last(tmp_path)
-    assert ranks.run(with_rows, 4, train_run, [config]) == [""] * 4
-    assert losses(tmp_path) == losses(saved)
-    ours, theirs = (stored_tensors(checkpoint_of(folder, 4)) for folder in (tmp_path, saved))
-    assert same_tensors(ours, theirs)
 
 
 @pytest.mark.parametrize("overrides", [["parallel.tp=1", "parallel.pp=2"], ["parallel.tp=4"]])
 def test_another_layout_loads_the_same_bits(ranks, saved, overrides):
-    path = checkpoint_of(saved, 4)
+    path = runs.checkpoint_of(saved, 4)
     arguments = [str(saved / "config.yaml"), *overrides, "parallel.dp_shard=-1"]
-    state = ranks.run(with_rows, 4, global_state, arguments, str(path))[0]
-    assert same_tensors(state, stored_tensors(path))
+    state = ranks.run(with_rows, 4, runs.global_state, arguments, str(path))[0]
+    assert runs.same_tensors(state, runs.stored_tensors(path))
     tensors = verify_checkpoint(path).tensors
     for name, (dtype, shape) in tensors.items():
         if name.endswith(".row"):
@@ -125,7 +104,7 @@ def test_another_layout_loads_the_same_bits(ranks, saved, overrides):
 
 def held_and_planned(arguments):
     """What a rank holds, and what an update sends; and both as they are planned."""
-    step = step_of(arguments)
+    step = runs.step_of(arguments)
     for each in step.weights:
         each.parameter.grad = torch.zeros_like(each.parameter)
     with Listener(step.mesh) as listener:

@@ -10,8 +10,6 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from torch.distributed.tensor import Shard
-
 from costs.recorder import Phase
 from costs.summary import blocks
 from costs.units import EMBEDDING, HEAD, LocalWeight, Sums, Unit, kinds_of_layers, unit
@@ -29,7 +27,7 @@ from parallel.pipeline.actions import (
     stage_ranks,
 )
 from parallel.pipeline.schedules import build_schedule
-from parallel.placement import chunk_range
+from parallel.placement import chunk_range, dim_of
 from parallel.weight_gradient import sum_dtype
 from settings.config import Config
 from settings.precision import Precision
@@ -96,8 +94,8 @@ class Gathered:
     def parts(self, ranks: int, rank: int) -> Iterator[tuple[LocalWeight, list[int]]]:
         """Each weight, with the shape of the part that rank `rank` of `ranks` keeps of it."""
         for weight in self.weights:
-            shape, dim = list(weight.shape), sharded_dimension(weight.shape, ranks)
-            shape[dim] = len(chunk_range(shape[dim], ranks, rank))
+            shape, cut = list(weight.shape), sharded_dimension(weight.shape, ranks)
+            shape[cut] = len(chunk_range(shape[cut], ranks, rank))
             yield weight, shape
 
     def cut_within(self, ranks: int) -> int:
@@ -248,7 +246,7 @@ class Layout:
         shards, inner = self.sharding[is_expert].shards, "ep" if is_expert else "tp"
         if shards > 1 and sharded_dimension(weight.shape, shards) not in dims:
             yield FSDP_AXES[is_expert][1]
-        cut = isinstance(placement, Shard) and placement.dim not in dims
+        cut = not placement.is_replicate() and dim_of(placement) not in dims
         if cut and getattr(self.sizes, inner) > 1:
             yield inner
 
