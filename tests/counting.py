@@ -52,11 +52,10 @@ class Listener(TorchDispatchMode):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
         self.axes = {dist.group.WORLD.group_name: "world", mesh.loss.group.group_name: "loss"}
-        views = {axis: view for axis, view in mesh.views.items() if axis != "batch"}
         self.axes |= {
             view.group.group_name: axis
-            for axis, view in reversed(views.items())
-            if axis != "loss" and view.size > 1
+            for axis, view in reversed(mesh.views.items())
+            if axis not in ("batch", "loss") and view.size > 1
         }
         self.collectives: list[Seen] = []
         self.operations: Counter[str] = Counter()
@@ -130,15 +129,12 @@ def one_block(case):
     config = case.config()
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     torch.manual_seed(0)
-    block = (
-        Block(config.model, 0, TensorParallel.of(mesh, case.sequence_parallel, case.tp_pieces))
-        .to(torch.float64)
-        .to_empty(device="cpu")
-    )
+    tp = TensorParallel.of(mesh, case.sequence_parallel, case.tp_pieces)
+    block = Block(config.model, 0, tp).to(torch.float64).to_empty(device="cpu")
     with torch.no_grad():
         for p in block.parameters():
             p.to_local().normal_()
-    rows = S // mesh.tp.size if case.sequence_parallel else S
+    rows = S // tp.size if case.sequence_parallel else S
     x = torch.randn(rows, B, config.model.dim, dtype=torch.float64, requires_grad=True)
     positions = BatchPositions(torch.arange(S).unsqueeze(1), None, torch.float64, ContextParallel())
     inputs = block.attention.inputs(positions)

@@ -28,7 +28,8 @@ def test_ranks_share_the_sequence_and_the_work(size):
     parts = [cp.chunks(length) for cp in layouts(size)]
     assert sorted(i for part in parts for chunk in part for i in chunk) == list(range(length))
     seen = {sum(len(chunk) * (chunk.stop + chunk.start + 1) / 2 for chunk in p) for p in parts}
-    assert len({sum(map(len, part)) for part in parts}) == len(seen) == 1
+    assert {sum(map(len, part)) for part in parts} == {layouts(size)[0].local_length(length)}
+    assert len(seen) == 1
     assert [len(part) for part in parts] == [2] * (size - 1) + [1]
     # Control: of contiguous parts, the last has more work than the mean, unless it is the only one.
     last = chunk_range(length, size, size - 1)
