@@ -223,7 +223,10 @@ def test_local_links_lead_somewhere() -> None:
 def test_commands_and_keys_in_the_text_exist() -> None:
     targets = re.findall(r"^([a-z-]+):(?!=)", MAKEFILE, re.MULTILINE)
     kinds = {name.rpartition(".")[0] for name in KEYS if name.count(".") > 1}
-    keys = KEYS | kinds | MOVED.keys()
+    recipes = "".join(file.read_text() for file in (ROOT / "docs/recipes").glob("*.patch"))
+    keys = (
+        KEYS | kinds | MOVED.keys() | {*re.findall(r'^\+@section\("(.+)"\)', recipes, re.MULTILINE)}
+    )
     ends = ("py", "json", "yaml", "safetensors")
     keys |= {f"{section}.{end}" for section in SECTIONS for end in ends}
     for name, text in DOCUMENTS.items():
