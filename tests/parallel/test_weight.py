@@ -5,6 +5,7 @@ import weakref
 
 import torch
 
+from parallel.collectives import ONE_RANK
 from parallel.deferred import Job, run_jobs
 from parallel.weight_gradient import OwnPlace, WeightGradient, deferring
 
@@ -13,7 +14,7 @@ class LoggedJob(Job):
     """A job that logs the number of live jobs when it starts and when it finishes."""
 
     def __init__(self, alive, log):
-        super().__init__(torch.numel, [torch.zeros(3)], gather_over=[None])
+        super().__init__(torch.numel, [torch.zeros(3)], gather_over=[ONE_RANK])
         self.alive, self.log = alive, log
         alive.add(self)
 
