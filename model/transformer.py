@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from model.attention import make_attention
 from model.config import ModelConfig
 from model.documents import Documents
+from model.experts import Experts
 from model.feed_forward import make_feed_forward
 from model.kernels.linear_cross_entropy import linear_cross_entropy
 from model.matmul import Matmul
@@ -193,7 +194,8 @@ def num_active_parameters(config: ModelConfig) -> int:
     def active(each: NamedWeight) -> int:
         if each.spec.sharded_over != "fsdp_ep":
             return each.numel
-        return each.numel // config.num_experts * config.experts_per_token
+        experts = config.of(Experts)
+        return each.numel // experts.count * experts.per_token
 
     return _count(config, active)
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from model.experts import Experts
 from model.router import Account, BaseRouter, bias_name, routers_of
 from model.transformer import Transformer
 from parallel.axes import WEIGHT_AXES
@@ -74,7 +75,7 @@ class Balance:
     def sum_over_ranks(self) -> Loads:
         """The loads since `begin`."""
         model, accounts = self.config.model, self._accounts()
-        shape = model.num_layers, model.num_experts
+        shape = model.num_layers, model.of(Experts).count
         counts = torch.zeros(shape, dtype=torch.int64, device=self.mesh.device)
         losses = torch.zeros(2, dtype=Precision.of(self.config).exact, device=self.mesh.device)
         for layer, account in accounts.items():

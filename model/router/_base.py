@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from model.config import ModelConfig
+from model.experts import Experts
 from parallel.deferred import WeightGradientQueue, deliver
 from parallel.expert import ExpertParallel, Routes, TokenDispatch, find_routes
 from parallel.layer import Layer, TensorParallel
@@ -94,13 +95,13 @@ class BaseRouter(Layer):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ep: ExpertParallel) -> None:
         super().__init__(tp)
-        self.config, self.ep = config, ep
-        self.num_experts, self.k = config.num_experts, config.experts_per_token
+        self.experts, self.ep = config.of(Experts), ep
+        self.num_experts, self.k = self.experts.count, self.experts.per_token
         # [X] float32, equal on all ranks; training/balance.py changes it. None: zeros.
         self.bias: Tensor | None = None
         self.account: Account | None = None  # set in a training run
         weight = WeightSpec(
-            shape=(config.num_experts, config.dim),
+            shape=(self.num_experts, config.dim),
             placement=Replicate(),
             initial=Normal(config.init_std),
             group=MATRIX,
@@ -131,11 +132,11 @@ class BaseRouter(Layer):
         weight, destination = self.local_weight(), self.destination()
         logits = RouterScores.apply(x.flatten(0, 1), weight, exact, self.queue, destination)
         routes = dispatch.once(lambda: self.find(logits, x.shape[1]))
-        weights = self.weigh(logits, routes.chosen) * self.config.router_scale
+        weights = self.weigh(logits, routes.chosen) * self.experts.router_scale
         if self.account is not None and torch.is_grad_enabled():
             losses = self.losses(logits, routes, self.account.global_sequences)
             dispatch.once(lambda: self.count(self.account, routes, losses))
-            if self.config.has_router_losses:
+            if self.experts.has_router_losses:
                 weights = AddLoss.apply(weights, losses.sum())
         return weights, routes
 
@@ -143,12 +144,12 @@ class BaseRouter(Layer):
     def find(self, logits: Tensor, sequences: int) -> Routes:
         """The routes of the experts that each token prefers."""
         chosen = self.preferences(logits).topk(self.k).indices
-        whole = self.config.router_aux_weight > 0
+        whole = self.experts.router_aux_weight > 0
         return find_routes(chosen, sequences, self.num_experts, self.ep, whole)
 
     def losses(self, logits: Tensor, routes: Routes, global_sequences: int) -> Tensor:
         """The two losses of this rank's tokens, [2]."""
-        config, balance, z = self.config, logits.new_zeros(()), logits.new_zeros(())
+        config, balance, z = self.experts, logits.new_zeros(()), logits.new_zeros(())
         length = len(logits) // len(routes.counts) * self.ep.parts  # S
         if routes.sequence_counts is not None:
             f = routes.sequence_counts.to(logits.dtype) * (self.num_experts / (self.k * length))

@@ -7,6 +7,7 @@ computes with the tokens that chose it, whose weights are multiplied with its re
 import torch
 from torch import Tensor, nn
 
+from model import experts
 from model.config import ModelConfig
 from model.router import sigmoid_bias
 
@@ -36,36 +37,37 @@ class Stacked(nn.Module):
 class Experts(nn.Module):
     """Map x [B, S, D] to the same shape."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.config, dim, width = config, config.dim, config.expert_width
-        self.router = nn.Linear(dim, config.num_experts, bias=False)
+        self.model, dim, width = model, model.dim, model.expert_width
+        self.config = config = model.of(experts.Experts)
+        self.router = nn.Linear(dim, config.count, bias=False)
         self.experts = nn.Module()
-        self.experts.gate = Stacked(config.num_experts, width, dim)
-        self.experts.up = Stacked(config.num_experts, width, dim)
-        self.experts.down = Stacked(config.num_experts, dim, width)
-        shared = config.num_shared_experts
+        self.experts.gate = Stacked(config.count, width, dim)
+        self.experts.up = Stacked(config.count, width, dim)
+        self.experts.down = Stacked(config.count, dim, width)
+        shared = config.num_shared
         self.shared = FeedForward(dim, shared * width) if shared else None
-        self.bias = torch.zeros(config.num_experts)  # float32
+        self.bias = torch.zeros(config.count)  # float32
         self.losses = torch.zeros(2)  # of the last forward: balance, z
         self.choices = torch.empty(0)  # [B, S, k], ascending
 
     def forward(self, batch: Tensor) -> Tensor:
         config, x = self.config, batch.flatten(0, 1)  # [T, D]
         logits = self.router(x)  # [T, X]
-        if config.router == "sigmoid_bias":
+        if self.model.router == "sigmoid_bias":
             scores = torch.sigmoid(logits)
             preferred, probabilities = scores + self.bias, scores / scores.sum(1, keepdim=True)
         else:
             scores = torch.exp(logits - logits.max(1, keepdim=True).values)
             preferred, probabilities = logits, scores / scores.sum(1, keepdim=True)
         ranks = preferred.detach().argsort(dim=1, descending=True, stable=True).argsort(1)
-        is_chosen = ranks < config.experts_per_token
-        weights = (probabilities if config.router == "softmax" else scores) * is_chosen
-        if config.router != "softmax":
+        is_chosen = ranks < config.per_token
+        weights = (probabilities if self.model.router == "softmax" else scores) * is_chosen
+        if self.model.router != "softmax":
             weights = weights / weights.sum(1, keepdim=True)
         y = torch.zeros_like(x)
-        for e in range(config.num_experts):
+        for e in range(config.count):
             mine = is_chosen[:, e].nonzero().flatten()
             rows = x[mine]
             gate = rows @ self.experts.gate.weight[e].t()
@@ -76,20 +78,20 @@ class Experts(nn.Module):
             y = y + self.shared(x)
 
         by_sequence = is_chosen.unflatten(0, batch.shape[:2])  # [B, S, X]
-        share = by_sequence.double().mean(1) * config.num_experts / config.experts_per_token
+        share = by_sequence.double().mean(1) * config.count / config.per_token
         mean = probabilities.unflatten(0, batch.shape[:2]).mean(1)
         z = torch.logsumexp(logits, 1).square().mean()
         balance = (share * mean).sum(1).mean()
         self.losses = torch.stack([config.router_aux_weight * balance, config.router_z_weight * z])
-        self.choices = by_sequence.nonzero()[:, 2].view(*batch.shape[:2], config.experts_per_token)
+        self.choices = by_sequence.nonzero()[:, 2].view(*batch.shape[:2], config.per_token)
         return y.view_as(batch)
 
     def update_bias(self) -> None:
-        if self.config.router != "sigmoid_bias":
+        if self.model.router != "sigmoid_bias":
             return
-        counts = torch.bincount(self.choices.flatten(), minlength=self.config.num_experts).double()
+        counts = torch.bincount(self.choices.flatten(), minlength=self.config.count).double()
         below = torch.sign(counts.mean() - counts).float()
-        rate = self.config.of(sigmoid_bias.Settings).bias_rate
+        rate = self.model.of(sigmoid_bias.Settings).bias_rate
         self.bias = self.bias + torch.tensor(rate) * below
 
 

@@ -32,6 +32,7 @@ from typing import Any
 
 from costs.collectives import Call
 from costs.units import LocalWeight, Unit
+from model.experts import Experts
 from parallel.pipeline.lower import need_of, result_of
 from tools.plan.layout import SHARDED_OVER, Gathered, Layout, gathered
 
@@ -128,9 +129,10 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
     add(loss, sizes.dp * sizes.cp, layout.exact)
     add("pp", sizes.pp, layout.exact)
     add(world, layout.world, 8)  # squares: float64
-    if (model := layout.config.model).has_experts:  # training/balance.py
+    model = layout.config.model
+    if experts := model.find(Experts):  # training/balance.py
         for axis, size in ((loss, sizes.dp * sizes.cp), ("tp", sizes.tp), ("pp", sizes.pp)):
-            add(axis, size, 8 * model.num_layers * model.num_experts)
+            add(axis, size, 8 * model.num_layers * experts.count)
             add(axis, size, 2 * layout.exact)
 
     def local(units: Iterable[Unit], which: Callable[[LocalWeight], bool]) -> int:

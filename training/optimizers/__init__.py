@@ -3,7 +3,8 @@ whose class `Optimizer` is used.
 
     adamw.py   AdamW, in one launch for all weights; can round stochastically, for bfloat16
 
-To add an optimizer, add a file here; nothing else changes. Its `state_names` list the tensors that
+To add an optimizer, add a file here; nothing else changes. Settings that only it reads are declared
+in it (declare.py). Its `state_names` list the tensors that
 it keeps for each weight; checkpoints, the memory report and the planner read them.
 """
 
