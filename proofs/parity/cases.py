@@ -73,7 +73,7 @@ class Case:
     num_shared_experts: int = 0
     num_dense_layers: int = 0
     router_losses: bool = False
-    settings: tuple[Any, ...] = ()  # of kinds of layers: objects of their class `Settings`
+    keys: tuple[tuple[str, object], ...] = ()  # more keys of the section `model`, with values
     # or "triton": interpreted kernels are slow, so they have separate cases (chosen.py)
     kernels: str = "torch"
 
@@ -139,8 +139,7 @@ class Case:
 
     def _model(self) -> dict[str, Any]:
         """The options of the model."""
-        given = self._keys_of(ModelConfig)
-        given |= {each.section.removeprefix("model."): each for each in self.settings}
+        given = self._keys_of(ModelConfig) | dict(self.keys)
         if self.router is None:
             return given | {"router": ModelConfig.router}
         has_kinds = self.feed_forward != Case.feed_forward  # given, to be mixed with others

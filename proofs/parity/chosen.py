@@ -61,7 +61,7 @@ def context_cases() -> list[Case]:
             MeshSizes(dp_shard=2, cp=2),
             zero_stage=3,
             attention=("sliding_window", "causal"),
-            settings=(sliding_window.Settings(window=5),),
+            keys=(("sliding_window", sliding_window.Settings(window=5)),),
         ),
         Case(MeshSizes(dp_replicate=2, cp=2), zero_stage=0, tie_embeddings=True),
         Case(MeshSizes(dp_replicate=2, dp_shard=2, cp=2), zero_stage=2, cpu_offload=True),

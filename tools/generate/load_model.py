@@ -113,8 +113,8 @@ def find(folder: Path, tp: int) -> Path:
             raise UserError("--checkpoint", str(folder), why, remedy) from None
     if not fits(config, tp):
         what = f"{config.num_heads} query and {config.num_kv_heads} key/value heads"
-        if number_of_experts(config) % tp:
-            what = f"{number_of_experts(config)} experts"
+        if (count := (config.find(Experts) or Experts()).count) % tp:
+            what = f"{count} experts"
         why = f"its {what} cannot be split evenly over this many processes"
         remedy = f"choose one of {[n for n in range(1, 65) if fits(config, n)]}"
         raise UserError("--nproc-per-node", tp, why, remedy)
@@ -127,13 +127,7 @@ def fits(config: ModelConfig, tp: int) -> bool:
         check_tp(config, tp)
     except UserError:
         return False
-    return number_of_experts(config) % tp == 0
-
-
-def number_of_experts(config: ModelConfig) -> int:
-    """0: the model has none."""
-    found = config.find(Experts)
-    return found.count if found else 0
+    return (config.find(Experts) or Experts()).count % tp == 0
 
 
 def empty_model(config: ModelConfig, dtype: torch.dtype, device: str) -> Transformer:

@@ -10,6 +10,7 @@ both are equal if router_aux_weight = router_aux_loss_coef · k / layers with ex
 """
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from errors import UserError
@@ -79,32 +80,28 @@ def architecture_with_experts(model: ModelConfig) -> str:
     """The architecture that computes what `model`, which has experts, computes. Raises UserError if
     there is none."""
 
-    def refuse(key: str, value: Any, why: str, change: str) -> None:
+    def refuse(key: str, why: str, change: str) -> None:
         remedy = f"keep the checkpoint, which tools.generate reads; or train a model with {change}"
-        raise UserError(f"model.{key}", value, why, remedy)
+        raise UserError(f"model.{key}", attrgetter(key)(model), why, remedy)
 
     experts, renormalised = model.of(Experts), "model.router=softmax_renormalised"
     if model.router not in ROUTERS:
-        why = "their experts are chosen by softmax, without a bias"
-        refuse("router", model.router, why, renormalised)
-    if number := experts.num_shared:
-        key, why = "experts.num_shared", "their experts are all chosen, none is shared"
-        refuse(key, number, why, f"model.{key}=0")
+        refuse("router", "their experts are chosen by softmax, without a bias", renormalised)
+    if experts.num_shared:
+        why = "their experts are all chosen, none is shared"
+        refuse("experts.num_shared", why, "model.experts.num_shared=0")
     if experts.router_scale != 1:
-        key, why = "experts.router_scale", "their router's weights are not scaled"
-        refuse(key, experts.router_scale, why, f"model.{key}=1.0")
+        why = "their router's weights are not scaled"
+        refuse("experts.router_scale", why, "model.experts.router_scale=1.0")
     if model.qk_norm:
         return QWEN3_MOE
     mixtral, other = "without model.qk_norm it would be a Mixtral, whose", "model.qk_norm=true, "
     other += "which makes it a Qwen3-MoE"
     if not ROUTERS[model.router]:
-        why = f"{mixtral} router's weights add up to 1"
-        refuse("router", model.router, why, f"{renormalised}, or {other}")
+        refuse("router", f"{mixtral} router's weights add up to 1", f"{renormalised}, or {other}")
     if dense_layers(model):
-        key, value = "feed_forward", model.feed_forward
-        if experts.num_dense_layers:
-            key, value = "experts.num_dense_layers", experts.num_dense_layers
-        refuse(key, value, f"{mixtral} layers all have experts", other)
+        key = "experts.num_dense_layers" if experts.num_dense_layers else "feed_forward"
+        refuse(key, f"{mixtral} layers all have experts", other)
     return MIXTRAL
 
 

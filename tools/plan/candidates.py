@@ -197,8 +197,8 @@ def _cp_sizes(config: Config, world: int) -> list[int]:
 
 def _ep_sizes(config: Config, world: int) -> list[int]:
     """The sizes of ep that divide the world and the number of experts."""
-    experts = config.model.find(Experts)
-    return _divisors(math.gcd(world, experts.count)) if experts else [1]
+    experts = config.model.find(Experts) or Experts(count=1)
+    return _divisors(math.gcd(world, experts.count))
 
 
 def _takes(model: ModelConfig, tp: int) -> bool:
