@@ -56,6 +56,7 @@ def _at_home(path: str) -> str:
 Count = Annotated[int, between(1, LARGEST)]
 Whole = Annotated[int, between(0, LARGEST)]
 Share = Annotated[float, Field(gt=0, le=1e30)]
+Width = Annotated[int, between(1, 2**20)]  # of a layer
 # Text for the file system, logs and shell tools: one line, without control characters.
 Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
 NonEmpty = Annotated[Text, Field(min_length=1)]
@@ -117,36 +118,40 @@ class WithKinds:
             cls.__annotations__[kind] = Any
             setattr(cls, kind, None)
 
+    def find(self, settings: type[T]) -> T | None:
+        """The settings of a selected kind, by the class that its file declares; None: it is not
+        selected."""
+        return next((own for own in vars(self).values() if isinstance(own, settings)), None)
+
     def of(self, settings: type[T]) -> T:
-        """The settings of a selected kind, by the class that its file declares."""
-        found = [value for value in vars(self).values() if isinstance(value, settings)]
-        assert found, f"no selected kind has {settings.__module__}.{settings.__name__}"
-        return found[0]
+        """The settings of a kind that is selected."""
+        found = self.find(settings)
+        assert found is not None, f"no selected kind has {settings.__module__}.{settings.__name__}"
+        return found
 
     def doubts(self) -> list[str]:
         """What a start warns of: the `doubts` of the settings that have any."""
         found = [value for value in vars(self).values() if hasattr(value, "doubts")]
         return [doubt for each in found for doubt in each.doubts()]
 
-    def select(self, **selected: Collection[str]) -> None:
-        """Make the settings of the kinds that each key selects. Raises UserError if there is no
-        such kind, or if one that is not selected has a setting other than its default."""
-        for key, folder in self.folders.items():
-            known = kinds_in(folder)
-            if not set(selected[key]) <= set(known):
-                name, value = f"{self.section}.{key}", getattr(self, key)
-                raise UserError(name, value, "there is no such kind", f"choose from {known}")
-            for kind in known:
-                given, is_used = getattr(self, kind), kind in selected[key]
-                name, made = f"{self.section}.{kind}", None
-                if given is not None or is_used:
-                    made = _made(name, given, settings_class(folder, kind))
-                if made is not None and not is_used:
-                    if not _has_defaults(made):
-                        remedy = f"leave it out, or set {self.section}.{key}={kind}"
-                        raise UserError(name, given, f"nothing is of kind {kind}", remedy)
-                    made = None
-                object.__setattr__(self, kind, made)
+    def select(self, key: str, kinds: Collection[str]) -> None:
+        """Make the settings of the kinds that a key selects. Raises UserError if there is no such
+        kind, or if one that is not selected has a setting other than its default."""
+        folder = self.folders[key]
+        known = kinds_in(folder)
+        if not set(kinds) <= set(known):
+            name, value = f"{self.section}.{key}", getattr(self, key)
+            raise UserError(name, value, "there is no such kind", f"choose from {known}")
+        for kind in known:
+            name, given, made = f"{self.section}.{kind}", getattr(self, kind), None
+            if given is not None or kind in kinds:
+                made = _made(name, given, settings_class(folder, kind))
+            if made is not None and kind not in kinds:
+                if not _has_defaults(made):
+                    remedy = f"leave it out, or set {self.section}.{key}={kind}"
+                    raise UserError(name, given, f"nothing is of kind {kind}", remedy)
+                made = None
+            object.__setattr__(self, kind, made)
 
 
 def settings_class(folder: str, kind: str) -> Any:
@@ -233,7 +238,7 @@ SYNONYMS = {
     "grad_clip": "clip_grad max_grad_norm",
     "warmup_steps": "warmup",
     "schedule": "lr_scheduler",
-    "eps": "adam_epsilon",
+    "adamw": "adam_epsilon adam_eps adam_beta1 adam_beta2 beta1 beta2",
     "global_batch_size": "batch_size",
     "micro_batch_size": "mbs gradient_accumulation_steps",
     "seq_len": "sequence_length max_position_embeddings",

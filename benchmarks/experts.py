@@ -42,6 +42,7 @@ from torch import Tensor
 
 from benchmarks.compare import ROOT, alternate, parser, ratio, timed, write
 from benchmarks.train_cpu import ALONE, build, our_step, plain_step, random_batches, start
+from model.experts import Experts
 from model.transformer import num_active_parameters, num_parameters
 from runtime.log.log_lines import read_records
 from runtime.start.init import init_distributed
@@ -55,9 +56,9 @@ CONFIGS = {"dense": "configs/laptop.yaml", "experts": "configs/laptop_moe.yaml"}
 ONE_PROCESS = {"dense": ALONE, "experts": [*ALONE, "parallel.ep=1"]}
 AS_MIXTRAL = [
     "model.router=softmax_renormalised",
-    "model.router_scale=1.0",
+    "model.experts.router_scale=1.0",
     "model.sigmoid_bias=null",
-    "model.router_aux_weight=0.0",
+    "model.experts.router_aux_weight=0.0",
 ]
 # how Mixtral computes its experts → the name of that in transformers
 MIXTRAL = {"Mixtral, loop": "eager", "Mixtral, grouped_mm": "grouped_mm"}
@@ -85,7 +86,7 @@ def same_work(dense: Config, experts: Config) -> bool:
     """Whether both compute each token with equally many weights, besides those of the router, and
     train on the same tokens."""
     model = experts.model
-    routers = len(model.layers_with_experts) * model.num_experts * model.dim
+    routers = len(model.layers_with_experts) * model.of(Experts).count * model.dim
     same = (dense.train, dense.optimizer, dense.data) == (
         experts.train,
         experts.optimizer,

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from costs.as_on_gpu import DEVICE
 from errors import UserError
 from model.config import ModelConfig
+from model.experts import Experts
 
 
 def parts(total: int, number: int) -> list[int]:
@@ -30,7 +31,8 @@ def parts(total: int, number: int) -> list[int]:
 def largest_imbalance(model: ModelConfig, ep: int) -> float:
     """The imbalance at which one rank receives all that it can: a token goes to each of its experts
     at most once."""
-    return min(ep, model.num_experts / model.experts_per_token)
+    experts = model.of(Experts)
+    return min(ep, experts.count / experts.per_token)
 
 
 def check_imbalance(key: str, imbalance: float, model: ModelConfig, ep: int) -> None:

@@ -9,6 +9,7 @@ from costs.as_on_gpu import DEVICE
 from costs.collectives import silent_group
 from costs.routing import Routing
 from costs.setting import Setting, context, tensor
+from model.experts import Experts
 from model.kernels.attention import OPERATORS
 from model.kernels.backend import exact
 from model.router import routers_of
@@ -32,8 +33,9 @@ def build_stage(setting: Setting, layers: Iterable[int], first: bool, last: bool
 
 def routing(setting: Setting) -> Routing:
     """The numbers of rows that routers find."""
-    model, rows = setting.model, setting.tokens_of_rank * setting.model.experts_per_token
-    return Routing(rows, model.num_experts, setting.ep, setting.ep_rank, setting.imbalance)
+    experts = setting.model.find(Experts) or Experts()  # of none: no rows
+    rows = setting.tokens_of_rank * experts.per_token
+    return Routing(rows, experts.count, setting.ep, setting.ep_rank, setting.imbalance)
 
 
 def state_of(stage: Transformer) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@
     positions.py     angles and masks of a micro-batch; documents.py: where its documents begin, and
                      which keys a part of a sequence sees
     initialise.py    initial weights
-    config.py        dimensions, and kinds of layers
+    config.py        dimensions, and kinds of layers; experts.py: the settings of experts
     kernels/         fused operations
 
 Every pipeline stage is a `Transformer` with a range of the blocks; the names of parameters are

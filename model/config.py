@@ -1,19 +1,14 @@
 """The model's dimensions (the section `model.` of a configuration file)."""
 
 import math
-from dataclasses import fields
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from declare import FREE, Text, WithKinds, between, section
+from declare import FREE, Text, Width, WithKinds, between, section
 from errors import UserError
+from model.experts import Experts
 
-Width = Annotated[int, between(1, 2**20)]
-KEYS_OF_EXPERTS = {
-    "experts_per_token", "expert_ffn_dim", "num_shared_experts", "num_dense_layers", "router",
-    "router_scale", "router_aux_weight", "router_z_weight",
-}  # fmt: skip
 Kinds = Text | Annotated[tuple[Text, ...], Field(strict=False, min_length=1, max_length=4096)]
 
 
@@ -54,20 +49,9 @@ class ModelConfig(
     qk_norm: bool = False
     # Kinds of layers: one for all layers, or a list through which the layers cycle.
     attention: Kinds = "causal"  # one or more files of model/attention/
-    # one or more files of model/feed_forward/; auto: experts if num_experts is given, else swiglu
+    # one or more files of model/feed_forward/; auto: experts if it is given settings, else swiglu
     feed_forward: Kinds = "auto"
-    num_experts: Annotated[int, between(0, 2**16)] = 0  # in a layer of this kind; 0: none
-    experts_per_token: Annotated[int, between(1, 2**16)] = 1  # how many of them each token goes to
-    expert_ffn_dim: Width | None = None  # inner width of each expert; null: ffn_dim
-    # experts to which every token goes, as one feed-forward of their width together
-    num_shared_experts: Annotated[int, between(0, 2**10)] = 0
-    num_dense_layers: Annotated[int, between(0, 4096)] = 0  # first layers that are swiglu instead
-    router: Text = "softmax_renormalised"  # a file of model/router/
-    router_scale: Annotated[float, between(1e-6, 1e6, example=2.5)] = 1.0  # of all its weights
-    # weight of the loss that evens the load of experts in each sequence (model/router/_base.py)
-    router_aux_weight: Annotated[float, between(0, 1000, example=1e-2), FREE] = 0.0
-    # weight of log² of the sum of exp(logits), which keeps the router's logits small
-    router_z_weight: Annotated[float, between(0, 1000, example=1e-3), FREE] = 0.0
+    router: Text = "softmax_renormalised"  # of experts: a file of model/router/
     # added to the mean square in every RMSNorm
     norm_eps: Annotated[float, between(1e-30, 1, example=1e-5)] = 1e-5
     # the base of the wavelengths of rotary position embeddings
@@ -109,13 +93,13 @@ class ModelConfig(
             fits = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
             raise UserError("model.num_kv_heads", self.num_kv_heads, why, f"choose one of {fits}")
         if self.feed_forward == "auto":  # a run's config.yaml and checkpoints state what it is
-            kind = "experts" if self.num_experts else "swiglu"
+            kind = "swiglu" if vars(self)["experts"] is None else "experts"
             object.__setattr__(self, "feed_forward", kind)
-        feed_forward = _listed(self.feed_forward)
-        router = [self.router] if "experts" in feed_forward else []
-        if self.num_dense_layers:
-            feed_forward = (*feed_forward, "swiglu")
-        self.select(attention=_listed(self.attention), feed_forward=feed_forward, router=router)
+        self.select("attention", _listed(self.attention))
+        listed = _listed(self.feed_forward)
+        # whose first layers may be swiglu
+        self.select("feed_forward", (*listed, "swiglu") if "experts" in listed else listed)
+        self.select("router", [self.router] if self.has_experts else [])
         self._check_experts()
         if not self.rope_low_freq_factor < self.rope_high_freq_factor:
             why = f"must be below model.rope_high_freq_factor={self.rope_high_freq_factor}"
@@ -123,54 +107,39 @@ class ModelConfig(
             raise UserError(key, self.rope_low_freq_factor, why, remedy)
 
     def _check_experts(self) -> None:
-        used = "experts" in _listed(self.feed_forward)
-        if used and not self.num_experts:
-            remedy = "give the number of experts, for example 8"
-            raise UserError("model.num_experts", 0, "model.feed_forward has experts", remedy)
-        if self.num_experts and not used:
-            why, remedy = "no layer has experts", "set model.feed_forward=experts"
-            raise UserError("model.num_experts", self.num_experts, why, remedy)
-        if not used:
-            self._check_no_experts()
+        experts = self.find(Experts)
+        if experts is None:
+            if self.router != ModelConfig.router:
+                remedy = "leave it out, or set model.experts.count, for example to 8"
+                raise UserError("model.router", self.router, "the model has no experts", remedy)
             return
+        if not experts.count:
+            remedy = "give the number of experts, for example 8, or set model.feed_forward=swiglu"
+            key, why = "model.experts.count", "the model has experts"
+            raise UserError(key, 0, why, remedy)
         if not self.layers_with_experts:
-            key = "num_dense_layers" if self.num_dense_layers else "feed_forward"
+            first, key = experts.num_dense_layers, "model.experts.num_dense_layers"
+            key, value = (key, first) if first else ("model.feed_forward", self.feed_forward)
             why = f"leaves none of the model.num_layers={self.num_layers} layers for experts"
-            raise UserError(f"model.{key}", getattr(self, key), why, "leave at least one")
-        if self.experts_per_token > self.num_experts:
-            why = f"a token would choose more than all model.num_experts={self.num_experts} experts"
-            remedy = "give a smaller number, for example 2"
-            raise UserError("model.experts_per_token", self.experts_per_token, why, remedy)
-
-    def _check_no_experts(self) -> None:
-        """Refuse keys that nothing would read."""
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name in KEYS_OF_EXPERTS and value != each.default:
-                remedy = "leave it out, or set model.num_experts, for example to 8"
-                raise UserError(f"model.{each.name}", value, "the model has no experts", remedy)
+            raise UserError(key, value, why, "leave at least one")
 
     @property
     def has_experts(self) -> bool:
-        return self.num_experts > 0
+        return self.find(Experts) is not None
 
     @property
     def layers_with_experts(self) -> list[int]:
-        return [n for n in range(self.num_layers) if self.feed_forward_of(n) == "experts"]
+        return [n for n in range(self.num_layers) if self._is_mixture(self.feed_forward_of(n))]
 
     @property
     def expert_width(self) -> int:
         """The inner width of each expert."""
-        return self.expert_ffn_dim or self.ffn_dim
+        return self.of(Experts).ffn_dim or self.ffn_dim
 
     @property
     def expert_sides(self) -> dict[str, int]:
         """The sides of an expert's matrices, by the keys that set them."""
-        return {"model.expert_ffn_dim": self.expert_width, "model.dim": self.dim}
-
-    @property
-    def has_router_losses(self) -> bool:
-        return self.router_aux_weight > 0 or self.router_z_weight > 0
+        return {"model.experts.ffn_dim": self.expert_width, "model.dim": self.dim}
 
     def kinds_of(self, layer: int) -> tuple[str, str]:
         """The kinds of attention and of feed-forward of block `layer`. Blocks of the same kinds
@@ -184,7 +153,11 @@ class ModelConfig(
     def feed_forward_of(self, layer: int) -> str:
         """The kind of feed-forward of block `layer`."""
         kind = _in_turn(self.feed_forward, layer)
-        return "swiglu" if kind == "experts" and layer < self.num_dense_layers else kind
+        is_dense = self._is_mixture(kind) and layer < self.of(Experts).num_dense_layers
+        return "swiglu" if is_dense else kind
+
+    def _is_mixture(self, kind: str) -> bool:
+        return isinstance(getattr(self, kind), Experts)
 
     @property
     def attention_width(self) -> int:  # H·E

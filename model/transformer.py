@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from model.attention import make_attention
 from model.config import ModelConfig
 from model.documents import Documents
+from model.experts import Experts
 from model.feed_forward import make_feed_forward
 from model.linear_cross_entropy import linear_cross_entropy
 from model.matmul import Matmul
@@ -207,9 +208,10 @@ def num_active_parameters(config: ModelConfig) -> int:
     chooses."""
 
     def active(each: NamedWeight) -> int:
-        if each.spec.is_expert:
-            return each.numel // config.num_experts * config.experts_per_token
-        return each.numel
+        if not each.spec.is_expert:
+            return each.numel
+        experts = config.of(Experts)
+        return each.numel // experts.count * experts.per_token
 
     return sum_over_weights(config, active)
 

@@ -1,6 +1,7 @@
 """The configuration of a run: loaded, checked and described.
 
     load.py           YAML + overrides → Config, or one error message; yaml_text.py: our YAML
+    moved.py          keys of earlier versions, at their old places
     config.py         all sections together
     sections.py       the sections that have no room of their own
     data_stages.py    Config → its data stages, in which data, lengths, layouts or rates change

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from errors import UserError
 from model.config import ModelConfig
+from model.experts import Experts
 from model.router import router_class
 from model.transformer import check_tp
 from parallel.axes import MeshSizes
@@ -155,15 +156,16 @@ def check_compile(config: Config, sizes: MeshSizes) -> None:
 
 
 def check_experts(config: Config, sizes: MeshSizes) -> None:
-    model = config.model
-    if not model.has_experts:
+    model, experts = config.model, config.model.find(Experts)
+    if experts is None:
         if sizes.ep > 1:
-            remedy = "set parallel.ep=1, or model.num_experts"
+            remedy = "set parallel.ep=1, or model.experts.count"
             raise UserError("parallel.ep", sizes.ep, "the model has no experts", remedy)
         return
-    if model.num_experts % sizes.ep:
-        why = f"does not divide model.num_experts={model.num_experts}"
-        fits = [n for n in range(1, model.num_experts + 1) if model.num_experts % n == 0]
+    number = experts.count
+    if number % sizes.ep:
+        why = f"does not divide model.experts.count={number}"
+        fits = [n for n in range(1, number + 1) if number % n == 0]
         raise UserError("parallel.ep", sizes.ep, why, f"choose one of {fits}")
     if sizes.tp > 1 and not config.parallel.sequence_parallel:
         why = "tp ranks must have different tokens, which go to different experts"
@@ -175,14 +177,14 @@ def check_experts(config: Config, sizes: MeshSizes) -> None:
         why += "block is one graph"
         raise UserError("train.compile", True, why, "set train.compile=false")
     router = router_class(model.router)
-    if model.experts_per_token == 1 and router.renormalises and not model.has_router_losses:
+    if experts.per_token == 1 and router.renormalises and not experts.has_router_losses:
         why = f"router {model.router} divides weights by their sum, so a single one is always 1 "
         why += "and the router would learn nothing"
         remedy = "set model.router=softmax, or choose 2 experts or more"
-        raise UserError("model.experts_per_token", 1, why, remedy)
+        raise UserError("model.experts.per_token", 1, why, remedy)
     shards = sizes.of_experts["efsdp"]
     for key, side in sides_that_cannot_be_cut(model, sizes.ep, shards):
-        why = f"must be a multiple of {shards}: a rank has {model.num_experts // sizes.ep} of the "
+        why = f"must be a multiple of {shards}: a rank has {number // sizes.ep} of the "
         why += f"experts, fewer than the {shards} ranks (dp_shard · cp · tp / ep) that shard them, "
         why += "so each is cut"
         remedy = f"give {max(1, side // shards) * shards}, or another parallel.ep"
@@ -192,7 +194,8 @@ def check_experts(config: Config, sizes: MeshSizes) -> None:
 def sides_that_cannot_be_cut(model: ModelConfig, ep: int, shards: int) -> list[tuple[str, int]]:
     """The sides of an expert's matrices, with their keys, that `shards` ranks of FSDP would have to
     share and cannot. They share experts as wholes if an ep rank has as many."""
-    if not model.has_experts or model.num_experts // ep >= shards:
+    experts = model.find(Experts)
+    if experts is None or experts.count // ep >= shards:
         return []
     return [(key, side) for key, side in model.expert_sides.items() if side % shards]
 

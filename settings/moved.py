@@ -10,14 +10,22 @@ from typing import Any
 
 from errors import UserError
 
-# old name → kind and key; the section is the same
+# old name → name within the same section
 MOVED = {
-    "model.attention_window": ("sliding_window", "window"),
-    "model.router_bias_rate": ("sigmoid_bias", "bias_rate"),
-    "optimizer.betas": ("adamw", "betas"),
-    "optimizer.eps": ("adamw", "eps"),
+    "model.num_experts": "experts.count",
+    "model.experts_per_token": "experts.per_token",
+    "model.expert_ffn_dim": "experts.ffn_dim",
+    "model.num_shared_experts": "experts.num_shared",
+    "model.num_dense_layers": "experts.num_dense_layers",
+    "model.router_scale": "experts.router_scale",
+    "model.router_aux_weight": "experts.router_aux_weight",
+    "model.router_z_weight": "experts.router_z_weight",
+    "model.attention_window": "sliding_window.window",
+    "model.router_bias_rate": "sigmoid_bias.bias_rate",
+    "optimizer.betas": "adamw.betas",
+    "optimizer.eps": "adamw.eps",
 }
-ACCEPTED = {"model.router_bias_rate", "optimizer.betas"}
+ACCEPTED = MOVED.keys() - {"model.attention_window", "model.router_scale", "optimizer.eps"}
 
 
 def new_name(section: str, key: str, value: Any, accepted: Collection[str] = ACCEPTED) -> str:
@@ -25,10 +33,9 @@ def new_name(section: str, key: str, value: Any, accepted: Collection[str] = ACC
     name = f"{section}.{key}"
     if name not in MOVED:
         return key
-    now = ".".join(MOVED[name])
     if name not in accepted:
-        raise UserError(name, value, "has moved", f"write {section}.{now}")
-    return now
+        raise UserError(name, value, "has moved", f"write {section}.{MOVED[name]}")
+    return MOVED[name]
 
 
 def at_new_places(
@@ -36,7 +43,7 @@ def at_new_places(
 ) -> dict[str, Any]:
     """The content of a section, with moved keys in the sections of their kinds."""
     found = {key: value for key, value in given.items() if f"{section}.{key}" not in MOVED}
-    for key in given.keys() - found.keys():
+    for key in [key for key in given if key not in found]:
         kind, _, own = new_name(section, key, given[key], accepted).partition(".")
         there = found.get(kind) or {}
         if not isinstance(there, dict) or own in there:

@@ -72,7 +72,7 @@ class OptimizerConfig(WithKinds, name="training.optimizers"):
     pure_bfloat16: bool = False
 
     def __post_init__(self) -> None:
-        self.select(name=[self.name])
+        self.select("name", [self.name])
 
 
 @section("checkpoint")

@@ -44,9 +44,12 @@ FIXTURE = ROOT / "tests/fixtures" / "step-00000002"  # of an earlier version: pp
 LAYOUT_3D = {"tp": 2, "pp": 2}  # and, on 8 ranks, dp_shard 2
 # for the section `model`: a dense layer, then layers of 4 experts with biases
 EXPERTS = {
-    **{"feed_forward": "experts", "num_dense_layers": 1, "num_experts": 4, "experts_per_token": 2},
-    **{"expert_ffn_dim": 16, "num_shared_experts": 1, "router": "sigmoid_bias"},
-    **{"router_aux_weight": 1e-3, "router_z_weight": 1e-3, "sigmoid_bias": {"bias_rate": 1e-2}},
+    "router": "sigmoid_bias",
+    "sigmoid_bias": {"bias_rate": 1e-2},
+    "experts": {
+        **{"num_dense_layers": 1, "count": 4, "per_token": 2, "ffn_dim": 16},
+        **{"num_shared": 1, "router_aux_weight": 1e-3, "router_z_weight": 1e-3},
+    },
 }
 
 

@@ -71,10 +71,14 @@ def import_hf(
 
 def said(model: ModelConfig) -> dict[str, Any]:
     """The keys of the section `model` that define this model."""
-    defaults = {field.name: field.default for field in dataclasses.fields(model)}
+    return _said(model, model_entries(model))
+
+
+def _said(section: Any, entries: dict[str, Any]) -> dict[str, Any]:
+    defaults = {field.name: field.default for field in dataclasses.fields(section)}
     return {
-        key: value
-        for key, value in model_entries(model).items()
+        key: _said(getattr(section, key), value) if isinstance(value, dict) else value
+        for key, value in entries.items()
         if key in ALWAYS_SAID or value != defaults[key]
     }
 

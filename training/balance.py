@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from model.experts import Experts
 from model.router import bias_name, routers_of
 from model.transformer import Transformer
 from parallel.axes import WEIGHT_AXES
@@ -69,7 +70,8 @@ class Balance:
 
     def sum_over_ranks(self) -> Loads:
         """The loads since `begin`."""
-        shape = self.config.model.num_layers, self.config.model.num_experts
+        model = self.config.model
+        shape = model.num_layers, model.of(Experts).count
         counts = torch.zeros(shape, dtype=torch.int64, device=self.mesh.device)
         losses = torch.zeros(2, dtype=Precision.of(self.config).exact, device=self.mesh.device)
         for layer, load in self.of_rank.items():

@@ -4,7 +4,9 @@ list through which the layers cycle. The file's class `FeedForward` is used.
     swiglu.py   gated, as in Llama
     experts.py  a mixture of experts
 
-A kind is constructed with (config, tp, ep) and maps x [S/tp, B, D] to the same shape.
+A kind is constructed with (config, tp, ep) and maps x [S/tp, B, D] to the same shape. Settings of
+its own are declared in its file (declare.py); those of experts, which others read too, in
+model/experts.py.
 """
 
 from torch import nn

@@ -5,6 +5,7 @@ https://arxiv.org/abs/2401.06066, section 3.2)."""
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.experts import Experts as Settings
 from model.feed_forward import swiglu as dense
 from model.kernels.weighted_swiglu import weighted_swiglu
 from model.matmul import GroupedMatmul
@@ -27,9 +28,9 @@ class FeedForward(nn.Module):
         self.dispatch = make_dispatch(ep, kept)
         self.experts = Experts(config, ep)
         self.shared = None
-        if config.num_shared_experts:
-            width = config.num_shared_experts * config.expert_width
-            inner = Pieces(width, "model.num_shared_experts · model.expert_ffn_dim")
+        if number := config.of(Settings).num_shared:
+            width = number * config.expert_width
+            inner = Pieces(width, "model.experts.num_shared · model.experts.ffn_dim")
             self.shared = dense.FeedForward(config, tp, ep, inner)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig, ep: ExpertParallel) -> None:
         super().__init__()
         self.kernels = config.kernels
-        count, dim, width = config.num_experts, config.dim, config.expert_width
+        count, dim, width = config.of(Settings).count, config.dim, config.expert_width
         std, last_std = Normal(config.init_std), Normal(config.residual_init_std)
         self.gate = ExpertLinear(count, dim, width, ep, GroupedMatmul, std)
         self.up = ExpertLinear(count, dim, width, ep, GroupedMatmul, std)

@@ -5,7 +5,9 @@
     softmax_renormalised.py  the same, with weights that add up to 1 (Mixtral, Qwen3)
     sigmoid_bias.py          a bias for each expert keeps their load even (DeepSeek-V3)
 
-A kind derives from `BaseRouter` (_base.py). docs/recipes_model.md adds one.
+A kind derives from `BaseRouter` (_base.py). Settings of its own are declared in its file
+(declare.py); what all routers read is a setting of the experts (model/experts.py).
+docs/recipes_model.md adds one.
 """
 
 from collections.abc import Iterator

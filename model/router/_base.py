@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from model.config import ModelConfig
+from model.experts import Experts
 from parallel.collectives import all_reduce
 from parallel.expert import Choice, ExpertParallel
 from parallel.kept import KeptOutputs
@@ -97,12 +98,12 @@ class BaseRouter(Layer):
         self, config: ModelConfig, tp: TensorParallel, ep: ExpertParallel, kept: KeptOutputs
     ) -> None:
         super().__init__(tp)
-        self.config, self.ep, self.kept = config, ep, kept
-        self.num_experts, self.k = config.num_experts, config.experts_per_token
+        self.experts, self.ep, self.kept = config.of(Experts), ep, kept
+        self.num_experts, self.k = self.experts.count, self.experts.per_token
         self.bias: Tensor | None = None  # [X] float32
         self.load: Load | None = None
         weight = WeightSpec(
-            shape=(config.num_experts, config.dim),
+            shape=(self.num_experts, config.dim),
             placement=Replicate(),
             initial=Normal(config.init_std),
             group=MATRIX,
@@ -146,12 +147,12 @@ class BaseRouter(Layer):
         exact = torch.promote_types(x.dtype, torch.float32)
         logits = RouterScores.apply(x.flatten(0, 1), self.local_weight(), exact, self.gradient)
         experts, counts = self.kept.once(lambda: self.choose(logits, x.shape[1]))
-        weights = self.weigh(logits, experts) * self.config.router_scale
+        weights = self.weigh(logits, experts) * self.experts.router_scale
         load = self.load
         if load is not None and torch.is_grad_enabled():
             losses = self.losses(logits, counts, load.global_sequences)
             self.kept.once(lambda: self.count(load, counts, losses))
-            if self.config.has_router_losses:
+            if self.experts.has_router_losses:
                 weights = AddLoss.apply(weights, losses.sum())
         return Choice(experts, weights, counts)
 
@@ -167,7 +168,7 @@ class BaseRouter(Layer):
 
     def losses(self, logits: Tensor, counts: Tensor, global_sequences: int) -> Tensor:
         """The two losses of this rank's tokens, [2]."""
-        config, balance, z = self.config, logits.new_zeros(()), logits.new_zeros(())
+        config, balance, z = self.experts, logits.new_zeros(()), logits.new_zeros(())
         length = len(logits) // len(counts) * self.ep.parts  # S
         if config.router_aux_weight > 0:
             # of whole sequences: all-reduces of [B, X] over the ranks that share them

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 from data.config import DataConfig
 from errors import UserError
-from model.config import KEYS_OF_EXPERTS, ModelConfig
+from model.config import ModelConfig
+from model.experts import Experts
 from parallel.axes import MeshSizes
 from parallel.config import ParallelConfig
 from parallel.pipeline.schedules import SCHEDULES
@@ -72,7 +73,7 @@ class Case:
     num_shared_experts: int = 0
     num_dense_layers: int = 0
     router_losses: bool = False
-    settings: tuple[Any, ...] = ()  # of kinds: objects of their class `Settings`
+    keys: tuple[tuple[str, object], ...] = ()  # more keys of the section `model`, with values
     # or "triton": interpreted kernels are slow, so they have separate cases (chosen.py)
     kernels: str = "torch"
 
@@ -138,18 +139,23 @@ class Case:
 
     def _model(self) -> dict[str, Any]:
         """The options of the model."""
-        given = self._keys_of(ModelConfig)
-        given |= {each.section.removeprefix("model."): each for each in self.settings}
+        given = self._keys_of(ModelConfig) | dict(self.keys)
         if self.router is None:
-            of_experts = {"num_experts", *KEYS_OF_EXPERTS}
-            return {key: value for key, value in given.items() if key not in of_experts}
+            return given | {"router": ModelConfig.router}
         has_kinds = self.feed_forward != Case.feed_forward  # given, to be mixed with others
+        experts = Experts(
+            count=self.num_experts,
+            per_token=self.experts_per_token,
+            ffn_dim=16,
+            num_shared=self.num_shared_experts,
+            num_dense_layers=self.num_dense_layers,
+            router_scale=2.5,
+            router_aux_weight=0.01 if self.router_losses else 0.0,
+            router_z_weight=0.003 if self.router_losses else 0.0,
+        )
         return given | {
             "feed_forward": self.feed_forward if has_kinds else "experts",
-            "expert_ffn_dim": 16,
-            "router_scale": 2.5,
-            "router_aux_weight": 0.01 if self.router_losses else 0.0,
-            "router_z_weight": 0.003 if self.router_losses else 0.0,
+            "experts": experts,
             "sigmoid_bias": {"bias_rate": 0.01 if self.router == "sigmoid_bias" else 0.0},
         }
 

@@ -64,7 +64,7 @@ def context_cases() -> list[Case]:
             MeshSizes(dp_shard=2, cp=2),
             zero_stage=3,
             attention=("sliding_window", "causal"),
-            settings=(sliding_window.Settings(window=5),),
+            keys=(("sliding_window", sliding_window.Settings(window=5)),),
         ),
         Case(MeshSizes(dp_replicate=2, cp=2), zero_stage=0, tie_embeddings=True),
         Case(MeshSizes(dp_replicate=2, dp_shard=2, cp=2), zero_stage=2, cpu_offload=True),
@@ -82,10 +82,10 @@ def kind_cases() -> list[Case]:
     for key in CLASSES:
         usual = getattr(Case, key)
         for kind in kinds_in(f"model.{key}"):
-            settings = getattr(reference_of(key, kind), "settings", ())
+            keys = getattr(reference_of(key, kind), "keys", ())
             if kind in (usual, "experts") or key == "router":  # expert_cases.py
                 continue
-            kinds: dict[str, Any] = {key: (kind, usual), "settings": settings}
+            kinds: dict[str, Any] = {key: (kind, usual), "keys": keys}
             cases += [
                 Case(MeshSizes(tp=2), activation_checkpointing="selective", **kinds),
                 Case(MeshSizes(pp=2, tp=2), schedule="zb_h1", layers="uneven", **kinds),

@@ -39,8 +39,8 @@ CLASSES = {"attention": "Attention", "feed_forward": "FeedForward", "router": "R
 
 def reference_of(key: str, kind: str) -> Any:
     """The class in reference_KIND.py. That of a layer is constructed with the section `model`, and
-    maps x [B, S, D] to the same shape. If it has `settings`, the proof tries the kind with these:
-    objects of the class `Settings` in the kind's file.
+    maps x [B, S, D] to the same shape. If it has `keys`, the proof tries the kind with these keys
+    of the section and their values.
 
     Raises UserError if there is no such file."""
     name, of_kind = f"reference_{kind}", CLASSES[key]

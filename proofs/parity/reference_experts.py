@@ -4,6 +4,7 @@ the tokens that chose it, whose weights are multiplied with its result."""
 import torch
 from torch import Tensor, nn
 
+from model import experts
 from model.config import ModelConfig
 from model.router import sigmoid_bias
 from proofs.parity import reference_swiglu
@@ -21,33 +22,34 @@ class Stacked(nn.Module):
 class FeedForward(nn.Module):
     """Map x [B, S, D] to the same shape."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.config, dim, width = config, config.dim, config.expert_width
-        self.router = nn.Linear(dim, config.num_experts, bias=False)
+        self.model, dim, width = model, model.dim, model.expert_width
+        self.config = config = model.of(experts.Experts)
+        self.router = nn.Linear(dim, config.count, bias=False)
         self.experts = nn.Module()
-        self.experts.gate = Stacked(config.num_experts, width, dim)
-        self.experts.up = Stacked(config.num_experts, width, dim)
-        self.experts.down = Stacked(config.num_experts, dim, width)
-        shared = config.num_shared_experts
-        self.shared = reference_swiglu.FeedForward(config, shared * width) if shared else None
-        self.bias = torch.zeros(config.num_experts)  # float32
+        self.experts.gate = Stacked(config.count, width, dim)
+        self.experts.up = Stacked(config.count, width, dim)
+        self.experts.down = Stacked(config.count, dim, width)
+        shared = config.num_shared
+        self.shared = reference_swiglu.FeedForward(model, shared * width) if shared else None
+        self.bias = torch.zeros(config.count)  # float32
         self.losses = torch.zeros(2)  # of the last forward: balance, z
         self.choices = torch.empty(0)  # [B, S, k], ascending
 
     def forward(self, batch: Tensor) -> Tensor:
         config, x = self.config, batch.flatten(0, 1)  # [T, D]
         logits = self.router(x)  # [T, X]
-        router = reference_of("router", config.router)()
+        router = reference_of("router", self.model.router)()
         preferred, probabilities = (
             router.preferences(logits, self.bias),
             router.probabilities(logits),
         )
         ranks = preferred.detach().argsort(dim=1, descending=True, stable=True).argsort(1)
-        is_chosen = ranks < config.experts_per_token
+        is_chosen = ranks < config.per_token
         weights = router.weigh(logits, is_chosen)
         y = torch.zeros_like(x)
-        for e in range(config.num_experts):
+        for e in range(config.count):
             mine = is_chosen[:, e].nonzero().flatten()
             rows = x[mine]
             gate = rows @ self.experts.gate.weight[e].t()
@@ -58,20 +60,20 @@ class FeedForward(nn.Module):
             y = y + self.shared(x)
 
         by_sequence = is_chosen.unflatten(0, batch.shape[:2])  # [B, S, X]
-        share = by_sequence.double().mean(1) * config.num_experts / config.experts_per_token
+        share = by_sequence.double().mean(1) * config.count / config.per_token
         mean = probabilities.unflatten(0, batch.shape[:2]).mean(1)
         z = torch.logsumexp(logits, 1).square().mean()
         balance = (share * mean).sum(1).mean()
         self.losses = torch.stack([config.router_aux_weight * balance, config.router_z_weight * z])
-        self.choices = by_sequence.nonzero()[:, 2].view(*batch.shape[:2], config.experts_per_token)
+        self.choices = by_sequence.nonzero()[:, 2].view(*batch.shape[:2], config.per_token)
         return y.view_as(batch)
 
     def update_bias(self) -> None:
-        if self.config.router != "sigmoid_bias":
+        if self.model.router != "sigmoid_bias":
             return
-        counts = torch.bincount(self.choices.flatten(), minlength=self.config.num_experts).double()
+        counts = torch.bincount(self.choices.flatten(), minlength=self.config.count).double()
         below = torch.sign(counts.mean() - counts).float()
-        rate = self.config.of(sigmoid_bias.Settings).bias_rate
+        rate = self.model.of(sigmoid_bias.Settings).bias_rate
         self.bias = self.bias + torch.tensor(rate) * below
 
 

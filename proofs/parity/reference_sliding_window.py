@@ -10,7 +10,7 @@ from proofs.parity import reference_causal
 class Attention(reference_causal.Attention):
     """Each query attends to `window` keys, the last of which is its own."""
 
-    settings = (Settings(window=5),)
+    keys = (("sliding_window", Settings(window=5)),)
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)

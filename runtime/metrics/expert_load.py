@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.experts import Experts
 from training.balance import Loads
 
 LASTING_STEPS, LASTING_INTERVALS = 100, 3
@@ -76,7 +77,8 @@ class ExpertLoads:
 
     def of_busiest(self, model: ModelConfig) -> list[float]:
         """The share of the tokens that have a row of the busiest expert, by layer."""
-        return [share * model.experts_per_token / model.num_experts for share in self.largest_share]
+        each = model.of(Experts)
+        return [share * each.per_token / each.count for share in self.largest_share]
 
 
 class LoadStatistics:
@@ -90,7 +92,7 @@ class LoadStatistics:
 
     def __init__(self, model: ModelConfig, layers: list[int], device: str) -> None:
         self.model, self.layers = model, layers
-        shape = model.num_layers, model.num_experts
+        shape = model.num_layers, model.of(Experts).count
         self.counts = torch.zeros(shape, dtype=torch.int64, device=device)  # since the last log
         self.lasting = torch.zeros_like(self.counts)  # since layers were last judged
         self.steps, self.intervals = 0, 0  # those of `lasting`
@@ -126,7 +128,7 @@ class LoadStatistics:
         layers whose routing has collapsed, newly; empty if there are none."""
         half = len(figures) // 2
         interval, lasting = self._loads(figures[:half]), self._loads(figures[half:])
-        enough = min(lasting.rows) >= ENOUGH_ROWS * self.model.num_experts
+        enough = min(lasting.rows) >= ENOUGH_ROWS * self.counts.shape[1]
         if self.steps < LASTING_STEPS or self.intervals < LASTING_INTERVALS or not enough:
             return interval, ""
         before, self.collapsed = self.collapsed, self._collapsed(interval, lasting)
@@ -135,7 +137,7 @@ class LoadStatistics:
         new = [f"layer {n}: {why}" for n, why in self.collapsed.items() if n not in before]
         if not new:
             return interval, ""
-        remedy = "raise model.router_aux_weight, or with router sigmoid_bias its bias_rate"
+        remedy = "raise model.experts.router_aux_weight, or with router sigmoid_bias its bias_rate"
         return (
             interval,
             f"warning: routing has collapsed {over}; {'; '.join(new)}. To mend it, {remedy}",
@@ -156,8 +158,8 @@ class LoadStatistics:
 
     def _collapsed(self, interval: ExpertLoads, lasting: ExpertLoads) -> dict[int, str]:
         """What is wrong with each layer whose routing has collapsed, in words."""
-        found, experts = {}, self.model.num_experts
-        even = self.model.experts_per_token / experts
+        found, experts = {}, self.counts.shape[1]
+        even = self.model.of(Experts).per_token / experts
         most = (1 + even) / 2
         for layer, dead, busiest, last in zip(
             self.layers,

@@ -12,6 +12,7 @@ from torch import Tensor
 from costs.summary import flops_per_token
 from costs.units import CannotRecord
 from hardware import data_sheet_of
+from model.experts import Experts
 from model.transformer import num_parameters
 from parallel.mesh import Mesh
 from runtime.listener import Listener, Run
@@ -104,12 +105,12 @@ class Metrics(Listener):
         numbers, (balance_loss, z_loss), figures = (
             part.tolist() for part in torch.cat(parts).cpu().split([len(part) for part in parts])
         )
-        (loads, warning), model = self.load.read(figures), self.config.model
+        (loads, warning), experts = self.load.read(figures), self.config.model.of(Experts)
         if warning and dist.get_rank() == 0:
             log(f"{warning} (up to step {self.step})")
         # their sum, with `loss`, is what gradients are taken of
-        losses = {"router_balance_loss": balance_loss} if model.router_aux_weight else {}
-        losses |= {"router_z_loss": z_loss} if model.router_z_weight else {}
+        losses = {"router_balance_loss": balance_loss} if experts.router_aux_weight else {}
+        losses |= {"router_z_loss": z_loss} if experts.router_z_weight else {}
         return numbers, losses | loads.record()
 
     def _gather_peak_memory(self, run: Run) -> list[int]:

@@ -13,6 +13,7 @@ from costs.summary import flops_per_token
 from costs.units import CannotRecord
 from data.dataset import Mixture
 from errors import UserError
+from model.experts import Experts
 from model.router import router_class
 from model.transformer import num_parameters
 from parallel.mesh import Mesh
@@ -90,12 +91,12 @@ def notices(config: Config, path: Path | None, device: str, num_tokens: int) -> 
             f"model.vocab_size is {model.vocab_size:,}, and the data's tokenizer has "
             f"{num_tokens:,} tokens: the other {model.vocab_size - num_tokens:,} are never targets"
         )
-    if model.has_experts and not (
-        model.router_aux_weight or router_class(model.router).bias_rate(model)
+    if (experts := model.find(Experts)) is not None and not (
+        experts.router_aux_weight or router_class(model.router).bias_rate(model)
     ):
         lines.append(
-            "warning: nothing keeps the load of experts even: model.router_aux_weight is 0, and no "
-            "router has a bias that follows it (model.sigmoid_bias.bias_rate of sigmoid_bias)"
+            "warning: nothing keeps the load of experts even: model.experts.router_aux_weight is "
+            "0, and no router has a bias that follows it (model.sigmoid_bias.bias_rate)"
         )
     return lines + [f"warning: {doubt}" for doubt in doubts(config)]
 
@@ -147,12 +148,6 @@ def _of_training(config: Config) -> list[str]:
         found.append(
             f"checkpoint.keep_every={keep} is no multiple of checkpoint.interval={interval}, so it "
             f"keeps only every {math.lcm(keep, interval):,}th step"
-        )
-    model = config.model
-    if model.has_experts and model.experts_per_token == model.num_experts:
-        found.append(
-            f"model.experts_per_token={model.num_experts} is all experts: no token leaves one out, "
-            "so the router chooses nothing"
         )
     return found
 

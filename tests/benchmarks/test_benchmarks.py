@@ -47,7 +47,8 @@ def test_experts_and_the_dense_model_do_the_same_work() -> None:
     dense, experts = read("dense"), read("experts")
     assert same_work(dense, experts)
     # Controls: another expert for each token, and other tokens
-    model = dataclasses.replace(experts.model, experts_per_token=3)
+    own = dataclasses.replace(experts.model.experts, per_token=3)
+    model = dataclasses.replace(experts.model, experts=own)
     assert not same_work(dense, dataclasses.replace(experts, model=model))
     train = dataclasses.replace(experts.train, steps=dense.train.steps + 1)
     assert not same_work(dense, dataclasses.replace(experts, train=train))

@@ -17,6 +17,7 @@ from costs.summary import flops_per_token, model_flops
 from costs.units import EMBEDDING, HEAD, HIDDEN, CannotRecord, Unit, kind_of, unit
 from model.attention import sliding_window
 from model.config import ModelConfig
+from model.experts import Experts
 from parallel.memory import GRADIENTS, TEMPORARY
 
 SMALL = ModelConfig(dim=256, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=704,
@@ -127,8 +128,8 @@ def test_gathered_keys_and_values_are_not_kept(mode: str) -> None:
     assert kept[0] / 4 <= kept[1] < kept[0] / 4 + gathered / 2
 
 
-EXPERTS = replace(SMALL, feed_forward="experts", num_experts=8, experts_per_token=2,
-                  expert_ffn_dim=128, num_shared_experts=1)  # fmt: skip
+OF_EXPERTS = Experts(count=8, per_token=2, ffn_dim=128, num_shared=1)
+EXPERTS = replace(SMALL, feed_forward="experts", experts=OF_EXPERTS)
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])

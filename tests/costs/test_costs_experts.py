@@ -14,6 +14,7 @@ from costs.units import Unit, unit
 from errors import UserError
 from hardware import H100
 from model.config import ModelConfig
+from model.experts import Experts
 from model.transformer import num_active_parameters, num_parameters
 from settings.checks import validate
 from settings.load import load_config
@@ -21,15 +22,18 @@ from tests import ROOT
 
 CONFIGS = ROOT / "configs"
 D, F, X, K, LONG = 256, 128, 8, 2, 512
+OF_EXPERTS = Experts(count=X, per_token=K, ffn_dim=F, num_shared=1,
+                     num_dense_layers=1)  # fmt: skip
 SMALL = ModelConfig(dim=D, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=704, vocab_size=1000,
-                    feed_forward="experts", num_experts=X, experts_per_token=K, expert_ffn_dim=F,
-                    num_shared_experts=1, num_dense_layers=1)  # fmt: skip
+                    feed_forward="experts", experts=OF_EXPERTS)  # fmt: skip
 DENSE = ModelConfig(dim=D, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=704, vocab_size=1000)
-BALANCED = replace(SMALL, router="sigmoid_bias", router_aux_weight=1e-2, router_z_weight=1e-3,
+BALANCED = replace(SMALL, router="sigmoid_bias",
+                   experts=replace(OF_EXPERTS, router_aux_weight=1e-2, router_z_weight=1e-3),
                    sigmoid_bias={"bias_rate": 1e-3})  # fmt: skip
 QWEN3_235B = ModelConfig(dim=4096, num_layers=94, num_heads=64, num_kv_heads=4, attention_dim=8192,
                          qk_norm=True, ffn_dim=12288, vocab_size=151936, feed_forward="experts",
-                         num_experts=128, experts_per_token=8, expert_ffn_dim=1536)  # fmt: skip
+                         experts=Experts(count=128, per_token=8,
+                                         ffn_dim=1536))  # fmt: skip
 
 
 def experts(setting: Setting) -> Unit:
@@ -64,7 +68,7 @@ def test_no_rank_can_receive_more_than_all() -> None:
         (SMALL, 4.1, 4),
         (SMALL, 0.9, 4),
         (SMALL, 1.1, 1),
-        (replace(SMALL, experts_per_token=4), 2.1, 4),
+        (replace(SMALL, experts=replace(OF_EXPERTS, per_token=4)), 2.1, 4),
         (DENSE, 1.1, 4),
     ]:
         with pytest.raises(UserError, match="--imbalance"):
@@ -136,8 +140,8 @@ def test_seconds_of_an_all_to_all() -> None:
 
 def test_stages_are_balanced_by_what_their_layers_cost() -> None:
     """A stage with a dense layer gets more layers than one of experts only."""
-    keys = ["model.feed_forward=experts", "model.num_experts=8", "model.experts_per_token=4",
-            "model.num_dense_layers=2", "model.expert_ffn_dim=768", "parallel.ep=2",
+    keys = ["model.feed_forward=experts", "model.experts.count=8", "model.experts.per_token=4",
+            "model.experts.num_dense_layers=2", "model.experts.ffn_dim=768", "parallel.ep=2",
             "parallel.layers_per_stage=auto"]  # fmt: skip
     config = load_config(str(CONFIGS / "laptop.yaml"), keys)
     validate(config, 8)

@@ -32,14 +32,17 @@ from tools.huggingface.checkpoint_reader import newest
 PROMPTS = [[5, 17, 300, 41, 8], [7, 99]]
 COUNT = 8
 SMALL = {"dim": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48,
-         "vocab_size": tokenizer().vocab_size, "feed_forward": "experts", "expert_ffn_dim": 24,
-         "num_experts": 4, "experts_per_token": 2}  # fmt: skip
+         "vocab_size": tokenizer().vocab_size, "feed_forward": "experts",
+         "experts": {"ffn_dim": 24, "count": 4, "per_token": 2}}  # fmt: skip
+OF_EXPERTS = SMALL["experts"]
 MODELS: dict[str, dict[str, Any]] = {
-    "renormalised": SMALL | {"qk_norm": True, "num_dense_layers": 1},
-    "softmax, every second layer": SMALL | {"router": "softmax", "num_experts": 6,
+    "renormalised": SMALL | {"qk_norm": True, "experts": OF_EXPERTS | {"num_dense_layers": 1}},
+    "softmax, every second layer": SMALL | {"router": "softmax",
+                                            "experts": OF_EXPERTS | {"count": 6},
                                             "feed_forward": ["swiglu", "experts"]},
-    "bias, shared, scaled": SMALL | {"router": "sigmoid_bias", "num_shared_experts": 1,
-                                     "router_scale": 2.5},
+    "bias, shared, scaled": SMALL | {
+        "router": "sigmoid_bias",
+        "experts": OF_EXPERTS | {"num_shared": 1, "router_scale": 2.5}},
 }  # fmt: skip
 
 
@@ -55,7 +58,7 @@ def random_checkpoint(folder: Path, name: str) -> Path:
         tensors[weight.name] = whole
     for layer, router in routers_of(model):
         if router.has_bias:
-            bias = torch.randn(config.num_experts, generator=generator)
+            bias = torch.randn(config.experts.count, generator=generator)
             tensors[bias_name(layer)] = bias
     data = {"checksum": "none", "next_sample": 0, "skipped": []}
     trainer = {"seed": 0, "seq_len": 64, "model": model_entries(config), "data": data}

@@ -74,7 +74,7 @@ CASES = {
         "Qwen3Moe",
         SPARSE | {"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16,
                   "mlp_only_layers": [0], "norm_topk_prob": True, "tie_word_embeddings": True},
-        "150KB", torch.bfloat16, {"experts_per_token": 1}, {"tp": 2}, 8,
+        "150KB", torch.bfloat16, {"experts": {"per_token": 1}}, {"tp": 2}, 8,
     ),
     "Qwen3-MoE, weights below 1, every second layer": RoundTrip(
         "Qwen3Moe",
@@ -139,7 +139,10 @@ def load_whole(
     """The model of a checkpoint as training builds it, on one rank, with `changes` of its
     configuration; without `bias`, the biases of its routers are zero."""
     reader = CheckpointReader(checkpoint)
-    config = ModelConfig(**(reader.trainer.model | (changes or {})))
+    saved: dict[str, Any] = reader.trainer.model
+    within = {key: saved.get(key, {}) | own for key, own in (changes or {}).items()
+              if isinstance(own, dict)}  # fmt: skip
+    config = ModelConfig(**(saved | (changes or {}) | within))
     mesh = build_mesh(MeshSizes(), "cpu", config.has_experts)
     tp, ep = TensorParallel.of(mesh, sequence_parallel=False), ExpertParallel.of(mesh)
     model = Transformer(config, range(config.num_layers), True, True, tp, ep=ep)

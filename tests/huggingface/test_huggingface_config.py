@@ -90,11 +90,11 @@ def test_versions_of_transformers_say_rope_alike(tmp_path: Path) -> None:
 
 
 DENSE = {
-    "none": ([], 1, {"feed_forward": "experts", "num_dense_layers": 0}),
-    "the first, by the step": ([], 4, {"feed_forward": "experts", "num_dense_layers": 3}),
-    "every second": ([], 2, {"feed_forward": ("swiglu", "experts")}),
-    "one in the middle": ([1], 1, {"feed_forward": ("experts", "swiglu", "experts")}),
-    "all": ([0, 1, 2, 3], 1, {"feed_forward": "swiglu", "num_experts": 0}),
+    "none": ([], 1, "experts", 0),
+    "the first, by the step": ([], 4, "experts", 3),
+    "every second": ([], 2, ("swiglu", "experts"), 0),
+    "one in the middle": ([1], 1, ("experts", "swiglu", "experts"), 0),
+    "all": ([0, 1, 2, 3], 1, "swiglu", None),
 }
 
 
@@ -102,10 +102,11 @@ DENSE = {
 def test_which_layers_are_dense(tmp_path: Path, name: str) -> None:
     """The layers with experts are those that transformers makes, and our config.json names them
     again."""
-    dense, step, expected = DENSE[name]
+    dense, step, feed_forward, first = DENSE[name]
     content = QWEN_MOE | {"mlp_only_layers": dense, "decoder_sparse_step": step}
     model = read(tmp_path, content).model
-    assert {key: getattr(model, key) for key in expected} == expected
+    assert model.feed_forward == feed_forward
+    assert (model.experts and model.experts.num_dense_layers) == first
     theirs = [(i + 1) % step == 0 and i not in dense for i in range(4)]
     assert [model.feed_forward_of(i) == "experts" for i in range(4)] == theirs
     assert read(tmp_path, written(model)).model == model
@@ -122,7 +123,8 @@ def test_what_older_and_newer_files_leave_out(tmp_path: Path) -> None:
     assert read(tmp_path, newer).model == read(tmp_path, QWEN_MOE).model
     left_out = {"num_experts", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size"}
     model = read(tmp_path, {key: QWEN_MOE[key] for key in QWEN_MOE.keys() - left_out}).model
-    found = model.num_experts, model.experts_per_token, model.router, model.expert_ffn_dim
+    own = model.experts
+    found = own.count, own.per_token, model.router, own.ffn_dim
     assert found == (128, 8, "softmax", 768)
 
 
@@ -168,8 +170,10 @@ def test_what_would_be_another_model_is_refused(tmp_path: Path, name: str) -> No
 
 NOT_EXPORTED: dict[str, tuple[dict[str, Any], str, str]] = {
     "bias": ({"router": "sigmoid_bias"}, "model.router", "router=softmax_renormalised"),
-    "shared": ({"num_shared_experts": 1}, "model.num_shared_experts", "num_shared_experts=0"),
-    "scaled": ({"router_scale": 2.5}, "model.router_scale", "router_scale=1.0"),
+    "shared": ({"experts": {"num_shared": 1}}, "model.experts.num_shared",
+               "num_shared=0"),
+    "scaled": ({"experts": {"router_scale": 2.5}}, "model.experts.router_scale",
+               "router_scale=1.0"),
 }  # fmt: skip
 
 
@@ -177,9 +181,13 @@ NOT_EXPORTED: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_what_their_models_lack_is_not_exported(tmp_path: Path, name: str) -> None:
     """Control: without the change, the model is exported, and keys of training are free."""
     changes, key, remedy = NOT_EXPORTED[name]
-    model = dataclasses.replace(read(tmp_path, QWEN_MOE).model, num_dense_layers=0)
-    free = {"router_aux_weight": 0.5, "router_z_weight": 0.5}
-    assert parameters(dataclasses.replace(model, **free)) == parameters(model)
+    model = read(tmp_path, QWEN_MOE).model
+    own = dataclasses.replace(model.experts, num_dense_layers=0)
+    model = dataclasses.replace(model, experts=own)
+    free = dataclasses.replace(own, router_aux_weight=0.5, router_z_weight=0.5)
+    assert parameters(dataclasses.replace(model, experts=free)) == parameters(model)
+    if "experts" in changes:
+        changes = {"experts": dataclasses.replace(own, **changes["experts"])}
     for refuse in (parameters, written):
         with pytest.raises(UserError) as refusal:
             refuse(dataclasses.replace(model, **changes))

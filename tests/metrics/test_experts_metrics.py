@@ -45,7 +45,7 @@ def statistics(experts: int = 8, chosen: int = 2, layers: int = 3) -> LoadStatis
     """Of a model whose first layer is dense."""
     model = ModelConfig(
         dim=8, num_layers=layers, num_heads=2, num_kv_heads=2, ffn_dim=8, vocab_size=16,
-        feed_forward="experts", num_experts=experts, experts_per_token=chosen, num_dense_layers=1,
+        experts={"count": experts, "per_token": chosen, "num_dense_layers": 1},
     )  # fmt: skip
     found = LoadStatistics.of(model, "cpu")
     assert found is not None
@@ -252,11 +252,12 @@ def test_how_the_load_is_evened_may_change(
 ) -> None:
     """Auxiliary losses and the rate of biases are not stored. With rate 0 biases stay."""
     config, _ = copy_of(saved_experts, tmp_path)
-    free = {"router_aux_weight", "router_z_weight", "sigmoid_bias.bias_rate"}
+    free = {"experts.router_aux_weight", "experts.router_z_weight", "sigmoid_bias.bias_rate"}
     every = {key.removeprefix("model.") for key, _, _ in keys_of(load_config(config, []).model)}
     stored = parse_trainer(checkpoint_of(tmp_path, 4)).model
     assert free <= every
-    assert not {key.partition(".")[0] for key in free} & stored.keys()
+    assert "sigmoid_bias" not in stored
+    assert not {key.removeprefix("experts.") for key in free} & stored["experts"].keys()
     changed = [f"model.{key}=0" for key in sorted(free)]
     run(ranks, 1, config, "parallel.pp=1", "parallel.ep=1", *changed, "train.steps=5")
     assert same_tensors(biases(tmp_path, 5), biases(tmp_path, 4))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.experts import Experts
 from model.router import BaseRouter, make_router
 from parallel.expert import ExpertParallel
 from parallel.kept import KeptOutputs
@@ -21,8 +22,8 @@ from parallel.layer import TensorParallel
 S, B, D, X, K = 6, 3, 8, 5, 2
 CONFIG = ModelConfig(
     dim=D, num_layers=1, num_heads=1, num_kv_heads=1, ffn_dim=8, vocab_size=8,
-    feed_forward="experts", num_experts=X, experts_per_token=K, expert_ffn_dim=8,
-    router_aux_weight=0.5, router_z_weight=0.25,
+    experts=Experts(count=X, per_token=K, ffn_dim=8, router_aux_weight=0.5,
+                    router_z_weight=0.25),
 )  # fmt: skip
 KINDS = ["softmax", "softmax_renormalised", "sigmoid_bias"]
 
@@ -114,7 +115,9 @@ def test_sigmoid_bias_is_the_router_of_deepseek_v3_in_transformers():
         routed_scaling_factor=2.5,
     )  # fmt: skip
     other, x = DeepseekV3TopkRouter(config), 5 * tokens(torch.float32)
-    router = router_of(replace(CONFIG, router="sigmoid_bias", router_scale=2.5), torch.float32)
+    scaled = replace(CONFIG.experts, router_scale=2.5)
+    config = replace(CONFIG, router="sigmoid_bias", experts=scaled)
+    router = router_of(config, torch.float32)
     router.set_bias(torch.tensor([0.5, -0.5, 0.0, 0.3, -9.0]))
     other.weight, other.e_score_correction_bias = router.weight, router.bias
 
@@ -129,7 +132,8 @@ def test_sigmoid_bias_is_the_router_of_deepseek_v3_in_transformers():
 
 def test_experts_that_bfloat16_cannot_tell_apart_are_told_apart():
     """Two logits, 256 and 256.5: in bfloat16 they are equal. Weights are float32 too."""
-    router = router_of(replace(CONFIG, experts_per_token=1, router="softmax"), torch.bfloat16)
+    one = replace(CONFIG.experts, per_token=1)
+    router = router_of(replace(CONFIG, experts=one, router="softmax"), torch.bfloat16)
     with torch.no_grad():
         router.weight.zero_()
         router.weight[1, :2] = torch.tensor([256.0, 0.0])

@@ -99,7 +99,7 @@ def found_by(case, training=True, again=False):
 def passes_of(case):
     """How often a rank runs a layer of experts forward."""
     config = case.config()
-    layers = config.model.num_layers - config.model.num_dense_layers
+    layers = config.model.num_layers - config.model.experts.num_dense_layers
     return layers // case.layout.pp * config.num_microbatches(case.layout.dp)
 
 

@@ -43,7 +43,7 @@ CASES = [
     pytest.param(
         smaller(case),
         marks=[pytest.mark.thorough] if case.tier == "thorough" else [],
-        id=case.settings.replace("parallel.", "") + " experts" * ("num_experts" in case.common),
+        id=case.settings.replace("parallel.", "") + " experts" * ("experts" in case.common),
     )
     for case in plan_accuracy.CASES
     if case.tier

@@ -25,7 +25,10 @@ CP2 = Case(MeshSizes(cp=2))
 
 def seeing(window: int, *kinds: str) -> dict[str, Any]:
     """Options of a case: layers of these kinds in turn, and the window of sliding_window."""
-    return {"attention": kinds, "settings": (sliding_window.Settings(window=window),)}
+    return {
+        "attention": kinds,
+        "keys": (("sliding_window", sliding_window.Settings(window=window)),),
+    }
 
 
 WINDOW = seeing(5, "sliding_window", "causal")

@@ -61,7 +61,7 @@ def test_experts_in_every_second_layer(ranks):
         ({"attention": ("causal", "slidin_window")}, "model.attention"),
         ({"feed_forward": "relu"}, "model.feed_forward"),
         ({"attention": ("causal", "sliding_window")}, "model.sliding_window.window"),
-        ({"settings": WINDOW["settings"]}, "model.sliding_window"),  # which nothing would read
+        ({"keys": WINDOW["keys"]}, "model.sliding_window"),  # which nothing would read
     ],
 )
 def test_what_there_is_not_is_refused(options, key) -> None:

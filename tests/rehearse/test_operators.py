@@ -51,7 +51,7 @@ STEP = (f"{PIPELINE} parallel.pp=1 model.num_layers=2 parallel.dp_shard=8 "
         "train.global_batch_size=16 train.activation_checkpointing=none ")  # fmt: skip
 # a block of Mixtral 8x7B, with each of its 8 experts on a rank of its own
 EXPERTS = ("parallel.dp_shard=8 parallel.ep=8 parallel.zero_stage=1 train.global_batch_size=8 "
-           "model.feed_forward=experts model.num_experts=8 model.experts_per_token=2 ")  # fmt: skip
+           "model.experts.count=8 model.experts.per_token=2 ")  # fmt: skip
 # Launches at most: about a tenth more than there are, so that a change which adds one or two is not
 # refused. (docs/profiling.md: the least that a block needs.)
 BLOCKS = [

@@ -14,7 +14,8 @@ import yaml
 from declare import WithKinds, settings_class
 from errors import UserError
 from model.attention import sliding_window
-from model.config import KEYS_OF_EXPERTS, ModelConfig
+from model.config import ModelConfig
+from model.experts import Experts
 from proofs.ranks import Ranks
 from settings.checks import validate
 from settings.data_stages import data_stages
@@ -27,6 +28,7 @@ from settings.load import (
     load_config,
     load_saved,
 )
+from settings.moved import MOVED, at_new_places
 from tests import ROOT
 from tests.runs import messages
 from tests.settings.keys import every_key
@@ -117,11 +119,14 @@ WRONG = [
     ("optimizer.learning_rate=1", "did you mean optimizer.lr?"),
     ("train.lr=1", "did you mean optimizer.lr?"),
     ("data.zzz=1", "choose from data.path, data.tokenizer"),
-    (
-        "optimizer.adamw.betas=[0.9, 1]",
-        "1 in it is not allowed\n  remedy: it should be less than 1,",
-    ),
+    ("optimizer.adamw.betas=[0.9, 1]", "1 in it is not allowed\n  remedy: it should be less than"),
     ("optimizer.adamw.betas=[0.9]", "for example [0.9, 0.95]"),
+    ("optimizer.eps=1", "has moved\n  remedy: write optimizer.adamw.eps"),
+    ("model.attention_window=9", "has moved\n  remedy: write model.sliding_window.window"),
+    ("model.sliding_window.window=0", "greater than or equal to 1, for example 4096"),
+    ("model.sliding_window.windw=9", "did you mean model.sliding_window.window?"),
+    ("model.sliding_window=9", "is not a section with keys"),
+    ("optimizer.beta1=0.9", "did you mean optimizer.adamw?"),
     ("optimizer.lr=.nan", "be a finite number"),
     ("parallel.zero_stage=true", "be a valid integer"),
     ("parallel.layers_per_stage=[1, a]", "'a' in it is not allowed"),
@@ -189,27 +194,28 @@ def test_tokens_taken_for_sequences() -> None:
 
 
 ONE_AXIS = ["parallel.pp=1", "parallel.tp=1", "parallel.dp_shard=-1", "train.micro_batch_size=1"]
-BASE = [*ONE_AXIS, "model.feed_forward=experts", "model.num_experts=8",
-        "model.experts_per_token=2"]  # fmt: skip
+BASE = [*ONE_AXIS, "model.feed_forward=experts", "model.experts.count=8",
+        "model.experts.per_token=2"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("world", "overrides", "begins", "remedy"),
     [
-        (8, [*BASE, "model.num_experts=0"],
-         "model.num_experts = 0: model.feed_forward has experts", "for example 8"),
+        (8, [*BASE, "model.experts.count=0"],
+         "model.experts.count = 0: the model has experts", "for example 8"),
         (8, [*BASE, "model.feed_forward=swiglu"],
-         "model.num_experts = 8: no layer has experts", "model.feed_forward=experts"),
+         "model.experts = {'count': 8, 'per_token': 2}: nothing is of kind experts",
+         "model.feed_forward=experts"),
         (8, [*BASE, "model.feed_forward=expert"],
          "model.feed_forward = 'expert': there is no such kind", "'experts', "),
-        (8, [*BASE, "model.experts_per_token=9"],
-         "model.experts_per_token = 9: a token would choose more than all model.num_experts=8",
+        (8, [*BASE, "model.experts.per_token=9"],
+         "model.experts.per_token = 9: a token would choose more than all 8 experts",
          "a smaller number"),
-        (8, [*BASE, "model.experts_per_token=1"],
-         "model.experts_per_token = 1: router softmax_renormalised divides weights by their sum",
+        (8, [*BASE, "model.experts.per_token=1"],
+         "model.experts.per_token = 1: router softmax_renormalised divides weights by their sum",
          "model.router=softmax"),
-        (8, [*BASE, "model.num_dense_layers=4"],
-         "model.num_dense_layers = 4: leaves none of the model.num_layers=4 layers for experts",
+        (8, [*BASE, "model.experts.num_dense_layers=4"],
+         "model.experts.num_dense_layers = 4: leaves none of the model.num_layers=4 layers for ",
          "leave at least one"),
         (8, [*BASE, "model.router=sigmoid"],
          "model.router = 'sigmoid': there is no such kind", "'sigmoid_bias'"),
@@ -221,20 +227,20 @@ BASE = [*ONE_AXIS, "model.feed_forward=experts", "model.num_experts=8",
         (8, [*BASE, "parallel.ep=3"],
          "parallel.ep = 3: must divide dp_shard · cp · tp = 8 · 1 · 1",
          "choose one of [1, 2, 4, 8]"),
-        (4, [*BASE, "model.num_experts=6", "parallel.ep=4"],
-         "parallel.ep = 4: does not divide model.num_experts=6", "choose one of [1, 2, 3, 6]"),
+        (4, [*BASE, "model.experts.count=6", "parallel.ep=4"],
+         "parallel.ep = 4: does not divide model.experts.count=6", "choose one of [1, 2, 3, 6]"),
         (2, [*ONE_AXIS, "parallel.ep=2"], "parallel.ep = 2: the model has no experts",
-         "parallel.ep=1, or model.num_experts"),
+         "parallel.ep=1, or model.experts.count"),
         (4, [*BASE, "parallel.tp=2", "parallel.sequence_parallel=false"],
          "parallel.sequence_parallel = False: tp ranks must have different tokens",
          "set it to true, or parallel.tp=1"),
         # 8 ranks shard 4 experts: each is cut in two, along F or along D
-        (8, [*BASE, "model.num_experts=4", "model.expert_ffn_dim=100"],
-         "model.expert_ffn_dim = 100: must be a multiple of 8", "give 96, or another parallel.ep"),
-        (8, [*BASE, "model.num_experts=4", "model.dim=132", "model.num_heads=2"],
+        (8, [*BASE, "model.experts.count=4", "model.experts.ffn_dim=100"],
+         "model.experts.ffn_dim = 100: must be a multiple of 8", "give 96, or another parallel.ep"),
+        (8, [*BASE, "model.experts.count=4", "model.dim=132", "model.num_heads=2"],
          "model.dim = 132: must be a multiple of 8", "give 128"),
-        (2, [*BASE, "parallel.tp=2", "model.num_shared_experts=1", "model.expert_ffn_dim=33"],
-         "parallel.tp = 2: does not divide model.num_shared_experts · model.expert_ffn_dim=33",
+        (2, [*BASE, "parallel.tp=2", "model.experts.num_shared=1", "model.experts.ffn_dim=33"],
+         "parallel.tp = 2: does not divide model.experts.num_shared · model.experts.ffn_dim=33",
          "choose one of [1, 3, 11, 33]"),
         # without experts, one could also turn sequence parallelism off
         (2, [*BASE, "parallel.tp=2", "train.seq_len=31"],
@@ -248,20 +254,14 @@ def test_experts_refused(world: int, overrides: list[str], begins: str, remedy: 
     assert "sequence_parallel=false" not in message, "which experts do not permit"
 
 
-VALUES = {"experts_per_token": 2, "expert_ffn_dim": 64, "num_shared_experts": 1,
-          "num_dense_layers": 1, "router": "softmax", "router_scale": 2.5,
-          "router_aux_weight": 0.01, "router_z_weight": 0.01}  # fmt: skip
-
-
 def test_a_model_without_experts_takes_no_keys_of_them() -> None:
-    names = {each.name for each in dataclasses.fields(ModelConfig)}
-    of_experts = {name for name in names if "expert" in name or "router" in name}
-    assert of_experts - {"num_experts", "experts"} <= KEYS_OF_EXPERTS <= names
-    for key in KEYS_OF_EXPERTS:
-        message = refusal([*ONE_AXIS, f"model.{key}={VALUES[key]}"], world=1)
-        assert message.startswith(f"model.{key} = ")
-        assert "the model has no experts" in message
-        assert "leave it out, or set model.num_experts" in message
+    dense = [*ONE_AXIS, "model.feed_forward=swiglu"]
+    for each in dataclasses.fields(Experts):
+        message = refusal([*dense, f"model.experts.{each.name}=2"], world=1)
+        assert message.startswith(f"model.experts = {{'{each.name}': 2}}: nothing is of kind")
+        assert "leave it out, or set model.feed_forward=experts" in message
+    message = refusal([*dense, "model.router=softmax"], world=1)
+    assert message.startswith("model.router = 'softmax': the model has no experts")
 
 
 def test_weights_of_a_dense_model_do_not_start_experts(
@@ -281,8 +281,8 @@ def test_weights_of_a_dense_model_do_not_start_experts(
 
 def test_a_number_of_experts_is_enough() -> None:
     """The configuration of a run then states the kind of its layers."""
-    for keys, kind in (((), "swiglu"), (("model.num_experts=4",), "experts")):
-        config = load_config(LAPTOP, ["model.experts_per_token=2"] * len(keys) + list(keys))
+    for keys, kind in (((), "swiglu"), (("model.experts.count=4",), "experts")):
+        config = load_config(LAPTOP, ["model.experts.per_token=2"] * len(keys) + list(keys))
         assert config.model.feed_forward == kind
         assert f"feed_forward: {kind}" in dump_config(config)
 
@@ -293,27 +293,16 @@ def test_a_number_of_experts_is_enough() -> None:
 WINDOW = ["model.attention=[causal,sliding_window]", "model.sliding_window.window=9"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "begins", "remedy"),
-    [
-        (WINDOW[:1], "model.sliding_window.window = None: is missing", "add it to the file"),
-        (WINDOW[1:], "model.sliding_window = {'window': 9}: nothing is of kind sliding_window",
+def test_a_kind_has_its_own_keys_where_it_is_selected() -> None:
+    for override, begins, remedy in (
+        (WINDOW[0], ".sliding_window.window = None: is missing", "add it to the file"),
+        (WINDOW[1], ".sliding_window = {'window': 9}: nothing is of kind sliding_window",
          "leave it out, or set model.attention=sliding_window"),
-        ([*WINDOW, "model.sliding_window.window=0"],
-         "model.sliding_window.window = 0: is not allowed", "greater than or equal to 1"),
-        ([*WINDOW, "model.sliding_window.windw=9"],
-         "model.sliding_window.windw = 9: there is no such key", "mean model.sliding_"),
-        ([*WINDOW, "model.sliding_window=9"], "model.sliding_window = 9: is not a section", "KEY="),
-        (["model.swiglu.width=9"], "model.swiglu = {'width': 9}: this kind has no", "leave it out"),
-        (["model.attention_window=9"], "model.attention_window = '9': has moved",
-         "write model.sliding_window.window"),
-        (["optimizer.eps=1"], "optimizer.eps = '1': has moved", "write optimizer.adamw.eps"),
-    ],
-)  # fmt: skip
-def test_keys_of_a_kind_that_are_refused(overrides: list[str], begins: str, remedy: str) -> None:
-    message = refusal(overrides)
-    assert message.startswith(begins)
-    assert remedy in message.partition("\n  remedy: ")[2]
+        ("model.swiglu.width=9", ".swiglu = {'width': 9}: this kind has no", "leave it out"),
+    ):  # fmt: skip
+        message = refusal([override])
+        assert message.startswith(f"model{begins}")
+        assert message.endswith(f"remedy: {remedy}")
 
 
 def test_keys_of_a_kind_arrive(tmp_path: Path) -> None:
@@ -332,17 +321,22 @@ def test_keys_of_a_kind_arrive(tmp_path: Path) -> None:
 
 
 def test_a_run_of_an_earlier_version_reads(tmp_path: Path) -> None:
-    """Its config.yaml has every key at its old place."""
-    for window, attention in ((None, "causal"), (9, "sliding_window")):
-        raw = yaml.safe_load(Path(LAPTOP).read_text(encoding="utf-8"))
-        raw["model"] |= {"attention_window": window, "attention": attention, "router_bias_rate": 0}
-        raw["optimizer"] |= {"betas": [0.5, 0.6], "eps": 1e-6}
-        written(tmp_path, yaml.safe_dump(raw))
+    """Its config.yaml and checkpoints have every key at its old place; a dense model too."""
+    none = {"num_experts": 0, "experts_per_token": 1, "expert_ffn_dim": None, "router_scale": 1.0,
+            "num_shared_experts": 0, "num_dense_layers": 0, "feed_forward": "swiglu",
+            "attention_window": None, "attention": "causal", "router_bias_rate": 0}  # fmt: skip
+    some = none | {"num_experts": 4, "experts_per_token": 2, "feed_forward": "experts",
+                   "attention_window": 9, "attention": "sliding_window"}  # fmt: skip
+    own = Experts(count=4, per_token=2), sliding_window.Settings(window=9)
+    raw = yaml.safe_load(Path(LAPTOP).read_text(encoding="utf-8"))
+    raw["optimizer"] |= {"betas": [0.5, 0.6], "eps": 1e-6}
+    for keys, settings in (none, (None, None)), (some, own):
+        written(tmp_path, yaml.safe_dump(raw | {"model": raw["model"] | keys}))
         config = load_saved(tmp_path)
         assert config.optimizer.of(adamw.Settings) == adamw.Settings(betas=(0.5, 0.6), eps=1e-6)
-        assert config.model.sliding_window == (window and sliding_window.Settings(window=window))
-        with pytest.raises(UserError, match="has moved"):
-            load_config(str(tmp_path / "config.yaml"), [])
+        stored = ModelConfig(**at_new_places("model", raw["model"] | keys, MOVED))
+        for model in config.model, stored:
+            assert (model.find(Experts), model.find(sliding_window.Settings)) == settings
 
 
 def test_settings_are_named_as_their_files() -> None:

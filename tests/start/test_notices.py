@@ -33,7 +33,7 @@ def test_what_changed_is_named(tmp_path: Path) -> None:
     [
         ([], ""),
         (["checkpoint.interval=never"], "warning: checkpoint.interval is never"),
-        (["model.router_aux_weight=0", "model.sigmoid_bias.bias_rate=0"],
+        (["model.experts.router_aux_weight=0", "model.sigmoid_bias.bias_rate=0"],
          "warning: nothing keeps the load of experts even"),
         (["model.vocab_size=4128"], "model.vocab_size is 4,128, and the data's tokenizer has "
          "4,096 tokens: the other 32 are never targets"),
@@ -48,7 +48,7 @@ def test_what_changed_is_named(tmp_path: Path) -> None:
          "warning: guard.spike_sigmas=1 skips about 15.9% of the updates"),
         (["checkpoint.interval=40", "checkpoint.keep_every=60"],
          "warning: checkpoint.keep_every=60 is no multiple"),
-        (["model.experts_per_token=8"], "warning: model.experts_per_token=8 is all experts"),
+        (["model.experts.per_token=8"], "warning: model.experts.per_token=8 is all experts"),
         (["data_stages=[{from_step: 150, optimizer: {warmup_steps: 20}}, {from_step: 155}]"],
          "warning: data_stages.1.optimizer.warmup_steps=20 is not less than the 10 steps"),
     ],

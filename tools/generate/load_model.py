@@ -16,6 +16,7 @@ import torch.distributed as dist
 from data.tokenizer import Tokenizer
 from errors import UserError
 from model.config import ModelConfig
+from model.experts import Experts
 from model.router import bias_name, routers_of
 from model.transformer import Transformer, check_tp
 from parallel.axes import MeshSizes
@@ -110,8 +111,8 @@ def find(folder: Path, tp: int) -> Path:
             raise UserError("--checkpoint", str(folder), why, remedy) from None
     if not fits(config, tp):
         what = f"{config.num_heads} query and {config.num_kv_heads} key/value heads"
-        if config.num_experts % tp:
-            what = f"{config.num_experts} experts"
+        if (count := (config.find(Experts) or Experts()).count) % tp:
+            what = f"{count} experts"
         why = f"its {what} cannot be split evenly over this many processes"
         remedy = f"choose one of {[n for n in range(1, 65) if fits(config, n)]}"
         raise UserError("--nproc-per-node", tp, why, remedy)
@@ -124,7 +125,7 @@ def fits(config: ModelConfig, tp: int) -> bool:
         check_tp(config, tp)
     except UserError:
         return False
-    return config.num_experts % tp == 0
+    return (config.find(Experts) or Experts()).count % tp == 0
 
 
 def empty_model(config: ModelConfig, dtype: torch.dtype, device: str) -> Transformer:

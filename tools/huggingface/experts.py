@@ -9,11 +9,13 @@ choices; ours is a sum over layers and counts a token once (model/router/_base.p
 both are equal if router_aux_weight = router_aux_loss_coef · k / layers with experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from errors import UserError
 from model.config import ModelConfig
+from model.experts import Experts
 
 MIXTRAL, QWEN3_MOE = "MixtralForCausalLM", "Qwen3MoeForCausalLM"
 # ours → theirs, for the weights of a block; {} is the number of an expert
@@ -42,7 +44,7 @@ def read_experts(architecture: str, num_layers: int, get: Callable[..., Any]) ->
     chosen = get("num_experts_per_tok", int)
     if architecture == MIXTRAL:
         has_experts, count = [True] * num_layers, get("num_local_experts", int)
-        found: dict[str, Any] = {"router": "softmax_renormalised"}
+        router, own = "softmax_renormalised", dict[str, Any]()
     else:
         dense, step = get("mlp_only_layers", list, []), get("decoder_sparse_step", int)
         # transformers 5 writes the second name
@@ -52,24 +54,26 @@ def read_experts(architecture: str, num_layers: int, get: Callable[..., Any]) ->
             for layer in range(num_layers)
         ]
         renormalises = get("norm_topk_prob", bool)
-        found = {"router": next(r for r, value in ROUTERS.items() if value == renormalises)}
-        found["expert_ffn_dim"] = get("moe_intermediate_size", int)
+        router = next(r for r, value in ROUTERS.items() if value == renormalises)
+        own = {"ffn_dim": get("moe_intermediate_size", int)}
         if not any(has_experts):
             return {}
-    found |= {"num_experts": count, "experts_per_token": chosen} | _layers(has_experts)
+    own |= {"count": count, "per_token": chosen}
     share = chosen / max(1, sum(has_experts))
-    return found | {"router_aux_weight": get("router_aux_loss_coef", float) * share}
-
-
-def _layers(has_experts: list[bool]) -> dict[str, Any]:
-    """The fields of ModelConfig that say which layers have experts."""
+    own["router_aux_weight"] = get("router_aux_loss_coef", float) * share
     first = has_experts.index(True) if any(has_experts) else 0
     if all(has_experts[first:]):
-        return {"feed_forward": "experts", "num_dense_layers": first}
-    kinds = tuple("experts" if has else "swiglu" for has in has_experts)
+        feed_forward, own["num_dense_layers"] = "experts", first
+    else:
+        feed_forward = _cycle(["experts" if has else "swiglu" for has in has_experts])
+    return {"router": router, "feed_forward": feed_forward, "experts": own}
+
+
+def _cycle(kinds: Sequence[str]) -> tuple[str, ...]:
+    """The shortest list that, repeated, gives these kinds of layers."""
     lengths = range(2, len(kinds) + 1)
     cycle = next(n for n in lengths if all(kinds[i] == kinds[i % n] for i in range(len(kinds))))
-    return {"feed_forward": kinds[:cycle]}
+    return tuple(kinds[:cycle])
 
 
 def architecture_with_experts(model: ModelConfig) -> str:
@@ -78,16 +82,17 @@ def architecture_with_experts(model: ModelConfig) -> str:
 
     def refuse(key: str, why: str, change: str) -> None:
         remedy = f"keep the checkpoint, which tools.generate reads; or train a model with {change}"
-        raise UserError(f"model.{key}", getattr(model, key), why, remedy)
+        raise UserError(f"model.{key}", attrgetter(key)(model), why, remedy)
 
-    renormalised = "model.router=softmax_renormalised"
+    experts, renormalised = model.of(Experts), "model.router=softmax_renormalised"
     if model.router not in ROUTERS:
         refuse("router", "their experts are chosen by softmax, without a bias", renormalised)
-    if model.num_shared_experts:
+    if experts.num_shared:
         why = "their experts are all chosen, none is shared"
-        refuse("num_shared_experts", why, "model.num_shared_experts=0")
-    if model.router_scale != 1:
-        refuse("router_scale", "their router's weights are not scaled", "model.router_scale=1.0")
+        refuse("experts.num_shared", why, "model.experts.num_shared=0")
+    if experts.router_scale != 1:
+        why = "their router's weights are not scaled"
+        refuse("experts.router_scale", why, "model.experts.router_scale=1.0")
     if model.qk_norm:
         return QWEN3_MOE
     mixtral, other = "without model.qk_norm it would be a Mixtral, whose", "model.qk_norm=true, "
@@ -95,34 +100,33 @@ def architecture_with_experts(model: ModelConfig) -> str:
     if not ROUTERS[model.router]:
         refuse("router", f"{mixtral} router's weights add up to 1", f"{renormalised}, or {other}")
     if dense_layers(model):
-        key = "num_dense_layers" if model.num_dense_layers else "feed_forward"
+        key = "experts.num_dense_layers" if experts.num_dense_layers else "feed_forward"
         refuse(key, f"{mixtral} layers all have experts", other)
     return MIXTRAL
 
 
 def dense_layers(model: ModelConfig) -> list[int]:
     """The layers without experts."""
-    layers = range(model.num_layers)
-    return [layer for layer in layers if model.feed_forward_of(layer) != "experts"]
+    return sorted({*range(model.num_layers)}.difference(model.layers_with_experts))
 
 
 def expert_fields(architecture: str, model: ModelConfig) -> dict[str, Any]:
     """The fields of config.json for the experts of `model`."""
     if architecture not in NAMES:
         return {}
-    dense = dense_layers(model)
-    coefficient = model.router_aux_weight * (model.num_layers - len(dense))
+    dense, experts = dense_layers(model), model.of(Experts)
+    coefficient = experts.router_aux_weight * (model.num_layers - len(dense))
     content = {
-        "num_experts_per_tok": model.experts_per_token,
+        "num_experts_per_tok": experts.per_token,
         # rounded, so that an imported value is exported as it was
-        "router_aux_loss_coef": float(f"{coefficient / model.experts_per_token:.12g}"),
+        "router_aux_loss_coef": float(f"{coefficient / experts.per_token:.12g}"),
     }
     if architecture == MIXTRAL:
         # their only feed-forwards are experts
-        sizes = {"num_local_experts": model.num_experts, "intermediate_size": model.expert_width}
+        sizes = {"num_local_experts": experts.count, "intermediate_size": model.expert_width}
         return content | sizes
     return content | {
-        "num_experts": model.num_experts,
+        "num_experts": experts.count,
         "moe_intermediate_size": model.expert_width,
         "norm_topk_prob": ROUTERS[model.router],
         "decoder_sparse_step": 1,

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from errors import UserError
 from model.config import ModelConfig
+from model.experts import Experts
 from model.transformer import check_tp
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
 from settings.checks import cuts_of_sequence, sides_that_cannot_be_cut
@@ -196,7 +197,8 @@ def _cp_sizes(config: Config, world: int) -> list[int]:
 
 def _ep_sizes(config: Config, world: int) -> list[int]:
     """The sizes of ep that divide the world and the number of experts."""
-    return _divisors(math.gcd(world, config.model.num_experts)) if config.model.has_experts else [1]
+    experts = config.model.find(Experts) or Experts(count=1)
+    return _divisors(math.gcd(world, experts.count))
 
 
 def _takes(model: ModelConfig, tp: int) -> bool:

@@ -34,6 +34,7 @@ from typing import Any
 
 from costs.collectives import Call
 from costs.units import LocalWeight, Unit
+from model.experts import Experts
 from parallel.axes import FSDP_AXES
 from parallel.pipeline.lower import need_of, result_of
 from tools.plan.layout import Gathered, Layout, gathered
@@ -131,9 +132,10 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
     add(loss, sizes.dp * sizes.cp, layout.exact)
     add("pp", sizes.pp, layout.exact)
     add(world, layout.world, 8)  # squares: float64
-    if (model := layout.config.model).has_experts:  # training/balance.py
+    model = layout.config.model
+    if experts := model.find(Experts):  # training/balance.py
         for axis, size in ((loss, sizes.dp * sizes.cp), ("tp", sizes.tp), ("pp", sizes.pp)):
-            add(axis, size, 8 * model.num_layers * model.num_experts)
+            add(axis, size, 8 * model.num_layers * experts.count)
             add(axis, size, 2 * layout.exact)
 
     def parts(units: Iterable[Unit]) -> Iterator[tuple[LocalWeight, list[int]]]:

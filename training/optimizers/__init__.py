@@ -3,8 +3,9 @@ whose class `Optimizer` is used.
 
     adamw.py   AdamW, in one launch for all weights; can round stochastically, for bfloat16
 
-To add an optimizer, add a file here; nothing else changes. Its `states_of` describes the tensors
-that it keeps for a weight; checkpoints, the memory report and the planner ask it.
+To add an optimizer, add a file here; nothing else changes. Settings that only it reads are declared
+in it (declare.py). Its `states_of` describes the tensors that it keeps for a weight; checkpoints,
+the memory report and the planner ask it.
 """
 
 import math
