@@ -82,7 +82,7 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
         built: Any = pydantic.dataclasses.dataclass(cls, frozen=True, kw_only=True, config=config)
         validate = built.__init__
 
-        def init(self: Any, **values: Any) -> None:
+        def init(self: Any, /, **values: Any) -> None:
             try:
                 validate(self, **values)
             except ValidationError as error:
@@ -120,8 +120,8 @@ class WithKinds:
 
     def find(self, settings: type[T]) -> T | None:
         """The settings of a selected kind, by the class that its file declares; None: it is not
-        selected."""
-        return next((own for own in vars(self).values() if isinstance(own, settings)), None)
+        selected. (A class that derives from it is another kind's.)"""
+        return next((own for own in vars(self).values() if type(own) is settings), None)
 
     def of(self, settings: type[T]) -> T:
         """The settings of a kind that is selected."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.attention import make_attention
+from model.attention import BaseAttention, make_attention
 from model.config import ModelConfig
 from model.documents import Documents
 from model.experts import Experts
@@ -77,8 +77,9 @@ class Block(nn.Module):
         """`forward` up to its call of `attend`, (x, *other inputs) → q, k, v, and from the result y
         on, (y, x) → output; None: this kind of attention does not call it."""
         attention = self.attention
-        if not hasattr(attention, "project"):
+        if not isinstance(attention, BaseAttention):
             return None
+        assert type(attention).forward is BaseAttention.forward, "give it a `project` or `combine`"
         return (
             lambda x, *others: attention.project(self.attention_norm(x), *others),
             lambda y, x: self.after(attention.combine(y), x),

@@ -34,6 +34,7 @@ class WholeWeight:
 
     def begin(self) -> None:
         """Let forward see the weight in the compute dtype."""
+        assert self.sum.total is None, "a step before has not ended"
         if self.is_one:
             return
         local = local_part(self.master.detach()).to(self.compute)
@@ -45,6 +46,7 @@ class WholeWeight:
         """Add a gradient that autograd has put into the parameter: that of compiled code. All other
         code has added it itself (weight_gradient.py)."""
         if parameter.grad is not None:
+            assert self.layer.gradient.rows is None, "the gradient is of all rows"
             self.layer.gradient.add(local_part(parameter.grad))
             parameter.grad = None
 

@@ -15,7 +15,7 @@ from errors import UserError
 from model.config import ModelConfig
 from runtime.schema import MAX_INT, Name, Natural, Strict
 from settings.config import Config
-from settings.moved import MOVED, at_new_places
+from settings.moved import at_new_places
 from training.step import TrainStep
 
 FILE = "trainer.json"
@@ -85,7 +85,7 @@ class TrainerState(Strict):
     @property
     def model_config_saved(self) -> ModelConfig:
         """The saved model configuration. Raises UserError if it is invalid."""
-        return ModelConfig(**at_new_places("model", self.model, MOVED))
+        return ModelConfig(**at_new_places("model", self.model))
 
     def to_json(self) -> str:
         """The text of trainer.json. A run without data stages has no `earlier`."""

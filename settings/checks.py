@@ -6,6 +6,8 @@ They raise errors and never change a value.
 import math
 from collections.abc import Callable
 
+import torch
+
 from errors import UserError
 from model.config import ModelConfig
 from model.experts import Experts
@@ -18,6 +20,7 @@ from parallel.pipeline.check import fault_in
 from parallel.pipeline.schedules import MAX_FORWARDS
 from settings.config import Config
 from settings.data_stages import data_stages, in_data_stage
+from settings.precision import Precision
 from settings.sections import MAX_TOKENS, OptimizerConfig
 
 
@@ -153,6 +156,14 @@ def check_compile(config: Config, sizes: MeshSizes) -> None:
         remedy = "set train.compile=false, or choose a schedule that does not split backward (1f1b,"
         remedy += " interleaved_1f1b)"
         raise UserError("train.compile", True, why + "defers them", remedy)
+    parallel, precision = config.parallel, Precision.of(config)
+    of_one = parallel.zero_stage < 2 and config.num_microbatches(sizes.dp) == 1
+    is_wider = torch.promote_types(precision.reduce, precision.compute) != precision.compute
+    if parallel.fsdp_unit == "stage" and of_one and is_wider and sizes.dp * sizes.cp > 1:
+        why = "compiled blocks leave the gradients of a single micro-batch in train.dtype, and the "
+        why += "rest of the unit in parallel.reduce_dtype: FSDP reduces a unit in one dtype"
+        remedy = "set parallel.fsdp_unit=block, train.compile=false, or a smaller micro-batch"
+        raise UserError("train.compile", True, why, remedy)
 
 
 def check_experts(config: Config, sizes: MeshSizes) -> None:

@@ -4,7 +4,7 @@ are errors; nothing is guessed."""
 import dataclasses
 import difflib
 import typing
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from errors import UserError
 from kinds import kinds_in
 from settings.config import SECTIONS, Config
 from settings.data_stages import data_stages, read_entries
-from settings.moved import ACCEPTED, MOVED, at_new_places, new_name
+from settings.moved import at_new_places, new_name
 from settings.yaml_text import NotYaml, dump, parse
 
 KEYS = {name: [field.name for field in dataclasses.fields(cls)] for name, cls in SECTIONS.items()}
@@ -36,7 +36,7 @@ def load_config(path: str, overrides: list[str]) -> Config:
         UserError: the file is unreadable, a section or key is unknown, a key is missing, or a value
             is not allowed for its key.
     """
-    raw = _moved(_read(path), ACCEPTED)
+    raw = _moved(_read(path))
     for override in overrides:
         _apply(override, raw)
     return _build(raw)
@@ -48,7 +48,7 @@ def load_saved(folder: Path) -> Config:
     raw = _read(str(folder / "config.yaml"))
     if "stages" in raw:
         raw["data_stages"] = raw.pop("stages")
-    return _build(_moved(raw, MOVED))
+    return _build(_moved(raw))
 
 
 def dump_config(config: Config) -> str:
@@ -81,10 +81,10 @@ def changed_between(before: Config, after: Config, sections: Iterable[str]) -> l
     ]
 
 
-def _moved(raw: dict[Any, Any], accepted: Collection[str]) -> dict[Any, Any]:
+def _moved(raw: dict[Any, Any]) -> dict[Any, Any]:
     """The content of a file with moved keys where they are now."""
     return {
-        name: at_new_places(name, given, accepted) if isinstance(given, dict) else given
+        name: at_new_places(name, given) if isinstance(given, dict) else given
         for name, given in raw.items()
     }
 
@@ -132,6 +132,8 @@ def _apply(override: str, raw: dict[Any, Any]) -> None:
     value = _value(name, text, section, key)
     for outer in above:
         inner = at.get(outer, {}) if isinstance(at, dict) else None
+        if inner is None and outer in KINDS.get(section, {}):
+            inner = {}  # `adamw:` without keys
         if not isinstance(inner, dict):
             raise wrong
         at[outer] = at = {**inner}  # a copy: YAML's aliases may share it

@@ -1,11 +1,9 @@
 """Keys that have moved to the section of the kind that reads them, at their old places.
 
-What runs and checkpoints of earlier versions have stored is read whole. In a configuration file and
-on the command line, the keys of `ACCEPTED` may also stand at their old place; others are refused,
-with the new name.
+In a file they are read at both, because a run of an earlier version has written all of them. On the
+command line those of `ACCEPTED` are; others are refused, with the new name.
 """
 
-from collections.abc import Collection
 from typing import Any
 
 from errors import UserError
@@ -28,23 +26,20 @@ MOVED = {
 ACCEPTED = MOVED.keys() - {"model.attention_window", "model.router_scale", "optimizer.eps"}
 
 
-def new_name(section: str, key: str, value: Any, accepted: Collection[str] = ACCEPTED) -> str:
-    """The name of `key` in its section now: `sliding_window.window`. Raises UserError."""
+def new_name(section: str, key: str, value: Any) -> str:
+    """The name of a command line's `key` in its section now: `sliding_window.window`. Raises
+    UserError."""
     name = f"{section}.{key}"
-    if name not in MOVED:
-        return key
-    if name not in accepted:
+    if name in MOVED.keys() - ACCEPTED:
         raise UserError(name, value, "has moved", f"write {section}.{MOVED[name]}")
-    return MOVED[name]
+    return MOVED.get(name, key)
 
 
-def at_new_places(
-    section: str, given: dict[str, Any], accepted: Collection[str] = ACCEPTED
-) -> dict[str, Any]:
+def at_new_places(section: str, given: dict[str, Any]) -> dict[str, Any]:
     """The content of a section, with moved keys in the sections of their kinds."""
     found = {key: value for key, value in given.items() if f"{section}.{key}" not in MOVED}
     for key in [key for key in given if key not in found]:
-        kind, _, own = new_name(section, key, given[key], accepted).partition(".")
+        kind, _, own = MOVED[f"{section}.{key}"].partition(".")
         there = found.get(kind) or {}
         if not isinstance(there, dict) or own in there:
             why = "is given twice"

@@ -8,17 +8,36 @@ A kind is constructed with (config, tp). Its method `inputs` derives, from the t
 the inputs that `forward` takes besides x. `forward` maps x [S/tp, B, D] to the same shape. Settings
 of its own are declared in its file (declare.py).
 
-A kind whose tokens attend to each other says so in two methods, between which its last input,
-`attend` (parallel/context.py), is called: forward is combine(attend(*project(x, *others))). Another
-projection is a subclass that overrides `project`. What it communicates over cp is in `attend` only,
-so the two can be compiled (parallel/compiled.py). A kind without them must not communicate over cp.
+A kind whose tokens attend to each other derives from `BaseAttention`. Another kind must not
+communicate over cp.
 """
 
 from typing import Any
 
+from torch import Tensor, nn
+
 from kinds import load_kind
 from model.config import ModelConfig
 from parallel.layer import TensorParallel
+
+
+class BaseAttention(nn.Module):
+    """Attention in two halves, between which its last input, `attend` (parallel/context.py), is
+    called. What it communicates over cp is in there only, so the halves can be compiled
+    (parallel/compiled.py). Another projection is a subclass that overrides `project`; `forward` is
+    never overridden, because compiled code calls the halves."""
+
+    def forward(self, x: Tensor, *inputs: Any) -> Tensor:
+        *others, attend = inputs
+        return self.combine(attend(*self.project(x, *others)))
+
+    def project(self, x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """x [S/tp, B, D] → q [S, B, H/tp, E], and k and v [S, B, max(1, K/tp), E]."""
+        raise NotImplementedError
+
+    def combine(self, y: Tensor) -> Tensor:
+        """What tokens have attended to, y [S, B, H/tp, E] → [S/tp, B, D]."""
+        raise NotImplementedError
 
 
 def make_attention(config: ModelConfig, layer: int, tp: TensorParallel) -> Any:

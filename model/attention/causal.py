@@ -1,8 +1,9 @@
 """Causal grouped-query attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245), with
 heads sharded over tp."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from model.attention import BaseAttention
 from model.config import ModelConfig
 from model.kernels.rotary import rotate
 from model.matmul import Matmul
@@ -14,7 +15,7 @@ from parallel.parameter import Normal
 from parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_parallel
 
 
-class Attention(nn.Module):
+class Attention(BaseAttention):
     """Map x [S/tp, B, D] to [S/tp, B, D] (without sequence parallelism S instead of S/tp).
 
     Each tp rank has H/tp query heads and the key/value heads that they use: K/tp of them or, if
@@ -48,11 +49,7 @@ class Attention(nn.Module):
         mask = positions.mask(self.window, self.head_dim, self.kernel)
         return positions.angles(self.rotary), mask
 
-    def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        return self.combine(attend(*self.project(x, angles)))
-
     def project(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
-        """The rotated q [S, B, H/tp, E] and k, and v [S, B, max(1, K/tp), E], of x [S/tp, B, D]."""
         q, k, v = column_parallel(x, self.query, self.key, self.value)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # [S, B, heads, E]
         if self.query_norm is not None and self.key_norm is not None:
@@ -60,5 +57,4 @@ class Attention(nn.Module):
         return *rotate(q, k, angles.cos, angles.sin, self.kernels), v
 
     def combine(self, y: Tensor) -> Tensor:
-        """The heads' results y [S, B, H/tp, E] → [S/tp, B, D]."""
         return self.output(y.flatten(-2))

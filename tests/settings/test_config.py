@@ -28,7 +28,7 @@ from settings.load import (
     load_config,
     load_saved,
 )
-from settings.moved import MOVED, at_new_places
+from settings.moved import at_new_places
 from tests import ROOT
 from tests.runs import messages
 from tests.settings.keys import every_key
@@ -333,8 +333,9 @@ def test_a_run_of_an_earlier_version_reads(tmp_path: Path) -> None:
     for keys, settings in (none, (None, None)), (some, own):
         written(tmp_path, yaml.safe_dump(raw | {"model": raw["model"] | keys}))
         config = load_saved(tmp_path)
+        assert config == load_config(str(tmp_path / "config.yaml"), [])
         assert config.optimizer.of(adamw.Settings) == adamw.Settings(betas=(0.5, 0.6), eps=1e-6)
-        stored = ModelConfig(**at_new_places("model", raw["model"] | keys, MOVED))
+        stored = ModelConfig(**at_new_places("model", raw["model"] | keys))
         for model in config.model, stored:
             assert (model.find(Experts), model.find(sliding_window.Settings)) == settings
 

@@ -114,7 +114,8 @@ class ShardedOptimizer(ABC):
         for each, term in zip(self.weights, terms, strict=True):
             dims, mesh = self.states_of(each.spec)[name].dims, each.sharded.device_mesh
             for axis, placement in enumerate(each.sharded.placements):
-                if not placement.is_replicate() and dim_of(placement) not in dims:
+                is_cut = not placement.is_replicate() and mesh.size(axis) > 1
+                if is_cut and dim_of(placement) not in dims:
                     dist.all_reduce(term, group=mesh.get_group(axis))
 
     def set_updates(self, updates: int) -> None:
