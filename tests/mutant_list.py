@@ -90,7 +90,7 @@ CHANGES: dict[str, list[Change]] = {
          "range(rank % self.count, rank % self.count + 1)"),
     ],
     "parallel/tensor.py": [
-        ("(None, tp.group if gathers else None)", "(None, None)"),
+        ("(ONE_RANK, tp.group if gathers else ONE_RANK)", "(ONE_RANK, ONE_RANK)"),
         ("gradient_is_partial=shared", "gradient_is_partial=False"),
     ],
     "parallel/context.py": [
