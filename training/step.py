@@ -1,6 +1,7 @@
 """One training step: micro-batches through the schedule → norm → guard → clipped update."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from parallel.parameter import weights_of
 from parallel.partial import PartialGradients
 from parallel.pipeline.actions import forward_only, splits_backward, stage_ranks
 from parallel.pipeline.lower import Program, lower
-from parallel.pipeline.runner import PipelineRunner, Recorder, record_nothing
+from parallel.pipeline.runner import PipelineRunner, Recorder
 from parallel.pipeline.transfer import Transfers
 from settings.config import Config
 from settings.precision import Precision
@@ -74,7 +75,7 @@ class TrainStep:
         self.optimizer = optimizer_class(config.optimizer.name)(self.weights, config)
         self.balance = Balance.of(config, mesh, stages)
         self.guard = UpdateGuard(config.guard.spike_sigmas, mesh.device)
-        self.record: Recorder = record_nothing
+        self.record: Recorder = nullcontext
 
         self.tp = TensorParallel.of(mesh, parallel.sequence_parallel)
         self.cp = ContextParallel.of(mesh)
@@ -114,7 +115,7 @@ class TrainStep:
         )
         if self.balance is not None:
             self.balance.begin()
-        loss = self.runner.step(self.program, microbatches, self.record)
+        loss = self.runner.run(self.program, microbatches, self.record)
         check_reduced(weight.parameter for weight in self.weights)
         self.partial.sum_over_tp()
         self.tied.sum_gradients()
@@ -130,7 +131,7 @@ class TrainStep:
         data-parallel ranks."""
         num_targets = self.count_targets(targets)
         microbatches = self.microbatches(tokens, targets, loss_scale=torch.ones_like(num_targets))
-        loss = self.runner.evaluate(self.forward_program(len(microbatches)), microbatches)
+        loss = self.runner.run(self.forward_program(len(microbatches)), microbatches)
         return self.sum_over_ranks(loss), num_targets
 
     def transfers(self, length: int, sequences: int) -> Transfers:

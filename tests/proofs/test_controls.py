@@ -109,9 +109,9 @@ MISTAKES = {
         (RMSNorm, "__init__", lambda build, self, config, width, tp, gradient_is_partial:
          build(self, config, width, tp, gradient_is_partial and width == config.dim),
          *((replace(case, qk_norm=True), PARTIAL, "attention.") for case in (TP, SHARED_KV))),
-    "the loss is averaged per rank": (PipelineRunner, "step", mean_per_rank, (DP, LOSS, "")),
+    "the loss is averaged per rank": (PipelineRunner, "run", mean_per_rank, (DP, LOSS, "")),
     "the loss is averaged per micro-batch":
-        (PipelineRunner, "step", mean_per_microbatch, (ONE, LOSS, "")),
+        (PipelineRunner, "run", mean_per_microbatch, (ONE, LOSS, "")),
     "each micro-batch's weight gradient replaces the sum":
         (WeightGradient, "_begun", lambda *_: None, (ONE, NORM, ""), (DEFERRED, NORM, ".weight")),
     "weight gradients of another micro-batch":
