@@ -15,7 +15,7 @@ from parallel.data import check_reduced, data_parallel
 from parallel.layer import TensorParallel
 from parallel.mesh import Mesh, to_device
 from parallel.parameter import weights_of
-from parallel.partial import PartialGradients
+from parallel.partial import sum_over_tp
 from parallel.pipeline.actions import forward_only, splits_backward, stage_ranks
 from parallel.pipeline.lower import Program, lower
 from parallel.pipeline.runner import PipelineRunner, Recorder
@@ -70,7 +70,6 @@ class TrainStep:
         # Listed once, while they are sharded: while its weights are gathered, a module has other
         # objects as its parameters.
         self.weights = [weight for stage in stages.values() for weight in weights_of(stage)]
-        self.partial = PartialGradients(self.weights, mesh.tp.group)
         self.tied = build_tied_embedding(config, mesh, stages)
         self.optimizer = optimizer_class(config.optimizer.name)(self.weights, config)
         self.balance = Balance.of(config, mesh, stages)
@@ -117,7 +116,7 @@ class TrainStep:
             self.balance.begin()
         loss = self.runner.run(self.program, microbatches, self.record)
         check_reduced(weight.parameter for weight in self.weights)
-        self.partial.sum_over_tp()
+        sum_over_tp(self.weights, self.mesh.tp.group)
         self.tied.sum_gradients()
         # The second copy of a tied embedding has the same gradient as the first, and must not count
         # again in the norm.

@@ -23,7 +23,6 @@ from model.norm import RMSNorm
 from parallel.axes import MeshSizes
 from parallel.data import FSDPSwitches
 from parallel.parameter import NamedWeight
-from parallel.partial import PartialGradients
 from parallel.pipeline.runner import PipelineRunner
 from parallel.pipeline.tied import TiedEmbedding
 from parallel.weight_gradient import WeightGradient
@@ -99,7 +98,7 @@ NORM = {"gradient", "norm"}
 MISTAKES = {
     # of norms, and of shared k and v heads
     "each tp rank takes its partial gradient for the whole":
-        (PartialGradients, "sum_over_tp", lambda *_: None,
+        (training.step, "sum_over_tp", lambda *_: None,
          (TP, PARTIAL, "norm.weight"), (SHARED_KV, PARTIAL, "attention.")),
     "norms' gradients are summed over tp where every rank has the whole":
         (RMSNorm, "__init__", lambda build, self, config, width, tp, gradient_is_partial:
