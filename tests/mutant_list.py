@@ -124,7 +124,7 @@ CHANGES: dict[str, list[Change]] = {
         ("for axis in reversed(range(mesh.ndim)):", "for axis in range(mesh.ndim):"),
     ],
     "parallel/pipeline/tied.py": [
-        ("            gradients[1].copy_(gradients[0])\n", "", "sum"),
+        ("        gradients[1].copy_(gradients[0])\n", "", "sum"),
     ],
     "parallel/pipeline/schedules.py": [
         ("ahead = (v - 1) * group + (p - 1 - r)", "ahead = (v - 1) * group + (p - r)", "memory"),

@@ -19,12 +19,12 @@ from parallel.partial import sum_over_tp
 from parallel.pipeline.actions import forward_only, splits_backward, stage_ranks
 from parallel.pipeline.lower import Program, lower
 from parallel.pipeline.runner import PipelineRunner, Recorder
+from parallel.pipeline.tied import first_and_last_stage_group, sum_tied_gradients
 from parallel.pipeline.transfer import Transfers
 from settings.config import Config
 from settings.precision import Precision
 from tokens import IGNORE
 from training.balance import Balance, Loads
-from training.build import build_tied_embedding
 from training.gradient import gradient_norm
 from training.guard import UpdateGuard
 from training.learning_rate import learning_rate
@@ -70,7 +70,10 @@ class TrainStep:
         # Listed once, while they are sharded: while its weights are gathered, a module has other
         # objects as its parameters.
         self.weights = [weight for stage in stages.values() for weight in weights_of(stage)]
-        self.tied = build_tied_embedding(config, mesh, stages)
+        self.tied, self.tied_group = [], None
+        if config.model.tie_embeddings:
+            self.tied = [each for each in self.weights if each.global_name == "embedding.weight"]
+            self.tied_group = first_and_last_stage_group(mesh.root, parallel.ranks_of_stages)
         self.optimizer = optimizer_class(config.optimizer.name)(self.weights, config)
         self.balance = Balance.of(config, mesh, stages)
         self.guard = UpdateGuard(config.guard.spike_sigmas, mesh.device)
@@ -117,7 +120,7 @@ class TrainStep:
         loss = self.runner.run(self.program, microbatches, self.record)
         check_reduced(weight.parameter for weight in self.weights)
         sum_over_tp(self.weights, self.mesh.tp.group)
-        self.tied.sum_gradients()
+        sum_tied_gradients(self.tied, self.tied_group)
         # The second copy of a tied embedding has the same gradient as the first, and must not count
         # again in the norm.
         gradients = [weight.gradient for weight in self.weights if not weight.is_copy]
