@@ -75,7 +75,7 @@ class TrainStep:
             self.tied = [each for each in self.weights if each.global_name == "embedding.weight"]
             self.tied_group = first_and_last_stage_group(mesh.root, parallel.ranks_of_stages)
         self.optimizer = optimizer_class(config.optimizer.name)(self.weights, config)
-        self.balance = Balance.of(config, mesh, stages)
+        self.balance = Balance(config, mesh, stages) if config.model.has_experts else None
         self.guard = UpdateGuard(config.guard.spike_sigmas, mesh.device)
         self.record: Recorder = nullcontext
 
@@ -183,11 +183,8 @@ class TrainStep:
 
     def sum_over_ranks(self, loss: Tensor | None) -> Tensor:
         """The losses of the last stages, summed over data-parallel and cp ranks, on every rank."""
-        total = (
-            torch.zeros((), dtype=self.precision.exact, device=self.mesh.device)
-            if loss is None
-            else loss
-        )
+        if loss is None:
+            loss = torch.zeros((), dtype=self.precision.exact, device=self.mesh.device)
         for view in (self.mesh.loss, self.mesh.pp):  # tp ranks already have the same loss
-            dist.all_reduce(total, group=view.group)
-        return total
+            dist.all_reduce(loss, group=view.group)
+        return loss
