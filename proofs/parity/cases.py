@@ -18,6 +18,7 @@ from model.config import KEYS_OF_EXPERTS, ModelConfig
 from parallel.axes import MeshSizes
 from parallel.config import ParallelConfig
 from parallel.pipeline.schedules import SCHEDULES
+from proofs.parity.reference import settings_of
 from settings.checks import validate
 from settings.config import Config
 from settings.sections import (
@@ -72,7 +73,8 @@ class Case:
     num_shared_experts: int = 0
     num_dense_layers: int = 0
     router_losses: bool = False
-    settings: tuple[Any, ...] = ()  # of kinds: objects of their class `Settings`
+    # of kinds: objects of their class `Settings`; those of the router's reference need not be given
+    settings: tuple[Any, ...] = ()
     # or "triton": interpreted kernels are slow, so they have separate cases (chosen.py)
     kernels: str = "torch"
 
@@ -139,7 +141,9 @@ class Case:
     def _model(self) -> dict[str, Any]:
         """The options of the model."""
         given = self._keys_of(ModelConfig)
-        given |= {each.section.removeprefix("model."): each for each in self.settings}
+        of_router = () if self.router is None else settings_of("router", self.router)
+        settings = (*of_router, *self.settings)
+        given |= {each.section.removeprefix("model."): each for each in settings}
         if self.router is None:
             of_experts = {"num_experts", *KEYS_OF_EXPERTS}
             return {key: value for key, value in given.items() if key not in of_experts}
@@ -150,7 +154,6 @@ class Case:
             "router_scale": 2.5,
             "router_aux_weight": 0.01 if self.router_losses else 0.0,
             "router_z_weight": 0.003 if self.router_losses else 0.0,
-            "sigmoid_bias": {"bias_rate": 0.01 if self.router == "sigmoid_bias" else 0.0},
         }
 
     def is_valid(self) -> bool:
