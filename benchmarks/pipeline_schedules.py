@@ -203,7 +203,7 @@ class OurSteps:
 
     def __call__(self) -> None:
         recorder = ActionRecorder("cpu")
-        self.runner.step(self.program, self.batches, recorder)
+        self.runner.run(self.program, self.batches, recorder)
         self.events = recorder.events(offset=0.0)  # processes of one machine share a clock
         check_reduced(self.parameters)
 

@@ -132,11 +132,8 @@ def normaliser(
 ) -> Normaliser:
     """Compute the statistics over the whole vocabulary from this rank's logits [T, V/tp], with one
     all-gather of [3, T]."""
-    return merge(
-        start_all_gather(statistics(logits, targets, first_row, kernels), group)
-        .wait()
-        .unflatten(0, (-1, 3))
-    )
+    mine = statistics(logits, targets, first_row, kernels)
+    return merge(start_all_gather(mine, group).wait().unflatten(0, (-1, 3)))
 
 
 def pieces_of(
@@ -157,16 +154,10 @@ def pieces_of(
         held = by_rank(targets, gather_over.size(), sequence_pieces)
     height = max(1, cdiv(x.shape[0], max(1, cdiv(targets.numel(), piece_tokens))))
     starts = range(0, x.shape[0], height)
-
-    def start(at: int) -> Pending:
-        return start_all_gather(x[at : at + height], gather_over)
-
-    following = start(0)
+    started = (start_all_gather(x[at : at + height], gather_over) for at in starts)
+    following = next(started)
     for at in starts:
-        gathering, following = (
-            following,
-            start(at + height) if at + height < x.shape[0] else following,
-        )
+        gathering, following = following, next(started, following)  # none after the last
         yield gathering.wait(), held[:, at : at + height].flatten(0, 1)
 
 

@@ -15,11 +15,10 @@ and the collectives.
 
     axes.py             the names and sizes of the axes; mesh.py: the DeviceMesh and its views
     config.py           the section `parallel.` of a configuration file
-    layouts.py          the list of layouts, for worlds of different sizes
     parameter.py        the description of a weight; layer.py: the base class of layers with weights
     fsdp_units.py       what FSDP gathers together, and over which view of the mesh
     dispatch/           how tokens reach their experts; expert_linear.py: the experts' linear layers
-    collectives.py      the collectives of tensor and expert parallelism
+    collectives.py      the collectives of tensor, context and expert parallelism
     asynchronous.py     collectives that autograd follows, started in one place, awaited in another
     weight_gradient.py  where a weight's gradient goes, and its sum over micro-batches
     deferred.py         weight gradients that are formed later than their backward

@@ -47,14 +47,6 @@ def _keep(operations: Set[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) ->
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _contexts_with(
-    operations: Set[Any], kept: KeptOutputs
-) -> tuple[AbstractContextManager[None], ...]:
-    """Keep what these operations compute, and what the layers that share `kept` do."""
-    of_operations = create_selective_checkpoint_contexts(partial(_keep, operations))
-    return tuple(map(_both, of_operations, kept.contexts()))
-
-
 @contextmanager
 def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
     with one, other:
@@ -115,10 +107,10 @@ def _selection(block: nn.Module, tp: int, attention: Set[Any]) -> Callable[[], A
     for layer in block.modules():
         if isinstance(layer, keeping):
             layer.keep_in(kept)
+    of_operations = partial(create_selective_checkpoint_contexts, partial(_keep, operations))
     if tp == 1 and not of_experts:
-        # in a form that torch.compile can trace: its own function and a policy
-        return partial(create_selective_checkpoint_contexts, partial(_keep, operations))
-    return partial(_contexts_with, operations, kept)
+        return of_operations  # in a form that torch.compile can trace: its own function, a policy
+    return lambda: tuple(map(_both, of_operations(), kept.contexts()))
 
 
 def _kept_by_experts(block: nn.Module) -> KeptOutputs | None:

@@ -1,7 +1,7 @@
-"""The collectives of tensor parallelism, and the autograd operations built from them.
+"""The collectives of tensor, context and expert parallelism.
 
-Every function takes the process group that it communicates over. A collective over one rank returns
-its input, so callers need no special case for an axis of size 1 (`ONE_RANK`).
+Each takes the process group that it communicates over, and over one rank (`ONE_RANK`) returns its
+input, so callers need no special case for an axis of size 1.
 The sequence is the *first* dimension of activations, [S, B, …], because collectives concatenate and
 split along the first dimension: a gathered sequence is then contiguous without a copy.
 
@@ -127,58 +127,9 @@ def start_reduce_(
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """The sum (or `op`) of `x` over the group, in a new tensor."""
+    """The sum (or `op`) of `x` over the group, in a new tensor if there are several ranks."""
     if group.size() == 1:
         return x
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, op=op, group=group)
     return out
-
-
-class ReduceFromTensorParallel(torch.autograd.Function):
-    """Megatron's g: all-reduce partial sums (Shoeybi et al. 2019, section 3).
-
-    | pass     | computes       | local shapes          | communication            |
-    |----------|----------------|-----------------------|--------------------------|
-    | forward  | y = Σ_ranks x  | [S, B, D] → the same  | all-reduce S·B·D over tp |
-    | backward | dx = dy        | [S, B, D] → the same  | none                     |
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy, None
-
-
-class ReduceScatterToSequence(torch.autograd.Function):
-    """g-bar of Korthikanti et al. (2022, section 4.2.2): reduce-scatter partial sums, so that each
-    rank has the sum for its part of the sequence.
-
-    | pass     | computes                  | local shapes              | communication over tp |
-    |----------|---------------------------|---------------------------|-----------------------|
-    | forward  | y = (Σ_ranks x)[my part]  | [S, B, D] → [S/tp, B, D]  | reduce-scatter S·B·D  |
-    | backward | dx = all ranks' dy        | [S/tp, B, D] → [S, B, D]  | all-gather S·B·D      |
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, pieces: int) -> Tensor:
-        ctx.group, ctx.pieces = group, pieces
-        return start_reduce_scatter(x, group, pieces).wait()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return start_all_gather(dy, ctx.group, ctx.pieces).wait(), None, None
-
-
-def reduce_over_tp(
-    partial: Tensor, group: ProcessGroup, sequence_parallel: bool, pieces: int = 1
-) -> Tensor:
-    """Sum [S, B, D] over tp: to [S/tp, B, D] with sequence parallelism, else to [S, B, D]."""
-    if group.size() == 1:
-        return partial  # no autograd function: its output would be a view, and FSDP warns of those
-    if sequence_parallel:
-        return ReduceScatterToSequence.apply(partial, group, pieces)
-    return ReduceFromTensorParallel.apply(partial, group)

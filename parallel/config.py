@@ -50,8 +50,8 @@ class ParallelConfig:
     # keep parameters, gradients and optimizer state in host memory between uses
     cpu_offload: bool = False
     # Layouts for worlds of different sizes: at each start, the largest that fits is used, and the
-    # remaining ranks are spares (layouts.py). Each gives the keys of this section in which it
-    # differs, and may give train.micro_batch_size and train.activation_checkpointing. Empty: the
+    # remaining ranks are spares (settings/layouts.py). Each gives the keys of this section in which
+    # it differs, and may give train.micro_batch_size and train.activation_checkpointing. Empty: the
     # world must fit this section.
     layouts: list[dict[str, Any]] = field(default_factory=list)
 

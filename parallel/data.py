@@ -111,8 +111,8 @@ class DataParallel(Protocol):
     def after_weight_gradients(self, stage: nn.Module, last: bool) -> None:
         """After weight gradients were formed outside of a backward."""
 
-    def end_evaluation(self, stage: nn.Module) -> None:
-        """After the last forward of an evaluation."""
+    def end(self, stage: nn.Module) -> None:
+        """After all forwards and backwards of a step or of an evaluation."""
 
 
 class FSDPSwitches:
@@ -169,7 +169,7 @@ class FSDPSwitches:
         # and 2.13.
         module._get_fsdp_state()._root_post_backward_final_callback()
 
-    def end_evaluation(self, module: nn.Module) -> None:
+    def end(self, module: nn.Module) -> None:
         for unit in self._units(module):
             unit.reshard()
 

@@ -116,8 +116,7 @@ def inner_units(unit: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _has_experts(module: nn.Module) -> bool:
-    layers = [each for each in module.children() if isinstance(each, Layer)]
-    return any(weight.is_expert for layer in layers for weight in layer.weights.values())
+    return any(isinstance(each, Layer) and each.spec.is_expert for each in module.children())
 
 
 def sharded_dimension(shape: Sequence[int], ranks: int) -> int:

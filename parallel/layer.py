@@ -76,11 +76,11 @@ class Layer(nn.Module):
     """
 
     weight: nn.Parameter
+    spec: WeightSpec
 
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
-        self.weights: dict[str, WeightSpec] = {}  # kept here because FSDP2 replaces the parameters
         self._gradient = TO_AUTOGRAD
 
     def add_weight(
@@ -101,7 +101,7 @@ class Layer(nn.Module):
                 local, axis.mesh, placements, run_check=False, shape=shape, stride=stride
             )
         self.weight = nn.Parameter(local)
-        self.weights["weight"] = weight
+        self.spec = weight  # kept here because FSDP2 replaces the parameters
         self._gradient = WeightGradient(local_shape, rows)
 
     @property

@@ -14,11 +14,10 @@ name.
 | gradient norm, checkpoints, counts    | copy_of: each global tensor counts once       |
 
 FSDP2 replaces the parameters of a module when it shards it, and attributes set on them are lost. So
-the module keeps the descriptions, and `weights_of` lists each parameter with its description.
+the layer keeps the description, and `weights_of` lists each parameter with its description.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -112,16 +111,12 @@ def weights_of(stage: nn.Module) -> list[NamedWeight]:
     Raises:
         AssertionError: a layer has registered a parameter without a description.
     """
-    found = list(_walk(stage))
+    found = []
+    for prefix, layer in stage.named_modules():
+        if isinstance(spec := layer.__dict__.get("spec"), WeightSpec):
+            assert isinstance(layer.weight, nn.Parameter)
+            found.append(NamedWeight(f"{prefix}.weight".removeprefix("."), spec, layer.weight))
     parameters = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
     unknown = sorted(parameters - {each.name for each in found})
     assert not unknown, f"parameters registered without Layer.add_weight: {unknown}"
     return found
-
-
-def _walk(stage: nn.Module) -> Iterator[NamedWeight]:
-    for prefix, module in stage.named_modules():
-        for name, weight in module.__dict__.get("weights", {}).items():
-            parameter = getattr(module, name)
-            assert isinstance(parameter, nn.Parameter)
-            yield NamedWeight(f"{prefix}.{name}" if prefix else name, weight, parameter)

@@ -2,10 +2,10 @@
 
 | weight, whole on every tp rank         | each rank's gradient covers                          |
 |----------------------------------------|------------------------------------------------------|
-| norm, with sequence parallelism        | its part of the sequence                             |
+| norm, router, with sequence parallel.  | its part of the sequence                             |
 | norm of query or key heads, always     | the heads it has                                     |
 | shared key/value heads (fewer than tp) | the query heads it has                               |
-| other norm, no sequence parallelism    | everything: equal on all ranks, so it is not summed  |
+| norm, router, without it               | everything: equal on all ranks, so it is not summed  |
 
 The gradients of the first three rows must be summed, that of the last must not, and neither mistake
 raises an error. So every weight declares its case where it is created (`gradient_is_partial`,
@@ -25,27 +25,16 @@ from torch.distributed import ProcessGroup
 from parallel.parameter import NamedWeight
 
 
-class PartialGradients:
-    """The weights of this rank's stages whose gradients are partial sums over tp."""
-
-    def __init__(self, weights: Iterable[NamedWeight], group: ProcessGroup) -> None:
-        self.weights = [each for each in weights if each.spec.gradient_is_partial]
-        self.group = group
-
-    @torch.no_grad()
-    def sum_over_tp(self) -> None:
-        """Sum the gradients in place; call it after the last backward."""
-        if self.group.size() == 1 or not self.weights:
-            return
-        gradients = [each.gradient.to_local() for each in self.weights]
-        together = torch.cat([gradient.flatten() for gradient in gradients])
-        if not together.numel():
-            # FSDP has sharded a few short norms over more ranks than they have elements: no rank of
-            # this tp group has any
-            return
-        # 2 · D / dp_shard elements for the norms of each block
-        dist.all_reduce(together, group=self.group)
-        for gradient, summed in zip(
-            gradients, together.split([g.numel() for g in gradients]), strict=True
-        ):
-            gradient.copy_(summed.view_as(gradient))
+@torch.no_grad()
+def sum_over_tp(weights: Iterable[NamedWeight], group: ProcessGroup) -> None:
+    """Sum the partial gradients in place; call it after the last backward."""
+    if group.size() == 1:
+        return
+    gradients = [w.gradient.to_local() for w in weights if w.spec.gradient_is_partial]
+    if not any(gradient.numel() for gradient in gradients):
+        return  # FSDP has sharded a few short norms over more ranks than they have elements
+    together = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(together, group=group)  # 2 · D / dp_shard elements for the norms of each block
+    parts = together.split([gradient.numel() for gradient in gradients])
+    for gradient, summed in zip(gradients, parts, strict=True):
+        gradient.copy_(summed.view_as(gradient))

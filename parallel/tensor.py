@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional
 
-from parallel.collectives import ONE_RANK, reduce_over_tp, start_all_gather, start_reduce_
+from parallel.collectives import ONE_RANK, start_all_gather, start_reduce_
 from parallel.deferred import Job
 from parallel.kept import KeepsOutputs, KeptOutputs
 from parallel.layer import Layer, Pieces, TensorParallel
@@ -150,21 +150,21 @@ class RowParallelFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        kept: Any,
+        node: Any,
         tp: TensorParallel,
         matmul: LinearProducts,
         gradient: WeightGradient,
         weight: Tensor,
     ) -> Tensor:
-        ctx.kept, ctx.tp, ctx.matmul, ctx.gradient = kept, tp, matmul, gradient
-        if kept is None:
+        ctx.node, ctx.tp, ctx.matmul, ctx.gradient = node, tp, matmul, gradient
+        if node is None:
             ctx.save_for_backward(x, weight)
         if tp.size == 1:
             return matmul.forward(x, weight)
-        partial = x.new_empty((*x.shape[:-1], weight.shape[0]))  # [S, B, D]
-        y = torch.empty_like(partial[: len(x) // tp.size]) if tp.sequence_parallel else partial
+        terms = x.new_empty((*x.shape[:-1], weight.shape[0]))  # [S, B, D], to be summed over tp
+        y = torch.empty_like(terms[: len(x) // tp.size]) if tp.sequence_parallel else terms
         reducing = []
-        for xi, part, yi in zip(*(t.chunk(tp.pieces) for t in (x, partial, y)), strict=True):
+        for xi, part, yi in zip(*(t.chunk(tp.pieces) for t in (x, terms, y)), strict=True):
             matmul.forward(xi, weight, out=part)
             reducing.append(start_reduce_(part, tp.group, tp.sequence_parallel, out=yi))
         for each in reducing:
@@ -173,7 +173,7 @@ class RowParallelFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = (ctx if ctx.kept is None else ctx.kept).saved_tensors
+        x, weight = (ctx if ctx.node is None else ctx.node).saved_tensors
         tp, matmul, dw, mine = ctx.tp, ctx.matmul, None, dy
         gathers = tp.size > 1 and tp.sequence_parallel
         if gathers:
@@ -294,28 +294,50 @@ def row_parallel(
     gradient: WeightGradient,
 ) -> Tensor:
     """Multiply by `weight` in a way that a recomputation ends before the product."""
-    kept = None  # the node of `KeepForBackward`, which has the tensors that backward reads
+    node = None  # that of `KeepForBackward`, which has the tensors that backward reads
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # it decides by itself
         x = KeepForBackward.apply(x, weight)
-        kept = x.grad_fn
-    y: Tensor = RowParallelFunction.apply(x, kept, tp, matmul, gradient, weight)
+        node = x.grad_fn
+    y: Tensor = RowParallelFunction.apply(x, node, tp, matmul, gradient, weight)
     return y
 
 
 class EmbeddingFunction(torch.autograd.Function):
-    """Look up rows of a weight [V/tp, D]: rows [S, B] → [S, B, D]. The only gradient is that of the
-    weight, formed in backward or in a deferred job."""
+    """Look up tokens in the rows `held` of a weight, with zeros for the tokens of other ranks, and
+    sum over tp (with sequence parallelism g-bar in Korthikanti et al., else g in Shoeybi et al.).
+
+    | pass         | computes             | local shapes             | communication over tp      |
+    |--------------|----------------------|--------------------------|----------------------------|
+    | forward      | y = Σ weight[tokens] | [S, B] → [S/tp, B, D]    | reduce-scatter y: S·B·D    |
+    | weight grad. | dw[tokens] += dy     | [S/tp, B, D] → [V/tp, D] | all-gather dy: S·B·D       |
+
+    Without sequence parallelism forward all-reduces y, [S, B, D]; dy is whole, so backward sends
+    nothing. The weight gradient is formed in backward or in a deferred job.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, gradient: WeightGradient, weight: Tensor) -> Tensor:
-        ctx.gradient = gradient
-        ctx.save_for_backward(rows)
-        return functional.embedding(rows, weight)
+    def forward(
+        ctx: Any,
+        tokens: Tensor,
+        held: range,
+        tp: TensorParallel,
+        gradient: WeightGradient,
+        weight: Tensor,
+    ) -> Tensor:
+        elsewhere = (tokens < held.start) | (tokens >= held.stop)
+        rows = (tokens - held.start).masked_fill(elsewhere, 0)
+        ctx.tp, ctx.gradient = tp, gradient
+        ctx.save_for_backward(rows, elsewhere)
+        y = functional.embedding(rows, weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
+        return start_reduce_(y, tp.group, tp.sequence_parallel, tp.pieces).wait()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (rows,) = ctx.saved_tensors
-        return None, None, ctx.gradient.add_lookup(dy, rows)
+        rows, elsewhere = ctx.saved_tensors
+        if ctx.tp.sequence_parallel:
+            dy = start_all_gather(dy, ctx.tp.group, ctx.tp.pieces).wait()
+        dy = dy.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return None, None, None, None, ctx.gradient.add_lookup(dy, rows)
 
 
 class VocabParallelEmbedding(Layer):
@@ -340,9 +362,6 @@ class VocabParallelEmbedding(Layer):
         self.add_weight(weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        elsewhere = (tokens < self.rows.start) | (tokens >= self.rows.stop)
-        rows = (tokens - self.rows.start).masked_fill(elsewhere, 0)
-        local = EmbeddingFunction.apply(rows, self.gradient, self.local_weight())
-        partial = local.masked_fill(elsewhere.unsqueeze(-1), 0)
-        tp = self.tp
-        return reduce_over_tp(partial, tp.group, tp.sequence_parallel, tp.pieces)
+        gradient, weight = self.gradient, self.local_weight()
+        y: Tensor = EmbeddingFunction.apply(tokens, self.rows, self.tp, gradient, weight)
+        return y

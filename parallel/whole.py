@@ -78,10 +78,10 @@ class WholeWeights:
 
     def after_backward(self, stage: nn.Module, last: bool) -> None:
         if last:
-            self.end_evaluation(stage)
+            self.end(stage)
 
     after_weight_gradients = after_backward
 
-    def end_evaluation(self, stage: nn.Module) -> None:
+    def end(self, stage: nn.Module) -> None:
         for weight in self._weights[stage]:
             weight.end()

@@ -90,7 +90,7 @@ CHANGES: dict[str, list[Change]] = {
          "range(rank % self.count, rank % self.count + 1)"),
     ],
     "parallel/tensor.py": [
-        ("(None, tp.group if gathers else None)", "(None, None)"),
+        ("(ONE_RANK, tp.group if gathers else ONE_RANK)", "(ONE_RANK, ONE_RANK)"),
         ("gradient_is_partial=shared", "gradient_is_partial=False"),
     ],
     "parallel/context.py": [
@@ -124,7 +124,7 @@ CHANGES: dict[str, list[Change]] = {
         ("for axis in reversed(range(mesh.ndim)):", "for axis in range(mesh.ndim):"),
     ],
     "parallel/pipeline/tied.py": [
-        ("            gradients[1].copy_(gradients[0])\n", "", "sum"),
+        ("        gradients[1].copy_(gradients[0])\n", "", "sum"),
     ],
     "parallel/pipeline/schedules.py": [
         ("ahead = (v - 1) * group + (p - 1 - r)", "ahead = (v - 1) * group + (p - r)", "memory"),
@@ -150,8 +150,8 @@ CHANGES: dict[str, list[Change]] = {
          "dist.all_reduce(num_targets, group=self.mesh.loss.group)", "group"),
         ("for view in (self.mesh.loss, self.mesh.pp):",
          "for view in (self.mesh.batch, self.mesh.pp):", "group"),
-        ("PartialGradients(self.weights, mesh.tp.group)",
-         "PartialGradients(self.weights, mesh.pp.group)", "group"),
+        ("sum_over_tp(self.weights, self.mesh.tp.group)",
+         "sum_over_tp(self.weights, self.mesh.pp.group)", "group"),
         ("self.optimizer.step(lr, norm_or_inf,", "self.optimizer.step(lr, norm,", "guard"),
         ("for weight in self.weights if not weight.is_copy]", "for weight in self.weights]"),
         ("            self.balance.begin()\n", "            pass\n", "counts"),

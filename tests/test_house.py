@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "data": set(),
     "costs": {"model", "parallel"},
     "settings": {"costs", "model", "parallel", "data"},
-    "training": {"settings", "costs", "model", "parallel", "data"},
+    "training": {"settings", "model", "parallel"},
     "runtime": {"training", "settings", "costs", "model", "parallel", "data"},
     "train": {"runtime", "training", "settings", "model", "parallel", "data"},  # and no tool
     "tools": {"train", "runtime", "training", "settings", "costs", "model", "parallel", "data"},

@@ -7,6 +7,6 @@
     balance.py        the load of experts
     optimizers/       update the weights; learning_rate.py: the learning rate of each step
 
-May import `settings/`, `costs/`, `model/`, `parallel/` and `data/`. The code that starts, saves,
-stops and measures a run is in runtime/; this package does not import it.
+May import `settings/`, `model/` and `parallel/`. The code that starts, saves, stops and measures a
+run is in runtime/; this package does not import it.
 """

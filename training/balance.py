@@ -50,11 +50,6 @@ class Balance:
             for layer, router in self.routers.items()
         }
 
-    @classmethod
-    def of(cls, config: Config, mesh: Mesh, stages: Mapping[int, Transformer]) -> "Balance | None":
-        """None: the model has no experts."""
-        return cls(config, mesh, stages) if config.model.has_experts else None
-
     def __call__(self, norm: Tensor) -> Loads:
         """After the last backward of a step: sum the loads, and change the biases, unless the guard
         skips the step (`norm` is not finite). Every rank calls it; the host does not wait."""

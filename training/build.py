@@ -12,7 +12,6 @@ from parallel.expert import ExpertParallel
 from parallel.fsdp_units import shard
 from parallel.layer import TensorParallel
 from parallel.mesh import Mesh
-from parallel.pipeline.tied import TiedEmbedding, first_and_last_stage_group
 from settings.config import Config
 from settings.precision import Precision
 
@@ -56,17 +55,3 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
     stage.to_empty(device="cpu" if parallel.cpu_offload else mesh.device)
     initialise(stage, train.seed)
     return stage
-
-
-def build_tied_embedding(
-    config: Config, mesh: Mesh, stages: dict[int, Transformer]
-) -> TiedEmbedding:
-    """The copies of the tied weight on this rank; none if embeddings are not tied. Every rank must
-    call it."""
-    if not config.model.tie_embeddings:
-        return TiedEmbedding([], None)
-    copies = []
-    for stage in stages.values():
-        copies += [module.weight for module in (stage.embedding, stage.head) if module is not None]
-    group = first_and_last_stage_group(mesh.root, config.parallel.ranks_of_stages)
-    return TiedEmbedding(copies, group)

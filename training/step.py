@@ -1,6 +1,7 @@
 """One training step: micro-batches through the schedule → norm → guard → clipped update."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,16 +15,16 @@ from parallel.data import check_reduced, data_parallel
 from parallel.layer import TensorParallel
 from parallel.mesh import Mesh, to_device
 from parallel.parameter import weights_of
-from parallel.partial import PartialGradients
+from parallel.partial import sum_over_tp
 from parallel.pipeline.actions import forward_only, splits_backward, stage_ranks
 from parallel.pipeline.lower import Program, lower
-from parallel.pipeline.runner import PipelineRunner, Recorder, record_nothing
+from parallel.pipeline.runner import PipelineRunner, Recorder
+from parallel.pipeline.tied import first_and_last_stage_group, sum_tied_gradients
 from parallel.pipeline.transfer import Transfers
 from settings.config import Config
 from settings.precision import Precision
 from tokens import IGNORE
 from training.balance import Balance, Loads
-from training.build import build_tied_embedding
 from training.gradient import gradient_norm
 from training.guard import UpdateGuard
 from training.learning_rate import learning_rate
@@ -69,12 +70,14 @@ class TrainStep:
         # Listed once, while they are sharded: while its weights are gathered, a module has other
         # objects as its parameters.
         self.weights = [weight for stage in stages.values() for weight in weights_of(stage)]
-        self.partial = PartialGradients(self.weights, mesh.tp.group)
-        self.tied = build_tied_embedding(config, mesh, stages)
+        self.tied, self.tied_group = [], None
+        if config.model.tie_embeddings:
+            self.tied = [each for each in self.weights if each.global_name == "embedding.weight"]
+            self.tied_group = first_and_last_stage_group(mesh.root, parallel.ranks_of_stages)
         self.optimizer = optimizer_class(config.optimizer.name)(self.weights, config)
-        self.balance = Balance.of(config, mesh, stages)
+        self.balance = Balance(config, mesh, stages) if config.model.has_experts else None
         self.guard = UpdateGuard(config.guard.spike_sigmas, mesh.device)
-        self.record: Recorder = record_nothing
+        self.record: Recorder = nullcontext
 
         self.tp = TensorParallel.of(mesh, parallel.sequence_parallel)
         self.cp = ContextParallel.of(mesh)
@@ -114,10 +117,10 @@ class TrainStep:
         )
         if self.balance is not None:
             self.balance.begin()
-        loss = self.runner.step(self.program, microbatches, self.record)
+        loss = self.runner.run(self.program, microbatches, self.record)
         check_reduced(weight.parameter for weight in self.weights)
-        self.partial.sum_over_tp()
-        self.tied.sum_gradients()
+        sum_over_tp(self.weights, self.mesh.tp.group)
+        sum_tied_gradients(self.tied, self.tied_group)
         # The second copy of a tied embedding has the same gradient as the first, and must not count
         # again in the norm.
         gradients = [weight.gradient for weight in self.weights if not weight.is_copy]
@@ -130,7 +133,7 @@ class TrainStep:
         data-parallel ranks."""
         num_targets = self.count_targets(targets)
         microbatches = self.microbatches(tokens, targets, loss_scale=torch.ones_like(num_targets))
-        loss = self.runner.evaluate(self.forward_program(len(microbatches)), microbatches)
+        loss = self.runner.run(self.forward_program(len(microbatches)), microbatches)
         return self.sum_over_ranks(loss), num_targets
 
     def transfers(self, length: int, sequences: int) -> Transfers:
@@ -180,11 +183,8 @@ class TrainStep:
 
     def sum_over_ranks(self, loss: Tensor | None) -> Tensor:
         """The losses of the last stages, summed over data-parallel and cp ranks, on every rank."""
-        total = (
-            torch.zeros((), dtype=self.precision.exact, device=self.mesh.device)
-            if loss is None
-            else loss
-        )
+        if loss is None:
+            loss = torch.zeros((), dtype=self.precision.exact, device=self.mesh.device)
         for view in (self.mesh.loss, self.mesh.pp):  # tp ranks already have the same loss
-            dist.all_reduce(total, group=view.group)
-        return total
+            dist.all_reduce(loss, group=view.group)
+        return loss

@@ -18,7 +18,6 @@ et al. 2022, https://arxiv.org/abs/2202.08906, equation 5.) They enter backward 
 made, whichever pipeline stage that is (`AddLoss`), and are no part of the loss that a run reports.
 """
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -111,13 +110,13 @@ class BaseRouter(Layer):
         )
         self.add_weight(weight)
 
-    @abstractmethod
     def probabilities(self, logits: Tensor) -> Tensor:
         """Of every expert, which add up to 1 for each token: [T, X]."""
+        raise NotImplementedError
 
-    @abstractmethod
     def weigh(self, logits: Tensor, chosen: Tensor) -> Tensor:
         """The weights [T, k] of the experts `chosen` [T, k], by logits [T, X]."""
+        raise NotImplementedError
 
     @classmethod
     def bias_rate(cls, config: ModelConfig) -> float:

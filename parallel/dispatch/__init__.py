@@ -6,7 +6,6 @@ from `TokenDispatch`.
     expert_sum.py  all ranks have the same tokens, and their results are summed; without backward
 """
 
-from abc import abstractmethod
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,19 +22,19 @@ class TokenDispatch(nn.Module):
         super().__init__()
         self.ep, self.kept = ep, kept
 
-    @abstractmethod
     def send(self, x: Tensor, choice: Choice) -> Any:
         """Start to send x [T, D] and the weights of the choice. What is computed before `receive`
         overlaps the sending. Returns what the others need."""
+        raise NotImplementedError
 
-    @abstractmethod
     def receive(self, sent: Any) -> tuple[Tensor, Tensor, Groups]:
         """The rows [R, D] that this rank's experts compute with, sorted by expert, their weights
         [R], and how many rows each expert has."""
+        raise NotImplementedError
 
-    @abstractmethod
     def combine(self, y: Tensor, sent: Any) -> Tensor:
         """Map the experts' results [R, D] to the sum of each token's [T, D]."""
+        raise NotImplementedError
 
 
 def make_dispatch(ep: ExpertParallel, kept: KeptOutputs) -> TokenDispatch:

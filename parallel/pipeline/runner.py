@@ -24,10 +24,6 @@ from parallel.weight_gradient import deferring
 Recorder = Callable[[Action], AbstractContextManager[object]]
 
 
-def record_nothing(action: Action) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 class PipelineRunner:
     """Runs programs on this rank's stages.
 
@@ -55,14 +51,14 @@ class PipelineRunner:
             {s: gradients_of(stage) for s, stage in stages.items()} if splits_backward else {}
         )
 
-    def step(
+    def run(
         self,
         program: Program,
         microbatches: Sequence[object],
-        record: Recorder = record_nothing,
+        record: Recorder = nullcontext,
     ) -> Tensor | None:
-        """Run forward and backward of every micro-batch. The parameters then have reduced
-        gradients.
+        """Run each micro-batch forward and backward; the parameters then have reduced gradients.
+        Under `torch.no_grad`, run a program of forwards only.
 
         Args:
             program: this rank's program.
@@ -100,15 +96,19 @@ class PipelineRunner:
             self._give(item, result)
             del received, result  # free them as soon as nothing else needs them
         self.transfers.finish()
+        for stage in self.stages.values():
+            self.data.end(stage)
         assert not self._kept, "the schedule left forwards without their backward"
         assert not self._deferred, "the schedule left backwards without their weight gradients"
         return total
 
     def _forward(self, action: Action, hidden: Tensor | None, microbatch: object) -> Tensor:
+        trains = torch.is_grad_enabled()
         if hidden is not None:
-            hidden.requires_grad_()
+            hidden.requires_grad_(trains)
         output: Tensor = self.stages[action.stage](hidden, microbatch)
-        self._kept[action.stage, action.microbatch] = (hidden, get_gradient_edge(output))
+        if trains:
+            self._kept[action.stage, action.microbatch] = (hidden, get_gradient_edge(output))
         return output
 
     def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
@@ -132,26 +132,6 @@ class PipelineRunner:
         self._backwards_left[s] -= 1
         run_jobs(self._deferred.pop((s, m)))
         self.data.after_weight_gradients(self.stages[s], last=self._backwards_left[s] == 0)
-
-    @torch.no_grad()
-    def evaluate(self, program: Program, microbatches: Sequence[object]) -> Tensor | None:
-        """Run forwards only. Returns the summed loss of all micro-batches on the rank with the last
-        stage, else None."""
-        for stage in self.stages.values():
-            self.data.begin(stage)
-        total: Tensor | None = None
-        for item in program:
-            if isinstance(item, Exchange):
-                self.transfers.exchange(item)
-                continue
-            result = self.stages[item.stage](self._take(item), microbatches[item.microbatch])
-            if item.stage == self.num_stages - 1:
-                total = result if total is None else total + result
-            self._give(item, result)
-        self.transfers.finish()
-        for stage in self.stages.values():
-            self.data.end_evaluation(stage)
-        return total
 
     def _take(self, action: Action) -> Tensor | None:
         need: Message | None = need_of(action, self.num_stages)

@@ -65,9 +65,7 @@ def gpipe(p: int, v: int, m: int) -> list[list[Action]]:
     Every rank holds the activations of all micro-batches at once. Bubble (p − 1)(F + B).
     """
     _stages_per_rank("gpipe", v, 1)
-    return [
-        [Action(kind, r, i) for kind in (FORWARD, BACKWARD) for i in range(m)] for r in range(p)
-    ]
+    return breadth_first(p, 1, m)
 
 
 @schedule("1f1b")

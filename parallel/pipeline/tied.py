@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+
+from parallel.parameter import NamedWeight
 
 
 def first_and_last_stage_group(
@@ -34,23 +34,14 @@ def first_and_last_stage_group(
     return mine
 
 
-class TiedEmbedding:
-    """The copies of the tied weight that this rank holds: none, one or both."""
-
-    def __init__(self, copies: list[nn.Parameter], group: ProcessGroup | None) -> None:
-        self.copies, self.group = copies, group
-
-    @torch.no_grad()
-    def sum_gradients(self) -> None:
-        """Give both copies the sum of their sharded gradients; call it after the last backward."""
-        gradients = []
-        for copy in self.copies:
-            assert isinstance(copy.grad, DTensor)
-            gradients.append(copy.grad.to_local())
-        if len(gradients) == 2:  # one rank has both
-            gradients[0].add_(gradients[1])
-            gradients[1].copy_(gradients[0])
-        elif gradients:
-            assert self.group is not None
-            # [V / (tp · dp_shard), D] over the pair
-            dist.all_reduce(gradients[0], group=self.group)
+@torch.no_grad()
+def sum_tied_gradients(copies: Sequence[NamedWeight], group: ProcessGroup | None) -> None:
+    """Give both copies of the tied weight, of which this rank has none, one or both, the sum of
+    their sharded gradients; call it after the last backward."""
+    gradients = [copy.gradient.to_local() for copy in copies]
+    if len(gradients) == 2:  # one rank has both
+        gradients[0].add_(gradients[1])
+        gradients[1].copy_(gradients[0])
+    elif gradients:
+        assert group is not None
+        dist.all_reduce(gradients[0], group=group)  # [V / (tp · dp_shard), D] over the pair

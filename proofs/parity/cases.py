@@ -19,6 +19,7 @@ from model.experts import Experts
 from parallel.axes import MeshSizes
 from parallel.config import ParallelConfig
 from parallel.pipeline.schedules import SCHEDULES
+from proofs.parity.reference import keys_of
 from settings.checks import validate
 from settings.config import Config
 from settings.sections import (
@@ -73,7 +74,8 @@ class Case:
     num_shared_experts: int = 0
     num_dense_layers: int = 0
     router_losses: bool = False
-    keys: tuple[tuple[str, object], ...] = ()  # more keys of the section `model`, with values
+    # more keys of the section `model`, with values; those of the router's reference are not needed
+    keys: tuple[tuple[str, object], ...] = ()
     # or "triton": interpreted kernels are slow, so they have separate cases (chosen.py)
     kernels: str = "torch"
 
@@ -139,7 +141,8 @@ class Case:
 
     def _model(self) -> dict[str, Any]:
         """The options of the model."""
-        given = self._keys_of(ModelConfig) | dict(self.keys)
+        of_router = () if self.router is None else keys_of("router", self.router)
+        given = self._keys_of(ModelConfig) | dict(of_router) | dict(self.keys)
         if self.router is None:
             return given | {"router": ModelConfig.router}
         has_kinds = self.feed_forward != Case.feed_forward  # given, to be mixed with others
@@ -156,7 +159,6 @@ class Case:
         return given | {
             "feed_forward": self.feed_forward if has_kinds else "experts",
             "experts": experts,
-            "sigmoid_bias": {"bias_rate": 0.01 if self.router == "sigmoid_bias" else 0.0},
         }
 
     def is_valid(self) -> bool:

@@ -38,9 +38,8 @@ CLASSES = {"attention": "Attention", "feed_forward": "FeedForward", "router": "R
 
 
 def reference_of(key: str, kind: str) -> Any:
-    """The class in reference_KIND.py. That of a layer is constructed with the section `model`, and
-    maps x [B, S, D] to the same shape. If it has `keys`, the proof tries the kind with these keys
-    of the section and their values.
+    """The class in reference_KIND.py. It is constructed with the section `model`; a layer maps
+    x [B, S, D] to the same shape.
 
     Raises UserError if there is no such file."""
     name, of_kind = f"reference_{kind}", CLASSES[key]
@@ -48,6 +47,13 @@ def reference_of(key: str, kind: str) -> Any:
         remedy = f"write proofs/parity/{name}.py, with a class {of_kind}"
         raise UserError(f"model.{key}", kind, "there is no reference to compare it with", remedy)
     return load_kind("proofs.parity", name, of_kind)
+
+
+def keys_of(key: str, kind: str) -> tuple[tuple[str, object], ...]:
+    """What the proof tries a kind with: the `keys` of its reference's class (not of a base), keys
+    of the section `model` with their values."""
+    own: tuple[tuple[str, object], ...] = vars(reference_of(key, kind)).get("keys", ())
+    return own
 
 
 class Block(nn.Module):

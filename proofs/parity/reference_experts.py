@@ -40,7 +40,7 @@ class FeedForward(nn.Module):
     def forward(self, batch: Tensor) -> Tensor:
         config, x = self.config, batch.flatten(0, 1)  # [T, D]
         logits = self.router(x)  # [T, X]
-        router = reference_of("router", self.model.router)()
+        router = reference_of("router", self.model.router)(self.model)
         preferred, probabilities = (
             router.preferences(logits, self.bias),
             router.probabilities(logits),

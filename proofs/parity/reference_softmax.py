@@ -3,8 +3,13 @@
 import torch
 from torch import Tensor
 
+from model.config import ModelConfig
+
 
 class Router:
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+
     def preferences(self, logits: Tensor, bias: Tensor) -> Tensor:
         """By which a token chooses: logits [T, X], bias [X] → [T, X]."""
         return logits

@@ -155,8 +155,8 @@ def reference_model(
     """The unsharded model with the weights that every layout must start from; each global tensor is
     drawn as a whole.
 
-    Vectors are ones. Matrices are normally distributed; the standard deviation of those that write
-    into the residual stream is divided by sqrt(2 · layers).
+    Vectors are as the reference makes them (of norms, ones). Matrices are normally distributed; the
+    standard deviation of those that write into the residual stream is divided by sqrt(2 · layers).
     """
     reference = Reference(model, bos_id).to(dtype)
     with torch.no_grad():

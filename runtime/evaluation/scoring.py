@@ -183,10 +183,10 @@ def score_on_mesh(
             ]
             program = train.forward_program(len(batches))
             if last is None:
-                runner.evaluate(program, batches)
+                runner.run(program, batches)
                 continue
             with losses_of_rows(last):
-                found = runner.evaluate(program, batches)
+                found = runner.run(program, batches)
             assert found is not None
             total += found
     for view in (mesh.loss, mesh.pp):  # [num_rows]; tp ranks already have the same

@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from parallel.mesh import Mesh
 from parallel.pipeline.actions import NAMES, Action
-from parallel.pipeline.runner import record_nothing
 from parallel.pipeline.simulate import Event, Timeline
 from runtime.listener import Listener, Run
 from runtime.messages import log
@@ -46,7 +45,7 @@ class StepTrace(Listener):
 
     def after_step(self, run: Run) -> None:
         if self._recorder is not None:
-            run.train.record = record_nothing
+            run.train.record = nullcontext
             self._write(self._recorder.events(self._offset))
             self._recorder = None
 

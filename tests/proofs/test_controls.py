@@ -23,9 +23,7 @@ from model.norm import RMSNorm
 from parallel.axes import MeshSizes
 from parallel.data import FSDPSwitches
 from parallel.parameter import NamedWeight
-from parallel.partial import PartialGradients
 from parallel.pipeline.runner import PipelineRunner
-from parallel.pipeline.tied import TiedEmbedding
 from parallel.weight_gradient import WeightGradient
 from proofs.parity.cases import Case
 from proofs.parity.run import assemble, check, expected, run_on_ranks
@@ -99,7 +97,7 @@ NORM = {"gradient", "norm"}
 MISTAKES = {
     # of norms, and of shared k and v heads
     "each tp rank takes its partial gradient for the whole":
-        (PartialGradients, "sum_over_tp", lambda *_: None,
+        (training.step, "sum_over_tp", lambda *_: None,
          (TP, PARTIAL, "norm.weight"), (SHARED_KV, PARTIAL, "attention.")),
     "norms' gradients are summed over tp where every rank has the whole":
         (RMSNorm, "__init__", lambda build, self, config, width, tp, gradient_is_partial:
@@ -109,9 +107,9 @@ MISTAKES = {
         (RMSNorm, "__init__", lambda build, self, config, width, tp, gradient_is_partial:
          build(self, config, width, tp, gradient_is_partial and width == config.dim),
          *((replace(case, qk_norm=True), PARTIAL, "attention.") for case in (TP, SHARED_KV))),
-    "the loss is averaged per rank": (PipelineRunner, "step", mean_per_rank, (DP, LOSS, "")),
+    "the loss is averaged per rank": (PipelineRunner, "run", mean_per_rank, (DP, LOSS, "")),
     "the loss is averaged per micro-batch":
-        (PipelineRunner, "step", mean_per_microbatch, (ONE, LOSS, "")),
+        (PipelineRunner, "run", mean_per_microbatch, (ONE, LOSS, "")),
     "each micro-batch's weight gradient replaces the sum":
         (WeightGradient, "_begun", lambda *_: None, (ONE, NORM, ""), (DEFERRED, NORM, ".weight")),
     "weight gradients of another micro-batch":
@@ -120,7 +118,7 @@ MISTAKES = {
     "norm of one stage":
         (training.step, "gradient_norm", norm_of_one_stage, (PP, {"norm", "spread"}, "")),
     "the gradients of embedding and head are not added when they are tied":
-        (TiedEmbedding, "sum_gradients", lambda *_: None,
+        (training.step, "sum_tied_gradients", lambda *_: None,
          *((replace(case, tie_embeddings=True), PARTIAL, "embedding.weight")
            for case in (ONE, PP, replace(PP, schedule="zb_v", stages_per_rank=2)))),
     "softmax over own columns":

@@ -30,6 +30,11 @@ def test_every_kind_is_compared() -> None:
         pytest.raises(UserError, match=r"write proofs/parity/reference_relu\.py, with a class Att"),
     ):
         kind_cases()
+    with (  # nor can a router be left out because no case of it is valid
+        patch("proofs.parity.cases.keys_of", lambda key, kind: WINDOW["keys"]),
+        pytest.raises(UserError, match="nothing is of kind sliding_window"),
+    ):
+        kind_cases()
 
 
 @pytest.mark.parametrize("case", thorough_but(kind_cases()[2:3], kind_cases()), ids=str)

@@ -6,6 +6,8 @@ from torch import Tensor
 from parallel.parameter import WeightSpec
 from training.optimizers import ShardedOptimizer, State, like
 
+BETAS, EPS = (0.9, 0.95), 1e-8
+
 
 class Optimizer(ShardedOptimizer):
     """m ← β₁ m + (1 − β₁) g
@@ -28,13 +30,12 @@ class Optimizer(ShardedOptimizer):
             for g, each in zip(gradients, self.weights, strict=True)
         ]
         self.sum_over_parts("row", means)
-        beta1, beta2 = self.config.betas
         for p, g, mean, states, decay in zip(
             self.shards, gradients, means, self.states, self.decays, strict=True
         ):
-            m = torch.lerp(g, states["momentum"], beta1)
-            v = torch.lerp(mean, states["row"], beta2)
+            m = torch.lerp(g, states["momentum"], BETAS[0])
+            v = torch.lerp(mean, states["row"], BETAS[1])
             root = v.sqrt().to(p.dtype).view(*v.shape, *[1] * (p.ndim - v.ndim))
-            new_p = p - lr * (m / (root + self.config.eps) + decay * p)
+            new_p = p - lr * (m / (root + EPS) + decay * p)
             for old, new in ((p, new_p), (states["momentum"], m), (states["row"], v)):
                 old.copy_(torch.where(applied, new, old))

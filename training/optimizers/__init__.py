@@ -30,7 +30,8 @@ from settings.precision import Precision
 class State(NamedTuple):
     """A tensor that an optimizer keeps for a weight."""
 
-    # Of the weight; each is sharded as there. One number per row of a matrix: (0,).
+    # Of the weight; each is sharded as there. One number per row: range(max(1, ndim - 1)), which is
+    # (0,) of a matrix [out, in] and (0, 1) of experts' [X, out, in].
     dims: Sequence[int]
     dtype: torch.dtype | None = None  # None: that of the weight
 
