@@ -126,8 +126,8 @@ class SplitAttention:
             ]
         y = ys[0] if len(ys) == 1 else torch.cat(ys)
         if gathers_again and y.requires_grad:
-            # Before the backward of the last piece's attention, that piece is gathered again, and
-            # then the next one in backward. Every rank does it, whatever its kernels have kept.
+            # Before the backward of the last piece, it is gathered again, and then the next one in
+            # backward. Every rank does it, whatever its kernels have kept.
             for each in reversed(pieces[max(i - 1, 0) : i + 1]):
                 y.register_hook(each.start)
         return y
@@ -226,8 +226,7 @@ class KeysAndValues:
 
 
 def start_first(pieces: Sequence[KeysAndValues], k: Tensor, v: Tensor) -> None:
-    """Divide the heads of k [S/cp, B, K, E] and v [S/cp, B, K, E'], and start to gather the first
-    piece."""
+    """Divide the heads of k [S/cp, B, K, E] and v, and start to gather the first piece."""
     n = len(pieces)
     for piece, *parts in zip(pieces, k.chunk(n, 2), v.chunk(n, 2), strict=True):
         piece.local, piece.widths = torch.cat(parts, -1), [part.shape[-1] for part in parts]
@@ -238,11 +237,9 @@ def gradients_of(
     pieces: Sequence[KeysAndValues], shapes: Sequence[torch.Size], like: Tensor
 ) -> tuple[Tensor, ...]:
     """The gradients of k and v, of these shapes, from those of all pieces."""
-    of_both = [like.new_empty(shape) for shape in shapes]
-    for piece, *mine in zip(pieces, *(each.chunk(len(pieces), 2) for each in of_both), strict=True):
-        for part, gradient in zip(mine, piece.gradients(), strict=True):
-            part.copy_(gradient)
-    return tuple(of_both)
+    parts = zip(*(piece.gradients() for piece in pieces), strict=True)
+    empty = map(like.new_empty, shapes)
+    return tuple(torch.cat(each, 2, out=out) for each, out in zip(parts, empty, strict=True))
 
 
 def in_order(gathered: Tensor, ranks: int) -> Tensor:

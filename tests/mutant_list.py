@@ -94,7 +94,7 @@ CHANGES: dict[str, list[Change]] = {
         ("gradient_is_partial=shared", "gradient_is_partial=False"),
     ],
     "parallel/context.py": [
-        ("dtype=torch.promote_types(dtype, torch.float32))", "dtype=dtype)"),
+        ("torch.promote_types(gradients[0].dtype, torch.float32)", "gradients[0].dtype"),
         ("    high[:unseen].zero_()\n", "", "uninitialised"),
     ],
     "parallel/dispatch/all_to_all.py": [

@@ -168,7 +168,8 @@ def left_of_a_step(case, training, keeps_link=False):
     @planted(Dispatch, "send")
     def keeping_send(send, self, *arguments):
         sent = send(self, *arguments)
-        sent.rows.sent = sent
+        rows, _ = sent
+        rows.sent = sent
         return sent
 
     gc.collect()
