@@ -34,7 +34,7 @@ class FeedForward(nn.Module):
             self.shared = dense.FeedForward(config, tp, ep, inner)
 
     def forward(self, x: Tensor) -> Tensor:
-        choice = self.router(x)
+        choice = self.router(x)  # before x is flattened: this order decides how dx is summed
         sent = self.dispatch.send(x.flatten(0, 1), choice)
         shared = None if self.shared is None else self.shared(x)  # while rows travel
         y = self.experts(*self.dispatch.receive(sent))
