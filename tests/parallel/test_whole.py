@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel.axes import MeshSizes
 from parallel.data import check_reduced
-from parallel.layer import LocalTensor
+from parallel.layer import LocalTensor, layers_of
 from parallel.weight_gradient import OwnPlace, WeightGradient
 from parallel.whole import WholeWeight
 from proofs.parity.cases import Case
@@ -75,7 +75,7 @@ def copies(setting):
     whether the weight between steps has."""
     step = step_of(ONE, **setting)
     stage = step.stages[0]
-    layers = [module for module in stage.modules() if getattr(module, "weights", None)]
+    layers = layers_of(stage)
     masters = [layer.weight for layer in layers]
 
     def weights():
