@@ -62,6 +62,7 @@ def test_the_queue_is_bounded_and_its_end_too(monkeypatch: pytest.MonkeyPatch) -
 def test_a_command_gets_the_alarm_and_may_fail_or_hang(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(send, "LIMIT_SECONDS", 600.0)
     event = {"event": "end", "time": 0.0, "state": "failed", "step": 3, "reason": "x; touch shell"}
     about, ends_at = alarm("x", "/x", event), [float("inf")]
 
