@@ -15,6 +15,7 @@ For editors       schema                 schema of configuration files, for comp
 During and after  report, profile        a run as a page, its loss as a picture; a trace's summary
                   verify                 check that a checkpoint is intact
                   objects                copy checkpoints to an object store, and back
+                  alarm                  send an alarm about a run from outside of it
                   generate               generate text from the model
                   evaluate               score the model on tasks
                   average                average the weights of checkpoints
