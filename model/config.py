@@ -49,7 +49,7 @@ class ModelConfig(
     qk_norm: bool = False
     # Kinds of layers: one for all layers, or a list through which the layers cycle.
     attention: Kinds = "causal"  # one or more files of model/attention/
-    # one or more files of model/feed_forward/; auto: experts if it is given settings, else swiglu
+    # one or more files of model/feed_forward/; auto: experts if experts.count is given, else swiglu
     feed_forward: Kinds = "auto"
     router: Text = "softmax_renormalised"  # of experts: a file of model/router/
     # added to the mean square in every RMSNorm
@@ -93,8 +93,9 @@ class ModelConfig(
             fits = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
             raise UserError("model.num_kv_heads", self.num_kv_heads, why, f"choose one of {fits}")
         if self.feed_forward == "auto":  # a run's config.yaml and checkpoints state what it is
-            kind = "swiglu" if vars(self)["experts"] is None else "experts"
-            object.__setattr__(self, "feed_forward", kind)
+            given = vars(self)["experts"]
+            count = given.get("count") if isinstance(given, dict) else getattr(given, "count", 0)
+            object.__setattr__(self, "feed_forward", "experts" if count else "swiglu")
         self.select("attention", _listed(self.attention))
         listed = _listed(self.feed_forward)
         # whose first layers may be swiglu

@@ -83,7 +83,7 @@ class AddLoss(torch.autograd.Function):
 
 
 class BaseRouter(Layer):
-    """Chooses `experts_per_token` of `num_experts` experts for each token, and their weights.
+    """Chooses k of X experts for each token, and their weights.
 
     Its weight [X, D] is whole on every tp rank, which (with sequence parallelism) has different
     tokens: its gradient is a partial sum (parallel/partial.py). `kept` keeps the choice through a

@@ -285,6 +285,7 @@ def test_a_number_of_experts_is_enough() -> None:
         config = load_config(LAPTOP, ["model.experts.per_token=2"] * len(keys) + list(keys))
         assert config.model.feed_forward == kind
         assert f"feed_forward: {kind}" in dump_config(config)
+    assert load_config(LAPTOP, ["model.num_experts=0"]).model.feed_forward == "swiglu"
 
 
 # --- keys of a kind -------------------------------------------------------------------------------
