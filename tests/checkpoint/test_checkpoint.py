@@ -31,17 +31,6 @@ from tools import verify
 ONE_RANK = ["parallel.tp=1", "parallel.pp=1"]
 
 
-def test_a_good_checkpoint_is_good(saved, capsys):
-    assert verify.main([str(saved / "run")]) == 0
-    assert capsys.readouterr().out.count(": good, ") == 3
-    tensors = read_manifest(runs.checkpoint_of(saved, 6)).tensors
-    assert {name.split(".")[0] for name in tensors} == {"model", "optimizer"}
-    events = runs.events_of(saved / "run", "checkpoint")
-    assert [event["step"] for event in events] == [2, 4, 6]
-    assert all(event["bytes"] > 0 and event["write_seconds"] > 0 for event in events)
-    assert all(event["stall_seconds"] >= 0 for event in events)
-
-
 @pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
 def test_a_flipped_bit_in_any_file_is_found(saved, tmp_path, at):
     """In the first, the middle or the last byte of any file of a checkpoint."""
@@ -79,14 +68,18 @@ def test_the_newest_good_one_is_used_and_it_is_said_once(ranks, saved, tmp_path)
 
 
 def test_a_run_folder_stands_for_its_newest_checkpoint(ranks, saved, tmp_path):
-    """In the configuration as in the tools."""
+    """In the configuration as in the tools. Of weights only, a run starts anew."""
     cases = {}
     for key, folder, steps in ("resume", "run/checkpoints", 7), ("load_weights_only", "run", 1):
         more = [f"checkpoint.{key}={saved / folder}", f"train.steps={steps}"]
         more += ["checkpoint.interval=never", f"run.dir={tmp_path / key / 'run'}"]
         cases[key] = [str(saved / "config.yaml"), *ONE_RANK, *more]
+    # which a resume would refuse
+    cases["load_weights_only"] += ["train.seq_len=16", "model.rope_theta=1e6"]
+    cases["load_weights_only"] += ["model.rope_scaling_factor=2"]
     assert set(ranks.run(runs.messages, 1, cases)[0].values()) == {""}
     assert [[*runs.losses(tmp_path / key)] for key in cases] == [[7], [1]]
+    assert runs.losses(tmp_path / "load_weights_only")[1] < runs.losses(saved)[2]
 
 
 def test_manifests_that_are_none(tmp_path):

@@ -27,19 +27,10 @@ def test_what_a_run_leaves(saved: Path) -> None:
     checkpoints = saved / "run" / "checkpoints"
     assert runs.names(checkpoints) == ["latest", "step-00000002", "step-00000004", "step-00000006"]
     assert (checkpoints / "latest").read_text() == "step-00000006"
-
-
-def test_load_weights_only_starts_anew(
-    ranks: Ranks, saved: Path, data: Path, tmp_path: Path
-) -> None:
-    # a resume would refuse these
-    config = runs.write_config(tmp_path, data, train={"steps": 1, "seq_len": 16})
-    longer = ["model.rope_theta=1e6", "model.rope_scaling_factor=2"]
-    runs.run(
-        ranks, 1, config, f"checkpoint.load_weights_only={runs.checkpoint_of(saved, 6)}", *longer
-    )
-    assert runs.losses(tmp_path).keys() == {1}
-    assert runs.losses(tmp_path)[1] < runs.losses(saved)[2], "it starts from trained weights"
+    events = runs.events_of(saved / "run", "checkpoint")
+    assert [event["step"] for event in events] == [2, 4, 6]
+    assert all(event["bytes"] > 0 and event["write_seconds"] > 0 for event in events)
+    assert all(event["stall_seconds"] >= 0 for event in events)
 
 
 def test_cpu_offload_clips_and_resumes(ranks: Ranks, data: Path, tmp_path: Path) -> None:
@@ -68,29 +59,6 @@ def test_bfloat16_follows_float32(ranks: Ranks, data: Path, tmp_path: Path) -> N
         rounded = runs.losses(tmp_path)
         assert rounded != expected, f"bfloat16 was not used ({reduce_dtype})"
         assert max(abs(rounded[s] / expected[s] - 1) for s in expected) < 0.02, reduce_dtype
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_bfloat16_with_split_backwards(
-    ranks: Ranks, data: Path, tmp_path: Path, zero_stage: int
-) -> None:
-    """With bfloat16, weight gradients formed after backward reach the float32 sums like those
-    formed in backward: losses and norms of schedules with a split backward agree with 1F1B's,
-    within the rounding that any other split of the layers causes too."""
-    train = {"steps": 3, "dtype": "bfloat16", "micro_batch_size": 1}
-    sizes = {"pp": 2, "dp_replicate": 2, "tp": 2, "zero_stage": zero_stage}
-    config = runs.write_config(tmp_path, data, train=train, parallel=sizes)
-    found = []
-    for schedule, stages_per_rank in (("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("dualpipe_v", 2)):
-        runs.fresh(tmp_path)
-        stages = f"parallel.stages_per_rank={stages_per_rank}"
-        runs.run(ranks, 8, config, f"parallel.schedule={schedule}", stages)
-        found.append([(line["loss"], line["grad_norm"]) for line in runs.metrics_of(tmp_path)])
-    for other in found[1:]:
-        for (loss, norm), (expected_loss, expected_norm) in zip(other, found[0], strict=True):
-            assert loss == pytest.approx(expected_loss, rel=1e-3)
-            assert norm == pytest.approx(expected_norm, rel=1e-2)
 
 
 @pytest.mark.thorough
