@@ -23,44 +23,18 @@ from runtime.checkpoint.save_errors import agree
 from runtime.checkpoint.verify import verify_checkpoint
 from runtime.log.run_log import RunLog
 from runtime.trainer_state import DataState
+from tests import runs
 from tests.data_samples import flip_a_bit
 from tests.planted import planted
-from tests.runs import (
-    checkpoint_of,
-    copy_of,
-    events_of,
-    heard,
-    losses,
-    messages,
-    names,
-    run,
-    said_by,
-    same_tensors,
-    status_of,
-    step_of,
-    train_run,
-    write_config,
-)
 from tools import verify
 
 ONE_RANK = ["parallel.tp=1", "parallel.pp=1"]
 
 
-def test_a_good_checkpoint_is_good(saved, capsys):
-    assert verify.main([str(saved / "run")]) == 0
-    assert capsys.readouterr().out.count(": good, ") == 3
-    tensors = read_manifest(checkpoint_of(saved, 6)).tensors
-    assert {name.split(".")[0] for name in tensors} == {"model", "optimizer"}
-    events = events_of(saved / "run", "checkpoint")
-    assert [event["step"] for event in events] == [2, 4, 6]
-    assert all(event["bytes"] > 0 and event["write_seconds"] > 0 for event in events)
-    assert all(event["stall_seconds"] >= 0 for event in events)
-
-
 @pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
 def test_a_flipped_bit_in_any_file_is_found(saved, tmp_path, at):
     """In the first, the middle or the last byte of any file of a checkpoint."""
-    copy = Path(shutil.copytree(checkpoint_of(saved, 6), tmp_path / "step-00000006"))
+    copy = Path(shutil.copytree(runs.checkpoint_of(saved, 6), tmp_path / "step-00000006"))
     for file in copy.iterdir():
         place = int(at * (file.stat().st_size - 1))
         flip_a_bit(file, place)
@@ -74,34 +48,38 @@ def test_the_newest_good_one_is_used_and_it_is_said_once(ranks, saved, tmp_path)
     """If the two newest checkpoints are damaged or incomplete, the run resumes from the third, here
     in another layout, reaches the same losses, and saves good ones under the same names; one
     message for each is printed."""
-    config, checkpoints = copy_of(saved, tmp_path)
+    config, checkpoints = runs.copy_of(saved, tmp_path)
     (checkpoints / "step-00000006" / MANIFEST).unlink()
     flip_a_bit(max((checkpoints / "step-00000004").glob("*.safetensors")))
-    results = ranks.run(heard, 2, [config, "parallel.pp=1"])
+    results = ranks.run(runs.heard, 2, [config, "parallel.pp=1"])
     assert [refusal for refusal, _ in results] == ["", ""]
     said = "".join(said for _, said in results)
     assert said.count("step-00000006 has no manifest.json: it is put aside") == 1
     assert said.count("step-00000004 is damaged") == 1
-    after, expected = losses(tmp_path), losses(saved)
+    after, expected = runs.losses(tmp_path), runs.losses(saved)
     assert all(after[step] == expected[step] for step in (1, 2))
     assert after == pytest.approx(expected, rel=1e-4)
     saved_names = [f"step-0000000{step}" for step in (2, 4, 6)]
     put_aside = [f"{name}.damaged" for name in saved_names[1:]]
-    assert names(checkpoints) == sorted(["latest", *saved_names, *put_aside])
+    assert runs.names(checkpoints) == sorted(["latest", *saved_names, *put_aside])
     assert (checkpoints / "latest").read_text() == "step-00000006"
     assert verify.main([str(checkpoints)]) == 0
-    assert status_of(tmp_path)["state"] == "finished"
+    assert runs.status_of(tmp_path)["state"] == "finished"
 
 
 def test_a_run_folder_stands_for_its_newest_checkpoint(ranks, saved, tmp_path):
-    """In the configuration as in the tools."""
+    """In the configuration as in the tools. Of weights only, a run starts anew."""
     cases = {}
     for key, folder, steps in ("resume", "run/checkpoints", 7), ("load_weights_only", "run", 1):
         more = [f"checkpoint.{key}={saved / folder}", f"train.steps={steps}"]
         more += ["checkpoint.interval=never", f"run.dir={tmp_path / key / 'run'}"]
         cases[key] = [str(saved / "config.yaml"), *ONE_RANK, *more]
-    assert set(ranks.run(messages, 1, cases)[0].values()) == {""}
-    assert [[*losses(tmp_path / key)] for key in cases] == [[7], [1]]
+    # which a resume would refuse
+    cases["load_weights_only"] += ["train.seq_len=16", "model.rope_theta=1e6"]
+    cases["load_weights_only"] += ["model.rope_scaling_factor=2"]
+    assert set(ranks.run(runs.messages, 1, cases)[0].values()) == {""}
+    assert [[*runs.losses(tmp_path / key)] for key in cases] == [[7], [1]]
+    assert runs.losses(tmp_path / "load_weights_only")[1] < runs.losses(saved)[2]
 
 
 def test_manifests_that_are_none(tmp_path):
@@ -120,8 +98,8 @@ def test_keeping(ranks, data, tmp_path):
     for step in (2, 3):
         (checkpoints / f"partial-00000001-0000/step-0000000{step}").mkdir(parents=True)
     sections = {"model": {"num_layers": 1}, "train": {"steps": 7}}
-    run(ranks, 1, write_config(tmp_path, data, checkpoint=kept, **sections))
-    assert names(checkpoints) == ["latest", "step-00000004", "step-00000006", "step-00000007"]
+    runs.run(ranks, 1, runs.write_config(tmp_path, data, checkpoint=kept, **sections))
+    assert runs.names(checkpoints) == ["latest", "step-00000004", "step-00000006", "step-00000007"]
     assert (checkpoints / "latest").read_text() == "step-00000007"
 
 
@@ -130,7 +108,7 @@ def disagree() -> str:
         if rank := dist.get_rank():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"/of/{rank}")
 
-    return said_by(agree, mine, dist.new_group(backend="gloo"), Path("/"))
+    return runs.said_by(agree, mine, dist.new_group(backend="gloo"), Path("/"))
 
 
 def test_the_error_of_a_save_is_everyones(ranks):
@@ -167,7 +145,7 @@ def train_with_faults(arguments: list[str]) -> tuple[str, str]:
     with contextlib.ExitStack() as stack:
         for name in {where for where, *_ in (*FAULTS, LEFT)}:
             stack.enter_context(faulty(name))
-        return heard(arguments)
+        return runs.heard(arguments)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +154,7 @@ def spoilt(ranks, data, tmp_path_factory):
     save fails; how it ended on each rank, and the lines it wrote to standard error."""
     folder, saves = tmp_path_factory.mktemp("spoilt"), {"interval": 1, "keep_last": 5}
     sections = {"model": {"num_layers": 1}, "parallel": {"tp": 2}, "train": {"steps": 12}}
-    config = write_config(folder, data, checkpoint=saves, **sections)
+    config = runs.write_config(folder, data, checkpoint=saves, **sections)
     results = ranks.run(train_with_faults, 2, [config])
     said = "".join(said for _, said in results).splitlines()
     return folder, [why for why, _ in results], said
@@ -187,7 +165,7 @@ def test_a_save_that_one_rank_cannot_finish(spoilt, place, step, kind, rank):
     """If one rank cannot write its part, no checkpoint is committed, all ranks continue training
     after one warning, and the next save works."""
     folder, _, lines = spoilt
-    assert [checkpoint_of(folder, at).exists() for at in (step, step + 1)] == [False, True]
+    assert [runs.checkpoint_of(folder, at).exists() for at in (step, step + 1)] == [False, True]
     warning = f"warning: the checkpoint of step {step} was not saved"
     (line,) = (line for line in lines if warning in line)
     assert f"on rank {rank}: {os.strerror(kind)}: {folder / 'run' / 'checkpoints'}" in line
@@ -199,13 +177,13 @@ def test_a_last_save_that_fails_is_no_success(spoilt):
     folder, ends, lines = spoilt
     assert "Traceback" not in "".join(lines)
     assert all("step 12 was not saved" in why for why in ends)
-    status = status_of(folder)
+    status = runs.status_of(folder)
     assert (status["state"], "step 12 was not saved" in status["reason"]) == ("failed", True)
 
 
 def test_a_checkpoint_that_cannot_be_deleted_fails_no_save(spoilt):
     folder, _, lines = spoilt
-    assert all(checkpoint_of(folder, step).exists() for step in (1, 11))
+    assert all(runs.checkpoint_of(folder, step).exists() for step in (1, 11))
     (line,) = (line for line in lines if "warning: step-00000011 is saved, but " in line)
     assert os.strerror(errno.EACCES) in line
 
@@ -213,7 +191,7 @@ def test_a_checkpoint_that_cannot_be_deleted_fails_no_save(spoilt):
 def saved_while_training(config_path: str) -> bool:
     """Save, train one step before anything is written, then let the writing proceed. Returns
     whether the saved copies are those from before the step, which moved the weights."""
-    train = step_of([config_path])
+    train = runs.step_of([config_path])
     tokens = torch.arange(8 * 32).view(8, 32) % train.config.model.vocab_size
     train(0, tokens, tokens)  # so that there are moments
     go = threading.Event()
@@ -231,13 +209,13 @@ def saved_while_training(config_path: str) -> bool:
         now = {name: tensor.to_local() for name, tensor in saver.tensors.items()}
         go.set()
         saver.close()
-    return same_tensors(saver.copies, before) and not same_tensors(now, before)
+    return runs.same_tensors(saver.copies, before) and not runs.same_tensors(now, before)
 
 
 def test_what_is_saved_is_what_was_there_and_training_goes_on(ranks, data, tmp_path):
-    config = write_config(tmp_path, data, model={"num_layers": 1}, parallel={"tp": 2})
+    config = runs.write_config(tmp_path, data, model={"num_layers": 1}, parallel={"tp": 2})
     assert ranks.run(saved_while_training, 2, config) == [True, True]
-    verify_checkpoint(checkpoint_of(tmp_path, 1))
+    verify_checkpoint(runs.checkpoint_of(tmp_path, 1))
 
 
 def test_what_is_in_the_way_is_put_aside_and_what_is_lost_is_not_called_saved(
@@ -246,16 +224,16 @@ def test_what_is_in_the_way_is_put_aside_and_what_is_lost_is_not_called_saved(
     """Someone copies two checkpoint folders into a running run, one without a manifest and one
     complete. The run renames both, and saves its own checkpoints. Of its third, a file is deleted
     as soon as it is committed."""
-    config, checkpoints = copy_of(saved, tmp_path)
+    config, checkpoints = runs.copy_of(saved, tmp_path)
     others = Path(shutil.move(checkpoints, tmp_path / "others"))
     shutil.rmtree(tmp_path / "run")
     (others / "step-00000002" / MANIFEST).unlink()
     ((refusal, said),) = ranks.run(train_among_others, 1, [config, *ONE_RANK], others)
     assert (refusal, said.count("already existed; it is put aside")) == ("", 2)
     assert said.count("warning: the checkpoint of step 6 was not saved: ") == 1
-    events = events_of(tmp_path / "run", "checkpoint")
+    events = runs.events_of(tmp_path / "run", "checkpoint")
     assert [event["step"] for event in events if "failed" not in event] == [2, 4, 8]
-    assert names(checkpoints)[1:] == [
+    assert runs.names(checkpoints)[1:] == [
         "step-00000002", "step-00000002.damaged", "step-00000004", "step-00000004.abandoned",
         "step-00000006.damaged", "step-00000008",
     ]  # fmt: skip
@@ -278,14 +256,14 @@ def train_among_others(arguments: list[str], others: Path) -> tuple[str, str]:
             file.unlink()
 
     with after_a_copy(), steal():
-        return heard([*arguments, "train.steps=8"])
+        return runs.heard([*arguments, "train.steps=8"])
 
 
 @pytest.fixture(scope="module")
 def flushed(ranks, data, tmp_path_factory):
     """The folder of a run that saves once, under umask 077, and what it flushed and renamed."""
     folder = tmp_path_factory.mktemp("flushed")
-    config = write_config(folder, data, train={"steps": 1}, checkpoint={"interval": 1})
+    config = runs.write_config(folder, data, train={"steps": 1}, checkpoint={"interval": 1})
     ((refusal, order),) = ranks.run(train_and_note_flushes, 1, [config])
     assert refusal == ""
     return folder, order
@@ -307,7 +285,7 @@ def train_and_note_flushes(arguments: list[str]) -> tuple[str, list[str]]:
     before = os.umask(0o077)
     try:
         with flushed(), moved():
-            return train_run(arguments), order
+            return runs.train_run(arguments), order
     finally:
         os.umask(before)
 
@@ -316,10 +294,10 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(flushed):
     """A machine that loses power never leaves a checkpoint with parts missing: every file, and the
     names of all, are flushed before the rename; and the rename before the save is reported."""
     folder, order = flushed
-    final = checkpoint_of(folder, 1)
+    final = runs.checkpoint_of(folder, 1)
     committed = order.index(f"move {final}")
     partial = next(line.removeprefix("sync ") for line in order if line.endswith("/manifest.json"))
-    expected = {f"sync {Path(partial).parent / name}" for name in names(final)}
+    expected = {f"sync {Path(partial).parent / name}" for name in runs.names(final)}
     assert {f"sync {Path(partial).parent}", *expected} <= {*order[:committed]}
     assert f"sync {final.parent}" in order[committed:]
 
@@ -331,7 +309,7 @@ def test_a_run_folder_has_the_permissions_of_the_umask(flushed):
 
 
 def test_verify_says_what_is_wrong(saved, tmp_path, capsys):
-    _, checkpoints = copy_of(saved, tmp_path)
+    _, checkpoints = runs.copy_of(saved, tmp_path)
     trainer = checkpoints / "step-00000004" / "trainer.json"
     trainer.unlink()
     assert verify.main([str(tmp_path / "run")]) == 1

@@ -17,23 +17,8 @@ from runtime.checkpoint.manifest import read_manifest
 from runtime.checkpoint.verify import parse_trainer, verify_checkpoint
 from runtime.log.events import read_events
 from runtime.trainer_state import Start, held_tensors
+from tests import runs
 from tests.planted import planted
-from tests.runs import (
-    FIXTURE,
-    checkpoint_of,
-    copy_of,
-    evaluations,
-    forget_last,
-    global_state,
-    losses,
-    run,
-    same_tensors,
-    saved_start,
-    step_of,
-    stored_tensors,
-    train_run,
-    write_config,
-)
 from training.step import TrainStep
 
 thorough = partial(pytest.param, marks=pytest.mark.thorough)
@@ -55,7 +40,7 @@ def saved_context(ranks, data, tmp_path_factory):
     """A finished run in float64 of 4 steps on 4 ranks (cp 2 × tp 2) with several documents in a
     sequence and a window in every second layer, saved and evaluated after steps 2 and 4."""
     folder = tmp_path_factory.mktemp("context")
-    config = write_config(
+    config = runs.write_config(
         folder,
         data,
         model={
@@ -68,7 +53,7 @@ def saved_context(ranks, data, tmp_path_factory):
         data={"document_mask": True},
         checkpoint={"interval": 2},
     )
-    run(ranks, 4, config)
+    runs.run(ranks, 4, config)
     return folder
 
 
@@ -89,14 +74,14 @@ def before(request, name) -> Path:
 )
 def test_a_run_is_resumed_bit_for_bit(ranks, before, tmp_path, world, overrides):
     """Saving while training goes on and saving at once leave the same."""
-    config, checkpoints = copy_of(before, tmp_path)
+    config, checkpoints = runs.copy_of(before, tmp_path)
     last = max(checkpoints.glob("step-*")).name
-    forget_last(tmp_path)
-    run(ranks, world, config, *overrides)
-    assert losses(tmp_path) == losses(before)
-    assert evaluations(tmp_path) == evaluations(before)
-    theirs = stored_tensors(before / "run" / "checkpoints" / last)
-    assert same_tensors(stored_tensors(checkpoints / last), theirs)
+    runs.forget_last(tmp_path)
+    runs.run(ranks, world, config, *overrides)
+    assert runs.losses(tmp_path) == runs.losses(before)
+    assert runs.evaluations(tmp_path) == runs.evaluations(before)
+    theirs = runs.stored_tensors(before / "run" / "checkpoints" / last)
+    assert runs.same_tensors(runs.stored_tensors(checkpoints / last), theirs)
 
 
 def train_without(arguments: list[str], what: str) -> str:
@@ -110,7 +95,7 @@ def train_without(arguments: list[str], what: str) -> str:
                 held.tensor.to_local().zero_()
 
     with without():
-        return train_run(arguments)
+        return runs.train_run(arguments)
 
 
 @pytest.mark.parametrize(
@@ -118,10 +103,10 @@ def train_without(arguments: list[str], what: str) -> str:
 )
 def test_what_is_not_loaded_shows_in_the_losses(ranks, before, tmp_path, what, rel):
     """Control of the tests above and below."""
-    config, _ = copy_of(before, tmp_path)
-    forget_last(tmp_path)
+    config, _ = runs.copy_of(before, tmp_path)
+    runs.forget_last(tmp_path)
     assert ranks.run(train_without, 1, [config, *layout(ep=1)], what) == [""]
-    ours, whole = losses(tmp_path), losses(before)
+    ours, whole = runs.losses(tmp_path), runs.losses(before)
     assert ours != pytest.approx(whole, rel=rel)
 
 
@@ -138,12 +123,14 @@ OTHERS = [
 def test_a_run_is_resumed_in_another_layout(ranks, before, tmp_path, world, overrides):
     """With the same tokens, so the same numbers but for rounding, and the same choices of experts,
     so equal biases. What it then saves is the same, too."""
-    config, _ = copy_of(before, tmp_path)
-    forget_last(tmp_path)
-    run(ranks, world, config, *overrides)
-    assert losses(tmp_path) == pytest.approx(losses(before), rel=1e-9)
-    assert evaluations(tmp_path) == pytest.approx(evaluations(before), rel=1e-9)
-    ours, theirs = (stored_tensors(checkpoint_of(folder, 4)) for folder in (tmp_path, before))
+    config, _ = runs.copy_of(before, tmp_path)
+    runs.forget_last(tmp_path)
+    runs.run(ranks, world, config, *overrides)
+    assert runs.losses(tmp_path) == pytest.approx(runs.losses(before), rel=1e-9)
+    assert runs.evaluations(tmp_path) == pytest.approx(runs.evaluations(before), rel=1e-9)
+    ours, theirs = (
+        runs.stored_tensors(runs.checkpoint_of(folder, 4)) for folder in (tmp_path, before)
+    )
     assert ours.keys() == theirs.keys()
     for each, tensor in theirs.items():
         rounding = 0.0 if each.endswith("router.bias") else 1e-6 * float(tensor.abs().max())
@@ -152,15 +139,15 @@ def test_a_run_is_resumed_in_another_layout(ranks, before, tmp_path, world, over
 
 def test_a_run_that_begins_with_a_named_checkpoint_continues_itself(ranks, saved_experts, tmp_path):
     """A job's later starts have the same setting. They must neither be refused nor begin anew."""
-    first, other = checkpoint_of(saved_experts, 2), tmp_path / "step-00000002"
+    first, other = runs.checkpoint_of(saved_experts, 2), tmp_path / "step-00000002"
     shutil.copytree(first, other)
     config = [str(saved_experts / "config.yaml"), *layout(ep=1), "checkpoint.interval=1"]
     config += [f"run.dir={tmp_path / 'run'}"]
     for steps in (3, 4):
-        run(ranks, 1, *config, f"checkpoint.resume={first}", f"train.steps={steps}")
+        runs.run(ranks, 1, *config, f"checkpoint.resume={first}", f"train.steps={steps}")
     events = read_events(tmp_path / "run")
     assert [event["step"] for event in events if event["event"] == "start"] == [2, 3]
-    (said,) = ranks.run(train_run, 1, [*config, f"checkpoint.resume={other}"])
+    (said,) = ranks.run(runs.train_run, 1, [*config, f"checkpoint.resume={other}"])
     assert "it holds step-00000004, which this run would not start from" in said
 
 
@@ -177,11 +164,11 @@ LOADS = [
 @pytest.mark.parametrize(("name", "world", "overrides"), LOADS, ids=label)
 def test_every_layout_loads_the_same_tensors(ranks, before, world, overrides):
     """Weights, biases and moments, bit for bit."""
-    path = checkpoint_of(before, 4)
+    path = runs.checkpoint_of(before, 4)
     more = ["data.document_mask=false", "train.micro_batch_size=1"]
     arguments = [str(before / "config.yaml"), *overrides, *more]
-    expected = stored_tensors(path)
-    assert same_tensors(ranks.run(global_state, world, arguments, str(path))[0], expected)
+    expected = runs.stored_tensors(path)
+    assert runs.same_tensors(ranks.run(runs.global_state, world, arguments, str(path))[0], expected)
     assert any(t.abs().max() > 0 for n, t in expected.items() if n.endswith("exp_avg_sq"))
 
 
@@ -189,28 +176,28 @@ def test_every_layout_loads_the_same_tensors(ranks, before, world, overrides):
 def test_other_models_too(ranks, data, tmp_path):
     """Of an uneven split of layers, and head norms shorter than dp_shard."""
     sections = {"model": {"qk_norm": True, "attention_dim": 8}, "train": {"steps": 2}}
-    config = write_config(tmp_path, data, checkpoint={"interval": 2}, **sections)
-    run(ranks, 8, config, "parallel.tp=2", "parallel.pp=2", "parallel.layers_per_stage=[1, 3]")
-    saved = checkpoint_of(tmp_path, 2)
+    config = runs.write_config(tmp_path, data, checkpoint={"interval": 2}, **sections)
+    runs.run(ranks, 8, config, "parallel.tp=2", "parallel.pp=2", "parallel.layers_per_stage=[1, 3]")
+    saved = runs.checkpoint_of(tmp_path, 2)
     interleaved = ["parallel.schedule=interleaved_1f1b", "parallel.stages_per_rank=2"]
     for world, overrides in (8, layout(tp=2)), (4, [*layout(pp=2), *interleaved]):
-        state = ranks.run(global_state, world, [config, *overrides], str(saved))[0]
-        assert same_tensors(state, stored_tensors(saved)), overrides
+        state = ranks.run(runs.global_state, world, [config, *overrides], str(saved))[0]
+        assert runs.same_tensors(state, runs.stored_tensors(saved)), overrides
 
 
 def test_a_checkpoint_of_an_earlier_version(ranks, data, tmp_path):
     """It loads the numbers whose hashes that version wrote down."""
-    verify_checkpoint(FIXTURE)
-    config = write_config(tmp_path, data, model=parse_trainer(FIXTURE).model)
-    state = ranks.run(global_state, 1, [config], str(FIXTURE))[0]
+    verify_checkpoint(runs.FIXTURE)
+    config = runs.write_config(tmp_path, data, model=parse_trainer(runs.FIXTURE).model)
+    state = ranks.run(runs.global_state, 1, [config], str(runs.FIXTURE))[0]
     found = {n: hashlib.sha256(t.numpy().tobytes()).hexdigest()[:16] for n, t in state.items()}
-    assert found == json.loads(FIXTURE.with_suffix(".json").read_text())
+    assert found == json.loads(runs.FIXTURE.with_suffix(".json").read_text())
 
 
 def second_copies(arguments: list[str], path: str) -> list[bool]:
     """Load the checkpoint `path`; whether each second copy of a tensor is like the first."""
-    step = step_of(arguments)
-    load(step, saved_start(Path(path)))
+    step = runs.step_of(arguments)
+    load(step, runs.saved_start(Path(path)))
     held = [(each.is_copy, each.name, each.tensor.to_local()) for each in held_tensors(step)]
     first = {name: tensor for is_copy, name, tensor in held if not is_copy}
     return [torch.equal(tensor, first[name]) for is_copy, name, tensor in held if is_copy]
@@ -218,7 +205,7 @@ def second_copies(arguments: list[str], path: str) -> list[bool]:
 
 def test_a_tied_weight_is_saved_once_and_loaded_into_both_its_copies(ranks, saved_experts):
     """Of the weight and of its two moments, on a rank that has the first and the last stage."""
-    path = checkpoint_of(saved_experts, 4)
+    path = runs.checkpoint_of(saved_experts, 4)
     config = str(saved_experts / "config.yaml")
     assert ranks.run(second_copies, 1, [config, *layout(ep=1)], str(path)) == [[True] * 3]
     assert "model.head.weight" not in read_manifest(path).tensors

@@ -23,17 +23,7 @@ from runtime.start import timing
 from runtime.start.timing import StartTimes
 from settings.data_stages import data_stages
 from settings.load import load_config
-from tests import ROOT
-from tests.runs import (
-    LAYOUT_3D,
-    events_of,
-    losses,
-    run,
-    run_log_of,
-    saved_steps,
-    train_run,
-    write_config,
-)
+from tests import ROOT, runs
 from tools import export
 
 OFTEN = mtbf_of(1.0, 1) / 400.0  # failures per day of a GPU: one in 400 s
@@ -61,7 +51,7 @@ def saves(
     overrides += [f"checkpoint.failures_per_gpu_day={rate}"]
     config = load_config("configs/laptop.yaml", overrides)
     of: Any = SimpleNamespace(
-        config=config, step=0, step_seconds=step_seconds, is_last=False, log=run_log_of(folder)
+        config=config, step=0, step_seconds=step_seconds, is_last=False, log=runs.run_log_of(folder)
     )
     folder.mkdir(exist_ok=True)
     found = []
@@ -85,7 +75,7 @@ def test_the_interval_is_youngs(tmp_path):
     the first step, because a run that logs rarely would wait long for its second line."""
     found = saves(tmp_path, 100, wait=0.5, rate=OFTEN)
     assert found == [1, 2, *range(22, 100, 20)]
-    events = events_of(tmp_path, "interval")
+    events = runs.events_of(tmp_path, "interval")
     assert [event["steps"] for event in events] == [1, 20]
     # the control: a rarer failure, a longer interval
     rarer = saves(tmp_path / "rarer", 100, wait=0.5, rate=OFTEN / 4)
@@ -131,7 +121,7 @@ def test_a_number_and_never(value, expected):
 
 def spoken(arguments: list[str]) -> tuple[str, str]:
     with redirect_stdout(io.StringIO()) as said:
-        return train_run(arguments), said.getvalue()
+        return runs.train_run(arguments), said.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +131,7 @@ def spoken(arguments: list[str]) -> tuple[str, str]:
 def test_the_end_says_what_was_not_saved(ranks, data, tmp_path, interval, end):
     """A run without a word about checkpoints can be exported; `never` says that it cannot.
     (A stop saves all the same: the runs of test_stop.py have `never`.)"""
-    config = Path(write_config(tmp_path, data, train={"steps": 1, "micro_batch_size": 8}))
+    config = Path(runs.write_config(tmp_path, data, train={"steps": 1, "micro_batch_size": 8}))
     if interval == "auto":  # the default
         text = config.read_text()
         config.write_text(text.replace("checkpoint:\n  interval: never\n", "checkpoint: {}\n"))
@@ -159,11 +149,15 @@ def test_all_ranks_save_the_same_steps_and_train_the_same(ranks, data, tmp_path)
     for folder, more in zip(folders, options, strict=True):
         folder.mkdir()
         checkpoint = {"interval": "auto", "failures_per_gpu_day": 0.0, **more}
-        run(ranks, 4, write_config(folder, data, parallel=LAYOUT_3D, checkpoint=checkpoint))
-    often, rarely = map(saved_steps, folders)
+        runs.run(
+            ranks,
+            4,
+            runs.write_config(folder, data, parallel=runs.LAYOUT_3D, checkpoint=checkpoint),
+        )
+    often, rarely = map(runs.saved_steps, folders)
     assert (often[-1], len(often) > 2, rarely) == (6, True, [3, 6])
-    assert losses(folders[0]) == losses(folders[1])
-    (started,) = events_of(folders[0] / "run", "started")
+    assert runs.losses(folders[0]) == runs.losses(folders[1])
+    (started,) = runs.events_of(folders[0] / "run", "started")
     parts = {"verify", "lease", "build", "load", "listeners", "step"}
     assert parts <= started["seconds"].keys()
 
@@ -171,7 +165,7 @@ def test_all_ranks_save_the_same_steps_and_train_the_same(ranks, data, tmp_path)
 def test_the_parts_of_a_start_add_up(tmp_path):
     """A later stage begins where the one before ended, and a rollback to the first step writes no
     second event."""
-    clock, log = SimpleNamespace(now=100.0), run_log_of(tmp_path)
+    clock, log = SimpleNamespace(now=100.0), runs.run_log_of(tmp_path)
 
     def stage(since: float, *before: str) -> None:
         """A start whose parts take a second each, and an hour of a stage, which repeats its first
@@ -207,8 +201,8 @@ def test_forked_ranks_restart(ranks, data, tmp_path):
     """Of two ranks under tools.torchrun one is killed after the first checkpoint. They are started
     again, without importing anything, and the run ends with the losses of an undisturbed one."""
     train, saves = {"steps": 40, "max_minutes": 4}, {"interval": 2}
-    config = write_config(tmp_path, data, train=train, checkpoint=saves)
-    run(ranks, 2, config, f"run.dir={tmp_path / 'alone' / 'run'}")
+    config = runs.write_config(tmp_path, data, train=train, checkpoint=saves)
+    runs.run(ranks, 2, config, f"run.dir={tmp_path / 'alone' / 'run'}")
     command = [sys.executable, "-m", "tools.torchrun", "--standalone", "--local-addr", "localhost",
                "--nproc-per-node=2", "--max-restarts=2", "train.py", config]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -221,7 +215,7 @@ def test_forked_ranks_restart(ranks, data, tmp_path):
         holder = next((tmp_path / "run" / "lease").iterdir()).read_text()
         os.kill(int(json.loads(holder)["pid"]), signal.SIGKILL)
         assert agent.wait(200) == 0
-    starts = events_of(tmp_path / "run", "started")
+    starts = runs.events_of(tmp_path / "run", "started")
     assert len(starts) == 2
     assert all(start["seconds"]["import"] < 1.0 for start in starts), "imported once"
-    assert losses(tmp_path) == losses(tmp_path / "alone")
+    assert runs.losses(tmp_path) == runs.losses(tmp_path / "alone")

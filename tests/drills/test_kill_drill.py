@@ -37,19 +37,9 @@ from runtime.checkpoint.save import Saver
 from runtime.checkpoint.verify import verify_checkpoint
 from runtime.log.events import read_events
 from runtime.log.ledger import account
-from tests import ROOT
+from tests import ROOT, runs
 from tests.data_samples import flip_a_bit
 from tests.planted import planted
-from tests.runs import (
-    LAYOUT_3D,
-    copy_of,
-    dies,
-    metrics_of,
-    same_tensors,
-    stored_tensors,
-    train_run,
-    write_config,
-)
 from training.step import TrainStep
 
 WHERE: dict[str, tuple[type, str]] = {  # phase → the method whose call begins it
@@ -169,8 +159,8 @@ def rank_main(planned: Path, arguments: list[str]) -> None:
 def configured(folder: Path, data: Path, steps: int) -> str:
     """A run that evaluates and saves often."""
     folder.mkdir()
-    return write_config(
-        folder, data, parallel=LAYOUT_3D, checkpoint={"interval": 2, "keep_last": 2},
+    return runs.write_config(
+        folder, data, parallel=runs.LAYOUT_3D, checkpoint={"interval": 2, "keep_last": 2},
         train={"steps": steps, "eval_interval": 3, "eval_samples": 8}, run={"log_interval": 1},
     )  # fmt: skip
 
@@ -178,19 +168,19 @@ def configured(folder: Path, data: Path, steps: int) -> str:
 def assert_same_end(drilled: Path, alone: Path) -> None:
     """The same numbers of all steps, and the bits of the last weights and moments."""
     ours, theirs = (
-        [(line["step"], line["loss"], line["grad_norm"]) for line in metrics_of(folder)]
+        [(line["step"], line["loss"], line["grad_norm"]) for line in runs.metrics_of(folder)]
         for folder in (drilled, alone)
     )
     assert ours == theirs
     last = [complete_checkpoints(folder / "run" / "checkpoints")[-1] for folder in (drilled, alone)]
-    assert same_tensors(*map(stored_tensors, last))
+    assert runs.same_tensors(*map(runs.stored_tensors, last))
 
 
 def drilled(arguments: list[str], kill: Kill | None) -> str:
     # the time of this start, not that of the server from which this process was forked
     signals.STARTED = time.monotonic()
     with killed(kill) if kill and kill.rank == dist.get_rank() else contextlib.nullcontext():
-        return train_run(arguments)
+        return runs.train_run(arguments)
 
 
 KILLS = [
@@ -218,7 +208,7 @@ def test_killed_again_and_again(ranks, data, tmp_path):
     assert ranks.run(drilled, 4, [configured(alone, data, 10)], None) == [""] * 4
     config, began = configured(folder, data, 10), time.time()
     for kill in KILLS:
-        with dies(f"rank {kill.rank}: died with exit code -9"):
+        with runs.dies(f"rank {kill.rank}: died with exit code -9"):
             ranks.run(drilled, 4, [config], kill)
         assert check_folder(folder / "run") == []
     assert ranks.run(drilled, 4, [config], None) == [""] * 4
@@ -234,7 +224,7 @@ def test_killed_again_and_again(ranks, data, tmp_path):
 
 
 def test_the_checks_can_fail(saved, tmp_path):
-    _, checkpoints = copy_of(saved, tmp_path)
+    _, checkpoints = runs.copy_of(saved, tmp_path)
     run = tmp_path / "run"
     assert check_folder(run) == []
     flip_a_bit(next((checkpoints / "step-00000004").glob("*.safetensors")))
@@ -257,7 +247,7 @@ def test_the_checks_can_fail(saved, tmp_path):
 def test_torchrun_restarts_by_itself(ranks, data, tmp_path, kills, steps):
     """`torchrun --max-restarts` restarts the run without intervention, and it ends exactly as an
     undisturbed run."""
-    assert ranks.run(train_run, 4, [configured(tmp_path / "alone", data, steps)]) == [""] * 4
+    assert ranks.run(runs.train_run, 4, [configured(tmp_path / "alone", data, steps)]) == [""] * 4
     config = configured(tmp_path / "drilled", data, steps)
     planned, log = tmp_path / "drilled" / "plan.json", tmp_path / "drilled" / "log.txt"
     planned.write_text(json.dumps([asdict(kill) for kill in kills]))

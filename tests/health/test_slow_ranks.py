@@ -20,16 +20,7 @@ from proofs.ranks import Ranks
 from runtime.health import slow_ranks
 from runtime.health.excluded import exclude, excluded_nodes
 from runtime.health.straggler import Judge
-from tests import ROOT
-from tests.runs import (
-    LAYOUT_3D,
-    events_of,
-    metrics_of,
-    run_log_of,
-    status_of,
-    train_run,
-    write_config,
-)
+from tests import ROOT, runs
 
 NOISE = ROOT / "tests/fixtures" / "product_times.json"
 PRODUCT_SECONDS = 4e-3
@@ -132,14 +123,14 @@ def run_with_timed_products(arguments: list[str], factor: float) -> str:
         patch.object(slow_ranks, "time", clocks),
         patch.object(slow_ranks, "EXCLUDE_SECONDS", 0.0),
     ):
-        return train_run(arguments)
+        return runs.train_run(arguments)
 
 
 def slow_run(ranks: Ranks, data: Path, folder: Path, factor: float) -> Path:
     """7 logged steps, of which 5 are timed, on 4 ranks, of which rank 3 may be slow. There are
     evaluations, saves, a rank that waits for its data, and stages of 1 and 3 blocks."""
-    config = write_config(
-        folder, data, parallel={**LAYOUT_3D, "layers_per_stage": [1, 3]},
+    config = runs.write_config(
+        folder, data, parallel={**runs.LAYOUT_3D, "layers_per_stage": [1, 3]},
         train={"steps": 7, "eval_interval": 3, "eval_samples": 8, "micro_batch_size": 4},
         checkpoint={"interval": 3}, run={"log_interval": 1}, guard={"slow_ranks": "exclude"},
     )  # fmt: skip
@@ -151,14 +142,14 @@ def test_the_slow_rank_is_named_within_three_intervals(
     ranks: Ranks, data: Path, tmp_path: Path
 ) -> None:
     folder = slow_run(ranks, data, tmp_path, 1.3)
-    (event,) = events_of(folder, "slow_rank")
+    (event,) = runs.events_of(folder, "slow_rank")
     first = 1 + slow_ranks.AFTER  # the first logged step whose products were timed
     assert (event["rank"], event["since"], event["step"]) == (3, first, first + 2)
     assert event["factor"] == pytest.approx(1.3, abs=0.12)
-    status = status_of(tmp_path)
+    status = runs.status_of(tmp_path)
     assert (status["state"], [each["rank"] for each in status["slow"]]) == ("finished", [3])
     assert status["slow"][0]["node"] == event["node"]
-    last = metrics_of(tmp_path)[-1]
+    last = runs.metrics_of(tmp_path)[-1]
     assert (last["slow_ranks"], last["slowest_rank_factor"] > 1.15) == ([3], True)
     assert "slow: rank 3 took 1." in excluded_nodes(folder)[event["node"]]["reason"]
 
@@ -169,9 +160,9 @@ def test_evaluation_saving_data_and_uneven_stages_name_nobody(
 ) -> None:
     """Control of the test above: the same run without the slow rank."""
     folder = slow_run(ranks, data, tmp_path, 1.0)
-    assert events_of(folder, "slow_rank") == []
-    assert status_of(tmp_path).get("slow", []) == []
-    assert "slow_ranks" in metrics_of(tmp_path)[-1]
+    assert runs.events_of(folder, "slow_rank") == []
+    assert runs.status_of(tmp_path).get("slow", []) == []
+    assert "slow_ranks" in runs.metrics_of(tmp_path)[-1]
 
 
 def judged(folder: Path, after: float) -> list[tuple[int, list[str]]]:
@@ -181,7 +172,7 @@ def judged(folder: Path, after: float) -> list[tuple[int, list[str]]]:
     listener = slow_ranks.SlowRanks.__new__(slow_ranks.SlowRanks)
     listener.policy, listener.folder = "exclude", folder
     listener.nodes, listener.judge = ["n0", "n0", "n1", "n1"], Judge([0] * 4, 1.15)
-    run: Any = SimpleNamespace(for_status={}, log=run_log_of(folder))
+    run: Any = SimpleNamespace(for_status={}, log=runs.run_log_of(folder))
     listener.named, listener.excluded = {}, {}
     slow = {1: range(4, 21), 3: range(10, 13)}
     with (

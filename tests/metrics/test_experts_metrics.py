@@ -20,21 +20,9 @@ from runtime.metrics.expert_load import ENOUGH_ROWS, LoadStatistics, figures_of
 from runtime.metrics.tracker import scalars
 from runtime.trainer_state import held_tensors
 from settings.load import load_config
+from tests import runs
 from tests.metrics.report_page import charts_of, written
 from tests.planted import planted
-from tests.runs import (
-    EXPERTS,
-    checkpoint_of,
-    copy_of,
-    metrics_of,
-    run,
-    same_tensors,
-    saved_start,
-    step_of,
-    stored_tensors,
-    train_run,
-    write_config,
-)
 from tools import verify
 from tools.report.run import read_run
 from tools.report.tables import experts
@@ -159,20 +147,22 @@ def train_and_count_waits(arguments: list[str]) -> list[int]:
         return read(self, *given)
 
     with counted():
-        assert train_run(arguments) == ""
+        assert runs.train_run(arguments) == ""
     return steps
 
 
 def test_what_a_step_measured_is_read_when_it_is_logged(
     ranks: Ranks, data: Path, tmp_path: Path
 ) -> None:
-    config = write_config(tmp_path, data, model=EXPERTS, train={"steps": 3, "micro_batch_size": 8})
+    config = runs.write_config(
+        tmp_path, data, model=runs.EXPERTS, train={"steps": 3, "micro_batch_size": 8}
+    )
     assert ranks.run(train_and_count_waits, 1, [config, "run.log_interval=2"]) == [[2, 3]]
-    assert [line["step"] for line in metrics_of(tmp_path)] == [2, 3]
+    assert [line["step"] for line in runs.metrics_of(tmp_path)] == [2, 3]
 
 
 def test_a_run_logs_its_load_and_the_losses_of_its_routers(saved_experts: Path) -> None:
-    for line in metrics_of(saved_experts):
+    for line in runs.metrics_of(saved_experts):
         by_layer = line["experts_by_layer"]
         assert by_layer["layer"] == [1, 2, 3]
         assert all(1 <= share <= 2 for share in by_layer["largest_share"]), "k 2 of X 4"
@@ -204,15 +194,15 @@ BIASES = {f"model.blocks.{layer}.feed_forward.router.bias" for layer in (1, 2, 3
 
 
 def biases(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    found = stored_tensors(checkpoint_of(folder, step))
+    found = runs.stored_tensors(runs.checkpoint_of(folder, step))
     return {name: found[name] for name in BIASES}
 
 
 def test_a_checkpoint_holds_experts_and_biases(
     saved_experts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = checkpoint_of(saved_experts, 4)
-    tensors, state = read_manifest(path).tensors, stored_tensors(path)
+    path = runs.checkpoint_of(saved_experts, 4)
+    tensors, state = read_manifest(path).tensors, runs.stored_tensors(path)
     assert tensors.keys() == state.keys()
     assert tensors["model.blocks.3.feed_forward.experts.gate.weight"] == ("F64", (4, 16, 32))
     assert {name for name in tensors if "bias" in name} == BIASES, "biases have no moments"
@@ -226,8 +216,8 @@ def test_a_checkpoint_holds_experts_and_biases(
 
 def loaded_weights(arguments: list[str], path: str) -> tuple[dict[str, torch.Tensor], float]:
     """Load only the weights: the biases, and the largest moment."""
-    step = step_of(arguments)
-    load_checkpoint(step, saved_start(Path(path), weights_only=True))
+    step = runs.step_of(arguments)
+    load_checkpoint(step, runs.saved_start(Path(path), weights_only=True))
     biases, largest = {}, 0.0
     for held in held_tensors(step):
         if held.name.endswith("bias"):
@@ -241,9 +231,9 @@ def test_weights_come_with_their_biases(ranks: Ranks, saved_experts: Path) -> No
     """A new run that starts from weights gets the biases too, because they decide which experts
     these weights were trained for; its moments are new."""
     arguments = [str(saved_experts / "config.yaml"), "parallel.pp=1", "parallel.tp=2"]
-    path = str(checkpoint_of(saved_experts, 4))
+    path = str(runs.checkpoint_of(saved_experts, 4))
     for found, largest_moment in ranks.run(loaded_weights, 2, arguments, path):
-        assert same_tensors(found, biases(saved_experts, 4))
+        assert runs.same_tensors(found, biases(saved_experts, 4))
         assert largest_moment == 0
 
 
@@ -251,15 +241,15 @@ def test_how_the_load_is_evened_may_change(
     ranks: Ranks, saved_experts: Path, tmp_path: Path
 ) -> None:
     """Auxiliary losses and the rate of biases are not stored. With rate 0 biases stay."""
-    config, _ = copy_of(saved_experts, tmp_path)
+    config, _ = runs.copy_of(saved_experts, tmp_path)
     free = {"experts.router_aux_weight", "experts.router_z_weight", "sigmoid_bias.bias_rate"}
     every = {key.removeprefix("model.") for key, _, _ in keys_of(load_config(config, []).model)}
-    stored = parse_trainer(checkpoint_of(tmp_path, 4)).model
+    stored = parse_trainer(runs.checkpoint_of(tmp_path, 4)).model
     assert free <= every
     assert "sigmoid_bias" not in stored
     assert not {key.removeprefix("experts.") for key in free} & stored["experts"].keys()
     changed = [f"model.{key}=0" for key in sorted(free)]
-    run(ranks, 1, config, "parallel.pp=1", "parallel.ep=1", *changed, "train.steps=5")
-    assert same_tensors(biases(tmp_path, 5), biases(tmp_path, 4))
-    before, after = (stored_tensors(checkpoint_of(tmp_path, step)) for step in (4, 5))
-    assert not same_tensors(before, after), "weights do not"
+    runs.run(ranks, 1, config, "parallel.pp=1", "parallel.ep=1", *changed, "train.steps=5")
+    assert runs.same_tensors(biases(tmp_path, 5), biases(tmp_path, 4))
+    before, after = (runs.stored_tensors(runs.checkpoint_of(tmp_path, step)) for step in (4, 5))
+    assert not runs.same_tensors(before, after), "weights do not"

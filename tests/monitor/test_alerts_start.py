@@ -19,20 +19,9 @@ from runtime.log.status import record_failure
 from runtime.messages import LOST, LostConnection
 from runtime.monitor import send
 from runtime.signals import Signals
+from tests import runs
 from tests.monitor.alert_helpers import Receiver
 from tests.planted import planted
-from tests.runs import (
-    contents,
-    events_of,
-    forked,
-    losses,
-    run_log_of,
-    said_by,
-    status,
-    status_of,
-    train_run,
-    write_config,
-)
 from tests.settings.stages import write_stages
 from tools import alarm
 
@@ -65,7 +54,7 @@ def run_that_cannot_build(arguments: list[str], name: str) -> str:
         return honest(*about)
 
     with build():
-        return train_run(arguments)
+        return runs.train_run(arguments)
 
 
 def test_how_a_start_ends_is_reported(ranks: Ranks, data: Path, tmp_path: Path) -> None:
@@ -75,22 +64,22 @@ def test_how_a_start_ends_is_reported(ranks: Ranks, data: Path, tmp_path: Path) 
         run = {"on_event": server.url}
         config = write_stages(tmp_path, data, STAGES, train={"steps": 3}, run=run)
         for name, (_, error, more, text, _) in STARTS.items():
-            ranks.run(said_by, 1, run_that_cannot_build, [config], name)
+            ranks.run(runs.said_by, 1, run_that_cannot_build, [config], name)
             server.wait_for(*(kinds := [*kinds, *more.split()]))
             assert text in server.received[-1]["text"]
             assert ("out of memory" in server.received[-1]["text"]) == (error is NO_MEMORY)
-        ends = events_of(folder, "end")
+        ends = runs.events_of(folder, "end")
         assert [(e["state"], e["step"]) for e in ends] == [end for *_, end in STARTS.values()]
-        assert sorted(losses(tmp_path)) == [1, 2, 3]
+        assert sorted(runs.losses(tmp_path)) == [1, 2, 3]
         # One that is refused: a requeued job whose checkpoints became unreadable at night, say. No
         # command for its checkpoint is run either, which may be why it is refused.
-        before = contents(folder)
+        before = runs.contents(folder)
         settings = ["train.steps=4", "model.ffn_dim=32", "checkpoint.after_commit=touch"]
-        (said,) = ranks.run(train_run, 1, [config, *settings])
+        (said,) = ranks.run(runs.train_run, 1, [config, *settings])
         server.wait_for(*kinds, "refused")
     assert "ffn_dim" in said
     assert " ".join(said.split()) in server.received[-1]["text"]
-    after = contents(folder)
+    after = runs.contents(folder)
     added = after.pop("events.jsonl").removeprefix(before.pop("events.jsonl"))
     assert json.loads(added)["event"] == "refused"
     assert after == before
@@ -111,7 +100,7 @@ def test_ranks_that_do_not_join_again(data: Path, tmp_path: Path) -> None:
     """Between two stages there is no process group. The code after a failure must not need it."""
     with Receiver() as server:
         config = write_stages(tmp_path, data, STAGES[1:], run={"on_event": server.url})
-        assert status(forked(tmp_path / "log", without_the_others, config)) == 1
+        assert runs.status(runs.forked(tmp_path / "log", without_the_others, config)) == 1
         server.wait_for("start", "end")
     said = (tmp_path / "log").read_text()
     assert said.splitlines()[-1] == "not all ranks joined"
@@ -125,7 +114,7 @@ def test_a_job_that_gives_up(
     monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(send, "RETRY_SECONDS", (0.0, 0.0, 0.0))
-    config = write_config(tmp_path, data)
+    config = runs.write_config(tmp_path, data)
     assert alarm.main(["gives up", config]) == 0  # nobody is to be told
     with Receiver() as server:
         told = f"run.on_event={server.url}"
@@ -145,10 +134,10 @@ def test_the_launcher_names_the_rank_that_was_killed(tmp_path: Path) -> None:
     earlier start has left stays."""
     (tmp_path / "run").mkdir()
     launched, why = time.time(), "rank 1 was killed"
-    with pytest.raises(LostConnection), run_log_of(tmp_path / "run"):
+    with pytest.raises(LostConnection), runs.run_log_of(tmp_path / "run"):
         raise LostConnection("gone")
     for since, reason in ((launched + 60, f"{LOST} while the run started"), (launched, why)):
         assert record_failure(tmp_path / "run", why, since) == why
-        found = status_of(tmp_path)
+        found = runs.status_of(tmp_path)
         assert found["state"] == "failed"
         assert found["reason"].startswith(reason)

@@ -142,6 +142,9 @@ SUMMED = {
     "deferred": replace(EXPERTS, layout=MeshSizes(pp=2), schedule="zb_h1"),
     "deferred over tp": replace(EXPERTS, layout=MeshSizes(pp=2, tp=2, ep=2), schedule="zb_h1"),
     "FSDP": replace(EXPERTS, layout=MeshSizes(dp_shard=2, ep=2)),
+    "deferred with FSDP": replace(
+        EXPERTS, layout=MeshSizes(pp=2, dp_shard=2, ep=2), schedule="zb_h1"
+    ),
     "FSDP of experts": replace(EXPERTS, layout=MeshSizes(dp_shard=4, ep=2)),
 }
 

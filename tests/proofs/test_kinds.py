@@ -60,21 +60,6 @@ def test_experts_in_every_second_layer(ranks):
     agrees(ranks, case, steps=1)
 
 
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [
-        ({"attention": ("causal", "slidin_window")}, "model.attention"),
-        ({"feed_forward": "relu"}, "model.feed_forward"),
-        ({"attention": ("causal", "sliding_window")}, "model.sliding_window.window"),
-        ({"keys": WINDOW["keys"]}, "model.sliding_window"),  # which nothing would read
-    ],
-)
-def test_what_there_is_not_is_refused(options, key) -> None:
-    with pytest.raises(UserError) as refused:
-        Case(MeshSizes(pp=2), **options).config()
-    assert refused.value.key == key
-
-
 def test_a_checkpoint_of_another_optimizer_is_refused(saved: Path) -> None:
     checkpoint = checkpoint_of(saved, 2)
     assert json.loads((checkpoint / "trainer.json").read_text())["optimizer"] == "adamw"

@@ -190,9 +190,10 @@ def test_tokens_taken_for_sequences() -> None:
     validate(load_config(LAPTOP, ["train.global_batch_size=15616"]), 8)
 
 
-# --- experts --------------------------------------------------------------------------------------
+# --- kinds ----------------------------------------------------------------------------------------
 
 
+WINDOW = ["model.attention=[causal,sliding_window]", "model.sliding_window.window=9"]
 ONE_AXIS = ["parallel.pp=1", "parallel.tp=1", "parallel.dp_shard=-1", "train.micro_batch_size=1"]
 BASE = [*ONE_AXIS, "model.feed_forward=experts", "model.experts.count=8",
         "model.experts.per_token=2"]  # fmt: skip
@@ -203,9 +204,6 @@ BASE = [*ONE_AXIS, "model.feed_forward=experts", "model.experts.count=8",
     [
         (8, [*BASE, "model.experts.count=0"],
          "model.experts.count = 0: the model has experts", "for example 8"),
-        (8, [*BASE, "model.feed_forward=swiglu"],
-         "model.experts = {'count': 8, 'per_token': 2}: nothing is of kind experts",
-         "model.feed_forward=experts"),
         (8, [*BASE, "model.feed_forward=expert"],
          "model.feed_forward = 'expert': there is no such kind", "'experts', "),
         (8, [*BASE, "model.experts.per_token=9"],
@@ -245,9 +243,20 @@ BASE = [*ONE_AXIS, "model.feed_forward=experts", "model.experts.count=8",
         # without experts, one could also turn sequence parallelism off
         (2, [*BASE, "parallel.tp=2", "train.seq_len=31"],
          "train.seq_len = 31: ", "remedy: use a multiple of 2"),
+        # other kinds
+        (8, ["model.attention=[causal,slidin_window]"],
+         "model.attention = ('causal', 'slidin_window'): there is no such kind",
+         "'sliding_window'"),
+        (8, WINDOW[:1], "model.sliding_window.window = None: is missing", "add it to the file"),
+        (8, WINDOW[1:], "model.sliding_window = {'window': 9}: nothing is of kind sliding_window",
+         "leave it out, or set model.attention=sliding_window"),
+        (8, ["model.swiglu.width=9"],
+         "model.swiglu = {'width': 9}: this kind has no", "leave it out"),
+        (1, [*ONE_AXIS, "model.router=softmax"],
+         "model.router = 'softmax': the model has no experts", ""),
     ],
 )  # fmt: skip
-def test_experts_refused(world: int, overrides: list[str], begins: str, remedy: str) -> None:
+def test_kinds_refused(world: int, overrides: list[str], begins: str, remedy: str) -> None:
     message = refusal(overrides, world=world)
     assert message.startswith(begins)
     assert remedy in message
@@ -260,8 +269,6 @@ def test_a_model_without_experts_takes_no_keys_of_them() -> None:
         message = refusal([*dense, f"model.experts.{each.name}=2"], world=1)
         assert message.startswith(f"model.experts = {{'{each.name}': 2}}: nothing is of kind")
         assert "leave it out, or set model.feed_forward=experts" in message
-    message = refusal([*dense, "model.router=softmax"], world=1)
-    assert message.startswith("model.router = 'softmax': the model has no experts")
 
 
 def test_weights_of_a_dense_model_do_not_start_experts(
@@ -289,21 +296,6 @@ def test_a_number_of_experts_is_enough() -> None:
 
 
 # --- keys of a kind -------------------------------------------------------------------------------
-
-
-WINDOW = ["model.attention=[causal,sliding_window]", "model.sliding_window.window=9"]
-
-
-def test_a_kind_has_its_own_keys_where_it_is_selected() -> None:
-    for override, begins, remedy in (
-        (WINDOW[0], ".sliding_window.window = None: is missing", "add it to the file"),
-        (WINDOW[1], ".sliding_window = {'window': 9}: nothing is of kind sliding_window",
-         "leave it out, or set model.attention=sliding_window"),
-        ("model.swiglu.width=9", ".swiglu = {'width': 9}: this kind has no", "leave it out"),
-    ):  # fmt: skip
-        message = refusal([override])
-        assert message.startswith(f"model{begins}")
-        assert message.endswith(f"remedy: {remedy}")
 
 
 def test_keys_of_a_kind_arrive(tmp_path: Path) -> None:

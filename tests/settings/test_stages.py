@@ -16,26 +16,10 @@ from data.loader import BatchLoader
 from proofs.ranks import Ranks
 from runtime.checkpoint import saving
 from runtime.log.events import read_events
+from tests import runs
 from tests.data_samples import SOURCE, flip_a_bit, prepared
 from tests.health.faulty_runs import run_with_bad_steps
 from tests.planted import planted
-from tests.runs import (
-    checkpoint_of,
-    contents,
-    copy_of,
-    dies,
-    events_of,
-    global_state,
-    losses,
-    messages,
-    metrics_of,
-    run,
-    said_by,
-    same_tensors,
-    status_of,
-    train_run,
-    trainer_of,
-)
 from tests.settings.stages import (
     Read,
     check_reads,
@@ -128,8 +112,8 @@ def reference(data: Path, other: Path) -> list[list[list[int]]]:
 
 def last_state(ranks: Ranks, folder: Path) -> dict[str, torch.Tensor]:
     """The weights and moments at the end, loaded on one rank."""
-    last = checkpoint_of(folder, 7)
-    return ranks.run(global_state, 1, [str(folder / "config.yaml")], str(last))[0]
+    last = runs.checkpoint_of(folder, 7)
+    return ranks.run(runs.global_state, 1, [str(folder / "config.yaml")], str(last))[0]
 
 
 @pytest.fixture(scope="module")
@@ -140,14 +124,14 @@ def whole(
     folder = tmp_path_factory.mktemp("whole")
     assert ranks.run(recorded_run, 2, [staged(folder, data, other)], folder / "reads") == ["", ""]
     check_reads(folder / "reads", reference(data, other))
-    return folder, losses(folder), last_state(ranks, folder)
+    return folder, runs.losses(folder), last_state(ranks, folder)
 
 
 def killed_run(ranks: Ranks, world: int, config: str, kills: list[tuple[str, int]]) -> None:
     """Run in the folder of `config`, killed at these places, until the end."""
     reads = Path(config).with_name("reads")
     for where, step in kills:
-        with dies():
+        with runs.dies():
             ranks.run(recorded_run, world, [config], reads, where, step)
     assert ranks.run(recorded_run, world, [config], reads) == [""] * world
 
@@ -168,8 +152,8 @@ def test_killed_at_a_boundary(
     config = staged(tmp_path, data, other)
     killed_run(ranks, 2, config, [kill])
     check_reads(tmp_path / "reads", reference(data, other))
-    assert losses(tmp_path) == whole[1]
-    assert same_tensors(last_state(ranks, tmp_path), whole[2])
+    assert runs.losses(tmp_path) == whole[1]
+    assert runs.same_tensors(last_state(ranks, tmp_path), whole[2])
     kinds = [event["event"] for event in read_events(tmp_path / "run")]
     assert kinds.count("data_stage") >= 2
 
@@ -184,7 +168,7 @@ def test_other_layouts_in_each_stage(
     config = staged(tmp_path, data, other, layouts)
     killed_run(ranks, 4, config, [("the changeover", 3), ("after the save", 5)])
     check_reads(tmp_path / "reads", reference(data, other))
-    found = losses(tmp_path)
+    found = runs.losses(tmp_path)
     assert all(found[step] == pytest.approx(loss, rel=1e-9) for step, loss in whole[1].items())
     state = last_state(ranks, tmp_path)
     for name, tensor in whole[2].items():
@@ -197,14 +181,14 @@ def test_what_a_boundary_leaves(whole: tuple[Path, dict, dict]) -> None:
     kinds = [e["event"] for e in events if e["event"] in ("start", "started", "data_stage", "end")]
     begun = ["started", "data_stage"]
     assert kinds == ["start", *begun, *begun, "started", "end"], "one start, and its end"
-    assert status_of(whole[0])["state"] == "finished"
+    assert runs.status_of(whole[0])["state"] == "finished"
     changed = [e for e in events if e["event"] == "data_stage"]
     assert [(e["data_stage"], e["step"]) for e in changed] == [(1, 3), (2, 5)]
     assert "train.seq_len 32 → 64" in changed[1]["changes"]
-    lines = metrics_of(whole[0])
+    lines = runs.metrics_of(whole[0])
     assert [line["tokens"] for line in lines] == [256, 512, 768, 1152, 1536, 1792, 2048]
     assert [line["lr"] for line in lines][-2:] == [1e-3, 5.5e-4], "a phase of two steps"
-    trainer = trainer_of(whole[0], 7)
+    trainer = runs.trainer_of(whole[0], 7)
     assert [(e["step"], e["data"]["next_sample"]) for e in trainer["earlier"]] == [(3, 24), (5, 24)]
     assert (trainer["seq_len"], trainer["data"]["next_sample"]) == (64, 8)
 
@@ -229,26 +213,26 @@ REFUSED = [
 def test_what_has_passed_cannot_change(
     ranks: Ranks, other: Path, tmp_path: Path, whole: tuple
 ) -> None:
-    config, _ = copy_of(whole[0], tmp_path)
-    before = contents(tmp_path / "run")
+    config, _ = runs.copy_of(whole[0], tmp_path)
+    before = runs.contents(tmp_path / "run")
     cases = {
         str(changes): [config, "train.steps=8", *(c.replace("OTHER", str(other)) for c in changes)]
         for changes, _, _ in REFUSED
     }
-    (said,) = ranks.run(messages, 1, cases)
+    (said,) = ranks.run(runs.messages, 1, cases)
     for changes, begins, has in REFUSED:
         assert said[str(changes)].startswith(begins)
         assert has in said[str(changes)]
-    assert contents(tmp_path / "run") == before, "nothing is lost"
+    assert runs.contents(tmp_path / "run") == before, "nothing is lost"
 
 
 def test_a_later_stage_may_be_added(ranks: Ranks, tmp_path: Path, whole: tuple) -> None:
-    config, _ = copy_of(whole[0], tmp_path)
+    config, _ = runs.copy_of(whole[0], tmp_path)
     raw = yaml.safe_load(Path(config).read_text())
     raw["data_stages"].append({"from_step": 7, "train": {"seq_len": 16}})
     Path(config).write_text(json.dumps(raw))
-    run(ranks, 1, config, "train.steps=8")
-    assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7, 8]
+    runs.run(ranks, 1, config, "train.steps=8")
+    assert sorted(runs.losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 # --- bad steps, damage and a stop at a boundary ---------------------------------------------------
@@ -280,15 +264,15 @@ def test_a_stage_does_not_end_on_skipped_updates(ranks: Ranks, data: Path, tmp_p
         rows, [at_first] * 4 + [then] * 4 + [again] * 3, strict=True
     ):
         assert mine == batches[step][: len(mine)], step
-    events = events_of(tmp_path / "run", "rollback")
+    events = runs.events_of(tmp_path / "run", "rollback")
     assert [(e["from_step"], e["step"], e["left_out"]) for e in events] == [
         (4, 2, [24, 32]),
         (6, 4, [0, 8]),
     ]
-    trainer = trainer_of(tmp_path, 7)
+    trainer = runs.trainer_of(tmp_path, 7)
     assert trainer["earlier"][0]["data"]["skipped"] == [[24, 32]]
     assert (trainer["data"]["skipped"], trainer["updates"]) == ([[0, 8]], 7)
-    assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7]
+    assert sorted(runs.losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_rollback_never_leaves_its_stage(ranks: Ranks, data: Path, tmp_path: Path) -> None:
@@ -296,10 +280,10 @@ def test_a_rollback_never_leaves_its_stage(ranks: Ranks, data: Path, tmp_path: P
     config = write_stages(tmp_path, data, [SMALLER], train={"steps": 6}, **TWO_BAD)
     whole = [config, "data_stages=[]", "train.steps=4"]
     assert ranks.run(run_with_bad_steps, 1, whole, 0, {4}) == [""]
-    (said,) = ranks.run(said_by, 1, run_with_bad_steps, [config], 0, {1})
+    (said,) = ranks.run(runs.said_by, 1, run_with_bad_steps, [config], 0, {1})
     assert "there is no checkpoint to go back to in this data stage; save more often" in said
-    assert status_of(tmp_path)["state"] == "failed"
-    assert checkpoint_of(tmp_path, 4).exists(), "not put aside"
+    assert runs.status_of(tmp_path)["state"] == "failed"
+    assert runs.checkpoint_of(tmp_path, 4).exists(), "not put aside"
 
 
 def run_with_damage(arguments: list[str], folder: Path) -> str:
@@ -307,25 +291,25 @@ def run_with_damage(arguments: list[str], folder: Path) -> str:
 
     @planted(saving, "find_next")
     def damaged(honest: Any, *about: Any) -> Any:
-        flip_a_bit(next(checkpoint_of(folder, 2).glob("*.safetensors")))
+        flip_a_bit(next(runs.checkpoint_of(folder, 2).glob("*.safetensors")))
         return honest(*about)
 
     with damaged():
-        return train_run(arguments)
+        return runs.train_run(arguments)
 
 
 def test_a_damaged_boundary_does_not_begin_anew(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """Without another checkpoint, training from initial weights would look like success."""
     config = write_stages(tmp_path, data, [{"from_step": 2, "train": {"seq_len": 16}}])
-    (said,) = ranks.run(said_by, 1, run_with_damage, [config], tmp_path)
+    (said,) = ranks.run(runs.said_by, 1, run_with_damage, [config], tmp_path)
     assert "no good one before it" in said
-    status = status_of(tmp_path)
+    status = runs.status_of(tmp_path)
     assert (status["state"], status["step"]) == ("failed", 2)
     # nor does the next start, which a launcher or the job script begins by itself
-    (said,) = ranks.run(train_run, 1, [config])
+    (said,) = ranks.run(runs.train_run, 1, [config])
     assert said.startswith("checkpoint.resume = 'auto': all checkpoints in ")
     assert "step-00000002.damaged" in said
-    assert sorted(losses(tmp_path)) == [1, 2]
+    assert sorted(runs.losses(tmp_path)) == [1, 2]
 
 
 def test_a_stage_ahead_that_begins_at_a_token_knows_the_batches_before(
@@ -334,8 +318,8 @@ def test_a_stage_ahead_that_begins_at_a_token_knows_the_batches_before(
     """With another batch size from step 2 on, it would begin at half the tokens."""
     ahead = {"from_token": 6 * 8 * 32, "train": {"seq_len": 16}}
     config = write_stages(tmp_path, data, [ahead], train={"steps": 9}, checkpoint={"interval": 2})
-    run(ranks, 1, config, "data_stages=[]", "train.steps=2")
-    (said,) = ranks.run(train_run, 1, [config, "train.global_batch_size=16"])
+    runs.run(ranks, 1, config, "data_stages=[]", "train.steps=2")
+    (said,) = ranks.run(runs.train_run, 1, [config, "train.global_batch_size=16"])
     assert said.startswith(f"data_stages.1.from_token = {6 * 8 * 32}")
     assert "512 tokens after step 2" in said
     assert "from_step=4" in said  # 1,024 tokens are left: two steps of 512
@@ -353,7 +337,7 @@ def run_with_request(arguments: list[str], folder: Path) -> tuple[str, bool]:
         join(signals)
 
     with requested():
-        return train_run(arguments), *found
+        return runs.train_run(arguments), *found
 
 
 def test_a_stop_in_the_changeover(ranks: Ranks, data: Path, tmp_path: Path) -> None:
@@ -361,8 +345,8 @@ def test_a_stop_in_the_changeover(ranks: Ranks, data: Path, tmp_path: Path) -> N
     config = write_stages(tmp_path, data, [{"from_step": 2, "train": {"seq_len": 16}}])
     short = "train.steps=3"
     assert ranks.run(run_with_request, 2, [config, short], tmp_path) == [("", False)] * 2
-    status = status_of(tmp_path)
+    status = runs.status_of(tmp_path)
     assert (status["state"], status["step"]) == ("requeue", 2)
     assert "SIGTERM" in status["reason"]
-    run(ranks, 2, config, short)
-    assert sorted(losses(tmp_path)) == [1, 2, 3]
+    runs.run(ranks, 2, config, short)
+    assert sorted(runs.losses(tmp_path)) == [1, 2, 3]

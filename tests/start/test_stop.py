@@ -23,25 +23,15 @@ from runtime.messages import LostConnection, fail
 from runtime.signals import Signals
 from runtime.stop import StopRequests
 from settings.load import load_config
+from tests import runs
 from tests.planted import planted
-from tests.runs import (
-    evaluations,
-    forked,
-    losses,
-    run,
-    saved_steps,
-    status,
-    status_of,
-    train_run,
-    write_config,
-)
 
 
 def config_of(folder: Path, data: Path, steps: int) -> str:
     """Write a configuration in which an evaluation has 4 batches; return its path."""
     sizes = {"steps": steps, "micro_batch_size": 4, "eval_samples": 32}
     model, checkpoint = {"num_layers": 2}, {"keep_last": steps}
-    return write_config(folder, data, model=model, train=sizes, checkpoint=checkpoint)
+    return runs.write_config(folder, data, model=model, train=sizes, checkpoint=checkpoint)
 
 
 # --- helpers that run on each rank ----------------------------------------------------------------
@@ -123,7 +113,7 @@ def train_and_ask(
             asked = name == where and dist.get_rank() == rank
             action = (lambda: ask(how)) if asked else (lambda: None)
             counts[name] = stack.enter_context(before(*place, call, action))
-        assert train_run(arguments) == ""
+        assert runs.train_run(arguments) == ""
     assert handled() == before_it
     assert "signals" not in [thread.name for thread in threading.enumerate()]
     return {name: len(calls) for name, calls in counts.items()}
@@ -178,26 +168,26 @@ def test_all_stop_after_the_same_step(ranks: Ranks, data: Path, tmp_path: Path, 
     folder, whole, at = tmp_path / "asked", tmp_path / "whole", 0
     for each in (folder, whole):
         each.mkdir()
-    run(ranks, world, config_of(whole, data, STEPS), *LAYOUTS[world])
+    runs.run(ranks, world, config_of(whole, data, STEPS), *LAYOUTS[world])
     arguments = [config_of(folder, data, STEPS), *LAYOUTS[world], "train.max_minutes=1e6"]
     for asked in REQUESTS:
-        before_it = saved_steps(folder)
+        before_it = runs.saved_steps(folder)
         if (asked.how, asked.where) == ("STOP", "start"):
             (folder / "run" / "STOP").touch()
         about = 0 if asked.is_first else world - 1, asked.how, asked.where, asked.call
         reached = ranks.run(train_and_ask, world, [*arguments, *asked.more], *about)
         Path(f"{arguments[0]}.stop").unlink(missing_ok=True)  # it is of that start only
         assert reached == [dict(zip(WHERE, asked.reached, strict=True))] * world, asked
-        new = [step for step in saved_steps(folder) if step not in before_it]
+        new = [step for step in runs.saved_steps(folder) if step not in before_it]
         assert new == [at + step for step in asked.saved], asked
         assert not [name for name in ("STOP", "SAVE") if (folder / "run" / name).exists()], asked
         at += asked.reached[0]
         reason = REASONS.get(asked.how, f"{asked.how.split(' ')[0]} was received")
         reason = reason if asked.state == "requeue" else "all steps done"
-        assert status_of(folder) == {"state": asked.state, "step": at, "reason": reason}, asked
-    assert losses(folder) == losses(whole)
+        assert runs.status_of(folder) == {"state": asked.state, "step": at, "reason": reason}, asked
+    assert runs.losses(folder) == runs.losses(whole)
     # the evaluation of step 7 was abandoned
-    assert [*evaluations(folder)] == [14, 15]
+    assert [*runs.evaluations(folder)] == [14, 15]
 
 
 @pytest.mark.parametrize(("how", "call"), [("SIGTERM", 1), ("STOP", 2)], ids=["agreed", "too late"])
@@ -205,14 +195,16 @@ def test_a_run_that_makes_its_last_step_is_finished(
     ranks: Ranks, data: Path, tmp_path: Path, how: str, call: int
 ) -> None:
     ranks.run(train_and_ask, 2, [config_of(tmp_path, data, 3)], 0, how, "step", call)
-    assert status_of(tmp_path) == {"state": "finished", "step": 3, "reason": "all steps done"}
+    assert runs.status_of(tmp_path) == {"state": "finished", "step": 3, "reason": "all steps done"}
     assert not (tmp_path / "run" / "STOP").exists()
 
 
 def test_a_refused_run_leaves_the_file(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "STOP").touch()
-    message = ranks.run(train_run, 2, [config_of(tmp_path, data, 6), "train.max_minutes=-1"])[0]
+    message = ranks.run(runs.train_run, 2, [config_of(tmp_path, data, 6), "train.max_minutes=-1"])[
+        0
+    ]
     assert message.startswith("train.max_minutes = ")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["STOP"]
 
@@ -241,7 +233,7 @@ def lose_a_peer(arguments: list[str], folder: Path) -> None:
         before(*WHERE["step"], 2, asked if is_first else die),
     ):
         try:
-            train_run(arguments)
+            runs.train_run(arguments)
         except Exception as error:
             fail(error, Known.last.signals)
 
@@ -255,11 +247,11 @@ def test_a_peer_that_dies(ranks: Ranks, data: Path, tmp_path: Path) -> None:
         pytest.raises(RankError, match=r"rank 0: .*code 1\nrank 1: .*code -9"),
     ):
         ranks.run(lose_a_peer, 2, [config_of(tmp_path, data, 6), *saves], tmp_path)
-    assert saved_steps(tmp_path) == [2]
+    assert runs.saved_steps(tmp_path) == [2]
     said = (tmp_path / "said").read_text()
     assert said.count("rank 0 exits after SIGTERM without saving: ") == 1
     assert "Traceback" not in said
-    end = status_of(tmp_path)
+    end = runs.status_of(tmp_path)
     assert end["state"] == "failed"
     assert "lost connection to another rank after step" in end["reason"]
 
@@ -299,7 +291,7 @@ def hear_again_and_again() -> None:
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert status(forked(log, hear_again_and_again)) == 128 + signal.SIGTERM
+    assert runs.status(runs.forked(log, hear_again_and_again)) == 128 + signal.SIGTERM
     first, again = log.read_text().splitlines()
     assert first.startswith("SIGTERM was received (send it again to exit at once")
     assert again == "SIGTERM again: exiting now, without saving"

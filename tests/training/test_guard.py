@@ -15,27 +15,14 @@ import torch.distributed as dist
 import training.guard
 from data.loader import BatchLoader
 from proofs.ranks import Ranks
+from tests import runs
 from tests.health.faulty_runs import run_with_bad_batches, run_with_bad_steps, run_without
 from tests.planted import planted
-from tests.runs import (
-    LAYOUT_3D,
-    events_of,
-    forget_last,
-    fresh,
-    losses,
-    metrics_of,
-    names,
-    said_by,
-    status_of,
-    train_run,
-    trainer_of,
-    write_config,
-)
 from tests.settings.stages import mixture
 from training.guard import WINDOW, UpdateGuard
 from training.step import TrainStep
 
-LINE, SPLIT, SPACE = {"dp_shard": 2}, {"cp": 2, "dp_shard": 2}, LAYOUT_3D | {"dp_shard": 2}
+LINE, SPLIT, SPACE = {"dp_shard": 2}, {"cp": 2, "dp_shard": 2}, runs.LAYOUT_3D | {"dp_shard": 2}
 layouts = pytest.mark.parametrize(
     "layout",
     [LINE, *(pytest.param(other, marks=pytest.mark.thorough) for other in (SPACE, SPLIT))],
@@ -46,7 +33,7 @@ layouts = pytest.mark.parametrize(
 def config_of(folder: Path, data: Path, **sections: dict[str, Any]) -> str:
     """The small run of two layers, one for each stage."""
     model = {"num_layers": 2, **sections.pop("model", {})}
-    return write_config(folder, data, model=model, **sections)
+    return runs.write_config(folder, data, model=model, **sections)
 
 
 def world_of(layout: dict[str, int]) -> int:
@@ -54,7 +41,7 @@ def world_of(layout: dict[str, int]) -> int:
 
 
 def checkpoints(folder: Path) -> list[str]:
-    return names(folder / "run" / "checkpoints")
+    return runs.names(folder / "run" / "checkpoints")
 
 
 def judged(guard: UpdateGuard, loss: float, norm: float = 1.0) -> bool:
@@ -140,16 +127,16 @@ def test_bad_updates_are_skipped(
     saves, world = {"interval": 5, "keep_last": 9}, world_of(layout)
     config = config_of(tmp_path, data, parallel=layout, checkpoint=saves)
     assert ranks.run(run_with_bad_updates, world, [config], world - 1) == [""] * world
-    lines, before = metrics_of(tmp_path), losses(tmp_path)
+    lines, before = runs.metrics_of(tmp_path), runs.losses(tmp_path)
     finite = [math.isfinite(line["grad_norm"]) for line in lines]
     assert finite == [True, True, False, True, True, True]
     assert [line["skipped_updates"] for line in lines] == [0, 0, 1, 2, 2, 2]
-    assert trainer_of(tmp_path, 6)["updates"] == 4
+    assert runs.trainer_of(tmp_path, 6)["updates"] == 4
 
-    forget_last(tmp_path)
+    runs.forget_last(tmp_path)
     assert ranks.run(run_with_bad_updates, world, [config], world - 1) == [""] * world
-    assert losses(tmp_path) == before
-    assert metrics_of(tmp_path)[-1]["skipped_updates"] == 2
+    assert runs.losses(tmp_path) == before
+    assert runs.metrics_of(tmp_path)[-1]["skipped_updates"] == 2
 
 
 @layouts
@@ -173,17 +160,17 @@ def test_bad_batches_are_left_out(
     first = 6 if log_interval == 1 else 7
     said = ranks.run(run_with_bad_batches, world, [config], batches[first - 1 : first + 1], 0)
     assert said == [""] * world
-    found, left_out = losses(tmp_path), ((first - 1) * 8, (first + 1) * 8)
-    assert "slow_ranks" not in metrics_of(tmp_path)[-1], "none are looked for"
-    (rollback,) = events_of(tmp_path / "run", "rollback")
+    found, left_out = runs.losses(tmp_path), ((first - 1) * 8, (first + 1) * 8)
+    assert "slow_ranks" not in runs.metrics_of(tmp_path)[-1], "none are looked for"
+    (rollback,) = runs.events_of(tmp_path / "run", "rollback")
     assert (rollback["from_step"], rollback["step"]) == (first + 1, 4)
     assert tuple(rollback["left_out"]) == left_out
-    trainer = trainer_of(tmp_path, 9)
+    trainer = runs.trainer_of(tmp_path, 9)
     assert (trainer["data"]["skipped"], trainer["updates"]) == ([list(left_out)], 9)
 
-    fresh(tmp_path)
+    runs.fresh(tmp_path)
     assert ranks.run(run_without, world, [config], left_out) == [""] * world
-    assert losses(tmp_path) == found
+    assert runs.losses(tmp_path) == found
 
 
 TWO, SHORT = {"guard": {"max_bad_steps": 2}}, {"train": {"steps": 3}, "checkpoint": {"interval": 3}}
@@ -201,12 +188,12 @@ LOST = {  # what is lost → sections, steps that are bad, what is said, how oft
 def test_a_run_that_is_lost_fails(ranks: Ranks, data: Path, tmp_path: Path, lost: str) -> None:
     sections, bad, why, rollbacks = LOST[lost]
     config = config_of(tmp_path, data, **sections)
-    (said,) = ranks.run(said_by, 1, run_with_bad_steps, [config], 0, bad)
+    (said,) = ranks.run(runs.said_by, 1, run_with_bad_steps, [config], 0, bad)
     assert re.search(why, said)
-    status = status_of(tmp_path)
+    status = runs.status_of(tmp_path)
     assert status["state"] == "failed"
     assert re.search(why, status["reason"])
-    assert len(events_of(tmp_path / "run", "rollback")) == rollbacks
+    assert len(runs.events_of(tmp_path / "run", "rollback")) == rollbacks
     assert (tmp_path / "run" / "checkpoints").exists() == (rollbacks > 0)
 
 
@@ -222,14 +209,14 @@ def run_with_bad_weights(arguments: list[str]) -> str:
         return result
 
     with spoiling():
-        return train_run(arguments)
+        return runs.train_run(arguments)
 
 
 def test_what_is_not_finite_is_not_saved(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     config = config_of(
         tmp_path, data, parallel=LINE, train={"steps": 3}, checkpoint={"interval": 2}
     )
-    for said in ranks.run(said_by, 2, run_with_bad_weights, [config]):
+    for said in ranks.run(runs.said_by, 2, run_with_bad_weights, [config]):
         assert re.search(r"on rank 1: FloatingPointError: optimizer\.\S+ is not finite", said)
     assert checkpoints(tmp_path) == ["latest", "step-00000002"]
 
@@ -245,10 +232,10 @@ def test_what_was_saved_among_bad_steps_is_not_gone_back_to(
     assert ranks.run(run_with_bad_steps, 2, [config, "train.steps=4"], 1, {3, 4}) == [""] * 2
     assert checkpoints(tmp_path) == ["latest", "step-00000002", "step-00000004"]
     assert ranks.run(run_with_bad_steps, 2, [config, "train.steps=8"], 1, {1}) == [""] * 2
-    (rollback,) = events_of(tmp_path / "run", "rollback")
+    (rollback,) = runs.events_of(tmp_path / "run", "rollback")
     assert (rollback["from_step"], rollback["step"], rollback["left_out"]) == (5, 2, [32, 40])
     assert checkpoints(tmp_path) == ["latest", "step-00000004.abandoned", "step-00000008"]
-    skipped = {line["step"]: line["skipped_updates"] for line in metrics_of(tmp_path)}
+    skipped = {line["step"]: line["skipped_updates"] for line in runs.metrics_of(tmp_path)}
     assert skipped == dict.fromkeys(range(1, 9), 0)
 
 
@@ -266,7 +253,7 @@ def test_saves_and_bad_steps(ranks: Ranks, data: Path, tmp_path: Path, case: str
     bounds = {"guard": {"max_bad_steps": 3}, "checkpoint": {"interval": 2, "keep_last": 1}}
     config = config_of(tmp_path, data, **bounds)
     assert ranks.run(run_with_bad_steps, 1, [config], 0, bad) == [""]
-    assert [event["step"] for event in events_of(tmp_path / "run", "checkpoint")] == saved
+    assert [event["step"] for event in runs.events_of(tmp_path / "run", "checkpoint")] == saved
     left = ["step-00000004", "step-00000006"] if 6 in bad else ["step-00000006"]
     assert checkpoints(tmp_path) == ["latest", *left]
 
@@ -276,6 +263,6 @@ def test_without_a_good_checkpoint_the_bad_one_stays(
 ) -> None:
     config = config_of(tmp_path, data, guard={"max_bad_steps": 3}, checkpoint={"interval": 4})
     assert ranks.run(run_with_bad_steps, 1, [config, "train.steps=4"], 0, {3, 4}) == [""]
-    (said,) = ranks.run(said_by, 1, run_with_bad_steps, [config], 0, {1})
+    (said,) = ranks.run(runs.said_by, 1, run_with_bad_steps, [config], 0, {1})
     assert "no checkpoint to go back to" in said
     assert "step-00000004" in checkpoints(tmp_path)

@@ -7,76 +7,56 @@ import pytest
 import yaml
 
 from proofs.ranks import Ranks
-from tests.runs import (
-    checkpoint_of,
-    evaluations,
-    forget_last,
-    fresh,
-    losses,
-    metrics_of,
-    names,
-    run,
-    same_tensors,
-    status_of,
-    stored_tensors,
-    write_config,
-)
+from tests import runs
 
 
 def test_what_a_run_leaves(saved: Path) -> None:
     """Steps are logged, evaluations and saves made when due, and defaults written out."""
-    lines = metrics_of(saved)
+    lines = runs.metrics_of(saved)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     keys = {"loss", "grad_norm", "lr", "tokens", "tokens_per_second",
             "tokens_per_second_per_device", "mfu", "step_seconds", "data_seconds",
             "peak_memory_bytes"}  # fmt: skip
     assert all(keys <= set(line) for line in lines)
     assert [line["tokens"] for line in lines] == [256 * (i + 1) for i in range(6)]
-    assert losses(saved)[6] < losses(saved)[1], "it learns"
-    assert status_of(saved)["state"] == "finished"
-    assert evaluations(saved).keys() == {3, 6}
+    assert runs.losses(saved)[6] < runs.losses(saved)[1], "it learns"
+    assert runs.status_of(saved)["state"] == "finished"
+    assert runs.evaluations(saved).keys() == {3, 6}
     resolved = yaml.safe_load((saved / "run" / "config.yaml").read_text())
     assert resolved["optimizer"]["adamw"]["eps"] == 1e-8
     checkpoints = saved / "run" / "checkpoints"
-    assert names(checkpoints) == ["latest", "step-00000002", "step-00000004", "step-00000006"]
+    assert runs.names(checkpoints) == ["latest", "step-00000002", "step-00000004", "step-00000006"]
     assert (checkpoints / "latest").read_text() == "step-00000006"
-
-
-def test_load_weights_only_starts_anew(
-    ranks: Ranks, saved: Path, data: Path, tmp_path: Path
-) -> None:
-    # a resume would refuse these
-    config = write_config(tmp_path, data, train={"steps": 1, "seq_len": 16})
-    longer = ["model.rope_theta=1e6", "model.rope_scaling_factor=2"]
-    run(ranks, 1, config, f"checkpoint.load_weights_only={checkpoint_of(saved, 6)}", *longer)
-    assert losses(tmp_path).keys() == {1}
-    assert losses(tmp_path)[1] < losses(saved)[2], "it starts from trained weights"
+    events = runs.events_of(saved / "run", "checkpoint")
+    assert [event["step"] for event in events] == [2, 4, 6]
+    assert all(event["bytes"] > 0 and event["write_seconds"] > 0 for event in events)
+    assert all(event["stall_seconds"] >= 0 for event in events)
 
 
 def test_cpu_offload_clips_and_resumes(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """From what a resident run saved, it computes and saves the same, bit for bit."""
     sections = {"optimizer": {"grad_clip": 0.2}, "train": {"steps": 4}, "model": {"num_layers": 2}}
-    config = write_config(tmp_path, data, checkpoint={"interval": 2}, **sections)
-    run(ranks, 2, config)
-    resident, last = losses(tmp_path), checkpoint_of(tmp_path, 4)
-    saved = stored_tensors(last)
-    forget_last(tmp_path)
-    run(ranks, 2, config, "parallel.cpu_offload=true")
-    assert losses(tmp_path) == resident
-    assert same_tensors(stored_tensors(last), saved)
+    config = runs.write_config(tmp_path, data, checkpoint={"interval": 2}, **sections)
+    runs.run(ranks, 2, config)
+    resident, last = runs.losses(tmp_path), runs.checkpoint_of(tmp_path, 4)
+    saved = runs.stored_tensors(last)
+    runs.forget_last(tmp_path)
+    runs.run(ranks, 2, config, "parallel.cpu_offload=true")
+    assert runs.losses(tmp_path) == resident
+    assert runs.same_tensors(runs.stored_tensors(last), saved)
 
 
 def test_bfloat16_follows_float32(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """The loss stays within 2% of float32's."""
     train, model = {"steps": 3, "micro_batch_size": 4}, {"num_layers": 2}
-    config = write_config(tmp_path, data, train=train, model=model)
-    run(ranks, 2, config)
-    expected = losses(tmp_path)
+    config = runs.write_config(tmp_path, data, train=train, model=model)
+    runs.run(ranks, 2, config)
+    expected = runs.losses(tmp_path)
     layout = ["train.dtype=bfloat16", "parallel.tp=2", "parallel.zero_stage=2"]
     for reduce_dtype in ("float32", "bfloat16"):
-        fresh(tmp_path)
-        run(ranks, 2, config, *layout, f"parallel.reduce_dtype={reduce_dtype}")
-        rounded = losses(tmp_path)
+        runs.fresh(tmp_path)
+        runs.run(ranks, 2, config, *layout, f"parallel.reduce_dtype={reduce_dtype}")
+        rounded = runs.losses(tmp_path)
         assert rounded != expected, f"bfloat16 was not used ({reduce_dtype})"
         assert max(abs(rounded[s] / expected[s] - 1) for s in expected) < 0.02, reduce_dtype
 
@@ -91,13 +71,13 @@ def test_bfloat16_with_split_backwards(
     within the rounding that any other split of the layers causes too."""
     train = {"steps": 3, "dtype": "bfloat16", "micro_batch_size": 1}
     sizes = {"pp": 2, "dp_replicate": 2, "tp": 2, "zero_stage": zero_stage}
-    config = write_config(tmp_path, data, train=train, parallel=sizes)
+    config = runs.write_config(tmp_path, data, train=train, parallel=sizes)
     found = []
     for schedule, stages_per_rank in (("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("dualpipe_v", 2)):
-        fresh(tmp_path)
+        runs.fresh(tmp_path)
         stages = f"parallel.stages_per_rank={stages_per_rank}"
-        run(ranks, 8, config, f"parallel.schedule={schedule}", stages)
-        found.append([(line["loss"], line["grad_norm"]) for line in metrics_of(tmp_path)])
+        runs.run(ranks, 8, config, f"parallel.schedule={schedule}", stages)
+        found.append([(line["loss"], line["grad_norm"]) for line in runs.metrics_of(tmp_path)])
     for other in found[1:]:
         for (loss, norm), (expected_loss, expected_norm) in zip(other, found[0], strict=True):
             assert loss == pytest.approx(expected_loss, rel=1e-3)
@@ -109,12 +89,12 @@ def test_bfloat16_with_split_backwards(
 def test_compiled_agrees(ranks: Ranks, data: Path, tmp_path: Path, mode: str) -> None:
     layout = ["parallel.dp_shard=2", f"train.activation_checkpointing={mode}"]
     # Blocks are compiled one by one, so two suffice. Evaluation runs them too.
-    config = write_config(
+    config = runs.write_config(
         tmp_path, data, train={"steps": 3, "eval_interval": 3}, model={"num_layers": 2}
     )
-    run(ranks, 2, config, *layout)
-    eager = losses(tmp_path)
-    fresh(tmp_path)
-    run(ranks, 2, config, *layout, "train.compile=true")
-    compiled = losses(tmp_path)
+    runs.run(ranks, 2, config, *layout)
+    eager = runs.losses(tmp_path)
+    runs.fresh(tmp_path)
+    runs.run(ranks, 2, config, *layout, "train.compile=true")
+    compiled = runs.losses(tmp_path)
     assert all(math.isclose(compiled[s], eager[s], rel_tol=1e-5) for s in eager)
