@@ -1,5 +1,5 @@
-"""A mixture of experts: each token goes to k of X feed-forwards, and
-to all shared ones (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538; shared: Dai et al. 2024,
+"""A mixture of experts: each token goes to k of X feed-forwards, and to all shared ones (Shazeer et
+al. 2017, https://arxiv.org/abs/1701.06538; shared: Dai et al. 2024,
 https://arxiv.org/abs/2401.06066, section 3.2)."""
 
 from torch import Tensor, nn
