@@ -334,9 +334,11 @@ class EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         rows, elsewhere = ctx.saved_tensors
-        if ctx.tp.sequence_parallel:
-            dy = start_all_gather(dy, ctx.tp.group, ctx.tp.pieces).wait()
-        dy = dy.masked_fill(elsewhere.unsqueeze(-1), 0)
+        tp, mask = ctx.tp, elsewhere.unsqueeze(-1)
+        if tp.size > 1 and tp.sequence_parallel:  # what is gathered may be changed in place
+            dy = start_all_gather(dy, tp.group, tp.pieces).wait().masked_fill_(mask, 0)
+        else:
+            dy = dy.masked_fill(mask, 0)
         return None, None, None, None, ctx.gradient.add_lookup(dy, rows)
 
 
