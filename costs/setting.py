@@ -52,8 +52,8 @@ class Setting:
 
 def hidden(setting: Setting) -> Tensor:
     """The hidden states that pass from unit to unit."""
-    size, axes = (setting.seq_len, setting.micro_batch_size), (tensor(setting), context(setting))
-    shape = hidden_shape(setting.model, *size, *axes)
+    axes = tensor(setting), context(setting)
+    shape = hidden_shape(setting.model, setting.seq_len, setting.micro_batch_size, *axes)
     return torch.empty(shape, dtype=setting.dtype, device=DEVICE)
 
 

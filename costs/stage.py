@@ -33,7 +33,7 @@ def build_stage(setting: Setting, layers: Iterable[int], first: bool, last: bool
 
 def routing(setting: Setting) -> Routing:
     """The numbers of rows that routers find."""
-    experts = setting.model.find(Experts) or Experts()  # of none: no rows
+    experts = setting.model.find(Experts) or Experts()  # without experts, no router asks
     rows = setting.tokens_of_rank * experts.per_token
     return Routing(rows, experts.count, setting.ep, setting.ep_rank, setting.imbalance)
 

@@ -260,7 +260,8 @@ def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Record:
 
 
 def _sum_gradients(stage: Transformer, sums: Sums | None) -> list[OwnPlace]:
-    """Let the layers sum their gradients; returns the places of the sums."""
+    """Let each layer put its gradient into a place of its own, or with `sums` add it there; returns
+    the places."""
     places = []
     for layer in layers_of(stage):
         dtype = layer.weight.dtype if sums is None else sums.dtype

@@ -13,7 +13,7 @@ the layer computes between the two places runs while they travel, in forward and
 
 The four functions belong to an object that holds what travels. autograd sees only the link, a
 scalar without a value, by which y depends on x. (Several waits may have the same link.) The graph
-refers to the object, which therefore must not refer to a tensor with a `grad_fn`, as the link is:
+refers to the object, which therefore must not refer to a tensor with a `grad_fn`, like the link:
 the memory of such a cycle is freed late or never.
 """
 

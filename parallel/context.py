@@ -123,8 +123,9 @@ class SplitAttention:
             ]
         y = ys[0] if len(ys) == 1 else torch.cat(ys)
         if gathers_again and y.requires_grad:
-            # Before the backward of the last piece, it is gathered again, and then the next one in
-            # backward. Every rank does it, whatever its kernels have kept.
+            # Before the backward of a piece, start to gather the piece that follows it in backward;
+            # before that of the last, which is the first in backward, also that piece itself. Every
+            # rank does it, whatever its kernels have kept.
             for each in reversed(pieces[max(i - 1, 0) : i + 1]):
                 y.register_hook(each.start)
         return y

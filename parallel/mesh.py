@@ -69,17 +69,16 @@ def build_mesh(sizes: MeshSizes, device: str, has_experts: bool = False) -> Mesh
     """
     of_weights = sizes.of_weights
     root = init_device_mesh(device, tuple(of_weights.values()), mesh_dim_names=WEIGHT_AXES)
-    loss = root["dp_replicate", "dp_shard"]._flatten("loss")
+    fsdp = {False: root[FSDP_AXES[False]]}
+    loss = fsdp[False]._flatten("loss")
     batch, cp = loss, {}  # the same ranks, of which there is one group
     if sizes.cp > 1:
         split = of_weights[sizes.with_cp] // sizes.cp, sizes.cp
         at = WEIGHT_AXES.index(sizes.with_cp)  # torch 2.11 does not accept an axis by name here
         of_tokens = root._unflatten(at, split, ("rows", "cp"))
-        other = "dp_replicate" if sizes.with_cp == "dp_shard" else "dp_shard"
-        in_order = [name for name in of_tokens.mesh_dim_names or () if name in ("rows", other)]
-        batch, cp = of_tokens[tuple(in_order)]._flatten("batch"), {"cp": of_tokens["cp"]}
+        of_rows = tuple("rows" if axis == sizes.with_cp else axis for axis in FSDP_AXES[False])
+        batch, cp = of_tokens[of_rows]._flatten("batch"), {"cp": of_tokens["cp"]}
     meshes = {"tp": root["tp"], **cp, **{axis: root[axis] for axis in reversed(WEIGHT_AXES)}}
-    fsdp = {False: root[FSDP_AXES[False]]}
     if has_experts:
         shape = tuple(sizes.of_experts.values())
         experts = init_device_mesh(device, shape, mesh_dim_names=EXPERT_AXES)

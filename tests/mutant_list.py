@@ -104,8 +104,7 @@ CHANGES: dict[str, list[Change]] = {
         ("counts[mine].cumsum(0)", "counts.cumsum(0)[mine]"),
     ],
     "parallel/mesh.py": [
-        ('other = "dp_replicate" if sizes.with_cp == "dp_shard" else "dp_shard"',
-         'other = "dp_shard" if sizes.with_cp == "dp_shard" else "dp_replicate"', "group"),
+        ("of_tokens[of_rows]", "of_tokens[of_rows[-1:]]", "group"),
     ],
     "parallel/data.py": [
         ("set_reshard_after_backward(True, recurse=False)",

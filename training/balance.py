@@ -3,9 +3,10 @@
 Routers count the rows that this rank's tokens send to each expert (model/router/_base.py). After
 the last backward the counts are summed over all ranks with different tokens, as integers: a sum in
 bfloat16 would lose ones above 256, and a wrong sign would move a bias the wrong way. Then the bias
-of each expert with less than its layer's mean grows by `rate`, and of those with more shrinks:
+of each expert with less than its layer's mean grows by the router's `bias_rate`, and of those with
+more shrinks:
 
-    bias += rate · sign(mean − count)
+    bias += bias_rate · sign(mean − count)
 
 The bias is float32 and equal on all ranks. Like a weight it is changed only by a step that the
 guard lets through, is saved, loaded on any layout, and rolled back.

@@ -23,7 +23,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ep: ExpertParallel) -> None:
         super().__init__()
-        kept = KeptOutputs()  # which experts were chosen, through a recomputation
+        kept = KeptOutputs()  # of the choice and the routes at least, for a recomputation
         self.router = make_router(config, tp, ep, kept)
         self.dispatch = make_dispatch(ep, kept)
         self.experts = Experts(config, ep)

@@ -42,7 +42,7 @@ class Load:
 
     counts: Tensor  # [X] int64: rows of each expert
     losses: Tensor  # [2]: the balance loss and the z-loss, weighted
-    global_sequences: int  # in the global batch, by whose number losses are divided
+    global_sequences: int  # in the global batch; losses are divided by this number
 
 
 class RouterScores(torch.autograd.Function):

@@ -24,7 +24,7 @@ class TokenDispatch(nn.Module):
 
     def send(self, x: Tensor, choice: Choice) -> Any:
         """Start to send x [T, D] and the weights of the choice. What is computed before `receive`
-        overlaps the sending. Returns what the others need."""
+        overlaps the sending. Returns what `receive` and `combine` need."""
         raise NotImplementedError
 
     def receive(self, sent: Any) -> tuple[Tensor, Tensor, Groups]:

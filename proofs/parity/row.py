@@ -72,7 +72,8 @@ class Row:
         or infinite."""
         errors = asdict(self)
         options = errors.pop("case")
-        layout = {**self.case.layout.by_axis(), "ep": options.pop("layout")["ep"]}
+        del options["layout"]  # which has what only the mesh of a run needs, too
+        layout = {**self.case.layout.by_axis(), "ep": self.case.layout.ep}
         found = {**layout, **options, **errors, "failures": self.failures()}
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value

@@ -88,8 +88,7 @@ def the_rank(config: Config, world: int, rank: int, device: str) -> AbstractCont
 
 def routing_of(config: Config, mesh: Mesh, imbalance: float) -> Routing:
     """The numbers of rows that this rank's experts receive."""
-    ep_rank = mesh.ep.rank
-    return routing(replace(config.setting(), ep_rank=ep_rank, imbalance=imbalance))
+    return routing(replace(config.setting(), ep_rank=mesh.ep.rank, imbalance=imbalance))
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
