@@ -84,6 +84,8 @@ CHANGES: dict[str, list[Change]] = {
         ("torch.promote_types(reduce, compute) if zero_stage < 2",
          "compute if zero_stage < 2", "dtype"),
         ("dy.to(self.dtype) if self.adds else dy", "dy", "dtype"),
+        ("begun.add_(dw) if times is None else begun.addcmul_(dw, times)",
+         "begun.add_(dw)", "times"),
     ],
     "parallel/layer.py": [
         ("range(rank * self.count // tp, rank * self.count // tp + 1)",
@@ -99,6 +101,8 @@ CHANGES: dict[str, list[Change]] = {
     ],
     "parallel/dispatch/all_to_all.py": [
         ("else unsorted(each, order)", "else each.index_select(0, order)"),
+        ("            if not self.kept.has_outputs:\n                rows.start_there(*tensors)\n",
+         "            rows.start_there(*tensors)\n", "sent again"),
     ],
     "parallel/dispatch/expert_sum.py": [
         ("counts[mine].cumsum(0)", "counts.cumsum(0)[mine]"),
@@ -181,6 +185,8 @@ CHANGES: dict[str, list[Change]] = {
     "training/optimizers/__init__.py": [
         ("[decay if each.spec.group.decays else 0.0 for each in weights]",
          "[decay for each in weights]"),
+        ("if is_cut and dim_of(placement) not in dims:", "if is_cut:", "other rows"),
+        ("(self.dtype.itemsize if self.dtype else master)", "master", "dtype"),
     ],
     "training/optimizers/adamw.py": [
         ("region[0].start * row + columns.start * inner,", "region[0].start * row,", "rounding"),

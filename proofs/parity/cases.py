@@ -19,7 +19,7 @@ from model.experts import Experts
 from parallel.axes import MeshSizes
 from parallel.config import ParallelConfig
 from parallel.pipeline.schedules import SCHEDULES
-from proofs.parity.reference import keys_of
+from proofs.parity.reference import keys_to_try
 from settings.checks import validate
 from settings.config import Config
 from settings.sections import (
@@ -74,7 +74,7 @@ class Case:
     num_shared_experts: int = 0
     num_dense_layers: int = 0
     router_losses: bool = False
-    # more keys of the section `model`, with values; those of the router's reference are not needed
+    # more keys of the section `model`, with values; the router's reference has its own
     keys: tuple[tuple[str, object], ...] = ()
     # or "triton": interpreted kernels are slow, so they have separate cases (chosen.py)
     kernels: str = "torch"
@@ -141,7 +141,7 @@ class Case:
 
     def _model(self) -> dict[str, Any]:
         """The options of the model."""
-        of_router = () if self.router is None else keys_of("router", self.router)
+        of_router = () if self.router is None else keys_to_try("router", self.router)
         given = self._keys_of(ModelConfig) | dict(of_router) | dict(self.keys)
         if self.router is None:
             return given | {"router": ModelConfig.router}

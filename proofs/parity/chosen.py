@@ -11,7 +11,7 @@ from model.attention import sliding_window
 from parallel.axes import MeshSizes
 from parallel.pipeline.schedules import SCHEDULES
 from proofs.parity.cases import BATCH, Case, option_values
-from proofs.parity.reference import CLASSES, keys_of
+from proofs.parity.reference import keys_to_try
 
 
 def schedule_cases(worlds: Sequence[int]) -> list[Case]:
@@ -75,27 +75,27 @@ def context_cases() -> list[Case]:
 
 
 def kind_cases() -> list[Case]:
-    """Every kind of attention and of feed-forward in every second layer, but for those of the other
-    cases: over each axis, with each way of checkpointing. Raises UserError if a kind, or a router,
-    has no reference, or not the settings that it needs."""
+    """Every kind of attention and feed-forward that other cases do not have, in every second layer:
+    over each axis, with each way of checkpointing. Raises UserError if a kind or a router has no
+    reference, or if the reference of a router lacks settings that the router needs."""
     cases = []
-    for key in CLASSES:
+    for key in ("attention", "feed_forward"):
         usual = getattr(Case, key)
         for kind in kinds_in(f"model.{key}"):
-            keys = keys_of(key, kind)
-            if key == "router":  # expert_cases.py has cases of it, if this one is valid
-                Case(MeshSizes(), router=kind).config()
-            if kind in (usual, "experts") or key == "router":
+            kinds: dict[str, Any] = {key: (kind, usual), "keys": keys_to_try(key, kind)}
+            if kind in (usual, "experts"):
                 continue
-            kinds: dict[str, Any] = {key: (kind, usual), "keys": keys}
-            # each rank has whole keys and the gradient of its own query heads
-            shared: dict[str, Any] = {"sequence_parallel": False, "num_kv_heads": 1, **kinds}
+            # each tp rank has whole keys, and the gradient of its own query heads
+            shared: dict[str, Any] = {"num_kv_heads": 1, **kinds}
+            whole: dict[str, Any] = {"sequence_parallel": False, **shared}
             cases += [
-                Case(MeshSizes(tp=2), activation_checkpointing="selective", **shared),
-                Case(MeshSizes(pp=2, tp=2), schedule="zb_h1", layers="uneven", **kinds),
+                Case(MeshSizes(tp=2), activation_checkpointing="selective", **whole),
+                Case(MeshSizes(pp=2, tp=2), schedule="zb_h1", layers="uneven", **shared),
                 Case(MeshSizes(dp_shard=2), zero_stage=3, activation_checkpointing="full", **kinds),
                 Case(MeshSizes(dp_replicate=2, cp=2), document_mask=True, **kinds),
             ]
+    for router in kinds_in("model.router"):  # expert_cases.py tries those that make a valid case
+        Case(MeshSizes(), router=router).config()
     return cases
 
 

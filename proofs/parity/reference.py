@@ -49,9 +49,9 @@ def reference_of(key: str, kind: str) -> Any:
     return load_kind("proofs.parity", name, of_kind)
 
 
-def keys_of(key: str, kind: str) -> tuple[tuple[str, object], ...]:
-    """What the proof tries a kind with: the `keys` of its reference's class (not of a base), keys
-    of the section `model` with their values."""
+def keys_to_try(key: str, kind: str) -> tuple[tuple[str, object], ...]:
+    """The keys of the section `model`, with values, with which the proof tries a kind: `keys` of
+    its reference's class, not those of a base."""
     own: tuple[tuple[str, object], ...] = vars(reference_of(key, kind)).get("keys", ())
     return own
 

@@ -41,10 +41,8 @@ class FeedForward(nn.Module):
         config, x = self.config, batch.flatten(0, 1)  # [T, D]
         logits = self.router(x)  # [T, X]
         router = reference_of("router", self.model.router)(self.model)
-        preferred, probabilities = (
-            router.preferences(logits, self.bias),
-            router.probabilities(logits),
-        )
+        preferred = router.preferences(logits, self.bias)
+        probabilities = router.probabilities(logits)
         ranks = preferred.detach().argsort(dim=1, descending=True, stable=True).argsort(1)
         is_chosen = ranks < config.per_token
         weights = router.weigh(logits, is_chosen)

@@ -149,11 +149,9 @@ def test_all_ranks_save_the_same_steps_and_train_the_same(ranks, data, tmp_path)
     for folder, more in zip(folders, options, strict=True):
         folder.mkdir()
         checkpoint = {"interval": "auto", "failures_per_gpu_day": 0.0, **more}
-        runs.run(
-            ranks,
-            4,
-            runs.write_config(folder, data, parallel=runs.LAYOUT_3D, checkpoint=checkpoint),
-        )
+        layout = runs.LAYOUT_3D
+        config = runs.write_config(folder, data, parallel=layout, checkpoint=checkpoint)
+        runs.run(ranks, 4, config)
     often, rarely = map(runs.saved_steps, folders)
     assert (often[-1], len(often) > 2, rarely) == (6, True, [3, 6])
     assert runs.losses(folders[0]) == runs.losses(folders[1])

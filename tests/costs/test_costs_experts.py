@@ -22,8 +22,7 @@ from tests import ROOT
 
 CONFIGS = ROOT / "configs"
 D, F, X, K, LONG = 256, 128, 8, 2, 512
-OF_EXPERTS = Experts(count=X, per_token=K, ffn_dim=F, num_shared=1,
-                     num_dense_layers=1)  # fmt: skip
+OF_EXPERTS = Experts(count=X, per_token=K, ffn_dim=F, num_shared=1, num_dense_layers=1)
 SMALL = ModelConfig(dim=D, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=704, vocab_size=1000,
                     feed_forward="experts", experts=OF_EXPERTS)  # fmt: skip
 DENSE = ModelConfig(dim=D, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=704, vocab_size=1000)

@@ -265,7 +265,9 @@ def test_a_run_whose_nodes_die_and_return(data, tmp_path, changes, times, steps)
         assert change.kills or restarts_from >= at_step
     rows = rows_of(drilled)
     assert len(rows) == 12 * steps
-    assert len({*rows.values()}) > 0.99 * len(rows), "rows differ, but for windows that read alike"
+    if times == 1:  # of more rows some windows of the text read alike
+        assert len({*rows.values()}) == len(rows)
+    assert len({*rows.values()}) > 0.99 * len(rows)
     same, worst = compare(drilled, alone)
     assert same
     assert max(worst.values()) <= TOLERANCE

@@ -46,8 +46,9 @@ def test_every_row_of_a_program_is_measured(tmp_path: Path, program: str, some: 
         else:
             assert row["status"] == MEASURED, row
             times = row.get("milliseconds", {}).values()
-            # what something adds is a difference, which on a busy machine may have either sign
-            assert all(time > 0 or "adds" in name for time in times), row
+            # which is a difference, and may have either sign on a busy machine
+            is_difference = name.startswith("what FSDP adds")
+            assert is_difference or all(time > 0 for time in times), row
 
 
 def test_the_best_of_ours_is_of_the_wide_model_and_not_another_program() -> None:

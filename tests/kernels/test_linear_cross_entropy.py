@@ -46,7 +46,7 @@ def expected(vocab, dtype, z_loss):
 
 def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes):
     """For each size of a piece's logits in bytes: this rank's loss, dx and dw, the collectives of
-    forward and backward, and the largest tensor."""
+    forward and backward, and the largest tensor of both."""
     mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
     tp, rank = mesh.tp.size, mesh.tp.rank
     x, weight, targets = operands(vocab, dtype)
@@ -68,7 +68,7 @@ def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes):
             (3 * loss).backward()
         with torch.no_grad():
             assert torch.equal(head(), loss), "without gradients the loss is the same"
-        travelled = forward.count(), backward.count(), forward.largest
+        travelled = forward.count(), backward.count(), max(forward.largest, backward.largest)
         results.append((loss.detach(), x.grad, weight.grad, *travelled))
     return results
 

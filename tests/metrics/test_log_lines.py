@@ -14,12 +14,12 @@ import pytest
 from proofs.ranks import Ranks
 from runtime.health import examine
 from runtime.log import log_lines
-from runtime.log.events import append_event, read_events
+from runtime.log.events import append_event
 from runtime.log.status import read_status, record_failure, record_missing_end
 from runtime.metrics.trackers import JsonLines
 from runtime.monitor import process
 from tests.monitor.alert_helpers import Receiver, settings_of
-from tests.runs import forget_last, heard, losses, run, write_config
+from tests.runs import events_of, forget_last, heard, losses, run, write_config
 from tools.report.run import read_run
 
 FILES = ("events.jsonl", "metrics.jsonl")
@@ -207,5 +207,5 @@ def test_the_next_start_of_a_run(ranks: Ranks, data: Path, tmp_path: Path) -> No
     assert said.count("no whole record") == 2
     assert losses(tmp_path) == before, "the same steps, each once"
     assert metrics.read_bytes().count(b"\n") == 4
-    ends = [event["state"] for event in read_events(folder) if event["event"] == "end"]
+    ends = [event["state"] for event in events_of(folder, "end")]
     assert ends == ["failed", "finished"]

@@ -116,7 +116,7 @@ def test_collectives_of_one_group_run_one_after_another() -> None:
 
 
 def test_a_kept_output_that_was_modified_is_refused() -> None:
-    """One that was not comes back without being computed again."""
+    """One that was not modified is returned without being computed again."""
     for changed in (False, True):
         kept = KeptOutputs()
         forward, again = kept.contexts()

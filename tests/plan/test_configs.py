@@ -146,10 +146,13 @@ def sbatch_examples() -> list[tuple[int, list[str]]]:
     return found
 
 
+def test_there_are_examples_of_the_job() -> None:
+    assert len(sbatch_examples()) >= 4
+
+
 @pytest.mark.parametrize(("nodes", "arguments"), sbatch_examples(), ids=str)
 def test_an_example_of_the_job_fits_its_nodes(nodes: int, arguments: list[str]) -> None:
     """The layout makes the world of the nodes that train, 8 GPUs each."""
-    assert len(sbatch_examples()) >= 4
     name, *overrides = arguments or ["configs/llama3_70b.yaml"]
     config = load_config(str(ROOT / name), overrides)
     validate(config, 8 * nodes)

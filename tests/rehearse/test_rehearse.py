@@ -68,7 +68,7 @@ def test_on_a_gpu_no_mask_is_in_memory() -> None:
     assert peaks[1] - peaks[0] < 512**2
 
 
-def tape_of_tensors() -> dict[str, object]:
+def tape_of_tensors() -> list[object]:
     """The bytes that a tape counts for a few tensors with known lifetimes."""
     with (
         one_rank(MeshSizes(), 0, "meta") as mesh,

@@ -6,6 +6,7 @@ import math
 import pwd
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -340,6 +341,8 @@ def test_settings_are_named_as_their_files() -> None:
                 assert declared.section == f"{section}.{kind}"
     with pytest.raises(TypeError, match="two things named causal: rename"):
         type("Two", (WithKinds,), {"__annotations__": {"causal": int}}, attention="model.attention")
+    derived = type("Settings", (sliding_window.Settings,), {})(window=9)  # of another kind
+    assert WithKinds.find(SimpleNamespace(other=derived), sliding_window.Settings) is None
 
 
 # --- the file -------------------------------------------------------------------------------------
