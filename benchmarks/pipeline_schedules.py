@@ -193,7 +193,7 @@ class OurSteps:
         self.program = lower(case.schedule)[mesh.pp.rank]
         transfers = Transfers(mesh.pp.group, HIDDEN_SHAPE, torch.float32, mesh.device)
         self.runner = PipelineRunner(
-            dict(self.stages),
+            self.stages,
             len(where),
             transfers,
             data_parallel(self.stages.values(), 1, torch.float32, torch.float32),

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from model.linear_cross_entropy import PIECE_BYTES, linear_cross_entropy
 from model.matmul import Matmul
 from model.transformer import num_parameters
 from parallel.context import ContextParallel
+from parallel.layer import TensorParallel
 from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
 from parallel.placement import chunk_range
 from settings.load import load_config
@@ -248,10 +248,9 @@ def head_memory(tokens: int, in_pieces: bool) -> float:
         weight = torch.empty(HEAD, dtype=torch.bfloat16, requires_grad=True)
         targets, one = torch.empty(tokens, 1, dtype=torch.int64), torch.empty(())
     options = {"vocab_size": HEAD[0], "kernels": "triton", "piece_bytes": PIECE_BYTES["cuda"]}
-    alone: Any = SimpleNamespace(size=lambda: 1)  # a tp group of one
     with AsOnGpu(), Alive(x, weight, targets) as alive:
         if in_pieces:
-            given = x, weight, targets, one, 0, alone, False
+            given = x, weight, targets, one, 0, TensorParallel()
             loss = linear_cross_entropy(*given, matmul=Matmul(), **options)
         else:
             loss = F.cross_entropy(F.linear(x.flatten(0, 1), weight).float(), targets.flatten())

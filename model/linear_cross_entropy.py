@@ -56,6 +56,7 @@ from model.kernels.cross_entropy import (
     token_losses,
 )
 from parallel.collectives import ONE_RANK, Pending, by_rank, start_all_gather, start_reduce_
+from parallel.layer import TensorParallel
 from parallel.weight_gradient import TO_AUTOGRAD, LinearProducts, WeightGradient
 
 # The size of one piece's logits. On a GPU it is large enough that reading and writing the float32
@@ -75,9 +76,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         scale: Tensor,
         first_row: int,
-        group: ProcessGroup,
-        sequence_parallel: bool,
-        sequence_pieces: int,
+        tp: TensorParallel,
         matmul: LinearProducts,
         z_loss: float,
         kernels: str,
@@ -90,13 +89,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         dxs: list[Tensor] = []
         reducing: Pending | None = None  # the previous piece's dx
         dw: Tensor | None = None
-        gather_over = group if sequence_parallel else ONE_RANK
-        pieces = pieces_of(x, targets, gather_over, sequence_pieces, piece_tokens)
-        for piece, piece_targets in pieces:
+        for piece, piece_targets in pieces_of(x, targets, tp, piece_tokens):
             y = piece_targets.flatten()
             rows = piece.flatten(0, 1)  # [n·tp·B, D]
             z = matmul.forward(rows, weight)
-            row = normaliser(z, y, first_row, group, kernels)
+            row = normaliser(z, y, first_row, tp.group, kernels)
             loss += token_losses(row, y, z_loss).sum()
             if wants_dx or wants_dw:
                 gradient_over_logits_(z, y, row, scale, first_row, z_loss, kernels)
@@ -104,7 +101,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 dx = matmul.input_gradient(z, weight).view_as(piece)
                 if reducing is not None:
                     dxs.append(reducing.wait())  # frees the unreduced dx of that piece
-                reducing = start_reduce_(dx, group, sequence_parallel)
+                reducing = start_reduce_(dx, tp.group, tp.sequence_parallel)
             if wants_dw:
                 dw = matmul.add_weight_gradient(z, rows, into=dw, dtype=exact(x.dtype))
             del z  # before the next piece's logits are allocated
@@ -124,7 +121,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             dx.mul_(dloss)  # in place: nothing else refers to it yet
         if dw is not None:  # to the sum itself: autograd would round it to bfloat16
             dw = ctx.gradient.add(dw, times=dloss)
-        return dx, dw, *[None] * 11
+        return dx, dw, *[None] * 9
 
 
 def normaliser(
@@ -137,21 +134,18 @@ def normaliser(
 
 
 def pieces_of(
-    x: Tensor,
-    targets: Tensor,
-    gather_over: ProcessGroup,
-    sequence_pieces: int,
-    piece_tokens: int,
+    x: Tensor, targets: Tensor, tp: TensorParallel, piece_tokens: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pieces of x and of the targets, [n·tp, B, D] and [n·tp, B], and gather each while the
     caller works on the previous one.
 
-    x is [S/tp, B, D] if it is gathered over tp; else it is [S, B, D] and a piece [n, B, D]. targets
+    x is [S/tp, B, D] with sequence parallelism; else it is [S, B, D] and a piece [n, B, D]. targets
     are always [S, B].
     """
+    gather_over = tp.group if tp.sequence_parallel else ONE_RANK
     held = targets.unsqueeze(0)  # [tp, S/tp, B]: the targets of what each rank holds
     if gather_over.size() > 1:
-        held = by_rank(targets, gather_over.size(), sequence_pieces)
+        held = by_rank(targets, tp.size, tp.pieces)
     height = max(1, cdiv(x.shape[0], max(1, cdiv(targets.numel(), piece_tokens))))
     starts = range(0, x.shape[0], height)
     started = (start_all_gather(x[at : at + height], gather_over) for at in starts)
@@ -176,12 +170,10 @@ def linear_cross_entropy(
     targets: Tensor,
     scale: Tensor,
     first_row: int,
-    group: ProcessGroup,
-    sequence_parallel: bool,
+    tp: TensorParallel,
     *,
     matmul: LinearProducts,
     vocab_size: int,
-    sequence_pieces: int = 1,
     z_loss: float = 0.0,
     kernels: str = "auto",
     piece_bytes: int | None = None,
@@ -196,17 +188,15 @@ def linear_cross_entropy(
         targets: [S, B] int64 token ids of the whole vocabulary, or `IGNORE`.
         scale: a scalar tensor, 1 / number of target tokens of the global batch. Forward needs it
             already, because it computes the gradients.
-        group: the tp group.
+        tp: how x and the weight are split.
         matmul: computes the matrix products.
         vocab_size: V. All ranks divide the tokens alike, by the bytes of the widest rank's logits.
-        sequence_pieces: the pieces into which sequence parallelism cuts the sequence
-            (parallel/collectives.py).
         z_loss, kernels: as in model/kernels/cross_entropy.py.
         piece_bytes: bytes of one piece's logits; None: the default for the device.
         gradient: the weight's (parallel/weight_gradient.py). If those of micro-batches are added
             there, dw stays in float32 until then.
     """
-    piece_tokens = tokens_of_piece(x, vocab_size, group, piece_bytes)
+    piece_tokens = tokens_of_piece(x, vocab_size, tp.group, piece_bytes)
     if not torch.is_grad_enabled():
         x, weight = x.detach(), weight.detach()
     return LinearCrossEntropy.apply(
@@ -215,9 +205,7 @@ def linear_cross_entropy(
         targets,
         scale,
         first_row,
-        group,
-        sequence_parallel,
-        sequence_pieces,
+        tp,
         matmul,
         z_loss,
         kernels,

@@ -124,11 +124,9 @@ class Head(ColumnParallelLinear):
             targets,
             scale,
             self.first_row,
-            self.tp.group,
-            self.tp.sequence_parallel,
+            self.tp,
             matmul=self.matmul,
             vocab_size=self.vocab_size,
-            sequence_pieces=self.tp.pieces,
             z_loss=self.z_loss if torch.is_grad_enabled() else 0.0,  # not added in evaluation
             kernels=self.kernels,
             gradient=self.gradient,

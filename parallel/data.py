@@ -112,7 +112,7 @@ class DataParallel(Protocol):
         """After weight gradients were formed outside of a backward."""
 
     def end(self, stage: nn.Module) -> None:
-        """After all forwards and backwards of a step or of an evaluation."""
+        """After the last forward of an evaluation. In training a stage's last backward ends it."""
 
 
 class FSDPSwitches:

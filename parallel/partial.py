@@ -32,7 +32,7 @@ def sum_over_tp(weights: Iterable[NamedWeight], group: ProcessGroup) -> None:
         return
     gradients = [w.gradient.to_local() for w in weights if w.spec.gradient_is_partial]
     if not any(gradient.numel() for gradient in gradients):
-        return  # FSDP has sharded a few short norms over more ranks than they have elements
+        return  # FSDP may have sharded a few short norms over more ranks than they have elements
     together = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(together, group=group)  # 2 · D / dp_shard elements for the norms of each block
     parts = together.split([gradient.numel() for gradient in gradients])

@@ -87,8 +87,8 @@ class WeightGradient:
         self._jobs: list[Job] | None = None
 
     def sum_in(self, place: Place, dtype: torch.dtype, adds: bool = True) -> None:
-        """Put gradients into `place`, in `dtype`, from now on. Without `adds`, somebody takes that
-        of each micro-batch out before the next."""
+        """Put gradients into `place`, in `dtype`, from now on. Without `adds`, the gradient of
+        each micro-batch is taken out before the next one is put in."""
         self._place, self.dtype, self.adds = place, dtype, adds
 
     def defer_to(self, jobs: list[Job] | None) -> None:
@@ -122,8 +122,8 @@ class WeightGradient:
         return None
 
     def add_product(self, matmul: LinearProducts, dy: Tensor, x: Tensor) -> Tensor | None:
-        """Hand over dyᵀ · x, for dy [..., F] and x [..., D]. It is not deferred: those of layers
-        that read one x are deferred together."""
+        """Hand over dyᵀ · x, for dy [..., F] and x [..., D], at once. To defer it is the caller's
+        task: the products of layers that read one x are one job (`add_products`)."""
         if self.dtype is None:
             return matmul.weight_gradient(dy, x)
         if not self.adds:

@@ -34,7 +34,7 @@ class WholeWeight:
 
     def begin(self) -> None:
         """Let forward see the weight in the compute dtype."""
-        assert self.sum.total is None, "a step before has not ended"
+        assert self.sum.total is None, "the step before has not ended"
         if self.is_one:
             return
         local = local_part(self.master.detach()).to(self.compute)

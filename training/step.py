@@ -89,7 +89,7 @@ class TrainStep:
         compute, reduce = self.precision.compute, self.precision.reduce
         data = data_parallel(stages.values(), parallel.zero_stage, compute, reduce)
         self.runner = PipelineRunner(
-            dict(stages), parallel.num_stages, transfers, data, splits_backward(schedule)
+            stages, parallel.num_stages, transfers, data, splits_backward(schedule)
         )
 
     def __call__(self, step: int, tokens: Tensor, targets: Tensor) -> StepResult:

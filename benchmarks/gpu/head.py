@@ -1,7 +1,6 @@
 """The head's projection with its loss, as a GPU benchmark compares it (operations.py)."""
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -9,6 +8,7 @@ from benchmarks.gpu.operations import Case, draw, liger
 from benchmarks.gpu.timing import DEVICE, Work, compiled
 from model.linear_cross_entropy import linear_cross_entropy
 from model.matmul import Matmul
+from parallel.layer import TensorParallel
 
 HEAD, HEAD_PASS = "linear_cross_entropy", "forward + backward"
 # standard deviation of the logits: some tokens are likely, so that their p matters beside the
@@ -28,7 +28,7 @@ class Head:
         self.of_compiler = compiled(self.plain)
 
     def ours(self, x: Tensor, weight: Tensor) -> Tensor:
-        given = x, weight, self.targets, self.scale, 0, dist.group.WORLD, False
+        given = x, weight, self.targets, self.scale, 0, TensorParallel()
         options = {"matmul": Matmul(), "vocab_size": self.vocab, "kernels": "triton"}
         return linear_cross_entropy(*given, **options)
 

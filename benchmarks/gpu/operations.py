@@ -22,14 +22,14 @@ from benchmarks.gpu.timing import DEVICE, ON_GPU, Work, compiled
 from model.kernels.cross_entropy import (
     Normaliser,
     gradient_over_logits_,
-    merge,
-    statistics,
     token_losses,
 )
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rotary import rotate
 from model.kernels.swiglu import swiglu
+from model.linear_cross_entropy import normaliser
 from model.positions import Rotary, rotary_angles
+from parallel.collectives import ONE_RANK
 
 EPS = 1e-5
 EVERY = ("triton", "torch", "compile", "liger")
@@ -226,7 +226,7 @@ class Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, kernels: str) -> Tensor:
-        row = merge(statistics(logits, targets, 0, kernels).unsqueeze(0))
+        row = normaliser(logits, targets, 0, ONE_RANK, kernels)
         ctx.save_for_backward(logits, targets, *row)
         ctx.kernels = kernels
         return token_losses(row, targets, 0.0).sum()

@@ -5,7 +5,7 @@ gradient accumulation.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -39,7 +39,7 @@ class PipelineRunner:
 
     def __init__(
         self,
-        stages: dict[int, nn.Module],
+        stages: Mapping[int, nn.Module],
         num_stages: int,
         transfers: Transfers,
         data: DataParallel,
@@ -96,8 +96,9 @@ class PipelineRunner:
             self._give(item, result)
             del received, result  # free them as soon as nothing else needs them
         self.transfers.finish()
-        for stage in self.stages.values():
-            self.data.end(stage)
+        if not torch.is_grad_enabled():  # in training, a stage's last backward ends it
+            for stage in self.stages.values():
+                self.data.end(stage)
         assert not self._kept, "the schedule left forwards without their backward"
         assert not self._deferred, "the schedule left backwards without their weight gradients"
         return total

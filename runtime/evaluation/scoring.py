@@ -35,7 +35,6 @@ from model.kernels.backend import cdiv, exact
 from model.kernels.cross_entropy import token_losses
 from model.linear_cross_entropy import normaliser, pieces_of, tokens_of_piece
 from model.transformer import Batch, Head, Transformer
-from parallel.collectives import ONE_RANK
 from parallel.context import ContextParallel
 from parallel.mesh import to_device
 from parallel.pipeline.runner import PipelineRunner
@@ -113,9 +112,8 @@ def losses_of_tokens(head: Head, x: Tensor, targets: Tensor) -> Tensor:
     tp, weight, flat = head.tp, head.local_weight(), targets.flatten()
     losses = torch.zeros(len(flat), dtype=exact(x.dtype), device=x.device)
     places = torch.arange(len(flat), device=x.device).view_as(targets)
-    gather_over = tp.group if tp.sequence_parallel else ONE_RANK
     size = tokens_of_piece(x, head.vocab_size, tp.group)
-    for piece, held in pieces_of(x, places, gather_over, tp.pieces, size):
+    for piece, held in pieces_of(x, places, tp, size):
         at = held.flatten()
         scored = (flat[at] != IGNORE).nonzero().flatten()  # the same on all tp ranks
         if len(scored):
@@ -173,7 +171,7 @@ def score_on_mesh(
     for length, numbers in lengths(rows, seq_len, parts).items():
         groups, size = _micro_batches(train, numbers, seq_len // length)
         transfers, data = train.transfers(length, size), train.runner.data
-        runner = PipelineRunner(dict(train.stages), parallel.num_stages, transfers, data, False)
+        runner = PipelineRunner(train.stages, parallel.num_stages, transfers, data, False)
         for at in range(0, len(groups), most):
             if not goes_on():
                 return None

@@ -12,6 +12,7 @@ from model.kernels.backend import cdiv, why_not_triton
 from model.linear_cross_entropy import linear_cross_entropy
 from model.matmul import Matmul
 from parallel.axes import MeshSizes
+from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
 from tests.counting import Listener
@@ -58,9 +59,9 @@ def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes):
     for piece_bytes in sizes:
         x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))
         head = partial(
-            linear_cross_entropy, x, weight, targets, scale, rows.start, mesh.tp.group,
-            sequence_parallel, matmul=Matmul(), vocab_size=vocab, z_loss=z_loss, kernels=kernels,
-            piece_bytes=piece_bytes,
+            linear_cross_entropy, x, weight, targets, scale, rows.start,
+            TensorParallel.of(mesh, sequence_parallel), matmul=Matmul(), vocab_size=vocab,
+            z_loss=z_loss, kernels=kernels, piece_bytes=piece_bytes,
         )  # fmt: skip
         with Listener(mesh) as forward:
             loss = head()
