@@ -25,7 +25,7 @@ import difflib
 import os
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
 
 import pydantic.dataclasses
@@ -146,12 +146,11 @@ class WithKinds:
             name, given, made = f"{self.section}.{kind}", getattr(self, kind), None
             if given is not None or kind in kinds:
                 made = _made(name, given, settings_class(folder, kind))
-            if made is not None and kind not in kinds:
-                if not _has_defaults(made):
-                    remedy = f"leave it out, or set {self.section}.{key}={kind}"
-                    raise UserError(name, given, f"nothing is of kind {kind}", remedy)
-                made = None
-            object.__setattr__(self, kind, made)
+            if made is not None and kind not in kinds and not _has_defaults(made):
+                remedy = f"leave it out, or set {self.section}.{key}={kind}"
+                remedy += f" ({name}= on the command line leaves out the file's)"
+                raise UserError(name, given, f"nothing is of kind {kind}", remedy)
+            object.__setattr__(self, kind, made if kind in kinds else None)
 
 
 def settings_class(folder: str, kind: str) -> Any:
@@ -164,10 +163,11 @@ def _made(name: str, given: Any, declared: Any) -> Any:
     if declared is not None and isinstance(given, declared):
         return given
     given = {} if given is None else given
-    if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
-        raise UserError(name, given, "is not a section with keys", f"write {name}.KEY=VALUE")
-    if given and declared is None:
+    if declared is None and given != {}:
         raise UserError(name, given, "this kind has no settings of its own", "leave it out")
+    if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
+        keys = ", ".join(f"{name}.{each.name}" for each in dataclasses.fields(declared))
+        raise UserError(name, given, "is not a section with keys", f"set its keys: {keys}")
     return declared and declared(**given)
 
 
@@ -183,7 +183,7 @@ def keys_of(section: Any) -> Iterator[tuple[str, Any, bool]]:
         value = getattr(section, each.name)
         if dataclasses.is_dataclass(value):
             yield from keys_of(value)
-        elif each.type is not Any:
+        elif each.type is not Any:  # Any: a kind that is not selected
             is_free = FREE in getattr(hints[each.name], "__metadata__", ())
             yield f"{section.section}.{each.name}", value, is_free
 
@@ -267,17 +267,24 @@ SYNONYMS = {
 OURS = {theirs: ours for ours, names in SYNONYMS.items() for theirs in names.split()}
 
 
-def no_such_key(section: str, key: str, value: Any, known: dict[str, list[str]]) -> UserError:
-    """Return the error for a key that does not exist. `known`: the valid keys of every section."""
+def no_such_key(
+    section: str,
+    key: str,
+    value: Any,
+    known: dict[str, list[str]],
+    moved: Iterable[tuple[str, str]] = (),
+) -> UserError:
+    """Return the error for a key that does not exist. `known`: the valid keys of every section.
+    `moved`: names that keys of this section had, with those that they have in it now."""
     meant = OURS.get(key.lower().replace("-", "_"), key)
     elsewhere = [f"{other}.{meant}" for other, keys in known.items() if meant in keys]
-    here = known[section]
+    here = dict(moved) | {name: name for name in known[section]}
     if meant in here:
-        close = [f"{section}.{meant}"]
+        close = [f"{section}.{here[meant]}"]
     else:
         close = elsewhere or [
-            f"{section}.{name}" for name in difflib.get_close_matches(key, here, n=1)
+            f"{section}.{here[name]}" for name in difflib.get_close_matches(key, here, n=1)
         ]
-    every = ", ".join(f"{section}.{name}" for name in here)
+    every = ", ".join(f"{section}.{name}" for name in known[section])
     remedy = f"did you mean {close[0]}?" if close else f"choose from {every}"
     return UserError(f"{section}.{key}", value, "there is no such key", remedy)

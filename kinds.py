@@ -1,5 +1,5 @@
-"""List and load kinds of layers and optimizers. Each kind is one file of a package, and the
-configuration selects it by the file's name. Like errors.py, this module may be imported anywhere.
+"""List and load kinds: of layers, routers, dispatches and optimizers. Each kind is one file of a
+package, selected by the file's name. Like errors.py, this module may be imported anywhere.
 """
 
 import importlib

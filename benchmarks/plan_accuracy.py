@@ -151,7 +151,7 @@ class Row:
 
     @property
     def has_experts(self) -> bool:
-        return "num_experts" in self.dimensions
+        return "experts.count" in self.dimensions
 
     @property
     def on(self) -> Device:

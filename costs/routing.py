@@ -45,7 +45,7 @@ def check_imbalance(key: str, imbalance: float, model: ModelConfig, ep: int) -> 
 
 
 class Routing(TorchFunctionMode):
-    """A context in which the calling thread's routers, on tensors without data, find these numbers.
+    """A context in which this thread's dispatch, on tensors without data, reads these numbers.
 
     Args:
         rows: T·k, the rows that each rank sends.

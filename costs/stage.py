@@ -32,8 +32,8 @@ def build_stage(setting: Setting, layers: Iterable[int], first: bool, last: bool
 
 
 def routing(setting: Setting) -> Routing:
-    """The numbers of rows that routers find."""
-    experts = setting.model.find(Experts) or Experts()  # without experts, no router asks
+    """The numbers of rows that a dispatch reads."""
+    experts = setting.model.find(Experts) or Experts()  # without experts, nothing asks
     rows = setting.tokens_of_rank * experts.per_token
     return Routing(rows, experts.count, setting.ep, setting.ep_rank, setting.imbalance)
 

@@ -130,7 +130,7 @@ class ModelConfig(
 
     @property
     def layers_with_experts(self) -> list[int]:
-        return [n for n in range(self.num_layers) if self._is_mixture(self.feed_forward_of(n))]
+        return [n for n in range(self.num_layers) if self.feed_forward_of(n) == "experts"]
 
     @property
     def expert_width(self) -> int:
@@ -154,11 +154,8 @@ class ModelConfig(
     def feed_forward_of(self, layer: int) -> str:
         """The kind of feed-forward of block `layer`."""
         kind = _in_turn(self.feed_forward, layer)
-        is_dense = self._is_mixture(kind) and layer < self.of(Experts).num_dense_layers
+        is_dense = kind == "experts" and layer < self.of(Experts).num_dense_layers
         return "swiglu" if is_dense else kind
-
-    def _is_mixture(self, kind: str) -> bool:
-        return isinstance(getattr(self, kind), Experts)
 
     @property
     def attention_width(self) -> int:  # H·E

@@ -2,6 +2,7 @@
 
 Each takes the process group that it communicates over, and over one rank (`ONE_RANK`) returns its
 input, so callers need no special case for an axis of size 1.
+
 The sequence is the *first* dimension of activations, [S, B, …], because collectives concatenate and
 split along the first dimension: a gathered sequence is then contiguous without a copy.
 

@@ -13,7 +13,7 @@ from errors import UserError
 from kinds import kinds_in
 from settings.config import SECTIONS, Config
 from settings.data_stages import data_stages, read_entries
-from settings.moved import at_new_places, new_name
+from settings.moved import at_new_places, new_name, old_names
 from settings.yaml_text import NotYaml, dump, parse
 
 KEYS = {name: [field.name for field in dataclasses.fields(cls)] for name, cls in SECTIONS.items()}
@@ -125,7 +125,8 @@ def _apply(override: str, raw: dict[Any, Any]) -> None:
             why = f"the file has {len(entries) if isinstance(entries, list) else 0} data stages"
             raise UserError(name, text, why, "write for example data_stages.1.train.seq_len=1024")
         at, (section, _, key) = entries[int(number) - 1], rest.partition(".")
-    key = new_name(section, key, text)
+    else:  # (a data stage cannot change any key that has moved)
+        key = new_name(section, key, text)
     *above, last = [section, *key.split(".", 1)] if key else [section]
     why, remedy = "is not in a section with keys", "correct the file, or write for example "
     wrong = UserError(name, text, why, remedy + "train.steps=100")
@@ -136,7 +137,8 @@ def _apply(override: str, raw: dict[Any, Any]) -> None:
             inner = {}  # `adamw:` without keys
         if not isinstance(inner, dict):
             raise wrong
-        at[outer] = at = {**inner}  # a copy: YAML's aliases may share it
+        at[outer] = {**inner}  # a copy: YAML's aliases may share it
+        at = at[outer]
     if not isinstance(at, dict):
         raise wrong
     at[last] = value
@@ -178,7 +180,7 @@ def _build(raw: dict[Any, Any]) -> Config:
             raise UserError(section, given, why, remedy)
         for key, value in given.items():
             if key not in KEYS[section]:
-                raise no_such_key(section, str(key), value, KEYS)
+                raise no_such_key(section, str(key), value, KEYS, old_names(section).items())
     built = {section: cls(**raw.get(section, {})) for section, cls in SECTIONS.items()}
     config = Config(**built, data_stages=read_entries(entries))
     data_stages(config)  # raises if an entry does not fit

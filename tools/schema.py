@@ -36,7 +36,7 @@ def schema() -> dict[str, Any]:
                 del properties[kind]
             else:
                 properties[kind] = described(TypeAdapter(own).json_schema(), own)
-                del properties[kind]["title"]  # the same for all
+                del properties[kind]["title"]  # only the name of its class
     whole["additionalProperties"] = False
     whole["required"] = [
         name for name, cls in SECTIONS.items() if whole["$defs"][cls.__name__].get("required")

@@ -10,7 +10,7 @@ PyTorch implementation.
     grouped_matmul.py         each expert's rows times its own matrix
     attention.py              torch's own kernels of attention
     attention_choice.py       which of them runs, and why
-    cross_entropy.py          the loss over a vocabulary that is sharded over tp
+    cross_entropy.py          the loss and its gradient, of a rank's columns of the vocabulary
     multi_tensor.py           one launch over many tensors, used by the next two files
     gradient_norm.py          the norm of all gradients
     adamw.py                  clipping and the optimizer update

@@ -126,7 +126,9 @@ WRONG = [
     ("model.attention_window=9", "has moved\n  remedy: write model.sliding_window.window"),
     ("model.sliding_window.window=0", "greater than or equal to 1, for example 4096"),
     ("model.sliding_window.windw=9", "did you mean model.sliding_window.window?"),
-    ("model.sliding_window=9", "is not a section with keys"),
+    ("model.sliding_window=9", "is not a section with keys\n  remedy: set its keys: model.sliding"),
+    ("model.swiglu=9", "this kind has no settings of its own"),
+    ("model.bias_rat=9", "did you mean model.sigmoid_bias.bias_rate?"),
     ("optimizer.beta1=0.9", "did you mean optimizer.adamw?"),
     ("optimizer.lr=.nan", "be a finite number"),
     ("parallel.zero_stage=true", "be a valid integer"),
@@ -332,6 +334,11 @@ def test_a_run_of_an_earlier_version_reads(tmp_path: Path) -> None:
         stored = ModelConfig(**at_new_places("model", raw["model"] | keys))
         for model in config.model, stored:
             assert (model.find(Experts), model.find(sliding_window.Settings)) == settings
+    for wrong in (0, 5):  # the fault is not the old key's, and is not overlooked
+        with pytest.raises(UserError, match=rf"^model\.experts = {wrong}: is not a section"):
+            ModelConfig(
+                **at_new_places("model", raw["model"] | {"num_experts": 4, "experts": wrong})
+            )
 
 
 def test_settings_are_named_as_their_files() -> None:

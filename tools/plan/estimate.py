@@ -51,7 +51,7 @@ class Stage:
         self.world = world  # of the whole job
         kinds = self.layout.kinds
         # of all blocks: parameters, bytes of the optimizer's states, and how many there are
-        self.numel, self.states = self._of_blocks(), self._of_blocks(self.layout.state_bytes)
+        self.numel, self.states = self._of_blocks(), self._of_blocks(self.layout.bytes_of_states)
         self.blocks = kinds.total()
         self.numel_of_block = min(numbers_of(unit).rest for unit in kinds)  # without experts
         # Sums of gradients are counted separately.
@@ -108,9 +108,9 @@ class Pipeline:
         self.blocks = [0] * self.pp  # of each rank
         for rank, count in zip(where, counts, strict=True):
             self.blocks[rank] += count
-        end, state_bytes = stage.layout.embedding, stage.layout.state_bytes
+        end, bytes_of_states = stage.layout.embedding, stage.layout.bytes_of_states
         self.parameters = self._shares(stage.numel, numbers_of(end))
-        self.states = self._shares(stage.states, numbers_of(end, state_bytes))  # bytes
+        self.states = self._shares(stage.states, numbers_of(end, bytes_of_states))  # bytes
         growing = self.schedule in GROWING
         # forwards and backwards alternate for long
         self.steady = m >= 4 * self.pp and not growing

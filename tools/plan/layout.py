@@ -235,7 +235,7 @@ class Layout:
 
     # --- between steps ---
 
-    def state_bytes(self, weight: LocalWeight, shape: Sequence[int] | None = None) -> int:
+    def bytes_of_states(self, weight: LocalWeight, shape: Sequence[int] | None = None) -> int:
         """Bytes of the optimizer's states of a weight on the tp or ep rank, or of a part of it."""
         states = self.states_of(weight.spec).values()
         return sum(state.bytes(shape or weight.shape, self.master) for state in states)

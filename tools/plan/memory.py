@@ -313,7 +313,7 @@ class Memory(Account):
             for _, weights in layout.fsdp_units(stage):
                 shards, _, rank = layout.sharding[weights.is_expert]
                 self.add(WEIGHTS, weights.padded(shards) // shards * layout.master)
-                states = (layout.state_bytes(*part) for part in weights.parts(shards, rank))
+                states = (layout.bytes_of_states(*part) for part in weights.parts(shards, rank))
                 self.add(MOMENTS, sum(states))
         self.add(TEMPORARY, batch_bytes(layout))
 

@@ -97,9 +97,9 @@ TOTAL, EXPOSED = map(attrgetter, ("total", "waiting"))
 def sharding_seconds(
     links: Links, is_expert: bool, gathered: float, reduced: float, number: int = 1
 ) -> tuple[float, float, float]:
-    """Seconds to gather weights over a view of the mesh, to reduce their gradients over the shards,
-    and then over the replicas; of so many bytes, in `number` collectives each. Groups of experts
-    share the links with those of other weights: one collective runs after another."""
+    """Seconds to gather weights, those of experts or all others, to reduce their gradients over the
+    shards, and then over the replicas; of so many bytes, in `number` collectives each. Groups of
+    experts share the links with those of other weights: one collective runs after another."""
     copies, axis = FSDP_AXES[is_expert]
     return (
         links.collective(axis, gathered, number=number),
@@ -266,7 +266,7 @@ class StepTime:
         for stage, rank in enumerate(self.layout.where):
             for _, unit in self.layout.fsdp_units(stage):
                 shards = self.layout.sharding[unit.is_expert].shards
-                states = sum(map(self.layout.state_bytes, unit.weights))
+                states = sum(map(self.layout.bytes_of_states, unit.weights))
                 ranks[rank] += self.updating(unit.numel / shards, states / shards)
         return max(ranks)
 

@@ -58,8 +58,10 @@ class Optimizer(ShardedOptimizer):
     def update(self, lr: float, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
         own = self.config.of(Settings)
         rates = Rates(lr, own.betas, own.eps, max_norm)
-        moments, each = (self.first, self.second), (self.decays, self.locations)
-        adamw(self.shards, gradients, *moments, *each, self.updates, norm, rates, self.kernels)
+        adamw(
+            self.shards, gradients, self.first, self.second, self.decays, self.locations,
+            self.updates, norm, rates, self.kernels,
+        )  # fmt: skip
 
 
 def _location(each: NamedWeight, seed: int) -> Location:
