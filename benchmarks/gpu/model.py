@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.gpu.programs import (
     AUTO,
+    EXPERTS,
     SMALL,
     WIDE,
     Size,
@@ -53,12 +54,14 @@ SAME = {"first_loss": 2**-8, "first_grad_norm": 2**-6}  # relative; 2⁻⁸ is o
 OURS, THEIRS = Variant(), Variant("hugging face")
 SELECTIVE = Variant(checkpointing="selective", longer=True)
 FULL = Variant(checkpointing="full", longer=True)
+OF_EXPERTS = Variant(checkpointing="full")
 # The most important come first, because time may not suffice for all. Liger modifies Hugging Face's
 # classes permanently, and so comes last.
 ROWS = [
     (WIDE, SELECTIVE),
     (WIDE, OURS),
     (WIDE, THEIRS),
+    (EXPERTS, OF_EXPERTS),
     (WIDE, FULL),
     (WIDE, Variant(kernels="torch")),
     (SMALL, OURS),
@@ -73,13 +76,14 @@ ROWS = [
     (SMALL, replace(THEIRS, liger=True)),
 ]
 ATTENTION_ROWS = [(WIDE, replace(SELECTIVE, attention=kernel)) for kernel in BY_REQUEST]
-PROFILED = [(WIDE, Variant(checkpointing="selective")), (SMALL, OURS)]
+PROFILED = [(WIDE, Variant(checkpointing="selective")), (SMALL, OURS), (EXPERTS, OF_EXPERTS)]
 PROFILED_STEPS = 2
 # The kind of a kernel is the first whose expression its name contains, in lower case.
 KINDS = {
     "communication": r"nccl",
     "attention": r"flash|fmha|attention|sdpa|cudnn_generated",
     "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|matmul",
+    "rows of experts: sorted, picked, summed": r"index|scatter|gather|sort|radix",
     "copies and fills": r"copy|fill|memset|cat_|chunk_cat",
     "optimizer": r"adam|square_sum|multi_tensor|foreach",
     "everything else: norms, rotary, SwiGLU, loss": r"",
@@ -148,7 +152,7 @@ def measure(key: str, variant: Variant) -> dict[str, Any]:
     first: list[tuple[Tensor, Tensor]] = []
 
     def batch() -> Tensor:
-        shape = (size.microbatches, size.seq_len + 1)
+        shape = (size.rows, size.seq_len + 1)
         return torch.randint(size.model.vocab_size, shape, generator=generator)
 
     ours = variant.program == "lattice"

@@ -2,7 +2,8 @@
 
 There are two models of Llama 3's shapes, trained on sequences of 8192 random tokens, one sequence
 in a micro-batch: one with the 8-billion model's width and as many layers as fit, and the complete
-1-billion model. All programs do the same: forward and backward of every micro-batch, the gradients'
+1-billion model. A third, of ours alone, has the layers of Qwen3-30B-A3B, 128 experts each, and a
+small vocabulary, so that experts take most of a step. All programs do the same: forward and backward of every micro-batch, the gradients'
 norm, clipping, AdamW. A step includes nothing else: no data loading, no logging.
 
 Dtypes of computation and storage:
@@ -44,7 +45,7 @@ from tools.rehearse.real import draw_on_device
 from training.build import build_stages
 from training.step import TrainStep
 
-WIDE, SMALL = "8B width", "1B"
+WIDE, SMALL, EXPERTS = "8B width", "1B", "Qwen3-30B-A3B width"
 AUTO = "auto"
 ATTENTION_KERNELS = (AUTO, *BY_REQUEST)  # the values of model.attention_kernel
 
@@ -55,11 +56,17 @@ class Size:
 
     model: ModelConfig
     seq_len: int
-    microbatches: int = 4  # of one sequence
+    microbatches: int = 4
+    sequences: int = 1  # of a micro-batch
+
+    @property
+    def rows(self) -> int:
+        """The number of sequences of a step."""
+        return self.microbatches * self.sequences
 
     @property
     def tokens(self) -> int:
-        return self.microbatches * self.seq_len
+        return self.rows * self.seq_len
 
     @property
     def flops(self) -> float:
@@ -74,13 +81,29 @@ def sizes() -> dict[str, Size]:
         model = ModelConfig(
             dim=32, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=64, vocab_size=96
         )
-        return {WIDE: Size(model, 8, 1), SMALL: Size(replace(model, tie_embeddings=True), 8, 1)}
+        tiny = {"count": 4, "per_token": 2, "ffn_dim": 16}
+        experts = replace(model, feed_forward="experts", experts=tiny)
+        return {
+            WIDE: Size(model, 8, 1),
+            SMALL: Size(replace(model, tie_embeddings=True), 8, 1),
+            EXPERTS: Size(experts, 8, 1, sequences=2),
+        }
     layers = 12 if torch.cuda.get_device_properties(0).total_memory > 120e9 else 4
     wide = ModelConfig(
         dim=4096, num_layers=layers, num_heads=32, num_kv_heads=8, ffn_dim=14336, vocab_size=128256
     )
     small = replace(wide, dim=2048, num_layers=16, ffn_dim=8192, tie_embeddings=True)
-    return {WIDE: Size(wide, 8192), SMALL: Size(small, 8192)}
+    qwen = ModelConfig(
+        dim=2048, num_layers=3, num_heads=32, num_kv_heads=4, attention_dim=4096, qk_norm=True,
+        ffn_dim=6144, vocab_size=16384,
+    )  # fmt: skip
+    own = {"count": 128, "per_token": 8, "ffn_dim": 768, "router_aux_weight": 1e-3}
+    experts = replace(qwen, feed_forward="experts", experts=own)
+    return {
+        WIDE: Size(wide, 8192),
+        SMALL: Size(small, 8192),
+        EXPERTS: Size(experts, 4096, sequences=8),  # a micro-batch as in configs/qwen3_30b_a3b.yaml
+    }
 
 
 @dataclass(frozen=True)
@@ -134,8 +157,8 @@ def config_of(size: Size, variant: Variant) -> Config:
         train={
             "steps": 100,
             "seq_len": size.seq_len,
-            "global_batch_size": size.microbatches,
-            "micro_batch_size": 1,
+            "global_batch_size": size.rows,
+            "micro_batch_size": size.sequences,
             "compile": variant.compile,
             "activation_checkpointing": variant.checkpointing,
         },

@@ -69,6 +69,7 @@ def _own(name: str, section: str, **keys: Any) -> Mechanism:
 
 
 MODES = ("selective", "full")
+EXPERTS = {"count": 8, "per_token": 2, "ffn_dim": 32, "num_shared": 1, "router_aux_weight": 1e-2}
 SPLIT = {"schedule": "zb_v", "stages_per_rank": 2}
 MECHANISMS = [
     Mechanism(PLAIN),
@@ -95,6 +96,11 @@ MECHANISMS = [
               {"model": {"tie_embeddings": True}, "parallel": SPLIT}),
     _own("sliding window", "model", attention="sliding_window", sliding_window={"window": 5}),
     _own("qk_norm", "model", qk_norm=True),
+    _own("experts", "model", experts=EXPERTS),
+    *(Mechanism(f"experts, {mode}", "experts",
+                {"model": {"experts": EXPERTS}, "train": {"activation_checkpointing": mode}})
+      for mode in MODES),
+    _own("experts, sigmoid_bias", "model", experts=EXPERTS, router="sigmoid_bias"),
     _same("fsdp_unit stage", "parallel", fsdp_unit="stage"),
     _same("cpu_offload", "parallel", cpu_offload=True),
     _same("deterministic", "train", deterministic=True),
