@@ -10,7 +10,7 @@ from costs.operators import NO_WORK, name_of, tensors_of
 BACKWARD_OF_FORWARD = 2.5  # flash attention's FLOPs: five products in backward, two in forward
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
 # of experts (model/kernels/grouped_matmul.py)
-GROUPED = {"grouped_mm", "grouped_weight_gradient", "add_grouped_weight_gradient"}
+GROUPED = {"grouped_mm", "add_grouped_weight_gradient"}
 LOOKUPS = {"embedding", "index", "index_select", "gather"}  # read some rows of the first argument
 
 
@@ -91,19 +91,15 @@ def event_of(func: Any, args: Any, kwargs: Any, result: Any) -> Event | None:
 
 def _grouped(name: str, named: dict[str, Any], size: int) -> Product:
     """The event of the products of all experts of a layer: x [R, N] with matrices b [X, N, M] or
-    with dy [R, M], where `sizes` are the rows of each expert."""
-    sizes, x = named["sizes"], named["x"]
-    (total, inner), columns, most = (
-        x.shape,
-        named["b" if name == "grouped_mm" else "dy"].shape[-1],
-        max(sizes),
-    )
-    shape = (most, columns, inner) if name == "grouped_mm" else (columns, inner, most)
-    # for 16-bit factors torch has one kernel, but not if it should add
-    together = x.itemsize == 2 and name != "add_grouped_weight_gradient"
-    launches = 1 if together else len(sizes)
-    flops = 2.0 * total * columns * inner
-    return Product(*shape, size, len(sizes), "", launches, flops)
+    with dy [R, M], whose rows are spread over the experts as evenly as they can."""
+    x, forward = named["x"], name == "grouped_mm"
+    (total, inner), columns = x.shape, named["b" if forward else "dy"].shape[-1]
+    experts = len(named["ends"])
+    most = -(-total // experts)
+    shape = (most, columns, inner) if forward else (columns, inner, most)
+    # one kernel for 16-bit factors, and a loop for others
+    launches = 1 if x.itemsize == 2 and named.get("kernels") != "torch" else experts
+    return Product(*shape, size, experts, "", launches, 2.0 * total * columns * inner)
 
 
 def _attention(named: dict[str, Any]) -> Attention:

@@ -1,9 +1,10 @@
-"""How many rows the experts of a rank send and receive, where tensors have no data.
+"""How many rows a rank sends to the experts of others and receives for its own, where tensors have
+no data.
 
 The host reads these numbers from the device (`find_routes` in parallel/dispatch/all_to_all.py). For
 tensors without data they are assumed. T·k rows leave each of the `ep` ranks:
 
-    balanced       T·k arrive at each rank, as many from each other and for each of its experts
+    balanced       T·k arrive at each rank, as many from each other
     imbalance f    f · T·k arrive at this rank, and the other ranks share the rest
 
 Where a division leaves a remainder, some numbers are larger by one, and the totals are exact.
@@ -49,16 +50,13 @@ class Routing(TorchFunctionMode):
 
     Args:
         rows: T·k, the rows that each rank sends.
-        num_experts: X.
         ep, rank: the number of ep ranks, and this one.
         imbalance: this rank receives so many times its balanced share.
     """
 
-    def __init__(
-        self, rows: int, num_experts: int, ep: int = 1, rank: int = 0, imbalance: float = 1.0
-    ) -> None:
+    def __init__(self, rows: int, ep: int = 1, rank: int = 0, imbalance: float = 1.0) -> None:
         super().__init__()
-        self.rows, self.local, self.ep, self.rank = rows, num_experts // ep, ep, rank
+        self.rows, self.ep, self.rank = rows, ep, rank
         self.received = round(rows * imbalance)
         self.reads: Callable[[Tensor], None] = lambda _: None  # called when the host reads them
 
@@ -73,26 +71,17 @@ class Routing(TorchFunctionMode):
     @property
     def numbers(self) -> list[int]:
         """In the order of `find_routes`."""
-        return [*self.send, *(number for each in self.receive for number in each)]
+        return [*self.send, *self.receive]
 
-    @cached_property
-    def receive(self) -> list[list[int]]:
-        """From each rank, for each of this rank's experts."""
-        n, found, begin = self.local, [], 0
-        for count in self._from_each:  # rows go to one expert after another, like dealt cards
-            end = begin + count
-            found.append([(end - e - 1) // n - (begin - e - 1) // n for e in range(n)])
-            begin = end
-        return found
-
-    @cached_property
+    @property
     def send(self) -> list[int]:
         """To each rank."""
-        mine = self._from_each[self.rank]
+        mine = self.receive[self.rank]
         others = parts(self.rows - mine, self.ep - 1) if self.ep > 1 else []
         return [*others[: self.rank], mine, *others[self.rank :]]
 
-    @property
-    def _from_each(self) -> list[int]:
+    @cached_property
+    def receive(self) -> list[int]:
+        """From each rank."""
         received = parts(self.received, self.ep)
         return received[self.rank :] + received[: self.rank]

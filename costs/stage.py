@@ -35,7 +35,7 @@ def routing(setting: Setting) -> Routing:
     """The numbers of rows that a dispatch reads."""
     experts = setting.model.find(Experts) or Experts()  # without experts, nothing asks
     rows = setting.tokens_of_rank * experts.per_token
-    return Routing(rows, experts.count, setting.ep, setting.ep_rank, setting.imbalance)
+    return Routing(rows, setting.ep, setting.ep_rank, setting.imbalance)
 
 
 def state_of(stage: Transformer) -> Iterator[Tensor]:

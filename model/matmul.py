@@ -6,12 +6,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model.kernels.grouped_matmul import (
-    add_grouped_weight_gradient,
-    grouped_mm,
-    grouped_weight_gradient,
-)
-from parallel.expert import Groups
+from model.kernels.grouped_matmul import add_grouped_weight_gradient, grouped_mm
+
+
+def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a · b of matrices of one dtype, summed and returned in `dtype`, which may be wider. (On
+    NVIDIA's GPUs the product of widened factors, which is the same, would do without tensor
+    cores.)"""
+    if a.dtype != dtype and a.is_cuda and torch.version.hip is None:
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
 
 
 class Matmul:
@@ -65,11 +69,11 @@ class Matmul:
 
 
 class GroupedMatmul:
-    """The products of all experts of a layer, each with its own rows. (The products that
-    `LinearProducts` names, for weights [X, F, D].)"""
+    """The products of all experts of a layer, each with its own rows, which end at `ends` (int32
+    [X]). (The products that `LinearProducts` names, for weights [X, F, D].)"""
 
-    def __init__(self, groups: Groups) -> None:
-        self.groups = groups
+    def __init__(self, ends: Tensor, kernels: str) -> None:
+        self.ends, self.kernels = ends, kernels
 
     def forward(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """y [R, F] = x [R, D] · weightᵀ, weight [X, F, D]."""
@@ -86,9 +90,7 @@ class GroupedMatmul:
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
         """dw [X, F, D] = dyᵀ · x over each expert's rows."""
-        sizes, offsets = self.groups
-        dw: Tensor = grouped_weight_gradient(dy.contiguous(), x.contiguous(), offsets, sizes)
-        return dw
+        return self.add_weight_gradient(dy, x, None, dy.dtype)
 
     def add_weight_gradient(
         self, dy: Tensor, x: Tensor, into: Tensor | None, dtype: torch.dtype
@@ -96,11 +98,11 @@ class GroupedMatmul:
         """into + dyᵀ · x over each expert's rows, summed in `dtype`."""
         beta = 1
         if into is None:
-            sizes = self.groups.sizes
-            into, beta = dy.new_empty((len(sizes), dy.shape[1], x.shape[1]), dtype=dtype), 0
-        add_grouped_weight_gradient(into, dy, x, self.groups.sizes, beta)
+            into = dy.new_empty((len(self.ends), dy.shape[1], x.shape[1]), dtype=dtype)
+            beta = 0  # the uninitialised values are not read
+        add_grouped_weight_gradient(into, dy, x, self.ends, beta, self.kernels)
         return into
 
     def _product(self, x: Tensor, matrices: Tensor) -> Tensor:
-        y: Tensor = grouped_mm(x.contiguous(), matrices, self.groups.offsets, self.groups.sizes)
+        y: Tensor = grouped_mm(x.contiguous(), matrices, self.ends)
         return y

@@ -1,17 +1,21 @@
 """Activation checkpointing: keep fewer tensors between forward and backward, and recompute the
 others when backward needs them.
 
-| mode      | kept per block                             | recomputed                              |
-|-----------|--------------------------------------------|-----------------------------------------|
-| none      | everything that autograd saves             | nothing                                 |
-| selective | outputs of matrix products and attention   | norms, rotary, activations              |
-| full      | the block's input                          | the forward, but not its last product   |
+| mode               | kept per block                      | recomputed                            |
+|--------------------|-------------------------------------|---------------------------------------|
+| none               | everything that autograd saves      | nothing                               |
+| selective          | outputs of products and attention   | norms, rotary, activations            |
+| full_but_attention | its input, and attention's output   | the forward, but not attention        |
+| full               | its input                           | the forward, but not its last product |
 
 With tensor parallelism, selective keeps the outputs of column-parallel layers (kept.py), so that
 their inputs are not gathered again. It recomputes the first row-parallel product of a block and its
 reduction. The results of these products are partial sums, [S, B, D] on every rank; the two of a
 block are 2 tp times as large as a rank's part of the residual stream (for Llama 3 405B with tp 8,
 over half of all that would be kept). The second one is not needed again.
+
+Attention's output is no larger than the block's input where heads together are as wide as the
+model, and costs more to compute, for each of its bytes, than anything else in a long sequence.
 
 Of experts, selective keeps the rows that a rank has received and the outputs of the first products.
 Every mode keeps which experts the tokens chose (kept.py).
@@ -23,7 +27,7 @@ chosen by operation with torch's `create_selective_checkpoint_contexts`.)
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -39,6 +43,7 @@ from parallel.expert_linear import ExpertLinear
 from parallel.kept import KeptOutputs
 from parallel.tensor import ColumnParallelLinear
 
+Mode = Literal["none", "selective", "full_but_attention", "full"]
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
@@ -53,14 +58,14 @@ def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) 
         yield
 
 
-def gathers_again(mode: str) -> bool:
+def gathers_again(mode: Mode) -> bool:
     """Whether backward must itself gather the keys and values that forward gathered over cp
     (context.py). In the other modes the recomputation of a block does."""
     return mode == "none"
 
 
 def wrap_blocks(
-    blocks: Iterable[Any], mode: str, compile: bool, tp: int, attention: Set[Any], cp: int = 1
+    blocks: Iterable[Any], mode: Mode, compile: bool, tp: int, attention: Set[Any], cp: int = 1
 ) -> None:
     """Wrap each block's forward in activation checkpointing and `torch.compile`, in place. Call it
     before `fully_shard`, so that recomputation and compiled code run while FSDP has the weights
@@ -84,8 +89,9 @@ def wrap_blocks(
     for block in blocks:
         forward: Forward = block.forward
         selective: Callable[[Forward], Forward] = _unchanged
-        if mode == "selective":
-            selective = partial(_checkpointed, context_fn=_selection(block, tp, attention))
+        if mode in ("selective", "full_but_attention"):
+            selection = _selection(block, tp, attention, products=mode == "selective")
+            selective = partial(_checkpointed, context_fn=selection)
         halves = block.halves() if compile and cp > 1 else None
         if halves is not None:
             forward = compiled_around_attention(forward, halves, selective)
@@ -98,19 +104,20 @@ def wrap_blocks(
         block.forward = forward
 
 
-def _selection(block: nn.Module, tp: int, attention: Set[Any]) -> Callable[[], Any]:
-    """What selective checkpointing keeps of a block: contexts for its forward and recomputation."""
-    operations = attention | PRODUCTS if tp == 1 else attention
+def _selection(block: nn.Module, tp: int, attention: Set[Any], products: bool) -> Callable[[], Any]:
+    """What is kept of a block besides its input: the output of attention, and perhaps those of
+    `products`. Returns contexts for its forward and recomputation."""
+    operations = attention | PRODUCTS if products and tp == 1 else attention
     of_experts = _kept_by_experts(block)
     kept = of_experts or KeptOutputs()
     keeping = (ExpertLinear,) if tp == 1 else (ExpertLinear, ColumnParallelLinear)
     for layer in block.modules():
-        if isinstance(layer, keeping):
+        if products and isinstance(layer, keeping):
             layer.keep_in(kept)
     of_operations = partial(create_selective_checkpoint_contexts, partial(_keep, operations))
-    if tp == 1 and not of_experts:
+    if not of_experts and (tp == 1 or not products):
         return of_operations  # in a form that torch.compile can trace: its own function, a policy
-    return lambda: tuple(map(_both, of_operations(), kept.contexts()))
+    return lambda: tuple(map(_both, of_operations(), kept.contexts(outputs=products)))
 
 
 def _kept_by_experts(block: nn.Module) -> KeptOutputs | None:

@@ -1,5 +1,5 @@
 """Expert parallelism: each rank holds some of the experts of a layer. A router makes a `Choice`, a
-dispatch (dispatch/) brings the tokens of each expert together (`Groups`), and their results back.
+dispatch (dispatch/) brings the rows of each expert together, and their results back.
 
 All ranks of dp_shard × cp × tp have different tokens (with sequence parallelism those of tp too),
 and ep is a part of them (axes.py). So the gradient of an expert covers all tokens of its ep group,
@@ -28,13 +28,6 @@ class ExpertParallel(Axis):
     def of(cls, mesh: Mesh) -> "ExpertParallel":
         cp, tp = mesh.cp, mesh.tp
         return cls(**vars(mesh.ep), sequence=(cp.group, tp.group), parts=cp.size * tp.size)
-
-
-class Groups(NamedTuple):
-    """The rows of each of a rank's experts, one after another."""
-
-    sizes: tuple[int, ...]  # for the host
-    offsets: Tensor  # int32 [X/ep]: the ends, on the device
 
 
 class Choice(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from parallel.expert import ExpertParallel, Groups
+from parallel.expert import ExpertParallel
 from parallel.kept import KeepsOutputs
 from parallel.layer import Layer, TensorParallel
 from parallel.parameter import MATRIX, Normal, WeightSpec
@@ -26,7 +26,7 @@ class ExpertLinear(KeepsOutputs, Layer):
 
     Args:
         num_experts: X.
-        grouped: the products of rows in `Groups`.
+        grouped: the products of the rows of each expert, which end at the numbers it takes.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ExpertLinear(KeepsOutputs, Layer):
         in_features: int,
         out_features: int,
         ep: ExpertParallel,
-        grouped: Callable[[Groups], LinearProducts],
+        grouped: Callable[[Tensor], LinearProducts],
         initial: Normal,
     ) -> None:
         super().__init__(WHOLE)
@@ -51,15 +51,16 @@ class ExpertLinear(KeepsOutputs, Layer):
         self.add_weight(weight, over=ep)
 
 
-def expert_linear(rows: Tensor, groups: Groups, *layers: ExpertLinear) -> tuple[Tensor, ...]:
-    """Map rows [R, in], those of each expert together, to one [R, out] for each of `layers`."""
+def expert_linear(rows: Tensor, ends: Tensor, *layers: ExpertLinear) -> tuple[Tensor, ...]:
+    """Map rows [R, in], those of each expert together, to one [R, out] for each of `layers`. Each
+    expert's rows end where `ends` (int32 [X/ep]) says."""
     weights = [layer.local_weight() for layer in layers]
-    matmuls = [layer.grouped(groups) for layer in layers]
+    matmuls = [layer.grouped(ends) for layer in layers]
     gradients = [layer.gradient for layer in layers]
     y = ColumnParallelFunction.apply(rows, WHOLE, matmuls, gradients, layers[0].kept, *weights)
     return tuple(y)
 
 
-def last_expert_linear(rows: Tensor, groups: Groups, layer: ExpertLinear) -> Tensor:
+def last_expert_linear(rows: Tensor, ends: Tensor, layer: ExpertLinear) -> Tensor:
     """Map rows [R, in] to [R, out]. A recomputation ends before this product."""
-    return row_parallel(rows, layer.local_weight(), WHOLE, layer.grouped(groups), layer.gradient)
+    return row_parallel(rows, layer.local_weight(), WHOLE, layer.grouped(ends), layer.gradient)

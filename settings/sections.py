@@ -11,6 +11,7 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 from declare import Count, NonEmpty, PathOrNone, PathText, Text, Whole, WithKinds, between, section
 from errors import UserError
 from hardware import FAILURES_PER_GPU_DAY
+from parallel.activation import Mode
 
 # The most tokens in a micro-batch. A rank may have four times as many in a step: 2 GB of token ids.
 MAX_TOKENS = 2**26
@@ -31,7 +32,7 @@ class TrainConfig:
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     compile: bool = False  # torch.compile each block; only with parallel.tp=1
     # see parallel/activation.py
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    activation_checkpointing: Mode = "none"
     # bitwise repeatable results on GPUs too, which is slower; on CPUs they always are
     deterministic: bool = False
     # evaluate on held-out text after every this many steps and after the last; 0: never

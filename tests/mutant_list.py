@@ -100,7 +100,7 @@ CHANGES: dict[str, list[Change]] = {
         ("    high[:unseen].zero_()\n", "", "uninitialised"),
     ],
     "parallel/dispatch/all_to_all.py": [
-        ("else unsorted(each, order)", "else each.index_select(0, order)"),
+        ("local_places = places_in(local_order)", "local_places = local_order"),
         ("            if not self.kept.has_outputs:\n                rows.start_there(*tensors)\n",
          "            rows.start_there(*tensors)\n", "sent again"),
     ],

@@ -55,6 +55,7 @@ OURS, THEIRS = Variant(), Variant("hugging face")
 SELECTIVE = Variant(checkpointing="selective", longer=True)
 FULL = Variant(checkpointing="full", longer=True)
 OF_EXPERTS = Variant(checkpointing="full")
+BUT_ATTENTION = "full_but_attention"
 # The most important come first, because time may not suffice for all. Liger modifies Hugging Face's
 # classes permanently, and so comes last.
 ROWS = [
@@ -62,7 +63,9 @@ ROWS = [
     (WIDE, OURS),
     (WIDE, THEIRS),
     (EXPERTS, OF_EXPERTS),
+    (EXPERTS, replace(OF_EXPERTS, checkpointing=BUT_ATTENTION)),
     (WIDE, FULL),
+    (WIDE, replace(FULL, checkpointing=BUT_ATTENTION)),
     (WIDE, Variant(kernels="torch")),
     (SMALL, OURS),
     (SMALL, THEIRS),
@@ -82,8 +85,8 @@ PROFILED_STEPS = 2
 KINDS = {
     "communication": r"nccl",
     "attention": r"flash|fmha|attention|sdpa|cudnn_generated",
-    "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|matmul",
-    "rows of experts: sorted, picked, summed": r"index|scatter|gather|sort|radix",
+    "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|matmul|weight_gradient",
+    "rows of experts: sorted, picked, summed": r"index|scatter|gather|sort|radix|^_sum$",
     "copies and fills": r"copy|fill|memset|cat_|chunk_cat",
     "optimizer": r"adam|square_sum|multi_tensor|foreach",
     "everything else: norms, rotary, SwiGLU, loss": r"",

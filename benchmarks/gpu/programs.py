@@ -2,9 +2,10 @@
 
 There are two models of Llama 3's shapes, trained on sequences of 8192 random tokens, one sequence
 in a micro-batch: one with the 8-billion model's width and as many layers as fit, and the complete
-1-billion model. A third, of ours alone, has the layers of Qwen3-30B-A3B, 128 experts each, and a
-small vocabulary, so that experts take most of a step. All programs do the same: forward and backward of every micro-batch, the gradients'
-norm, clipping, AdamW. A step includes nothing else: no data loading, no logging.
+1-billion model. A third, of ours alone, has layers of Qwen3-30B-A3B, with 128 experts each, and a
+small vocabulary, so that experts take most of a step. All programs do the same: forward and
+backward of every micro-batch, the gradients' norm, clipping, AdamW. A step includes nothing else:
+no data loading, no logging.
 
 Dtypes of computation and storage:
     lattice         train.dtype=bfloat16: FSDP casts float32 weights once per step; moments and
@@ -37,6 +38,7 @@ from errors import UserError
 from model.config import ModelConfig
 from model.kernels.attention import unload_flash3
 from model.kernels.attention_choice import BY_REQUEST, KEY
+from parallel.activation import Mode
 from parallel.mesh import build_mesh
 from settings.checks import validate
 from settings.config import SECTIONS, Config
@@ -112,7 +114,7 @@ class Variant:
 
     program: Literal["lattice", "hugging face"] = "lattice"
     kernels: Literal["triton", "torch"] = "triton"  # lattice only
-    checkpointing: Literal["none", "selective", "full"] = "none"  # lattice only
+    checkpointing: Mode = "none"  # lattice only
     compile: bool = False
     liger: bool = False  # hugging face only
     bfloat16: bool = False  # whether weights and moments are stored in bfloat16

@@ -2,16 +2,19 @@
 al. 2017, https://arxiv.org/abs/1701.06538; shared: Dai et al. 2024,
 https://arxiv.org/abs/2401.06066, section 3.2)."""
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.experts import Experts as Settings
 from model.feed_forward import swiglu as dense
+from model.kernels.sum_rows import sum_rows
 from model.kernels.weighted_swiglu import weighted_swiglu
 from model.matmul import GroupedMatmul
 from model.router import make_router
 from parallel.dispatch import make_dispatch
-from parallel.expert import ExpertParallel, Groups
+from parallel.expert import ExpertParallel
 from parallel.expert_linear import ExpertLinear, expert_linear, last_expert_linear
 from parallel.kept import KeptOutputs
 from parallel.layer import Pieces, TensorParallel
@@ -25,7 +28,7 @@ class FeedForward(nn.Module):
         super().__init__()
         kept = KeptOutputs()  # of the choice and the routes at least, for a recomputation
         self.router = make_router(config, tp, ep, kept)
-        self.dispatch = make_dispatch(ep, kept)
+        self.dispatch = make_dispatch(ep, kept, partial(sum_rows, kernels=config.kernels))
         self.experts = Experts(config, ep)
         self.shared = None
         if number := config.of(Settings).num_shared:
@@ -51,13 +54,14 @@ class Experts(nn.Module):
         self.kernels = config.kernels
         count, dim, width = config.of(Settings).count, config.dim, config.expert_width
         std, last_std = Normal(config.init_std), Normal(config.residual_init_std)
-        self.gate = ExpertLinear(count, dim, width, ep, GroupedMatmul, std)
-        self.up = ExpertLinear(count, dim, width, ep, GroupedMatmul, std)
-        self.down = ExpertLinear(count, width, dim, ep, GroupedMatmul, last_std)
+        grouped = partial(GroupedMatmul, kernels=config.kernels)
+        self.gate = ExpertLinear(count, dim, width, ep, grouped, std)
+        self.up = ExpertLinear(count, dim, width, ep, grouped, std)
+        self.down = ExpertLinear(count, width, dim, ep, grouped, last_std)
 
-    def forward(self, rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+    def forward(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         """Map rows [R, D], those of each expert together, and the router's weights of them [R] to
-        weight · expert(row) [R, D]."""
-        gate, up = expert_linear(rows, groups, self.gate, self.up)
+        weight · expert(row) [R, D]. Each expert's rows end where `ends` says."""
+        gate, up = expert_linear(rows, ends, self.gate, self.up)
         h = weighted_swiglu(gate, up, weights, self.kernels)
-        return last_expert_linear(h, groups, self.down)
+        return last_expert_linear(h, ends, self.down)

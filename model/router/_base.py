@@ -28,6 +28,7 @@ from torch.distributed.tensor import Replicate
 
 from model.config import ModelConfig
 from model.experts import Experts
+from model.matmul import wide_product
 from parallel.collectives import all_reduce
 from parallel.expert import Choice, ExpertParallel
 from parallel.kept import KeptOutputs
@@ -59,14 +60,14 @@ class RouterScores(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.exact, ctx.gradient = exact, gradient
-        return x.to(exact) @ weight.to(exact).t()
+        return wide_product(x, weight.t(), exact)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dx = (dy @ weight.to(ctx.exact)).to(x.dtype)
+        dy = dy.to(x.dtype)  # as that of every other layer
         # to the sum itself: autograd would round it to the weight's dtype
-        return dx, ctx.gradient.add(dy.t() @ x.to(ctx.exact)), None, None
+        return dy @ weight, ctx.gradient.add(wide_product(dy.t(), x, ctx.exact)), None, None
 
 
 class AddLoss(torch.autograd.Function):

@@ -6,30 +6,37 @@ from `TokenDispatch`.
     expert_sum.py  all ranks have the same tokens, and their results are summed; without backward
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from kinds import load_kind
-from parallel.expert import Choice, ExpertParallel, Groups
+from parallel.expert import Choice, ExpertParallel
 from parallel.kept import KeptOutputs
+
+SumRows = Callable[[Tensor, Tensor, int], Tensor]  # rows [T·k, D], places [T·k], k → [T, D]
 
 
 class TokenDispatch(nn.Module):
-    """Sends tokens to their experts and the results back, for one layer. It has no weights."""
+    """Sends tokens to their experts and the results back, for one layer. It has no weights.
 
-    def __init__(self, ep: ExpertParallel, kept: KeptOutputs) -> None:
+    Args:
+        sum_rows: the sum of each token's k rows (model/kernels/sum_rows.py).
+    """
+
+    def __init__(self, ep: ExpertParallel, kept: KeptOutputs, sum_rows: SumRows) -> None:
         super().__init__()
-        self.ep, self.kept = ep, kept
+        self.ep, self.kept, self.sum_rows = ep, kept, sum_rows
 
     def send(self, x: Tensor, choice: Choice) -> Any:
         """Start to send x [T, D] and the weights of the choice. What is computed before `receive`
         overlaps the sending. Returns what `receive` and `combine` need."""
         raise NotImplementedError
 
-    def receive(self, sent: Any) -> tuple[Tensor, Tensor, Groups]:
+    def receive(self, sent: Any) -> tuple[Tensor, Tensor, Tensor]:
         """The rows [R, D] that this rank's experts compute with, sorted by expert, their weights
-        [R], and how many rows each expert has."""
+        [R], and where each expert's rows end: int32 [X/ep], on the device."""
         raise NotImplementedError
 
     def combine(self, y: Tensor, sent: Any) -> Tensor:
@@ -37,8 +44,8 @@ class TokenDispatch(nn.Module):
         raise NotImplementedError
 
 
-def make_dispatch(ep: ExpertParallel, kept: KeptOutputs) -> TokenDispatch:
-    made: TokenDispatch = load_kind(__name__, ep.dispatch, "Dispatch")(ep, kept)
+def make_dispatch(ep: ExpertParallel, kept: KeptOutputs, sum_rows: SumRows) -> TokenDispatch:
+    made: TokenDispatch = load_kind(__name__, ep.dispatch, "Dispatch")(ep, kept, sum_rows)
     return made
 
 

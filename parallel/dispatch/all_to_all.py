@@ -22,9 +22,10 @@ checkpointing, rows and weights are sent there again. The router's weight is mul
 expert's two products, so results need not be kept for its gradient.
 
 The host must know how many rows it sends and receives, because it allocates them and because a
-collective takes numbers, not tensors. It waits for all of them at once, in `counts_on_host`: once
-per layer and forward. Backward and recomputation know them already, because routes are kept
-(kept.py). (Kernels that need no such wait take buffers for the worst case: DeepSeek's DeepEP.)
+collective takes numbers, not tensors. With ep 1 it knows: all of them. Else it waits for these
+2 · ep numbers, in `counts_on_host`: once per layer and forward. Backward and recomputation know
+them already, because routes are kept (kept.py). (Kernels that need no such wait take buffers for
+the worst case: DeepSeek's DeepEP.)
 
 (Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668; dropless: Gale et al. 2022,
 https://arxiv.org/abs/2211.15841; ep as a part of the other axes: Liu et al. 2025,
@@ -41,8 +42,8 @@ from torch.distributed import ProcessGroup
 
 from parallel.asynchronous import Start, Wait
 from parallel.collectives import Pending, start_all_to_all
-from parallel.dispatch import TokenDispatch, counts_on_host
-from parallel.expert import Choice, ExpertParallel, Groups
+from parallel.dispatch import SumRows, TokenDispatch, counts_on_host
+from parallel.expert import Choice, ExpertParallel
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,13 @@ class Routes:
     """Where the rows of one layer and micro-batch travel, seen from one rank."""
 
     order: Tensor  # [T·k]: the rows sorted by expert; row i is choice i % k of token i // k
+    places: Tensor  # [T·k]: where `order` has each row
     k: int
     send: Sequence[int]  # rows to each rank
     receive: Sequence[int]  # rows from each rank
     local_order: Tensor | None  # received rows, sorted by expert; None: they are
-    groups: Groups
+    local_places: Tensor | None  # where `local_order` has each of them
+    ends: Tensor  # int32 [X/ep]: of each expert's rows
 
 
 def find_routes(choice: Choice, ep: ExpertParallel) -> Routes:
@@ -63,22 +66,25 @@ def find_routes(choice: Choice, ep: ExpertParallel) -> Routes:
     local = len(mine) // ep.size
     per_rank = [local] * ep.size
     theirs = start_all_to_all(mine, ep.group, per_rank, per_rank).wait().view(ep.size, -1)
-    numbers = counts_on_host(torch.cat([mine.view(ep.size, -1).sum(1), theirs.flatten()]))
-    send, rows = numbers[: ep.size], numbers[ep.size :]
-    sizes = tuple(sum(rows[expert::local]) for expert in range(local))
-    receive = [sum(rows[rank * local : (rank + 1) * local]) for rank in range(ep.size)]
-    local_order = None
+    send = receive = [len(order)]
+    if ep.size > 1:
+        numbers = counts_on_host(torch.cat([mine.view(ep.size, -1).sum(1), theirs.sum(1)]))
+        send, receive = numbers[: ep.size], numbers[ep.size :]
+    local_order = local_places = None
     if ep.size > 1 and local > 1:  # the rows of a single expert are in order as they arrive
         experts = torch.arange(local, device=mine.device).repeat(ep.size)
         experts = experts.repeat_interleave(theirs.flatten(), output_size=sum(receive))
         local_order = experts.argsort(stable=True)
-    groups = Groups(sizes, theirs.sum(0).cumsum(0).to(torch.int32))
-    return Routes(order, choice.experts.shape[1], send, receive, local_order, groups)
+        local_places = places_in(local_order)
+    places, k = places_in(order), choice.experts.shape[1]
+    ends = theirs.sum(0).cumsum(0).to(torch.int32)
+    return Routes(order, places, k, send, receive, local_order, local_places, ends)
 
 
 class Dispatch(TokenDispatch):
     def send(self, x: Tensor, choice: Choice) -> "Sent":
-        rows = Rows(self.kept.once(lambda: find_routes(choice, self.ep)), self.ep.group)
+        routes = self.kept.once(lambda: find_routes(choice, self.ep))
+        rows = Rows(routes, self.ep.group, self.sum_rows)
 
         def start(*tensors: Tensor) -> None:
             if not self.kept.has_outputs:
@@ -86,10 +92,10 @@ class Dispatch(TokenDispatch):
 
         return rows, Start.apply(start, rows.back, x, choice.weights)
 
-    def receive(self, sent: "Sent") -> tuple[Tensor, Tensor, Groups]:
+    def receive(self, sent: "Sent") -> tuple[Tensor, Tensor, Tensor]:
         rows, link = sent
         there = Wait.apply(link, partial(self.kept.of, rows.there), rows.start_back)
-        return *there, rows.routes.groups
+        return *there, rows.routes.ends
 
     def combine(self, y: Tensor, sent: "Sent") -> Tensor:
         rows, _ = sent
@@ -102,8 +108,8 @@ class Rows:
     """The rows of one layer and micro-batch on their way to the experts, or back. Results return
     as gradients of what was sent there do, and their gradients travel there as tokens do."""
 
-    def __init__(self, routes: Routes, group: ProcessGroup) -> None:
-        self.routes, self.group = routes, group
+    def __init__(self, routes: Routes, group: ProcessGroup, sum_rows: SumRows) -> None:
+        self.routes, self.group, self.sum_rows = routes, group, sum_rows
         self._pending: list[Pending] = []
 
     def start_there(self, x: Tensor, *weights: Tensor) -> None:
@@ -120,16 +126,17 @@ class Rows:
 
     def start_back(self, *tensors: Tensor) -> None:
         """Send [R, …], sorted by expert, to the ranks where the rows came from."""
-        order = self.routes.local_order
-        rows = [each if order is None else unsorted(each, order) for each in tensors]
+        places = self.routes.local_places
+        rows = [each if places is None else each.index_select(0, places) for each in tensors]
         self._start(rows, self.routes.receive, self.routes.send)
 
     def back(self) -> tuple[Tensor, ...]:
         """What has come back: the sum of each token's rows [T, D], in the order of its choices,
         and weights [T, k]."""
-        order, k = self.routes.order, self.routes.k
-        rows, *weights = (unsorted(t, order).unflatten(0, (-1, k)) for t in self._wait())
-        return rows.sum(1), *weights
+        places, k = self.routes.places, self.routes.k
+        rows, *weights = self._wait()
+        weights = [each.index_select(0, places).unflatten(0, (-1, k)) for each in weights]
+        return self.sum_rows(rows, places, k), *weights
 
     def _start(self, rows: list[Tensor], send: Sequence[int], receive: Sequence[int]) -> None:
         self._pending = [start_all_to_all(each, self.group, send, receive) for each in rows]
@@ -142,7 +149,9 @@ class Rows:
 Sent = tuple[Rows, Tensor]  # and the link (asynchronous.py)
 
 
-def unsorted(rows: Tensor, order: Tensor) -> Tensor:
-    """The inverse of `rows = x[order]`: each row at its place in x. (Sums of rows in place, by
-    atomic additions, would depend on their order.)"""
-    return torch.empty_like(rows).index_copy_(0, order, rows)
+def places_in(order: Tensor) -> Tensor:
+    """The inverse of a permutation: with it, `rows = x[order]` gives x = rows[places]. (Rows are
+    gathered both ways: sums in place, by atomic additions, would depend on their order.)"""
+    return torch.empty_like(order).index_copy_(
+        0, order, torch.arange(len(order), device=order.device)
+    )

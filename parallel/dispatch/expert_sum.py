@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parallel.collectives import all_reduce
 from parallel.dispatch import TokenDispatch, counts_on_host
-from parallel.expert import Choice, Groups
+from parallel.expert import Choice
 
 
 class Sent(NamedTuple):
@@ -25,7 +25,7 @@ class Sent(NamedTuple):
     order: Tensor  # [R]: this rank's rows, sorted by expert; row i is choice i % k of token i // k
     rows: Tensor
     weights: Tensor
-    groups: Groups
+    ends: Tensor  # int32 [X/ep]: of each expert's rows
 
 
 class Dispatch(TokenDispatch):
@@ -33,14 +33,14 @@ class Dispatch(TokenDispatch):
         counts = choice.counts.sum(0)
         sizes, local = counts_on_host(counts), len(counts) // self.ep.size
         mine = slice(self.ep.rank * local, (self.ep.rank + 1) * local)
-        groups = Groups(tuple(sizes[mine]), counts[mine].cumsum(0).to(torch.int32))
+        ends = counts[mine].cumsum(0).to(torch.int32)
         order = choice.experts.flatten().argsort(stable=True)
-        order = order[sum(sizes[: mine.start]) :][: sum(groups.sizes)]
+        order = order[sum(sizes[: mine.start]) :][: sum(sizes[mine])]
         rows = x.index_select(0, order // choice.experts.shape[1])
-        return Sent(choice, order, rows, choice.weights.flatten().index_select(0, order), groups)
+        return Sent(choice, order, rows, choice.weights.flatten().index_select(0, order), ends)
 
-    def receive(self, sent: Sent) -> tuple[Tensor, Tensor, Groups]:
-        return sent.rows, sent.weights, sent.groups
+    def receive(self, sent: Sent) -> tuple[Tensor, Tensor, Tensor]:
+        return sent.rows, sent.weights, sent.ends
 
     def combine(self, y: Tensor, sent: Sent) -> Tensor:
         """Over all ranks."""

@@ -12,7 +12,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch import Tensor
 from benchmarks.gpu.programs import compiler, make_config
 from benchmarks.gpu.timing import DEVICE, ON_GPU, free_memory
 from kinds import kinds_in
+from parallel.activation import Mode
 from parallel.mesh import build_mesh
 from parallel.pipeline.schedules import SCHEDULES
 from runtime.start.init import init_distributed
@@ -68,7 +69,7 @@ def _own(name: str, section: str, **keys: Any) -> Mechanism:
     return Mechanism(name, name, {section: keys})
 
 
-MODES = ("selective", "full")
+MODES = [mode for mode in get_args(Mode) if mode != "none"]
 EXPERTS = {"count": 8, "per_token": 2, "ffn_dim": 32, "num_shared": 1, "router_aux_weight": 1e-2}
 SPLIT = {"schedule": "zb_v", "stages_per_rank": 2}
 MECHANISMS = [

@@ -12,7 +12,7 @@ from model.kernels.backend import INTERPRETED
 from model.kernels.gradient_norm import BLOCK as NORM_BLOCK
 from model.kernels.gradient_norm import square_sum
 from model.kernels.multi_tensor import prepare
-from tests.kernels.device import DTYPES, KERNELS, NEEDS_TRITON, randn
+from tests.kernels.device import DEVICE, DTYPES, KERNELS, NEEDS_TRITON, randn
 
 SIZES = (1, 13, BLOCK, 0, BLOCK + 1, 997, 7, 5)
 DECAYS = [0.1, 0.0] * 4
@@ -86,6 +86,8 @@ def torch_adamw(state, max_norms, dtype, fused=False):
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.float64, 1e-14)])
 @each_kernel
 def test_three_steps_are_torchs_in_float64(kernels, dtype, bound):
+    if (kernels, dtype, DEVICE) == ("torch", torch.float32, "cuda"):
+        bound = 2e-5  # torch's kernel takes 1 − βᵗ as a difference in float32
     state, max_norms = State(dtype), (1.0, 0.0, 1e3)  # clipped, no limit, within the limit
     expected = torch_adamw(state, max_norms, torch.float64)
     for step, max_norm in enumerate(max_norms):

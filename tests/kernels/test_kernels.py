@@ -12,7 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.kernels import adamw, bit_hash, gradient_norm, grouped_matmul  # noqa: F401  (operations)
+from model.kernels import (  # noqa: F401  (operations)
+    adamw,
+    bit_hash,
+    gradient_norm,
+    grouped_matmul,
+    sum_rows,
+)
 from model.kernels.backend import exact
 from model.kernels.cross_entropy import gradient_over_logits_, merge, statistics, token_losses
 from model.kernels.rms_norm import add_rms_norm, rms_norm
@@ -314,16 +320,16 @@ def test_operations_keep_the_library_contract(dtype):
     v, locations = [t.abs() for t in m], [7, 0, 16, 16, 8, 0, 8, 9] * (dtype == torch.bfloat16)
     scalars = torch.tensor([1.0, 0.5, 1e-3, 2.0, 3.0], dtype=torch.float64)
     words, total = torch.arange(9, dtype=torch.int32), torch.zeros((), dtype=torch.int64)
-    rows, sizes = x.detach().flatten(0, 1), [5, 0, 3]
+    rows = x.detach().flatten(0, 1)
     weight, ends = torch.ones(3, 16, 4, dtype=dtype), torch.tensor([5, 5, 8], dtype=torch.int32)
     dw = torch.zeros(3, 16, 16, dtype=exact(dtype))
     calls |= {
         ops.adamw: (p, g, m, v, scalars, [1e-4, 0.0], 0.9, 0.95, 1e-8, locations),
         ops.square_sum: (g, [1, 2]),
         ops.add_hash_: (total, words, 3),
-        ops.grouped_mm: (rows, weight, ends, sizes),
-        ops.grouped_weight_gradient: (rows, rows, ends, sizes),
-        ops.add_grouped_weight_gradient: (dw, rows, rows, sizes, 1),
+        ops.grouped_mm: (rows, weight, ends),
+        ops.add_grouped_weight_gradient: (dw, rows, rows, ends, 1, "torch"),
+        ops.sum_rows: (rows, torch.randperm(8), 2),
     }
     for op, arguments in calls.items():
         torch.library.opcheck(op.default, arguments, **some)

@@ -19,8 +19,10 @@ from model.kernels.adamw import Location, Rates, adamw
 from model.kernels.bit_hash import hash_of
 from model.kernels.cross_entropy import gradient_over_logits_, merge, statistics
 from model.kernels.gradient_norm import square_sum
+from model.kernels.grouped_matmul import add_grouped_weight_gradient
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rotary import rotate
+from model.kernels.sum_rows import sum_rows
 from model.kernels.swiglu import swiglu
 from model.kernels.weighted_swiglu import weighted_swiglu
 
@@ -79,6 +81,17 @@ def _weighted_gate(width: int, dtype: torch.dtype = BF16) -> None:
     gate, up = _empty(TOKENS, width, dtype=dtype), _empty(TOKENS, width, dtype=dtype)
     weights = _empty(TOKENS, dtype=FP32)
     _backward(weighted_swiglu(gate, up, weights, "triton"), gate, up, weights)
+
+
+def _experts(n: int, m: int, dtype: torch.dtype, beta: int) -> None:
+    x, dy, into = _empty(TOKENS, n), _empty(TOKENS, m), torch.empty(4, m, n, dtype=dtype)
+    ends = torch.empty(4, dtype=torch.int32)
+    add_grouped_weight_gradient(into, dy.detach(), x.detach(), ends, beta, "triton")
+
+
+def _rows(width: int, dtype: torch.dtype = BF16) -> None:
+    places = torch.empty(TOKENS, dtype=torch.int64)
+    sum_rows(torch.empty(TOKENS, width, dtype=dtype), places, 8, "triton")
 
 
 def _loss(vocabulary: int, dtype: torch.dtype = BF16) -> None:
@@ -145,6 +158,15 @@ SPECIMENS = [
         for width in (14336, 768)
     ),
     Specimen("weighted_swiglu 14336 float32", lambda: _weighted_gate(14336, FP32)),
+    *(
+        Specimen(
+            f"experts' weights 2048 × 768, {dtype}, beta {beta}",
+            partial(_experts, 2048, 768, dtype, beta),
+        )
+        for dtype, beta in ((FP32, 1), (FP32, 0), (BF16, 1))
+    ),
+    Specimen("rows 2048", lambda: _rows(2048)),
+    Specimen("rows 2048 float32", lambda: _rows(2048, FP32)),
     Specimen("cross-entropy 128256", lambda: _loss(128256)),
     Specimen("cross-entropy 16032", lambda: _loss(16032)),
     Specimen("cross-entropy 16032 float32", lambda: _loss(16032, FP32)),

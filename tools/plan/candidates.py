@@ -8,12 +8,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from errors import UserError
 from model.config import ModelConfig
 from model.experts import Experts
 from model.transformer import check_tp
+from parallel.activation import Mode
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
 from settings.checks import cuts_of_sequence, sides_that_cannot_be_cut
 from settings.config import Config
@@ -25,7 +26,7 @@ from tools.plan.time import StepTime
 # Stages per rank of schedules that take no other number; the others take two or more.
 FIXED = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}
 INTERLEAVED = ("interleaved_1f1b", "breadth_first")
-MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+MODES = get_args(Mode)
 MICRO_BATCHES = (1, 2, 4, 8)  # sequences
 CP_TOKENS = 8192  # of a sequence; a cp rank keeps at least as many, which fill its kernels
 KEPT = ("fsdp_unit", "reduce_dtype", "tp_pieces")
