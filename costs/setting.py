@@ -11,7 +11,7 @@ from model.config import ModelConfig
 from model.documents import Documents
 from model.kernels.backend import exact
 from model.transformer import Batch, hidden_shape
-from parallel.activation import gathers_again
+from parallel.activation import Mode, gathers_again
 from parallel.context import ContextParallel
 from parallel.layer import TensorParallel
 
@@ -28,7 +28,7 @@ class Setting:
     tp_pieces: int = 1
     micro_batch_size: int = 1
     document_mask: bool = False
-    activation_checkpointing: str = "none"
+    activation_checkpointing: Mode = "none"
     dtype: torch.dtype = torch.bfloat16
     cp: int = 1
     # Rank 0 needs as much as any: all have equally many scores to compute, but the last has one
