@@ -75,7 +75,7 @@ def test_tp_ranks_share_the_operations() -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", "full_but_attention", "selective"])
 def test_recomputation_computes_only_what_backward_reads(mode: str, tp: int) -> None:
     """Backward never reads the result of the block's last product, so it is not computed again.
     Selective keeps the products that are whole on each rank. (test_overlap.py has what is sent.)"""
@@ -85,12 +85,16 @@ def test_recomputation_computes_only_what_backward_reads(mode: str, tp: int) -> 
     assert model_flops(again) == model_flops(plain)
     columns = 2.0 * LONG * SMALL.dim / tp  # FLOPs of a product per column of its weight
     output, last = columns * SMALL.attention_width, columns * SMALL.ffn_dim
+    forward = plain.whole.phases["forward"]
     expected = {
-        "full": plain.whole.phases["forward"].product_flops - last,
+        "full": forward.product_flops - last,
+        "full_but_attention": forward.product_flops - last,
         "selective": output if tp > 1 else 0.0,  # its result is a partial sum, which is not kept
     }
-    before, after = (one.whole.phases["backward"].product_flops for one in (plain, again))
-    assert after - before == expected[mode]
+    before, after = (one.whole.phases["backward"] for one in (plain, again))
+    assert after.product_flops - before.product_flops == expected[mode]
+    attention = forward.attention_flops() if mode == "full" else 0.0
+    assert after.attention_flops() - before.attention_flops() == attention
 
 
 @pytest.mark.parametrize(

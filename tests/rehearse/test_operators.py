@@ -62,6 +62,10 @@ BLOCKS = [
     Case("8x7B block, none", "llama3_8b",
          f"{BLOCK} {EXPERTS} parallel.tp=1 train.activation_checkpointing=none", 24, 8,
          launches=126, waits=1),
+    # 128 experts on each rank: a kernel for all of them, and no wait, because all rows stay
+    Case("30B-A3B block, full", "qwen3_30b_a3b",
+         f"{BLOCK} parallel.tp=1 train.activation_checkpointing=full model.experts.count=128", 3, 1,
+         launches=166),
 ]  # fmt: skip
 STEPS = [
     Case("8B step, ZeRO-2", "llama3_8b", f"{STEP} parallel.tp=1 parallel.zero_stage=2", 8),
