@@ -4,8 +4,8 @@ others when backward needs them.
 | mode               | kept per block                      | recomputed                            |
 |--------------------|-------------------------------------|---------------------------------------|
 | none               | everything that autograd saves      | nothing                               |
-| selective          | outputs of products and attention   | norms, rotary, activations            |
-| full_but_attention | its input, and attention's output   | the forward, but not attention        |
+| selective          | outputs of products and attention   | norms, rotary, SwiGLU                 |
+| full_but_attention | its input, and attention's output   | as full, but not attention            |
 | full               | its input                           | the forward, but not its last product |
 
 With tensor parallelism, selective keeps the outputs of column-parallel layers (kept.py), so that

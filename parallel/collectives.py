@@ -1,7 +1,7 @@
 """The collectives of tensor, context and expert parallelism.
 
 Each takes the process group that it communicates over, and over one rank (`ONE_RANK`) returns its
-input, so callers need no special case for an axis of size 1.
+input: `wait()` needs no special case there; `pieces()` and `out` do.
 
 The sequence is the *first* dimension of activations, [S, B, …], because collectives concatenate and
 split along the first dimension: a gathered sequence is then contiguous without a copy.

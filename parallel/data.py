@@ -160,8 +160,7 @@ class FSDPSwitches:
 
     def after_weight_gradients(self, module: nn.Module, last: bool) -> None:
         """Do what FSDP does at the end of a backward, after weight gradients were formed outside of
-        one: convert gradients to the dtype in which they are summed, and reduce them if
-        `zero_stage` requires it or this is the `last` of the step."""
+        one: reduce gradients if `zero_stage` requires it or this is the `last` of the step."""
         assert isinstance(module, FSDPModule)
         if last:
             self._complete(module)

@@ -1,9 +1,9 @@
 """Expert parallelism: each rank holds some of the experts of a layer. A router makes a `Choice`, a
 dispatch (dispatch/) brings the rows of each expert together, and their results back.
 
-All ranks of dp_shard × cp × tp have different tokens (with sequence parallelism those of tp too),
-and ep is a part of them (axes.py). So the gradient of an expert covers all tokens of its ep group,
-and FSDP's plain sum over efsdp and ep_replicate adds the rest: no factor is needed.
+All ranks of dp_shard × cp × tp have different tokens, and ep is a part of them (axes.py). So the
+gradient of an expert covers all tokens of its ep group, and FSDP's plain sum over efsdp and
+ep_replicate adds the rest: no factor is needed.
 """
 
 from dataclasses import dataclass

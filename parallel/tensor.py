@@ -295,7 +295,7 @@ def row_parallel(
 ) -> Tensor:
     """Multiply by `weight` in a way that a recomputation ends before the product."""
     node = None  # that of `KeepForBackward`, which has the tensors that backward reads
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # it decides by itself
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the compiler decides
         x = KeepForBackward.apply(x, weight)
         node = x.grad_fn
     y: Tensor = RowParallelFunction.apply(x, node, tp, matmul, gradient, weight)

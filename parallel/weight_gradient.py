@@ -10,8 +10,8 @@ product dyᵀ · x adds to the sum:
 
 This saves one pass over a stage's gradients in every micro-batch, and the memory for dw.
 (Megatron-LM calls it gradient accumulation fusion.) Autograd then gets None. Gradients of norms,
-routers and the embedding are formed in the dtype of the sum, and added. Only where gradients of
-micro-batches are not added (zero_stage 2 and 3, compiled code) are they rounded to bfloat16.
+routers and the embedding are formed in the dtype of the sum, and added. Only with
+zero_stage 2 and 3, and in compiled code, are they rounded to bfloat16 first.
 
 While `deferring`, backward leaves the gradients as jobs for later (deferred.py).
 """

@@ -8,6 +8,7 @@ PyTorch implementation.
     swiglu.py                 the gate of the feed-forward layer
     weighted_swiglu.py        the same of an expert's rows, each times its weight by the router
     grouped_matmul.py         each expert's rows times its own matrix
+    sum_rows.py               the sum of each token's rows, which its experts have computed
     attention.py              torch's own kernels of attention
     attention_choice.py       which of them runs, and why
     cross_entropy.py          the loss and its gradient, of a rank's columns of the vocabulary
@@ -19,7 +20,7 @@ PyTorch implementation.
 The PyTorch implementation is the specification, and runs where there is no GPU
 (`model.kernels=auto`). Kernels compute in float32 and round once, when they store. Given float64
 they compute in float64, so that parity with an unsharded model can be proved with them. Attention
-and grouped products have no kernel of ours.
+has no kernel of ours; of grouped products, only the weight gradient has one.
 
 The files count the bytes that each kernel moves, because the kernels are bound by memory: they do a
 few operations per byte, and a GPU does hundreds in the time that one byte takes. A kernel therefore

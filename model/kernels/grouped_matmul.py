@@ -7,12 +7,12 @@ An expert may have any number of rows, or none. The experts' rows follow each ot
 (int32 [X], on the device) says where they end.
 
 For y, torch's `grouped_mm` computes all experts in one launch, for 16-bit and float32 factors whose
-rows begin at multiples of 16 bytes. On a GPU it is used only where torch has a kernel, for bfloat16
-from compute capability 9 on. It cannot add to a sum in float32; for 16-bit factors the kernel here
-does, also in one launch: with a product for each of 128 experts, the host could not launch as fast
-as a GPU multiplies. For all else (float64) there is a loop over the experts with the same result,
-for which the host waits for `ends`. All are behind one operator for each sum, so that a recording
-of operations sees one.
+rows begin at multiples of 16 bytes; on a GPU only where torch has a kernel, for bfloat16 on compute
+capabilities 9 and 10. It cannot add to a sum in float32; for 16-bit factors whose widths 16 divides
+the kernel here does, also in one launch: with a product for each of 128 experts, the host could not
+launch as fast as a GPU multiplies. For all else (float64, older GPUs) there is a loop over the
+experts with the same result, for which the host waits for `ends`. Each of the two formulas is one
+operator, so that a recording of operations sees one.
 
 The kernel: a program has a tile of one expert's dw. It goes through the expert's rows, and in the
 end adds to the tile once. The programs of an expert follow each other, so that its rows are read

@@ -50,6 +50,7 @@ def make_dispatch(ep: ExpertParallel, kept: KeptOutputs, sum_rows: SumRows) -> T
 
 
 def counts_on_host(counts: Tensor) -> list[int]:
-    """The host waits for the device here, and nowhere else in a layer of experts."""
+    """The host waits for the device here, and nowhere else in a layer of experts unless its grouped
+    products are loops (model/kernels/grouped_matmul.py)."""
     numbers: list[int] = counts.tolist()
     return numbers

@@ -18,8 +18,9 @@ different numbers of rows, or none.
 | backward | gradients of results there, rows' back  | the same as the two rows above              |
 
 T is the number of tokens of a rank, k of experts that a token chooses, X of experts. With full
-checkpointing, rows and weights are sent there again. The router's weight is multiplied between an
-expert's two products, so results need not be kept for its gradient.
+checkpointing, also with that which keeps attention, rows and weights are sent there again. The
+router's weight is multiplied between an expert's two products, so results need not be kept for its
+gradient.
 
 The host must know how many rows it sends and receives, because it allocates them and because a
 collective takes numbers, not tensors. With ep 1 it knows: all of them. Else it waits for these
