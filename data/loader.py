@@ -157,7 +157,7 @@ def check_state(state: dict, data: TokenDataset | Mixture) -> None:
             f"the run to resume read other data (checksum {state['checksum'][:12]}…, "
             f"this data has {data.checksum[:12]}…)"
         )
-        remedy = "give the data the run began with, or start a new run in another run.dir"
+        remedy = "give the data the run began with, or declare the change in data_stages"
         raise UserError("data.path", path, why, remedy)
 
 

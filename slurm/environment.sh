@@ -3,7 +3,6 @@
 # Settings of torch, NCCL and gloo for the network and for failures; train_70b.sh sources this file.
 # The settings that are commented out are for networks that NCCL does not detect correctly: try
 # without them first.
-: "${logs:?the folder of the logs of this start}"
 
 # --- the network ----------------------------------------------------------------------------------
 
@@ -44,9 +43,9 @@ export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 # ended for this reason, every rank writes the last collectives that it started (up to the buffer
 # size below) with the Python lines that started them, and then ends its process (3), so that
 # torchrun restarts all ranks. `torchfrtrace --prefix flight-recorder-rank- FOLDER` reads the files of
-# all ranks, and prints which ranks joined a collective too late or not at all.
+# all ranks, and prints which ranks joined a collective too late or not at all. (train_70b.sh sets the
+# FOLDER, that of the start's logs.)
 export TORCH_FR_BUFFER_SIZE=20000
-export TORCH_FR_DUMP_TEMP_FILE=$logs/flight-recorder-rank-
 export TORCH_NCCL_DUMP_ON_TIMEOUT=1
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=3
 

@@ -4,6 +4,7 @@
 #   sbatch slurm/train_70b.sh                                        without a spare: a bad node ends the job
 #   sbatch --nodes 8 slurm/train_70b.sh configs/llama3_70b.yaml parallel.dp_shard=4     on 8 nodes
 #   sbatch --nodes 8 slurm/train_70b.sh configs/llama3_8b.yaml parallel.dp_replicate=8    another model
+#   sbatch --nodes 9 --export ALL,SPARE_NODES=1 slurm/train_70b.sh configs/qwen3_30b_a3b.yaml   experts, 8 of 9
 #   sbatch --nodes 16-32 --no-kill --export ALL,MIN_NODES=16 slurm/train_70b.sh CONFIG.yaml   as many as there are
 #   sbatch --array 1-3%1 slurm/train_70b.sh                          a chain of three jobs
 #
@@ -35,7 +36,7 @@
 # all on one socket, and the ranks of the other socket's GPUs have none near them.
 #SBATCH --time=48:00:00
 # This many seconds before its time is up, the job receives a signal to save. Allow for two steps, a
-# save and a minute; 70B writes 0.85 TB.
+# save and a minute; 70B writes 0.85 TB, so 300 needs 4.1 GB/s (`written in` in the log).
 #SBATCH --signal=B:USR1@300
 
 python=${PYTHON:-}                   # empty: .venv/bin/python, or a container's python3
@@ -190,6 +191,9 @@ say "$SLURM_JOB_NUM_NODES nodes × $gpus_per_node: $SLURM_JOB_NODELIST: $*"
 
 # --- preflight ------------------------------------------------------------------------------------
 
+# shellcheck source=slurm/environment.sh
+source slurm/environment.sh # the preflight measures the network that training will use
+
 # Check every node and the configuration, in less than a minute. The report goes to this log, and the
 # answer to standard output: the nodes to train on and the run folder. Status 1: too few nodes passed;
 # status 2: the configuration is refused. A new try would not help, so neither is requeued.
@@ -256,9 +260,7 @@ cp "$run_dir/checkpoints/latest" "$logs/newest" 2>/dev/null || true
 echo "$nodes" >"$logs/nodes"
 if [ -n "$stopping" ]; then go_on && exit "$status"; fi # USR1 came during the preflight
 
-# shellcheck source=slurm/environment.sh
-source slurm/environment.sh
-
+export TORCH_FR_DUMP_TEMP_FILE=$logs/flight-recorder-rank- # see environment.sh
 # The output of each node's torchrun goes to NODE.log, and that of each rank to
 # NODE/…/attempt_N/LOCAL_RANK/{stdout,stderr}.log. This log follows the NODE.log files, without the
 # INFO lines that only slurm/first_failure.sh needs (LOGLEVEL).
