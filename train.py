@@ -27,7 +27,7 @@ from runtime.all_listeners import build_listeners
 from runtime.checkpoint.history import passed
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.load import find_start, load
-from runtime.device import prepare_determinism
+from runtime.device import check_gpu, prepare_determinism
 from runtime.listener import Listeners, Run
 from runtime.log.run_log import RunLog
 from runtime.messages import fail, on_all_ranks, refuse
@@ -79,6 +79,7 @@ def check_config(told: Config | UserError, device: str) -> Config:
     if isinstance(told, UserError):
         raise told
     config, _ = valid_layout(told, dist.get_world_size())
+    check_gpu(config.train.dtype, device)
     check_kernels(config.model.kernels, device)
     check_optimizer(config)
     prepare_determinism(device, config.train.deterministic)

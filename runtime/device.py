@@ -32,6 +32,26 @@ def device_thread(target: Callable[..., None], name: str, *args: Any) -> threadi
     return threading.Thread(target=run, name=name, daemon=True)
 
 
+def check_gpu(dtype: str, device: str) -> None:
+    """Raise UserError if the installed torch has no kernels for this GPU, or if the GPU does not
+    compute in `dtype`, that of train.dtype."""
+    if device != "cuda" or torch.version.hip is not None:
+        return
+    (major, minor), name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
+    built = [arch.partition("_")[2].rstrip("af") for arch in torch.cuda.get_arch_list()]
+    if not any(int(arch[:-1]) == major and int(arch[-1]) <= minor for arch in built):
+        why = (
+            f"torch {torch.__version__} has no kernels for its compute capability, {major}.{minor}"
+        )
+        remedy = "install an older torch that has (torch.cuda.get_arch_list()), or use a newer GPU"
+        raise UserError("GPU", name, why, remedy)
+    if dtype == "bfloat16" and major < 8:
+        why = (
+            f"{name} does not compute in it: compute capability 8 does, and this is {major}.{minor}"
+        )
+        raise UserError("train.dtype", dtype, why, "set train.dtype=float16")
+
+
 def prepare_determinism(device: str, deterministic: bool) -> None:
     """Call it before the first matrix product, at which cuBLAS reads the variable.
     `deterministic`: train.deterministic."""

@@ -60,7 +60,9 @@ class TrainerState(Strict):
     seq_len: Positive
     # for the guard against loss spikes; None: the loss was not finite
     recent_losses: Annotated[list[float | None], Field(max_length=1000)]
-    bad_in_a_row: Natural  # consecutive steps up to this one whose updates were skipped
+    bad_in_a_row: Natural  # consecutive bad steps up to this one (training/guard.py)
+    # with float16, how the loss is scaled: the scale, and consecutive steps with a finite norm
+    loss_scale: tuple[Annotated[float, Field(ge=1)], Natural] | None = None
     model: dict[Name, Value | dict[Name, Value]]  # a mapping: the settings of a kind
     data: DataState
     # only of a run with data stages: those before that of `data`
@@ -88,8 +90,10 @@ class TrainerState(Strict):
         return ModelConfig(**at_new_places("model", self.model))
 
     def to_json(self) -> str:
-        """The text of trainer.json. A run without data stages has no `earlier`."""
-        without = None if self.earlier else {"earlier"}
+        """The text of trainer.json. A run without data stages has no `earlier`, and one whose loss
+        is not scaled no `loss_scale`."""
+        without = {"earlier"} if not self.earlier else set()
+        without |= {"loss_scale"} if self.loss_scale is None else set()
         return json.dumps(self.model_dump(exclude=without), indent=1)
 
 
@@ -101,6 +105,7 @@ def state_of(
     tokens: int = 0,
     recent_losses: Sequence[float | None] = (),
     bad_in_a_row: int = 0,
+    loss_scale: tuple[float, int] | None = None,
     earlier: Sequence[EarlierDataStage] = (),
 ) -> TrainerState:
     """The state of a run of `config` (of one data stage); by default of its beginning."""
@@ -113,6 +118,7 @@ def state_of(
         seq_len=config.train.seq_len,
         recent_losses=[*recent_losses],
         bad_in_a_row=bad_in_a_row,
+        loss_scale=loss_scale,
         model=model_entries(config.model),
         data=data,
         earlier=[*earlier],

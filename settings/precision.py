@@ -4,6 +4,7 @@
 |-------------|----------|--------------------------------|-----------------------|---------|
 | bfloat16    | bfloat16 | float32; bfloat16 with         | parallel.reduce_dtype | float32 |
 |             |          | optimizer.pure_bfloat16        |                       |         |
+| float16     | float16  | float32                        | parallel.reduce_dtype | float32 |
 | float32     | float32  | float32                        | parallel.reduce_dtype | float32 |
 | float64     | float64  | float64                        | float64               | float64 |
 """
@@ -15,7 +16,12 @@ import torch
 from parallel.config import ParallelConfig
 from settings.sections import OptimizerConfig, TrainConfig
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
 
 
 class Sections(Protocol):

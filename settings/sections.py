@@ -28,8 +28,9 @@ class TrainConfig:
     micro_batch_size: Count  # sequences per forward on one data-parallel rank
     # of the initial weights, the order of the data and stochastic rounding
     seed: Annotated[int, between(-(2**63), 2**63 - 1)] = 0
-    # dtype of forward and backward; with bfloat16, master weights stay in float32
-    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    # dtype of forward and backward; with 16 bits, master weights stay in float32, and with float16,
+    # for GPUs without bfloat16, the loss is scaled (training/guard.py)
+    dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
     compile: bool = False  # torch.compile each block; only with parallel.tp=1
     # see parallel/activation.py
     activation_checkpointing: Mode = "none"

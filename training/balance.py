@@ -58,9 +58,10 @@ class Balance:
         self.update(loads, norm)
         return loads
 
-    def begin(self) -> None:
-        """Before the first forward of a step."""
+    def begin(self, loss_scale: Tensor) -> None:
+        """Before the first forward of a step, whose losses are multiplied by the scale."""
         for load in self.of_rank.values():
+            load.loss_scale = loss_scale
             load.counts.zero_()
             load.losses.zero_()
 

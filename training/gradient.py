@@ -14,6 +14,14 @@ from parallel.placement import replicated_over
 
 
 @torch.no_grad()
+def unscale(gradients: Sequence[DTensor], scale: Tensor) -> None:
+    """Divide this rank's reduced gradients by the scale of the loss, a power of two, in place."""
+    local = [gradient.to_local() for gradient in gradients]
+    if local:  # (offloaded gradients: the host waits, as for their norm)
+        torch._foreach_mul_(local, (1 / scale).to(local[0].device, local[0].dtype))
+
+
+@torch.no_grad()
 def gradient_norm(gradients: Sequence[DTensor], mesh: Mesh, kernels: str = "auto") -> Tensor:
     """The L2 norm over the whole model, each parameter counted once: a float64 scalar, the same
     bits on every rank.

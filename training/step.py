@@ -25,7 +25,7 @@ from settings.config import Config
 from settings.precision import Precision
 from tokens import IGNORE
 from training.balance import Balance, Loads
-from training.gradient import gradient_norm
+from training.gradient import gradient_norm, unscale
 from training.guard import UpdateGuard
 from training.learning_rate import learning_rate
 from training.optimizers import optimizer_class
@@ -40,7 +40,8 @@ class StepResult:
     loss: Tensor  # mean over all target tokens of the global batch, the same on every rank
     grad_norm: Tensor  # before clipping
     updates: Tensor  # number of updates so far: steps minus those that the guard skipped
-    bad_in_a_row: Tensor  # number of consecutive skipped updates, up to this step
+    bad_in_a_row: Tensor  # number of consecutive bad steps, up to this one
+    loss_scale: Tensor  # of the next step (training/guard.py)
     loads: Loads | None  # of experts; None: the model has none
 
 
@@ -76,7 +77,8 @@ class TrainStep:
             self.tied_group = first_and_last_stage_group(mesh.root, parallel.ranks_of_stages)
         self.optimizer = optimizer_class(config.optimizer.name)(self.weights, config)
         self.balance = Balance(config, mesh, stages) if config.model.has_experts else None
-        self.guard = UpdateGuard(config.guard.spike_sigmas, mesh.device)
+        scales_loss = self.precision.compute == torch.float16
+        self.guard = UpdateGuard(config.guard.spike_sigmas, mesh.device, scales_loss)
         self.record: Recorder = nullcontext
 
         self.tp = TensorParallel.of(mesh, parallel.sequence_parallel)
@@ -101,7 +103,7 @@ class TrainStep:
         self.optimizer.step(lr, norm_or_inf, self.config.optimizer.grad_clip)
         loads = None if self.balance is None else self.balance(norm_or_inf)
         updates, bad = self.optimizer.updates, self.guard.bad_in_a_row
-        return StepResult(lr, loss, norm, updates, bad, loads)
+        return StepResult(lr, loss, norm, updates, bad, self.guard.loss_scale, loads)
 
     def forward_backward(
         self, tokens: Tensor, targets: Tensor, deterministic: bool = False
@@ -110,13 +112,17 @@ class TrainStep:
         the parameters; returns this loss and the gradient norm. `deterministic`: as with
         train.deterministic, whatever that is."""
         # This is the only division of gradients: every later reduction is a plain sum. (A mean per
-        # rank, then a mean over ranks, would be wrong as soon as token counts differ.)
-        scale = 1 / self.count_targets(targets)
+        # rank, then a mean over ranks, would be wrong as soon as token counts differ.) The scale is
+        # 1, but for float16.
+        scale = self.guard.loss_scale.to(self.precision.exact)
         microbatches = self.microbatches(
-            tokens, targets, loss_scale=scale, deterministic=deterministic
+            tokens,
+            targets,
+            loss_scale=scale / self.count_targets(targets),
+            deterministic=deterministic,
         )
         if self.balance is not None:
-            self.balance.begin()
+            self.balance.begin(scale)
         loss = self.runner.run(self.program, microbatches, self.record)
         check_reduced(weight.parameter for weight in self.weights)
         sum_over_tp(self.weights, self.mesh.tp.group)
@@ -124,8 +130,10 @@ class TrainStep:
         # The second copy of a tied embedding has the same gradient as the first, and must not count
         # again in the norm.
         gradients = [weight.gradient for weight in self.weights if not weight.is_copy]
+        if self.guard.scales_loss:
+            unscale([weight.gradient for weight in self.weights], scale)
         norm = gradient_norm(gradients, self.mesh, self.config.model.kernels)
-        return self.sum_over_ranks(loss), norm
+        return self.sum_over_ranks(loss) / scale, norm
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,9 +82,10 @@ def _(x: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 def has_kernel(dy: Tensor, x: Tensor, kernels: str) -> bool:
     """Whether the kernel sums the weight gradient, with `model.kernels`. It reads 16 bytes at a
-    time."""
+    time, and Triton uses the tensor cores of NVIDIA's GPUs from compute capability 8 on."""
     aligned = dy.shape[1] % 16 == x.shape[1] % 16 == 0
-    return dy.element_size() == 2 and aligned and use_triton(dy, kernels)
+    old = dy.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability()[0] < 8
+    return dy.element_size() == 2 and aligned and not old and use_triton(dy, kernels)
 
 
 @torch.library.custom_op("lattice::add_grouped_weight_gradient", mutates_args=("into",))

@@ -44,6 +44,7 @@ class Load:
     counts: Tensor  # [X] int64: rows of each expert
     losses: Tensor  # [2]: the balance loss and the z-loss, weighted
     global_sequences: int  # in the global batch; losses are divided by this number
+    loss_scale: Tensor  # the factor of the gradients of losses (training/guard.py)
 
 
 class RouterScores(torch.autograd.Function):
@@ -71,16 +72,16 @@ class RouterScores(torch.autograd.Function):
 
 
 class AddLoss(torch.autograd.Function):
-    """x, unchanged. In backward the gradient of `loss`, a scalar, is 1."""
+    """x, unchanged. In backward the gradient of `loss`, a scalar, is `scale`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        ctx.like = loss.new_ones(())
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.scale = scale
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:
-        return dx, ctx.like
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor, None]:
+        return dx, ctx.scale, None
 
 
 class BaseRouter(Layer):
@@ -139,7 +140,8 @@ class BaseRouter(Layer):
         if self.has_bias:
             self.set_bias(torch.zeros(self.num_experts, device=device))
         counts = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
-        self.load = Load(counts, torch.zeros(2, dtype=exact, device=device), global_sequences)
+        losses = torch.zeros(2, dtype=exact, device=device)
+        self.load = Load(counts, losses, global_sequences, torch.ones_like(losses[0]))
         return self.load
 
     def forward(self, x: Tensor) -> Choice:
@@ -153,7 +155,7 @@ class BaseRouter(Layer):
             losses = self.losses(logits, counts, load.global_sequences)
             self.kept.once(lambda: self.count(load, counts, losses))
             if self.experts.has_router_losses:
-                weights = AddLoss.apply(weights, losses.sum())
+                weights = AddLoss.apply(weights, losses.sum(), load.loss_scale)
         return Choice(experts, weights, counts)
 
     @torch.no_grad()

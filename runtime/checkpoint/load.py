@@ -220,6 +220,7 @@ def _at_boundary(trainer: TrainerState, config: Config, data: Sequence[Mixture])
         tokens=trainer.tokens,
         recent_losses=[] if anew else trainer.recent_losses,
         bad_in_a_row=trainer.bad_in_a_row,
+        loss_scale=trainer.loss_scale,
         earlier=[*trainer.earlier, end_of(trainer)],
     )
 
@@ -329,7 +330,8 @@ def load(train: TrainStep, start: Start) -> None:
         copy.copy_(source)
     if not start.weights_only:
         train.optimizer.set_updates(start.state.updates)
-        train.guard.restore(start.state.recent_losses, start.state.bad_in_a_row)
+        state = start.state
+        train.guard.restore(state.recent_losses, state.bad_in_a_row, state.loss_scale)
 
 
 class _ShownPlanner(DefaultLoadPlanner):

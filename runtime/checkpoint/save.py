@@ -120,6 +120,7 @@ class Saver:
             tokens=tokens,
             recent_losses=self.train.guard.recent_losses(),
             bad_in_a_row=int(self.train.guard.bad_in_a_row.item()),
+            loss_scale=self.train.guard.scale_state(),
             earlier=earlier,
         )
         copied = self._copy()  # last: the reads above wait for the device

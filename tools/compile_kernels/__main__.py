@@ -58,15 +58,18 @@ def main(arguments: list[str] | None = None) -> int:
 
     from tools.compile_kernels import compiler, specimens
 
-    given = specimens.SPECIMENS
-    if options.specimens is not None:
-        given = compiler.specimens_in(options.specimens)
-    chosen = [specimen for specimen in given if options.only in specimen.name]
-    if not chosen:
-        remedy = f"give a part of one of these names: {', '.join(s.name for s in given)}"
-        raise UserError("--only", options.only, "no specimen's name contains it", remedy)
+    launches = []
+    for target in options.target:
+        has_bfloat16 = TARGETS[target].has_bfloat16
+        given = specimens.SPECIMENS if has_bfloat16 else specimens.OF_FLOAT16
+        if options.specimens is not None:
+            given = compiler.specimens_in(options.specimens)
+        chosen = [specimen for specimen in given if options.only in specimen.name]
+        if not chosen:
+            remedy = f"give a part of one of these names: {', '.join(s.name for s in given)}"
+            raise UserError("--only", options.only, "no specimen's name contains it", remedy)
+        launches += compiler.launches_of(chosen, target)
     torch.set_num_threads(1)  # processes are forked: there must be no threads
-    launches = [one for name in options.target for one in compiler.launches_of(chosen, name)]
     reports = compiler.compile_all(launches, options.processes)
     if options.json is not None:
         text = json.dumps(reports, indent=1)

@@ -27,7 +27,7 @@ from model.kernels.swiglu import swiglu
 from model.kernels.weighted_swiglu import weighted_swiglu
 
 TOKENS = 64
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @dataclass(frozen=True)
@@ -182,3 +182,17 @@ SPECIMENS = [
     Specimen("adamw float32", lambda: _update(FP32), narrow=TAIL),
     Specimen("adamw bfloat16", lambda: _update(BF16), narrow=TAIL),
 ]
+
+# For GPUs without bfloat16. (There the gradient of experts' weights is a loop over them.)
+OF_FLOAT16 = [
+    Specimen("rms_norm 4096 float16", lambda: _norm(4096, FP16)),
+    Specimen("add_rms_norm 4096 float16", lambda: _norm_of_sum(4096, FP16)),
+    Specimen("rotary 32 + 8 heads of 128 float16", lambda: _rotary(32, 8, 128, FP16),
+             narrow=ANGLES),
+    Specimen("swiglu 14336 float16", lambda: _gate(14336, FP16)),
+    Specimen("weighted_swiglu 768 float16", lambda: _weighted_gate(768, FP16)),
+    Specimen("rows 2048 float16", lambda: _rows(2048, FP16)),
+    Specimen("cross-entropy 128256 float16", lambda: _loss(128256, FP16)),
+    *(each for each in SPECIMENS if each.name in
+      ("square_sum float32", "hash, numbers of 4 bytes", "adamw float32")),
+]  # fmt: skip

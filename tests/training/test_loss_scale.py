@@ -1,0 +1,195 @@
+"""float16: the scale of the loss is the same on every rank of every layout, also where only one
+overflows; it changes no number, and a run that resumes continues with it."""
+
+import math
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import training.guard
+import training.step
+from errors import UserError
+from proofs.ranks import Ranks
+from runtime.device import check_gpu
+from tests import runs
+from tests.health.faulty_runs import run_with_bad_steps
+from tests.planted import from_table
+from training.balance import Balance
+from training.guard import FIRST_SCALE, UpdateGuard
+
+# It grows after two finite norms, and in step 3 a gradient of one rank overflows.
+HISTORY = [FIRST_SCALE * factor for factor in (1, 2, 1, 1, 2, 2)]
+LAYOUT_8 = {"parallel": runs.LAYOUT_3D | {"dp_shard": 2}}
+EXPERTS = runs.EXPERTS | {"experts": runs.EXPERTS["experts"] | {"router_aux_weight": 1.0}}
+OVERFLOWS: dict[str, tuple[dict[str, Any], int, int]] = {  # sections, world, the rank
+    "tp": (LAYOUT_8, 8, 1),
+    "dp": (LAYOUT_8, 8, 2),
+    "pp": (LAYOUT_8, 8, 4),
+    "cp": ({"parallel": {"cp": 2}}, 2, 1),
+    "ep": ({"model": EXPERTS, "parallel": {"dp_shard": 2, "ep": 2}}, 2, 1),
+    "alone": ({}, 1, 0),
+}
+
+
+def run_with_overflow(arguments: list[str], rank: int, bad: set[int], *mistakes: str) -> str:
+    with from_table(__name__, *mistakes), patch.object(training.guard, "GROWS_AFTER", 2):
+        return run_with_bad_steps(arguments, rank, bad)
+
+
+def train(
+    ranks: Ranks, data: Path, folder: Path, case: str, *mistakes: str, saves: bool = False
+) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of six steps in float16. If it `saves`, the last two come again,
+    resumed."""
+    sections, world, rank = OVERFLOWS[case]
+    interval = {"interval": 4, "keep_last": 9} if saves else {"interval": "never"}
+    sections = {"train": {"dtype": "float16"}, "checkpoint": interval} | sections
+    config = runs.write_config(folder, data, **sections)
+    assert ranks.run(run_with_overflow, world, [config], rank, {3}, *mistakes) == [""] * world
+    if saves:
+        before = runs.losses(folder)
+        runs.forget_last(folder)
+        assert ranks.run(run_with_overflow, world, [config], rank, set(), *mistakes) == [""] * world
+        assert runs.losses(folder) == before
+    return runs.metrics_of(folder)
+
+
+@pytest.fixture(scope="module")
+def plain(
+    ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[bool, list[dict[str, Any]]]:
+    """The same in float32, on one rank; with experts and without."""
+    found = {}
+    for experts in (False, True):
+        folder = tmp_path_factory.mktemp("plain")
+        config = runs.write_config(folder, data, model=EXPERTS if experts else {})
+        assert ranks.run(run_with_overflow, 1, [config], 0, {3}) == [""]
+        found[experts] = runs.metrics_of(folder)
+    assert "loss_scale" not in found[False][0]
+    return found
+
+
+def wrong(lines: list[dict[str, Any]], plain: list[dict[str, Any]]) -> set[str]:
+    """The keys of `lines`, in float16, that are not as in float32."""
+    found = set()
+    for line, exact, scale in zip(lines, plain, HISTORY, strict=True):
+        same = {
+            "loss_scale": line["loss_scale"] == scale,
+            "skipped_updates": line["skipped_updates"] == exact["skipped_updates"],
+            "loss": math.isclose(line["loss"], exact["loss"], rel_tol=2e-3),
+            "grad_norm": line["grad_norm"] == pytest.approx(exact["grad_norm"], 2e-2, nan_ok=True),
+        }
+        found |= {key for key, is_same in same.items() if not is_same}
+    return found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "tp",
+        "ep",
+        "alone",
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in ("dp", "pp", "cp")),
+    ],
+)
+def test_every_rank_scales_alike(
+    ranks: Ranks, data: Path, tmp_path: Path, plain: dict[bool, Any], case: str
+) -> None:
+    lines = train(ranks, data, tmp_path, case, saves=True)
+    assert runs.trainer_of(tmp_path, 4)["bad_in_a_row"] == 0, "an overflow is no bad step"
+    assert wrong(lines, plain[case == "ep"]) == set()
+
+
+def own_norm(call: Any, self: UpdateGuard, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """A rank that has no overflow itself goes on."""
+    own = norm if dist.get_rank() == 1 else norm.nan_to_num(1.0, 1.0)
+    result: torch.Tensor = call(self, loss, own)
+    return result
+
+
+def after_the_clip(unscale: Any, gradients: Any, scale: torch.Tensor) -> None:
+    """The norm, and the clipping by it, see gradients that are still scaled."""
+
+
+def counts_in_the_moments(
+    call: Any, self: UpdateGuard, loss: torch.Tensor, norm: torch.Tensor
+) -> torch.Tensor:
+    call(self, loss, norm)
+    return norm.nan_to_num(1.0, 1.0)
+
+
+def not_saved(scale_state: Any, self: UpdateGuard) -> None:
+    return None
+
+
+def unscaled_balance(begin: Any, self: Any, scale: torch.Tensor) -> None:
+    begin(self, torch.ones_like(scale))
+
+
+MISTAKES = {
+    "a scale of each rank": (UpdateGuard, "__call__", own_norm),
+    "unscaled after the clip": (training.step, "unscale", after_the_clip),
+    "in the moments": (UpdateGuard, "__call__", counts_in_the_moments),
+    "not saved": (UpdateGuard, "scale_state", not_saved),
+    "balance": (Balance, "begin", unscaled_balance),
+}
+CONTROLS = {  # where it is found, and by which keys
+    "unscaled after the clip": ("alone", {"grad_norm"}),
+    "in the moments": ("alone", {"loss"}),
+    "not saved": ("alone", {"loss_scale"}),
+    "balance": ("ep", {"grad_norm"}),
+}
+
+
+@pytest.mark.parametrize("mistake", CONTROLS)
+def test_a_mistake_is_found(
+    ranks: Ranks, data: Path, tmp_path: Path, plain: dict[bool, Any], mistake: str
+) -> None:
+    case, keys = CONTROLS[mistake]
+    lines = train(ranks, data, tmp_path, case, mistake, saves=mistake == "not saved")
+    assert wrong(lines, plain[case == "ep"]) >= keys
+
+
+def test_a_scale_of_each_rank_is_found(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    sections = {"train": {"dtype": "float16"}, "checkpoint": {"interval": "never"}}
+    config = runs.write_config(tmp_path, data, parallel={"tp": 2}, **sections)
+    mistake = [config], 1, {3}, "a scale of each rank"
+    for said in ranks.run(runs.said_by, 2, run_with_overflow, *mistake):
+        assert "copies over tp, hold different numbers" in said
+
+
+GPUS = {  # capability, dtype → what is said
+    ((7, 0), "float16"): r"GPU = 'X': .*no kernels for its compute capability, 7\.0",
+    ((7, 5), "bfloat16"): "train.dtype = 'bfloat16': X does not compute in it",
+    ((7, 5), "float16"): "",
+    ((8, 6), "bfloat16"): "",  # by the kernels of 8.0
+    ((10, 0), "bfloat16"): "",
+}
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=str)
+def test_a_gpu_that_cannot_is_refused_by_name(
+    gpu: tuple[tuple[int, int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capability, dtype = gpu
+    arches = ["sm_75", "sm_80", "sm_90a", "sm_100", "sm_120"]
+    about = {"get_device_capability": capability, "get_device_name": "X", "get_arch_list": arches}
+    for name, value in about.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    with pytest.raises(UserError, match=GPUS[gpu]) if GPUS[gpu] else nullcontext():
+        check_gpu(dtype, "cuda")
+
+
+def test_the_smallest_scale_excuses_nothing() -> None:
+    guard, one = UpdateGuard(6.0, "cpu", scales_loss=True), torch.tensor(1.0)
+    guard.restore([], 0, (2.0, 1))
+    for scale, bad in ((1.0, 0), (1.0, 1), (1.0, 2)):
+        assert guard(one, one * math.nan) == math.inf
+        assert (guard.loss_scale, guard.bad_in_a_row) == (scale, bad)
+    assert guard(one * math.nan, one) == math.inf, "a loss that is not finite is bad at any scale"
+    assert guard.bad_in_a_row == 3
