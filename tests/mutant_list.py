@@ -36,7 +36,7 @@ CHANGES: dict[str, list[Change]] = {
         ('f"{seed}:{name}:{block}"', 'f"{seed}:{block}"'),
     ],
     "model/router/_base.py": [
-        ("x.to(exact) @ weight.to(exact).t()", "(x @ weight.t()).to(exact)"),
+        ("wide_product(x, weight.t(), exact)", "(x @ weight.t()).to(exact)"),
         ("gradient_is_partial=tp.sequence_parallel", "gradient_is_partial=False"),
         ("len(logits) // len(counts) * self.ep.parts", "len(logits) // len(counts)", "parts"),
         ("reduce(all_reduce, self.ep.sequence, counts)",

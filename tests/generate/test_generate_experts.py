@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from errors import UserError
-from model import matmul
 from model.config import ModelConfig
 from model.router import bias_name, routers_of
 from model.transformer import Batch, Transformer
@@ -21,7 +20,6 @@ from runtime.checkpoint.manifest import Manifest, fingerprint, read_manifest, wr
 from runtime.trainer_state import model_entries
 from tests.data_samples import tokenizer
 from tests.huggingface.huggingface_models import change, load_whole, write_checkpoint
-from tests.planted import planted
 from tests.runs import run, said_by, write_config
 from tools.export import export
 from tools.generate.load_model import find, load_model
@@ -65,14 +63,6 @@ def random_checkpoint(folder: Path, name: str) -> Path:
     return write_checkpoint(folder, tensors, trainer)
 
 
-@planted(matmul, "grouped_mm")
-def by_the_ends(grouped_mm: Any, x: Any, b: Any, offsets: torch.Tensor, _: Any) -> torch.Tensor:
-    """As on a GPU, which reads where each expert's rows end, not the host's numbers of them."""
-    sizes = offsets.diff(prepend=offsets.new_zeros(1)).tolist()
-    product: torch.Tensor = grouped_mm(x, b, offsets, sizes)
-    return product
-
-
 def generated(folder: Path, rounded: bool = False) -> list[list[int]]:
     """The tokens that follow each prompt: from the padded batch, with the cache. `rounded`: with
     weights in the float32 of an export."""
@@ -81,8 +71,7 @@ def generated(folder: Path, rounded: bool = False) -> list[list[int]]:
         for weight in weights_of(loaded.model):
             local = weight.sharded.to_local()
             local.copy_(local.float().double())
-    with by_the_ends():
-        new = list(generate(loaded.model, PROMPTS, COUNT, Sampling(temperature=0)))
+    new = list(generate(loaded.model, PROMPTS, COUNT, Sampling(temperature=0)))
     return [[row[i] for row in new] for i in range(len(PROMPTS))]
 
 

@@ -4,13 +4,14 @@ predicts the whole job's step from the measured actions of its ranks."""
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.distributed import ProcessGroup
 
-from costs.routing import Routing
+from costs.routing import Routing, parts
 from parallel.collectives import Pending, start_all_to_all
 from parallel.parameter import Constant, weights_of
 from parallel.pipeline.simulate import Event, simulate
@@ -32,7 +33,8 @@ def told_by_others(found: Routing) -> Iterator[None]:
         x: torch.Tensor, group: ProcessGroup, send: Sequence[int], receive: Sequence[int]
     ) -> Pending:
         if x.dtype == torch.int64 and group.size() > 1:
-            return Pending(x.new_tensor(found.receive).flatten())
+            of_rank = (parts(rows, len(x) // group.size()) for rows in found.receive)
+            return Pending(x.new_tensor(list(chain.from_iterable(of_rank))))
         return start_all_to_all(x, group, send, receive)
 
     with patch("parallel.dispatch.all_to_all.start_all_to_all", start):
