@@ -157,7 +157,7 @@ CHANGES: dict[str, list[Change]] = {
          "sum_over_tp(self.weights, self.mesh.pp.group)", "group"),
         ("self.optimizer.step(lr, norm_or_inf,", "self.optimizer.step(lr, norm,", "guard"),
         ("for weight in self.weights if not weight.is_copy]", "for weight in self.weights]"),
-        ("            self.balance.begin()\n", "            pass\n", "counts"),
+        ("            self.balance.begin(scale)\n", "            pass\n", "counts"),
     ],
     "training/guard.py": [
         ("(self.bad_in_a_row + 1) * bad", "self.bad_in_a_row + bad"),
