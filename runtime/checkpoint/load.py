@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 from data.dataset import Mixture
 from errors import UserError
+from runtime.agreement import from_rank_0, on_all_ranks
 from runtime.checkpoint.folder import (
     ABANDONED,
     DAMAGED,
@@ -55,7 +56,7 @@ from runtime.checkpoint.progress import byte_bar
 from runtime.checkpoint.tiling import Point, random_point
 from runtime.checkpoint.verify import check_whole, cover, parse_trainer
 from runtime.log.events import read_events
-from runtime.messages import from_rank_0, log, on_all_ranks
+from runtime.output import log
 from runtime.trainer_state import (
     DataState,
     Start,

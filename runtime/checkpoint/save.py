@@ -62,7 +62,7 @@ from runtime.checkpoint.tiling import random_point
 from runtime.checkpoint.verify import check_whole, cover
 from runtime.device import DeviceClock, device_thread
 from runtime.log.run_log import RunLog
-from runtime.messages import log
+from runtime.output import log
 from runtime.trainer_state import (
     FILE,
     DataState,

@@ -54,12 +54,13 @@ from torch import Tensor
 
 from errors import RunFailed
 from parallel.placement import replicated_over
+from runtime.agreement import from_rank_0
 from runtime.health.compare import Computed, compute, disputes, returned, settle, shifted
 from runtime.health.excluded import exclude, node_name
 from runtime.health.replicas import ReplicasDiffer
 from runtime.listener import Listener, Run
 from runtime.log.events import NOT_EXAMINED, PERSISTENT, REPRODUCIBLE, TRANSIENT, read_events
-from runtime.messages import from_rank_0, log
+from runtime.output import log
 from runtime.trainer_state import Start, held_tensors
 from settings.config import Config
 from training.step import StepResult, TrainStep

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.files import write_or_warn
-from runtime.messages import log
+from runtime.output import log
 from settings import yaml_text
 
 FILE = "excluded.json"

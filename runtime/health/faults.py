@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from errors import UserError
+from runtime.agreement import on_all_ranks
 from runtime.health.products import Compute, Inputs, linear_layers, wrap
 from runtime.listener import Listener, Run
-from runtime.messages import log, on_all_ranks
+from runtime.output import log
 from settings.precision import Precision
 from training.step import TrainStep
 

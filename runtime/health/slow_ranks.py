@@ -32,7 +32,7 @@ from runtime.health.excluded import exclude, include, node_name
 from runtime.health.products import Compute, Inputs, linear_layers, wrap
 from runtime.health.straggler import Judge, Slow
 from runtime.listener import Listener, Run
-from runtime.messages import log
+from runtime.output import log
 from runtime.trainer_state import Start
 from settings.config import Config
 from training.step import TrainStep

@@ -33,8 +33,8 @@ from parallel.layer import gradients_of
 from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
 from parallel.placement import local_part
 from runtime.listener import Listener, Run
-from runtime.messages import log
 from runtime.metrics.metrics import peak_memory_bytes
+from runtime.output import log
 from training.step import TrainStep
 
 RECORDED = 100_000  # allocations in the memory history

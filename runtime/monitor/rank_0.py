@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from runtime.log.run_log import PAUSE_SECONDS
 from runtime.log.status import read_status, write_status
-from runtime.messages import log
 from runtime.monitor.after_commit import progress
 from runtime.monitor.check import on_event, prometheus
 from runtime.monitor.process import END_EVENT_SECONDS, ENDING_SECONDS, start_monitor
+from runtime.output import log
 from runtime.signals import Signals, requests
 from settings.config import Config
 

@@ -20,7 +20,7 @@ from parallel.mesh import Mesh
 from parallel.pipeline.actions import NAMES, Action
 from parallel.pipeline.simulate import Event, Timeline
 from runtime.listener import Listener, Run
-from runtime.messages import log
+from runtime.output import log
 from settings.data_stages import DataStage
 
 AFTER = 2  # first steps that are not traced, because they allocate, connect and compile

@@ -11,7 +11,7 @@ All ranks first find each other in the launcher's store, before any GPU is used,
 The ranks that train get new numbers, in RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, and a store that the
 first of them holds: torchrun may have put its own into the process of the launcher's rank 0, which
 may be a spare, or on a node that dies. After that, only the log and a refusal (announce.py,
-torchrun.py) need to know of spares. The order is the launcher's, with excluded nodes
+exit.py) need to know of spares. The order is the launcher's, with excluded nodes
 (health/excluded.py) last, so the ranks of a node stay together.
 
 A spare uses no GPU and hardly any CPU. It exits with status 0 when the run has ended, or when it is
@@ -46,11 +46,11 @@ import torch
 import torch.distributed as dist
 
 from errors import UserError
+from runtime.exit import REFUSED, stop_agent
 from runtime.health.excluded import excluded_nodes, node_name
-from runtime.messages import log
+from runtime.output import log
 from runtime.signals import Signals
 from runtime.start.init import comes, fresh_store
-from runtime.torchrun import REFUSED, stop_agent
 from settings.config import Config
 from settings.layouts import layout_sizes
 
