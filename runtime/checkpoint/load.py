@@ -44,26 +44,13 @@ from runtime.checkpoint.folder import (
 )
 from runtime.checkpoint.history import changes_the_loss, check_history, check_model, end_of
 from runtime.checkpoint.lease import Lease
-from runtime.checkpoint.manifest import (
-    TENSORS,
-    Damaged,
-    Manifest,
-    check_file,
-    check_sizes,
-    read_manifest,
-)
+from runtime.checkpoint.manifest import Damaged, Manifest, check_sizes, read_manifest
 from runtime.checkpoint.progress import byte_bar
 from runtime.checkpoint.tiling import Point, random_point
-from runtime.checkpoint.verify import check_whole, cover, parse_trainer
+from runtime.checkpoint.verify import check_files, check_whole, parse_trainer
 from runtime.log.events import read_events
 from runtime.output import log
-from runtime.trainer_state import (
-    DataState,
-    Start,
-    TrainerState,
-    held_tensors,
-    state_of,
-)
+from runtime.trainer_state import DataState, Start, TrainerState, held_tensors, state_of
 from settings.config import Config
 from settings.data_stages import ROTATION_KEYS, data_stage_of, data_stages
 from training.step import TrainStep
@@ -274,14 +261,9 @@ def _damage(path: Path) -> str | None:
         return read[0]
     manifest, point = read[0]
     covered, problem = Counter[str](), None
-    mine = sorted(manifest.files)[rank::world]
-    size = sum(manifest.files[name][0] for name in mine)
     try:
-        with byte_bar(f"checking {path.name}", size, shown=rank == 0) as bar:
-            for name in mine:
-                check_file(path, manifest, name, bar.update)
-                if name.endswith(TENSORS):
-                    covered += cover(path / name, manifest, point)
+        mine = sorted(manifest.files)[rank::world]
+        covered = check_files(path, manifest, mine, point, shown=rank == 0)
     except Damaged as damaged:
         problem = str(damaged)
     everyone: list[Any] = [None] * world
