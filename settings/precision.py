@@ -8,7 +8,7 @@
 | float64     | float64  | float64                        | float64               | float64 |
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -16,19 +16,6 @@ from parallel.config import ParallelConfig
 from settings.sections import OptimizerConfig, TrainConfig
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-
-
-class Sections(Protocol):
-    """The sections of a configuration that determine dtypes."""
-
-    @property
-    def train(self) -> TrainConfig: ...
-
-    @property
-    def parallel(self) -> ParallelConfig: ...
-
-    @property
-    def optimizer(self) -> OptimizerConfig: ...
 
 
 class Precision(NamedTuple):
@@ -40,12 +27,14 @@ class Precision(NamedTuple):
     exact: torch.dtype  # statistics and losses
 
     @classmethod
-    def of(cls, config: Sections) -> "Precision":
-        compute = DTYPES[config.train.dtype]
+    def of(
+        cls, train: TrainConfig, parallel: ParallelConfig, optimizer: OptimizerConfig
+    ) -> "Precision":
+        compute = DTYPES[train.dtype]
         exact = torch.promote_types(compute, torch.float32)
         return cls(
             compute=compute,
-            master=compute if config.optimizer.pure_bfloat16 else exact,
-            reduce=compute if compute == torch.float64 else DTYPES[config.parallel.reduce_dtype],
+            master=compute if optimizer.pure_bfloat16 else exact,
+            reduce=compute if compute == torch.float64 else DTYPES[parallel.reduce_dtype],
             exact=exact,
         )
