@@ -145,10 +145,10 @@ def held_bytes(train: TrainStep) -> dict[str, int]:
                 total += storage.nbytes()  # 0 if FSDP has freed it
         return total
 
-    return {category: count(tensors) for category, tensors in held_tensors(train).items()}
+    return {category: count(tensors) for category, tensors in tensors_by_category(train).items()}
 
 
-def held_tensors(train: TrainStep) -> dict[str, list[Tensor]]:
+def tensors_by_category(train: TrainStep) -> dict[str, list[Tensor]]:
     """List this rank's tensors in the model, FSDP and the optimizer, by category. A tensor may be
     in two categories; it is counted in the first."""
     sharded = [weight.parameter for weight in train.weights]
