@@ -5,8 +5,9 @@ tells torchrun and the other ranks. Each error is reported once, as far as a ran
     UserError, agreed on             rank 0                2
     UserError of one rank            that rank             2
     RunFailed: all ranks raise it    rank 0                1
-    the connection to a rank is      nobody, if the        1; 2 if the other rank has refused
-    lost: that one knows more        launcher ends it        this start
+    the connection to another        this rank, if the     1; 2 if the other one has refused
+    rank is lost                     launcher is not         this start
+                                     ending it
     any other                        that rank, with its   1
                                      traceback
 

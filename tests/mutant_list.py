@@ -176,8 +176,8 @@ CHANGES: dict[str, list[Change]] = {
         ("dist.all_reduce(total)", "dist.all_reduce(total, group=mesh.loss.group)", "group"),
     ],
     "settings/precision.py": [
-        ("if config.optimizer.pure_bfloat16 else exact",
-         "if config.optimizer.pure_bfloat16 else compute", "dtype"),
+        ("if optimizer.pure_bfloat16 else exact",
+         "if optimizer.pure_bfloat16 else compute", "dtype"),
     ],
     "settings/data_stages.py": [
         ("begin - (tokens - value) // per_step", "begin + (value - tokens) // per_step"),

@@ -20,7 +20,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -219,7 +218,7 @@ def _newest_good(lease: Lease, last_step: float = math.inf) -> Path | None:
     for path in reversed(found):
         if step_of(path) > last_step:
             continue
-        problem = _damage(path)
+        problem = _damage(path, lease.device)
         if problem is None:
             return path
         if dist.get_rank() == 0:
@@ -231,7 +230,7 @@ def _newest_good(lease: Lease, last_step: float = math.inf) -> Path | None:
 
 def require_good(path: Path, key: str, device: str) -> None:
     """Raise UserError, on every rank, if the checkpoint that `key` selects is damaged."""
-    problem = _damage(path)
+    problem = _damage(path, device)
 
     def refuse() -> None:
         if problem is not None:
@@ -241,40 +240,26 @@ def require_good(path: Path, key: str, device: str) -> None:
     from_rank_0(refuse, device)
 
 
-def _damage(path: Path) -> str | None:
+def _damage(path: Path, device: str) -> str | None:
     """Return what is wrong with a checkpoint, or None if it is undamaged; the same on every rank.
     Rank 0 reads what describes it, and each rank its share of the files."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
-    def described() -> tuple[Manifest, Point] | str:
-        try:
-            manifest = read_manifest(path)
-            check_sizes(path, manifest)
-            parse_trainer(path)
-        except Damaged as damaged:
-            return str(damaged)
+    def described() -> tuple[Manifest, Point]:
+        manifest = read_manifest(path)
+        check_sizes(path, manifest)
+        parse_trainer(path)
         return manifest, random_point()
 
-    read = [described() if rank == 0 else ""]
-    dist.broadcast_object_list(read, src=0)
-    if isinstance(read[0], str):
-        return read[0]
-    manifest, point = read[0]
-    covered, problem = Counter[str](), None
-    try:
+    def covered_by_mine() -> Counter[str]:
         mine = sorted(manifest.files)[rank::world]
-        covered = check_files(path, manifest, mine, point, shown=rank == 0)
-    except Damaged as damaged:
-        problem = str(damaged)
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, (covered, problem))
-    whole = Counter[str]()
-    for theirs, wrong in everyone:
-        if wrong is not None:
-            return str(wrong)
-        whole += theirs
+        return check_files(path, manifest, mine, point, shown=rank == 0)
+
     try:
-        check_whole(manifest, whole, point)
+        manifest, point = from_rank_0(described, device, Damaged)
+        everyone = [on_all_ranks(covered_by_mine, device, Damaged)] * world
+        dist.all_gather_object(everyone, everyone[rank])
+        check_whole(manifest, sum(everyone, Counter[str]()), point)
     except Damaged as damaged:
         return str(damaged)
     return None
