@@ -61,8 +61,8 @@ def deterministic(device: str) -> Iterator[None]:
 
 
 def time_mark(device: str) -> Any:
-    """When the work launched so far is done: on a GPU an event in the current stream,
-    for which nobody waits; on a CPU, seconds by the clock."""
+    """When the work launched so far is done: on a GPU an event in the current stream, for which
+    nobody waits; on a CPU, seconds by the clock."""
     if device != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -70,18 +70,7 @@ def time_mark(device: str) -> Any:
     return event
 
 
-class DeviceClock:
-    """Measures the work on the current stream from its construction to `stop`, without waiting."""
-
-    def __init__(self) -> None:
-        self.begin = time_mark("cuda")
-
-    def stop(self) -> Callable[[], float]:
-        """Return a function that waits for the work and returns its seconds."""
-        end = time_mark("cuda")
-
-        def seconds() -> float:
-            end.synchronize()
-            return float(self.begin.elapsed_time(end)) / 1e3
-
-        return seconds
+def seconds_between(begin: Any, end: Any) -> float:
+    """Wait for the work before the second of two marks on a GPU, and return the seconds between."""
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
