@@ -1,5 +1,5 @@
 """Exceptions that are reported as one message from one rank, without a traceback
-(`runtime/messages.py`): UserError, which the user can fix, and RunFailed, which ends a running run.
+(`runtime/exit.py`): UserError, which the user can fix, and RunFailed, which ends a running run.
 
 They may be raised anywhere, so every module may import this one, and it imports nothing of ours.
 """

@@ -23,14 +23,15 @@ from data.loader import BatchLoader
 from errors import UserError
 from model.kernels.backend import check_kernels
 from parallel.mesh import build_mesh
+from runtime.agreement import on_all_ranks
 from runtime.all_listeners import build_listeners
 from runtime.checkpoint.history import passed
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.load import find_start, load
 from runtime.device import check_gpu, prepare_determinism
+from runtime.exit import fail, refuse
 from runtime.listener import Listeners, Run
 from runtime.log.run_log import RunLog
-from runtime.messages import fail, on_all_ranks, refuse
 from runtime.monitor.rank_0 import Monitor
 from runtime.start.announce import announce
 from runtime.start.attention import check_attention

@@ -4,11 +4,11 @@ Each module or folder may import only those above it (tests/test_house.py):
 
     signals.py         receives signals, from the first line of train.py
     output.py          standard output and error: whatever becomes of them, the work goes on
-    torchrun.py        ends torchrun when a start is refused: it would only restart
     schema.py          validation of JSON from outside
     device.py          threads and clocks of a device
     files.py           replaces a file as a whole; locks one
-    messages.py        reports an error once, from one rank
+    agreement.py       what one rank knows, known to all: an error, or what rank 0 has read
+    exit.py            how a rank exits that cannot continue: what it reports and tells the others
 
     log/               what happened to a run, how it ended, where its time went
     trainer_state.py   what is saved beside the tensors, and where a run starts from
@@ -27,7 +27,7 @@ Each module or folder may import only those above it (tests/test_house.py):
     start/             what happens before the first step: the ranks find each other, and mistakes
                        are found before anything is built
 
-    next_stage.py      from one data stage of a run to the next
+    end_recorder.py    how a run ends, or one data stage of it
     all_listeners.py   the listeners of a run, in order
 
 May import `training/`, `settings/`, `costs/`, `model/`, `parallel/` and `data/`; imported only by

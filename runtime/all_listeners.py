@@ -4,6 +4,7 @@ from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.rollback import Rollback
 from runtime.checkpoint.save import Saver
 from runtime.checkpoint.saving import LeaseCheck, Saving
+from runtime.end_recorder import EndRecorder
 from runtime.evaluation.listener import Evaluation
 from runtime.garbage import GarbageCollection
 from runtime.health.examine import Examination
@@ -12,9 +13,9 @@ from runtime.health.slow_ranks import SlowRanks
 from runtime.listener import Listener, Run
 from runtime.metrics.memory_report import MemoryReports
 from runtime.metrics.metrics import Metrics, RecordWriter
-from runtime.next_stage import DataStageBegins, RunEnd
 from runtime.profiling.profile import StepProfile
 from runtime.profiling.trace import StepTrace
+from runtime.start.announce import DataStageBegins
 from runtime.start.checks import Data
 from runtime.start.timing import StartTimes
 from runtime.trainer_state import Start
@@ -76,7 +77,7 @@ def build_listeners(run: Run, whole: Config, data: Data, lease: Lease) -> list[L
         StepProfile(config, mesh),  # close to the step, so that the trace has little else
         StepTrace(run.data_stage, mesh, start.step),  # likewise
         metrics,  # measures the step, before the listeners below take time
-        RunEnd(),  # closes before the metrics, whose trackers may wait for their servers
+        EndRecorder(),  # closes before the metrics, whose trackers may wait for their servers
         *slow_ranks,  # what the listeners below compute is not timed
         Watching(),  # before all that may take longer than a step, and then says so (Run.pause)
         MemoryReports(train),

@@ -1,13 +1,4 @@
-"""What a run does around its steps: a list of listeners, called in order at each step.
-
-    run = Run(data_stage, train, loader, start, log, watchdog, stop)
-    with Listeners(run, [...]) as listeners:
-        while run.goes_on:
-            tokens, targets = run.next_batch()
-            listeners.before_step()
-            run.result = train(run.step, tokens, targets)
-            listeners.after_step()  # counts the step, then calls the listeners
-        listeners.end()
+"""What a run does around its steps: a list of listeners, called in order by the loop of train.py.
 
 | method        | called when                                       | order in the list        |
 |---------------|---------------------------------------------------|--------------------------|

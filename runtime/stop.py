@@ -33,7 +33,7 @@ collectives at other times, and ranks that issue the collectives of one group in
 wait for each other forever.
 
 If another rank is dead, or does not post although this rank has received a signal, this rank exits
-with status 1 and saves nothing (`fail` in messages.py): when a rank has died, torchrun sends
+with status 1 and saves nothing (`fail` in exit.py): when a rank has died, torchrun sends
 SIGTERM to the others.
 """
 
@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 
 from runtime import signals
-from runtime.messages import LostConnection
+from runtime.exit import LostConnection
 from runtime.signals import Signals
 from settings.config import Config
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from runtime.device import device_thread
 from runtime.log.run_log import RunLog
-from runtime.messages import log
+from runtime.output import log
 from settings.config import Config
 
 LOOK_SECONDS = 1.0  # between two checks of the clock

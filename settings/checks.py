@@ -20,7 +20,6 @@ from parallel.pipeline.check import fault_in
 from parallel.pipeline.schedules import MAX_FORWARDS
 from settings.config import Config
 from settings.data_stages import data_stages, in_data_stage
-from settings.precision import Precision
 from settings.sections import MAX_TOKENS, OptimizerConfig
 
 
@@ -156,7 +155,7 @@ def check_compile(config: Config, sizes: MeshSizes) -> None:
         remedy = "set train.compile=false, or choose a schedule that does not split backward (1f1b,"
         remedy += " interleaved_1f1b)"
         raise UserError("train.compile", True, why + "defers them", remedy)
-    parallel, precision = config.parallel, Precision.of(config)
+    parallel, precision = config.parallel, config.precision
     of_one = parallel.zero_stage < 2 and config.num_microbatches(sizes.dp) == 1
     is_wider = torch.promote_types(precision.reduce, precision.compute) != precision.compute
     if parallel.fsdp_unit == "stage" and of_one and is_wider and sizes.dp * sizes.cp > 1:

@@ -38,6 +38,10 @@ class Config:
     # as in the file; `data_stages` (data_stages.py) makes the configuration of each
     data_stages: tuple[Entry, ...] = ()
 
+    @property
+    def precision(self) -> Precision:
+        return Precision.of(self.train, self.parallel, self.optimizer)
+
     def num_microbatches(self, dp_size: int) -> int:
         """Micro-batches of each data-parallel rank in one step."""
         return self.train.global_batch_size // (dp_size * self.train.micro_batch_size)
@@ -51,7 +55,7 @@ class Config:
 
     def setting(self, tp_rank: int = 0, cp_rank: int = 0) -> Setting:
         """The settings on which the recorded costs of this run's units depend."""
-        parallel, train, dtype = self.parallel, self.train, Precision.of(self).compute
+        parallel, train, dtype = self.parallel, self.train, self.precision.compute
         return Setting(self.model, train.seq_len, parallel.tp, tp_rank, parallel.sequence_parallel,
                        parallel.tp_pieces, train.micro_batch_size, self.data.document_mask,
                        train.activation_checkpointing, dtype, parallel.cp, cp_rank,

@@ -11,6 +11,8 @@ same samples. All data stages of a run are trained by the same ranks. One that g
 own has a layout for each number of ranks in it.
 """
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -25,40 +27,30 @@ from settings.load import KEYS
 OF_TRAIN = ("micro_batch_size", "activation_checkpointing")
 KEYS_OF_LAYOUTS = [*(key for key in KEYS["parallel"] if key != "layouts"), *OF_TRAIN]
 MAX_LAYOUTS = 100
-Layout = dict[str, Any]
+Changes = dict[str, dict[str, Any]]  # section → key → value
 
 
 def layout_sizes(config: Config) -> list[int]:
     """Every layout's number of ranks, in the order of the list. Checks only what they depend on."""
-    return [one.parallel.num_ranks for one in _layouts(config)]
-
-
-def checked_layouts(config: Config) -> list[Config]:
-    """The configuration with every layout, in the order of the list; empty if it has no list. Each
-    of these configurations has the whole list too, with every key that any layout gives, so that a
-    run can be started from any of them again.
-
-    Raises:
-        UserError: a layout does not fit the model or the batch; the error names it, and then what
-            does not fit: `parallel.layouts[2].parallel.tp`.
-    """
-    found = _layouts(config)
-    for number, one in enumerate(found):
-        with within(f"parallel.layouts[{number}]"):
-            validate(one, one.parallel.num_ranks)
-    return found
+    return [one.parallel.num_ranks for one in _with_each_layout(config)]
 
 
 def choose_layout(config: Config, world: int) -> Config:
     """The configuration with the largest layout that `world` ranks are enough for (of equal ones
-    the first); `config` itself if it has no list.
+    the first); `config` itself if it has no list. It has the whole list too, with every key that
+    any layout gives, so that a run can be started from it again on any number of ranks.
 
     Raises:
-        UserError: all layouts need more ranks, or one of them is wrong.
+        UserError: all layouts need more ranks; or one of them, chosen or not, does not fit the
+            model or the batch. The error names it, and then what does not fit:
+            `parallel.layouts[2].parallel.tp`.
     """
-    found = checked_layouts(config)
+    found = _with_each_layout(config)
     if not found:
         return config
+    for number, one in enumerate(found):
+        with _in_layout(number):
+            validate(one, one.parallel.num_ranks)
     sizes = [one.parallel.num_ranks for one in found]
     if min(sizes) > world:
         number = sizes.index(min(sizes))
@@ -82,55 +74,25 @@ def valid_layout(config: Config, world: int) -> tuple[Config, int]:
     return config, ranks
 
 
-def _layouts(config: Config) -> list[Config]:
-    """The configuration with each layout, in order."""
-    found, later = [], list(zip(data_stages(config)[1:], config.data_stages, strict=True))
-    for stage, _ in later:
-        if (own_list := stage.config.parallel.layouts) and not config.parallel.layouts:
-            with in_data_stage(stage.number):
-                why = "the run has no list from which a layout would be chosen"
-                remedy = (
-                    "give the section `parallel` of the file a list, too, or give the keys here"
-                )
-                raise UserError("parallel.layouts", own_list, why, remedy)
-    filled = _filled(config)
-    for number, layout in enumerate(filled):
-        with within(f"parallel.layouts[{number}]"):
-            keys = _by_section(config, layout, filled)
-            own = {name: replace(getattr(config, name), **of) for name, of in keys.items()}
+def _with_each_layout(config: Config) -> list[Config]:
+    """The configuration with each layout of its list, in order."""
+    later = list(zip(data_stages(config)[1:], config.data_stages, strict=True))
+    if not config.parallel.layouts:
+        for stage, _ in later:
+            if own_list := stage.config.parallel.layouts:
+                with in_data_stage(stage.number):
+                    why = "the run has no list from which a layout would be chosen"
+                    remedy = "give the section `parallel` of the file a list, too, or give the "
+                    raise UserError("parallel.layouts", own_list, why, remedy + "keys here")
+    found = []
+    for number, changes in enumerate(_changes_by_layout(config)):
+        with _in_layout(number):
+            own = {name: replace(getattr(config, name), **keys) for name, keys in changes.items()}
             num_ranks = own["parallel"].num_ranks
             entries = tuple(_with_layout(stage, entry, num_ranks) for stage, entry in later)
             found.append(replace(config, **own, data_stages=entries))
             data_stages(found[-1])  # raises if one does not fit
     return found
-
-
-def _filled(config: Config) -> list[Layout]:
-    """The layouts, each with every key that any of them gives."""
-    given = config.parallel.layouts
-    if len(given) > MAX_LAYOUTS:
-        why = f"has {len(given)} layouts: too many"
-        raise UserError("parallel.layouts", given, why, f"give at most {MAX_LAYOUTS}")
-    for number, layout in enumerate(given):
-        for key, value in layout.items():
-            if key not in KEYS_OF_LAYOUTS:
-                name = f"parallel.layouts[{number}]"
-                raise no_such_key(name, key, value, {name: KEYS_OF_LAYOUTS})
-    keys = dict.fromkeys(key for layout in given for key in layout)
-    default = {
-        key: getattr(config.train if key in OF_TRAIN else config.parallel, key) for key in keys
-    }
-    return [default | layout for layout in given]
-
-
-def _by_section(config: Config, layout: Layout, filled: list[Layout]) -> dict[str, dict[str, Any]]:
-    """What a layout of the list `filled` changes, by section."""
-    train = {key: value for key, value in layout.items() if key in OF_TRAIN}
-    parallel = {key: value for key, value in layout.items() if key not in OF_TRAIN}
-    if parallel.get("dp_shard", config.parallel.dp_shard) == -1:
-        why, remedy = "-1 would fit many worlds", "give each layout a number of its own"
-        raise UserError("parallel.dp_shard", -1, why, remedy)
-    return {"parallel": {"layouts": filled, **parallel}, "train": train}
 
 
 def _with_layout(stage: DataStage, entry: Entry, num_ranks: int) -> Entry:
@@ -140,11 +102,40 @@ def _with_layout(stage: DataStage, entry: Entry, num_ranks: int) -> Entry:
     if "layouts" not in entry.get("parallel", {}):
         return entry
     with in_data_stage(stage.number):
-        filled = _filled(stage.config)
-        for layout in filled:
-            keys = _by_section(stage.config, layout, filled)
-            if replace(parallel, **keys["parallel"]).num_ranks == num_ranks:
-                return entry | {name: entry.get(name, {}) | of for name, of in keys.items()}
+        for changes in _changes_by_layout(stage.config):
+            if replace(parallel, **changes["parallel"]).num_ranks == num_ranks:
+                return entry | {name: entry.get(name, {}) | of for name, of in changes.items()}
         why = f"none has {num_ranks} ranks, as a layout of the data stages before has"
         remedy = "give every data stage a layout for each number of ranks"
         raise UserError("parallel.layouts", parallel.layouts, why, remedy)
+
+
+def _changes_by_layout(config: Config) -> Iterator[Changes]:
+    """What each layout of the list changes: every key that any of them gives (where it leaves one
+    out, the section's value, whatever was chosen before), and the list, completed in this way."""
+    given = config.parallel.layouts
+    if len(given) > MAX_LAYOUTS:
+        why = f"has {len(given)} layouts: too many"
+        raise UserError("parallel.layouts", given, why, f"give at most {MAX_LAYOUTS}")
+    for number, layout in enumerate(given):
+        for key, value in layout.items():
+            if key not in KEYS_OF_LAYOUTS:
+                name = f"parallel.layouts[{number}]"
+                raise no_such_key(name, key, value, {name: KEYS_OF_LAYOUTS})
+    sections = {key: "train" if key in OF_TRAIN else "parallel" for each in given for key in each}
+    values = {key: getattr(getattr(config, name), key) for key, name in sections.items()}
+    filled = [values | layout for layout in given]
+    for number, layout in enumerate(filled):
+        changes: Changes = {"parallel": {"layouts": filled}, "train": {}}
+        for key, value in layout.items():
+            changes[sections[key]][key] = value
+        if changes["parallel"].get("dp_shard", config.parallel.dp_shard) == -1:
+            with _in_layout(number):
+                why, remedy = "-1 would fit many worlds", "give each layout a number of its own"
+                raise UserError("parallel.dp_shard", -1, why, remedy)
+        yield changes
+
+
+def _in_layout(number: int) -> AbstractContextManager[None]:
+    """Let a UserError name the layout that it is about."""
+    return within(f"parallel.layouts[{number}]")

@@ -9,7 +9,7 @@
 | float64     | float64  | float64                        | float64               | float64 |
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -24,19 +24,6 @@ DTYPES = {
 }
 
 
-class Sections(Protocol):
-    """The sections of a configuration that determine dtypes."""
-
-    @property
-    def train(self) -> TrainConfig: ...
-
-    @property
-    def parallel(self) -> ParallelConfig: ...
-
-    @property
-    def optimizer(self) -> OptimizerConfig: ...
-
-
 class Precision(NamedTuple):
     """The dtypes of a run."""
 
@@ -46,12 +33,14 @@ class Precision(NamedTuple):
     exact: torch.dtype  # statistics and losses
 
     @classmethod
-    def of(cls, config: Sections) -> "Precision":
-        compute = DTYPES[config.train.dtype]
+    def of(
+        cls, train: TrainConfig, parallel: ParallelConfig, optimizer: OptimizerConfig
+    ) -> "Precision":
+        compute = DTYPES[train.dtype]
         exact = torch.promote_types(compute, torch.float32)
         return cls(
             compute=compute,
-            master=compute if config.optimizer.pure_bfloat16 else exact,
-            reduce=compute if compute == torch.float64 else DTYPES[config.parallel.reduce_dtype],
+            master=compute if optimizer.pure_bfloat16 else exact,
+            reduce=compute if compute == torch.float64 else DTYPES[parallel.reduce_dtype],
             exact=exact,
         )

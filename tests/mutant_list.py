@@ -176,8 +176,8 @@ CHANGES: dict[str, list[Change]] = {
         ("dist.all_reduce(total)", "dist.all_reduce(total, group=mesh.loss.group)", "group"),
     ],
     "settings/precision.py": [
-        ("if config.optimizer.pure_bfloat16 else exact",
-         "if config.optimizer.pure_bfloat16 else compute", "dtype"),
+        ("if optimizer.pure_bfloat16 else exact",
+         "if optimizer.pure_bfloat16 else compute", "dtype"),
     ],
     "settings/data_stages.py": [
         ("begin - (tokens - value) // per_step", "begin + (value - tokens) // per_step"),
@@ -206,7 +206,7 @@ CHANGES: dict[str, list[Change]] = {
     ],
     # --- saving ---
     "runtime/checkpoint/save.py": [
-        ("            seconds = wait()\n", "            seconds = 0.0\n", "wait"),
+        ("seconds_between(begin, end) if device == \"cuda\" else 0.0", "0.0", "wait"),
         ("        began = time.perf_counter()\n        self.wait()\n",
          "        began = time.perf_counter()\n", "wait"),
         ("            stall += max(self._agree(copied))\n", "", "finite"),

@@ -22,6 +22,7 @@ import proofs.ranks
 import train
 from errors import UserError
 from proofs.ranks import RankError, Ranks
+from runtime.agreement import on_all_ranks
 from runtime.checkpoint.folder import complete_checkpoints
 from runtime.checkpoint.folder import step_of as step_of_checkpoint
 from runtime.checkpoint.load import load
@@ -30,7 +31,6 @@ from runtime.checkpoint.save_errors import SaveFailed
 from runtime.checkpoint.verify import parse_trainer
 from runtime.log.events import read_events
 from runtime.log.run_log import RunLog
-from runtime.messages import on_all_ranks
 from runtime.signals import Signals
 from runtime.start.checks import try_config
 from runtime.trainer_state import Start, held_tensors

@@ -20,10 +20,11 @@ from typing import Any
 import torch.distributed as dist
 
 from errors import UserError
+from runtime.agreement import from_rank_0, on_all_ranks
 from runtime.evaluation.files import read_tasks
 from runtime.evaluation.rows import log_likelihoods, measures, tokenize
 from runtime.evaluation.scoring import score_whole
-from runtime.messages import from_rank_0, on_all_ranks, refuse
+from runtime.exit import refuse
 from runtime.start.init import init_distributed
 from settings.precision import DTYPES
 from tools.command import CommandParser, at_least, run_command, table, writes

@@ -52,7 +52,7 @@ def what_next(logs: Path, status: int | None, elastic: bool = False) -> tuple[in
 
 def is_refused(logs: Path) -> bool:
     """Whether the last start of a node's ranks was refused. They have stopped torchrun, and left a
-    file (runtime/torchrun.py); or it had no restart left, and says so in NODE.log."""
+    file (runtime/exit.py); or it had no restart left, and says so in NODE.log."""
     if any(logs.glob("*/*/attempt_*/refused")):
         return True
     said = [file.read_text(errors="replace") for file in logs.glob("*.log")]

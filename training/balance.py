@@ -26,7 +26,6 @@ from model.transformer import Transformer
 from parallel.axes import WEIGHT_AXES
 from parallel.mesh import Mesh
 from settings.config import Config
-from settings.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Balance:
         self.routers = {
             layer: router for stage in stages.values() for layer, router in routers_of(stage)
         }
-        exact, sequences = Precision.of(config).exact, config.train.global_batch_size
+        exact, sequences = config.precision.exact, config.train.global_batch_size
         self.of_rank = {
             layer: router.start_to_count(mesh.device, exact, sequences)
             for layer, router in self.routers.items()
@@ -70,7 +69,7 @@ class Balance:
         model = self.config.model
         shape = model.num_layers, model.of(Experts).count
         counts = torch.zeros(shape, dtype=torch.int64, device=self.mesh.device)
-        losses = torch.zeros(2, dtype=Precision.of(self.config).exact, device=self.mesh.device)
+        losses = torch.zeros(2, dtype=self.config.precision.exact, device=self.mesh.device)
         for layer, load in self.of_rank.items():
             counts[layer] = load.counts
             losses += load.losses

@@ -13,7 +13,6 @@ from parallel.fsdp_units import shard
 from parallel.layer import TensorParallel
 from parallel.mesh import Mesh
 from settings.config import Config
-from settings.precision import Precision
 
 
 def build_stages(config: Config, mesh: Mesh) -> dict[int, Transformer]:
@@ -29,7 +28,7 @@ def build_stages(config: Config, mesh: Mesh) -> dict[int, Transformer]:
 
 def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bool) -> Transformer:
     """Build one stage, ready to train."""
-    precision = Precision.of(config)
+    precision = config.precision
     parallel, train = config.parallel, config.train
     tp = TensorParallel.of(mesh, parallel.sequence_parallel, parallel.tp_pieces)
     cp = ContextParallel.of(mesh, gathers_again(train.activation_checkpointing))

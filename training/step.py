@@ -22,7 +22,6 @@ from parallel.pipeline.runner import PipelineRunner, Recorder
 from parallel.pipeline.tied import first_and_last_stage_group, sum_tied_gradients
 from parallel.pipeline.transfer import Transfers
 from settings.config import Config
-from settings.precision import Precision
 from tokens import IGNORE
 from training.balance import Balance, Loads
 from training.gradient import gradient_norm, unscale
@@ -65,7 +64,7 @@ class TrainStep:
         assert bos_id is not None or not config.data.document_mask
         self.config, self.mesh, self.stages = config, mesh, stages
         self.bos_id = bos_id if config.data.document_mask else None
-        self.precision = Precision.of(config)
+        self.precision = config.precision
         self.phase = range(config.train.steps) if phase is None else phase
         parallel, train = config.parallel, config.train
         # Listed once, while they are sharded: while its weights are gathered, a module has other

@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from errors import UserError
+from runtime.agreement import from_rank_0
 from runtime.checkpoint.folder import (
     ABANDONED,
     DAMAGED,
@@ -51,7 +52,8 @@ from runtime.checkpoint.folder import (
     write_durably,
 )
 from runtime.checkpoint.lease_holder import RELEASED, Found, Holder, newest_lease
-from runtime.messages import from_rank_0, log, refuse
+from runtime.exit import refuse
+from runtime.output import log
 
 RENEW_SECONDS = 5.0
 EXPIRE_SECONDS = 60.0

@@ -20,7 +20,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -32,6 +31,7 @@ from tqdm import tqdm
 
 from data.dataset import Mixture
 from errors import UserError
+from runtime.agreement import from_rank_0, on_all_ranks
 from runtime.checkpoint.folder import (
     ABANDONED,
     DAMAGED,
@@ -43,26 +43,13 @@ from runtime.checkpoint.folder import (
 )
 from runtime.checkpoint.history import changes_the_loss, check_history, check_model, end_of
 from runtime.checkpoint.lease import Lease
-from runtime.checkpoint.manifest import (
-    TENSORS,
-    Damaged,
-    Manifest,
-    check_file,
-    check_sizes,
-    read_manifest,
-)
+from runtime.checkpoint.manifest import Damaged, Manifest, check_sizes, read_manifest
 from runtime.checkpoint.progress import byte_bar
 from runtime.checkpoint.tiling import Point, random_point
-from runtime.checkpoint.verify import check_whole, cover, parse_trainer
+from runtime.checkpoint.verify import check_files, check_whole, parse_trainer
 from runtime.log.events import read_events
-from runtime.messages import from_rank_0, log, on_all_ranks
-from runtime.trainer_state import (
-    DataState,
-    Start,
-    TrainerState,
-    held_tensors,
-    state_of,
-)
+from runtime.output import log
+from runtime.trainer_state import DataState, Start, TrainerState, held_tensors, state_of
 from settings.config import Config
 from settings.data_stages import ROTATION_KEYS, data_stage_of, data_stages
 from training.step import TrainStep
@@ -232,7 +219,7 @@ def _newest_good(lease: Lease, last_step: float = math.inf) -> Path | None:
     for path in reversed(found):
         if step_of(path) > last_step:
             continue
-        problem = _damage(path)
+        problem = _damage(path, lease.device)
         if problem is None:
             return path
         if dist.get_rank() == 0:
@@ -244,7 +231,7 @@ def _newest_good(lease: Lease, last_step: float = math.inf) -> Path | None:
 
 def require_good(path: Path, key: str, device: str) -> None:
     """Raise UserError, on every rank, if the checkpoint that `key` selects is damaged."""
-    problem = _damage(path)
+    problem = _damage(path, device)
 
     def refuse() -> None:
         if problem is not None:
@@ -254,45 +241,26 @@ def require_good(path: Path, key: str, device: str) -> None:
     from_rank_0(refuse, device)
 
 
-def _damage(path: Path) -> str | None:
+def _damage(path: Path, device: str) -> str | None:
     """Return what is wrong with a checkpoint, or None if it is undamaged; the same on every rank.
     Rank 0 reads what describes it, and each rank its share of the files."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
-    def described() -> tuple[Manifest, Point] | str:
-        try:
-            manifest = read_manifest(path)
-            check_sizes(path, manifest)
-            parse_trainer(path)
-        except Damaged as damaged:
-            return str(damaged)
+    def described() -> tuple[Manifest, Point]:
+        manifest = read_manifest(path)
+        check_sizes(path, manifest)
+        parse_trainer(path)
         return manifest, random_point()
 
-    read = [described() if rank == 0 else ""]
-    dist.broadcast_object_list(read, src=0)
-    if isinstance(read[0], str):
-        return read[0]
-    manifest, point = read[0]
-    covered, problem = Counter[str](), None
-    mine = sorted(manifest.files)[rank::world]
-    size = sum(manifest.files[name][0] for name in mine)
+    def covered_by_mine() -> Counter[str]:
+        mine = sorted(manifest.files)[rank::world]
+        return check_files(path, manifest, mine, point, shown=rank == 0)
+
     try:
-        with byte_bar(f"checking {path.name}", size, shown=rank == 0) as bar:
-            for name in mine:
-                check_file(path, manifest, name, bar.update)
-                if name.endswith(TENSORS):
-                    covered += cover(path / name, manifest, point)
-    except Damaged as damaged:
-        problem = str(damaged)
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, (covered, problem))
-    whole = Counter[str]()
-    for theirs, wrong in everyone:
-        if wrong is not None:
-            return str(wrong)
-        whole += theirs
-    try:
-        check_whole(manifest, whole, point)
+        manifest, point = from_rank_0(described, device, Damaged)
+        everyone = [on_all_ranks(covered_by_mine, device, Damaged)] * world
+        dist.all_gather_object(everyone, everyone[rank])
+        check_whole(manifest, sum(everyone, Counter[str]()), point)
     except Damaged as damaged:
         return str(damaged)
     return None

@@ -27,7 +27,7 @@ from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.load import find_before, load
 from runtime.checkpoint.save import Saver
 from runtime.listener import Listener, Run
-from runtime.messages import log
+from runtime.output import log
 from runtime.trainer_state import Start
 from settings.config import Config
 from training.guard import check_not_in_vain

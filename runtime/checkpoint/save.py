@@ -60,9 +60,9 @@ from runtime.checkpoint.manifest import (
 from runtime.checkpoint.save_errors import SaveFailed, agree, room
 from runtime.checkpoint.tiling import random_point
 from runtime.checkpoint.verify import check_whole, cover
-from runtime.device import DeviceClock, device_thread
+from runtime.device import device_thread, seconds_between, time_mark
 from runtime.log.run_log import RunLog
-from runtime.messages import log
+from runtime.output import log
 from runtime.trainer_state import (
     FILE,
     DataState,
@@ -152,15 +152,16 @@ class Saver:
         such a checkpoint must not replace good ones. On a CPU the copy is complete at once, and the
         seconds are 0.
         """
-        clock = DeviceClock() if self.train.mesh.device == "cuda" else None
+        device = self.train.mesh.device
+        begin = time_mark(device)
         held = {name: tensor.to_local() for name, tensor in self.tensors.items()}
         self.copies = self.copies or host_copies(held)
         for name, local in held.items():
             self.copies[name].copy_(local, non_blocking=True)
-        wait = clock.stop() if clock is not None else lambda: 0.0
+        end = time_mark(device)
 
         def copied() -> float:
-            seconds = wait()
+            seconds = seconds_between(begin, end) if device == "cuda" else 0.0
             for name, copy in self.copies.items():
                 # the maximum norm propagates nan
                 if copy.numel() and not torch.linalg.vector_norm(copy, math.inf).isfinite():

@@ -21,8 +21,9 @@ from typing import Any
 import torch.distributed as dist
 
 from hardware import H100
+from runtime.agreement import from_rank_0
 from runtime.listener import Run
-from runtime.messages import from_rank_0, log
+from runtime.output import log
 from settings.config import Config
 
 DAY = 86_400.0

@@ -79,31 +79,17 @@ class Saving(Listener):
         with run.pause("end"):
             self.saver.close()
             if run.changes_data_stage:
-                run.following = find_next(run, self.config, self.data, self.saver.lease)
+                # Usually the checkpoint that was just saved; an earlier one if that is damaged.
+                lease = self.saver.lease
+                run.following = find_before(run.step, self.config, self.data, run.start, lease)
+                if run.following is None:
+                    why = f"data stage {run.data_stage.number} has ended, its checkpoint is "
+                    raise RunFailed(f"{why}damaged, and there is no good one before it")
 
     def closes(self, run: Run, error: BaseException | None) -> None:
         if isinstance(error, RunFailed):  # raised on all ranks: finish the save in progress
             with run.watchdog.resting():
                 self.saver.wait()
-
-
-def find_next(run: Run, config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
-    """Where a run that changes its data stage goes on, once the checkpoint at the end of this one
-    is committed. Called by every rank.
-
-    Args:
-        config: of the whole run.
-        data: the training data of each data stage.
-
-    Raises RunFailed if there is no checkpoint to go on from.
-    """
-    # Usually the checkpoint that was just saved; an earlier one if that is damaged.
-    start = find_before(run.step, config, data, run.start, lease)
-    if start is None:
-        why = f"data stage {run.data_stage.number} has ended, its checkpoint is damaged, "
-        why += "and there is no good one before it"
-        raise RunFailed(why)
-    return start
 
 
 class LeaseCheck(Listener):

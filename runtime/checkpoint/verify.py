@@ -6,6 +6,7 @@ ranks of a start, for manifests that no save has written: it takes only the file
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -29,24 +30,26 @@ from runtime.trainer_state import FILE, TrainerState
 def verify_checkpoint(path: Path) -> Manifest:
     """Run every check that a start makes before it uses a checkpoint, in one process. Raises
     Damaged."""
-    manifest = read_manifest(path)
+    manifest, point = read_manifest(path), random_point()
     check_sizes(path, manifest)
-    with byte_bar(f"checking {path.name}", manifest.num_bytes) as bar:
-        for name in manifest.files:
-            check_file(path, manifest, name, bar.update)
-    check_tiling(path, manifest)
+    check_whole(manifest, check_files(path, manifest, [*manifest.files], point), point)
     parse_trainer(path)
     return manifest
 
 
-def check_tiling(path: Path, manifest: Manifest) -> None:
-    """Raise Damaged unless the pieces in all files together tile every tensor."""
-    covered: Counter[str] = Counter()
-    point = random_point()
-    for name in manifest.files:
-        if name.endswith(TENSORS):
-            covered += cover(path / name, manifest, point)
-    check_whole(manifest, covered, point)
+def check_files(
+    path: Path, manifest: Manifest, names: Sequence[str], point: Point, shown: bool = True
+) -> Counter[str]:
+    """Read these files, and return what they `cover`. Raises Damaged if one differs from what was
+    saved. `shown`: whether this process has the progress bar."""
+    covered = Counter[str]()
+    size = sum(manifest.files[name].bytes for name in names)
+    with byte_bar(f"checking {path.name}", size, shown) as bar:
+        for name in names:
+            check_file(path, manifest, name, bar.update)
+            if name.endswith(TENSORS):
+                covered += cover(path / name, manifest, point)
+    return covered
 
 
 def cover(file: Path, manifest: Manifest, point: Point) -> Counter[str]:

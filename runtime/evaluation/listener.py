@@ -11,7 +11,7 @@ from data.loader import heldout_batches
 from runtime.evaluation.rows import TaskRows, log_likelihoods, measures
 from runtime.evaluation.scoring import score_on_mesh
 from runtime.listener import Listener, Run
-from runtime.messages import log
+from runtime.output import log
 from settings.config import Config
 from training.step import TrainStep
 

@@ -79,28 +79,16 @@ def disputes(mine: Tensor, other: Tensor) -> list[int]:
     return torch.nonzero(same[:, 0] & ~same[:, 1]).flatten()[:FIRST].tolist()
 
 
-def shifted(tensor: Tensor, train: TrainStep) -> Tensor:
-    """The `tensor` of the data-parallel rank before this one, the last's for the first: of its
-    shape, on the CPU."""
-    return _passed(tensor, train, +1)
-
-
-def returned(tensor: Tensor, train: TrainStep) -> Tensor:
-    """The `tensor` of the data-parallel rank after this one, the first's for the last."""
-    return _passed(tensor, train, -1)
-
-
-def _passed(tensor: Tensor, train: TrainStep, by: int) -> Tensor:
-    """Send `tensor` to the rank `by` further on in the group of data-parallel ranks, and return
-    what the rank as many before this one sends."""
-    mesh = train.mesh
-    ranks, me = dist.get_process_group_ranks(mesh.batch.group), mesh.dp_rank
+def passed_on(tensor: Tensor, train: TrainStep, by: int) -> Tensor:
+    """Send `tensor` to the data-parallel rank `by` after this one (the first comes after the last),
+    and return what the rank as many before this one sends: of the same shape, on the CPU."""
+    mesh, group = train.mesh, train.mesh.batch.group
+    ranks, me = dist.get_process_group_ranks(group), mesh.dp_rank
     if len(ranks) == 1:
         return tensor
     sent = tensor.to(mesh.device).contiguous()
     got = torch.empty_like(sent)
     to, source = ranks[(me + by) % len(ranks)], ranks[(me - by) % len(ranks)]
-    group = mesh.batch.group
     send = dist.P2POp(dist.isend, sent, to, group)
     receive = dist.P2POp(dist.irecv, got, source, group)
     for work in dist.batch_isend_irecv([send, receive]):

@@ -54,12 +54,13 @@ from torch import Tensor
 
 from errors import RunFailed
 from parallel.placement import replicated_over
-from runtime.health.compare import Computed, compute, disputes, returned, settle, shifted
+from runtime.agreement import from_rank_0
+from runtime.health.compare import Computed, compute, disputes, passed_on, settle
 from runtime.health.excluded import exclude, node_name
 from runtime.health.replicas import ReplicasDiffer
 from runtime.listener import Listener, Run
 from runtime.log.events import NOT_EXAMINED, PERSISTENT, REPRODUCIBLE, TRANSIENT, read_events
-from runtime.messages import from_rank_0, log
+from runtime.output import log
 from runtime.trainer_state import Start, held_tensors
 from settings.config import Config
 from training.step import StepResult, TrainStep
@@ -101,8 +102,8 @@ def examine(train: TrainStep, suspect: Suspect) -> Verdict:
     """Compute the step again; every rank calls it between steps, when it has no gradients."""
     mesh, batch = train.mesh, suspect.batch
     first, again = compute(train, *batch), compute(train, *batch)
-    exchanged = compute(train, *(shifted(part, train) for part in batch))
-    other = returned(exchanged.products, train)  # of this rank's rows
+    exchanged = compute(train, *(passed_on(part, train, +1) for part in batch))
+    other = passed_on(exchanged.products, train, -1)  # of this rank's rows
     ranks = dist.get_process_group_ranks(mesh.batch.group)
     partner = ranks[(mesh.dp_rank + 1) % len(ranks)]
     mine = {

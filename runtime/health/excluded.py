@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.files import write_or_warn
-from runtime.messages import log
+from runtime.output import log
 from settings import yaml_text
 
 FILE = "excluded.json"
@@ -38,7 +38,7 @@ def exclude(folder: Path, node: str, reason: str) -> bool:
         with suppress(OSError):
             (folder / FILE).replace(folder / f"{FILE}.unreadable")
     found[node] = {"time": time.time(), "reason": reason}
-    _write(folder, found)
+    write_or_warn(folder / FILE, json.dumps(found, indent=1) + "\n")
     return True
 
 
@@ -49,7 +49,7 @@ def include(folder: Path, node: str, reason: str) -> bool:
     if found.get(node, {}).get("reason") != reason:
         return False
     del found[node]
-    _write(folder, found)
+    write_or_warn(folder / FILE, json.dumps(found, indent=1) + "\n")
     return True
 
 
@@ -80,7 +80,3 @@ def _read(folder: Path) -> tuple[dict[str, dict[str, Any]], str]:
         str(node): about if isinstance(about, dict) else {"reason": str(about)}
         for node, about in found.items()
     }, ""
-
-
-def _write(folder: Path, nodes: dict[str, dict[str, Any]]) -> None:
-    write_or_warn(folder / FILE, json.dumps(nodes, indent=1) + "\n")

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from errors import UserError
+from runtime.agreement import on_all_ranks
 from runtime.health.products import Compute, Inputs, linear_layers, wrap
 from runtime.listener import Listener, Run
-from runtime.messages import log, on_all_ranks
-from settings.precision import Precision
+from runtime.output import log
 from training.step import TrainStep
 
 KEY = "guard.inject_fault"
@@ -57,7 +57,7 @@ class Faults(Listener):
         """Raise UserError if there is no such rank, layer (`names`: of its linear layers here) or
         bit."""
         config, rank, world = train.config, self.fault["rank"], dist.get_world_size()
-        bits = torch.finfo(Precision.of(config).compute).bits
+        bits = torch.finfo(config.precision.compute).bits
         if rank >= world:
             why = f"there are {world} ranks"
             raise UserError(KEY, self.fault, why, f"choose a rank up to {world - 1}")

@@ -10,6 +10,7 @@ layer would have the compiler trace it again.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -57,29 +58,21 @@ class _Wrapped:
         self.inner, self.name, self.around = inner, name, around
 
     def forward(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        def compute() -> Tensor:
-            return self.inner.forward(x, weight, out)
-
+        compute = partial(self.inner.forward, x, weight, out)
         return self.around(self.name, "forward", compute, (x, weight))
 
     def input_gradient(
         self, dy: Tensor, weight: Tensor, into: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        def compute() -> Tensor:
-            return self.inner.input_gradient(dy, weight, into, out)
-
+        compute = partial(self.inner.input_gradient, dy, weight, into, out)
         return self.around(self.name, "input_gradient", compute, (dy, weight, into))
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        def compute() -> Tensor:
-            return self.inner.weight_gradient(dy, x)
-
+        compute = partial(self.inner.weight_gradient, dy, x)
         return self.around(self.name, "weight_gradient", compute, (dy, x))
 
     def add_weight_gradient(
         self, dy: Tensor, x: Tensor, into: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        def compute() -> Tensor:
-            return self.inner.add_weight_gradient(dy, x, into, dtype)
-
+        compute = partial(self.inner.add_weight_gradient, dy, x, into, dtype)
         return self.around(self.name, "weight_gradient", compute, (dy, x, into))

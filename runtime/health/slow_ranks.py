@@ -28,11 +28,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.mesh import Mesh
+from runtime.device import time_mark
 from runtime.health.excluded import exclude, include, node_name
 from runtime.health.products import Compute, Inputs, linear_layers, wrap
 from runtime.health.straggler import Judge, Slow
 from runtime.listener import Listener, Run
-from runtime.messages import log
+from runtime.output import log
 from runtime.trainer_state import Start
 from settings.config import Config
 from training.step import TrainStep
@@ -49,7 +50,7 @@ class ProductTimes:
     """The times of this rank's products since the last call of `take`, while it is on."""
 
     def __init__(self, train: TrainStep) -> None:
-        self.on_gpu, self.layers = train.mesh.device == "cuda", linear_layers(train)
+        self.device, self.layers = train.mesh.device, linear_layers(train)
         # (layer, product) → begin and end of each call: events, or seconds
         self.marks: dict[tuple[str, str], list[tuple[Any, Any]]] = defaultdict(list)
         self._unwrap: Callable[[], None] | None = None
@@ -73,20 +74,13 @@ class ProductTimes:
         calls = self.marks[name, kind]
         if len(calls) >= CALLS:
             return compute()
-        begin = self._mark()
+        begin = time_mark(self.device)
         result = compute()
-        calls.append((begin, self._mark()))
+        calls.append((begin, time_mark(self.device)))
         return result
 
-    def _mark(self) -> Any:
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def _seconds(self, begin: Any, end: Any) -> float:
-        return begin.elapsed_time(end) / 1e3 if self.on_gpu else end - begin
+        return begin.elapsed_time(end) / 1e3 if self.device == "cuda" else end - begin
 
 
 class SlowRanks(Listener):

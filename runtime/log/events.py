@@ -14,7 +14,7 @@ added, never changed.
     interval    checkpoint.interval=auto  steps, save_seconds, mtbf (checkpoint/save_interval.py)
                 changes
     rollback    the run goes back         from_step, step, the samples that it leaves out
-    data_stage  a data stage begins       its number, step, what changes (next_stage.py)
+    data_stage  a data stage begins       its number, step, what changes (start/announce.py)
     spike       updates were skipped      step, how many (`skipped`), loss, grad_norm of that step
     hang        a step takes too long     step, where rank 0 waits
     slow_rank   a rank is slow, or no     step, rank, node, factor, since (a step); `ended` if it no

@@ -30,10 +30,10 @@ from typing import Any
 
 from errors import UserError
 from runtime import signals
+from runtime.exit import describe, this_rank
 from runtime.log.events import append_event
 from runtime.log.ledger import Ledger
 from runtime.log.status import end_start, record_missing_end, starts_of, write_status
-from runtime.messages import describe, this_rank
 from settings.config import Config
 
 PAUSE_SECONDS = 3600.0  # for a start (it may compile), an evaluation, a save, …

@@ -33,8 +33,8 @@ from parallel.layer import gradients_of
 from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
 from parallel.placement import local_part
 from runtime.listener import Listener, Run
-from runtime.messages import log
 from runtime.metrics.metrics import peak_memory_bytes
+from runtime.output import log
 from training.step import TrainStep
 
 RECORDED = 100_000  # allocations in the memory history
@@ -145,10 +145,10 @@ def held_bytes(train: TrainStep) -> dict[str, int]:
                 total += storage.nbytes()  # 0 if FSDP has freed it
         return total
 
-    return {category: count(tensors) for category, tensors in held_tensors(train).items()}
+    return {category: count(tensors) for category, tensors in tensors_by_category(train).items()}
 
 
-def held_tensors(train: TrainStep) -> dict[str, list[Tensor]]:
+def tensors_by_category(train: TrainStep) -> dict[str, list[Tensor]]:
     """List this rank's tensors in the model, FSDP and the optimizer, by category. A tensor may be
     in two categories; it is counted in the first."""
     sharded = [weight.parameter for weight in train.weights]

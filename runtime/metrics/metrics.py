@@ -16,9 +16,9 @@ from model.experts import Experts
 from model.transformer import num_parameters
 from parallel.mesh import Mesh
 from runtime.listener import Listener, Run
-from runtime.messages import log
 from runtime.metrics.expert_load import LoadStatistics
 from runtime.metrics.trackers import Trackers
+from runtime.output import log
 from runtime.trainer_state import Start
 from settings.config import Config
 from training.step import StepResult

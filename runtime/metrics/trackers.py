@@ -21,9 +21,9 @@ from typing import Any
 
 from runtime.files import write_whole
 from runtime.log.log_lines import is_record, whole_lines
-from runtime.messages import log
 from runtime.metrics.tracker import Record, Tracker, scalars
 from runtime.metrics.wandb_tracker import WandB
+from runtime.output import log
 from settings.config import Config
 from settings.load import dump_config
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from runtime.files import write_whole
 from runtime.log.log_lines import is_count, json_object
-from runtime.messages import log
 from runtime.metrics.tracker import Record, Tracker, scalars
+from runtime.output import log
 from settings.config import Config
 from settings.load import settings_of
 

@@ -14,7 +14,8 @@ holds the other end of the pipe, so the monitor sees its end.
 
     rank_0.py        starts the monitor, passes on what the log says, waits for it at the end
     check.py         refuses invalid settings before the run begins
-    process.py       the process: hears rank 0, keeps the clock, ends
+    process.py       the process: hears rank 0, keeps the clock, hands on what happens, ends
+    files.py         its thread for files: reads and writes events, shows numbers to Prometheus
     alarms.py        which events are sent, each in a sentence
     send.py          sends alarms to a webhook or a command, with a time limit and retries
     state.py         what the events and records add up to

@@ -1,19 +1,5 @@
-"""Which events are sent to a person, each in a sentence.
-
-    start, data_stage, spares  the run begins, changes its data or its nodes
-    stalled, resumed           no step is logged for too long, and again (from process.py)
-    hang                       the watchdog ends a step that takes too long
-    spike                      updates were skipped
-    rollback                   the run went back to a checkpoint
-    checkpoint, after_commit   only if they failed
-    slow_rank, suspicion       a machine is slow, or its numbers are suspicious
-    died, refused              rank 0 is gone and recorded no end; or it refused to start (`died` is
-                               from process.py)
-    end                        finished, requeue or failed
-    job                        the job script gives up (tools/alarm.py)
-
-The other events of log/events.py are not worth a message.
-"""
+"""Which events (log/events.py) are sent to a person, each in a sentence; and `job`: the job script
+gives up (tools/alarm.py). The other events are not worth a message."""
 
 import math
 import socket

@@ -6,18 +6,20 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch.distributed as dist
 
 from runtime.log.run_log import PAUSE_SECONDS
 from runtime.log.status import read_status, write_status
-from runtime.messages import log
 from runtime.monitor.after_commit import progress
 from runtime.monitor.check import on_event, prometheus
-from runtime.monitor.process import END_EVENT_SECONDS, ENDING_SECONDS, start_monitor
+from runtime.monitor.files import END_EVENT_SECONDS
+from runtime.monitor.process import ENDING_SECONDS
+from runtime.output import log
 from runtime.signals import Signals, requests
 from settings.config import Config
 
@@ -130,3 +132,21 @@ class Monitor:
             log(f"warning: checkpoint.after_commit has not succeeded for {about['pending']}")
         if status := read_status(folder):
             write_status(folder, **status, after_commit=about)
+
+
+def start_monitor(
+    told: dict[str, Any], stderr: IO[bytes] | None = None
+) -> "subprocess.Popen[bytes]":
+    """Start the process, and tell it its settings: not as arguments, which every user of the
+    machine can read, because a webhook's address is a secret. The pipe to it is not buffered."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "runtime.monitor.process"],
+        cwd=Path(__file__).parents[2],  # this repository
+        stdin=subprocess.PIPE,
+        bufsize=0,
+        stderr=stderr,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(told).encode() + b"\n")
+    return process

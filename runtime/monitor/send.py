@@ -1,12 +1,12 @@
 """Send alarms to a webhook or a command, in a thread: with a time limit for each attempt, a few
 retries and a bounded queue."""
 
+import functools
 import json
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from runtime.monitor.alarms import ALWAYS
@@ -27,6 +27,11 @@ def say(text: str) -> None:
     log(f"alerts: {text}")
 
 
+@functools.cache
+def say_once(text: str) -> None:
+    say(text)
+
+
 class Sender:
     """Delivers alarms in order.
 
@@ -41,9 +46,9 @@ class Sender:
         self.lost = lost
         self._ends_at = float("inf")  # when a command is ended, by the monotonic clock
         self.delivered = self.failed = 0  # alarms
-        self._attempt = partial(_post, target)
+        self._attempt = functools.partial(_post, target)
         if not is_webhook(target):
-            self._attempt = partial(_give, target, cwd, lambda: self._ends_at)
+            self._attempt = functools.partial(_give, target, cwd, lambda: self._ends_at)
         self._waiting: deque[Alarm] = deque()  # the first is being delivered
         self._ending, self._news = threading.Event(), threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, name="sender", daemon=True)

@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from parallel.mesh import Mesh
 from runtime.listener import Listener, Run
-from runtime.messages import log
+from runtime.output import log
 from settings.config import Config
 
 # The communicating methods of ProcessGroup. torch 2.11 has the old names, 2.13 has both.

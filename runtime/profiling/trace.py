@@ -19,8 +19,9 @@ import torch.distributed as dist
 from parallel.mesh import Mesh
 from parallel.pipeline.actions import NAMES, Action
 from parallel.pipeline.simulate import Event, Timeline
+from runtime.device import time_mark
 from runtime.listener import Listener, Run
-from runtime.messages import log
+from runtime.output import log
 from settings.data_stages import DataStage
 
 AFTER = 2  # first steps that are not traced, because they allocate, connect and compile
@@ -108,16 +109,15 @@ class ActionRecorder:
         self.device = device
         self._marks: list[tuple[Action, Any, Any]] = []
         if device == "cuda":
-            self._zero = torch.cuda.Event(enable_timing=True)
-            self._zero.record()
+            self._zero = time_mark(device)
             self._zero.synchronize()
             self._zero_seconds = time.perf_counter()
 
     @contextmanager
     def __call__(self, action: Action) -> Iterator[None]:
-        begin = self._mark()
+        begin = time_mark(self.device)
         yield
-        self._marks.append((action, begin, self._mark()))
+        self._marks.append((action, begin, time_mark(self.device)))
 
     def events(self, offset: float) -> list[Event]:
         """Return the recorded events in milliseconds, by this process's clock less `offset`
@@ -129,16 +129,10 @@ class ActionRecorder:
             for action, a, b in self._marks
         ]
 
-    def _mark(self) -> Any:
-        if self.device != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def _milliseconds(self, mark: Any, offset: float) -> float:
         if self.device == "cuda":
-            return (self._zero_seconds - offset) * 1e3 + self._zero.elapsed_time(mark)
+            since: float = self._zero.elapsed_time(mark)
+            return (self._zero_seconds - offset) * 1e3 + since
         return (mark - offset) * 1e3
 
 

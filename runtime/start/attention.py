@@ -28,7 +28,6 @@ from runtime.device import deterministic
 from runtime.evaluation.scoring import padded
 from settings.checks import cuts_of_sequence
 from settings.config import Config
-from settings.precision import Precision
 
 
 class _Asked:
@@ -58,7 +57,7 @@ def choices(config: Config, device_type: str) -> Counter[tuple[Call, Choice]]:
     is chosen for it, and the number of layers. With cp, they are those of chunks that do not begin
     a sequence. Raises UserError if the wanted kernel cannot run."""
     train, found = config.train, Counter[tuple[Call, Choice]]()
-    dtype = Precision.of(config).compute
+    dtype = config.precision.compute
     for (window, head_dim, wanted), layers in _asked(config):
         packed = config.data.document_mask or (window or train.seq_len) < train.seq_len
         packed |= config.parallel.cp > 1  # a chunk of queries, and more keys (mask.py)
@@ -106,7 +105,7 @@ def make_calls(config: Config, device: str, cp: ContextParallel) -> None:
     """Make each call of attention that a layer makes on a rank of `cp`, forward and backward."""
     model, tp = config.model, config.parallel.tp
     heads, shared = model.num_heads // tp, max(model.num_kv_heads // tp, 1)
-    dtype = Precision.of(config).compute
+    dtype = config.precision.compute
     for length, has_documents, repeats in _batches(config):
         rows = config.train.micro_batch_size * config.train.seq_len // length
         chunks = cp.chunks(length)

@@ -10,18 +10,23 @@ the others are spares, which wait until the run ends or the launcher stops them.
 All ranks first find each other in the launcher's store, before any GPU is used, and rank 0 decides.
 The ranks that train get new numbers, in RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, and a store that the
 first of them holds: torchrun may have put its own into the process of the launcher's rank 0, which
-may be a spare, or on a node that dies. After that, only the log and a refusal (announce.py,
-torchrun.py) need to know of spares. The order is the launcher's, with excluded nodes
-(health/excluded.py) last, so the ranks of a node stay together.
+may be a spare, or on a node that dies. The order is the launcher's, with excluded nodes
+(health/excluded.py) last, so the ranks of a node stay together. What they say in these stores:
+
+    key        set by                          what
+    node/RANK  each of the launcher's ranks    its node
+    chosen     the launcher's rank 0           who trains
+    address    the first rank that trains      where its own store is
+    beats      rank 0 of those that train      more and more: it is alive
+    ended      it                              the run has ended, for the others that train
+    leave      it                              likewise, for spares: `ended` or `stopped`;
+               any rank (exit.py)              `refused`
+    left       spares                          how many know; then rank 0, and its store, may exit
 
 A spare uses no GPU and hardly any CPU. It exits with status 0 when the run has ended, or when it is
 signalled; with 2 when the start was refused. It does not exit before, because torchrun's agent
 would then leave the rendezvous, and the node could not replace another. If rank 0 is dead for
 LOST_SECONDS, it exits with status 1.
-
-    the run ends   the ranks that train agree on it │ rank 0 says `leave` │ spares answer, and exit
-                                                                          │ rank 0 exits, and with
-                                                                            it the store
 
 When a node returns, each node's agent sends SIGTERM to its ranks, within about a second of each
 other; all ranks save and stop together (stop.py). A rank whose agent has not sent it yet waits for
@@ -46,11 +51,11 @@ import torch
 import torch.distributed as dist
 
 from errors import UserError
+from runtime.exit import REFUSED, stop_agent
 from runtime.health.excluded import excluded_nodes, node_name
-from runtime.messages import log
+from runtime.output import log
 from runtime.signals import Signals
 from runtime.start.init import comes, fresh_store
-from runtime.torchrun import REFUSED, stop_agent
 from settings.config import Config
 from settings.layouts import layout_sizes
 

@@ -27,7 +27,7 @@ import torch
 
 from errors import UserError
 from parallel.config import ParallelConfig
-from runtime.messages import log
+from runtime.output import log
 from settings.config import Config
 from settings.layouts import choose_layout
 

@@ -14,7 +14,6 @@ from model.kernels.attention_choice import CPU, PLANNED
 from parallel.context import ContextParallel
 from runtime.start.attention import check_attention, describe_attention, make_calls
 from settings.load import load_config
-from settings.precision import Precision
 from tests import ROOT
 from tests.counting import Operators
 
@@ -87,7 +86,7 @@ def test_a_start_makes_the_calls_of_a_step(monkeypatch, file, overrides, cp_rank
     setting = Setting(
         config.model, config.train.seq_len, config.parallel.tp, cp=size, cp_rank=cp_rank,
         micro_batch_size=config.train.micro_batch_size, document_mask=config.data.document_mask,
-        dtype=Precision.of(config).compute,
+        dtype=config.precision.compute,
     )  # fmt: skip
     with Calls() as made:
         for kind in {*kinds_of_layers(config.model)}:

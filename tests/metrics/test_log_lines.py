@@ -17,7 +17,9 @@ from runtime.log import log_lines
 from runtime.log.events import append_event
 from runtime.log.status import read_status, record_failure, record_missing_end
 from runtime.metrics.trackers import JsonLines
-from runtime.monitor import process
+from runtime.monitor import files
+from runtime.monitor.files import Files
+from runtime.monitor.send import say_once
 from tests.monitor.alert_helpers import Receiver, settings_of
 from tests.runs import events_of, forget_last, heard, losses, run, write_config
 from tools.report.run import read_run
@@ -70,10 +72,11 @@ def insert(path: Path, place: int, *lines: bytes) -> None:
 
 def by_monitor(folder: Path) -> Any:
     """What it knows of earlier starts for Prometheus."""
-    monitor = process.Monitor(settings_of(folder))
-    monitor._read_past()
-    assert not monitor.said
-    state = monitor.state
+    said = say_once.cache_info()
+    reader = Files(settings_of(folder), lambda state: {})
+    reader.close(60)
+    assert say_once.cache_info() == said
+    state = reader.state
     return state.state, state.account.seconds, state.record["step"], state.checkpoint["step"]
 
 
@@ -172,7 +175,7 @@ def test_a_long_file_is_read_piece_by_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And only as far as it reached when this start began."""
-    monkeypatch.setattr(process, "READ_BYTES", 100)
+    monkeypatch.setattr(files, "READ_BYTES", 100)
     path = tmp_path / "events.jsonl"
     for step in range(31):
         append_event(tmp_path, "hang", step=step)
@@ -180,9 +183,9 @@ def test_a_long_file_is_read_piece_by_piece(
             path.write_text(path.read_text() + "x" * 250 + "\n")
     until = path.stat().st_size
     append_event(tmp_path, "hang", step=31)
-    assert [event["step"] for event in process._events_until(path, until)] == [*range(31)]
+    assert [event["step"] for event in files._events_until(path, until)] == [*range(31)]
     assert capsys.readouterr().err.count("line 31 is no whole record") == 1
-    assert [*process._events_until(path, 0), *process._events_until(tmp_path / "none", 10)] == []
+    assert [*files._events_until(path, 0), *files._events_until(tmp_path / "none", 10)] == []
 
 
 def test_the_next_start_of_a_run(ranks: Ranks, data: Path, tmp_path: Path) -> None:

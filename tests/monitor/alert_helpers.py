@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 from runtime.log.events import append_event
-from runtime.monitor.process import start_monitor
+from runtime.monitor.rank_0 import start_monitor
 
 
 class Receiver(ThreadingHTTPServer):
@@ -92,8 +92,9 @@ class FedMonitor:
         self.run = folder / "run"
         self.run.mkdir(exist_ok=True)
         self.log = folder / "monitor.log"
-        hasty = "from runtime.monitor import process; process.LOOK_SECONDS = 0.1; "
-        hasty += f"process.END_EVENT_SECONDS = {waits}; process.main()"
+        hasty = "from runtime.monitor import files, process; "
+        hasty += "process.LOOK_SECONDS = files.LOOK_SECONDS = 0.1; "
+        hasty += f"files.END_EVENT_SECONDS = {waits}; process.main()"
 
         def start(command: list[str], **about: Any) -> subprocess.Popen[bytes]:
             return POPEN([command[0], "-c", hasty], **about)

@@ -18,7 +18,8 @@ from runtime.log.events import read_events
 from runtime.log.status import write_status
 from runtime.monitor import rank_0
 from runtime.monitor.alarms import ALWAYS, TEMPLATES, Series
-from runtime.monitor.process import END_EVENT_SECONDS, ENDING_SECONDS, Monitor
+from runtime.monitor.files import END_EVENT_SECONDS
+from runtime.monitor.process import ENDING_SECONDS, MonitorProcess
 from tests import ROOT
 from tests.monitor.alert_helpers import FedMonitor, Receiver, settings_of, wait_until
 
@@ -135,7 +136,7 @@ def test_a_stall_and_a_death_are_noticed_although_the_file_system_hangs(tmp_path
     assert [sent["step"] for sent in server.received] == [0, 1, 1]
 
 
-class Here(Monitor):
+class Here(MonitorProcess):
     """A monitor in this process; what it would send is kept."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
@@ -249,11 +250,10 @@ def test_what_fails_for_one_line_is_said_and_the_next_is_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monitor, note = Here(tmp_path), Mock(side_effect=[KeyError("rank"), KeyError("rank"), None])
-    monkeypatch.setattr(monitor.state, "note_event", note)
+    monkeypatch.setattr(monitor.files.state, "note_event", note)
     for step in (0, 1, 2):
         monitor.hear_event({"event": "hang", "time": 1.0, "step": step, "where": "here"})
-    monitor.work.put((monitor._close,))
-    monitor._files()
+    monitor.files.close(60)
     assert note.call_args.args[0]["step"] == 2
     said = capsys.readouterr().err
     assert said.count("alerts: warning: ") == said.count("KeyError: 'rank'") == 2, said
@@ -262,8 +262,7 @@ def test_what_fails_for_one_line_is_said_and_the_next_is_heard(
 def test_an_alarm_that_was_lost_is_recorded(tmp_path: Path) -> None:
     monitor = Here(tmp_path)
     monitor._lost({"text": "x: hangs", "event": "hang"}, "no connection")
-    monitor.work.put((monitor._close,))
-    monitor._files()
+    monitor.files.close(60)
     (event,) = read_events(tmp_path)
     assert (event["event"], event["about"]) == ("undelivered", "hang")
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import train
 from errors import UserError
 from proofs.ranks import Ranks
+from runtime.exit import LOST, LostConnection
 from runtime.log.status import record_failure
-from runtime.messages import LOST, LostConnection
 from runtime.monitor import send
 from runtime.signals import Signals
 from tests import runs

@@ -25,7 +25,6 @@ from parallel.pipeline.transfer import Transfers
 from proofs.parity import __main__ as parity
 from proofs.parity.cases import Case
 from proofs.parity.run import heads_in_pieces
-from runtime.device import DeviceClock
 from settings.config import Config
 from tests import ROOT
 from tests.proofs.parity_tiers import dense_covering, expert_covering, thorough_but
@@ -205,7 +204,7 @@ TO_DEVICE = "tools.rehearse.fake_gpu.to_device"
 BATCH = patch(TO_DEVICE, lambda tensor, _: tensor.to(DEVICE))
 UNPINNED = patch(TO_DEVICE, lambda tensor, _: tensor.to(DEVICE, non_blocking=True))
 SAVING = patch("runtime.checkpoint.save.device_thread", plain_thread)
-COPY = patch.object(DeviceClock, "stop", lambda _: lambda: 0.0)
+COPY = patch("runtime.checkpoint.save.seconds_between", lambda *_: 0.0)
 ROWS = patch.object(Rows, "_wait", rows_without_waiting)
 ROUTER = patch.object(BaseRouter, "preferences", router_that_reads)
 

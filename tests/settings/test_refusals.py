@@ -13,7 +13,7 @@ from data.dataset import TokenDataset
 from parallel.pipeline.actions import BACKWARD, FORWARD, Action
 from parallel.pipeline.schedules import SCHEDULES
 from proofs.ranks import Ranks
-from runtime import torchrun
+from runtime import exit as rank_exit
 from runtime.signals import Signals
 from runtime.start import checks
 from tests.planted import planted
@@ -153,14 +153,14 @@ def test_only_torchrun_is_stopped() -> None:
         "python -m torch.distributed.run train.py",
         "/venv/bin/python -u -m tools.torchrun train.py",
     ):
-        assert torchrun.runs_torchrun(command.split(" "))
+        assert rank_exit.runs_torchrun(command.split(" "))
     for command in (
         "python train.py CONFIG torchrun",
         "python -m tools.launch -m torch.distributed.run",
         "srun torchrun train.py",
         "",
     ):
-        assert not torchrun.runs_torchrun(command.split(" "))
+        assert not rank_exit.runs_torchrun(command.split(" "))
 
 
 @pytest.mark.parametrize(("restarts", "stopped"), [(0, True), (3, False)])
@@ -177,8 +177,8 @@ def test_one_rank_of_a_node_stops_torchrun(
     try:
         for expected in (stopped, False):
             with subprocess.Popen(["sleep", "60"]) as agent:
-                with patch.object(torchrun, "find_agent", lambda pid=agent.pid: pid):
-                    torchrun.stop_agent()
+                with patch.object(rank_exit, "find_agent", lambda pid=agent.pid: pid):
+                    rank_exit.stop_agent()
                 agent.kill()  # does nothing after SIGTERM
                 assert (agent.wait() == -signal.SIGTERM) is expected
     finally:

@@ -289,7 +289,7 @@ def test_a_rollback_never_leaves_its_stage(ranks: Ranks, data: Path, tmp_path: P
 def run_with_damage(arguments: list[str], folder: Path) -> str:
     """Train; the only checkpoint is damaged in the changeover."""
 
-    @planted(saving, "find_next")
+    @planted(saving, "find_before")
     def damaged(honest: Any, *about: Any) -> Any:
         flip_a_bit(next(runs.checkpoint_of(folder, 2).glob("*.safetensors")))
         return honest(*about)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from errors import UserError
 from runtime import signals
 from runtime.checkpoint.lease_holder import Holder
-from runtime.messages import this_rank
+from runtime.exit import this_rank
 from runtime.start import init
 from runtime.start.environment import OF_JOB, OF_RANK, TEXTS, check_environment
 from runtime.start.init import fresh_store

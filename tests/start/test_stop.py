@@ -19,7 +19,7 @@ import proofs.ranks
 import train
 from proofs.ranks import RankError, Ranks
 from runtime import all_listeners, signals, stop
-from runtime.messages import LostConnection, fail
+from runtime.exit import LostConnection, fail
 from runtime.signals import Signals
 from runtime.stop import StopRequests
 from settings.load import load_config

@@ -21,7 +21,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from errors import UserError
-from runtime.messages import from_rank_0, on_all_ranks, refuse
+from runtime.agreement import from_rank_0, on_all_ranks
+from runtime.exit import refuse
 from runtime.start.init import init_distributed
 from settings.precision import DTYPES
 from tools.command import CommandParser, at_least, run_command

@@ -25,10 +25,10 @@ from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
 from parallel.placement import local_region
+from runtime.agreement import from_rank_0, on_all_ranks
 from runtime.checkpoint.load import require_good
 from runtime.checkpoint.manifest import Damaged, check_sizes, read_manifest
 from runtime.checkpoint.verify import parse_trainer
-from runtime.messages import from_rank_0, on_all_ranks
 from tools.huggingface.agreement import generation_config, tokens_of
 from tools.huggingface.checkpoint_reader import CheckpointReader, WeightReader, newest
 from tools.huggingface.config import CONFIG, HuggingFaceConfig, refuse_foreign

@@ -27,7 +27,6 @@ from costs.units import LocalWeight, Sums
 from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, FORWARD
 from parallel.pipeline.schedules import build_schedule
 from parallel.weight_gradient import sum_dtype
-from settings.precision import Precision
 from tools.plan.layout import Layout, Numbers, numbers_of, ranks_of_stages
 from tools.plan.memory import GROWING
 from tools.plan.time import NOTHING, Gathers, Part, StepTime, message_seconds, sharding_seconds
@@ -55,7 +54,7 @@ class Stage:
         self.blocks = kinds.total()
         self.numel_of_block = min(numbers_of(unit).rest for unit in kinds)  # without experts
         # Sums of gradients are counted separately.
-        dtype = sum_dtype(False, 0, *Precision.of(self.alike)[:3])
+        dtype = sum_dtype(False, 0, *self.alike.precision[:3])
         assert dtype is not None
         self.sums = Sums(dtype, begun=True)
         phases = [unit.record(False, self.sums).phases for unit in kinds]

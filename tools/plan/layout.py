@@ -30,7 +30,6 @@ from parallel.pipeline.schedules import build_schedule
 from parallel.placement import chunk_range, dim_of
 from parallel.weight_gradient import sum_dtype
 from settings.config import Config
-from settings.precision import Precision
 from training.optimizers import optimizer_class
 
 # The kinds of actions of a schedule that splits backward, and of another.
@@ -185,7 +184,7 @@ class Layout:
         self.whole = alone and not p.cpu_offload
 
         # widths, in bytes
-        dtypes = Precision.of(config)
+        dtypes = config.precision
         self.compute, self.reduce = dtypes.compute.itemsize, dtypes.reduce.itemsize
         self.master = dtypes.master.itemsize  # weights, moments, reduced gradients between steps
         self.exact = dtypes.exact.itemsize  # statistics and losses

@@ -24,7 +24,6 @@ from parallel.axes import AXES
 from settings.checks import validate
 from settings.config import Config
 from settings.layouts import MAX_LAYOUTS, OF_TRAIN
-from settings.precision import Precision
 from tools.plan.candidates import Candidate, candidates, space
 from tools.plan.check import check_can_be_planned
 from tools.plan.hardware import GB, Device
@@ -214,7 +213,7 @@ def _check_states_fit(config: Config, world: int, room: float) -> None:
     """Raise UserError if weights, optimizer state and gradients do not fit in any layout."""
     # weights and states, and the gradients, of which each rank holds at least its share
     parameters = num_parameters(config.model)
-    states = state_bytes(config) + parameters * Precision.of(config).reduce.itemsize
+    states = state_bytes(config) + parameters * config.precision.reduce.itemsize
     if states <= room * world:
         return
     why = (

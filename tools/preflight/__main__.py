@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from errors import UserError
 from runtime.health.excluded import excluded_nodes, node_name
-from runtime.messages import log
+from runtime.output import log
 from runtime.start.attention import describe_attention
 from runtime.start.checks import check_writable, open_data_stages
 from runtime.start.environment import LARGEST, check_environment, check_number

@@ -30,7 +30,7 @@ from parallel.memory import ACTIVATIONS, DEFERRED, GATHERING, REDUCING, TEMPORAR
 from parallel.mesh import Mesh
 from parallel.parameter import weights_of
 from parallel.pipeline.actions import FORWARD, Action
-from runtime.metrics.memory_report import held_tensors
+from runtime.metrics.memory_report import tensors_by_category
 from tools.rehearse.device import Device
 from tools.rehearse.tape import Tape
 from training.step import TrainStep
@@ -103,7 +103,7 @@ class Memory(Tape):
 
     def attach(self, train: TrainStep) -> None:
         super().attach(train)
-        self.held = partial(held_tensors, train)
+        self.held = partial(tensors_by_category, train)
 
     @contextmanager
     def record(self, action: Action) -> Iterator[None]:

@@ -24,7 +24,6 @@ from model.transformer import sum_over_weights
 from parallel.parameter import NamedWeight, WeightSpec
 from parallel.placement import as_dimensions_of, dim_of
 from settings.config import Config
-from settings.precision import Precision
 
 
 class State(NamedTuple):
@@ -142,7 +141,7 @@ def check_optimizer(config: Config) -> None:
 def state_bytes(config: Config) -> int:
     """Bytes of the whole model between steps: the weights, and the optimizer's states."""
     states_of = optimizer_class(config.optimizer.name).states_of
-    master = Precision.of(config).master.itemsize
+    master = config.precision.master.itemsize
 
     def held(weight: NamedWeight) -> int:
         states = states_of(weight.spec).values()

@@ -1,10 +1,11 @@
-"""From one data stage of a run to the next, in the same process.
+"""How a run ends, or one data stage of it.
 
     data stage 0 │ save, wait │ leave │ find the checkpoint, join again, load │ data stage 1
 
-A boundary is a resume: the data stage ends with a checkpoint, everything is built anew for the next
-one by the code of a start, and the run begins from the checkpoint. So it makes no difference
-whether the process is killed there, and a data stage may have another layout.
+Where one data stage follows another, in the same process, the run resumes: the data stage ends with
+a checkpoint, everything is built anew for the next one by the code of a start, and the run begins
+from the checkpoint. So it makes no difference whether the process is killed there, and a data stage
+may have another layout.
 """
 
 import sys
@@ -13,43 +14,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from runtime.checkpoint.folder import complete_checkpoints, step_of
+from runtime.exit import describe
 from runtime.listener import Listener, Run
-from runtime.messages import describe, log
-from settings.config import SECTIONS, Config
-from settings.data_stages import data_stages
-from settings.load import changed_between
+from runtime.output import log
 
 
-class DataStageBegins(Listener):
-    """Logs and records the beginning of a data stage, with what changes:
-    `train.seq_len 8192 → 131072`.
-
-    config: of the whole run.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
-    def begins(self, run: Run) -> None:
-        if not self.config.data_stages or dist.get_rank() != 0:
-            return
-        stages, number, steps = (
-            data_stages(self.config),
-            run.data_stage.number,
-            run.data_stage.steps,
-        )
-        where = f"data stage {number} of 0 to {len(stages) - 1}, "
-        where += f"steps {steps.start + 1} to {steps.stop}"
-        if number == 0 or run.step > steps.start:
-            log(f"this is {where}")
-            return
-        before, now = (one.config for one in stages[number - 1 : number + 1])
-        changes = changed_between(before, now, SECTIONS)
-        run.log.event("data_stage", data_stage=number, step=run.step, changes=changes)
-        log(f"{where}, begins: {', '.join(changes) or 'nothing changes'}")
-
-
-class RunEnd(Listener):
+class EndRecorder(Listener):
     """Records how the run ended, or that another data stage follows. The run is `finished` only
     when every rank is."""
 
