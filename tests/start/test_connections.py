@@ -66,7 +66,7 @@ def test_cublas_is_prepared_before_attention_is_tried(monkeypatch: pytest.Monkey
     def tried(*_: object) -> None:
         found.append((os.environ[CUBLAS], torch.are_deterministic_algorithms_enabled()))
 
-    for name in ("check_kernels", "check_fits"):
+    for name in ("check_gpu", "check_kernels", "check_fits"):
         monkeypatch.setattr(train, name, lambda *_: None)
     monkeypatch.setattr(train, "check_attention", tried)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
