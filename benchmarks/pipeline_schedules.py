@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from benchmarks.compare import alternate, parser, ratio, write
+from costs.timeline import Timeline
 from parallel.axes import MeshSizes
 from parallel.data import check_reduced, data_parallel
 from parallel.deferred import Job
@@ -56,7 +57,7 @@ from parallel.pipeline.actions import (
 from parallel.pipeline.lower import lower
 from parallel.pipeline.runner import PipelineRunner
 from parallel.pipeline.schedules import build_schedule
-from parallel.pipeline.simulate import Costs, Event, Timeline, simulate
+from parallel.pipeline.simulate import Costs, Event, simulate
 from parallel.pipeline.transfer import Transfers
 from proofs.ranks import Ranks
 from runtime.profiling.trace import ActionRecorder
@@ -157,7 +158,7 @@ class Case(NamedTuple):
 
     def simulate(self) -> Timeline:
         costs = Costs.equal(RANKS * self.stages_per_rank, *[self.stage_seconds] * 3)
-        return simulate(self.schedule, costs)
+        return Timeline(simulate(self.schedule, costs))
 
 
 def our_stage(seconds: float, mesh: Mesh, loss: bool) -> WaitingStage:

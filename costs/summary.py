@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
+from costs.balance import LayerCosts
 from costs.links import Links
 from costs.seconds import Rates
 from costs.setting import Setting
 from costs.units import EMBEDDING, HEAD, Unit, kinds_of_layers, unit
 from hardware import H100
 from model.config import ModelConfig
-from parallel.pipeline.balance import LayerCosts
 
 # From this number of tokens on, seconds are proportional to tokens, because reading the weights
 # takes no time beside the products.

@@ -14,7 +14,6 @@ and the collectives.
                              sequence)                             block
 
     axes.py             the names and sizes of the axes; mesh.py: the DeviceMesh and its views
-    config.py           the section `parallel.` of a configuration file
     parameter.py        the description of a weight; layer.py: the base class of layers with weights
     fsdp_units.py       what FSDP gathers together, and over which view of the mesh
     dispatch/           how tokens reach their experts; expert_linear.py: the experts' linear layers

@@ -10,12 +10,16 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, model_validator
 from torch.distributed.tensor import DTensor
 
+from costs.parameters import sum_over_weights
 from declare import keys_of
 from errors import UserError
 from model.config import ModelConfig
+from parallel.parameter import NamedWeight
 from runtime.schema import MAX_INT, Name, Natural, Strict
 from settings.config import Config
 from settings.moved import at_new_places
+from settings.precision import Precision
+from training.optimizers import optimizer_class
 from training.step import TrainStep
 
 FILE = "trainer.json"
@@ -167,3 +171,15 @@ def held_tensors(train: TrainStep) -> Iterator[Held]:
         yield Held(f"optimizer.{weight.global_name}.{key}", state, False, weight.is_copy)
     for name, bias in () if train.balance is None else train.balance.tensors():
         yield Held(f"model.{name}", bias, True, False)
+
+
+def state_bytes(config: Config) -> int:
+    """Bytes of the whole model between steps: the weights, and the optimizer's states."""
+    states_of = optimizer_class(config.optimizer.name).states_of
+    master = Precision.of(config).master.itemsize
+
+    def held(weight: NamedWeight) -> int:
+        states = states_of(weight.spec).values()
+        return weight.numel * master + sum(s.bytes(weight.spec.shape, master) for s in states)
+
+    return sum_over_weights(config.model, held)

@@ -8,20 +8,21 @@ from collections.abc import Callable
 
 import torch
 
+from costs.parameters import check_tp
 from errors import UserError
 from model.config import ModelConfig
 from model.experts import Experts
 from model.router import router_class
-from model.transformer import check_tp
 from parallel.axes import MeshSizes
-from parallel.config import ParallelConfig
 from parallel.pipeline.actions import splits_backward
-from parallel.pipeline.check import fault_in
-from parallel.pipeline.schedules import MAX_FORWARDS
+from settings.check_schedule import fault_in
 from settings.config import Config
 from settings.data_stages import data_stages, in_data_stage
+from settings.parallel import ParallelConfig
 from settings.precision import Precision
 from settings.sections import MAX_TOKENS, OptimizerConfig
+
+MAX_FORWARDS = 2**15  # in a step, over all stages; the largest known runs have a few thousand
 
 
 def validate(config: Config, world_size: int) -> None:
@@ -138,7 +139,7 @@ def check_schedule(config: Config, sizes: MeshSizes) -> None:
     p, name = config.parallel, config.parallel.schedule
     if fault := fault_in(name, p.pp, p.stages_per_rank, config.num_microbatches(sizes.dp)):
         # in a schedule that the user added; without this check it could hang
-        remedy = "correct the schedule; parallel/pipeline/check.py has the rules"
+        remedy = "correct the schedule; settings/check_schedule.py has the rules"
         raise UserError("parallel.schedule", name, fault, remedy)
 
 

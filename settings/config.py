@@ -3,14 +3,14 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
+from costs.balance import LayerCosts
 from costs.setting import Setting
 from costs.summary import layer_costs
 from data.config import DataConfig
 from model.config import ModelConfig
-from parallel.config import ParallelConfig
 from parallel.pipeline.actions import Action
-from parallel.pipeline.balance import LayerCosts
 from parallel.pipeline.schedules import build_schedule
+from settings.parallel import ParallelConfig
 from settings.precision import Precision
 from settings.sections import (
     CheckpointConfig,

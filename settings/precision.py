@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from parallel.config import ParallelConfig
+from settings.parallel import ParallelConfig
 from settings.sections import OptimizerConfig, TrainConfig
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}

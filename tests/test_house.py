@@ -200,7 +200,7 @@ def attributes_read(tree: ast.AST) -> set[str]:
 def test_every_configuration_key_is_read() -> None:
     rooms = {"train", *MAY_IMPORT["train"]}
     running = [tree for name, tree in MODULES.items() if room_of(name) in rooms]
-    # The axis sizes are read by name, in a loop (parallel/config.py).
+    # The axis sizes are read by name, in a loop (settings/parallel.py).
     read = set(AXES).union(*map(attributes_read, running))
     assert not [name for name in KEYS if name.rpartition(".")[2] not in read]
     # Control: a key that only `__post_init__` reads does not count as read.

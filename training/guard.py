@@ -23,8 +23,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from errors import RunFailed
-
 WINDOW = 128  # losses
 
 
@@ -70,16 +68,3 @@ class UpdateGuard:
         values += [math.nan if value is None else value for value in recent_losses]
         self.recent.copy_(torch.tensor(values[-WINDOW:], dtype=torch.float64))
         self.bad_in_a_row.fill_(bad_in_a_row)
-
-
-def check_not_in_vain(last_step: int, made: int, bad_in_a_row: int) -> None:
-    """Fail a run that reaches its last step if the bad steps at its end are more than half of the
-    steps `made` since this start: a diverged run must not count as finished. Nothing more is saved.
-
-    Raises RunFailed on every rank.
-    """
-    if 2 * bad_in_a_row > made:
-        since = f"after step {last_step - bad_in_a_row} " if bad_in_a_row < made else ""
-        why = "loss or gradient was not finite, or the loss was a spike"
-        said = f"no update was made {since}up to the last step, {last_step}: {why}"
-        raise RunFailed(f"{said}; try another optimizer.lr")

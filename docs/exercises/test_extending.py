@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel.pipeline.actions import FORWARD, Action
-from parallel.pipeline.check import Fault, check
 from parallel.pipeline.schedules import build_schedule
+from settings.check_schedule import Fault, check
 
 
 def trust_ratio(weight: Tensor, update: Tensor, group: ProcessGroup) -> Tensor:

@@ -43,12 +43,6 @@ class Action(NamedTuple):
 
 FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 BACKWARD_INPUT, BACKWARD_WEIGHT = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
-NAMES = {  # in legends and traces
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    BACKWARD_INPUT: "input gradient",
-    BACKWARD_WEIGHT: "weight gradient",
-}
 Schedule = Sequence[Sequence[Action]]  # one list per rank
 
 

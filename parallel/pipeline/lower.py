@@ -79,7 +79,7 @@ def lower(schedule: Schedule) -> list[Program]:
     timeline = simulate(schedule, Costs.equal(num_stages))
     # All messages in one order: (instant, message, sender, receiver).
     messages = []
-    for sender, events in enumerate(timeline.ranks):
+    for sender, events in enumerate(timeline):
         for action, _, end in events:
             message = result_of(action, num_stages)
             if message is not None and ranks_of_stages[message.stage] != sender:
@@ -89,7 +89,7 @@ def lower(schedule: Schedule) -> list[Program]:
     for instant, message, sender, receiver in messages:
         mine[sender].append((instant, Transfer(True, receiver, message)))
         mine[receiver].append((instant, Transfer(False, sender, message)))
-    return [_program(*of_rank) for of_rank in zip(timeline.ranks, mine, strict=True)]
+    return [_program(*of_rank) for of_rank in zip(timeline, mine, strict=True)]
 
 
 def _program(events: Sequence[Event], transfers: Sequence[tuple[float, Transfer]]) -> Program:

@@ -1,5 +1,4 @@
-"""Simulate a schedule without running it: when each rank works, the bubble, the time of a step, the
-activations held. No torch here.
+"""Simulate a schedule without running it: when each rank runs each action. No torch here.
 
 An action starts when its rank has finished the previous one and the inputs of the action have
 arrived. Nothing else is modelled: lists of actions, one clock per rank, and messages.
@@ -7,7 +6,6 @@ arrived. Nothing else is modelled: lists of actions, one clock per rank, and mes
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 from parallel.pipeline.actions import (
@@ -66,59 +64,12 @@ class Event(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """When each rank ran each action: simulated, or measured (runtime/profiling/trace.py)."""
-
-    ranks: list[list[Event]]
-
-    @property
-    def start(self) -> float:
-        return min(events[0].start for events in self.ranks if events)
-
-    @property
-    def step_time(self) -> float:
-        """The time from the start of the first action on any rank to the end of the last."""
-        return max(events[-1].end for events in self.ranks if events) - self.start
-
-    def busy(self, rank: int) -> float:
-        return sum(event.end - event.start for event in self.ranks[rank])
-
-    @property
-    def bubble_fraction(self) -> float:
-        """The part of the step, averaged over ranks, in which a rank is idle."""
-        return 1 - sum(map(self.busy, range(len(self.ranks)))) / (len(self.ranks) * self.step_time)
-
-    @property
-    def bubble(self) -> float:
-        """The bubble as papers define it: the time that a rank waits between its own first and last
-        action, for the rank that waits longest.
-
-        (Ranks that begin late also end late: if the optimizer step need not wait for all ranks,
-        only this time is lost.)
-        """
-        return max(e[-1].end - e[0].start - self.busy(rank) for rank, e in enumerate(self.ranks))
-
-    def live(self, rank: int) -> list[int]:
-        """The number of activations that a rank holds after each of its actions: one for each stage
-        and micro-batch, from its forward to its weight gradient."""
-        changes = (
-            1 if event.action.kind is FORWARD else -(event.action.kind is not BACKWARD_INPUT)
-            for event in self.ranks[rank]
-        )
-        return list(accumulate(changes))
-
-    def peak_live(self, rank: int) -> int:
-        """The most activations that a rank holds at once."""
-        return max(self.live(rank), default=0)
-
-
 class Stuck(ValueError):
     """Ranks wait for each other forever."""
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Compute when each action starts and ends.
+def simulate(schedule: Schedule, costs: Costs) -> list[list[Event]]:
+    """Compute when each action starts and ends, for each rank.
 
     Raises:
         Stuck: no rank can continue; the message names the action at which each one waits.
@@ -179,4 +130,4 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     stuck = [f"rank {r} at {actions[0]}" for r, actions in left if actions]
     if stuck:
         raise Stuck(f"ranks cannot continue: {', '.join(stuck)}")
-    return Timeline(timeline)
+    return timeline

@@ -8,17 +8,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from costs.parameters import num_parameters
 from data.dataset import Mixture, Opened, open_data
 from data.loader import heldout_batches
 from errors import UserError
-from model.transformer import num_parameters
 from runtime.evaluation.rows import TaskRows, open_tasks
 from runtime.monitor.check import check_alerts
+from runtime.trainer_state import state_bytes
 from settings.config import Config
 from settings.data_stages import data_stages, in_data_stage
 from settings.layouts import layout_sizes
 from settings.load import load_config
-from training.optimizers import state_bytes
 
 LONGEST_NAME = 200  # bytes; longer than any path that a run creates in its folder
 

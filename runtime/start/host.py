@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 import torch
 
 from errors import UserError
-from parallel.config import ParallelConfig
 from runtime.messages import log
 from settings.config import Config
 from settings.layouts import choose_layout
+from settings.parallel import ParallelConfig
 
 SYSTEM = Path("/sys")
 # The least that a rank needs: threads that train, run backward, serve NCCL, read data and save.

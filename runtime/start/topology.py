@@ -6,11 +6,11 @@ the order of the mesh (parallel/axes.py). For example, tp 8, pp 4, dp_shard 8 wi
     inside a node of 8 ranks: tp 8; between nodes: pp 4, dp_shard 8
 """
 
+from costs.balance import even_split, imbalance
 from costs.summary import mean_of_blocks
 from hardware import H100
 from parallel.axes import MeshSizes
 from parallel.mesh import Mesh
-from parallel.pipeline.balance import even_split, imbalance
 from settings.config import Config
 
 

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from parallel.pipeline.balance import (
+from costs.balance import (
     LayerCosts,
     balanced_split,
     even_split,
@@ -14,6 +14,7 @@ from parallel.pipeline.balance import (
     rank_costs,
     stage_costs,
 )
+from costs.timeline import Timeline
 from parallel.pipeline.schedules import build_schedule
 from parallel.pipeline.simulate import Costs, simulate
 from settings.load import load_config
@@ -74,7 +75,8 @@ def test_costs_are_of_the_layers_that_there_are():
 
 def step_time(split, costs, schedule, *about):
     stages = [cost / 3 for cost in stage_costs(split, costs)]
-    return simulate(build_schedule(schedule, *about), Costs(stages, stages, stages)).step_time
+    costs = Costs(stages, stages, stages)
+    return Timeline(simulate(build_schedule(schedule, *about), costs)).step_time
 
 
 def test_the_simulated_step_is_shorter():

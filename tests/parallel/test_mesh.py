@@ -5,10 +5,10 @@ from torch.distributed import get_process_group_ranks
 
 from parallel.axes import MeshSizes
 from parallel.collectives import start_all_gather
-from parallel.config import ParallelConfig
 from parallel.context import ContextParallel
 from parallel.expert import ExpertParallel
 from parallel.layer import TensorParallel
+from settings.parallel import ParallelConfig
 from tools.rehearse.fake_gpu import one_rank
 
 

@@ -14,7 +14,7 @@ from costs.recorder import Phase
 from costs.summary import blocks
 from costs.units import EMBEDDING, HEAD, LocalWeight, Sums, Unit, kinds_of_layers, unit
 from errors import UserError
-from parallel.axes import AXES, FSDP_AXES, MAX_RANKS
+from parallel.axes import AXES, FSDP_AXES
 from parallel.fsdp_units import sharded_dimension
 from parallel.pipeline.actions import (
     BACKWARD,
@@ -30,6 +30,7 @@ from parallel.pipeline.schedules import build_schedule
 from parallel.placement import chunk_range, dim_of
 from parallel.weight_gradient import sum_dtype
 from settings.config import Config
+from settings.parallel import MAX_RANKS
 from settings.precision import Precision
 from training.optimizers import optimizer_class
 

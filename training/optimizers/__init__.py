@@ -20,11 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from errors import UserError
 from kinds import load_kind
-from model.transformer import sum_over_weights
 from parallel.parameter import NamedWeight, WeightSpec
 from parallel.placement import as_dimensions_of, dim_of
 from settings.config import Config
-from settings.precision import Precision
 
 
 class State(NamedTuple):
@@ -137,15 +135,3 @@ def check_optimizer(config: Config) -> None:
     if config.optimizer.pure_bfloat16 and not optimizer_class(name).rounds_stochastically:
         why = f"{name} rounds to nearest and would lose small updates"
         raise UserError("optimizer.pure_bfloat16", True, why, "set optimizer.pure_bfloat16=false")
-
-
-def state_bytes(config: Config) -> int:
-    """Bytes of the whole model between steps: the weights, and the optimizer's states."""
-    states_of = optimizer_class(config.optimizer.name).states_of
-    master = Precision.of(config).master.itemsize
-
-    def held(weight: NamedWeight) -> int:
-        states = states_of(weight.spec).values()
-        return weight.numel * master + sum(s.bytes(weight.spec.shape, master) for s in states)
-
-    return sum_over_weights(config.model, held)
