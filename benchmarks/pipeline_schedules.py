@@ -40,7 +40,7 @@ from costs.timeline import Timeline
 from parallel.axes import MeshSizes
 from parallel.data import check_reduced, data_parallel
 from parallel.deferred import Job
-from parallel.expert_linear import WHOLE
+from parallel.expert import WHOLE
 from parallel.fsdp_units import shard
 from parallel.layer import Layer, TensorParallel
 from parallel.mesh import Mesh, build_mesh

@@ -36,7 +36,7 @@ CHANGES: dict[str, list[Change]] = {
         ('f"{seed}:{name}:{block}"', 'f"{seed}:{block}"'),
     ],
     "model/router/_base.py": [
-        ("x.to(exact) @ weight.to(exact).t()", "(x @ weight.t()).to(exact)"),
+        ("wide_product(x, weight.t(), exact)", "(x @ weight.t()).to(exact)"),
         ("gradient_is_partial=tp.sequence_parallel", "gradient_is_partial=False"),
         ("len(logits) // len(counts) * self.ep.parts", "len(logits) // len(counts)", "parts"),
         ("reduce(all_reduce, self.ep.sequence, counts)",
@@ -111,11 +111,11 @@ CHANGES: dict[str, list[Change]] = {
         ("of_tokens[of_rows]", "of_tokens[of_rows[-1:]]", "group"),
     ],
     "parallel/data.py": [
-        ("set_reshard_after_backward(True, recurse=False)",
-         "set_reshard_after_backward(False, recurse=False)"),
+        ("set_reshard_after_backward(last or self.reshard_weights,",
+         "set_reshard_after_backward(self.reshard_weights,"),
         ("self.reduce_each_microbatch = zero_stage >= 2",
          "self.reduce_each_microbatch = zero_stage > 2"),
-        ("unit.set_requires_all_reduce(False, recurse=False)",
+        ("unit.set_requires_all_reduce(last, recurse=False)",
          "unit.set_requires_all_reduce(True, recurse=False)", "group"),
     ],
     "parallel/fsdp_units.py": [

@@ -14,8 +14,7 @@ from model.kernels.weighted_swiglu import weighted_swiglu
 from model.matmul import GroupedMatmul
 from model.router import make_router
 from parallel.dispatch import make_dispatch
-from parallel.expert import ExpertParallel
-from parallel.expert_linear import ExpertLinear, expert_linear, last_expert_linear
+from parallel.expert import ExpertLinear, ExpertParallel, expert_linear, last_expert_linear
 from parallel.kept import KeptOutputs
 from parallel.layer import Pieces, TensorParallel
 from parallel.parameter import Normal

@@ -314,7 +314,8 @@ def test_the_timeline_in_the_docstring_is_the_schedule(name, v, m):
 def test_pure_modules_need_no_torch():
     """Modules without tensors can be imported where torch is not installed; here the import of
     torch is made to fail."""
-    names = ["actions", "schedules", "simulate", "lower", "check", "balance"]
-    modules = [f"parallel.pipeline.{name}" for name in names] + ["tools.timeline.measured"]
+    modules = [f"parallel.pipeline.{n}" for n in ("actions", "schedules", "simulate", "lower")]
+    modules += ["costs.balance", "costs.timeline", "settings.check_schedule"]
+    modules += ["tools.timeline.measured"]
     code = f"import sys; sys.modules['torch'] = None\nfor m in {modules}: __import__(m)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
