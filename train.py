@@ -34,7 +34,14 @@ from runtime.messages import fail, on_all_ranks, refuse
 from runtime.monitor.rank_0 import Monitor
 from runtime.start.announce import announce
 from runtime.start.attention import check_attention
-from runtime.start.checks import Data, check_fits, check_writable, open_data_stages, try_config
+from runtime.start.checks import (
+    Data,
+    check_fits,
+    check_optimizer,
+    check_writable,
+    open_data_stages,
+    try_config,
+)
 from runtime.start.elastic import training_ranks
 from runtime.start.environment import check_environment
 from runtime.start.host import set_connections
@@ -47,7 +54,6 @@ from settings.config import Config
 from settings.data_stages import data_stages
 from settings.layouts import valid_layout
 from training.build import build_stages
-from training.optimizers import check_optimizer
 from training.step import TrainStep
 
 
@@ -129,8 +135,8 @@ def train_data_stage(
         seq_len=config.train.seq_len,
         global_batch_size=config.train.global_batch_size,
         seed=config.train.seed,
-        dp_rank=mesh.dp_rank,
-        dp_size=mesh.dp_size,
+        dp_rank=mesh.batch.rank,
+        dp_size=mesh.batch.size,
         next_sample=start.state.data.next_sample,
         skipped=start.state.data.skipped,
         earlier=passed(start.state.earlier, data.train),

@@ -25,7 +25,7 @@ from model.norm import RMSNorm
 from model.positions import BatchPositions
 from parallel.context import ContextParallel
 from parallel.expert import ExpertParallel
-from parallel.layer import Pieces, TensorParallel
+from parallel.layer import Atoms, TensorParallel
 from parallel.parameter import Normal
 from parallel.tensor import ColumnParallelLinear, VocabParallelEmbedding
 
@@ -91,9 +91,9 @@ def hidden_shape(
     return tp.local_length(cp.local_length(length)), sequences, config.dim
 
 
-def vocabulary(config: ModelConfig) -> Pieces:
+def vocabulary(config: ModelConfig) -> Atoms:
     """The rows of the embedding and of the head."""
-    return Pieces(config.vocab_size, "model.vocab_size", uneven=True)
+    return Atoms(config.vocab_size, "model.vocab_size", uneven=True)
 
 
 class Head(ColumnParallelLinear):

@@ -200,8 +200,6 @@ class KeysAndValues:
     def instead_of_keeping(self) -> Iterator[bool]:
         """A context in which autograd keeps, of a view of the gathered tensor, only its place,
         because it will be gathered again. Yields whether that is so; every rank must agree.
-
-        With several sequences, kernels pack them into copies, which autograd keeps.
         """
         assert self._whole is not None
         storage, sequences = self._whole.untyped_storage()._cdata, self._whole.shape[1]

@@ -82,7 +82,7 @@ class TrainStep:
         self.tp = TensorParallel.of(mesh, parallel.sequence_parallel)
         self.cp = ContextParallel.of(mesh)
         transfers = self.transfers(train.seq_len, train.micro_batch_size)
-        schedule = config.schedule(mesh.dp_size)
+        schedule = config.schedule(mesh.batch.size)
         self.ranks_of_stages = stage_ranks(schedule)
         self.program = lower(schedule)[mesh.pp.rank]
         self.forward_programs: dict[int, Program] = {}  # by number of micro-batches

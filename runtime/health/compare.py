@@ -94,7 +94,7 @@ def _passed(tensor: Tensor, train: TrainStep, by: int) -> Tensor:
     """Send `tensor` to the rank `by` further on in the group of data-parallel ranks, and return
     what the rank as many before this one sends."""
     mesh = train.mesh
-    ranks, me = dist.get_process_group_ranks(mesh.batch.group), mesh.dp_rank
+    ranks, me = dist.get_process_group_ranks(mesh.batch.group), mesh.batch.rank
     if len(ranks) == 1:
         return tensor
     sent = tensor.to(mesh.device).contiguous()

@@ -19,6 +19,7 @@ from settings.config import Config
 from settings.data_stages import data_stages, in_data_stage
 from settings.layouts import layout_sizes
 from settings.load import load_config
+from training.optimizers import optimizer_class
 
 LONGEST_NAME = 200  # bytes; longer than any path that a run creates in its folder
 
@@ -38,6 +39,14 @@ def try_config(arguments: list[str]) -> Config | UserError:
     except UserError as error:
         return error
     return config
+
+
+def check_optimizer(config: Config) -> None:
+    """Raise UserError if the configured optimizer does not support the configuration."""
+    name = config.optimizer.name
+    if config.optimizer.pure_bfloat16 and not optimizer_class(name).rounds_stochastically:
+        why = f"{name} rounds to nearest and would lose small updates"
+        raise UserError("optimizer.pure_bfloat16", True, why, "set optimizer.pure_bfloat16=false")
 
 
 def check_fits(config: Config, device: str) -> None:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from errors import UserError
 from kinds import load_kind
 from parallel.parameter import NamedWeight, WeightSpec
 from parallel.placement import as_dimensions_of, dim_of
@@ -127,11 +126,3 @@ def optimizer_class(name: str) -> type[ShardedOptimizer]:
     """The class of `optimizer.name`."""
     found: type[ShardedOptimizer] = load_kind(__name__, name, "Optimizer")
     return found
-
-
-def check_optimizer(config: Config) -> None:
-    """Raise UserError if the configured optimizer does not support the configuration."""
-    name = config.optimizer.name
-    if config.optimizer.pure_bfloat16 and not optimizer_class(name).rounds_stochastically:
-        why = f"{name} rounds to nearest and would lose small updates"
-        raise UserError("optimizer.pure_bfloat16", True, why, "set optimizer.pure_bfloat16=false")
