@@ -21,27 +21,17 @@ import torch.distributed as dist
 
 from data.loader import BatchLoader
 from errors import UserError
-from model.kernels.backend import check_kernels
 from parallel.mesh import build_mesh
 from runtime.all_listeners import build_listeners
 from runtime.checkpoint.history import passed
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.load import find_start, load
-from runtime.device import prepare_determinism
 from runtime.listener import Listeners, Run
 from runtime.log.run_log import RunLog
 from runtime.messages import fail, on_all_ranks, refuse
 from runtime.monitor.rank_0 import Monitor
 from runtime.start.announce import announce
-from runtime.start.attention import check_attention
-from runtime.start.checks import (
-    Data,
-    check_fits,
-    check_optimizer,
-    check_writable,
-    open_data_stages,
-    try_config,
-)
+from runtime.start.checks import Data, check_config, check_writable, open_data_stages, try_config
 from runtime.start.elastic import training_ranks
 from runtime.start.environment import check_environment
 from runtime.start.host import set_connections
@@ -52,7 +42,6 @@ from runtime.trainer_state import Start
 from runtime.watchdog import Watchdog
 from settings.config import Config
 from settings.data_stages import data_stages
-from settings.layouts import valid_layout
 from training.build import build_stages
 from training.step import TrainStep
 
@@ -79,19 +68,6 @@ def main(arguments: list[str], signals: Signals, store: dist.Store | None = None
         fail(error, signals, bool(ranks.spares))
     ranks.leave(signals)
     dist.destroy_process_group()
-
-
-def check_config(told: Config | UserError, device: str) -> Config:
-    if isinstance(told, UserError):
-        raise told
-    config, _ = valid_layout(told, dist.get_world_size())
-    check_kernels(config.model.kernels, device)
-    check_optimizer(config)
-    prepare_determinism(device, config.train.deterministic)
-    for stage in data_stages(config):
-        check_attention(stage.config, device)
-        check_fits(stage.config, device)
-    return config
 
 
 def start_run(config: Config, device: str, signals: Signals, spares: dict[str, int]) -> None:

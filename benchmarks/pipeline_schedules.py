@@ -51,7 +51,6 @@ from parallel.pipeline.actions import (
     FORWARD,
     Action,
     Kind,
-    splits_backward,
     stage_ranks,
 )
 from parallel.pipeline.lower import lower
@@ -198,7 +197,6 @@ class OurSteps:
             len(where),
             transfers,
             data_parallel(self.stages.values(), 1, torch.float32, torch.float32),
-            splits_backward(case.schedule),
         )
         self.events: list[Event] = []  # of the last step
 

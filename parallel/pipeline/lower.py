@@ -23,17 +23,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from parallel.pipeline.actions import BACKWARD_WEIGHT, FORWARD, Action, Schedule, stage_ranks
+from parallel.pipeline.actions import Action, Message, Schedule, result_of, stage_ranks
 from parallel.pipeline.simulate import Costs, Event, simulate
-
-
-class Message(NamedTuple):
-    """A tensor for another stage: the hidden states of a micro-batch for the next one, or their
-    gradient for the one before."""
-
-    is_gradient: bool
-    stage: int  # the stage that needs it
-    microbatch: int
 
 
 class Transfer(NamedTuple):
@@ -51,25 +42,6 @@ class Exchange(NamedTuple):
 
 
 Program = list[Action | Exchange]
-
-
-def result_of(action: Action, num_stages: int) -> Message | None:
-    """The message that an action produces for another stage; None for a weight gradient, the loss,
-    and the input gradient of the first stage."""
-    if action.kind is BACKWARD_WEIGHT:
-        return None
-    forward = action.kind is FORWARD
-    stage = action.stage + 1 if forward else action.stage - 1
-    return Message(not forward, stage, action.microbatch) if 0 <= stage < num_stages else None
-
-
-def need_of(action: Action, num_stages: int) -> Message | None:
-    """The message that an action needs from another stage, if any."""
-    if action.kind is BACKWARD_WEIGHT:
-        return None
-    kind, stage, microbatch = action
-    sender = stage - 1 if kind is FORWARD else stage + 1
-    return Message(kind is not FORWARD, stage, microbatch) if 0 <= sender < num_stages else None
 
 
 def lower(schedule: Schedule) -> list[Program]:

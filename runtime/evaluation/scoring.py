@@ -171,7 +171,7 @@ def score_on_mesh(
     for length, numbers in lengths(rows, seq_len, parts).items():
         groups, size = _micro_batches(train, numbers, seq_len // length)
         transfers, data = train.transfers(length, size), train.runner.data
-        runner = PipelineRunner(train.stages, parallel.num_stages, transfers, data, False)
+        runner = PipelineRunner(train.stages, parallel.num_stages, transfers, data)
         for at in range(0, len(groups), most):
             if not goes_on():
                 return None

@@ -18,11 +18,12 @@ from parallel.pipeline.actions import (
     BACKWARD_WEIGHT,
     FORWARD,
     Action,
+    Message,
     forward_only,
     num_microbatches,
     stage_ranks,
 )
-from parallel.pipeline.lower import Exchange, Message, lower
+from parallel.pipeline.lower import Exchange, lower
 from parallel.pipeline.schedules import SCHEDULES, build_schedule
 from parallel.pipeline.simulate import Costs, simulate
 from settings.check_schedule import Fault, check, check_exchanges, check_order
