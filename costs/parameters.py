@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from torch import nn
 
+from costs.units import kinds_of_layers
 from model.config import ModelConfig
 from model.experts import Experts
 from model.transformer import Block, Transformer
@@ -20,7 +21,7 @@ def kinds_of_blocks(config: ModelConfig, tp: int = 1) -> list[tuple[Block, int]]
 
     Raises UserError, which names the key, if some layer cannot be split over `tp` ranks.
     """
-    kinds = [config.kinds_of(layer) for layer in range(config.num_layers)]
+    kinds = kinds_of_layers(config)
     counts, first = Counter(kinds), {kind: kinds.index(kind) for kind in kinds}
     return [(Block(config, first[kind], TensorParallel(tp)), n) for kind, n in counts.items()]
 

@@ -16,7 +16,6 @@ from parallel.pipeline.actions import (
     Message,
     Schedule,
     need_of,
-    num_microbatches,
     result_of,
     stage_ranks,
 )
@@ -48,6 +47,15 @@ def _fault_in(_: ScheduleFunction | None, name: str, *sizes: int) -> str:
     except Fault as fault:
         return str(fault)
     return ""
+
+
+def num_microbatches(schedule: Schedule) -> int:
+    return 1 + max(action.microbatch for actions in schedule for action in actions)
+
+
+def splits_backward(schedule: Schedule) -> bool:
+    """Whether some backward is split in two."""
+    return any(action.kind is Kind.BACKWARD_INPUT for actions in schedule for action in actions)
 
 
 def check_complete(schedule: Schedule) -> None:

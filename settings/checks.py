@@ -14,8 +14,7 @@ from model.config import ModelConfig
 from model.experts import Experts
 from model.router import router_class
 from parallel.axes import MeshSizes
-from parallel.pipeline.actions import splits_backward
-from settings.check_schedule import fault_in
+from settings.check_schedule import fault_in, splits_backward
 from settings.config import Config
 from settings.data_stages import data_stages, in_data_stage
 from settings.parallel import ParallelConfig

@@ -96,15 +96,6 @@ def need_of(action: Action, num_stages: int) -> Message | None:
     return Message(kind is not FORWARD, stage, microbatch) if 0 <= sender < num_stages else None
 
 
-def num_microbatches(schedule: Schedule) -> int:
-    return 1 + max(action.microbatch for actions in schedule for action in actions)
-
-
-def splits_backward(schedule: Schedule) -> bool:
-    """Whether some backward is split in two."""
-    return any(action.kind is BACKWARD_INPUT for actions in schedule for action in actions)
-
-
 def forward_only(ranks_of_stages: Sequence[int], num_microbatches: int) -> list[list[Action]]:
     """The schedule of an evaluation, without backwards: each rank runs all micro-batches through
     its first stage, then through the next (breadth first)."""

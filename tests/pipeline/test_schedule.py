@@ -20,13 +20,18 @@ from parallel.pipeline.actions import (
     Action,
     Message,
     forward_only,
-    num_microbatches,
     stage_ranks,
 )
 from parallel.pipeline.lower import Exchange, lower
 from parallel.pipeline.schedules import SCHEDULES, build_schedule
 from parallel.pipeline.simulate import Costs, simulate
-from settings.check_schedule import Fault, check, check_exchanges, check_order
+from settings.check_schedule import (
+    Fault,
+    check,
+    check_exchanges,
+    check_order,
+    num_microbatches,
+)
 from tests import ROOT
 from tests.planted import name_of
 from tests.proofs.parity_tiers import thorough_but

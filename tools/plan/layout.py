@@ -23,12 +23,12 @@ from parallel.pipeline.actions import (
     FORWARD,
     Action,
     Kind,
-    splits_backward,
     stage_ranks,
 )
 from parallel.pipeline.schedules import build_schedule
 from parallel.placement import chunk_range, dim_of
 from parallel.weight_gradient import sum_dtype
+from settings.check_schedule import splits_backward
 from settings.config import Config
 from settings.parallel import MAX_RANKS
 from settings.precision import Precision
