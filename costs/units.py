@@ -136,8 +136,8 @@ class Unit:
 
 
 def kind_of(model: ModelConfig, layer: int) -> str:
-    """A block's name as a unit: its kinds of attention and of feed-forward. Blocks of the same kinds
-    have the same structure."""
+    """A block's name as a unit: its kinds of attention and of feed-forward, which determine its
+    structure."""
     return f"{model.attention_of(layer)} {model.feed_forward_of(layer)}"
 
 
