@@ -16,7 +16,7 @@ seconds.py    seconds of a recorded computation, at the rates of a device
 summary.py    totals for other code: FLOPs per token, costs of the layers
 balance.py    how many layers each stage of a pipeline gets, by their costs
 timeline.py   what the timeline of a pipeline says: time of the step, bubble, activations held
-parameters.py   the model's blocks of each kind, and its number of parameters
+parameters.py  the model's blocks of each kind, and its number of parameters
 
 A record takes milliseconds and needs no process group. Every run makes some when it starts, to
 compute MFU and to report the costs of its pipeline stages. A layer that does not run on the meta

@@ -6,11 +6,11 @@
     sections.py       the sections that have no room of their own; parallel.py: `parallel`
     data_stages.py    Config → its data stages, in which data, lengths, layouts or rates change
     checks.py         the checks that involve several sections or the number of ranks
-    check_schedule.py   proves a pipeline's schedule and programs correct, on a network that
-                      buffers nothing
+    check_schedule.py proves a pipeline's schedule and programs correct, on a network that buffers
+                      nothing
     layouts.py        the layout for the number of ranks that there are
     precision.py      the dtypes of a run
 
-A section is declared (declare.py) beside what it configures: `model` and `data` in their
-rooms, the others here. May import `costs/`, `model/`, `parallel/` and `data/`.
+A section is declared (declare.py) beside what it configures: `model` and `data` in their rooms,
+the others here. May import `costs/`, `model/`, `parallel/` and `data/`.
 """

@@ -10,17 +10,16 @@ the memory report and the planner ask it.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from kinds import load_kind
 from parallel.parameter import NamedWeight, WeightSpec
-from parallel.placement import as_dimensions_of, dim_of
+from parallel.placement import dim_of
 from settings.config import Config
 
 
@@ -98,13 +97,6 @@ class ShardedOptimizer(ABC):
         self.update(lr, [each.gradient.to_local() for each in self.weights], norm, max_norm)
         for each in self.weights:
             each.parameter.grad = None
-
-    def state_tensors(self) -> Iterator[tuple[NamedWeight, str, DTensor]]:
-        """The state of each weight as global tensors that share its memory: (weight, name of the
-        state, tensor)."""
-        for each, states in zip(self.weights, self.states, strict=True):
-            for name, state in self.states_of(each.spec).items():
-                yield each, name, as_dimensions_of(states[name], each.sharded, state.dims)
 
     def sum_over_parts(self, name: str, terms: Sequence[Tensor]) -> None:
         """Sum in place this rank's terms of the state `name`, one for each weight, over the ranks
