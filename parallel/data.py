@@ -170,7 +170,8 @@ class FSDPSwitches:
         module.set_is_last_backward(last)
         for unit in self._units(module):
             unit.set_requires_gradient_sync(last or self.reduce_each_microbatch, recurse=False)
-            # The call above also switches on the all-reduce over replicas.
+            # The call above sets the all-reduce over replicas too, which only the last backward
+            # runs.
             unit.set_requires_all_reduce(last, recurse=False)
             unit.set_reshard_after_backward(last or self.reshard_weights, recurse=False)
             unit.set_reshard_after_forward(self.reshard_weights, recurse=False)
