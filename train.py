@@ -21,21 +21,18 @@ import torch.distributed as dist
 
 from data.loader import BatchLoader
 from errors import UserError
-from model.kernels.backend import check_kernels
 from parallel.mesh import build_mesh
 from runtime.agreement import on_all_ranks
 from runtime.all_listeners import build_listeners
 from runtime.checkpoint.history import passed
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.load import find_start, load
-from runtime.device import check_gpu, prepare_determinism
 from runtime.exit import fail, refuse
 from runtime.listener import Listeners, Run
 from runtime.log.run_log import RunLog
 from runtime.monitor.rank_0 import Monitor
 from runtime.start.announce import announce
-from runtime.start.attention import check_attention
-from runtime.start.checks import Data, check_fits, check_writable, open_data_stages, try_config
+from runtime.start.checks import Data, check_config, check_writable, open_data_stages, try_config
 from runtime.start.elastic import training_ranks
 from runtime.start.environment import check_environment
 from runtime.start.host import set_connections
@@ -46,9 +43,7 @@ from runtime.trainer_state import Start
 from runtime.watchdog import Watchdog
 from settings.config import Config
 from settings.data_stages import data_stages
-from settings.layouts import valid_layout
 from training.build import build_stages
-from training.optimizers import check_optimizer
 from training.step import TrainStep
 
 
@@ -74,20 +69,6 @@ def main(arguments: list[str], signals: Signals, store: dist.Store | None = None
         fail(error, signals, bool(ranks.spares))
     ranks.leave(signals)
     dist.destroy_process_group()
-
-
-def check_config(told: Config | UserError, device: str) -> Config:
-    if isinstance(told, UserError):
-        raise told
-    config, _ = valid_layout(told, dist.get_world_size())
-    check_gpu(config.train.dtype, device)
-    check_kernels(config.model.kernels, device)
-    check_optimizer(config)
-    prepare_determinism(device, config.train.deterministic)
-    for stage in data_stages(config):
-        check_attention(stage.config, device)
-        check_fits(stage.config, device)
-    return config
 
 
 def start_run(config: Config, device: str, signals: Signals, spares: dict[str, int]) -> None:
@@ -131,8 +112,8 @@ def train_data_stage(
         seq_len=config.train.seq_len,
         global_batch_size=config.train.global_batch_size,
         seed=config.train.seed,
-        dp_rank=mesh.dp_rank,
-        dp_size=mesh.dp_size,
+        dp_rank=mesh.batch.rank,
+        dp_size=mesh.batch.size,
         next_sample=start.state.data.next_sample,
         skipped=start.state.data.skipped,
         earlier=passed(start.state.earlier, data.train),

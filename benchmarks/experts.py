@@ -42,8 +42,8 @@ from torch import Tensor
 
 from benchmarks.compare import ROOT, alternate, parser, ratio, timed, write
 from benchmarks.train_cpu import ALONE, build, our_step, plain_step, random_batches, start
+from costs.parameters import num_active_parameters, num_parameters
 from model.experts import Experts
-from model.transformer import num_active_parameters, num_parameters
 from runtime.log.log_lines import read_records
 from runtime.start.init import init_distributed
 from settings.config import Config

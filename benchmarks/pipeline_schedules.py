@@ -36,10 +36,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from benchmarks.compare import alternate, parser, ratio, write
+from costs.timeline import Timeline
 from parallel.axes import MeshSizes
 from parallel.data import check_reduced, data_parallel
 from parallel.deferred import Job
-from parallel.expert_linear import WHOLE
+from parallel.expert import WHOLE
 from parallel.fsdp_units import shard
 from parallel.layer import Layer, TensorParallel
 from parallel.mesh import Mesh, build_mesh
@@ -50,13 +51,12 @@ from parallel.pipeline.actions import (
     FORWARD,
     Action,
     Kind,
-    splits_backward,
     stage_ranks,
 )
 from parallel.pipeline.lower import lower
 from parallel.pipeline.runner import PipelineRunner
 from parallel.pipeline.schedules import build_schedule
-from parallel.pipeline.simulate import Costs, Event, Timeline, simulate
+from parallel.pipeline.simulate import Costs, Event, simulate
 from parallel.pipeline.transfer import Transfers
 from proofs.ranks import Ranks
 from runtime.profiling.trace import ActionRecorder
@@ -157,7 +157,7 @@ class Case(NamedTuple):
 
     def simulate(self) -> Timeline:
         costs = Costs.equal(RANKS * self.stages_per_rank, *[self.stage_seconds] * 3)
-        return simulate(self.schedule, costs)
+        return Timeline(simulate(self.schedule, costs))
 
 
 def our_stage(seconds: float, mesh: Mesh, loss: bool) -> WaitingStage:
@@ -197,7 +197,6 @@ class OurSteps:
             len(where),
             transfers,
             data_parallel(self.stages.values(), 1, torch.float32, torch.float32),
-            splits_backward(case.schedule),
         )
         self.events: list[Event] = []  # of the last step
 

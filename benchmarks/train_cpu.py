@@ -98,7 +98,7 @@ def our_step(train: Any) -> Any:
     """A step with its number and the rows of the global batch; returns the loss."""
 
     def step(i: int, rows: Any) -> float:
-        mine = rows.chunk(train.mesh.dp_size)[train.mesh.dp_rank]
+        mine = rows.chunk(train.mesh.batch.size)[train.mesh.batch.rank]
         return train(i, mine[:, :-1], mine[:, 1:]).loss.item()
 
     return step

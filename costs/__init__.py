@@ -14,6 +14,8 @@ ends.py       the input of a unit, and the gradient of its output
 links.py      seconds of a collective over each axis of the mesh
 seconds.py    seconds of a recorded computation, at the rates of a device
 summary.py    totals for other code: FLOPs per token, costs of the layers
+timeline.py   what the timeline of a pipeline says: time of the step, bubble, activations held
+parameters.py  the model's blocks of each kind, and its number of parameters
 
 A record takes milliseconds and needs no process group. Every run makes some when it starts, to
 compute MFU and to report the costs of its pipeline stages. A layer that does not run on the meta

@@ -136,8 +136,9 @@ class Unit:
 
 
 def kind_of(model: ModelConfig, layer: int) -> str:
-    """A block's name as a unit."""
-    return " ".join(model.kinds_of(layer))
+    """A block's name as a unit: its kinds of attention and of feed-forward, which determine its
+    structure."""
+    return f"{model.attention_of(layer)} {model.feed_forward_of(layer)}"
 
 
 def kinds_of_layers(model: ModelConfig) -> list[str]:

@@ -27,10 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from costs.as_on_gpu import AsOnGpu
+from costs.parameters import num_parameters
 from costs.storages import StorageWatch, key_of
 from model.linear_cross_entropy import PIECE_BYTES, linear_cross_entropy
 from model.matmul import Matmul
-from model.transformer import num_parameters
 from parallel.context import ContextParallel
 from parallel.layer import TensorParallel
 from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS

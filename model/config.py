@@ -142,11 +142,6 @@ class ModelConfig(
         """The sides of an expert's matrices, by the keys that set them."""
         return {"model.experts.ffn_dim": self.expert_width, "model.dim": self.dim}
 
-    def kinds_of(self, layer: int) -> tuple[str, str]:
-        """The kinds of attention and of feed-forward of block `layer`. Blocks of the same kinds
-        have the same structure."""
-        return self.attention_of(layer), self.feed_forward_of(layer)
-
     def attention_of(self, layer: int) -> str:
         """The kind of attention of block `layer`."""
         return _in_turn(self.attention, layer)

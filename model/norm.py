@@ -13,10 +13,8 @@ class RMSNorm(Layer):
     """Computes y = x / sqrt(mean(x²) + eps) · weight over the last dimension. The weight [width] is
     whole on every tp rank.
 
-    Norms of the residual stream, of width D: with sequence parallelism each tp rank normalises its
-    part of the sequence, so its weight gradient is a partial sum (parallel/partial.py). Without it,
-    all tp ranks see the same tokens and compute the same gradient. Norms of heads, of width E: each
-    tp rank has different heads, so its gradient is always a partial sum.
+    Norms of the residual stream have width D, norms of heads width E; parallel/partial.py says
+    which of their gradients are partial sums.
     """
 
     def __init__(

@@ -8,10 +8,8 @@ with sequence parallelism a tp rank holds S/tp of it in norms and in the residua
 context parallelism every rank holds S/cp where S is written (parallel/context.py).
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ from torch import Tensor, nn
 from model.attention import BaseAttention, make_attention
 from model.config import ModelConfig
 from model.documents import Documents
-from model.experts import Experts
 from model.feed_forward import make_feed_forward
 from model.linear_cross_entropy import linear_cross_entropy
 from model.matmul import Matmul
@@ -28,8 +25,8 @@ from model.norm import RMSNorm
 from model.positions import BatchPositions
 from parallel.context import ContextParallel
 from parallel.expert import ExpertParallel
-from parallel.layer import Pieces, TensorParallel
-from parallel.parameter import NamedWeight, Normal, weights_of
+from parallel.layer import Atoms, TensorParallel
+from parallel.parameter import Normal
 from parallel.tensor import ColumnParallelLinear, VocabParallelEmbedding
 
 
@@ -94,9 +91,9 @@ def hidden_shape(
     return tp.local_length(cp.local_length(length)), sequences, config.dim
 
 
-def vocabulary(config: ModelConfig) -> Pieces:
+def vocabulary(config: ModelConfig) -> Atoms:
     """The rows of the embedding and of the head."""
-    return Pieces(config.vocab_size, "model.vocab_size", uneven=True)
+    return Atoms(config.vocab_size, "model.vocab_size", uneven=True)
 
 
 class Head(ColumnParallelLinear):
@@ -181,51 +178,3 @@ class Transformer(nn.Module):
             hidden = self.head(self.norm(hidden), batch.targets, batch.loss_scale)
         assert isinstance(hidden, torch.Tensor)
         return hidden
-
-
-@lru_cache(maxsize=64)
-def kinds_of_blocks(config: ModelConfig, tp: int = 1) -> list[tuple[Block, int]]:
-    """One block of each kind, on the meta device with the shapes of one of `tp` ranks, and the
-    number of such blocks in the model.
-
-    Raises UserError, which names the key, if some layer cannot be split over `tp` ranks.
-    """
-    kinds = [config.kinds_of(layer) for layer in range(config.num_layers)]
-    counts, first = Counter(kinds), {kind: kinds.index(kind) for kind in kinds}
-    return [(Block(config, first[kind], TensorParallel(tp)), n) for kind, n in counts.items()]
-
-
-@lru_cache(maxsize=64)
-def num_parameters(config: ModelConfig) -> int:
-    """The number of trainable parameters of the whole model; a tied embedding counts once."""
-    return sum_over_weights(config, lambda each: each.numel)
-
-
-@lru_cache(maxsize=64)
-def num_active_parameters(config: ModelConfig) -> int:
-    """The number of parameters that one token is computed with: of the experts only those that it
-    chooses."""
-
-    def active(each: NamedWeight) -> int:
-        if not each.spec.is_expert:
-            return each.numel
-        experts = config.of(Experts)
-        return each.numel // experts.count * experts.per_token
-
-    return sum_over_weights(config, active)
-
-
-def sum_over_weights(config: ModelConfig, number: Callable[[NamedWeight], int]) -> int:
-    """The sum of a number of each weight of the whole model; a tied embedding counts once."""
-
-    def count(module: nn.Module) -> int:
-        return sum(number(each) for each in weights_of(module) if not each.is_copy)
-
-    ends = Transformer(config, [], True, True, TensorParallel())
-    return count(ends) + sum(n * count(block) for block, n in kinds_of_blocks(config))
-
-
-def check_tp(config: ModelConfig, tp: int) -> None:
-    """Raise UserError, which names the key, if some layer cannot be split over `tp` ranks."""
-    kinds_of_blocks(config, tp)
-    Transformer(config, [], True, True, TensorParallel(tp))

@@ -14,10 +14,10 @@ and the collectives.
                              sequence)                             block
 
     axes.py             the names and sizes of the axes; mesh.py: the DeviceMesh and its views
-    config.py           the section `parallel.` of a configuration file
     parameter.py        the description of a weight; layer.py: the base class of layers with weights
     fsdp_units.py       what FSDP gathers together, and over which view of the mesh
-    dispatch/           how tokens reach their experts; expert_linear.py: the experts' linear layers
+    config.py           the section `parallel.` of a configuration file
+    dispatch/           how tokens reach their experts
     collectives.py      the collectives of tensor, context and expert parallelism
     asynchronous.py     collectives that autograd follows, started in one place, awaited in another
     weight_gradient.py  where a weight's gradient goes, and its sum over micro-batches
@@ -25,8 +25,7 @@ and the collectives.
     whole.py            weights that no other rank shares: data parallelism over one rank
     partial.py          the sum over tp of gradients that are partial on each tp rank
     placement.py        which part of a global tensor a rank holds
-    activation.py       activation checkpointing
-    compiled.py         compiled blocks
+    activation.py       activation checkpointing, and compiled blocks
     kept.py             what activation checkpointing keeps as the result of several operations
     memory.py           the categories of memory use
 

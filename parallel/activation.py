@@ -1,5 +1,7 @@
-"""Activation checkpointing: keep fewer tensors between forward and backward, and recompute the
-others when backward needs them.
+"""Wraps blocks in activation checkpointing and `torch.compile`.
+
+Activation checkpointing keeps fewer tensors between forward and backward, and recomputes the others
+when backward needs them:
 
 | mode               | kept per block                      | recomputed                            |
 |--------------------|-------------------------------------|---------------------------------------|
@@ -22,6 +24,13 @@ Every mode keeps which experts the tokens chose (kept.py).
 
 (Chen et al. 2016, https://arxiv.org/abs/1604.06174; selective: Korthikanti et al. 2022, section 5,
 chosen by operation with torch's `create_selective_checkpoint_contexts`.)
+
+Each compiled part is one graph (`fullgraph`): whatever the compiler cannot trace is an error, not a
+silent return to Python. With context parallelism a block has two such parts, before its attention
+and after it (`halves`, model/transformer.py). Attention itself runs in between as it does without
+the compiler (context.py): a compiled collective would be waited for at once, and the compiler does
+not trace the hooks by which backward gathers again. A block that does not attend over cp is one
+graph.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -30,19 +39,19 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-from parallel.compiled import Forward, compiled, compiled_around_attention
 from parallel.dispatch import TokenDispatch
-from parallel.expert_linear import ExpertLinear
+from parallel.expert import ExpertLinear
 from parallel.kept import KeptOutputs
 from parallel.tensor import ColumnParallelLinear
 
+Forward = Callable[..., Any]
 Mode = Literal["none", "selective", "full_but_attention", "full"]
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
@@ -77,7 +86,7 @@ def wrap_blocks(
         attention: the operators that compute attention, which the model knows. With products, they
             cost the most floating-point operations per byte of their result.
         cp: the number of context-parallel ranks. With several, compiled blocks that attend over
-            them are two graphs (compiled.py), the block's `halves`.
+            them are two graphs.
 
     Selective checkpointing is compiled with the block, and the compiler follows the same policy.
     With several cp ranks, each graph and the attention between them is checkpointed by itself: so
@@ -94,9 +103,9 @@ def wrap_blocks(
             selective = partial(_checkpointed, context_fn=selection)
         halves = block.halves() if compile and cp > 1 else None
         if halves is not None:
-            forward = compiled_around_attention(forward, halves, selective)
+            forward = _compiled_around_attention(forward, halves, selective)
         else:
-            forward = compiled(selective(forward)) if compile else selective(forward)
+            forward = _compiled(selective(forward)) if compile else selective(forward)
         if mode == "full":
             kept = _kept_by_experts(block)
             options = {"context_fn": partial(kept.contexts, outputs=False)} if kept else {}
@@ -137,3 +146,34 @@ def _checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., 
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
     return checkpointed
+
+
+def _compiled(forward: Forward) -> Forward:
+    """`forward(x, *inputs)` of a block, as one graph."""
+    training = torch.compile(forward, fullgraph=True)
+    return _in_training(training, otherwise=forward)
+
+
+def _compiled_around_attention(
+    forward: Forward,
+    halves: tuple[Forward, Forward],
+    checkpointed: Callable[[Forward], Forward],
+) -> Forward:
+    """`forward(x, *others, attend)` of a block as two graphs, its `halves`, with the call of
+    `attend` between them. Each of the three is wrapped by `checkpointed`."""
+    before, after = (torch.compile(checkpointed(half), fullgraph=True) for half in halves)
+
+    def training(x: Tensor, *inputs: Any) -> Any:
+        *others, attend = inputs
+        return after(checkpointed(attend)(*before(x, *others)), x)
+
+    return _in_training(training, otherwise=forward)
+
+
+def _in_training(training: Forward, otherwise: Forward) -> Forward:
+    # Evaluation runs uncompiled: without gradients, torch 2.13's tracer loses the context of an
+    # autograd operation.
+    def chosen(*args: Any) -> Any:
+        return training(*args) if torch.is_grad_enabled() else otherwise(*args)
+
+    return chosen

@@ -20,10 +20,6 @@ An axis of size 1 is not a special case: a single process is the mesh `MeshSizes
 import math
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property
-from itertools import product
-from typing import Self
-
-MAX_RANKS = 2**20  # the largest known runs have a few hundred thousand
 
 
 @dataclass(frozen=True, order=True)
@@ -81,13 +77,6 @@ class MeshSizes:
         for axis, size in reversed(self.by_axis().items()):
             rank, found[axis] = divmod(rank, size)
         return {axis: found[axis] for axis in AXES}
-
-    @classmethod
-    def all_of(cls, world: int) -> list[Self]:
-        """Every mesh of `world` ranks."""
-        divisors = [d for d in range(1, world + 1) if world % d == 0]
-        sizes = (cls(*each) for each in product(divisors, repeat=len(AXES)))
-        return [each for each in sizes if each.world == world]
 
     def __str__(self) -> str:
         named = {axis: n for axis, n in self.by_axis().items() if axis != "cp" or n > 1}

@@ -93,13 +93,6 @@ def start_reduce_scatter(
     )
 
 
-def start_all_reduce_(x: Tensor, group: ProcessGroup) -> Pending:
-    """Start to sum `x` over the group in place: only for a tensor that the caller has just made."""
-    if group.size() == 1:
-        return Pending(x)
-    return Pending(x, [dist.all_reduce(x, group=group, async_op=True)])
-
-
 def start_all_to_all(
     x: Tensor, group: ProcessGroup, send: Sequence[int], receive: Sequence[int]
 ) -> Pending:
@@ -124,7 +117,9 @@ def start_reduce_(
     sequence parallelism by a reduce-scatter, else by an all-reduce in place."""
     if sequence_parallel:
         return start_reduce_scatter(x, group, pieces, out)
-    return start_all_reduce_(x, group)
+    if group.size() == 1:
+        return Pending(x)
+    return Pending(x, [dist.all_reduce(x, group=group, async_op=True)])
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:

@@ -8,10 +8,12 @@ from typing import Annotated, Any, Literal
 
 from declare import LARGEST, Count, Text, Whole, between, section
 from errors import UserError
-from parallel.axes import AXES, MAX_RANKS, MeshSizes
+from parallel.axes import AXES, MeshSizes
 from parallel.pipeline.actions import stage_ranks
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
 from parallel.pipeline.schedules import build_schedule
+
+MAX_RANKS = 2**20  # the largest known runs have a few hundred thousand
 
 
 @section("parallel")

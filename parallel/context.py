@@ -104,7 +104,7 @@ class SplitAttention:
         number = number_of_pieces(k.shape[2], (k.nbytes + v.nbytes) * self.cp.size)
         ends = [part.stop for part in self.chunks]
         pieces = [KeysAndValues(self.cp, ends) for _ in range(number)]
-        gradients = partial(gradients_of, pieces, (k.shape, v.shape), k.new_empty(()))
+        gradients = partial(join_gradients, pieces, (k.shape, v.shape), k.new_empty(()))
         link = Start.apply(partial(start_first, pieces), gradients, k, v)
         ys = [self._of(pieces, i, link, each) for i, each in enumerate(q.chunk(number, 2))]
         return ys[0] if number == 1 else torch.cat(ys, 2)
@@ -200,8 +200,6 @@ class KeysAndValues:
     def instead_of_keeping(self) -> Iterator[bool]:
         """A context in which autograd keeps, of a view of the gathered tensor, only its place,
         because it will be gathered again. Yields whether that is so; every rank must agree.
-
-        With several sequences, kernels pack them into copies, which autograd keeps.
         """
         assert self._whole is not None
         storage, sequences = self._whole.untyped_storage()._cdata, self._whole.shape[1]
@@ -231,7 +229,7 @@ def start_first(pieces: Sequence[KeysAndValues], k: Tensor, v: Tensor) -> None:
     pieces[0].start()
 
 
-def gradients_of(
+def join_gradients(
     pieces: Sequence[KeysAndValues], shapes: Sequence[torch.Size], like: Tensor
 ) -> tuple[Tensor, ...]:
     """The gradients of k and v, of these shapes, from those of all pieces."""

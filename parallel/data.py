@@ -37,8 +37,7 @@ shard; forward and backward see the weight gathered over dp_shard:
         ▼                                     │ dp_replicate
     in a forward   DTensor on (tp)            │              compute dtype  see `local_weight`
 
-Every reduction is a plain sum. The loss is divided by the number of target tokens in the global
-batch before backward, so a mean of means is never taken.
+Every reduction is a plain sum (training/step.py).
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -139,21 +138,13 @@ class FSDPSwitches:
             layer.gradient.sum_in(FSDPPlace(weight), dtype or compute, adds=dtype is not None)
 
     def begin(self, module: nn.Module) -> None:
-        assert isinstance(module, FSDPModule)
-        module.set_is_last_backward(False)
-        for unit in self._units(module):
-            # This also sets the all-reduce over replicas, which only the last backward runs: switch
-            # it off.
-            unit.set_requires_gradient_sync(self.reduce_each_microbatch, recurse=False)
-            unit.set_requires_all_reduce(False, recurse=False)
-            unit.set_reshard_after_backward(self.reshard_weights, recurse=False)
-            unit.set_reshard_after_forward(self.reshard_weights, recurse=False)
+        self._switch(module, last=False)
 
     def before_backward(self, module: nn.Module, last: bool) -> None:
         # If none were the last, FSDP would keep every gradient for a later backward and the
         # optimizer would find none; `check_reduced` detects this.
         if last:
-            self._complete(module)
+            self._switch(module, last=True)
 
     def after_backward(self, module: nn.Module, last: bool) -> None:
         pass  # FSDP's hooks have done it
@@ -163,7 +154,7 @@ class FSDPSwitches:
         one: reduce gradients if `zero_stage` requires it or this is the `last` of the step."""
         assert isinstance(module, FSDPModule)
         if last:
-            self._complete(module)
+            self._switch(module, last=True)
         # torch.distributed.pipelining calls this private hook for the same purpose, in torch 2.11
         # and 2.13.
         module._get_fsdp_state()._root_post_backward_final_callback()
@@ -172,13 +163,17 @@ class FSDPSwitches:
         for unit in self._units(module):
             unit.reshard()
 
-    def _complete(self, module: nn.Module) -> None:
+    def _switch(self, module: nn.Module, last: bool) -> None:
+        """For the backwards that follow: whether the next is the `last` of the step."""
         assert isinstance(module, FSDPModule)
-        module.set_is_last_backward(True)
+        module.set_is_last_backward(last)
         for unit in self._units(module):
-            unit.set_requires_gradient_sync(True, recurse=False)
-            unit.set_requires_all_reduce(True, recurse=False)
-            unit.set_reshard_after_backward(True, recurse=False)
+            unit.set_requires_gradient_sync(last or self.reduce_each_microbatch, recurse=False)
+            # The call above sets the all-reduce over replicas too, which only the last backward
+            # runs.
+            unit.set_requires_all_reduce(last, recurse=False)
+            unit.set_reshard_after_backward(last or self.reshard_weights, recurse=False)
+            unit.set_reshard_after_forward(self.reshard_weights, recurse=False)
 
 
 def data_parallel(

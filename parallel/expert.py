@@ -4,15 +4,27 @@ dispatch (dispatch/) brings the rows of each expert together, and their results 
 All ranks of dp_shard × cp × tp have different tokens, and ep is a part of them (axes.py). So the
 gradient of an expert covers all tokens of its ep group, and FSDP's plain sum over efsdp and
 ep_replicate adds the rest: no factor is needed.
+
+An expert is whole on its rank, so its linear layers use the functions of tensor parallelism
+(tensor.py) as over one rank; what differs are the products, grouped by expert.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import Shard
 
+from parallel.kept import KeepsOutputs
+from parallel.layer import Layer, TensorParallel
 from parallel.mesh import Axis, Mesh
+from parallel.parameter import MATRIX, Normal, WeightSpec
+from parallel.tensor import ColumnParallelFunction, row_parallel
+from parallel.weight_gradient import LinearProducts
+
+WHOLE = TensorParallel(sequence_parallel=False)
 
 
 @dataclass(frozen=True)
@@ -36,3 +48,49 @@ class Choice(NamedTuple):
     experts: Tensor  # [T, k] int64
     weights: Tensor  # [T, k], in at least float32; with a gradient
     counts: Tensor  # [B, X] int64: how often the tokens of each sequence chose each expert
+
+
+class ExpertLinear(KeepsOutputs, Layer):
+    """The weight [X, out, in] of a linear layer of all experts of a layer, of which each ep rank
+    holds X/ep. `expert_linear` and `last_expert_linear` compute with it.
+
+    Args:
+        num_experts: X.
+        grouped: the products of the rows of each expert, which end at the numbers it takes.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        ep: ExpertParallel,
+        grouped: Callable[[Tensor], LinearProducts],
+        initial: Normal,
+    ) -> None:
+        super().__init__(WHOLE)
+        self.grouped = grouped
+        weight = WeightSpec(
+            shape=(num_experts, out_features, in_features),
+            placement=Shard(0),
+            initial=initial,
+            group=MATRIX,
+            gradient_is_partial=False,
+            is_expert=True,
+        )
+        self.add_weight(weight, over=ep)
+
+
+def expert_linear(rows: Tensor, ends: Tensor, *layers: ExpertLinear) -> tuple[Tensor, ...]:
+    """Map rows [R, in], those of each expert together, to one [R, out] for each of `layers`. Each
+    expert's rows end where `ends` (int32 [X/ep]) says."""
+    weights = [layer.local_weight() for layer in layers]
+    matmuls = [layer.grouped(ends) for layer in layers]
+    gradients = [layer.gradient for layer in layers]
+    y = ColumnParallelFunction.apply(rows, WHOLE, matmuls, gradients, layers[0].kept, *weights)
+    return tuple(y)
+
+
+def last_expert_linear(rows: Tensor, ends: Tensor, layer: ExpertLinear) -> Tensor:
+    """Map rows [R, in] to [R, out]. A recomputation ends before this product."""
+    return row_parallel(rows, layer.local_weight(), WHOLE, layer.grouped(ends), layer.gradient)

@@ -100,11 +100,7 @@ def view_of(unit: Sequence[nn.Module], mesh: Mesh) -> DeviceMesh:
     """The mesh view to shard the unit's weights over. Weights of inner units are sharded already
     and do not count; if none are left, the unit is not of experts."""
     weights = [each for module in unit for each in weights_of(module)]
-    left = [
-        each
-        for each in weights
-        if each.sharded.device_mesh.ndim == 1  # tp or ep
-    ]
+    left = [each for each in weights if each.sharded.device_mesh.ndim == 1]  # only tp, or ep
     kinds = {each.spec.is_expert for each in left} or {False}
     assert len(kinds) == 1, "some weights of one FSDP unit are of experts, and others are not"
     return mesh.fsdp[kinds.pop()]

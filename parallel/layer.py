@@ -37,23 +37,23 @@ class TensorParallel(Axis):
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """The indivisible pieces of a weight's dimension, for example heads: tp cuts only between
-    pieces."""
+class Atoms:
+    """The indivisible parts of a weight's dimension, for example heads: tp cuts only between
+    them."""
 
     count: int
     key: str  # the configuration key that sets `count`
-    uneven: bool = False  # ranks may have different numbers of pieces (rows of a vocabulary)
-    can_share: bool = False  # if there are fewer pieces than ranks, ranks may share a piece
+    uneven: bool = False  # ranks may have different numbers of them (rows of a vocabulary)
+    can_share: bool = False  # if there are fewer than ranks, ranks may share one
 
     def of(self, tp: int, rank: int) -> range:
-        """The pieces that `rank` computes with."""
+        """The atoms that `rank` computes with."""
         if self.count < tp and self.can_share:
             return range(rank * self.count // tp, rank * self.count // tp + 1)
         return chunk_range(self.count, tp, rank)
 
     def check(self, tp: int) -> None:
-        """Raise UserError if the pieces cannot be split over `tp` ranks."""
+        """Raise UserError if the atoms cannot be split over `tp` ranks."""
         if self.uneven:
             if not self.of(tp, tp - 1):
                 why = f"with {self.key}={self.count} the last tp rank would have no row"

@@ -36,20 +36,11 @@ class Mesh:
     # By name, innermost first: all that follow, WEIGHT_AXES and EXPERT_AXES, if the run has them.
     views: dict[str, Axis]
     pp: Axis  # each has different layers
-    batch: Axis  # dp_replicate × dp_shard: each reads different rows of the global batch
+    batch: Axis  # dp_replicate × dp_shard: each reads its part of the rows of the global batch
     loss: Axis  # batch × cp: each has the loss of different tokens, to be summed
     cp: Axis  # each has different parts of the same sequences
     tp: Axis  # each has different parts of the same layers
     ep: Axis  # each has different experts of the same layers
-
-    @property
-    def dp_rank(self) -> int:
-        """The index of the part of each global batch that this rank reads: 0 … dp_size − 1."""
-        return self.batch.rank
-
-    @property
-    def dp_size(self) -> int:
-        return self.batch.size
 
     def describe(self) -> str:
         """The rank order, for the log: `8 ranks = pp 2 × dp_replicate 1 × dp_shard 2 × tp 2 (tp

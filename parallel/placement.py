@@ -1,14 +1,11 @@
 """Which part of a global tensor a rank holds."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar, cast
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from parallel.axes import EXPERT_AXES, WEIGHT_AXES
 
@@ -77,21 +74,3 @@ def as_dtensor_like(local: Tensor, like: T) -> T:
         assert spec.tensor_meta is not None
         spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
     return cast(T, DTensor(local, spec, requires_grad=False))
-
-
-def as_dimensions_of(local: Tensor, like: DTensor, dims: Sequence[int]) -> DTensor:
-    """Wrap `local` as this rank's part of a global tensor that has only the dimensions `dims` of
-    `like`, each sharded as there. Over an axis that shards another one it is replicated."""
-    placements: list[Placement] = []
-    for placement in like.placements:
-        if placement.is_replicate() or dim_of(placement) not in dims:
-            placements.append(Replicate())
-        elif isinstance(placement, _StridedShard):
-            factor = placement.split_factor
-            placements.append(_StridedShard(dims.index(dim_of(placement)), split_factor=factor))
-        else:
-            placements.append(Shard(dims.index(dim_of(placement))))
-    empty = torch.empty([like.shape[dim] for dim in dims], dtype=local.dtype, device="meta")
-    meta = TensorMeta(empty.shape, empty.stride(), empty.dtype)
-    spec = DTensorSpec(like.device_mesh, tuple(placements), meta)
-    return DTensor(local, spec, requires_grad=False)

@@ -33,7 +33,7 @@ from torch.nn import functional
 from parallel.collectives import ONE_RANK, start_all_gather, start_reduce_
 from parallel.deferred import Job
 from parallel.kept import KeepsOutputs, KeptOutputs
-from parallel.layer import Layer, Pieces, TensorParallel
+from parallel.layer import Atoms, Layer, TensorParallel
 from parallel.parameter import EMBEDDING, MATRIX, Normal, WeightSpec
 from parallel.weight_gradient import LinearProducts, WeightGradient, add_products
 
@@ -209,10 +209,10 @@ class ParallelLinear(Layer):
 
 class ColumnParallelLinear(KeepsOutputs, ParallelLinear):
     """A linear layer with weight [out, in], whose output rows are sharded over tp at the boundaries
-    of `pieces`. `column_parallel` computes several such layers that read one input.
+    of `atoms`. `column_parallel` computes several such layers that read one input.
 
-    If there are fewer pieces than tp ranks (key/value heads), every rank holds the whole weight,
-    and each group of tp / pieces ranks computes the same slice of the output. A rank's gradient
+    If there are fewer atoms than tp ranks (key/value heads), every rank holds the whole weight,
+    and each group of tp / atoms ranks computes the same slice of the output. A rank's gradient
     covers only this slice, and only the contribution of the rank's own query heads: it is a partial
     sum (parallel/partial.py).
     """
@@ -221,19 +221,19 @@ class ColumnParallelLinear(KeepsOutputs, ParallelLinear):
         self,
         in_features: int,
         out_features: int,
-        pieces: Pieces,
+        atoms: Atoms,
         tp: TensorParallel,
         matmul: LinearProducts,
         initial: Normal,
         copy_of: str | None = None,
     ) -> None:
         super().__init__(tp, matmul)
-        pieces.check(tp.size)
-        shared = pieces.count < tp.size
+        atoms.check(tp.size)
+        shared = atoms.count < tp.size
         rows = None
         if shared:
-            width, piece = out_features // pieces.count, pieces.of(tp.size, tp.rank)
-            rows = slice(piece.start * width, piece.stop * width)
+            width, mine = out_features // atoms.count, atoms.of(tp.size, tp.rank)
+            rows = slice(mine.start * width, mine.stop * width)
         weight = WeightSpec(
             shape=(out_features, in_features),
             placement=Replicate() if shared else Shard(0),
@@ -344,13 +344,9 @@ class EmbeddingFunction(torch.autograd.Function):
 
 class VocabParallelEmbedding(Layer):
     """An embedding with weight [V, D], whose rows are sharded over tp (unevenly if tp does not
-    divide V): tokens [S, B] → [S/tp, B, D].
+    divide V): tokens [S, B] → [S/tp, B, D]."""
 
-    Each rank looks up the tokens whose rows it holds and uses zeros for the others; the sum over tp
-    is the embedding.
-    """
-
-    def __init__(self, rows: Pieces, dim: int, tp: TensorParallel, initial: Normal) -> None:
+    def __init__(self, rows: Atoms, dim: int, tp: TensorParallel, initial: Normal) -> None:
         super().__init__(tp)
         rows.check(tp.size)
         self.rows = rows.of(tp.size, tp.rank)

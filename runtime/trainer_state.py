@@ -7,15 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from pydantic import AfterValidator, Field, model_validator
-from torch.distributed.tensor import DTensor
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from costs.parameters import sum_over_weights
 from declare import keys_of
 from errors import UserError
 from model.config import ModelConfig
+from parallel.parameter import NamedWeight
+from parallel.placement import dim_of
 from runtime.schema import MAX_INT, Name, Natural, Strict
 from settings.config import Config
 from settings.moved import at_new_places
+from training.optimizers import optimizer_class
 from training.step import TrainStep
 
 FILE = "trainer.json"
@@ -169,7 +177,40 @@ def held_tensors(train: TrainStep) -> Iterator[Held]:
     """Yield every tensor of this rank that a checkpoint contains."""
     for weight in train.weights:
         yield Held(f"model.{weight.global_name}", weight.sharded, True, weight.is_copy)
-    for weight, key, state in train.optimizer.state_tensors():
-        yield Held(f"optimizer.{weight.global_name}.{key}", state, False, weight.is_copy)
+    optimizer = train.optimizer
+    for weight, states in zip(optimizer.weights, optimizer.states, strict=True):
+        for key, state in optimizer.states_of(weight.spec).items():
+            tensor = as_dimensions_of(states[key], weight.sharded, state.dims)
+            yield Held(f"optimizer.{weight.global_name}.{key}", tensor, False, weight.is_copy)
     for name, bias in () if train.balance is None else train.balance.tensors():
         yield Held(f"model.{name}", bias, True, False)
+
+
+def as_dimensions_of(local: Tensor, like: DTensor, dims: Sequence[int]) -> DTensor:
+    """Wrap `local` as this rank's part of a global tensor that has only the dimensions `dims` of
+    `like`, each sharded as there. Over an axis that shards another one it is replicated."""
+    placements: list[Placement] = []
+    for placement in like.placements:
+        if placement.is_replicate() or dim_of(placement) not in dims:
+            placements.append(Replicate())
+        elif isinstance(placement, _StridedShard):
+            factor = placement.split_factor
+            placements.append(_StridedShard(dims.index(dim_of(placement)), split_factor=factor))
+        else:
+            placements.append(Shard(dims.index(dim_of(placement))))
+    empty = torch.empty([like.shape[dim] for dim in dims], dtype=local.dtype, device="meta")
+    meta = TensorMeta(empty.shape, empty.stride(), empty.dtype)
+    spec = DTensorSpec(like.device_mesh, tuple(placements), meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def state_bytes(config: Config) -> int:
+    """Bytes of the whole model between steps: the weights, and the optimizer's states."""
+    states_of = optimizer_class(config.optimizer.name).states_of
+    master = config.precision.master.itemsize
+
+    def held(weight: NamedWeight) -> int:
+        states = states_of(weight.spec).values()
+        return weight.numel * master + sum(s.bytes(weight.spec.shape, master) for s in states)
+
+    return sum_over_weights(config.model, held)

@@ -8,19 +8,19 @@ from collections.abc import Callable
 
 import torch
 
+from costs.parameters import check_tp
 from errors import UserError
 from model.config import ModelConfig
 from model.experts import Experts
 from model.router import router_class
-from model.transformer import check_tp
 from parallel.axes import MeshSizes
 from parallel.config import ParallelConfig
-from parallel.pipeline.actions import splits_backward
-from parallel.pipeline.check import fault_in
-from parallel.pipeline.schedules import MAX_FORWARDS
+from parallel.pipeline.check import fault_in, splits_backward
 from settings.config import Config
 from settings.data_stages import data_stages, in_data_stage
 from settings.sections import MAX_TOKENS, OptimizerConfig
+
+MAX_FORWARDS = 2**15  # in a step, over all stages; the largest known runs have a few thousand
 
 
 def validate(config: Config, world_size: int) -> None:

@@ -111,11 +111,11 @@ CHANGES: dict[str, list[Change]] = {
         ("of_tokens[of_rows]", "of_tokens[of_rows[-1:]]", "group"),
     ],
     "parallel/data.py": [
-        ("set_reshard_after_backward(True, recurse=False)",
-         "set_reshard_after_backward(False, recurse=False)"),
+        ("set_reshard_after_backward(last or self.reshard_weights,",
+         "set_reshard_after_backward(self.reshard_weights,"),
         ("self.reduce_each_microbatch = zero_stage >= 2",
          "self.reduce_each_microbatch = zero_stage > 2"),
-        ("unit.set_requires_all_reduce(False, recurse=False)",
+        ("unit.set_requires_all_reduce(last, recurse=False)",
          "unit.set_requires_all_reduce(True, recurse=False)", "group"),
     ],
     "parallel/fsdp_units.py": [

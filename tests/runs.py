@@ -32,7 +32,7 @@ from runtime.checkpoint.verify import parse_trainer
 from runtime.log.events import read_events
 from runtime.log.run_log import RunLog
 from runtime.signals import Signals
-from runtime.start.checks import try_config
+from runtime.start.checks import check_config, try_config
 from runtime.trainer_state import Start, held_tensors
 from settings.load import load_config
 from tests import ROOT
@@ -84,7 +84,7 @@ def train_run(arguments: list[str]) -> str:
     the empty string."""
     warnings.simplefilter("ignore")
     try:
-        config = on_all_ranks(lambda: train.check_config(try_config(arguments), "cpu"), "cpu")
+        config = on_all_ranks(lambda: check_config(try_config(arguments), "cpu"), "cpu")
         with Signals(speaks=dist.get_rank() == 0) as signals:
             train.start_run(config, "cpu", signals, {})
     except UserError as error:

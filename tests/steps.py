@@ -23,7 +23,7 @@ def make_step(config: Config | Case) -> TrainStep:
 def rows_of(step: TrainStep, index: int = 0) -> list[Tensor]:
     """This rank's tokens and targets of the global batch number `index`."""
     batch = global_batch(step.config.model.vocab_size, index)
-    return [t.chunk(step.mesh.dp_size)[step.mesh.dp_rank] for t in batch]
+    return [t.chunk(step.mesh.batch.size)[step.mesh.batch.rank] for t in batch]
 
 
 def named_parameters(step: TrainStep) -> list[tuple[str, Parameter]]:

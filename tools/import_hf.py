@@ -18,9 +18,9 @@ from typing import Any
 
 import yaml
 
+from costs.parameters import num_parameters
 from data.tokenizer import GENERATION, Tokenizer
 from model.config import ModelConfig
-from model.transformer import num_parameters
 from runtime.checkpoint.manifest import read_manifest
 from runtime.trainer_state import model_entries
 from tools.command import CommandParser, reports_errors, run_command

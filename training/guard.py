@@ -34,8 +34,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from errors import RunFailed
-
 WINDOW = 128  # losses
 FIRST_SCALE, GROWS_AFTER = 2.0**16, 2000  # those of torch.amp.GradScaler
 
@@ -115,16 +113,3 @@ class UpdateGuard:
         if self.scales_loss and scale is not None:
             self.loss_scale.fill_(scale[0])
             self.finite_in_a_row.fill_(scale[1])
-
-
-def check_not_in_vain(last_step: int, made: int, bad_in_a_row: int) -> None:
-    """Fail a run that reaches its last step if the bad steps at its end are more than half of the
-    steps `made` since this start: a diverged run must not count as finished. Nothing more is saved.
-
-    Raises RunFailed on every rank.
-    """
-    if 2 * bad_in_a_row > made:
-        since = f"after step {last_step - bad_in_a_row} " if bad_in_a_row < made else ""
-        why = "loss or gradient was not finite, or the loss was a spike"
-        said = f"no update was made {since}up to the last step, {last_step}: {why}"
-        raise RunFailed(f"{said}; try another optimizer.lr")

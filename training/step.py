@@ -16,7 +16,7 @@ from parallel.layer import TensorParallel
 from parallel.mesh import Mesh, to_device
 from parallel.parameter import weights_of
 from parallel.partial import sum_over_tp
-from parallel.pipeline.actions import forward_only, splits_backward, stage_ranks
+from parallel.pipeline.actions import forward_only, stage_ranks
 from parallel.pipeline.lower import Program, lower
 from parallel.pipeline.runner import PipelineRunner, Recorder
 from parallel.pipeline.tied import first_and_last_stage_group, sum_tied_gradients
@@ -83,15 +83,13 @@ class TrainStep:
         self.tp = TensorParallel.of(mesh, parallel.sequence_parallel)
         self.cp = ContextParallel.of(mesh)
         transfers = self.transfers(train.seq_len, train.micro_batch_size)
-        schedule = config.schedule(mesh.dp_size)
+        schedule = config.schedule(mesh.batch.size)
         self.ranks_of_stages = stage_ranks(schedule)
         self.program = lower(schedule)[mesh.pp.rank]
         self.forward_programs: dict[int, Program] = {}  # by number of micro-batches
         compute, reduce = self.precision.compute, self.precision.reduce
         data = data_parallel(stages.values(), parallel.zero_stage, compute, reduce)
-        self.runner = PipelineRunner(
-            stages, parallel.num_stages, transfers, data, splits_backward(schedule)
-        )
+        self.runner = PipelineRunner(stages, parallel.num_stages, transfers, data)
 
     def __call__(self, step: int, tokens: Tensor, targets: Tensor) -> StepResult:
         """Run one step on this data-parallel rank's rows of the global batch, tokens and targets

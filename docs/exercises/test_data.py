@@ -3,7 +3,7 @@ docs/exercises/test_data.py`."""
 
 import pytest
 
-from model.transformer import num_parameters
+from costs.parameters import num_parameters
 from settings.load import load_config
 from tools.plan.guide import STAGES, our_bytes
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from costs.timeline import Timeline
 from costs.units import kind_of, unit
 from parallel.pipeline.schedules import build_schedule
 from parallel.pipeline.simulate import Costs, simulate
@@ -45,7 +46,7 @@ def test_what_a_block_keeps(name: str, tp: int) -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(1, 4), (4, 8), (4, 2), (8, 8)])
 def test_alive(p: int, m: int) -> None:
-    timeline = simulate(build_schedule("1f1b", p, 1, m), Costs.equal(p))
+    timeline = Timeline(simulate(build_schedule("1f1b", p, 1, m), Costs.equal(p)))
     assert [micro_batches_alive(rank, p, m) for rank in range(p)] == [
         timeline.peak_live(rank) for rank in range(p)
     ]

@@ -3,6 +3,7 @@ pytest docs/exercises/test_pipeline.py`."""
 
 import pytest
 
+from costs.timeline import Timeline
 from parallel.pipeline.actions import Action, stage_ranks
 from parallel.pipeline.check import check
 from parallel.pipeline.schedules import build_schedule
@@ -33,7 +34,7 @@ def my_1f1b(p: int, m: int) -> list[list[Action]]:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 8), (8, 32)])
 def test_idle(schedule: str, p: int, m: int) -> None:
-    timeline = simulate(build_schedule(schedule, p, 1, m), Costs.equal(p))
+    timeline = Timeline(simulate(build_schedule(schedule, p, 1, m), Costs.equal(p)))
     assert idle_fraction(schedule, p, m) == pytest.approx(timeline.bubble_fraction)
 
 
@@ -42,6 +43,6 @@ def test_1f1b(p: int, m: int) -> None:
     schedule = my_1f1b(p, m)
     check(schedule)  # complete, in order, and free of deadlock
     assert stage_ranks(schedule) == list(range(p))
-    timeline = simulate(schedule, Costs.equal(p))
+    timeline = Timeline(simulate(schedule, Costs.equal(p)))
     assert timeline.step_time == (m + p - 1) * 3
     assert all(timeline.peak_live(rank) <= p - rank for rank in range(p))

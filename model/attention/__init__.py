@@ -24,8 +24,8 @@ from parallel.layer import TensorParallel
 class BaseAttention(nn.Module):
     """Attention in two halves, between which its last input, `attend` (parallel/context.py), is
     called. What it communicates over cp is in there only, so the halves can be compiled
-    (parallel/compiled.py). Another projection is a subclass that overrides `project`; `forward` is
-    never overridden, because compiled code calls the halves."""
+    (parallel/activation.py). Another projection is a subclass that overrides `project`; `forward`
+    is never overridden, because compiled code calls the halves."""
 
     def forward(self, x: Tensor, *inputs: Any) -> Tensor:
         *others, attend = inputs

@@ -10,7 +10,7 @@ from model.matmul import Matmul
 from model.norm import RMSNorm
 from model.positions import Angles, Positions, Rotary
 from parallel.context import Attend
-from parallel.layer import Pieces, TensorParallel
+from parallel.layer import Atoms, TensorParallel
 from parallel.parameter import Normal
 from parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_parallel
 
@@ -29,8 +29,8 @@ class Attention(BaseAttention):
         super().__init__()
         dim, head_dim, kernels = config.dim, config.head_dim, config.kernels
         q_dim, kv_dim = config.attention_width, config.num_kv_heads * head_dim
-        heads = Pieces(config.num_heads, "model.num_heads")
-        kv_heads = Pieces(config.num_kv_heads, "model.num_kv_heads", can_share=True)
+        heads = Atoms(config.num_heads, "model.num_heads")
+        kv_heads = Atoms(config.num_kv_heads, "model.num_kv_heads", can_share=True)
         std, last_std = Normal(config.init_std), Normal(config.residual_init_std)
 
         self.head_dim, self.kernels, self.kernel = head_dim, kernels, config.attention_kernel

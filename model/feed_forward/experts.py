@@ -14,10 +14,9 @@ from model.kernels.weighted_swiglu import weighted_swiglu
 from model.matmul import GroupedMatmul
 from model.router import make_router
 from parallel.dispatch import make_dispatch
-from parallel.expert import ExpertParallel
-from parallel.expert_linear import ExpertLinear, expert_linear, last_expert_linear
+from parallel.expert import ExpertLinear, ExpertParallel, expert_linear, last_expert_linear
 from parallel.kept import KeptOutputs
-from parallel.layer import Pieces, TensorParallel
+from parallel.layer import Atoms, TensorParallel
 from parallel.parameter import Normal
 
 
@@ -33,7 +32,7 @@ class FeedForward(nn.Module):
         self.shared = None
         if number := config.of(Settings).num_shared:
             width = number * config.expert_width
-            inner = Pieces(width, "model.experts.num_shared · model.experts.ffn_dim")
+            inner = Atoms(width, "model.experts.num_shared · model.experts.ffn_dim")
             self.shared = dense.FeedForward(config, tp, ep, inner)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from model.config import ModelConfig
 from model.kernels.swiglu import swiglu
 from model.matmul import Matmul
 from parallel.expert import ExpertParallel
-from parallel.layer import Pieces, TensorParallel
+from parallel.layer import Atoms, TensorParallel
 from parallel.parameter import Normal
 from parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_parallel
 
@@ -26,15 +26,15 @@ class FeedForward(nn.Module):
         config: ModelConfig,
         tp: TensorParallel,
         ep: ExpertParallel,
-        inner: Pieces | None = None,
+        inner: Atoms | None = None,
     ) -> None:
         super().__init__()
         self.kernels = config.kernels
-        pieces = inner or Pieces(config.ffn_dim, "model.ffn_dim")
-        dim, width = config.dim, pieces.count
+        inner = inner or Atoms(config.ffn_dim, "model.ffn_dim")
+        dim, width = config.dim, inner.count
         std, last_std = Normal(config.init_std), Normal(config.residual_init_std)
-        self.gate = ColumnParallelLinear(dim, width, pieces, tp, Matmul(), std)
-        self.up = ColumnParallelLinear(dim, width, pieces, tp, Matmul(), std)
+        self.gate = ColumnParallelLinear(dim, width, inner, tp, Matmul(), std)
+        self.up = ColumnParallelLinear(dim, width, inner, tp, Matmul(), std)
         self.down = RowParallelLinear(width, dim, tp, Matmul(), last_std)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -43,13 +43,21 @@ class Action(NamedTuple):
 
 FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 BACKWARD_INPUT, BACKWARD_WEIGHT = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
-NAMES = {  # in legends and traces
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    BACKWARD_INPUT: "input gradient",
-    BACKWARD_WEIGHT: "weight gradient",
-}
 Schedule = Sequence[Sequence[Action]]  # one list per rank
+
+
+class Message(NamedTuple):
+    """A tensor for another stage: the hidden states of a micro-batch for the next one, or their
+    gradient for the one before."""
+
+    is_gradient: bool
+    stage: int  # the stage that needs it
+    microbatch: int
+
+    @property
+    def sender(self) -> int:
+        """The stage that makes it."""
+        return self.stage + 1 if self.is_gradient else self.stage - 1
 
 
 def stage_ranks(schedule: Schedule) -> list[int]:
@@ -69,13 +77,23 @@ def stage_ranks(schedule: Schedule) -> list[int]:
     return [ranks[stage] for stage in range(len(ranks))]
 
 
-def num_microbatches(schedule: Schedule) -> int:
-    return 1 + max(action.microbatch for actions in schedule for action in actions)
+def result_of(action: Action, num_stages: int) -> Message | None:
+    """The message that an action produces for another stage; None for a weight gradient, the loss,
+    and the input gradient of the first stage."""
+    if action.kind is BACKWARD_WEIGHT:
+        return None
+    forward = action.kind is FORWARD
+    stage = action.stage + 1 if forward else action.stage - 1
+    return Message(not forward, stage, action.microbatch) if 0 <= stage < num_stages else None
 
 
-def splits_backward(schedule: Schedule) -> bool:
-    """Whether some backward is split in two."""
-    return any(action.kind is BACKWARD_INPUT for actions in schedule for action in actions)
+def need_of(action: Action, num_stages: int) -> Message | None:
+    """The message that an action needs from another stage, if any."""
+    if action.kind is BACKWARD_WEIGHT:
+        return None
+    kind, stage, microbatch = action
+    sender = stage - 1 if kind is FORWARD else stage + 1
+    return Message(kind is not FORWARD, stage, microbatch) if 0 <= sender < num_stages else None
 
 
 def forward_only(ranks_of_stages: Sequence[int], num_microbatches: int) -> list[list[Action]]:

@@ -10,8 +10,16 @@ from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 
-from parallel.pipeline.actions import Action, Kind, Schedule, num_microbatches, stage_ranks
-from parallel.pipeline.lower import Exchange, Message, Program, Transfer, lower, need_of, result_of
+from parallel.pipeline.actions import (
+    Action,
+    Kind,
+    Message,
+    Schedule,
+    need_of,
+    result_of,
+    stage_ranks,
+)
+from parallel.pipeline.lower import Exchange, Program, Transfer, lower
 from parallel.pipeline.schedules import SCHEDULES, ScheduleFunction, build_schedule
 from parallel.pipeline.simulate import Costs, Stuck, simulate
 
@@ -39,6 +47,15 @@ def _fault_in(_: ScheduleFunction | None, name: str, *sizes: int) -> str:
     except Fault as fault:
         return str(fault)
     return ""
+
+
+def num_microbatches(schedule: Schedule) -> int:
+    return 1 + max(action.microbatch for actions in schedule for action in actions)
+
+
+def splits_backward(schedule: Schedule) -> bool:
+    """Whether some backward is split in two."""
+    return any(action.kind is Kind.BACKWARD_INPUT for actions in schedule for action in actions)
 
 
 def check_complete(schedule: Schedule) -> None:
@@ -108,10 +125,8 @@ def check_exchanges(programs: Sequence[Program], schedule: Schedule) -> None:
                     batch[rank] = list(item.transfers)
             else:
                 need = need_of(item, len(where))
-                if need is not None and need not in received:
-                    sender = where[need.stage + (1 if need.is_gradient else -1)]
-                    if sender != rank:
-                        break
+                if need is not None and need not in received and where[need.sender] != rank:
+                    break
                 made.add(result_of(item, len(where)))
             position[rank] += 1
             moved = True

@@ -23,17 +23,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from parallel.pipeline.actions import BACKWARD_WEIGHT, FORWARD, Action, Schedule, stage_ranks
+from parallel.pipeline.actions import Action, Message, Schedule, result_of, stage_ranks
 from parallel.pipeline.simulate import Costs, Event, simulate
-
-
-class Message(NamedTuple):
-    """A tensor for another stage: the hidden states of a micro-batch for the next one, or their
-    gradient for the one before."""
-
-    is_gradient: bool
-    stage: int  # the stage that needs it
-    microbatch: int
 
 
 class Transfer(NamedTuple):
@@ -53,25 +44,6 @@ class Exchange(NamedTuple):
 Program = list[Action | Exchange]
 
 
-def result_of(action: Action, num_stages: int) -> Message | None:
-    """The message that an action produces for another stage; None for a weight gradient, the loss,
-    and the input gradient of the first stage."""
-    if action.kind is BACKWARD_WEIGHT:
-        return None
-    forward = action.kind is FORWARD
-    stage = action.stage + 1 if forward else action.stage - 1
-    return Message(not forward, stage, action.microbatch) if 0 <= stage < num_stages else None
-
-
-def need_of(action: Action, num_stages: int) -> Message | None:
-    """The message that an action needs from another stage, if any."""
-    if action.kind is BACKWARD_WEIGHT:
-        return None
-    kind, stage, microbatch = action
-    sender = stage - 1 if kind is FORWARD else stage + 1
-    return Message(kind is not FORWARD, stage, microbatch) if 0 <= sender < num_stages else None
-
-
 def lower(schedule: Schedule) -> list[Program]:
     """The program of each rank."""
     ranks_of_stages = stage_ranks(schedule)
@@ -79,7 +51,7 @@ def lower(schedule: Schedule) -> list[Program]:
     timeline = simulate(schedule, Costs.equal(num_stages))
     # All messages in one order: (instant, message, sender, receiver).
     messages = []
-    for sender, events in enumerate(timeline.ranks):
+    for sender, events in enumerate(timeline):
         for action, _, end in events:
             message = result_of(action, num_stages)
             if message is not None and ranks_of_stages[message.stage] != sender:
@@ -89,7 +61,7 @@ def lower(schedule: Schedule) -> list[Program]:
     for instant, message, sender, receiver in messages:
         mine[sender].append((instant, Transfer(True, receiver, message)))
         mine[receiver].append((instant, Transfer(False, sender, message)))
-    return [_program(*of_rank) for of_rank in zip(timeline.ranks, mine, strict=True)]
+    return [_program(*of_rank) for of_rank in zip(timeline, mine, strict=True)]
 
 
 def _program(events: Sequence[Event], transfers: Sequence[tuple[float, Transfer]]) -> Program:

@@ -15,8 +15,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from parallel.data import DataParallel
 from parallel.deferred import Job, run_jobs
 from parallel.layer import gradients_of
-from parallel.pipeline.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
-from parallel.pipeline.lower import Exchange, Message, Program, need_of, result_of
+from parallel.pipeline.actions import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    need_of,
+    result_of,
+)
+from parallel.pipeline.lower import Exchange, Program
 from parallel.pipeline.transfer import Transfers
 from parallel.weight_gradient import deferring
 
@@ -34,7 +41,6 @@ class PipelineRunner:
         num_stages: the number of stages of the whole pipeline.
         transfers: passes tensors between stages.
         data: gathers weights, and reduces gradients.
-        splits_backward: whether input and weight gradients are separate actions in the programs.
     """
 
     def __init__(
@@ -43,13 +49,10 @@ class PipelineRunner:
         num_stages: int,
         transfers: Transfers,
         data: DataParallel,
-        splits_backward: bool,
     ) -> None:
         self.stages, self.num_stages = stages, num_stages
         self.transfers, self.data = transfers, data
-        self.gradients = (
-            {s: gradients_of(stage) for s, stage in stages.items()} if splits_backward else {}
-        )
+        self.gradients = {s: gradients_of(stage) for s, stage in stages.items()}
 
     def run(
         self,
@@ -135,7 +138,7 @@ class PipelineRunner:
         self.data.after_weight_gradients(self.stages[s], last=self._backwards_left[s] == 0)
 
     def _take(self, action: Action) -> Tensor | None:
-        need: Message | None = need_of(action, self.num_stages)
+        need = need_of(action, self.num_stages)
         return None if need is None else self.transfers.take(need)
 
     def _give(self, action: Action, result: Tensor | None) -> None:

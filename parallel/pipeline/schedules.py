@@ -25,7 +25,6 @@ from parallel.pipeline.actions import (
 
 ScheduleFunction = Callable[[int, int, int], list[list[Action]]]
 SCHEDULES: dict[str, ScheduleFunction] = {}
-MAX_FORWARDS = 2**15  # in a step, over all stages; the largest known runs have a few thousand
 
 
 def schedule(name: str) -> Callable[[ScheduleFunction], ScheduleFunction]:

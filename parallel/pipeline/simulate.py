@@ -1,5 +1,4 @@
-"""Simulate a schedule without running it: when each rank works, the bubble, the time of a step, the
-activations held. No torch here.
+"""Simulate a schedule without running it: when each rank runs each action. No torch here.
 
 An action starts when its rank has finished the previous one and the inputs of the action have
 arrived. Nothing else is modelled: lists of actions, one clock per rank, and messages.
@@ -7,19 +6,24 @@ arrived. Nothing else is modelled: lists of actions, one clock per rank, and mes
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 from parallel.pipeline.actions import (
+    BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
     Action,
     Kind,
+    Message,
     Schedule,
-    num_microbatches,
+    need_of,
+    result_of,
     stage_ranks,
 )
+
+# Of the same stage and micro-batch, what a rank must have run before.
+AFTER = {BACKWARD: FORWARD, BACKWARD_INPUT: FORWARD, BACKWARD_WEIGHT: BACKWARD_INPUT}
 
 
 @dataclass(frozen=True)
@@ -66,117 +70,51 @@ class Event(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """When each rank ran each action: simulated, or measured (runtime/profiling/trace.py)."""
-
-    ranks: list[list[Event]]
-
-    @property
-    def start(self) -> float:
-        return min(events[0].start for events in self.ranks if events)
-
-    @property
-    def step_time(self) -> float:
-        """The time from the start of the first action on any rank to the end of the last."""
-        return max(events[-1].end for events in self.ranks if events) - self.start
-
-    def busy(self, rank: int) -> float:
-        return sum(event.end - event.start for event in self.ranks[rank])
-
-    @property
-    def bubble_fraction(self) -> float:
-        """The part of the step, averaged over ranks, in which a rank is idle."""
-        return 1 - sum(map(self.busy, range(len(self.ranks)))) / (len(self.ranks) * self.step_time)
-
-    @property
-    def bubble(self) -> float:
-        """The bubble as papers define it: the time that a rank waits between its own first and last
-        action, for the rank that waits longest.
-
-        (Ranks that begin late also end late: if the optimizer step need not wait for all ranks,
-        only this time is lost.)
-        """
-        return max(e[-1].end - e[0].start - self.busy(rank) for rank, e in enumerate(self.ranks))
-
-    def live(self, rank: int) -> list[int]:
-        """The number of activations that a rank holds after each of its actions: one for each stage
-        and micro-batch, from its forward to its weight gradient."""
-        changes = (
-            1 if event.action.kind is FORWARD else -(event.action.kind is not BACKWARD_INPUT)
-            for event in self.ranks[rank]
-        )
-        return list(accumulate(changes))
-
-    def peak_live(self, rank: int) -> int:
-        """The most activations that a rank holds at once."""
-        return max(self.live(rank), default=0)
-
-
 class Stuck(ValueError):
     """Ranks wait for each other forever."""
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Compute when each action starts and ends.
+def simulate(schedule: Schedule, costs: Costs) -> list[list[Event]]:
+    """Compute when each action starts and ends, for each rank.
 
     Raises:
         Stuck: no rank can continue; the message names the action at which each one waits.
     """
-    where, m = stage_ranks(schedule), num_microbatches(schedule)
-    last = len(where) - 1
-    # When the result of each (stage, micro-batch) is ready on its own rank; None: not yet.
-    forward: list[list[float | None]] = [[None] * m for _ in where]
-    gradient: list[list[float | None]] = [[None] * m for _ in where]
-    clock = [0.0] * len(schedule)
-    position = [0] * len(schedule)
+    where = stage_ranks(schedule)
     timeline: list[list[Event]] = [[] for _ in schedule]
-    ready = list(range(len(schedule)))
-    # (is a gradient, stage, micro-batch) → the rank that waits for it
-    waiting: dict[tuple[bool, int, int], int] = {}
-    while ready:
-        rank = ready.pop()
-        actions, events, now = schedule[rank], timeline[rank], clock[rank]
-        while position[rank] < len(actions):
-            action = actions[position[rank]]
-            kind, s, i = action
-            # The result of another stage that it needs, as a key of `waiting`.
-            source: tuple[bool, int, int] | None = None
-            if kind is FORWARD:
-                source = (False, s - 1, i) if s else None
-            elif kind is not BACKWARD_WEIGHT:
-                if forward[s][i] is None:
-                    break  # its own forward comes later in this list: it waits forever
-                source = (True, s + 1, i) if s < last else None
-            elif gradient[s][i] is None:
-                break
-            start = now
-            if source is not None:
-                arrived = (gradient if source[0] else forward)[source[1]][i]
-                if arrived is None:
-                    waiting[source] = rank
+    ran: set[Action] = set()
+    made: dict[Message, float] = {}  # when each is ready on the rank that makes it
+    waiting: dict[Message, int] = {}  # the rank that waits for it
+    awake = list(range(len(schedule)))
+    while awake:
+        rank = awake.pop()
+        actions, events = schedule[rank], timeline[rank]
+        start = events[-1].end if events else 0.0
+        while len(events) < len(actions):
+            action = actions[len(events)]
+            kind, stage, microbatch = action
+            if kind in AFTER and Action(AFTER[kind], stage, microbatch) not in ran:
+                break  # it comes later in this list: this rank waits forever
+            need = need_of(action, len(where))
+            if need is not None:
+                if need not in made:
+                    waiting[need] = rank
                     break
-                if where[source[1]] != rank:
-                    arrived += costs.communication
-                start = max(now, arrived)
-            now = start + costs.of(kind, s)
-            if kind is FORWARD and i == 0 and costs.weights_at:
-                now = max(now, costs.weights_at[s])
-            events.append(Event(action, start, now))
-            position[rank] += 1
-            if kind is FORWARD:
-                forward[s][i] = now
-                woken = waiting.pop((False, s, i), None)
-            elif kind is not BACKWARD_WEIGHT:
-                gradient[s][i] = now
-                woken = waiting.pop((True, s, i), None)
-            else:
-                woken = None
-            if woken is not None:
-                ready.append(woken)
-        clock[rank] = now
-    left = [(r, schedule[r][at:]) for r, at in enumerate(position)]
-    stuck = [f"rank {r} at {actions[0]}" for r, actions in left if actions]
+                on_the_way = costs.communication if where[need.sender] != rank else 0.0
+                start = max(start, made[need] + on_the_way)
+            end = start + costs.of(kind, stage)
+            if kind is FORWARD and microbatch == 0 and costs.weights_at:
+                end = max(end, costs.weights_at[stage])
+            events.append(Event(action, start, end))
+            ran.add(action)
+            result = result_of(action, len(where))
+            if result is not None:
+                made[result] = end
+                if result in waiting:
+                    awake.append(waiting.pop(result))
+            start = end
+    left = [actions[len(events) :] for actions, events in zip(schedule, timeline, strict=True)]
+    stuck = [f"rank {rank} at {actions[0]}" for rank, actions in enumerate(left) if actions]
     if stuck:
         raise Stuck(f"ranks cannot continue: {', '.join(stuck)}")
-    return Timeline(timeline)
+    return timeline

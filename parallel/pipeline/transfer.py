@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel.memory import ACTIVATIONS, MESSAGES, tell
-from parallel.pipeline.lower import Exchange, Message
+from parallel.pipeline.actions import Message
+from parallel.pipeline.lower import Exchange
 
 
 class Transfers:

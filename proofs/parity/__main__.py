@@ -28,6 +28,7 @@ from proofs.parity.cases import (
     Covering,
     Pair,
     covering_cases,
+    meshes_of,
     option_values,
 )
 from proofs.parity.chosen import context_cases, kernel_cases, kind_cases, schedule_cases
@@ -46,7 +47,7 @@ def layouts_of(worlds: tuple[int, ...], quick: bool) -> list[MeshSizes]:
     return [
         sizes
         for world in worlds
-        for sizes in MeshSizes.all_of(world)
+        for sizes in meshes_of(world)
         if Case(sizes).is_valid() and (not quick or sizes in QUICK_LAYOUTS)
     ]
 

@@ -16,7 +16,7 @@ from data.config import DataConfig
 from errors import UserError
 from model.config import ModelConfig
 from model.experts import Experts
-from parallel.axes import MeshSizes
+from parallel.axes import AXES, MeshSizes
 from parallel.config import ParallelConfig
 from parallel.pipeline.schedules import SCHEDULES
 from proofs.parity.reference import keys_to_try
@@ -37,6 +37,13 @@ BATCH = 32  # sequences of a global batch
 BOS = 1  # begins a document
 # Warmup, decay, and clipping that takes effect in some steps only: parity of the whole step.
 OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=5, grad_clip=1.45)
+
+
+def meshes_of(world: int) -> list[MeshSizes]:
+    """Every mesh of `world` ranks."""
+    divisors = [d for d in range(1, world + 1) if world % d == 0]
+    sizes = (MeshSizes(*each) for each in product(divisors, repeat=len(AXES)))
+    return [each for each in sizes if each.world == world]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from itertools import product
 
 from kinds import kinds_in
 from parallel.axes import MeshSizes
-from proofs.parity.cases import Case, option_values
+from proofs.parity.cases import Case, meshes_of, option_values
 
 STEPS = 3  # with a clipped update in each, and a change of biases
 EP = (1, 2, 4)
@@ -38,7 +38,7 @@ def expert_layout_cases(worlds: Sequence[int]) -> list[Case]:
     layouts = [
         replace(sizes, ep=ep)
         for world in worlds
-        for sizes, ep in product(MeshSizes.all_of(world), EP)
+        for sizes, ep in product(meshes_of(world), EP)
         if sizes.dp_shard * sizes.cp * sizes.tp % ep == 0
     ]
     routers = kinds_in("model.router")

@@ -27,8 +27,8 @@ def recording(step: TrainStep) -> Iterator[list[Choices]]:
     positions = step.cp.cut(torch.arange(train.seq_len), 0)
     if parallel.sequence_parallel and mesh.tp.size > 1:  # else tp_pieces cuts nothing
         positions = by_rank(positions, mesh.tp.size, parallel.tp_pieces)[mesh.tp.rank]
-    height, of_rank = train.micro_batch_size, train.global_batch_size // mesh.dp_size
-    starts = range(mesh.dp_rank * of_rank, (mesh.dp_rank + 1) * of_rank, height)
+    height, of_rank = train.micro_batch_size, train.global_batch_size // mesh.batch.size
+    starts = range(mesh.batch.rank * of_rank, (mesh.batch.rank + 1) * of_rank, height)
 
     def recorder(layer: int, choose: Choose) -> Choose:
         first_rows = cycle(starts)

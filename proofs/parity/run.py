@@ -95,9 +95,8 @@ def run_on_ranks(case: Case, steps: int, sabotage: Sabotage | None = None) -> Ru
 
         def rows(index: int) -> tuple[Tensor, Tensor]:
             tokens, targets = global_batch(case.vocab_size, index)
-            return tokens.chunk(mesh.dp_size)[mesh.dp_rank], targets.chunk(mesh.dp_size)[
-                mesh.dp_rank
-            ]
+            size, rank = mesh.batch.size, mesh.batch.rank
+            return tokens.chunk(size)[rank], targets.chunk(size)[rank]
 
         named = [(weight.global_name, weight.parameter) for weight in step.weights]
         run = Run(weights=parts(named))

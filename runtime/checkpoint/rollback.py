@@ -30,7 +30,6 @@ from runtime.listener import Listener, Run
 from runtime.output import log
 from runtime.trainer_state import Start
 from settings.config import Config
-from training.guard import check_not_in_vain
 
 MOST_TO_THE_SAME = 3  # rollbacks to the same checkpoint
 
@@ -110,3 +109,16 @@ class Rollback(Listener):
             event = {"from_step": step, "step": start.step, "left_out": [*bad_samples]}
             run.log.event("rollback", **event)
         run.go_back(start)
+
+
+def check_not_in_vain(last_step: int, made: int, bad_in_a_row: int) -> None:
+    """Fail a run that reaches its last step if the bad steps at its end are more than half of the
+    steps `made` since this start: a diverged run must not count as finished. Nothing more is saved.
+
+    Raises RunFailed on every rank.
+    """
+    if 2 * bad_in_a_row > made:
+        since = f"after step {last_step - bad_in_a_row} " if bad_in_a_row < made else ""
+        why = "loss or gradient was not finite, or the loss was a spike"
+        said = f"no update was made {since}up to the last step, {last_step}: {why}"
+        raise RunFailed(f"{said}; try another optimizer.lr")

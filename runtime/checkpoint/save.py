@@ -69,9 +69,9 @@ from runtime.trainer_state import (
     EarlierDataStage,
     TrainerState,
     held_tensors,
+    state_bytes,
     state_of,
 )
-from training.optimizers import state_bytes
 from training.step import TrainStep
 
 # the names that safetensors uses

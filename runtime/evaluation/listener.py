@@ -69,7 +69,7 @@ def heldout_loss(train: TrainStep, heldout: Mixture, goes_on: Callable[[], bool]
     sequences, the same ones for every layout. `goes_on` is called before each batch; None: it
     returned False, on every rank."""
     config, mesh = train.config.train, train.mesh
-    size, samples, dp = config.micro_batch_size, config.eval_samples, mesh.dp_size
+    size, samples, dp = config.micro_batch_size, config.eval_samples, mesh.batch.size
     microbatches = min(train.config.num_microbatches(dp), -(-samples // (dp * size)))
     # summed loss, number of target tokens
     total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
@@ -77,7 +77,7 @@ def heldout_loss(train: TrainStep, heldout: Mixture, goes_on: Callable[[], bool]
         heldout,
         seq_len=config.seq_len,
         num_samples=samples,
-        dp_rank=mesh.dp_rank,
+        dp_rank=mesh.batch.rank,
         dp_size=dp,
         rows=size * microbatches,
     ):

@@ -166,12 +166,12 @@ def score_on_mesh(
     mesh, parallel = train.mesh, train.config.parallel
     total = torch.zeros(len(rows), dtype=torch.float64, device=mesh.device)
     last = train.stages.get(parallel.num_stages - 1)
-    most = train.config.num_microbatches(mesh.dp_size)
+    most = train.config.num_microbatches(mesh.batch.size)
     parts = math.prod(cuts_of_sequence(parallel).values())
     for length, numbers in lengths(rows, seq_len, parts).items():
         groups, size = _micro_batches(train, numbers, seq_len // length)
         transfers, data = train.transfers(length, size), train.runner.data
-        runner = PipelineRunner(train.stages, parallel.num_stages, transfers, data, False)
+        runner = PipelineRunner(train.stages, parallel.num_stages, transfers, data)
         for at in range(0, len(groups), most):
             if not goes_on():
                 return None
@@ -197,8 +197,8 @@ def _micro_batches(
 ) -> tuple[list[list[int | None]], int]:
     """This data-parallel rank's micro-batches, of rows `shorter` times shorter than the longest,
     and their number of rows. All ranks have equally many; missing rows are None."""
-    config, dp = train.config, train.mesh.dp_size
-    mine: list[int | None] = [*numbers[train.mesh.dp_rank :: dp]]
+    config, dp = train.config, train.mesh.batch.size
+    mine: list[int | None] = [*numbers[train.mesh.batch.rank :: dp]]
     longest = cdiv(len(numbers), dp)
     # tokens as in training; enough micro-batches to fill the pipeline, if there are enough rows
     size = max(1, config.train.micro_batch_size * shorter)

@@ -83,7 +83,7 @@ def passed_on(tensor: Tensor, train: TrainStep, by: int) -> Tensor:
     """Send `tensor` to the data-parallel rank `by` after this one (the first comes after the last),
     and return what the rank as many before this one sends: of the same shape, on the CPU."""
     mesh, group = train.mesh, train.mesh.batch.group
-    ranks, me = dist.get_process_group_ranks(group), mesh.dp_rank
+    ranks, me = dist.get_process_group_ranks(group), mesh.batch.rank
     if len(ranks) == 1:
         return tensor
     sent = tensor.to(mesh.device).contiguous()

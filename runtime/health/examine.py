@@ -105,7 +105,7 @@ def examine(train: TrainStep, suspect: Suspect) -> Verdict:
     exchanged = compute(train, *(passed_on(part, train, +1) for part in batch))
     other = passed_on(exchanged.products, train, -1)  # of this rank's rows
     ranks = dist.get_process_group_ranks(mesh.batch.group)
-    partner = ranks[(mesh.dp_rank + 1) % len(ranks)]
+    partner = ranks[(mesh.batch.rank + 1) % len(ranks)]
     mine = {
         "disputed": disputes(first.products, other),
         "wavering": disputes(first.products, again.products),
@@ -139,7 +139,7 @@ def _find_faulty(
     dist.all_gather_object(wrong, wrong[rank])
     faulty = {r for r, is_wrong in enumerate(wrong) if is_wrong}
     if not faulty and _repeats_bits(train):
-        odd = [r for r, times in involved.items() if train.mesh.dp_size > 2 and times > 1]
+        odd = [r for r, times in involved.items() if train.mesh.batch.size > 2 and times > 1]
         faulty = {*wavering} or {*odd[: len(odd) == 1]}
     if faulty:
         why = "a product of linear layers with the same inputs has another result on this rank"

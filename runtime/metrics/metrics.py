@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from costs.parameters import num_parameters
 from costs.summary import flops_per_token
 from costs.units import CannotRecord
 from hardware import data_sheet_of
 from model.experts import Experts
-from model.transformer import num_parameters
 from parallel.mesh import Mesh
 from runtime.listener import Listener, Run
 from runtime.metrics.expert_load import LoadStatistics

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from costs.timeline import NAMES, Timeline
 from parallel.mesh import Mesh
-from parallel.pipeline.actions import NAMES, Action
-from parallel.pipeline.simulate import Event, Timeline
+from parallel.pipeline.actions import Action
+from parallel.pipeline.simulate import Event
 from runtime.device import time_mark
 from runtime.listener import Listener, Run
 from runtime.output import log

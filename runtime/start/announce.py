@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from costs.parameters import num_parameters
 from costs.summary import flops_per_token
 from costs.units import CannotRecord
 from data.dataset import Mixture
 from errors import UserError
 from model.experts import Experts
 from model.router import router_class
-from model.transformer import num_parameters
 from parallel.mesh import Mesh
 from runtime.files import write_or_warn
 from runtime.listener import Listener, Run

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from costs.parameters import kinds_of_blocks
 from errors import UserError
 from model.documents import find_documents
 from model.kernels.attention_choice import KEY, Call, Choice, choose_for_steps, this_device
 from model.positions import BatchPositions
-from model.transformer import kinds_of_blocks
 from parallel.context import Attend, ContextParallel, number_of_pieces
 from runtime.device import deterministic
 from runtime.evaluation.scoring import padded

@@ -8,17 +8,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from costs.parameters import num_parameters
 from data.dataset import Mixture, Opened, open_data
 from data.loader import heldout_batches
 from errors import UserError
-from model.transformer import num_parameters
+from model.kernels.backend import check_kernels
+from runtime.device import check_gpu, prepare_determinism
 from runtime.evaluation.rows import TaskRows, open_tasks
 from runtime.monitor.check import check_alerts
+from runtime.start.attention import check_attention
+from runtime.trainer_state import state_bytes
 from settings.config import Config
 from settings.data_stages import data_stages, in_data_stage
-from settings.layouts import layout_sizes
+from settings.layouts import layout_sizes, valid_layout
 from settings.load import load_config
-from training.optimizers import state_bytes
+from training.optimizers import optimizer_class
 
 LONGEST_NAME = 200  # bytes; longer than any path that a run creates in its folder
 
@@ -38,6 +42,30 @@ def try_config(arguments: list[str]) -> Config | UserError:
     except UserError as error:
         return error
     return config
+
+
+def check_config(told: Config | UserError, device: str) -> Config:
+    """Check what `try_config` has read, once the ranks have joined. Returns the configuration with
+    the layout for their number; raises UserError."""
+    if isinstance(told, UserError):
+        raise told
+    config, _ = valid_layout(told, dist.get_world_size())
+    check_gpu(config.train.dtype, device)
+    check_kernels(config.model.kernels, device)
+    check_optimizer(config)
+    prepare_determinism(device, config.train.deterministic)
+    for stage in data_stages(config):
+        check_attention(stage.config, device)
+        check_fits(stage.config, device)
+    return config
+
+
+def check_optimizer(config: Config) -> None:
+    """Raise UserError if the configured optimizer does not support the configuration."""
+    name = config.optimizer.name
+    if config.optimizer.pure_bfloat16 and not optimizer_class(name).rounds_stochastically:
+        why = f"{name} rounds to nearest and would lose small updates"
+        raise UserError("optimizer.pure_bfloat16", True, why, "set optimizer.pure_bfloat16=false")
 
 
 def check_fits(config: Config, device: str) -> None:

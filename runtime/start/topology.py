@@ -87,7 +87,9 @@ def describe_places(config: Config, mesh: Mesh, ranks_per_node: int) -> str:
     does not."""
     lines, tp = [describe_nodes(mesh.sizes, ranks_per_node)], config.parallel.tp
     if tp_spans_nodes(tp, ranks_per_node):
-        lines.append(tp_between_nodes(tp, ranks_per_node, tp_bytes_per_step(config, mesh.dp_size)))
+        lines.append(
+            tp_between_nodes(tp, ranks_per_node, tp_bytes_per_step(config, mesh.batch.size))
+        )
     return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from costs.collectives import Call
 from costs.links import Links
+from costs.parameters import num_active_parameters, num_parameters
 from costs.routing import Routing, check_imbalance
 from costs.setting import Setting
 from costs.summary import flops_per_token, layer_costs, model_flops
@@ -15,7 +16,6 @@ from errors import UserError
 from hardware import H100
 from model.config import ModelConfig
 from model.experts import Experts
-from model.transformer import num_active_parameters, num_parameters
 from settings.checks import validate
 from settings.load import load_config
 from tests import ROOT

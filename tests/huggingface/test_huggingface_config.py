@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from costs.parameters import num_parameters
 from errors import UserError
 from model.config import ModelConfig
-from model.transformer import num_parameters
 from tests.huggingface import huggingface_models
 from tools.huggingface.config import HuggingFaceConfig, config_json, parameters
 from tools.huggingface.families import LACKS

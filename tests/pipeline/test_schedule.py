@@ -10,6 +10,7 @@ from itertools import pairwise, product
 
 import pytest
 
+from costs.timeline import Timeline
 from errors import UserError
 from parallel.pipeline.actions import (
     BACKWARD,
@@ -17,12 +18,18 @@ from parallel.pipeline.actions import (
     BACKWARD_WEIGHT,
     FORWARD,
     Action,
+    Message,
     forward_only,
-    num_microbatches,
     stage_ranks,
 )
-from parallel.pipeline.check import Fault, check, check_exchanges, check_order
-from parallel.pipeline.lower import Exchange, Message, lower
+from parallel.pipeline.check import (
+    Fault,
+    check,
+    check_exchanges,
+    check_order,
+    num_microbatches,
+)
+from parallel.pipeline.lower import Exchange, lower
 from parallel.pipeline.schedules import SCHEDULES, build_schedule
 from parallel.pipeline.simulate import Costs, simulate
 from tests import ROOT
@@ -75,7 +82,7 @@ DEPTHS = thorough_but([2, 3, 4, 8], [2, 3, 4, 8, 16, 64])
 def compare(name, p, v, m, bubble, held, costs=(1, 1, 1)):
     """The bubble of a simulated step, and how many micro-batches of its stages each rank holds at
     most, are these; the rest of the step is work."""
-    timeline = simulate(build_schedule(name, p, v, m), Costs.equal(p * v, *costs))
+    timeline = Timeline(simulate(build_schedule(name, p, v, m), Costs.equal(p * v, *costs)))
     step_time = m * v * sum(costs) + bubble
     assert timeline.bubble == pytest.approx(bubble)
     assert timeline.step_time == pytest.approx(step_time)
@@ -113,7 +120,7 @@ def test_zb_h1(p):
     if weight gradients are no longer than the gaps that they fill."""
     for m in (p, 2 * p, 4 * p, 8 * p) if p < 64 else (p, 4 * p):
         compare("zb_h1", p, 1, m, p - 1, [p] * p)
-        other = simulate(build_schedule("zb_h1", p, 1, m), Costs.equal(p, 1, 1.25, 0.75))
+        other = Timeline(simulate(build_schedule("zb_h1", p, 1, m), Costs.equal(p, 1, 1.25, 0.75)))
         assert other.bubble == pytest.approx((p - 1) * 1.5)
 
 
@@ -122,7 +129,7 @@ def test_zb_v(p):
     """ZB-V has no bubble if F = I = W, with the memory of 1F1B's first rank: 2 p micro-batches of
     stages of half the size (Qi et al. 2024, table 1)."""
     for m in (2 * p - 1, 2 * p, 4 * p, 8 * p) if p < 64 else (2 * p,):
-        timeline = simulate(build_schedule("zb_v", p, 2, m), Costs.equal(2 * p))
+        timeline = Timeline(simulate(build_schedule("zb_v", p, 2, m), Costs.equal(2 * p)))
         assert timeline.bubble == pytest.approx(0)
         # rank r begins, and ends, r forwards later
         assert timeline.step_time == pytest.approx(6 * m + p - 1)
@@ -139,15 +146,16 @@ def test_communication_delays_the_next_rank_only():
     """On two ranks a step of one micro-batch takes F, message, F, B, message, B. Two stages on the
     same rank do not wait for messages between them."""
     costs = Costs.equal(2, communication=0.5)
-    assert simulate(build_schedule("1f1b", 2, 1, 1), costs).step_time == 1 + 0.5 + 1 + 2 + 0.5 + 2
-    assert simulate(build_schedule("interleaved_1f1b", 1, 2, 1), costs).step_time == 6
+    step = Timeline(simulate(build_schedule("1f1b", 2, 1, 1), costs))
+    assert step.step_time == 1 + 0.5 + 1 + 2 + 0.5 + 2
+    assert Timeline(simulate(build_schedule("interleaved_1f1b", 1, 2, 1), costs)).step_time == 6
 
 
 def test_costs_of_each_stage_count():
     """With a slow last stage, the step takes m times that stage's time, plus one forward and one
     backward of the other stages."""
     costs = Costs([1, 1, 1, 3], [1, 1, 1, 3], [1, 1, 1, 3])
-    assert simulate(build_schedule("1f1b", 4, 1, 8), costs).step_time == 3 + 8 * 9 + 2 * 3
+    assert Timeline(simulate(build_schedule("1f1b", 4, 1, 8), costs)).step_time == 3 + 8 * 9 + 2 * 3
 
 
 @pytest.mark.parametrize(
@@ -303,7 +311,7 @@ def test_ten_thousand_actions_on_each_rank_take_seconds():
     ],
 )
 def test_the_timeline_in_the_docstring_is_the_schedule(name, v, m):
-    timeline = simulate(build_schedule(name, 4, v, m), Costs.equal(4 * v))
+    timeline = Timeline(simulate(build_schedule(name, 4, v, m), Costs.equal(4 * v)))
     drawn = ascii_lanes(timeline, columns=92)
     shown = [line.strip() for line in (SCHEDULES[name].__doc__ or "").splitlines() if "▏" in line]
     assert shown == [line.strip() for line in drawn]
@@ -312,7 +320,8 @@ def test_the_timeline_in_the_docstring_is_the_schedule(name, v, m):
 def test_pure_modules_need_no_torch():
     """Modules without tensors can be imported where torch is not installed; here the import of
     torch is made to fail."""
-    names = ["actions", "schedules", "simulate", "lower", "check", "balance"]
-    modules = [f"parallel.pipeline.{name}" for name in names] + ["tools.timeline.measured"]
+    modules = [f"parallel.pipeline.{n}" for n in ("actions", "schedules", "simulate", "lower")]
+    modules += ["parallel.pipeline.balance", "costs.timeline", "parallel.pipeline.check"]
+    modules += ["tools.timeline.measured"]
     code = f"import sys; sys.modules['torch'] = None\nfor m in {modules}: __import__(m)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

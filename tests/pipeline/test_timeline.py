@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from costs.timeline import Timeline
 from errors import UserError
 from parallel.pipeline.actions import (
     BACKWARD,
@@ -17,7 +18,7 @@ from parallel.pipeline.actions import (
     Action,
 )
 from parallel.pipeline.schedules import build_schedule
-from parallel.pipeline.simulate import Costs, Event, Timeline, simulate
+from parallel.pipeline.simulate import Costs, Event, simulate
 from runtime.profiling import trace as writer
 from tools.timeline.__main__ import main
 from tools.timeline.draw import INK, draw, inline
@@ -29,7 +30,7 @@ SIZES = "--stages 2 --micro-batches 4"
 
 def timeline(name, ranks, stages_per_rank, microbatches, *costs):
     schedule = build_schedule(name, ranks, stages_per_rank, microbatches)
-    return simulate(schedule, Costs.equal(ranks * stages_per_rank, *costs))
+    return Timeline(simulate(schedule, Costs.equal(ranks * stages_per_rank, *costs)))
 
 
 def to_chrome(step: Timeline) -> dict[str, Any]:
@@ -53,7 +54,7 @@ TENTH = [[Action(FORWARD, 0, 10), Action(BACKWARD, 0, 10)]]
     ],
 )  # fmt: skip
 def test_a_schedule_as_text(schedule, costs, columns, lines):
-    assert ascii_lanes(simulate(schedule, costs), columns=columns) == lines
+    assert ascii_lanes(Timeline(simulate(schedule, costs)), columns=columns) == lines
 
 
 # --- traces ---------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ def test_measured_costs_are_means_and_halves_of_whole_backwards():
 def test_a_simulation_from_measured_costs_is_the_measured_step():
     step = timeline("zb_v", 2, 2, 4, 3.0, 2.0, 2.0)
     actions = [[event.action for event in lane] for lane in step.ranks]
-    again = simulate(actions, measured_costs(step))
+    again = Timeline(simulate(actions, measured_costs(step)))
     assert again.step_time == pytest.approx(step.step_time)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from costs.parameters import num_parameters
 from errors import UserError
-from model.transformer import num_parameters
 from parallel.memory import WEIGHTS
 from settings.checks import validate
 from settings.config import Config

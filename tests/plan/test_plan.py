@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import plan_accuracy
 from costs.links import Links
+from costs.parameters import num_parameters
 from costs.summary import flops_per_token
-from model.transformer import num_parameters
 from settings.load import load_config
 from tests import ROOT
 from tools.plan.__main__ import main

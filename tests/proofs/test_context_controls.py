@@ -84,8 +84,8 @@ MISTAKES = {
     "gradients in the order of the sequence":
         (parallel.context, "sum_by_rank", gradients_in_the_order_of_the_sequence, NORM),
     "the pieces of the heads change places in backward":
-        (parallel.context, "gradients_of", lambda gradients_of, pieces, *about:
-         gradients_of(pieces[::-1], *about), NORM),
+        (parallel.context, "join_gradients", lambda join_gradients, pieces, *about:
+         join_gradients(pieces[::-1], *about), NORM),
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from parallel.axes import MeshSizes
 from proofs.parity import cases
-from proofs.parity.cases import BATCH, OPTIMIZER, SEQ_LEN, Case
+from proofs.parity.cases import BATCH, OPTIMIZER, SEQ_LEN, Case, meshes_of
 from proofs.parity.expert_cases import EP, STEPS, expert_layout_cases, extreme_cases
 from proofs.parity.run import expected
 from tests.proofs.parity_tiers import agrees, expert_covering, thorough_but
@@ -49,7 +49,7 @@ def test_every_layout_with_every_ep():
     """`python -m proofs.parity` has them, with every kind of router and zero_stage."""
     found = {case.layout for case in expert_layout_cases((1, 2, 4, 8))}
     for world in (1, 2, 4, 8):
-        for sizes in MeshSizes.all_of(world):
+        for sizes in meshes_of(world):
             for ep in EP:
                 if sizes.dp_shard * sizes.cp * sizes.tp % ep == 0:
                     assert replace(sizes, ep=ep) in found

@@ -67,7 +67,7 @@ def losses_divided_by_the_microbatch(build, self, config, mesh, stages):
     """The routers' losses are means over a micro-batch, and add up over micro-batches."""
     build(self, config, mesh, stages)
     for router in self.routers.values():
-        router.load.global_sequences = config.train.micro_batch_size * mesh.dp_size
+        router.load.global_sequences = config.train.micro_batch_size * mesh.batch.size
 
 
 def balance_of_the_whole_microbatch(losses, self, logits, counts, global_sequences):

@@ -16,7 +16,7 @@ from model.kernels.backend import why_not_triton
 from parallel.axes import AXES, MeshSizes
 from parallel.pipeline.schedules import SCHEDULES
 from proofs.parity import __main__ as parity
-from proofs.parity.cases import BATCH, OPTIMIZER, STEPS, Case, wanted_pairs
+from proofs.parity.cases import BATCH, OPTIMIZER, STEPS, Case, meshes_of, wanted_pairs
 from proofs.parity.chosen import context_cases, kernel_cases, schedule_cases
 from proofs.parity.expert_cases import STEPS as EXPERT_STEPS
 from proofs.parity.expert_cases import extreme_cases
@@ -143,7 +143,7 @@ def test_heads_narrower_than_dp_shard(ranks):
 def test_all_layouts_of_a_world():
     # 2^k has C(k + n − 1, n − 1) ordered factorizations into n factors, one per axis.
     n = len(AXES)
-    assert [len(MeshSizes.all_of(2**k)) for k in range(4)] == [
+    assert [len(meshes_of(2**k)) for k in range(4)] == [
         math.comb(k + n - 1, n - 1) for k in range(4)
     ]
 

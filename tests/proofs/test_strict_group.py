@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.pipeline.lower import Exchange, Message, Transfer
+from parallel.pipeline.actions import Message
+from parallel.pipeline.lower import Exchange, Transfer
 from parallel.pipeline.transfer import Transfers
 from proofs.ranks import RankError, Ranks
 from proofs.strict.referee import Operation, Peer, Referee, Wrong

@@ -83,7 +83,7 @@ def recorded(file: Path) -> AbstractContextManager[None]:
     def noted(call: Any, self: TrainStep, step: int, tokens: Any, targets: Any) -> Any:
         rows = torch.cat([tokens, targets[:, -1:]], 1).tolist()
         with open(f"{file}-{dist.get_rank()}", "a") as out:
-            out.write(json.dumps([step, self.mesh.dp_rank, self.mesh.dp_size, rows]) + "\n")
+            out.write(json.dumps([step, self.mesh.batch.rank, self.mesh.batch.size, rows]) + "\n")
         return call(self, step, tokens, targets)
 
     return noted()

@@ -176,9 +176,9 @@ LONG = [  # (overrides, the key that is refused)
 def test_nothing_of_a_senseless_length_is_built(
     overrides: list[str], key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("settings", "parallel"):
+    for module in ("config", "parallel"):
         monkeypatch.setattr(
-            f"{module}.config.build_schedule", lambda *_: pytest.fail("a schedule was built")
+            f"settings.{module}.build_schedule", lambda *_: pytest.fail("a schedule was built")
         )
     message = refusal(overrides)
     assert message.startswith(f"{key} = ")

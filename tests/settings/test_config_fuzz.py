@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from costs.parameters import num_parameters
 from costs.summary import flops_per_token
 from errors import UserError
-from model.transformer import num_parameters
 from proofs.ranks import Ranks
 from settings import checks
 from settings.config import Config

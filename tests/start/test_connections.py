@@ -14,6 +14,7 @@ import train
 from errors import UserError
 from runtime.device import CUBLAS
 from runtime.signals import Signals
+from runtime.start import checks
 from runtime.start.announce import notices
 from runtime.start.checks import try_config
 from runtime.start.host import CONNECTIONS
@@ -67,15 +68,15 @@ def test_cublas_is_prepared_before_attention_is_tried(monkeypatch: pytest.Monkey
         found.append((os.environ[CUBLAS], torch.are_deterministic_algorithms_enabled()))
 
     for name in ("check_gpu", "check_kernels", "check_fits"):
-        monkeypatch.setattr(train, name, lambda *_: None)
-    monkeypatch.setattr(train, "check_attention", tried)
+        monkeypatch.setattr(checks, name, lambda *_: None)
+    monkeypatch.setattr(checks, "check_attention", tried)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     try:
         with patch.dict(os.environ):
             os.environ.pop(CUBLAS, None)
-            train.check_config(config, "cuda")
+            checks.check_config(config, "cuda")
         with patch.dict(os.environ, {CUBLAS: ":4096:2:16:8"}), pytest.raises(UserError) as refused:
-            train.check_config(config, "cuda")
+            checks.check_config(config, "cuda")
     finally:
         torch.use_deterministic_algorithms(flag)
     assert found == [(":4096:8", True)]

@@ -18,6 +18,7 @@ from proofs.parity.cases import Case
 from proofs.parity.run import assemble, error_of, expected, run_on_ranks
 from runtime.checkpoint.verify import verify_checkpoint
 from runtime.metrics.memory_report import held_bytes
+from runtime.trainer_state import state_bytes
 from settings.load import load_config
 from tests import runs
 from tests.counting import Listener
@@ -25,7 +26,6 @@ from tests.training.row_wise import Optimizer
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory
 from tools.plan.traffic import collectives
-from training.optimizers import state_bytes
 
 
 @contextmanager

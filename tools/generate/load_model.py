@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from costs.parameters import check_tp
 from data.tokenizer import Tokenizer
 from errors import UserError
 from model.config import ModelConfig
 from model.experts import Experts
 from model.router import bias_name, routers_of
-from model.transformer import Transformer, check_tp
+from model.transformer import Transformer
 from parallel.axes import MeshSizes
 from parallel.expert import ExpertParallel
 from parallel.layer import TensorParallel

@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple, get_args
 
+from costs.parameters import check_tp
 from errors import UserError
 from model.config import ModelConfig
 from model.experts import Experts
-from model.transformer import check_tp
 from parallel.activation import Mode
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
 from settings.checks import cuts_of_sequence, sides_that_cannot_be_cut

@@ -20,8 +20,8 @@ from typing import Any
 
 from hardware import NODE_LOST_SHARE, Device
 from runtime.checkpoint.save_interval import DAY, best_interval, mtbf_of
+from runtime.trainer_state import state_bytes
 from settings.config import Config
-from training.optimizers import state_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from model.transformer import num_parameters
+from costs.parameters import num_parameters
 from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
 from settings.config import Config
 from tools.plan.hardware import GB

@@ -14,7 +14,8 @@ from costs.recorder import Phase
 from costs.summary import blocks
 from costs.units import EMBEDDING, HEAD, LocalWeight, Sums, Unit, kinds_of_layers, unit
 from errors import UserError
-from parallel.axes import AXES, FSDP_AXES, MAX_RANKS
+from parallel.axes import AXES, FSDP_AXES
+from parallel.config import MAX_RANKS
 from parallel.fsdp_units import sharded_dimension
 from parallel.pipeline.actions import (
     BACKWARD,
@@ -23,9 +24,9 @@ from parallel.pipeline.actions import (
     FORWARD,
     Action,
     Kind,
-    splits_backward,
     stage_ranks,
 )
+from parallel.pipeline.check import splits_backward
 from parallel.pipeline.schedules import build_schedule
 from parallel.placement import chunk_range, dim_of
 from parallel.weight_gradient import sum_dtype

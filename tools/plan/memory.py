@@ -38,8 +38,10 @@ from parallel.pipeline.actions import (
     FORWARD,
     Action,
     Kind,
+    need_of,
+    result_of,
 )
-from parallel.pipeline.lower import Exchange, Program, lower, need_of, result_of
+from parallel.pipeline.lower import Exchange, Program, lower
 from tools.plan.layout import Gathered, Layout, schedule_of
 from tools.plan.traffic import gather_bytes, reduce_bytes
 

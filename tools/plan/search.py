@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from costs.parameters import num_parameters
 from errors import UserError
-from model.transformer import num_parameters
 from parallel.axes import AXES
+from runtime.trainer_state import state_bytes
 from settings.checks import validate
 from settings.config import Config
 from settings.layouts import MAX_LAYOUTS, OF_TRAIN
@@ -30,7 +31,6 @@ from tools.plan.hardware import GB, Device
 from tools.plan.layout import Layout
 from tools.plan.memory import CHECKED, peaks, shortened
 from tools.plan.time import StepTime
-from training.optimizers import state_bytes
 
 SHOWN = 10  # layouts
 ENOUGH = 2 * SHOWN  # layouts that fit; estimates may swap neighbours

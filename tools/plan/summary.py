@@ -7,8 +7,8 @@ from typing import Any
 
 from costs.collectives import Call, wire_bytes
 from costs.events import Product
+from costs.parameters import num_parameters
 from costs.summary import model_flops
-from model.transformer import num_parameters
 from parallel.pipeline.lower import Program, lower
 from settings.config import Config
 from tools.plan.goodput import goodput

@@ -24,10 +24,11 @@ from typing import NamedTuple
 from costs.links import Links
 from costs.seconds import Cost, Rates
 from costs.summary import flops_per_token
+from costs.timeline import Timeline
 from costs.units import Unit
 from parallel.axes import FSDP_AXES
 from parallel.pipeline.actions import BACKWARD, BACKWARD_WEIGHT, FORWARD, Kind
-from parallel.pipeline.simulate import Costs, Timeline, simulate
+from parallel.pipeline.simulate import Costs, simulate
 from tools.plan.hardware import Device
 from tools.plan.layout import KINDS, Gathered, Layout, numbers_of
 from tools.plan.traffic import gather_bytes, reduce_bytes, times_a_step
@@ -231,12 +232,13 @@ class StepTime:
 
     @cached_property
     def timeline(self) -> Timeline:
-        return simulate(self.layout.schedule, self.costs)
+        return Timeline(simulate(self.layout.schedule, self.costs))
 
     @cached_property
     def waiting_for_messages(self) -> float:
         """Seconds by which the step would be shorter if messages took no time."""
-        silent = simulate(self.layout.schedule, replace(self.costs, communication=0.0))
+        costs = replace(self.costs, communication=0.0)
+        silent = Timeline(simulate(self.layout.schedule, costs))
         return max(0.0, self.timeline.step_time - silent.step_time)
 
     @cached_property

@@ -36,7 +36,7 @@ from costs.collectives import Call
 from costs.units import LocalWeight, Unit
 from model.experts import Experts
 from parallel.axes import FSDP_AXES
-from parallel.pipeline.lower import need_of, result_of
+from parallel.pipeline.actions import need_of, result_of
 from tools.plan.layout import Gathered, Layout, gathered
 
 

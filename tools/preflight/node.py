@@ -17,8 +17,8 @@ from typing import Any
 
 from runtime.checkpoint.folder import named_checkpoints
 from runtime.start.host import open_files_needed
+from runtime.trainer_state import state_bytes
 from settings.config import Config
-from training.optimizers import state_bytes
 
 ROOT = Path(__file__).parent.parent.parent
 SIOCGIFADDR = 0x8915  # returns an interface's address (Linux's sockios.h)

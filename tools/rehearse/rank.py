@@ -118,7 +118,7 @@ def check_can_be_rehearsed(config: Config) -> None:
 
 def rows(config: Config, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
     """Random tokens and targets of one data-parallel rank."""
-    rows = config.num_microbatches(mesh.dp_size) * config.train.micro_batch_size
+    rows = config.num_microbatches(mesh.batch.size) * config.train.micro_batch_size
     shape = (rows, config.train.seq_len)
     tokens = torch.randint(
         0, vocabulary(config.model).count, shape, generator=torch.Generator().manual_seed(0)

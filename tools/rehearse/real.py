@@ -12,6 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from costs.routing import Routing, parts
+from costs.timeline import Timeline
 from parallel.collectives import Pending, start_all_to_all
 from parallel.parameter import Constant, weights_of
 from parallel.pipeline.simulate import Event, simulate
@@ -123,11 +124,12 @@ def predicted_step(
         for s in range(config.parallel.num_stages)
     ]
     schedule = time.layout.schedule
-    alone = simulate(schedule, costs_of(computing))
+    alone = Timeline(simulate(schedule, costs_of(computing)))
     together = [mine + theirs for mine, theirs in zip(computing, waiting, strict=True)]
     planned = zip(time.costs.weights_at, time.costs.forward, together, strict=True)
     weights_at = [at - ours + part.forward if at > ours else 0.0 for at, ours, part in planned]
-    timeline = simulate(schedule, costs_of(together, time.message_seconds, weights_at))
+    costs = costs_of(together, time.message_seconds, weights_at)
+    timeline = Timeline(simulate(schedule, costs))
     after = max(report["other_seconds"] for report in reports)
     reductions = max(0.0, time.reductions_end - time.timeline.step_time)
     return {

@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
+from costs.timeline import Timeline
 from data.dataset import open_data
 from data.tokenizer import clean
 from errors import UserError
-from parallel.pipeline.simulate import Timeline
 from runtime.log.events import read_events
 from runtime.log.ledger import account
 from runtime.log.log_lines import content, is_number, json_object, read_records

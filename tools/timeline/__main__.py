@@ -19,7 +19,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel.pipeline.schedules import MAX_FORWARDS, SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES
+from settings.checks import MAX_FORWARDS
 from tools.command import CommandParser, at_least, reports_errors, run_command, writes
 from tools.timeline.draw import draw, save
 from tools.timeline.panels import print_panels, simulated_panels, traced_panels

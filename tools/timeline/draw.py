@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from costs.timeline import NAMES, Timeline
 from parallel.pipeline.actions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
-    NAMES,
     Kind,
 )
-from parallel.pipeline.simulate import Event, Timeline
+from parallel.pipeline.simulate import Event
 
 if TYPE_CHECKING:  # it takes a second to import, and text and traces do without
     from matplotlib.axes import Axes

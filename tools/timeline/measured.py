@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
+from costs.timeline import Timeline
 from errors import UserError
 from parallel.pipeline.actions import (
     BACKWARD,
@@ -16,7 +17,7 @@ from parallel.pipeline.actions import (
     Action,
     Kind,
 )
-from parallel.pipeline.simulate import Costs, Event, Timeline
+from parallel.pipeline.simulate import Costs, Event
 from runtime.schema import Natural, Strict
 
 REMEDY = "give a trace.json that a run has written"

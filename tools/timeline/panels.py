@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from costs.timeline import Timeline
 from errors import UserError
 from parallel.pipeline.check import Fault, check_complete
 from parallel.pipeline.schedules import build_schedule
-from parallel.pipeline.simulate import Costs, Stuck, Timeline, simulate
+from parallel.pipeline.simulate import Costs, Stuck, simulate
 from tools.timeline.draw import Panel, chunk_of_stage
 from tools.timeline.measured import from_chrome, measured_costs
 
@@ -51,7 +52,8 @@ def simulated_panels(
     for name, v in zip(names, per_rank, strict=True):
         forward, input_grad, weight_grad = (cost * max(per_rank) / v for cost in costs)
         stage_costs = Costs.equal(num_ranks * v, forward, input_grad, weight_grad, communication)
-        timeline = simulate(build_schedule(name, num_ranks, v, num_microbatches), stage_costs)
+        schedule = build_schedule(name, num_ranks, v, num_microbatches)
+        timeline = Timeline(simulate(schedule, stage_costs))
         size = f"{num_ranks} ranks × {v} stage{'s' * (v > 1)}, {num_microbatches} micro-batches"
         panels.append(Panel(f"{name}: {size}", timeline, figures(timeline)))
     return panels
@@ -87,7 +89,7 @@ def traced_panels(path: Path, simulated: bool, communication: float = 0.0) -> li
         schedule = [[event.action for event in lane] for lane in measured.ranks]
         try:
             check_complete(schedule)
-            timeline = simulate(schedule, measured_costs(measured, communication))
+            timeline = Timeline(simulate(schedule, measured_costs(measured, communication)))
         except (Fault, Stuck) as error:
             why = f"is not a complete step: {error}"
             raise UserError("--trace", str(path), why, "draw it without --simulated") from None

@@ -10,19 +10,16 @@ the memory report and the planner ask it.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from errors import UserError
 from kinds import load_kind
-from model.transformer import sum_over_weights
 from parallel.parameter import NamedWeight, WeightSpec
-from parallel.placement import as_dimensions_of, dim_of
+from parallel.placement import dim_of
 from settings.config import Config
 
 
@@ -101,13 +98,6 @@ class ShardedOptimizer(ABC):
         for each in self.weights:
             each.parameter.grad = None
 
-    def state_tensors(self) -> Iterator[tuple[NamedWeight, str, DTensor]]:
-        """The state of each weight as global tensors that share its memory: (weight, name of the
-        state, tensor)."""
-        for each, states in zip(self.weights, self.states, strict=True):
-            for name, state in self.states_of(each.spec).items():
-                yield each, name, as_dimensions_of(states[name], each.sharded, state.dims)
-
     def sum_over_parts(self, name: str, terms: Sequence[Tensor]) -> None:
         """Sum in place this rank's terms of the state `name`, one for each weight, over the ranks
         that hold other parts of the dimensions that the state lacks."""
@@ -128,23 +118,3 @@ def optimizer_class(name: str) -> type[ShardedOptimizer]:
     """The class of `optimizer.name`."""
     found: type[ShardedOptimizer] = load_kind(__name__, name, "Optimizer")
     return found
-
-
-def check_optimizer(config: Config) -> None:
-    """Raise UserError if the configured optimizer does not support the configuration."""
-    name = config.optimizer.name
-    if config.optimizer.pure_bfloat16 and not optimizer_class(name).rounds_stochastically:
-        why = f"{name} rounds to nearest and would lose small updates"
-        raise UserError("optimizer.pure_bfloat16", True, why, "set optimizer.pure_bfloat16=false")
-
-
-def state_bytes(config: Config) -> int:
-    """Bytes of the whole model between steps: the weights, and the optimizer's states."""
-    states_of = optimizer_class(config.optimizer.name).states_of
-    master = config.precision.master.itemsize
-
-    def held(weight: NamedWeight) -> int:
-        states = states_of(weight.spec).values()
-        return weight.numel * master + sum(s.bytes(weight.spec.shape, master) for s in states)
-
-    return sum_over_weights(config.model, held)

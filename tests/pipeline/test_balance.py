@@ -6,6 +6,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
+from costs.timeline import Timeline
 from parallel.pipeline.balance import (
     LayerCosts,
     balanced_split,
@@ -74,7 +75,8 @@ def test_costs_are_of_the_layers_that_there_are():
 
 def step_time(split, costs, schedule, *about):
     stages = [cost / 3 for cost in stage_costs(split, costs)]
-    return simulate(build_schedule(schedule, *about), Costs(stages, stages, stages)).step_time
+    costs = Costs(stages, stages, stages)
+    return Timeline(simulate(build_schedule(schedule, *about), costs)).step_time
 
 
 def test_the_simulated_step_is_shorter():
