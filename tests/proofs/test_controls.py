@@ -136,7 +136,8 @@ MISTAKES = {
         (model.positions, "make_mask", lambda make_mask, positions, documents, window, *rest:
          make_mask(positions, documents, None, *rest), (replace(TP, **WINDOW), LOSS, "")),
     # no weight would be updated
-    "no backward is completed as the last": (FSDPSwitches, "_complete", lambda *_: None),
+    "no backward is completed as the last":
+        (FSDPSwitches, "_switch", lambda switch, self, module, last: switch(self, module, False)),
     "FSDP is not told of weight gradients after backward":
         (FSDPSwitches, "after_weight_gradients", lambda *_, last: None),
 }  # fmt: skip

@@ -176,9 +176,9 @@ LONG = [  # (overrides, the key that is refused)
 def test_nothing_of_a_senseless_length_is_built(
     overrides: list[str], key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("config", "parallel"):
+    for module in ("settings.config", "parallel.config"):
         monkeypatch.setattr(
-            f"settings.{module}.build_schedule", lambda *_: pytest.fail("a schedule was built")
+            f"{module}.build_schedule", lambda *_: pytest.fail("a schedule was built")
         )
     message = refusal(overrides)
     assert message.startswith(f"{key} = ")
