@@ -260,9 +260,12 @@ class Examination(Listener):
             raise FaultyMachine(f"{cause}: {self._describe(verdict)}")
 
     def _leaps(self, norm: float) -> bool:
-        """Whether a gradient norm is far above those before; if not, it becomes one of them."""
-        leaps = len(self.norms) > 1 and not norm <= LEAP * statistics.median(self.norms)
-        if not leaps and math.isfinite(norm):
+        """Whether a gradient norm is far above those before; if not, it becomes one of them. (One
+        that is not finite is for the guard to judge: float16 may overflow.)"""
+        if not math.isfinite(norm):
+            return False
+        leaps = len(self.norms) > 1 and norm > LEAP * statistics.median(self.norms)
+        if not leaps:
             self.norms.append(norm)
         return leaps
 

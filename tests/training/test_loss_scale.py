@@ -2,6 +2,7 @@
 overflows; it changes no number, and a run that resumes continues with it."""
 
 import math
+from collections import deque
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import training.step
 from errors import UserError
 from proofs.ranks import Ranks
 from runtime.device import check_gpu
+from runtime.health.examine import Examination
 from tests import runs
 from tests.health.faulty_runs import run_with_bad_steps
 from tests.planted import from_table
@@ -161,6 +163,13 @@ def test_a_scale_of_each_rank_is_found(ranks: Ranks, data: Path, tmp_path: Path)
     mistake = [config], 1, {3}, "a scale of each rank"
     for said in ranks.run(runs.said_by, 2, run_with_overflow, *mistake):
         assert "copies over tp, hold different numbers" in said
+
+
+def test_an_overflow_is_not_examined() -> None:
+    examination = object.__new__(Examination)
+    examination.norms = deque([1.0] * 4)
+    assert not examination._leaps(math.inf)
+    assert examination._leaps(1e4)
 
 
 GPUS = {  # capability, dtype → what is said
