@@ -5,6 +5,8 @@ actions.py    the vocabulary: a schedule is data, a list of actions for each ran
 schedules.py  the schedules: GPipe, 1F1B, interleaved, breadth first, ZB-H1, ZB-V, DualPipeV
 simulate.py   when each rank runs each action of a schedule, without running it
 lower.py      turns a schedule into programs, with sends and receives in an order without deadlock
+check.py      proves schedules and programs correct, on a network that buffers nothing
+balance.py    how many layers each stage gets
 runner.py     executes a program
 transfer.py   passes tensors from stage to stage, over the network or on the same rank
 tied.py       the embedding that the first and the last stage share
