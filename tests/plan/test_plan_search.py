@@ -118,7 +118,7 @@ def test_of_a_hard_case_few_layouts_are_counted() -> None:
     result = search(config, 40, find_device("a100"))
     assert result.best
     assert result.layouts > 20_000
-    assert result.counted < 200
+    assert result.counted < result.layouts / 100
 
 
 @pytest.mark.slow
