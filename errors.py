@@ -47,6 +47,8 @@ class RunFailed(Exception):
     """The run cannot continue. Every rank raises this; rank 0 reports it, and the exit status is
     1."""
 
+    restart_helps = True  # whether torchrun may restart the ranks where they are
+
 
 def short(value: Any) -> str:
     """Return repr(value), shortened so that a message stays readable."""

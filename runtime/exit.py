@@ -4,7 +4,8 @@ tells torchrun and the other ranks. Each error is reported once, as far as a ran
     error                            reported by           status
     UserError, agreed on             rank 0                2
     UserError of one rank            that rank             2
-    RunFailed: all ranks raise it    rank 0                1
+    RunFailed: all ranks raise it    rank 0                1; ends torchrun too
+                                                           unless `restart_helps`
     the connection to another        this rank, if the     1; 2 if the other one has refused
     rank is lost                     launcher is not         this start
                                      ending it
@@ -45,6 +46,7 @@ LAUNCHER_SECONDS = 3.0  # within which a launcher notices a dead rank and signal
 STORE_SECONDS = 3.0  # for a call of the store, whose process may be dead
 TORCHRUN_MODULES = {"torch.distributed.run", "torch.distributed.launch", "tools.torchrun"}
 REFUSED = "refused"  # the note; and a file among the logs of a node's ranks in this start
+ENDED = "ended"  # the same, where another start may go on
 
 
 def this_rank() -> int:
@@ -127,10 +129,10 @@ def _within(seconds: float, action: Callable[[], object]) -> None:
 # --- torchrun's agent -----------------------------------------------------------------------------
 
 
-def stop_agent() -> None:
+def stop_agent(mark: str = REFUSED) -> None:
     """Send SIGTERM to torchrun's agent if it would restart this rank, unless another rank of this
-    node has done so: torch's handler raises an exception, so a further signal would interrupt the
-    agent while it stops its ranks."""
+    node has done so, and left the file `mark`: torch's handler raises an exception, so a further
+    signal would interrupt the agent while it stops its ranks."""
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     pid = find_agent() if restarts < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else None
     if pid is None:
@@ -141,7 +143,7 @@ def stop_agent() -> None:
     logs = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     try:
         if logs.name == f"attempt_{restarts}":
-            (logs / REFUSED).touch(exist_ok=False)
+            (logs / mark).touch(exist_ok=False)
     except FileExistsError:
         return
     except OSError:
@@ -229,6 +231,8 @@ def fail(error: Exception, signals: Signals, has_spares: bool = False) -> NoRetu
             _last_words(f"error: {said}")
         with contextlib.suppress(RuntimeError):
             dist.barrier()  # if a rank exits first, torchrun may end rank 0 before it has reported
+        if not error.restart_helps:
+            stop_agent(ENDED)  # a job then begins anew, and chooses its nodes
     else:
         traceback.print_exception(error)
         _last_words(f"rank {rank} failed: {said}")

@@ -75,7 +75,15 @@ NEARLY = 1e-3  # of losses and norms whose bits may differ on GPUs
 
 
 class FaultyMachine(RunFailed):
-    """A machine computes wrongly; the message names the rank and its node."""
+    """A machine computes wrongly; the message names the rank and its node.
+
+    Args:
+        restart_helps: whether the ranks that torchrun restarts leave the node out.
+    """
+
+    def __init__(self, said: str, restart_helps: bool) -> None:
+        super().__init__(said)
+        self.restart_helps = restart_helps
 
 
 @dataclass(frozen=True)
@@ -257,7 +265,8 @@ class Examination(Listener):
         is_exact = bool(skipped) and bad[-1] == len(steps) - 1
         verdict = self._examine(run, cause, Suspect(steps[bad[-1]][0], loss, norm, is_exact))
         if verdict.verdict == PERSISTENT and verdict.is_sure:
-            raise FaultyMachine(f"{cause}: {self._describe(verdict)}")
+            in_place = bool(self.train.config.parallel.layouts)  # start/elastic.py
+            raise FaultyMachine(f"{cause}: {self._describe(verdict)}", in_place)
 
     def _leaps(self, norm: float) -> bool:
         """Whether a gradient norm is far above those before; if not, it becomes one of them. (One

@@ -4,16 +4,18 @@ nothing is written."""
 import signal
 import subprocess
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
 
 from data.dataset import TokenDataset
+from errors import RunFailed
 from parallel.pipeline.actions import BACKWARD, FORWARD, Action
 from parallel.pipeline.schedules import SCHEDULES
 from proofs.ranks import Ranks
 from runtime import exit as rank_exit
+from runtime.health.examine import FaultyMachine
 from runtime.signals import Signals
 from runtime.start import checks
 from tests.planted import planted
@@ -161,6 +163,19 @@ def test_only_torchrun_is_stopped() -> None:
         "",
     ):
         assert not rank_exit.runs_torchrun(command.split(" "))
+
+
+def test_a_faulty_node_is_not_restarted_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job then begins anew, without it; with `parallel.layouts` the ranks themselves leave it
+    out. After any other failure torchrun restarts the ranks where they are."""
+    stops: list[str] = []
+    monkeypatch.setattr(rank_exit.os, "_exit", lambda _: None)
+    monkeypatch.setattr(rank_exit.dist, "barrier", lambda: None)
+    monkeypatch.setattr(rank_exit, "stop_agent", stops.append)
+    for error in (RunFailed("spikes"), FaultyMachine("wrong", True), FaultyMachine("wrong", False)):
+        assert not stops
+        rank_exit.fail(error, Mock(heard=[]))
+    assert stops == ["ended"]  # not "refused", after which a job is not requeued
 
 
 @pytest.mark.parametrize(("restarts", "stopped"), [(0, True), (3, False)])
