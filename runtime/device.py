@@ -39,12 +39,19 @@ def check_gpu(dtype: str, device: str) -> None:
     if device != "cuda" or torch.version.hip is not None:
         return
     (major, minor), name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
-    built = [arch.partition("_")[2].rstrip("af") for arch in torch.cuda.get_arch_list()]
-    if not any(int(arch[:-1]) == major and int(arch[-1]) <= minor for arch in built):
+
+    def runs(arch: str) -> bool:
+        kind, _, number = arch.partition("_")
+        built = divmod(int(number.rstrip("af")), 10)
+        # `compute_…` is PTX, which newer GPUs compile
+        return built <= (major, minor) and (built[0] == major or kind == "compute")
+
+    arches = torch.cuda.get_arch_list()
+    if arches and not any(map(runs, arches)):
         why = (
             f"torch {torch.__version__} has no kernels for its compute capability, {major}.{minor}"
         )
-        remedy = "install an older torch that has (torch.cuda.get_arch_list()), or use a newer GPU"
+        remedy = "install a torch that has (torch.cuda.get_arch_list()), or use another GPU"
         raise UserError("GPU", name, why, remedy)
     if dtype == "bfloat16" and major < 8:
         why = (

@@ -16,7 +16,7 @@ Status 2 also ends torchrun, which would otherwise restart the ranks up to --max
 each start would be refused. One rank of each node sends SIGTERM to its ancestor, torchrun's agent:
 the first one that knows. Those that cannot know read a note in the ranks' store: spares
 (start/elastic.py), and after one rank's own error the others, when they lose their connections.
-Without a restart left, torchrun ends by itself; after status 1 it restarts the ranks.
+Without a restart left, torchrun ends by itself; after any other status 1 it restarts the ranks.
 """
 
 import contextlib

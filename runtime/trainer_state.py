@@ -100,8 +100,7 @@ class TrainerState(Strict):
     def to_json(self) -> str:
         """The text of trainer.json. A run without data stages has no `earlier`, and one whose loss
         is not scaled no `loss_scale`."""
-        without = {"earlier"} if not self.earlier else set()
-        without |= {"loss_scale"} if self.loss_scale is None else set()
+        without = {name for name in ("earlier", "loss_scale") if not getattr(self, name)}
         return json.dumps(self.model_dump(exclude=without), indent=1)
 
 

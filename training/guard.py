@@ -25,7 +25,7 @@ multiplied by a scale before backward, and the gradients are divided by it after
     in a row
 
 A power of two changes no bit of what does not overflow or vanish. A step that overflows while its
-loss is finite is not bad, unless the scale is 1 already.
+loss is finite is not bad, unless the scale is 1 already or the step before was bad.
 """
 
 import math
@@ -54,7 +54,7 @@ class UpdateGuard:
         self.bad_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self.scales_loss = scales_loss
         first = FIRST_SCALE if scales_loss else 1.0
-        self.loss_scale = torch.full((), first, dtype=torch.float64, device=device)
+        self.loss_scale = torch.full((), first, dtype=torch.float32, device=device)
         # number of consecutive steps with a finite norm, since the scale was last changed
         self.finite_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -75,8 +75,8 @@ class UpdateGuard:
         )
         in_a_row = (self.bad_in_a_row + 1) * bad
         if self.scales_loss:
-            excused = overflows & loss.isfinite() & (self.loss_scale > 1)
-            in_a_row = torch.where(excused, self.bad_in_a_row, in_a_row)
+            excused = overflows & loss.isfinite() & (self.loss_scale > 1) & (self.bad_in_a_row == 0)
+            in_a_row = in_a_row * ~excused
             self._change_scale(overflows)
         self.bad_in_a_row = in_a_row
         return torch.where(bad, math.inf, norm)
@@ -85,13 +85,14 @@ class UpdateGuard:
         finite = (self.finite_in_a_row + 1) * ~overflows
         grows = finite >= GROWS_AFTER
         halved = (self.loss_scale / 2).clamp(min=1)
-        self.loss_scale = torch.where(overflows, halved, self.loss_scale * (1 + grows.double()))
+        self.loss_scale = torch.where(overflows, halved, self.loss_scale * (1 + grows))
         self.finite_in_a_row = finite * ~grows
 
     def scale_state(self) -> tuple[float, int] | None:
         """The scale and `finite_in_a_row`, for a checkpoint; None: the loss is not scaled."""
-        scale = (self.loss_scale.item(), int(self.finite_in_a_row.item()))
-        return scale if self.scales_loss else None
+        if not self.scales_loss:
+            return None
+        return self.loss_scale.item(), int(self.finite_in_a_row.item())
 
     def recent_losses(self) -> list[float | None]:
         """The recent losses for a checkpoint, so that a resumed run decides like one that was never
@@ -110,6 +111,7 @@ class UpdateGuard:
         values += [math.nan if value is None else value for value in recent_losses]
         self.recent.copy_(torch.tensor(values[-WINDOW:], dtype=torch.float64))
         self.bad_in_a_row.fill_(bad_in_a_row)
-        if self.scales_loss and scale is not None:
-            self.loss_scale.fill_(scale[0])
-            self.finite_in_a_row.fill_(scale[1])
+        if self.scales_loss:
+            first, finite = scale or (FIRST_SCALE, 0)
+            self.loss_scale.fill_(first)
+            self.finite_in_a_row.fill_(finite)

@@ -130,7 +130,8 @@ class TrainStep:
         if self.guard.scales_loss:
             unscale([weight.gradient for weight in self.weights], scale)
         norm = gradient_norm(gradients, self.mesh, self.config.model.kernels)
-        return self.sum_over_ranks(loss) / scale, norm
+        loss = self.sum_over_ranks(loss)
+        return (loss / scale if self.guard.scales_loss else loss), norm
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

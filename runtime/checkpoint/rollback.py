@@ -10,7 +10,7 @@ of bad steps in an earlier start are no longer known.) A run that keeps returnin
 checkpoint has a problem other than bad batches, and ends.
 
 In a run with data stages, a rollback never leaves its own, which counts its own samples. So a data
-stage does not end on skipped updates: if its last steps are bad, however few, the run goes back
+stage does not end on bad steps: if its last steps are bad, however few, the run goes back
 there.
 """
 

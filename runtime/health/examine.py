@@ -2,7 +2,7 @@
 (`guard.examine`).
 
     suspicion                                  known when
-    an update was skipped: a loss or gradient  the step is logged, at most run.log_interval later
+    a step was bad: a loss or gradient         the step is logged, at most run.log_interval later
     was not finite, or the loss spiked
     a gradient norm is LEAP times the median   likewise
     of those before
@@ -265,8 +265,7 @@ class Examination(Listener):
         is_exact = bool(skipped) and bad[-1] == len(steps) - 1
         verdict = self._examine(run, cause, Suspect(steps[bad[-1]][0], loss, norm, is_exact))
         if verdict.verdict == PERSISTENT and verdict.is_sure:
-            in_place = bool(self.train.config.parallel.layouts)  # start/elastic.py
-            raise FaultyMachine(f"{cause}: {self._describe(verdict)}", in_place)
+            raise FaultyMachine(f"{cause}: {self._describe(verdict)}", self._restart_helps(verdict))
 
     def _leaps(self, norm: float) -> bool:
         """Whether a gradient norm is far above those before; if not, it becomes one of them. (One
@@ -285,7 +284,14 @@ class Examination(Listener):
             return found
         make_copies_equal(self.train)
         verdict = self._examine(run, "copies differ", Suspect(run.batch))
-        return ReplicasDiffer(f"{found} ({self._describe(verdict)})")
+        differ = ReplicasDiffer(f"{found} ({self._describe(verdict)})")
+        differ.restart_helps = self._restart_helps(verdict)
+        return differ
+
+    def _restart_helps(self, verdict: Verdict) -> bool:
+        """Whether no node was excluded, or restarted ranks leave it out (start/elastic.py)."""
+        is_faulty = verdict.verdict == PERSISTENT and verdict.is_sure
+        return not is_faulty or bool(self.train.config.parallel.layouts)
 
     def went_back(self, run: Run, start: Start) -> None:
         self.steps.clear()

@@ -166,6 +166,7 @@ def run_with_slow_saves(arguments: list[str]) -> str:
     @planted(examine.Examination, "of_replicas")
     def judged(of_replicas: Any, *about: Any) -> Any:
         found = of_replicas(*about)
+        assert found.restart_helps == ("persistent" not in str(found))
         is_judged.set()
         return found
 

@@ -173,6 +173,7 @@ def test_an_overflow_is_not_examined() -> None:
 
 
 GPUS = {  # capability, dtype → what is said
+    ((13, 0), "bfloat16"): "",  # compiles PTX
     ((7, 0), "float16"): r"GPU = 'X': .*no kernels for its compute capability, 7\.0",
     ((7, 5), "bfloat16"): "train.dtype = 'bfloat16': X does not compute in it",
     ((7, 5), "float16"): "",
@@ -186,7 +187,7 @@ def test_a_gpu_that_cannot_is_refused_by_name(
     gpu: tuple[tuple[int, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capability, dtype = gpu
-    arches = ["sm_75", "sm_80", "sm_90a", "sm_100", "sm_120"]
+    arches = ["sm_75", "sm_80", "sm_90a", "sm_100", "sm_120", "compute_120"]
     about = {"get_device_capability": capability, "get_device_name": "X", "get_arch_list": arches}
     for name, value in about.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
@@ -202,3 +203,8 @@ def test_the_smallest_scale_excuses_nothing() -> None:
         assert (guard.loss_scale, guard.bad_in_a_row) == (scale, bad)
     assert guard(one * math.nan, one) == math.inf, "a loss that is not finite is bad at any scale"
     assert guard.bad_in_a_row == 3
+    guard.restore([], 0)
+    assert guard.loss_scale == FIRST_SCALE
+    for loss, norm in ((math.nan, 1.0), (1.0, math.inf), (math.nan, 1.0)):
+        guard(one * loss, one * norm)
+    assert guard.bad_in_a_row == 3, "a rollback leaves out the batches of all three"
