@@ -97,7 +97,7 @@ def _grouped(name: str, named: dict[str, Any], size: int) -> Product:
     experts = len(named["ends"])
     most = -(-total // experts)
     shape = (most, columns, inner) if forward else (columns, inner, most)
-    # one kernel for 16-bit factors, and a loop for others
+    # one kernel for 16-bit factors, and a loop for others, or with model.kernels=torch
     launches = 1 if x.itemsize == 2 and named.get("kernels") != "torch" else experts
     return Product(*shape, size, experts, "", launches, 2.0 * total * columns * inner)
 

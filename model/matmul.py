@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from model.kernels.backend import on_nvidia
 from model.kernels.grouped_matmul import add_grouped_weight_gradient, grouped_mm
 
 
@@ -13,7 +14,7 @@ def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a · b of matrices of one dtype, summed and returned in `dtype`, which may be wider. (On
     NVIDIA's GPUs the product of widened factors, which is the same, would do without tensor
     cores.)"""
-    if a.dtype != dtype and a.is_cuda and torch.version.hip is None:
+    if a.dtype != dtype and on_nvidia(a):
         return torch.mm(a, b, out_dtype=dtype)
     return a.to(dtype) @ b.to(dtype)
 
@@ -61,7 +62,7 @@ class Matmul:
         if into is None:
             into = dy.new_empty((dy.shape[1], x.shape[1]), dtype=dtype)
             beta = 0  # the uninitialised values are not read
-        if wide and dy.is_cuda and torch.version.hip is None:
+        if wide and on_nvidia(dy):
             return torch.addmm(into, dy.t(), x, out_dtype=dtype, beta=beta, out=into)
         if wide:  # CPUs and AMD's libraries have no such product
             dy, x = dy.to(dtype), x.to(dtype)

@@ -16,8 +16,8 @@ reduction. The results of these products are partial sums, [S, B, D] on every ra
 block are 2 tp times as large as a rank's part of the residual stream (for Llama 3 405B with tp 8,
 over half of all that would be kept). The second one is not needed again.
 
-Attention's output is no larger than the block's input where heads together are as wide as the
-model, and costs more to compute, for each of its bytes, than anything else in a long sequence.
+In a long sequence, attention costs more to compute per byte of output than anything else. If the
+heads together are as wide as the model, its output is no larger than the block's input.
 
 Of experts, selective keeps the rows that a rank has received and the outputs of the first products.
 Every mode keeps which experts the tokens chose (kept.py).
@@ -53,7 +53,9 @@ from parallel.tensor import ColumnParallelLinear
 
 Forward = Callable[..., Any]
 Mode = Literal["none", "selective", "full_but_attention", "full"]
-PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+PRODUCTS = {
+    torch.ops.aten.mm.default, torch.ops.aten.mm.dtype, torch.ops.aten.addmm.default,
+}  # fmt: skip
 
 
 def _keep(operations: Set[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -88,9 +90,9 @@ def wrap_blocks(
         cp: the number of context-parallel ranks. With several, compiled blocks that attend over
             them are two graphs.
 
-    Selective checkpointing is compiled with the block, and the compiler follows the same policy.
-    With several cp ranks, each graph and the attention between them is checkpointed by itself: so
-    what attention is called with is kept too.
+    Selective checkpointing, also that of attention alone, is compiled with the block, and the
+    compiler follows the same policy. With several cp ranks, each graph and the attention between
+    them is checkpointed by itself: so what attention is called with is kept too.
     Full checkpointing wraps the compiled block, which then runs its forward twice. It is not put
     inside: torch 2.13 fails there on the mesh of a DTensor weight, which it would have to keep for
     the recomputation.

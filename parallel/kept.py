@@ -55,9 +55,9 @@ class KeptOutputs:
         return tuple(y for y, _ in found)
 
     def once(self, compute: Callable[[], T]) -> T:
-        """The result of `compute`, which the recomputation does not call. It must
-        have no tensor that autograd follows, and `compute` must run no product that selective
-        checkpointing keeps: torch numbers these, and the recomputation would have one less."""
+        """The result of `compute`, which the recomputation does not call. It must have no tensor
+        that autograd follows, and `compute` must run no product that selective checkpointing keeps:
+        torch numbers these, and the recomputation would have one less."""
         if self._kept is None:
             return compute()
         result: T = self._kept.popleft() if self._again else compute()

@@ -2,10 +2,10 @@
 
 There are two models of Llama 3's shapes, trained on sequences of 8192 random tokens, one sequence
 in a micro-batch: one with the 8-billion model's width and as many layers as fit, and the complete
-1-billion model. A third, of ours alone, has layers of Qwen3-30B-A3B, with 128 experts each, and a
-small vocabulary, so that experts take most of a step. All programs do the same: forward and
-backward of every micro-batch, the gradients' norm, clipping, AdamW. A step includes nothing else:
-no data loading, no logging.
+1-billion model. A third, which only our program trains, has three layers of Qwen3-30B-A3B with
+128 experts each, a vocabulary so small that the head takes little time, and eight sequences of 4096
+tokens in a micro-batch. All programs do the same: forward and backward of every micro-batch, the
+gradients' norm, clipping, AdamW. A step includes nothing else: no data loading, no logging.
 
 Dtypes of computation and storage:
     lattice         train.dtype=bfloat16: FSDP casts float32 weights once per step; moments and

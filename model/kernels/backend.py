@@ -41,6 +41,11 @@ def use_triton(tensor: Tensor, mode: str) -> bool:
     return mode == "triton" or (mode == "auto" and tensor.is_cuda)
 
 
+def on_nvidia(x: Tensor) -> bool:
+    """Whether x is on an NVIDIA GPU, whose matrix products can sum in a wider dtype."""
+    return x.is_cuda and torch.version.hip is None
+
+
 def why_not_triton(device_type: str) -> str | None:
     """The reason why Triton kernels cannot run on this device, or None if they can."""
     if triton is None:

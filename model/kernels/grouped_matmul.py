@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from model.kernels import backend
-from model.kernels.backend import cdiv, jit, tl, use_triton
+from model.kernels.backend import cdiv, jit, on_nvidia, tl, use_triton
 
 ALIGNMENT = 16  # bytes, of grouped_mm
 SIDES = 128, 256  # of a program's tile of dw
@@ -84,8 +84,9 @@ def has_kernel(dy: Tensor, x: Tensor, kernels: str) -> bool:
     """Whether the kernel sums the weight gradient, with `model.kernels`. It reads 16 bytes at a
     time, and Triton uses the tensor cores of NVIDIA's GPUs from compute capability 8 on."""
     aligned = dy.shape[1] % 16 == x.shape[1] % 16 == 0
-    old = dy.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability()[0] < 8
-    return dy.element_size() == 2 and aligned and not old and use_triton(dy, kernels)
+    if dy.element_size() != 2 or not aligned or not use_triton(dy, kernels):
+        return False
+    return not on_nvidia(dy) or torch.cuda.get_device_capability(dy.device)[0] >= 8
 
 
 @torch.library.custom_op("lattice::add_grouped_weight_gradient", mutates_args=("into",))
@@ -104,7 +105,7 @@ def add_grouped_weight_gradient(
         )  # fmt: skip
         return
     wide, sizes = into.dtype != dy.dtype, sizes_of(ends)
-    in_product = wide and dy.is_cuda and torch.version.hip is None
+    in_product = wide and on_nvidia(dy)
     if wide and not in_product:  # CPUs and AMD's libraries have no such product
         dy, x = dy.to(into.dtype), x.to(into.dtype)
     for dy_rows, rows, out in zip(dy.split(sizes), x.split(sizes), into, strict=True):

@@ -17,10 +17,9 @@ different numbers of rows, or none.
 |          | results back                            | T·k · D·b · (ep − 1) / ep                   |
 | backward | gradients of results there, rows' back  | the same as the two rows above              |
 
-T is the number of tokens of a rank, k of experts that a token chooses, X of experts. With full
-checkpointing, also with that which keeps attention, rows and weights are sent there again. The
-router's weight is multiplied between an expert's two products, so results need not be kept for its
-gradient.
+T is the number of tokens of a rank, k of experts that a token chooses, X of experts. With `full`
+and `full_but_attention`, the recomputation sends rows and weights there again. The router's weight
+is multiplied between an expert's two products, so results need not be kept for its gradient.
 
 The host must know how many rows it sends and receives, because it allocates them and because a
 collective takes numbers, not tensors. With ep 1 it knows: all of them. Else it waits for these

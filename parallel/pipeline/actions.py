@@ -91,9 +91,8 @@ def need_of(action: Action, num_stages: int) -> Message | None:
     """The message that an action needs from another stage, if any."""
     if action.kind is BACKWARD_WEIGHT:
         return None
-    kind, stage, microbatch = action
-    sender = stage - 1 if kind is FORWARD else stage + 1
-    return Message(kind is not FORWARD, stage, microbatch) if 0 <= sender < num_stages else None
+    need = Message(action.kind is not FORWARD, action.stage, action.microbatch)
+    return need if 0 <= need.sender < num_stages else None
 
 
 def forward_only(ranks_of_stages: Sequence[int], num_microbatches: int) -> list[list[Action]]:

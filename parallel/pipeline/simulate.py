@@ -93,7 +93,7 @@ def simulate(schedule: Schedule, costs: Costs) -> list[list[Event]]:
         while len(events) < len(actions):
             action = actions[len(events)]
             kind, stage, microbatch = action
-            if kind in AFTER and Action(AFTER[kind], stage, microbatch) not in ran:
+            if kind in AFTER and (AFTER[kind], stage, microbatch) not in ran:
                 break  # it comes later in this list: this rank waits forever
             need = need_of(action, len(where))
             if need is not None:

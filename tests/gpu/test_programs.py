@@ -46,7 +46,7 @@ def test_every_row_of_a_program_is_measured(tmp_path: Path, program: str, some: 
         else:
             assert row["status"] == MEASURED, row
             times = row.get("milliseconds", {}).values()
-            # which is a difference, and may have either sign on a busy machine
+            # what FSDP adds is a difference of times, which on a busy machine may have either sign
             is_difference = name.startswith("what FSDP adds")
             assert is_difference or all(time > 0 for time in times), row
 

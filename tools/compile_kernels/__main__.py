@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for GPUs that need not be present, and checks the machine code.
 
-    python -m tools.compile_kernels                                 all, for A100, H100 and MI300X
+    python -m tools.compile_kernels                                 for T4, A100, H100, MI300X
     python -m tools.compile_kernels --target sm_90 --only rms_norm  some of them
     python -m tools.compile_kernels --specimens my_kernels.py       your own, in a list SPECIMENS
     python -m tools.compile_kernels --json kernels.json             the table as JSON
@@ -58,17 +58,21 @@ def main(arguments: list[str] | None = None) -> int:
 
     from tools.compile_kernels import compiler, specimens
 
-    launches = []
-    for target in options.target:
-        has_bfloat16 = TARGETS[target].has_bfloat16
-        given = specimens.SPECIMENS if has_bfloat16 else specimens.OF_FLOAT16
-        if options.specimens is not None:
-            given = compiler.specimens_in(options.specimens)
-        chosen = [specimen for specimen in given if options.only in specimen.name]
-        if not chosen:
-            remedy = f"give a part of one of these names: {', '.join(s.name for s in given)}"
-            raise UserError("--only", options.only, "no specimen's name contains it", remedy)
-        launches += compiler.launches_of(chosen, target)
+    given = {
+        name: specimens.SPECIMENS if TARGETS[name].has_bfloat16 else specimens.OF_FLOAT16
+        for name in options.target
+    }
+    if options.specimens is not None:
+        given = dict.fromkeys(options.target, compiler.specimens_in(options.specimens))
+    launches = [
+        launch
+        for target, each in given.items()
+        for launch in compiler.launches_of([s for s in each if options.only in s.name], target)
+    ]
+    if not launches:
+        names = dict.fromkeys(s.name for each in given.values() for s in each)
+        remedy = f"give a part of one of these names: {', '.join(names)}"
+        raise UserError("--only", options.only, "no specimen's name contains it", remedy)
     torch.set_num_threads(1)  # processes are forked: there must be no threads
     reports = compiler.compile_all(launches, options.processes)
     if options.json is not None:

@@ -28,7 +28,7 @@ from training.step import TrainStep
 
 @contextmanager
 def told_by_others(found: Routing) -> Iterator[None]:
-    """A context in which routers, on a real device, receive these counts from the other ranks."""
+    """A context in which a dispatch on a real device receives these counts from other ranks."""
 
     def start(
         x: torch.Tensor, group: ProcessGroup, send: Sequence[int], receive: Sequence[int]
