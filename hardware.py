@@ -123,6 +123,11 @@ class Device(DataSheet):
     # as a copy to the host, some twenty operations of Python, and a launch; not measured
     host_wait_seconds: float = 100e-6
     step_seconds: float = 0.02  # overhead per step: the host, ranks that wait for each other
+    # With parallel.offload, assumed and not fitted: what the optimizer reads and writes of one
+    # node's memory, and what one node reads and writes of its local disk (tools.preflight measures
+    # it), each by all ranks at once.
+    host_memory_bytes_per_second: float = 100e9
+    disk_bytes_per_second: float = 3e9
     # Saving and restarting, assumed and not fitted; tools.report says what they took in a run.
     host_bytes_per_second: float = 10e9  # from one GPU to its host's memory, all GPUs at once
     storage_bytes_per_second: float = 1e9  # from one node to the shared storage, all at once

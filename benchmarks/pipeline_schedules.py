@@ -172,7 +172,7 @@ def our_stage(seconds: float, mesh: Mesh, loss: bool) -> WaitingStage:
     )
     stage.add_weight(one)
     float32 = torch.float32
-    shard(stage, [], mesh, compute_dtype=float32, reduce_dtype=float32, cpu_offload=False)
+    shard(stage, [], mesh, compute_dtype=float32, reduce_dtype=float32, offload="none")
     nn.init.ones_(stage.to_empty(device=mesh.device).weight)
     return stage
 

@@ -6,7 +6,7 @@ from dataclasses import field
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
-from declare import LARGEST, Count, Text, Whole, between, section
+from declare import LARGEST, Count, PathOrNone, Text, Whole, between, section
 from errors import UserError
 from parallel.axes import AXES, MeshSizes
 from parallel.pipeline.actions import stage_ranks
@@ -49,8 +49,10 @@ class ParallelConfig:
     fsdp_unit: Literal["block", "stage"] = "block"
     # dtype of data-parallel gradient reductions (float64 if train.dtype is float64)
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    # keep parameters, gradients and optimizer state in host memory between uses
-    cpu_offload: bool = False
+    # Where weights and optimizer states are between uses. host: in the host's memory, with the
+    # gradients, and the host updates them. disk: in files of offload_dir (training/disk.py).
+    offload: Literal["none", "host", "disk"] = "none"
+    offload_dir: PathOrNone = ""  # a folder on a local disk of each node
     # Layouts for worlds of different sizes: at each start, the largest that fits is used, and the
     # remaining ranks are spares (settings/layouts.py). Each gives the keys of this section in which
     # it differs, and may give train.micro_batch_size and train.activation_checkpointing. Empty: the
@@ -61,6 +63,10 @@ class ParallelConfig:
         if self.dp_shard == 0:
             remedy = "-1 takes all remaining ranks"
             raise UserError("parallel.dp_shard", 0, "must be positive, or -1", remedy)
+        if (self.offload == "disk") != bool(self.offload_dir):
+            why = "goes together with parallel.offload=disk"
+            remedy = "give a folder on a local disk of each node, or another parallel.offload"
+            raise UserError("parallel.offload_dir", self.offload_dir, why, remedy)
         given, stages = self.layers_per_stage, self.num_stages
         if isinstance(given, list) and len(given) != stages:
             why = f"must have one number for each of the pp · stages_per_rank = {stages} stages"

@@ -19,14 +19,14 @@ number of micro-batches in a step.
 | all        | sharded     | all-reduce, dp_replicate | reduce  | once, in the last backward     |
 |            | gradients   |                          |         |                                |
 
-A group of one rank sends nothing. If all groups have one rank, FSDP is used only for CPU offload,
-else whole.py takes its place. Between micro-batches a rank holds whole weights with zero_stage 0 to
-2, and whole gradients with 0 and 1; between steps, weights and moments are sharded with every
-zero_stage. (ZeRO: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; hybrid sharding: Zhao
-et al. 2023, https://arxiv.org/abs/2304.11277.) Compared with zero_stage 1, 2 needs M − 1 more
-reduce-scatters and its gradients take 1 / dp_shard of the memory, but those of each micro-batch are
-rounded to the compute dtype; compared with 2, 3 needs 2 M − 1 more all-gathers and its weights take
-1 / dp_shard of the memory. `FSDPSwitches` sets FSDP's switches accordingly, and
+A group of one rank sends nothing. If all groups have one rank, FSDP is used only to offload
+weights, else whole.py takes its place. Between micro-batches a rank holds whole weights with
+zero_stage 0 to 2, and whole gradients with 0 and 1; between steps, weights and moments are sharded
+with every zero_stage. (ZeRO: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; hybrid
+sharding: Zhao et al. 2023, https://arxiv.org/abs/2304.11277.) Compared with zero_stage 1, 2 needs M
+− 1 more reduce-scatters and its gradients take 1 / dp_shard of the memory, but those of each
+micro-batch are rounded to the compute dtype; compared with 2, 3 needs 2 M − 1 more all-gathers and
+its weights take 1 / dp_shard of the memory. `FSDPSwitches` sets FSDP's switches accordingly, and
 tests/parallel/test_collectives.py checks the table against what is sent.
 
 Each weight exists in two forms. The optimizer, checkpoints and the gradient norm see this rank's
@@ -52,6 +52,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
+from parallel.disk import DiskMemory, aligned
 from parallel.layer import Layer
 from parallel.placement import as_dtensor_like, local_part
 from parallel.weight_gradient import sum_dtype
@@ -74,6 +75,35 @@ def _fsdp_groups(stage: nn.Module) -> Iterator[FSDPParamGroup]:
 def fsdp_partial_sums(stage: nn.Module) -> list[Tensor | None]:
     """The gradients that FSDP has reduced over dp_shard, and not yet over dp_replicate."""
     return [group._partial_reduce_output for group in _fsdp_groups(stage)]
+
+
+def allocate_on_disk(stage: nn.Module, folder: str) -> None:
+    """Give a stage on the meta device its memory: its weights a file in `folder`. Raises
+    UserError."""
+    weights = [weight for group in _fsdp_groups(stage) for weight in group.fsdp_params]
+
+    def is_padded(weight: FSDPParam) -> bool:
+        return local_part(weight.sharded_param).shape != weight.padded_sharded_param_size
+
+    sizes = [aligned(local_part(weight.sharded_param).nbytes) for weight in weights]
+    sizes += [aligned(w._sharded_param_data.nbytes) for w in weights if is_padded(w)]
+    file = DiskMemory(folder, sum(sizes))
+
+    def allocated(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return torch.empty_like(tensor, device="cpu")
+        local = local_part(tensor)
+        return as_dtensor_like(file.new_zeros(local, local.shape), tensor)
+
+    stage._apply(allocated)
+    # FSDP has padded the shards of weights that are not divided evenly, in memory of its own.
+    for weight in filter(is_padded, weights):
+        local, dim = local_part(weight.sharded_param), weight.fsdp_placement.dim
+        padded = file.new_zeros(local, weight.padded_sharded_param_size)
+        weight._sharded_param_data = padded.view(-1)
+        parameter = weight.sharded_param
+        assert isinstance(parameter, DTensor)
+        parameter._local_tensor = padded.narrow(dim, 0, local.size(dim))
 
 
 class FSDPPlace:

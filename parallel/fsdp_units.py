@@ -36,7 +36,7 @@ def shard(
     *,
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
-    cpu_offload: bool,
+    offload: str,
 ) -> None:
     """Apply `fully_shard` to each of `units`, to the units inside of it before, and then to `stage`
     itself, each over the 2-D view of the mesh for its weights (`Mesh.fsdp`).
@@ -44,18 +44,19 @@ def shard(
     Parameters stay in their own dtype (the master weights); forward and backward see them in
     `compute_dtype`, and gradients are reduced in `reduce_dtype`.
 
-    If no other rank shares this rank's weights, and they are not offloaded to the CPU, the stage is
-    left as it is (whole.py).
+    If no other rank shares this rank's weights, and they are not offloaded, the stage is left as it
+    is (whole.py).
     """
-    if not (cpu_offload or shares_weights(mesh)):
+    if offload == "none" and not shares_weights(mesh):
         return
     # FSDP must not cast inputs: hidden states already have the compute dtype, and rotary angles
     # must stay in float32.
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    on_gpu = torch.cuda.is_available() and mesh.device == "cuda"
-    offload = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
+    # pinned memory cannot be that of a file
+    pins = offload == "host" and torch.cuda.is_available() and mesh.device == "cuda"
+    policy = OffloadPolicy() if offload == "none" else CPUOffloadPolicy(pin_memory=pins)
     nested = [(inner_units(unit), unit) for unit in units]
     in_order = [unit for pair in nested for unit in pair if unit]
     for unit in (*in_order, [stage]):
@@ -65,7 +66,7 @@ def shard(
             mesh=over,
             shard_placement_fn=partial(_placement, over.size(-1)),
             mp_policy=precision,
-            offload_policy=offload,
+            offload_policy=policy,
         )
     for inner, outer in nested:
         # Routing makes the host wait in the middle of a block. Experts are gathered with their

@@ -1,4 +1,5 @@
-"""Keys that have moved to the section of the kind that reads them, at their old places.
+"""Keys that have moved to the section of the kind that reads them, at their old places; and one
+with a new name.
 
 In a file they are read at both, because a run of an earlier version has written all of them. So
 they are on the command line, except for those of `REFUSED`, whose new name the refusal says.
@@ -22,8 +23,10 @@ MOVED = {
     "model.router_bias_rate": "sigmoid_bias.bias_rate",
     "optimizer.betas": "adamw.betas",
     "optimizer.eps": "adamw.eps",
+    "parallel.cpu_offload": "offload",
 }
-REFUSED = {"model.attention_window", "model.router_scale", "optimizer.eps"}
+REFUSED = {"model.attention_window", "model.router_scale", "optimizer.eps", "parallel.cpu_offload"}
+VALUES = {"parallel.cpu_offload": {False: "none", True: "host"}}  # old value → value
 
 
 def new_name(section: str, key: str, value: Any) -> str:
@@ -31,7 +34,9 @@ def new_name(section: str, key: str, value: Any) -> str:
     UserError."""
     name = f"{section}.{key}"
     if name in REFUSED:
-        raise UserError(name, value, "has moved", f"write {section}.{MOVED[name]}")
+        values = [f"={new}" for new in VALUES.get(name, {}).values()] or [""]
+        new = " or ".join(f"{section}.{MOVED[name]}{each}" for each in values)
+        raise UserError(name, value, "has moved", f"write {new}")
     return MOVED.get(name, key)
 
 
@@ -46,13 +51,16 @@ def at_new_places(section: str, given: dict[str, Any]) -> dict[str, Any]:
     moved = old_names(section)
     found = {key: value for key, value in given.items() if key not in moved}
     for key in [key for key in given if key in moved]:
-        kind, _, own = moved[key].partition(".")
-        there = {} if found.get(kind) is None else found[kind]
+        name, value = f"{section}.{key}", given[key]
+        *kind, own = moved[key].split(".")
+        there = found.get(kind[0], {}) if kind else found
+        there = {} if there is None else there
         if not isinstance(there, dict):
             continue  # `experts: 5`, which the section refuses
         if own in there:
-            why = "is given twice"
-            raise UserError(f"{section}.{key}", given[key], why, f"keep {section}.{kind}.{own}")
-        if given[key] is not None:  # null meant that the key has no value
-            found[kind] = {**there, own: given[key]}
+            raise UserError(name, value, "is given twice", f"keep {section}.{moved[key]}")
+        if isinstance(value, bool):
+            value = VALUES.get(name, {}).get(value, value)
+        if value is not None:  # null meant that the key has no value
+            found |= {kind[0]: {**there, own: value}} if kind else {own: value}
     return found

@@ -8,6 +8,7 @@ from model.kernels.attention import OPERATORS
 from model.transformer import Transformer
 from parallel.activation import gathers_again, wrap_blocks
 from parallel.context import ContextParallel
+from parallel.data import allocate_on_disk
 from parallel.expert import ExpertParallel
 from parallel.fsdp_units import shard
 from parallel.layer import TensorParallel
@@ -49,8 +50,11 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
         mesh,
         compute_dtype=precision.compute,
         reduce_dtype=precision.reduce,
-        cpu_offload=parallel.cpu_offload,
+        offload=parallel.offload,
     )
-    stage.to_empty(device="cpu" if parallel.cpu_offload else mesh.device)
+    if parallel.offload == "disk":
+        allocate_on_disk(stage, parallel.offload_dir)
+    else:
+        stage.to_empty(device=mesh.device if parallel.offload == "none" else "cpu")
     initialise(stage, train.seed)
     return stage

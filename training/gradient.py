@@ -28,8 +28,8 @@ def gradient_norm(gradients: Sequence[DTensor], mesh: Mesh, kernels: str = "auto
 
     A sum over the world would count a shard r times if r ranks of the stage hold it, so each square
     sum is divided by r: the product of the sizes of the axes over which the gradient is replicated.
-    One number is all-reduced once, and the host does not wait (except, with cpu_offload, for its
-    own sums).
+    One number is all-reduced once, and the host does not wait (except, if gradients are offloaded,
+    for its own sums).
 
     Args:
         gradients: this rank's reduced gradients; a tied embedding must be listed on one stage only

@@ -27,7 +27,7 @@ from training.balance import Balance, Loads
 from training.gradient import gradient_norm, unscale
 from training.guard import UpdateGuard
 from training.learning_rate import learning_rate
-from training.optimizers import optimizer_class
+from training.update import Update
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class TrainStep:
         if config.model.tie_embeddings:
             self.tied = [each for each in self.weights if each.global_name == "embedding.weight"]
             self.tied_group = first_and_last_stage_group(mesh.root, parallel.ranks_of_stages)
-        self.optimizer = optimizer_class(config.optimizer.name)(self.weights, config)
+        self.optimizer = Update(self.weights, config)
         self.balance = Balance(config, mesh, stages) if config.model.has_experts else None
         scales_loss = self.precision.compute == torch.float16
         self.guard = UpdateGuard(config.guard.spike_sigmas, mesh.device, scales_loss)

@@ -7,6 +7,7 @@ Kuhn et al. 2004, https://doi.org/10.1109/TSE.2004.24.)
 
 import functools
 import random
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
@@ -68,7 +69,7 @@ class Case:
     # or "uneven", or no blocks on the first or last stage: "none_first", "none_last"
     layers: str = "even"
     activation_checkpointing: str = "none"
-    cpu_offload: bool = False
+    offload: str = "none"
     document_mask: bool = False
     num_microbatches: int = 4
     dtype: str = "float64"
@@ -122,6 +123,7 @@ class Case:
                 **self.layout.by_axis(),
                 ep=self.layout.ep,
                 layers_per_stage=_layers_per_stage(self.layers, stages, num_layers),
+                offload_dir=tempfile.gettempdir() if self.offload == "disk" else "",
                 **self._keys_of(ParallelConfig),
             ),
             TrainConfig(
@@ -219,7 +221,7 @@ def option_values() -> dict[str, Sequence[object]]:
         "rope_scaling_factor": (1.0, 8.0),
         "layers": ("even", "uneven", "none_first", "none_last"),
         "activation_checkpointing": every(TrainConfig, "activation_checkpointing"),
-        "cpu_offload": (False, True),
+        "offload": every(ParallelConfig, "offload"),
         "document_mask": (False, True),
         "num_microbatches": (1, 2, 4, 8),
     }
@@ -231,7 +233,7 @@ Pair = tuple[tuple[str, object], tuple[str, object]]
 AXIS_OF = {  # option → the axis that it is for
     **dict.fromkeys(("sequence_parallel", "tp_pieces"), "tp"),
     **dict.fromkeys(("pipeline", "layers"), "pp"),
-    **dict.fromkeys(("zero_stage", "fsdp_unit", "cpu_offload"), "data"),
+    **dict.fromkeys(("zero_stage", "fsdp_unit", "offload"), "data"),
 }
 # For the quick proof: each axis, each pair of axes, and each kind of replica with each kind of
 # shard.

@@ -57,7 +57,7 @@ def context_cases() -> list[Case]:
         for number, (schedule, stages_per_rank) in enumerate(option_values()["pipeline"])
     ]
     cases += [
-        Case(MeshSizes(cp=4), num_kv_heads=8, document_mask=True, cpu_offload=True),
+        Case(MeshSizes(cp=4), num_kv_heads=8, document_mask=True, offload="host"),
         Case(MeshSizes(cp=2, tp=2), num_kv_heads=8, tp_pieces=2),
         Case(MeshSizes(cp=2, tp=2), num_kv_heads=2, sequence_parallel=False, document_mask=True),
         Case(
@@ -67,7 +67,7 @@ def context_cases() -> list[Case]:
             keys=(("sliding_window", sliding_window.Settings(window=5)),),
         ),
         Case(MeshSizes(dp_replicate=2, cp=2), zero_stage=0, tie_embeddings=True),
-        Case(MeshSizes(dp_replicate=2, dp_shard=2, cp=2), zero_stage=2, cpu_offload=True),
+        Case(MeshSizes(dp_replicate=2, dp_shard=2, cp=2), zero_stage=2, offload="disk"),
         Case(MeshSizes(pp=2, cp=2, tp=2), schedule="zb_h1", tp_pieces=2, document_mask=True),
         Case(MeshSizes(pp=2, dp_shard=2, cp=2), schedule="zb_v", stages_per_rank=2, zero_stage=3),
     ]
@@ -124,7 +124,7 @@ def kernel_cases() -> list[Case]:
             MeshSizes(pp=2, dp_shard=2),
             schedule="zb_h1",
             zero_stage=2,
-            cpu_offload=True,
+            offload="disk",
             qk_norm=True,
         ),
         # rotates gradients that are parts of wider tensors

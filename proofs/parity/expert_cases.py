@@ -59,8 +59,8 @@ def expert_layout_cases(worlds: Sequence[int]) -> list[Case]:
 def expert_values(layouts: Sequence[MeshSizes]) -> dict[str, Sequence[object]]:
     """The values of each option that the covering array combines."""
     others = option_values()
-    same = ("zero_stage", "fsdp_unit", "activation_checkpointing", "num_microbatches")
-    switches = ("tie_embeddings", "cpu_offload", "document_mask", "router_losses")
+    same = ("zero_stage", "fsdp_unit", "offload", "activation_checkpointing", "num_microbatches")
+    switches = ("tie_embeddings", "document_mask", "router_losses")
     return {
         "layout": layouts,
         "router": kinds_in("model.router"),

@@ -15,12 +15,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from parallel.disk import DiskMemory, aligned
+
 ALIGNMENT = 512  # bytes; as on the device, so that both ends of a copy are aligned
 
 
-def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def host_copies(tensors: Mapping[str, Tensor], folder: str = "") -> dict[str, Tensor]:
     """A tensor on the host for each of `tensors`, of its shape and dtype and with a storage of its
-    own; pinned if that one is on a GPU. The contents are arbitrary."""
+    own; pinned if that one is on a GPU. The contents are arbitrary. `folder`: they are in a file
+    there, because the host's memory has no room for them."""
+    if folder:
+        file = DiskMemory(folder, sum(aligned(each.nbytes) for each in tensors.values()))
+        return {name: file.new_zeros(each, each.shape) for name, each in tensors.items()}
     names, copies = list(tensors), {}
     on_gpu = any(tensor.is_cuda for tensor in tensors.values())
     # at least one unit, so that a tensor without elements has a place too

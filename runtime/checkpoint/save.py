@@ -31,7 +31,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint import HuggingFaceStorageWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from data.tokenizer import tokenizer_files
 from parallel.placement import as_dtensor_like
@@ -74,6 +76,9 @@ from runtime.trainer_state import (
 )
 from training.step import TrainStep
 
+# Of a file, unless a single tensor has more: DCP puts a file together in memory, twice, before it
+# writes it.
+FILE_BYTES = 1 << 30
 # the names that safetensors uses
 DTYPES: dict[Any, Dtype] = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}
 
@@ -155,7 +160,7 @@ class Saver:
         device = self.train.mesh.device
         begin = time_mark(device)
         held = {name: tensor.to_local() for name, tensor in self.tensors.items()}
-        self.copies = self.copies or host_copies(held)
+        self.copies = self.copies or host_copies(held, self.train.config.parallel.offload_dir)
         for name, local in held.items():
             self.copies[name].copy_(local, non_blocking=True)
         end = time_mark(device)
@@ -213,8 +218,8 @@ class Saver:
         tensors = {
             name: as_dtensor_like(copy, self.tensors[name]) for name, copy in self.copies.items()
         }
-        # This thread writes the rank's file: DCP loses the errors of further ones.
-        writer = HuggingFaceStorageWriter(str(partial), save_distributed=True, thread_count=1)
+        # This thread writes the rank's files: DCP loses the errors of further ones.
+        writer = _FilesOfSomeSize(str(partial), save_distributed=True, thread_count=1)
         # Else it would load the tensors, which are on the host already, through a stream of the
         # device, and synchronize that.
         writer.per_thread_copy_ahead = 0
@@ -317,3 +322,21 @@ class Saver:
     def _on_first(self, action: Callable[[], Any]) -> Any:
         """Run `action` on rank 0; return its result on all ranks, which know if it fails."""
         return self._agree(action if self.is_first else lambda: None)[0]
+
+
+class _FilesOfSomeSize(HuggingFaceStorageWriter):
+    """Writes a rank's part to files of about FILE_BYTES each, not to a single one."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        file, size = 1, 0
+        file_of: dict[str, int] = {}
+        for item in plan.items:
+            assert item.tensor_data is not None  # a checkpoint has only tensors
+            tensor = item.tensor_data
+            needed = math.prod(tensor.chunk.sizes) * tensor.properties.dtype.itemsize
+            if size and size + needed > FILE_BYTES:
+                file, size = file + 1, 0
+            file_of[item.index.fqn] = file
+            size += needed
+        plan.storage_data["fqn_to_index_mapping"] = file_of
+        return super().write_data(plan, planner)

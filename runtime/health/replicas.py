@@ -50,7 +50,7 @@ def check_replicas(train: TrainStep) -> None:
 def _odd_ones(axis: str, tensors: list[DTensor], train: TrainStep) -> list[str]:
     """Describe the ranks of this rank's group on `axis` that differ from the others."""
     mesh, config = train.mesh, train.config
-    kernels = "torch" if config.parallel.cpu_offload else config.model.kernels
+    kernels = config.model.kernels if config.parallel.offload == "none" else "torch"
     group = mesh.views[axis].group
     if group.size() == 1 or not tensors:
         return []

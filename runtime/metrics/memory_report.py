@@ -102,6 +102,7 @@ class MemoryReports(Listener):
             "device": mesh.device,
             "held_bytes": held_bytes(self.train),
             "total_bytes": total_bytes(mesh.device),
+            "offloaded_bytes": offloaded_bytes(self.train),
         }
 
     def as_text(self, report: dict[str, Any]) -> str:
@@ -113,6 +114,10 @@ class MemoryReports(Listener):
             "",
         ]
         lines += table(report["held_bytes"], report["total_bytes"])
+        if offloaded := report["offloaded_bytes"]:
+            to_disk = self.train.config.parallel.offload == "disk"
+            where = self.train.config.parallel.offload_dir if to_disk else "the host's memory"
+            lines.append(f"Weights and optimizer states: {offloaded / MB:,.3f} MB in {where}")
         config = self.folder.parent / "config.yaml"
         lines += [
             "",
@@ -132,8 +137,10 @@ class MemoryReports(Listener):
 
 @torch.no_grad()
 def held_bytes(train: TrainStep) -> dict[str, int]:
-    """Count the bytes that the model, FSDP and the optimizer hold on the device, by category."""
+    """Count the bytes that the model, FSDP and the optimizer hold on the device, by category. What
+    is in files of a disk is not counted."""
     device, seen = train.mesh.device, set[int]()
+    in_files = (WEIGHTS, MOMENTS) if train.config.parallel.offload == "disk" else ()
 
     def count(tensors: list[Tensor]) -> int:
         """Bytes of the storages that were not counted yet."""
@@ -145,7 +152,18 @@ def held_bytes(train: TrainStep) -> dict[str, int]:
                 total += storage.nbytes()  # 0 if FSDP has freed it
         return total
 
-    return {category: count(tensors) for category, tensors in tensors_by_category(train).items()}
+    return {
+        category: count(tensors) if category not in in_files else 0
+        for category, tensors in tensors_by_category(train).items()
+    }
+
+
+def offloaded_bytes(train: TrainStep) -> int:
+    """Bytes of weights and optimizer states that parallel.offload keeps elsewhere."""
+    if train.config.parallel.offload == "none":
+        return 0
+    tensors = tensors_by_category(train)
+    return sum(tensor.nbytes for category in (WEIGHTS, MOMENTS) for tensor in tensors[category])
 
 
 def tensors_by_category(train: TrainStep) -> dict[str, list[Tensor]]:

@@ -1,6 +1,8 @@
 """Checks before a run begins, while nothing has been built or written yet."""
 
+import contextlib
 import os
+import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +26,8 @@ from settings.layouts import layout_sizes, valid_layout
 from settings.load import load_config
 from training.optimizers import optimizer_class
 
+# file systems of other machines
+REMOTE = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "wekafs"}
 LONGEST_NAME = 200  # bytes; longer than any path that a run creates in its folder
 
 
@@ -57,6 +61,8 @@ def check_config(told: Config | UserError, device: str) -> Config:
     for stage in data_stages(config):
         check_attention(stage.config, device)
         check_fits(stage.config, device)
+    if config.parallel.offload == "disk":
+        check_disk(config)
     return config
 
 
@@ -68,21 +74,60 @@ def check_optimizer(config: Config) -> None:
         raise UserError("optimizer.pure_bfloat16", True, why, "set optimizer.pure_bfloat16=false")
 
 
+def check_disk(config: Config) -> None:
+    """Raise UserError if parallel.offload_dir is not a writable folder on a local disk, or cannot
+    take what the ranks of this node need: weights, states, and a copy of them to save from."""
+    folder, world = config.parallel.offload_dir, dist.get_world_size()
+    needed = 2 * state_bytes(config) * config.parallel.dp_replicate / world * local_world()
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            free = shutil.disk_usage(folder).free
+        kind = file_system_of(folder)
+    except OSError as error:
+        why, remedy = f"is not a writable folder ({error.strerror})", "give one on a local disk"
+        raise UserError("parallel.offload_dir", folder, why, remedy) from None
+    if kind in REMOTE:
+        why = f"is on {kind}, which other machines share: every update would cross the network"
+        raise UserError("parallel.offload_dir", folder, why, "give a folder on a local disk")
+    if needed > free:
+        why = f"the ranks of a node need {needed / 1e9:,.2f} GB there, for weights and optimizer "
+        why += f"states, and again to save them; {free / 1e9:,.2f} GB are free"
+        raise UserError("parallel.offload_dir", folder, why, "give a larger disk, or more nodes")
+
+
+def file_system_of(folder: str) -> str:
+    """The type of the file system that a folder is on; "": unknown. Raises OSError."""
+    number = os.stat(folder).st_dev
+    device, found = f"{os.major(number)}:{os.minor(number)}", ""
+    with contextlib.suppress(FileNotFoundError):  # not Linux
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+            about, _, source = line.partition(" - ")
+            if about.split()[2] == device:
+                found = source.split()[0]
+    return found
+
+
+def local_world() -> int:
+    """The number of ranks on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
 def check_fits(config: Config, device: str) -> None:
     """Raise UserError if weights and optimizer states exceed a rank's share of the memory: such a
     run is certain to fail. (`tools.plan` estimates what else a step needs.)"""
     parallel, world = config.parallel, dist.get_world_size()
+    if parallel.offload == "disk":
+        return
     needed = state_bytes(config) * parallel.dp_replicate / world
-    if device == "cuda" and not parallel.cpu_offload:
+    if device == "cuda" and parallel.offload == "none":
         memory = torch.cuda.get_device_properties().total_memory
     else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        memory //= int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world()
     if needed > memory:
         why = f"weights and optimizer states need {needed / 1e9:,.1f} GB on each rank, which has "
         why += f"{memory / 1e9:,.1f} GB"
-        remedy = "use more processes (parallel.dp_shard, tp, pp) or a smaller model; "
-        remedy += "`python -m tools.plan` shows what fits"
+        remedy = "use more processes (parallel.dp_shard, tp, pp), parallel.offload=disk or a "
+        remedy += "smaller model; `python -m tools.plan` shows what fits"
         raise UserError("model", f"{num_parameters(config.model):,} parameters", why, remedy)
 
 

@@ -10,6 +10,7 @@ plainest mechanism.
 
 import os
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -103,7 +104,8 @@ MECHANISMS = [
       for mode in MODES),
     _own("experts, sigmoid_bias", "model", experts=EXPERTS, router="sigmoid_bias"),
     _same("fsdp_unit stage", "parallel", fsdp_unit="stage"),
-    _same("cpu_offload", "parallel", cpu_offload=True),
+    _same("offload host", "parallel", offload="host"),
+    _same("offload disk", "parallel", offload="disk", offload_dir=tempfile.gettempdir()),
     _same("deterministic", "train", deterministic=True),
     _same("gradients reduced in bfloat16", "parallel", (ROUNDED,), reduce_dtype="bfloat16",
           zero_stage=2),

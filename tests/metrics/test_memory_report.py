@@ -116,6 +116,7 @@ def report_of_a_gpu(folder: str) -> None:
     pretended = Mock(stages={}, weights=[], optimizer=optimizer)
     pretended.mesh = Mock(device="cuda")
     pretended.mesh.root.size.return_value, pretended.mesh.coordinates.return_value = 1, {"pp": 0}
+    pretended.config.parallel = SimpleNamespace(offload="none")
     pretended.config.run = SimpleNamespace(dir=folder, memory_history=True, profile_ranks=[0])
     answers = {"memory_allocated": 8_000_000, "memory_reserved": 9_000_000,
                "mem_get_info": (1_000_000, 80_000_000),
@@ -157,12 +158,11 @@ REPORT = {"why": "asked for", "rank": 0, "world": 1, "coordinates": {"tp": 0}, "
         (json.dumps(REPORT | {"rank": -1}), "rank: Input should be greater than or equal to 0"),
         (json.dumps(REPORT | {"rank": 1}), "is not a rank of a world of 1"),
         (json.dumps(REPORT | {"world": 3, "rank": 1}), "must be a multiple"),
-        (json.dumps(REPORT), "parallel.cpu_offload"),  # a run that cannot be planned
     ],
 )
 def test_a_report_that_is_none(data, tmp_path, capsys, text, why):
     (tmp_path / "report.json").write_text(text)
-    config = write_config(tmp_path, data, parallel={"cpu_offload": text == json.dumps(REPORT)})
+    config = write_config(tmp_path, data)
     assert plan_beside(config, tmp_path / "report.json") == 2
     said = capsys.readouterr().err
     assert why in said

@@ -112,7 +112,6 @@ def test_only_what_a_run_would_start_is_found() -> None:
         # what no layout mends
         ("--search --gpus 64 train.global_batch_size=0", "train.global_batch_size"),
         ("--search --gpus 64 train.micro_batch_size=0", "train.micro_batch_size"),
-        ("--search --gpus 64 parallel.cpu_offload=true", "parallel.cpu_offload"),
         ("--search --gpus 8 model.num_heads=1 model.num_kv_heads=1 model.num_layers=1 "
          "train.global_batch_size=7", "train.global_batch_size"),
     ],

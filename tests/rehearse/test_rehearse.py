@@ -114,7 +114,7 @@ def test_for_real_every_action_is_timed_and_the_job_simulated() -> None:
 
 
 def test_what_cannot_be_rehearsed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for said in ("parallel.cpu_offload=true", "train.compile=true", "--rank=256",
+    for said in ("train.compile=true", "--rank=256",
                  "--imbalance=1.5", "--json=nowhere/at/all.json"):  # fmt: skip
         assert main([LLAMA_70B, said]) == 2
         assert said.partition("=")[0] in capsys.readouterr().err

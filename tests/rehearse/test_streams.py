@@ -149,7 +149,7 @@ def covering() -> Iterator[Any]:
     known = set()
     for number, (case, _) in enumerate(parity.plan(parity.WORLDS, quick=True)[0]):
         dtype = "float32" if number % 4 == 0 else "bfloat16"
-        on_gpu = replace(case, dtype=dtype, kernels="auto", cpu_offload=False)
+        on_gpu = replace(case, dtype=dtype, kernels="auto", offload="none")
         if on_gpu not in known:
             marks = pytest.mark.thorough if case in few else pytest.mark.slow
             yield pytest.param(on_gpu, number % 2 * (case.world - 1), marks=marks)

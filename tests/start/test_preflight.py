@@ -125,12 +125,16 @@ def preflight(
 
 
 def test_two_nodes_meet_and_measure(data: Path, tmp_path: Path) -> None:
-    (code, answer, report), other = preflight(tmp_path, data, (0, 1), "--seconds", "300")
+    on_disk = {"offload": "disk", "offload_dir": str(tmp_path)}
+    (code, answer, report), other = preflight(
+        tmp_path, data, (0, 1), "--seconds", "300", parallel=on_disk
+    )
     assert code == 0, report
     assert answer == f"node0,node1 {tmp_path}/run\n"
     assert "preflight passed: 2 nodes" in report
     rows = [line.split() for line in report.splitlines() if line.split()[0] in ("node0", "node1")]
     assert all(float(row[4]) > 0 and float(row[5]) > 0 for row in rows), report  # within and across
+    assert all(float(row[-1]) > 0 for row in rows), report  # the disk
     assert other == (0, "", "")
     assert not (tmp_path / "run").exists()
 

@@ -33,19 +33,6 @@ def test_what_a_run_leaves(saved: Path) -> None:
     assert all(event["stall_seconds"] >= 0 for event in events)
 
 
-def test_cpu_offload_clips_and_resumes(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """From what a resident run saved, it computes and saves the same, bit for bit."""
-    sections = {"optimizer": {"grad_clip": 0.2}, "train": {"steps": 4}, "model": {"num_layers": 2}}
-    config = runs.write_config(tmp_path, data, checkpoint={"interval": 2}, **sections)
-    runs.run(ranks, 2, config)
-    resident, last = runs.losses(tmp_path), runs.checkpoint_of(tmp_path, 4)
-    saved = runs.stored_tensors(last)
-    runs.forget_last(tmp_path)
-    runs.run(ranks, 2, config, "parallel.cpu_offload=true")
-    assert runs.losses(tmp_path) == resident
-    assert runs.same_tensors(runs.stored_tensors(last), saved)
-
-
 def test_bfloat16_follows_float32(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """The loss stays within 2% of float32's."""
     train, model = {"steps": 3, "micro_batch_size": 4}, {"num_layers": 2}

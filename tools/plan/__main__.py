@@ -29,7 +29,7 @@ from tools.command import (
     writes,
 )
 from tools.plan.beside import beside, read_report
-from tools.plan.check import add_data_stage, check_can_be_planned, one_stage
+from tools.plan.data_stage import add_data_stage, one_stage
 from tools.plan.describe import describe_plan, describe_search
 from tools.plan.guide import zero_table
 from tools.plan.hardware import DEVICES, find_device
@@ -86,7 +86,6 @@ def main(arguments: list[str] | None = None) -> int:
         result["search"] = searched.as_dict()
         config = searched.best[0].config
         validate(config, world)
-    check_can_be_planned(config)
     plan = summarise(config, world, device, options.tokens, options.price)
     print(describe_plan(plan))
     result = plan | result

@@ -9,7 +9,6 @@ from runtime.metrics.memory_report import table
 from runtime.schema import Natural, Strict, first_problem, load_json
 from settings.checks import validate
 from settings.config import Config
-from tools.plan.check import check_can_be_planned
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory
 
@@ -25,6 +24,7 @@ class Report(Strict):
     device: str
     held_bytes: dict[str, Natural]
     total_bytes: Natural
+    offloaded_bytes: Natural = 0  # older versions did not write it
 
 
 def read_report(file: Path) -> Report:
@@ -47,7 +47,6 @@ def beside(config: Config, report: Report) -> str:
         why = f"is not a rank of a world of {report.world}"
         raise UserError("--beside", report.rank, why, "give the file as the run wrote it")
     validate(config, report.world)
-    check_can_be_planned(config)
     plan = Memory(Layout.of_rank(config, report.world, report.rank))
     moment = "between actions" if plan.peak_action is None else f"in {plan.peak_action}"
     beside_each_other = "\n".join(table(report.held_bytes, report.total_bytes, plan.at_peak))

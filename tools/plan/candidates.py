@@ -29,7 +29,7 @@ INTERLEAVED = ("interleaved_1f1b", "breadth_first")
 MODES = get_args(Mode)
 MICRO_BATCHES = (1, 2, 4, 8)  # sequences
 CP_TOKENS = 8192  # of a sequence; a cp rank keeps at least as many, which fill its kernels
-KEPT = ("fsdp_unit", "reduce_dtype", "tp_pieces")
+KEPT = ("fsdp_unit", "reduce_dtype", "tp_pieces", "offload")
 VIRTUAL = 8  # stages per rank of interleaved schedules: all up to this; more only if even
 
 balanced_layers = lru_cache(maxsize=4096)(balanced_split)

@@ -36,6 +36,12 @@ def describe_plan(plan: dict[str, Any]) -> str:
         f"memory {max(plan['peak_memory_bytes']) / GB:.2f} GB at most: "
         f"{fits} {plan['memory_bytes_available'] / GB:.0f} GB"
     )
+    on_disk = plan["disk_bytes_per_node"]
+    lines.append(
+        f"host memory {plan['host_bytes_per_node'] / GB:,.2f} GB at most of one node"
+        + (f", local disk {on_disk / GB:,.2f} GB" if on_disk else "")
+        + ", with what a save copies"
+    )
     for rank in plan["ranks"]:
         stages = ", ".join(map(str, rank["stages"]))
         lines.append(

@@ -145,7 +145,9 @@ class Pipeline:
         self, numel: Numbers, states: Numbers, kept: int, shards: Numbers, zero: int
     ) -> float:
         stage, layout, e = self.stage, self.stage.layout, self.stage.layout.compute
-        total = numel.over(shards) * layout.master + states.over(shards) + kept
+        total: float = kept
+        if not layout.offloads:
+            total += numel.over(shards) * layout.master + states.over(shards)
         # unsharded weights of this dtype are not copied
         if zero < 3 and (zero > 0 or e != layout.master):
             total += numel.total * e
@@ -170,11 +172,13 @@ class Pipeline:
         sizes, e = layout.sizes, layout.compute
         links = Links(time.device, sizes.tp, shards.rest, replicas.rest, stage.world, sizes.cp,
                       sizes.ep, shards.experts, replicas.experts)  # fmt: skip
-        rest = sharding_seconds(links, False, numel.rest * e, numel.rest * layout.reduce, number)
+        away = layout.master * layout.offloads  # bytes that are offloaded, of a parameter
+        rest = sharding_seconds(links, False, numel.rest * e, numel.rest * layout.reduce, number,
+                                numel.rest * away)  # fmt: skip
         gather, scatter, replicate = rest
         if numel.experts:
             sent = numel.experts * e, numel.experts * layout.reduce
-            of_experts = sharding_seconds(links, True, *sent, number)
+            of_experts = sharding_seconds(links, True, *sent, number, numel.experts * away)
             gather, scatter, replicate = (a + b for a, b in zip(rest, of_experts, strict=True))
         cast = time.rates.memory(numel.total * 3 * e + numel.over(shards) * layout.master)
         each = zip(self.parameters, self.states, strict=True)

@@ -7,6 +7,7 @@ from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEI
 from settings.config import Config
 from tools.plan.hardware import GB
 from tools.plan.layout import Layout
+from tools.plan.memory import bytes_outside
 
 STAGES = (0, 1, 2, 3)
 # Bytes of the optimizer state (two float32), of gradients and of weights (bfloat16): each stage
@@ -80,6 +81,15 @@ def zero_table(config: Config, ranks: int) -> str:
         parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in ours.items() if size)
         guides = guide_bytes(parameters, ranks, stage) / GB
         lines.append(f"{stage:10d} {guides:8.4g} {sum(ours.values()) / GB:9.1f}   {parts}")
+    for where, folder in (("host", ""), ("disk", "/")):
+        parallel = replace(config.parallel, offload=where, offload_dir=folder)
+        layout = data_parallel(replace(config, parallel=parallel), ranks, 3)
+        size = our_bytes(config, ranks, 3)[SHARDED_GRADIENTS] / GB
+        on_host, on_disk = (each / GB for each in bytes_outside(layout))
+        lines.append(
+            f"{'3, ' + where:>10} {'':8} {size:9.1f}   {SHARDED_GRADIENTS}; in the host's memory "
+            f"{on_host:.1f}, on its disk {on_disk:.1f}, a copy to save from included"
+        )
     layout = data_parallel(config, ranks, 3)
     ours_sent = traffic(model, ranks, layout.reduce, layout.compute)
     lines += [

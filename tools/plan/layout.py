@@ -88,8 +88,12 @@ class Gathered:
     def _padded(self, ranks: int) -> int:
         """The number of elements in a gather or reduction over `ranks`, with the rows of each
         weight padded to a multiple of `ranks`."""
+        return sum(self.padded_each(ranks))
+
+    def padded_each(self, ranks: int) -> list[int]:
+        """The same of each weight."""
         rows = [(_rows(w, ranks), w.numel) for w in self.weights]
-        return sum(-(-n // ranks) * ranks * (numel // n) for n, numel in rows)
+        return [-(-n // ranks) * ranks * (numel // n) for n, numel in rows]
 
     def parts(self, ranks: int, rank: int) -> Iterator[tuple[LocalWeight, list[int]]]:
         """Each weight, with the shape of the part that rank `rank` of `ranks` keeps of it."""
@@ -182,7 +186,8 @@ class Layout:
         # whether no rank shares this rank's weights, so that FSDP is not used
         views = [*self.sharding.values()][: 1 + config.model.has_experts]
         alone = all(each.shards * each.replicas == 1 for each in views)
-        self.whole = alone and not p.cpu_offload
+        self.offloads = p.offload != "none"
+        self.whole = alone and not self.offloads
 
         # widths, in bytes
         dtypes = config.precision

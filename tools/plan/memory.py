@@ -44,6 +44,7 @@ from parallel.pipeline.actions import (
 from parallel.pipeline.lower import Exchange, Program, lower
 from tools.plan.layout import Gathered, Layout, schedule_of
 from tools.plan.traffic import gather_bytes, reduce_bytes
+from training.update import GROUP_BYTES
 
 
 class Account:
@@ -172,6 +173,12 @@ class Sharded:
         layout, size, shards = self.layout, unit.size, unit.shards
         buffer = size if shards > 1 else 0
         flat = buffer // shards if layout.compute != layout.master else 0
+        if layout.offloads:  # the shards are copied from the host, one after another
+            flat, copied = size // shards, 0
+            for numel in unit.weights.padded_each(shards):
+                copied += numel // shards * layout.compute
+                whole = numel // shards * layout.master if layout.compute != layout.master else 0
+                self.account.reach({GATHERING: before + copied + whole})
         if forward:
             self.account.reach({GATHERING: before + buffer + flat})
         self.account.add(GATHERED, size)
@@ -233,10 +240,14 @@ class Sharded:
                 unit.reduced = True
             return
         # the output of the reduction over replicas is held until the stage's backward ends
-        if layout.master != layout.reduce:
+        converted = output // layout.reduce * layout.master if layout.master != layout.reduce else 0
+        if converted or layout.offloads:
             account.add(REDUCING, output)
             self.outputs_of_reductions[stage] += output
-        account.add(SHARDED_GRADIENTS, output // layout.reduce * layout.master)
+        if layout.offloads:
+            account.reach({REDUCING: converted})
+        else:
+            account.add(SHARDED_GRADIENTS, converted or output)
         if unit.reduced:
             account.free(SHARDED_GRADIENTS, output)
             unit.reduced = False
@@ -287,6 +298,30 @@ class Whole(Sharded):
                     self._hand_over(unit)
 
 
+# --- between steps ---
+
+
+def state_bytes(layout: Layout) -> dict[str, int]:
+    """Bytes of a rank's sharded weights and optimizer states."""
+    weights = states = 0
+    for _, unit in (each for stage in layout.stages for each in layout.fsdp_units(stage)):
+        shards, _, rank = layout.sharding[unit.is_expert]
+        weights += unit.padded(shards) // shards * layout.master
+        states += sum(layout.bytes_of_states(*part) for part in unit.parts(shards, rank))
+    return {WEIGHTS: weights, MOMENTS: states}
+
+
+def bytes_outside(layout: Layout) -> tuple[int, int]:
+    """Bytes that a rank keeps in the host's memory, and on a local disk: weights, states, and a
+    copy of both to save from; on the host also their gradients."""
+    weights, states = state_bytes(layout).values()
+    copies = weights + states
+    where = layout.config.parallel.offload
+    if where == "disk":
+        return weights + min(3 * GROUP_BYTES, states), 2 * copies
+    return copies + (copies + weights if where == "host" else 0), 0
+
+
 # --- a rank's program ---
 
 
@@ -310,14 +345,10 @@ class Memory(Account):
     # --- memory before the first step ---
 
     def _states(self) -> None:
-        layout = self.layout
-        for stage in layout.stages:
-            for _, weights in layout.fsdp_units(stage):
-                shards, _, rank = layout.sharding[weights.is_expert]
-                self.add(WEIGHTS, weights.padded(shards) // shards * layout.master)
-                states = (layout.bytes_of_states(*part) for part in weights.parts(shards, rank))
-                self.add(MOMENTS, sum(states))
-        self.add(TEMPORARY, batch_bytes(layout))
+        if not self.layout.offloads:
+            for category, size in state_bytes(self.layout).items():
+                self.add(category, size)
+        self.add(TEMPORARY, batch_bytes(self.layout))
 
     # --- the program ---
 

@@ -26,7 +26,6 @@ from settings.checks import validate
 from settings.config import Config
 from settings.layouts import MAX_LAYOUTS, OF_TRAIN
 from tools.plan.candidates import Candidate, candidates, space
-from tools.plan.check import check_can_be_planned
 from tools.plan.hardware import GB, Device
 from tools.plan.layout import Layout
 from tools.plan.memory import CHECKED, peaks, shortened
@@ -195,7 +194,6 @@ def _error(found: Found) -> UserError | None:
 
 def check_before_search(config: Config) -> None:
     """Raise UserError for what is wrong in every layout."""
-    check_can_be_planned(config)
     # Settings that are wrong only in some layouts are replaced by ones that are valid on one rank.
     # The micro-batch size, which this replaces too, is checked below.
     parallel = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, dp_shard=1, dp_replicate=1,

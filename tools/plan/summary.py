@@ -14,7 +14,7 @@ from settings.config import Config
 from tools.plan.goodput import goodput
 from tools.plan.hardware import Device
 from tools.plan.layout import Layout
-from tools.plan.memory import Memory
+from tools.plan.memory import Memory, bytes_outside
 from tools.plan.time import StepTime, seconds_on_the_wire
 from tools.plan.traffic import by_axis, collectives
 
@@ -44,6 +44,10 @@ def summarise(
     programs = lower(first.schedule)
     ranks = [_rank(time, programs[rank], first.at(rank)) for rank in range(first.sizes.pp)]
     peaks = [rank["peak_memory_bytes"] for rank in ranks]
+    outside = [bytes_outside(first.at(rank)) for rank in range(first.sizes.pp)]
+    on_host, on_disk = (
+        max(each) * min(device.gpus_per_node, world) for each in zip(*outside, strict=True)
+    )
     power = world * device.watts
     narrow = narrow_products(first, device)
     plan: dict[str, Any] = {
@@ -61,6 +65,8 @@ def summarise(
         "bubble_fraction": time.timeline.bubble_fraction,
         "peak_memory_bytes": peaks,
         "memory_bytes_available": device.room,
+        "host_bytes_per_node": on_host,
+        "disk_bytes_per_node": on_disk,
         "fits": max(peaks) <= device.room,
         "joules_per_step": time.step_seconds * power,
         "goodput": goodput(config, world, device, time.step_seconds),

@@ -96,16 +96,25 @@ TOTAL, EXPOSED = map(attrgetter, ("total", "waiting"))
 
 
 def sharding_seconds(
-    links: Links, is_expert: bool, gathered: float, reduced: float, number: int = 1
+    links: Links,
+    is_expert: bool,
+    gathered: float,
+    reduced: float,
+    number: int = 1,
+    offloaded: float = 0.0,
 ) -> tuple[float, float, float]:
     """Seconds to gather weights, those of experts or all others, to reduce their gradients over the
     shards, and then over the replicas; of so many bytes, in `number` collectives each. Groups of
-    experts share the links with those of other weights: one collective runs after another."""
+    experts share the links with those of other weights: one collective runs after another.
+
+    offloaded: bytes of the shards of all of these weights that come from the host before each
+    gather, and whose gradients go there after the last reduction."""
     copies, axis = FSDP_AXES[is_expert]
+    copied = offloaded / links.ranks(axis) / links.device.host_bytes_per_second
     return (
-        links.collective(axis, gathered, number=number),
+        links.collective(axis, gathered, number=number) + copied,
         links.collective(axis, reduced, number=number),
-        links.collective(copies, reduced / links.ranks(axis), 2, number),
+        links.collective(copies, reduced / links.ranks(axis), 2, number) + copied,
     )
 
 
@@ -171,7 +180,8 @@ class StepTime:
     def of_unit(self, unit: Gathered) -> tuple[float, float, float]:
         """The same of one FSDP unit."""
         sizes = gather_bytes(self.layout, unit), reduce_bytes(self.layout, unit)
-        return sharding_seconds(self.links, unit.is_expert, *sizes)
+        offloaded = unit.numel * self.layout.master * self.layout.offloads
+        return sharding_seconds(self.links, unit.is_expert, *sizes, offloaded=offloaded)
 
     def cast(self, stage: int) -> float:
         """Seconds to convert a stage's weights to the compute dtype and to copy the gathered
@@ -274,8 +284,18 @@ class StepTime:
 
     def updating(self, numbers: float, states: float) -> float:
         """Seconds of the optimizer and the gradient norm for so many parameters, with so many bytes
-        of states: weights and states are read and written, gradients are read twice."""
-        return self.rates.memory(2 * states + 4 * numbers * self.layout.master)
+        of states: weights and states are read and written, gradients are read twice. On a disk,
+        states are read and all is written meanwhile."""
+        weights, where = numbers * self.layout.master, self.layout.config.parallel.offload
+        moved = 2 * states + 4 * weights
+        if where == "none":
+            return self.rates.memory(moved)
+        sharing = min(self.device.gpus_per_node, self.layout.world)
+        seconds = moved * sharing / self.device.host_memory_bytes_per_second
+        if where == "disk":
+            moved = 2 * states + weights
+            seconds = max(seconds, moved * sharing / self.device.disk_bytes_per_second)
+        return seconds
 
     @cached_property
     def step_seconds(self) -> float:

@@ -10,11 +10,16 @@ import shutil
 import socket
 import struct
 import subprocess
+import time
 from collections import Counter
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from errors import UserError
+from parallel.disk import DiskMemory
 from runtime.checkpoint.folder import named_checkpoints
 from runtime.start.host import open_files_needed
 from runtime.trainer_state import state_bytes
@@ -23,6 +28,7 @@ from settings.config import Config
 ROOT = Path(__file__).parent.parent.parent
 SIOCGIFADDR = 0x8915  # returns an interface's address (Linux's sockios.h)
 SMI_SECONDS = 15  # time limit, because a faulty GPU can make nvidia-smi wait forever
+RATE_BYTES = 1 << 30  # written and read to measure a disk
 IDLE_BYTES = 2 * 2**30  # a GPU with more in use is not idle; the driver uses some hundred MiB
 GPU_FIELDS = (
     "index",
@@ -40,13 +46,15 @@ def look_at_node(
     name: str, config: Config, device: str, ranks_per_node: int, world_size: int
 ) -> dict[str, Any]:
     """This node's report: `name`; `gpus`, a description; `free_bytes` on the run folder's disk;
-    `code`, path → checksum; `packages`, name → version; `problems`, which exclude the node from
-    training; and `warnings`."""
+    `disk`, with parallel.offload=disk, its bytes per second; `code`, path → checksum; `packages`,
+    name → version; `problems`, which exclude the node from training; and `warnings`."""
     report = {"gpus": "none requested", "problems": [], "warnings": []}
     if device == "cuda":
         report = look_at_gpus(ranks_per_node)
     report["name"] = name
     report["free_bytes"] = _look_at_disk(config, report)
+    if config.parallel.offload == "disk":
+        report["disk"] = _disk_rate(config.parallel.offload_dir, report["problems"])
     report["problems"] += judge_open_files(world_size)
     report["warnings"] += judge_addresses(addresses())
     report["code"] = {
@@ -184,6 +192,21 @@ def _look_at_disk(config: Config, report: dict[str, Any]) -> int:
             f"{missing / 1e9:,.0f} more"
         )
     return free
+
+
+def _disk_rate(folder: str, problems: list[str]) -> float:
+    """Bytes per second that this node writes to and reads from parallel.offload_dir, half of each;
+    0 if it cannot, which is a problem."""
+    try:
+        file = DiskMemory(folder, RATE_BYTES)
+        file.new_zeros(torch.zeros((), dtype=torch.uint8), (RATE_BYTES,)).fill_(1)
+        began = time.perf_counter()
+        file.write()
+        file.read()
+        return 2 * RATE_BYTES / (time.perf_counter() - began)
+    except (UserError, OSError) as error:
+        problems.append(" ".join(str(error).split()))
+        return 0.0
 
 
 def _sources() -> list[Path]:

@@ -56,12 +56,13 @@ def choose(
 
 def describe(reports: dict[int, Report]) -> str:
     """A line for each node."""
-    rows = [("  node", "GPUs", "within GB/s", "across GB/s", "run GB free", "clock")]
+    rows = [("  node", "GPUs", "within GB/s", "across GB/s", "run GB free", "clock", "disk GB/s")]
     for report in reports.values():
-        within, across = (
-            f"{report[key] / 1e9:.2f}" if report.get(key) else "–" for key in ("within", "across")
+        within, across, disk = (
+            f"{report[key] / 1e9:.2f}" if report.get(key) else "–"
+            for key in ("within", "across", "disk")
         )
         skew = f"{report['skew']:+.2f} s" if "clock" in report else "–"
         free = f"{report['free_bytes'] / 1e9:,.0f}"
-        rows.append((f"  {report['name']}", report["gpus"], within, across, free, skew))
+        rows.append((f"  {report['name']}", report["gpus"], within, across, free, skew, disk))
     return table(rows, left=(0, 1))

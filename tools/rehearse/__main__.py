@@ -31,7 +31,7 @@ from settings.config import Config
 from settings.layouts import valid_layout
 from settings.load import load_config
 from tools.command import CommandParser, add_overrides, reports_errors, run_command
-from tools.plan.check import add_data_stage, one_stage
+from tools.plan.data_stage import add_data_stage, one_stage
 from tools.plan.hardware import GB, Device, find_device
 from tools.plan.layout import Layout, world_of
 from tools.plan.memory import Memory

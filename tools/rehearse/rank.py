@@ -18,7 +18,6 @@ from errors import UserError
 from model.transformer import Transformer, vocabulary
 from parallel.mesh import Mesh
 from settings.config import Config
-from tools.plan.check import check_can_be_planned
 from tools.plan.traffic import by_axis
 from tools.rehearse.device import Device
 from tools.rehearse.fake_gpu import DEVICE, fake_gpu, one_rank
@@ -110,7 +109,6 @@ def _keep_inherited() -> None:
 
 def check_can_be_rehearsed(config: Config) -> None:
     """Raise UserError if the configuration uses what a fake GPU cannot show."""
-    check_can_be_planned(config)
     if config.train.compile:
         why = "runs compiled code, which a fake GPU cannot show"
         raise UserError("train.compile", True, why, "set train.compile=false, or give --real")

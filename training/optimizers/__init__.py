@@ -10,7 +10,7 @@ the memory report and the planner ask it.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kinds import load_kind
+from parallel.disk import DiskMemory, aligned
 from parallel.parameter import NamedWeight, WeightSpec
 from parallel.placement import dim_of
 from settings.config import Config
@@ -49,8 +50,8 @@ class ShardedOptimizer(ABC):
     """Updates sharded weights in place.
 
     Args:
-        weights: this rank's sharded weights. Copies of a tied weight have the same gradient, and so
-            take the same step.
+        weights: sharded weights of this rank: all, or a group of them (training/update.py). Copies
+            of a tied weight have the same gradient, and so take the same step.
         config: the configuration of the run.
     """
 
@@ -64,14 +65,26 @@ class ShardedOptimizer(ABC):
         # The state exists from the start, so that a checkpoint can be loaded into it in place and
         # memory has its planned size from the first step.
         self.states: list[dict[str, Tensor]] = []  # of each weight
+        self.file: DiskMemory | None = None  # which has the states, with parallel.offload=disk
+        new_zeros: Callable[..., Tensor] = Tensor.new_zeros
+        if config.parallel.offload == "disk":
+            self.file = DiskMemory(config.parallel.offload_dir, sum(map(self.file_bytes, weights)))
+            new_zeros = self.file.new_zeros
         for each, shard in zip(weights, self.shards, strict=True):
             kept = self.states_of(each.spec).items()
-            zeros = {n: shard.new_zeros(s.shape(shard.shape), dtype=s.dtype) for n, s in kept}
+            zeros = {n: new_zeros(shard, s.shape(shard.shape), dtype=s.dtype) for n, s in kept}
             self.states.append(zeros)
         # number of updates made so far
         self.updates = torch.zeros((), dtype=torch.float32, device=self.shards[0].device)
         decay = config.optimizer.weight_decay
         self.decays = [decay if each.spec.group.decays else 0.0 for each in weights]
+
+    @classmethod
+    def file_bytes(cls, weight: NamedWeight) -> int:
+        """Bytes of this rank's states of a weight in a file."""
+        part = weight.sharded.to_local()
+        states = cls.states_of(weight.spec).values()
+        return sum(aligned(state.bytes(part.shape, part.element_size())) for state in states)
 
     @staticmethod
     @abstractmethod
@@ -92,8 +105,7 @@ class ShardedOptimizer(ABC):
 
     @torch.no_grad()
     def step(self, lr: float, norm: Tensor, max_norm: float) -> None:
-        """Update every weight, and free the gradients."""
-        norm = norm.to(self.updates.device)  # with cpu_offload on a GPU, the host waits for it here
+        """Update every weight, and free the gradients. `norm`, `max_norm`: as of `update`."""
         self.update(lr, [each.gradient.to_local() for each in self.weights], norm, max_norm)
         for each in self.weights:
             each.parameter.grad = None

@@ -1,5 +1,4 @@
-"""Which job a tool looks at: one data stage of a run (settings/data_stages.py) at a time; and what
-cannot be planned."""
+"""Which job a tool looks at: one data stage of a run (settings/data_stages.py) at a time."""
 
 from errors import UserError
 from settings.checks import validate
@@ -8,14 +7,6 @@ from settings.data_stages import data_stages
 from tools.command import CommandParser
 from tools.plan.layout import Layout
 from tools.plan.memory import peaks
-
-
-def check_can_be_planned(config: Config) -> None:
-    """Raise UserError if the configuration uses a feature that the planner does not model.
-    tools/rehearse, whose GPU is a fake one, cannot show it either."""
-    if config.parallel.cpu_offload:
-        why = "moves weights and optimizer state between host and GPU, which a plan does not model"
-        raise UserError("parallel.cpu_offload", True, why, "set parallel.cpu_offload=false")
 
 
 def add_data_stage(parser: CommandParser) -> None:

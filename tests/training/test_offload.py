@@ -1,0 +1,191 @@
+"""Weights and optimizer states on the host, and in files of a disk."""
+
+import errno
+import os
+import resource
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from errors import UserError
+from model.kernels.bit_hash import hash_of
+from parallel.axes import MeshSizes
+from parallel.disk import DiskMemory
+from proofs.parity.cases import Case
+from proofs.ranks import RankError, Ranks
+from runtime.start import checks
+from runtime.trainer_state import held_tensors
+from tests import ROOT, runs
+from tests.steps import make_step, rows_of
+from training import update
+
+NORM = torch.ones((), dtype=torch.float64)
+
+
+def test_offloaded_runs_clip_and_resume(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """From what a resident run saved, they compute and save the same, bit for bit."""
+    sections = {"optimizer": {"grad_clip": 0.2}, "train": {"steps": 4}, "model": {"num_layers": 2}}
+    config = runs.write_config(tmp_path, data, checkpoint={"interval": 2}, **sections)
+    runs.run(ranks, 2, config)
+    resident, last = runs.losses(tmp_path), runs.checkpoint_of(tmp_path, 4)
+    saved = runs.stored_tensors(last)
+    for offload in (["host"], ["disk", f"parallel.offload_dir={tmp_path}"]):
+        runs.forget_last(tmp_path)
+        offload[0] = f"parallel.offload={offload[0]}"
+        runs.run(ranks, 2, config, *offload)
+        assert runs.losses(tmp_path) == resident, offload
+        assert runs.same_tensors(runs.stored_tensors(last), saved), offload
+
+
+def trained(case: Case, folder: str, removed: bool = False) -> dict[str, Tensor]:
+    """This rank's state after three steps, the second of which is skipped; on a disk one group for
+    about two weights, whose folder may be `removed` before the last step."""
+    config = case.config()
+    parallel = replace(config.parallel, offload_dir=folder if case.offload == "disk" else "")
+    with patch.object(update, "GROUP_BYTES", 30_000):
+        step = make_step(replace(config, parallel=parallel))
+    traffic = step.optimizer.traffic
+    assert (traffic is None) == (case.offload != "disk")
+    assert traffic is None or len(traffic.files) > 4
+    for index in range(3):
+        if removed and index == 2:
+            shutil.rmtree(folder, ignore_errors=True)
+        _, norm = step.forward_backward(*rows_of(step, index))
+        skipped = torch.full_like(norm, torch.inf)
+        step.optimizer.step(1e-2, skipped if index == 1 else norm, 1.0)
+    assert step.optimizer.updates == 2
+    return {held.name: held.tensor.to_local().clone() for held in held_tensors(step)}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(MeshSizes(dp_shard=4), vocab_size=251),  # not divided evenly: FSDP pads
+        Case(MeshSizes(dp_shard=2, tp=2), zero_stage=3, router="softmax"),
+    ],
+    ids=str,
+)
+def test_groups_of_a_disk_are_updated_alike(ranks: Ranks, tmp_path: Path, case: Case) -> None:
+    """Weights and states have the same bits as in memory, and no folder is needed but to begin."""
+    expected = ranks.run(trained, case.world, case, "")
+    (tmp_path / "scratch").mkdir()
+    on_disk = replace(case, offload="disk")
+    found = ranks.run(trained, case.world, on_disk, str(tmp_path / "scratch"), True)
+    assert all(runs.same_tensors(one, other) for one, other in zip(found, expected, strict=True))
+    assert not any(tmp_path.iterdir())
+
+
+def bits_within(limit: int, offload: str, folder: str) -> int:
+    """A hash of the weights and states of 20 million parameters after two steps, during which the
+    process may have `limit` more bytes of private memory; 0: no limit."""
+    case = Case(MeshSizes(), dtype="float32", zero_stage=3, offload=offload, vocab_size=40_000)
+    config = case.config()
+    parallel = replace(config.parallel, offload_dir=folder if offload == "disk" else "")
+    config = replace(config, parallel=parallel, model=replace(config.model, dim=256))
+    told = Path("/proc/self/status").read_text()
+    used = next(int(line.split()[1]) for line in told.splitlines() if line.startswith("VmData"))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    if limit:
+        resource.setrlimit(resource.RLIMIT_DATA, (used * 1024 + limit, before[1]))
+    try:
+        step = make_step(config)
+        for index in range(2):
+            _, norm = step.forward_backward(*rows_of(step, index))
+            step.optimizer.step(1e-2, norm, 1.0)
+        held = [each.tensor.to_local() for each in held_tensors(step)]
+        return int(hash_of(held, "torch"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of private memory are Linux's")
+def test_what_memory_does_not_hold(ranks: Ranks) -> None:
+    """82 MB of weights and 164 MB of states do not fit 300 MB with gradients and gathered weights,
+    in memory; in a file they do, with the same bits."""
+    expected = ranks.run(bits_within, 1, 0, "none", "")
+    assert ranks.run(bits_within, 1, 300_000_000, "disk", str(ROOT)) == expected
+    for offload in ("none", "host"):
+        with pytest.raises(RankError, match=r"can't allocate memory|Cannot allocate memory"):
+            ranks.run(bits_within, 1, 300_000_000, offload, "")
+
+
+def io_bytes() -> tuple[int, int]:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    told = dict(line.split(": ") for line in lines)
+    return int(told["read_bytes"]), int(told["write_bytes"])
+
+
+def test_a_file_is_read_and_written_once_a_cycle() -> None:
+    """Each update reads and writes as many bytes of the disk as the states have, and leaves none of
+    them in memory."""
+    size = 8 << 20
+    file = DiskMemory(str(ROOT), size)  # temporary folders may be in memory
+    states = file.new_zeros(torch.zeros(()), (size // 4,))
+    states.fill_(1.0)
+    file.write()
+    for cycle in range(2):
+        before = io_bytes()
+        file.read()
+        states += 1
+        file.write()
+        read, wrote = (now - then for now, then in zip(io_bytes(), before, strict=True))
+        if (read, wrote) == (0, 0):
+            pytest.skip("this file system is in memory")
+        assert (read, wrote) == (size, size), cycle
+    assert states.eq(3).all()
+
+
+def lose_the_end(file: DiskMemory) -> None:
+    os.ftruncate(file._file.fileno(), 0)
+
+
+def test_a_disk_that_fails(tmp_path: Path) -> None:
+    """Too little space, or no folder to write in: the key, before anything is trained. Bytes that
+    cannot be read, or written: the update ends with an error that names the key."""
+    for folder, size in ((str(tmp_path), 1 << 60), ("/proc", 1), (str(tmp_path / "none"), 1)):
+        with pytest.raises(UserError, match=r"parallel\.offload_dir = .* cannot be reserved"):
+            DiskMemory(folder, size)
+    file = DiskMemory(str(tmp_path), 1 << 20)
+    said = r"parallel\.offload_dir = .*: optimizer states cannot be"
+    full = OSError(errno.EIO, "")
+    with patch("os.fsync", side_effect=full), pytest.raises(OSError, match=f"{said} written"):
+        file.write()
+    traffic = update.Traffic([file])
+    traffic.begin(0)
+    lose_the_end(file)
+    traffic.end(0)
+    with pytest.raises(OSError, match=f"{said} read"):
+        traffic.begin(0)
+
+
+def test_what_a_start_refuses(data: Path, tmp_path: Path) -> None:
+    config = runs.write_config(tmp_path, data)
+    there = f"parallel.offload_dir={tmp_path}"
+    on_disk = ["parallel.offload=disk", there]
+    with pytest.raises(UserError, match=r"goes together with parallel\.offload=disk"):
+        runs.load_config(config, ["parallel.offload=disk"])
+    with pytest.raises(UserError, match=r"goes together with parallel\.offload=disk"):
+        runs.load_config(config, [there])
+    with pytest.raises(UserError, match=r"write parallel\.offload=none or parallel\.offload=host"):
+        runs.load_config(config, ["parallel.cpu_offload=true"])
+    found = runs.load_config(config, on_disk)
+    with patch("torch.distributed.get_world_size", lambda: 1):
+        checks.check_disk(found)
+        with (
+            patch.object(checks, "file_system_of", lambda folder: "lustre"),
+            pytest.raises(UserError, match="is on lustre"),
+        ):
+            checks.check_disk(found)
+        with (
+            patch.object(checks, "state_bytes", lambda config: 1 << 60),
+            pytest.raises(UserError, match="again to save them"),
+        ):
+            checks.check_disk(found)
+    assert checks.file_system_of("/proc") == "proc"
