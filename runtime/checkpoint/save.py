@@ -99,8 +99,11 @@ class Saver:
         self.group = dist.new_group(backend="gloo")
         self.is_first = dist.get_rank() == 0
         self.tensors = {held.name: held.tensor for held in held_tensors(train) if not held.is_copy}
-        # host copies of the local tensors; allocated at the first save
+        # Host copies of the local tensors; allocated at the first save, but on a disk at once, so
+        # that its space is reserved.
         self.copies: dict[str, Tensor] = {}
+        if folder := train.config.parallel.offload_dir:
+            self.copies = host_copies(self._local(), folder)
         self.thread: threading.Thread | None = None
         self.failed: str | None = None  # why the last save failed
         self.last: dict[str, Any] = {}  # the event of the last save that was committed
@@ -108,7 +111,10 @@ class Saver:
     @property
     def local_bytes(self) -> int:
         """Bytes of this rank's part of a checkpoint."""
-        return sum(tensor.to_local().nbytes for tensor in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self._local().values())
+
+    def _local(self) -> dict[str, Tensor]:
+        return {name: tensor.to_local() for name, tensor in self.tensors.items()}
 
     def save(
         self, step: int, tokens: int, data: DataState, earlier: Sequence[EarlierDataStage] = ()
@@ -159,8 +165,8 @@ class Saver:
         """
         device = self.train.mesh.device
         begin = time_mark(device)
-        held = {name: tensor.to_local() for name, tensor in self.tensors.items()}
-        self.copies = self.copies or host_copies(held, self.train.config.parallel.offload_dir)
+        held = self._local()
+        self.copies = self.copies or host_copies(held)
         for name, local in held.items():
             self.copies[name].copy_(local, non_blocking=True)
         end = time_mark(device)

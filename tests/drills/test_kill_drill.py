@@ -1,6 +1,7 @@
 """Runs survive ranks that are killed in any phase: in a step, in an evaluation, while the state to
-be saved is copied, while a thread writes it, and, on rank 0, between any two operations of a commit
-and between any two files of a deletion.
+be saved is copied, while a thread writes it, between any two operations of an update, whose states
+may be on a disk, and, on rank 0, between any two operations of a commit and between any two files
+of a deletion.
 
 A killed run is compared with one that was not: losses, gradient norms and the last weights and
 moments are bitwise the same; at every start all checkpoints are intact, and no committed one is
@@ -18,8 +19,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +30,7 @@ import pytest
 import torch.distributed as dist
 import yaml
 
+from parallel.disk import DiskMemory
 from runtime import signals
 from runtime.checkpoint import save
 from runtime.checkpoint.folder import complete_checkpoints, step_of
@@ -40,25 +43,31 @@ from runtime.log.ledger import account
 from tests import ROOT, runs
 from tests.data_samples import flip_a_bit
 from tests.planted import planted
+from training import update
+from training.optimizers import ShardedOptimizer
 from training.step import TrainStep
+from training.update import Update
 
 WHERE: dict[str, tuple[type, str]] = {  # phase → the method whose call begins it
     "step": (TrainStep, "__call__"),
     "evaluation": (TrainStep, "evaluate"),
+    "update": (Update, "step"),
     "staging": (Saver, "_copy"),
     "writing": (Saver, "_write_partial"),
     "commit": (Saver, "_commit"),
     "deletion": (Saver, "_commit"),
 }
-# of a commit
-OPERATIONS = ((save, "write_manifest"), (save, "sync"), (Lease, "name_latest"), (os, "replace"))
+OPERATIONS: dict[str, Sequence[tuple[Any, str]]] = {
+    "commit": ((save, "write_manifest"), (save, "sync"), (Lease, "name_latest"), (os, "replace")),
+    "update": ((DiskMemory, "read"), (ShardedOptimizer, "step"), (DiskMemory, "write")),
+}
 
 
 @dataclass(frozen=True)
 class Kill:
     """`rank` kills itself the `nth` time (from 1) that it is in `phase`: `when` seconds after its
-    beginning; or, in a commit or a deletion, before operation or file number `when` (after the last
-    one if there are fewer)."""
+    beginning; or, in a commit, an update or a deletion, before operation or file number `when`
+    (after the last one if there are fewer)."""
 
     rank: int
     phase: str
@@ -74,8 +83,9 @@ def die() -> None:
 def killed(kill: Kill) -> Iterator[None]:
     """Within this context, the rank kills itself as planned by `kill`."""
     calls = itertools.count(1)
-    special = {"commit": _dying_in_commit, "deletion": _dying_in_deletion}
-    dying = special.get(kill.phase, _dying_later)
+    dying = _dying_in_deletion if kill.phase == "deletion" else _dying_later
+    if kill.phase in OPERATIONS:
+        dying = partial(_dying_between, OPERATIONS[kill.phase])
 
     @planted(*WHERE[kill.phase])
     def entered(method: Any, *arguments: Any, **options: Any) -> Any:
@@ -95,7 +105,7 @@ def _dying_later(when: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _dying_in_commit(when: float) -> Iterator[None]:
+def _dying_between(operations: Sequence[tuple[Any, str]], when: float) -> Iterator[None]:
     left = itertools.count(int(when), -1)
 
     def counted(operation: Any, *arguments: Any) -> Any:
@@ -104,7 +114,7 @@ def _dying_in_commit(when: float) -> Iterator[None]:
         return operation(*arguments)
 
     with contextlib.ExitStack() as patches:
-        for place in OPERATIONS:
+        for place in operations:
             patches.enter_context(planted(*place)(counted)())
         yield
     die()  # there were fewer operations
@@ -151,16 +161,19 @@ def rank_main(planned: Path, arguments: list[str]) -> None:
             file.write(json.dumps(check_folder(run)) + "\n")
     sys.argv = ["train.py", *arguments]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(update, "GROUP_BYTES", 8_000))  # so that there are groups
         if start < len(kills) and kills[start].rank == rank:
             stack.enter_context(killed(kills[start]))
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
-def configured(folder: Path, data: Path, steps: int) -> str:
+def configured(folder: Path, data: Path, steps: int, offload: str = "none") -> str:
     """A run that evaluates and saves often."""
     folder.mkdir()
+    there = {"offload_dir": str(folder)} if offload == "disk" else {}
+    parallel = runs.LAYOUT_3D | {"offload": offload, **there}
     return runs.write_config(
-        folder, data, parallel=runs.LAYOUT_3D, checkpoint={"interval": 2, "keep_last": 2},
+        folder, data, parallel=parallel, checkpoint={"interval": 2, "keep_last": 2},
         train={"steps": steps, "eval_interval": 3, "eval_samples": 8}, run={"log_interval": 1},
     )  # fmt: skip
 
@@ -190,13 +203,16 @@ KILLS = [
     Kill(0, "commit", 2, 2),
     Kill(3, "step", 2, 0.0),
     Kill(0, "deletion", 1, 3),
+    Kill(1, "update", 2, 0),
 ]
 # the same again and again, at other moments
 FIFTY = [
-    replace(kill, when=n if kill.phase in ("commit", "deletion") else n / 180)
+    replace(kill, when=n / 180 if kill.phase in ("step", "evaluation", "staging", "writing") else n)
     for n in range(9)
     for kill in KILLS
 ][:50]
+# with states on a disk: before each operation of an update that has about five groups
+TWENTY = [Kill(n % 4, "update", 1 + n % 3, n) for n in range(20)]
 
 
 @pytest.mark.thorough
@@ -237,18 +253,19 @@ def test_the_checks_can_fail(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kills", "steps"),
+    ("kills", "steps", "offload"),
     [
-        pytest.param([Kill(2, "step", 4, 0.0)], 6, marks=pytest.mark.thorough),
-        pytest.param(FIFTY, 200, marks=pytest.mark.slow),  # eight minutes
+        pytest.param([Kill(2, "step", 4, 0.0)], 6, "none", marks=pytest.mark.thorough),
+        pytest.param(FIFTY, 200, "none", marks=pytest.mark.slow),  # eight minutes
+        pytest.param(TWENTY, 60, "disk", marks=pytest.mark.slow),  # three minutes
     ],
-    ids=["once", "fifty times"],
+    ids=["once", "fifty times", "on a disk"],
 )
-def test_torchrun_restarts_by_itself(ranks, data, tmp_path, kills, steps):
+def test_torchrun_restarts_by_itself(ranks, data, tmp_path, kills, steps, offload):
     """`torchrun --max-restarts` restarts the run without intervention, and it ends exactly as an
     undisturbed run."""
     assert ranks.run(runs.train_run, 4, [configured(tmp_path / "alone", data, steps)]) == [""] * 4
-    config = configured(tmp_path / "drilled", data, steps)
+    config = configured(tmp_path / "drilled", data, steps, offload)
     planned, log = tmp_path / "drilled" / "plan.json", tmp_path / "drilled" / "log.txt"
     planned.write_text(json.dumps([asdict(kill) for kill in kills]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr",

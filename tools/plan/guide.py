@@ -1,6 +1,7 @@
 """ZeRO's memory and traffic as guides to data-parallel training count them, next to Lattice's."""
 
 from dataclasses import replace
+from typing import Any
 
 from costs.parameters import num_parameters
 from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
@@ -81,8 +82,9 @@ def zero_table(config: Config, ranks: int) -> str:
         parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in ours.items() if size)
         guides = guide_bytes(parameters, ranks, stage) / GB
         lines.append(f"{stage:10d} {guides:8.4g} {sum(ours.values()) / GB:9.1f}   {parts}")
-    for where, folder in (("host", ""), ("disk", "/")):
-        parallel = replace(config.parallel, offload=where, offload_dir=folder)
+    for where in ("host", "disk"):
+        given: dict[str, Any] = {"offload": where, "offload_dir": "/" if where == "disk" else ""}
+        parallel = replace(config.parallel, **given)
         layout = data_parallel(replace(config, parallel=parallel), ranks, 3)
         size = our_bytes(config, ranks, 3)[SHARDED_GRADIENTS] / GB
         on_host, on_disk = (each / GB for each in bytes_outside(layout))
