@@ -42,6 +42,7 @@ class Phase:
     effect: Effect
     # the same in parts, between the phase's marks
     effects: tuple[Effect, ...]
+    parts: tuple[tuple[Event, ...], ...]
 
     @cached_property
     def sends(self) -> Counter[Call]:
@@ -84,7 +85,8 @@ class Recorder(StorageWatch):
         self.names: dict[int, str] = {}  # of parameters, by the key of their storage
         # for each phase: (piece, change in bytes, the category if `hand_over` assigned one)
         self._changes: list[list[tuple[Piece, int, str | None]]] = []
-        self._marks: list[list[int]] = []  # for each phase: numbers of changes
+        # for each phase: numbers of changes and of events
+        self._marks: list[list[tuple[int, int]]] = []
         self._phase = -1  # −1: between phases
         self.flow: dict[str, Piece] = {}  # inputs and outputs of the recorded part, by name
         self._works: list[Work] = []
@@ -104,8 +106,9 @@ class Recorder(StorageWatch):
         self._marks.append([])
 
     def mark(self) -> None:
-        """Divide the phase here (`Phase.effects`)."""
-        self._marks[self._phase].append(len(self._changes[self._phase]))
+        """Divide the phase here (`Phase.effects`, `Phase.parts`)."""
+        done = len(self._changes[self._phase]), len(self._events[self._phase])
+        self._marks[self._phase].append(done)
 
     @property
     def marks(self) -> int:
@@ -125,15 +128,17 @@ class Recorder(StorageWatch):
         """The recorded phases by name. The storages of `flow` that `holding` names do not count, as
         if other code kept them alive throughout."""
         found, held = {}, [self.flow[name] for name in holding if name in self.flow]
-        each = zip(self._names, self._events, self._changes, self._marks, strict=True)
-        for name, events, changes, marks in each:
+        phases = zip(self._names, self._events, self._changes, self._marks, strict=True)
+        for name, events, changes, marks in phases:
+            each = [*pairwise(((0, 0), *marks, (len(changes), len(events))))]
             parts = [
-                [change for change in changes[begin:end] if change[0] not in held]
-                for begin, end in pairwise((0, *marks, len(changes)))
+                [change for change in changes[begin[0] : end[0]] if change[0] not in held]
+                for begin, end in each
             ]
             effect = self._effect([change for part in parts for change in part])
             effects = tuple(map(self._effect, parts)) if marks else (effect,)
-            found[name] = Phase(tuple(events), effect, effects)
+            divided = tuple(tuple(events[begin[1] : end[1]]) for begin, end in each)
+            found[name] = Phase(tuple(events), effect, effects, divided)
         return found
 
     def _effect(self, changes: list[tuple[Piece, int, str | None]]) -> Effect:

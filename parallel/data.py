@@ -141,12 +141,19 @@ class DataParallel(Protocol):
         """After weight gradients were formed outside of a backward."""
 
     def end(self, stage: nn.Module) -> None:
-        """After the last forward of an evaluation. In training a stage's last backward ends it."""
+        """At the end of a step or of an evaluation."""
 
 
 class FSDPSwitches:
     """Sets FSDP2's switches before and after the forwards and backwards of a step, as the table at
-    the top of this file requires."""
+    the top of this file requires.
+
+    After the last backward of a stage, FSDP would let the device wait for the stage's reductions
+    before it sends the gradient of its input: the stages before it would wait too, one after
+    another. So FSDP is told only later that this was the last: after the last backward of the
+    rank's next stage, which hides the reductions, or at the end of the step. (Not at the end for
+    all stages, because FSDP holds the input of each stage's last reduction.)
+    """
 
     def __init__(
         self,
@@ -160,6 +167,7 @@ class FSDPSwitches:
         # By default each FSDP2 setter walks all modules of a stage to find its units. The units are
         # few and do not change, so they are found once.
         self._units = cache(fsdp_modules)
+        self._reducing: list[nn.Module] = []  # stages whose reductions were not waited for yet
         dtype = sum_dtype(False, zero_stage, compute, compute, reduce)
         groups = (group for stage in stages for group in _fsdp_groups(stage))
         for weight in chain.from_iterable(group.fsdp_params for group in groups):
@@ -177,7 +185,11 @@ class FSDPSwitches:
             self._switch(module, last=True)
 
     def after_backward(self, module: nn.Module, last: bool) -> None:
-        pass  # FSDP's hooks have done it
+        # FSDP's hooks have reduced the gradients
+        if last:
+            for other in self._reducing:
+                self._wait(other)
+            self._reducing = [module]
 
     def after_weight_gradients(self, module: nn.Module, last: bool) -> None:
         """Do what FSDP does at the end of a backward, after weight gradients were formed outside of
@@ -188,15 +200,26 @@ class FSDPSwitches:
         # torch.distributed.pipelining calls this private hook for the same purpose, in torch 2.11
         # and 2.13.
         module._get_fsdp_state()._root_post_backward_final_callback()
+        self.after_backward(module, last)
+
+    def _wait(self, module: nn.Module) -> None:
+        """Let the device wait for a stage's reductions, and FSDP free what it held for them."""
+        assert isinstance(module, FSDPModule)
+        module.set_is_last_backward(True)
+        module._get_fsdp_state()._root_post_backward_final_callback()
+        module.set_is_last_backward(False)
 
     def end(self, module: nn.Module) -> None:
+        if module in self._reducing:
+            self._wait(module)
+            self._reducing.remove(module)
         for unit in self._units(module):
             unit.reshard()
 
     def _switch(self, module: nn.Module, last: bool) -> None:
         """For the backwards that follow: whether the next is the `last` of the step."""
         assert isinstance(module, FSDPModule)
-        module.set_is_last_backward(last)
+        module.set_is_last_backward(False)
         for unit in self._units(module):
             unit.set_requires_gradient_sync(last or self.reduce_each_microbatch, recurse=False)
             # The call above sets the all-reduce over replicas too, which only the last backward

@@ -77,7 +77,7 @@ class WholeWeights:
         pass
 
     def after_backward(self, stage: nn.Module, last: bool) -> None:
-        if last:
+        if last:  # not at the end of the step: this frees copies
             self.end(stage)
 
     after_weight_gradients = after_backward

@@ -99,9 +99,8 @@ class PipelineRunner:
             self._give(item, result)
             del received, result  # free them as soon as nothing else needs them
         self.transfers.finish()
-        if not torch.is_grad_enabled():  # in training, a stage's last backward ends it
-            for stage in self.stages.values():
-                self.data.end(stage)
+        for stage in self.stages.values():
+            self.data.end(stage)
         assert not self._kept, "the schedule left forwards without their backward"
         assert not self._deferred, "the schedule left backwards without their weight gradients"
         return total

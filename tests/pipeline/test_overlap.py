@@ -89,7 +89,7 @@ def exposed(*events: Event) -> float:
     device = find_device("h100")
     rates = Rates(device, Links(device, TP, 1, 1, TP), 2)
     one = rates.links.collective("tp", 1 << 30)
-    return rates.cost(Phase(events, Effect(0, {}, {}), ())).waiting / one
+    return rates.cost(Phase(events, Effect(0, {}, {}), (), ())).waiting / one
 
 
 def seconds_of_collectives(number: float) -> Product:

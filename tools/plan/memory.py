@@ -152,6 +152,7 @@ class Sharded:
         # by stage: bytes of buffers that FSDP still holds
         self.input_of_reduction: dict[int, int] = defaultdict(int)
         self.outputs_of_reductions: dict[int, int] = defaultdict(int)
+        self.reducing: list[int] = []  # stages whose reductions were not waited for yet
 
     def begun(self, stage: int, index: int) -> bool:
         """Whether a unit's sums have gradients of an earlier micro-batch."""
@@ -253,8 +254,11 @@ class Sharded:
             unit.reduced = False
 
     def end_last_backward(self, stage: int) -> None:
-        held = self.input_of_reduction.pop(stage, 0) + self.outputs_of_reductions.pop(stage, 0)
-        self.account.free(REDUCING, held)
+        """The reductions of the stage before it were waited for."""
+        for done in self.reducing:
+            held = self.input_of_reduction.pop(done, 0) + self.outputs_of_reductions.pop(done, 0)
+            self.account.free(REDUCING, held)
+        self.reducing = [stage]
 
 
 class Whole(Sharded):

@@ -15,12 +15,13 @@ previous experts and the attention.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
+from costs.events import Sent, Waited
 from costs.links import Links
 from costs.seconds import Cost, Rates
 from costs.summary import flops_per_token
@@ -70,12 +71,11 @@ class Gathers(NamedTuple):
     scatter: float
     gather_first: float  # of the first unit
     gather_last: float  # of the last unit, which is the first in backward
-    scatter_last: float  # the last reduction, of the first unit
+    stalls: float  # of a backward, by its reductions (`stalls`)
 
     def waits(self, zero_stage: int, fsdp_unit: str, stage: Part) -> Part:
         """Seconds by which the actions of `stage` are longer, in every micro-batch. Nothing runs
-        beside the first gather of an action and the last reduction, for which FSDP waits at the end
-        of each backward."""
+        beside the first gather of an action."""
         forward, backward = stage.forward, stage.input_grad + stage.weight_grad
         both = self.gather + self.scatter
         if zero_stage < 2:
@@ -86,10 +86,31 @@ class Gathers(NamedTuple):
             # it runs beside the next actions
             return Part(0.0, 0.0, max(0.0, self.scatter - backward - forward))
         if zero_stage == 3:  # every forward and backward gathers; every backward reduces too
-            bare = self.gather_last + self.scatter_last
+            bare = self.gather_last + self.stalls
             first = max(self.gather_first, self.gather - forward)
             return Part(first, max(bare, both - backward), 0.0)
-        return Part(0.0, 0.0, max(self.scatter_last, self.scatter - backward))
+        return Part(0.0, 0.0, self.stalls)
+
+
+class Reduction(NamedTuple):
+    """Seconds of an FSDP unit in a backward."""
+
+    computing: float  # since the unit before had its gradients, until this one has
+    shards: float  # to reduce them over the shards
+    replicas: float  # and then over the replicas, in the last backward
+
+
+def stalls(units: Iterable[Reduction], last: bool) -> float:
+    """Seconds for which a backward waits for its reductions, which run one after another. FSDP
+    keeps the input of one: before it reduces the next unit, computation waits until the one before
+    is reduced over the shards. The `last` backward of a stage also waits for all of them."""
+    now = reduced = replicated = computed = 0.0
+    for computing, shards, replicas in units:
+        computed += computing
+        now = max(now + computing, reduced)
+        reduced = now + shards
+        replicated = max(replicated, reduced) + replicas
+    return (max(now, replicated) if last else now) - computed
 
 
 TOTAL, EXPOSED = map(attrgetter, ("total", "waiting"))
@@ -215,7 +236,8 @@ class StepTime:
         gather, scatter, _ = self.data_parallel(stage)
         units = [unit for _, unit in layout.fsdp_units(stage)]
         first, *_, last = [self.of_unit(unit) for unit in units if not unit.is_expert] * 2
-        sharding = Gathers(gather, scatter, first[0], last[0], first[1])
+        waiting = stalls(self.reductions_of(stage), last=False)
+        sharding = Gathers(gather, scatter, first[0], last[0], waiting)
         return sharding.waits(parallel.zero_stage, parallel.fsdp_unit, self.stages[stage])
 
     @cached_property
@@ -251,21 +273,53 @@ class StepTime:
         silent = Timeline(simulate(self.layout.schedule, costs))
         return max(0.0, self.timeline.step_time - silent.step_time)
 
+    def reductions_of(self, stage: int) -> list[Reduction]:
+        """The reductions of a stage, in the order of a backward. If the schedule splits it, all of
+        them come after the weight gradients."""
+        units, found = self.layout.units(stage), []
+        together: dict[range, list[Gathered]] = defaultdict(list)
+        for part, gathered in self.layout.fsdp_units(stage):
+            together[part].append(gathered)
+        for part, members in reversed(together.items()):
+            each = [self.part(units[i]) for i in part]
+            backward = sum(one.input_grad + one.weight_grad for one in each)
+            rest = backward * self._share_after_experts(units[part.start])
+            computing = [backward - rest, rest] if len(members) == 2 else [backward]
+            for seconds, gathered in zip(computing, members, strict=True):
+                _, shards, replicas = self.of_unit(gathered)
+                before = 0.0 if self.layout.splits_backward else seconds
+                found.append(Reduction(before, shards, replicas))
+        return found
+
+    def _share_after_experts(self, unit: Unit) -> float:
+        """The share of a block's backward after that of its experts."""
+        *_, parts = (self.layout.phase(kind, unit).parts for kind in self.layout.kinds_of_actions)
+        computed = (e for part in parts for e in part if not isinstance(e, (Sent, Waited)))
+        whole = sum(map(self.rates.operation, computed))
+        rest = (e for e in parts[-1] if not isinstance(e, (Sent, Waited)))
+        return sum(map(self.rates.operation, rest)) / whole if whole else 0.0
+
     @cached_property
     def reductions(self) -> list[float]:
-        """When each rank has finished reducing its gradients. A stage's reductions start with its
-        last backward, or after it with `fsdp_unit: stage`."""
-        parallel, ends = self.layout.config.parallel, []
-        last = self.layout.num_microbatches - 1
-        for events in self.timeline.ranks:
-            link = 0.0
-            for action, start, end in events:
-                if action.microbatch == last and action.kind in (BACKWARD, BACKWARD_WEIGHT):
-                    _, scatter, replicas = self.data_parallel(action.stage)
-                    link = max(link, end if parallel.fsdp_unit == "stage" else start)
-                    link += (scatter if parallel.zero_stage < 2 else 0.0) + replicas
-            ends.append(link)
-        return ends
+        """When each rank has finished reducing its gradients. The reductions of a stage's last
+        backward run beside what the rank does after it. With zero_stage below 2 only that backward
+        reduces; if it stalls, the stages before it are late."""
+        zero, last = self.layout.config.parallel.zero_stage, self.layout.num_microbatches - 1
+        late, behind = [0.0], []  # of the stages from the last one on
+        for stage in reversed(range(self.layout.num_stages)):
+            units = self.reductions_of(stage)
+            stalled = stalls(units, last=False)
+            late.append(late[-1] + (stalled if zero < 2 else 0.0))
+            behind.append(stalls(units, last=True) - stalled)
+        late, behind = late[:0:-1], behind[::-1]
+        return [
+            max(
+                end + late[action.stage] + behind[action.stage]
+                for action, _, end in events
+                if action.microbatch == last and action.kind in (BACKWARD, BACKWARD_WEIGHT)
+            )
+            for events in self.timeline.ranks
+        ]
 
     @property
     def reductions_end(self) -> float:
