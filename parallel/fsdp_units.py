@@ -28,6 +28,8 @@ from parallel.mesh import Mesh
 from parallel.parameter import weights_of
 from parallel.placement import local_part
 
+MANY = 1000  # more than a stage has units
+
 
 def shard(
     stage: nn.Module,
@@ -37,12 +39,15 @@ def shard(
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     offload: str,
+    input_buffers: int = 1,
 ) -> None:
     """Apply `fully_shard` to each of `units`, to the units inside of it before, and then to `stage`
     itself, each over the 2-D view of the mesh for its weights (`Mesh.fsdp`).
 
     Parameters stay in their own dtype (the master weights); forward and backward see them in
     `compute_dtype`, and gradients are reduced in `reduce_dtype`.
+
+    input_buffers: of reductions, as `input_buffers` returns it.
 
     If no other rank shares this rank's weights, and they are not offloaded, the stage is left as it
     is (whole.py).
@@ -84,6 +89,17 @@ def shard(
         # implements any other factor by pre- and post-division unless a sum is forced.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        if input_buffers > 1:
+            module.set_reduce_scatter_max_input_buffers(input_buffers)
+
+
+def input_buffers(zero_stage: int) -> int:
+    """How many reductions of a backward may run, or wait for the link, while it goes on: FSDP keeps
+    the input of each. With zero_stage 0 and 1, a step has one backward with reductions, and whole
+    gradients that are longer alive than these inputs: so there is room for all. Before torch 2.13
+    FSDP keeps one."""
+    has_more = hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers")
+    return MANY if has_more and zero_stage < 2 else 1
 
 
 def _fsdp(module: nn.Module) -> FSDPModule:

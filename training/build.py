@@ -10,7 +10,7 @@ from parallel.activation import gathers_again, wrap_blocks
 from parallel.context import ContextParallel
 from parallel.data import allocate_on_disk
 from parallel.expert import ExpertParallel
-from parallel.fsdp_units import shard
+from parallel.fsdp_units import input_buffers, shard
 from parallel.layer import TensorParallel
 from parallel.mesh import Mesh
 from settings.config import Config
@@ -51,6 +51,7 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
         compute_dtype=precision.compute,
         reduce_dtype=precision.reduce,
         offload=parallel.offload,
+        input_buffers=input_buffers(parallel.zero_stage),
     )
     if parallel.offload == "disk":
         allocate_on_disk(stage, parallel.offload_dir)

@@ -19,6 +19,7 @@ from functools import cached_property, lru_cache, partial
 
 from costs.recorder import Effect, Phase
 from costs.units import HIDDEN, POSITIONS, TEMPORARY, position_bytes
+from parallel.fsdp_units import input_buffers
 from parallel.memory import (
     ACTIVATIONS,
     CATEGORIES,
@@ -150,7 +151,7 @@ class Sharded:
                 for index in indices:
                     self.around[stage, index].append(unit)
         # by stage: bytes of buffers that FSDP still holds
-        self.input_of_reduction: dict[int, int] = defaultdict(int)
+        self.inputs_of_reductions: dict[int, list[int]] = defaultdict(list)
         self.outputs_of_reductions: dict[int, int] = defaultdict(int)
         self.reducing: list[int] = []  # stages whose reductions were not waited for yet
 
@@ -161,7 +162,7 @@ class Sharded:
     def state(self, stage: int) -> Hashable:
         """A stage's state between two actions."""
         units = [(unit.gathered, unit.accumulated, unit.reduced) for unit in self.of_stage[stage]]
-        return *units, self.input_of_reduction[stage], self.outputs_of_reductions[stage]
+        return *units, *self.inputs_of_reductions[stage], self.outputs_of_reductions[stage]
 
     def gather(self, unit: FsdpUnit, forward: bool, before: int) -> int:
         """Gather the weights before a forward or backward.
@@ -227,10 +228,11 @@ class Sharded:
         converts to the weights' dtype; until then FSDP sums in reduce_dtype."""
         layout, account, stage = self.layout, self.account, unit.stage
         unit.accumulated = False
-        account.free(REDUCING, self.input_of_reduction.pop(stage, 0))
-        given = reduce_bytes(layout, unit.weights)
+        given, inputs = reduce_bytes(layout, unit.weights), self.inputs_of_reductions[stage]
+        while len(inputs) >= input_buffers(layout.config.parallel.zero_stage):
+            account.free(REDUCING, inputs.pop(0))
         account.add(REDUCING, given)
-        self.input_of_reduction[stage] = given
+        inputs.append(given)
         account.free(GRADIENTS, unit.weights.numel * layout.sum)
         output = given // unit.shards
         # With one shard (replicas only), FSDP divides the gradients by 1, into a copy.
@@ -256,8 +258,8 @@ class Sharded:
     def end_last_backward(self, stage: int) -> None:
         """The reductions of the stage before it were waited for."""
         for done in self.reducing:
-            held = self.input_of_reduction.pop(done, 0) + self.outputs_of_reductions.pop(done, 0)
-            self.account.free(REDUCING, held)
+            held = sum(self.inputs_of_reductions.pop(done, []))
+            self.account.free(REDUCING, held + self.outputs_of_reductions.pop(done, 0))
         self.reducing = [stage]
 
 

@@ -14,7 +14,7 @@ it has launched nothing that the device could compute meanwhile: each such wait 
 previous experts and the attention.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
@@ -28,6 +28,7 @@ from costs.summary import flops_per_token
 from costs.timeline import Timeline
 from costs.units import Unit
 from parallel.axes import FSDP_AXES
+from parallel.fsdp_units import input_buffers
 from parallel.pipeline.actions import BACKWARD, BACKWARD_WEIGHT, FORWARD, Kind
 from parallel.pipeline.simulate import Costs, simulate
 from tools.plan.hardware import Device
@@ -100,15 +101,20 @@ class Reduction(NamedTuple):
     replicas: float  # and then over the replicas, in the last backward
 
 
-def stalls(units: Iterable[Reduction], last: bool) -> float:
+def stalls(units: Iterable[Reduction], inputs: int, last: bool) -> float:
     """Seconds for which a backward waits for its reductions, which run one after another. FSDP
-    keeps the input of one: before it reduces the next unit, computation waits until the one before
-    is reduced over the shards. The `last` backward of a stage also waits for all of them."""
+    keeps so many `inputs` of them: before it reduces a further unit, computation waits until the
+    oldest of these is reduced over the shards. The `last` backward of a stage also waits for all of
+    them."""
     now = reduced = replicated = computed = 0.0
+    ends: deque[float] = deque()
     for computing, shards, replicas in units:
         computed += computing
-        now = max(now + computing, reduced)
-        reduced = now + shards
+        now += computing
+        if len(ends) == inputs:
+            now = max(now, ends.popleft())
+        reduced = max(now, reduced) + shards
+        ends.append(reduced)
         replicated = max(replicated, reduced) + replicas
     return (max(now, replicated) if last else now) - computed
 
@@ -236,7 +242,7 @@ class StepTime:
         gather, scatter, _ = self.data_parallel(stage)
         units = [unit for _, unit in layout.fsdp_units(stage)]
         first, *_, last = [self.of_unit(unit) for unit in units if not unit.is_expert] * 2
-        waiting = stalls(self.reductions_of(stage), last=False)
+        waiting = self.stalls(stage, last=False)
         sharding = Gathers(gather, scatter, first[0], last[0], waiting)
         return sharding.waits(parallel.zero_stage, parallel.fsdp_unit, self.stages[stage])
 
@@ -291,6 +297,11 @@ class StepTime:
                 found.append(Reduction(before, shards, replicas))
         return found
 
+    def stalls(self, stage: int, last: bool) -> float:
+        """Seconds for which a stage's backward waits for its reductions."""
+        inputs = input_buffers(self.layout.config.parallel.zero_stage)
+        return stalls(self.reductions_of(stage), inputs, last)
+
     def _share_after_experts(self, unit: Unit) -> float:
         """The share of a block's backward after that of its experts."""
         *_, parts = (self.layout.phase(kind, unit).parts for kind in self.layout.kinds_of_actions)
@@ -307,10 +318,9 @@ class StepTime:
         zero, last = self.layout.config.parallel.zero_stage, self.layout.num_microbatches - 1
         late, behind = [0.0], []  # of the stages from the last one on
         for stage in reversed(range(self.layout.num_stages)):
-            units = self.reductions_of(stage)
-            stalled = stalls(units, last=False)
+            stalled = self.stalls(stage, last=False)
             late.append(late[-1] + (stalled if zero < 2 else 0.0))
-            behind.append(stalls(units, last=True) - stalled)
+            behind.append(self.stalls(stage, last=True) - stalled)
         late, behind = late[:0:-1], behind[::-1]
         return [
             max(
