@@ -129,7 +129,8 @@ class Device(DataSheet):
     host_memory_bytes_per_second: float = 100e9
     disk_bytes_per_second: float = 3e9
     # Saving and restarting, assumed and not fitted; tools.report says what they took in a run.
-    host_bytes_per_second: float = 10e9  # from one GPU to its host's memory, all GPUs at once
+    # between one GPU and its host's memory, all GPUs at once; of what is offloaded too
+    host_bytes_per_second: float = 10e9
     storage_bytes_per_second: float = 1e9  # from one node to the shared storage, all at once
     restart_seconds: float = 300.0  # from a failure to the first new step
     repair_days: float = 1.0  # until a node that was lost can be used again

@@ -28,6 +28,7 @@ and the collectives.
     activation.py       activation checkpointing, and compiled blocks
     kept.py             what activation checkpointing keeps as the result of several operations
     memory.py           the categories of memory use
+    disk.py             memory in a file on a local disk
 
 This package imports torch and, of this repository, only the modules in its root folder. `pipeline/`
 receives the stages as modules and never imports the model.

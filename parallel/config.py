@@ -50,7 +50,7 @@ class ParallelConfig:
     # dtype of data-parallel gradient reductions (float64 if train.dtype is float64)
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     # Where weights and optimizer states are between uses. host: in the host's memory, with the
-    # gradients, and the host updates them. disk: in files of offload_dir (training/disk.py).
+    # gradients, and the host updates them. disk: in files of offload_dir (parallel/disk.py).
     offload: Literal["none", "host", "disk"] = "none"
     offload_dir: PathOrNone = ""  # a folder on a local disk of each node
     # Layouts for worlds of different sizes: at each start, the largest that fits is used, and the

@@ -40,7 +40,7 @@ shard; forward and backward see the weight gathered over dp_shard:
 Every reduction is a plain sum (training/step.py).
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from functools import cache
 from itertools import chain
 from typing import Protocol
@@ -63,13 +63,11 @@ def fsdp_modules(stage: nn.Module) -> list[FSDPModule]:
     return [module for module in stage.modules() if isinstance(module, FSDPModule)]
 
 
-def _fsdp_groups(stage: nn.Module) -> Iterator[FSDPParamGroup]:
-    """FSDP's objects for the units of a stage that have weights. In torch 2.11 to 2.13 only private
-    attributes give access."""
-    for module in fsdp_modules(stage):
-        group = module._get_fsdp_state()._fsdp_param_group
-        if group is not None:
-            yield group
+def _fsdp_groups(stage: nn.Module) -> list[FSDPParamGroup]:
+    """FSDP's objects for the units of a stage that have weights; modules of one unit share one. In
+    torch 2.11 to 2.13 only private attributes give access."""
+    found = (module._get_fsdp_state()._fsdp_param_group for module in fsdp_modules(stage))
+    return [*dict.fromkeys(group for group in found if group is not None)]
 
 
 def fsdp_partial_sums(stage: nn.Module) -> list[Tensor | None]:
@@ -81,29 +79,24 @@ def allocate_on_disk(stage: nn.Module, folder: str) -> None:
     """Give a stage on the meta device its memory: its weights a file in `folder`. Raises
     UserError."""
     weights = [weight for group in _fsdp_groups(stage) for weight in group.fsdp_params]
-
-    def is_padded(weight: FSDPParam) -> bool:
-        return local_part(weight.sharded_param).shape != weight.padded_sharded_param_size
-
-    sizes = [aligned(local_part(weight.sharded_param).nbytes) for weight in weights]
-    sizes += [aligned(w._sharded_param_data.nbytes) for w in weights if is_padded(w)]
-    file = DiskMemory(folder, sum(sizes))
-
-    def allocated(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, DTensor):
-            return torch.empty_like(tensor, device="cpu")
-        local = local_part(tensor)
-        return as_dtensor_like(file.new_zeros(local, local.shape), tensor)
-
-    stage._apply(allocated)
-    # FSDP has padded the shards of weights that are not divided evenly, in memory of its own.
-    for weight in filter(is_padded, weights):
+    file = DiskMemory(folder, sum(aligned(w._sharded_param_data.nbytes) for w in weights))
+    parts: dict[int, Tensor] = {}
+    for weight in weights:  # FSDP pads the shards of weights that are not divided evenly
         local, dim = local_part(weight.sharded_param), weight.fsdp_placement.dim
         padded = file.new_zeros(local, weight.padded_sharded_param_size)
         weight._sharded_param_data = padded.view(-1)
-        parameter = weight.sharded_param
-        assert isinstance(parameter, DTensor)
-        parameter._local_tensor = padded.narrow(dim, 0, local.size(dim))
+        parts[id(weight.sharded_param)] = padded.narrow(dim, 0, local.size(dim))
+
+    def allocated(tensor: Tensor) -> Tensor:
+        part = parts.get(id(tensor))
+        return (
+            torch.empty_like(tensor, device="cpu")
+            if part is None
+            else as_dtensor_like(part, tensor)
+        )
+
+    stage._apply(allocated)
+    assert file.is_full
 
 
 class FSDPPlace:

@@ -7,7 +7,8 @@ optimizer states, training/update.py reads ahead and writes behind.
 
 The file has no name: no other run and no later start can read it, and the kernel removes it when
 the process ends, however that happens. Only a checkpoint is kept. The space is reserved before the
-first step, so a disk that others fill later takes nothing away.
+first step, so that a disk which others fill later takes nothing away (unless its file system copies
+on each write, as btrfs and ZFS do).
 """
 
 import ctypes
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from errors import UserError
 
-ALIGNMENT = 512  # bytes, of a tensor in a file
+ALIGNMENT = 512  # bytes, of a tensor in a file or a buffer: as on a GPU
 LIBC = ctypes.CDLL(None, use_errno=True)
 MADV_POPULATE_WRITE = 23  # Linux 5.14: reads the pages and makes them writable; or an error
 
@@ -61,6 +62,10 @@ class DiskMemory:
         part = torch.from_numpy(self._bytes[begin : begin + size])
         return part.view(dtype).view(tuple(shape))
 
+    @property
+    def is_full(self) -> bool:
+        return self._taken == self.size
+
     def read(self) -> None:
         """Bring all of it into memory, ready to be written. Raises OSError."""
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
@@ -68,8 +73,9 @@ class DiskMemory:
         # fails. (An older kernel refuses it: then pages come when they are used.)
         address = ctypes.c_void_p(self._bytes.ctypes.data)
         failed = LIBC.madvise(address, ctypes.c_size_t(self.size), MADV_POPULATE_WRITE)
-        if failed and ctypes.get_errno() != errno.EINVAL:
-            raise self._failed("cannot be read", ctypes.get_errno())
+        number = ctypes.get_errno() if failed else 0
+        if number not in (0, errno.EINVAL):  # EFAULT: where a page fault would raise SIGBUS
+            raise self._failed("cannot be read", errno.EIO if number == errno.EFAULT else number)
 
     def write(self) -> None:
         """Write what was changed, and take all of it out of memory. Raises OSError."""
@@ -81,8 +87,8 @@ class DiskMemory:
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _failed(self, what: str, number: int) -> OSError:
-        said = f"parallel.offload_dir = {self.folder!r}: optimizer states {what} "
-        return OSError(number, f"{said}({os.strerror(number)}); the newest checkpoint is whole")
+        said = f"parallel.offload_dir = {self.folder!r}: a file there {what}"
+        return OSError(number, f"{said} ({os.strerror(number)})")
 
 
 def aligned(size: int) -> int:

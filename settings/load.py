@@ -125,7 +125,7 @@ def _apply(override: str, raw: dict[Any, Any]) -> None:
             why = f"the file has {len(entries) if isinstance(entries, list) else 0} data stages"
             raise UserError(name, text, why, "write for example data_stages.1.train.seq_len=1024")
         at, (section, _, key) = entries[int(number) - 1], rest.partition(".")
-    else:  # (a data stage cannot change any key that has moved)
+    else:  # (in a data stage old names are not read)
         key = new_name(section, key, text)
     *above, last = [section, *key.split(".", 1)] if key else [section]
     why, remedy = "is not in a section with keys", "correct the file, or write for example "

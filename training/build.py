@@ -18,7 +18,7 @@ from settings.config import Config
 
 def build_stages(config: Config, mesh: Mesh) -> dict[int, Transformer]:
     """This rank's pipeline stages by global index, sharded and initialised, on the mesh's device
-    (or offloaded to the host)."""
+    (or where parallel.offload keeps them)."""
     split = config.split_layers()
     stages = {}
     for s, rank in enumerate(config.parallel.ranks_of_stages):

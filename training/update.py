@@ -1,7 +1,7 @@
 """The optimizer's update of all weights of a rank. With parallel.offload=disk the weights are
 updated in groups, and the states of each group are in a file (parallel/disk.py). While one group is
-updated, the disk works for two others, as in ZeRO-Infinity (Rajbhandari et al. 2021,
-https://arxiv.org/abs/2104.07857, section 5.2):
+updated, the one before it is written and the one after it is read, as in ZeRO-Infinity (Rajbhandari
+et al. 2021, https://arxiv.org/abs/2104.07857, section 5.2):
 
     file     ▐ group 0 ▐ group 1 ▐ group 2 ▐ group 3 ▐ …
                  ▲ write             │ read ahead
@@ -12,6 +12,7 @@ At most three groups are in memory. The first group of the next update is read a
 forwards and backwards before it.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -22,7 +23,8 @@ from parallel.parameter import NamedWeight
 from settings.config import Config
 from training.optimizers import ShardedOptimizer, optimizer_class
 
-GROUP_BYTES = 256 << 20  # of the states in a file, unless a single weight has more
+# of the states in a file, unless a single weight has more, or there would be more than MOST files
+GROUP_BYTES, MOST = 256 << 20, 64
 
 
 class Update:
@@ -35,7 +37,7 @@ class Update:
 
     def __init__(self, weights: Sequence[NamedWeight], config: Config) -> None:
         kind = optimizer_class(config.optimizer.name)
-        groups = in_files(kind, weights) if config.parallel.offload == "disk" else [weights]
+        groups = groups_of(kind, weights) if config.parallel.offload == "disk" else [weights]
         self.weights, self.states_of = weights, kind.states_of
         self.groups = [kind(group, config) for group in groups]
         self.states = [states for group in self.groups for states in group.states]
@@ -51,6 +53,11 @@ class Update:
         for group in self.groups:
             group.set_updates(updates)
 
+    def wait(self) -> None:
+        """Wait until a disk has what the last step has changed. Raises OSError."""
+        if self.traffic:
+            self.traffic.wait()
+
     def step(self, lr: float, norm: Tensor, max_norm: float) -> None:
         """Update every weight, and free the gradients (`ShardedOptimizer.update` has the
         arguments). Raises OSError if a disk fails."""
@@ -63,25 +70,36 @@ class Update:
                 self.traffic.end(number)
 
 
-def in_files(
+def groups_of(
     kind: type[ShardedOptimizer], weights: Sequence[NamedWeight]
 ) -> Iterator[list[NamedWeight]]:
-    """Divide weights, in their order, into groups whose states have about GROUP_BYTES."""
+    """Divide weights, in their order, into groups whose states have about GROUP_BYTES; into the
+    same groups on all ranks that have parts of them, because an optimizer may communicate."""
+    sizes = [_share_of_states(kind, weight) for weight in weights]
+    most = max(GROUP_BYTES, sum(sizes) / MOST)
     group: list[NamedWeight] = []
-    size = 0
-    for weight in weights:
-        needed = kind.file_bytes(weight)
-        if group and size + needed > GROUP_BYTES:
+    size = 0.0
+    for weight, needed in zip(weights, sizes, strict=True):
+        if group and size + needed > most:
             yield group
-            group, size = [], 0
+            group, size = [], 0.0
         group.append(weight)
         size += needed
-    if group:
-        yield group
+    yield group
+
+
+def _share_of_states(kind: type[ShardedOptimizer], weight: NamedWeight) -> float:
+    """Bytes of a weight's states, divided by the number of its parts."""
+    mesh, placements = weight.sharded.device_mesh, weight.sharded.placements
+    parts = math.prod(mesh.size(axis) for axis, p in enumerate(placements) if not p.is_replicate())
+    states = kind.states_of(weight.spec).values()
+    master = weight.sharded.element_size()
+    return sum(state.bytes(weight.spec.shape, master) for state in states) / parts
 
 
 class Traffic:
-    """Reads files ahead of their use, in a cycle, and writes them behind it."""
+    """Reads files ahead of their use, in a cycle, and writes them behind it. An error of a read or
+    a write is raised where the file is needed next."""
 
     def __init__(self, files: Sequence[DiskMemory]) -> None:
         self.files = files
@@ -98,7 +116,12 @@ class Traffic:
     def end(self, number: int) -> None:
         """Begin to write a file that has been changed."""
         self.writes[number] = self.writer.submit(self.files[number].write)
-        self._read_ahead(number + 1)
+        self._read_ahead(number + 1)  # if it is the only one
+
+    def wait(self) -> None:
+        """Wait until all that was changed is written. Raises OSError."""
+        for write in self.writes.values():
+            write.result()
 
     def _read_ahead(self, number: int) -> None:
         number %= len(self.files)
@@ -106,8 +129,8 @@ class Traffic:
             self.reads[number] = self.reader.submit(self._read, number)
 
     def _read(self, number: int) -> None:
-        # the one before last: so at most three are in memory
-        for before in (number, (number - 2) % len(self.files)):
+        # the third one before: so at most three are in memory
+        for before in (number, (number - 3) % len(self.files)):
             if before in self.writes:
                 self.writes[before].result()
         self.files[number].read()

@@ -15,9 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from parallel.disk import DiskMemory, aligned
-
-ALIGNMENT = 512  # bytes; as on the device, so that both ends of a copy are aligned
+from parallel.disk import ALIGNMENT, DiskMemory, aligned
 
 
 def host_copies(tensors: Mapping[str, Tensor], folder: str = "") -> dict[str, Tensor]:
@@ -30,7 +28,7 @@ def host_copies(tensors: Mapping[str, Tensor], folder: str = "") -> dict[str, Te
     names, copies = list(tensors), {}
     on_gpu = any(tensor.is_cuda for tensor in tensors.values())
     # at least one unit, so that a tensor without elements has a place too
-    sizes = [max(1, -(-each.nbytes // ALIGNMENT)) * ALIGNMENT for each in tensors.values()]
+    sizes = [max(ALIGNMENT, aligned(each.nbytes)) for each in tensors.values()]
     for size, members in power_of_two_buffers(sizes):
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=on_gpu).numpy()
         begin = 0

@@ -165,6 +165,7 @@ class Saver:
         """
         device = self.train.mesh.device
         begin = time_mark(device)
+        self.train.optimizer.wait()
         held = self._local()
         self.copies = self.copies or host_copies(held)
         for name, local in held.items():

@@ -152,10 +152,8 @@ def held_bytes(train: TrainStep) -> dict[str, int]:
                 total += storage.nbytes()  # 0 if FSDP has freed it
         return total
 
-    return {
-        category: count(tensors) if category not in in_files else 0
-        for category, tensors in tensors_by_category(train).items()
-    }
+    found = {category: count(tensors) for category, tensors in tensors_by_category(train).items()}
+    return found | dict.fromkeys(in_files, 0)
 
 
 def offloaded_bytes(train: TrainStep) -> int:

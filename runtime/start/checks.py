@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,8 +62,8 @@ def check_config(told: Config | UserError, device: str) -> Config:
     for stage in data_stages(config):
         check_attention(stage.config, device)
         check_fits(stage.config, device)
-    if config.parallel.offload == "disk":
-        check_disk(config)
+        if stage.config.parallel.offload == "disk":
+            check_disk(stage.config)
     return config
 
 
@@ -78,6 +79,8 @@ def check_disk(config: Config) -> None:
     """Raise UserError if parallel.offload_dir is not a writable folder on a local disk, or cannot
     take what the ranks of this node need: weights, states, and a copy of them to save from."""
     folder, world = config.parallel.offload_dir, dist.get_world_size()
+    if sys.platform != "linux":
+        raise UserError("parallel.offload", "disk", "needs Linux", "use parallel.offload=host")
     needed = 2 * state_bytes(config) * config.parallel.dp_replicate / world * local_world()
     try:
         with tempfile.TemporaryFile(dir=folder):

@@ -9,6 +9,7 @@ import shutil
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -201,7 +202,8 @@ def saved_while_training(config_path: str) -> bool:
         go.wait()
         return honest(*about)
 
-    with later(), Lease(train.config.run.dir, "cpu") as lease:
+    small = patch.object(runtime.checkpoint.save, "FILE_BYTES", 5_000)
+    with later(), small, Lease(train.config.run.dir, "cpu") as lease:
         saver = Saver(train, Path(__file__), lease, RunLog(train.config))
         before = {name: tensor.to_local().clone() for name, tensor in saver.tensors.items()}
         saver.save(1, 0, DataState(checksum="none", next_sample=0, skipped=[]))
@@ -216,6 +218,10 @@ def test_what_is_saved_is_what_was_there_and_training_goes_on(ranks, data, tmp_p
     config = runs.write_config(tmp_path, data, model={"num_layers": 1}, parallel={"tp": 2})
     assert ranks.run(saved_while_training, 2, config) == [True, True]
     verify_checkpoint(runs.checkpoint_of(tmp_path, 1))
+    files = sorted(path.name for path in runs.checkpoint_of(tmp_path, 1).glob("shard-*"))
+    assert {f"shard-0000{rank}-model-0000{n}" for rank in (1, 2) for n in (1, 2, 3)} <= {
+        name.partition("-of-")[0] for name in files
+    }
 
 
 def test_what_is_in_the_way_is_put_aside_and_what_is_lost_is_not_called_saved(

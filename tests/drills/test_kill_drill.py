@@ -207,7 +207,7 @@ KILLS = [
 ]
 # the same again and again, at other moments
 FIFTY = [
-    replace(kill, when=n / 180 if kill.phase in ("step", "evaluation", "staging", "writing") else n)
+    replace(kill, when=n if kill.phase in (*OPERATIONS, "deletion") else n / 180)
     for n in range(9)
     for kill in KILLS
 ][:50]

@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests import ROOT
 from tests.monitor.alert_helpers import free_port
 from tests.runs import forked, status, write_config
 from tools.preflight import __main__ as command
+from tools.preflight import node
 from tools.preflight.links import rounds
 from tools.preflight.node import _sources, addresses, judge_addresses, judge_gpus
 from tools.preflight.verdict import choose, odd_ones, slow_ones
@@ -126,9 +128,10 @@ def preflight(
 
 def test_two_nodes_meet_and_measure(data: Path, tmp_path: Path) -> None:
     on_disk = {"offload": "disk", "offload_dir": str(tmp_path)}
-    (code, answer, report), other = preflight(
-        tmp_path, data, (0, 1), "--seconds", "300", parallel=on_disk
-    )
+    with patch.object(node, "RATE_BYTES", 1 << 20):
+        (code, answer, report), other = preflight(
+            tmp_path, data, (0, 1), "--seconds", "300", parallel=on_disk
+        )
     assert code == 0, report
     assert answer == f"node0,node1 {tmp_path}/run\n"
     assert "preflight passed: 2 nodes" in report

@@ -25,8 +25,6 @@ from tests import ROOT, runs
 from tests.steps import make_step, rows_of
 from training import update
 
-NORM = torch.ones((), dtype=torch.float64)
-
 
 def test_offloaded_runs_clip_and_resume(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """From what a resident run saved, they compute and save the same, bit for bit."""
@@ -35,9 +33,9 @@ def test_offloaded_runs_clip_and_resume(ranks: Ranks, data: Path, tmp_path: Path
     runs.run(ranks, 2, config)
     resident, last = runs.losses(tmp_path), runs.checkpoint_of(tmp_path, 4)
     saved = runs.stored_tensors(last)
-    for offload in (["host"], ["disk", f"parallel.offload_dir={tmp_path}"]):
+    on_disk = ["parallel.offload=disk", f"parallel.offload_dir={tmp_path}"]
+    for offload in (["parallel.offload=host"], on_disk):
         runs.forget_last(tmp_path)
-        offload[0] = f"parallel.offload={offload[0]}"
         runs.run(ranks, 2, config, *offload)
         assert runs.losses(tmp_path) == resident, offload
         assert runs.same_tensors(runs.stored_tensors(last), saved), offload
@@ -117,7 +115,7 @@ def test_what_memory_does_not_hold(ranks: Ranks) -> None:
 
 
 def io_bytes() -> tuple[int, int]:
-    lines = Path("/proc/self/io").read_text().splitlines()
+    lines = Path("/proc/thread-self/io").read_text().splitlines()
     told = dict(line.split(": ") for line in lines)
     return int(told["read_bytes"]), int(told["write_bytes"])
 
@@ -142,10 +140,6 @@ def test_a_file_is_read_and_written_once_a_cycle() -> None:
     assert states.eq(3).all()
 
 
-def lose_the_end(file: DiskMemory) -> None:
-    os.ftruncate(file._file.fileno(), 0)
-
-
 def test_a_disk_that_fails(tmp_path: Path) -> None:
     """Too little space, or no folder to write in: the key, before anything is trained. Bytes that
     cannot be read, or written: the update ends with an error that names the key."""
@@ -153,18 +147,38 @@ def test_a_disk_that_fails(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"parallel\.offload_dir = .* cannot be reserved"):
             DiskMemory(folder, size)
     file = DiskMemory(str(tmp_path), 1 << 20)
-    said = r"parallel\.offload_dir = .*: optimizer states cannot be"
+    said = r"parallel\.offload_dir = .*: a file there cannot be"
     full = OSError(errno.EIO, "")
     with patch("os.fsync", side_effect=full), pytest.raises(OSError, match=f"{said} written"):
         file.write()
     traffic = update.Traffic([file])
     traffic.begin(0)
-    lose_the_end(file)
-    traffic.end(0)
-    with pytest.raises(OSError, match=f"{said} read"):
-        traffic.begin(0)
+    with patch("os.fsync", side_effect=full):
+        traffic.end(0)
+        with pytest.raises(OSError, match=f"{said} written"):
+            traffic.wait()
+    os.ftruncate(file._file.fileno(), 0)
+    with pytest.raises(OSError, match=f"{said} read .Input/output error"):
+        file.read()
 
 
+def test_groups_are_the_same_on_all_ranks(ranks: Ranks) -> None:
+    """An optimizer may communicate in each, so they do not depend on a rank's own part; and a
+    file has no more room than its tensors take."""
+    case = Case(MeshSizes(dp_shard=4), vocab_size=251, offload="disk", fsdp_unit="stage")
+    found = ranks.run(groups, 4, case)
+    assert found[1:] == found[:-1]
+    assert len(found[0]) > 4
+
+
+def groups(case: Case) -> list[list[str]]:
+    with patch.object(update, "GROUP_BYTES", 15_000):
+        optimizers = make_step(case).optimizer.groups
+    assert all(each.file is not None and each.file.is_full for each in optimizers)
+    return [[weight.global_name for weight in each.weights] for each in optimizers]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="refused as a whole elsewhere")
 def test_what_a_start_refuses(data: Path, tmp_path: Path) -> None:
     config = runs.write_config(tmp_path, data)
     there = f"parallel.offload_dir={tmp_path}"

@@ -182,7 +182,7 @@ class Pipeline:
             gather, scatter, replicate = (a + b for a, b in zip(rest, of_experts, strict=True))
         cast = time.rates.memory(numel.total * 3 * e + numel.over(shards) * layout.master)
         each = zip(self.parameters, self.states, strict=True)
-        seconds += max(time.updating(n.over(shards), s.over(shards)) for n, s in each)
+        seconds += max(time.updating(n.over(shards), s.over(shards), stage.world) for n, s in each)
         # the rank's v stages are taken as equal, and their units
         one, ends = 1 / self.v, (rest[0] / number, rest[0] / number, rest[1] / number)
         sharding = Gathers(gather * one, scatter * one, *ends)

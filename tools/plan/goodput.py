@@ -59,7 +59,11 @@ def goodput(config: Config, world: int, device: Device, step_seconds: float) -> 
     """
     checkpoint = state_bytes(config)
     nodes = math.ceil(world / device.gpus_per_node)
-    save = checkpoint * config.parallel.dp_replicate / world / device.host_bytes_per_second
+    part = checkpoint * config.parallel.dp_replicate / world
+    save = part / device.host_bytes_per_second
+    if config.parallel.offload == "disk":  # about two thirds are read, and all is written
+        sharing = min(world, device.gpus_per_node)
+        save = max(save, part * 5 / 3 * sharing / device.disk_bytes_per_second)
     written = checkpoint / (nodes * device.storage_bytes_per_second)
     costs = Interruptions(
         save=save,

@@ -45,7 +45,7 @@ from parallel.pipeline.actions import (
 from parallel.pipeline.lower import Exchange, Program, lower
 from tools.plan.layout import Gathered, Layout, schedule_of
 from tools.plan.traffic import gather_bytes, reduce_bytes
-from training.update import GROUP_BYTES
+from training.update import GROUP_BYTES, MOST
 
 
 class Account:
@@ -321,10 +321,15 @@ def bytes_outside(layout: Layout) -> tuple[int, int]:
     """Bytes that a rank keeps in the host's memory, and on a local disk: weights, states, and a
     copy of both to save from; on the host also their gradients."""
     weights, states = state_bytes(layout).values()
+    largest = 0  # states of one weight
+    for _, unit in (each for stage in layout.stages for each in layout.fsdp_units(stage)):
+        shards, _, rank = layout.sharding[unit.is_expert]
+        each = (layout.bytes_of_states(*part) for part in unit.parts(shards, rank))
+        largest = max(largest, *each)
     copies = weights + states
     where = layout.config.parallel.offload
     if where == "disk":
-        return weights + min(3 * GROUP_BYTES, states), 2 * copies
+        return weights + min(3 * max(GROUP_BYTES, states // MOST, largest), states), 2 * copies
     return copies + (copies + weights if where == "host" else 0), 0
 
 

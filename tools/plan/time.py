@@ -343,18 +343,20 @@ class StepTime:
             for _, unit in self.layout.fsdp_units(stage):
                 shards = self.layout.sharding[unit.is_expert].shards
                 states = sum(map(self.layout.bytes_of_states, unit.weights))
-                ranks[rank] += self.updating(unit.numel / shards, states / shards)
+                ranks[rank] += self.updating(
+                    unit.numel / shards, states / shards, self.layout.world
+                )
         return max(ranks)
 
-    def updating(self, numbers: float, states: float) -> float:
+    def updating(self, numbers: float, states: float, world: int) -> float:
         """Seconds of the optimizer and the gradient norm for so many parameters, with so many bytes
         of states: weights and states are read and written, gradients are read twice. On a disk,
-        states are read and all is written meanwhile."""
+        states are read and all is written meanwhile. `world`: the ranks of the job."""
         weights, where = numbers * self.layout.master, self.layout.config.parallel.offload
         moved = 2 * states + 4 * weights
         if where == "none":
             return self.rates.memory(moved)
-        sharing = min(self.device.gpus_per_node, self.layout.world)
+        sharing = min(self.device.gpus_per_node, world)
         seconds = moved * sharing / self.device.host_memory_bytes_per_second
         if where == "disk":
             moved = 2 * states + weights

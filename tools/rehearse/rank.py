@@ -42,6 +42,9 @@ def rehearse(
     A process can be only one rank of one world, so call this through `alone`.
     """
     began, cpu_began = time.perf_counter(), time.process_time()
+    if config.parallel.offload == "disk":  # for the GPU it is the same, and no space is needed
+        on_host = replace(config.parallel, offload="host", offload_dir="")
+        config = replace(config, parallel=on_host)
     with (
         the_rank(config, world, rank, DEVICE) as mesh,
         fake_gpu() as device,
