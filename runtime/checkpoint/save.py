@@ -226,7 +226,7 @@ class Saver:
             name: as_dtensor_like(copy, self.tensors[name]) for name, copy in self.copies.items()
         }
         # This thread writes the rank's files: DCP loses the errors of further ones.
-        writer = _FilesOfSomeSize(str(partial), save_distributed=True, thread_count=1)
+        writer = FilesOfSomeSize(str(partial), save_distributed=True, thread_count=1)
         # Else it would load the tensors, which are on the host already, through a stream of the
         # device, and synchronize that.
         writer.per_thread_copy_ahead = 0
@@ -331,7 +331,7 @@ class Saver:
         return self._agree(action if self.is_first else lambda: None)[0]
 
 
-class _FilesOfSomeSize(HuggingFaceStorageWriter):
+class FilesOfSomeSize(HuggingFaceStorageWriter):
     """Writes a rank's part to files of about FILE_BYTES each, not to a single one."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

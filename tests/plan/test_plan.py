@@ -20,6 +20,7 @@ from tools.plan.layout import Layout
 from tools.plan.memory import Memory
 from tools.plan.search import Found, search
 from tools.plan.summary import summarise
+from tools.plan.time import Reduction, stalls
 from tools.plan.traffic import by_axis, collectives
 from tools.rehearse.rank import alone, rehearse
 
@@ -121,6 +122,20 @@ def test_refused_before_a_plan_or_a_search(
 ) -> None:
     assert main([LLAMA_70B, *SMALL, *arguments.split()]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_waits_for_reductions() -> None:
+    """A backward of three units, of 1 s each, whose reductions take 2 s: with room for one input
+    computation waits 1 s for the first and 1 s for the second, with room for all only at the end;
+    if nothing is computed between them, for all but the last."""
+    units = [Reduction(1.0, 2.0, 0.5)] * 3
+    assert stalls(units, 1, last=False) == 2.0
+    assert stalls(units, 3, last=False) == 0.0
+    assert stalls(units, 1, last=True) == stalls(units, 3, last=True) == 4.5
+    split = [Reduction(0.0, 2.0, 0.5)] * 3
+    assert stalls(split, 1, last=False) == 4.0
+    assert stalls(split, 3, last=False) == 0.0
+    assert stalls(split, 1, last=True) == 6.5
 
 
 def test_a_stage_as_one_unit_hides_nothing() -> None:

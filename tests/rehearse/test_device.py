@@ -8,11 +8,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.distributed.checkpoint import HuggingFaceStorageWriter, filesystem
+from torch.distributed.checkpoint import filesystem
 
 from hardware import DATA_SHEETS, data_sheet_of
 from proofs.ranks import RankError, Ranks
-from runtime.checkpoint.save import Saver
+from runtime.checkpoint.save import FilesOfSomeSize, Saver
 from runtime.device import CUBLAS, deterministic, device_thread
 from tests.runs import fresh, train_run, write_config
 
@@ -39,13 +39,13 @@ def test_a_thread_works_on_its_rank_s_device(monkeypatch: pytest.MonkeyPatch, ma
     assert seen == [3 if make else 0]
 
 
-class CopyAhead(HuggingFaceStorageWriter):
+class CopyAhead(FilesOfSomeSize):
     """Copies ahead, as DCP does if it is not told otherwise."""
 
     per_thread_copy_ahead = property(lambda self: 10_000_000, lambda self, value: None)
 
 
-def save_as_on_a_gpu(arguments: list[str], writer: Any = HuggingFaceStorageWriter) -> str:
+def save_as_on_a_gpu(arguments: list[str], writer: Any = FilesOfSomeSize) -> str:
     """A run whose saves find a GPU. DCP's loader for GPUs, which works with streams, is refused."""
     write = Saver._write_partial
 
@@ -56,7 +56,7 @@ def save_as_on_a_gpu(arguments: list[str], writer: Any = HuggingFaceStorageWrite
     refused = AssertionError("a stream is used in the thread that saves")
     with (
         patch.object(Saver, "_write_partial", on_a_gpu),
-        patch("runtime.checkpoint.save.HuggingFaceStorageWriter", writer),
+        patch("runtime.checkpoint.save.FilesOfSomeSize", writer),
         patch.object(filesystem, "_OverlappingCpuLoader", side_effect=refused),
     ):
         return train_run(arguments)

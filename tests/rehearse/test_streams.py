@@ -4,7 +4,7 @@ that are planted must be found."""
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from model.router import BaseRouter
 from parallel import collectives
 from parallel.axes import MeshSizes
 from parallel.collectives import Pending
+from parallel.data import FSDPSwitches
 from parallel.dispatch.all_to_all import Rows
 from parallel.pipeline.schedules import SCHEDULES
 from parallel.pipeline.transfer import Transfers
@@ -27,6 +28,7 @@ from proofs.parity.cases import Case
 from proofs.parity.run import heads_in_pieces
 from settings.config import Config
 from tests import ROOT
+from tests.planted import planted
 from tests.proofs.parity_tiers import dense_covering, expert_covering, thorough_but
 from tools.plan.candidates import FIXED
 from tools.rehearse.__main__ import main
@@ -159,6 +161,25 @@ def covering() -> Iterator[Any]:
 @pytest.mark.parametrize(("case", "rank"), [*covering()], ids=str)
 def test_no_pair_of_options_has_a_defect(case: Case, rank: int) -> None:
     assert alone(check, case.config(), case.world, rank)["findings"] == []
+
+
+@pytest.mark.parametrize("waits_at_once", [False, True], ids=["", "control"])
+def test_a_stages_last_reductions_run_beside_the_next_stages_backward(waits_at_once: bool) -> None:
+    """All but that of the rank's last stage. Control: a stage that waits for its own at once."""
+    case = Case(
+        MeshSizes(pp=2, dp_shard=2), schedule="interleaved_1f1b", stages_per_rank=2,
+        dtype="bfloat16", kernels="auto",
+    )  # fmt: skip
+
+    @planted(FSDPSwitches, "after_backward")
+    def at_once(honest: Any, self: FSDPSwitches, module: Any, last: bool) -> None:
+        honest(self, module, last)
+        if last:
+            self._wait(self._reducing.pop())
+
+    with at_once() if waits_at_once else nullcontext():
+        row = alone(check_case, case, 3)["overlap"]["dp_shard reduce_scatter B"]
+    assert (row["bare"], row["count"]) == (2 if waits_at_once else 1, 4)
 
 
 # --- controls: the step with a defect -------------------------------------------------------------

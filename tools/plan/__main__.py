@@ -17,6 +17,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from costs.routing import check_imbalance
 from settings.checks import validate
 from settings.layouts import valid_layout
 from settings.load import load_config
@@ -53,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--search", bool, None, "search all layouts, whatever CONFIG has")
     of_nodes = "with --search: the list parallel.layouts for MIN to --gpus GPUs, in whole nodes"
     add("--layouts", int, "MIN", of_nodes)
+    add("--imbalance", 1.0, "F", "the slowest rank's experts receive F times their share of rows")
     add("--guide", int, "N", "ZeRO's memory and traffic as guides count them")
     add("--beside", Path, "FILE", "a rank's memory report, RUN/memory/*.json")
     add("--tokens", 0.0, "T", "tokens of the run")
@@ -86,7 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
         result["search"] = searched.as_dict()
         config = searched.best[0].config
         validate(config, world)
-    plan = summarise(config, world, device, options.tokens, options.price)
+    check_imbalance("--imbalance", options.imbalance, config.model, config.parallel.ep)
+    plan = summarise(config, world, device, options.tokens, options.price, options.imbalance)
     print(describe_plan(plan))
     result = plan | result
     if options.json is not None:

@@ -24,12 +24,22 @@ from typing import Any
 
 from costs.links import Links
 from costs.units import LocalWeight, Sums
+from parallel.fsdp_units import input_buffers
 from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, FORWARD
 from parallel.pipeline.schedules import build_schedule
 from parallel.weight_gradient import sum_dtype
 from tools.plan.layout import Layout, Numbers, numbers_of, ranks_of_stages
 from tools.plan.memory import GROWING
-from tools.plan.time import NOTHING, Gathers, Part, StepTime, message_seconds, sharding_seconds
+from tools.plan.time import (
+    NOTHING,
+    Gathers,
+    Part,
+    Reduction,
+    StepTime,
+    message_seconds,
+    sharding_seconds,
+    stalls,
+)
 
 SPLIT = ("zb_h1", "zb_v", "dualpipe_v")  # compute (some) weight gradients in separate actions
 short_schedule = lru_cache(maxsize=256)(build_schedule)
@@ -184,18 +194,24 @@ class Pipeline:
         each = zip(self.parameters, self.states, strict=True)
         seconds += max(time.updating(n.over(shards), s.over(shards), stage.world) for n, s in each)
         # the rank's v stages are taken as equal, and their units
-        one, ends = 1 / self.v, (rest[0] / number, rest[0] / number, rest[1] / number)
-        sharding = Gathers(gather * one, scatter * one, *ends)
+        one, each_unit = 1 / self.v, 1 / number
+        forward, backward = part.forward, part.input_grad + part.weight_grad
+        before = 0.0 if self.schedule in SPLIT else backward * each_unit
+        alike = [Reduction(before, scatter * each_unit, replicate * each_unit)]
+        alike *= max(1, number // self.v)
+        inputs = input_buffers(zero)
+        waiting = stalls(alike, inputs, last=False)
+        end = rest[0] * each_unit
+        sharding = Gathers(gather * one, scatter * one, end, end, waiting)
         unit = stage.alike.parallel.fsdp_unit
         seconds += m * self.v * sharding.waits(zero, unit, part * one).total
-        forward, backward = part.forward, part.input_grad + part.weight_grad
-        as_one = unit == "stage"
         if zero == 3:
             seconds += m * 2 * cast
         else:
-            seconds += gather + cast if as_one else max(0.0, gather + cast - forward)
-        behind = 0.0 if as_one else backward  # the computation that hides the last reductions
-        return seconds + max(0.0, replicate + (scatter if zero < 2 else 0.0) - behind)
+            seconds += gather + cast if unit == "stage" else max(0.0, gather + cast - forward)
+        if zero < 2:
+            seconds += waiting * self.v * self.pp
+        return seconds + stalls(alike, inputs, last=True) - waiting
 
     def _find_slowest(self, reduced: bool) -> tuple[Part, Numbers, int, float]:
         """Of the pipeline rank that computes longest: its seconds for one micro-batch, its

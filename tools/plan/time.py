@@ -3,13 +3,15 @@ the rates of a device (costs/seconds.py).
 
 Communication is hidden exactly where the code overlaps it with computation. Over tp and cp, a
 collective is hidden behind what is computed between its start and its wait. Over dp, a unit is
-gathered during the previous unit's forward and reduced during the next unit's backward; time beyond
-that of the overlapping computation is exposed. With `fsdp_unit: stage` there is no previous or next
-unit, so gathers are exposed, and reductions overlap with the rank's next actions. The simulator
-accounts for the messages of the pipeline, which overlap with other actions as the schedule allows.
+gathered during the previous unit's forward; time beyond that of the overlapping computation is
+exposed. It is reduced during the backwards after its own, which wait for reductions where FSDP has
+no room for another input (`stalls`). The reductions of a stage's last backward run beside what the
+rank does next. With `fsdp_unit: stage` there is no previous or next unit, so gathers are exposed.
+The simulator accounts for the messages of the pipeline, which overlap with other actions as the
+schedule allows.
 
-In a forward of experts the host waits for the device, to learn how many rows go to each rank. Then
-it has launched nothing that the device could compute meanwhile: each such wait takes
+With ep, in a forward of experts the host waits for the device, to learn how many rows go to each
+rank. Then it has launched nothing that the device could compute meanwhile: each such wait takes
 `host_wait_seconds` of the device. The experts have been gathered with their block, beside the
 previous experts and the attention.
 """
@@ -172,7 +174,8 @@ class StepTime:
         if (unit, kind) not in self._costs:
             phase = self.layout.phase(kind, unit)
             cost = self.rates.cost(phase, kind is BACKWARD_WEIGHT)
-            if kind is FORWARD and numbers_of(unit).experts:  # `counts_on_host`
+            waits = kind is FORWARD and self.layout.sizes.ep > 1 and numbers_of(unit).experts
+            if waits:  # `counts_on_host`
                 cost = cost._replace(computing=cost.computing + self.device.host_wait_seconds)
             self._costs[unit, kind] = cost
         return self._costs[unit, kind]
@@ -315,12 +318,15 @@ class StepTime:
         """When each rank has finished reducing its gradients. The reductions of a stage's last
         backward run beside what the rank does after it. With zero_stage below 2 only that backward
         reduces; if it stalls, the stages before it are late."""
-        zero, last = self.layout.config.parallel.zero_stage, self.layout.num_microbatches - 1
+        parallel, last = self.layout.config.parallel, self.layout.num_microbatches - 1
+        zero, as_one = parallel.zero_stage, parallel.fsdp_unit == "stage"
         late, behind = [0.0], []  # of the stages from the last one on
         for stage in reversed(range(self.layout.num_stages)):
             stalled = self.stalls(stage, last=False)
             late.append(late[-1] + (stalled if zero < 2 else 0.0))
-            behind.append(self.stalls(stage, last=True) - stalled)
+            # what every backward has waited for already (`Gathers.waits`)
+            waited = self.data_parallel(stage)[1] if zero == 3 and as_one else stalled
+            behind.append(max(0.0, self.stalls(stage, last=True) - waited))
         late, behind = late[:0:-1], behind[::-1]
         return [
             max(

@@ -10,13 +10,16 @@ runs beside that layer, because its stream waits only for the layer before that.
 Several collectives may count the same computing. The host is assumed to be ahead of the device.
 """
 
+import itertools
 from dataclasses import dataclass, field
 
-from costs.collectives import Call, rounds
+from costs.collectives import Call
 from costs.events import Attention, Moved, Product
+from parallel.axes import FSDP_AXES
 from tools.plan.time import StepTime
 from tools.rehearse.device import Device, Lane
 
+AXES_OF_LINKS = ("tp", "cp", "ep", *itertools.chain(*FSDP_AXES.values()))
 Computing = Product | Attention | Moved
 
 
@@ -41,9 +44,9 @@ class Flight:
         axis, kind, size = self.call
         if kind in ("send", "receive"):
             return time.message_seconds
-        if axis in ("tp", "dp_shard", "dp_replicate"):
-            return time.links.collective(axis, size, rounds(kind))
-        return time.links.device.collective_seconds  # a few numbers
+        if axis in AXES_OF_LINKS:
+            return time.links.seconds(kind, axis, size)
+        return time.links.device.collective_seconds  # a few numbers, over another group
 
 
 @dataclass
