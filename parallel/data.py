@@ -139,13 +139,9 @@ class DataParallel(Protocol):
 
 class FSDPSwitches:
     """Sets FSDP2's switches before and after the forwards and backwards of a step, as the table at
-    the top of this file requires.
-
-    After the last backward of a stage, FSDP would let the device wait for the stage's reductions
-    before it sends the gradient of its input: the stages before it would wait too, one after
-    another. So FSDP is told only later that this was the last: after the last backward of the
-    rank's next stage, which hides the reductions, or at the end of the step. (Not at the end for
-    all stages, because FSDP holds the input of each stage's last reduction.)
+    the top of this file requires. Told that a backward was a stage's last, FSDP lets the device
+    wait for the stage's reductions, and with it the stages before, which need the gradient of its
+    input. So it is told later: after the last backward of the rank's next stage, or at the end.
     """
 
     def __init__(
@@ -180,8 +176,7 @@ class FSDPSwitches:
     def after_backward(self, module: nn.Module, last: bool) -> None:
         # FSDP's hooks have reduced the gradients
         if last:
-            for other in self._reducing:
-                self._wait(other)
+            self._wait()
             self._reducing = [module]
 
     def after_weight_gradients(self, module: nn.Module, last: bool) -> None:
@@ -195,17 +190,16 @@ class FSDPSwitches:
         module._get_fsdp_state()._root_post_backward_final_callback()
         self.after_backward(module, last)
 
-    def _wait(self, module: nn.Module) -> None:
-        """Let the device wait for a stage's reductions, and FSDP free what it held for them."""
-        assert isinstance(module, FSDPModule)
-        module.set_is_last_backward(True)
-        module._get_fsdp_state()._root_post_backward_final_callback()
-        module.set_is_last_backward(False)
+    def _wait(self) -> None:
+        """Let the device wait for reductions, and FSDP free what it held for them."""
+        for module in self._reducing:
+            assert isinstance(module, FSDPModule)
+            module.set_is_last_backward(True)
+            module._get_fsdp_state()._root_post_backward_final_callback()
+        self._reducing = []
 
     def end(self, module: nn.Module) -> None:
-        if module in self._reducing:
-            self._wait(module)
-            self._reducing.remove(module)
+        self._wait()
         for unit in self._units(module):
             unit.reshard()
 

@@ -19,7 +19,6 @@ import os
 import tempfile
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,7 +46,7 @@ class DiskMemory:
             remedy = "give a writable folder on a local disk with enough space"
             raise UserError("parallel.offload_dir", folder, why, remedy) from None
         self._map = mmap.mmap(self._file.fileno(), self.size)
-        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8).numpy()
         self._taken = 0
 
     def new_zeros(

@@ -1,20 +1,9 @@
-"""The optimizer's update of all weights of a rank. With parallel.offload=disk the weights are
-updated in groups, and the states of each group are in a file (parallel/disk.py). While one group is
-updated, the one before it is written and the one after it is read, as in ZeRO-Infinity (Rajbhandari
-et al. 2021, https://arxiv.org/abs/2104.07857, section 5.2):
-
-    file     ▐ group 0 ▐ group 1 ▐ group 2 ▐ group 3 ▐ …
-                 ▲ write             │ read ahead
-    memory   ▐ group 0 ▐ group 1 ▐ group 2 ▐
-                         updated
-
-At most three groups are in memory. The first group of the next update is read at once: during the
-forwards and backwards before it.
-"""
+"""The optimizer's update of all weights of a rank."""
 
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 
 from torch import Tensor
 
@@ -28,26 +17,18 @@ GROUP_BYTES, MOST = 256 << 20, 64
 
 
 class Update:
-    """Holds an optimizer for each group of weights, and their states.
-
-    Args:
-        weights: this rank's sharded weights.
-        config: the configuration of the run.
-    """
+    """Holds an optimizer for each group of `weights`, the sharded ones of this rank, and their
+    states. (There is one group, but with parallel.offload=disk.)"""
 
     def __init__(self, weights: Sequence[NamedWeight], config: Config) -> None:
         kind = optimizer_class(config.optimizer.name)
         groups = groups_of(kind, weights) if config.parallel.offload == "disk" else [weights]
         self.weights, self.states_of = weights, kind.states_of
         self.groups = [kind(group, config) for group in groups]
+        self.updates = self.groups[0].updates  # made so far
         self.states = [states for group in self.groups for states in group.states]
         files = [group.file for group in self.groups if group.file is not None]
         self.traffic = Traffic(files) if files else None
-
-    @property
-    def updates(self) -> Tensor:
-        """The number of updates made so far: a float32 scalar on the device of the states."""
-        return self.groups[0].updates
 
     def set_updates(self, updates: int) -> None:
         for group in self.groups:
@@ -59,15 +40,12 @@ class Update:
             self.traffic.wait()
 
     def step(self, lr: float, norm: Tensor, max_norm: float) -> None:
-        """Update every weight, and free the gradients (`ShardedOptimizer.update` has the
-        arguments). Raises OSError if a disk fails."""
+        """Update every weight (the arguments are those of `ShardedOptimizer.update`), and free the
+        gradients. Raises OSError if a disk fails."""
         norm = norm.to(self.updates.device)  # if offloaded from a GPU, the host waits for it here
         for number, group in enumerate(self.groups):
-            if self.traffic:
-                self.traffic.begin(number)
-            group.step(lr, norm, max_norm)
-            if self.traffic:
-                self.traffic.end(number)
+            with self.traffic.using(number) if self.traffic else nullcontext():
+                group.step(lr, norm, max_norm)
 
 
 def groups_of(
@@ -99,7 +77,21 @@ def _share_of_states(kind: type[ShardedOptimizer], weight: NamedWeight) -> float
 
 class Traffic:
     """Reads files ahead of their use, in a cycle, and writes them behind it. An error of a read or
-    a write is raised where the file is needed next."""
+    a write is raised where the file is needed next.
+
+    With parallel.offload=disk the weights are updated in groups, and the states of each group are
+    in a file (parallel/disk.py). While one group is updated, the one before it is written and the
+    one after it is read, as in ZeRO-Infinity (Rajbhandari et al. 2021,
+    https://arxiv.org/abs/2104.07857, section 5.2):
+
+        file     ▐ group 0 ▐ group 1 ▐ group 2 ▐ group 3 ▐ …
+                     ▲ write             │ read ahead
+        memory   ▐ group 0 ▐ group 1 ▐ group 2 ▐
+                             updated
+
+    At most three groups are in memory. The first group of the next update is read at once: during
+    the forwards and backwards before it.
+    """
 
     def __init__(self, files: Sequence[DiskMemory]) -> None:
         self.files = files
@@ -107,14 +99,14 @@ class Traffic:
         self.reads: dict[int, Future[None]] = {}  # begun, and not used yet
         self.writes: dict[int, Future[None]] = {}  # the last of each
 
-    def begin(self, number: int) -> None:
-        """Wait until a file is in memory, and begin to read the next one. Raises OSError."""
+    @contextmanager
+    def using(self, number: int) -> Iterator[None]:
+        """Wait until a file is in memory, and begin to read the next one; afterwards begin to write
+        it. Raises OSError."""
         self._read_ahead(number)
         self._read_ahead(number + 1)
         self.reads.pop(number).result()
-
-    def end(self, number: int) -> None:
-        """Begin to write a file that has been changed."""
+        yield
         self.writes[number] = self.writer.submit(self.files[number].write)
         self._read_ahead(number + 1)  # if it is the only one
 

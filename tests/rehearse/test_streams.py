@@ -175,7 +175,7 @@ def test_a_stages_last_reductions_run_beside_the_next_stages_backward(waits_at_o
     def at_once(honest: Any, self: FSDPSwitches, module: Any, last: bool) -> None:
         honest(self, module, last)
         if last:
-            self._wait(self._reducing.pop())
+            self._wait()
 
     with at_once() if waits_at_once else nullcontext():
         row = alone(check_case, case, 3)["overlap"]["dp_shard reduce_scatter B"]

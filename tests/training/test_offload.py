@@ -152,9 +152,9 @@ def test_a_disk_that_fails(tmp_path: Path) -> None:
     with patch("os.fsync", side_effect=full), pytest.raises(OSError, match=f"{said} written"):
         file.write()
     traffic = update.Traffic([file])
-    traffic.begin(0)
     with patch("os.fsync", side_effect=full):
-        traffic.end(0)
+        with traffic.using(0):
+            pass
         with pytest.raises(OSError, match=f"{said} written"):
             traffic.wait()
     os.ftruncate(file._file.fileno(), 0)
