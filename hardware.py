@@ -140,6 +140,10 @@ class Device(DataSheet):
         """Bytes that a run's tensors may take."""
         return self.memory_bytes - self.reserved_bytes
 
+    def gpus_of_node(self, world: int) -> int:
+        """How many GPUs of a job of `world` share a node."""
+        return min(self.gpus_per_node, world)
+
     def peak(self, width: int) -> float:
         """The peak for numbers of `width` bytes, in FLOP/s (two per multiply-add)."""
         return {2: self.peak_flops, 4: self.peak_flops_float32, 8: self.peak_flops_float64}[width]

@@ -17,7 +17,7 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -88,6 +88,19 @@ class DiskMemory:
     def _failed(self, what: str, number: int) -> OSError:
         said = f"parallel.offload_dir = {self.folder!r}: a file there {what}"
         return OSError(number, f"{said} ({os.strerror(number)})")
+
+
+def ranges_of_size(sizes: Sequence[float], most: float) -> Iterator[range]:
+    """Divide what has these sizes, in order, into parts of at most `most` each, unless a single one
+    is larger: the indices of each part."""
+    begin, total = 0, 0.0
+    for index, size in enumerate(sizes):
+        if index > begin and total + size > most:
+            yield range(begin, index)
+            begin, total = index, 0.0
+        total += size
+    if sizes:
+        yield range(begin, len(sizes))
 
 
 def aligned(size: int) -> int:

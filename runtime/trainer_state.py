@@ -23,7 +23,7 @@ from parallel.placement import dim_of
 from runtime.schema import MAX_INT, Name, Natural, Strict
 from settings.config import Config
 from settings.moved import at_new_places
-from training.optimizers import optimizer_class
+from training.optimizers import bytes_of_states, optimizer_class
 from training.step import TrainStep
 
 FILE = "trainer.json"
@@ -209,7 +209,7 @@ def state_bytes(config: Config) -> int:
     master = config.precision.master.itemsize
 
     def held(weight: NamedWeight) -> int:
-        states = states_of(weight.spec).values()
-        return weight.numel * master + sum(s.bytes(weight.spec.shape, master) for s in states)
+        states = bytes_of_states(states_of(weight.spec), weight.spec.shape, master)
+        return weight.numel * master + states
 
     return sum_over_weights(config.model, held)

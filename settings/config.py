@@ -42,6 +42,11 @@ class Config:
     def precision(self) -> Precision:
         return Precision.of(self.train, self.parallel, self.optimizer)
 
+    @property
+    def kernels_of_states(self) -> str:
+        """`model.kernels` for weights and optimizer states: on a host Triton's do not run."""
+        return self.model.kernels if self.parallel.offload == "none" else "torch"
+
     def num_microbatches(self, dp_size: int) -> int:
         """Micro-batches of each data-parallel rank in one step."""
         return self.train.global_batch_size // (dp_size * self.train.micro_batch_size)

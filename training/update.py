@@ -7,12 +7,12 @@ from contextlib import contextmanager, nullcontext
 
 from torch import Tensor
 
-from parallel.disk import DiskMemory
+from parallel.disk import DiskMemory, ranges_of_size
 from parallel.parameter import NamedWeight
 from settings.config import Config
-from training.optimizers import ShardedOptimizer, optimizer_class
+from training.optimizers import ShardedOptimizer, bytes_of_states, optimizer_class
 
-# of the states in a file, unless a single weight has more, or there would be more than MOST files
+# of the states in a file, unless a single weight has more; but at most about MOST files
 GROUP_BYTES, MOST = 256 << 20, 64
 
 
@@ -48,31 +48,25 @@ class Update:
                 group.step(lr, norm, max_norm)
 
 
+def group_bytes(total: float) -> float:
+    """About how many bytes of states a group has, of `total` on the rank."""
+    return max(GROUP_BYTES, total / MOST)
+
+
 def groups_of(
     kind: type[ShardedOptimizer], weights: Sequence[NamedWeight]
-) -> Iterator[list[NamedWeight]]:
-    """Divide weights, in their order, into groups whose states have about GROUP_BYTES; into the
-    same groups on all ranks that have parts of them, because an optimizer may communicate."""
-    sizes = [_share_of_states(kind, weight) for weight in weights]
-    most = max(GROUP_BYTES, sum(sizes) / MOST)
-    group: list[NamedWeight] = []
-    size = 0.0
-    for weight, needed in zip(weights, sizes, strict=True):
-        if group and size + needed > most:
-            yield group
-            group, size = [], 0.0
-        group.append(weight)
-        size += needed
-    yield group
-
-
-def _share_of_states(kind: type[ShardedOptimizer], weight: NamedWeight) -> float:
-    """Bytes of a weight's states, divided by the number of its parts."""
-    mesh, placements = weight.sharded.device_mesh, weight.sharded.placements
-    parts = math.prod(mesh.size(axis) for axis, p in enumerate(placements) if not p.is_replicate())
-    states = kind.states_of(weight.spec).values()
-    master = weight.sharded.element_size()
-    return sum(state.bytes(weight.spec.shape, master) for state in states) / parts
+) -> Iterator[Sequence[NamedWeight]]:
+    """Divide weights, in their order, by the size of their states; into the same groups on all
+    ranks that have parts of them, because an optimizer may communicate."""
+    sizes = []
+    for weight in weights:
+        mesh, placements = weight.sharded.device_mesh, weight.sharded.placements
+        cut = (axis for axis, each in enumerate(placements) if not each.is_replicate())
+        states, master = kind.states_of(weight.spec), weight.sharded.element_size()
+        whole = bytes_of_states(states, weight.spec.shape, master)
+        sizes.append(whole / math.prod(map(mesh.size, cut)))
+    for part in ranges_of_size(sizes, group_bytes(sum(sizes))):
+        yield weights[part.start : part.stop]
 
 
 class Traffic:

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from data.tokenizer import tokenizer_files
+from parallel.disk import ranges_of_size
 from parallel.placement import as_dtensor_like
 from runtime.checkpoint.folder import (
     ABANDONED,
@@ -335,15 +336,15 @@ class FilesOfSomeSize(HuggingFaceStorageWriter):
     """Writes a rank's part to files of about FILE_BYTES each, not to a single one."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        file, size = 1, 0
-        file_of: dict[str, int] = {}
+        sizes = []
         for item in plan.items:
             assert item.tensor_data is not None  # a checkpoint has only tensors
-            tensor = item.tensor_data
-            needed = math.prod(tensor.chunk.sizes) * tensor.properties.dtype.itemsize
-            if size and size + needed > FILE_BYTES:
-                file, size = file + 1, 0
-            file_of[item.index.fqn] = file
-            size += needed
+            chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
+            sizes.append(math.prod(chunk.sizes) * dtype.itemsize)
+        file_of = {
+            plan.items[i].index.fqn: number
+            for number, part in enumerate(ranges_of_size(sizes, FILE_BYTES), start=1)
+            for i in part
+        }
         plan.storage_data["fqn_to_index_mapping"] = file_of
         return super().write_data(plan, planner)

@@ -49,12 +49,13 @@ def check_replicas(train: TrainStep) -> None:
 
 def _odd_ones(axis: str, tensors: list[DTensor], train: TrainStep) -> list[str]:
     """Describe the ranks of this rank's group on `axis` that differ from the others."""
-    mesh, config = train.mesh, train.config
-    kernels = config.model.kernels if config.parallel.offload == "none" else "torch"
+    mesh = train.mesh
     group = mesh.views[axis].group
     if group.size() == 1 or not tensors:
         return []
-    mine = hash_of((tensor.to_local() for tensor in tensors), kernels).to(mesh.device)
+    mine = hash_of((tensor.to_local() for tensor in tensors), train.config.kernels_of_states).to(
+        mesh.device
+    )
     hashes = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(hashes, mine, group=group)  # int64 scalars
     values = [int(value) for value in torch.stack(hashes).tolist()]

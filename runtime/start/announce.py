@@ -3,7 +3,6 @@ how and from where, what changed since the run of its checkpoint, and what may b
 (What can only be a mistake is refused: settings/checks.py.)"""
 
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from runtime.files import write_or_warn
 from runtime.listener import Listener, Run
 from runtime.output import log
 from runtime.start.attention import describe_attention
+from runtime.start.environment import local_world
 from runtime.start.host import connections_notice
 from runtime.start.topology import describe_nodes, describe_places, describe_stages
 from settings.config import SECTIONS, Config
@@ -86,7 +86,7 @@ class DataStageBegins(Listener):
 
 def _costs(config: Config, mesh: Mesh) -> list[str]:
     """Describe the layout and its costs."""
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    ranks_per_node = local_world(dist.get_world_size())
     try:
         flops_per_token(config.model, config.train.seq_len)
         lines = [describe_places(config, mesh, ranks_per_node)]

@@ -20,6 +20,7 @@ from runtime.device import check_gpu, prepare_determinism
 from runtime.evaluation.rows import TaskRows, open_tasks
 from runtime.monitor.check import check_alerts
 from runtime.start.attention import check_attention
+from runtime.start.environment import local_world
 from runtime.trainer_state import state_bytes
 from settings.config import Config
 from settings.data_stages import data_stages, in_data_stage
@@ -81,7 +82,7 @@ def check_disk(config: Config) -> None:
     folder, world = config.parallel.offload_dir, dist.get_world_size()
     if sys.platform != "linux":
         raise UserError("parallel.offload", "disk", "needs Linux", "use parallel.offload=host")
-    needed = 2 * state_bytes(config) * config.parallel.dp_replicate / world * local_world()
+    needed = 2 * state_bytes(config) * config.parallel.dp_replicate / world * local_world(world)
     try:
         with tempfile.TemporaryFile(dir=folder):
             free = shutil.disk_usage(folder).free
@@ -110,11 +111,6 @@ def file_system_of(folder: str) -> str:
     return found
 
 
-def local_world() -> int:
-    """The number of ranks on this node."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-
-
 def check_fits(config: Config, device: str) -> None:
     """Raise UserError if weights and optimizer states exceed a rank's share of the memory: such a
     run is certain to fail. (`tools.plan` estimates what else a step needs.)"""
@@ -125,7 +121,7 @@ def check_fits(config: Config, device: str) -> None:
     if device == "cuda" and parallel.offload == "none":
         memory = torch.cuda.get_device_properties().total_memory
     else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world()
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world(world)
     if needed > memory:
         why = f"weights and optimizer states need {needed / 1e9:,.1f} GB on each rank, which has "
         why += f"{memory / 1e9:,.1f} GB"

@@ -56,6 +56,11 @@ def check_number(name: str, least: int, most: int, why: str = "") -> int | None:
     return int(text)
 
 
+def local_world(world: int) -> int:
+    """The number of ranks on this node, of `world` in all."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
+
+
 def _check_rank(store: Any) -> None:
     found = {name: check_number(name, *bounds) for name, bounds in OF_RANK.items()}
     world, processes = found["WORLD_SIZE"] or 1, found["LOCAL_WORLD_SIZE"]

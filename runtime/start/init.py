@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from runtime import signals as received
 from runtime.signals import Signals
-from runtime.start.environment import check_environment, check_number
+from runtime.start.environment import check_environment, check_number, local_world
 from runtime.start.host import raise_open_files, share_cores, stay_on_this_machine, use_gpu
 
 # gloo is for tensors and objects on the host: CPU offload, checkpoint planning
@@ -55,7 +55,7 @@ def init_distributed(signals: Signals | None = None, store: dist.Store | None = 
     check_environment(store=store)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    processes = local_world(world_size)
     if device == "cuda":
         gpus = torch.cuda.device_count()
         why = f"this process sees {gpus} GPUs, numbered from 0"

@@ -62,8 +62,8 @@ def goodput(config: Config, world: int, device: Device, step_seconds: float) -> 
     part = checkpoint * config.parallel.dp_replicate / world
     save = part / device.host_bytes_per_second
     if config.parallel.offload == "disk":  # about two thirds are read, and all is written
-        sharing = min(world, device.gpus_per_node)
-        save = max(save, part * 5 / 3 * sharing / device.disk_bytes_per_second)
+        moved = part * 5 / 3 * device.gpus_of_node(world)
+        save = max(save, moved / device.disk_bytes_per_second)
     written = checkpoint / (nodes * device.storage_bytes_per_second)
     costs = Interruptions(
         save=save,

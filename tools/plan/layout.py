@@ -31,7 +31,7 @@ from parallel.pipeline.schedules import build_schedule
 from parallel.placement import chunk_range, dim_of
 from parallel.weight_gradient import sum_dtype
 from settings.config import Config
-from training.optimizers import optimizer_class
+from training.optimizers import bytes_of_states, optimizer_class
 
 # The kinds of actions of a schedule that splits backward, and of another.
 KINDS = {True: (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), False: (FORWARD, BACKWARD)}
@@ -244,8 +244,8 @@ class Layout:
 
     def bytes_of_states(self, weight: LocalWeight, shape: Sequence[int] | None = None) -> int:
         """Bytes of the optimizer's states of a weight on the tp or ep rank, or of a part of it."""
-        states = self.states_of(weight.spec).values()
-        return sum(state.bytes(shape or weight.shape, self.master) for state in states)
+        states = self.states_of(weight.spec)
+        return bytes_of_states(states, shape or weight.shape, self.master)
 
     def axes_across(self, weight: LocalWeight, dims: Sequence[int]) -> Iterator[str]:
         """The axes that cut a weight in another dimension than `dims`."""

@@ -45,7 +45,7 @@ from parallel.pipeline.actions import (
 from parallel.pipeline.lower import Exchange, Program, lower
 from tools.plan.layout import Gathered, Layout, schedule_of
 from tools.plan.traffic import gather_bytes, reduce_bytes
-from training.update import GROUP_BYTES, MOST
+from training.update import group_bytes
 
 
 class Account:
@@ -309,27 +309,33 @@ class Whole(Sharded):
 
 def state_bytes(layout: Layout) -> dict[str, int]:
     """Bytes of a rank's sharded weights and optimizer states."""
-    weights = states = 0
-    for _, unit in (each for stage in layout.stages for each in layout.fsdp_units(stage)):
-        shards, _, rank = layout.sharding[unit.is_expert]
+    weights = 0
+    for _, unit in _fsdp_units(layout):
+        shards = layout.sharding[unit.is_expert].shards
         weights += unit.padded(shards) // shards * layout.master
-        states += sum(layout.bytes_of_states(*part) for part in unit.parts(shards, rank))
-    return {WEIGHTS: weights, MOMENTS: states}
+    return {WEIGHTS: weights, MOMENTS: sum(_states_of_weights(layout))}
+
+
+def _fsdp_units(layout: Layout) -> Iterator[tuple[range, Gathered]]:
+    return itertools.chain.from_iterable(map(layout.fsdp_units, layout.stages))
+
+
+def _states_of_weights(layout: Layout) -> Iterator[int]:
+    """Bytes of the rank's states of each weight."""
+    for _, unit in _fsdp_units(layout):
+        shards, _, rank = layout.sharding[unit.is_expert]
+        yield from (layout.bytes_of_states(*part) for part in unit.parts(shards, rank))
 
 
 def bytes_outside(layout: Layout) -> tuple[int, int]:
     """Bytes that a rank keeps in the host's memory, and on a local disk: weights, states, and a
     copy of both to save from; on the host also their gradients."""
     weights, states = state_bytes(layout).values()
-    largest = 0  # states of one weight
-    for _, unit in (each for stage in layout.stages for each in layout.fsdp_units(stage)):
-        shards, _, rank = layout.sharding[unit.is_expert]
-        each = (layout.bytes_of_states(*part) for part in unit.parts(shards, rank))
-        largest = max(largest, *each)
     copies = weights + states
     where = layout.config.parallel.offload
-    if where == "disk":
-        return weights + min(3 * max(GROUP_BYTES, states // MOST, largest), states), 2 * copies
+    if where == "disk":  # with the states of three groups
+        group = max(group_bytes(states), *_states_of_weights(layout))
+        return weights + min(3 * round(group), states), 2 * copies
     return copies + (copies + weights if where == "host" else 0), 0
 
 

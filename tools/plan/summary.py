@@ -53,7 +53,7 @@ def summarise(
     peaks = [rank["peak_memory_bytes"] for rank in ranks]
     outside = [bytes_outside(first.at(rank)) for rank in range(first.sizes.pp)]
     on_host, on_disk = (
-        max(each) * min(device.gpus_per_node, world) for each in zip(*outside, strict=True)
+        max(each) * device.gpus_of_node(world) for each in zip(*outside, strict=True)
     )
     power = world * device.watts
     narrow = narrow_products(first, device)

@@ -17,7 +17,7 @@ previous experts and the attention.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -166,6 +166,7 @@ class StepTime:
                            sizes.cp, sizes.ep, experts.shards, experts.replicas)  # fmt: skip
         self.rates = Rates(device, self.links, layout.compute)
         self._costs: dict[tuple[Unit, Kind], Cost] = {}
+        self._reductions: dict[tuple[Unit, ...], list[Reduction]] = {}  # of stages
 
     # --- computing ---
 
@@ -285,20 +286,27 @@ class StepTime:
     def reductions_of(self, stage: int) -> list[Reduction]:
         """The reductions of a stage, in the order of a backward. If the schedule splits it, all of
         them come after the weight gradients."""
-        units, found = self.layout.units(stage), []
+        units = tuple(self.layout.units(stage))
+        if units not in self._reductions:
+            self._reductions[units] = [*self._each_reduction(stage)]
+        return self._reductions[units]
+
+    def _each_reduction(self, stage: int) -> Iterator[Reduction]:
+        units = self.layout.units(stage)
         together: dict[range, list[Gathered]] = defaultdict(list)
         for part, gathered in self.layout.fsdp_units(stage):
             together[part].append(gathered)
         for part, members in reversed(together.items()):
-            each = [self.part(units[i]) for i in part]
-            backward = sum(one.input_grad + one.weight_grad for one in each)
-            rest = backward * self._share_after_experts(units[part.start])
-            computing = [backward - rest, rest] if len(members) == 2 else [backward]
+            computing = [0.0] * len(members)
+            if not self.layout.splits_backward:
+                backward = sum(self.part(units[i]).input_grad for i in part)
+                rest = backward
+                if len(members) == 2:  # experts, and the rest
+                    rest *= self._share_after_experts(units[part.start])
+                computing = [backward - rest, rest][-len(members) :]
             for seconds, gathered in zip(computing, members, strict=True):
                 _, shards, replicas = self.of_unit(gathered)
-                before = 0.0 if self.layout.splits_backward else seconds
-                found.append(Reduction(before, shards, replicas))
-        return found
+                yield Reduction(seconds, shards, replicas)
 
     def stalls(self, stage: int, last: bool) -> float:
         """Seconds for which a stage's backward waits for its reductions."""
@@ -307,11 +315,11 @@ class StepTime:
 
     def _share_after_experts(self, unit: Unit) -> float:
         """The share of a block's backward after that of its experts."""
-        *_, parts = (self.layout.phase(kind, unit).parts for kind in self.layout.kinds_of_actions)
-        computed = (e for part in parts for e in part if not isinstance(e, (Sent, Waited)))
-        whole = sum(map(self.rates.operation, computed))
-        rest = (e for e in parts[-1] if not isinstance(e, (Sent, Waited)))
-        return sum(map(self.rates.operation, rest)) / whole if whole else 0.0
+        computed = [
+            sum(self.rates.operation(e) for e in part if not isinstance(e, (Sent, Waited)))
+            for part in self.layout.phase(BACKWARD, unit).parts
+        ]
+        return computed[-1] / sum(computed)
 
     @cached_property
     def reductions(self) -> list[float]:
@@ -362,7 +370,7 @@ class StepTime:
         moved = 2 * states + 4 * weights
         if where == "none":
             return self.rates.memory(moved)
-        sharing = min(self.device.gpus_per_node, world)
+        sharing = self.device.gpus_of_node(world)
         seconds = moved * sharing / self.device.host_memory_bytes_per_second
         if where == "disk":
             moved = 2 * states + weights

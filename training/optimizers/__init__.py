@@ -10,7 +10,7 @@ the memory report and the planner ask it.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,6 +39,11 @@ class State(NamedTuple):
     def bytes(self, weight: Sequence[int], master: int) -> int:
         """Bytes for a weight, or a part of one, of this shape and `master` bytes per element."""
         return math.prod(self.shape(weight)) * (self.dtype.itemsize if self.dtype else master)
+
+
+def bytes_of_states(states: Mapping[str, State], weight: Sequence[int], master: int) -> int:
+    """Bytes of all states of a weight, as of `State.bytes`."""
+    return sum(state.bytes(weight, master) for state in states.values())
 
 
 def like(weight: WeightSpec) -> State:

@@ -45,8 +45,7 @@ class Optimizer(ShardedOptimizer):
 
     def __init__(self, weights: Sequence[NamedWeight], config: Config) -> None:
         super().__init__(weights, config)
-        # Triton kernels do not run on the host
-        self.kernels = config.model.kernels if config.parallel.offload == "none" else "torch"
+        self.kernels = config.kernels_of_states
         self.locations = [_location(each, config.train.seed) for each in weights]
         self.first = [states["exp_avg"] for states in self.states]
         self.second = [states["exp_avg_sq"] for states in self.states]
