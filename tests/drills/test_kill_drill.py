@@ -257,7 +257,7 @@ def test_the_checks_can_fail(saved, tmp_path):
     [
         pytest.param([Kill(2, "step", 4, 0.0)], 6, "none", marks=pytest.mark.thorough),
         pytest.param(FIFTY, 200, "none", marks=pytest.mark.slow),  # eight minutes
-        pytest.param(TWENTY, 60, "disk", marks=pytest.mark.slow),  # three minutes
+        pytest.param(TWENTY, 60, "disk", marks=pytest.mark.slow),  # seven minutes
     ],
     ids=["once", "fifty times", "on a disk"],
 )
