@@ -93,11 +93,12 @@ def batch_speed(folder: Path, seq_len: int, batch: int, rounds: int) -> dict[str
     """Compares the loader with a copy, which gets precomputed windows."""
     import torch
 
-    from data.dataset import TokenDataset
+    from data.dataset import Mixture, TokenDataset
     from data.loader import BatchLoader
 
     torch.set_num_threads(1)
     data = TokenDataset.open(folder, "train")
+    mixture = Mixture([data], [1.0])
     windows = count_windows(data.num_tokens, seq_len)
     order = SampleOrder([windows], [1.0], seed=SEED, shuffle=True)
     numbers = np.arange(batch * BATCHES)
@@ -113,7 +114,7 @@ def batch_speed(folder: Path, seq_len: int, batch: int, rounds: int) -> dict[str
 
     def load() -> None:
         loader = BatchLoader(
-            data, seq_len=seq_len, global_batch_size=batch, seed=SEED, dp_rank=0, dp_size=1
+            mixture, seq_len=seq_len, global_batch_size=batch, seed=SEED, dp_rank=0, dp_size=1
         )
         for _ in range(BATCHES):
             next(loader)

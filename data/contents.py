@@ -26,7 +26,7 @@ COMPRESSED = {
 }
 ARCHIVES = {".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar"}
 HEAD = 512  # first bytes that are read; a tar's signature is at 257
-PARQUET, ENCRYPTED = b"PAR1", b"PARE"  # at both ends of a parquet table
+PARQUET = b"PAR1"  # at both ends of a parquet table
 _UNPACK = "unpack it and give the folder"
 _DECOMPRESS = "decompress it"
 _CONVERT = "convert it to parquet (pyarrow can), or export it as JSON lines"
@@ -49,13 +49,16 @@ _OTHERS = {
     rb"SQLite format 3\0": ("an SQLite database", "export its text as JSON lines"),
     rb"ARROW1\0\0|(?s:FEA1.*\0)|\xff{4}": ("an Arrow or Feather table", _CONVERT),
 }  # fmt: skip
+# both ends of a table → what it is, and what to do where it cannot be read as it is
+_TABLES = {
+    PARQUET: ("a parquet table", _DECOMPRESS),
+    b"PARE": ("an encrypted parquet table", "decrypt it"),
+}
 # UTF-32 is first, because its mark may begin with that of UTF-16
 _ENCODINGS = {rb"\xff\xfe\0\0|\0\0\xfe\xff": "UTF-32", rb"\xff\xfe|\xfe\xff": "UTF-16"}
 _PACKED = {start: suffix for suffix, (_, start, _) in COMPRESSED.items()}
 # whether a file may be anything but text; one expression, because there are many files
-_UNUSUAL = re.compile(
-    b"|".join([PARQUET, ENCRYPTED, *_PACKED, *_OTHERS, *_ENCODINGS, rb"(?s:.*)\0"])
-)
+_UNUSUAL = re.compile(b"|".join([*_TABLES, *_PACKED, *_OTHERS, *_ENCODINGS, rb"(?s:.*)\0"]))
 T = TypeVar("T")
 
 
@@ -110,7 +113,7 @@ def form(file: Path) -> str:
         with open_binary(file) as stream:
             head = stream.read(HEAD)
     table = (
-        head[:4] in (PARQUET, ENCRYPTED)
+        head[:4] in _TABLES
         and (  # a text may begin so, too
             name == ".parquet" or (b"\0" in head if packed else _last_bytes(file) == head[:4])
         )
@@ -121,12 +124,7 @@ def form(file: Path) -> str:
     if packed and (again := compression(head)):
         found = f"compressed again, by {again[1:]}", _DECOMPRESS
     elif table:
-        encrypted = head.startswith(ENCRYPTED)
-        found = (
-            ("an encrypted parquet table", "decrypt it")
-            if encrypted
-            else ("a parquet table", _DECOMPRESS)
-        )
+        found = _TABLES[head[:4]]
     elif encoding := _first(_ENCODINGS, head):
         copy = f"convert a copy and give that: {utf8_copy(file, encoding)}"
         found = f"{encoding}, not UTF-8", copy

@@ -46,7 +46,6 @@ class TokenDataset:
         self._starts = [0, *accumulate(tokens for _, tokens, *_ in self._shards)]
         self._starts_array = np.array(self._starts, dtype=np.int64)
         self.num_tokens: int = self._starts[-1]
-        self.num_documents: int = entry["documents"]
         self.utf8_bytes: int = entry["utf8_bytes"]
         self.vocab_size: int = index["vocab_size"]
         self.tokenizer_sha256: str = index["tokenizer_sha256"]

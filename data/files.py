@@ -130,19 +130,17 @@ class Report:
             found += [f"{count:,} {name} left out{end}"] if count else []
         return found
 
+    def reasons(self) -> list[str]:
+        """Each reason why files were left out, and the names of some of them."""
+        return [f"{reason}: {_some(names)}" for reason, names in self.left_out.items()]
+
     def lines(self) -> list[str]:
         """The report as lines of text to print."""
-        number = sum(map(len, self.left_out.values()))
-        found = (
-            [
-                f"{self.files:,} {'file' if self.files == 1 else 'files'} read, "
-                f"{number:,} left out{':' * bool(number)}"
-            ]
-            if self.files or number
-            else []
-        )
-        for reason, names in self.left_out.items():
-            found.append(f"  {reason}: {_some(names)}")
+        found, number = [], sum(map(len, self.left_out.values()))
+        if self.files or number:
+            files = "file" if self.files == 1 else "files"
+            found.append(f"{self.files:,} {files} read, {number:,} left out{':' * bool(number)}")
+        found += [f"  {reason}" for reason in self.reasons()]
         if self.used_in_part:
             found.append(f"  damaged; what is before it was used: {_some(self.used_in_part)}")
         found += self.counted()
@@ -165,9 +163,7 @@ def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:
         sorted((file.relative_to(folder).as_posix(), file) for file in _walk(folder, report))
     )
     if not found:
-        reasons = "; ".join(
-            f"{reason}: {', '.join(names[:NAMED])}" for reason, names in report.left_out.items()
-        )
+        reasons = "; ".join(report.reasons())
         why = f"nothing in it can be read ({reasons})" if reasons else "the folder is empty"
         raise UserError("--source", str(folder), why, "give a folder with text files or tables")
     has_tables = any(kind(file) in TABLES for file in found.values())
@@ -195,9 +191,7 @@ def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:
         remedy = f"give one of: {', '.join(sorted(splits))}; the files' paths name their splits"
         raise UserError("--split", split, why, remedy)
     if not chosen:
-        why = "none of its files is of a known type: " + "; ".join(
-            f"{', '.join(names[:NAMED])}: {reason}" for reason, names in report.left_out.items()
-        )
+        why = f"none of its files is of a known type ({'; '.join(report.reasons())})"
         remedy = "unpack them, or give a folder with text"
         for ending, _ in unknown.most_common(1):
             pattern = shlex.quote(f"{glob.escape(str(folder))}/**/*{ending}")
@@ -226,10 +220,7 @@ def files_of_glob(pattern: str, report: Report) -> list[Path]:
         else:
             chosen.append(file)
     if names and not chosen:
-        reasons = "; ".join(
-            f"{', '.join(found[:NAMED])}: {reason}" for reason, found in report.left_out.items()
-        )
-        why = f"it matches no file that can be read ({reasons})"
+        why = f"it matches no file that can be read ({'; '.join(report.reasons())})"
         raise UserError("--source", pattern, why, "give another pattern")
     return chosen
 
@@ -243,18 +234,17 @@ def split_of(name: str) -> str:
 
 def _walk(folder: Path, report: Report) -> Iterator[Path]:
     """Yields every file that is not hidden, each once: first regular files, then links' targets."""
-    entered: set[tuple[int, int]] = set()
-    seen: set[tuple[int, int]] = set()
+    seen: set[tuple[int, int]] = set()  # files, and folders that were entered
     links = [folder]
     while links:
         link = links.pop(0)
         name = link.relative_to(folder).as_posix()
         if link != folder and not link.exists():
             report.leave_out(name, "a broken link")
-        elif _identity(link) in entered | seen:
+        elif _identity(link) in seen:
             report.leave_out(name, "a link to something that is read anyway")
         elif link.is_dir():
-            for file in _walk_without_links(link, folder, entered, links, report):
+            for file in _walk_without_links(link, folder, seen, links, report):
                 if link == folder or _identity(file) not in seen:
                     seen.add(_identity(file))
                     yield file
@@ -264,14 +254,14 @@ def _walk(folder: Path, report: Report) -> Iterator[Path]:
 
 
 def _walk_without_links(
-    top: Path, folder: Path, entered: set[tuple[int, int]], links: list[Path], report: Report
+    top: Path, folder: Path, seen: set[tuple[int, int]], links: list[Path], report: Report
 ) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise error  # os.walk would otherwise skip the folder silently
 
     for path, folders, files in os.walk(top, onerror=refuse):
         here = Path(path)
-        entered.add(_identity(here))
+        seen.add(_identity(here))
         shown = [name for name in sorted([*folders, *files]) if not name.startswith(".")]
         for name in sorted({*folders, *files} - {*shown}):
             slash = "/" if name in folders else ""
@@ -279,7 +269,7 @@ def _walk_without_links(
         links += [here / name for name in shown if (here / name).is_symlink()]
         real = [name for name in shown if not (here / name).is_symlink()]
         folders[:] = [
-            name for name in real if name in set(folders) and _identity(here / name) not in entered
+            name for name in real if name in set(folders) and _identity(here / name) not in seen
         ]
         for name in real:
             if (here / name).is_file():

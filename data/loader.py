@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.dataset import Mixture, TokenDataset
+from data.dataset import Mixture
 from data.earlier import Earlier, continued
 from data.sampler import SampleOrder, count_windows, merge_ranges, next_samples
 from errors import UserError
@@ -30,7 +30,7 @@ class BatchLoader:
     """An endless iterator over (tokens, targets), each [B / dp_size, S] int64 and contiguous.
 
     Args:
-        data: a data set or a mixture.
+        data: what to read; a single data set is a mixture of one.
         seq_len: S. global_batch_size: B, in sequences, a multiple of dp_size.
         seed: seed of the shuffle. dp_rank, dp_size: select this process's rows.
         next_sample: where to begin: `state()["next_sample"]` of the run to resume.
@@ -40,12 +40,12 @@ class BatchLoader:
         prefetch: number of batches read ahead.
         shuffle: False reads every source in order, as evaluation does.
 
-    Raises UserError if B is not a multiple of dp_size, or if a source is too short for one window.
+    Raises UserError if a source is too short for one window.
     """
 
     def __init__(
         self,
-        data: TokenDataset | Mixture,
+        data: Mixture,
         *,
         seq_len: int,
         global_batch_size: int,
@@ -58,17 +58,8 @@ class BatchLoader:
         prefetch: int = 2,
         shuffle: bool = True,
     ) -> None:
-        if global_batch_size < 1 or global_batch_size % dp_size:
-            why = f"{dp_size} data-parallel ranks cannot share it evenly"
-            remedy = f"give a multiple of {dp_size}"
-            raise UserError("train.global_batch_size", global_batch_size, why, remedy)
-        if prefetch < 1:
-            why = "the loader's thread always reads ahead"
-            raise UserError("data.prefetch", prefetch, why, "give at least 1; 2 is usual")
-        self._data = _as_mixture(data)
-        self._order = _sample_order(
-            self._data, seq_len, seed=seed, shuffle=shuffle, earlier=earlier
-        )
+        self._data = data
+        self._order = _sample_order(data, seq_len, seed=seed, shuffle=shuffle, earlier=earlier)
         self._seq_len, self._global_batch_size = seq_len, global_batch_size
         rows = global_batch_size // dp_size
         self._mine = slice(dp_rank * rows, (dp_rank + 1) * rows)
@@ -148,11 +139,11 @@ class BatchLoader:
             self._ready.put((None, error))
 
 
-def check_state(state: dict, data: TokenDataset | Mixture) -> None:
+def check_state(state: dict, data: Mixture) -> None:
     """Raises UserError if `state` is a position in another data set: resuming would repeat some
     samples and miss others."""
     if state["checksum"] != data.checksum:
-        path = " + ".join(str(source.folder) for source in _as_mixture(data).sources)
+        path = " + ".join(str(source.folder) for source in data.sources)
         why = (
             f"the run to resume read other data (checksum {state['checksum'][:12]}…, "
             f"this data has {data.checksum[:12]}…)"
@@ -162,7 +153,7 @@ def check_state(state: dict, data: TokenDataset | Mixture) -> None:
 
 
 def heldout_batches(
-    data: TokenDataset | Mixture,
+    data: Mixture,
     *,
     seq_len: int,
     num_samples: int | None,
@@ -180,8 +171,7 @@ def heldout_batches(
     Rows beyond the last window have IGNORE for every target, so that the sum of losses over the
     counted targets, divided by their number, is the same for every layout.
     """
-    mixture = _as_mixture(data)
-    order = _sample_order(mixture, seq_len, seed=0, shuffle=False)
+    order = _sample_order(data, seq_len, seed=0, shuffle=False)
     limit = (
         sum(order.num_windows) if num_samples is None else min(num_samples, sum(order.num_windows))
     )
@@ -190,12 +180,12 @@ def heldout_batches(
     for first in range(0, limit, rows * dp_size):
         mine = np.arange(first + dp_rank * rows, first + (dp_rank + 1) * rows)
         source, _, window = order.locate(np.minimum(mine, limit - 1))
-        tokens, targets = _assemble(mixture, source, window, seq_len)
+        tokens, targets = _assemble(data, source, window, seq_len)
         targets[torch.from_numpy(mine >= limit)] = IGNORE
         yield tokens, targets
 
 
-def _as_mixture(data: TokenDataset | Mixture) -> Mixture:
+def _as_mixture(data: Mixture) -> Mixture:
     return data if isinstance(data, Mixture) else Mixture([data], [1.0])
 
 

@@ -79,7 +79,6 @@ def prepare(
 
     Raises UserError for what the user can fix, and then leaves nothing new at `out`.
     """
-    _check(tokenizer, out, heldout_fraction, shard_tokens, workers)
     sources = [source] if isinstance(source, str) else source
     _check_replaceable(sources, out, overwrite)
     report = report or Report()
@@ -151,23 +150,6 @@ def unigram_nats_per_token(train: np.ndarray, heldout: np.ndarray) -> float | No
         return None
     log_probability = np.log((train + 1) / (train.sum() + len(train)))
     return float(-(heldout * log_probability).sum() / heldout.sum())
-
-
-def _check(
-    tokenizer: Tokenizer, out: Path, heldout_fraction: float, shard_tokens: int, workers: int
-) -> None:
-    if not 0 <= heldout_fraction < 1:
-        why = "it is a fraction of the documents"
-        raise UserError("--heldout-fraction", heldout_fraction, why, "give 0 <= fraction < 1")
-    if shard_tokens < 1:
-        why = "a shard holds at least one token"
-        raise UserError("--shard-tokens", shard_tokens, why, "give at least 1; 134217728 is usual")
-    if workers < 1:
-        why = "tokenizing needs at least one process"
-        raise UserError("--workers", workers, why, "give at least 1; one per core is best")
-    if tokenizer.vocab_size > 1 << 32:
-        why = "token ids are stored in at most 32 bits"
-        raise UserError("--tokenizer", tokenizer.vocab_size, why, "use one of at most 2**32 ids")
 
 
 def _check_replaceable(sources: Sequence[str], out: Path, overwrite: bool) -> None:

@@ -158,22 +158,25 @@ def _checked_row(file: Path, where: str, row: Any, content: bytes) -> dict[str, 
     if b"\\u" in content:  # JSON escapes can spell lone surrogates; UTF-8 cannot
         for name, value in row.items():
             if isinstance(value, str) and (bad := _lone_surrogate(value)):
-                why = f"{where}: {name!r} contains a lone surrogate, {bad}: half of a character"
+                why = f"{where}: {name!r} contains a lone surrogate, \\u{bad:04x}: half of a "
+                why += "character"
                 raise UserError("--source", str(file), why, ON_LINE)
     return row
 
 
-def _lone_surrogate(text: str) -> str | None:
+def _lone_surrogate(text: str) -> int | None:
+    """The code of the first lone surrogate in a text, which UTF-8 cannot write."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        return f"\\u{ord(text[error.start]):04x}"
+        return ord(text[error.start])
     return None
 
 
 def _csv_rows(file: Path, form: str) -> Iterator[tuple[str, Row]]:
     csv.field_size_limit(sys.maxsize)  # the default is 128 KiB
-    # surrogateescape: a byte that is not UTF-8 becomes a lone surrogate, and its line is known
+    # surrogateescape: a byte that is not UTF-8 becomes the last 8 bits of a lone surrogate, and its
+    # line is known
     with io.TextIOWrapper(
         open_binary(file), encoding="utf-8-sig", errors="surrogateescape", newline=""
     ) as stream:
@@ -185,13 +188,13 @@ def _csv_rows(file: Path, form: str) -> Iterator[tuple[str, Row]]:
         line = 1
         try:
             columns = next(reader, [])
-            if (error := _bad_values(file, 1, columns)) is not None:
-                raise error
+            if bad := _lone_surrogate("".join(columns)):
+                raise _not_utf8(file, bad & 0xFF, 1)
             line = reader.line_num + 1
             for values in reader:
                 where = f"line {line}"
-                if (error := _bad_values(file, line, values)) is not None:
-                    yield where, error
+                if bad := _lone_surrogate("".join(values)):
+                    yield where, _not_utf8(file, bad & 0xFF, line)
                 elif values and len(values) != len(columns):
                     why = (
                         f"{where}: it has {len(values)} fields, "
@@ -208,16 +211,6 @@ def _csv_rows(file: Path, form: str) -> Iterator[tuple[str, Row]]:
                 f'correct that line, {LEAVE_OUT}; a quote in a quoted field is written twice: ""'
             )
             raise UserError("--source", str(file), f"line {line}: {error}", remedy) from error
-
-
-def _bad_values(file: Path, line: int, values: list[str]) -> UserError | None:
-    """The error of a line of CSV whose values are not UTF-8 text."""
-    text = "".join(values)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return _not_utf8(file, ord(text[error.start]) & 0xFF, line)
-    return None
 
 
 def _parquet_rows(file: Path, column: str | None) -> Iterator[tuple[str, Row]]:

@@ -29,10 +29,8 @@ from typing import NamedTuple
 from data.columns import row_texts
 from data.contents import ARCHIVES, COMPRESSED, Unreadable, form, kind
 from data.files import TABLES, TEXTS, Report, UnknownColumn, files_of_folder, files_of_glob
-from data.readers import MAX_TEXT_CHARS, reading, rows, text_parts
+from data.readers import reading, rows, text_parts
 from errors import UserError
-
-__all__ = ["MAX_TEXT_CHARS", "STDLIB", "Document", "documents"]
 
 STDLIB = "python-stdlib"
 _NAMES = "test tests idle_test site-packages dist-packages __pycache__ lib-dynload"
@@ -125,10 +123,8 @@ def _files(
             file
             for file in root.rglob("*.py")
             if not STDLIB_EXCLUDED & set(file.relative_to(root).parts[:-1])
-        ]
-        # _sysconfigdata* is generated when Python is built, and contains that machine's paths.
-        files = [
-            file for file in files if not file.name.startswith(("_sysconfigdata", "sitecustomize"))
+            # _sysconfigdata* is generated when Python is built, and contains that machine's paths
+            and not file.name.startswith(("_sysconfigdata", "sitecustomize"))
         ]
         return sorted(files, key=lambda file: file.relative_to(root).as_posix()), root
     if path.is_dir():
@@ -213,15 +209,13 @@ def _of_hub(source: str, text_field: str | None, split: str, report: Report) -> 
     import datasets
 
     name, _, configuration = source.partition(":")
-    number = itertools.count()
     read = 0
     try:
         table = datasets.load_dataset(name, configuration or None, streaming=True, split=split)
         # only up to the first fault, since reading on would download all of it
-        table = itertools.takewhile(lambda _: not report.refused, table)
-        for text, column in row_texts(
-            ((f"row {next(number)}", row) for row in table), source, text_field, report
-        ):
+        table = enumerate(itertools.takewhile(lambda _: not report.refused, table))
+        numbered = ((f"row {number}", row) for number, row in table)
+        for text, column in row_texts(numbered, source, text_field, report):
             if column != "text" and text_field is None:
                 report.columns.setdefault(column, source)
             read += 1

@@ -19,10 +19,12 @@ def roles_of(files: dict[str, bytes], name: str) -> dict[str, str | None]:
     return found
 
 
-def check_roles(
-    files: dict[str, bytes], name: str, used: dict[str, str | None], remedy: str
-) -> None:
-    """Raises UserError with this `remedy` if a file names another token than is `used`."""
+def check_roles(files: dict[str, bytes], name: str, used: dict[str, str | None]) -> None:
+    """Raises UserError if a file beside the tokenizer `name` names another token than is `used`."""
+    remedy = "give a copy of these files in which that is corrected"
+    if "tokenizer.model" in files:
+        remedy = "for the latter, give the tokenizer.json of the same folder; for the "
+        remedy += "former, give a copy of tokenizer.model under another name"
     for file, role, token in _stated(files, name):
         if token not in (None, used.get(role)):
             why = f"its {role} is {used.get(role)!r}, and {file} beside it names {token!r}"

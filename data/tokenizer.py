@@ -95,7 +95,7 @@ class Tokenizer:
             files = tokenizer_files(Path(path)).items()
             loaded = cls({name: file.read_bytes() for name, file in files}, str(path))
             if check_beside:
-                loaded._check_beside(str(path))
+                check_roles(loaded.files, str(path), loaded._codec.roles)
         except UserError as error:
             raise UserError(key, error.value, error.why, error.remedy) from error
         return loaded
@@ -105,13 +105,6 @@ class Tokenizer:
         """Trains a SentencePiece tokenizer on `texts`: see `train_sentencepiece`."""
         return cls({MODEL: train_sentencepiece((clean(text) for text in texts), vocab_size)})
 
-    def _check_beside(self, name: str) -> None:
-        remedy = "give a copy of these files in which that is corrected"
-        if MODEL in self.files:
-            remedy = "for the latter, give the tokenizer.json of the same folder; for the "
-            remedy += "former, give a copy of tokenizer.model under another name"
-        check_roles(self.files, name, self._codec.roles, remedy)
-
     @property
     def model(self) -> bytes:
         """The content of its tokenizer.model or tokenizer.json."""
@@ -120,10 +113,6 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without bos and eos."""
         return self.encode_arrays([text])[0].tolist()
-
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text, without bos and eos."""
-        return [ids.tolist() for ids in self.encode_arrays(texts)]
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text, without bos and eos, as int32 arrays. Runs on one thread, because

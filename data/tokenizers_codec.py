@@ -68,8 +68,8 @@ class TokenizersCodec:
             known = {"bos_token": BOS_NAMES, "eos_token": EOS_NAMES}
             for role, names in known.items():
                 roles[role] = next((each for each in names if special.get(each)), None)
-        self.bos_id = self._find("bos_token", name)
-        self.eos_id = self._find("eos_token", name)
+        self.bos_id = self._find("bos_token")
+        self.eos_id = self._find("eos_token")
         if self.eos_id < 0:
             remedy = 'put its tokenizer_config.json, with "eos_token", in the same folder'
             raise UserError(
@@ -96,7 +96,7 @@ class TokenizersCodec:
             content + f"\n{self.bos_id} {self.eos_id}".encode()
         ).hexdigest()
 
-    def _find(self, role: str, file: str) -> int:
+    def _find(self, role: str) -> int:
         """The id of the token with this role; −1 if there is none."""
         token = self.roles.get(role)
         if token is None:
@@ -104,7 +104,7 @@ class TokenizersCodec:
         found = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
         if found is None:
             why = f"it has no token {token!r}, which the file beside it names as {role}"
-            raise UserError("tokenizer", file, why, "use two files of the same tokenizer")
+            raise UserError("tokenizer", self._name, why, "use two files of the same tokenizer")
         return found
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:

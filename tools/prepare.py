@@ -14,7 +14,7 @@ from typing import Any
 from data.files import Report
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
-from tools.command import CommandParser, duration, reports_errors, run_command
+from tools.command import CommandParser, at_least, duration, reports_errors, run_command
 
 
 def add_source_options(parser: CommandParser) -> None:
@@ -46,6 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.option("--workers", os.cpu_count() or 1, "N", "tokenizing processes")
     parser.option("--overwrite", bool, None, "replace the folder if it exists")
     options = parser.parse_args(arguments)
+    at_least(0, 1, heldout_fraction=options.heldout_fraction)
+    at_least(1, shard_tokens=options.shard_tokens, workers=options.workers)
     started, report = time.monotonic(), Report(options.skip, announce=True)
     index = prepare(
         options.source,

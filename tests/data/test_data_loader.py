@@ -13,13 +13,17 @@ import pytest
 import torch
 
 from data.config import DataConfig
-from data.dataset import Mixture, TokenDataset, open_data
+from data.dataset import Mixture, open_data
 from data.loader import BatchLoader, heldout_batches
 from errors import UserError
 from tests.data_samples import STDLIB_FOLDER, prepared
 from tokens import IGNORE
 
 S = 64
+
+
+def opened(path: str | dict[str, float], split: str = "train") -> Mixture:
+    return open_data(DataConfig(path=path), split)
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +34,12 @@ def paths(data: Path, tmp_path_factory) -> tuple[str, str]:
 
 @pytest.fixture
 def mixture(paths) -> Mixture:
-    return open_data(DataConfig(path={paths[0]: 0.7, paths[1]: 0.3}), "train")
+    return opened({paths[0]: 0.7, paths[1]: 0.3})
 
 
 @pytest.fixture
-def single(paths) -> TokenDataset:
-    return TokenDataset.open(paths[0], "train")
+def single(paths) -> Mixture:
+    return opened(paths[0])
 
 
 def load(data, *, batch: int = 8, dp_rank: int = 0, dp_size: int = 1, **options) -> BatchLoader:
@@ -57,11 +61,11 @@ def take(data, count: int, *, dp_size: int = 1, **options) -> tuple[torch.Tensor
     return torch.cat(ranks, dim=1), states
 
 
-def test_rows_are_windows_of_the_data(single: TokenDataset) -> None:
+def test_rows_are_windows_of_the_data(single: Mixture) -> None:
     batches, _ = take(single, 3, shuffle=False)
     assert batches.dtype == torch.int64
     for w, row in enumerate(batches.flatten(0, 1)):  # [24, 2, S]
-        expected = single.window(w * S, S + 1).astype(np.int64)
+        expected = single.sources[0].window(w * S, S + 1).astype(np.int64)
         assert np.array_equal(row, np.stack([expected[:-1], expected[1:]]))
 
 
@@ -79,7 +83,7 @@ def test_resume_with_another_dp_size_and_another_batch_size(mixture: Mixture) ->
     assert state["next_sample"] == len(together) == 40 + 60 + 18
 
 
-def test_state_counts_what_was_handed_out_not_what_was_read_ahead(single: TokenDataset) -> None:
+def test_state_counts_what_was_handed_out_not_what_was_read_ahead(single: Mixture) -> None:
     loader = load(single, prefetch=4)
     for n in range(5):
         deadline = time.monotonic() + 5
@@ -102,7 +106,7 @@ def test_skipped_samples_are_never_handed_out(mixture: Mixture) -> None:
 
 def test_error_of_the_reading_thread_reaches_the_caller(data: Path, tmp_path) -> None:
     folder = Path(shutil.copytree(data, tmp_path / "breaks"))
-    dataset = TokenDataset.open(folder, "train")
+    dataset = opened(str(folder))
     loader = load(dataset, prefetch=1, shuffle=False)
     next(loader)
     (folder / "train-00001.safetensors").unlink()  # not read yet: shards are opened when needed
@@ -112,11 +116,11 @@ def test_error_of_the_reading_thread_reaches_the_caller(data: Path, tmp_path) ->
     with pytest.raises(UserError, match=r"train-00001\.safetensors"):
         next(loader)
     before = loader.state()["next_sample"]
-    assert 0 < before <= dataset._starts[1] // S
+    assert 0 < before <= dataset.sources[0]._starts[1] // S
     loader.close()
 
 
-def test_close_ends_the_thread_at_any_moment(single: TokenDataset) -> None:
+def test_close_ends_the_thread_at_any_moment(single: Mixture) -> None:
     for taken in range(4):
         loader = load(single)
         for _ in range(taken):
@@ -135,7 +139,7 @@ def test_close_ends_the_thread_at_any_moment(single: TokenDataset) -> None:
 def test_heldout_mean_is_the_same_on_every_layout(
     paths, dp_size: int, rows: int, samples: int | None
 ) -> None:
-    data = TokenDataset.open(paths[0], "heldout")
+    data = opened(paths[0], "heldout")
     available = (data.num_tokens - 1) // S
     count = min(samples or available, available)
     options = {"seq_len": S, "num_samples": samples, "dp_size": dp_size, "rows": rows}
@@ -150,11 +154,11 @@ def test_heldout_mean_is_the_same_on_every_layout(
             assert int(tokens.min()) >= 0
             rows_of_both = torch.cat([tokens[:, :1], targets], dim=1)
             seen += rows_of_both[counted[:, 0]].tolist()
-    assert seen == [data.window(w * S, S + 1).tolist() for w in range(count)]
+    assert seen == [data.sources[0].window(w * S, S + 1).tolist() for w in range(count)]
 
 
 def test_heldout_mixture_repeats_nothing(paths) -> None:
-    data = open_data(DataConfig(path={paths[0]: 0.5, paths[1]: 0.5}), "heldout")
+    data = opened({paths[0]: 0.5, paths[1]: 0.5}, "heldout")
     smaller = min((source.num_tokens - 1) // S for source in data.sources)
     batches = list(heldout_batches(data, seq_len=S, num_samples=None, dp_rank=0, dp_size=1, rows=8))
     rows = [row.numpy().tobytes() for _, targets in batches for row in targets if row[0] != IGNORE]

@@ -16,7 +16,8 @@ import pytest
 from data.files import Report
 from data.heldout import FEW, MOST_DOCUMENTS, Part, Splitter, cut, held_out
 from data.prepare import prepare
-from data.sources import MAX_TEXT_CHARS, STDLIB, Document, documents
+from data.readers import MAX_TEXT_CHARS
+from data.sources import STDLIB, Document, documents
 from errors import UserError
 from proofs.ranks import Ranks
 from runtime.start.checks import open_train_and_heldout

@@ -18,11 +18,10 @@ compared, and the command must succeed.
 In ```bash blocks every line is a command, without `$ `, and the page shows no output.
 
 Commands run at the root of a copy of the repository, in bash. A command that only runs Python runs
-in a process that has already imported torch (forked from multiprocessing's fork server, as in
-proofs/ranks.py), which saves seconds, also if its output then goes through a pipe.
+in a process that has already imported torch (tests.runs.forked), which saves seconds, also if its
+output then goes through a pipe.
 """
 
-import multiprocessing
 import os
 import re
 import runpy
@@ -34,8 +33,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from proofs.ranks import PRELOAD
 from tests import ROOT
+from tests.runs import forked
 
 LEFT_OUT = (".git", ".venv", "runs", "prepared", "wandb", "__pycache__", ".*_cache", "*.pyc",
             ".whl", "site", "corpus")  # fmt: skip
@@ -167,21 +166,16 @@ def as_python(command: str) -> tuple[list[str], str] | None:
 def run_python(arguments: list[str], program: str, folder: Path) -> tuple[int, str, str]:
     """Run Python in a process that has already imported torch, with this repository's modules and
     the working directory `folder`; return as `run` does."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)  # no effect if the server is already running
     with tempfile.TemporaryDirectory() as said:
-        files = [Path(said) / name for name in ("output", "errors")]
-        process = context.Process(target=_run_python, args=(arguments, program, folder, files))
-        process.start()
+        output, errors = Path(said) / "output", Path(said) / "errors"
+        process = forked(output, _run_python, arguments, program, folder, errors=errors)
         process.join(SECONDS)
         process.kill()
         process.join()
-        return process.exitcode or 0, *(file.read_text(encoding="utf-8") for file in files)
+        return process.exitcode or 0, *(file.read_text("utf-8") for file in (output, errors))
 
 
-def _run_python(arguments: list[str], program: str, folder: Path, files: list[Path]) -> None:
-    for descriptor, file in enumerate(files, start=1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
+def _run_python(arguments: list[str], program: str, folder: Path) -> None:
     os.chdir(folder)
     os.environ.pop("TRITON_INTERPRET", None)
     sys.argv = ["-c", *arguments] if program else arguments

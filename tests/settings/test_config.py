@@ -253,6 +253,9 @@ BASE = [*ONE_AXIS, "model.feed_forward=experts", "model.experts.count=8",
         (8, WINDOW[:1], "model.sliding_window.window = None: is missing", "add it to the file"),
         (8, WINDOW[1:], "model.sliding_window = {'window': 9}: nothing is of kind sliding_window",
          "leave it out, or set model.attention=sliding_window"),
+        (1, [*ONE_AXIS, "model.feed_forward=swiglu", "model.experts.count=2"],
+         "model.experts = {'count': 2}: nothing is of kind experts",
+         "leave it out, or set model.feed_forward=experts"),
         (8, ["model.swiglu.width=9"],
          "model.swiglu = {'width': 9}: this kind has no", "leave it out"),
         (1, [*ONE_AXIS, "model.router=softmax"],
@@ -264,14 +267,6 @@ def test_kinds_refused(world: int, overrides: list[str], begins: str, remedy: st
     assert message.startswith(begins)
     assert remedy in message
     assert "sequence_parallel=false" not in message, "which experts do not permit"
-
-
-def test_a_model_without_experts_takes_no_keys_of_them() -> None:
-    dense = [*ONE_AXIS, "model.feed_forward=swiglu"]
-    for each in dataclasses.fields(Experts):
-        message = refusal([*dense, f"model.experts.{each.name}=2"], world=1)
-        assert message.startswith(f"model.experts = {{'{each.name}': 2}}: nothing is of kind")
-        assert "leave it out, or set model.feed_forward=experts" in message
 
 
 def test_weights_of_a_dense_model_do_not_start_experts(
