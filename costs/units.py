@@ -40,7 +40,7 @@ from parallel.fsdp_units import inner_units
 from parallel.layer import gradients_of, layers_of
 from parallel.memory import DEFERRED, GRADIENTS, TEMPORARY
 from parallel.parameter import WeightSpec, weights_of
-from parallel.weight_gradient import OwnPlace, deferring
+from parallel.weight_gradient import Place, deferring
 
 EMBEDDING, HEAD = "embedding", "head"  # units; a block's name is its kind
 
@@ -260,14 +260,14 @@ def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Record:
     return Record(recorder, setting.tp)
 
 
-def _sum_gradients(stage: Transformer, sums: Sums | None) -> list[OwnPlace]:
+def _sum_gradients(stage: Transformer, sums: Sums | None) -> list[Place]:
     """Let each layer put its gradient into a place of its own, or with `sums` add it there; returns
     the places."""
     places = []
     for layer in layers_of(stage):
         dtype = layer.weight.dtype if sums is None else sums.dtype
         begun = sums is not None and sums.begun
-        places.append(OwnPlace(torch.empty_like(layer.weight, dtype=dtype) if begun else None))
+        places.append(Place(torch.empty_like(layer.weight, dtype=dtype) if begun else None))
         layer.gradient.sum_in(places[-1], dtype, adds=sums is not None)
     return places
 

@@ -106,7 +106,7 @@ def make_mask(
     if window is not None and window >= length:
         window = None
     packed = documents is not None or window is not None or part.start > 0
-    call = Call(dtype, head_dim, head_dim, length, packed, deterministic)
+    call = Call(dtype, head_dim, length, packed, deterministic)
     chosen = made_ready(choose(device_of(positions), call, kernel))
     if not packed:
         return Mask(dense=chosen.run)

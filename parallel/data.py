@@ -55,7 +55,7 @@ from torch.distributed.tensor import DTensor
 from parallel.disk import DiskMemory, aligned
 from parallel.layer import Layer
 from parallel.placement import as_dtensor_like, local_part
-from parallel.weight_gradient import sum_dtype
+from parallel.weight_gradient import Place, sum_dtype
 from parallel.whole import WholeWeights
 
 
@@ -99,7 +99,7 @@ def allocate_on_disk(stage: nn.Module, folder: str) -> None:
     assert file.is_full
 
 
-class FSDPPlace:
+class FSDPPlace(Place):
     """Where FSDP looks for a sum of gradients: a private attribute (torch 2.11 to 2.13). What it
     finds there, it neither converts nor adds to; it takes it out when it reduces it."""
 

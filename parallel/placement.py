@@ -1,5 +1,6 @@
 """Which part of a global tensor a rank holds."""
 
+import math
 from dataclasses import replace
 from typing import TypeVar, cast
 
@@ -52,6 +53,13 @@ def replicated_over(tensor: DTensor) -> list[str]:
     cut = [a for a, p in zip(names, tensor.placements, strict=True) if not p.is_replicate()]
     axes = EXPERT_AXES if "ep" in names else WEIGHT_AXES
     return [axis for axis in axes if axis != "pp" and axis not in cut]
+
+
+def shards_of(tensor: DTensor) -> int:
+    """The number of different parts of `tensor` that the ranks of one stage hold."""
+    mesh = tensor.device_mesh
+    cut = (axis for axis, each in enumerate(tensor.placements) if not each.is_replicate())
+    return math.prod(map(mesh.size, cut))
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -58,15 +58,11 @@ def sum_dtype(
     return torch.promote_types(reduce, compute) if zero_stage < 2 else None
 
 
-class Place(Protocol):
+@dataclass
+class Place:
     """Where a sum of gradients is kept: this tp rank's part of it, or None before the first
     gradient."""
 
-    total: Tensor | None
-
-
-@dataclass
-class OwnPlace:
     total: Tensor | None = None
 
 
@@ -83,7 +79,7 @@ class WeightGradient:
         self.shape, self.rows = shape, rows
         self.dtype: torch.dtype | None = None  # of the sum; None: gradients are for autograd
         self.adds = False  # whether the gradients of several micro-batches are added
-        self._place: Place = OwnPlace()
+        self._place = Place()
         self._jobs: list[Job] | None = None
 
     def sum_in(self, place: Place, dtype: torch.dtype, adds: bool = True) -> None:

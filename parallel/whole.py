@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from parallel.layer import Layer, layers_of
 from parallel.placement import as_dtensor_like, local_part
-from parallel.weight_gradient import OwnPlace, sum_dtype
+from parallel.weight_gradient import Place, sum_dtype
 
 
 class WholeWeight:
@@ -27,7 +27,7 @@ class WholeWeight:
         self.layer, self.master, self.compute = layer, layer.weight, compute
         dtype = sum_dtype(True, 0, compute, self.master.dtype, reduce)
         assert dtype is not None
-        self.sum = OwnPlace()
+        self.sum = Place()
         layer.gradient.sum_in(self.sum, dtype)
         # all dtypes are equal: forward uses the master itself, and there is no copy to make or free
         self.is_one = compute == self.master.dtype == dtype

@@ -1,6 +1,5 @@
 """The norm of all gradients of the model, over all ranks."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from model.kernels.gradient_norm import square_sum
 from parallel.mesh import Mesh
-from parallel.placement import replicated_over
+from parallel.placement import shards_of
 
 
 @torch.no_grad()
@@ -27,25 +26,23 @@ def gradient_norm(gradients: Sequence[DTensor], mesh: Mesh, kernels: str = "auto
     bits on every rank.
 
     A sum over the world would count a shard r times if r ranks of the stage hold it, so each square
-    sum is divided by r: the product of the sizes of the axes over which the gradient is replicated.
-    One number is all-reduced once, and the host does not wait (except, if gradients are offloaded,
-    for its own sums).
+    sum is divided by r: the ranks of the stage, divided by the gradient's shards. One number is
+    all-reduced once, and the host does not wait (except, if gradients are offloaded, for its own
+    sums).
 
     Args:
         gradients: this rank's reduced gradients; a tied embedding must be listed on one stage only
             (see `training/step.py`).
         mesh: the mesh.
-        kernels: auto, triton or torch; gradients that are offloaded to the CPU always use torch.
+        kernels: auto, triton or torch.
     """
     copies = []
-    sizes = mesh.sizes.of_weights | mesh.sizes.of_experts
     for gradient in gradients:
         assert not any(placement.is_partial() for placement in gradient.placements), "not reduced"
-        copies.append(math.prod(sizes[axis] for axis in replicated_over(gradient)))
+        copies.append(mesh.root.size() // mesh.pp.size // shards_of(gradient))
     local = [gradient.to_local() for gradient in gradients]
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if local:
-        kernels = kernels if local[0].device == total.device else "torch"
         total += square_sum(local, copies, kernels).to(mesh.device)
     dist.all_reduce(total)
     return total.sqrt()

@@ -16,7 +16,7 @@ from parallel.layer import TensorParallel
 from parallel.mesh import Mesh, to_device
 from parallel.parameter import weights_of
 from parallel.partial import sum_over_tp
-from parallel.pipeline.actions import forward_only, stage_ranks
+from parallel.pipeline.actions import forward_only
 from parallel.pipeline.lower import Program, lower
 from parallel.pipeline.runner import PipelineRunner, Recorder
 from parallel.pipeline.tied import first_and_last_stage_group, sum_tied_gradients
@@ -78,14 +78,13 @@ class TrainStep:
         self.balance = Balance(config, mesh, stages) if config.model.has_experts else None
         scales_loss = self.precision.compute == torch.float16
         self.guard = UpdateGuard(config.guard.spike_sigmas, mesh.device, scales_loss)
+        self.kernels = config.kernels_of_states
         self.record: Recorder = nullcontext
 
         self.tp = TensorParallel.of(mesh, parallel.sequence_parallel)
         self.cp = ContextParallel.of(mesh)
         transfers = self.transfers(train.seq_len, train.micro_batch_size)
-        schedule = config.schedule(mesh.batch.size)
-        self.ranks_of_stages = stage_ranks(schedule)
-        self.program = lower(schedule)[mesh.pp.rank]
+        self.program = lower(config.schedule(mesh.batch.size))[mesh.pp.rank]
         self.forward_programs: dict[int, Program] = {}  # by number of micro-batches
         compute, reduce = self.precision.compute, self.precision.reduce
         data = data_parallel(stages.values(), parallel.zero_stage, compute, reduce)
@@ -129,7 +128,7 @@ class TrainStep:
         gradients = [weight.gradient for weight in self.weights if not weight.is_copy]
         if self.guard.scales_loss:
             unscale([weight.gradient for weight in self.weights], scale)
-        norm = gradient_norm(gradients, self.mesh, self.config.model.kernels)
+        norm = gradient_norm(gradients, self.mesh, self.kernels)
         loss = self.sum_over_ranks(loss)
         return (loss / scale if self.guard.scales_loss else loss), norm
 
@@ -150,7 +149,7 @@ class TrainStep:
     def forward_program(self, num_microbatches: int) -> Program:
         """This rank's program of an evaluation."""
         if num_microbatches not in self.forward_programs:
-            programs = lower(forward_only(self.ranks_of_stages, num_microbatches))
+            programs = lower(forward_only(self.config.parallel.ranks_of_stages, num_microbatches))
             self.forward_programs[num_microbatches] = programs[self.mesh.pp.rank]
         return self.forward_programs[num_microbatches]
 

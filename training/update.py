@@ -1,6 +1,5 @@
 """The optimizer's update of all weights of a rank."""
 
-import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from parallel.disk import DiskMemory, ranges_of_size
 from parallel.parameter import NamedWeight
+from parallel.placement import shards_of
 from settings.config import Config
 from training.optimizers import ShardedOptimizer, bytes_of_states, optimizer_class
 
@@ -60,11 +60,9 @@ def groups_of(
     ranks that have parts of them, because an optimizer may communicate."""
     sizes = []
     for weight in weights:
-        mesh, placements = weight.sharded.device_mesh, weight.sharded.placements
-        cut = (axis for axis, each in enumerate(placements) if not each.is_replicate())
         states, master = kind.states_of(weight.spec), weight.sharded.element_size()
         whole = bytes_of_states(states, weight.spec.shape, master)
-        sizes.append(whole / math.prod(map(mesh.size, cut)))
+        sizes.append(whole / shards_of(weight.sharded))
     for part in ranges_of_size(sizes, group_bytes(sum(sizes))):
         yield weights[part.start : part.stop]
 

@@ -69,7 +69,7 @@ def mask_of(kernel: str, documents: bool, device: str = DEVICE) -> tuple[Mask, s
     positions, found = find_documents(tokens, 0, device, [range(length)])
     of_queries = found[0] if documents else None
     mask = make_mask(positions, of_queries, None, torch.bfloat16, width, kernel)
-    call = Call(torch.bfloat16, width, width, length, documents, deterministic=False)
+    call = Call(torch.bfloat16, width, length, documents, deterministic=False)
     return mask, str(choose_for_steps(device_of(positions), call, kernel))
 
 

@@ -87,8 +87,7 @@ class Call(NamedTuple):
     make no difference: where a kernel does not take them, they are repeated."""
 
     dtype: torch.dtype
-    head_dim: int  # E, of queries and keys
-    value_dim: int
+    head_dim: int  # E
     length: int  # S
     packed: bool  # with documents or a window
     deterministic: bool  # its backward must give the same bits every time
@@ -158,21 +157,19 @@ def _impossible(kernel: Kernel, device: Device, call: Call) -> Iterator[str]:
         before_ampere = device.capability < (8, 0)
         if call.dtype not in ((torch.float32,) if before_ampere else (*HALF, torch.float32)):
             yield f"does not compute in {_short(call.dtype)} on {_gpu(device)}"
-        if any(width * call.dtype.itemsize % 16 for width in (call.head_dim, call.value_dim)):
+        if call.head_dim * call.dtype.itemsize % 16:
             yield f"heads of {call.head_dim} are not a multiple of 16 bytes"
         return
     if call.dtype not in HALF:
         yield f"computes in 16 bits, not in {_short(call.dtype)}"
     widest = 128 if kernel is CUDNN else 256
-    if max(call.head_dim, call.value_dim) > widest:
-        yield f"takes heads of at most {widest}, not {max(call.head_dim, call.value_dim)}"
-    if call.head_dim % 8 or call.value_dim % 8:
+    if call.head_dim > widest:
+        yield f"takes heads of at most {widest}, not {call.head_dim}"
+    if call.head_dim % 8:
         yield f"takes heads of a multiple of 8, not {call.head_dim}"
     if kernel is CUDNN:
         yield from _cudnn_impossible(device, call)
         return
-    if call.head_dim != call.value_dim:
-        yield "takes queries and values of the same width"
     if kernel is FLASH2 and device.capability < (8, 0):
         yield f"does not run on {_gpu(device)}"
     if kernel is FLASH3:

@@ -193,31 +193,6 @@ def _launch_forward(
     return y.view(shape), s.view(shape), rstd
 
 
-def _launch_backward(
-    dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, rstd: Tensor, wide: bool
-) -> tuple[Tensor, Tensor]:
-    """dx and dw. `wide`: dw is not rounded to the weight's dtype."""
-    shape, width = s.shape, s.shape[-1]
-    dy, s = rows_of(dy), rows_of(s)
-    residual = dy if ds is None else rows_of(ds)
-    rows = s.shape[0]
-    dx = s.new_empty(s.shape)
-    block = next_power_of_2(width)
-    at_once = rows_at_once(block)
-    warps = warps_for(at_once * block)
-    rows_each = max(1, cdiv(cdiv(rows, at_once), resident_programs(s, warps))) * at_once
-    programs = cdiv(rows, rows_each)
-    dw = s.new_empty((programs, width), dtype=exact(s.dtype))
-    if rows:
-        _backward[(programs,)](
-            dy, residual, s, weight, rstd, dx, dw, dy.stride(0), residual.stride(0), s.stride(0),
-            rows, rows_each, width, ADD=ds is not None, ACC=accumulator(s.dtype), ROWS=at_once,
-            BLOCK=block, num_warps=warps,
-        )  # fmt: skip
-    dw = dw.sum(0)
-    return dx.view(shape), dw if wide else dw.to(weight.dtype)
-
-
 def _like(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -253,7 +228,26 @@ def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, 
 def _rms_norm_backward(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, rstd: Tensor, wide: bool
 ) -> tuple[Tensor, Tensor]:
-    return _launch_backward(dy, ds, s, weight, rstd, wide)
+    """dx and dw. `wide`: dw is not rounded to the weight's dtype."""
+    shape, width = s.shape, s.shape[-1]
+    dy, s = rows_of(dy), rows_of(s)
+    residual = dy if ds is None else rows_of(ds)
+    rows = s.shape[0]
+    dx = s.new_empty(s.shape)
+    block = next_power_of_2(width)
+    at_once = rows_at_once(block)
+    warps = warps_for(at_once * block)
+    rows_each = max(1, cdiv(cdiv(rows, at_once), resident_programs(s, warps))) * at_once
+    programs = cdiv(rows, rows_each)
+    dw = s.new_empty((programs, width), dtype=exact(s.dtype))
+    if rows:
+        _backward[(programs,)](
+            dy, residual, s, weight, rstd, dx, dw, dy.stride(0), residual.stride(0), s.stride(0),
+            rows, rows_each, width, ADD=ds is not None, ACC=accumulator(s.dtype), ROWS=at_once,
+            BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+    dw = dw.sum(0)
+    return dx.view(shape), dw if wide else dw.to(weight.dtype)
 
 
 @_rms_norm_backward.register_fake

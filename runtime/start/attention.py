@@ -61,7 +61,7 @@ def choices(config: Config, device_type: str) -> Counter[tuple[Call, Choice]]:
     for (window, head_dim, wanted), layers in _asked(config):
         packed = config.data.document_mask or (window or train.seq_len) < train.seq_len
         packed |= config.parallel.cp > 1  # a chunk of queries, and more keys (mask.py)
-        call = Call(dtype, head_dim, head_dim, train.seq_len, packed, train.deterministic)
+        call = Call(dtype, head_dim, train.seq_len, packed, train.deterministic)
         found[call, choose_for_steps(this_device(device_type), call, wanted)] += layers
     return found
 

@@ -64,7 +64,7 @@ def test_the_chosen_attention_kernel_runs(dtype: torch.dtype, seen: str) -> None
         tokens = torch.randint(0, 100, (2, length))
         positions, (documents,) = find_documents(tokens, 1, "cuda", [range(length)])
     packed = seen != "causal"
-    call = Call(dtype, head_dim, head_dim, length, packed, deterministic=False)
+    call = Call(dtype, head_dim, length, packed, deterministic=False)
     choice = choose(device_of(positions), call)
     mask = make_mask(positions, documents, window, dtype, head_dim)
     *given, weights = (

@@ -45,7 +45,7 @@ BLACKWELL, AMPERE, ADA, TURING = (
 )
 AMD = Device((9, 4), amd=True)
 WITH_3 = HOPPER._replace(flash3=True)
-CAUSAL = Call(torch.bfloat16, 128, 128, 8192, packed=False, deterministic=False)
+CAUSAL = Call(torch.bfloat16, 128, 8192, packed=False, deterministic=False)
 PACKED = CAUSAL._replace(packed=True)
 
 
@@ -65,21 +65,20 @@ RULES = [  # (baseline's kernel, device, call, chosen kernel, what speaks agains
     (CUDNN, HOPPER, PACKED, FLASH2, "takes no documents or windows"),
     (CUDNN, HOPPER, CAUSAL._replace(length=8256), FLASH2, "a multiple of 128 tokens, not 8256"),
     (CUDNN, HOPPER, CAUSAL._replace(deterministic=True), FLASH2, "not deterministic"),
-    (CUDNN, HOPPER, CAUSAL._replace(head_dim=256, value_dim=256), FLASH2, "at most 128, not 256"),
+    (CUDNN, HOPPER, CAUSAL._replace(head_dim=256), FLASH2, "at most 128, not 256"),
     (CUDNN, HOPPER, CAUSAL._replace(dtype=torch.float32), EFFICIENT, "not in float32"),
-    (CUDNN, HOPPER, CAUSAL._replace(head_dim=100, value_dim=100), MATH, "multiple of 8, not 100"),
+    (CUDNN, HOPPER, CAUSAL._replace(head_dim=100), MATH, "multiple of 8, not 100"),
     (FLASH3, HOPPER, PACKED, FLASH2, "not installed"),
     (FLASH3, WITH_3._replace(torch=(2, 12)), PACKED, FLASH2, "needs torch 2.13, not 2.12"),
     (FLASH3, WITH_3._replace(capability=(10, 0)), PACKED, FLASH2, "compute capability 10.0"),
     (FLASH3, AMD._replace(flash3=True), PACKED, FLASH2, "runs on Hopper, not on AMD"),
     (FLASH3, WITH_3, PACKED._replace(deterministic=True), FLASH2, "not deterministic"),
-    (FLASH3, WITH_3, PACKED._replace(head_dim=264, value_dim=264), EFFICIENT, "most 256, not 264"),
-    (FLASH3, WITH_3, PACKED._replace(value_dim=64), EFFICIENT, "values of the same width"),
+    (FLASH3, WITH_3, PACKED._replace(head_dim=264), EFFICIENT, "most 256, not 264"),
     (FLASH2, TURING, CAUSAL, MATH, "does not run on compute capability 7.5"),
     (FLASH2, AMPERE, CAUSAL._replace(dtype=torch.float32), EFFICIENT, "in 16 bits"),
     (EFFICIENT, TURING, CAUSAL, MATH, "does not compute in bfloat16"),
     (EFFICIENT, AMPERE, CAUSAL._replace(dtype=torch.float64), MATH, "not compute in float64"),
-    (EFFICIENT, AMPERE, CAUSAL._replace(head_dim=100, value_dim=100), MATH, "of 16 bytes"),
+    (EFFICIENT, AMPERE, CAUSAL._replace(head_dim=100), MATH, "of 16 bytes"),
 ]  # fmt: skip
 
 
@@ -226,7 +225,7 @@ def test_blocks_with_other_numbers_of_heads_are_compiled():
 def test_the_cpu_and_math_compute_what_torch_does(dtype, biased):
     """The CPU's operator is the one that the start names; math agrees with it to rounding."""
     window, positions = 3 if biased else None, torch.arange(24).unsqueeze(1)
-    call = CAUSAL._replace(dtype=dtype, head_dim=16, value_dim=16, length=24)
+    call = CAUSAL._replace(dtype=dtype, head_dim=16, length=24)
     mask = make_mask(positions, None, window, dtype, 16)
     assert ran(mask, call, OPERATORS, "cpu") == [*ON_CPU.operators]
     q, k, v = (t.detach() for t in inputs(call, "cpu"))

@@ -26,7 +26,7 @@ from model.kernels.rotary import rotate
 from model.kernels.swiglu import swiglu
 from model.kernels.weighted_swiglu import weighted_swiglu
 from model.positions import Rotary, rotary_angles
-from parallel.weight_gradient import OwnPlace, WeightGradient
+from parallel.weight_gradient import Place, WeightGradient
 from tests.kernels.device import DEVICE, DTYPES, NEEDS_TRITON, randn
 from tests.planted import name_of
 from tokens import IGNORE
@@ -114,7 +114,7 @@ def test_add_rms_norm(shape, dtype):
 def test_the_gradient_of_a_norm_is_added_to_its_sum_unrounded(kernels):
     x, dy, w = (randn(*shape, dtype=torch.bfloat16) for shape in [(40, 16), (40, 16), (16,)])
     gradient = WeightGradient(w.shape)
-    gradient.sum_in(OwnPlace(), torch.float32)
+    gradient.sum_in(Place(), torch.float32)
     rms_norm(x, w.requires_grad_(), EPS, kernels, gradient).backward(dy)
     exact_w = w.detach().double().requires_grad_()
     exact_rms_norm(x.double(), exact_w)[0].backward(dy.double())

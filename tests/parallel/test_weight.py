@@ -7,7 +7,7 @@ import torch
 
 from parallel.collectives import ONE_RANK
 from parallel.deferred import Job, run_jobs
-from parallel.weight_gradient import OwnPlace, WeightGradient, deferring
+from parallel.weight_gradient import Place, WeightGradient, deferring
 
 
 class LoggedJob(Job):
@@ -44,7 +44,7 @@ def test_a_job_without_communication_does_not_come_between():
     gather with the first one's products."""
     alive, log = weakref.WeakSet(), []
     gradient, times = WeightGradient([2]), torch.tensor(3.0)
-    gradient.sum_in(OwnPlace(), torch.float32)
+    gradient.sum_in(Place(), torch.float32)
     with deferring([gradient]) as ready:
         for _ in range(2):
             assert gradient.add(torch.ones(2), times) is None

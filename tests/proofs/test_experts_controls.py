@@ -44,7 +44,7 @@ import training.gradient
 import training.step
 from model.feed_forward.experts import Experts
 from model.router import BaseRouter
-from parallel.axes import EXPERT_AXES, MeshSizes
+from parallel.axes import MeshSizes
 from parallel.kept import KeptOutputs
 from proofs.parity.cases import Case
 from proofs.parity.expert_cases import STEPS
@@ -134,10 +134,10 @@ MISTAKES = {
          *((case, BALANCE, ".feed_forward") for case in (TP, CP))),
     "experts numbered by rank": (model.initialise, "local_region", experts_numbered_by_rank,
          (DP, {"weights", "gradient", "loss"}, "")),
-    # the norm divides by replicas on the axes of the other weights only
+    # as if each rank had another part of them
     "replicas of experts count in the norm":
-        (training.gradient, "replicated_over", lambda replicated_over, gradient:
-         [axis for axis in replicated_over(gradient) if axis == "pp" or axis not in EXPERT_AXES],
+        (training.gradient, "shards_of", lambda shards_of, gradient:
+         gradient.device_mesh.size() if gradient.ndim == 3 else shards_of(gradient),
          (REPLICAS, {"norm"}, "")),
     # as part of their block and as a unit of their own
     "the norm has experts twice":
