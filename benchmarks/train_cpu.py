@@ -137,7 +137,7 @@ def plain_step(config: Any, model: Any) -> Any:
     return step
 
 
-def inside(store: Any, signals: Any, program: str, settings: list[str], steps: int) -> None:
+def inside(program: str, settings: list[str], steps: int, signals: Any, store: Any) -> None:
     """Trains in this process, one of the program's; rank 0 prints the CPU seconds per token."""
     import torch
     import torch.distributed as dist

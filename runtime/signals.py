@@ -52,9 +52,9 @@ def leave_on_request() -> None:
 
 
 class Signals:
-    """Records signals between `listen` and `close`. A second request by the same signal ends the
-    process immediately, with status 128 + its number. Only the main thread may call the two
-    methods; as a context manager, the object calls both.
+    """Records signals from `listen` on, in a `with` block only until its end. A second request by
+    the same signal ends the process immediately, with status 128 + its number. Only the main thread
+    may begin and end it.
 
     A separate thread listens, because the main thread may be blocked in a collective that never
     ends, where Python runs no signal handlers.
@@ -89,7 +89,10 @@ class Signals:
         self._old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._requests)
         return self
 
-    def close(self) -> None:
+    def __enter__(self) -> "Signals":
+        return self.listen()
+
+    def __exit__(self, *exception: object) -> None:
         """Restore the previous signal handling."""
         signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
         for number, handler in self._old_handlers.items():
@@ -98,12 +101,6 @@ class Signals:
         os.close(self._mouth)
         self._thread.join()
         os.close(self._ear)
-
-    def __enter__(self) -> "Signals":
-        return self.listen()
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def names(self) -> str:
         # a copy, because another thread may add to it

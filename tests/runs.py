@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,11 +98,11 @@ def run(ranks: Ranks, world: int, *arguments: str) -> None:
     assert ranks.run(train_run, world, list(arguments)) == [""] * world
 
 
-def heard(arguments: list[str]) -> tuple[str, str]:
+def heard(arguments: list[str], stream: str = "stderr") -> tuple[str, str]:
     """Train; return why the run was refused or its last save failed (else the empty string), and
-    this rank's standard error."""
+    what this rank wrote to standard error, or to `stream`."""
     said = io.StringIO()
-    with contextlib.redirect_stderr(said):
+    with patch.object(sys, stream, said):
         try:
             why = train_run(arguments)
         except SaveFailed as failed:

@@ -124,11 +124,6 @@ def check_processes(processes: int, gpus: int) -> None:
 # --- a rank ---------------------------------------------------------------------------------------
 
 
-def run_rank(store: dist.Store, heard: Signals, arguments: list[str]) -> None:
-    """Runs train.py's main function as one rank."""
-    train.main(arguments, heard, store)
-
-
 def _become_rank(
     rank: int,
     processes: int,
@@ -145,7 +140,7 @@ def _become_rank(
         _end_with(os.getppid())
         os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(processes)})
         os.environ.update({"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)})
-        function(dist.FileStore(str(store), processes), heard, *arguments)
+        function(*arguments, heard, dist.FileStore(str(store), processes))
         status = 0
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else 1
@@ -200,7 +195,7 @@ class Ending:
 
 
 def start_processes(processes: int, function: Callable[..., None], *arguments: object) -> Ending:
-    """Runs `function(store, signals, *arguments)` in forked processes, the ranks of one world, and
+    """Runs `function(*arguments, signals, store)` in forked processes, the ranks of one world, and
     waits until all have ended."""
     awaited = {*signals.requests(), signal.SIGCHLD, signal.SIGALRM}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
@@ -326,7 +321,7 @@ def main() -> int:
     # Before any process is started. There are no spares: nodes do not come and go here.
     config, processes = valid_layout(load_config(options.config, arguments[1:]), processes)
     log(" ".join([f"{processes} processes on this machine: train.py", *arguments]), sys.stdout)
-    return finish(start_processes(processes, run_rank, arguments), Path(config.run.dir))
+    return finish(start_processes(processes, train.main, arguments), Path(config.run.dir))
 
 
 if __name__ == "__main__":

@@ -16,14 +16,13 @@ fetch reads into a folder whose name counts as no checkpoint, compares every fil
 the manifest, and renames the folder at the end; it continues an interrupted fetch, too.
 """
 
-import os
 from pathlib import Path
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
 
 from errors import UserError
-from runtime.checkpoint.folder import MANIFEST, NAME
+from runtime.checkpoint.folder import MANIFEST, NAME, sync
 from runtime.checkpoint.manifest import Damaged, check_sizes, fingerprint, read_manifest
 from runtime.checkpoint.verify import verify_checkpoint
 from runtime.output import log
@@ -124,9 +123,7 @@ def fetch(store: DirFileSystem, name: str, folder: Path) -> str:
         raise Damaged(f"{name} in the store is incomplete: {error}") from None
     verify_checkpoint(partial)
     for file in [*manifest.files, MANIFEST, ""]:  # "": the folder
-        handle = os.open(partial / file, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
+        sync(partial / file)
     partial.rename(final)
     return f"{len(missing)} files, {manifest.num_bytes / 1e6:,.1f} MB, every sha256 is right"
 

@@ -50,11 +50,16 @@ def checkpoints_of(folder: Path, key: str) -> list[Path]:
     `checkpoints/`, oldest first.
 
     Raises:
-        UserError: there are none; `key` is the key or option that named the folder.
+        UserError: there are none, or they cannot be read; `key` is the key or option that named the
+            folder.
     """
-    if (folder / MANIFEST).is_file():
-        return [folder]
-    found = complete_checkpoints(folder) or complete_checkpoints(folder / "checkpoints")
+    try:
+        if (folder / MANIFEST).is_file():
+            return [folder]
+        found = complete_checkpoints(folder) or complete_checkpoints(folder / "checkpoints")
+    except OSError as error:
+        remedy = "give a run folder or a folder step-… that can be read"
+        raise UserError(key, str(folder), error.strerror or str(error), remedy) from None
     if not found:
         why = "holds no complete checkpoint"
         raise UserError(key, str(folder), why, "give a run folder or a folder step-…")

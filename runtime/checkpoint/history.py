@@ -117,10 +117,8 @@ def end_of(trainer: TrainerState) -> EarlierDataStage:
 def changes_the_loss(before: Config, after: Config) -> bool:
     """Whether the loss may have another level in data stage `after`, so that the guard against
     spikes must forget the losses of the one before."""
-    of_loss = ("data", "model")
-    return before.train.seq_len != after.train.seq_len or any(
-        getattr(before, name) != getattr(after, name) for name in of_loss
-    )
+    was, now = ((one.train.seq_len, one.data, one.model) for one in (before, after))
+    return was != now
 
 
 def passed(earlier: Sequence[EarlierDataStage], data: Sequence[Mixture]) -> list[Earlier]:

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from data.dataset import Mixture
 from errors import UserError
-from runtime.agreement import from_rank_0, on_all_ranks
+from runtime.agreement import AgreedError, from_rank_0, on_all_ranks
 from runtime.checkpoint.folder import (
     ABANDONED,
     DAMAGED,
@@ -43,13 +43,19 @@ from runtime.checkpoint.folder import (
 )
 from runtime.checkpoint.history import changes_the_loss, check_history, check_model, end_of
 from runtime.checkpoint.lease import Lease
-from runtime.checkpoint.manifest import Damaged, Manifest, check_sizes, read_manifest
+from runtime.checkpoint.manifest import Damaged
 from runtime.checkpoint.progress import byte_bar
-from runtime.checkpoint.tiling import Point, random_point
-from runtime.checkpoint.verify import check_files, check_whole, parse_trainer
+from runtime.checkpoint.verify import check_files, check_whole, described, parse_trainer
 from runtime.log.events import read_events
 from runtime.output import log
-from runtime.trainer_state import DataState, Start, TrainerState, held_tensors, state_of
+from runtime.trainer_state import (
+    DataState,
+    Start,
+    TrainerState,
+    held_tensors,
+    model_entries,
+    state_of,
+)
 from settings.config import Config
 from settings.data_stages import ROTATION_KEYS, data_stage_of, data_stages
 from training.step import TrainStep
@@ -112,15 +118,7 @@ def _refuse_to_begin_anew(lease: Lease) -> None:
 def _named(folder: str, key: str, device: str) -> Path:
     """Return `folder` if it is a checkpoint, or the newest checkpoint of the run that it holds, as
     the tools do. Raises UserError, on every rank, if there is none or it is damaged."""
-
-    def find() -> Path:
-        try:
-            return checkpoints_of(Path(folder), key)[-1]
-        except OSError as error:
-            remedy = "give a run folder or a folder step-… that can be read"
-            raise UserError(key, folder, error.strerror or str(error), remedy) from None
-
-    path = from_rank_0(find, device)
+    path = from_rank_0(lambda: checkpoints_of(Path(folder), key)[-1], device)
     require_good(path, key, device)
     return path
 
@@ -140,16 +138,16 @@ def find_before(
     if path is None:
         return None
 
-    def abandon() -> None:
+    def go_back() -> Start:
         for later in reversed(complete_checkpoints(lease.checkpoints)):
             if step_of(later) > last_step:
                 log(
                     f"warning: {lease.put_aside(later, ABANDONED)} was saved after the "
                     "rollback point and is not used again"
                 )
+        return _start_from(path, None, config, data, lease)
 
-    from_rank_0(abandon, device)
-    return from_rank_0(lambda: _start_from(path, None, config, data, lease), device)
+    return from_rank_0(go_back, device)
 
 
 def _start_from(
@@ -198,18 +196,15 @@ def _at_boundary(trainer: TrainerState, config: Config, data: Sequence[Mixture])
     )
     if stage is before:
         return trainer
-    anew = changes_the_loss(before.config, stage.config)
-    return state_of(
-        stage.config,
-        _beginning(data[stage.number]),
-        step=trainer.step,
-        updates=trainer.updates,
-        tokens=trainer.tokens,
-        recent_losses=[] if anew else trainer.recent_losses,
-        bad_in_a_row=trainer.bad_in_a_row,
-        loss_scale=trainer.loss_scale,
-        earlier=[*trainer.earlier, end_of(trainer)],
-    )
+    changed = {
+        "seq_len": stage.config.train.seq_len,
+        "model": model_entries(stage.config.model),
+        "data": _beginning(data[stage.number]),
+        "earlier": [*trainer.earlier, end_of(trainer)],
+    }
+    if changes_the_loss(before.config, stage.config):
+        changed["recent_losses"] = []
+    return trainer.model_copy(update=changed)
 
 
 def _newest_good(lease: Lease, last_step: float = math.inf) -> Path | None:
@@ -231,14 +226,9 @@ def _newest_good(lease: Lease, last_step: float = math.inf) -> Path | None:
 
 def require_good(path: Path, key: str, device: str) -> None:
     """Raise UserError, on every rank, if the checkpoint that `key` selects is damaged."""
-    problem = _damage(path, device)
-
-    def refuse() -> None:
-        if problem is not None:
-            why = f"is not a valid checkpoint: {problem}"
-            raise UserError(key, str(path), why, "give another folder step-…")
-
-    from_rank_0(refuse, device)
+    if (problem := _damage(path, device)) is not None:
+        why = f"is not a valid checkpoint: {problem}"
+        raise AgreedError(key, str(path), why, "give another folder step-…")
 
 
 def _damage(path: Path, device: str) -> str | None:
@@ -246,18 +236,12 @@ def _damage(path: Path, device: str) -> str | None:
     Rank 0 reads what describes it, and each rank its share of the files."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
-    def described() -> tuple[Manifest, Point]:
-        manifest = read_manifest(path)
-        check_sizes(path, manifest)
-        parse_trainer(path)
-        return manifest, random_point()
-
     def covered_by_mine() -> Counter[str]:
         mine = sorted(manifest.files)[rank::world]
         return check_files(path, manifest, mine, point, shown=rank == 0)
 
     try:
-        manifest, point = from_rank_0(described, device, Damaged)
+        manifest, point = from_rank_0(lambda: described(path), device, Damaged)
         everyone = [on_all_ranks(covered_by_mine, device, Damaged)] * world
         dist.all_gather_object(everyone, everyone[rank])
         check_whole(manifest, sum(everyone, Counter[str]()), point)

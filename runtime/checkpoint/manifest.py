@@ -136,19 +136,6 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
             raise Damaged(f"its file {name!r} is {': '.join(what or ['missing or truncated'])}")
 
 
-def check_file(
-    folder: Path, manifest: Manifest, name: str, advance: Callable[[int], object]
-) -> None:
-    """Read a whole file and raise Damaged if it differs from what was saved. `advance`: as for
-    `fingerprint`."""
-    try:
-        found = fingerprint(folder / name, advance)
-    except OSError as error:
-        raise Damaged(f"its file {name!r} cannot be read ({error.strerror})") from None
-    if found != manifest.files[name]:
-        raise Damaged(f"its file {name!r} was changed (its sha256 differs)")
-
-
 class Piece(NamedTuple):
     """A part of a tensor that a file holds."""
 

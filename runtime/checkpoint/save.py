@@ -209,8 +209,7 @@ class Saver:
             needed = self.last.get("bytes") or state_bytes(self.train.config)
             record["failed"] = f"{error}{room(error, self.folder, needed)}"
             self.failed = f"the checkpoint of step {trainer.step} was not saved: {record['failed']}"
-            there = complete_checkpoints(self.folder) if self.folder.is_dir() else []
-            left = [path.name for path in there]
+            left = [path.name for path in complete_checkpoints(self.folder)]
             said = (
                 f"warning: {self.failed}; the newest is {left[-1] if left else 'none'}, "
                 "and the next save will try again"

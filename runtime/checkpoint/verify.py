@@ -16,8 +16,8 @@ from runtime.checkpoint.manifest import (
     TENSORS,
     Damaged,
     Manifest,
-    check_file,
     check_sizes,
+    fingerprint,
     read_manifest,
     read_pieces,
 )
@@ -30,11 +30,18 @@ from runtime.trainer_state import FILE, TrainerState
 def verify_checkpoint(path: Path) -> Manifest:
     """Run every check that a start makes before it uses a checkpoint, in one process. Raises
     Damaged."""
-    manifest, point = read_manifest(path), random_point()
-    check_sizes(path, manifest)
+    manifest, point = described(path)
     check_whole(manifest, check_files(path, manifest, [*manifest.files], point), point)
-    parse_trainer(path)
     return manifest
+
+
+def described(path: Path) -> tuple[Manifest, Point]:
+    """Read what describes a checkpoint, before its files are read whole; return its manifest, and a
+    new point at which to compare its pieces (tiling.py). Raises Damaged."""
+    manifest = read_manifest(path)
+    check_sizes(path, manifest)
+    parse_trainer(path)
+    return manifest, random_point()
 
 
 def check_files(
@@ -46,7 +53,12 @@ def check_files(
     size = sum(manifest.files[name].bytes for name in names)
     with byte_bar(f"checking {path.name}", size, shown) as bar:
         for name in names:
-            check_file(path, manifest, name, bar.update)
+            try:
+                found = fingerprint(path / name, bar.update)
+            except OSError as error:
+                raise Damaged(f"its file {name!r} cannot be read ({error.strerror})") from None
+            if found != manifest.files[name]:
+                raise Damaged(f"its file {name!r} was changed (its sha256 differs)")
             if name.endswith(TENSORS):
                 covered += cover(path / name, manifest, point)
     return covered

@@ -62,9 +62,10 @@ def check_config(told: Config | UserError, device: str) -> Config:
     prepare_determinism(device, config.train.deterministic)
     for stage in data_stages(config):
         check_attention(stage.config, device)
-        check_fits(stage.config, device)
         if stage.config.parallel.offload == "disk":
             check_disk(stage.config)
+        else:
+            check_fits(stage.config, device)
     return config
 
 
@@ -115,8 +116,6 @@ def check_fits(config: Config, device: str) -> None:
     """Raise UserError if weights and optimizer states exceed a rank's share of the memory: such a
     run is certain to fail. (`tools.plan` estimates what else a step needs.)"""
     parallel, world = config.parallel, dist.get_world_size()
-    if parallel.offload == "disk":
-        return
     needed = state_bytes(config) * parallel.dp_replicate / world
     if device == "cuda" and parallel.offload == "none":
         memory = torch.cuda.get_device_properties().total_memory

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from types import MappingProxyType
 from uuid import uuid4
 
 import torch
@@ -122,7 +121,7 @@ def forget_meshes() -> None:
 
 
 def fresh_store(
-    store: dist.Store, rank: int, world_size: int, heard: Mapping[int, float] = MappingProxyType({})
+    store: dist.Store, rank: int, world_size: int, heard: Mapping[int, float]
 ) -> dist.Store:
     """Return a view of `store` that only this start's ranks use; see the module docstring.
 

@@ -325,4 +325,5 @@ def test_verify_says_what_is_wrong(saved, tmp_path, capsys):
     trainer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     assert verify.main([str(tmp_path / "run")]) == 1
     assert "'trainer.json' is a Git LFS pointer, not the file: run `git" in capsys.readouterr().out
-    assert verify.main([str(tmp_path / "nothing")]) == 2
+    for other in "nothing", "x" * 300:  # of which the second is no name of a file
+        assert verify.main([str(tmp_path / other)]) == 2

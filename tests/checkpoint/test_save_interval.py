@@ -1,6 +1,5 @@
 """checkpoint.interval=auto, the marks of a start, and the ranks that tools.torchrun forks."""
 
-import io
 import json
 import os
 import signal
@@ -119,11 +118,6 @@ def test_a_number_and_never(value, expected):
     assert found == expected
 
 
-def spoken(arguments: list[str]) -> tuple[str, str]:
-    with redirect_stdout(io.StringIO()) as said:
-        return runs.train_run(arguments), said.getvalue()
-
-
 @pytest.mark.parametrize(
     ("interval", "end"),
     [("auto", "run folder"), ("never", "nothing was saved (checkpoint.interval=never)")],
@@ -135,7 +129,7 @@ def test_the_end_says_what_was_not_saved(ranks, data, tmp_path, interval, end):
     if interval == "auto":  # the default
         text = config.read_text()
         config.write_text(text.replace("checkpoint:\n  interval: never\n", "checkpoint: {}\n"))
-    ((refusal, said),) = ranks.run(spoken, 1, [str(config)])
+    ((refusal, said),) = ranks.run(runs.heard, 1, [str(config)], "stdout")
     assert (refusal, f"finished after 1 steps; {end}" in said) == ("", True)
     arguments = ["--checkpoint", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
     assert (export.main(arguments) == 0) == (interval == "auto")

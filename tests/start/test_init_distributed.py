@@ -78,7 +78,7 @@ def test_who_is_late_is_waited_for(store: dist.TCPStore, tmp_path: Path, kind: s
         if kind == "TCP":
             found[rank] = join_as(store, rank, 2)
         else:
-            found[rank] = fresh_store(dist.FileStore(str(tmp_path / "store"), 2), rank, 2)
+            found[rank] = fresh_store(dist.FileStore(str(tmp_path / "store"), 2), rank, 2, {})
 
     with patch.object(init, "WAIT_SECONDS", 0.05), patch.object(signals, "PATIENCE_SECONDS", 0.0):
         early = threading.Thread(target=join, args=(1,), daemon=True)

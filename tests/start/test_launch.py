@@ -25,6 +25,7 @@ from settings.checks import validate
 from settings.load import load_config
 from tests import ROOT
 from tests.drills.stops import PHASES, SIGNALS, TARGETS, catches, stop
+from tests.monitor.alert_helpers import wait_until
 from tests.runs import LAYOUT_3D, events_of, forked, run_log_of, status, status_of, write_config
 from tools import launch
 
@@ -53,11 +54,9 @@ def running(folder: Path, data: Path) -> Iterator[tuple[Any, list[psutil.Process
     process = started(folder, "--nproc-per-node", "2", config, *endless)
     ranks: list[psutil.Process] = []
     try:
-        deadline = time.monotonic() + 300
-        while "\nstep " not in (folder / "log").read_text():
-            assert process.is_alive(), (folder / "log").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        log = folder / "log"
+        wait_until(lambda: "\nstep " in log.read_text() or not process.is_alive(), 300)
+        assert process.is_alive(), log.read_text()
         ranks = psutil.Process(process.pid).children()
         yield process, sorted(ranks, key=lambda rank: rank.pid)
     finally:
@@ -194,7 +193,7 @@ def start_two(rank: Callable[..., None]) -> None:
     sys.exit(ending.why() if ending.failure else 0)
 
 
-def wait_for_a_dead_one(store: Any, heard: Any) -> None:
+def wait_for_a_dead_one(heard: Any, store: Any) -> None:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     init_distributed(heard, store)
@@ -301,7 +300,7 @@ def test_what_the_configuration_asks_for_is_kept(tmp_path: Path) -> None:
         axes("llama3_8b_data_stages.yaml", 8)
 
 
-def say(store: Any = None, *_: object) -> None:
+def say(_: object, store: Any) -> None:
     """Be a rank, which says how it shares the cores."""
     init_distributed(store=store)
     # a rank that leaves before the other has connected would break the connections

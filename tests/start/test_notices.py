@@ -1,7 +1,6 @@
 """What a start says about its configuration."""
 
 import re
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from proofs.ranks import Ranks
 from runtime.start.announce import changed_settings, notices
 from settings.load import dump_config, load_config
-from tests.runs import train_run, write_config
+from tests.runs import heard, write_config
 
 CONFIG = "configs/laptop.yaml"
 
@@ -59,24 +58,22 @@ def test_what_may_be_a_mistake_is_named(settings: list[str], said: str) -> None:
     assert "".join(lines).startswith(said)
 
 
-def lines_of(arguments: list[str], out: str) -> None:
-    """A training run whose log goes to the file `out`."""
-    with open(out, "w", encoding="utf-8") as file, redirect_stdout(file):
-        assert train_run(arguments) == ""
-
-
 def test_a_resumed_run_names_what_changed(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, data, train={"steps": 2}, checkpoint={"interval": 1})
-    out = tmp_path / "out.txt"
-    ranks.run(lines_of, 1, [config], str(out))
-    assert "changed since" not in out.read_text()
-    ranks.run(lines_of, 1, [config, "train.steps=3", "optimizer.lr=0.002"], str(out))
-    said = "changed since the previous start: train.steps 2 → 3, optimizer.lr 0.003 → 0.002"
-    assert said in out.read_text()
+
+    def said(*overrides: str) -> str:
+        """What the log of a run with these overrides says has changed, if anything."""
+        ((refusal, log),) = ranks.run(heard, 1, [config, *overrides], "stdout")
+        assert refusal == ""
+        return "\n".join(line for line in log.splitlines() if line.startswith("changed since"))
+
+    assert said() == ""
+    assert said("train.steps=3", "optimizer.lr=0.002") == (
+        "changed since the previous start: train.steps 2 → 3, optimizer.lr 0.003 → 0.002"
+    )
     # another run's checkpoint, of which only the weights are read: what was asked of that run
     other = [f"run.dir={tmp_path / 'other'}", f"checkpoint.load_weights_only={tmp_path / 'run'}"]
-    ranks.run(lines_of, 1, [config, "train.global_batch_size=4", *other], str(out))
-    assert (
+    assert said("train.global_batch_size=4", *other) == (
         f"changed since the last start of {tmp_path / 'run'}: train.steps 3 → 2, "
-        "train.global_batch_size 8 → 4, optimizer.lr 0.002 → 0.003\n"
-    ) in out.read_text()
+        "train.global_batch_size 8 → 4, optimizer.lr 0.002 → 0.003"
+    )
