@@ -248,7 +248,6 @@ class Examination(Listener):
         dist.all_gather_object(self.nodes, node_name())
 
     def after_step(self, run: Run) -> None:
-        assert run.batch is not None
         self.steps.append((run.batch, run.result))
         if run.step_seconds is None:
             return
@@ -280,8 +279,6 @@ class Examination(Listener):
     def of_replicas(self, run: Run, found: ReplicasDiffer) -> ReplicasDiffer:
         """Examine the last step after copies were found to differ. The state is then unusable;
         returns the error that ends the run."""
-        if run.batch is None:
-            return found
         make_copies_equal(self.train)
         verdict = self._examine(run, "copies differ", Suspect(run.batch))
         differ = ReplicasDiffer(f"{found} ({self._describe(verdict)})")

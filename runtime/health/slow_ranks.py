@@ -118,9 +118,8 @@ class SlowRanks(Listener):
         self.times.turn(on=False)
         if run.step_seconds is not None and self._is_timed:
             self._ready = (run.step, self.times.take())
-            shape = None if run.batch is None else run.batch[0].shape
-            if shape != self._shape:
-                self._shape = shape
+            if run.batch[0].shape != self._shape:
+                self._shape = run.batch[0].shape
                 self.judge.forget()
 
     def went_back(self, run: Run, start: Start) -> None:
