@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.mesh import Mesh
 from runtime.device import time_mark
 from runtime.health.excluded import exclude, include, node_name
 from runtime.health.products import Compute, Inputs, linear_layers, wrap
@@ -35,7 +34,6 @@ from runtime.health.straggler import Judge, Slow
 from runtime.listener import Listener, Run
 from runtime.output import log
 from runtime.trainer_state import Start
-from settings.config import Config
 from training.step import TrainStep
 
 AFTER = 2  # first steps of a start, which are not timed: they allocate and connect
@@ -87,11 +85,12 @@ class SlowRanks(Listener):
     """Times this rank; on rank 0, names the ranks that are slow. It comes after `metrics`,
     so that what the other listeners compute is not timed."""
 
-    def __init__(self, config: Config, mesh: Mesh, train: TrainStep) -> None:
+    def __init__(self, train: TrainStep) -> None:
+        config = train.config
         self.policy, self.folder = config.guard.slow_ranks, Path(config.run.dir)
         self.interval = config.run.log_interval
         self.times = ProductTimes(train)
-        mine = (node_name(), mesh.pp.rank)
+        mine = (node_name(), train.mesh.pp.rank)
         everyone: list[Any] = [mine] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         self.nodes = [node for node, _ in everyone]
