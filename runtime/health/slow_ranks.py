@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.device import time_mark
+from runtime.device import seconds_between, time_mark
 from runtime.health.excluded import exclude, include, node_name
 from runtime.health.products import Compute, Inputs, linear_layers, wrap
 from runtime.health.straggler import Judge, Slow
@@ -60,9 +60,9 @@ class ProductTimes:
 
     def take(self) -> int:
         """The sum over all products of the median of a call's time, in microseconds, at least 1.
-        On a GPU, the calls must be done."""
+        On a GPU, waits for the calls."""
         seconds = sum(
-            statistics.median(self._seconds(begin, end) for begin, end in calls)
+            statistics.median(seconds_between(begin, end) for begin, end in calls)
             for calls in self.marks.values()
         )
         self.marks.clear()
@@ -76,9 +76,6 @@ class ProductTimes:
         result = compute()
         calls.append((begin, time_mark(self.device)))
         return result
-
-    def _seconds(self, begin: Any, end: Any) -> float:
-        return begin.elapsed_time(end) / 1e3 if self.device == "cuda" else end - begin
 
 
 class SlowRanks(Listener):
