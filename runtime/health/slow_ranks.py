@@ -87,11 +87,10 @@ class SlowRanks(Listener):
         self.policy, self.folder = config.guard.slow_ranks, Path(config.run.dir)
         self.interval = config.run.log_interval
         self.times = ProductTimes(train)
-        mine = (node_name(), train.mesh.pp.rank)
-        everyone: list[Any] = [mine] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        self.nodes = [node for node, _ in everyone]
-        self.judge = Judge([role for _, role in everyone], config.guard.slow_factor)
+        self.nodes = [""] * dist.get_world_size()
+        dist.all_gather_object(self.nodes, node_name())
+        stages = [train.mesh.sizes.coordinates(rank)["pp"] for rank in range(len(self.nodes))]
+        self.judge = Judge(stages, config.guard.slow_factor)
         self.named: dict[int, float] = {}  # when each slow rank was named, by the monotonic clock
         self.excluded: dict[str, str] = {}  # nodes that this start has excluded, each with why
         self.first_step = 0

@@ -55,19 +55,17 @@ class StepTrace(Listener):
     def _write(self, events: list[Event]) -> None:
         """Gather the events of all ranks on rank 0 and write one file: a process for each pipeline
         (a position on the axes other than pp), with a thread for each of its ranks."""
-        mine = (self.mesh.coordinates(), events)
         world = dist.get_world_size()
         everyone: list[Any] | None = [None] * world if dist.get_rank() == 0 else None
-        dist.gather_object(mine, everyone)
+        dist.gather_object(events, everyone)
         if everyone is None:
             return
-        start = min(lane[0].start for _, lane in everyone)
+        start = min(lane[0].start for lane in everyone)
         pipelines: dict[str, list[list[Event]]] = {}
         # in the order of ranks, and so in the order of stages within each pipeline
-        for coordinates, lane in everyone:
-            name = " ".join(
-                f"{axis} {index}" for axis, index in coordinates.items() if axis != "pp"
-            )
+        for rank, lane in enumerate(everyone):
+            place = self.mesh.sizes.coordinates(rank).items()
+            name = " ".join(f"{axis} {index}" for axis, index in place if axis != "pp")
             lane = [Event(a, s - start, e - start) for a, s, e in lane]
             pipelines.setdefault(name, []).append(lane)
         trace = to_chrome({name: Timeline(lanes) for name, lanes in pipelines.items()})
