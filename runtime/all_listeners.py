@@ -69,8 +69,8 @@ def build_listeners(run: Run, whole: Config, data: Data, lease: Lease) -> list[L
     faults = [Faults(train)] if config.guard.inject_fault else []
     # torch.compile leaves no product to time
     times_products = config.guard.slow_ranks != "none" and not config.train.compile
-    slow_ranks = [SlowRanks(config, mesh, train)] if times_products else []
-    examination = Examination(config, train) if config.guard.examine else None
+    slow_ranks = [SlowRanks(train)] if times_products else []
+    examination = Examination(train) if config.guard.examine else None
     return [
         StartTimes(),  # first: begins when everything before the steps is ready
         *faults,  # before all that computes, so that it is wrong, too
@@ -81,7 +81,7 @@ def build_listeners(run: Run, whole: Config, data: Data, lease: Lease) -> list[L
         *slow_ranks,  # what the listeners below compute is not timed
         Watching(),  # before all that may take longer than a step, and then says so (Run.pause)
         MemoryReports(train),
-        Evaluation(config, heldout_data, unigram, data.tasks[number]),  # adds to the record
+        Evaluation(heldout_data, unigram, data.tasks[number]),  # adds to the record
         LeaseCheck(lease),  # a displaced run ends here, and writes nothing below
         RecordWriter(metrics),
         *([examination] if examination else []),  # before those that react to skipped updates

@@ -17,12 +17,14 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def write_or_warn(path: Path, text: str) -> None:
-    """As write_whole; a failure (a full disk) is only logged."""
+def write_or_warn(path: Path, text: str) -> bool:
+    """As write_whole; a failure (a full disk) is only logged. Returns whether it was written."""
     try:
         write_whole(path, text)
     except OSError as error:
         log(f"warning: {path} cannot be written: {error}")
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -37,7 +37,8 @@ class Run:
     """How far a run is, what its listeners found out about the last step, and the services that
     they use: `log`, `watchdog` and `stop`."""
 
-    result: StepResult  # of the last step; reading its tensors waits for the device
+    batch: tuple[Tensor, Tensor]  # of the last step
+    result: StepResult  # likewise; reading its tensors waits for the device
 
     def __init__(
         self,
@@ -57,7 +58,6 @@ class Run:
         self.tokens = start.state.tokens  # trained on so far
         self.end_reason = ""  # why the run ends before its last step; "": it does not
         self.following: Start | None = None  # at its end: the start of the next data stage
-        self.batch: tuple[Tensor, Tensor] | None = None  # of this step
         self.waited_seconds = 0.0  # for the batch of this step
         self.step_seconds: float | None = None  # measured after a logged step; else None
         # consecutive steps whose update was skipped, up to the last logged step
@@ -88,9 +88,9 @@ class Run:
         """Return this data-parallel rank's rows of the next global batch: tokens and targets,
         [rows, S] each."""
         began = time.perf_counter()
-        self.batch = batch = next(self.loader)
+        self.batch = next(self.loader)
         self.waited_seconds = time.perf_counter() - began
-        return batch
+        return self.batch
 
     @contextmanager
     def pause(self, cause: str) -> Iterator[None]:

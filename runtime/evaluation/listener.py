@@ -12,7 +12,6 @@ from runtime.evaluation.rows import TaskRows, log_likelihoods, measures
 from runtime.evaluation.scoring import score_on_mesh
 from runtime.listener import Listener, Run
 from runtime.output import log
-from settings.config import Config
 from training.step import TrainStep
 
 
@@ -27,11 +26,11 @@ class Evaluation(Listener):
     """
 
     def __init__(
-        self, config: Config, heldout: Mixture | None, unigram: float | None, tasks: list[TaskRows]
+        self, heldout: Mixture | None, unigram: float | None, tasks: list[TaskRows]
     ) -> None:
         self.heldout, self.unigram = heldout, unigram
         self.loss: float | None = None
-        self.tasks, self.seq_len = tasks, config.train.seq_len
+        self.tasks = tasks
         self.rows = [row for task in self.tasks for text in task.texts() for row in text.rows]
 
     def after_step(self, run: Run) -> None:
@@ -50,7 +49,7 @@ class Evaluation(Listener):
                 run.found({"eval_loss": loss})
             if not self.rows:
                 return
-            of_rows = score_on_mesh(run.train, self.rows, self.seq_len, goes_on)
+            of_rows = score_on_mesh(run.train, self.rows, run.config.train.seq_len, goes_on)
             if of_rows is None:
                 return
             for task, values in zip(self.tasks, log_likelihoods(self.tasks, of_rows), strict=True):

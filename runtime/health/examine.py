@@ -62,7 +62,6 @@ from runtime.listener import Listener, Run
 from runtime.log.events import NOT_EXAMINED, PERSISTENT, REPRODUCIBLE, TRANSIENT, read_events
 from runtime.output import log
 from runtime.trainer_state import Start, held_tensors
-from settings.config import Config
 from training.step import StepResult, TrainStep
 
 MORE_BYTES = 512 << 20  # that an examination takes beyond a step, for hashes and repeatable sums
@@ -103,7 +102,7 @@ class Verdict:
     verdict: str  # of VERDICTS
     why: str
     ranks: list[int] = field(default_factory=list)  # among which the fault is
-    is_sure: bool = False  # every one of them computes wrongly
+    is_sure: bool = False  # every one of them computes wrongly: persistent
 
 
 def examine(train: TrainStep, suspect: Suspect) -> Verdict:
@@ -238,8 +237,8 @@ class Examination(Listener):
     """Examines suspicions, and tells the verdicts. It comes after `metrics`, which knows of skipped
     updates, and before the listeners that react to them."""
 
-    def __init__(self, config: Config, train: TrainStep) -> None:
-        self.folder, self.train = Path(config.run.dir), train
+    def __init__(self, train: TrainStep) -> None:
+        self.folder, self.train = Path(train.config.run.dir), train
         # of the steps since the last logged one
         self.steps: deque[tuple[tuple[Tensor, Tensor], StepResult]] = deque(maxlen=KEPT)
         self.norms: deque[float] = deque(maxlen=KNOWN)
@@ -248,7 +247,6 @@ class Examination(Listener):
         dist.all_gather_object(self.nodes, node_name())
 
     def after_step(self, run: Run) -> None:
-        assert run.batch is not None
         self.steps.append((run.batch, run.result))
         if run.step_seconds is None:
             return
@@ -264,7 +262,7 @@ class Examination(Listener):
         cause = f"step {number} had loss {loss:.6g} and gradient norm {norm:.6g}"
         is_exact = bool(skipped) and bad[-1] == len(steps) - 1
         verdict = self._examine(run, cause, Suspect(steps[bad[-1]][0], loss, norm, is_exact))
-        if verdict.verdict == PERSISTENT and verdict.is_sure:
+        if verdict.is_sure:
             raise FaultyMachine(f"{cause}: {self._describe(verdict)}", self._restart_helps(verdict))
 
     def _leaps(self, norm: float) -> bool:
@@ -280,8 +278,6 @@ class Examination(Listener):
     def of_replicas(self, run: Run, found: ReplicasDiffer) -> ReplicasDiffer:
         """Examine the last step after copies were found to differ. The state is then unusable;
         returns the error that ends the run."""
-        if run.batch is None:
-            return found
         make_copies_equal(self.train)
         verdict = self._examine(run, "copies differ", Suspect(run.batch))
         differ = ReplicasDiffer(f"{found} ({self._describe(verdict)})")
@@ -290,8 +286,7 @@ class Examination(Listener):
 
     def _restart_helps(self, verdict: Verdict) -> bool:
         """Whether no node was excluded, or restarted ranks leave it out (start/elastic.py)."""
-        is_faulty = verdict.verdict == PERSISTENT and verdict.is_sure
-        return not is_faulty or bool(self.train.config.parallel.layouts)
+        return not verdict.is_sure or bool(self.train.config.parallel.layouts)
 
     def went_back(self, run: Run, start: Start) -> None:
         self.steps.clear()

@@ -58,7 +58,7 @@ def _odd_ones(axis: str, tensors: list[DTensor], train: TrainStep) -> list[str]:
     )
     hashes = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(hashes, mine, group=group)  # int64 scalars
-    values = [int(value) for value in torch.stack(hashes).tolist()]
+    values: list[int] = torch.stack(hashes).tolist()
     ranks = dist.get_process_group_ranks(group)
     common, count = Counter(values).most_common(1)[0]
     if count == len(values):

@@ -27,15 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.mesh import Mesh
-from runtime.device import time_mark
+from runtime.device import seconds_between, time_mark
 from runtime.health.excluded import exclude, include, node_name
 from runtime.health.products import Compute, Inputs, linear_layers, wrap
 from runtime.health.straggler import Judge, Slow
 from runtime.listener import Listener, Run
 from runtime.output import log
 from runtime.trainer_state import Start
-from settings.config import Config
 from training.step import TrainStep
 
 AFTER = 2  # first steps of a start, which are not timed: they allocate and connect
@@ -62,9 +60,9 @@ class ProductTimes:
 
     def take(self) -> int:
         """The sum over all products of the median of a call's time, in microseconds, at least 1.
-        On a GPU, the calls must be done."""
+        On a GPU, waits for the calls."""
         seconds = sum(
-            statistics.median(self._seconds(begin, end) for begin, end in calls)
+            statistics.median(seconds_between(begin, end) for begin, end in calls)
             for calls in self.marks.values()
         )
         self.marks.clear()
@@ -79,23 +77,20 @@ class ProductTimes:
         calls.append((begin, time_mark(self.device)))
         return result
 
-    def _seconds(self, begin: Any, end: Any) -> float:
-        return begin.elapsed_time(end) / 1e3 if self.device == "cuda" else end - begin
-
 
 class SlowRanks(Listener):
     """Times this rank; on rank 0, names the ranks that are slow. It comes after `metrics`,
     so that what the other listeners compute is not timed."""
 
-    def __init__(self, config: Config, mesh: Mesh, train: TrainStep) -> None:
+    def __init__(self, train: TrainStep) -> None:
+        config = train.config
         self.policy, self.folder = config.guard.slow_ranks, Path(config.run.dir)
         self.interval = config.run.log_interval
         self.times = ProductTimes(train)
-        mine = (node_name(), mesh.pp.rank)
-        everyone: list[Any] = [mine] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        self.nodes = [node for node, _ in everyone]
-        self.judge = Judge([role for _, role in everyone], config.guard.slow_factor)
+        self.nodes = [""] * dist.get_world_size()
+        dist.all_gather_object(self.nodes, node_name())
+        stages = [train.mesh.sizes.coordinates(rank)["pp"] for rank in range(len(self.nodes))]
+        self.judge = Judge(stages, config.guard.slow_factor)
         self.named: dict[int, float] = {}  # when each slow rank was named, by the monotonic clock
         self.excluded: dict[str, str] = {}  # nodes that this start has excluded, each with why
         self.first_step = 0
@@ -118,9 +113,8 @@ class SlowRanks(Listener):
         self.times.turn(on=False)
         if run.step_seconds is not None and self._is_timed:
             self._ready = (run.step, self.times.take())
-            shape = None if run.batch is None else run.batch[0].shape
-            if shape != self._shape:
-                self._shape = shape
+            if run.batch[0].shape != self._shape:
+                self._shape = run.batch[0].shape
                 self.judge.forget()
 
     def went_back(self, run: Run, start: Start) -> None:

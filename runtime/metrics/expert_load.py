@@ -86,23 +86,16 @@ class LoadStatistics:
 
     Args:
         model: one that has experts.
-        layers: which of its layers have them; at least one.
         device: that of the loads.
     """
 
-    def __init__(self, model: ModelConfig, layers: list[int], device: str) -> None:
-        self.model, self.layers = model, layers
+    def __init__(self, model: ModelConfig, device: str) -> None:
+        self.model, self.layers = model, model.layers_with_experts
         shape = model.num_layers, model.of(Experts).count
         self.counts = torch.zeros(shape, dtype=torch.int64, device=device)  # since the last log
         self.lasting = torch.zeros_like(self.counts)  # since layers were last judged
         self.steps, self.intervals = 0, 0  # those of `lasting`
         self.collapsed: dict[int, str] = {}  # as last judged
-
-    @classmethod
-    def of(cls, model: ModelConfig, device: str) -> "LoadStatistics | None":
-        """None: no layer has experts."""
-        layers = model.layers_with_experts
-        return cls(model, layers, device) if layers else None
 
     def add(self, loads: Loads) -> None:
         """Add a step's loads. The host does not wait."""
@@ -135,13 +128,9 @@ class LoadStatistics:
         over = f"over the last {self.steps} steps"
         self._judged()
         new = [f"layer {n}: {why}" for n, why in self.collapsed.items() if n not in before]
-        if not new:
-            return interval, ""
+        what = f"warning: routing has collapsed {over}; {'; '.join(new)}"
         remedy = "raise model.experts.router_aux_weight, or with router sigmoid_bias its bias_rate"
-        return (
-            interval,
-            f"warning: routing has collapsed {over}; {'; '.join(new)}. To mend it, {remedy}",
-        )
+        return interval, f"{what}. To mend it, {remedy}" if new else ""
 
     def _judged(self) -> None:
         self.lasting.zero_()

@@ -20,13 +20,13 @@ run.memory_history it also has the last allocations, each with the source line t
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel.data import fsdp_partial_sums
 from parallel.layer import gradients_of
@@ -168,9 +168,13 @@ def tensors_by_category(train: TrainStep) -> dict[str, list[Tensor]]:
     """List this rank's tensors in the model, FSDP and the optimizer, by category. A tensor may be
     in two categories; it is counted in the first."""
     sharded = [weight.parameter for weight in train.weights]
+    stages = train.stages.values()
     # gathered or sharded, depending on the moment
-    present = [parameter for stage in train.stages.values() for parameter in stage.parameters()]
-    whole, reduced = _summed(train.stages.values())
+    present = [parameter for stage in stages for parameter in stage.parameters()]
+    # summed over micro-batches: whole gradients, possibly in a wider dtype, and those reduced over
+    # dp_shard
+    whole = [gradient.total for stage in stages for gradient in gradients_of(stage)]
+    reduced = [gradient for stage in stages for gradient in fsdp_partial_sums(stage)]
     moments = [moment for moments in train.optimizer.states for moment in moments.values()]
     found: dict[str, list[Tensor | None]] = {
         WEIGHTS: [*sharded],
@@ -183,17 +187,6 @@ def tensors_by_category(train: TrainStep) -> dict[str, list[Tensor]]:
         category: [local_part(tensor) for tensor in tensors if tensor is not None]
         for category, tensors in found.items()
     }
-
-
-def _summed(stages: Iterable[nn.Module]) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Return the gradients that are summed over micro-batches: whole ones, possibly in a wider
-    dtype, and those reduced over dp_shard."""
-    whole: list[Tensor | None] = []
-    reduced: list[Tensor | None] = []
-    for stage in stages:
-        whole += [gradient.total for gradient in gradients_of(stage)]
-        reduced += fsdp_partial_sums(stage)
-    return whole, reduced
 
 
 def total_bytes(device: str) -> int:

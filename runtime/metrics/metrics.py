@@ -36,10 +36,13 @@ class Metrics(Listener):
     def __init__(self, config: Config, mesh: Mesh, start: Start) -> None:
         self.config, self.mesh, self.device = config, mesh, mesh.device
         self.flops = _flops_per_token(config) if dist.get_rank() == 0 else None  # it writes
-        self.peak_flops = _peak_flops(mesh.device)
+        sheet = data_sheet_of(torch.cuda.get_device_name()) if self.device == "cuda" else None
+        # dense bfloat16, FLOP/s; None: no data sheet is known, and mfu is null
+        self.peak_flops = sheet.peak_flops if sheet is not None else None
         self.step = start.step
         self.skipped_updates = start.step - start.state.updates
-        self.load = LoadStatistics.of(config.model, mesh.device)
+        model = config.model
+        self.load = LoadStatistics(model, mesh.device) if model.has_experts else None
         self.noted_peaks = [0] * dist.get_world_size()  # bytes, by rank, as last in events.jsonl
         self.trackers: Trackers | None = None  # on rank 0
 
@@ -150,28 +153,25 @@ class Metrics(Listener):
         if self.trackers is not None:
             self.trackers.went_back(start.step, reached)
 
-    def write(self, run: Run) -> None:
-        """Write the record of the current step, if it has one."""
-        record, run.record = run.record, None
-        if record is None or self.trackers is None:
-            return
-        run.log.write_spent()
-        self.trackers.log(record, run.log.take_commits())
-        run.log.record(record, run.watchdog.usual_step)
-
     def closes(self, run: Run, error: BaseException | None) -> None:
         if self.trackers is not None:
             self.trackers.close(error is not None, run.log.take_commits())
 
 
 class RecordWriter(Listener):
-    """Writes each step's record once the listeners before it have completed it."""
+    """Writes each step's record, if it has one, once the listeners before it have completed it."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
 
     def after_step(self, run: Run) -> None:
-        self.metrics.write(run)
+        record, run.record = run.record, None
+        trackers = self.metrics.trackers
+        if record is None or trackers is None:
+            return
+        run.log.write_spent()
+        trackers.log(record, run.log.take_commits())
+        run.log.record(record, run.watchdog.usual_step)
 
 
 def describe_system(config: Config, mesh: Mesh) -> dict[str, Any]:
@@ -203,9 +203,3 @@ def _flops_per_token(config: Config) -> float | None:
         return flops_per_token(config.model, config.train.seq_len)
     except CannotRecord:
         return None
-
-
-def _peak_flops(device: str) -> float | None:
-    """Dense bfloat16 peak, in FLOP/s; None if no data sheet is known, and then mfu is null."""
-    sheet = data_sheet_of(torch.cuda.get_device_name()) if device == "cuda" else None
-    return sheet.peak_flops if sheet is not None else None

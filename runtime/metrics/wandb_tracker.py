@@ -47,7 +47,8 @@ class WandB(Tracker):
         import wandb  # only if configured: the import takes a second
 
         self.wandb, self.folder = wandb, Path(config.run.dir).absolute()
-        known = {} if anew else _read_object(self.folder / "wandb-run.json")
+        path = self.folder / "wandb-run.json"
+        known = {} if anew or not path.exists() else json_object(path.read_bytes())
         self.id = str(known.get("id") or secrets.token_hex(4))
         repeated: Any = known.get("repeated")
         self.repeated: int = repeated if is_count(repeated) else 0
@@ -125,7 +126,3 @@ class WandB(Tracker):
             # a checksum would read the whole checkpoint
             artifact.add_reference(path.as_uri(), checksum=False)
             self.run.log_artifact(artifact, aliases=["latest", path.name])
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    return json_object(path.read_bytes()) if path.exists() else {}

@@ -39,7 +39,7 @@ from typing import Any
 
 from runtime.checkpoint.folder import AFTER_COMMIT, MANIFEST, NAME, complete_checkpoints, step_of
 from runtime.files import locked
-from runtime.log.log_lines import json_object
+from runtime.log.log_lines import content, json_object
 from runtime.monitor.command import run_command
 
 LOOK_SECONDS = 1.0  # between two looks for a checkpoint whose turn has come
@@ -64,9 +64,9 @@ def progress(checkpoints: Path) -> tuple[list[Path], int | None]:
 def _done(checkpoints: Path) -> set[tuple[str, str]]:
     """The checkpoints for which the command has succeeded: name, and their manifest's sha256."""
     found = {path.stem.partition(".")[::2] for path in (checkpoints / AFTER_COMMIT).glob("*.done")}
-    with contextlib.suppress(OSError):  # of an older version
-        older = json_object((checkpoints / "after_commit.json").read_bytes()).get("done")
-        found |= {(name, str(older[name])) for name in older} if isinstance(older, dict) else set()
+    # of an older version
+    older = json_object(content(checkpoints / "after_commit.json")).get("done")
+    found |= {(name, str(older[name])) for name in older} if isinstance(older, dict) else set()
     return {(name, sha) for name, sha in found if NAME.fullmatch(name)}
 
 

@@ -20,7 +20,8 @@ from costs.timeline import NAMES, Timeline
 from parallel.mesh import Mesh
 from parallel.pipeline.actions import Action
 from parallel.pipeline.simulate import Event
-from runtime.device import time_mark
+from runtime.device import seconds_between, time_mark
+from runtime.files import write_or_warn
 from runtime.listener import Listener, Run
 from runtime.output import log
 from settings.data_stages import DataStage
@@ -54,28 +55,22 @@ class StepTrace(Listener):
     def _write(self, events: list[Event]) -> None:
         """Gather the events of all ranks on rank 0 and write one file: a process for each pipeline
         (a position on the axes other than pp), with a thread for each of its ranks."""
-        mine = (self.mesh.coordinates(), events)
         world = dist.get_world_size()
         everyone: list[Any] | None = [None] * world if dist.get_rank() == 0 else None
-        dist.gather_object(mine, everyone)
+        dist.gather_object(events, everyone)
         if everyone is None:
             return
-        start = min(lane[0].start for _, lane in everyone)
+        start = min(lane[0].start for lane in everyone)
         pipelines: dict[str, list[list[Event]]] = {}
         # in the order of ranks, and so in the order of stages within each pipeline
-        for coordinates, lane in everyone:
-            name = " ".join(
-                f"{axis} {index}" for axis, index in coordinates.items() if axis != "pp"
-            )
+        for rank, lane in enumerate(everyone):
+            place = self.mesh.sizes.coordinates(rank).items()
+            name = " ".join(f"{axis} {index}" for axis, index in place if axis != "pp")
             lane = [Event(a, s - start, e - start) for a, s, e in lane]
             pipelines.setdefault(name, []).append(lane)
         trace = to_chrome({name: Timeline(lanes) for name, lanes in pipelines.items()})
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(trace) + "\n", encoding="utf-8")
-        except OSError as error:  # a full disk does not end the run
-            return log(f"warning: {self.path} cannot be written: {error}")
-        log(f"traced step {self.step + 1} to {self.path}", sys.stdout)
+        if write_or_warn(self.path, json.dumps(trace) + "\n"):
+            log(f"traced step {self.step + 1} to {self.path}", sys.stdout)
 
 
 def to_chrome(pipelines: dict[str, Timeline]) -> dict[str, Any]:
@@ -109,10 +104,10 @@ class ActionRecorder:
     def __init__(self, device: str) -> None:
         self.device = device
         self._marks: list[tuple[Action, Any, Any]] = []
+        self._zero = time_mark(device)
         if device == "cuda":
-            self._zero = time_mark(device)
             self._zero.synchronize()
-            self._zero_seconds = time.perf_counter()
+        self._zero_seconds = time.perf_counter()
 
     @contextmanager
     def __call__(self, action: Action) -> Iterator[None]:
@@ -123,18 +118,11 @@ class ActionRecorder:
     def events(self, offset: float) -> list[Event]:
         """Return the recorded events in milliseconds, by this process's clock less `offset`
         seconds. Waits for the device."""
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        return [
-            Event(action, self._milliseconds(a, offset), self._milliseconds(b, offset))
-            for action, a, b in self._marks
-        ]
 
-    def _milliseconds(self, mark: Any, offset: float) -> float:
-        if self.device == "cuda":
-            since: float = self._zero.elapsed_time(mark)
-            return (self._zero_seconds - offset) * 1e3 + since
-        return (mark - offset) * 1e3
+        def milliseconds(mark: Any) -> float:
+            return (self._zero_seconds - offset + seconds_between(self._zero, mark)) * 1e3
+
+        return [Event(action, milliseconds(a), milliseconds(b)) for action, a, b in self._marks]
 
 
 def clock_offset(device: str) -> float:
