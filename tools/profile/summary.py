@@ -50,6 +50,7 @@ def length(intervals: Sequence[Interval], without: Sequence[Interval] = ()) -> f
 
 
 def _covered(intervals: Sequence[Interval]) -> float:
+    """The length of the union of the intervals."""
     total, until = 0.0, -math.inf
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, until))
