@@ -151,7 +151,8 @@ def summarise(trace: dict[str, Any], name: str = "") -> dict[str, Any]:
     )
     exposed = [interval for part in parts.exposed.values() for interval in part]
     # compute hides communication on a GPU; on a CPU, waiting is no compute
-    hiding, waiting = (parts.compute, []) if on_device else ([], exposed)
+    hiding: Sequence[Interval] = parts.compute if on_device else ()
+    waiting: Sequence[Interval] = () if on_device else exposed
 
     def seconds(intervals: Sequence[Interval], without: Sequence[Interval] = ()) -> float:
         given, hidden = (
