@@ -58,7 +58,8 @@ def writes(option: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         why = f"it cannot be written ({error.strerror})"
-        raise UserError(option, str(path), why, "give another path") from None
+        remedy = "free some space, or give a path where you have permission to write"
+        raise UserError(option, str(path), why, remedy) from None
 
 
 def reports_errors(main: Callable[..., T]) -> Callable[..., T | int]:

@@ -9,7 +9,6 @@ on about --max-characters from the start of the source; so the source should be 
 """
 
 import argparse
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from data.heldout import Splitter
 from data.sources import documents
 from data.tokenizer import Tokenizer
 from errors import UserError
-from tools.command import CommandParser, at_least, reports_errors, run_command
+from tools.command import CommandParser, at_least, reports_errors, run_command, writes
 from tools.prepare import add_source_options
 
 
@@ -58,22 +57,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.option("--heldout-fraction", 0.05, "X", "the value that tools.prepare will get")
     parser.option("--max-characters", 100_000_000, "N", "to train on, held in memory")
     options = parser.parse_args(arguments)
-    partial = options.out.parent / f"{options.out.name}.partial"
     report = Report(options.skip, announce=True)
     at_least(1, max_characters=options.max_characters)
     at_least(0, 1, heldout_fraction=options.heldout_fraction)
     check_out(options.out)
     tokenizer = Tokenizer.train(texts(options, report), options.vocab_size)
-    try:
+    with writes("--out", options.out):
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(tokenizer.model)
-        partial.replace(options.out)
-    except OSError as error:
-        with contextlib.suppress(OSError):
+        partial = options.out.parent / f"{options.out.name}.partial"
+        try:
+            partial.write_bytes(tokenizer.model)
+            partial.replace(options.out)
+        finally:
             partial.unlink(missing_ok=True)
-        why = f"cannot be written ({error.strerror})"
-        remedy = "free some space, or give a file where you have permission to write"
-        raise UserError("--out", str(options.out), why, remedy) from None
     if report.lines():
         print("\n".join(report.lines()))
     print(f"{options.out}: {tokenizer.vocab_size} tokens, sha256 {tokenizer.sha256}")

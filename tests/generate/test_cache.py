@@ -10,7 +10,7 @@ import torch
 from model.config import ModelConfig
 from model.initialise import initialise
 from model.positions import Angles
-from model.transformer import Batch
+from tests.huggingface.huggingface_models import recompute
 from tests.planted import planted
 from tests.proofs.parity_tiers import thorough_but
 from tools.generate import loop
@@ -51,18 +51,6 @@ def rows_of(model, prompts, count, sampling=GREEDY, stop=(), first_row=0):
 
 
 # --- the cache ------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def recompute(model, prompt, count):
-    """Greedy tokens without a cache, by recomputing the whole sequence for each token; and the
-    logits [count, V] that they were taken from."""
-    tokens, logits = list(prompt), []
-    for _ in range(count):
-        positions = torch.arange(len(tokens)).unsqueeze(1)
-        logits.append(model(None, Batch(torch.tensor([tokens]).T, None, positions))[-1, 0])
-        tokens.append(int(logits[-1].argmax()))
-    return tokens[len(prompt) :], torch.stack(logits)
 
 
 @torch.no_grad()

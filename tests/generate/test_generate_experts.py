@@ -12,14 +12,19 @@ import torch
 from errors import UserError
 from model.config import ModelConfig
 from model.router import bias_name, routers_of
-from model.transformer import Batch, Transformer
+from model.transformer import Transformer
 from parallel.layer import TensorParallel
 from parallel.parameter import weights_of
 from proofs.ranks import Ranks
 from runtime.checkpoint.manifest import Manifest, fingerprint, read_manifest, write_manifest
 from runtime.trainer_state import model_entries
 from tests.data_samples import tokenizer
-from tests.huggingface.huggingface_models import change, load_whole, write_checkpoint
+from tests.huggingface.huggingface_models import (
+    change,
+    load_whole,
+    recompute,
+    write_checkpoint,
+)
 from tests.runs import run, said_by, write_config
 from tools.export import export
 from tools.generate.load_model import find, load_model
@@ -75,20 +80,11 @@ def generated(folder: Path, rounded: bool = False) -> list[list[int]]:
     return [[row[i] for row in new] for i in range(len(PROMPTS))]
 
 
-@torch.no_grad()
 def by_whole_forwards(folder: Path, bias: bool = True) -> list[list[int]]:
     """The same, each token from a forward of all tokens before it, with the dispatch of training
     on one rank."""
     model = load_whole(folder, torch.float64, bias=bias)
-    rows = []
-    for prompt in PROMPTS:
-        row = list(prompt)
-        for _ in range(COUNT):
-            positions = torch.arange(len(row)).unsqueeze(1)
-            logits = model(None, Batch(torch.tensor([row]).T, None, positions))
-            row.append(int(logits[-1, 0].argmax()))
-        rows.append(row[len(prompt) :])
-    return rows
+    return [recompute(model, prompt, COUNT)[0] for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("name", MODELS)

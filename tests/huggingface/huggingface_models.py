@@ -1,5 +1,5 @@
 """Small models of transformers with random weights, in Hugging Face folders; and our checkpoints,
-written whole and loaded whole."""
+written whole, loaded whole, and continued without a cache."""
 
 import json
 from copy import deepcopy
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.router import bias_name, routers_of
-from model.transformer import Transformer
+from model.transformer import Batch, Transformer
 from parallel.axes import MeshSizes
 from parallel.expert import ExpertParallel
 from parallel.layer import TensorParallel
@@ -21,6 +21,7 @@ from parallel.parameter import weights_of
 from tests.data_samples import tokenizer
 from tests.runs import same_tensors
 from tools.huggingface.checkpoint_reader import DTYPES, CheckpointReader
+from tools.huggingface.config import HuggingFaceConfig, parameters
 from tools.huggingface.new_folder import FILE_BYTES, write_weights
 
 VOCAB = tokenizer().vocab_size
@@ -85,11 +86,10 @@ CASES = {
 }  # fmt: skip
 
 
-def make_model(case: str) -> Any:
-    """A model of transformers with random weights."""
+def write_theirs(trip: RoundTrip, folder: Path) -> Path:
+    """The folder of a model of transformers with random weights."""
     import transformers
 
-    trip = CASES[case]
     # a copy: transformers adds rope_theta to rope_scaling
     config = getattr(transformers, f"{trip.family}Config")(**deepcopy(trip.config))
     model = getattr(transformers, f"{trip.family}ForCausalLM")(config)
@@ -97,11 +97,7 @@ def make_model(case: str) -> Any:
     for parameter in model.parameters():
         mean, std = (1.0, 0.2) if parameter.ndim == 1 else (0.0, 0.15 if trip.has_experts else 0.1)
         parameter.data.normal_(mean, std, generator=generator)
-    return model.to(trip.dtype)
-
-
-def save(model: Any, folder: Path, file_size: str) -> Path:
-    model.save_pretrained(folder, max_shard_size=file_size)
+    model.to(trip.dtype).save_pretrained(folder, max_shard_size=trip.file_size)
     (folder / "tokenizer.model").write_bytes(tokenizer().model)
     return folder
 
@@ -121,6 +117,16 @@ def change(folder: Path, file: str, **fields: Any) -> None:
     path = folder / file
     content = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(content | fields))
+
+
+def random_folder(folder: Path, architecture: str, **config: Any) -> dict[str, Tensor]:
+    """Write a folder in the format of transformers 4, without its tensors; return them."""
+    stated = {"architectures": [architecture], "torch_dtype": "float32"}
+    change(folder, "config.json", **stated, **config)
+    (folder / "tokenizer.model").write_bytes(tokenizer().model)
+    generator = torch.Generator().manual_seed(2)
+    wanted = parameters(HuggingFaceConfig(folder).model)
+    return {p.theirs: torch.randn(p.shape, generator=generator) for p in wanted}
 
 
 def write_checkpoint(folder: Path, tensors: dict[str, Tensor], trainer: dict[str, Any]) -> Path:
@@ -153,3 +159,15 @@ def load_whole(
         if router.has_bias and bias:
             router.set_bias(reader.weight(bias_name(layer)))
     return model
+
+
+@torch.no_grad()
+def recompute(model: Transformer, prompt: list[int], count: int) -> tuple[list[int], Tensor]:
+    """Greedy tokens without a cache, by recomputing the whole sequence for each token; and the
+    logits [count, V] that they were taken from."""
+    tokens, logits = list(prompt), list[Tensor]()
+    for _ in range(count):
+        positions = torch.arange(len(tokens)).unsqueeze(1)
+        logits.append(model(None, Batch(torch.tensor([tokens]).T, None, positions))[-1, 0])
+        tokens.append(int(logits[-1].argmax()))
+    return tokens[len(prompt) :], torch.stack(logits)

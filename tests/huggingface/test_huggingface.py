@@ -26,16 +26,16 @@ from tests.huggingface.huggingface_models import (
     VOCAB,
     change,
     load_whole,
-    make_model,
+    random_folder,
     same_bits,
-    save,
     stored,
+    write_theirs,
 )
 from tests.proofs.parity_tiers import thorough_but
 from tests.runs import names, run, write_config
 from tools import export, import_hf
 from tools.huggingface.checkpoint_reader import CheckpointReader, newest
-from tools.huggingface.config import HuggingFaceConfig, parameters, refuse_foreign
+from tools.huggingface.config import HuggingFaceConfig, refuse_foreign
 from tools.huggingface.folder_reader import INDEX, SINGLE, FolderReader
 from tools.huggingface.new_folder import new_folder
 
@@ -94,7 +94,7 @@ def test_round_trip(
     """An imported model has the logits of transformers' and chooses the same experts. Exported
     again, directly or after a run with a learning rate of zero, it has the same bits."""
     trip = CASES[case]
-    hf = save(make_model(case), tmp_path / "hf", trip.file_size)
+    hf = write_theirs(trip, tmp_path / "hf")
     files = len(list(hf.glob("*.safetensors")))
     assert files == 1 if trip.file_size == "1GB" else files > 2
     checkpoint = tmp_path / "imported"
@@ -136,20 +136,11 @@ def test_round_trip(
     assert length == 32, "the sequence length of our run"
 
 
-def random_folder(folder: Path, family: str, config: dict[str, Any]) -> dict[str, Tensor]:
-    """Write a folder in the format of transformers 4, without its tensors; return them."""
-    change(folder, "config.json", architectures=[family], torch_dtype="float32", **config)
-    (folder / "tokenizer.model").write_bytes(tokenizer().model)
-    generator = torch.Generator().manual_seed(2)
-    wanted = parameters(HuggingFaceConfig(folder).model)
-    return {p.theirs: torch.randn(p.shape, generator=generator) for p in wanted}
-
-
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of two files of tensors."""
     folder = tmp_path_factory.mktemp("hf")
-    tensors = random_folder(folder, "LlamaForCausalLM", SMALL | {"rope_theta": 10_000.0})
+    tensors = random_folder(folder, "LlamaForCausalLM", rope_theta=10_000.0, **SMALL)
     half = len(tensors) // 2
     file_of = {name: FIRST if i < half else SECOND for i, name in enumerate(tensors)}
     for file in (FIRST, SECOND):
@@ -274,7 +265,7 @@ def test_the_model_is_never_whole_in_memory(
     hf, imported, size = tmp_path / "hf", tmp_path / "imported", 800_000
     hf.mkdir()
     config = CASES["Mixtral"].config | {"intermediate_size": 384}
-    tensors = random_folder(hf, "MixtralForCausalLM", config)
+    tensors = random_folder(hf, "MixtralForCausalLM", **config)
     name = "model.layers.2.block_sparse_moe.experts.5.w3.weight"
     save_file(tensors | {name: tensors[name].bfloat16()}, hf / SINGLE)
     with pytest.raises(UserError, match=f"{name} has another dtype"):

@@ -15,34 +15,31 @@ from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
 from proofs.ranks import Ranks
 from tests.data_samples import MANY, tokenizer
-from tests.huggingface.huggingface_models import SMALL, change
+from tests.huggingface.huggingface_models import SMALL, change, random_folder
 from tools import export
 from tools.generate.load_model import load_model
 from tools.huggingface import checkpoint_reader
 from tools.huggingface.agreement import GENERATION, generation_config
-from tools.huggingface.config import HuggingFaceConfig, parameters
 from tools.huggingface.tokenizer import huggingface_files
 from tools.import_hf import import_hf
 
 END = tokenizer().vocab_size  # <|im_end|>, a token that was added beside tokenizer.model
 CONFIG = SMALL | {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1,
+    "model_type": "llama", "num_hidden_layers": 1,
     "vocab_size": END + 1, "rope_theta": 10_000.0, "bos_token_id": 1, "eos_token_id": END,
 }  # fmt: skip
 STATED = {"eos_token_id": [END, 2], "bos_token_id": 1, "pad_token_id": 0, "temperature": 0.6,
           "do_sample": True}  # fmt: skip
 
 
-def build(folder: Path, **config: Any) -> Path:
+def build(folder: Path, architecture: str = "LlamaForCausalLM", **config: Any) -> Path:
     """A model for chats, as many are published: it ends a turn by a token that it added."""
     folder.mkdir()
-    change(folder, "config.json", **CONFIG | config)
+    tensors = random_folder(folder, architecture, **CONFIG | config)
+    save_file(tensors, folder / "model.safetensors")
     change(folder, GENERATION, **STATED)
     change(folder, "added_tokens.json", **{"<|im_end|>": END})
     change(folder, "tokenizer_config.json", chat_template="{{ messages }}", bos_token="<s>")
-    (folder / MODEL).write_bytes(tokenizer().model)
-    wanted = parameters(HuggingFaceConfig(folder).model)
-    save_file({p.theirs: torch.zeros(p.shape) for p in wanted}, folder / "model.safetensors")
     return folder
 
 
@@ -91,8 +88,8 @@ def test_config_json_says_what_generation_config_does_not(chat: Path, tmp_path: 
 def test_what_llama_cpp_does_not_read_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    said = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 8}
-    import_hf(build(tmp_path / "hf", **said), tmp_path / "imported")
+    hf = build(tmp_path / "hf", "Qwen3ForCausalLM", model_type="qwen3", head_dim=8)
+    import_hf(hf, tmp_path / "imported")
     command = ["--checkpoint", str(tmp_path / "imported"), "--out", str(tmp_path / "out")]
     assert export.main(command) == 0
     assert "--override-kv" in capsys.readouterr().out

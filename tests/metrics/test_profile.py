@@ -30,14 +30,7 @@ from tests.runs import LAYOUT_3D, names, train_run, write_config
 from tools.plan.layout import Layout
 from tools.plan.traffic import by_axis, collectives
 from tools.profile.__main__ import main
-from tools.profile.summary import (
-    describe,
-    length,
-    read_trace,
-    subtract,
-    summarise,
-    union,
-)
+from tools.profile.summary import describe, length, read_trace, summarise
 from tools.timeline.measured import from_chrome
 
 
@@ -53,12 +46,8 @@ def test_intervals_are_sets_of_points():
             [(begin, begin + draw.randrange(8)) for begin in draw.choices(range(40), k=count)]
             for count in (draw.randrange(9), draw.randrange(9))
         )
-        assert points(union(a)) == points(a)
-        assert points(subtract(a, b)) == points(a) - points(b)
         assert length(a) == len(points(a))
-        for found in (union(a), subtract(a, b)):
-            ends = [end for interval in found for end in interval]
-            assert ends == sorted(set(ends)), "in order, disjoint, none of them empty"
+        assert length(a, b) == len(points(a) - points(b))
 
 
 def told(
@@ -121,7 +110,7 @@ def test_a_gpus_trace():
     assert top == [(GATHER, 2), ("matmul", 2), (SENDRECV, 1)]
     text = describe(found)
     assert "rank 3 (pp 1, tp 0), on its cuda, mean of steps 4 to 5" in text
-    assert "exposed communication       0.0200 s   40.0%" in text
+    assert "exposed communication  0.0200 s   40.0%" in text
 
     del about["axes"]  # a foreign trace has only the names that DeviceMesh gives its groups
     foreign = summarise({"traceEvents": events, "lattice": about})["communication"]

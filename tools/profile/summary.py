@@ -23,15 +23,17 @@ runtime/profiling/profile.py marks each collective with its axis.
 
 import gzip
 import json
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from errors import UserError
+from tools.command import table
 
-Interval = tuple[float, float]  # begin, end; empty if they are equal
+Interval = tuple[float, float]  # begin, end; empty if the end is not later
 STEP = re.compile(r"step (\d+)")
 MARK = re.compile(r"(\w+): (wait )?(\w+) #(\d+)")  # as runtime/profiling/profile.py writes it
 TOP = 10  # rows in the table of operators or kernels
@@ -41,44 +43,19 @@ MICROSECONDS = 1e6  # per second
 REMEDY = "give the folder of a run that had run.profile set, or a file in its profile/ folder"
 
 
-# --- intervals ------------------------------------------------------------------------------------
+def length(intervals: Sequence[Interval], without: Sequence[Interval] = ()) -> float:
+    """The total length that the intervals cover outside of those `without`; overlaps count once."""
+    # not negative: the two sums are rounded
+    return max(0.0, _covered([*intervals, *without]) - _covered(without))
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merge intervals into disjoint ones, in order; empty ones are dropped."""
-    found: list[Interval] = []
+def _covered(intervals: Sequence[Interval]) -> float:
+    """The length of the union of the intervals."""
+    total, until = 0.0, -math.inf
     for begin, end in sorted(intervals):
-        if begin >= end:
-            continue
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((begin, end))
-    return found
-
-
-def subtract(intervals: Iterable[Interval], without: Iterable[Interval]) -> list[Interval]:
-    """Return the parts of `intervals` outside all of `without`; disjoint, in order."""
-    left = []
-    holes = union(without)
-    first = 0  # index of the first hole that may still matter
-    for begin, end in union(intervals):
-        while first < len(holes) and holes[first][1] <= begin:
-            first += 1
-        at = first
-        while at < len(holes) and holes[at][0] < end:
-            if begin < holes[at][0]:
-                left.append((begin, holes[at][0]))
-            begin = max(begin, holes[at][1])
-            at += 1
-        if begin < end:
-            left.append((begin, end))
-    return left
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """The total length covered by the intervals; overlaps count once."""
-    return sum(end - begin for begin, end in union(intervals))
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
 
 
 # --- a trace's events -----------------------------------------------------------------------------
@@ -160,10 +137,10 @@ def summarise(trace: dict[str, Any], name: str = "") -> dict[str, Any]:
         if event.category == "user_annotation" and STEP.fullmatch(event.name)
     ]
     first = min((event.begin for event in steps), default=0.0)
-    window = (first, max((event.end for event in steps), default=0.0))
-    if window[0] == window[1]:
+    last = max((event.end for event in steps), default=0.0)
+    if first == last:
         raise UserError("trace", name, f"none of its {len(events)} events is a step", REMEDY)
-    events = [event for event in events if event.begin < window[1] and event.end > window[0]]
+    events = [event for event in events if event.begin < last and event.end > first]
 
     axes = about.get("axes")
     on_device = any(event.category == "kernel" for event in events)
@@ -172,38 +149,47 @@ def summarise(trace: dict[str, Any], name: str = "") -> dict[str, Any]:
         if on_device
         else _of_host(events, steps[0].thread)
     )
-
-    def seconds(intervals: Iterable[Interval]) -> float:
-        inside = ((max(begin, window[0]), min(end, window[1])) for begin, end in intervals)
-        return length(inside) / MICROSECONDS / len(steps)
-
     exposed = [interval for part in parts.exposed.values() for interval in part]
+    # compute hides communication on a GPU; on a CPU, waiting is no compute
+    hiding: Sequence[Interval] = parts.compute if on_device else ()
+    waiting: Sequence[Interval] = () if on_device else exposed
+
+    def seconds(intervals: Sequence[Interval], without: Sequence[Interval] = ()) -> float:
+        given, hidden = (
+            [(max(begin, first), min(end, last)) for begin, end in each]
+            for each in (intervals, without)
+        )
+        return length(given, hidden) / MICROSECONDS / len(steps)
+
+    communication = {
+        axis: {
+            "seconds": seconds(intervals),
+            "exposed": seconds(parts.exposed[axis], hiding),
+            "calls": parts.calls[axis] / len(steps),
+        }
+        for axis, intervals in parts.communication.items()
+    }
+    by_axis = sorted(communication.items(), key=lambda item: -item[1]["exposed"])
+    by_name = sorted(parts.by_name.items(), key=lambda item: -sum(item[1]))
     working = [*parts.compute, *parts.copies, *exposed]
     return {
         "rank": about.get("rank"),
         "coordinates": about.get("coordinates"),
         "device": "cuda" if on_device else "cpu",
         "steps": sorted(int(event.name.split()[1]) for event in steps),
-        "step_seconds": (window[1] - window[0]) / MICROSECONDS / len(steps),
-        "compute": seconds(parts.compute),
-        "copies": seconds(subtract(parts.copies, [*parts.compute, *exposed])),
-        "exposed": seconds(exposed),
-        "idle": (window[1] - window[0]) / MICROSECONDS / len(steps) - seconds(working),
-        "communication": {
-            axis: {
-                "seconds": seconds(parts.communication[axis]),
-                "exposed": seconds(parts.exposed[axis]),
-                "calls": parts.calls[axis] / len(steps),
-            }
-            for axis in sorted(parts.communication, key=lambda axis: -seconds(parts.exposed[axis]))
-        },
+        "step_seconds": seconds([(first, last)]),
+        "compute": seconds(parts.compute, waiting),
+        "copies": seconds(parts.copies, [*parts.compute, *exposed]),
+        "exposed": seconds(exposed, hiding),
+        "idle": seconds([(first, last)], working),
+        "communication": dict(by_axis),
         "top": [
             {
                 "name": name,
                 "seconds": sum(took) / MICROSECONDS / len(steps),
                 "calls": len(took) / len(steps),
             }
-            for name, took in sorted(parts.by_name.items(), key=lambda item: -sum(item[1]))[:TOP]
+            for name, took in by_name[:TOP]
         ],
     }
 
@@ -215,6 +201,7 @@ class Parts:
         self.compute: list[Interval] = []
         self.copies: list[Interval] = []
         self.communication: defaultdict[str, list[Interval]] = defaultdict(list)  # by axis
+        # by axis; on a GPU, where compute does not hide it
         self.exposed: dict[str, list[Interval]] = {}
         self.calls: defaultdict[str, int] = defaultdict(int)
         # microseconds of each call of a kernel, or self time of each call of an operator
@@ -234,16 +221,14 @@ def _of_device(events: list[Event], axes: dict[str, str]) -> Parts:
                 parts.calls[axis] += 1
             else:
                 parts.compute.append(event.interval)
-    parts.exposed = {
-        axis: subtract(intervals, parts.compute) for axis, intervals in parts.communication.items()
-    }
+    parts.exposed = parts.communication
     return parts
 
 
 def _of_host(events: list[Event], thread: Any) -> Parts:
     parts = Parts()
     called: dict[str, Event] = {}  # by the collective's number
-    at_work: defaultdict[str, list[Interval]] = defaultdict(list)
+    parts.exposed = at_work = defaultdict[str, list[Interval]](list)
     operators = []
     for event in sorted((e for e in events if e.thread == thread), key=lambda e: (e.begin, -e.end)):
         mark = MARK.fullmatch(event.name) if event.category == "user_annotation" else None
@@ -262,10 +247,6 @@ def _of_host(events: list[Event], thread: Any) -> Parts:
             operators.append(event)
             if "::" in event.name and not event.name.startswith(NOT_COMPUTE):
                 parts.compute.append(event.interval)
-    parts.exposed = {axis: at_work[axis] for axis in parts.communication}
-    parts.compute = subtract(
-        parts.compute, [interval for part in at_work.values() for interval in part]
-    )
     for event, alone in self_times(operators):
         if event.category == "cpu_op":
             parts.by_name[event.name].append(alone)
@@ -290,6 +271,10 @@ def self_times(events: Iterable[Event]) -> list[tuple[Event, float]]:
 def describe(summary: dict[str, Any]) -> str:
     """Format the summary as tables."""
     whole, steps = summary["step_seconds"], summary["steps"]
+
+    def cells(seconds: float) -> tuple[str, str]:
+        return f"{seconds:.4f} s", f"{seconds / whole:.1%}"
+
     coordinates = ", ".join(
         f"{axis} {index}" for axis, index in (summary["coordinates"] or {}).items()
     )
@@ -297,27 +282,20 @@ def describe(summary: dict[str, Any]) -> str:
     rows = [("step", whole), ("compute", summary["compute"])]
     rows += [("copies", summary["copies"])] if summary["device"] == "cuda" else []
     rows += [("exposed communication", summary["exposed"]), ("idle", summary["idle"])]
-    lines = [f"rank {summary['rank']} ({coordinates}), on its {summary['device']}, {which}", ""]
-    lines += [f"{name:<24}{seconds:>10.4f} s{seconds / whole:>8.1%}" for name, seconds in rows]
-    if summary["communication"]:
-        lines += [
-            "",
-            f"{'communication':<24}{'under way':>10}  {'exposed':>10}  of the step   calls",
-        ]
+    by_axis = [("communication", "under way", "exposed", "of the step", "calls")]
     for axis, part in summary["communication"].items():
-        share = part["exposed"] / whole
-        lines.append(
-            f"{axis:<24}{part['seconds']:>10.4f} s{part['exposed']:>10.4f} "
-            f"s{share:>10.1%}{part['calls']:>10,.0f}"
-        )
-    lines += [
-        "",
-        f"{'kernels' if summary['device'] == 'cuda' else 'operators'}, by self time",
-    ]
+        took, calls = f"{part['seconds']:.4f} s", f"{part['calls']:,.0f}"
+        by_axis.append((axis, took, *cells(part["exposed"]), calls))
+    top = []
     for row in summary["top"]:
         name = row["name"] if len(row["name"]) <= 72 else row["name"][:71] + "…"
-        lines.append(
-            f"{row['seconds']:>10.4f} s{row['seconds'] / whole:>8.1%}{row['calls']:>9,.0f} ×  "
-            f"{name}"
-        )
-    return "\n".join(lines)
+        top.append((*cells(row["seconds"]), f"{row['calls']:,.0f} ×", name))
+    kind = "kernels" if summary["device"] == "cuda" else "operators"
+    return "\n\n".join(
+        [
+            f"rank {summary['rank']} ({coordinates}), on its {summary['device']}, {which}",
+            table([(name, *cells(seconds)) for name, seconds in rows]),
+            *([table(by_axis)] if summary["communication"] else []),
+            f"{kind}, by self time\n{table(top, left=(3,))}",
+        ]
+    )

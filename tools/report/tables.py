@@ -67,11 +67,10 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
         "mfu": ("MFU", lambda v: f"{v:.1%}", ""),
         "peak_memory_bytes": ("peak memory", lambda v: f"{v / GIB:.2f}", " GiB"),
     }
-    values = {key: run.newest(key) for key in forms}
     found = [
-        (name, form(values[key]), unit)
+        (name, form(value), unit)
         for key, (name, form, unit) in forms.items()
-        if values[key] is not None
+        if (value := run.newest(key)) is not None
     ]
     if run.measured.seconds:
         found.append(("effective time", f"{run.measured.effective:.1%}", ""))
