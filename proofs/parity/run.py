@@ -33,6 +33,7 @@ from proofs.parity.reference_training import gradient_norm, train
 from proofs.parity.routing import Choices, recording
 from proofs.parity.row import Row
 from proofs.ranks import RankError, Ranks
+from settings.config import Config
 from settings.precision import DTYPES
 from training.build import build_stages
 from training.step import TrainStep
@@ -79,23 +80,26 @@ def heads_in_pieces() -> contextlib.AbstractContextManager[object]:
     return patch.object(context, "LEAST_BYTES", 1)
 
 
+def make_step(config: Config, device: str = "cpu") -> TrainStep:
+    """The training step of this rank, on all ranks of the process group."""
+    sizes = config.parallel.mesh_sizes(dist.get_world_size())
+    mesh = build_mesh(sizes, device, config.model.has_experts)
+    return TrainStep(config, mesh, build_stages(config, mesh), BOS)
+
+
 def run_on_ranks(case: Case, steps: int, sabotage: Sabotage | None = None) -> Run:
     """Run on each rank one forward and backward, then `steps` optimizer steps from the same
     weights."""
     with heads_in_pieces(), sabotage() if sabotage is not None else contextlib.nullcontext():
-        config = case.config()
-        sizes = config.parallel.mesh_sizes(dist.get_world_size())
-        mesh = build_mesh(sizes, "cpu", config.model.has_experts)
-        stages = build_stages(config, mesh)
-        step = TrainStep(config, mesh, stages, BOS)
+        step = make_step(case.config())
         if case.first_bias is not None:
-            for stage in stages.values():
+            for stage in step.stages.values():
                 for _, router in routers_of(stage):
                     router.set_bias(torch.tensor(case.first_bias))
 
         def rows(index: int) -> tuple[Tensor, Tensor]:
             tokens, targets = global_batch(case.vocab_size, index)
-            size, rank = mesh.batch.size, mesh.batch.rank
+            size, rank = step.mesh.batch.size, step.mesh.batch.rank
             return tokens.chunk(size)[rank], targets.chunk(size)[rank]
 
         named = [(weight.global_name, weight.parameter) for weight in step.weights]

@@ -98,18 +98,15 @@ def names(kernel: Kernel, packed: bool) -> set[str]:
 STEPS_WITHOUT_WAITING = """
 import sys
 import torch
-from parallel.mesh import build_mesh
-from training.build import build_stages
+from proofs.parity.run import make_step
 from settings.checks import validate
 from settings.load import load_config
-from training.step import TrainStep
 from runtime.start.init import init_distributed
 
 init_distributed()
 config = load_config(sys.argv[1], sys.argv[2:])
 validate(config, 1)
-mesh = build_mesh(config.parallel.mesh_sizes(1), "cuda")
-train = TrainStep(config, mesh, build_stages(config, mesh), bos_id=1)
+train = make_step(config, "cuda")
 shape = config.train.global_batch_size, config.train.seq_len
 tokens = torch.randint(config.model.vocab_size, shape)
 train(0, tokens, tokens)  # compiles kernels, makes memory
