@@ -87,10 +87,10 @@ def make_step(config: Config, device: str = "cpu") -> TrainStep:
     return TrainStep(config, mesh, build_stages(config, mesh), BOS)
 
 
-def run_on_ranks(case: Case, steps: int, sabotage: Sabotage | None = None) -> Run:
+def run_on_ranks(case: Case, steps: int, sabotage: Sabotage = contextlib.nullcontext) -> Run:
     """Run on each rank one forward and backward, then `steps` optimizer steps from the same
     weights."""
-    with heads_in_pieces(), sabotage() if sabotage is not None else contextlib.nullcontext():
+    with heads_in_pieces(), sabotage():
         step = make_step(case.config())
         if case.first_bias is not None:
             for stage in step.stages.values():
@@ -191,7 +191,7 @@ def expected(case: Case, steps: int) -> Expected:
     layout."""
     model = replace(case.config().model, kernels="torch")
     bos_id = BOS if case.document_mask else None
-    return _expected(model, case.dtype, bos_id, case.first_bias, steps)
+    return _expected(model, case.dtype, bos_id, case.first_bias, steps, global_batch)
 
 
 @functools.lru_cache(maxsize=64)
@@ -201,6 +201,7 @@ def _expected(
     bos_id: int | None,
     first_bias: tuple[float, ...] | None,
     steps: int,
+    global_batch: Callable[[int, int], tuple[Tensor, Tensor]],  # tests exchange it
 ) -> Expected:
     reference = reference_model(model, DTYPES[dtype], SEED, bos_id)
     if first_bias is not None:
@@ -297,7 +298,9 @@ def error_of(ours: Tensor | None, theirs: Tensor) -> float:
     return difference / length if length else difference
 
 
-def check(ranks: Ranks, case: Case, steps: int = 0, sabotage: Sabotage | None = None) -> Row:
+def check(
+    ranks: Ranks, case: Case, steps: int = 0, sabotage: Sabotage = contextlib.nullcontext
+) -> Row:
     """Run a case on the ranks and compare it with the reference."""
     started = time.perf_counter()
     try:
