@@ -37,7 +37,7 @@ def test_a_trace_has_the_times_of_every_action(tmp_path: Path) -> None:
         "run": {"trace": True},
         "parallel": {"schedule": "zb_v", "stages_per_rank": 2, "zero_stage": 2},
     }
-    train(tmp_path / "zb_v", prepared(tmp_path / "data"), {}, **sections)
+    train(tmp_path / "zb_v", prepared(tmp_path / "data"), **sections)
     timeline = from_chrome(json.loads((tmp_path / "zb_v" / "run" / "trace.json").read_text()))
     # 8 sequences, 2 at a time
     assert [event.action for event in timeline.ranks[0]] == build_schedule("zb_v", 1, 2, 4)[0]
