@@ -14,6 +14,7 @@
 Preparation workers import this module again (spawn), so torch is imported only where it is needed.
 """
 
+import itertools
 import json
 import os
 import sys
@@ -40,13 +41,10 @@ RATIO_AIM, BYTES_AIM = 0.8, 0.3
 
 def write_source(path: Path, megabytes: float, texts: list[str]) -> None:
     """JSON lines of whole standard-library files, repeated until `megabytes` are reached."""
-    written = 0
+    written, again = 0, itertools.cycle(texts)
     with path.open("w") as file:
         while written < megabytes * 1e6:
-            for text in texts:
-                written += file.write(json.dumps({"text": text}) + "\n")
-                if written >= megabytes * 1e6:
-                    break
+            written += file.write(json.dumps({"text": next(again)}) + "\n")
 
 
 def preparation_speed(

@@ -6,16 +6,16 @@ forward, its input gradient and its weight gradient *wait*, each for a given tim
 not compete for the cores of a small machine, and every schedule has the same work: a rank's forward
 of one micro-batch, and each of its two gradients, takes `SECONDS`, and each of its v stages takes
 1/v of that. The rest of a step is the schedule itself and the overhead of executing it. The
-overhead is that of training: the lowered program, `PipelineRunner` with its transfers and deferred
-weight gradients, and FSDP's hooks around forward and backward. It is a millisecond or two per
-action on a core that has just slept, so the waiting times are long.
+overhead is that of training with pp alone: the lowered program, and `PipelineRunner` with its
+transfers, its sums of gradients (parallel/whole.py) and deferred weight gradients. It is a
+millisecond or two per action on a core that has just slept, so the waiting times are long.
 
 (1) Measured compared with simulated (parallel/pipeline/simulate.py). The simulator does not model
     the time of a message or the work of the host; measured / simulated shows what these add.
     aim: within 5 %, and the bubbles in order: 1f1b >= interleaved_1f1b >= zb_h1 >= zb_v
-(2) The same schedules in torch.distributed.pipelining with the same waiting stages (there plain
-    modules, without FSDP), alternating with ours in the same processes and process group; ratios
-    are computed within a round.
+(2) The same schedules in torch.distributed.pipelining with the same waiting stages (there with
+    plain parameters), alternating with ours in the same processes and process group; ratios are
+    computed within a round.
     aim: median ours / theirs <= 1.02
 
 The time of a step is that of the slowest rank, from a barrier to the end of its last action, when
@@ -41,7 +41,6 @@ from parallel.axes import MeshSizes
 from parallel.data import check_reduced, data_parallel
 from parallel.deferred import Job
 from parallel.expert import WHOLE
-from parallel.fsdp_units import shard
 from parallel.layer import Layer, TensorParallel
 from parallel.mesh import Mesh, build_mesh
 from parallel.parameter import NORM, Constant, WeightSpec
@@ -161,7 +160,7 @@ class Case(NamedTuple):
 
 
 def our_stage(seconds: float, mesh: Mesh, loss: bool) -> WaitingStage:
-    """A stage, sharded as in training."""
+    """A stage whose weight no other rank has."""
     stage = WaitingStage(seconds, loss, TensorParallel.of(mesh, True))
     one = WeightSpec(
         shape=(1,),
@@ -171,8 +170,6 @@ def our_stage(seconds: float, mesh: Mesh, loss: bool) -> WaitingStage:
         gradient_is_partial=False,
     )
     stage.add_weight(one)
-    float32 = torch.float32
-    shard(stage, [], mesh, compute_dtype=float32, reduce_dtype=float32, offload="none")
     nn.init.ones_(stage.to_empty(device=mesh.device).weight)
     return stage
 
@@ -186,8 +183,6 @@ class OurSteps:
         self.stages = {
             s: our_stage(case.stage_seconds, mesh, loss=s == len(where) - 1) for s in mine
         }
-        # Listed once, while they are sharded: while its weights are gathered, a module's parameters
-        # are other objects.
         self.parameters = [stage.weight for stage in self.stages.values()]
         self.batches = [torch.ones(HIDDEN_SHAPE) for _ in range(case.microbatches)]
         self.program = lower(case.schedule)[mesh.pp.rank]

@@ -84,14 +84,10 @@ def build(config: Any) -> Any:
     """Our training step, in this process group."""
     import torch.distributed as dist
 
-    from parallel.mesh import build_mesh
-    from training.build import build_stages
-    from training.step import TrainStep
+    from proofs.parity.run import make_step
 
     validate(config, dist.get_world_size())
-    sizes = config.parallel.mesh_sizes(dist.get_world_size())
-    mesh = build_mesh(sizes, "cpu", config.model.has_experts)
-    return TrainStep(config, mesh, build_stages(config, mesh))
+    return make_step(config)
 
 
 def our_step(train: Any) -> Any:

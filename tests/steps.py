@@ -1,23 +1,17 @@
 """A training step of a parity case, on a rank of a test."""
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from parallel.mesh import build_mesh
-from proofs.parity.cases import BOS, Case
+from proofs.parity import run
+from proofs.parity.cases import Case
 from proofs.parity.run import global_batch
 from settings.config import Config
-from training.build import build_stages
 from training.step import TrainStep
 
 
 def make_step(config: Config | Case) -> TrainStep:
-    if isinstance(config, Case):
-        config = config.config()
-    sizes = config.parallel.mesh_sizes(dist.get_world_size())
-    mesh = build_mesh(sizes, "cpu", config.model.has_experts)
-    return TrainStep(config, mesh, build_stages(config, mesh), BOS)
+    return run.make_step(config.config() if isinstance(config, Case) else config)
 
 
 def rows_of(step: TrainStep, index: int = 0) -> list[Tensor]:

@@ -39,12 +39,11 @@ from model.config import ModelConfig
 from model.kernels.attention import unload_flash3
 from model.kernels.attention_choice import BY_REQUEST, KEY
 from parallel.activation import Mode
-from parallel.mesh import build_mesh
+from proofs.parity.run import make_step
 from settings.checks import validate
 from settings.config import SECTIONS, Config
 from tools.huggingface.config import config_json
 from tools.rehearse.real import draw_on_device
-from training.build import build_stages
 from training.step import TrainStep
 
 WIDE, SMALL, EXPERTS = "8B width", "1B", "Qwen3-30B-A3B width"
@@ -170,10 +169,9 @@ def config_of(size: Size, variant: Variant) -> Config:
 
 def build(config: Config) -> TrainStep:
     """Our training step on one process, with weights drawn on the device."""
-    mesh = build_mesh(config.parallel.mesh_sizes(1), DEVICE, config.model.has_experts)
     torch.manual_seed(config.train.seed)
     with patch("training.build.initialise", draw_on_device), compiler():
-        return TrainStep(config, mesh, build_stages(config, mesh))
+        return make_step(config, DEVICE)
 
 
 def lattice(size: Size, variant: Variant) -> Step:

@@ -6,6 +6,7 @@ over one rank. (The fourth is overlap.py.)
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -183,13 +184,9 @@ SETTINGS = {
 }
 
 
-def forced() -> AbstractContextManager[Any]:
-    """A context in which stages are wrapped in FSDP although no rank shares their weights."""
-    return patch("parallel.fsdp_units.shares_weights", lambda *_: True)
-
-
 FSDP: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "with FSDP": forced,
+    # stages are wrapped in FSDP although no rank shares their weights
+    "with FSDP": partial(patch, "parallel.fsdp_units.shares_weights", lambda *_: True),
     "without FSDP": nullcontext,
 }
 

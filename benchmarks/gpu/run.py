@@ -33,10 +33,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.compare import ROOT
 from benchmarks.gpu.page import NEEDS, NO_GPU, compared, page, wrong
+from runtime.files import write_whole
 from tools.command import CommandParser, run_command
 
-ROOT = Path(__file__).parent.parent.parent
 PART_SECONDS = 460.0  # of eight minutes; the rest is for starting and for writing the page
 WRITE_SECONDS = 1.0
 GRACE_SECONDS = 30.0  # beyond its own budget, before a program is killed
@@ -183,11 +184,9 @@ def run_part(name: str, folder: Path | None, seconds: float) -> int:
                 "power": power.read_text(encoding="utf-8").splitlines(),
             }
             result["estimates"] = compared(result)
-            texts = {".json": json.dumps(result, indent=1) + "\n", ".md": page(result)}
-            for ending, text in texts.items() if folder is not None else ():
-                partial = folder / f".{name}{ending}.partial"
-                partial.write_text(text, encoding="utf-8")
-                partial.rename(folder / f"{name}{ending}")
+            if folder is not None:
+                write_whole(folder / f"{name}.json", json.dumps(result, indent=1) + "\n")
+                write_whole(folder / f"{name}.md", page(result))
             return result
 
         async def run_lane(lane: list[Program]) -> None:

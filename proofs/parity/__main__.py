@@ -36,7 +36,7 @@ from proofs.parity.expert_cases import LAYOUTS as EXPERT_LAYOUTS
 from proofs.parity.expert_cases import STEPS as EXPERT_STEPS
 from proofs.parity.expert_cases import expert_layout_cases, expert_values, extreme_cases
 from proofs.parity.row import BOUNDS
-from proofs.parity.run import check
+from proofs.parity.run import check, worst
 from proofs.ranks import Ranks
 from tools.command import CommandParser, run_command
 
@@ -104,8 +104,8 @@ def main(arguments: list[str] | None = None) -> int:
     seconds = time.monotonic() - started
     for dtype, bounds in BOUNDS.items():
         if finished := [row for row in rows if row.case.dtype == dtype and not row.crash]:
-            worst = {name: max(getattr(row, name) for row in finished) for name in bounds}
-            text = (f"{name} {value:.1e} (≤ {bounds[name]:.0e})" for name, value in worst.items())
+            found = {name: worst(getattr(row, name) for row in finished) for name in bounds}
+            text = (f"{name} {value:.1e} (≤ {bounds[name]:.0e})" for name, value in found.items())
             print(f"{dtype} worst:", *text)
     print(f"{len(passed)} of {len(rows)} cases within bounds, {seconds:.0f} s")
     if options.json:

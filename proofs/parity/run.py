@@ -33,6 +33,7 @@ from proofs.parity.reference_training import gradient_norm, train
 from proofs.parity.routing import Choices, recording
 from proofs.parity.row import Row
 from proofs.ranks import RankError, Ranks
+from settings.config import Config
 from settings.precision import DTYPES
 from training.build import build_stages
 from training.step import TrainStep
@@ -79,23 +80,26 @@ def heads_in_pieces() -> contextlib.AbstractContextManager[object]:
     return patch.object(context, "LEAST_BYTES", 1)
 
 
-def run_on_ranks(case: Case, steps: int, sabotage: Sabotage | None = None) -> Run:
+def make_step(config: Config, device: str = "cpu") -> TrainStep:
+    """The training step of this rank, on all ranks of the process group."""
+    sizes = config.parallel.mesh_sizes(dist.get_world_size())
+    mesh = build_mesh(sizes, device, config.model.has_experts)
+    return TrainStep(config, mesh, build_stages(config, mesh), BOS)
+
+
+def run_on_ranks(case: Case, steps: int, sabotage: Sabotage = contextlib.nullcontext) -> Run:
     """Run on each rank one forward and backward, then `steps` optimizer steps from the same
     weights."""
-    with heads_in_pieces(), sabotage() if sabotage is not None else contextlib.nullcontext():
-        config = case.config()
-        sizes = config.parallel.mesh_sizes(dist.get_world_size())
-        mesh = build_mesh(sizes, "cpu", config.model.has_experts)
-        stages = build_stages(config, mesh)
-        step = TrainStep(config, mesh, stages, BOS)
+    with heads_in_pieces(), sabotage():
+        step = make_step(case.config())
         if case.first_bias is not None:
-            for stage in stages.values():
+            for stage in step.stages.values():
                 for _, router in routers_of(stage):
                     router.set_bias(torch.tensor(case.first_bias))
 
         def rows(index: int) -> tuple[Tensor, Tensor]:
             tokens, targets = global_batch(case.vocab_size, index)
-            size, rank = mesh.batch.size, mesh.batch.rank
+            size, rank = step.mesh.batch.size, step.mesh.batch.rank
             return tokens.chunk(size)[rank], targets.chunk(size)[rank]
 
         named = [(weight.global_name, weight.parameter) for weight in step.weights]
@@ -187,7 +191,7 @@ def expected(case: Case, steps: int) -> Expected:
     layout."""
     model = replace(case.config().model, kernels="torch")
     bos_id = BOS if case.document_mask else None
-    return _expected(model, case.dtype, bos_id, case.first_bias, steps)
+    return _expected(model, case.dtype, bos_id, case.first_bias, steps, global_batch)
 
 
 @functools.lru_cache(maxsize=64)
@@ -197,6 +201,7 @@ def _expected(
     bos_id: int | None,
     first_bias: tuple[float, ...] | None,
     steps: int,
+    global_batch: Callable[[int, int], tuple[Tensor, Tensor]],  # tests exchange it
 ) -> Expected:
     reference = reference_model(model, DTYPES[dtype], SEED, bos_id)
     if first_bias is not None:
@@ -293,7 +298,9 @@ def error_of(ours: Tensor | None, theirs: Tensor) -> float:
     return difference / length if length else difference
 
 
-def check(ranks: Ranks, case: Case, steps: int = 0, sabotage: Sabotage | None = None) -> Row:
+def check(
+    ranks: Ranks, case: Case, steps: int = 0, sabotage: Sabotage = contextlib.nullcontext
+) -> Row:
     """Run a case on the ranks and compare it with the reference."""
     started = time.perf_counter()
     try:

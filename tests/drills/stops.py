@@ -22,7 +22,6 @@ from tools import launch
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 TARGETS = ("launcher", "group", "one rank", "torchrun")
-PHASES = ("start-up", "step", "save", "evaluation")
 WORLD = 2
 PATIENCE_SECONDS = 600
 OUR_LINES = re.compile(
@@ -60,7 +59,7 @@ def stop(number: str, target: str, phase: str, config: str, folder: Path) -> Sto
     fresh = target == "torchrun" or (target, phase) == ("launcher", "save")
     running = forked(log, _begin, [*program, config, *overrides], fresh)
     try:
-        _wait_for(PHASES_BEGIN[phase], run, log, running)
+        _wait_for(PHASES[phase], run, log, running)
         before = log.read_text()
         everyone = [running, *_ranks(running.pid)]
         if target == "group":
@@ -144,7 +143,8 @@ def _in_evaluation(run: Path, said: str, pid: int) -> bool:
     return True
 
 
-PHASES_BEGIN: dict[str, Callable[[Path, str, int], bool]] = {
+# phase → whether it has begun, by the run folder, what was said and the pid
+PHASES: dict[str, Callable[[Path, str, int], bool]] = {
     "start-up": _imports,
     "step": lambda run, said, pid: bool(re.search(r"^step +3/", said, re.MULTILINE)),
     "save": lambda run, said, pid: any((run / "checkpoints").glob("partial-*")),

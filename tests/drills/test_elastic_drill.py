@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 
 from runtime.checkpoint.folder import complete_checkpoints
+from runtime.files import write_whole
 from runtime.log.log_lines import read_records
 from runtime.log.status import read_status
 from tests import ROOT
@@ -107,9 +108,7 @@ class Cluster:
 
     def set_target(self, step: int) -> None:
         """Slow the run down from this step on (elastic_rank.py)."""
-        partial = self.folder / "rows" / "target.partial"
-        partial.write_text(str(step))
-        partial.rename(partial.with_name("target"))
+        write_whole(self.folder / "rows" / "target", str(step))
 
     def name(self, node: int) -> str:
         return f"{self.folder.name}-node{node}"

@@ -27,10 +27,10 @@ def rows_of(folder: Path, *arguments: str) -> tuple[int, list[str], dict[str, di
     return status, entries[0]["planned"], by_name
 
 
-def train(folder: Path, data: Path, variables: dict[str, str], **sections: Any) -> dict[int, float]:
+def train(folder: Path, data: Path, **sections: Any) -> dict[int, float]:
     """Runs train.py in `folder`; returns the loss of each step."""
     folder.mkdir()
     command = [sys.executable, "train.py", write_config(folder, data, **sections)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
     return losses(folder)

@@ -24,19 +24,18 @@ from benchmarks.gpu.programs import compiler, make_config
 from benchmarks.gpu.timing import DEVICE, ON_GPU, free_memory
 from kinds import kinds_in
 from parallel.activation import Mode
-from parallel.mesh import build_mesh
 from parallel.pipeline.schedules import SCHEDULES
+from proofs.parity.cases import BOS
+from proofs.parity.run import make_step
 from runtime.start.init import init_distributed
 from settings.config import Config
 from tests.gpu.checks import Check
 from tools.plan.candidates import FIXED
-from training.build import build_stages
-from training.step import TrainStep
 
 EXACT, ROUNDED = "float64", "bfloat16"
 EXACT_BOUND = 1e-9
 TIMES, PLUS = 2.0, 2**-8  # of the CPU's own error in bfloat16, and beside it
-STEPS, BOS = 2, 1
+STEPS = 2
 PLAIN = "plain"
 THREADS = 4  # of the CPU's runs, beside whatever feeds the GPU
 # four micro-batches of one sequence; documents of a fifth of a sequence
@@ -131,7 +130,6 @@ def train(mechanism: Mechanism, kind: str, kernels: str, full: bool = ON_GPU) ->
     step, the loss of each step, and every weight after them, on the CPU, in their own dtypes."""
     config = config_of(mechanism, kind, kernels, full)
     torch.use_deterministic_algorithms(config.train.deterministic)
-    mesh = build_mesh(config.parallel.mesh_sizes(1), DEVICE, config.model.has_experts)
     shape = config.train.global_batch_size, config.train.seq_len + 1
     seed = torch.Generator().manual_seed(0)
     rows = torch.randint(config.model.vocab_size, shape, generator=seed)
@@ -139,7 +137,7 @@ def train(mechanism: Mechanism, kind: str, kernels: str, full: bool = ON_GPU) ->
     tokens, targets = rows[:, :-1], rows[:, 1:]
     try:
         with compiler():
-            step = TrainStep(config, mesh, build_stages(config, mesh), BOS)
+            step = make_step(config, DEVICE)
             loss, norm = step.forward_backward(tokens, targets)
             found = {"loss": loss, "norm": norm}
             weights = [each for each in step.weights if not each.is_copy]

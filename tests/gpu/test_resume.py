@@ -6,9 +6,9 @@ gradients in any order.
 """
 
 import hashlib
-import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -38,9 +38,9 @@ def resume(folder: Path, deterministic: bool, optimizer: dict[str, Any]) -> dict
     steps["eval_interval"] = 0 if deterministic else HALF  # one of the two kinds evaluates too
     settings = {"optimizer": optimizer, "train": steps}
     whole, resumed = folder / "whole", folder / "resumed"
-    expected = train(whole, data, {}, **settings, checkpoint={"interval": HALF, "keep_last": 3})
+    expected = train(whole, data, **settings, checkpoint={"interval": HALF, "keep_last": 3})
     again = {"interval": HALF, "resume": str(checkpoint_of(whole, HALF))}
-    found = train(resumed, data, {}, **settings, checkpoint=again)
+    found = train(resumed, data, **settings, checkpoint=again)
     off = max(abs(found[step] / expected[step] - 1) for step in range(HALF + 1, WHOLE + 1))
     same = tensors(whole) == tensors(resumed) and bool(tensors(whole))
     return {"loss_off": off, "same_bytes": same, "steps": sorted(found)}
@@ -75,15 +75,17 @@ def test_a_run_resumes_with_the_same_bits(
     [(1e-7, True, "losses are 1.0e-07 off"), (0.0, False, "other bytes")],
 )
 def test_a_resumed_run_with_other_bits_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off: float, same: bool, wrong: str
+    tmp_path: Path, off: float, same: bool, wrong: str
 ) -> None:
-    def planted(folder: Path, data: Path, _: Any, **sections: Any) -> dict[int, float]:
+    def planted(folder: Path, data: Path, **sections: Any) -> dict[int, float]:
         again = "resume" in sections["checkpoint"]
         return dict.fromkeys(range(4 if again else 1, 7), 2.0 * (1 + off * again))
 
-    monkeypatch.setattr(sys.modules[__name__], "prepared", lambda folder: folder)
-    monkeypatch.setattr(sys.modules[__name__], "train", planted)
-    told = lambda folder: {"a": "x" if same else folder.name}  # noqa: E731
-    monkeypatch.setattr(sys.modules[__name__], "tensors", told)
-    with pytest.raises(AssertionError, match=wrong):
+    def told(folder: Path) -> dict[str, str]:
+        return {"a": "x" if same else folder.name}
+
+    with (
+        patch.multiple(__name__, prepared=lambda folder: folder, train=planted, tensors=told),
+        pytest.raises(AssertionError, match=wrong),
+    ):
         assert_same(resume(tmp_path, True, {}), deterministic=True)

@@ -37,7 +37,7 @@ def test_a_trace_has_the_times_of_every_action(tmp_path: Path) -> None:
         "run": {"trace": True},
         "parallel": {"schedule": "zb_v", "stages_per_rank": 2, "zero_stage": 2},
     }
-    train(tmp_path / "zb_v", prepared(tmp_path / "data"), {}, **sections)
+    train(tmp_path / "zb_v", prepared(tmp_path / "data"), **sections)
     timeline = from_chrome(json.loads((tmp_path / "zb_v" / "run" / "trace.json").read_text()))
     # 8 sequences, 2 at a time
     assert [event.action for event in timeline.ranks[0]] == build_schedule("zb_v", 1, 2, 4)[0]
@@ -98,18 +98,15 @@ def names(kernel: Kernel, packed: bool) -> set[str]:
 STEPS_WITHOUT_WAITING = """
 import sys
 import torch
-from parallel.mesh import build_mesh
-from training.build import build_stages
+from proofs.parity.run import make_step
 from settings.checks import validate
 from settings.load import load_config
-from training.step import TrainStep
 from runtime.start.init import init_distributed
 
 init_distributed()
 config = load_config(sys.argv[1], sys.argv[2:])
 validate(config, 1)
-mesh = build_mesh(config.parallel.mesh_sizes(1), "cuda")
-train = TrainStep(config, mesh, build_stages(config, mesh), bos_id=1)
+train = make_step(config, "cuda")
 shape = config.train.global_batch_size, config.train.seq_len
 tokens = torch.randint(config.model.vocab_size, shape)
 train(0, tokens, tokens)  # compiles kernels, makes memory

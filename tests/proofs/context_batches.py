@@ -12,11 +12,8 @@ import torch
 from model.attention import sliding_window
 from parallel.axes import MeshSizes
 from parallel.context import ContextParallel, KeysAndValues
-from proofs.parity.cases import BOS, SEED, SEQ_LEN, Case
-from proofs.parity.reference_training import gradient_norm
-from proofs.parity.row import Row
-from proofs.parity.run import Expected, compare, reference_model, run_on_ranks
-from proofs.ranks import RankError
+from proofs.parity.cases import BOS, SEQ_LEN, Case
+from proofs.parity.run import check
 from tests.planted import planted
 from tokens import IGNORE
 
@@ -88,19 +85,8 @@ def given(name, bug=contextlib.nullcontext):
 def check_batch(ranks, case, rows, name, bug=contextlib.nullcontext):
     """As `check`, with the batch of this name, in micro-batches of `rows` sequences."""
     case = replace(case, num_microbatches=ROWS // case.layout.dp // rows)
-    bos = BOS if case.document_mask else None
-    model = reference_model(case.config().model, torch.float64, SEED, bos)
-    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    loss = model.loss(*batch(name))
-    loss.backward()
-    gradients = {n: p.grad for n, p in model.named_parameters()}
-    norm = gradient_norm(model.parameters())
-    expected = Expected(weights, gradients, loss.item(), norm, [], [], {}, [], {})
-    try:
-        runs = ranks.run(run_on_ranks, case.world, case, 0, partial(given, name, bug))
-    except RankError as error:
-        return Row(case, crash=str(error))
-    return compare(case, runs, expected)
+    with given(name):  # to the reference too
+        return check(ranks, case, sabotage=partial(given, name, bug))
 
 
 @planted(KeysAndValues, "instead_of_keeping")
