@@ -35,7 +35,7 @@ from parallel.collectives import ONE_RANK, start_all_gather, start_reduce_
 from parallel.deferred import Job
 from parallel.kept import KeepsOutputs, KeptOutputs
 from parallel.layer import Atoms, Layer, TensorParallel
-from parallel.parameter import EMBEDDING, MATRIX, Normal, WeightSpec
+from parallel.parameter import EMBEDDING, MATRIX, Group, Normal, WeightSpec
 from parallel.weight_gradient import LinearProducts, WeightGradient, add_products
 
 
@@ -230,6 +230,7 @@ class ColumnParallelLinear(KeepsOutputs, ParallelLinear):
         matmul: LinearProducts,
         initial: Normal,
         copy_of: str | None = None,
+        group: Group = MATRIX,
     ) -> None:
         super().__init__(tp, matmul)
         atoms.check(tp.size)
@@ -242,7 +243,7 @@ class ColumnParallelLinear(KeepsOutputs, ParallelLinear):
             shape=(out_features, in_features),
             placement=Replicate() if shared else Shard(0),
             initial=initial,
-            group=MATRIX,
+            group=group,
             gradient_is_partial=shared,
             copy_of=copy_of,
         )
