@@ -24,8 +24,8 @@ than 2.5 times, with five iterations, as long as the other.)
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 
@@ -47,10 +47,10 @@ ROUND_NUMBERS = 32 << 20  # of the matrices that one rank computes at once, if o
 class Hop:
     """An axis over which matrices travel to their owners."""
 
-    group: ProcessGroup
+    group: ProcessGroup | str  # or the name of the axis, to plan with
     size: int
     rank: int
-    dim: int | None  # of a matrix, which the axis cuts; None: its ranks have equal parts
+    dim: int | None  # which the axis cuts, of a weight or matrix; None: its ranks have equal parts
 
     def part(self, shape: Shape, rank: int) -> Shape:
         """The shape of a rank's part of a matrix of this shape."""
@@ -76,16 +76,22 @@ class Matrix:
 
 
 def matrices_of(weight: DTensor) -> list[Matrix]:
-    """The matrices [out, in] of this rank's part of a weight [out, in], or of experts [X, out, in].
-    An axis that divides experts has whole matrices on each rank, others than the rest."""
-    mesh, outer, hops = weight.device_mesh, weight.ndim - 2, []
+    """The matrices of this rank's part of a weight."""
+    mesh, axes = weight.device_mesh, []
     for axis, placement in enumerate(weight.placements):
-        dim = None if placement.is_replicate() else dim_of(placement) - outer
-        if dim is None or dim >= 0:
-            at = mesh.get_local_rank(axis)
-            hops.append(Hop(mesh.get_group(axis), mesh.size(axis), at, dim))
-    shape = (weight.shape[-2], weight.shape[-1])
-    return [Matrix(shape, tuple(hops))] * prod(weight.to_local().shape[:outer])
+        dim = None if placement.is_replicate() else dim_of(placement)
+        axes.append(Hop(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis), dim))
+    return matrices_over(weight.shape, weight.to_local().shape, axes)
+
+
+def matrices_over(shape: Sequence[int], part: Sequence[int], axes: Iterable[Hop]) -> list[Matrix]:
+    """The matrices [out, in] of a rank's part of a weight [out, in], or of experts [X, out, in], of
+    these shapes and over these axes. An axis that divides experts has whole matrices, others on
+    each rank."""
+    outer = len(shape) - 2
+    hops = [h if h.dim is None else replace(h, dim=h.dim - outer) for h in axes]
+    over = tuple(hop for hop in hops if hop.dim is None or hop.dim >= 0)
+    return [Matrix((shape[-2], shape[-1]), over)] * prod(part[:outer])
 
 
 class Round:
@@ -100,25 +106,32 @@ class Round:
     def __init__(
         self, numbers: Sequence[int], matrices: Sequence[Matrix], owners: Sequence[Sequence[int]]
     ) -> None:
-        self.numbers, self.hops = numbers, matrices[0].hops
-        self._shapes, self._owners = [each.shapes() for each in matrices], owners
+        self.numbers, self.matrices, self.owners = numbers, matrices, owners
+        self.levels: list[Level] = []
+        shapes, here = [each.shapes() for each in matrices], list(range(len(matrices)))
+        for number, hop in enumerate(matrices[0].hops):  # `here`: what is on this rank by then
+            of_axis = [owners[i][number] for i in here]
+            self.levels.append(Level(hop, [shapes[i][number + 1] for i in here], of_axis))
+            here = [i for i in here if owners[i][number] == hop.rank]
+
+    def sends(self) -> Iterator[tuple[str, int]]:
+        """The axis, and the numbers that this rank sends or receives, of each all-to-all."""
+        for level in self.levels:
+            if level.hop.size > 1:
+                for there in (False,) if level.hop.dim is None else (True, False):
+                    yield str(level.hop.group), max(map(sum, level.splits(there)))
 
     def travel(self, parts: list[Tensor], compute: Compute) -> Generator[None, None, list[Tensor]]:
         """Returns this rank's parts of the results. It stops where another round may go on."""
-        empty, levels = parts[0].new_empty(0), []
-        here = range(len(parts))  # the matrices of which this rank has a part
-        for number, hop in enumerate(self.hops):
-            shapes = [self._shapes[i][number + 1] for i in here]
-            level = Level(hop, shapes, [self._owners[i][number] for i in here], empty)
-            levels.append(level)
-            pending = level.start_there(parts)
+        empty = parts[0].new_empty(0)
+        for level in self.levels:
+            pending = level.start_there(parts, empty)
             yield
             parts = level.there(pending.wait(), parts)
-            here = [here[i] for i in level.owned_by(hop.rank)]
         results = compute(parts)
         yield
-        for level in reversed(levels):
-            pending = level.start_back(results)
+        for level in reversed(self.levels):
+            pending = level.start_back(results, empty)
             yield
             results = level.back(pending.wait())
         return results
@@ -131,24 +144,31 @@ class Level:
     hop: Hop
     shapes: Sequence[Shape]
     owners: Sequence[int]  # the rank on the hop's axis
-    empty: Tensor
+
+    @property
+    def _group(self) -> ProcessGroup:
+        assert isinstance(self.hop.group, ProcessGroup)
+        return self.hop.group
 
     def owned_by(self, rank: int) -> list[int]:
         return [i for i, owner in enumerate(self.owners) if owner == rank]
 
-    def numbers(self, of_rank: int, owner: int) -> int:
-        """The numbers that a rank has of the matrices of an owner."""
-        return sum(prod(self.hop.part(self.shapes[i], of_rank)) for i in self.owned_by(owner))
-
-    def start_there(self, parts: Sequence[Tensor]) -> Pending:
-        """Send each part to the matrix's owner."""
+    def splits(self, there: bool) -> tuple[list[int], list[int]]:
+        """How many numbers this rank sends to each rank, and receives from it."""
         hop, ranks = self.hop, range(self.hop.size)
-        if hop.dim is None:
-            return Pending(self.empty)
-        flat = [parts[i].flatten() for rank in ranks for i in self.owned_by(rank)]
-        send = [self.numbers(hop.rank, owner) for owner in ranks]
-        receive = [self.numbers(rank, hop.rank) for rank in ranks]
-        return start_all_to_all(torch.cat([self.empty, *flat]), hop.group, send, receive)
+
+        def numbers(rank: int, owner: int) -> int:  # that a rank has of the owner's matrices
+            return sum(prod(hop.part(self.shapes[i], rank)) for i in self.owned_by(owner))
+
+        mine, others = [numbers(hop.rank, r) for r in ranks], [numbers(r, hop.rank) for r in ranks]
+        return (mine, others) if there else (others, mine)
+
+    def start_there(self, parts: Sequence[Tensor], empty: Tensor) -> Pending:
+        """Send each part to the matrix's owner."""
+        if self.hop.dim is None:
+            return Pending(empty)
+        flat = [parts[i].flatten() for rank in range(self.hop.size) for i in self.owned_by(rank)]
+        return start_all_to_all(torch.cat([empty, *flat]), self._group, *self.splits(there=True))
 
     def there(self, arrived: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
         """The matrices that this rank owns."""
@@ -159,19 +179,17 @@ class Level:
         received = views(arrived, shapes)
         return [torch.cat(received[i :: len(mine)], hop.dim) for i in range(len(mine))]
 
-    def start_back(self, results: Sequence[Tensor]) -> Pending:
+    def start_back(self, results: Sequence[Tensor], empty: Tensor) -> Pending:
         """Send each rank its part of the results of this rank's matrices."""
-        hop, ranks, flat = self.hop, range(self.hop.size), [self.empty]
-        for rank in ranks:
+        hop, flat = self.hop, [empty]
+        for rank in range(hop.size):
             for whole in results:
                 part = whole
                 if hop.dim is not None:
                     at = chunk_range(whole.shape[hop.dim], hop.size, rank)
                     part = whole.narrow(hop.dim, at.start, len(at))
                 flat.append(part.flatten())
-        send = [self.numbers(rank, hop.rank) for rank in ranks]
-        receive = [self.numbers(hop.rank, owner) for owner in ranks]
-        return start_all_to_all(torch.cat(flat), hop.group, send, receive)
+        return start_all_to_all(torch.cat(flat), self._group, *self.splits(there=False))
 
     def back(self, arrived: Tensor) -> list[Tensor]:
         """This rank's parts of all results."""
@@ -220,7 +238,7 @@ def _sides(matrix: Matrix) -> tuple[int, int]:
 
 def coordinates(number: int, sizes: Sequence[int]) -> list[int]:
     """The digits of a number, the last of which counts fastest."""
-    digits = []
+    digits: list[int] = []
     for size in reversed(sizes):
         number, digit = divmod(number, size)
         digits.insert(0, digit)

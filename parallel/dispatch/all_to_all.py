@@ -94,8 +94,8 @@ class Dispatch(TokenDispatch):
 
     def receive(self, sent: "Sent") -> Received:
         rows, link = sent
-        there = Wait.apply(link, partial(self.kept.of, rows.there), rows.start_back)
-        return Received(*there, rows.routes.ends, leave=rows.start_back)
+        x, weights = Wait.apply(link, partial(self.kept.of, rows.there), rows.start_back)
+        return Received(x, weights, rows.routes.ends, leave=rows.start_back)
 
     def combine(self, y: Tensor, sent: "Sent") -> Tensor:
         rows, _ = sent

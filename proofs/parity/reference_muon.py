@@ -1,5 +1,5 @@
-"""Muon for one process, from Jordan et al. (https://kellerjordan.github.io/posts/muon) and Liu et al.
-(https://arxiv.org/abs/2502.16982), on whole matrices."""
+"""Muon for one process, from Jordan et al. (https://kellerjordan.github.io/posts/muon) and Liu et
+al. (https://arxiv.org/abs/2502.16982), on whole matrices."""
 
 from collections.abc import Mapping
 

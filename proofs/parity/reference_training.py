@@ -1,5 +1,6 @@
 """The reference's training: the optimizer (AdamW as torch has it, or that of reference_NAME.py),
-clipping, the learning rate, and the biases of routers. As in reference.py, nothing but the configuration is shared with the code under test."""
+clipping, the learning rate, and the biases of routers. As in reference.py, nothing but the
+configuration is shared with the code under test."""
 
 import math
 from collections.abc import Iterable, Mapping

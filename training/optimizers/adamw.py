@@ -60,9 +60,8 @@ class Optimizer(ShardedOptimizer):
     def update(self, lr: float, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
         own = self.config.of(self.settings)
         rates = Rates(lr, own.betas, own.eps, max_norm)
-        shards, gradients, decays = (
-            [each[i] for i in self.mine] for each in (self.shards, gradients, self.decays)
-        )
+        shards, gradients = [self.shards[i] for i in self.mine], [gradients[i] for i in self.mine]
+        decays = [self.decays[i] for i in self.mine]
         adamw(
             shards, gradients, self.first, self.second, decays, self.locations, self.updates, norm,
             rates, self.kernels,

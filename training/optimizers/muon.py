@@ -8,8 +8,8 @@ A hidden matrix W [out, in] moves along the orthogonal matrix that is nearest to
     W ← W − lr · (0.2 √max(out, in) · orthogonalise(U) + decay · W)
 
 The factor gives the step the root mean square that AdamW's usually has, so that AdamW's learning
-rate and decay hold for it too (Liu et al. 2025, https://arxiv.org/abs/2502.16982, section 2.2). q, k,
-v, gate and up are matrices apart, and so is each expert's.
+rate and decay hold for it too (Liu et al. 2025, https://arxiv.org/abs/2502.16982, section 2.2).
+q, k, v, gate and up are matrices apart, and so is each expert's.
 
 All of a matrix decides each number of the result. Orthogonalised shards, or q, k and v as one
 matrix, would be another optimizer, and another one in each layout. So every matrix is put together
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from declare import between, section
 from parallel.parameter import MATRIX, NamedWeight, WeightSpec
-from parallel.whole_matrices import Round, interleave, matrices_of, rounds_of
+from parallel.whole_matrices import Matrix, Round, interleave, matrices_of, rounds_of
 from settings.config import Config
 from training.optimizers import State, adamw, like
 
@@ -62,19 +62,26 @@ class Optimizer(adamw.Optimizer):
     def __init__(self, weights: Sequence[NamedWeight], config: Config) -> None:
         super().__init__(weights, config)
         self.hidden = [i for i, each in enumerate(weights) if each.spec.group is MATRIX]
+        found = {i: matrices_of(weights[i].sharded) for i in self.hidden}
         # every matrix of this rank: its weight's number, and its own in the weight
-        self.places: list[tuple[int, int]] = []
-        matrices = []
-        for i in self.hidden:
-            of_weight = matrices_of(weights[i].sharded)
-            matrices += of_weight
-            self.places += [(i, each) for each in range(len(of_weight))]
-        self.rounds = rounds_of(matrices)
+        self.places = [(i, j) for i, of_weight in found.items() for j in range(len(of_weight))]
+        self.in_rounds = self.rounds([(weights[i].spec, found[i]) for i in self.hidden])
 
     @staticmethod
     def states_of(weight: WeightSpec) -> dict[str, State]:
         hidden = {"momentum": like(weight)}
         return hidden if weight.group is MATRIX else adamw.Optimizer.states_of(weight)
+
+    @staticmethod
+    def rounds(weights: Sequence[tuple[WeightSpec, Sequence[Matrix]]]) -> list[list[Round]]:
+        return rounds_of(
+            [each for spec, found in weights if spec.group is MATRIX for each in found]
+        )
+
+    @staticmethod
+    def flops(matrix: Sequence[int]) -> float:
+        short, long = sorted(matrix)
+        return len(COEFFICIENTS["quintic"]) * (4.0 * short**2 * long + 2.0 * short**3)
 
     def update(self, lr: float, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
         applied = norm.isfinite()
@@ -87,20 +94,27 @@ class Optimizer(adamw.Optimizer):
             new = gradient.lerp(momentum, own.momentum)
             torch.where(applied, new, momentum, out=momentum)
             gradient.lerp_(momentum, own.momentum)
-        for rounds in self.rounds:
+        for rounds in self.in_rounds:
             interleave(self._round(each, lr, gradients, applied) for each in rounds)
 
     def _round(
         self, each: Round, lr: float, directions: list[Tensor], applied: Tensor
     ) -> Generator[None, None, None]:
         places = [self.places[number] for number in each.numbers]
-        dtype = dtype_of_products(directions[places[0][0]])
-        parts = [matrices(directions[i])[j].to(dtype) for i, j in places]
+        device, dtype = self._of_products()
+        parts = [matrices(directions[i])[j].to(device, dtype) for i, j in places]
         results = yield from each.travel(parts, self._orthogonalise)
         for (i, j), result in zip(places, results, strict=True):
             weight, shape = matrices(self.shards[i])[j], self.weights[i].spec.shape[-2:]
-            step = 0.2 * max(shape) ** 0.5 * result.to(weight.dtype) + self.decays[i] * weight
+            step = 0.2 * max(shape) ** 0.5 * result.to(weight) + self.decays[i] * weight
             weight.sub_(torch.where(applied, lr * step, 0.0))
+
+    def _of_products(self) -> tuple[str, torch.dtype]:
+        """The GPU, although weights may be offloaded, and bfloat16; or the CPU, and the dtype of
+        the weights."""
+        weight = self.weights[0].sharded
+        device = weight.device_mesh.device_type
+        return device, weight.dtype if device == "cpu" else self.products
 
     def _orthogonalise(self, each: list[Tensor]) -> list[Tensor]:
         if not each:
@@ -115,11 +129,6 @@ class Optimizer(adamw.Optimizer):
 def matrices(x: Tensor) -> Tensor:
     """[out, in] or [X, out, in] as [1 or X, out, in]."""
     return x if x.ndim == 3 else x.unsqueeze(0)
-
-
-def dtype_of_products(x: Tensor) -> torch.dtype:
-    """bfloat16 on a GPU, whose products are fast in it; else that of x."""
-    return torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
 
 
 def orthogonalise(x: Tensor, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:
