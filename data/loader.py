@@ -185,10 +185,6 @@ def heldout_batches(
         yield tokens, targets
 
 
-def _as_mixture(data: Mixture) -> Mixture:
-    return data if isinstance(data, Mixture) else Mixture([data], [1.0])
-
-
 def _sample_order(
     data: Mixture, seq_len: int, *, seed: int, shuffle: bool, earlier: Sequence[Earlier] = ()
 ) -> SampleOrder:

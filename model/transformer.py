@@ -26,7 +26,7 @@ from model.positions import BatchPositions
 from parallel.context import ContextParallel
 from parallel.expert import ExpertParallel
 from parallel.layer import Atoms, TensorParallel
-from parallel.parameter import Normal
+from parallel.parameter import EMBEDDING, Normal
 from parallel.tensor import ColumnParallelLinear, VocabParallelEmbedding
 
 
@@ -104,7 +104,7 @@ class Head(ColumnParallelLinear):
         initial, tied_to = Normal(config.init_std), "embedding.weight"
         copy_of = tied_to if config.tie_embeddings else None
         rows = vocabulary(config)
-        super().__init__(config.dim, rows.count, rows, tp, Matmul(), initial, copy_of)
+        super().__init__(config.dim, rows.count, rows, tp, Matmul(), initial, copy_of, EMBEDDING)
         self.vocab_size, self.z_loss, self.kernels = rows.count, config.z_loss, config.kernels
         self.first_row = rows.of(tp.size, tp.rank).start
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import Shard
 
+from parallel.asynchronous import Starts
 from parallel.kept import KeepsOutputs
 from parallel.layer import Layer, TensorParallel
 from parallel.mesh import Axis, Mesh
@@ -50,6 +51,15 @@ class Choice(NamedTuple):
     counts: Tensor  # [B, X] int64: how often the tokens of each sequence chose each expert
 
 
+class Received(NamedTuple):
+    """The rows that this rank's experts compute with, in one layer."""
+
+    rows: Tensor  # [R, D], sorted by expert
+    weights: Tensor  # [R]: the router's
+    ends: Tensor  # int32 [X/ep]: where each expert's rows end, on the device
+    leave: Starts  # takes the gradient of `rows`, and may start to send it
+
+
 class ExpertLinear(KeepsOutputs, Layer):
     """The weight [X, out, in] of a linear layer of all experts of a layer, of which each ep rank
     holds X/ep. `expert_linear` and `last_expert_linear` compute with it.
@@ -81,13 +91,17 @@ class ExpertLinear(KeepsOutputs, Layer):
         self.add_weight(weight, over=ep)
 
 
-def expert_linear(rows: Tensor, ends: Tensor, *layers: ExpertLinear) -> tuple[Tensor, ...]:
+def expert_linear(
+    rows: Tensor, ends: Tensor, leave: Starts, *layers: ExpertLinear
+) -> tuple[Tensor, ...]:
     """Map rows [R, in], those of each expert together, to one [R, out] for each of `layers`. Each
-    expert's rows end where `ends` (int32 [X/ep]) says."""
+    expert's rows end where `ends` (int32 [X/ep]) says. Backward calls `leave` with the gradient of
+    the rows before it forms those of the weights, which hide its way back."""
     weights = [layer.local_weight() for layer in layers]
     matmuls = [layer.grouped(ends) for layer in layers]
     gradients = [layer.gradient for layer in layers]
-    y = ColumnParallelFunction.apply(rows, WHOLE, matmuls, gradients, layers[0].kept, *weights)
+    kept = layers[0].kept
+    y = ColumnParallelFunction.apply(rows, WHOLE, matmuls, gradients, kept, leave, *weights)
     return tuple(y)
 
 

@@ -46,8 +46,9 @@ class Group(NamedTuple):
     decays: bool  # whether weight decay applies
 
 
-MATRIX = Group("matrix", decays=True)
-EMBEDDING = Group("embedding", decays=True)
+MATRIX = Group("matrix", decays=True)  # of a hidden layer
+EMBEDDING = Group("embedding", decays=True)  # and the head
+ROUTER = Group("router", decays=True)
 NORM = Group("norm", decays=False)
 
 

@@ -30,11 +30,12 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional
 
+from parallel.asynchronous import Starts
 from parallel.collectives import ONE_RANK, start_all_gather, start_reduce_
 from parallel.deferred import Job
 from parallel.kept import KeepsOutputs, KeptOutputs
 from parallel.layer import Atoms, Layer, TensorParallel
-from parallel.parameter import EMBEDDING, MATRIX, Normal, WeightSpec
+from parallel.parameter import EMBEDDING, MATRIX, Group, Normal, WeightSpec
 from parallel.weight_gradient import LinearProducts, WeightGradient, add_products
 
 
@@ -67,9 +68,10 @@ class ColumnParallelFunction(torch.autograd.Function):
         matmuls: Sequence[LinearProducts],
         gradients: Sequence[WeightGradient],
         kept: KeptOutputs | None,
+        leave: Starts | None,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.tp, ctx.matmuls, ctx.gradients = tp, matmuls, gradients
+        ctx.tp, ctx.matmuls, ctx.gradients, ctx.leave = tp, matmuls, gradients, leave
         ctx.save_for_backward(x, *weights)
 
         def compute() -> tuple[Tensor, ...]:
@@ -100,6 +102,8 @@ class ColumnParallelFunction(torch.autograd.Function):
         if sequence_parallel and not deferred:
             x = gathering_x.wait()
         reducing_dx = start_reduce_(dx, group, sequence_parallel, pieces)
+        if ctx.leave is not None:  # experts' dx travels on, also beside the weight gradients
+            ctx.leave(dx)
         add = partial(add_products, ctx.gradients, ctx.matmuls)
         dws: list[Tensor | None] = [None] * len(dys)
         if deferred:
@@ -107,7 +111,7 @@ class ColumnParallelFunction(torch.autograd.Function):
             ctx.gradients[0].defer(Job(add, (x.detach(), *dys), gather_over, pieces))
         else:
             dws = add(x, *dys)
-        return reducing_dx.wait(), None, None, None, None, *dws
+        return reducing_dx.wait(), None, None, None, None, None, *dws
 
 
 class KeepForBackward(torch.autograd.Function):
@@ -226,6 +230,7 @@ class ColumnParallelLinear(KeepsOutputs, ParallelLinear):
         matmul: LinearProducts,
         initial: Normal,
         copy_of: str | None = None,
+        group: Group = MATRIX,
     ) -> None:
         super().__init__(tp, matmul)
         atoms.check(tp.size)
@@ -238,7 +243,7 @@ class ColumnParallelLinear(KeepsOutputs, ParallelLinear):
             shape=(out_features, in_features),
             placement=Replicate() if shared else Shard(0),
             initial=initial,
-            group=MATRIX,
+            group=group,
             gradient_is_partial=shared,
             copy_of=copy_of,
         )
@@ -256,7 +261,7 @@ def column_parallel(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, .
     matmuls = [layer.matmul for layer in layers]
     gradients = [layer.gradient for layer in layers]
     tp, kept = layers[0].tp, layers[0].kept
-    y = ColumnParallelFunction.apply(x, tp, matmuls, gradients, kept, *weights)
+    y = ColumnParallelFunction.apply(x, tp, matmuls, gradients, kept, None, *weights)
     return tuple(y)
 
 

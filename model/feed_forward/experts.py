@@ -13,6 +13,7 @@ from model.kernels.sum_rows import sum_rows
 from model.kernels.weighted_swiglu import weighted_swiglu
 from model.matmul import GroupedMatmul
 from model.router import make_router
+from parallel.asynchronous import Starts
 from parallel.dispatch import make_dispatch
 from parallel.expert import ExpertLinear, ExpertParallel, expert_linear, last_expert_linear
 from parallel.kept import KeptOutputs
@@ -58,9 +59,8 @@ class Experts(nn.Module):
         self.up = ExpertLinear(count, dim, width, ep, grouped, std)
         self.down = ExpertLinear(count, width, dim, ep, grouped, last_std)
 
-    def forward(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        """Map rows [R, D], those of each expert together, and the router's weights of them [R] to
-        weight · expert(row) [R, D]. Each expert's rows end where `ends` says."""
-        gate, up = expert_linear(rows, ends, self.gate, self.up)
+    def forward(self, rows: Tensor, weights: Tensor, ends: Tensor, leave: Starts) -> Tensor:
+        """Map what a rank has `Received` to weight · expert(row) [R, D]."""
+        gate, up = expert_linear(rows, ends, leave, self.gate, self.up)
         h = weighted_swiglu(gate, up, weights, self.kernels)
         return last_expert_linear(h, ends, self.down)

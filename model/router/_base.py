@@ -33,7 +33,7 @@ from parallel.collectives import all_reduce
 from parallel.expert import Choice, ExpertParallel
 from parallel.kept import KeptOutputs
 from parallel.layer import Layer, TensorParallel
-from parallel.parameter import MATRIX, Normal, WeightSpec
+from parallel.parameter import ROUTER, Normal, WeightSpec
 from parallel.weight_gradient import WeightGradient
 
 
@@ -107,7 +107,7 @@ class BaseRouter(Layer):
             shape=(self.num_experts, config.dim),
             placement=Replicate(),
             initial=Normal(config.init_std),
-            group=MATRIX,
+            group=ROUTER,
             gradient_is_partial=tp.sequence_parallel,
         )
         self.add_weight(weight)

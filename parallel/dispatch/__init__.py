@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kinds import load_kind
-from parallel.expert import Choice, ExpertParallel
+from parallel.expert import Choice, ExpertParallel, Received
 from parallel.kept import KeptOutputs
 
 SumRows = Callable[[Tensor, Tensor, int], Tensor]  # rows [T·k, D], places [T·k], k → [T, D]
@@ -34,9 +34,7 @@ class TokenDispatch(nn.Module):
         overlaps the sending. Returns what `receive` and `combine` need."""
         raise NotImplementedError
 
-    def receive(self, sent: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows [R, D] that this rank's experts compute with, sorted by expert, their weights
-        [R], and where each expert's rows end: int32 [X/ep], on the device."""
+    def receive(self, sent: Any) -> Received:
         raise NotImplementedError
 
     def combine(self, y: Tensor, sent: Any) -> Tensor:

@@ -43,7 +43,7 @@ from torch.distributed import ProcessGroup
 from parallel.asynchronous import Start, Wait
 from parallel.collectives import Pending, start_all_to_all
 from parallel.dispatch import SumRows, TokenDispatch, counts_on_host
-from parallel.expert import Choice, ExpertParallel
+from parallel.expert import Choice, ExpertParallel, Received
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ class Dispatch(TokenDispatch):
 
         return rows, Start.apply(start, rows.back, x, choice.weights)
 
-    def receive(self, sent: "Sent") -> tuple[Tensor, Tensor, Tensor]:
+    def receive(self, sent: "Sent") -> Received:
         rows, link = sent
-        there = Wait.apply(link, partial(self.kept.of, rows.there), rows.start_back)
-        return *there, rows.routes.ends
+        x, weights = Wait.apply(link, partial(self.kept.of, rows.there), rows.start_back)
+        return Received(x, weights, rows.routes.ends, leave=rows.start_back)
 
     def combine(self, y: Tensor, sent: "Sent") -> Tensor:
         rows, _ = sent
@@ -125,8 +125,9 @@ class Rows:
         return tuple(t if order is None else t.index_select(0, order) for t in self._wait())
 
     def start_back(self, *tensors: Tensor) -> None:
-        """Send [R, …], sorted by expert, to the ranks where the rows came from."""
-        places = self.routes.local_places
+        """Send [R, …], sorted by expert, to the ranks where the rows came from. The first of them
+        that an earlier call has sent are not sent again."""
+        places, tensors = self.routes.local_places, tensors[len(self._pending) :]
         rows = [each if places is None else each.index_select(0, places) for each in tensors]
         self._start(rows, self.routes.receive, self.routes.send)
 
@@ -139,7 +140,7 @@ class Rows:
         return self.sum_rows(rows, places, k), *weights
 
     def _start(self, rows: list[Tensor], send: Sequence[int], receive: Sequence[int]) -> None:
-        self._pending = [start_all_to_all(each, self.group, send, receive) for each in rows]
+        self._pending += [start_all_to_all(each, self.group, send, receive) for each in rows]
 
     def _wait(self) -> list[Tensor]:
         pending, self._pending = self._pending, []

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parallel.collectives import all_reduce
 from parallel.dispatch import TokenDispatch, counts_on_host
-from parallel.expert import Choice
+from parallel.expert import Choice, Received
 
 
 class Sent(NamedTuple):
@@ -39,8 +39,8 @@ class Dispatch(TokenDispatch):
         rows = x.index_select(0, order // choice.experts.shape[1])
         return Sent(choice, order, rows, choice.weights.flatten().index_select(0, order), ends)
 
-    def receive(self, sent: Sent) -> tuple[Tensor, Tensor, Tensor]:
-        return sent.rows, sent.weights, sent.ends
+    def receive(self, sent: Sent) -> Received:
+        return Received(sent.rows, sent.weights, sent.ends, leave=lambda _: None)
 
     def combine(self, y: Tensor, sent: Sent) -> Tensor:
         """Over all ranks."""

@@ -73,6 +73,7 @@ class Case:
     document_mask: bool = False
     num_microbatches: int = 4
     dtype: str = "float64"
+    optimizer: str = "adamw"
     # a file of model/router/: unless `feed_forward` says otherwise, each layer then has experts
     router: str | None = None
     num_experts: int = 8
@@ -134,7 +135,7 @@ class Case:
                 seed=SEED,
                 **self._keys_of(TrainConfig),
             ),
-            OPTIMIZER,
+            replace(OPTIMIZER, name=self.optimizer),
             DataConfig(path="-", document_mask=self.document_mask),
             CheckpointConfig(),
             GuardConfig(),
@@ -224,6 +225,7 @@ def option_values() -> dict[str, Sequence[object]]:
         "offload": every(ParallelConfig, "offload"),
         "document_mask": (False, True),
         "num_microbatches": (1, 2, 4, 8),
+        "optimizer": ("adamw", "muon"),
     }
 
 

@@ -1,16 +1,17 @@
-"""The reference's training: AdamW as torch has it, clipping, the learning rate, and the biases of
-routers. As in reference.py, nothing but the configuration is shared with the code under test."""
+"""The reference's training: the optimizer (AdamW as torch has it, or that of reference_NAME.py),
+clipping, the learning rate, and the biases of routers. As in reference.py, nothing but the
+configuration is shared with the code under test."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from kinds import load_kind
 from proofs.parity.reference import Reference
 from proofs.parity.reference_experts import auxiliary_losses, experts_of
 from settings.sections import OptimizerConfig
-from training.optimizers import adamw
 
 
 def warmup_cosine(step: int, steps: int, config: OptimizerConfig) -> float:
@@ -23,26 +24,34 @@ def warmup_cosine(step: int, steps: int, config: OptimizerConfig) -> float:
     return peak * (1 + floor + (1 - floor) * math.cos(angle)) / 2
 
 
+def adamw_of(
+    parameters: Mapping[str, nn.Parameter], config: OptimizerConfig
+) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in parameters.values() if p.ndim > 1]
+    vectors = [p for p in parameters.values() if p.ndim == 1]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    own = getattr(config, config.name)
+    return [torch.optim.AdamW(groups, betas=own.betas, eps=own.eps)]
+
+
 def train(
     model: Reference,
     batches: Iterable[tuple[Tensor, Tensor]],
     config: OptimizerConfig,
     steps: int,
 ) -> tuple[list[float], list[float]]:
-    """Make one AdamW update per (tokens, targets), the first of `steps`. Return the loss and the
+    """Make one update per (tokens, targets), the first of `steps`. Return the loss and the
     unclipped gradient norm of each."""
     parameters = list(model.parameters())
-    matrices = [p for p in parameters if p.ndim > 1]
-    vectors = [p for p in parameters if p.ndim == 1]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    own = config.of(adamw.Settings)
-    optimizer = torch.optim.AdamW(groups, betas=own.betas, eps=own.eps)
+    is_adamw = config.name == "adamw"
+    make = adamw_of if is_adamw else load_kind("proofs.parity", f"reference_{config.name}", "make")
+    optimizers = make(dict(model.named_parameters()), config)
     losses, norms = [], []
     for step, (tokens, targets) in enumerate(batches):
-        optimizer.zero_grad()
+        model.zero_grad()
         loss = model.loss(tokens, targets)
         (loss + auxiliary_losses(model).sum()).backward()
         norm = gradient_norm(parameters)
@@ -50,9 +59,10 @@ def train(
         if norm > config.grad_clip:
             for p in parameters:
                 p.grad.mul_(config.grad_clip / norm)
-        for group in optimizer.param_groups:
-            group["lr"] = warmup_cosine(step, steps, config)
-        optimizer.step()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = warmup_cosine(step, steps, config)
+            optimizer.step()
         for layer in experts_of(model):
             layer.update_bias()
         losses.append(loss.item())

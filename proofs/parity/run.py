@@ -26,7 +26,7 @@ from model.router import routers_of
 from parallel import context
 from parallel.mesh import build_mesh
 from parallel.placement import local_region
-from proofs.parity.cases import BATCH, BOS, OPTIMIZER, SEED, SEQ_LEN, STEPS, Case
+from proofs.parity.cases import BATCH, BOS, SEED, SEQ_LEN, STEPS, Case
 from proofs.parity.reference import IGNORE, Reference
 from proofs.parity.reference_experts import FeedForward, auxiliary_losses, experts_of
 from proofs.parity.reference_training import gradient_norm, train
@@ -35,6 +35,7 @@ from proofs.parity.row import Row
 from proofs.ranks import RankError, Ranks
 from settings.config import Config
 from settings.precision import DTYPES
+from settings.sections import OptimizerConfig
 from training.build import build_stages
 from training.step import TrainStep
 
@@ -189,14 +190,17 @@ class Expected:
 def expected(case: Case, steps: int) -> Expected:
     """The reference's results for a case, computed once for all cases that differ only in the
     layout."""
-    model = replace(case.config().model, kernels="torch")
+    config = case.config()
+    model = replace(config.model, kernels="torch")
     bos_id = BOS if case.document_mask else None
-    return _expected(model, case.dtype, bos_id, case.first_bias, steps, global_batch)
+    about = config.optimizer, case.dtype, bos_id, case.first_bias
+    return _expected(model, *about, steps, global_batch)
 
 
 @functools.lru_cache(maxsize=64)
 def _expected(
     model: ModelConfig,
+    optimizer: OptimizerConfig,
     dtype: str,
     bos_id: int | None,
     first_bias: tuple[float, ...] | None,
@@ -220,7 +224,7 @@ def _expected(
     gradients = {name: p.grad.clone() for name, p in reference.named_parameters()}
     norm = gradient_norm(reference.parameters())
     batches = (global_batch(model.vocab_size, step) for step in range(steps))
-    losses, norms = train(reference, batches, OPTIMIZER, STEPS)
+    losses, norms = train(reference, batches, optimizer, STEPS)
     biases = {f"blocks.{layer}.feed_forward.router.bias": e.bias for layer, e in experts.items()}
     first, auxiliary = loss.item(), of_routers.tolist()
     return Expected(weights, gradients, first, norm, losses, norms, choices, auxiliary, biases)

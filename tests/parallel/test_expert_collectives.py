@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from costs.operators import needs_value
+from model.matmul import GroupedMatmul
 from parallel.axes import MeshSizes
 from parallel.dispatch import all_to_all
 from parallel.dispatch.all_to_all import Dispatch, Rows
@@ -210,3 +211,42 @@ def test_rows_that_keep_a_tensor_of_the_graph_stay(ranks):
     case = replace(BASE, layout=DP)
     for _, _, travels in ranks.run(left_of_a_step, 2, case, True, True):
         assert travels >= passes_of(case)
+
+
+def order_of_a_backward(case, leaves=True):
+    """What a layer of experts does in backward, in order."""
+    step, order = make_step(case), []
+    rows = rows_of(step)
+
+    def noting(owner, name, word):
+        @planted(owner, name)
+        def noted(function, *arguments):
+            if torch._C._current_graph_task_id() != -1:
+                order.append(word)
+            return function(*arguments)
+
+        return noted()
+
+    @planted(Dispatch, "receive")
+    def holding_back(receive, *arguments):
+        return receive(*arguments)._replace(leave=lambda _: None)
+
+    with ExitStack() as stack:
+        stack.enter_context(nullcontext() if leaves else holding_back())
+        for name in ("add_weight_gradient", "weight_gradient"):
+            stack.enter_context(noting(GroupedMatmul, name, "dw"))
+        stack.enter_context(noting(all_to_all, "start_all_to_all", "start"))
+        stack.enter_context(noting(Rows, "_wait", "wait"))
+        step.forward_backward(*rows)
+    return " ".join(order)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_the_gradient_of_rows_leaves_before_weight_gradients_are_formed(ranks, leaves):
+    """Those of results arrive; then the rows' leaves, beside two products, and last the router's
+    weights'. Control: without `leave`, nothing hides the rows' way back."""
+    case = replace(BASE, layout=DP, num_microbatches=1, num_shared_experts=0)
+    back = "start dw dw start" if leaves else "dw dw start start"
+    layer = f"start wait dw {back} wait"
+    expected = " ".join([layer] * passes_of(case))
+    assert ranks.run(order_of_a_backward, 2, case, leaves) == [expected] * 2

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from tools.command import CommandParser, reports_errors, run_command
+from tools.command import CommandParser, reports_errors, run_command, writes
 from tools.compile_kernels import TARGETS
 
 
@@ -77,7 +77,8 @@ def main(arguments: list[str] | None = None) -> int:
     reports = compiler.compile_all(launches, options.processes)
     if options.json is not None:
         text = json.dumps(reports, indent=1)
-        options.json.write_text(text + "\n", encoding="utf-8")
+        with writes("--json", options.json):
+            options.json.write_text(text + "\n", encoding="utf-8")
     print(f"compiled by Triton {compiler.triton.__version__}\n\n{compiler.describe(reports)}")
     failed = [report for report in reports if report["faults"]]
     for report in failed:

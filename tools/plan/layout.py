@@ -30,6 +30,7 @@ from parallel.pipeline.check import splits_backward
 from parallel.pipeline.schedules import build_schedule
 from parallel.placement import chunk_range, dim_of
 from parallel.weight_gradient import sum_dtype
+from parallel.whole_matrices import Hop, Matrix, Round, matrices_over
 from settings.config import Config
 from training.optimizers import bytes_of_states, optimizer_class
 
@@ -199,7 +200,8 @@ class Layout:
         self.sum_dtype = sum_dtype(self.whole, p.zero_stage, *dtypes[:3])
         # of these sums, or of the gradients of one micro-batch
         self.sum = self.compute if self.sum_dtype is None else self.sum_dtype.itemsize
-        self.states_of = optimizer_class(config.optimizer.name).states_of
+        self.optimizer = optimizer_class(config.optimizer.name)
+        self.states_of = self.optimizer.states_of
 
         # all that the units' records depend on, apart from the unit
         setting = config.setting(self.tp_rank, self.cp_rank)
@@ -246,6 +248,34 @@ class Layout:
         """Bytes of the optimizer's states of a weight on the tp or ep rank, or of a part of it."""
         states = self.states_of(weight.spec)
         return bytes_of_states(states, shape or weight.shape, self.master)
+
+    def rounds(self) -> list[list[Round]]:
+        """In which the optimizer puts whole matrices together, seen from this rank (of the first
+        replicas)."""
+        weights = []
+        for stage in self.stages:
+            for each in (each for own in self.units(stage) for each in gathered(own)):
+                shards, _, rank = self.sharding[each.is_expert]
+                parts = each.parts(shards, rank)
+                weights += [(w.spec, self._matrices(w, part)) for w, part in parts if len(part) > 1]
+        return self.optimizer.rounds(weights)
+
+    def _matrices(self, weight: LocalWeight, part: Sequence[int]) -> list[Matrix]:
+        is_expert, placement = weight.spec.is_expert, weight.spec.placement
+        (over_replicas, over_shards), inner = FSDP_AXES[is_expert], "ep" if is_expert else "tp"
+        shards, replicas, rank = self.sharding[is_expert]
+        at = (self.shard_rank * self.sizes.tp + self.tp_rank) % self.sizes.ep
+        axes = (
+            Hop(over_replicas, replicas, 0, None),
+            Hop(over_shards, shards, rank, sharded_dimension(weight.shape, shards)),
+            Hop(
+                inner,
+                getattr(self.sizes, inner),
+                at if is_expert else self.tp_rank,
+                None if placement.is_replicate() else dim_of(placement),
+            ),
+        )
+        return matrices_over(weight.spec.shape, part, axes)
 
     def axes_across(self, weight: LocalWeight, dims: Sequence[int]) -> Iterator[str]:
         """The axes that cut a weight in another dimension than `dims`."""

@@ -35,7 +35,7 @@ from parallel.pipeline.actions import BACKWARD, BACKWARD_WEIGHT, FORWARD, Kind
 from parallel.pipeline.simulate import Costs, simulate
 from tools.plan.hardware import Device
 from tools.plan.layout import KINDS, Gathered, Layout, numbers_of
-from tools.plan.traffic import gather_bytes, reduce_bytes, times_a_step
+from tools.plan.traffic import gather_bytes, reduce_bytes, times_a_step, whole_matrices
 
 
 @dataclass(frozen=True)
@@ -360,7 +360,23 @@ class StepTime:
                 ranks[rank] += self.updating(
                     unit.numel / shards, states / shards, self.layout.world
                 )
-        return max(ranks)
+        whole = (self.putting_together(self.layout.at(rank)) for rank in range(len(ranks)))
+        return max(map(sum, zip(ranks, whole, strict=True)))
+
+    def putting_together(self, layout: Layout) -> float:
+        """Seconds in which the optimizer computes with whole matrices: of the rank with most
+        products, or of the messages, if these take longer."""
+        flops = wire = 0.0
+        for rounds in layout.rounds():
+            work: defaultdict[tuple[int, ...], float] = defaultdict(float)  # by owner
+            for each in rounds:
+                for matrix, owner in zip(each.matrices, each.owners, strict=True):
+                    work[tuple(owner)] += layout.optimizer.flops(matrix.shape)
+            flops += max(work.values(), default=0.0)
+        for (axis, kind, size), count in whole_matrices(layout).items():
+            wire += count * self.rates.links.seconds(kind, axis, size)
+        rate = self.device.peak(layout.optimizer.products.itemsize) * self.device.matmul_efficiency
+        return max(flops / rate, wire)
 
     def updating(self, numbers: float, states: float, world: int) -> float:
         """Seconds of the optimizer and the gradient norm for so many parameters, with so many bytes

@@ -24,7 +24,8 @@ follows; dp_shard and dp_replicate are those of weights, of which one contains c
 |                  | world        | the gradients' squares (float64)                             |
 |                  | ends         | a tied embedding's gradient, on two ranks                    |
 |                  | loss, tp, pp | the load of experts (int64), and the routers' losses         |
-|                  | where cut    | optimizer states that lack a dimension of their weight       |
+|                  | where cut    | optimizer states that lack a dimension of their weight, or   |
+|                  |              | whole matrices (all-to-alls)                                 |
 """
 
 import math
@@ -67,14 +68,16 @@ def collectives(layout: Layout) -> Counter[Call]:
 def over_groups(layout: Layout) -> Counter[Call]:
     """The collectives of one step as a rehearsal counts them, which knows groups, not axes: a group
     has the name of the innermost axis with the same ranks, those of experts have their own unless
-    all ranks share them, and if cp is the only axis, all of them share one group. (Only ep has
-    all-to-alls, so they keep its name.)"""
+    all ranks share them, and if cp is the only axis, all of them share one group. (If ep has all
+    ranks, all-to-alls over them keep its name.)"""
     calls: Counter[Call] = Counter()
     sizes, world = layout.sizes, layout.world
     of_experts = sizes.of_experts
     for call, number in collectives(layout).items():
         axis = call.axis
-        if axis in ("efsdp", "ep_replicate") and of_experts[axis] == world > 1:
+        if call.kind == "all_to_all" and sizes.ep == world > 1:
+            axis = "ep" if (sizes.of_weights | of_experts)[axis] == world else axis
+        elif axis in ("efsdp", "ep_replicate") and of_experts[axis] == world > 1:
             axis = _axis_of_all(layout) or "world"
         axis = "cp" if sizes.cp == world > 1 else axis
         calls[call._replace(axis=axis)] += number
@@ -159,7 +162,17 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
         for state in layout.states_of(weight.spec).values():
             for axis in layout.axes_across(weight, state.dims):
                 calls[Call(axis, "all_reduce", state.bytes(part, layout.master))] += 1
+    calls.update(whole_matrices(layout))
     return calls
+
+
+def whole_matrices(layout: Layout) -> Counter[Call]:
+    """What the optimizer sends to put matrices together, and of the results."""
+    width = layout.optimizer.products.itemsize
+    sent = (each for rounds in layout.rounds() for each in rounds)
+    return Counter(
+        Call(axis, "all_to_all", numbers * width) for each in sent for axis, numbers in each.sends()
+    )
 
 
 def axis_names(layout: Layout) -> tuple[str, str, str, str | None]:

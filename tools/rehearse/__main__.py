@@ -30,7 +30,7 @@ from errors import UserError
 from settings.config import Config
 from settings.layouts import valid_layout
 from settings.load import load_config
-from tools.command import CommandParser, add_overrides, reports_errors, run_command
+from tools.command import CommandParser, add_overrides, reports_errors, run_command, writes
 from tools.plan.data_stage import add_data_stage, one_stage
 from tools.plan.hardware import GB, Device, find_device
 from tools.plan.layout import Layout, world_of
@@ -175,7 +175,8 @@ def main(arguments: list[str] | None = None) -> int:
             f"{step['communication_seconds'] * 1e3:.3f} ms"
         )
     if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        with writes("--json", options.json):
+            options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return int(any(report.get("findings") for report in reports))
 
 

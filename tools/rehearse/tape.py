@@ -156,6 +156,8 @@ class GroupAxes:
         world = mesh.root.size()
         self._axes = {ranks_of(group): name for name, group in reversed(groups.items())}
         self._axes.setdefault(frozenset(range(world)), "world")
+        ep = mesh.views.get("ep")
+        self._ep = None if ep is None else ep.group.group_name
         self._known: dict[str, str | None] = {
             group.group_name: axis if group.size() > 1 else None
             for axis, group in own.items()
@@ -164,10 +166,10 @@ class GroupAxes:
 
     def of(self, group: ProcessGroup, kind: str = "") -> str | None:
         """The name of the axis of a collective of this kind, or None for a group of one rank.
-        Every all-to-all is over ep."""
-        if kind == "all_to_all":
-            return "ep"
+        An all-to-all over ep's group is of ep."""
         name = group.group_name
+        if kind == "all_to_all" and name == self._ep:
+            return "ep"
         if name not in self._known:
             axis = self._axes.get(ranks_of(group), "ends")
             self._known[name] = axis if group.size() > 1 else None

@@ -2,6 +2,7 @@
 whose class `Optimizer` is used.
 
     adamw.py   AdamW, in one launch for all weights; can round stochastically, for bfloat16
+    muon.py    Muon on whole matrices, and AdamW for the weights that are none
 
 To add an optimizer, add a file here; nothing else changes. Settings that only it reads are declared
 in it (declare.py). Its `states_of` describes the tensors that it keeps for a weight; checkpoints,
@@ -21,6 +22,7 @@ from kinds import load_kind
 from parallel.disk import DiskMemory, aligned
 from parallel.parameter import NamedWeight, WeightSpec
 from parallel.placement import dim_of
+from parallel.whole_matrices import Matrix, Round
 from settings.config import Config
 
 
@@ -62,6 +64,7 @@ class ShardedOptimizer(ABC):
 
     # Without it, weights and state in bfloat16 would lose small updates (optimizer.pure_bfloat16).
     rounds_stochastically = False
+    products = torch.bfloat16  # the dtype of products with whole matrices, on a GPU
 
     def __init__(self, weights: Sequence[NamedWeight], config: Config) -> None:
         self.weights, self.config = weights, config.optimizer
@@ -95,6 +98,16 @@ class ShardedOptimizer(ABC):
     @abstractmethod
     def states_of(weight: WeightSpec) -> dict[str, State]:
         """What is kept for a weight, by name. It begins at 0."""
+
+    @staticmethod
+    def rounds(weights: Sequence[tuple[WeightSpec, Sequence[Matrix]]]) -> list[list[Round]]:
+        """In which matrices of weights are put together on a rank (parallel/whole_matrices.py)."""
+        return []
+
+    @staticmethod
+    def flops(matrix: Sequence[int]) -> float:
+        """Of the products with a whole matrix of this shape."""
+        return 0.0
 
     @abstractmethod
     def update(self, lr: float, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:

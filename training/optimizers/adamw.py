@@ -42,24 +42,29 @@ class Optimizer(ShardedOptimizer):
     parameter."""
 
     rounds_stochastically = True
+    settings = Settings
 
     def __init__(self, weights: Sequence[NamedWeight], config: Config) -> None:
         super().__init__(weights, config)
         self.kernels = config.kernels_of_states
-        self.locations = [_location(each, config.train.seed) for each in weights]
-        self.first = [states["exp_avg"] for states in self.states]
-        self.second = [states["exp_avg_sq"] for states in self.states]
+        # of the weights that this optimizer updates: all, but another may take a part of them
+        self.mine = [i for i, states in enumerate(self.states) if "exp_avg" in states]
+        self.locations = [_location(weights[i], config.train.seed) for i in self.mine]
+        self.first = [self.states[i]["exp_avg"] for i in self.mine]
+        self.second = [self.states[i]["exp_avg_sq"] for i in self.mine]
 
     @staticmethod
     def states_of(weight: WeightSpec) -> dict[str, State]:
         return {"exp_avg": like(weight), "exp_avg_sq": like(weight)}
 
     def update(self, lr: float, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
-        own = self.config.of(Settings)
+        own = self.config.of(self.settings)
         rates = Rates(lr, own.betas, own.eps, max_norm)
+        shards, gradients = [self.shards[i] for i in self.mine], [gradients[i] for i in self.mine]
+        decays = [self.decays[i] for i in self.mine]
         adamw(
-            self.shards, gradients, self.first, self.second, self.decays, self.locations,
-            self.updates, norm, rates, self.kernels,
+            shards, gradients, self.first, self.second, decays, self.locations, self.updates, norm,
+            rates, self.kernels,
         )  # fmt: skip
 
 

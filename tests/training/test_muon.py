@@ -1,0 +1,152 @@
+"""Muon orthogonalises whole matrices, wherever their parts are."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from parallel import whole_matrices
+from parallel.axes import MeshSizes
+from parallel.whole_matrices import Hop, Matrix, interleave, rounds_of
+from proofs.parity.cases import Case
+from proofs.parity.run import check
+from tests import runs
+from tests.planted import nothing_wrong, planted
+from tests.proofs.parity_tiers import agrees, is_found, thorough_but
+from tests.steps import make_step, rows_of
+from training.optimizers import muon
+from training.optimizers.muon import Optimizer
+
+DENSE = Case(MeshSizes(dp_shard=2, tp=2), optimizer="muon")
+# of few experts, each is cut; ep and many experts leave them whole
+EXPERTS = Case(
+    MeshSizes(dp_shard=4), optimizer="muon", router="softmax", num_experts=2, experts_per_token=1
+)
+QUICK = [DENSE, EXPERTS]
+CASES = [
+    *QUICK,
+    replace(DENSE, layout=MeshSizes(dp_replicate=2, tp=2), num_kv_heads=2),
+    replace(DENSE, layout=MeshSizes(tp=4), num_kv_heads=2),  # two ranks share a key's weights
+    replace(DENSE, layout=MeshSizes(pp=2, dp_shard=2), zero_stage=3, offload="disk"),
+    replace(DENSE, layout=MeshSizes(cp=2, dp_shard=2), fsdp_unit="stage"),
+    replace(EXPERTS, layout=MeshSizes(dp_shard=4, ep=2), num_experts=8, num_shared_experts=1),
+    replace(EXPERTS, layout=MeshSizes(dp_replicate=2, tp=2, ep=2), num_experts=8),
+]
+
+
+@pytest.mark.parametrize("case", thorough_but(QUICK, CASES), ids=str)
+def test_the_steps_are_those_of_whole_matrices(ranks, case):
+    """Those of a plain Newton–Schulz on one process, in float64, with clipping."""
+    agrees(ranks, case, 5)
+
+
+@contextmanager
+def of_shards():
+    """Each rank orthogonalises its part, as if it were a matrix."""
+    found = whole_matrices.matrices_of
+
+    def of_parts(weight):
+        shape = tuple(weight.to_local().shape[-2:])
+        return [Matrix(shape, ())] * len(found(weight))
+
+    with patch.object(muon, "matrices_of", of_parts):
+        yield
+
+
+@planted(Optimizer, "_orthogonalise")
+def as_one(orthogonalised, self, each):
+    """k and v, which have equal shapes, as one matrix; and so all experts'."""
+    together = orthogonalised(self, [torch.cat(each)])[0] if each else each
+    return together.split([len(x) for x in each]) if each else each
+
+
+@pytest.mark.parametrize(
+    ("case", "mistake"),
+    [(DENSE, of_shards), (replace(DENSE, layout=MeshSizes()), as_one), (EXPERTS, as_one)],
+    ids=str,
+)
+def test_other_matrices_are_noticed(ranks, case, mistake):
+    """Control."""
+    is_found(check(ranks, case, 5, mistake), {"loss_steps", "norm_steps"})
+
+
+def after_updates(case, norms, plant=nothing_wrong):
+    """Weights and states after updates by one gradient with these norms."""
+    step = make_step(case)
+    with plant():
+        for norm in norms:
+            step.forward_backward(*rows_of(step))
+            step.optimizer.step(1e-3, torch.tensor(norm, dtype=torch.float64), 1.0)
+    tensors = [t for states in step.optimizer.states for t in states.values()]
+    return [t.clone() for t in (*tensors, *(each.sharded.to_local() for each in step.weights))]
+
+
+@planted(Optimizer, "update")
+def always(update, self, lr, gradients, norm, max_norm):
+    update(self, lr, gradients, torch.ones_like(norm), max_norm)
+
+
+def test_a_skipped_update_changes_nothing(ranks):
+    """With a control: a step that is not skipped changes the momentum."""
+    before, skipped, made = (
+        ranks.run(after_updates, 4, DENSE, norms, plant)
+        for norms, plant in (([], nothing_wrong), ([float("inf")], nothing_wrong), ([1.0], always))
+    )
+    for rank in range(4):
+        assert all(map(torch.equal, before[rank], skipped[rank]))
+        assert not any(map(torch.equal, before[rank], made[rank]))
+
+
+def test_another_layout_loads_the_same_bits(ranks, data, tmp_path):
+    sections = {"train": {"steps": 2, "dtype": "float64"}, "checkpoint": {"interval": 2}}
+    config = runs.write_config(
+        tmp_path, data, parallel={"tp": 2, "dp_shard": 2}, optimizer={"name": "muon"}, **sections
+    )
+    assert ranks.run(runs.train_run, 4, [config]) == [""] * 4
+    path = runs.checkpoint_of(tmp_path, 2)
+    stored = runs.stored_tensors(path)
+    moments = {name.rpartition(".")[2] for name in stored if name.startswith("optimizer.")}
+    assert {"momentum", "exp_avg", "exp_avg_sq"} <= moments
+    overrides = ["parallel.tp=1", "parallel.pp=2", "parallel.dp_shard=-1"]
+    state = ranks.run(runs.global_state, 4, [config, *overrides], str(path))[0]
+    assert runs.same_tensors(state, stored)
+
+
+def test_work_is_even():
+    """Of the hidden matrices of 20 blocks of a 70B model over FSDP 16 × tp 4, and of 2 replicas:
+    each has one owner, and none has much more to do than the mean."""
+    shapes = [(8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192)]
+    shapes += [(28672, 8192), (28672, 8192), (8192, 28672)]
+    for replicas in (1, 2):
+        hops = (Hop("r", replicas, 0, None), Hop("fsdp", 16, 0, 0), Hop("tp", 4, 0, 0))
+        matrices = [Matrix(shape, hops) for shape in shapes * 20]
+        [rounds] = rounds_of(matrices)
+        owners = {
+            n: tuple(o) for each in rounds for n, o in zip(each.numbers, each.owners, strict=True)
+        }
+        assert sorted(owners) == list(range(len(matrices)))
+        work = dict.fromkeys(owners.values(), 0)
+        for number, owner in owners.items():
+            out, inner = matrices[number].shape
+            work[owner] += min(out, inner) ** 2 * max(out, inner)
+        largest = max(min(shape) ** 2 * max(shape) for shape in shapes)
+        assert len(work) == 64 * replicas or max(work.values()) == largest
+        assert max(work.values()) <= sum(work.values()) / (64 * replicas) + largest
+
+
+def test_what_is_sent_travels_while_an_older_round_computes():
+    """A round's sending begins before the round before it computes, and ends after that."""
+    order = []
+
+    def round_of(name):
+        for stage in ("starts", "computes", "returns"):
+            order.append((stage, name))
+            yield
+
+    interleave(map(round_of, "abc"))
+    at = {each: place for place, each in enumerate(order)}
+    for older, newer in ("ab", "bc"):
+        assert at["starts", newer] < at["computes", older] < at["computes", newer]
+        assert at["computes", newer] < at["returns", older]

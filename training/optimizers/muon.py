@@ -1,0 +1,142 @@
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) for the hidden matrices, and
+AdamW for the rest: embedding, head, routers, norms.
+
+A hidden matrix W [out, in] moves along the orthogonal matrix that is nearest to its momentum:
+
+    M ← μ M + (1 − μ) G
+    U = μ M + (1 − μ) G                       Nesterov's momentum
+    W ← W − lr · (0.2 √max(out, in) · orthogonalise(U) + decay · W)
+
+The factor gives the step the root mean square that AdamW's usually has, so that AdamW's learning
+rate and decay hold for it too (Liu et al. 2025, https://arxiv.org/abs/2502.16982, section 2.2).
+q, k, v, gate and up are matrices apart, and so is each expert's.
+
+All of a matrix decides each number of the result. Orthogonalised shards, or q, k and v as one
+matrix, would be another optimizer, and another one in each layout. So every matrix is put together
+on one of the ranks that have parts of it (parallel/whole_matrices.py), and every layout computes
+the same step.
+"""
+
+from collections.abc import Generator, Sequence
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from declare import between, section
+from parallel.parameter import MATRIX, NamedWeight, WeightSpec
+from parallel.whole_matrices import Matrix, Round, interleave, matrices_of, rounds_of
+from settings.config import Config
+from training.optimizers import State, adamw, like
+
+# a, b, c of the iterations X ← a X + (b A + c A²) X, where A = X Xᵀ. They drive singular values
+# between 0 and 1 towards 1, the first set to about 0.7 to 1.2.
+COEFFICIENTS = {
+    # of Jordan et al.
+    "quintic": [(3.4445, -4.7750, 2.0315)] * 5,
+    # of Emerging-Optimizers (https://github.com/NVIDIA-NeMo/Emerging-Optimizers)
+    "varying": [
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ],
+}
+
+
+@section("optimizer.muon")
+class Settings(adamw.Settings):
+    """Of Muon, and of AdamW for the weights that are no hidden matrices."""
+
+    # how slowly the mean of gradients changes, per step
+    momentum: Annotated[float, between(0, 1, example=0.95)] = 0.95
+    # of the iterations that orthogonalise
+    coefficients: Literal["quintic", "varying"] = "quintic"
+
+
+class Optimizer(adamw.Optimizer):
+    rounds_stochastically = False
+    settings = Settings
+
+    def __init__(self, weights: Sequence[NamedWeight], config: Config) -> None:
+        super().__init__(weights, config)
+        self.hidden = [i for i, each in enumerate(weights) if each.spec.group is MATRIX]
+        found = {i: matrices_of(weights[i].sharded) for i in self.hidden}
+        # every matrix of this rank: its weight's number, and its own in the weight
+        self.places = [(i, j) for i, of_weight in found.items() for j in range(len(of_weight))]
+        self.in_rounds = self.rounds([(weights[i].spec, found[i]) for i in self.hidden])
+
+    @staticmethod
+    def states_of(weight: WeightSpec) -> dict[str, State]:
+        hidden = {"momentum": like(weight)}
+        return hidden if weight.group is MATRIX else adamw.Optimizer.states_of(weight)
+
+    @staticmethod
+    def rounds(weights: Sequence[tuple[WeightSpec, Sequence[Matrix]]]) -> list[list[Round]]:
+        return rounds_of(
+            [each for spec, found in weights if spec.group is MATRIX for each in found]
+        )
+
+    @staticmethod
+    def flops(matrix: Sequence[int]) -> float:
+        short, long = sorted(matrix)
+        return len(COEFFICIENTS["quintic"]) * (4.0 * short**2 * long + 2.0 * short**3)
+
+    def update(self, lr: float, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
+        applied = norm.isfinite()
+        clip = (max_norm / norm).clamp(max=1.0) if max_norm else torch.ones_like(norm)
+        super().update(lr, gradients, norm, max_norm)
+        own = self.config.of(Settings)
+        for i in self.hidden:
+            momentum, gradient = self.states[i]["momentum"], gradients[i]
+            gradient.mul_(clip.to(gradient.dtype))
+            new = gradient.lerp(momentum, own.momentum)
+            torch.where(applied, new, momentum, out=momentum)
+            gradient.lerp_(momentum, own.momentum)
+        for rounds in self.in_rounds:
+            interleave(self._round(each, lr, gradients, applied) for each in rounds)
+
+    def _round(
+        self, each: Round, lr: float, directions: list[Tensor], applied: Tensor
+    ) -> Generator[None, None, None]:
+        places = [self.places[number] for number in each.numbers]
+        device, dtype = self._of_products()
+        parts = [matrices(directions[i])[j].to(device, dtype) for i, j in places]
+        results = yield from each.travel(parts, self._orthogonalise)
+        for (i, j), result in zip(places, results, strict=True):
+            weight, shape = matrices(self.shards[i])[j], self.weights[i].spec.shape[-2:]
+            step = 0.2 * max(shape) ** 0.5 * result.to(weight) + self.decays[i] * weight
+            weight.sub_(torch.where(applied, lr * step, 0.0))
+
+    def _of_products(self) -> tuple[str, torch.dtype]:
+        """The GPU, although weights may be offloaded, and bfloat16; or the CPU, and the dtype of
+        the weights."""
+        weight = self.weights[0].sharded
+        device = weight.device_mesh.device_type
+        return device, weight.dtype if device == "cpu" else self.products
+
+    def _orthogonalise(self, each: list[Tensor]) -> list[Tensor]:
+        if not each:
+            return []
+        flat = [x if len(x) <= x.shape[1] else x.mT for x in each]
+        found = orthogonalise(
+            torch.stack(flat), COEFFICIENTS[self.config.of(Settings).coefficients]
+        )
+        return [y if len(x) <= x.shape[1] else y.mT for x, y in zip(each, found, strict=True)]
+
+
+def matrices(x: Tensor) -> Tensor:
+    """[out, in] or [X, out, in] as [1 or X, out, in]."""
+    return x if x.ndim == 3 else x.unsqueeze(0)
+
+
+def orthogonalise(x: Tensor, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:
+    """Of each matrix of x [n, m, k], m <= k, about U Vᵀ of its singular value decomposition U S Vᵀ,
+    by a Newton–Schulz iteration."""
+    norm = torch.linalg.matrix_norm(x, keepdim=True)
+    x = x / norm.clamp(min=torch.finfo(x.dtype).tiny)
+    for a, b, c in coefficients:
+        square = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x
