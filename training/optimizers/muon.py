@@ -109,12 +109,13 @@ class Optimizer(adamw.Optimizer):
             step = 0.2 * max(shape) ** 0.5 * result.to(weight) + self.decays[i] * weight
             weight.sub_(torch.where(applied, lr * step, 0.0))
 
-    def _of_products(self) -> tuple[str, torch.dtype]:
-        """The GPU, although weights may be offloaded, and bfloat16; or the CPU, and the dtype of
-        the weights."""
+    def _of_products(self) -> tuple[torch.device, torch.dtype]:
+        """The GPU, although weights may be offloaded, and bfloat16; on a CPU, the dtype of the
+        weights."""
         weight = self.weights[0].sharded
-        device = weight.device_mesh.device_type
-        return device, weight.dtype if device == "cpu" else self.products
+        on_gpu, device = weight.device_mesh.device_type == "cuda", weight.to_local().device
+        device = torch.device("cuda") if on_gpu else device
+        return device, weight.dtype if device.type == "cpu" else self.products
 
     def _orthogonalise(self, each: list[Tensor]) -> list[Tensor]:
         if not each:
