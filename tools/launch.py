@@ -108,7 +108,11 @@ def count_gpus() -> int:
     pid = os.fork()
     if pid == 0:
         os._exit(torch.cuda.device_count())
-    return max(0, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status < 0:  # not "none": the run would train on the CPU
+        why = f"counting GPUs ended by {signal.Signals(-status).name}"
+        raise UserError("--nproc-per-node", None, why, "see whether nvidia-smi works here")
+    return status
 
 
 def check_processes(processes: int, gpus: int) -> None:

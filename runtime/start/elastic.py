@@ -55,6 +55,7 @@ from runtime.exit import REFUSED, stop_agent
 from runtime.health.excluded import excluded_nodes, node_name
 from runtime.output import log
 from runtime.signals import Signals
+from runtime.start.environment import local_world
 from runtime.start.init import comes, fresh_store
 from settings.config import Config
 from settings.layouts import layout_sizes
@@ -171,7 +172,7 @@ def training_ranks(
         _wait_as_spare(store, signals)
     mine = [decided["nodes"][one] for one in chosen].count(decided["nodes"][rank])
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(chosen.index(rank)), str(len(chosen))
-    os.environ["LOCAL_WORLD_SIZE"] = str(min(mine, int(os.environ["LOCAL_WORLD_SIZE"])))
+    os.environ["LOCAL_WORLD_SIZE"] = str(min(mine, local_world(mine)))
     signals.speaks = chosen.index(rank) == 0
     here = TrainingRanks(store, decided["spares"], met)
     if signals.speaks and here.spares:

@@ -12,10 +12,13 @@ from parallel.axes import MeshSizes
 from parallel.whole_matrices import Hop, Matrix, interleave, rounds_of
 from proofs.parity.cases import Case
 from proofs.parity.run import check
-from tests import runs
+from settings.load import load_config
+from tests import ROOT, runs
 from tests.planted import nothing_wrong, planted
 from tests.proofs.parity_tiers import agrees, is_found, thorough_but
 from tests.steps import make_step, rows_of
+from tools.rehearse.__main__ import beside_the_plan
+from tools.rehearse.rank import alone, rehearse
 from training.optimizers import muon
 from training.optimizers.muon import Optimizer
 
@@ -150,3 +153,14 @@ def test_what_is_sent_travels_while_an_older_round_computes():
     for older, newer in ("ab", "bc"):
         assert at["starts", newer] < at["computes", older] < at["computes", newer]
         assert at["computes", newer] < at["returns", older]
+
+
+@pytest.mark.parametrize("name", ["laptop", "laptop_moe"])
+def test_the_planned_messages_are_those_sent(name):
+    config = load_config(str(ROOT / f"configs/{name}.yaml"), ["optimizer.name=muon"])
+    report = alone(rehearse, config, 8, 5)
+    kinds = [kind for axis in report["collectives"].values() for kind in axis["kinds"]]
+    assert kinds.count("all_to_all") >= 2, "over dp_shard and tp, or efsdp"
+    planned = beside_the_plan(config, report)
+    assert planned["same_collectives"]
+    assert abs(planned["error"]) < 0.001
