@@ -64,7 +64,7 @@ def _same(name: str, section: str, kinds: tuple[str, ...] = (EXACT, ROUNDED), **
     return Mechanism(name, PLAIN, {section: keys}, kinds)
 
 
-def _own(name: str, section: str, **keys: Any) -> Mechanism:
+def _own(name: str, section: str, /, **keys: Any) -> Mechanism:
     """A mechanism of its own mathematics."""
     return Mechanism(name, name, {section: keys})
 

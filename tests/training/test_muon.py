@@ -61,14 +61,18 @@ def of_shards():
 @planted(Optimizer, "_orthogonalise")
 def as_one(orthogonalised, self, each):
     """k and v, which have equal shapes, as one matrix; and so all experts'."""
-    together = orthogonalised(self, [torch.cat(each)])[0] if each else each
-    return together.split([len(x) for x in each]) if each else each
+    if not each:
+        return []
+    flat = [x if len(x) <= x.shape[1] else x.mT for x in each]
+    (whole,) = orthogonalised(self, [torch.cat(flat)])
+    found = whole.split([len(x) for x in flat])
+    return [y if y.shape == x.shape else y.mT for x, y in zip(each, found, strict=True)]
 
 
 @pytest.mark.parametrize(
     ("case", "mistake"),
     [(DENSE, of_shards), (replace(DENSE, layout=MeshSizes()), as_one), (EXPERTS, as_one)],
-    ids=str,
+    ids=["shards", "k and v", "experts"],
 )
 def test_other_matrices_are_noticed(ranks, case, mistake):
     """Control."""

@@ -202,6 +202,8 @@ class Layout:
         self.sum = self.compute if self.sum_dtype is None else self.sum_dtype.itemsize
         self.optimizer = optimizer_class(config.optimizer.name)
         self.states_of = self.optimizer.states_of
+        # bytes of a number of the optimizer's products with whole matrices
+        self.products = self.optimizer.products_in(dtypes.master).itemsize
 
         # all that the units' records depend on, apart from the unit
         setting = config.setting(self.tp_rank, self.cp_rank)

@@ -375,7 +375,7 @@ class StepTime:
             flops += max(work.values(), default=0.0)
         for (axis, kind, size), count in whole_matrices(layout).items():
             wire += count * self.rates.links.seconds(kind, axis, size)
-        rate = self.device.peak(layout.optimizer.products.itemsize) * self.device.matmul_efficiency
+        rate = self.device.peak(layout.products) * self.device.matmul_efficiency
         return max(flops / rate, wire)
 
     def updating(self, numbers: float, states: float, world: int) -> float:

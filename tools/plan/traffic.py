@@ -168,7 +168,7 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
 
 def whole_matrices(layout: Layout) -> Counter[Call]:
     """What the optimizer sends to put matrices together, and of the results."""
-    width = layout.optimizer.products.itemsize
+    width = layout.products
     sent = (each for rounds in layout.rounds() for each in rounds)
     return Counter(
         Call(axis, "all_to_all", numbers * width) for each in sent for axis, numbers in each.sends()

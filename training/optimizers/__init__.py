@@ -64,7 +64,6 @@ class ShardedOptimizer(ABC):
 
     # Without it, weights and state in bfloat16 would lose small updates (optimizer.pure_bfloat16).
     rounds_stochastically = False
-    products = torch.bfloat16  # the dtype of products with whole matrices, on a GPU
 
     def __init__(self, weights: Sequence[NamedWeight], config: Config) -> None:
         self.weights, self.config = weights, config.optimizer
@@ -103,6 +102,11 @@ class ShardedOptimizer(ABC):
     def rounds(weights: Sequence[tuple[WeightSpec, Sequence[Matrix]]]) -> list[list[Round]]:
         """In which matrices of weights are put together on a rank (parallel/whole_matrices.py)."""
         return []
+
+    @staticmethod
+    def products_in(master: torch.dtype) -> torch.dtype:
+        """The dtype of products with whole matrices on a GPU, by that of the weights."""
+        return master if master == torch.float64 else torch.bfloat16
 
     @staticmethod
     def flops(matrix: Sequence[int]) -> float:

@@ -115,7 +115,8 @@ class Optimizer(adamw.Optimizer):
         weight = self.weights[0].sharded
         on_gpu, device = weight.device_mesh.device_type == "cuda", weight.to_local().device
         device = torch.device("cuda") if on_gpu else device
-        return device, weight.dtype if device.type == "cpu" else self.products
+        on_gpu_in = self.products_in(weight.dtype)
+        return device, weight.dtype if device.type == "cpu" else on_gpu_in
 
     def _orthogonalise(self, each: list[Tensor]) -> list[Tensor]:
         if not each:
