@@ -93,13 +93,6 @@ def needs_value(func: Any, args: Any, kwargs: Any) -> str:
     return ""
 
 
-def value_without_data(func: Any, args: Any) -> Any:
-    """Stands for the value that such an operator returns: zero or false."""
-    if func is _aten._local_scalar_dense.default:
-        return torch.zeros((), dtype=args[0].dtype).item()
-    return False
-
-
 class HostCopy(NamedTuple):
     """A copy between the host and the device."""
 
@@ -127,11 +120,6 @@ def takes_from_host(tensors: Iterable[Tensor]) -> bool:
     """Whether another operator of the device, with these arguments, first copies one from the host,
     which waits. (A number without dimensions is passed with the launch.)"""
     return any(tensor.device.type == "cpu" and tensor.dim() for tensor in tensors)
-
-
-def on_host(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Stands for a copy of the device's tensor on the host: zeros."""
-    return torch.zeros(tensor.shape, dtype=dtype or tensor.dtype)
 
 
 def copies_values(func: Any, kwargs: Any) -> bool:

@@ -29,16 +29,11 @@ def parts(total: int, number: int) -> list[int]:
     return [(i + 1) * total // number - i * total // number for i in range(number)]
 
 
-def largest_imbalance(model: ModelConfig, ep: int) -> float:
-    """The imbalance at which one rank receives all that it can: a token goes to each of its experts
-    at most once."""
-    experts = model.of(Experts)
-    return min(ep, experts.count / experts.per_token)
-
-
 def check_imbalance(key: str, imbalance: float, model: ModelConfig, ep: int) -> None:
-    """Raise UserError, which names `key`, if no rank can receive so many rows."""
-    largest = largest_imbalance(model, ep) if model.has_experts else 1.0
+    """Raise UserError, which names `key`, if no rank can receive so many rows: a token goes to each
+    of its experts at most once."""
+    experts = model.find(Experts)
+    largest = min(ep, experts.count / experts.per_token) if experts else 1.0
     if not 1.0 <= imbalance <= largest:
         why = "a rank receives this times its balanced share of rows, and the busiest receives "
         why += f"1 to {largest:g} times" if largest > 1 else "all: there is one rank"
@@ -62,16 +57,11 @@ class Routing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.tolist and args[0].device.type == DEVICE:
-            numbers = self.numbers
+            numbers = [*self.send, *self.receive]  # in the order of `find_routes`
             if args[0].shape == (len(numbers),):
                 self.reads(args[0])
                 return numbers
         return func(*args, **(kwargs or {}))
-
-    @property
-    def numbers(self) -> list[int]:
-        """In the order of `find_routes`."""
-        return [*self.send, *self.receive]
 
     @property
     def send(self) -> list[int]:

@@ -43,12 +43,6 @@ class Setting:
         """The tokens of each sequence on one cp rank."""
         return context(self).local_length(self.seq_len)
 
-    @property
-    def tokens_of_rank(self) -> int:
-        """The tokens of a micro-batch in the residual stream of one rank."""
-        positions, sequences, _ = hidden(self).shape
-        return positions * sequences
-
 
 def hidden(setting: Setting) -> Tensor:
     """The hidden states that pass from unit to unit."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from costs.as_on_gpu import DEVICE
 from costs.collectives import silent_group
 from costs.routing import Routing
-from costs.setting import Setting, context, tensor
+from costs.setting import Setting, context, hidden, tensor
 from model.experts import Experts
 from model.kernels.attention import OPERATORS
 from model.kernels.backend import exact
@@ -34,7 +34,8 @@ def build_stage(setting: Setting, layers: Iterable[int], first: bool, last: bool
 def routing(setting: Setting) -> Routing:
     """The numbers of rows that a dispatch reads."""
     experts = setting.model.find(Experts) or Experts()  # without experts, nothing asks
-    rows = setting.tokens_of_rank * experts.per_token
+    positions, sequences, _ = hidden(setting).shape  # in the residual stream of one rank
+    rows = positions * sequences * experts.per_token
     return Routing(rows, setting.ep, setting.ep_rank, setting.imbalance)
 
 

@@ -29,9 +29,9 @@ def key_of(tensor: Tensor) -> int:
 
 
 class StorageWatch(TorchDispatchMode):
-    """Calls `born` and `freed` of a subclass. Sizes are rounded up as by CUDA's caching allocator,
-    so that sums agree with `torch.cuda.max_memory_allocated`. Memory that an operator allocates and
-    frees internally is not tracked."""
+    """Calls `born` and `freed` of a subclass, which here do nothing. Sizes are rounded up as by
+    CUDA's caching allocator, so that sums agree with `torch.cuda.max_memory_allocated`. Memory that
+    an operator allocates and frees internally is not tracked."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -41,10 +41,8 @@ class StorageWatch(TorchDispatchMode):
     def born(self, key: int, size: int, label: Any = None) -> None:
         """A storage was allocated. After a resize, `label` is what `freed` returned for the old
         size."""
-        raise NotImplementedError
 
-    def freed(self, key: int, size: int) -> Any:
-        raise NotImplementedError
+    def freed(self, key: int, size: int) -> Any: ...
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator; a subclass may override this."""

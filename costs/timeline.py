@@ -53,15 +53,11 @@ class Timeline:
         """
         return max(e[-1].end - e[0].start - self.busy(rank) for rank, e in enumerate(self.ranks))
 
-    def live(self, rank: int) -> list[int]:
-        """The number of activations that a rank holds after each of its actions: one for each stage
-        and micro-batch, from its forward to its weight gradient."""
+    def peak_live(self, rank: int) -> int:
+        """The most activations that a rank holds at once: one for each stage and micro-batch, from
+        its forward to its weight gradient."""
         changes = (
             1 if event.action.kind is FORWARD else -(event.action.kind is not BACKWARD_INPUT)
             for event in self.ranks[rank]
         )
-        return list(accumulate(changes))
-
-    def peak_live(self, rank: int) -> int:
-        """The most activations that a rank holds at once."""
-        return max(self.live(rank), default=0)
+        return max(accumulate(changes), default=0)

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -109,6 +109,7 @@ class Unit:
     name: str
     weights: tuple[LocalWeight, ...]
     hidden_bytes: int  # of the hidden states that pass from unit to unit
+    _records: dict[tuple[bool, Sums | None], Record] = field(default_factory=dict, repr=False)
 
     @cached_property
     def numel(self) -> int:
@@ -122,17 +123,9 @@ class Unit:
             self._records[split, sums] = _record(self.setting, self.name, split, sums)
         return self._records[split, sums]
 
-    @cached_property
-    def _records(self) -> dict[tuple[bool, Sums | None], Record]:
-        return {}
-
     @property
     def whole(self) -> Record:
         return self.record(split=False)
-
-    @property
-    def split(self) -> Record:
-        return self.record(split=True)
 
 
 def kind_of(model: ModelConfig, layer: int) -> str:

@@ -153,7 +153,7 @@ def test_all_that_stays_are_gradients(setting: Setting, mode: str, split: bool) 
     hidden input and the head no hidden output."""
     for one in units(replace(setting, activation_checkpointing=mode)):
         left: Counter[str] = Counter()
-        for phase in (one.split if split else one.whole).phases.values():
+        for phase in one.record(split).phases.values():
             assert phase.effect.height >= 0
             left.update(phase.effect.changes)
         # as CUDA's caching allocator does

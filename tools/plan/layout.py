@@ -63,10 +63,7 @@ def check_gpus(key: str, number: int) -> None:
         raise UserError(key, number, why, "give a number of GPUs")
 
 
-@lru_cache(maxsize=4)  # long ones are large
-def schedule_of(name: str, pp: int, stages_per_rank: int, m: int) -> Sequence[Sequence[Action]]:
-    """Each pipeline rank's actions in a step of `m` micro-batches."""
-    return build_schedule(name, pp, stages_per_rank, m)
+schedule_of = lru_cache(maxsize=4)(build_schedule)  # long ones are large
 
 
 @lru_cache(maxsize=1024)
@@ -93,7 +90,8 @@ class Gathered:
 
     def padded_each(self, ranks: int) -> list[int]:
         """The same of each weight."""
-        rows = [(_rows(w, ranks), w.numel) for w in self.weights]
+        # the length of the dimension over which FSDP shards a weight
+        rows = [(w.shape[sharded_dimension(w.shape, ranks)], w.numel) for w in self.weights]
         return [-(-n // ranks) * ranks * (numel // n) for n, numel in rows]
 
     def parts(self, ranks: int, rank: int) -> Iterator[tuple[LocalWeight, list[int]]]:
@@ -106,11 +104,6 @@ class Gathered:
     def cut_within(self, ranks: int) -> int:
         """The number of elements of the experts that FSDP cuts (parallel/fsdp_units.py)."""
         return sum(w.numel for w in self.weights if sharded_dimension(w.shape, ranks))
-
-
-def _rows(weight: LocalWeight, ranks: int) -> int:
-    """The length of the dimension over which FSDP shards a weight."""
-    return weight.shape[sharded_dimension(weight.shape, ranks)]
 
 
 @lru_cache(maxsize=4096)

@@ -356,16 +356,12 @@ class Memory(Account):
         self.sharded = Whole(layout, self) if layout.whole else Sharded(layout, self)
         self.left = dict.fromkeys(layout.stages, layout.num_microbatches)  # remaining backwards
         self._effects: dict[Hashable, Effect] = {}  # of actions, by what they depend on
-        self._states()
-        self._run(lower(layout.schedule)[layout.pp_rank] if program is None else program)
-
-    # --- memory before the first step ---
-
-    def _states(self) -> None:
-        if not self.layout.offloads:
-            for category, size in state_bytes(self.layout).items():
+        # before the first step
+        if not layout.offloads:
+            for category, size in state_bytes(layout).items():
                 self.add(category, size)
-        self.add(TEMPORARY, batch_bytes(self.layout))
+        self.add(TEMPORARY, batch_bytes(layout))
+        self._run(lower(layout.schedule)[layout.pp_rank] if program is None else program)
 
     # --- the program ---
 
