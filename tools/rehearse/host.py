@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from costs.storages import watch_resizes
+from hardware import H100
 from hardware import Device as Rates
 from parallel.mesh import Mesh
 from tools.rehearse.device import INDEX, Device, Stream
@@ -27,7 +28,7 @@ from tools.rehearse.races import Races
 
 
 @contextmanager
-def checking(mesh: Mesh, device: Device, rates: Rates | None = None) -> Iterator[Races]:
+def checking(mesh: Mesh, device: Device, rates: Rates = H100) -> Iterator[Races]:
     """A context in which races are looked for, in this thread and in all that start in it.
 
     Args:

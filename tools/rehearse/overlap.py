@@ -87,7 +87,7 @@ class Overlap:
         numbers = range(flight.begin + 1, end + 1)
         return [self.computed[n] for n in numbers if n in self.computed]
 
-    def table(self, time: StepTime | None = None) -> dict[str, dict[str, float]]:
+    def table(self, time: StepTime) -> dict[str, dict[str, float]]:
         """The collectives of a step, summed by axis, kind and phase:
 
         count             how many there are
@@ -102,16 +102,15 @@ class Overlap:
         for flight in sorted(self.flights, key=lambda flight: flight.name):
             beside = self.beside(flight)
             flops = int(sum(e.flops for e in beside if isinstance(e, (Product, Attention))))
-            mine: dict[str, float] = {
+            wire, hidden = flight.seconds(time), sum(map(time.rates.operation, beside))
+            mine = {
                 "count": 1,
                 "bytes": flight.call.bytes,
                 "bare": int(flops == 0),
                 "flops": flops,
+                "wire_seconds": wire,
+                "exposed_seconds": max(0.0, wire - hidden),
             }
-            if time is not None:
-                wire = flight.seconds(time)
-                hidden = sum((time.rates.operation(each) for each in beside), 0.0)
-                mine |= {"wire_seconds": wire, "exposed_seconds": max(0.0, wire - hidden)}
             row = rows.setdefault(flight.name, dict.fromkeys(mine, 0))
             for name, number in mine.items():
                 row[name] += number

@@ -85,10 +85,10 @@ class Races(Tape):
 
     Args:
         gpu: the fake GPU.
-        rates: of a device, with which the report of what overlaps has seconds too.
+        rates: those of a device, for the seconds in the report of what overlaps.
     """
 
-    def __init__(self, mesh: Mesh, gpu: Device, rates: hardware.Device | None) -> None:
+    def __init__(self, mesh: Mesh, gpu: Device, rates: hardware.Device) -> None:
         super().__init__(mesh)
         self.gpu, self.rates = gpu, rates
         self.findings: Findings = Counter()
@@ -109,10 +109,8 @@ class Races(Tape):
     def attach(self, train: TrainStep) -> None:
         super().attach(train)
         self.saver = SaverWithoutFiles(train)
-        self.time: StepTime | None = None
-        if self.rates is not None:
-            layout = Layout.of_rank(train.config, train.mesh.sizes.world, dist.get_rank())
-            self.time = StepTime(layout, self.rates)
+        layout = Layout.of_rank(train.config, train.mesh.sizes.world, dist.get_rank())
+        self.time = StepTime(layout, self.rates)
 
     def clear(self) -> None:
         super().clear()
@@ -251,8 +249,7 @@ class Races(Tape):
     def _stream(self, group: ProcessGroup) -> Stream:
         name = group.group_name
         if name not in self._streams:
-            axis = self._axes.of(group) or ONE_RANK
-            self._streams[name] = Stream(self.gpu, f"NCCL's stream of {axis}")
+            self._streams[name] = Stream(self.gpu, f"NCCL's stream of {self._axes.of(group)}")
         return self._streams[name]
 
     def _work(self, stream: Stream, tensors: list[Tensor]) -> Work:

@@ -25,9 +25,7 @@ from costs.operators import (
     name_of,
     needs_value,
     on_device,
-    on_host,
     tensors_of,
-    value_without_data,
 )
 from costs.storages import StorageWatch
 from parallel.axes import EXPERT_AXES
@@ -79,10 +77,6 @@ class Tape(StorageWatch):
 
     # --- what a kind of tape records ---
 
-    def born(self, key: int, size: int, label: Any = None) -> None: ...
-
-    def freed(self, key: int, size: int) -> Any: ...
-
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operator has run, which is none of torch.distributed's."""
 
@@ -107,7 +101,7 @@ class Tape(StorageWatch):
             self.ran(func, args, kwargs, result)
             return result
         kind, size = call_of(func, args)
-        call = Call(self._axes.of(group_of(args), kind) or ONE_RANK, kind, size)
+        call = Call(self._axes.of(group_of(args), kind), kind, size)
         if call.axis != ONE_RANK:
             self.collectives[call] += 1
         work = self.communicates(call, func, args)
@@ -124,17 +118,20 @@ _COMPLETE = _Complete(lambda: None)
 
 def result_of(func: Any, args: Any, kwargs: Any) -> Any:
     """What an operator returns. The fake GPU has no data for the host to read: zeros stand for
-    numbers, and a result whose length the host would read is as long as possible."""
+    numbers, false for a bool, and a result whose length the host would read is as long as
+    possible."""
     copy = host_copy(func, args, kwargs)
     if copy is not None and copy.target == "cpu":
-        fills = func is torch.ops.aten.copy_.default
-        return args[0] if fills else on_host(args[0], kwargs.get("dtype"))
+        if func is torch.ops.aten.copy_.default:
+            return args[0]
+        return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
     what = needs_value(func, args, kwargs)
     if not what or not on_device(list(tensors_of([*args, *kwargs.values()]))):
         return func(*args, **kwargs)
-    if what == "a value":
-        return value_without_data(func, args)
     tensor, name = args[0], name_of(func)
+    if what == "a value":
+        is_number = name == "_local_scalar_dense"
+        return torch.zeros((), dtype=tensor.dtype).item() if is_number else False
     if name == "nonzero":
         return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
     if name == "index":
@@ -158,21 +155,21 @@ class GroupAxes:
         self._axes.setdefault(frozenset(range(world)), "world")
         ep = mesh.views.get("ep")
         self._ep = None if ep is None else ep.group.group_name
-        self._known: dict[str, str | None] = {
-            group.group_name: axis if group.size() > 1 else None
+        self._known = {
+            group.group_name: axis if group.size() > 1 else ONE_RANK
             for axis, group in own.items()
             if axis == "cp" or group.size() < world
         }
 
-    def of(self, group: ProcessGroup, kind: str = "") -> str | None:
-        """The name of the axis of a collective of this kind, or None for a group of one rank.
-        An all-to-all over ep's group is of ep."""
+    def of(self, group: ProcessGroup, kind: str = "") -> str:
+        """The name of the axis of a collective of this kind. An all-to-all over ep's group is of
+        ep."""
         name = group.group_name
         if kind == "all_to_all" and name == self._ep:
             return "ep"
         if name not in self._known:
             axis = self._axes.get(ranks_of(group), "ends")
-            self._known[name] = axis if group.size() > 1 else None
+            self._known[name] = axis if group.size() > 1 else ONE_RANK
         return self._known[name]
 
 
