@@ -6,7 +6,7 @@ combines them into the costs of a run.
 __main__.py    the command
 describe.py    what it prints
 summary.py     all figures of one job, and its warnings
-check.py       what cannot be planned, and the stage that is planned of a run with stages of data
+data_stage.py  which data stage of a run is planned
 hardware.py    a device by name, or from a file of rates
 layout.py      what one rank of the world holds: units, and their weights as FSDP shards them
 memory.py      the bytes of a rank's program, action by action, and every rank's peak
