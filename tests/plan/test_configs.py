@@ -10,6 +10,7 @@ import yaml
 
 from costs.parameters import num_parameters
 from errors import UserError
+from hardware import H100
 from parallel.memory import WEIGHTS
 from settings.checks import validate
 from settings.config import Config
@@ -17,7 +18,6 @@ from settings.layouts import choose_layout, layout_sizes
 from settings.load import load_config
 from tests import ROOT
 from tools.launch import layout
-from tools.plan.hardware import find_device
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory, peaks
 from tools.plan.time import StepTime
@@ -38,7 +38,6 @@ PARAMETERS = {  # as published with the models
     "mixtral_8x7b": 46_702_792_704,
     "qwen3_30b_a3b": 30_532_122_624,
 }
-H100 = find_device("h100")
 
 
 def load(name: str, *overrides: str) -> Config:

@@ -10,6 +10,7 @@ from benchmarks import plan_accuracy
 from costs.links import Links
 from costs.parameters import num_parameters
 from costs.summary import flops_per_token
+from hardware import H100
 from settings.load import load_config
 from tests import ROOT
 from tools.plan.__main__ import main
@@ -27,7 +28,6 @@ from tools.rehearse.rank import alone, rehearse
 CONFIGS = ROOT / "configs"
 LLAMA_70B, LLAMA_8B = (str(CONFIGS / f"llama3_{size}.yaml") for size in ("70b", "8b"))
 SMALL = [*plan_accuracy.SMALL, "model.num_layers=4"]
-H100 = find_device("h100")
 
 
 def smaller(case: plan_accuracy.Case) -> plan_accuracy.Case:

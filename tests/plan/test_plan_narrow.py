@@ -8,15 +8,14 @@ import pytest
 from costs.events import Product
 from costs.links import Links
 from costs.seconds import Rates
+from hardware import H100, Device
 from settings.load import load_config
 from tests import ROOT
 from tools.plan.__main__ import main
-from tools.plan.hardware import Device, find_device
 from tools.plan.layout import Layout
 from tools.plan.summary import describe_narrow, narrow_products
 
 CONFIGS = ROOT / "configs"
-H100 = find_device("h100")
 PIPELINE = (  # of every layout here that does not state another
     "parallel.schedule=1f1b",
     "parallel.stages_per_rank=1",

@@ -9,18 +9,17 @@ from statistics import median
 import pytest
 
 from errors import UserError
+from hardware import DEVICES, H100
 from settings.checks import validate
 from settings.config import Config
 from settings.load import load_config
 from tests import ROOT
 from tools.plan.candidates import candidates
 from tools.plan.describe import describe_search
-from tools.plan.hardware import find_device
 from tools.plan.layout import Layout
 from tools.plan.memory import CHECKED, GROWING, Memory, batch_bytes, peaks, shortened
 from tools.plan.search import Found, Result, search
 
-H100 = find_device("h100")
 SMALL = (
     "model.dim=1024 model.num_heads=8 model.num_kv_heads=8 model.ffn_dim=2816 "
     "model.vocab_size=8192 train.seq_len=512 parallel.tp_pieces=1 "
@@ -115,7 +114,7 @@ def test_of_a_hard_case_few_layouts_are_counted() -> None:
     """For 175 billion parameters on 40 A100, with up to 320 micro-batches per step, less than 1% of
     over 20,000 layouts are counted exactly."""
     config = load("llama3_70b", GPT3, "train.global_batch_size=320")
-    result = search(config, 40, find_device("a100"))
+    result = search(config, 40, DEVICES["a100"])
     assert result.best
     assert result.layouts > 20_000
     assert result.counted < result.layouts / 100

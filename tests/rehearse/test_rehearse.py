@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hardware import H100
 from parallel.axes import MeshSizes
 from parallel.pipeline.actions import BACKWARD, FORWARD, Action
 from settings.load import load_config
 from tests import ROOT
-from tools.plan.hardware import find_device
 from tools.plan.layout import world_of
 from tools.rehearse.__main__ import beside_the_plan, main
 from tools.rehearse.fake_gpu import fake_gpu, one_rank
@@ -100,12 +100,12 @@ def test_for_real_every_action_is_timed_and_the_job_simulated() -> None:
     assert [set(report["action_seconds"]) for report in reports] == [{"0"}, {"1"}]
     # four micro-batches
     busy = [4 * sum(report["action_seconds"][str(i)].values()) for i, report in enumerate(reports)]
-    step = predicted_step(config, 8, reports, find_device("h100"))
+    step = predicted_step(config, 8, reports, H100)
     assert step["communication_seconds"] > 0
     assert step["step_seconds"] == pytest.approx(
         step["computing_seconds"] + step["communication_seconds"]
     )
-    slow_links = replace(find_device("h100"), node_bytes_per_second=1e9)
+    slow_links = replace(H100, node_bytes_per_second=1e9)
     slow = predicted_step(config, 8, reports, slow_links)
     assert slow["computing_seconds"] == step["computing_seconds"]
     assert slow["communication_seconds"] > step["communication_seconds"]
