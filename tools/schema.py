@@ -91,7 +91,8 @@ def comments(cls: Any) -> dict[str, str]:
     """Key → the comment on its line, or else the comment lines above it."""
     found, above = {}, ""
     keys = {field.name for field in dataclasses.fields(cls)}
-    for line in inspect.getsource(cls).splitlines():
+    declared = [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
+    for line in (line for base in declared for line in inspect.getsource(base).splitlines()):
         field = re.match(r"    (\w+): [^#]*(?:# (.*))?$", line)
         if field and field[1] in keys:
             found[field[1]] = field[2] or above
