@@ -56,6 +56,8 @@ class Settings(adamw.Settings):
 
 
 class Optimizer(adamw.Optimizer):
+    """Muon, and AdamW for the weights that are no hidden matrices: `mine`."""
+
     rounds_stochastically = False
     settings = Settings
 
@@ -86,7 +88,10 @@ class Optimizer(adamw.Optimizer):
     def update(self, lr: float, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
         applied = norm.isfinite()
         clip = (max_norm / norm).clamp(max=1.0) if max_norm else torch.ones_like(norm)
-        super().update(lr, gradients, norm, max_norm)
+        if self.mine:
+            super().update(lr, gradients, norm, max_norm)
+        else:  # a group of weights in a file may have hidden matrices alone
+            self.updates += applied
         own = self.config.of(Settings)
         for i in self.hidden:
             momentum, gradient = self.states[i]["momentum"], gradients[i]
