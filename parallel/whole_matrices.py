@@ -10,24 +10,26 @@ A matrix that is cut over FSDP and tp travels in two hops: the parts of its tp s
 FSDP rank, and the slices on one tp rank. Ranks with equal parts (dp_replicate) share the work: the
 owner has its part already, and its result goes to all. So each matrix is computed once.
 
-Matrices are computed in rounds, about one for each rank. While those of one round are computed,
-those of the next arrive, and the results of the last return:
+Matrices are computed in rounds, one for each rank, or several small ones. While those of one round
+are computed, those of the next arrive, and the results of the last return:
 
     round 0   there ─ compute ─ back
     round 1           there ─── compute ─ back
     round 2                     there ─── compute ─ back
 
-A rank sends P·(n−1)/n numbers there and as many back, over each axis of n ranks that cuts its P.
-(Sums over ranks of the products of parts would need no owner, but min(out, in)² numbers of each
-matrix in every iteration. That is less only for matrices that are cut along one side which is more
-than 2.5 times, with five iterations, as long as the other.)
+A rank that holds P numbers sends P·(n−1)/n there and as many back, over each axis of n ranks that
+cuts them. (Sums over n ranks of the products of parts would need no owner, but in each iteration an
+all-reduce of min(out, in)² numbers. With five iterations a rank would send less only if the side
+that is cut were 5·n times as long as the other.)
 """
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from math import prod
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -95,7 +97,7 @@ def matrices_over(shape: Sequence[int], part: Sequence[int], axes: Iterable[Hop]
 
 
 class Round:
-    """Matrices that travel together, all over the same hops.
+    """Matrices that travel together, over the same axes.
 
     Args:
         numbers: which of all matrices they are.
@@ -109,17 +111,19 @@ class Round:
         self.numbers, self.matrices, self.owners = numbers, matrices, owners
         self.levels: list[Level] = []
         shapes, here = [each.shapes() for each in matrices], list(range(len(matrices)))
-        for number, hop in enumerate(matrices[0].hops):  # `here`: what is on this rank by then
+        for number, axis in enumerate(matrices[0].hops):  # `here`: what is on this rank by then
+            if axis.size == 1:
+                continue
             of_axis = [owners[i][number] for i in here]
-            self.levels.append(Level(hop, [shapes[i][number + 1] for i in here], of_axis))
-            here = [i for i in here if owners[i][number] == hop.rank]
+            hops = [matrices[i].hops[number] for i in here]
+            self.levels.append(Level(axis, hops, [shapes[i][number + 1] for i in here], of_axis))
+            here = [i for i in here if owners[i][number] == axis.rank]
 
     def sends(self) -> Iterator[tuple[str, int]]:
         """The axis, and the numbers that this rank sends or receives, of each all-to-all."""
         for level in self.levels:
-            if level.hop.size > 1:
-                for there in (False,) if level.hop.dim is None else (True, False):
-                    yield str(level.hop.group), max(map(sum, level.splits(there)))
+            for there in (False,) if level.axis.dim is None else (True, False):
+                yield str(level.axis.group), max(map(sum, level.splits[there]))
 
     def travel(self, parts: list[Tensor], compute: Compute) -> Generator[None, None, list[Tensor]]:
         """Returns this rank's parts of the results. It stops where another round may go on."""
@@ -128,75 +132,86 @@ class Round:
             pending = level.start_there(parts, empty)
             yield
             parts = level.there(pending.wait(), parts)
-        results = compute(parts)
-        yield
+            del pending  # so that only whole matrices are kept while they are computed
+        parts = compute(parts)
         for level in reversed(self.levels):
-            pending = level.start_back(results, empty)
+            pending = level.start_back(parts, empty)
             yield
-            results = level.back(pending.wait())
-        return results
+            parts = level.back(pending.wait())
+        return parts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Level:
     """One hop of a round: of matrices of these shapes, once their parts are together."""
 
-    hop: Hop
+    axis: Hop  # all but its `dim` is that of each matrix's hop
+    hops: Sequence[Hop]  # of each matrix
     shapes: Sequence[Shape]
-    owners: Sequence[int]  # the rank on the hop's axis
+    owners: Sequence[int]  # the rank on the axis
 
     @property
     def _group(self) -> ProcessGroup:
-        assert isinstance(self.hop.group, ProcessGroup)
-        return self.hop.group
+        assert isinstance(self.axis.group, ProcessGroup)
+        return self.axis.group
 
-    def owned_by(self, rank: int) -> list[int]:
-        return [i for i, owner in enumerate(self.owners) if owner == rank]
+    @cached_property
+    def of_ranks(self) -> list[list[int]]:
+        """The matrices that each rank owns."""
+        found: list[list[int]] = [[] for _ in range(self.axis.size)]
+        for i, owner in enumerate(self.owners):
+            found[owner].append(i)
+        return found
 
-    def splits(self, there: bool) -> tuple[list[int], list[int]]:
-        """How many numbers this rank sends to each rank, and receives from it."""
-        hop, ranks = self.hop, range(self.hop.size)
+    def part(self, i: int, rank: int) -> Shape:
+        return self.hops[i].part(self.shapes[i], rank)
+
+    @cached_property
+    def splits(self) -> dict[bool, tuple[list[int], list[int]]]:
+        """How many numbers this rank sends to each rank, and receives from it: there, and not."""
+        me, ranks = self.axis.rank, range(self.axis.size)
 
         def numbers(rank: int, owner: int) -> int:  # that a rank has of the owner's matrices
-            return sum(prod(hop.part(self.shapes[i], rank)) for i in self.owned_by(owner))
+            return sum(prod(self.part(i, rank)) for i in self.of_ranks[owner])
 
-        mine, others = [numbers(hop.rank, r) for r in ranks], [numbers(r, hop.rank) for r in ranks]
-        return (mine, others) if there else (others, mine)
+        mine, others = [numbers(me, r) for r in ranks], [numbers(r, me) for r in ranks]
+        return {True: (mine, others), False: (others, mine)}
 
     def start_there(self, parts: Sequence[Tensor], empty: Tensor) -> Pending:
         """Send each part to the matrix's owner."""
-        if self.hop.dim is None:
+        if self.axis.dim is None:
             return Pending(empty)
-        flat = [parts[i].flatten() for rank in range(self.hop.size) for i in self.owned_by(rank)]
-        return start_all_to_all(torch.cat([empty, *flat]), self._group, *self.splits(there=True))
+        flat = [parts[i].flatten() for of_rank in self.of_ranks for i in of_rank]
+        return start_all_to_all(torch.cat([empty, *flat]), self._group, *self.splits[True])
 
     def there(self, arrived: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
         """The matrices that this rank owns."""
-        hop, mine = self.hop, self.owned_by(self.hop.rank)
-        if hop.dim is None:
+        mine = self.of_ranks[self.axis.rank]
+        if self.axis.dim is None:
             return [parts[i] for i in mine]
-        shapes = [hop.part(self.shapes[i], rank) for rank in range(hop.size) for i in mine]
-        received = views(arrived, shapes)
-        return [torch.cat(received[i :: len(mine)], hop.dim) for i in range(len(mine))]
+        ranks = range(self.axis.size)
+        received = views(arrived, [self.part(i, rank) for rank in ranks for i in mine])
+        each = [received[number :: len(mine)] for number in range(len(mine))]
+        return [
+            torch.cat(of_it, self.hops[i].dim or 0) for i, of_it in zip(mine, each, strict=True)
+        ]
 
     def start_back(self, results: Sequence[Tensor], empty: Tensor) -> Pending:
         """Send each rank its part of the results of this rank's matrices."""
-        hop, flat = self.hop, [empty]
-        for rank in range(hop.size):
-            for whole in results:
-                part = whole
-                if hop.dim is not None:
-                    at = chunk_range(whole.shape[hop.dim], hop.size, rank)
-                    part = whole.narrow(hop.dim, at.start, len(at))
+        flat, mine = [empty], self.of_ranks[self.axis.rank]
+        for rank in range(self.axis.size):
+            for i, part in zip(mine, results, strict=True):
+                if (dim := self.hops[i].dim) is not None:
+                    at = chunk_range(part.shape[dim], self.axis.size, rank)
+                    part = part.narrow(dim, at.start, len(at))
                 flat.append(part.flatten())
-        return start_all_to_all(torch.cat(flat), self._group, *self.splits(there=False))
+        return start_all_to_all(torch.cat(flat), self._group, *self.splits[False])
 
     def back(self, arrived: Tensor) -> list[Tensor]:
         """This rank's parts of all results."""
-        order = [i for rank in range(self.hop.size) for i in self.owned_by(rank)]
-        shapes = [self.hop.part(self.shapes[i], self.hop.rank) for i in order]
-        found = dict(zip(order, views(arrived, shapes), strict=True))
-        return [found[i] for i in range(len(order))]
+        order = [i for of_rank in self.of_ranks for i in of_rank]
+        found = views(arrived, [self.part(i, self.axis.rank) for i in order])
+        return [part for _, part in sorted(zip(order, found, strict=True), key=itemgetter(0))]
 
 
 def views(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
@@ -207,17 +222,20 @@ def views(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
 
 def rounds_of(matrices: Sequence[Matrix]) -> list[list[Round]]:
     """Divide matrices into rounds, in which each goes to the rank that has the least to do; those
-    of a list over the same hops. All ranks that have parts of the matrices find the same rounds."""
+    of a list over the same axes. All ranks that have parts of the matrices find the same rounds.
+
+    The lists are for one after another: side by side, ranks of which some lack a list, because they
+    have no such matrices, would send in different orders."""
+    lists: dict[tuple[tuple[object, bool], ...], list[int]] = {}
+    for i, each in enumerate(matrices):
+        axes = tuple((hop.group, hop.dim is None) for hop in each.hops)
+        lists.setdefault(axes, []).append(i)
     found = []
-    for hops in dict.fromkeys(each.hops for each in matrices):
-        sizes = [hop.size for hop in hops]
+    for mine in lists.values():
+        sizes = [hop.size for hop in matrices[mine[0]].hops]
         work = [0] * prod(sizes)  # of each rank
         rounds: list[Round] = []
-        mine = sorted(
-            (i for i, each in enumerate(matrices) if each.hops == hops),
-            key=lambda i: _sides(matrices[i]),
-            reverse=True,
-        )
+        mine.sort(key=lambda i: _sides(matrices[i]), reverse=True)
         for (short, long), group in groupby(mine, lambda i: _sides(matrices[i])):
             alike = list(group)
             count = len(work) * max(1, ROUND_NUMBERS // (short * long))

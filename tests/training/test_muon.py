@@ -20,7 +20,7 @@ from tests.steps import make_step, rows_of
 from tools.rehearse.__main__ import beside_the_plan
 from tools.rehearse.rank import alone, rehearse
 from training.optimizers import muon
-from training.optimizers.muon import Optimizer
+from training.optimizers.muon import COEFFICIENTS, Optimizer, orthogonalise
 
 DENSE = Case(MeshSizes(dp_shard=2, tp=2), optimizer="muon")
 # of few experts, each is cut; ep and many experts leave them whole
@@ -97,12 +97,19 @@ def always(update, self, lr, gradients, norm, max_norm):
 
 def test_a_skipped_update_changes_nothing(ranks):
     """With a control: a step that is not skipped changes the momentum."""
-    before, skipped, made = (
-        ranks.run(after_updates, 4, DENSE, norms, plant)
-        for norms, plant in (([], nothing_wrong), ([float("inf")], nothing_wrong), ([1.0], always))
+    infinite, no_number = float("inf"), float("nan")
+    before, skipped, too, made = (
+        ranks.run(after_updates, 4, DENSE, [1.0, *norms], plant)
+        for norms, plant in (
+            ([], nothing_wrong),
+            ([infinite], nothing_wrong),
+            ([no_number], nothing_wrong),
+            ([infinite], always),
+        )
     )
     for rank in range(4):
         assert all(map(torch.equal, before[rank], skipped[rank]))
+        assert all(map(torch.equal, before[rank], too[rank]))
         assert not any(map(torch.equal, before[rank], made[rank]))
 
 
@@ -119,6 +126,23 @@ def test_another_layout_loads_the_same_bits(ranks, data, tmp_path):
     overrides = ["parallel.tp=1", "parallel.pp=2", "parallel.dp_shard=-1"]
     state = ranks.run(runs.global_state, 4, [config, *overrides], str(path))[0]
     assert runs.same_tensors(state, stored)
+
+
+@pytest.mark.parametrize(("name", "range_"), [("quintic", (0.68, 1.2)), ("varying", (0.97, 1.15))])
+def test_singular_values_are_driven_towards_1(name, range_):
+    """Those of a matrix with norm 1, by the product as it is computed."""
+    values = torch.linspace(0.003, 1, 500, dtype=torch.float64)
+    with patch.object(torch.linalg, "matrix_norm", lambda x, keepdim: torch.ones(1, 1, 1)):
+        found = orthogonalise(values.diag().unsqueeze(0), COEFFICIENTS[name])[0].diagonal()
+    assert range_[0] <= found.min() <= found.max() <= range_[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_fades_stays_finite(dtype):
+    """That of an expert that no token chooses."""
+    x = torch.randn(1, 64, 256).to(dtype)
+    for size in (1e-10, 1e-24, 1e-38, 0.0):
+        assert orthogonalise(x * size, COEFFICIENTS["quintic"]).isfinite().all(), size
 
 
 def test_work_is_even():

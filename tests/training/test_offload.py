@@ -65,6 +65,7 @@ def trained(case: Case, folder: str, removed: bool = False) -> dict[str, Tensor]
     "case",
     [
         Case(MeshSizes(dp_shard=4), vocab_size=251),  # not divided evenly: FSDP pads
+        Case(MeshSizes(dp_shard=2), optimizer="muon"),  # groups of hidden matrices alone
         Case(MeshSizes(dp_shard=2, tp=2), zero_stage=3, router="softmax"),
     ],
     ids=str,

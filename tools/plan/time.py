@@ -35,7 +35,7 @@ from parallel.pipeline.actions import BACKWARD, BACKWARD_WEIGHT, FORWARD, Kind
 from parallel.pipeline.simulate import Costs, simulate
 from tools.plan.hardware import Device
 from tools.plan.layout import KINDS, Gathered, Layout, numbers_of
-from tools.plan.traffic import gather_bytes, reduce_bytes, times_a_step, whole_matrices
+from tools.plan.traffic import gather_bytes, reduce_bytes, times_a_step
 
 
 @dataclass(frozen=True)
@@ -365,18 +365,23 @@ class StepTime:
 
     def putting_together(self, layout: Layout) -> float:
         """Seconds in which the optimizer computes with whole matrices: of the rank with most
-        products, or of the messages, if these take longer."""
-        flops = wire = 0.0
+        products, and of the messages that they do not hide."""
+        seconds = 0.0
+        rate = self.device.peak(layout.products) * self.device.matmul_efficiency
         for rounds in layout.rounds():
             work: defaultdict[tuple[int, ...], float] = defaultdict(float)  # by owner
             for each in rounds:
                 for matrix, owner in zip(each.matrices, each.owners, strict=True):
                     work[tuple(owner)] += layout.optimizer.flops(matrix.shape)
-            flops += max(work.values(), default=0.0)
-        for (axis, kind, size), count in whole_matrices(layout).items():
-            wire += count * self.rates.links.seconds(kind, axis, size)
-        rate = self.device.peak(layout.products) * self.device.matmul_efficiency
-        return max(flops / rate, wire)
+            sent = [each for one in rounds for each in one.sends()]
+            wire = sum(
+                self.rates.links.seconds("all_to_all", axis, numbers * layout.products)
+                for axis, numbers in sent
+            )
+            busy = max(work.values()) / rate
+            # the first round's way there and the last one's back have nothing beside them
+            seconds += max(busy, wire) + min(busy, wire) / len(rounds)
+        return seconds
 
     def updating(self, numbers: float, states: float, world: int) -> float:
         """Seconds of the optimizer and the gradient norm for so many parameters, with so many bytes

@@ -4,7 +4,7 @@ arithmetic is in model/kernels/adamw.py."""
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import Tensor
@@ -23,6 +23,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class Settings:
     """Of AdamW."""
 
+    name: ClassVar[str] = "adamw"
     # how slowly the means of gradients and of their squares change, per step
     betas: Annotated[tuple[Beta, Beta], Field(strict=False, examples=[[0.9, 0.95]])] = (0.9, 0.95)
     # added to the root of the mean square, by which the step is divided
@@ -34,7 +35,7 @@ class Settings:
         if first <= second:
             return []
         why = "the first is larger, so training may diverge; are they swapped?"
-        return [f"optimizer.adamw.betas=[{first}, {second}]: {why}"]
+        return [f"optimizer.{self.name}.betas=[{first}, {second}]: {why}"]
 
 
 class Optimizer(ShardedOptimizer):
