@@ -5,10 +5,10 @@ Four processes form a pipeline of four ranks with eight micro-batches. A stage c
 forward, its input gradient and its weight gradient *wait*, each for a given time. So four ranks do
 not compete for the cores of a small machine, and every schedule has the same work: a rank's forward
 of one micro-batch, and each of its two gradients, takes `SECONDS`, and each of its v stages takes
-1/v of that. The rest of a step is the schedule itself and the overhead of executing it. The
-overhead is that of training with pp alone: the lowered program, and `PipelineRunner` with its
-transfers, its sums of gradients (parallel/whole.py) and deferred weight gradients. It is a
-millisecond or two per action on a core that has just slept, so the waiting times are long.
+1/v of that. The rest of a step is the schedule itself and the overhead of executing it. As in
+training with pp alone, `PipelineRunner` executes the lowered program, sends messages, sums
+gradients (parallel/whole.py) and defers weight gradients. This takes a millisecond or two per
+action on a core that has just slept, so the waiting times are long.
 
 (1) Measured compared with simulated (parallel/pipeline/simulate.py). The simulator does not model
     the time of a message or the work of the host; measured / simulated shows what these add.

@@ -109,7 +109,9 @@ class Unit:
     name: str
     weights: tuple[LocalWeight, ...]
     hidden_bytes: int  # of the hidden states that pass from unit to unit
-    _records: dict[tuple[bool, Sums | None], Record] = field(default_factory=dict, repr=False)
+    _records: dict[tuple[bool, Sums | None], Record] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @cached_property
     def numel(self) -> int:

@@ -30,10 +30,10 @@ from functools import cached_property
 from itertools import groupby
 from math import prod
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from parallel.collectives import Pending, start_all_to_all
@@ -49,7 +49,7 @@ ROUND_NUMBERS = 32 << 20  # of the matrices that one rank computes at once, if o
 class Hop:
     """An axis over which matrices travel to their owners."""
 
-    group: ProcessGroup | str  # or the name of the axis, to plan with
+    group: Any  # the process group; to plan with, the name of the axis
     size: int
     rank: int
     dim: int | None  # which the axis cuts, of a weight or matrix; None: its ranks have equal parts
@@ -60,6 +60,10 @@ class Hop:
             return shape
         width = len(chunk_range(shape[self.dim], self.size, rank))
         return (width, shape[1]) if self.dim == 0 else (shape[0], width)
+
+    def cuts_beside(self, dims: Sequence[int]) -> bool:
+        """Whether the axis cuts a weight in another dimension than these."""
+        return self.size > 1 and self.dim is not None and self.dim not in dims
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,18 @@ class Matrix:
         return shapes
 
 
-def matrices_of(weight: DTensor) -> list[Matrix]:
-    """The matrices of this rank's part of a weight."""
-    mesh, axes = weight.device_mesh, []
+def axes_of(weight: DTensor) -> list[Hop]:
+    """The axes over which a weight is cut, or equal."""
+    mesh, found = weight.device_mesh, []
     for axis, placement in enumerate(weight.placements):
         dim = None if placement.is_replicate() else dim_of(placement)
-        axes.append(Hop(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis), dim))
-    return matrices_over(weight.shape, weight.to_local().shape, axes)
+        found.append(Hop(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis), dim))
+    return found
+
+
+def matrices_of(weight: DTensor) -> list[Matrix]:
+    """The matrices of this rank's part of a weight."""
+    return matrices_over(weight.shape, weight.to_local().shape, axes_of(weight))
 
 
 def matrices_over(shape: Sequence[int], part: Sequence[int], axes: Iterable[Hop]) -> list[Matrix]:
@@ -123,7 +132,7 @@ class Round:
         """The axis, and the numbers that this rank sends or receives, of each all-to-all."""
         for level in self.levels:
             for there in (False,) if level.axis.dim is None else (True, False):
-                yield str(level.axis.group), max(map(sum, level.splits[there]))
+                yield level.axis.group, max(map(sum, level.splits[there]))
 
     def travel(self, parts: list[Tensor], compute: Compute) -> Generator[None, None, list[Tensor]]:
         """Returns this rank's parts of the results. It stops where another round may go on."""
@@ -149,11 +158,6 @@ class Level:
     hops: Sequence[Hop]  # of each matrix
     shapes: Sequence[Shape]
     owners: Sequence[int]  # the rank on the axis
-
-    @property
-    def _group(self) -> ProcessGroup:
-        assert isinstance(self.axis.group, ProcessGroup)
-        return self.axis.group
 
     @cached_property
     def of_ranks(self) -> list[list[int]]:
@@ -182,7 +186,7 @@ class Level:
         if self.axis.dim is None:
             return Pending(empty)
         flat = [parts[i].flatten() for of_rank in self.of_ranks for i in of_rank]
-        return start_all_to_all(torch.cat([empty, *flat]), self._group, *self.splits[True])
+        return start_all_to_all(torch.cat([empty, *flat]), self.axis.group, *self.splits[True])
 
     def there(self, arrived: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
         """The matrices that this rank owns."""
@@ -205,7 +209,7 @@ class Level:
                     at = chunk_range(part.shape[dim], self.axis.size, rank)
                     part = part.narrow(dim, at.start, len(at))
                 flat.append(part.flatten())
-        return start_all_to_all(torch.cat(flat), self._group, *self.splits[False])
+        return start_all_to_all(torch.cat(flat), self.axis.group, *self.splits[False])
 
     def back(self, arrived: Tensor) -> list[Tensor]:
         """This rank's parts of all results."""

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -30,7 +30,7 @@ from parallel.pipeline.check import splits_backward
 from parallel.pipeline.schedules import build_schedule
 from parallel.placement import chunk_range, dim_of
 from parallel.weight_gradient import sum_dtype
-from parallel.whole_matrices import Hop, Matrix, Round, matrices_over
+from parallel.whole_matrices import Hop, Round, matrices_over
 from settings.config import Config
 from training.optimizers import bytes_of_states, optimizer_class
 
@@ -244,43 +244,39 @@ class Layout:
         states = self.states_of(weight.spec)
         return bytes_of_states(states, shape or weight.shape, self.master)
 
-    def rounds(self) -> list[list[Round]]:
-        """In which the optimizer puts whole matrices together, seen from this rank (of the first
+    def axes_of(self, weight: LocalWeight) -> list[Hop]:
+        """The axes over which a weight is cut, or equal, by name; seen from this rank (of the first
         replicas)."""
-        weights = []
-        for stage in self.stages:
-            for each in (each for own in self.units(stage) for each in gathered(own)):
-                shards, _, rank = self.sharding[each.is_expert]
-                parts = each.parts(shards, rank)
-                weights += [(w.spec, self._matrices(w, part)) for w, part in parts if len(part) > 1]
-        return self.optimizer.rounds(weights)
-
-    def _matrices(self, weight: LocalWeight, part: Sequence[int]) -> list[Matrix]:
         is_expert, placement = weight.spec.is_expert, weight.spec.placement
-        (over_replicas, over_shards), inner = FSDP_AXES[is_expert], "ep" if is_expert else "tp"
         shards, replicas, rank = self.sharding[is_expert]
-        at = (self.shard_rank * self.sizes.tp + self.tp_rank) % self.sizes.ep
-        axes = (
+        over_replicas, over_shards = FSDP_AXES[is_expert]
+        inner, at = ("ep", self.shard_rank * self.sizes.tp) if is_expert else ("tp", 0)
+        size = getattr(self.sizes, inner)
+        dim = None if placement.is_replicate() else dim_of(placement)
+        return [
             Hop(over_replicas, replicas, 0, None),
             Hop(over_shards, shards, rank, sharded_dimension(weight.shape, shards)),
-            Hop(
-                inner,
-                getattr(self.sizes, inner),
-                at if is_expert else self.tp_rank,
-                None if placement.is_replicate() else dim_of(placement),
-            ),
-        )
-        return matrices_over(weight.spec.shape, part, axes)
+            Hop(inner, size, (at + self.tp_rank) % size, dim),
+        ]
 
     def axes_across(self, weight: LocalWeight, dims: Sequence[int]) -> Iterator[str]:
         """The axes that cut a weight in another dimension than `dims`."""
-        is_expert, placement = weight.spec.is_expert, weight.spec.placement
-        shards, inner = self.sharding[is_expert].shards, "ep" if is_expert else "tp"
-        if shards > 1 and sharded_dimension(weight.shape, shards) not in dims:
-            yield FSDP_AXES[is_expert][1]
-        cut = not placement.is_replicate() and dim_of(placement) not in dims
-        if cut and getattr(self.sizes, inner) > 1:
-            yield inner
+        return (axis.group for axis in self.axes_of(weight) if axis.cuts_beside(dims))
+
+    def parts(self, units: Iterable[Unit]) -> Iterator[tuple[LocalWeight, list[int]]]:
+        """Each weight of units, with the shape of this rank's part."""
+        for weights in (each for one in units for each in gathered(one)):
+            shards, _, rank = self.sharding[weights.is_expert]
+            yield from weights.parts(shards, rank)
+
+    def rounds(self) -> list[list[Round]]:
+        """In which the optimizer puts whole matrices together."""
+        units = (one for stage in self.stages for one in self.units(stage))
+        return self.optimizer.rounds(
+            (each.spec, matrices_over(each.spec.shape, part, self.axes_of(each)))
+            for each, part in self.parts(units)
+            if len(part) > 1
+        )
 
     # --- units ---
 

@@ -35,7 +35,7 @@ from parallel.pipeline.actions import BACKWARD, BACKWARD_WEIGHT, FORWARD, Kind
 from parallel.pipeline.simulate import Costs, simulate
 from tools.plan.hardware import Device
 from tools.plan.layout import KINDS, Gathered, Layout, numbers_of
-from tools.plan.traffic import gather_bytes, reduce_bytes, times_a_step
+from tools.plan.traffic import gather_bytes, messages, reduce_bytes, times_a_step
 
 
 @dataclass(frozen=True)
@@ -373,11 +373,8 @@ class StepTime:
             for each in rounds:
                 for matrix, owner in zip(each.matrices, each.owners, strict=True):
                     work[tuple(owner)] += layout.optimizer.flops(matrix.shape)
-            sent = [each for one in rounds for each in one.sends()]
-            wire = sum(
-                self.rates.links.seconds("all_to_all", axis, numbers * layout.products)
-                for axis, numbers in sent
-            )
+            sent = messages(rounds, layout.products)
+            wire = sum(self.rates.links.seconds(kind, axis, size) for axis, kind, size in sent)
             busy = max(work.values()) / rate
             # the first round's way there and the last one's back have nothing beside them
             seconds += max(busy, wire) + min(busy, wire) / len(rounds)

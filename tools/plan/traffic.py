@@ -38,7 +38,8 @@ from costs.units import LocalWeight, Unit
 from model.experts import Experts
 from parallel.axes import FSDP_AXES
 from parallel.pipeline.actions import need_of, result_of
-from tools.plan.layout import Gathered, Layout, gathered
+from parallel.whole_matrices import Round
+from tools.plan.layout import Gathered, Layout
 
 
 def collectives(layout: Layout) -> Counter[Call]:
@@ -141,13 +142,8 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
             add(axis, size, 8 * model.num_layers * experts.count)
             add(axis, size, 2 * layout.exact)
 
-    def parts(units: Iterable[Unit]) -> Iterator[tuple[LocalWeight, list[int]]]:
-        for weights in (each for unit in units for each in gathered(unit)):
-            shards, _, rank = layout.sharding[weights.is_expert]
-            yield from weights.parts(shards, rank)
-
     def local(units: Iterable[Unit], which: Callable[[LocalWeight], bool]) -> int:
-        return layout.master * sum(math.prod(part) for w, part in parts(units) if which(w))
+        return layout.master * sum(math.prod(part) for w, part in layout.parts(units) if which(w))
 
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
     partial = local(units, lambda weight: weight.spec.gradient_is_partial)
@@ -158,21 +154,20 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
     if copies and ends is not None and has_one_end:
         calls[Call(ends, "all_reduce", copies)] += 1
     # states that lack a dimension which an axis cuts (`sum_over_parts`, training/optimizers/)
-    for weight, part in parts(units):
+    for weight, part in layout.parts(units):
         for state in layout.states_of(weight.spec).values():
             for axis in layout.axes_across(weight, state.dims):
                 calls[Call(axis, "all_reduce", state.bytes(part, layout.master))] += 1
-    calls.update(whole_matrices(layout))
+    for rounds in layout.rounds():
+        calls.update(messages(rounds, layout.products))
     return calls
 
 
-def whole_matrices(layout: Layout) -> Counter[Call]:
-    """What the optimizer sends to put matrices together, and of the results."""
-    width = layout.products
-    sent = (each for rounds in layout.rounds() for each in rounds)
-    return Counter(
-        Call(axis, "all_to_all", numbers * width) for each in sent for axis, numbers in each.sends()
-    )
+def messages(rounds: Iterable[Round], width: int) -> Iterator[Call]:
+    """What an optimizer sends to put matrices together, and of the results, in numbers of `width`
+    bytes."""
+    for axis, numbers in (sent for each in rounds for sent in each.sends()):
+        yield Call(axis, "all_to_all", numbers * width)
 
 
 def axis_names(layout: Layout) -> tuple[str, str, str, str | None]:

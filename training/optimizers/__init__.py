@@ -11,7 +11,7 @@ the memory report and the planner ask it.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,8 +21,7 @@ from torch import Tensor
 from kinds import load_kind
 from parallel.disk import DiskMemory, aligned
 from parallel.parameter import NamedWeight, WeightSpec
-from parallel.placement import dim_of
-from parallel.whole_matrices import Matrix, Round
+from parallel.whole_matrices import Matrix, Round, axes_of
 from settings.config import Config
 
 
@@ -99,7 +98,7 @@ class ShardedOptimizer(ABC):
         """What is kept for a weight, by name. It begins at 0."""
 
     @staticmethod
-    def rounds(weights: Sequence[tuple[WeightSpec, Sequence[Matrix]]]) -> list[list[Round]]:
+    def rounds(weights: Iterable[tuple[WeightSpec, Sequence[Matrix]]]) -> list[list[Round]]:
         """In which matrices of weights are put together on a rank (parallel/whole_matrices.py)."""
         return []
 
@@ -136,11 +135,10 @@ class ShardedOptimizer(ABC):
         """Sum in place this rank's terms of the state `name`, one for each weight, over the ranks
         that hold other parts of the dimensions that the state lacks."""
         for each, term in zip(self.weights, terms, strict=True):
-            dims, mesh = self.states_of(each.spec)[name].dims, each.sharded.device_mesh
-            for axis, placement in enumerate(each.sharded.placements):
-                is_cut = not placement.is_replicate() and mesh.size(axis) > 1
-                if is_cut and dim_of(placement) not in dims:
-                    dist.all_reduce(term, group=mesh.get_group(axis))
+            dims = self.states_of(each.spec)[name].dims
+            for axis in axes_of(each.sharded):
+                if axis.cuts_beside(dims):
+                    dist.all_reduce(term, group=axis.group)
 
     def set_updates(self, updates: int) -> None:
         """Set the number of updates made (steps minus skipped ones), on which bias corrections and

@@ -17,7 +17,7 @@ on one of the ranks that have parts of it (parallel/whole_matrices.py), and ever
 the same step.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -77,7 +77,7 @@ class Optimizer(adamw.Optimizer):
         return hidden if weight.group is MATRIX else adamw.Optimizer.states_of(weight)
 
     @staticmethod
-    def rounds(weights: Sequence[tuple[WeightSpec, Sequence[Matrix]]]) -> list[list[Round]]:
+    def rounds(weights: Iterable[tuple[WeightSpec, Sequence[Matrix]]]) -> list[list[Round]]:
         return rounds_of(
             [each for spec, found in weights if spec.group is MATRIX for each in found]
         )
