@@ -252,11 +252,11 @@ class Layout:
         over_replicas, over_shards = FSDP_AXES[is_expert]
         inner, at = ("ep", self.shard_rank * self.sizes.tp) if is_expert else ("tp", 0)
         size = getattr(self.sizes, inner)
-        dim = None if placement.is_replicate() else dim_of(placement)
+        cut = None if placement.is_replicate() else dim_of(placement)
         return [
             Hop(over_replicas, replicas, 0, None),
             Hop(over_shards, shards, rank, sharded_dimension(weight.shape, shards)),
-            Hop(inner, size, (at + self.tp_rank) % size, dim),
+            Hop(inner, size, (at + self.tp_rank) % size, cut),
         ]
 
     def axes_across(self, weight: LocalWeight, dims: Sequence[int]) -> Iterator[str]:
