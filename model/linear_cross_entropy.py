@@ -200,15 +200,5 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():
         x, weight = x.detach(), weight.detach()
     return LinearCrossEntropy.apply(
-        x,
-        weight,
-        targets,
-        scale,
-        first_row,
-        tp,
-        matmul,
-        z_loss,
-        kernels,
-        piece_tokens,
-        gradient,
-    )
+        x, weight, targets, scale, first_row, tp, matmul, z_loss, kernels, piece_tokens, gradient
+    )  # fmt: skip

@@ -32,6 +32,8 @@ _SHARED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
 
+LOGITS_BYTES = 64 * 2**20  # at once, in `largest_logits`
+
 
 @dataclass(frozen=True)
 class Mask:
@@ -42,6 +44,8 @@ class Mask:
     window: int | None = None  # keys that a query sees, itself included
     bias: Tensor | None = None  # [B or 1, 1, queries, keys], 0 where a query sees a key, else −∞
     dense: Dense = ON_CPU.run  # computes the masks that are not packed
+    positions: Tensor | None = None  # of the queries in their documents, [S', B or 1]
+    first: int = 0  # that of the first query in the sequence
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Map q [S', B, H, E], k and v [S, B, K, E] to [S', B, H, E]: S' queries are the last of S
@@ -69,6 +73,24 @@ class Mask:
         y = varlen_attn(q, k, v, of_q, of_k, *longest, window_size=sees, **_SHARED_HEADS)
         assert isinstance(y, Tensor)  # no auxiliary output was requested
         return y.unflatten(0, (batch, length)).transpose(0, 1)
+
+    def largest_logits(self, q: Tensor, k: Tensor) -> Tensor:
+        """The largest q·k/√E of each head, over the keys that queries see: [H], in the dtype of q.
+        q and k are as for a call. Some rows of queries at a time, as all logits are [B, H, S', S].
+        """
+        assert self.positions is not None
+        q, k = (t.permute(1, 2, 0, 3) for t in (q, k))  # [B, heads, S, E]
+        found = q.new_full(q.shape[1:2], -math.inf)
+        rows = max(1, LOGITS_BYTES // (q[:, :, 0, 0].nbytes * k.shape[2]))
+        for begin in range(0, q.shape[2], rows):
+            part, where = q[:, :, begin : begin + rows], self.positions[begin : begin + rows]
+            bias = scores_bias(where, q.dtype, self.window, self.first + begin)
+            keys = k[:, :, : bias.shape[-1]]
+            # four dimensions and more: `bmm`, of which selective checkpointing keeps no result
+            logits = part.unflatten(1, (k.shape[1], -1)) @ keys.unsqueeze(2).mT
+            logits += bias.unsqueeze(1)
+            found = found.maximum(logits.amax((0, 3, 4)).flatten())
+        return found / math.sqrt(q.shape[-1])
 
 
 def _pack(x: Tensor, first: tuple[int, ...]) -> Tensor:
@@ -108,11 +130,10 @@ def make_mask(
     packed = documents is not None or window is not None or part.start > 0
     call = Call(dtype, head_dim, length, packed, deterministic)
     chosen = made_ready(choose(device_of(positions), call, kernel))
-    if not packed:
-        return Mask(dense=chosen.run)
-    if chosen.packs:
-        return Mask(True, documents, window)
-    return Mask(bias=scores_bias(positions, dtype, window, part.start), dense=chosen.run)
+    packs, bias = packed and chosen.packs, None
+    if packed and not packs:
+        bias = scores_bias(positions, dtype, window, part.start)
+    return Mask(packs, documents, window, bias, chosen.run, positions, part.start)
 
 
 def scores_bias(

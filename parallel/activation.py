@@ -29,8 +29,8 @@ Each compiled part is one graph (`fullgraph`): whatever the compiler cannot trac
 silent return to Python. With context parallelism a block has two such parts, before its attention
 and after it (`halves`, model/transformer.py). Attention itself runs in between as it does without
 the compiler (context.py): a compiled collective would be waited for at once, and the compiler does
-not trace the hooks by which backward gathers again. A block that does not attend over cp is one
-graph.
+not trace the hooks by which backward gathers again. Runs that note logits (model/largest_logits.py)
+have the same two parts. Any other block is one graph.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -76,7 +76,12 @@ def gathers_again(mode: Mode) -> bool:
 
 
 def wrap_blocks(
-    blocks: Iterable[Any], mode: Mode, compile: bool, tp: int, attention: Set[Any], cp: int = 1
+    blocks: Iterable[Any],
+    mode: Mode,
+    compile: bool,
+    tp: int,
+    attention: Set[Any],
+    apart: bool = False,
 ) -> None:
     """Wrap each block's forward in activation checkpointing and `torch.compile`, in place. Call it
     before `fully_shard`, so that recomputation and compiled code run while FSDP has the weights
@@ -87,11 +92,11 @@ def wrap_blocks(
         tp: the number of tensor-parallel ranks.
         attention: the operators that compute attention, which the model knows. With products, they
             cost the most floating-point operations per byte of their result.
-        cp: the number of context-parallel ranks. With several, compiled blocks that attend over
-            them are two graphs.
+        apart: compiled blocks whose tokens attend to each other are two graphs, because what runs
+            in between cannot be compiled: it communicates over cp, or notes logits.
 
     Selective checkpointing, also that of attention alone, is compiled with the block, and the
-    compiler follows the same policy. With several cp ranks, each graph and the attention between
+    compiler follows the same policy. If a block is two graphs, each and the attention between
     them is checkpointed by itself: so what attention is called with is kept too.
     Full checkpointing wraps the compiled block, which then runs its forward twice. It is not put
     inside: torch 2.13 fails there on the mesh of a DTensor weight, which it would have to keep for
@@ -103,7 +108,7 @@ def wrap_blocks(
         if mode in ("selective", "full_but_attention"):
             selection = _selection(block, tp, attention, products=mode == "selective")
             selective = partial(_checkpointed, context_fn=selection)
-        halves = block.halves() if compile and cp > 1 else None
+        halves = block.halves() if compile and apart else None
         if halves is not None:
             forward = _compiled_around_attention(forward, halves, selective)
         else:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from costs.parameters import check_tp
+from costs.parameters import check_tp, kinds_of_blocks
 from errors import UserError
+from model.attention import BaseAttention
 from model.config import ModelConfig
 from model.experts import Experts
 from model.router import router_class
@@ -132,6 +133,13 @@ def check_pure_bfloat16(config: Config, sizes: MeshSizes) -> None:
         raise UserError("optimizer.pure_bfloat16", True, why, remedy)
 
 
+def check_qk_clip(config: Config, sizes: MeshSizes) -> None:
+    if config.clips_logits:
+        for block, _ in kinds_of_blocks(config.model):
+            if isinstance(block.attention, BaseAttention):
+                block.attention.rows_of_heads()
+
+
 def check_schedule(config: Config, sizes: MeshSizes) -> None:
     config.split_layers()
     p, name = config.parallel, config.parallel.schedule
@@ -241,6 +249,7 @@ CHECKS: list[Callable[[Config, MeshSizes], None]] = [
     check_experts,
     check_sequence,
     check_pure_bfloat16,
+    check_qk_clip,
     check_schedule,
     check_compile,
 ]

@@ -47,6 +47,12 @@ class Config:
         """`model.kernels` for weights and optimizer states: on a host Triton's do not run."""
         return self.model.kernels if self.parallel.offload == "none" else "torch"
 
+    @property
+    def clips_logits(self) -> bool:
+        """Whether the optimizer has the setting `qk_clip` (training/qk_clip.py)."""
+        own = getattr(self.optimizer, self.optimizer.name)
+        return getattr(own, "qk_clip", 0.0) > 0
+
     def num_microbatches(self, dp_size: int) -> int:
         """Micro-batches of each data-parallel rank in one step."""
         return self.train.global_batch_size // (dp_size * self.train.micro_batch_size)

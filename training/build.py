@@ -36,7 +36,8 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
     ep = ExpertParallel.of(mesh)
     stage = Transformer(config.model, layers, first, last, tp, cp, ep).to(precision.master)
     blocks = list(stage.blocks.values())
-    wrap_blocks(blocks, train.activation_checkpointing, train.compile, tp.size, OPERATORS, cp.size)
+    mode, apart = train.activation_checkpointing, cp.size > 1 or config.clips_logits
+    wrap_blocks(blocks, mode, train.compile, tp.size, OPERATORS, apart)
     units: list[list[torch.nn.Module]] = [[block] for block in blocks]
     if stage.embedding is not None:
         units.insert(0, [stage.embedding])

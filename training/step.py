@@ -27,6 +27,7 @@ from training.balance import Balance, Loads
 from training.gradient import gradient_norm, unscale
 from training.guard import UpdateGuard
 from training.learning_rate import learning_rate
+from training.qk_clip import QKClip
 from training.update import Update
 
 
@@ -42,6 +43,7 @@ class StepResult:
     bad_in_a_row: Tensor  # number of consecutive bad steps, up to this one
     loss_scale: Tensor  # of the next step (training/guard.py)
     loads: Loads | None  # of experts; None: the model has none
+    largest_logit: Tensor | None  # training/qk_clip.py; None: it is not measured
 
 
 class TrainStep:
@@ -77,6 +79,9 @@ class TrainStep:
         self.optimizer = Update(self.weights, config)
         self.balance = Balance(config, mesh, stages) if config.model.has_experts else None
         scales_loss = self.precision.compute == torch.float16
+        self.qk_clip = None
+        if config.clips_logits:
+            self.qk_clip = QKClip(config, mesh, stages, self.weights)
         self.guard = UpdateGuard(config.guard.spike_sigmas, mesh.device, scales_loss)
         self.kernels = config.kernels_of_states
         self.record: Recorder = nullcontext
@@ -93,13 +98,16 @@ class TrainStep:
     def __call__(self, step: int, tokens: Tensor, targets: Tensor) -> StepResult:
         """Run one step on this data-parallel rank's rows of the global batch, tokens and targets
         [rows, S]; `step` is 0-based."""
+        if self.qk_clip is not None:
+            self.qk_clip.begin(step)
         loss, norm = self.forward_backward(tokens, targets)
         lr = learning_rate(step, self.phase, self.config.optimizer)
         norm_or_inf = self.guard(loss, norm)  # inf: the optimizer changes nothing
         self.optimizer.step(lr, norm_or_inf, self.config.optimizer.grad_clip)
         loads = None if self.balance is None else self.balance(norm_or_inf)
+        logit = None if self.qk_clip is None else self.qk_clip(norm_or_inf)
         updates, bad = self.optimizer.updates, self.guard.bad_in_a_row
-        return StepResult(lr, loss, norm, updates, bad, self.guard.loss_scale, loads)
+        return StepResult(lr, loss, norm, updates, bad, self.guard.loss_scale, loads, logit)
 
     def forward_backward(
         self, tokens: Tensor, targets: Tensor, deterministic: bool = False

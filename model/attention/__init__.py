@@ -12,12 +12,17 @@ A kind whose tokens attend to each other derives from `BaseAttention`. Another k
 communicate over cp.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from errors import UserError
 from kinds import load_kind
 from model.config import ModelConfig
+from model.largest_logits import LargestLogits
+from parallel.context import Attend
 from parallel.layer import TensorParallel
 
 
@@ -26,6 +31,9 @@ class BaseAttention(nn.Module):
     called. What it communicates over cp is in there only, so the halves can be compiled
     (parallel/activation.py). Another projection is a subclass that overrides `project`; `forward`
     is never overridden, because compiled code calls the halves."""
+
+    local_heads: int  # of this tp rank
+    largest: LargestLogits | None = None  # of these heads, in runs that ask for it
 
     def forward(self, x: Tensor, *inputs: Any) -> Tensor:
         *others, attend = inputs
@@ -38,6 +46,21 @@ class BaseAttention(nn.Module):
     def combine(self, y: Tensor) -> Tensor:
         """What tokens have attended to, y [S, B, H/tp, E] → [S/tp, B, D]."""
         raise NotImplementedError
+
+    def watched(self, attend: Attend) -> Attend:
+        """What `inputs` returns last: `attend`, whose largest logits may be noted."""
+        return attend if self.largest is None else self.largest.watch(attend)
+
+    def watch_logits(self, device: str, exact: torch.dtype) -> LargestLogits:
+        """Be able to note the largest logits from now on, for QK-clip (training/qk_clip.py)."""
+        self.largest = LargestLogits(self.local_heads, device, exact)
+        return self.largest
+
+    def rows_of_heads(self) -> Mapping[str, Sequence[tuple[int, float]]]:
+        """How the logits of a head are multiplied by γ: for each projection, how many rows of a
+        head, one after another, are multiplied by which power of γ. Raises UserError."""
+        key, why = "optimizer.muon.qk_clip", f"{type(self).__module__} does not say which rows"
+        raise UserError(key, "above 0", f"{why} decide its logits", "write its rows_of_heads")
 
 
 def make_attention(config: ModelConfig, layer: int, tp: TensorParallel) -> Any:

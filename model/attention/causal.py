@@ -3,6 +3,7 @@ heads sharded over tp."""
 
 from torch import Tensor
 
+from errors import UserError
 from model.attention import BaseAttention
 from model.config import ModelConfig
 from model.kernels.rotary import rotate
@@ -33,6 +34,8 @@ class Attention(BaseAttention):
         kv_heads = Atoms(config.num_kv_heads, "model.num_kv_heads", can_share=True)
         std, last_std = Normal(config.init_std), Normal(config.residual_init_std)
 
+        self.local_heads = len(heads.of(tp.size, tp.rank))
+        self.shares_keys = config.num_kv_heads < config.num_heads
         self.head_dim, self.kernels, self.kernel = head_dim, kernels, config.attention_kernel
         self.rotary = Rotary(head_dim, config.rope_theta, config.rope_scaling)
         self.query = ColumnParallelLinear(dim, q_dim, heads, tp, Matmul(), std)
@@ -47,7 +50,7 @@ class Attention(BaseAttention):
     def inputs(self, positions: Positions) -> tuple[Angles, Attend]:
         """The inputs of `forward` besides x."""
         mask = positions.mask(self.window, self.head_dim, self.kernel)
-        return positions.angles(self.rotary), mask
+        return positions.angles(self.rotary), self.watched(mask)
 
     def project(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = column_parallel(x, self.query, self.key, self.value)
@@ -58,3 +61,11 @@ class Attention(BaseAttention):
 
     def combine(self, y: Tensor) -> Tensor:
         return self.output(y.flatten(-2))
+
+    def rows_of_heads(self) -> dict[str, list[tuple[int, float]]]:
+        if self.query_norm is not None:
+            why = "the norms bound the logits, and undo what is done to rows before them"
+            raise UserError("model.qk_norm", True, why, "set optimizer.muon.qk_clip=0")
+        if self.shares_keys:
+            return {"query": [(self.head_dim, 1.0)]}
+        return {name: [(self.head_dim, 0.5)] for name in ("query", "key")}

@@ -135,7 +135,7 @@ class Case:
                 seed=SEED,
                 **self._keys_of(TrainConfig),
             ),
-            replace(OPTIMIZER, name=self.optimizer),
+            self._optimizer(),
             DataConfig(path="-", document_mask=self.document_mask),
             CheckpointConfig(),
             GuardConfig(),
@@ -143,6 +143,13 @@ class Case:
         )
         validate(config, self.world)
         return config
+
+    def _optimizer(self) -> OptimizerConfig:
+        if self.optimizer != "muon" or self.qk_norm:
+            return replace(OPTIMIZER, name=self.optimizer)
+        # clips some heads, and not in every step
+        own = {"qk_clip": 3.0, "qk_clip_interval": 2}
+        return replace(OPTIMIZER, name=self.optimizer, muon=own)
 
     def _keys_of(self, section: type) -> dict[str, Any]:
         """The options that have the name of a key of this section of the configuration."""

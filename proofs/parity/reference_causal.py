@@ -82,8 +82,21 @@ class Attention(nn.Module):
         shared = self.num_heads // self.num_kv_heads
         k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # [B, H, S, S]
-        weights = scores.masked_fill(~self.sees(length), -math.inf).softmax(dim=-1)
-        return self.output((weights @ v).transpose(1, 2).reshape(batch, length, -1))
+        scores = scores.masked_fill(~self.sees(length), -math.inf)
+        self.largest = scores.detach().amax(dim=(0, 2, 3))  # [H]
+        return self.output((scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, -1))
+
+    def clip(self, limit: float) -> None:
+        """QK-clip (https://arxiv.org/abs/2507.20534, algorithm 1). If heads share keys, q alone."""
+        alone = self.num_heads == self.num_kv_heads
+        queries, keys = self.query.weight.data, self.key.weight.data
+        width = len(queries) // self.num_heads
+        for head, largest in enumerate(self.largest.tolist()):
+            if largest > limit:
+                rows, factor = slice(head * width, (head + 1) * width), limit / largest
+                queries[rows] *= math.sqrt(factor) if alone else factor
+                if alone:
+                    keys[rows] *= math.sqrt(factor)
 
     def sees(self, length: int) -> Tensor:
         """The mask, [S, S]: whether the query (row) attends to the key (column)."""

@@ -63,6 +63,10 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = warmup_cosine(step, steps, config)
             optimizer.step()
+        own = getattr(config, config.name)
+        if getattr(own, "qk_clip", 0) and step % own.qk_clip_interval == 0:
+            for block in model.blocks:
+                block.attention.clip(own.qk_clip)
         for layer in experts_of(model):
             layer.update_bias()
         losses.append(loss.item())

@@ -71,10 +71,12 @@ class Metrics(Listener):
             return
         peak_memory = self._gather_peak_memory(run)
         made = result.updates.to(self.device)
-        scalars = (result.loss, result.grad_norm, made, result.bad_in_a_row, result.loss_scale)
+        scalars = [result.loss, result.grad_norm, made, result.bad_in_a_row, result.loss_scale]
+        if result.largest_logit is not None:
+            scalars.append(result.largest_logit)
         measured = torch.stack([s.double() for s in scalars])
         # waits until the step is done
-        (loss, grad_norm, updates, bad, scale), of_experts = self._read(measured, result)
+        (loss, grad_norm, updates, bad, scale, *logit), of_experts = self._read(measured, result)
         self._say_skipped(run, step - int(updates), loss, grad_norm)
         run.logged_bad_in_a_row = int(bad)
         seconds, data_seconds = ledger.step_seconds()
@@ -95,6 +97,7 @@ class Metrics(Listener):
             "peak_memory_bytes": max(peak_memory),
             "skipped_updates": self.skipped_updates,
             **({"loss_scale": scale} if train.dtype == "float16" else {}),
+            **({"largest_logit": logit[0]} if logit else {}),
             **of_experts,
             **run.noted,
         }

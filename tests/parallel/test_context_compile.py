@@ -110,7 +110,7 @@ def test_what_does_not_attend_is_one_graph(attention):
     block = Block(Case(CP2).config().model, 0, TensorParallel())
     block.attention = attention or block.attention
     with patch.object(torch, "compile", wraps=torch.compile) as compiled:
-        wrap_blocks([block], "none", True, 1, set(), cp=2)
+        wrap_blocks([block], "none", True, 1, set(), apart=True)
     assert compiled.call_count == (2 if attention is None else 1)
 
 

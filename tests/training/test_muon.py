@@ -113,12 +113,16 @@ def test_a_skipped_update_changes_nothing(ranks):
         assert not any(map(torch.equal, before[rank], made[rank]))
 
 
+MUON = {"name": "muon", "muon": {"qk_clip": 100.0}}
+
+
 def test_another_layout_loads_the_same_bits(ranks, data, tmp_path):
     sections = {"train": {"steps": 2, "dtype": "float64"}, "checkpoint": {"interval": 2}}
     config = runs.write_config(
-        tmp_path, data, parallel={"tp": 2, "dp_shard": 2}, optimizer={"name": "muon"}, **sections
+        tmp_path, data, parallel={"tp": 2, "dp_shard": 2}, optimizer=MUON, **sections
     )
     assert ranks.run(runs.train_run, 4, [config]) == [""] * 4
+    assert all(record["largest_logit"] > 0 for record in runs.metrics_of(tmp_path))
     path = runs.checkpoint_of(tmp_path, 2)
     stored = runs.stored_tensors(path)
     moments = {name.rpartition(".")[2] for name in stored if name.startswith("optimizer.")}

@@ -23,7 +23,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from declare import between, section
+from declare import Count, between, section
 from parallel.parameter import MATRIX, NamedWeight, WeightSpec
 from parallel.whole_matrices import Matrix, Round, interleave, matrices_of, rounds_of
 from settings.config import Config
@@ -55,6 +55,12 @@ class Settings(adamw.Settings):
     momentum: Annotated[float, between(0, 1, example=0.95)] = 0.95
     # of the iterations that orthogonalise
     coefficients: Literal["quintic", "varying"] = "quintic"
+    # The largest attention logit of a head: above it, the head's rows of q and k are scaled down
+    # (training/qk_clip.py). Usual is 100; 0: no limit.
+    qk_clip: Annotated[float, between(0, 1e30)] = 0.0
+    # Measure logits, and limit them, in every so many steps: no kernel returns them, so it takes
+    # one more product of q and k in each layer.
+    qk_clip_interval: Count = 1
 
 
 class Optimizer(adamw.Optimizer):

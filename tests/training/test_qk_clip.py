@@ -1,0 +1,172 @@
+"""QK-clip limits the attention logits of every head, by the largest of the whole batch."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from errors import UserError
+from kinds import kinds_in
+from model.attention import BaseAttention, causal, sliding_window
+from model.mask import Mask
+from parallel.axes import MeshSizes
+from proofs.parity.cases import Case
+from proofs.parity.run import check
+from settings.checks import validate
+from tests import runs
+from tests.planted import nothing_wrong, planted
+from tests.proofs.parity_tiers import agrees, is_found, thorough_but
+from tests.steps import make_step, rows_of
+from training import qk_clip
+from training.guard import UpdateGuard
+from training.qk_clip import QKClip, Rows
+
+# Cases with Muon have limits that some heads exceed, in every second step (proofs/parity/cases.py).
+WINDOWS = {
+    "attention": ("sliding_window", "causal"),
+    "keys": (("sliding_window", sliding_window.Settings(window=3)),),
+}
+SHARED = Case(MeshSizes(dp_shard=2), optimizer="muon")
+OWN = Case(MeshSizes(cp=2, tp=2), optimizer="muon", num_kv_heads=8, document_mask=True, **WINDOWS)
+QUICK = [replace(OWN, activation_checkpointing="full")]
+CASES = [
+    *QUICK,
+    replace(OWN, layout=MeshSizes(dp_replicate=2, cp=2), offload="disk", num_microbatches=8),
+    replace(SHARED, layout=MeshSizes(pp=2, tp=2), layers="none_first", schedule="zb_h1"),
+    replace(SHARED, layout=MeshSizes(tp=4), num_kv_heads=2, activation_checkpointing="selective"),
+]
+
+
+@pytest.mark.parametrize("case", thorough_but(QUICK, CASES), ids=str)
+def test_the_steps_are_those_of_one_device(ranks, case):
+    agrees(ranks, case, 5)
+
+
+def of_own_tokens():
+    """Each rank limits the logits of its own tokens."""
+    alone = SimpleNamespace(all_reduce=lambda *_, **__: None, ReduceOp=dist.ReduceOp)
+    return patch.object(qk_clip, "dist", alone)
+
+
+@planted(Mask, "largest_logits")
+def of_no_window(largest_logits, self, q, k):
+    """Also of keys that a query does not see."""
+    return largest_logits(replace(self, window=None), q, k)
+
+
+@planted(Rows, "of")
+def by_halves(of, *about):
+    """As if every head had its own keys."""
+    *others, of_head = about
+    return of(*others, [(count, 0.5) for count, _ in of_head])
+
+
+@planted(QKClip, "begin")
+def always(begin, self, step):
+    """In every step."""
+    begin(self, 0)
+
+
+@pytest.mark.parametrize(
+    ("case", "mistake"),
+    [(SHARED, of_own_tokens), (OWN, of_no_window), (SHARED, by_halves), (SHARED, always)],
+    ids=["own tokens", "no window", "halves", "every step"],
+)
+def test_other_limits_are_noticed(ranks, case, mistake):
+    """Control."""
+    is_found(check(ranks, case, 5, mistake), {"loss_steps", "norm_steps"})
+
+
+def largest_logit(case, plant=nothing_wrong):
+    with plant():
+        step = make_step(case)
+        return step(0, *rows_of(step)).largest_logit.item()
+
+
+def test_no_kind_of_attention_is_forgotten(ranks):
+    kinds = {"causal": (), "sliding_window": WINDOWS["keys"]}
+    assert kinds.keys() == set(kinds_in("model.attention"))
+    for kind, keys in kinds.items():
+        case = Case(MeshSizes(), attention=kind, keys=keys, optimizer="muon")
+        assert math.isfinite(ranks.run(largest_logit, 1, case)[0])
+
+
+@planted(causal.Attention, "watched")
+def unwatched(watched, self, attend):
+    return attend
+
+
+def test_a_kind_that_notes_nothing_is_noticed(ranks):
+    with runs.dies("watched"):
+        ranks.run(largest_logit, 1, Case(MeshSizes(), optimizer="muon"), unwatched)
+
+
+@planted(UpdateGuard, "__call__")
+def skipped(guard, self, loss, norm):
+    return torch.full_like(guard(self, loss, norm), math.inf)
+
+
+def weights_after(case, plant):
+    """Of a step, in which some heads are above the limit."""
+    step = make_step(case)
+    with plant():
+        assert step(0, *rows_of(step)).largest_logit > step.qk_clip.limit
+    return [each.sharded.to_local().clone() for each in step.weights]
+
+
+def first_weights(case):
+    return [each.sharded.to_local().clone() for each in make_step(case).weights]
+
+
+def test_a_skipped_step_limits_nothing(ranks):
+    """With a control: a step that is not skipped changes every weight."""
+    skips, makes = (ranks.run(weights_after, 2, SHARED, each) for each in (skipped, nothing_wrong))
+    first = ranks.run(first_weights, 2, SHARED)
+    for rank in range(2):
+        assert all(map(torch.equal, first[rank], skips[rank]))
+        assert not any(map(torch.equal, first[rank], makes[rank]))
+
+
+def test_rows_of_latent_attention():
+    """Of DeepSeek's, heads of which share the rotated part of their keys: half of γ for what is a
+    head's own, all of it for a query of what is shared, none for values."""
+    heads, own, rotated, value, width = 3, 4, 2, 5, 8
+    torch.manual_seed(0)
+    query = torch.randn(heads * (own + rotated), width, dtype=torch.float64)
+    key_value = torch.randn(heads * (own + value), width, dtype=torch.float64)
+    shared = torch.randn(rotated, width, dtype=torch.float64)
+    x = torch.randn(7, width, dtype=torch.float64)
+
+    def logits_and_values():
+        q = (x @ query.T).unflatten(1, (heads, -1))
+        k, v = (x @ key_value.T).unflatten(1, (heads, -1)).split([own, value], -1)
+        k = torch.cat([k, (x @ shared.T).unsqueeze(1).expand(-1, heads, -1)], -1)
+        return torch.einsum("she,the->hst", q, k), v
+
+    (logits, values), gammas = logits_and_values(), torch.tensor([1.0, 0.25, 0.7])
+    for part, of_head in (
+        (query, [(own, 0.5), (rotated, 1.0)]),
+        (key_value, [(own, 0.5), (value, 0.0)]),
+    ):
+        Rows.of(part, range(len(part)), 0, of_head).scale(gammas)
+    after, same = logits_and_values()
+    torch.testing.assert_close(after, logits * gammas.double().view(-1, 1, 1), rtol=1e-7, atol=1e-7)
+    assert torch.equal(same, values)
+
+
+def refused(config):
+    with pytest.raises(UserError) as error:
+        validate(config, 1)
+    return error.value.key
+
+
+def test_what_cannot_be_limited_is_refused(monkeypatch):
+    config = Case(MeshSizes(), optimizer="muon").config()
+    validate(config, 1)
+    assert refused(replace(config, model=replace(config.model, qk_norm=True))) == "model.qk_norm"
+    monkeypatch.setattr(causal.Attention, "rows_of_heads", BaseAttention.rows_of_heads)
+    assert refused(config) == "optimizer.muon.qk_clip"

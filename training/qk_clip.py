@@ -1,0 +1,118 @@
+"""QK-clip (Kimi K2, https://arxiv.org/abs/2507.20534, section 2.1): attention logits that grow too
+large are scaled down in the weights. Under Muon they grow more often than under AdamW, because its
+steps change all directions of q and k equally.
+
+After a step's update, of each head whose largest logit S in the step is above the limit τ
+(optimizer.muon.qk_clip), the rows of its projections are multiplied so that all of its logits are
+by γ = τ / S. S is the largest over all tokens of the global batch. Which rows, and by which power
+of γ, the kind of attention says (`BaseAttention.rows_of_heads`):
+
+| rows                                        | power of γ                                         |
+|---------------------------------------------|----------------------------------------------------|
+| q and k of a head that has keys of its own  | ½ each                                             |
+| q of a head that shares its keys            | 1: other heads may be below the limit              |
+
+So no tp rank needs to know of another one's heads, and what a rank has of a weight is multiplied
+where it is.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from model.attention import BaseAttention
+from parallel.collectives import all_reduce
+from parallel.mesh import Mesh
+from parallel.parameter import NamedWeight
+from parallel.placement import local_region
+from settings.config import Config
+from training.optimizers.muon import Settings
+
+
+class Rows(NamedTuple):
+    """What this rank has of a projection, which decides logits."""
+
+    part: Tensor  # [R, …], shares the memory of the weight
+    heads: Tensor  # [R] int64: the head, of this rank's, to which a row belongs
+    powers: Tensor  # [R]: by which power of γ a row is multiplied
+
+    @classmethod
+    def of(
+        cls, part: Tensor, where: range, first: int, of_head: Sequence[tuple[int, float]]
+    ) -> "Rows":
+        """
+        Args:
+            where: the rows of the weight that `part` has.
+            first: the number of this rank's first head in the model.
+            of_head: of one head's rows, one after another, how many have which power.
+        """
+        powers = torch.cat([part.new_full((count,), power) for count, power in of_head])
+        row = torch.arange(where.start, where.stop, device=part.device)
+        return cls(part, row // len(powers) - first, powers[row % len(powers)])
+
+    def scale(self, gammas: Tensor) -> None:
+        """Multiply the rows, by γ of each of this rank's heads."""
+        factors = gammas.to(self.part)[self.heads] ** self.powers
+        self.part.mul_(factors.view(-1, *[1] * (self.part.ndim - 1)))
+
+
+class QKClip:
+    """The attention layers of this rank's stages, in a run with optimizer.muon.qk_clip."""
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        stages: Mapping[int, nn.Module],
+        weights: Sequence[NamedWeight],
+    ) -> None:
+        own, self.mesh, exact = config.optimizer.of(Settings), mesh, config.precision.exact
+        self.limit, self.interval, self.due = own.qk_clip, own.qk_clip_interval, False
+        self.measured = torch.full((), torch.nan, dtype=exact, device=mesh.device)
+        modules = [each for stage in stages.values() for each in stage.named_modules()]
+        found = [(name, layer) for name, layer in modules if isinstance(layer, BaseAttention)]
+        self.largest = [layer.watch_logits(mesh.device, exact) for _, layer in found]
+        self.rows = [
+            [
+                Rows.of(
+                    each.sharded.to_local(),
+                    local_region(each.sharded)[0],
+                    mesh.tp.rank * layer.local_heads,
+                    of_head,
+                )
+                for projection, of_head in layer.rows_of_heads().items()
+                for each in weights
+                if each.name.startswith(f"{name}.{projection}.")
+            ]
+            for name, layer in found
+        ]
+
+    def begin(self, step: int) -> None:
+        """Before the first forward of a step (0-based)."""
+        self.due = step % self.interval == 0
+        for each in self.largest:
+            each.begin(self.due)
+
+    @torch.no_grad()
+    def __call__(self, norm: Tensor) -> Tensor:
+        """After the update of a step, which changes nothing if `norm` is not finite. Returns the
+        model's largest logit in the last step that measured it; NaN before the first. Every rank
+        calls it; the host does not wait (unless weights are offloaded from a GPU)."""
+        if not self.due:
+            return self.measured
+        assert all(each.noted for each in self.largest), "`inputs` must return watched(mask)"
+        heads = [len(each.found) for each in self.largest]
+        found = torch.cat([self.measured.new_empty(0), *(each.found for each in self.largest)])
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.mesh.loss.group)
+        over = (found > self.limit) & found.isfinite() & norm.isfinite()
+        gammas = torch.where(over, self.limit / found, 1.0).split(heads)
+        for gamma, of_layer in zip(gammas, self.rows, strict=True):
+            for rows in of_layer:
+                rows.scale(gamma)
+        self.measured = torch.cat([found, self.measured.new_full((1,), -torch.inf)]).max()
+        for axis in (self.mesh.tp, self.mesh.pp):
+            self.measured = all_reduce(self.measured, axis.group, dist.ReduceOp.MAX)
+        return self.measured
