@@ -37,6 +37,7 @@ class Setting:
     ep: int = 1
     ep_rank: int = 0
     imbalance: float = 1.0  # of the rows that experts receive (routing.py)
+    notes_logits: bool = False  # as a step does that limits them (training/qk_clip.py)
 
     @property
     def tokens(self) -> int:

@@ -9,6 +9,7 @@ from costs.as_on_gpu import DEVICE
 from costs.collectives import silent_group
 from costs.routing import Routing
 from costs.setting import Setting, context, hidden, tensor
+from model.attention import attentions_of
 from model.experts import Experts
 from model.kernels.attention import OPERATORS
 from model.kernels.backend import exact
@@ -26,6 +27,9 @@ def build_stage(setting: Setting, layers: Iterable[int], first: bool, last: bool
     stage = Transformer(setting.model, layers, first, last, tp, cp, ep).to(setting.dtype)
     for _, router in routers_of(stage):  # as in a training run (training/balance.py)
         router.start_to_count(DEVICE, exact(setting.dtype), global_sequences=1)
+    if setting.notes_logits:
+        for _, attention in attentions_of(stage):
+            attention.watch_logits(DEVICE, exact(setting.dtype)).begin(wanted=True)
     mode = setting.activation_checkpointing
     wrap_blocks(stage.blocks.values(), mode, False, setting.tp, OPERATORS)
     return stage
@@ -40,10 +44,12 @@ def routing(setting: Setting) -> Routing:
 
 
 def state_of(stage: Transformer) -> Iterator[Tensor]:
-    """The tensors of a stage that outlast a micro-batch: parameters, and what routers count."""
+    """The tensors of a stage that outlast a micro-batch: parameters, what routers count, and the
+    largest logits."""
     yield from stage.parameters()
     for _, router in routers_of(stage):
         assert router.load is not None
         yield from (router.load.counts, router.load.losses)
         if router.bias is not None:
             yield router.bias
+    yield from (each.largest.found for _, each in attentions_of(stage) if each.largest)

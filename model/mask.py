@@ -32,7 +32,7 @@ _SHARED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
 
-LOGITS_BYTES = 64 * 2**20  # at once, in `largest_logits`
+LOGITS_BYTES = 256 * 2**20  # at once, in `largest_logits`
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,14 @@ class Mask:
         rows = max(1, LOGITS_BYTES // (q[:, :, 0, 0].nbytes * k.shape[2]))
         for begin in range(0, q.shape[2], rows):
             part, where = q[:, :, begin : begin + rows], self.positions[begin : begin + rows]
-            bias = scores_bias(where, q.dtype, self.window, self.first + begin)
-            keys = k[:, :, : bias.shape[-1]]
-            # four dimensions and more: `bmm`, of which selective checkpointing keeps no result
-            logits = part.unflatten(1, (k.shape[1], -1)) @ keys.unsqueeze(2).mT
-            logits += bias.unsqueeze(1)
+            bias = scores_bias(where, q.dtype, self.window, self.first + begin).unsqueeze(1)
+            # [B, K, H/K · rows, keys]; `bmm`, of which selective checkpointing keeps no result
+            part = part.unflatten(1, (k.shape[1], -1))
+            logits = part.flatten(2, 3) @ k[:, :, : bias.shape[-1]].mT
+            logits = logits.unflatten(2, part.shape[2:4])
+            # of keys before the first of these queries, nothing is hidden if nothing is packed
+            later = 0 if self.documents or self.window else self.first + begin
+            logits[..., later:] += bias[..., later:]
             found = found.maximum(logits.amax((0, 3, 4)).flatten())
         return found / math.sqrt(q.shape[-1])
 

@@ -70,7 +70,7 @@ class Config:
         return Setting(self.model, train.seq_len, parallel.tp, tp_rank, parallel.sequence_parallel,
                        parallel.tp_pieces, train.micro_batch_size, self.data.document_mask,
                        train.activation_checkpointing, dtype, parallel.cp, cp_rank,
-                       parallel.ep)  # fmt: skip
+                       parallel.ep, notes_logits=self.clips_logits)  # fmt: skip
 
     def schedule(self, dp_size: int) -> list[list[Action]]:
         """Each pipeline rank's actions in one step."""

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from model.attention import BaseAttention
+from model.attention import attentions_of
 from parallel.collectives import all_reduce
 from parallel.mesh import Mesh
 from parallel.parameter import NamedWeight
@@ -72,8 +72,7 @@ class QKClip:
         own, self.mesh, exact = config.optimizer.of(Settings), mesh, config.precision.exact
         self.limit, self.interval, self.due = own.qk_clip, own.qk_clip_interval, False
         self.measured = torch.full((), torch.nan, dtype=exact, device=mesh.device)
-        modules = [each for stage in stages.values() for each in stage.named_modules()]
-        found = [(name, layer) for name, layer in modules if isinstance(layer, BaseAttention)]
+        found = [each for stage in stages.values() for each in attentions_of(stage)]
         self.largest = [layer.watch_logits(mesh.device, exact) for _, layer in found]
         self.rows = [
             [

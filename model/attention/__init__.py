@@ -12,7 +12,7 @@ A kind whose tokens attend to each other derives from `BaseAttention`. Another k
 communicate over cp.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,11 @@ class BaseAttention(nn.Module):
         head, one after another, are multiplied by which power of γ. Raises UserError."""
         key, why = "optimizer.muon.qk_clip", f"{type(self).__module__} does not say which rows"
         raise UserError(key, "above 0", f"{why} decide its logits", "write its rows_of_heads")
+
+
+def attentions_of(stage: nn.Module) -> Iterator[tuple[str, BaseAttention]]:
+    """The attention layers of a stage whose tokens attend to each other, by name."""
+    return ((n, each) for n, each in stage.named_modules() if isinstance(each, BaseAttention))
 
 
 def make_attention(config: ModelConfig, layer: int, tp: TensorParallel) -> Any:

@@ -167,7 +167,9 @@ def rank_main(planned: Path, arguments: list[str]) -> None:
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
-def configured(folder: Path, data: Path, steps: int, offload: str = "none") -> str:
+def configured(
+    folder: Path, data: Path, steps: int, offload: str = "none", **optimizer: Any
+) -> str:
     """A run that evaluates and saves often."""
     folder.mkdir()
     there = {"offload_dir": str(folder)} if offload == "disk" else {}
@@ -175,6 +177,7 @@ def configured(folder: Path, data: Path, steps: int, offload: str = "none") -> s
     return runs.write_config(
         folder, data, parallel=parallel, checkpoint={"interval": 2, "keep_last": 2},
         train={"steps": steps, "eval_interval": 3, "eval_samples": 8}, run={"log_interval": 1},
+        optimizer=optimizer,
     )  # fmt: skip
 
 
@@ -213,6 +216,9 @@ FIFTY = [
 ][:50]
 # with states on a disk: before each operation of an update that has about five groups
 TWENTY = [Kill(n % 4, "update", 1 + n % 3, n) for n in range(20)]
+
+# logits are limited in every step
+MUON = {"name": "muon", "muon": {"qk_clip": 0.05}}
 
 
 @pytest.mark.thorough
@@ -253,19 +259,22 @@ def test_the_checks_can_fail(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kills", "steps", "offload"),
+    ("kills", "steps", "offload", "optimizer"),
     [
-        pytest.param([Kill(2, "step", 4, 0.0)], 6, "none", marks=pytest.mark.thorough),
-        pytest.param(FIFTY, 200, "none", marks=pytest.mark.slow),  # eight minutes
-        pytest.param(TWENTY, 60, "disk", marks=pytest.mark.slow),  # seven minutes
+        pytest.param([Kill(2, "step", 4, 0.0)], 6, "none", {}, marks=pytest.mark.thorough),
+        # each takes eight minutes on two quiet cores, or twice as long
+        pytest.param(FIFTY, 200, "none", {}, marks=pytest.mark.slow),
+        pytest.param(FIFTY, 200, "none", MUON, marks=pytest.mark.slow),
+        pytest.param(TWENTY, 60, "disk", {}, marks=pytest.mark.slow),
     ],
-    ids=["once", "fifty times", "on a disk"],
+    ids=["once", "fifty times", "muon", "on a disk"],
 )
-def test_torchrun_restarts_by_itself(ranks, data, tmp_path, kills, steps, offload):
+def test_torchrun_restarts_by_itself(ranks, data, tmp_path, kills, steps, offload, optimizer):
     """`torchrun --max-restarts` restarts the run without intervention, and it ends exactly as an
     undisturbed run."""
-    assert ranks.run(runs.train_run, 4, [configured(tmp_path / "alone", data, steps)]) == [""] * 4
-    config = configured(tmp_path / "drilled", data, steps, offload)
+    alone = configured(tmp_path / "alone", data, steps, **optimizer)
+    assert ranks.run(runs.train_run, 4, [alone]) == [""] * 4
+    config = configured(tmp_path / "drilled", data, steps, offload, **optimizer)
     planned, log = tmp_path / "drilled" / "plan.json", tmp_path / "drilled" / "log.txt"
     planned.write_text(json.dumps([asdict(kill) for kill in kills]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr",

@@ -45,7 +45,7 @@ DEEPER = [*DEEP.values(), *(case for case in ROWS if case.num_microbatches == 16
 
 @pytest.mark.parametrize("case", thorough_but(QUICK.few, QUICK.pairs), ids=str)
 def test_every_pair_of_options(ranks, case):
-    agrees(ranks, case)
+    agrees(ranks, case, parity.steps_of(case))
 
 
 LONG = [

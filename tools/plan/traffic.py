@@ -24,6 +24,7 @@ follows; dp_shard and dp_replicate are those of weights, of which one contains c
 |                  | world        | the gradients' squares (float64)                             |
 |                  | ends         | a tied embedding's gradient, on two ranks                    |
 |                  | loss, tp, pp | the load of experts (int64), and the routers' losses         |
+|                  | loss, tp, pp | the largest logits: of each head, then of all                |
 |                  | where cut    | optimizer states that lack a dimension of their weight, or   |
 |                  |              | whole matrices (all-to-alls)                                 |
 """
@@ -34,6 +35,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from costs.collectives import Call
+from costs.parameters import kinds_of_blocks
 from costs.units import LocalWeight, Unit
 from model.experts import Experts
 from parallel.axes import FSDP_AXES
@@ -141,6 +143,14 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
         for axis, size in ((loss, sizes.dp * sizes.cp), ("tp", sizes.tp), ("pp", sizes.pp)):
             add(axis, size, 8 * model.num_layers * experts.count)
             add(axis, size, 2 * layout.exact)
+
+    if layout.config.clips_logits:  # training/qk_clip.py
+        by_kind = dict(zip(layout.kinds, kinds_of_blocks(model, sizes.tp), strict=True))
+        heads = {unit.name: block.attention.local_heads for unit, (block, _) in by_kind.items()}
+        mine = (unit for stage in layout.stages for unit in layout.units(stage))
+        add(loss, sizes.dp * sizes.cp, layout.exact * sum(heads.get(each.name, 0) for each in mine))
+        add("tp", sizes.tp, layout.exact)
+        add("pp", sizes.pp, layout.exact)
 
     def local(units: Iterable[Unit], which: Callable[[LocalWeight], bool]) -> int:
         return layout.master * sum(math.prod(part) for w, part in layout.parts(units) if which(w))
