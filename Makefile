@@ -94,6 +94,7 @@ bench: $(dev) prepared/laptop/index.json
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.data_pipeline
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.train_cpu
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.experts --loss
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.optimizers
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.pipeline_schedules
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.checkpoint
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_accuracy

@@ -10,6 +10,7 @@ import json
 import resource
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -61,7 +62,11 @@ def run_watched(command: Sequence[str]) -> tuple[str, int]:
     of their proportional set sizes, in which a shared page counts once. (0 but on Linux.)"""
     import psutil
 
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
+    # into a file, as a full pipe would stop it
+    with (
+        tempfile.TemporaryFile("w+") as out,
+        subprocess.Popen(command, cwd=ROOT, stdout=out) as running,
+    ):
         root, peak = psutil.Process(running.pid), 0
         while running.poll() is None:
             try:
@@ -71,8 +76,8 @@ def run_watched(command: Sequence[str]) -> tuple[str, int]:
             except psutil.Error:  # one has just ended
                 pass
             time.sleep(0.5)  # to look takes milliseconds of CPU time for each process
-        assert running.stdout is not None
-        output = running.stdout.read()
+        out.seek(0)
+        output = out.read()
     if running.returncode:
         raise SystemExit(f"{' '.join(command)} failed")
     return output, peak

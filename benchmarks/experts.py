@@ -175,14 +175,20 @@ def measure_3d(rounds: int) -> dict[str, float]:
 # --- held-out loss ---
 
 
-def heldout_loss(name: str, seed: int, folder: Path) -> float:
-    """Trains; returns the loss after the last step."""
-    run, steps = folder / f"{name}_{seed}", read(name).train.steps
-    command = [sys.executable, "train.py", CONFIGS[name], *ONE_PROCESS[name], f"train.seed={seed}"]
-    command += [f"train.eval_interval={steps}", "checkpoint.interval=never", f"run.dir={run}"]
+def train_alone(name: str, run: Path, *overrides: str) -> list[dict[str, Any]]:
+    """Trains in one process with one thread; returns what the run has logged."""
+    command = [sys.executable, "train.py", CONFIGS[name], *ONE_PROCESS[name], *overrides]
+    command += ["checkpoint.interval=never", f"run.dir={run}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=True)
-    last = read_records(run)[-1]
+    return read_records(run)
+
+
+def heldout_loss(name: str, seed: int, folder: Path) -> float:
+    """Trains; returns the loss after the last step."""
+    steps = read(name).train.steps
+    given = f"train.seed={seed}", f"train.eval_interval={steps}"
+    last = train_alone(name, folder / f"{name}_{seed}", *given)[-1]
     assert last["step"] == steps
     return last["eval_loss"]
 

@@ -68,6 +68,7 @@ ROWS = [
     (WIDE, replace(FULL, checkpointing=BUT_ATTENTION)),
     (WIDE, Variant(kernels="torch")),
     (SMALL, OURS),
+    (SMALL, replace(OURS, optimizer="muon")),
     (SMALL, THEIRS),
     (WIDE, Variant(compile=True)),
     (WIDE, Variant(bfloat16=True)),

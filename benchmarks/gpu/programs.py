@@ -120,6 +120,7 @@ class Variant:
     attention: str = AUTO  # lattice only: one of ATTENTION_KERNELS
     zero_stage: Literal[0, 1, 2, 3] = 1  # lattice only
     longer: bool = False  # a step of four times as many micro-batches
+    optimizer: str = "adamw"  # lattice only
 
     @property
     def name(self) -> str:
@@ -129,6 +130,7 @@ class Variant:
         parts += [f"{self.checkpointing} checkpointing"] * (self.checkpointing != "none")
         parts += [self.attention] * (self.attention != AUTO)
         parts += ["compiled"] * self.compile + ["bfloat16"] * self.bfloat16
+        parts += [self.optimizer] * (self.optimizer != "adamw")
         parts += [f"zero_stage {self.zero_stage}"] * (self.zero_stage != 1)
         return ", ".join(parts + ["long step"] * self.longer)
 
@@ -163,7 +165,7 @@ def config_of(size: Size, variant: Variant) -> Config:
             "compile": variant.compile,
             "activation_checkpointing": variant.checkpointing,
         },
-        optimizer={"lr": 1e-4, "pure_bfloat16": variant.bfloat16},
+        optimizer={"lr": 1e-4, "name": variant.optimizer, "pure_bfloat16": variant.bfloat16},
     )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from costs.routing import check_imbalance
+from errors import UserError
 from settings.checks import validate
 from settings.layouts import valid_layout
 from settings.load import load_config
@@ -41,6 +42,12 @@ from tools.plan.time import StepTime
 from tools.timeline.draw import Panel, draw, save
 from tools.timeline.panels import figures
 
+MODES = {  # which print something else → the options that each reads
+    "guide": ("config", "overrides"),
+    "beside": ("config", "overrides"),
+    "layouts": ("config", "overrides", "gpus", "device", "search"),
+}
+
 
 @reports_errors
 def main(arguments: list[str] | None = None) -> int:
@@ -62,6 +69,11 @@ def main(arguments: list[str] | None = None) -> int:
     add("--json", Path, "FILE", "write all figures to FILE")
     add("--pictures", Path, "FOLDER", "draw the timeline in FOLDER")
     options = parser.parse_intermixed_args(arguments)
+    for mode, reads in MODES.items():
+        for name, value in vars(options).items() if getattr(options, mode) is not None else ():
+            if name not in (mode, *reads) and value != parser.get_default(name):
+                option, told = f"--{name.replace('_', '-')}", getattr(value, "name", value)
+                raise UserError(option, told, f"--{mode} does not read it", "leave it out")
     config = load_config(options.config, options.overrides)
     at_least(0, tokens=options.tokens, price=options.price)
     device = find_device(options.device)
