@@ -1,9 +1,9 @@
 """The largest logit of each head in a step, for QK-clip (training/qk_clip.py).
 
-No attention kernel returns it. Flash attention returns the logarithm of the sum of a row's
-exponentials, which lies above the row's largest logit by up to log S. So it takes a pass of its
-own: queries times keys once more (`Mask.largest_logits`), rounded to the dtype of activations as
-all products are.
+None of torch's operators for attention returns it. (cuDNN can, through Transformer Engine's
+`return_max_logit`.) Flash attention returns the logarithm of the sum of a row's exponentials, which
+lies above the row's largest logit by up to log S. So it takes a pass of its own: queries times keys
+once more (`Mask.largest_logits`), rounded to the dtype of activations as all products are.
 """
 
 from dataclasses import replace

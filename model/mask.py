@@ -80,20 +80,23 @@ class Mask:
         """
         assert self.positions is not None
         q, k = (t.permute(1, 2, 0, 3) for t in (q, k))  # [B, heads, S, E]
+        q = q / math.sqrt(q.shape[-1])  # before the product: float16 ends at 65,504
         found = q.new_full(q.shape[1:2], -math.inf)
         rows = max(1, LOGITS_BYTES // (q[:, :, 0, 0].nbytes * k.shape[2]))
         for begin in range(0, q.shape[2], rows):
             part, where = q[:, :, begin : begin + rows], self.positions[begin : begin + rows]
-            bias = scores_bias(where, q.dtype, self.window, self.first + begin).unsqueeze(1)
+            at = self.first + begin
+            # none of these queries sees a key before `start`; from `hides` on, some are hidden
+            start = 0 if self.window is None else max(0, at + 1 - self.window)
+            hides = start if self.documents or self.window else at
             # [B, K, H/K · rows, keys]; `bmm`, of which selective checkpointing keeps no result
             part = part.unflatten(1, (k.shape[1], -1))
-            logits = part.flatten(2, 3) @ k[:, :, : bias.shape[-1]].mT
+            logits = part.flatten(2, 3) @ k[:, :, start : at + len(where)].mT
             logits = logits.unflatten(2, part.shape[2:4])
-            # of keys before the first of these queries, nothing is hidden if nothing is packed
-            later = 0 if self.documents or self.window else self.first + begin
-            logits[..., later:] += bias[..., later:]
+            bias = scores_bias(where, q.dtype, self.window, at - hides).unsqueeze(1)
+            logits[..., hides - start :] += bias
             found = found.maximum(logits.amax((0, 3, 4)).flatten())
-        return found / math.sqrt(q.shape[-1])
+        return found
 
 
 def _pack(x: Tensor, first: tuple[int, ...]) -> Tensor:

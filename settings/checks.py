@@ -10,7 +10,7 @@ import torch
 
 from costs.parameters import check_tp, kinds_of_blocks
 from errors import UserError
-from model.attention import BaseAttention
+from model.attention import attentions_of
 from model.config import ModelConfig
 from model.experts import Experts
 from model.router import router_class
@@ -136,8 +136,8 @@ def check_pure_bfloat16(config: Config, sizes: MeshSizes) -> None:
 def check_qk_clip(config: Config, sizes: MeshSizes) -> None:
     if config.clips_logits:
         for block, _ in kinds_of_blocks(config.model):
-            if isinstance(block.attention, BaseAttention):
-                block.attention.rows_of_heads()
+            for _, attention in attentions_of(block):
+                attention.rows_of_heads()
 
 
 def check_schedule(config: Config, sizes: MeshSizes) -> None:

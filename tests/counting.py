@@ -18,7 +18,7 @@ from parallel.context import PIECES, ContextParallel
 from parallel.layer import TensorParallel
 from parallel.mesh import Mesh, build_mesh
 from proofs.parity.cases import SEQ_LEN
-from proofs.parity.run import heads_in_pieces
+from proofs.parity.run import as_in_long_sequences
 from tests.steps import make_step, rows_of
 
 S, B = 8, 2  # sequence and micro-batch of `one_block`
@@ -154,7 +154,7 @@ def sent_over_cp(case, rows, training, pieces=PIECES, attention=nullcontext):
     config = case.config()
     size = MICROBATCHES * rows
     train = replace(config.train, micro_batch_size=rows, global_batch_size=size * case.layout.dp)
-    with heads_in_pieces(), patch("parallel.context.PIECES", pieces), attention():
+    with as_in_long_sequences(), patch("parallel.context.PIECES", pieces), attention():
         step = make_step(replace(config, train=train))
         batch = [each[:size] for each in rows_of(step)]
         with Listener(step.mesh) as listener:

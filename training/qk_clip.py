@@ -55,7 +55,7 @@ class Rows(NamedTuple):
 
     def scale(self, gammas: Tensor) -> None:
         """Multiply the rows, by γ of each of this rank's heads."""
-        factors = gammas.to(self.part)[self.heads] ** self.powers
+        factors = gammas[self.heads].to(self.part) ** self.powers
         self.part.mul_(factors.view(-1, *[1] * (self.part.ndim - 1)))
 
 
@@ -71,23 +71,23 @@ class QKClip:
     ) -> None:
         own, self.mesh, exact = config.optimizer.of(Settings), mesh, config.precision.exact
         self.limit, self.interval, self.due = own.qk_clip, own.qk_clip_interval, False
-        self.measured = torch.full((), torch.nan, dtype=exact, device=mesh.device)
+        self.measured: Tensor | None = None  # the largest logit, by the last step that did
         found = [each for stage in stages.values() for each in attentions_of(stage)]
         self.largest = [layer.watch_logits(mesh.device, exact) for _, layer in found]
+        parts = {each.name: each.sharded for each in weights}
         self.rows = [
             [
                 Rows.of(
-                    each.sharded.to_local(),
-                    local_region(each.sharded)[0],
-                    mesh.tp.rank * layer.local_heads,
-                    of_head,
+                    part.to_local(), local_region(part)[0], mesh.tp.rank * layer.local_heads, rows
                 )
-                for projection, of_head in layer.rows_of_heads().items()
-                for each in weights
-                if each.name.startswith(f"{name}.{projection}.")
+                for projection, rows in layer.rows_of_heads().items()
+                for part in [parts[f"{name}.{projection}.weight"]]
             ]
             for name, layer in found
         ]
+        # where weights are: offloaded, not on the GPU
+        self.home = weights[0].sharded.to_local().device if weights else torch.device(mesh.device)
+        self.lowest = torch.full((1,), -torch.inf, dtype=exact, device=mesh.device)
 
     def begin(self, step: int) -> None:
         """Before the first forward of a step (0-based)."""
@@ -96,22 +96,24 @@ class QKClip:
             each.begin(self.due)
 
     @torch.no_grad()
-    def __call__(self, norm: Tensor) -> Tensor:
+    def __call__(self, norm: Tensor) -> Tensor | None:
         """After the update of a step, which changes nothing if `norm` is not finite. Returns the
-        model's largest logit in the last step that measured it; NaN before the first. Every rank
-        calls it; the host does not wait (unless weights are offloaded from a GPU)."""
+        model's largest logit in the last step that measured it; None before the first in this
+        start. Every rank calls it; the host does not wait (unless weights are offloaded from a
+        GPU)."""
         if not self.due:
             return self.measured
         assert all(each.noted for each in self.largest), "`inputs` must return watched(mask)"
         heads = [len(each.found) for each in self.largest]
-        found = torch.cat([self.measured.new_empty(0), *(each.found for each in self.largest)])
+        found = torch.cat([self.lowest[:0], *(each.found for each in self.largest)])
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.mesh.loss.group)
         over = (found > self.limit) & found.isfinite() & norm.isfinite()
-        gammas = torch.where(over, self.limit / found, 1.0).split(heads)
-        for gamma, of_layer in zip(gammas, self.rows, strict=True):
-            for rows in of_layer:
-                rows.scale(gamma)
-        self.measured = torch.cat([found, self.measured.new_full((1,), -torch.inf)]).max()
+        gammas = torch.where(over, self.limit / found, 1.0).to(self.home)
+        for of_layer, rows_of_layer in zip(gammas.split(heads), self.rows, strict=True):
+            for rows in rows_of_layer:
+                rows.scale(of_layer)
+        largest = torch.cat([found, self.lowest]).max()
         for axis in (self.mesh.tp, self.mesh.pp):
-            self.measured = all_reduce(self.measured, axis.group, dist.ReduceOp.MAX)
-        return self.measured
+            largest = all_reduce(largest, axis.group, dist.ReduceOp.MAX)
+        self.measured = largest
+        return largest

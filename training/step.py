@@ -43,7 +43,7 @@ class StepResult:
     bad_in_a_row: Tensor  # number of consecutive bad steps, up to this one
     loss_scale: Tensor  # of the next step (training/guard.py)
     loads: Loads | None  # of experts; None: the model has none
-    largest_logit: Tensor | None  # training/qk_clip.py; None: it is not measured
+    largest_logit: Tensor | None  # training/qk_clip.py; None: not measured yet, or never
 
 
 class TrainStep:

@@ -109,8 +109,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     def compared(case_and_steps: tuple[Case, int]) -> Row:
         ranks = pools.get()
-        row = check(ranks, *case_and_steps)
-        pools.put(ranks)
+        try:
+            row = check(ranks, *case_and_steps)
+        finally:
+            pools.put(ranks)
         print(row, flush=True)
         return row
 

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from model import mask
 from model.config import ModelConfig
 from model.initialise import draw_rows
 from model.router import routers_of
@@ -76,9 +77,11 @@ def global_batch(vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def heads_in_pieces() -> contextlib.AbstractContextManager[object]:
-    """Let context parallelism divide the heads as it does in long sequences."""
-    return patch.object(context, "LEAST_BYTES", 1)
+@contextlib.contextmanager
+def as_in_long_sequences() -> Iterator[None]:
+    """Let context parallelism divide the heads, and QK-clip the queries."""
+    with patch.object(context, "LEAST_BYTES", 1), patch.object(mask, "LOGITS_BYTES", 1 << 14):
+        yield
 
 
 def make_step(config: Config, device: str = "cpu") -> TrainStep:
@@ -91,7 +94,7 @@ def make_step(config: Config, device: str = "cpu") -> TrainStep:
 def run_on_ranks(case: Case, steps: int, sabotage: Sabotage = contextlib.nullcontext) -> Run:
     """Run on each rank one forward and backward, then `steps` optimizer steps from the same
     weights."""
-    with heads_in_pieces(), sabotage():
+    with as_in_long_sequences(), sabotage():
         step = make_step(case.config())
         if case.first_bias is not None:
             for stage in step.stages.values():

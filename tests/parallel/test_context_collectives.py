@@ -14,7 +14,7 @@ from parallel.axes import MeshSizes
 from parallel.context import PIECES, ContextParallel, KeysAndValues, SplitAttention
 from parallel.mesh import build_mesh
 from proofs.parity.cases import Case
-from proofs.parity.run import heads_in_pieces
+from proofs.parity.run import as_in_long_sequences
 from tests.counting import once, sent_over_cp
 from tests.kernels.flash import flash_attention_stands_in
 from tests.planted import planted
@@ -142,7 +142,7 @@ def pieces_left(gathers_again, heads, backward, keeps_outputs=False):
     gc.disable()
     try:
         with (
-            heads_in_pieces(),
+            as_in_long_sequences(),
             patch.object(KeysAndValues, "__init__", noted),
             keeping() if keeps_outputs else nullcontext(),
         ):

@@ -75,10 +75,13 @@ CASES = [
     Compiled(MeshSizes(dp_replicate=2, cp=2), document_mask=True, num_kv_heads=1),
     Compiled(MeshSizes(pp=2, cp=2), activation_checkpointing="selective", **SINGLE),
     Compiled(MeshSizes(cp=4), activation_checkpointing="full", **SINGLE),
+    # without cp, because logits are noted in between
+    Compiled(MeshSizes(), optimizer="muon"),
+    Compiled(MeshSizes(dp_shard=2), optimizer="muon", activation_checkpointing="selective"),
 ]
 
 
-@pytest.mark.parametrize("case", thorough_but(CASES[:1], CASES), ids=str)
+@pytest.mark.parametrize("case", thorough_but([CASES[0], CASES[-2]], CASES), ids=str)
 def test_parts_of_a_block_are_graphs(ranks, case):
     """Gradients and a step are right. All blocks share two graphs, and a graph has the products of
     its own part only: q, k, v, and output, gate, up, down; backward has twice as many."""

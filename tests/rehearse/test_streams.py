@@ -25,7 +25,7 @@ from parallel.pipeline.schedules import SCHEDULES
 from parallel.pipeline.transfer import Transfers
 from proofs.parity import __main__ as parity
 from proofs.parity.cases import Case
-from proofs.parity.run import heads_in_pieces
+from proofs.parity.run import as_in_long_sequences
 from settings.config import Config
 from tests import ROOT
 from tests.planted import planted
@@ -102,7 +102,7 @@ def check(config: Config, world: int, rank: int) -> dict[str, Any]:
 
 
 def check_case(case: Case, rank: int) -> dict[str, Any]:
-    with heads_in_pieces():
+    with as_in_long_sequences():
         return check(case.config(), case.world, rank)
 
 

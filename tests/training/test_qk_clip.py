@@ -1,5 +1,6 @@
 """QK-clip limits the attention logits of every head, by the largest of the whole batch."""
 
+import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,8 +12,8 @@ import torch.distributed as dist
 
 from errors import UserError
 from kinds import kinds_in
+from model import mask
 from model.attention import BaseAttention, causal, sliding_window
-from model.mask import Mask
 from parallel.axes import MeshSizes
 from proofs.parity.cases import Case
 from proofs.parity.run import check
@@ -52,7 +53,7 @@ def of_own_tokens():
     return patch.object(qk_clip, "dist", alone)
 
 
-@planted(Mask, "largest_logits")
+@planted(mask.Mask, "largest_logits")
 def of_no_window(largest_logits, self, q, k):
     """Also of keys that a query does not see."""
     return largest_logits(replace(self, window=None), q, k)
@@ -81,6 +82,31 @@ def test_other_limits_are_noticed(ranks, case, mistake):
     is_found(check(ranks, case, 5, mistake), {"loss_steps", "norm_steps"})
 
 
+@pytest.mark.parametrize("memory", [1, 400, 1 << 30], ids=["a row", "some rows", "all rows"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("begins", [{0}, {0, 5, 8}], ids=["one document", "documents"])
+def test_the_largest_logits_of_a_chunk(begins, window, memory, monkeypatch):
+    """Of queries 4 to 9 of a sequence, by parts of the queries."""
+    monkeypatch.setattr(mask, "LOGITS_BYTES", memory)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(6, 1, 4, 8, generator=generator)
+    k = torch.randn(10, 1, 2, 8, generator=generator)
+    where = torch.tensor([[at - max(b for b in begins if b <= at)] for at in range(4, 10)])
+    packed = len(begins) > 1 or None
+    found = mask.Mask(False, packed, window, positions=where, first=4).largest_logits(q, k)
+    expected = torch.full((4,), -torch.inf)
+    for head, at in itertools.product(range(4), range(4, 10)):
+        begin = max(max(b for b in begins if b <= at), at + 1 - (window or 10))
+        seen = k[begin : at + 1, 0, head // 2] @ q[at - 4, 0, head] / 8**0.5
+        expected[head] = max(expected[head], seen.max())
+    torch.testing.assert_close(found, expected)
+
+
+def test_large_logits_are_found_in_float16():
+    x = torch.full((4, 1, 1, 64), 40.0, dtype=torch.float16)
+    assert mask.Mask(positions=torch.arange(4).unsqueeze(1)).largest_logits(x, x) == 12800
+
+
 def largest_logit(case, plant=nothing_wrong):
     with plant():
         step = make_step(case)
@@ -93,6 +119,15 @@ def test_no_kind_of_attention_is_forgotten(ranks):
     for kind, keys in kinds.items():
         case = Case(MeshSizes(), attention=kind, keys=keys, optimizer="muon")
         assert math.isfinite(ranks.run(largest_logit, 1, case)[0])
+
+
+def test_the_largest_logit_is_that_of_the_whole_model(ranks):
+    (alone,) = ranks.run(largest_logit, 1, replace(SHARED, layout=MeshSizes()))
+    for layout in (MeshSizes(tp=2), MeshSizes(cp=2)):
+        found = ranks.run(largest_logit, 2, replace(SHARED, layout=layout))
+        assert found == pytest.approx([alone] * 2, rel=1e-11)
+    first, second = ranks.run(largest_logit, 2, replace(SHARED, layout=MeshSizes(pp=2)))
+    assert first == second, "although stages have other layers"
 
 
 @planted(causal.Attention, "watched")

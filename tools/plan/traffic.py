@@ -37,6 +37,7 @@ from typing import Any
 from costs.collectives import Call
 from costs.parameters import kinds_of_blocks
 from costs.units import LocalWeight, Unit
+from model.attention import attentions_of
 from model.experts import Experts
 from parallel.axes import FSDP_AXES
 from parallel.pipeline.actions import need_of, result_of
@@ -144,18 +145,21 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
             add(axis, size, 8 * model.num_layers * experts.count)
             add(axis, size, 2 * layout.exact)
 
+    units = [unit for stage in layout.stages for unit in layout.units(stage)]
     if layout.config.clips_logits:  # training/qk_clip.py
-        by_kind = dict(zip(layout.kinds, kinds_of_blocks(model, sizes.tp), strict=True))
-        heads = {unit.name: block.attention.local_heads for unit, (block, _) in by_kind.items()}
-        mine = (unit for stage in layout.stages for unit in layout.units(stage))
-        add(loss, sizes.dp * sizes.cp, layout.exact * sum(heads.get(each.name, 0) for each in mine))
+        of_kinds = zip(layout.kinds, kinds_of_blocks(model, sizes.tp), strict=True)
+        heads = {
+            unit.name: sum(each.local_heads for _, each in attentions_of(block))
+            for unit, (block, _) in of_kinds
+        }
+        mine = sum(heads.get(unit.name, 0) for unit in units)
+        add(loss, sizes.dp * sizes.cp, layout.exact * mine)
         add("tp", sizes.tp, layout.exact)
         add("pp", sizes.pp, layout.exact)
 
     def local(units: Iterable[Unit], which: Callable[[LocalWeight], bool]) -> int:
         return layout.master * sum(math.prod(part) for w, part in layout.parts(units) if which(w))
 
-    units = [unit for stage in layout.stages for unit in layout.units(stage)]
     partial = local(units, lambda weight: weight.spec.gradient_is_partial)
     if partial:
         add("tp", layout.sizes.tp, partial)

@@ -55,11 +55,11 @@ class Settings(adamw.Settings):
     momentum: Annotated[float, between(0, 1, example=0.95)] = 0.95
     # of the iterations that orthogonalise
     coefficients: Literal["quintic", "varying"] = "quintic"
-    # The largest attention logit of a head: above it, the head's rows of q and k are scaled down
-    # (training/qk_clip.py). Usual is 100; 0: no limit.
+    # The largest attention logit of a head: above it, the head's rows of q, and of k unless heads
+    # share them, are scaled down (training/qk_clip.py). Usual is 100; 0: no limit.
     qk_clip: Annotated[float, between(0, 1e30)] = 0.0
-    # Measure logits, and limit them, in every so many steps: no kernel returns them, so it takes
-    # one more product of q and k in each layer.
+    # Measure logits, and limit them, in every so many steps: torch's operators return none, so it
+    # takes one more product of q and k in each layer.
     qk_clip_interval: Count = 1
 
 
