@@ -6,7 +6,7 @@ is the best of the same grid on one seed; with it, three seeds are trained.
 
 - steps: until the held-out loss (nats per token) is at most the worst of AdamW's three last ones;
   null: never.
-- update: CPU seconds of Muon's update over AdamW's, which take turns.
+- update: CPU seconds of Muon's update over AdamW's, which take turns, and the share in a step.
 
 What this does not show: what a larger model, a longer run or a larger batch gains; decay, betas and
 momentum that are tuned too; a layout in which matrices travel; a GPU.
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.compare import alternate, parser, ratio, timed, write
 from benchmarks.experts import CONFIGS, SEEDS, ours, train_alone
@@ -91,20 +92,29 @@ def compare(
     }
 
 
-def updates(name: str, rounds: int) -> dict[str, float]:
-    """CPU seconds of Muon's update over AdamW's."""
+def updates(name: str, rounds: int) -> dict[str, Any]:
+    """CPU seconds of Muon's update over AdamW's, and the share of each in a step."""
 
-    def update(train: TrainStep) -> float:
+    def step(train: TrainStep) -> tuple[float, float]:
         config = train.config
         shape = config.model.vocab_size, config.train.global_batch_size, config.train.seq_len
         (rows,) = random_batches(*shape, 1)
-        _, norm = train.forward_backward(rows[:, :-1], rows[:, 1:])
-        return timed(lambda: train.optimizer.step(1e-3, norm, 1.0)).cpu_seconds
+        norms: list[Tensor] = []
+        before = timed(
+            lambda: norms.append(train.forward_backward(rows[:, :-1], rows[:, 1:])[1])
+        ).cpu_seconds
+        update = timed(lambda: train.optimizer.step(1e-3, norms[0], 1.0)).cpu_seconds
+        return update, update / (before + update)
 
     trains = {each: ours(name, f"optimizer.name={each}", *SHORT) for each in OPTIMIZERS}
-    programs = {each: partial(update, train) for each, train in trains.items()}
-    found = alternate(programs, rounds + 1)
-    return ratio(found["muon"][1:], found["adamw"][1:])  # the first warmed up
+    steps = {each: partial(step, train) for each, train in trains.items()}
+    found = alternate(steps, rounds + 1)
+    seconds, shares = (
+        {each: [row[i] for row in rows[1:]] for each, rows in found.items()}  # the first warmed up
+        for i in range(2)
+    )
+    of_step = {each: statistics.median(found) for each, found in shares.items()}
+    return {"muon_over_adamw": ratio(seconds["muon"], seconds["adamw"]), "share_of_step": of_step}
 
 
 def main() -> None:

@@ -5,7 +5,8 @@
     a block:   x ─ attention_norm ─ attention ─(+x)─ feed_forward_norm ─ feed_forward ─(+)─
 
     transformer.py   a pipeline stage: blocks, and the embedding or the head
-    attention/       kinds of attention; mask.py: which tokens a token sees
+    attention/       kinds of attention; mask.py: which tokens a token sees; largest_logits.py: the
+                     largest logit of each head
     feed_forward/    kinds of feed-forward; router/: how a token chooses experts
     norm.py          RMSNorm
     matmul.py        the products of every linear layer
