@@ -3,6 +3,7 @@ package, selected by the file's name. Like errors.py, this module may be importe
 """
 
 import importlib
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,12 @@ def kinds_in(package: str) -> list[str]:
     """List the kinds of a package by name, without importing them. Files that begin with _ are not
     kinds."""
     folder = ROOT.joinpath(*package.split("."))
+    return list(_listed(folder, folder.stat().st_mtime_ns))
+
+
+@lru_cache
+def _listed(folder: Path, changed: int) -> list[str]:
+    """Every configuration that is made asks: a search makes thousands."""
     return sorted(file.stem for file in folder.glob("[!_]*.py"))
 
 
