@@ -54,7 +54,7 @@ class TokenDataset:
         matters = [index["format"], index["version"], index["dtype"], self.tokenizer_sha256, split]
         matters += [[tokens, sha256] for _, tokens, _, _, sha256 in self._shards]
         self.checksum = hashlib.sha256(json.dumps(matters).encode()).hexdigest()
-        self._tokens_of = lru_cache(maxsize=OPEN_SHARDS)(self._map_tokens)
+        self.map_at_most(OPEN_SHARDS)
 
     @classmethod
     def open(cls, folder: str | Path, split: str, *, tokenizer: str | Path = "") -> "TokenDataset":
@@ -174,6 +174,10 @@ class TokenDataset:
             windows[row] = self.window(int(starts[row]), length)
         return windows
 
+    def map_at_most(self, shards: int) -> None:
+        """Map at most so many shards at a time."""
+        self._tokens_of = lru_cache(maxsize=shards)(self._map_tokens)
+
     def _map_tokens(self, shard: int) -> np.ndarray:
         file, tokens, *_ = self._shards[shard]
         return map_tensor(self.folder / file, "tokens", self._dtype, tokens)
@@ -189,6 +193,8 @@ class Mixture:
 
     def __init__(self, sources: Sequence[TokenDataset], weights: Sequence[float]) -> None:
         self.sources, self.weights = list(sources), [float(weight) for weight in weights]
+        for source in self.sources:  # whose shards are mapped at the same time
+            source.map_at_most(max(1, OPEN_SHARDS // len(self.sources)))
         first = self.sources[0]
         for other in self.sources[1:]:
             if other.tokenizer_sha256 != first.tokenizer_sha256:

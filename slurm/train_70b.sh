@@ -35,8 +35,9 @@
 # Give the task all CPUs of a node (CPUTot of `scontrol show node`). With fewer, Slurm may choose them
 # all on one socket, and the ranks of the other socket's GPUs have none near them.
 #SBATCH --time=48:00:00
-# This many seconds before its time is up, the job receives a signal to save. Allow for two steps, a
-# save and a minute; 70B writes 0.85 TB, so 300 needs 4.1 GB/s (`written in` in the log).
+# This many seconds before its time is up, the job receives a signal to save. Allow for two steps, two
+# saves (one may just have begun) and a minute; 70B writes 0.85 TB, so 300 needs 8.2 GB/s (`written
+# in` in the log).
 #SBATCH --signal=B:USR1@300
 
 python=${PYTHON:-}                   # empty: .venv/bin/python, or a container's python3
@@ -255,9 +256,12 @@ give_up() {
 
 logs=$run_dir/logs/$SLURM_JOB_ID.$restart
 export LATTICE_STOP_FILE=$logs/STOP
-mkdir -p "$logs"
+if ! mkdir -p "$logs" || ! echo "$nodes" >"$logs/nodes"; then # over quota, which no preflight sees
+  say "$logs cannot be written: training does not start"
+  alarm "ends: $logs cannot be written"
+  exit 1
+fi
 cp "$run_dir/checkpoints/latest" "$logs/newest" 2>/dev/null || true
-echo "$nodes" >"$logs/nodes"
 if [ -n "$stopping" ]; then go_on && exit "$status"; fi # USR1 came during the preflight
 
 export TORCH_FR_DUMP_TEMP_FILE=$logs/flight-recorder-rank- # see environment.sh

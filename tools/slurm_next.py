@@ -10,8 +10,8 @@ slurm/train_70b.sh asks it and does what it prints: the job's exit status, and o
     give up: WHY      too many starts in a row made no checkpoint
 
 Where the job would be requeued, a call counts the starts in a row without a new checkpoint, each
-once, in RUN/logs/JOB.fruitless ("2 7": two, of which the last is restart 7). Without torch, which
-takes seconds to import: the job may have no more.
+once, in RUN/logs/JOB.fruitless ("2 7 step-00000300": two, of which the last is restart 7, and the
+newest checkpoint). Without torch, which takes seconds to import: the job may have no more.
 """
 
 import os
@@ -65,12 +65,14 @@ def _go_on(logs: Path, why: str) -> str:
         return f"next: {why}"
     job, _, restarts = logs.name.rpartition(".")
     count, counted = 0, logs.with_name(f"{job}.fruitless")
-    if content(logs / "newest") == content(logs.parent.parent / "checkpoints" / "latest"):
+    latest = content(logs.parent.parent / "checkpoints" / "latest").strip()
+    if content(logs / "newest").strip() == latest:
         said = content(counted).split() if restarts != "0" else []
-        before = int(said[0]) if said and said[0].isdigit() else 0
-        count = max(1, before + (said[1:] != [restarts.encode()]))
+        # A start in between whose node died did not ask, but may have made a checkpoint.
+        in_a_row = said[2:] == latest.split() and said[0:1] and said[0].isdigit()
+        count = max(1, (int(said[0]) if in_a_row else 0) + (said[1:2] != [restarts.encode()]))
     try:
-        counted.write_text(f"{count} {restarts}\n")
+        counted.write_text(f"{count} {restarts} {latest.decode(errors='replace')}\n")
     except OSError as error:  # a full disk
         log(f"warning: starts without a checkpoint are not counted: {error}")
     if count >= MAX_FRUITLESS:

@@ -28,7 +28,7 @@ from settings.data_stages import (
     tokens_after,
 )
 
-FROM_WEIGHTS = "start a new run from its weights: checkpoint.load_weights_only"
+FROM_WEIGHTS = "start a new run from its weights: checkpoint.load_weights_only, in another run.dir"
 ORDER = ", which determines the order of samples"
 AS_DATA_STAGE = "declare the change as a data stage from the checkpoint's step on (`data_stages`)"
 

@@ -165,3 +165,11 @@ def test_few_shards_are_open_at_a_time(tmp_path, monkeypatch) -> None:
         assert np.array_equal(data.gather(starts, 65), expected)
         opened = len(os.listdir("/dev/fd")) - before
         assert opened <= 2 if most else opened == data.num_shards > 3, most
+    # of all sources together
+    monkeypatch.setattr("data.dataset.OPEN_SHARDS", 4)
+    sources = [TokenDataset.open(folder, "train") for _ in range(2)]
+    Mixture(sources, [1, 1])
+    before = len(os.listdir("/dev/fd"))
+    for source in sources:
+        assert np.array_equal(source.gather(starts, 65), expected)
+    assert len(os.listdir("/dev/fd")) - before == 4

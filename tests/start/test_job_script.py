@@ -236,6 +236,17 @@ def test_starts_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert what_next(logs, 1)[1].startswith("next")
 
 
+def test_starts_without_a_checkpoint_that_are_not_in_a_row(tmp_path: Path) -> None:
+    """Every second start makes a checkpoint, and then loses its node, so it does not ask."""
+    latest = tmp_path / "run" / "checkpoints" / "latest"
+    latest.parent.mkdir(parents=True)
+    for restarts in range(0, 10, 2):
+        logs = logs_of(tmp_path, restarts)
+        latest.write_text(f"step-{restarts:08}\n")
+        (logs / "newest").write_bytes(latest.read_bytes())
+        assert what_next(logs, 1)[1].startswith("requeue")
+
+
 def test_the_decision_needs_no_torch() -> None:
     program = "import sys, tools.slurm_next; print(*sys.modules)"
     loaded = subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT).split()

@@ -5,14 +5,18 @@ tests/slurm/slurm_scenarios.py tests it on a real Slurm.
 """
 
 import os
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from runtime.health.excluded import exclude
+from runtime.trainer_state import state_bytes
+from settings.load import load_config
 from tests import ROOT
 from tests.monitor.alert_helpers import free_port
 from tests.runs import forked, status, write_config
@@ -192,3 +196,21 @@ def test_with_layouts_a_job_needs_only_the_smallest(data: Path, tmp_path: Path) 
     assert (code, answer) == (0, f"node0,node1,node2 {tmp_path}/run\n"), report
     assert "FAILED   far: it sent no report in time" in report
     assert "EXCLUDED node1: excluded.json excludes it: slow since step 7" in report
+
+
+def test_what_a_killed_start_has_left_is_no_lack_of_space(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next start deletes an unfinished checkpoint."""
+    config = load_config(write_config(tmp_path, data, checkpoint={"interval": 2}), [])
+    usage = SimpleNamespace(free=state_bytes(config) // 2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    partial = tmp_path / "run" / "checkpoints" / "partial-00000004" / "0"
+    partial.mkdir(parents=True)
+    (partial / "part").write_bytes(bytes(state_bytes(config)))
+    report: dict[str, Any] = {"problems": [], "warnings": []}
+    node._look_at_disk(config, report)
+    assert report["problems"] == []
+    shutil.rmtree(partial)
+    node._look_at_disk(config, report)  # control
+    assert "but a checkpoint needs" in report["problems"][0]

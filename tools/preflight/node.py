@@ -177,7 +177,9 @@ def _look_at_disk(config: Config, report: dict[str, Any]) -> int:
     does not fit, and a warning if those kept plus the one being written do not fit."""
     folder = Path(config.run.dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    # what a start that was killed has left unfinished, the next one deletes (checkpoint/lease.py)
+    left = [each for each in (folder / "checkpoints").glob("partial-*/**/*") if each.is_file()]
+    free = shutil.disk_usage(existing).free + sum(each.stat().st_size for each in left)
     one = state_bytes(config)
     kept = len(named_checkpoints(folder / "checkpoints"))
     missing = max(config.checkpoint.keep_last + 1 - kept, 1) * one
