@@ -20,8 +20,8 @@ class LargestLogits:
 
     def __init__(self, heads: int, device: str, exact: torch.dtype) -> None:
         self.found = torch.full((heads,), -torch.inf, dtype=exact, device=device)
-        self.wanted = False  # of the forwards with gradients that follow
-        self.noted = False  # of one of them
+        self.wanted = False  # whether the forwards with gradients that follow note logits
+        self.noted = False  # whether `watch` was called in one of them
 
     def begin(self, wanted: bool) -> None:
         self.found.fill_(-torch.inf)
@@ -33,7 +33,8 @@ class LargestLogits:
             return attend
         assert isinstance(attend, SplitAttention)
         self.noted = True
-        return replace(attend, attend=[_Noting(self.found, each) for each in attend.attend])
+        noting = [_Noting(self.found, each) for each in attend.of_chunks]
+        return replace(attend, of_chunks=noting)
 
 
 class _Noting:

@@ -186,8 +186,8 @@ def linear_cross_entropy(
         x: [S/tp, B, D] with sequence parallelism, else [S, B, D].
         weight: [V/tp, D], this rank's rows of the vocabulary, of which `first_row` is the first.
         targets: [S, B] int64 token ids of the whole vocabulary, or `IGNORE`.
-        scale: a scalar tensor, 1 / number of target tokens of the global batch. Forward needs it
-            already, because it computes the gradients.
+        scale: a scalar tensor, `Batch.loss_scale`. Forward needs it already, because it computes
+            the gradients.
         tp: how x and the weight are split.
         matmul: computes the matrix products.
         vocab_size: V. All ranks divide the tokens alike, by the bytes of the widest rank's logits.

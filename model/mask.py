@@ -8,7 +8,7 @@ are all that precede the part's end.
 | all tokens before it           | Mask()                 | `dense`, causal; for a chunk as below  |
 | of these, only tokens of its   | Mask(documents=…,      | flash attention, which skips the       |
 | document, or the nearest few   |      window=…)         | others                                 |
-| (the same, elsewhere)          | Mask(bias=…)           | `dense`, with a bias                   |
+| the same, without flash att.   | Mask(bias=…)           | `dense`, with a bias                   |
 
 kernels/attention_choice.py chooses the kernel: `dense`, or flash attention.
 """
@@ -39,13 +39,13 @@ LOGITS_BYTES = 256 * 2**20  # at once, in `largest_logits`
 class Mask:
     """A mask: one row of the table."""
 
-    packed: bool = False  # whether sequences, or their documents, are packed into one
+    packed: bool = False  # computed by flash attention: sequences, or documents, packed into one
     documents: Documents | None = None  # None: each sequence is one
     window: int | None = None  # keys that a query sees, itself included
     bias: Tensor | None = None  # [B or 1, 1, queries, keys], 0 where a query sees a key, else −∞
     dense: Dense = ON_CPU.run  # computes the masks that are not packed
     positions: Tensor | None = None  # of the queries in their documents, [S', B or 1]
-    first: int = 0  # that of the first query in the sequence
+    first: int = 0  # where the first query is in the sequence
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Map q [S', B, H, E], k and v [S, B, K, E] to [S', B, H, E]: S' queries are the last of S
@@ -94,7 +94,8 @@ class Mask:
             logits = part.flatten(2, 3) @ k[:, :, start : at + len(where)].mT
             logits = logits.unflatten(2, part.shape[2:4])
             bias = scores_bias(where, q.dtype, self.window, at - hides).unsqueeze(1)
-            logits[..., hides - start :] += bias
+            # not added: an infinite logit that is hidden would be nan
+            logits[..., hides - start :].masked_fill_(bias < 0, -math.inf)
             found = found.maximum(logits.amax((0, 3, 4)).flatten())
         return found
 

@@ -38,7 +38,8 @@ class Batch:
     tokens: Tensor  # [S, B] int64
     targets: Tensor | None  # [S, B] int64, IGNORE where there is none; None: return logits, no loss
     positions: Tensor  # [S, B] int64, or [S, 1] if all sequences have the same positions
-    # scalar: 1 / target tokens of the global batch; in evaluation 1
+    # scalar: guard.py's scale (1, except with float16) / target tokens of the global batch; in
+    # evaluation 1
     loss_scale: Tensor | None = None
     # packed documents in each of this rank's chunks (documents.py); None: each sequence is one
     documents: Sequence[Documents] | None = None

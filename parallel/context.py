@@ -90,17 +90,17 @@ class SplitAttention:
     Args:
         cp: the axis.
         chunks: the positions of the queries (`ContextParallel.chunks`).
-        attend: for each chunk, attention of its queries to the keys from 0 to the chunk's end.
+        of_chunks: for each, attention of its queries to the keys from 0 to the chunk's end.
     """
 
     cp: ContextParallel
     chunks: Sequence[range]
-    attend: Sequence[Attend]
+    of_chunks: Sequence[Attend]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Map q [S/cp, B, H, E], k and v [S/cp, B, K, E] to [S/cp, B, H, E]."""
         if self.cp.size == 1:
-            return self.attend[0](q, k, v)
+            return self.of_chunks[0](q, k, v)
         number = number_of_pieces(k.shape[2], (k.nbytes + v.nbytes) * self.cp.size)
         ends = [part.stop for part in self.chunks]
         pieces = [KeysAndValues(self.cp, ends) for _ in range(number)]
@@ -119,7 +119,7 @@ class SplitAttention:
         with piece.instead_of_keeping() as gathers_again:
             ys = [
                 attend(mine, next(keys_and_values), next(keys_and_values))
-                for attend, mine in zip(self.attend, parts, strict=True)
+                for attend, mine in zip(self.of_chunks, parts, strict=True)
             ]
         y = ys[0] if len(ys) == 1 else torch.cat(ys)
         if gathers_again and y.requires_grad:

@@ -49,8 +49,8 @@ def shard(
 
     input_buffers: of reductions, as `input_buffers` returns it.
 
-    If no other rank shares this rank's weights, and they are not offloaded, the stage is left as it
-    is (whole.py).
+    If every view is one rank (`shares_weights`), and weights are not offloaded, the stage is left
+    as it is (whole.py).
     """
     if offload == "none" and not shares_weights(mesh):
         return
@@ -108,8 +108,8 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 
 
 def shares_weights(mesh: Mesh) -> bool:
-    """Whether other ranks have the same weights as this one: some view has more than one rank. The
-    answer is the same for all stages, also for one that has no experts."""
+    """Whether FSDP shards or replicates weights: some view has several ranks. The answer is the
+    same for all stages, also for one that has no experts."""
     return any(view.size() > 1 for view in mesh.fsdp.values())
 
 

@@ -1,4 +1,4 @@
-"""The one DeviceMesh of a run: the axes of axes.py, and named views of them."""
+"""The DeviceMesh of a run, with experts a second one over the same ranks, and their views."""
 
 from dataclasses import dataclass
 

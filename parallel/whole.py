@@ -1,4 +1,4 @@
-"""Weights that no other rank shares: data parallelism over one rank, without FSDP.
+"""Data parallelism over one rank, without FSDP. (Other tp ranks may have the same norms.)
 
 FSDP2 over one rank computes the same numbers, but keeps a second copy of every weight and passes
 every gradient through two buffers. Here

@@ -10,8 +10,8 @@ A matrix that is cut over FSDP and tp travels in two hops: the parts of its tp s
 FSDP rank, and the slices on one tp rank. Ranks with equal parts (dp_replicate) share the work: the
 owner has its part already, and its result goes to all. So each matrix is computed once.
 
-Matrices are computed in rounds, one for each rank, or several small ones. While those of one round
-are computed, those of the next arrive, and the results of the last return:
+Matrices are computed in rounds. In a round each rank computes one matrix, or several small ones.
+While it does, those of the next round arrive, and the results of the round before return:
 
     round 0   there ─ compute ─ back
     round 1           there ─── compute ─ back
@@ -42,7 +42,7 @@ from parallel.placement import chunk_range, dim_of
 Shape = tuple[int, int]
 Compute = Callable[[list[Tensor]], list[Tensor]]  # whole matrices → as many of the same shapes
 
-ROUND_NUMBERS = 32 << 20  # of the matrices that one rank computes at once, if one has not more
+ROUND_ELEMENTS = 32 << 20  # of one rank's matrices in a round; a larger matrix is alone in it
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,8 @@ class Level:
 
     @cached_property
     def splits(self) -> dict[bool, tuple[list[int], list[int]]]:
-        """How many numbers this rank sends to each rank, and receives from it: there, and not."""
+        """How many elements this rank sends to each rank, and receives from it: on the way there
+        (True) and back (False)."""
         me, ranks = self.axis.rank, range(self.axis.size)
 
         def numbers(rank: int, owner: int) -> int:  # that a rank has of the owner's matrices
@@ -225,11 +226,11 @@ def views(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
 
 
 def rounds_of(matrices: Sequence[Matrix]) -> list[list[Round]]:
-    """Divide matrices into rounds, in which each goes to the rank that has the least to do; those
-    of a list over the same axes. All ranks that have parts of the matrices find the same rounds.
+    """Divide matrices into rounds, one list for those over the same axes. Each matrix goes to the
+    rank that has the least to do so far. All ranks that have parts of the matrices find the same.
 
-    The lists are for one after another: side by side, ranks of which some lack a list, because they
-    have no such matrices, would send in different orders."""
+    Run one list after another. Rounds of two lists must not be interleaved: a rank may have no
+    matrices of one list, and would then send in another order than its peers."""
     lists: dict[tuple[tuple[object, bool], ...], list[int]] = {}
     for i, each in enumerate(matrices):
         axes = tuple((hop.group, hop.dim is None) for hop in each.hops)
@@ -242,7 +243,7 @@ def rounds_of(matrices: Sequence[Matrix]) -> list[list[Round]]:
         mine.sort(key=lambda i: _sides(matrices[i]), reverse=True)
         for (short, long), group in groupby(mine, lambda i: _sides(matrices[i])):
             alike = list(group)
-            count = len(work) * max(1, ROUND_NUMBERS // (short * long))
+            count = len(work) * max(1, ROUND_ELEMENTS // (short * long))
             for start in range(0, len(alike), count):
                 numbers, owners = alike[start : start + count], []
                 for _ in numbers:

@@ -49,7 +49,7 @@ class Config:
 
     @property
     def clips_logits(self) -> bool:
-        """Whether the optimizer has the setting `qk_clip` (training/qk_clip.py)."""
+        """Whether the optimizer limits attention logits (training/qk_clip.py)."""
         own = getattr(self.optimizer, self.optimizer.name)
         return getattr(own, "qk_clip", 0.0) > 0
 

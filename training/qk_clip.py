@@ -2,10 +2,10 @@
 large are scaled down in the weights. Under Muon they grow more often than under AdamW, because its
 steps change all directions of q and k equally.
 
-After a step's update, of each head whose largest logit S in the step is above the limit τ
-(optimizer.muon.qk_clip), the rows of its projections are multiplied so that all of its logits are
-by γ = τ / S. S is the largest over all tokens of the global batch. Which rows, and by which power
-of γ, the kind of attention says (`BaseAttention.rows_of_heads`):
+S is a head's largest logit over all tokens of the global batch, and τ the limit
+(optimizer.muon.qk_clip). If S > τ, then after the step's update rows of the head's projections are
+scaled, such that all of its logits are multiplied by γ = τ / S. The kind of attention says which
+rows, and by which power of γ (`BaseAttention.rows_of_heads`):
 
 | rows                                        | power of γ                                         |
 |---------------------------------------------|----------------------------------------------------|
@@ -29,7 +29,6 @@ from parallel.mesh import Mesh
 from parallel.parameter import NamedWeight
 from parallel.placement import local_region
 from settings.config import Config
-from training.optimizers.muon import Settings
 
 
 class Rows(NamedTuple):
@@ -69,24 +68,21 @@ class QKClip:
         stages: Mapping[int, nn.Module],
         weights: Sequence[NamedWeight],
     ) -> None:
-        own, self.mesh, exact = config.optimizer.of(Settings), mesh, config.precision.exact
+        own, exact = getattr(config.optimizer, config.optimizer.name), config.precision.exact
+        self.mesh = mesh
         self.limit, self.interval, self.due = own.qk_clip, own.qk_clip_interval, False
         self.measured: Tensor | None = None  # the largest logit, by the last step that did
         found = [each for stage in stages.values() for each in attentions_of(stage)]
         self.largest = [layer.watch_logits(mesh.device, exact) for _, layer in found]
         parts = {each.name: each.sharded for each in weights}
-        self.rows = [
-            [
-                Rows.of(
-                    part.to_local(), local_region(part)[0], mesh.tp.rank * layer.local_heads, rows
-                )
-                for projection, rows in layer.rows_of_heads().items()
-                for part in [parts[f"{name}.{projection}.weight"]]
-            ]
-            for name, layer in found
-        ]
-        # where weights are: offloaded, not on the GPU
-        self.home = weights[0].sharded.to_local().device if weights else torch.device(mesh.device)
+        self.rows: list[list[Rows]] = []  # of each layer
+        for name, layer in found:
+            first, of_layer = mesh.tp.rank * layer.local_heads, list[Rows]()
+            for projection, of_head in layer.rows_of_heads().items():
+                part = parts[f"{name}.{projection}.weight"]
+                of_layer.append(Rows.of(part.to_local(), local_region(part)[0], first, of_head))
+            self.rows.append(of_layer)
+        self.home = weights[0].sharded.to_local().device  # offloaded weights: not the GPU
         self.lowest = torch.full((1,), -torch.inf, dtype=exact, device=mesh.device)
 
     def begin(self, step: int) -> None:

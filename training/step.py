@@ -43,7 +43,7 @@ class StepResult:
     bad_in_a_row: Tensor  # number of consecutive bad steps, up to this one
     loss_scale: Tensor  # of the next step (training/guard.py)
     loads: Loads | None  # of experts; None: the model has none
-    largest_logit: Tensor | None  # training/qk_clip.py; None: not measured yet, or never
+    largest_logit: Tensor | None  # as last measured (training/qk_clip.py); None: not yet, or never
 
 
 class TrainStep:
@@ -78,10 +78,8 @@ class TrainStep:
             self.tied_group = first_and_last_stage_group(mesh.root, parallel.ranks_of_stages)
         self.optimizer = Update(self.weights, config)
         self.balance = Balance(config, mesh, stages) if config.model.has_experts else None
+        self.qk_clip = QKClip(config, mesh, stages, self.weights) if config.clips_logits else None
         scales_loss = self.precision.compute == torch.float16
-        self.qk_clip = None
-        if config.clips_logits:
-            self.qk_clip = QKClip(config, mesh, stages, self.weights)
         self.guard = UpdateGuard(config.guard.spike_sigmas, mesh.device, scales_loss)
         self.kernels = config.kernels_of_states
         self.record: Recorder = nullcontext
@@ -113,11 +111,11 @@ class TrainStep:
         self, tokens: Tensor, targets: Tensor, deterministic: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Compute the reduced gradients of the mean loss over the global batch's target tokens, in
-        the parameters; returns this loss and the gradient norm. `deterministic`: as with
-        train.deterministic, whatever that is."""
-        # This is the only division of gradients: every later reduction is a plain sum. (A mean per
-        # rank, then a mean over ranks, would be wrong as soon as token counts differ.) The scale is
-        # 1, but for float16.
+        the parameters; returns this loss and the gradient norm. `deterministic`: also if
+        train.deterministic is false."""
+        # The loss is divided by the token count here; every later reduction is a plain sum. (A mean
+        # per rank, then a mean over ranks, would be wrong as soon as token counts differ.) The
+        # scale is 1, except with float16: then `unscale` divides the reduced gradients by it.
         scale = self.guard.loss_scale.to(self.precision.exact)
         microbatches = self.microbatches(
             tokens,
@@ -177,11 +175,11 @@ class TrainStep:
         deterministic |= self.config.train.deterministic
         # [S, 1]
         positions = torch.arange(length, device=self.mesh.device).unsqueeze(1)
-        places: list[tuple[Tensor, Sequence[Documents] | None]]
+        places: list[tuple[Tensor, Sequence[Documents] | None]]  # of each micro-batch
         places = [(positions, None)] * (len(tokens) // size)
         if self.bos_id is not None:
-            about = self.bos_id, self.mesh.device, self.cp.chunks(length), self.config.train.compile
-            places = [find_documents(t, *about) for t in tokens.split(size)]
+            about = self.mesh.device, self.cp.chunks(length), self.config.train.compile
+            places = [find_documents(rows, self.bos_id, *about) for rows in tokens.split(size)]
         # Targets were shifted, and documents found, in whole rows. Only now are rows cut.
         tokens, targets = (
             to_device(self.cp.cut(t, 1), self.mesh.device) for t in (tokens, targets)

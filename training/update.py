@@ -18,7 +18,7 @@ GROUP_BYTES, MOST = 256 << 20, 64
 
 class Update:
     """Holds an optimizer for each group of `weights`, the sharded ones of this rank, and their
-    states. (There is one group, but with parallel.offload=disk.)"""
+    states. (There are several groups only with parallel.offload=disk.)"""
 
     def __init__(self, weights: Sequence[NamedWeight], config: Config) -> None:
         kind = optimizer_class(config.optimizer.name)

@@ -57,8 +57,8 @@ class BaseAttention(nn.Module):
         return self.largest
 
     def rows_of_heads(self) -> Mapping[str, Sequence[tuple[int, float]]]:
-        """How the logits of a head are multiplied by γ: for each projection, how many rows of a
-        head, one after another, are multiplied by which power of γ. Raises UserError."""
+        """For QK-clip: which rows to multiply so that a head's logits are multiplied by γ. For each
+        projection, of a head's rows from the first on: (how many, power of γ). Raises UserError."""
         key, why = "optimizer.muon.qk_clip", f"{type(self).__module__} does not say which rows"
         raise UserError(key, "above 0", f"{why} decide its logits", "write its rows_of_heads")
 

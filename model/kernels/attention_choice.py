@@ -89,7 +89,7 @@ class Call(NamedTuple):
     dtype: torch.dtype
     head_dim: int  # E
     length: int  # S
-    packed: bool  # with documents or a window
+    packed: bool  # with documents or a window, or of queries that do not begin the sequence
     deterministic: bool  # its backward must give the same bits every time
 
 
@@ -191,7 +191,7 @@ def _cudnn_impossible(device: Device, call: Call) -> Iterator[str]:
     if device.capability is not None and device.capability < (8, 0):
         yield f"does not run on {_gpu(device)}"
     if call.packed:
-        yield "takes no documents or windows"
+        yield "takes no documents, windows or later chunks"
     if call.length % TILE:
         yield f"takes sequences of a multiple of {TILE} tokens, not {call.length}"
     if call.deterministic:

@@ -120,7 +120,8 @@ def make_calls(config: Config, device: str, cp: ContextParallel) -> None:
                 shared, 2 * length * rows * shared * head_dim * dtype.itemsize
             )
             pieces, width = (1, head_dim) if cp.size == 1 else (pieces, 2 * head_dim)
-            for part, mask in zip(chunks, batch.mask(window, head_dim, kernel).attend, strict=True):
+            masks = batch.mask(window, head_dim, kernel).of_chunks
+            for part, mask in zip(chunks, masks, strict=True):
                 whole = torch.zeros(len(part), rows, heads, head_dim, dtype=dtype, device=device)
                 q = whole[:, :, : heads // pieces]
                 # with cp, keys and values are beside each other

@@ -62,7 +62,7 @@ RULES = [  # (baseline's kernel, device, call, chosen kernel, what speaks agains
     (CUDNN, AMD, CAUSAL, FLASH2, "there is no cuDNN"),
     (CUDNN, HOPPER._replace(cudnn=None), CAUSAL, FLASH2, "there is no cuDNN"),
     (CUDNN, HOPPER._replace(cudnn=91500), CAUSAL, FLASH2, "9.15.0 is older than 9.15.1"),
-    (CUDNN, HOPPER, PACKED, FLASH2, "takes no documents or windows"),
+    (CUDNN, HOPPER, PACKED, FLASH2, "takes no documents, windows or later chunks"),
     (CUDNN, HOPPER, CAUSAL._replace(length=8256), FLASH2, "a multiple of 128 tokens, not 8256"),
     (CUDNN, HOPPER, CAUSAL._replace(deterministic=True), FLASH2, "not deterministic"),
     (CUDNN, HOPPER, CAUSAL._replace(head_dim=256), FLASH2, "at most 128, not 256"),

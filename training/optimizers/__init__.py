@@ -33,18 +33,18 @@ class State(NamedTuple):
     dims: Sequence[int]
     dtype: torch.dtype | None = None  # None: that of the weight
 
-    def shape(self, weight: Sequence[int]) -> list[int]:
-        """The shape for a weight of this shape, or for a part of one."""
-        return [weight[dim] for dim in self.dims]
+    def shape(self, shape: Sequence[int]) -> list[int]:
+        """The state's shape for a weight, or a part of one, of this shape."""
+        return [shape[dim] for dim in self.dims]
 
-    def bytes(self, weight: Sequence[int], master: int) -> int:
-        """Bytes for a weight, or a part of one, of this shape and `master` bytes per element."""
-        return math.prod(self.shape(weight)) * (self.dtype.itemsize if self.dtype else master)
+    def bytes(self, shape: Sequence[int], itemsize: int) -> int:
+        """Bytes for a weight, or a part of one, of this shape and `itemsize` bytes per element."""
+        return math.prod(self.shape(shape)) * (self.dtype.itemsize if self.dtype else itemsize)
 
 
-def bytes_of_states(states: Mapping[str, State], weight: Sequence[int], master: int) -> int:
-    """Bytes of all states of a weight, as of `State.bytes`."""
-    return sum(state.bytes(weight, master) for state in states.values())
+def bytes_of_states(states: Mapping[str, State], shape: Sequence[int], itemsize: int) -> int:
+    """Bytes of all states of a weight of this shape, as of `State.bytes`."""
+    return sum(state.bytes(shape, itemsize) for state in states.values())
 
 
 def like(weight: WeightSpec) -> State:

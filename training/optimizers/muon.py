@@ -11,10 +11,9 @@ The factor gives the step the root mean square that AdamW's usually has, so that
 rate and decay hold for it too (Liu et al. 2025, https://arxiv.org/abs/2502.16982, section 2.2).
 q, k, v, gate and up are matrices apart, and so is each expert's.
 
-All of a matrix decides each number of the result. Orthogonalised shards, or q, k and v as one
-matrix, would be another optimizer, and another one in each layout. So every matrix is put together
-on one of the ranks that have parts of it (parallel/whole_matrices.py), and every layout computes
-the same step.
+Each number of the result depends on the whole matrix. Orthogonalised shards would be another
+optimizer in each layout. So every matrix is put together on one of the ranks that have parts of it
+(parallel/whole_matrices.py), and every layout computes the same step.
 """
 
 from collections.abc import Generator, Iterable, Sequence
@@ -100,7 +99,7 @@ class Optimizer(adamw.Optimizer):
             super().update(lr, gradients, norm, max_norm)
         else:  # a group of weights in a file may have hidden matrices alone
             self.updates += applied
-        own = self.config.of(Settings)
+        own = self.config.of(self.settings)
         for i in self.hidden:
             momentum, gradient = self.states[i]["momentum"], gradients[i]
             gradient.mul_(clip.to(gradient.dtype))
@@ -124,21 +123,20 @@ class Optimizer(adamw.Optimizer):
             weight.sub_(torch.where(applied, lr * step, 0.0))
 
     def _of_products(self) -> tuple[torch.device, torch.dtype]:
-        """The GPU, although weights may be offloaded, and bfloat16; on a CPU, the dtype of the
-        weights."""
+        """Where products run, and in which dtype: on the GPU, although weights may be offloaded, as
+        `products_in` says; on a CPU in the dtype of the weights."""
         weight = self.weights[0].sharded
-        on_gpu, device = weight.device_mesh.device_type == "cuda", weight.to_local().device
-        device = torch.device("cuda") if on_gpu else device
-        on_gpu_in = self.products_in(weight.dtype)
-        return device, weight.dtype if device.type == "cpu" else on_gpu_in
+        device = weight.to_local().device
+        if weight.device_mesh.device_type == "cuda":
+            device = torch.device("cuda")
+        return device, weight.dtype if device.type == "cpu" else self.products_in(weight.dtype)
 
     def _orthogonalise(self, each: list[Tensor]) -> list[Tensor]:
         if not each:
             return []
         flat = [x if len(x) <= x.shape[1] else x.mT for x in each]
-        found = orthogonalise(
-            torch.stack(flat), COEFFICIENTS[self.config.of(Settings).coefficients]
-        )
+        own = self.config.of(self.settings)
+        found = orthogonalise(torch.stack(flat), COEFFICIENTS[own.coefficients])
         return [y if len(x) <= x.shape[1] else y.mT for x, y in zip(each, found, strict=True)]
 
 
