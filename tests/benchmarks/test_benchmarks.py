@@ -26,11 +26,13 @@ QUICK = {
 }
 
 
-# train_cpu takes one and a half minutes
+SLOW = {"train_cpu", "optimizers"}  # need the data of `make train`, and one and a half minutes
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name == "train_cpu" else pytest.mark.thorough)
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.thorough)
         for name in QUICK
     ],
 )
