@@ -185,8 +185,12 @@ CHANGES: dict[str, list[Change]] = {
     "training/optimizers/__init__.py": [
         ("[decay if each.spec.group.decays else 0.0 for each in weights]",
          "[decay for each in weights]"),
-        ("if is_cut and dim_of(placement) not in dims:", "if is_cut:", "other rows"),
-        ("(self.dtype.itemsize if self.dtype else master)", "master", "dtype"),
+        ("if axis.cuts_beside(dims):", "if axis.size > 1:", "other rows"),
+        ("(self.dtype.itemsize if self.dtype else itemsize)", "itemsize", "dtype"),
+    ],
+    "training/qk_clip.py": [
+        ("group=self.mesh.loss.group", "group=self.mesh.cp.group", "group"),
+        ("self.part.mul_(factors", "self.part.mul(factors", "in place"),
     ],
     "training/optimizers/adamw.py": [
         ("region[0].start * row + columns.start * inner,", "region[0].start * row,", "rounding"),
