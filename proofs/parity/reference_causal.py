@@ -87,15 +87,16 @@ class Attention(nn.Module):
         return self.output((scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, -1))
 
     def clip(self, limit: float) -> None:
-        """QK-clip (https://arxiv.org/abs/2507.20534, algorithm 1). If heads share keys, q alone."""
-        alone = self.num_heads == self.num_kv_heads
+        """QK-clip (https://arxiv.org/abs/2507.20534, algorithm 1). Where heads share keys, only
+        queries are scaled."""
+        has_own_keys = self.num_heads == self.num_kv_heads
         queries, keys = self.query.weight.data, self.key.weight.data
         width = len(queries) // self.num_heads
         for head, largest in enumerate(self.largest.tolist()):
             if largest > limit:
                 rows, factor = slice(head * width, (head + 1) * width), limit / largest
-                queries[rows] *= math.sqrt(factor) if alone else factor
-                if alone:
+                queries[rows] *= math.sqrt(factor) if has_own_keys else factor
+                if has_own_keys:
                     keys[rows] *= math.sqrt(factor)
 
     def sees(self, length: int) -> Tensor:

@@ -1,5 +1,6 @@
 """A node's report for the preflight: GPUs, disk, addresses, code, packages."""
 
+import contextlib
 import csv
 import fcntl
 import hashlib
@@ -178,8 +179,10 @@ def _look_at_disk(config: Config, report: dict[str, Any]) -> int:
     folder = Path(config.run.dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     # what a start that was killed has left unfinished, the next one deletes (checkpoint/lease.py)
-    left = [each for each in (folder / "checkpoints").glob("partial-*/**/*") if each.is_file()]
-    free = shutil.disk_usage(existing).free + sum(each.stat().st_size for each in left)
+    free = shutil.disk_usage(existing).free
+    for each in (folder / "checkpoints").glob("partial-*/**/*"):
+        with contextlib.suppress(FileNotFoundError):  # a run that still writes moves its files
+            free += each.stat().st_size if each.is_file() else 0
     one = state_bytes(config)
     kept = len(named_checkpoints(folder / "checkpoints"))
     missing = max(config.checkpoint.keep_last + 1 - kept, 1) * one
