@@ -153,6 +153,7 @@ def _serve(rank: int, pipe: Connection) -> None:
     import torch.distributed as dist
 
     from proofs.strict import group as strict  # registers the backend
+    from runtime import signals
     from runtime.start import init
 
     os.environ["GLOO_SOCKET_IFNAME"] = next(
@@ -167,6 +168,7 @@ def _serve(rank: int, pipe: Connection) -> None:
             return
         try:
             function, arguments, world, store, backend = pickle.loads(task)
+            signals.STARTED = time.monotonic()  # a task is a start; the process may be old
             dist.init_process_group(
                 backend,
                 store=dist.FileStore(store, world),

@@ -31,7 +31,6 @@ import torch.distributed as dist
 import yaml
 
 from parallel.disk import DiskMemory
-from runtime import signals
 from runtime.checkpoint import save
 from runtime.checkpoint.folder import complete_checkpoints, step_of
 from runtime.checkpoint.lease import Lease
@@ -193,8 +192,6 @@ def assert_same_end(drilled: Path, alone: Path) -> None:
 
 
 def drilled(arguments: list[str], kill: Kill | None) -> str:
-    # the time of this start, not that of the server from which this process was forked
-    signals.STARTED = time.monotonic()
     with killed(kill) if kill and kill.rank == dist.get_rank() else contextlib.nullcontext():
         return runs.train_run(arguments)
 
