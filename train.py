@@ -87,7 +87,7 @@ def start_run(config: Config, device: str, signals: Signals, spares: dict[str, i
         start = find_start(config, data.train, lease)
         mark("verify")
         while following := train_data_stage(config, data, start, lease, log, signals, spares):
-            start = following
+            start, spares = following, {}  # which are announced
             join_again(signals)
 
 

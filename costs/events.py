@@ -8,7 +8,7 @@ from costs.collectives import Call
 from costs.operators import NO_WORK, name_of, tensors_of
 
 BACKWARD_OF_FORWARD = 2.5  # flash attention's FLOPs: five products in backward, two in forward
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 # of experts (model/kernels/grouped_matmul.py)
 GROUPED = {"grouped_mm", "add_grouped_weight_gradient"}
 LOOKUPS = {"embedding", "index", "index_select", "gather"}  # read some rows of the first argument
@@ -22,6 +22,7 @@ class Product(NamedTuple):
     columns: int
     inner: int  # length of the sums
     bytes: int  # read and written
+    width: int  # bytes of a number of the factors
     number: int = 1
     weight: str = ""  # the name of the parameter among its factors (`Recorder.names`)
     launches: int = 1  # kernels: `number` if the products run one after another
@@ -83,9 +84,9 @@ def event_of(func: Any, args: Any, kwargs: Any, result: Any) -> Event | None:
     if name in GROUPED:
         return _grouped(name, named, size)
     if name.rstrip("_") in PRODUCTS:  # their right factor is the last matrix among the arguments
-        inner = [t for t in tensors_of(args) if t.dim() >= 2][-1].shape[-2]
+        right = [t for t in tensors_of(args) if t.dim() >= 2][-1]
         *batch, rows, columns = result.shape
-        return Product(rows, columns, inner, size, math.prod(batch))
+        return Product(rows, columns, right.shape[-2], size, right.itemsize, math.prod(batch))
     return Moved(size) if size else None
 
 
@@ -99,7 +100,8 @@ def _grouped(name: str, named: dict[str, Any], size: int) -> Product:
     shape = (most, columns, inner) if forward else (columns, inner, most)
     # one kernel for 16-bit factors, and a loop for others, or with model.kernels=torch
     launches = 1 if x.itemsize == 2 and named.get("kernels") != "torch" else experts
-    return Product(*shape, size, experts, "", launches, 2.0 * total * columns * inner)
+    flops = 2.0 * total * columns * inner
+    return Product(*shape, size, x.itemsize, experts, "", launches, flops)
 
 
 def _attention(named: dict[str, Any]) -> Attention:

@@ -11,7 +11,6 @@ a collective            links.py; over each of tp, cp and ep one runs after anot
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from costs.events import Attention, Moved, Product, Sent, Waited
@@ -45,10 +44,6 @@ class Rates:
     links: Links
     width: int  # bytes of a number of the dtype in which it computes
 
-    @cached_property
-    def _peak(self) -> float:
-        return self.device.peak(self.width)
-
     def memory(self, size: float) -> float:
         """Seconds to read and write `size` bytes in total."""
         return size / (self.device.memory_bytes_per_second * self.device.memory_efficiency)
@@ -60,9 +55,10 @@ class Rates:
             waves = -(-tiles // device.multiprocessors) * event.launches
             # a wave takes equally long whether or not all multiprocessors have a tile
             flops = 2.0 * waves * device.multiprocessors * device.tile**2 * event.inner
-            busy = max(flops / (self._peak * device.matmul_efficiency), self.memory(event.bytes))
+            peak = device.peak(event.width) * device.matmul_efficiency
+            busy = max(flops / peak, self.memory(event.bytes))
         elif isinstance(event, Attention):
-            busy = event.flops / (self._peak * device.attention_efficiency)
+            busy = event.flops / (device.peak(self.width) * device.attention_efficiency)
         else:
             busy = self.memory(event.bytes)
         launches = event.launches if isinstance(event, Product) else 1

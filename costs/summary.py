@@ -49,7 +49,8 @@ def model_flops(of: Unit, whole_attention: bool = False) -> float:
 @lru_cache(maxsize=1024)
 def flops_per_token(model: ModelConfig, seq_len: int, whole_attention: bool = False) -> float:
     """`model_flops` of the whole model, per token; the same with every attention kernel, so that it
-    is known where the wanted one cannot run."""
+    is known where the wanted one cannot run. Only `math`, for heads whose size is no multiple of 8,
+    also computes the scores that a mask hides, and they count."""
     setting = Setting(replace(model, attention_kernel="auto"), seq_len)
     ends = sum(model_flops(unit(setting, name), whole_attention) for name in (EMBEDDING, HEAD))
     block = mean_of_blocks(setting, lambda block: model_flops(block, whole_attention))

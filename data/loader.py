@@ -126,7 +126,7 @@ class BatchLoader:
                 mine, after = [], []
                 for _ in range(max(1, LOCATED_TOGETHER // rows)):
                     samples, sample = next_samples(sample, self._global_batch_size, self.skipped)
-                    mine.append(samples[self._mine])
+                    mine.append(samples[self._mine].copy())  # else all ranks' are kept
                     after.append(sample)
                 source, _, window = self._order.locate(np.concatenate(mine))
                 for i, after_batch in enumerate(after):

@@ -20,6 +20,7 @@ OUT is never incomplete.
 import json
 import multiprocessing
 import os
+import secrets
 import shutil
 import signal
 import threading
@@ -83,7 +84,8 @@ def prepare(
     _check_replaceable(sources, out, overwrite)
     report = report or Report()
     dtype = np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
-    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
+    out = out.resolve()  # a symbolic link stays: its target is replaced
+    partial = out.parent / f".{out.name}.partial-{secrets.token_hex(4)}"
     try:
         partial.mkdir(parents=True)
         writers = {

@@ -53,6 +53,8 @@ class Stopping(Listener):
     def closes(self, run: Run, error: BaseException | None) -> None:
         if error is None:
             run.stop.close(stays=run.changes_data_stage)
+            if run.end_reason:
+                run.end(run.stop.reason)
 
 
 def build_listeners(run: Run, whole: Config, data: Data, lease: Lease) -> list[Listener]:

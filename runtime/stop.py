@@ -49,6 +49,7 @@ import torch.distributed as dist
 
 from runtime import signals
 from runtime.exit import LostConnection
+from runtime.output import log
 from runtime.signals import Signals
 from settings.config import Config
 
@@ -119,7 +120,7 @@ class StopRequests:
     def done(self, name: str) -> None:
         """Clear a request of FILES that has been fulfilled, if there was one."""
         if name in self.agreed_files and dist.get_rank() == 0:
-            (self.folder / name).unlink(missing_ok=True)
+            self._remove(name)
         self.agreed_files.discard(name)
 
     def open(self) -> None:
@@ -133,7 +134,9 @@ class StopRequests:
         because the next start would stop at once."""
         self._wait()
         if dist.get_rank() == 0 and not stays:
-            (self.folder / "STOP").unlink(missing_ok=True)
+            if self.agreed and self._has("STOP"):  # perhaps it came while the run was stopping
+                self.reason = REASONS["STOP"]
+            self._remove("STOP")
 
     def _post(self) -> None:
         # a copy, because another thread may add to it
@@ -158,7 +161,13 @@ class StopRequests:
         )
 
     def _has(self, name: str) -> bool:
-        return (self.folder / name).exists()
+        return os.path.exists(self.folder / name)  # which never raises
+
+    def _remove(self, name: str) -> None:
+        try:
+            (self.folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            log(f"warning: {self.folder / name} cannot be removed: {error}")
 
     def _wait(self) -> None:
         """Wait until every rank has posted: without limit (a rank may be compiling), but only for

@@ -15,7 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from costs.parameters import sum_over_weights
-from declare import keys_of
+from declare import LARGEST, keys_of
 from errors import UserError
 from model.config import ModelConfig
 from parallel.parameter import NamedWeight
@@ -27,8 +27,7 @@ from training.optimizers import bytes_of_states, optimizer_class
 from training.step import TrainStep
 
 FILE = "trainer.json"
-MAX_DIMENSION = 10**8  # of a model
-Dimension = Annotated[int, Field(le=MAX_DIMENSION)]
+Dimension = Annotated[int, Field(le=LARGEST)]  # of a model
 # of a key; a list: kinds of layers, repeated in turn
 Value = bool | Dimension | float | str | list[bool | Dimension | float | Name] | None
 Positive = Annotated[int, Field(ge=1, le=MAX_INT)]

@@ -45,11 +45,6 @@ class TrainConfig:
     # 0: no limit
     max_minutes: Annotated[float, between(0, 1e8)] = 0.0
 
-    def __post_init__(self) -> None:
-        if self.tasks and not self.eval_interval:
-            why = "the run never evaluates: train.eval_interval is 0"
-            raise UserError("train.tasks", self.tasks, why, "set train.eval_interval, such as 100")
-
 
 @section("optimizer")
 class OptimizerConfig(WithKinds, name="training.optimizers"):

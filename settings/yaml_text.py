@@ -26,7 +26,8 @@ def parse(text: str, comments: bool = True) -> Any:
     except yaml.YAMLError as error:
         said = str(error).replace('in "<unicode string>", ', "in ")
         raise NotYaml(f"is not YAML: {' '.join(said.split())}") from None
-    except (ValueError, OverflowError) as error:  # for example, a number of thousands of digits
+    # a number of thousands of digits; `!!bool maybe` (KeyError), `!!timestamp x` (AttributeError)
+    except (ValueError, KeyError, AttributeError, OverflowError) as error:
         raise NotYaml(f"holds a value that cannot be read: {str(error)[:100]}") from None
     rest = text[node.end_mark.index if node else 0 :].strip()
     if rest and not comments:

@@ -70,8 +70,9 @@ def import_hf(
 
 
 def said(model: ModelConfig) -> dict[str, Any]:
-    """The keys of the section `model` that define this model."""
-    return _said(model, model_entries(model))
+    """The keys of the section `model` that define this model, and router_aux_weight, which a
+    checkpoint does not store."""
+    return _said(model, dataclasses.asdict(model))
 
 
 def _said(section: Any, entries: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ fetch reads into a folder whose name counts as no checkpoint, compares every fil
 the manifest, and renames the folder at the end; it continues an interrupted fetch, too.
 """
 
+import shutil
 from pathlib import Path
 
 from fsspec.core import url_to_fs
@@ -108,6 +109,8 @@ def fetch(store: DirFileSystem, name: str, folder: Path) -> str:
         why, remedy = "is another checkpoint than the store's", "move it away"
         raise UserError("FOLDER", str(final), why, remedy)
     partial = folder / f"{name}{FETCHING}"
+    if (partial / MANIFEST).is_file() and (partial / MANIFEST).read_bytes() != content:
+        shutil.rmtree(partial)  # begun before the run saved this step again
     partial.mkdir(parents=True, exist_ok=True)
     (partial / MANIFEST).write_bytes(content)
     manifest = read_manifest(partial)  # also: no name in it is a path

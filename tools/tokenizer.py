@@ -1,7 +1,6 @@
 """Trains a tokenizer: `python -m tools.tokenizer --source … --vocab-size N --out FILE`.
 
-    python -m tools.tokenizer --source 'corpus/*.jsonl' --vocab-size 32000 --out
-    prepared/corpus.model
+    python -m tools.tokenizer --source 'corpus/*.jsonl' --vocab-size 32000 --out corpus.model
 
 The tokenizer is a SentencePiece BPE model that reproduces every text exactly
 (data/sentencepiece_codec.py). It is trained only on training documents, never on held-out ones, and

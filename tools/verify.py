@@ -29,6 +29,9 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{manifest.num_bytes:,} bytes"
             )
         except Damaged as problem:
+            if not path.exists():
+                print(f"{path}: gone: its run has deleted it or put it aside meanwhile")
+                continue
             damaged += 1
             print(f"{path}: damaged: {problem}")
     return int(damaged > 0)

@@ -37,13 +37,14 @@ import contextlib
 import os
 import secrets
 import shutil
+import socket
 import threading
 import time
 from pathlib import Path
 from typing import NoReturn
 
 from errors import UserError
-from runtime.agreement import from_rank_0
+from runtime.agreement import from_rank_0, on_all_ranks
 from runtime.checkpoint.folder import (
     ABANDONED,
     DAMAGED,
@@ -59,6 +60,8 @@ RENEW_SECONDS = 5.0
 EXPIRE_SECONDS = 60.0
 # well below EXPIRE_SECONDS: the lease cannot have expired for another run in this time
 TRUST_SECONDS = 20.0
+# for all nodes to see a new file: NFS remembers for up to 60 s that a name was not there
+SEEN_SECONDS = 90.0
 
 
 class Lease:
@@ -113,8 +116,24 @@ class Lease:
             raise
 
     def __enter__(self) -> "Lease":
-        from_rank_0(self._take, self.device)
+        taken = from_rank_0(self._take, self.device)
+        try:
+            on_all_ranks(lambda: self._see(taken), self.device)
+        except UserError:
+            self.__exit__(None, None, None)
+            raise
         return self
+
+    def _see(self, taken: str) -> None:
+        """Raise UserError unless this rank's folder has the lease that rank 0 has taken: else it
+        would find all checkpoints damaged, and write its part of new ones elsewhere."""
+        until = time.monotonic() + SEEN_SECONDS
+        while not (self._token or os.path.exists(self.folder / taken)):
+            if time.monotonic() > until:
+                why = f"on {socket.gethostname()} it is another folder than rank 0's"
+                remedy = "give a folder that all nodes share, and mount it on each"
+                raise UserError("run.dir", str(self.run_dir), why, remedy)
+            time.sleep(0.5)
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if self._token:  # rank 0; the process group may be gone
@@ -137,13 +156,14 @@ class Lease:
 
     # --- taking it, on rank 0 ---------------------------------------------------------------------
 
-    def _take(self) -> None:
+    def _take(self) -> str:
         try:
             while not self._try_to_take():
                 pass
             self._looked = time.monotonic()
             self._thread.start()
             self._clear()
+            return self._path.name
         except OSError as error:
             self._release()
             remedy = "free some space, choose another folder, or change its permissions"

@@ -17,6 +17,7 @@ error. Training then continues, existing checkpoints stay, and the next save tri
 first waits for the previous one to end.
 """
 
+import contextlib
 import math
 import shutil
 import sys
@@ -209,7 +210,9 @@ class Saver:
             needed = self.last.get("bytes") or state_bytes(self.train.config)
             record["failed"] = f"{error}{room(error, self.folder, needed)}"
             self.failed = f"the checkpoint of step {trainer.step} was not saved: {record['failed']}"
-            left = [path.name for path in complete_checkpoints(self.folder)]
+            left = ["not known"]
+            with contextlib.suppress(OSError):  # the file system may be what has failed
+                left = [path.name for path in complete_checkpoints(self.folder)]
             said = (
                 f"warning: {self.failed}; the newest is {left[-1] if left else 'none'}, "
                 "and the next save will try again"
@@ -278,6 +281,7 @@ class Saver:
         deletes: whether older checkpoints beyond checkpoint.keep_last are then deleted.
         """
         write_manifest(partial, manifest)
+        check_sizes(partial, manifest)  # else each failed save would leave a damaged checkpoint
         sync(partial)
         # Someone else put it there: no start leaves incomplete or later checkpoints in place.
         if final.exists():

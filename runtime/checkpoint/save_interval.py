@@ -45,6 +45,11 @@ def best_interval(save: float, mtbf: float) -> float:
     return math.sqrt(2 * save * mtbf) if math.isfinite(mtbf) else math.inf
 
 
+def within_limits(seconds: float, write: float) -> float:
+    """The interval that a run keeps to, if writing a checkpoint takes `write` seconds."""
+    return min(max(seconds, BUSY * write), MOST_SECONDS)
+
+
 class SaveInterval:
     """When the next save is due; the same on every rank.
 
@@ -110,7 +115,7 @@ class SaveInterval:
         save = statistics.median(self.waits) if self.waits else self.estimated
         write = statistics.median(self.writes) if self.writes else 0.0
         mtbf = mtbf_of(self.config.failures_per_gpu_day, dist.get_world_size())
-        seconds = min(max(best_interval(save, mtbf), BUSY * write), MOST_SECONDS)
+        seconds = within_limits(best_interval(save, mtbf), write)
         steps = max(1, math.ceil(seconds / statistics.median(self.step_seconds)))
         if self.steps is not None and abs(steps - self.steps) <= WORTH_CHANGING * self.steps:
             return self.steps

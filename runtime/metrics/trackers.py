@@ -11,6 +11,7 @@ memory.
 """
 
 import errno
+import itertools
 import json
 import os
 import sys
@@ -98,8 +99,8 @@ class JsonLines(Tracker):
         self.unwritten: list[str] = []
         self.begins_anew, self.reached, self._warned = step == 0 and self.path.exists(), step, False
         if self.begins_anew:
-            taken = len(list(folder.glob("metrics-*.jsonl")))
-            self.path.rename(folder / f"metrics-{taken + 1}.jsonl")
+            names = (folder / f"metrics-{number}.jsonl" for number in itertools.count(1))
+            self.path.rename(next(name for name in names if not name.exists()))
         elif self.path.exists():
             self.reached = self._drop_after(step)
 

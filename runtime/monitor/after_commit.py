@@ -165,7 +165,7 @@ class Commands:
         """Run the command once for a checkpoint."""
         began, sha = time.monotonic(), _manifest_sha(path)
         running = self.checkpoints / AFTER_COMMIT / f"{path.name}.{sha}.running"
-        if running.with_suffix(".done").exists():  # found at the start, and then heard of
+        if os.path.exists(running.with_suffix(".done")):  # found at the start, and then heard of
             del self.pending[path]
             return
         try:

@@ -83,7 +83,7 @@ class MonitorProcess:
 
     def look(self, now: float) -> None:
         """Report a stall."""
-        if now > self.due and not self.is_stalled:
+        if now > self.due and not (self.is_stalled or self.end_state):
             self.is_stalled = True
             about = {"seconds": now - self.logged, "busy": self.busy or "steps"}
             self.happened("stalled", step=self.step, **about)
@@ -178,7 +178,7 @@ def main() -> None:
     stops = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     for number in stops:
         signal.signal(number, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # tools.launch blocks others, too
     with open(STDIN, "rb", buffering=0, closefd=False) as pipe:  # reads no further than the line
         told = json.loads(pipe.readline())
     MonitorProcess(told).follow()

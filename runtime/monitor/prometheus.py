@@ -21,7 +21,7 @@ from runtime.monitor.state import RunState
 
 FILE_SECONDS = 10.0  # between two versions of the file
 CLIENT_SECONDS = 5.0  # that the endpoint waits for a client: a scrape takes milliseconds
-STATES = ("starting", "running", "finished", "requeue", "failed", "died")
+STATES = ("starting", "running", "finished", "requeue", "failed", "died", "refused")
 # entries of a record (metrics/metrics.py) → metric and help; others: lattice_record{name="…"}
 RECORD = {
     "step": ("lattice_step", "Last logged step."),

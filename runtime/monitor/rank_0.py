@@ -111,7 +111,8 @@ class Monitor:
             seconds += checkpoint.after_commit_minutes * 60 if checkpoint.after_commit else 0.0
         self._wait(seconds)
         if checkpoint.after_commit and self._has_begun:
-            self._add_to_status()
+            with contextlib.suppress(OSError):  # a run that has finished has finished
+                self._add_to_status()
 
     def _wait(self, seconds: float) -> None:
         """Wait for the monitor: so long, but only briefly once a signal was received."""

@@ -11,7 +11,7 @@ class RunState:
     """The state of a run, from the first event of events.jsonl on."""
 
     def __init__(self) -> None:
-        self.state = "starting"  # then running, and as in status.json, or died
+        self.state = "starting"  # then running, and as in status.json, died or refused
         self.record: dict[str, Any] = {}  # the last one; of an earlier start only `step`
         self.record_time: float | None = None  # when it was logged, in seconds since 1970
         self.start_time: float | None = None  # when the last start began, likewise
@@ -30,12 +30,13 @@ class RunState:
         self.account.add(event)
         if kind == "start":
             self.state, self.slow, self.start_time = "running", {}, event["time"]
-        elif kind == "data_stage":  # whose first step may take as long as a start's
-            self.start_time = event["time"]
+            self.spares = None if self.spares is None else 0  # unless `spares` follows
+        elif kind == "data_stage":  # as a start: a slow first step, no rank judged yet
+            self.slow, self.start_time = {}, event["time"]
         elif kind == "end":
             self.state = str(event.get("state"))
-        elif kind == "died":
-            self.state = "died"
+        elif kind in ("died", "refused"):
+            self.state = kind
         elif kind == "checkpoint":
             self.failed_saves += "failed" in event
             self.checkpoint = self.checkpoint if "failed" in event else event

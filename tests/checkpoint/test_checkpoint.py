@@ -3,6 +3,7 @@ are kept and used."""
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -127,16 +128,20 @@ FAULTS = [  # where a save fails, at which step, with which error, on which rank
     ("fingerprint", 12, errno.ENOSPC, 1),
 ]
 LEFT = ("_delete", 1, errno.EACCES, 0)  # a deletion, once step 11 is saved
+UNSEEN = ("complete_checkpoints", 10, errno.ESTALE, 0)  # the others, once the save of 10 has failed
 
 
 def train_with_faults(arguments: list[str]) -> tuple[str, str]:
     def faulty(name: str) -> Any:
         owner = {"create_stream": FileSystem, "_delete": Saver}.get(name, runtime.checkpoint.save)
 
+        steps = itertools.count(1)  # each save lists the others once
+
         @planted(owner, name)
         def failing(honest: Any, *given: object, **options: object) -> object:
             about = " ".join(map(str, given))
-            for where, step, kind, rank in (*FAULTS, LEFT):
+            about += f"step-{next(steps):08d}" if name == UNSEEN[0] else ""
+            for where, step, kind, rank in (*FAULTS, LEFT, UNSEEN):
                 if (where, rank) == (name, dist.get_rank()) and f"step-{step:08d}" in about:
                     raise OSError(kind, os.strerror(kind))
             return honest(*given, **options)
@@ -144,7 +149,7 @@ def train_with_faults(arguments: list[str]) -> tuple[str, str]:
         return failing()
 
     with contextlib.ExitStack() as stack:
-        for name in {where for where, *_ in (*FAULTS, LEFT)}:
+        for name in {where for where, *_ in (*FAULTS, LEFT, UNSEEN)}:
             stack.enter_context(faulty(name))
         return runs.heard(arguments)
 
@@ -171,7 +176,10 @@ def test_a_save_that_one_rank_cannot_finish(spoilt, place, step, kind, rank):
     (line,) = (line for line in lines if warning in line)
     assert f"on rank {rank}: {os.strerror(kind)}: {folder / 'run' / 'checkpoints'}" in line
     assert ("; a checkpoint needs 0.8 MB, and " in line) == (kind in (errno.ENOSPC, errno.EDQUOT))
-    assert f"the newest is step-{step - 1:08d}" in line
+    newest = "not known" if step == UNSEEN[1] else f"step-{step - 1:08d}"
+    assert f"the newest is {newest}" in line
+    saves = runs.events_of(folder / "run", "checkpoint")
+    assert step in [each["step"] for each in saves if "failed" in each]
 
 
 def test_a_last_save_that_fails_is_no_success(spoilt):

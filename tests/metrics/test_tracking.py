@@ -275,3 +275,9 @@ def test_a_run_that_begins_anew_leaves_the_lines_of_the_one_before(tmp_path):
     assert not JsonLines(tmp_path, 1).begins_anew
     assert JsonLines(tmp_path, 0).begins_anew
     assert (tmp_path / "metrics-1.jsonl").read_text() == '{"step": 1}\n'
+    (tmp_path / "metrics-1.jsonl").rename(tmp_path / "metrics-2.jsonl")
+    for text in ('{"step": 2}\n', '{"step": 3}\n'):
+        (tmp_path / "metrics.jsonl").write_text(text)
+        JsonLines(tmp_path, 0)
+    said = [(tmp_path / f"metrics-{number}.jsonl").read_text()[9] for number in (1, 2, 3)]
+    assert said == ["2", "1", "3"]  # none takes the place of another

@@ -100,10 +100,14 @@ def test_a_state_before_the_first_step_and_after_the_end():
     state = state_of([*EVENTS, {"event": "end", "time": 1.0, "state": "failed", "step": 3}], RECORD)
     assert parsed(exposition("runs/x", state))["lattice_running"] == 0
     state.note_event({"event": "start", "time": 2.0, "began": 2.0, "step": 0, "world_size": 8})
-    assert state.slow == {}  # of the start before
+    assert (state.slow, state.spares) == ({}, 0)  # not those of the start before
+    state.note_event(EVENTS[6])
     state.note_event({"event": "data_stage", "time": 4.0, "data_stage": 1, "step": 4})
     # the changeover is no restart, and not a time without steps, for the rule LatticeNoStep
     assert (state.state, state.events["start"], state.start_time) == ("running", 2, 4.0)
+    assert state.slow == {}  # its ranks are judged anew
+    state.note_event({"event": "refused", "time": 5.0})
+    assert parsed(exposition("runs/x", state))["lattice_state state=refused"] == 1
 
 
 def test_an_address():

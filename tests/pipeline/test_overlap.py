@@ -99,7 +99,7 @@ def seconds_of_collectives(number: float) -> Product:
     seconds = number * links.collective("tp", 1 << 30) - find_device("h100").kernel_seconds
     rows, columns = device.tile * device.multiprocessors, device.tile  # one wave of tiles
     flops = seconds * device.peak(2) * device.matmul_efficiency
-    return Product(rows, columns, inner=round(flops / (2 * rows * columns)), bytes=0)
+    return Product(rows, columns, inner=round(flops / (2 * rows * columns)), bytes=0, width=2)
 
 
 def test_collectives_of_one_group_run_one_after_another() -> None:

@@ -63,7 +63,7 @@ def test_key_and_value_of_70b_at_tp_8_are_narrow() -> None:
 def seconds(rows: int, columns: int, device: Device = H100) -> float:
     """Seconds of a product in bfloat16 whose sums are so long that its bytes do not matter."""
     rates = Rates(replace(device, kernel_seconds=0.0), Links(device, 1, 1, 1, 1), 2)
-    return rates.operation(Product(rows, columns, inner=2**20, bytes=0))
+    return rates.operation(Product(rows, columns, inner=2**20, bytes=0, width=2))
 
 
 def test_a_product_takes_whole_waves() -> None:

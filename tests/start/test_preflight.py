@@ -198,6 +198,36 @@ def test_with_layouts_a_job_needs_only_the_smallest(data: Path, tmp_path: Path) 
     assert "EXCLUDED node1: excluded.json excludes it: slow since step 7" in report
 
 
+def test_a_node_that_sends_no_measurement_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its neighbours are not chosen either, as their pairs with it failed, but it is not chosen."""
+    for name in ("open_data_stages", "check_writable", "attention_of"):
+        monkeypatch.setattr(command, name, lambda *_: "")
+    found = {"within": 1e11, "across": 1e10}
+    monkeypatch.setattr(command, "measured", lambda *_: {"clock": 0.0, **found})
+
+    def report(number: int) -> dict[str, Any]:
+        about = {"name": f"n{number}", "gpus": "8", "code": {}, "packages": {}, "free_bytes": 1}
+        return about | {"problems": [], "warnings": []}
+
+    def gather(key: str, nodes: list[int], until: float) -> dict[int, Any]:
+        if key == "report":
+            return {each: report(each) for each in nodes}
+        return {each: {"clock": 0.0, **found} for each in nodes if each != 2}
+
+    meeting: Any = SimpleNamespace(
+        node=0, num_nodes=4, deadline=0.0, gather=gather, write=lambda *_: None
+    )
+    options: Any = SimpleNamespace(seconds=1, device="cpu", node_names="", spare_nodes=1,
+                                   ranks_per_node=2)  # fmt: skip
+    config = load_config(write_config(tmp_path, tmp_path), [])
+    assert command.lead(meeting, [], report(0), options, config, 0.0) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("n0,n1,n3 ")
+    assert "FAILED   n2: it sent no measurement in time" in said.err
+
+
 def test_what_a_killed_start_has_left_is_no_lack_of_space(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

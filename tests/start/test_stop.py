@@ -2,6 +2,7 @@
 the same step, and no step is lost."""
 
 import contextlib
+import errno
 import os
 import signal
 import threading
@@ -273,6 +274,30 @@ def wait_for_a_silent_peer(config: str) -> str:
 def test_a_silent_peer(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     found = ranks.run(wait_for_a_silent_peer, 2, config_of(tmp_path, data, 6))
     assert found == ["the other ranks did not respond for 1 s", ""]
+
+
+def stop_twice(config: str) -> tuple[str, str]:
+    """Why all stop after a signal, and then why they did if STOP came meanwhile."""
+    heard = Signals(speaks=False)
+    requests = StopRequests(load_config(config, []), heard)
+    requests.open()
+    heard.heard[signal.SIGUSR1] = time.monotonic()
+    requests.agree(), requests.agree()
+    first = requests.reason
+    if dist.get_rank() == 0:
+        requests.folder.mkdir()
+        (requests.folder / "STOP").touch()
+    no_rights = PermissionError(errno.EACCES, "Permission denied")
+    with patch.object(Path, "unlink", side_effect=no_rights):
+        requests.close(stays=False)
+    return first, requests.reason
+
+
+def test_a_user_who_stops_a_stopping_run_is_heard(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """Its job does not requeue itself. A file that cannot be removed fails no run."""
+    first, other = ranks.run(stop_twice, 2, config_of(tmp_path, data, 6))
+    assert first == ("SIGUSR1 was received", REASONS["STOP"])
+    assert other == ("SIGUSR1 was received",) * 2
 
 
 def hear_again_and_again() -> None:

@@ -39,7 +39,7 @@ def read_options(options: argparse.Namespace) -> tuple[list[str], Sampling]:
     if options.prompts is not None:
         try:
             prompts += [
-                line for line in options.prompts.read_text(encoding="utf-8").split("\n") if line
+                line for line in options.prompts.read_text(encoding="utf-8-sig").split("\n") if line
             ]
         except (OSError, UnicodeDecodeError) as error:
             why = f"it cannot be read: {error}"

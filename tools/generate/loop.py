@@ -116,7 +116,8 @@ def continue_texts(
 ) -> Iterator[tuple[int, str]]:
     """Yields (row, text): pieces of text as they become certain, and the row of the prompt."""
     texts = [Continuation(loaded.tokenizer, prompt) for prompt in prompts]
-    num_tokens = loaded.tokenizer.vocab_size
+    # a token that was added beside tokenizer.model may end a text too
+    num_tokens = max(loaded.tokenizer.vocab_size, *(token + 1 for token in loaded.stop))
     for new in generate(loaded.model, prompts, count, sampling, loaded.stop, first_row, num_tokens):
         for row, token in enumerate(new):
             if token is not None:

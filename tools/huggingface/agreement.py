@@ -103,6 +103,12 @@ def check_tokens(tokenizer: Tokenizer, folder: Path) -> None:
         why = 'it must be {"ID": {"content": "TOKEN", …}, …}'
         key = f"{folder / TOKENIZER_CONFIG}: added_tokens_decoder"
         raise UserError(key, decoder, why, COPY)
+    for token in decoder.values() if MODEL in files else ():
+        if not token.get("special") and token["content"] not in vocabularies[MODEL]:
+            why = f"texts have it as one token, and {MODEL} would spell it"
+            remedy = f"give the {JSON} of the same folder: --tokenizer PATH"
+            key = f"{folder / TOKENIZER_CONFIG}: added_tokens_decoder"
+            raise UserError(key, token["content"], why, remedy)
     vocabularies["added_tokens.json"] = {t: i for t, i in added.items() if type(i) is int}
     vocabularies[TOKENIZER_CONFIG] = {token["content"]: int(i) for i, token in decoder.items()}
     seen: dict[str | int, tuple[str | int, str]] = {}  # token → id and file; id → token and file

@@ -48,13 +48,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"model_type": "mistral", "num_key_value_heads": 8, "head_dim": None,
                            "sliding_window": 4096},
     # norms of queries and keys (qk_norm)
-    "Qwen3ForCausalLM": {"model_type": "qwen3", "num_key_value_heads": 32, "head_dim": 128},
+    "Qwen3ForCausalLM": {"model_type": "qwen3", "num_key_value_heads": 32, "head_dim": 128,
+                         "sliding_window": 4096},
     MIXTRAL: {"model_type": "mixtral", "num_key_value_heads": 8, "head_dim": None,
               "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8,
               "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
     QWEN3_MOE: {"model_type": "qwen3_moe", "num_key_value_heads": 4, "head_dim": None,
                 "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
-                "decoder_sparse_step": 1, "router_aux_loss_coef": 0.001},
+                "decoder_sparse_step": 1, "router_aux_loss_coef": 0.001,
+                "sliding_window": 4096},
 }  # fmt: skip
 WITH_WINDOW = ("MistralForCausalLM", MIXTRAL)  # sliding_window is used wherever it is given
 WITH_QK_NORM = ("Qwen3ForCausalLM", QWEN3_MOE)
@@ -159,6 +161,10 @@ def refuse_foreign(folder: Path, key: str) -> None:
     """Raises UserError with this key if `folder` is not a folder, or has weights only in an
     unsupported format."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if "adapter_config.json" in names:
+        why = "it has an adapter, which changes another model's weights"
+        remedy = "merge it with that model (peft: merge_and_unload), and give the result"
+        raise UserError(key, str(folder), why, remedy)
     if CONFIG in names:
         return
     why, remedy = "", "give a folder with the same model's config.json and *.safetensors"

@@ -115,12 +115,8 @@ def expert_fields(architecture: str, model: ModelConfig) -> dict[str, Any]:
     if architecture not in NAMES:
         return {}
     dense, experts = dense_layers(model), model.of(Experts)
-    coefficient = experts.router_aux_weight * (model.num_layers - len(dense))
-    content = {
-        "num_experts_per_tok": experts.per_token,
-        # rounded, so that an imported value is exported as it was
-        "router_aux_loss_coef": float(f"{coefficient / experts.per_token:.12g}"),
-    }
+    # without router_aux_loss_coef: a checkpoint does not store router_aux_weight
+    content = {"num_experts_per_tok": experts.per_token}
     if architecture == MIXTRAL:
         # their only feed-forwards are experts
         sizes = {"num_local_experts": experts.count, "intermediate_size": model.expert_width}

@@ -92,6 +92,9 @@ class FolderReader(WeightReader):
         ):
             why = "it has no weight_map from tensors to files in its folder"
             raise self._refusal(index, why)
+        if (self._folder / SINGLE).is_file() and SINGLE not in files.values():
+            why = f"{SINGLE} beside it is not one of its files, and transformers would read that"
+            raise self._refusal(index, why, "remove the one that is out of date")
         return [self._folder / file for file in sorted(set(files.values()))]
 
     def _problems(self, theirs: dict[str, Theirs], parameters: list[Parameter]) -> Iterator[str]:

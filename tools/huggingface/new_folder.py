@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from errors import UserError
-from runtime.checkpoint.folder import write_durably
+from runtime.checkpoint.folder import NAME, step_of, write_durably
 from runtime.checkpoint.manifest import (
     PLACES,
     Manifest,
@@ -116,6 +116,9 @@ def write_weights(
         others: the content of further files, such as the tokenizer's.
         trainer: the entries of trainer.json that say what was trained and on what.
     """
+    if NAME.fullmatch(out.name) and step_of(out):
+        why = "a folder of this name is that of a run's step"
+        raise UserError("--out", str(out), why, "give another name")
     begun = {"step": 0, "updates": 0, "tokens": 0, "recent_losses": [], "bad_in_a_row": 0}
     stored = {WEIGHTS + name: about for name, about in tensors.items()}
 

@@ -13,6 +13,7 @@ docs/planning.md explains how the figures are computed; docs/plan_accuracy.md co
 rehearsals and published results.
 """
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 from costs.routing import check_imbalance
 from errors import UserError
 from settings.checks import validate
+from settings.config import Config
 from settings.layouts import valid_layout
 from settings.load import load_config
 from tools.command import (
@@ -44,8 +46,8 @@ from tools.timeline.panels import figures
 
 MODES = {  # which print something else → the options that each reads
     "guide": ("config", "overrides"),
-    "beside": ("config", "overrides"),
-    "layouts": ("config", "overrides", "gpus", "device", "search"),
+    "beside": ("config", "overrides", "data_stage"),
+    "layouts": ("config", "overrides", "gpus", "device", "search", "data_stage"),
 }
 
 
@@ -69,23 +71,21 @@ def main(arguments: list[str] | None = None) -> int:
     add("--json", Path, "FILE", "write all figures to FILE")
     add("--pictures", Path, "FOLDER", "draw the timeline in FOLDER")
     options = parser.parse_intermixed_args(arguments)
-    for mode, reads in MODES.items():
-        for name, value in vars(options).items() if getattr(options, mode) is not None else ():
-            if name not in (mode, *reads) and value != parser.get_default(name):
-                option, told = f"--{name.replace('_', '-')}", getattr(value, "name", value)
-                raise UserError(option, told, f"--{mode} does not read it", "leave it out")
     config = load_config(options.config, options.overrides)
-    at_least(0, tokens=options.tokens, price=options.price)
+    check_options(parser, options, config)
     device = find_device(options.device)
     if options.guide is not None:
         check_gpus("--guide", options.guide)
         print(zero_table(config, options.guide))
         return 0
     if options.beside is not None:
-        print(beside(config, read_report(options.beside)))
+        report = read_report(options.beside)
+        config, which = one_stage(config, report.world, options.data_stage)
+        print(*filter(None, (which, beside(config, report))), sep="\n")
         return 0
     world = world_of(options.config, config, options.gpus)
     if options.layouts is not None:
+        config, _ = one_stage(config, world, options.data_stage)
         print(describe_layouts(config, options.layouts, world, device))
         return 0
     if not options.search:
@@ -108,11 +108,29 @@ def main(arguments: list[str] | None = None) -> int:
         with writes("--json", options.json):
             options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if options.pictures is not None:
-        timeline = StepTime(Layout(config, world, 0), device).timeline
+        layout = Layout(config, world, 0, imbalance=options.imbalance)
+        timeline = StepTime(layout, device).timeline
         panel = Panel(config.parallel.schedule, timeline, figures(timeline, " s"))
         with writes("--pictures", options.pictures):
             save(draw([panel], "s"), options.pictures / "timeline.svg")
     return 0
+
+
+def check_options(parser: CommandParser, options: argparse.Namespace, config: Config) -> None:
+    """Raise UserError for options that would not be read, or are missing."""
+    for mode, reads in MODES.items():
+        for name, value in vars(options).items() if getattr(options, mode) is not None else ():
+            if name not in (mode, *reads) and value != parser.get_default(name):
+                option, told = f"--{name.replace('_', '-')}", getattr(value, "name", value)
+                raise UserError(option, told, f"--{mode} does not read it", "leave it out")
+    at_least(0, tokens=options.tokens, price=options.price)
+    if options.search and options.imbalance != 1.0:
+        remedy = "plan the layout that it finds with --imbalance"
+        raise UserError("--imbalance", options.imbalance, "--search does not read it", remedy)
+    searches = options.search or options.layouts is not None
+    if searches and config.data_stages and options.data_stage is None:
+        why = "a search is for one data stage, and each may have a layout of its own"
+        raise UserError("--data-stage", None, why, f"give 0 to {len(config.data_stages)}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hardware import NODE_LOST_SHARE, Device
-from runtime.checkpoint.save_interval import DAY, best_interval, mtbf_of
+from runtime.checkpoint.save_interval import DAY, best_interval, mtbf_of, within_limits
 from runtime.trainer_state import state_bytes
 from settings.config import Config
 
@@ -54,8 +54,8 @@ def goodput(config: Config, world: int, device: Device, step_seconds: float) -> 
 
     Each rank copies its part of the weights and states to its host, while training waits, and all
     nodes write them once. A restart reads them twice: for the checksums, and to load them. The
-    interval is checkpoint.interval, or √(2sM) if that is `auto`. With 0 and `never` it is None, and
-    a failure costs all steps.
+    interval is checkpoint.interval, or what a run would choose if that is `auto`. With 0 and
+    `never` it is None, and a failure costs all steps.
     """
     checkpoint = state_bytes(config)
     nodes = math.ceil(world / device.gpus_per_node)
@@ -73,7 +73,8 @@ def goodput(config: Config, world: int, device: Device, step_seconds: float) -> 
     )
     seconds, interval = best_interval(save, costs.mtbf), config.checkpoint.interval
     best = max(1, math.ceil(seconds / step_seconds)) if math.isfinite(seconds) else None
-    steps = best if interval == "auto" else interval if isinstance(interval, int) else 0
+    auto = max(1, math.ceil(within_limits(seconds, written) / step_seconds))
+    steps = auto if interval == "auto" else interval if isinstance(interval, int) else 0
     found = shares(costs, (steps or max(1, config.train.steps)) * step_seconds)
     missing = DAY / costs.mtbf * NODE_LOST_SHARE * device.repair_days
     return {

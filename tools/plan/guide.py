@@ -68,13 +68,15 @@ def zero_table(config: Config, ranks: int) -> str:
     number of parameters, and as Lattice holds them; and what a rank sends."""
     model = num_parameters(config.model)
     parameters = round(model, -9) if model >= 1e9 else model
+    dtypes = config.precision[:3]
+    compute, master, reduced = (str(each).removeprefix("torch.") for each in dtypes)
     lines = [
         f"{parameters / 1e9:g} billion parameters on {ranks} data-parallel GPUs, in GB on each; "
         "activations come on top",
         "guides: weights 2, gradients 2, optimizer 8 bytes a parameter (no float32 weights, which "
         "training in bfloat16 needs)",
-        f"Lattice: {model:,} parameters; float32 weights and moments, bfloat16 copies to compute "
-        "with, float32 gradients",
+        f"Lattice: {model:,} parameters; {master} weights and moments, {compute} copies to compute "
+        f"with, {reduced} gradients",
         "zero_stage   guides   Lattice   of which",
     ]
     for stage in STAGES:

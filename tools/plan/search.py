@@ -22,7 +22,7 @@ from costs.parameters import num_parameters
 from errors import UserError
 from parallel.axes import AXES
 from runtime.trainer_state import state_bytes
-from settings.checks import validate
+from settings.checks import check_lengths, validate
 from settings.config import Config
 from settings.layouts import MAX_LAYOUTS, OF_TRAIN
 from tools.plan.candidates import Candidate, candidates, space
@@ -186,6 +186,7 @@ def search(config: Config, world: int, device: Device) -> Result:
 def _error(found: Found) -> UserError | None:
     """Why a run with this layout would not start; None if it would."""
     try:
+        check_lengths(found.config, found.layout.sizes)  # a shortened step always passes it
         validate(shortened(found.layout, CHECKED).config, found.world)
     except UserError as error:
         return error
@@ -195,11 +196,12 @@ def _error(found: Found) -> UserError | None:
 def check_before_search(config: Config) -> None:
     """Raise UserError for what is wrong in every layout."""
     # Settings that are wrong only in some layouts are replaced by ones that are valid on one rank.
-    # The micro-batch size, which this replaces too, is checked below.
+    # The micro-batch size, which this replaces too, is checked below; the batch with each layout.
     parallel = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, dp_shard=1, dp_replicate=1,
                        schedule="1f1b", stages_per_rank=1, layers_per_stage=None,
                        zero_stage=2)  # fmt: skip
-    alone = replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=1),
+    one_sequence = replace(config.train, micro_batch_size=1, global_batch_size=1)
+    alone = replace(config, parallel=parallel, train=one_sequence,
                     run=replace(config.run, profile_ranks=[0]))  # fmt: skip
     validate(alone, 1)
     size = config.train.micro_batch_size
@@ -209,6 +211,8 @@ def check_before_search(config: Config) -> None:
 
 def _check_states_fit(config: Config, world: int, room: float) -> None:
     """Raise UserError if weights, optimizer state and gradients do not fit in any layout."""
+    if config.parallel.offload != "none":  # they are elsewhere
+        return
     # weights and states, and the gradients, of which each rank holds at least its share
     parameters = num_parameters(config.model)
     states = state_bytes(config) + parameters * config.precision.reduce.itemsize

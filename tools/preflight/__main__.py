@@ -127,6 +127,8 @@ def lead(
     meeting.write("members", members)
     results = {0: measured(meeting, pipes, members)}
     results |= meeting.gather("measured", [*reports][1:], meeting.deadline)
+    for node in reports.keys() - results.keys():
+        reports[node]["problems"].append("it sent no measurement in time")
     for node, found in results.items():
         reports[node]["problems"] += found.pop("problems", [])
         reports[node] |= found

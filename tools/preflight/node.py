@@ -5,6 +5,7 @@ import csv
 import fcntl
 import hashlib
 import ipaddress
+import os
 import platform
 import resource
 import shutil
@@ -180,9 +181,11 @@ def _look_at_disk(config: Config, report: dict[str, Any]) -> int:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     # what a start that was killed has left unfinished, the next one deletes (checkpoint/lease.py)
     free = shutil.disk_usage(existing).free
-    for each in (folder / "checkpoints").glob("partial-*/**/*"):
-        with contextlib.suppress(FileNotFoundError):  # a run that still writes moves its files
-            free += each.stat().st_size if each.is_file() else 0
+    for left in (folder / "checkpoints").glob("partial-*"):
+        for path, _, names in os.walk(left):  # passes over folders that have moved
+            for name in names:
+                with contextlib.suppress(OSError):  # a run that still writes moves its files
+                    free += os.path.getsize(os.path.join(path, name))
     one = state_bytes(config)
     kept = len(named_checkpoints(folder / "checkpoints"))
     missing = max(config.checkpoint.keep_last + 1 - kept, 1) * one

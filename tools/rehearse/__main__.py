@@ -167,7 +167,8 @@ def main(arguments: list[str] | None = None) -> int:
         reports.append(report)
     result: dict[str, Any] = {"ranks": reports} if options.stages else reports[0]
     if options.real and options.stages:
-        step = result["step"] = predicted_step(config, world, reports, device)
+        given = config, world, reports, device, options.imbalance
+        step = result["step"] = predicted_step(*given)
         print(
             f"a step of the whole job: {step['step_seconds'] * 1e3:.3f} ms = "
             "measured computation, "

@@ -105,7 +105,11 @@ def mean_seconds(events: list[Event]) -> dict[str, dict[str, float]]:
 
 
 def predicted_step(
-    config: Config, world: int, reports: list[dict[str, Any]], device: Device
+    config: Config,
+    world: int,
+    reports: list[dict[str, Any]],
+    device: Device,
+    imbalance: float = 1.0,
 ) -> dict[str, float]:
     """Predict the whole job's step from the measured actions of every stage.
 
@@ -117,7 +121,7 @@ def predicted_step(
     means: dict[str, dict[str, float]] = {}
     for report in reports:
         means |= report["action_seconds"]
-    time = StepTime(Layout(config, world, 0), device)
+    time = StepTime(Layout(config, world, 0, imbalance=imbalance), device)
     computing = [_part(means[str(s)]) for s in range(config.parallel.num_stages)]
     waiting = [
         sum((time.part(u, seconds=EXPOSED) for u in time.layout.units(s)), time.waits(s))

@@ -70,6 +70,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if out is not None and out.suffix not in SUFFIXES:
         parser.error(f"--out: {str(out)!r} is no picture: end it in {' or '.join(SUFFIXES)}")
     if options.schedule is None:
+        given = {"--stages": options.stages, "--micro-batches": options.micro_batches,
+                 "--stages-per-rank": per_rank, "--costs": options.costs != (1, 1, 1),
+                 "--communication": options.communication and not options.simulated}  # fmt: skip
+        if unread := [name for name, value in given.items() if value]:
+            parser.error(f"{unread[0]}: --trace does not read it")
         return options
     if options.simulated:
         parser.error("--simulated belongs to --trace; a schedule is always simulated")
