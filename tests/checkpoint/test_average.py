@@ -143,6 +143,8 @@ def test_what_does_not_belong_together_is_refused(checkpoints, tmp_path, said, c
 
 
 def test_too_few_and_too_many_are_refused(saved, checkpoints, tmp_path, capsys):
+    assert run(saved / "run", "--out", tmp_path / "step-00001000") == 2  # it would be of step 0
+    assert "a folder of this name is that of a run's step" in capsys.readouterr().err
     for more, said in (["--last", "1"], "there is only this one"), (checkpoints[:1], "named twice"):
         assert run(saved / "run", *more, "--out", tmp_path / "out") == 2
         assert said in capsys.readouterr().err

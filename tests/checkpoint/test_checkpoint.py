@@ -322,7 +322,7 @@ def test_a_run_folder_has_the_permissions_of_the_umask(flushed):
     assert [str(path) for path in paths if path.stat().st_mode & 0o077] == []
 
 
-def test_verify_says_what_is_wrong(saved, tmp_path, capsys):
+def test_verify_says_what_is_wrong(saved, tmp_path, capsys, monkeypatch):
     _, checkpoints = runs.copy_of(saved, tmp_path)
     trainer = checkpoints / "step-00000004" / "trainer.json"
     trainer.unlink()
@@ -333,5 +333,13 @@ def test_verify_says_what_is_wrong(saved, tmp_path, capsys):
     trainer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     assert verify.main([str(tmp_path / "run")]) == 1
     assert "'trainer.json' is a Git LFS pointer, not the file: run `git" in capsys.readouterr().out
+
+    def verify_too_late(path: Path) -> None:
+        shutil.rmtree(path)
+        raise Damaged("its file x cannot be read")
+
+    monkeypatch.setattr(verify, "verify_checkpoint", verify_too_late)
+    assert verify.main([str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.count(": gone: ") == 3
     for other in "nothing", "x" * 300:  # of which the second is no name of a file
         assert verify.main([str(tmp_path / other)]) == 2

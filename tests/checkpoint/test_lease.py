@@ -91,6 +91,21 @@ def test_a_living_holder_is_named_and_nothing_is_written(ranks, data, tmp_path):
     assert [file for file in (tmp_path / "run").rglob("*") if file.is_file()] == [path]
 
 
+def hold_one_of_many(folder: Path) -> str:
+    """On each rank: why the lease of a folder that each has for itself is refused."""
+    own = folder / str(dist.get_rank()) / "run"
+    with patch.object(lease, "SEEN_SECONDS", 0.1), pytest.raises(UserError) as refused:
+        Lease(own, "cpu").__enter__()
+    return refused.value.why
+
+
+def test_a_folder_that_the_nodes_do_not_share_is_refused(ranks, tmp_path):
+    found = ranks.run(hold_one_of_many, 2, tmp_path)
+    assert found[0] == found[1]
+    assert "it is another folder than rank 0's" in found[0]
+    assert names(tmp_path) == []  # nothing is left
+
+
 @pytest.mark.parametrize(
     "left",
     [

@@ -12,7 +12,17 @@ from fsspec.implementations.dirfs import DirFileSystem
 from runtime.checkpoint.folder import MANIFEST
 from runtime.checkpoint.manifest import Damaged, fingerprint, read_manifest, write_manifest
 from tests.runs import FIXTURE, contents
-from tools.objects import PARTIAL, complete, fetch, main, open_store, push, read, sizes
+from tools.objects import (
+    FETCHING,
+    PARTIAL,
+    complete,
+    fetch,
+    main,
+    open_store,
+    push,
+    read,
+    sizes,
+)
 
 NAME = FIXTURE.name
 
@@ -115,6 +125,10 @@ def test_another_checkpoint_of_the_same_step_is_replaced(url, tmp_path):
         push(open_store(place), other)
         fetch(open_store(place), NAME, back)
         assert fingerprint(back / NAME / MANIFEST) == fingerprint(other / MANIFEST)
+    begun = shutil.copytree(FIXTURE, tmp_path / "begun" / f"{NAME}{FETCHING}")
+    (begun / "shard-00009-model-00001-of-00001.safetensors").touch()  # of the older one
+    fetch(open_store(place), NAME, begun.parent)
+    assert fingerprint(begun.parent / NAME / MANIFEST) == fingerprint(other / MANIFEST)
 
 
 @pytest.mark.parametrize("victim", ["trainer.json", MANIFEST])

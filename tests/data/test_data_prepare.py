@@ -198,6 +198,11 @@ def test_only_what_prepare_wrote_is_deleted(tmp_path, capsys) -> None:
     prepared(out, SOURCE, overwrite=True)
     assert contents(out) != before
     assert names(tmp_path) == ["out", "texts"]
+    (tmp_path / "link").symlink_to(tmp_path / "out")  # to another disk
+    prepared(tmp_path / "link", SOURCE, heldout_fraction=0.0, overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert contents(out) == before
+    (tmp_path / "link").unlink()
     write(out, {"two.txt": "mine alone"})
     for source in (out, out / "two.txt", out / "*.txt"):
         with pytest.raises(UserError, match="contains the source"):

@@ -2,12 +2,14 @@
 token by token never has a broken character or a lost space."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import sentencepiece
 import torch
 
 from tests.data_samples import sentencepiece_model, tokenizer
+from tools.generate import loop
 from tools.generate.loop import UNFINISHED, Continuation
 from tools.generate.sampling import Sampling, draw, row_numbers
 
@@ -102,6 +104,17 @@ def test_bytes_that_become_no_character_are_shown_at_the_end():
     assert following.add(coder.bos_id) == ""
     assert [following.add(token) for token in euro[:1]] == [""]
     assert following.end() == UNFINISHED
+
+
+def test_a_token_beside_the_tokenizer_may_end_a_text(monkeypatch):
+    """A chat model's `<|im_end|>`, added after the ids of tokenizer.model, can be drawn."""
+    asked = []
+    monkeypatch.setattr(loop, "generate", lambda *given: asked.append(given[-1]) or [])
+    size = tokenizer().vocab_size
+    for stop in ({2}, {2, size + 3}):
+        loaded = SimpleNamespace(tokenizer=tokenizer(), stop=stop, model=None)
+        assert "".join(text for _, text in loop.continue_texts(loaded, [[1]], 4, None)) == ""
+    assert asked == [size, size + 4]
 
 
 def test_a_silent_token_does_not_begin_a_text():

@@ -193,6 +193,8 @@ DAMAGE = {
                   "is not a readable safetensors file"),
     "missing file": (lambda f: (f / FIRST).unlink(), "is not a readable safetensors file"),
     "pointer": (lambda f: (f / FIRST).write_text(POINTER), "run `git lfs pull`"),
+    "older weights": (lambda f: shutil.copyfile(f / FIRST, f / "model.safetensors"),
+                      "beside it is not one of its files, and transformers would read that"),
     "pickles": (only_pickles, "pytorch_model.bin would have to be unpickled"),
     "config that is no JSON": (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
 }  # fmt: skip
@@ -339,6 +341,7 @@ MODELS = {
     "model.bin": "it is a file, not a folder",
     "gguf": "in GGUF format, which is not supported",
     "meta": "in its publisher's own format",
+    "adapter": "it has an adapter, which changes another model's weights",
 }
 
 
@@ -346,7 +349,8 @@ MODELS = {
 def test_a_model_of_another_format_is_called_what_it_is(
     tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    others = ("model.bin", "meta/params.json", "meta/consolidated.00.pth")
+    others = ("model.bin", "meta/params.json", "meta/consolidated.00.pth",
+              "adapter/adapter_config.json", "adapter/config.json")  # fmt: skip
     write(tmp_path, {"model.gguf": "GGUF", "gguf/a.gguf": "GGUF", **dict.fromkeys(others, "{}")})
     monkeypatch.chdir(tmp_path)
     assert import_hf.main(["--hf", given, "--out", "out"]) == 2

@@ -125,6 +125,9 @@ DISAGREE: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
     "added tokens of another form": (
         {TOKENIZER_CONFIG: {"added_tokens_decoder": {"0": "<s>"}}},
         ["tokenizer_config.json: added_tokens_decoder = {'0': '<s>'}: it must be"]),
+    "an added token of texts": (
+        {TOKENIZER_CONFIG: {"added_tokens_decoder": {str(END): {"content": "<think>"}}}},
+        ["added_tokens_decoder = '<think>': texts have it as one token"]),
     "tokenizer.json": ({JSON: other_tokenizer_json()}, [f"{JSON}: token ", f"{MODEL} says "]),
     "theta": ({MODEL_CONFIG: {"rope_parameters": {"rope_theta": 5e5}}},
               ["rope_theta = 10000.0: rope_parameters says 500000.0"]),

@@ -15,6 +15,7 @@ from model.config import ModelConfig
 from tests.huggingface import huggingface_models
 from tools.huggingface.config import HuggingFaceConfig, config_json, parameters
 from tools.huggingface.families import LACKS
+from tools.import_hf import said
 
 SMALL = huggingface_models.SMALL | {"architectures": ["LlamaForCausalLM"]}
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
@@ -148,6 +149,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "window by default": (MISTRAL | {"max_position_embeddings": 8192}, "sliding_window = 4096"),
     "window of Qwen3": ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True,
                          "sliding_window": 64}, "sliding_window = 64"),
+    "window of Qwen3 by default": (
+        {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True,
+         "max_position_embeddings": 8192}, "sliding_window = 4096"),
     "layers of kinds": ({"layer_types": ["full_attention", "sliding_attention"] * 2},
      "layer_types = "),
     "window of Mixtral": (MIXTRAL | {"sliding_window": 64}, "sliding_window = 64"),
@@ -186,6 +190,9 @@ def test_what_their_models_lack_is_not_exported(tmp_path: Path, name: str) -> No
     model = dataclasses.replace(model, experts=own)
     free = dataclasses.replace(own, router_aux_weight=0.5, router_z_weight=0.5)
     assert parameters(dataclasses.replace(model, experts=free)) == parameters(model)
+    # in the file model.yaml of an import; a checkpoint does not store it, so no export says it
+    assert said(dataclasses.replace(model, experts=free))["experts"]["router_aux_weight"] == 0.5
+    assert "router_aux_loss_coef" not in written(model)
     if "experts" in changes:
         changes = {"experts": dataclasses.replace(own, **changes["experts"])}
     for refuse in (parameters, written):

@@ -166,6 +166,9 @@ def test_the_plan():
     rare = planned(16_384, *stated)
     assert rare["interval_steps"] == 500
     assert rare["best_interval_steps"] > large["interval_steps"]
+    # a run saves at least once an hour
+    hourly = planned(256, "checkpoint.interval=auto", "checkpoint.failures_per_gpu_day=1e-7")
+    assert hourly["interval_steps"] == 360 < hourly["best_interval_steps"]
     assert describe_goodput(planned(256, "checkpoint.failures_per_gpu_day=0")) == []
 
 

@@ -109,6 +109,7 @@ def test_only_what_a_run_would_start_is_found() -> None:
         ("--gpus 0", "--gpus = 0: must be at least 1 and"),
         (f"--search --gpus {10**30}", f"--gpus = {10**30}: must be at least 1 and"),
         ("--guide -8", "--guide = -8: must be at least 1 and"),
+        ("--search --imbalance 2", "--imbalance = 2.0: --search does not read it"),
         ("--guide 8 --data-stage 1", "--data-stage = 1: --guide does not read it"),
         ("--search --layouts 8 --gpus 8000", "give 7208 or more"),
         # what no layout mends

@@ -18,7 +18,7 @@ from tools.plan.candidates import candidates
 from tools.plan.describe import describe_search
 from tools.plan.layout import Layout
 from tools.plan.memory import CHECKED, GROWING, Memory, batch_bytes, peaks, shortened
-from tools.plan.search import Found, Result, search
+from tools.plan.search import Found, Result, _error, check_before_search, search
 
 SMALL = (
     "model.dim=1024 model.num_heads=8 model.num_kv_heads=8 model.ffn_dim=2816 "
@@ -152,7 +152,21 @@ def test_where_states_alone_do_not_fit_no_layout_is_looked_at(
     assert not looked
     with pytest.raises(UserError, match=r"no layout of 86 GPUs"):
         search(config, 86, H100)
-    assert looked
+    assert looked.pop()
+    with pytest.raises(UserError, match=r"no layout of 8 GPUs"):
+        search(load("llama3_405b", "parallel.offload=host"), 8, H100)
+    assert looked, "states in the host's memory may fit"
+
+
+def test_a_large_batch_is_judged_with_its_layout() -> None:
+    """21 million tokens are too many for one GPU, not for 64; of 4096 sequences, pipelines over 16
+    GPUs would make more micro-batches than a run accepts."""
+    check_before_search(load("llama3_8b", "train.seq_len=512", "train.global_batch_size=40960"))
+    large = load("llama3_70b", "parallel.dp_shard=4", "train.global_batch_size=4096")
+    with pytest.raises(UserError) as refused:
+        validate(large, 64)
+    found = _error(Found(large, 64, H100))
+    assert (found.key, found.why) == (refused.value.key, refused.value.why)
 
 
 @pytest.fixture(scope="module")

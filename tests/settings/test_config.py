@@ -18,6 +18,7 @@ from model.attention import sliding_window
 from model.config import ModelConfig
 from model.experts import Experts
 from proofs.ranks import Ranks
+from runtime.trainer_state import DataState, state_of
 from settings.checks import validate
 from settings.data_stages import data_stages
 from settings.load import (
@@ -347,6 +348,14 @@ def test_settings_are_named_as_their_files() -> None:
     assert WithKinds.find(SimpleNamespace(other=derived), sliding_window.Settings) is None
 
 
+def test_what_is_valid_can_be_saved() -> None:
+    """The file of a checkpoint's state has bounds, too."""
+    window = "model.sliding_window.window=1000000000"
+    config = load_config(LAPTOP, ["model.attention=sliding_window", window])
+    state = state_of(config, DataState(checksum="x", next_sample=0, skipped=[]))
+    assert "1000000000" in state.to_json()
+
+
 # --- the file -------------------------------------------------------------------------------------
 
 
@@ -359,6 +368,8 @@ FILES = [
     ("train: {steps: 1}\n---\ntrain: {steps: 1}", "expected a single document"),
     ("[" * 1000, "nested too deeply"),
     ("train: \x07", "special characters"),
+    ("train: {compile: !!bool maybe}", "holds a value that cannot be read"),
+    ("train: !!timestamp x", "holds a value that cannot be read"),
     (b"\xff\xfe\x00", "can't decode byte 0xff"),
     ("# long\n" * (MAX_CHARACTERS // 7 + 1), "is longer than"),
 ]

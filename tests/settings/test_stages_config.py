@@ -97,6 +97,14 @@ def test_what_is_refused(stages: str, message: str) -> None:
     assert str(error.value).startswith(f"data_stages.{message}")
 
 
+def test_a_stage_without_evaluation() -> None:
+    """A run with tasks evaluates in some data stage, not in all."""
+    with_tasks = ("train.tasks=[python]", "train.eval_interval=5")
+    validate(load("{from_step: 5, train: {eval_interval: 0}}", also=with_tasks), 8)
+    with pytest.raises(UserError, match="the run never evaluates"):
+        validate(load("{from_step: 5}", also=(*with_tasks, "train.eval_interval=0")), 8)
+
+
 def test_a_stage_that_does_not_exist() -> None:
     with pytest.raises(UserError, match="the file has 1 data stages"):
         load(LONGER, also=("data_stages.2.train.seq_len=64",))
