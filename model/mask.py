@@ -13,26 +13,15 @@ are all that precede the part's end.
 kernels/attention_choice.py chooses the kernel: `dense`, or flash attention.
 """
 
-import inspect
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from model.documents import Documents
-from model.kernels.attention import ON_CPU, Dense
+from model.kernels.attention import ON_CPU, Dense, by_varlen
 from model.kernels.attention_choice import Call, choose, device_of, made_ready
-
-# torch 2.11 lacks this argument and accepts fewer key/value heads without it; later versions
-# require it.
-_SHARED_HEADS: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
-
-LOGITS_BYTES = 256 * 2**20  # at once, in `largest_logits`
 
 
 @dataclass(frozen=True)
@@ -51,61 +40,9 @@ class Mask:
         """Map q [S', B, H, E], k and v [S, B, K, E] to [S', B, H, E]: S' queries are the last of S
         positions."""
         if self.packed:
-            return self._packed(q, k, v)
+            return by_varlen(q, k, v, self.documents, self.window)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [B, heads, S, E]
         return self.dense(q, k, v, self.bias).permute(2, 0, 1, 3)
-
-    def _packed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        (length, batch), longest = q.shape[:2], (q.shape[0], k.shape[0])
-        if self.documents is None:
-            of_q, of_k = (
-                torch.arange(0, (batch + 1) * each, each, dtype=torch.int32, device=q.device)
-                for each in longest
-            )
-            first = (0,) * batch
-        else:
-            of_q, of_k, first, longest = self.documents
-        # [T, heads, E], sequence after sequence; views if B is 1
-        q = q.transpose(0, 1).flatten(0, 1)
-        k, v = (_pack(t, first) for t in (k, v))
-        sees = (-1 if self.window is None else self.window - 1, 0)  # keys behind, keys ahead
-        # A document's last query is at its last key.
-        y = varlen_attn(q, k, v, of_q, of_k, *longest, window_size=sees, **_SHARED_HEADS)
-        assert isinstance(y, Tensor)  # no auxiliary output was requested
-        return y.unflatten(0, (batch, length)).transpose(0, 1)
-
-    def largest_logits(self, q: Tensor, k: Tensor) -> Tensor:
-        """The largest q·k/√E of each head, over the keys that queries see: [H], in the dtype of q.
-        q and k are as for a call. Some rows of queries at a time, as all logits are [B, H, S', S].
-        """
-        assert self.positions is not None
-        q, k = (t.permute(1, 2, 0, 3) for t in (q, k))  # [B, heads, S, E]
-        q = q / math.sqrt(q.shape[-1])  # before the product: float16 ends at 65,504
-        found = q.new_full(q.shape[1:2], -math.inf)
-        rows = max(1, LOGITS_BYTES // (q[:, :, 0, 0].nbytes * k.shape[2]))
-        for begin in range(0, q.shape[2], rows):
-            part, where = q[:, :, begin : begin + rows], self.positions[begin : begin + rows]
-            at = self.first + begin
-            # none of these queries sees a key before `start`; from `hides` on, some are hidden
-            start = 0 if self.window is None else max(0, at + 1 - self.window)
-            hides = start if self.documents or self.window else at
-            # [B, K, H/K · rows, keys]; `bmm`, of which selective checkpointing keeps no result
-            part = part.unflatten(1, (k.shape[1], -1))
-            logits = part.flatten(2, 3) @ k[:, :, start : at + len(where)].mT
-            logits = logits.unflatten(2, part.shape[2:4])
-            bias = scores_bias(where, q.dtype, self.window, at - hides).unsqueeze(1)
-            # not added: an infinite logit that is hidden would be nan
-            logits[..., hides - start :].masked_fill_(bias < 0, -math.inf)
-            found = found.maximum(logits.amax((0, 3, 4)).flatten())
-        return found
-
-
-def _pack(x: Tensor, first: tuple[int, ...]) -> Tensor:
-    """Map [S, B, …] to [T, …]: of each sequence b the positions from first[b] on."""
-    if any(first):
-        parts = [one[start:] for one, start in zip(x.unbind(1), first, strict=True)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-    return x.transpose(0, 1).flatten(0, 1)
 
 
 def make_mask(

@@ -26,11 +26,10 @@ that is cut were 5·n times as long as the other.)
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import groupby
+from heapq import heapreplace
+from itertools import product
 from math import prod
-from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,8 +38,10 @@ from torch.distributed.tensor import DTensor
 from parallel.collectives import Pending, start_all_to_all
 from parallel.placement import chunk_range, dim_of
 
+K = TypeVar("K")
 Shape = tuple[int, int]
 Compute = Callable[[list[Tensor]], list[Tensor]]  # whole matrices → as many of the same shapes
+Travel = Generator[None, None, list[Tensor]]  # stops where another round may go on
 
 ROUND_ELEMENTS = 32 << 20  # of one rank's matrices in a round; a larger matrix is alone in it
 
@@ -61,6 +62,18 @@ class Hop:
         width = len(chunk_range(shape[self.dim], self.size, rank))
         return (width, shape[1]) if self.dim == 0 else (shape[0], width)
 
+    def cut(self, matrix: Tensor, rank: int) -> Tensor:
+        """A rank's part of a matrix."""
+        if self.dim is None:
+            return matrix
+        at = chunk_range(matrix.shape[self.dim], self.size, rank)
+        return matrix.narrow(self.dim, at.start, len(at))
+
+    def join(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """The matrix of which these are all ranks' parts."""
+        assert self.dim is not None
+        return torch.cat(parts, self.dim)
+
     def cuts_beside(self, dims: Sequence[int]) -> bool:
         """Whether the axis cuts a weight in another dimension than these."""
         return self.size > 1 and self.dim is not None and self.dim not in dims
@@ -73,12 +86,18 @@ class Matrix:
     shape: Shape
     hops: tuple[Hop, ...]  # in the order in which it travels there
 
-    def shapes(self) -> list[Shape]:
-        """Of this rank's part, and of what is together after each hop. The last axis cuts first."""
-        shapes = [self.shape]
-        for hop in reversed(self.hops):
-            shapes.insert(0, hop.part(shapes[0], hop.rank))
-        return shapes
+    @property
+    def axes(self) -> tuple[tuple[object, bool], ...]:
+        """Over which it travels, and whether their ranks have equal parts."""
+        return tuple((hop.group, hop.dim is None) for hop in self.hops)
+
+    def part(self, hop: int, rank: int) -> Shape:
+        """The shape of a rank's part of it on the axis of a hop, once the hops before are done. The
+        last axis cuts first."""
+        shape = self.shape
+        for later in reversed(self.hops[hop + 1 :]):
+            shape = later.part(shape, later.rank)
+        return self.hops[hop].part(shape, rank)
 
 
 def axes_of(weight: DTensor) -> list[Hop]:
@@ -105,118 +124,87 @@ def matrices_over(shape: Sequence[int], part: Sequence[int], axes: Iterable[Hop]
     return [Matrix((shape[-2], shape[-1]), over)] * prod(part[:outer])
 
 
+class Owned(NamedTuple):
+    """A matrix in a round."""
+
+    owner: tuple[int, ...]  # the rank on each hop's axis
+    number: int  # which of all matrices it is
+    matrix: Matrix
+
+
 class Round:
-    """Matrices that travel together, over the same axes.
+    """Matrices that travel together, over the same axes. They, their parts and their results are in
+    the order of their owners, so what a rank sends to another one is together."""
 
-    Args:
-        numbers: which of all matrices they are.
-        matrices: they themselves.
-        owners: of each, the rank on each hop's axis.
-    """
-
-    def __init__(
-        self, numbers: Sequence[int], matrices: Sequence[Matrix], owners: Sequence[Sequence[int]]
-    ) -> None:
-        self.numbers, self.matrices, self.owners = numbers, matrices, owners
-        self.levels: list[Level] = []
-        shapes, here = [each.shapes() for each in matrices], list(range(len(matrices)))
-        for number, axis in enumerate(matrices[0].hops):  # `here`: what is on this rank by then
-            if axis.size == 1:
-                continue
-            of_axis = [owners[i][number] for i in here]
-            hops = [matrices[i].hops[number] for i in here]
-            self.levels.append(Level(axis, hops, [shapes[i][number + 1] for i in here], of_axis))
-            here = [i for i in here if owners[i][number] == axis.rank]
+    def __init__(self, owned: Sequence[Owned]) -> None:
+        self.owned = here = owned  # `here`: those of which this rank has parts by then
+        self.legs: list[Leg] = []
+        for hop, axis in enumerate(owned[0].matrix.hops):
+            if axis.size > 1:
+                self.legs.append(Leg(hop, axis, here))
+            here = [each for each in here if each.owner[hop] == axis.rank]
 
     def sends(self) -> Iterator[tuple[str, int]]:
         """The axis, and the numbers that this rank sends or receives, of each all-to-all."""
-        for level in self.levels:
-            for there in (False,) if level.axis.dim is None else (True, False):
-                yield level.axis.group, max(map(sum, level.splits[there]))
+        for leg in self.legs:
+            for _ in range(1 if leg.axis.dim is None else 2):  # back; there and back
+                yield leg.axis.group, max(sum(leg.sent), sum(leg.received))
 
-    def travel(self, parts: list[Tensor], compute: Compute) -> Generator[None, None, list[Tensor]]:
-        """Returns this rank's parts of the results. It stops where another round may go on."""
-        empty = parts[0].new_empty(0)
-        for level in self.levels:
-            pending = level.start_there(parts, empty)
-            yield
-            parts = level.there(pending.wait(), parts)
-            del pending  # so that only whole matrices are kept while they are computed
+    def travel(self, parts: list[Tensor], compute: Compute) -> Travel:
+        """Takes this rank's parts of the matrices, and returns its parts of the results."""
+        empty = parts[0].new_empty(0)  # from a rank that has nothing to send
+        for leg in self.legs:
+            parts = yield from leg.there(parts, empty)
         parts = compute(parts)
-        for level in reversed(self.levels):
-            pending = level.start_back(parts, empty)
-            yield
-            parts = level.back(pending.wait())
+        for leg in reversed(self.legs):
+            parts = yield from leg.back(parts, empty)
         return parts
 
 
-@dataclass(frozen=True, eq=False)
-class Level:
-    """One hop of a round: of matrices of these shapes, once their parts are together."""
+class Leg:
+    """One hop of a round: parts go to the matrix's owner on an axis, and parts of the result back.
 
-    axis: Hop  # all but its `dim` is that of each matrix's hop
-    hops: Sequence[Hop]  # of each matrix
-    shapes: Sequence[Shape]
-    owners: Sequence[int]  # the rank on the axis
+    Args:
+        hop: its number.
+        axis: the hop of each matrix, but for its `dim`.
+        here: the matrices of which this rank has parts before it.
+    """
 
-    @cached_property
-    def of_ranks(self) -> list[list[int]]:
-        """The matrices that each rank owns."""
-        found: list[list[int]] = [[] for _ in range(self.axis.size)]
-        for i, owner in enumerate(self.owners):
-            found[owner].append(i)
-        return found
+    def __init__(self, hop: int, axis: Hop, here: Sequence[Owned]) -> None:
+        self.axis, self.owners = axis, [each.owner[hop] for each in here]
+        mine = [each.matrix for each in here if each.owner[hop] == axis.rank]
+        self.hops = [matrix.hops[hop] for matrix in mine]  # of the matrices that this rank owns
+        # the shapes of this rank's parts of all, and of each rank's parts of its own matrices
+        self.parts = [each.matrix.part(hop, axis.rank) for each in here]
+        self.of_ranks = [[each.part(hop, rank) for each in mine] for rank in range(axis.size)]
+        # how many numbers this rank sends to each rank on the way there, and receives from it
+        self.sent, self.received = [0] * axis.size, [sum(map(prod, of)) for of in self.of_ranks]
+        for owner, shape in zip(self.owners, self.parts, strict=True):
+            self.sent[owner] += prod(shape)
 
-    def part(self, i: int, rank: int) -> Shape:
-        return self.hops[i].part(self.shapes[i], rank)
+    def there(self, parts: list[Tensor], empty: Tensor) -> Travel:
+        """Sends this rank's parts to their owners; returns the matrices that it owns."""
+        if self.axis.dim is None:  # they are there
+            yield
+            both = zip(self.owners, parts, strict=True)
+            return [part for owner, part in both if owner == self.axis.rank]
+        coming = self.start([empty, *parts], self.sent, self.received)
+        yield
+        by_rank = zip(coming.wait().split(self.received), self.of_ranks, strict=True)
+        by_matrix = zip(*(views(flat, shapes) for flat, shapes in by_rank), strict=True)
+        return [hop.join(each) for hop, each in zip(self.hops, by_matrix, strict=True)]
 
-    @cached_property
-    def splits(self) -> dict[bool, tuple[list[int], list[int]]]:
-        """How many elements this rank sends to each rank, and receives from it: on the way there
-        (True) and back (False)."""
-        me, ranks = self.axis.rank, range(self.axis.size)
+    def back(self, results: list[Tensor], empty: Tensor) -> Travel:
+        """Sends each rank its parts of the results; returns this rank's parts of all results."""
+        both, ranks = list(zip(self.hops, results, strict=True)), range(self.axis.size)
+        parts = [hop.cut(result, rank) for rank in ranks for hop, result in both]
+        coming = self.start([empty, *parts], self.received, self.sent)
+        yield
+        return views(coming.wait(), self.parts)
 
-        def numbers(rank: int, owner: int) -> int:  # that a rank has of the owner's matrices
-            return sum(prod(self.part(i, rank)) for i in self.of_ranks[owner])
-
-        mine, others = [numbers(me, r) for r in ranks], [numbers(r, me) for r in ranks]
-        return {True: (mine, others), False: (others, mine)}
-
-    def start_there(self, parts: Sequence[Tensor], empty: Tensor) -> Pending:
-        """Send each part to the matrix's owner."""
-        if self.axis.dim is None:
-            return Pending(empty)
-        flat = [parts[i].flatten() for of_rank in self.of_ranks for i in of_rank]
-        return start_all_to_all(torch.cat([empty, *flat]), self.axis.group, *self.splits[True])
-
-    def there(self, arrived: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The matrices that this rank owns."""
-        mine = self.of_ranks[self.axis.rank]
-        if self.axis.dim is None:
-            return [parts[i] for i in mine]
-        ranks = range(self.axis.size)
-        received = views(arrived, [self.part(i, rank) for rank in ranks for i in mine])
-        each = [received[number :: len(mine)] for number in range(len(mine))]
-        return [
-            torch.cat(of_it, self.hops[i].dim or 0) for i, of_it in zip(mine, each, strict=True)
-        ]
-
-    def start_back(self, results: Sequence[Tensor], empty: Tensor) -> Pending:
-        """Send each rank its part of the results of this rank's matrices."""
-        flat, mine = [empty], self.of_ranks[self.axis.rank]
-        for rank in range(self.axis.size):
-            for i, part in zip(mine, results, strict=True):
-                if (dim := self.hops[i].dim) is not None:
-                    at = chunk_range(part.shape[dim], self.axis.size, rank)
-                    part = part.narrow(dim, at.start, len(at))
-                flat.append(part.flatten())
-        return start_all_to_all(torch.cat(flat), self.axis.group, *self.splits[False])
-
-    def back(self, arrived: Tensor) -> list[Tensor]:
-        """This rank's parts of all results."""
-        order = [i for of_rank in self.of_ranks for i in of_rank]
-        found = views(arrived, [self.part(i, self.axis.rank) for i in order])
-        return [part for _, part in sorted(zip(order, found, strict=True), key=itemgetter(0))]
+    def start(self, parts: list[Tensor], send: list[int], receive: list[int]) -> Pending:
+        flat = torch.cat([part.flatten() for part in parts])
+        return start_all_to_all(flat, self.axis.group, send, receive)
 
 
 def views(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
@@ -231,52 +219,40 @@ def rounds_of(matrices: Sequence[Matrix]) -> list[list[Round]]:
 
     Run one list after another. Rounds of two lists must not be interleaved: a rank may have no
     matrices of one list, and would then send in another order than its peers."""
-    lists: dict[tuple[tuple[object, bool], ...], list[int]] = {}
-    for i, each in enumerate(matrices):
-        axes = tuple((hop.group, hop.dim is None) for hop in each.hops)
-        lists.setdefault(axes, []).append(i)
     found = []
-    for mine in lists.values():
-        sizes = [hop.size for hop in matrices[mine[0]].hops]
-        work = [0] * prod(sizes)  # of each rank
+    for mine in grouped(range(len(matrices)), lambda i: matrices[i].axes).values():
+        ranks = product(*(range(hop.size) for hop in matrices[mine[0]].hops))
+        work = [(0, rank) for rank in ranks]  # a heap: first the rank that has the least to do
         rounds: list[Round] = []
-        mine.sort(key=lambda i: _sides(matrices[i]), reverse=True)
-        for (short, long), group in groupby(mine, lambda i: _sides(matrices[i])):
-            alike = list(group)
+        by_sides = grouped(mine, lambda i: tuple(sorted(matrices[i].shape)))
+        for (short, long), alike in sorted(by_sides.items(), reverse=True):
             count = len(work) * max(1, ROUND_ELEMENTS // (short * long))
             for start in range(0, len(alike), count):
-                numbers, owners = alike[start : start + count], []
-                for _ in numbers:
-                    owner = work.index(min(work))
-                    work[owner] += short * short * long
-                    owners.append(coordinates(owner, sizes))
-                rounds.append(Round(numbers, [matrices[i] for i in numbers], owners))
+                owned = []
+                for number in alike[start : start + count]:
+                    so_far, owner = work[0]
+                    heapreplace(work, (so_far + short * short * long, owner))
+                    owned.append(Owned(owner, number, matrices[number]))
+                rounds.append(Round(sorted(owned)))
         found.append(rounds)
     return found
 
 
-def _sides(matrix: Matrix) -> tuple[int, int]:
-    return min(matrix.shape), max(matrix.shape)
-
-
-def coordinates(number: int, sizes: Sequence[int]) -> list[int]:
-    """The digits of a number, the last of which counts fastest."""
-    digits: list[int] = []
-    for size in reversed(sizes):
-        number, digit = divmod(number, size)
-        digits.insert(0, digit)
-    return digits
+def grouped(numbers: Iterable[int], key: Callable[[int], K]) -> dict[K, list[int]]:
+    """Numbers by a key of theirs. They, and the keys, stay in the order in which they come."""
+    found: dict[K, list[int]] = {}
+    for number in numbers:
+        found.setdefault(key(number), []).append(number)
+    return found
 
 
 def interleave(rounds: Iterable[Generator[None, None, None]]) -> None:
     """Run rounds, each one stop behind the one before it. At each stop the newest goes first, so
     what it sends travels while an older one computes."""
-    coming, running = iter(rounds), deque[Generator[None, None, None]]()
-    end = object()
-    while True:
-        running.extendleft(new for new in [next(coming, None)] if new is not None)
-        if not running:
-            return
+    coming, running = deque(rounds), deque[Generator[None, None, None]]()
+    while coming or running:
+        if coming:
+            running.appendleft(coming.popleft())
         for each in list(running):
-            if next(each, end) is end:
+            if next(each, "ended") == "ended":
                 running.remove(each)

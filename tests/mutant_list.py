@@ -11,7 +11,6 @@ CHANGES: dict[str, list[Change]] = {
     # --- model ---
     "model/mask.py": [
         ("positions.clamp(max=window - 1)", "positions.clamp(max=window)"),
-        ("else self.window - 1, 0)", "else self.window, 0)"),
     ],
     "model/documents.py": [
         ("functional.pad((part.start - first_keys).cumsum(0), (1, 0))",
@@ -46,6 +45,9 @@ CHANGES: dict[str, list[Change]] = {
     ],
     "model/router/sigmoid_bias.py": [
         ("logits.sigmoid() + self.bias", "logits.sigmoid() - self.bias"),
+    ],
+    "model/kernels/attention.py": [
+        ("else window - 1, 0)", "else window, 0)"),
     ],
     "model/kernels/rms_norm.py": [
         ("functional.rms_norm(x.to(wide.dtype), (x.shape[-1],), wide, eps)",

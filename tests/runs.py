@@ -46,7 +46,7 @@ LAYOUT_3D = {"tp": 2, "pp": 2}  # and, on 8 ranks, dp_shard 2
 # for the section `model`: a dense layer, then layers of 4 experts with biases
 EXPERTS = {
     "router": "sigmoid_bias",
-    "sigmoid_bias": {"bias_rate": 1e-2},
+    "sigmoid_bias": {"bias_rate": 1e-3},  # with 1e-2 each step undoes the one before
     "experts": {
         **{"num_dense_layers": 1, "count": 4, "per_token": 2, "ffn_dim": 16},
         **{"num_shared": 1, "router_aux_weight": 1e-3, "router_z_weight": 1e-3},

@@ -113,7 +113,7 @@ def duration(seconds: float) -> str:
 
 def add_overrides(parser: "CommandParser") -> None:
     """Let a command take settings after the configuration."""
-    said, metavar = "settings to override, as for train.py", "section.key=value"
+    said, metavar = "settings to override (docs/running.md)", "section.key=value"
     parser.option("overrides", str, metavar, said, nargs="*", default=[])
 
 

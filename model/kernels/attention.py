@@ -21,15 +21,18 @@ flash 3 (Shah et al. 2024, https://arxiv.org/abs/2407.08608) is a separate packa
 those of flash 2 (Dao 2023, https://arxiv.org/abs/2307.08691), which torch contains.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen  # registers torch_attn::_varlen_attn
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn  # registers torch_attn::_varlen_attn
+
+from model.documents import Documents
 
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _flash = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -37,6 +40,12 @@ _efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
 _math = torch.ops.aten._scaled_dot_product_attention_math.default
 _on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _packed = torch.ops.torch_attn._varlen_attn.default
+
+# torch 2.11 lacks this argument and accepts fewer key/value heads without it; later versions
+# require it.
+_SHARED_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 # q [B, H, S, E], k [B, K, S, E], v [B, K, S, E'], a bias or None (causal) → [B, H, S, E']
 Dense = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -93,6 +102,38 @@ def by_efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor
 def by_math(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     y: Tensor = _math(q, k, v, bias, is_causal=bias is None, enable_gqa=_shared(q, k))[0]
     return y
+
+
+def by_varlen(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, window: int | None
+) -> Tensor:
+    """Map q [S', B, H, E], k and v [S, B, K, E] to [S', B, H, E]: sequences, or documents, packed
+    into one. S' queries are the last of S positions (model/mask.py)."""
+    (length, batch), longest = q.shape[:2], (q.shape[0], k.shape[0])
+    if documents is None:
+        of_q, of_k = (
+            torch.arange(0, (batch + 1) * each, each, dtype=torch.int32, device=q.device)
+            for each in longest
+        )
+        first = (0,) * batch
+    else:
+        of_q, of_k, first, longest = documents
+    # [T, heads, E], sequence after sequence; views if B is 1
+    q = q.transpose(0, 1).flatten(0, 1)
+    k, v = (_pack(t, first) for t in (k, v))
+    sees = (-1 if window is None else window - 1, 0)  # keys behind, keys ahead
+    # A document's last query is at its last key.
+    y = varlen_attn(q, k, v, of_q, of_k, *longest, window_size=sees, **_SHARED_HEADS)
+    assert isinstance(y, Tensor)  # no auxiliary output was requested
+    return y.unflatten(0, (batch, length)).transpose(0, 1)
+
+
+def _pack(x: Tensor, first: tuple[int, ...]) -> Tensor:
+    """Map [S, B, …] to [T, …]: of each sequence b the positions from first[b] on."""
+    if any(first):
+        parts = [one[start:] for one, start in zip(x.unbind(1), first, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return x.transpose(0, 1).flatten(0, 1)
 
 
 CUDNN = Kernel("cuDNN", by_cudnn, (_cudnn,))

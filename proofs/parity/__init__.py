@@ -8,6 +8,6 @@ run.py                runs one case on all ranks and compares it with the refere
 routing.py            which experts the tokens of a rank choose
 row.py                the errors of one case, and their bounds
 reference.py          the model in plain PyTorch, which shares no code with parallel/
-reference_KIND.py     its attention, feed-forward or router of this kind
+reference_KIND.py     its attention, feed-forward, router or optimizer of this kind
 reference_training.py its optimizer steps
 """

@@ -4,11 +4,13 @@ configuration is shared with the code under test."""
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kinds import load_kind
+from errors import UserError
+from kinds import kinds_in, load_kind
 from proofs.parity.reference import Reference
 from proofs.parity.reference_experts import auxiliary_losses, experts_of
 from settings.sections import OptimizerConfig
@@ -37,6 +39,16 @@ def adamw_of(
     return [torch.optim.AdamW(groups, betas=own.betas, eps=own.eps)]
 
 
+def maker_of(name: str) -> Any:
+    """The function `make` in reference_NAME.py. Raises UserError if there is no such file."""
+    if name == "adamw":
+        return adamw_of
+    if f"reference_{name}" not in kinds_in("proofs.parity"):
+        remedy = f"write proofs/parity/reference_{name}.py, with a function make"
+        raise UserError("optimizer.name", name, "there is no reference to compare it with", remedy)
+    return load_kind("proofs.parity", f"reference_{name}", "make")
+
+
 def train(
     model: Reference,
     batches: Iterable[tuple[Tensor, Tensor]],
@@ -46,9 +58,7 @@ def train(
     """Make one update per (tokens, targets), the first of `steps`. Return the loss and the
     unclipped gradient norm of each."""
     parameters = list(model.parameters())
-    is_adamw = config.name == "adamw"
-    make = adamw_of if is_adamw else load_kind("proofs.parity", f"reference_{config.name}", "make")
-    optimizers = make(dict(model.named_parameters()), config)
+    optimizers = maker_of(config.name)(dict(model.named_parameters()), config)
     losses, norms = [], []
     for step, (tokens, targets) in enumerate(batches):
         model.zero_grad()

@@ -39,9 +39,10 @@ def try_config(arguments: list[str]) -> Config | UserError:
 
     arguments: a configuration file, then section.key=value overrides.
     """
-    if not arguments:
-        remedy = "torchrun … train.py configs/laptop.yaml"
-        return UserError("command line", "", "no configuration file is given", remedy)
+    if not arguments or arguments[0].startswith("-"):
+        remedy = "train.py configs/laptop.yaml [section.key=value …]; docs/running.md has the keys"
+        given = arguments[0] if arguments else ""
+        return UserError("command line", given, "no configuration file is given", remedy)
     try:
         config = load_config(arguments[0], arguments[1:])
         layout_sizes(config)  # raises if a layout is wrong

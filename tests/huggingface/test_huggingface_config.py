@@ -178,6 +178,8 @@ NOT_EXPORTED: dict[str, tuple[dict[str, Any], str, str]] = {
                "num_shared=0"),
     "scaled": ({"experts": {"router_scale": 2.5}}, "model.experts.router_scale",
                "router_scale=1.0"),
+    "windows": ({"attention": "sliding_window", "sliding_window": {"window": 5}},
+                "model.attention", "attention=causal"),
 }  # fmt: skip
 
 

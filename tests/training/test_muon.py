@@ -158,9 +158,7 @@ def test_work_is_even():
         hops = (Hop("r", replicas, 0, None), Hop("fsdp", 16, 0, 0), Hop("tp", 4, 0, 0))
         matrices = [Matrix(shape, hops) for shape in shapes * 20]
         [rounds] = rounds_of(matrices)
-        owners = {
-            n: tuple(o) for each in rounds for n, o in zip(each.numbers, each.owners, strict=True)
-        }
+        owners = {one.number: one.owner for each in rounds for one in each.owned}
         assert sorted(owners) == list(range(len(matrices)))
         work = dict.fromkeys(owners.values(), 0)
         for number, owner in owners.items():

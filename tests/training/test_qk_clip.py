@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from errors import UserError
 from kinds import kinds_in
-from model import mask
+from model import largest_logits
 from model.attention import BaseAttention, causal, sliding_window
+from model.mask import Mask
 from parallel.axes import MeshSizes
 from proofs.parity.cases import Case
+from proofs.parity.reference import keys_to_try
 from proofs.parity.run import check
 from settings.checks import validate
 from tests import runs
@@ -53,10 +55,10 @@ def of_own_tokens():
     return patch.object(qk_clip, "dist", alone)
 
 
-@planted(mask.Mask, "largest_logits")
-def of_no_window(largest_logits, self, q, k):
+@planted(largest_logits, "measure")
+def of_no_window(measure, mask, q, k):
     """Also of keys that a query does not see."""
-    return largest_logits(replace(self, window=None), q, k)
+    return measure(replace(mask, window=None), q, k)
 
 
 @planted(Rows, "of")
@@ -87,13 +89,14 @@ def test_other_limits_are_noticed(ranks, case, mistake):
 @pytest.mark.parametrize("begins", [{0}, {0, 5, 8}], ids=["one document", "documents"])
 def test_the_largest_logits_of_a_chunk(begins, window, memory, monkeypatch):
     """Of queries 4 to 9 of a sequence, by parts of the queries."""
-    monkeypatch.setattr(mask, "LOGITS_BYTES", memory)
+    monkeypatch.setattr(largest_logits, "LOGITS_BYTES", memory)
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(6, 1, 4, 8, generator=generator)
     k = torch.randn(10, 1, 2, 8, generator=generator)
     where = torch.tensor([[at - max(b for b in begins if b <= at)] for at in range(4, 10)])
     packed = len(begins) > 1 or None
-    found = mask.Mask(False, packed, window, positions=where, first=4).largest_logits(q, k)
+    mask = Mask(False, packed, window, positions=where, first=4)
+    found = largest_logits.measure(mask, q, k)
     expected = torch.full((4,), -torch.inf)
     for head, at in itertools.product(range(4), range(4, 10)):
         begin = max(max(b for b in begins if b <= at), at + 1 - (window or 10))
@@ -104,7 +107,8 @@ def test_the_largest_logits_of_a_chunk(begins, window, memory, monkeypatch):
 
 def test_large_logits_are_found_in_float16():
     x = torch.full((4, 1, 1, 64), 40.0, dtype=torch.float16)
-    assert mask.Mask(positions=torch.arange(4).unsqueeze(1)).largest_logits(x, x) == 12800
+    mask = Mask(positions=torch.arange(4).unsqueeze(1))
+    assert largest_logits.measure(mask, x, x) == 12800
 
 
 def largest_logit(case, plant=nothing_wrong):
@@ -114,9 +118,8 @@ def largest_logit(case, plant=nothing_wrong):
 
 
 def test_no_kind_of_attention_is_forgotten(ranks):
-    kinds = {"causal": (), "sliding_window": WINDOWS["keys"]}
-    assert kinds.keys() == set(kinds_in("model.attention"))
-    for kind, keys in kinds.items():
+    for kind in kinds_in("model.attention"):
+        keys = keys_to_try("attention", kind)
         case = Case(MeshSizes(), attention=kind, keys=keys, optimizer="muon")
         assert math.isfinite(ranks.run(largest_logit, 1, case)[0])
 

@@ -124,12 +124,6 @@ def parameters(model: ModelConfig) -> list[Parameter]:
 
     Raises UserError if their code does not support the model.
     """
-    for key, kinds in KINDS.items():
-        value = getattr(model, key)
-        if not set([value] if isinstance(value, str) else value) <= set(kinds):
-            why = f"the supported Hugging Face models have only {' and '.join(kinds)} layers"
-            remedy = "add a mapping for this kind to tools/huggingface/config.py"
-            raise UserError(f"model.{key}", value, why, remedy)
     block = BLOCK | NAMES.get(architecture_of(model), {})
     found = []
     for ours, shape in shapes_of(model).items():
@@ -149,6 +143,12 @@ def _theirs(ours: str, block: dict[str, str]) -> str:
 
 def architecture_of(model: ModelConfig) -> str:
     """The architecture as which a model is exported. Raises UserError if none computes the same."""
+    for key, kinds in KINDS.items():
+        value = getattr(model, key)
+        if not set([value] if isinstance(value, str) else value) <= set(kinds):
+            why = f"the supported Hugging Face models have only {' and '.join(kinds)} layers"
+            remedy = "keep the checkpoint, which tools.generate reads; or train a model with "
+            raise UserError(f"model.{key}", value, why, f"{remedy}model.{key}={kinds[0]}")
     if model.has_experts:
         return architecture_with_experts(model)
     if model.qk_norm:

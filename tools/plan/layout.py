@@ -30,7 +30,7 @@ from parallel.pipeline.check import splits_backward
 from parallel.pipeline.schedules import build_schedule
 from parallel.placement import chunk_range, dim_of
 from parallel.weight_gradient import sum_dtype
-from parallel.whole_matrices import Hop, Round, matrices_over
+from parallel.whole_matrices import Hop, Round, matrices_over, rounds_of
 from settings.config import Config
 from training.optimizers import bytes_of_states, optimizer_class
 
@@ -272,10 +272,13 @@ class Layout:
     def rounds(self) -> list[list[Round]]:
         """In which the optimizer puts whole matrices together."""
         units = (one for stage in self.stages for one in self.units(stage))
-        return self.optimizer.rounds(
-            (each.spec, matrices_over(each.spec.shape, part, self.axes_of(each)))
-            for each, part in self.parts(units)
-            if len(part) > 1
+        return rounds_of(
+            [
+                matrix
+                for each, part in self.parts(units)
+                if self.optimizer.takes_whole(each.spec)
+                for matrix in matrices_over(each.spec.shape, part, self.axes_of(each))
+            ]
         )
 
     # --- units ---

@@ -371,8 +371,8 @@ class StepTime:
         for rounds in layout.rounds():
             work: defaultdict[tuple[int, ...], float] = defaultdict(float)  # by owner
             for each in rounds:
-                for matrix, owner in zip(each.matrices, each.owners, strict=True):
-                    work[tuple(owner)] += layout.optimizer.flops(matrix.shape)
+                for one in each.owned:
+                    work[one.owner] += layout.optimizer.flops(one.matrix.shape)
             sent = messages(rounds, layout.products)
             wire = sum(self.rates.links.seconds(kind, axis, size) for axis, kind, size in sent)
             busy = max(work.values()) / rate

@@ -11,7 +11,7 @@ the memory report and the planner ask it.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from kinds import load_kind
 from parallel.disk import DiskMemory, aligned
 from parallel.parameter import NamedWeight, WeightSpec
-from parallel.whole_matrices import Matrix, Round, axes_of
+from parallel.whole_matrices import axes_of
 from settings.config import Config
 
 
@@ -98,9 +98,9 @@ class ShardedOptimizer(ABC):
         """What is kept for a weight, by name. It begins at 0."""
 
     @staticmethod
-    def rounds(weights: Iterable[tuple[WeightSpec, Sequence[Matrix]]]) -> list[list[Round]]:
-        """In which matrices of weights are put together on a rank (parallel/whole_matrices.py)."""
-        return []
+    def takes_whole(weight: WeightSpec) -> bool:
+        """Whether its matrices are put together on a rank (parallel/whole_matrices.py)."""
+        return False
 
     @staticmethod
     def products_in(master: torch.dtype) -> torch.dtype:

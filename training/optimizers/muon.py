@@ -24,7 +24,7 @@ from torch import Tensor
 
 from declare import Count, between, section
 from parallel.parameter import MATRIX, NamedWeight, WeightSpec
-from parallel.whole_matrices import Matrix, Round, interleave, matrices_of, rounds_of
+from parallel.whole_matrices import Round, interleave, matrices_of, rounds_of
 from settings.config import Config
 from training.optimizers import State, adamw, like
 
@@ -70,11 +70,12 @@ class Optimizer(adamw.Optimizer):
 
     def __init__(self, weights: Sequence[NamedWeight], config: Config) -> None:
         super().__init__(weights, config)
-        self.hidden = [i for i, each in enumerate(weights) if each.spec.group is MATRIX]
-        found = {i: matrices_of(weights[i].sharded) for i in self.hidden}
-        # every matrix of this rank: its weight's number, and its own in the weight
-        self.places = [(i, j) for i, of_weight in found.items() for j in range(len(of_weight))]
-        self.in_rounds = self.rounds([(weights[i].spec, found[i]) for i in self.hidden])
+        self.hidden = [i for i, each in enumerate(weights) if self.takes_whole(each.spec)]
+        self.decay = config.optimizer.weight_decay if MATRIX.decays else 0.0
+        self.matrices = matrices(self.shards[i] for i in self.hidden)
+        self.in_rounds = rounds_of(
+            [matrix for i in self.hidden for matrix in matrices_of(weights[i].sharded)]
+        )
 
     @staticmethod
     def states_of(weight: WeightSpec) -> dict[str, State]:
@@ -82,10 +83,8 @@ class Optimizer(adamw.Optimizer):
         return hidden if weight.group is MATRIX else adamw.Optimizer.states_of(weight)
 
     @staticmethod
-    def rounds(weights: Iterable[tuple[WeightSpec, Sequence[Matrix]]]) -> list[list[Round]]:
-        return rounds_of(
-            [each for spec, found in weights if spec.group is MATRIX for each in found]
-        )
+    def takes_whole(weight: WeightSpec) -> bool:
+        return weight.group is MATRIX
 
     @staticmethod
     def flops(matrix: Sequence[int]) -> float:
@@ -105,21 +104,21 @@ class Optimizer(adamw.Optimizer):
             gradient.mul_(clip.to(gradient.dtype))
             new = gradient.lerp(momentum, own.momentum)
             torch.where(applied, new, momentum, out=momentum)
-            gradient.lerp_(momentum, own.momentum)
+            gradient.lerp_(momentum, own.momentum)  # now the direction
+        directions = matrices(gradients[i] for i in self.hidden)
         for rounds in self.in_rounds:
-            interleave(self._round(each, lr, gradients, applied) for each in rounds)
+            interleave(self._round(each, lr, directions, applied) for each in rounds)
 
     def _round(
         self, each: Round, lr: float, directions: list[Tensor], applied: Tensor
     ) -> Generator[None, None, None]:
-        places = [self.places[number] for number in each.numbers]
         device, dtype = self._of_products()
         results = yield from each.travel(
-            [matrices(directions[i])[j].to(device, dtype) for i, j in places], self._orthogonalise
+            [directions[one.number].to(device, dtype) for one in each.owned], self._orthogonalise
         )
-        for (i, j), result in zip(places, results, strict=True):
-            weight, shape = matrices(self.shards[i])[j], self.weights[i].spec.shape[-2:]
-            step = 0.2 * max(shape) ** 0.5 * result.to(weight) + self.decays[i] * weight
+        for one, result in zip(each.owned, results, strict=True):
+            weight = self.matrices[one.number]
+            step = 0.2 * max(one.matrix.shape) ** 0.5 * result.to(weight) + self.decay * weight
             weight.sub_(torch.where(applied, lr * step, 0.0))
 
     def _of_products(self) -> tuple[torch.device, torch.dtype]:
@@ -140,9 +139,9 @@ class Optimizer(adamw.Optimizer):
         return [y if len(x) <= x.shape[1] else y.mT for x, y in zip(each, found, strict=True)]
 
 
-def matrices(x: Tensor) -> Tensor:
-    """[out, in] or [X, out, in] as [1 or X, out, in]."""
-    return x if x.ndim == 3 else x.unsqueeze(0)
+def matrices(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Of each tensor [out, in] itself, of experts' [X, out, in] one after another: views."""
+    return [matrix for x in tensors for matrix in (x if x.ndim == 3 else [x])]
 
 
 def orthogonalise(x: Tensor, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:
