@@ -23,7 +23,7 @@ help:
 	@echo 'make train       prepare the embedded data set, train on it in 3D, and sample from' \
 	  'the model'
 	@echo '                 (RUN=folder  CONFIG=file.yaml  ARGS="section.key=value …")'
-	@echo 'make test        the tests to run after a change: about 5 minutes on two cores'
+	@echo 'make test        the tests to run after a change: 5 to 13 minutes on two cores'
 	@echo 'make test-rest   the tests marked thorough, which make test leaves out; .ci/run runs both'
 	@echo 'make test-all    make test, then make test-rest: about 30 minutes'
 	@echo 'make test-slow   longer tests: every layout, fifty kills of a run, many starts in one folder'
