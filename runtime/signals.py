@@ -11,6 +11,7 @@ because nothing can be saved without the failed rank.
 train.py imports this module before anything else, so it imports nothing that takes time.
 """
 
+import contextlib
 import os
 import signal
 import threading
@@ -134,5 +135,7 @@ class Signals:
 
 
 def _write(line: str) -> None:
-    """Write to standard error directly: another thread may hold the lock of Python's buffer."""
-    os.write(2, f"{line}\n".encode())
+    """Write to standard error directly: another thread may hold the lock of Python's buffer. A line
+    that cannot be written (the disk is full, the terminal or the reader gone) fails no stop."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())

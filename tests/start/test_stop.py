@@ -300,6 +300,19 @@ def test_a_user_who_stops_a_stopping_run_is_heard(ranks: Ranks, data: Path, tmp_
     assert other == ("SIGUSR1 was received",) * 2
 
 
+def announce_to_nobody() -> None:
+    ear, mouth = os.pipe()
+    os.close(ear)
+    os.dup2(mouth, 2)
+    with Signals(speaks=True) as heard:
+        heard.announce(REASONS["STOP"])
+
+
+def test_a_stop_is_not_lost_with_its_log(tmp_path: Path) -> None:
+    """The terminal may be closed, or the log's disk full. (The run failed, and saved nothing.)"""
+    assert runs.status(runs.forked(tmp_path / "log", announce_to_nobody)) == 0
+
+
 def hear_again_and_again() -> None:
     """Receive signals in a call that runs no signal handlers of Python."""
 
