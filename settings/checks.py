@@ -27,11 +27,7 @@ MAX_FORWARDS = 2**15  # in a step, over all stages; the largest known runs have 
 def validate(config: Config, world_size: int) -> None:
     """Check everything that involves more than one section or the world size, in every data stage.
     Raises UserError, the first that is found."""
-    stages, tasks = data_stages(config), config.train.tasks
-    if tasks and not any(stage.config.train.eval_interval for stage in stages):
-        why = "the run never evaluates: train.eval_interval is 0"
-        raise UserError("train.tasks", tasks, why, "set train.eval_interval, such as 100")
-    for stage in stages:
+    for stage in data_stages(config):
         with in_data_stage(stage.number):
             sizes = stage.config.parallel.mesh_sizes(world_size)
             for check in CHECKS:

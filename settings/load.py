@@ -183,5 +183,8 @@ def _build(raw: dict[Any, Any]) -> Config:
                 raise no_such_key(section, str(key), value, KEYS, old_names(section).items())
     built = {section: cls(**raw.get(section, {})) for section, cls in SECTIONS.items()}
     config = Config(**built, data_stages=read_entries(entries))
-    data_stages(config)  # raises if an entry does not fit
+    stages, tasks = data_stages(config), config.train.tasks  # raises if an entry does not fit
+    if tasks and not any(stage.config.train.eval_interval for stage in stages):
+        why = "the run never evaluates: train.eval_interval is 0"
+        raise UserError("train.tasks", tasks, why, "set train.eval_interval, such as 100")
     return config

@@ -2,8 +2,8 @@
 
 It is deliberately a second implementation, written from the papers with nothing but torch: of the
 code under test it reads only the section `model` of the configuration. Layers are `nn.Linear` and
-`nn.Embedding`, the batch comes first, [B, S, D], and AdamW is torch's own (reference_training.py).
-Each kind of attention, feed-forward and router is a file, reference_KIND.py. Parameter names are
+`nn.Embedding`, the batch comes first, [B, S, D], and AdamW is torch's own (reference_adamw.py).
+Each kind of layer, router and optimizer is a file, reference_KIND.py. Parameter names are
 the same, so that gradients can be compared by name. `proofs/parity` compares the two.
 """
 
@@ -34,25 +34,31 @@ class Norm(nn.Module):
 
 
 # The class of a kind's reference, by the key of the section `model` that selects the kind.
-CLASSES = {"attention": "Attention", "feed_forward": "FeedForward", "router": "Router"}
+NAMES = {
+    "model.attention": "class Attention",
+    "model.feed_forward": "class FeedForward",
+    "model.router": "class Router",
+    "optimizer.name": "function make",
+}
 
 
 def reference_of(key: str, kind: str) -> Any:
     """The class in reference_KIND.py. It is constructed with the section `model`; a layer maps
-    x [B, S, D] to the same shape.
+    x [B, S, D] to the same shape. Of an optimizer, the function from parameters by name, and the
+    section `optimizer`, to torch's optimizers.
 
     Raises UserError if there is no such file."""
-    name, of_kind = f"reference_{kind}", CLASSES[key]
+    name, (what, of_kind) = f"reference_{kind}", NAMES[key].split()
     if name not in kinds_in("proofs.parity"):
-        remedy = f"write proofs/parity/{name}.py, with a class {of_kind}"
-        raise UserError(f"model.{key}", kind, "there is no reference to compare it with", remedy)
+        remedy = f"write proofs/parity/{name}.py, with a {what} {of_kind}"
+        raise UserError(key, kind, "there is no reference to compare it with", remedy)
     return load_kind("proofs.parity", name, of_kind)
 
 
 def keys_to_try(key: str, kind: str) -> tuple[tuple[str, object], ...]:
     """The keys of the section `model`, with values, with which the proof tries a kind: `keys` of
     its reference's class, not those of a base."""
-    own: tuple[tuple[str, object], ...] = vars(reference_of(key, kind)).get("keys", ())
+    own: tuple[tuple[str, object], ...] = vars(reference_of(f"model.{key}", kind)).get("keys", ())
     return own
 
 
@@ -60,9 +66,10 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = Norm(config.dim, config.norm_eps)
-        self.attention = reference_of("attention", config.attention_of(layer))(config)
+        attention, feed_forward = config.attention_of(layer), config.feed_forward_of(layer)
+        self.attention = reference_of("model.attention", attention)(config)
         self.feed_forward_norm = Norm(config.dim, config.norm_eps)
-        self.feed_forward = reference_of("feed_forward", config.feed_forward_of(layer))(config)
+        self.feed_forward = reference_of("model.feed_forward", feed_forward)(config)
 
     def forward(self, x: Tensor, lengths: list[int]) -> Tensor:
         """x [B, S, D]; `lengths` of the documents, sequence after sequence."""

@@ -40,7 +40,7 @@ class FeedForward(nn.Module):
     def forward(self, batch: Tensor) -> Tensor:
         config, x = self.config, batch.flatten(0, 1)  # [T, D]
         logits = self.router(x)  # [T, X]
-        router = reference_of("router", self.model.router)(self.model)
+        router = reference_of("model.router", self.model.router)(self.model)
         preferred = router.preferences(logits, self.bias)
         probabilities = router.probabilities(logits)
         ranks = preferred.detach().argsort(dim=1, descending=True, stable=True).argsort(1)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from proofs.parity.reference_training import adamw_of
+from proofs.parity import reference_adamw
 from settings.sections import OptimizerConfig
 
 
@@ -44,4 +44,4 @@ def make(
         if name.startswith("blocks.") and p.ndim > 1 and "router" not in name
     }
     rest = {name: p for name, p in parameters.items() if name not in hidden}
-    return [Muon(list(hidden.values()), config), *adamw_of(rest, config)]
+    return [Muon(list(hidden.values()), config), *reference_adamw.make(rest, config)]

@@ -1,17 +1,13 @@
-"""The reference's training: the optimizer (AdamW as torch has it, or that of reference_NAME.py),
-clipping, the learning rate, and the biases of routers. As in reference.py, nothing but the
-configuration is shared with the code under test."""
+"""The reference's training: the optimizer of reference_NAME.py, clipping, the learning rate, and
+the biases of routers. As in reference.py, nothing but the configuration is shared with the code
+under test."""
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 
-from errors import UserError
-from kinds import kinds_in, load_kind
-from proofs.parity.reference import Reference
+from proofs.parity.reference import Reference, reference_of
 from proofs.parity.reference_experts import auxiliary_losses, experts_of
 from settings.sections import OptimizerConfig
 
@@ -26,29 +22,6 @@ def warmup_cosine(step: int, steps: int, config: OptimizerConfig) -> float:
     return peak * (1 + floor + (1 - floor) * math.cos(angle)) / 2
 
 
-def adamw_of(
-    parameters: Mapping[str, nn.Parameter], config: OptimizerConfig
-) -> list[torch.optim.Optimizer]:
-    matrices = [p for p in parameters.values() if p.ndim > 1]
-    vectors = [p for p in parameters.values() if p.ndim == 1]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    own = getattr(config, config.name)
-    return [torch.optim.AdamW(groups, betas=own.betas, eps=own.eps)]
-
-
-def maker_of(name: str) -> Any:
-    """The function `make` in reference_NAME.py. Raises UserError if there is no such file."""
-    if name == "adamw":
-        return adamw_of
-    if f"reference_{name}" not in kinds_in("proofs.parity"):
-        remedy = f"write proofs/parity/reference_{name}.py, with a function make"
-        raise UserError("optimizer.name", name, "there is no reference to compare it with", remedy)
-    return load_kind("proofs.parity", f"reference_{name}", "make")
-
-
 def train(
     model: Reference,
     batches: Iterable[tuple[Tensor, Tensor]],
@@ -58,7 +31,8 @@ def train(
     """Make one update per (tokens, targets), the first of `steps`. Return the loss and the
     unclipped gradient norm of each."""
     parameters = list(model.parameters())
-    optimizers = maker_of(config.name)(dict(model.named_parameters()), config)
+    make = reference_of("optimizer.name", config.name)
+    optimizers = make(dict(model.named_parameters()), config)
     losses, norms = [], []
     for step, (tokens, targets) in enumerate(batches):
         model.zero_grad()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from model import largest_logits
 from model.config import ModelConfig
 from model.initialise import draw_rows
 from model.router import routers_of
@@ -79,8 +80,8 @@ def global_batch(vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
 @contextlib.contextmanager
 def as_in_long_sequences() -> Iterator[None]:
     """Let context parallelism divide the heads, and QK-clip the queries."""
-    few_logits = patch("model.largest_logits.LOGITS_BYTES", 1 << 14)
-    with patch.object(context, "LEAST_BYTES", 1), few_logits:
+    few = patch.object(largest_logits, "LOGITS_BYTES", 1 << 14)
+    with patch.object(context, "LEAST_BYTES", 1), few:
         yield
 
 

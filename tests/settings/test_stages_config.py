@@ -98,9 +98,11 @@ def test_what_is_refused(stages: str, message: str) -> None:
 
 
 def test_a_stage_without_evaluation() -> None:
-    """A run with tasks evaluates in some data stage, not in all."""
+    """A run with tasks evaluates in some data stage, not in all; each may be planned by itself."""
     with_tasks = ("train.tasks=[python]", "train.eval_interval=5")
-    validate(load("{from_step: 5, train: {eval_interval: 0}}", also=with_tasks), 8)
+    config = load("{from_step: 5, train: {eval_interval: 0}}", also=with_tasks)
+    validate(config, 8)
+    validate(one_stage(config, 8, 1)[0], 8)
     with pytest.raises(UserError, match="the run never evaluates"):
         validate(load("{from_step: 5}", also=(*with_tasks, "train.eval_interval=0")), 8)
 

@@ -211,9 +211,7 @@ class Pipeline:
             seconds += gather + cast if unit == "stage" else max(0.0, gather + cast - forward)
         if zero < 2:
             seconds += waiting * self.v * self.pp
-        # what every backward has waited for already (`Gathers.waits`)
-        waited = scatter * one if zero == 3 and unit == "stage" else waiting
-        return seconds + stalls(alike, inputs, last=True) - waited
+        return seconds + stalls(alike, inputs, last=True) - sharding.waited(zero, unit)
 
     def _find_slowest(self, reduced: bool) -> tuple[Part, Numbers, int, float]:
         """Of the pipeline rank that computes longest: its seconds for one micro-batch, its

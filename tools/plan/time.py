@@ -94,6 +94,10 @@ class Gathers(NamedTuple):
             return Part(first, max(bare, both - backward), 0.0)
         return Part(0.0, 0.0, self.stalls)
 
+    def waited(self, zero_stage: int, fsdp_unit: str) -> float:
+        """The seconds for which each backward then waits for its own reductions."""
+        return self.scatter if zero_stage == 3 and fsdp_unit == "stage" else self.stalls
+
 
 class Reduction(NamedTuple):
     """Seconds of an FSDP unit in a backward."""
@@ -242,13 +246,15 @@ class StepTime:
     def waits(self, stage: int) -> Part:
         """Seconds by which a stage's actions are longer because of the gathers and reductions of
         every micro-batch."""
-        parallel, layout = self.layout.config.parallel, self.layout
-        gather, scatter, _ = self.data_parallel(stage)
-        units = [unit for _, unit in layout.fsdp_units(stage)]
-        first, *_, last = [self.of_unit(unit) for unit in units if not unit.is_expert] * 2
-        waiting = self.stalls(stage, last=False)
-        sharding = Gathers(gather, scatter, first[0], last[0], waiting)
+        parallel = self.layout.config.parallel
+        sharding = self.gathers(stage)
         return sharding.waits(parallel.zero_stage, parallel.fsdp_unit, self.stages[stage])
+
+    def gathers(self, stage: int) -> Gathers:
+        gather, scatter, _ = self.data_parallel(stage)
+        units = [unit for _, unit in self.layout.fsdp_units(stage)]
+        first, *_, last = [self.of_unit(unit) for unit in units if not unit.is_expert] * 2
+        return Gathers(gather, scatter, first[0], last[0], self.stalls(stage, last=False))
 
     @cached_property
     def costs(self) -> Costs:
@@ -327,13 +333,12 @@ class StepTime:
         backward run beside what the rank does after it. With zero_stage below 2 only that backward
         reduces; if it stalls, the stages before it are late."""
         parallel, last = self.layout.config.parallel, self.layout.num_microbatches - 1
-        zero, as_one = parallel.zero_stage, parallel.fsdp_unit == "stage"
+        zero, unit = parallel.zero_stage, parallel.fsdp_unit
         late, behind = [0.0], []  # of the stages from the last one on
         for stage in reversed(range(self.layout.num_stages)):
-            stalled = self.stalls(stage, last=False)
-            late.append(late[-1] + (stalled if zero < 2 else 0.0))
-            # what every backward has waited for already (`Gathers.waits`)
-            waited = self.data_parallel(stage)[1] if zero == 3 and as_one else stalled
+            gathers = self.gathers(stage)
+            late.append(late[-1] + (gathers.stalls if zero < 2 else 0.0))
+            waited = gathers.waited(zero, unit)
             behind.append(max(0.0, self.stalls(stage, last=True) - waited))
         late, behind = late[:0:-1], behind[::-1]
         return [
