@@ -4,6 +4,8 @@ read from the operators that a computation calls."""
 import math
 from typing import Any, NamedTuple
 
+import torch
+
 from costs.collectives import Call
 from costs.operators import NO_WORK, name_of, tensors_of
 
@@ -98,8 +100,10 @@ def _grouped(name: str, named: dict[str, Any], size: int) -> Product:
     experts = len(named["ends"])
     most = -(-total // experts)
     shape = (most, columns, inner) if forward else (columns, inner, most)
-    # one kernel for 16-bit factors, and a loop for others, or with model.kernels=torch
-    launches = 1 if x.itemsize == 2 and named.get("kernels") != "torch" else experts
+    # One kernel for bfloat16, of weight gradients for 16-bit factors; else, or with
+    # model.kernels=torch, a loop.
+    has_kernel = x.dtype == torch.bfloat16 if forward else x.itemsize == 2
+    launches = 1 if has_kernel and named.get("kernels") != "torch" else experts
     flops = 2.0 * total * columns * inner
     return Product(*shape, size, x.itemsize, experts, "", launches, flops)
 

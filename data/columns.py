@@ -56,7 +56,7 @@ def _with_column(
     none does."""
     column, seen, row = None, False, None
     before: list[tuple[str, dict[str, Any]]] = []
-    for where, found in table:
+    for number, (where, found) in enumerate(table):
         if isinstance(found, UserError):
             report.fault("damaged_rows", found)
             continue
@@ -66,10 +66,12 @@ def _with_column(
             if len(may_be) == 1 and (find or asked or may_be == ["text"]):
                 column = may_be[0]
             find = find and len(may_be) <= 1  # nor may a later row choose among these
-        if column not in ("text", None) and asked is None and "text" in row:
-            why = f"{where} has a column 'text', and the rows before it do not"
-            remedy = f"choose one: --text-field {column}, or --text-field text"
-            raise UnknownColumn("--source", name, why, remedy)
+        early = number < ROWS_WITHOUT or "text" in row  # later rows do not end hours of work
+        if column not in ("text", None) and asked is None and early:
+            for other in sorted({*text_columns(row, None)} - {column}):
+                why = f"{where} has a column {other!r}, and the rows before it have no text in it"
+                remedy = f"choose one: --text-field {column}, or --text-field {other}"
+                raise UnknownColumn("--source", name, why, remedy)
         before.append((where, row))
         seen = seen or column in row
         if not seen and len(before) <= ROWS_WITHOUT:

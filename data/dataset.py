@@ -2,9 +2,9 @@
 
 Opening reads index.json and checks the size of every shard, so that a missing or truncated file is
 found before the first step and not in the middle of the run. A shard's header is checked when the
-shard is first mapped; its content is checked only by `verify`, which reads everything. At most
-OPEN_SHARDS shards are mapped at a time: a mapping holds a file descriptor, of which a process often
-may have only a thousand, and a data set may have tens of thousands of shards.
+shard is first mapped; its content is not checked. At most OPEN_SHARDS shards are mapped at a time:
+a mapping holds a file descriptor, of which a process often may have only a thousand, and a data set
+may have tens of thousands of shards.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from data.config import DataConfig
-from data.shards import FORMAT, REMEDY, VERSION, file_sha256, map_tensor
+from data.shards import FORMAT, REMEDY, VERSION, map_tensor
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
 
@@ -110,24 +110,6 @@ class TokenDataset:
         """The tokenizer file in the folder, with which the data was prepared. It may be missing."""
         found = (self.folder / name for name in (MODEL, JSON) if (self.folder / name).is_file())
         return next(found, self.folder / MODEL)
-
-    def verify(self) -> None:
-        """Reads every shard and checks its sha256, header, tokens and document starts. Raises
-        UserError for the first bad one."""
-        for i, (file, tokens, documents, _, sha256) in enumerate(self._shards):
-            path = self.folder / file
-            if file_sha256(path) != sha256:
-                why = "its content has changed since it was prepared (the sha256 differs)"
-                raise UserError("data.path", str(path), why, REMEDY)
-            if int(self._map_tokens(i).max(initial=0)) >= self.vocab_size:
-                why = f"it contains a token id >= vocab_size {self.vocab_size}"
-                raise UserError("data.path", str(path), why, PREPARE)
-            starts = self.document_starts(i)
-            if documents and (
-                starts[0] != 0 or starts[-1] >= tokens or np.any(np.diff(starts) <= 0)
-            ):
-                why = "its document starts are not increasing positions within the shard"
-                raise UserError("data.path", str(path), why, PREPARE)
 
     @property
     def num_shards(self) -> int:

@@ -248,9 +248,11 @@ def _walk(folder: Path, report: Report) -> Iterator[Path]:
                 if link == folder or _identity(file) not in seen:
                     seen.add(_identity(file))
                     yield file
-        else:
+        elif link.is_file():
             seen.add(_identity(link))
             yield link
+        else:
+            report.leave_out(name, "a link to neither a file nor a folder")
 
 
 def _walk_without_links(

@@ -20,13 +20,14 @@ OUT is never incomplete.
 import json
 import multiprocessing
 import os
+import re
 import secrets
 import shutil
 import signal
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ from data.heldout import Part, Splitter
 from data.shards import FORMAT, VERSION, ShardWriter
 from data.sources import documents, shown
 from data.text_kept import CHECK_ALL, CHECK_EVERY, Kept, kept
-from data.tokenizer import Tokenizer
+from data.tokenizer import BESIDE, JSON, MODEL, Tokenizer
 from errors import UserError
 
 SPLITS = ("train", "heldout")
@@ -81,7 +82,7 @@ def prepare(
     Raises UserError for what the user can fix, and then leaves nothing new at `out`.
     """
     sources = [source] if isinstance(source, str) else source
-    _check_replaceable(sources, out, overwrite)
+    _check_replaceable(out, overwrite)
     report = report or Report()
     dtype = np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
     out = out.resolve()  # a symbolic link stays: its target is replaced
@@ -131,7 +132,11 @@ def prepare(
         for name, content in tokenizer.files.items():
             (partial / name).write_bytes(content)
         (partial / "index.json").write_text(json.dumps(index, indent=1) + "\n")
+        _check_replaceable(out, overwrite)  # others may have written there in the meantime
         _put_in_place(partial, out)
+    except BrokenExecutor as error:
+        why = "one of these processes was killed, as the kernel does when memory runs out"
+        raise UserError("--workers", workers, why, "give fewer workers, or more memory") from error
     except OSError as error:  # an error of writing: errors of reading the source are UserErrors
         remedy = "free some space, or give a folder where you have permission to write"
         why = f"it cannot be written ({error.strerror or error})"
@@ -154,11 +159,14 @@ def unigram_nats_per_token(train: np.ndarray, heldout: np.ndarray) -> float | No
     return float(-(heldout * log_probability).sum() / heldout.sum())
 
 
-def _check_replaceable(sources: Sequence[str], out: Path, overwrite: bool) -> None:
+def _check_replaceable(out: Path, overwrite: bool) -> None:
     """Raises UserError unless `out` may be replaced: only the output of an earlier `prepare` is
     ever deleted, and never the source."""
     if out.exists() and not out.is_dir():
         raise UserError("--out", str(out), "a file of that name exists", "give a folder")
+    if os.path.ismount(out.resolve()):  # renaming would fail, after hours
+        why = "it is a mount point, and only a folder inside one can be replaced"
+        raise UserError("--out", str(out), why, f"give such a folder: {out / 'data'}")
     if not out.is_dir() or not any(out.iterdir()):
         return
     if not (out / "index.json").is_file():
@@ -167,10 +175,12 @@ def _check_replaceable(sources: Sequence[str], out: Path, overwrite: bool) -> No
     if not overwrite:
         why = "the folder is not empty"
         raise UserError("--out", str(out), why, "give another folder, or add --overwrite")
-    for source in sources:
-        if out.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
-            why = f"it would be deleted, and it contains the source {source}"
-            raise UserError("--out", str(out), why, "give another folder")
+    shard = rf"(?:{'|'.join(SPLITS)})-\d{{5,}}\.safetensors"
+    names = {path.name for path in out.iterdir()} - {"index.json", MODEL, JSON, *BESIDE}
+    for name in sorted(names):
+        if not re.fullmatch(shard, name):
+            why = f"it would be deleted, and it contains {name}, which `prepare` did not write"
+            raise UserError("--out", str(out), why, "give another folder, or move that file away")
 
 
 def _chunks(parts: Iterable[Part]) -> Iterator[list[Part]]:
@@ -280,8 +290,10 @@ class _SplitWriter:
                 raise UserError("--tokenizer", self._tokenizer.sha256[:12], why, remedy)
 
     def unknown(self) -> int:
-        """How many tokens are the unknown one."""
-        return int(self.histogram[self._tokenizer.unk_id]) if self._tokenizer.unk_id >= 0 else 0
+        """How many tokens of texts are the unknown one. (If it is also bos or eos, no text has it:
+        `_check_control_tokens`.)"""
+        unk, ends = self._tokenizer.unk_id, (self._tokenizer.bos_id, self._tokenizer.eos_id)
+        return int(self.histogram[unk]) if unk >= 0 and unk not in ends else 0
 
     def _close_shard(self) -> None:
         self._shards.append(self._open.close())

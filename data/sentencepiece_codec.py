@@ -24,6 +24,7 @@ from data.foreign_tokenizers import not_a_tokenizer
 from errors import UserError
 
 SPACE_MARK = "\u2581"  # SentencePiece represents a space by this character
+LONGEST = 1 << 18  # characters: training sees a longer line in parts
 
 
 class SentencePieceCodec:
@@ -110,7 +111,8 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
     def lines() -> Iterator[str]:
         try:
             for text in texts:
-                yield from filter(None, text.split("\n"))
+                for line in text.split("\n"):
+                    yield from (line[i : i + LONGEST] for i in range(0, len(line), LONGEST))
         except UserError as error:
             refused.append(error)
             raise
@@ -134,8 +136,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
             bos_id=1,
             eos_id=2,
             pad_id=-1,
-            # bytes; longer lines are skipped in training, but not in encoding
-            max_sentence_length=1 << 20,
+            max_sentence_length=4 * LONGEST,  # bytes; what is longer would be skipped
             minloglevel=2,
         )
     except (RuntimeError, ValueError) as error:

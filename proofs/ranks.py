@@ -85,7 +85,8 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
                 (function, arguments, world, str(Path(folder) / "store"), self.backend)
             )
             for rank in range(world):
-                self._ranks[rank][1].send_bytes(task)
+                with contextlib.suppress(ConnectionError):  # it has died: `_collect` says so
+                    self._ranks[rank][1].send_bytes(task)
             answers, failures = self._collect(world)
         if failures:
             self._kill(world)

@@ -53,7 +53,7 @@ class Stopping(Listener):
     def closes(self, run: Run, error: BaseException | None) -> None:
         if error is None:
             run.stop.close(stays=run.changes_data_stage)
-            if run.end_reason:  # the file STOP may have come since
+            if run.stop.agreed:  # the file STOP may have come since
                 run.end(run.stop.reason)
 
 

@@ -30,8 +30,8 @@ class EndRecorder(Listener):
             error.add_note(f"after step {run.step}")
         if error is None and run.changes_data_stage:
             return run.log.leave_data_stage()
-        # after a failure, the time belongs to the step that failed
-        run.log.ledger.spent("end" if error is None else "steps")
+        # after a failure, the time belongs to what failed: a pause, or a step, which is lost
+        run.log.ledger.spent("end" if error is None else run.log.cause or "lost")
         run.log.write_spent()
         if dist.get_rank() != 0:
             return

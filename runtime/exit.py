@@ -173,7 +173,7 @@ def runs_torchrun(command: list[str]) -> bool:
     for option, word in pairwise(command):
         if option in ("-m", "-c"):
             return option == "-m" and word in TORCHRUN_MODULES
-        if not word.startswith("-"):
+        if not word.startswith("-") and option not in ("-W", "-X"):  # whose values they are
             return Path(word).name == "torchrun"
     return False
 

@@ -141,12 +141,12 @@ def check_qk_clip(config: Config, sizes: MeshSizes) -> None:
 
 
 def check_schedule(config: Config, sizes: MeshSizes) -> None:
-    config.split_layers()
     p, name = config.parallel, config.parallel.schedule
     if fault := fault_in(name, p.pp, p.stages_per_rank, config.num_microbatches(sizes.dp)):
         # in a schedule that the user added; without this check it could hang
         remedy = "correct the schedule; parallel/pipeline/check.py has the rules"
         raise UserError("parallel.schedule", name, fault, remedy)
+    config.split_layers()  # which asks the schedule where its stages are
 
 
 def check_compile(config: Config, sizes: MeshSizes) -> None:
@@ -166,7 +166,8 @@ def check_compile(config: Config, sizes: MeshSizes) -> None:
     parallel, precision = config.parallel, config.precision
     of_one = parallel.zero_stage < 2 and config.num_microbatches(sizes.dp) == 1
     is_wider = torch.promote_types(precision.reduce, precision.compute) != precision.compute
-    if parallel.fsdp_unit == "stage" and of_one and is_wider and sizes.dp * sizes.cp > 1:
+    uses_fsdp = sizes.dp * sizes.cp > 1 or parallel.offload != "none"  # as `shard` (fsdp_units.py)
+    if parallel.fsdp_unit == "stage" and of_one and is_wider and uses_fsdp:
         why = "compiled blocks leave the gradients of a single micro-batch in train.dtype, and the "
         why += "rest of the unit in parallel.reduce_dtype: FSDP reduces a unit in one dtype"
         remedy = "set parallel.fsdp_unit=block, train.compile=false, or a smaller micro-batch"

@@ -56,8 +56,8 @@ CHANGES: dict[str, list[Change]] = {
     ],
     "model/kernels/cross_entropy.py": [
         ("(totals * (peaks - peak).exp()).sum(0)", "totals.sum(0)"),
-        ("(scales * (1 + 2 * z_loss * row.lse) / row.total)",
-         "(scales * (1 + z_loss * row.lse) / row.total)"),
+        ("scale * (1 + 2 * z_loss * row.lse) / row.total",
+         "scale * (1 + z_loss * row.lse) / row.total"),
     ],
     "model/linear_cross_entropy.py": [
         ("into=dw, dtype=exact(x.dtype))", "into=dw, dtype=x.dtype)"),

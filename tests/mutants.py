@@ -126,7 +126,7 @@ def failing(tree: Path, targets: Sequence[str], *options: str) -> list[str]:
                 os.killpg(ran.pid, signal.SIGKILL)
         out.seek(0)
         said = out.read().decode(errors="replace")
-    found = re.findall(r"^(?:FAILED|ERROR) (\S+?::.+?)(?: - .*)?$", said, re.MULTILINE)
+    found = re.findall(r"^(?:FAILED|ERROR) (\S+?::\w+(?:\[.*?\])?)(?: - .*)?$", said, re.MULTILINE)
     # 2: pytest-xdist was stopped by -x. 5: `make test` runs none of them.
     if (status in (1, 2)) if found else (status in (0, 5)):
         return found

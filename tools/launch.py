@@ -35,6 +35,7 @@ import itertools
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -206,7 +207,8 @@ def start_processes(processes: int, function: Callable[..., None], *arguments: o
     # the default action, ignoring it, would hide it from sigwait on macOS
     signal.signal(signal.SIGCHLD, lambda *_: None)
     _sweep()
-    folder = Path(tempfile.mkdtemp(prefix=f"lattice-{os.getpid()}-"))  # mode 0700
+    prefix = f"lattice-{os.getpid()}-{socket.gethostname()}-"
+    folder = Path(tempfile.mkdtemp(prefix=prefix))  # mode 0700
     try:
         gc.collect()
         gc.freeze()  # keeps the pages of imported modules shared: collections do not write to them
@@ -279,8 +281,11 @@ def _sweep() -> None:
     """Removes folders that this user's launchers left behind when they were killed."""
     for folder in Path(tempfile.gettempdir()).glob("lattice-*-*"):
         with contextlib.suppress(ValueError, OverflowError, OSError):  # not ours, or alive
+            _, pid, rest = folder.name.split("-", 2)
+            if rest.rpartition("-")[0] != socket.gethostname():
+                continue  # machines may share the folder, but not their process ids
             try:
-                os.kill(int(folder.name.split("-")[1]), 0)
+                os.kill(int(pid), 0)
             except ProcessLookupError:
                 if folder.lstat().st_uid == os.getuid():  # root could remove others', too
                     shutil.rmtree(folder)  # refuses a link

@@ -7,6 +7,8 @@ token shards in DIR as `data.path`. data/prepare.py describes the folder's conte
 """
 
 import os
+import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -97,4 +99,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # what was begun is removed, as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     run_command(main)

@@ -60,11 +60,12 @@ def main(arguments: list[str] | None = None) -> int:
     at_least(1, max_characters=options.max_characters)
     at_least(0, 1, heldout_fraction=options.heldout_fraction)
     check_out(options.out)
-    tokenizer = Tokenizer.train(texts(options, report), options.vocab_size)
     with writes("--out", options.out):
         options.out.parent.mkdir(parents=True, exist_ok=True)
         partial = options.out.parent / f"{options.out.name}.partial"
         try:
+            partial.touch()  # what cannot be written is refused before training, not after
+            tokenizer = Tokenizer.train(texts(options, report), options.vocab_size)
             partial.write_bytes(tokenizer.model)
             partial.replace(options.out)
         finally:

@@ -127,6 +127,8 @@ def bench_ours_begin_alike(found: dict[str, dict]) -> None:
     """For the same weights and tokens, the first loss and gradient norm of each of our rows are
     those of PyTorch's operations, or else of the first row."""
     ours = {name: row for name, row in found.items() if row.get("program") == "lattice"}
+    if len(ours) < 2:
+        pytest.skip("there are no two rows of ours")
     wrong = []
     for name, row in ours.items():
         alike = [

@@ -73,6 +73,7 @@ OF_KERNELS = "tests/kernels/test_"
 KERNELS = tuple(f"{OF_KERNELS}{name}.py" for name in ("kernels", "bit_hash", "kernel_adamw"))
 HEAD = f"{OF_KERNELS}linear_cross_entropy.py::test_the_weight_gradient_is_summed_in_float32"
 GROUPED = f"{OF_KERNELS}grouped_matmul.py::test_on_a_gpu"
+ROWS = f"{OF_KERNELS}grouped_matmul.py::test_the_sum_of_each_token_s_rows"
 
 # For each part: lanes side by side; in each, programs one after the other, the most important
 # first. Nothing runs beside a program that measures time.
@@ -82,7 +83,7 @@ PARTS: dict[str, list[list[Task]]] = {
         [AT_SIZE, Task("memory", 200, ("tests/gpu/test_memory.py",))],
         [Task("kernels", 300, (*parallel(6), *KERNELS))],
         [Task("resume", 200, ("tests/gpu/test_resume.py",))],
-        [Task("head and runs", 300, (HEAD, GROUPED, "tests/gpu/test_runs.py"))],
+        [Task("head and runs", 300, (HEAD, GROUPED, ROWS, "tests/gpu/test_runs.py"))],
     ],
     "fast": [
         [

@@ -14,19 +14,19 @@ from torch import Tensor
 
 from errors import UserError
 
-# Triton's own switch, which Triton reads once, when it is imported
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = False  # whether kernels run in Triton's interpreter
 
 try:
     import triton
     import triton.language as tl
 
     jit: Any = triton.jit
+    INTERPRETED = triton.knobs.runtime.interpret  # as Triton reads TRITON_INTERPRET: also "true"
 except ImportError:
     triton, tl = None, SimpleNamespace(constexpr=object)  # used in the kernels' signatures
     jit = lambda function: function  # noqa: E731
 
-if INTERPRETED and triton is not None:
+if INTERPRETED:
     from model.kernels import triton_interpreter
 
     triton_interpreter.mend()
@@ -61,6 +61,10 @@ def check_kernels(mode: str, device_type: str) -> None:
         raise UserError("model.kernels", mode, why, f"set model.kernels=auto; {how}")
     if mode == "auto" and device_type == "cuda" and why is not None:
         raise UserError("model.kernels", mode, why, "install Triton, or set model.kernels=torch")
+    if mode != "torch" and device_type == "cuda" and INTERPRETED:
+        why = "Triton would interpret kernels on the CPU, a thousand times slower, and crash"
+        value = os.environ.get("TRITON_INTERPRET")
+        raise UserError("TRITON_INTERPRET", value, why, "unset TRITON_INTERPRET")
 
 
 def accumulator(dtype: torch.dtype) -> Any:

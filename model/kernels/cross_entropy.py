@@ -121,20 +121,17 @@ def _gradient_reference_(
 ) -> None:
     if not logits.shape[-1]:
         return
-    ignored = targets == IGNORE
     exact_dtype = row.peak.dtype
-    scales = scale.to(exact_dtype).expand_as(row.peak).masked_fill(ignored, 0)  # [T]
-    factors = (scales * (1 + 2 * z_loss * row.lse) / row.total).masked_fill(ignored, 0)
+    scale = scale.to(exact_dtype)
+    factors = scale * (1 + 2 * z_loss * row.lse) / row.total  # [T]
     same = logits.dtype == exact_dtype
     z = logits if same else logits.to(exact_dtype)
-    # Tokens without a target get 0, whatever their logits are: exp(z − ∞) · 0.
-    z.sub_(row.peak.masked_fill(ignored, torch.inf).unsqueeze(-1)).exp_().mul_(
-        factors.unsqueeze(-1)
-    )
+    z.sub_(row.peak.unsqueeze(-1)).exp_().mul_(factors.unsqueeze(-1))
     index, mine = _columns(targets, first_row, z.shape[-1])
-    at_target = z.gather(-1, index) - torch.where(mine, scales, 0).unsqueeze(-1)  # [T, 1]
+    at_target = z.gather(-1, index) - torch.where(mine, scale, 0).unsqueeze(-1)  # [T, 1]
     # not scatter_add_, which adds in no fixed order on a GPU
     z.scatter_(-1, index, at_target)
+    z.masked_fill_((targets == IGNORE).unsqueeze(-1), 0)  # even if a logit is infinite or NaN
     if not same:
         logits.copy_(z)
 

@@ -42,10 +42,15 @@ def fault_in(name: str, *sizes: int) -> str:
 
 @lru_cache(maxsize=256)  # the stages and layouts of a run are checked several times, and are alike
 def _fault_in(_: ScheduleFunction | None, name: str, *sizes: int) -> str:
+    schedule, (p, v, m) = build_schedule(name, *sizes), sizes
     try:
-        check(build_schedule(name, *sizes))
+        check(schedule)
     except Fault as fault:
         return str(fault)
+    # complete for fewer micro-batches, it would train on a part of each batch
+    has = len(schedule), len(stage_ranks(schedule)), num_microbatches(schedule)
+    if has != (p, p * v, m):
+        return f"has {has} ranks, stages and micro-batches, and not {(p, p * v, m)}"
     return ""
 
 

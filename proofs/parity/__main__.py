@@ -40,7 +40,7 @@ from proofs.parity.expert_cases import expert_layout_cases, expert_values, extre
 from proofs.parity.row import BOUNDS, Row
 from proofs.parity.run import check, worst
 from proofs.ranks import Ranks
-from tools.command import CommandParser, run_command
+from tools.command import CommandParser, at_least, run_command, writes
 
 WORLDS = (1, 2, 4, 8)
 
@@ -100,6 +100,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.option("--jobs", 2, "N", "compare so many cases at a time")
     parser.option("--json", Path, "FILE", "write every row to FILE")
     options = parser.parse_args(arguments)
+    at_least(1, world=options.world, jobs=options.jobs)
+    if options.json:
+        with writes("--json", options.json):  # not only after two hours
+            options.json.touch()
     worlds = (options.world,) if options.world else WORLDS
     started = time.monotonic()
     cases, impossible = plan(worlds, options.quick)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 from data.config import DataConfig
 from errors import UserError
+from kinds import kinds_in
 from model.config import ModelConfig
 from model.experts import Experts
 from parallel.axes import AXES, MeshSizes
@@ -232,7 +233,11 @@ def option_values() -> dict[str, Sequence[object]]:
         "offload": every(ParallelConfig, "offload"),
         "document_mask": (False, True),
         "num_microbatches": (1, 2, 4, 8),
-        "optimizer": ("adamw", "muon"),
+        "optimizer": [
+            name
+            for name in kinds_in("training.optimizers")
+            if f"reference_{name}" in kinds_in("proofs.parity")
+        ],
     }
 
 
@@ -264,9 +269,10 @@ QUICK_LAYOUTS = [
 
 
 def pairs_of(case: Case, names: Iterable[str]) -> set[Pair]:
-    """Every two values of the options `names` that occur together in `case`."""
+    """Every two values of the options `names` that occur together in `case`, with an effect."""
     given = {**vars(case), "pipeline": (case.schedule, case.stages_per_rank)}
-    return set(combinations([(name, given[name]) for name in names], 2))
+    both = combinations([(name, given[name]) for name in names], 2)
+    return {(a, b) for a, b in both if has_axes_of(case.layout, a[0], b[0])}
 
 
 def has_axis_of(layout: MeshSizes, option: str) -> bool:
@@ -275,14 +281,21 @@ def has_axis_of(layout: MeshSizes, option: str) -> bool:
     return sizes.get(AXIS_OF.get(option, ""), 2) > 1
 
 
+def has_axes_of(layout: MeshSizes, a: str, b: str) -> bool:
+    """Whether both options have an effect on the layout. (One device is tried with all options.)"""
+    alone = a == "layout" and layout.world == 1
+    return alone or (has_axis_of(layout, a) and has_axis_of(layout, b))
+
+
 def wanted_pairs(values: Mapping[str, Sequence[object]]) -> list[Pair]:
-    """Every two values of different options, but for a layout and an option whose axis it does not
-    have. (One device stays, with all options.)"""
+    """Every two values of different options that both have an effect on the layout, or on some
+    layout."""
+    layouts: Any = values["layout"]
     return [
         ((a, x), (b, y))
         for (a, a_values), (b, b_values) in combinations(values.items(), 2)
         for x, y in product(a_values, b_values)
-        if not isinstance(x, MeshSizes) or x.world == 1 or has_axis_of(x, b)
+        if any(has_axes_of(at, a, b) for at in ([x] if a == "layout" else layouts))
     ]
 
 

@@ -13,10 +13,12 @@ BOUNDS: dict[str, dict[str, float]] = {
     "float64": {
         **{"weights": 0.0, "spread": 0.0, "loss": 1e-11, "norm": 1e-11, "gradient": 1e-11},
         **{"loss_steps": 1e-9, "norm_steps": 1e-9, "routes": 0.0, "balance": 1e-11, "bias": 0.0},
+        **{"updated": 1e-9},
     },
     "float32": {
         **{"weights": 0.0, "spread": 0.0, "loss": 1e-5, "norm": 1e-5, "gradient": 1e-4},
         **{"loss_steps": 1e-4, "norm_steps": 1e-4, "routes": 0.0, "balance": 1e-5, "bias": 0.0},
+        **{"updated": 1e-4},
     },
 }
 
@@ -36,6 +38,7 @@ class Row:
     worst: str = ""  # the parameter with the error `gradient`
     loss_steps: float = 0.0  # the worst of all steps
     norm_steps: float = 0.0
+    updated: float = 0.0  # weights after all steps, of the worst parameter
     # tokens that chose other experts, layers with other counts, and one if ranks differ
     routes: int = 0
     balance: float = 0.0  # the losses of routers
@@ -62,6 +65,7 @@ class Row:
         text += f"norm {self.norm:.0e} gradient {self.gradient:.0e} ({self.worst})"
         if self.steps:
             text += f" | {self.steps} steps: loss {self.loss_steps:.0e} norm {self.norm_steps:.0e}"
+            text += f" weights {self.updated:.0e}"
         if self.case.router is not None:
             text += f" | routes {self.routes} balance {self.balance:.0e} bias {self.bias:.0e}"
         text += f"  {self.case}"

@@ -186,6 +186,7 @@ class Expected:
     norm: float
     losses: list[float]
     norms: list[float]
+    final_weights: dict[str, Tensor]
     choices: dict[int, Tensor]  # of experts, by layer: [BATCH, SEQ_LEN, k]
     auxiliary: list[float]
     biases: dict[str, Tensor]
@@ -230,8 +231,9 @@ def _expected(
     batches = (global_batch(model.vocab_size, step) for step in range(steps))
     losses, norms = train(reference, batches, optimizer, STEPS)
     biases = {f"blocks.{layer}.feed_forward.router.bias": e.bias for layer, e in experts.items()}
-    first, auxiliary = loss.item(), of_routers.tolist()
-    return Expected(weights, gradients, first, norm, losses, norms, choices, auxiliary, biases)
+    final = {name: p.detach() for name, p in reference.named_parameters()}
+    first, auxiliary, of_steps = loss.item(), of_routers.tolist(), (losses, norms, final)
+    return Expected(weights, gradients, first, norm, *of_steps, choices, auxiliary, biases)
 
 
 def compare(case: Case, runs: list[Run], reference: Expected) -> Row:
@@ -255,6 +257,7 @@ def compare(case: Case, runs: list[Run], reference: Expected) -> Row:
     row.norm = relative([runs[0].norm], [reference.norm])
     row.loss_steps = relative(runs[0].losses, reference.losses)
     row.norm_steps = relative(runs[0].norms, reference.norms)
+    row.updated = worst(errors_of(final[0], reference.final_weights).values())
     return row
 
 

@@ -7,6 +7,7 @@ Of the first form, the model scores each choice as the continuation of the conte
 number of the right one, from 0. Of the second, it scores the whole text.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def read_tasks(named: Sequence[str], key: str) -> list[Task]:
 
 def _path(name: str, key: str) -> Path:
     path = Path(name) if name.endswith(SUFFIX) else BUNDLED / f"{name}{SUFFIX}"
-    if not path.is_file():
+    if not os.path.isfile(path):  # an OSError is no file either
         bundled = ", ".join(sorted(file.stem for file in BUNDLED.glob(f"*{SUFFIX}")))
         why = "there is no such file" if name.endswith(SUFFIX) else "there is no bundled task"
         raise UserError(

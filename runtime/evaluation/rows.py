@@ -22,6 +22,7 @@ scored once.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -167,6 +168,9 @@ def measures(task: TaskRows, found: Sequence[Sequence[float]]) -> dict[str, floa
 
 
 def _accuracy(scores: Sequence[Sequence[float]], answers: Sequence[int]) -> float:
-    """The share of examples whose answer has the largest score, the first of equal ones."""
+    """The share of examples whose answer has the largest score, the first of equal ones; NaN if a
+    score is."""
+    if any(map(math.isnan, chain.from_iterable(scores))):
+        return math.nan
     chosen = [max(range(len(each)), key=each.__getitem__) for each in scores]
     return sum(map(int.__eq__, chosen, answers)) / len(answers)

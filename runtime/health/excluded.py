@@ -30,7 +30,7 @@ def node_name() -> str:
 
 def exclude(folder: Path, node: str, reason: str) -> bool:
     """Add `node` to those that the next start leaves out; called by only one process. Returns
-    whether it was not there: the first reason stays."""
+    whether it was added: the first reason stays."""
     found, problem = _read(folder)
     if node in found:
         return False
@@ -38,8 +38,7 @@ def exclude(folder: Path, node: str, reason: str) -> bool:
         with suppress(OSError):
             (folder / FILE).replace(folder / f"{FILE}.unreadable")
     found[node] = {"time": time.time(), "reason": reason}
-    write_or_warn(folder / FILE, json.dumps(found, indent=1) + "\n")
-    return True
+    return write_or_warn(folder / FILE, json.dumps(found, indent=1) + "\n")
 
 
 def include(folder: Path, node: str, reason: str) -> bool:

@@ -13,6 +13,7 @@ memory.
 import errno
 import itertools
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -97,6 +98,7 @@ class JsonLines(Tracker):
     def __init__(self, folder: Path, step: int) -> None:
         self.path = folder / "metrics.jsonl"
         self.unwritten: list[str] = []
+        self.stale_after = math.inf  # lines after this step are still to be dropped
         self.begins_anew, self.reached, self._warned = step == 0 and self.path.exists(), step, False
         if self.begins_anew:
             names = (folder / f"metrics-{number}.jsonl" for number in itertools.count(1))
@@ -110,7 +112,8 @@ class JsonLines(Tracker):
 
     def went_back(self, step: int, reached: int) -> None:
         self.unwritten = [line for line in self.unwritten if json.loads(line)["step"] <= step]
-        self._try(lambda: self._drop_after(step))
+        self.stale_after = min(step, self.stale_after)
+        self._try(self._append)
 
     def close(self, failed: bool) -> None:
         if self.unwritten:
@@ -119,6 +122,9 @@ class JsonLines(Tracker):
             log(f"warning: the last {len(self.unwritten)} lines of {self.path} are lost")
 
     def _append(self) -> None:
+        if self.stale_after < math.inf and self.path.exists():
+            self._drop_after(int(self.stale_after))
+        self.stale_after = math.inf
         lines = "".join(self.unwritten).encode()
         with open(self.path, "ab", buffering=0) as file:
             end = file.tell()

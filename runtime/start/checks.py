@@ -84,7 +84,7 @@ def check_disk(config: Config) -> None:
     folder, world = config.parallel.offload_dir, dist.get_world_size()
     if sys.platform != "linux":
         raise UserError("parallel.offload", "disk", "needs Linux", "use parallel.offload=host")
-    needed = 2 * state_bytes(config) * config.parallel.dp_replicate / world * local_world(world)
+    needed = 2 * bytes_of_rank(config, world) * local_world(world)
     try:
         with tempfile.TemporaryFile(dir=folder):
             free = shutil.disk_usage(folder).free
@@ -113,11 +113,17 @@ def file_system_of(folder: str) -> str:
     return found
 
 
+def bytes_of_rank(config: Config, world: int) -> float:
+    """About what a rank holds of the weights and optimizer states."""
+    copies = config.parallel.mesh_sizes(world).of_weights["dp_replicate"]  # cp's with zero_stage 0
+    return state_bytes(config) * copies / world
+
+
 def check_fits(config: Config, device: str) -> None:
     """Raise UserError if weights and optimizer states exceed a rank's share of the memory: such a
     run is certain to fail. (`tools.plan` estimates what else a step needs.)"""
     parallel, world = config.parallel, dist.get_world_size()
-    needed = state_bytes(config) * parallel.dp_replicate / world
+    needed = bytes_of_rank(config, world)
     if device == "cuda" and parallel.offload == "none":
         memory = torch.cuda.get_device_properties().total_memory
     else:

@@ -23,6 +23,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
+from errors import UserError
 from runtime import signals as received
 from runtime.signals import Signals
 from runtime.start.environment import check_environment, check_number, local_world
@@ -55,10 +56,21 @@ def init_distributed(signals: Signals | None = None, store: dist.Store | None = 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     processes = local_world(world_size)
+    gpus = torch.cuda.device_count()
+    if gpus and device == "cpu":  # the CPU must not take over: ranks with GPUs would wait for it
+        why = f"CUDA does not work here, but there are {gpus} GPUs"
+        sys.exit(f"rank {rank}: {why}; to train on the CPU, set CUDA_VISIBLE_DEVICES=")
     if device == "cuda":
-        gpus = torch.cuda.device_count()
         why = f"this process sees {gpus} GPUs, numbered from 0"
-        use_gpu(check_number("LOCAL_RANK", 0, gpus - 1, why) or 0, rank, processes)
+        try:
+            gpu = check_number("LOCAL_RANK", 0, gpus - 1, why) or 0
+        except UserError as error:
+            if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+                raise
+            # The start before had this GPU, so it has failed. That is no mistake of the user's, for
+            # which the job would end: one that begins anew leaves the node out.
+            sys.exit(f"rank {rank}: {error}")
+        use_gpu(gpu, rank, processes)
     else:
         share_cores(processes)
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):

@@ -165,3 +165,13 @@ def test_the_command(tmp_path, capsys):
     assert "holds no complete checkpoint" in said
     assert run("push", "nosuch://x", FIXTURE)[0] == 2
     assert run("push", url, tmp_path)[0] == 1
+
+
+def test_a_checkpoint_is_pushed_under_its_name(tmp_path, monkeypatch):
+    store = tmp_path / "store"
+    store.mkdir()
+    (store / "metrics.jsonl").write_text("mine")
+    monkeypatch.chdir(FIXTURE)
+    assert main(["push", str(store), "."]) == 0
+    assert {path.name for path in store.iterdir()} == {"metrics.jsonl", NAME}
+    assert main(["push", str(store), str(shutil.copytree(FIXTURE, tmp_path / "best"))]) == 2

@@ -4,10 +4,15 @@ workers. The held-out text is a pure function of document ids, or of texts if th
 import gzip
 import json
 import math
+import os
 import shlex
+import subprocess
+import sys
+import time
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow
 import pyarrow.parquet
@@ -18,10 +23,12 @@ from data.heldout import FEW, MOST_DOCUMENTS, Part, Splitter, cut, held_out
 from data.prepare import prepare
 from data.readers import MAX_TEXT_CHARS
 from data.sources import STDLIB, Document, documents
+from data.tokenizer import MODEL, Tokenizer
 from errors import UserError
 from proofs.ranks import Ranks
 from runtime.start.checks import open_train_and_heldout
 from settings.load import load_config
+from tests import ROOT
 from tests.data_samples import (
     MANY,
     SOURCE,
@@ -204,8 +211,8 @@ def test_only_what_prepare_wrote_is_deleted(tmp_path, capsys) -> None:
     assert contents(out) == before
     (tmp_path / "link").unlink()
     write(out, {"two.txt": "mine alone"})
-    for source in (out, out / "two.txt", out / "*.txt"):
-        with pytest.raises(UserError, match="contains the source"):
+    for source in (out, out / "two.txt", tmp_path):
+        with pytest.raises(UserError, match=r"contains two\.txt"):
             prepared(out, str(source), overwrite=True)
     notes = texts / "one.txt"  # a tokenizer replaces only a tokenizer
     arguments = ["--source", SOURCE, "--vocab-size", "600", "--out", str(notes)]
@@ -215,7 +222,48 @@ def test_only_what_prepare_wrote_is_deleted(tmp_path, capsys) -> None:
     assert {path.name for path in tmp_path.rglob("*.txt")} == {"one.txt", "two.txt"}
 
 
-def test_commands(tmp_path, capsys) -> None:
+def test_what_appears_during_the_work_stays(tmp_path, monkeypatch) -> None:
+    def late(*_):
+        yield from (Document(str(i), "text") for i in range(30))
+        write(tmp_path / "out", {"notes.txt": "mine alone"})
+
+    monkeypatch.setattr("data.prepare.documents", late)
+    with pytest.raises(UserError, match="nor a prepared one"):
+        prepare("any", tokenizer(), tmp_path / "out")
+    assert names(tmp_path) == ["out"]
+    monkeypatch.setattr("os.path.ismount", lambda path: True)
+    with pytest.raises(UserError, match="mount point"):
+        prepare(SOURCE, tokenizer(), tmp_path / "other")
+
+
+class Killed:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self) -> tuple:
+        return os._exit, (9,)
+
+
+def test_a_killed_worker_is_reported_and_leaves_nothing(tmp_path) -> None:
+    mine = Tokenizer({MODEL: tokenizer().model})
+    mine.files = {MODEL: Killed()}
+    with pytest.raises(UserError, match="--workers"):
+        prepare(SOURCE, mine, tmp_path / "out")
+    assert names(tmp_path) == []
+
+
+def test_a_terminated_command_leaves_nothing(tmp_path) -> None:
+    (tmp_path / "t.model").write_bytes(tokenizer().model)
+    said = f"--source {STDLIB} --tokenizer {tmp_path}/t.model --out {tmp_path}/out --workers 1"
+    command = [sys.executable, "-m", "tools.prepare", *said.split()]
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        while process.poll() is None and not list(tmp_path.glob(".out.partial-*")):
+            time.sleep(0.05)
+        process.terminate()
+    assert process.returncode == 143
+    assert names(tmp_path) == ["t.model"]
+
+
+def test_commands(tmp_path, capsys, monkeypatch) -> None:
     model, out = str(tmp_path / "models" / "t.model"), str(tmp_path / "deep" / "out")
     trained = ["--vocab-size", "600", "--out", model]
     assert tokenizer_command.main(["--source", MANY, *trained]) == 0
@@ -231,6 +279,9 @@ def test_commands(tmp_path, capsys) -> None:
     for option, value in (("--max-characters", "0"), ("--out", str(tmp_path))):
         assert tokenizer_command.main(["--source", SOURCE, *trained, option, value]) == 2
         assert capsys.readouterr().err.startswith(f"error: {option} = ")
+    monkeypatch.setattr(Tokenizer, "train", Mock(side_effect=AssertionError("too late")))
+    trained[-1] = f"{model}/in_a_file.model"
+    assert tokenizer_command.main(["--source", SOURCE, *trained]) == 2
 
 
 LINE = "line {} of a small text, in which there is little to learn\n"

@@ -41,12 +41,14 @@ def test_a_folder_of_mixed_kinds_is_read_whole_and_the_rest_is_named(tmp_path: P
     os.symlink(tmp_path, tmp_path / "d" / "loop")
     os.symlink("b.txt", tmp_path / "link.txt")
     os.symlink("nowhere", tmp_path / "broken.txt")
+    os.symlink("/dev/null", tmp_path / "device.txt")
     texts, left_out = read(tmp_path)
     assert texts == ["json", "text", "compressed", "csv", "in a folder named like a file"]
     assert {reason: sorted(names) for reason, names in left_out.items()} == {
         "hidden": [".hidden/", "d/.also_hidden.txt"],
         "a link to something that is read anyway": ["d/loop", "link.txt"],
         "a broken link": ["broken.txt"],
+        "a link to neither a file nor a folder": ["device.txt"],
         "an archive (.zip): unpack it": ["all.zip"],
         "unknown file type (.png)": ["image.png"],
         "unknown file type (no extension)": ["README"],
@@ -304,6 +306,9 @@ def test_the_column_of_the_text_is_found_or_asked_for(tmp_path: Path) -> None:
     error = refusal(tmp_path / "one.csv", skip=["missing"], text_field="text")
     assert "have no such column" in error.why
     assert refusal(tmp_path / "far.jsonl").remedy.startswith("set --text-field to one of: n;")
+    write(tmp_path, {"null.jsonl": '{"id": "a1", "body": null}\n{"id": "a2", "body": "words"}\n'})
+    assert "line 2 has a column 'body'" in refusal(tmp_path / "null.jsonl").why
+    assert read(tmp_path / "null.jsonl", text_field="body")[0] == ["words"]
 
 
 def test_rows_without_the_column_are_refused_or_counted(tmp_path, monkeypatch) -> None:

@@ -241,6 +241,11 @@ def test_training_refuses() -> None:
         Tokenizer.train([], 300)
 
 
+def test_a_text_without_newlines_is_trained_on() -> None:
+    line = "the quick brown fox jumps over a lazy dog " * 30_000  # more than 2**20 bytes
+    assert Tokenizer.train([line], 300).vocab_size == 300
+
+
 # --- in data and checkpoints ----------------------------------------------------------------------
 
 
@@ -276,7 +281,6 @@ def test_documents_without_bos(tmp_path: Path) -> None:
     loaded = Tokenizer.load(make(tmp_path / "qwen", {"bos_token": None, "eos_token": EOS}))
     assert prepare(MANY, loaded, tmp_path / "out")["bos_id"] == -1
     source = open_data(DataConfig(path=str(tmp_path / "out")), "train").sources[0]
-    source.verify()
     starts = source.document_starts(0)
     first = source.window(0, int(starts[1])).tolist()
     assert first[-1] == 501
@@ -517,3 +521,13 @@ def test_a_tokenizer_that_has_no_tokens_for_a_text_is_refused(
     monkeypatch.setattr(loaded._codec, "_encode", Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
         loaded.encode("a")
+
+
+def test_an_eos_that_is_the_unknown_token_too_is_not_counted_as_one(tmp_path: Path) -> None:
+    end = "<|endoftext|>"
+    built = tokenizers.Tokenizer(models.BPE(LETTERS | {end: 20}, [], unk_token=end))
+    built.add_special_tokens([end])
+    loaded = Tokenizer({JSON: built.to_str().encode()})
+    writer = _SplitWriter(tmp_path, "train", np.dtype("uint16"), loaded, 1 << 20)
+    writer.append(Encoded(np.array([4, 20], np.uint16), np.array([2]), 1, 1, Kept()))
+    assert (loaded.unk_id, loaded.eos_id, writer.unknown()) == (20, 20, 0)

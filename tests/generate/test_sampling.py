@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 import sentencepiece
 import torch
+import torch.distributed as dist
 
+from errors import UserError
 from tests.data_samples import sentencepiece_model, tokenizer
 from tools.generate import loop
 from tools.generate.loop import UNFINISHED, Continuation
-from tools.generate.sampling import Sampling, draw, row_numbers
+from tools.generate.sampling import Sampling, draw, draw_over_tp, row_numbers
 
 
 def probabilities(logits, temperature, top_k, top_p):
@@ -123,3 +125,19 @@ def test_a_silent_token_does_not_begin_a_text():
     following = Continuation(coder, coder.encode("the"))
     assert following.add(coder.bos_id()) == ""
     assert "".join(map(following.add, coder.encode("end"))) == " end"
+
+
+def drawn(value):
+    head = SimpleNamespace(tp=SimpleNamespace(group=dist.group.WORLD, size=1), vocab_size=3)
+    logits = torch.tensor([[0.0, value, 1.0]], dtype=torch.float16)
+    numbers = torch.tensor([0.5], dtype=torch.float64)
+    try:
+        return draw_over_tp(logits, head, Sampling(0.8), numbers, None).tolist()
+    except UserError as error:
+        return str(error)
+
+
+def test_logits_that_are_no_numbers_are_refused(ranks):
+    for value in (math.nan, math.inf):
+        assert "--dtype = 'float16'" in ranks.run(drawn, 1, value)[0]
+    assert ranks.run(drawn, 1, -math.inf) == [[2]]

@@ -216,6 +216,8 @@ def test_measures() -> None:
         "accuracy": 0.0,
         "bits_per_byte": 9 / 9 / math.log(2),
     }
+    (found,) = log_likelihoods([task], [math.nan] * 4)
+    assert all(map(math.isnan, measures(task, found).values()))
     text = Task("some", (example("", "abcd", answer=None),))
     whole = TaskRows(text, ((Text((row, row), 4),),))
     (found,) = log_likelihoods([whole], [-1.0, -3.0])

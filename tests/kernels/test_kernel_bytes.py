@@ -11,10 +11,13 @@ from torch import Tensor
 from model.kernels import adamw as adamw_file
 from model.kernels import backend, gradient_norm
 from model.kernels.adamw import Location, Rates, adamw
+from model.kernels.bit_hash import hash_of
 from model.kernels.cross_entropy import gradient_over_logits_, merge, statistics
 from model.kernels.gradient_norm import square_sum
+from model.kernels.grouped_matmul import add_grouped_weight_gradient
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rotary import rotate
+from model.kernels.sum_rows import sum_rows
 from model.kernels.swiglu import swiglu
 from model.kernels.weighted_swiglu import weighted_swiglu
 from tests.kernels.interpreter_counter import Launch, counted
@@ -137,6 +140,31 @@ def test_gradient_norm(dtype, per_element):
     assert moved(squares) == per_element * sum(sizes) + (8 + 8) * blocks + 8 * 3 * len(sizes)
     assert moved(total) == 8 * blocks + 8
     assert squares.loaded_again == total.loaded_again == 0
+
+
+@pytest.mark.parametrize(("k", "width"), [(3, 3000), (2, 96)])
+def test_sum_of_rows(k, width):
+    x, places = tensor(6, width).detach(), torch.randperm(6)
+    (found,) = launches_of(sum_rows, x, places, k, "triton")
+    assert moved(found) == 2 * x.numel() + 2 * x.numel() // k + places.nbytes
+    assert found.loaded_again == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_hash(dtype):
+    words = torch.rand(20_000).to(dtype)
+    (found,) = launches_of(hash_of, [words], "triton")
+    assert moved(found) == words.nbytes
+    assert found.loaded_again == 0
+
+
+@pytest.mark.parametrize("beta", [0, 1])
+def test_gradient_of_experts(beta):
+    dy, x, into = tensor(107, 160).detach(), tensor(107, 272).detach(), torch.zeros(3, 160, 272)
+    ends = torch.tensor([100, 100, 107], dtype=torch.int32)
+    (found,) = launches_of(add_grouped_weight_gradient, into, dy, x, ends, beta, "triton")
+    assert moved(found) == dy.nbytes + x.nbytes + ends.nbytes + (1 + beta) * into.nbytes
+    assert found.loaded_again == 0
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,16 @@ def test_a_run_that_cannot_have_triton_is_refused(monkeypatch):
         assert "set model.kernels=" in str(refused.value)
 
 
+def test_a_gpu_s_kernels_are_not_interpreted(monkeypatch):
+    monkeypatch.setattr(backend, "triton", object())
+    monkeypatch.setattr(backend, "INTERPRETED", True)
+    backend.check_kernels("torch", "cuda")
+    backend.check_kernels("triton", "cpu")
+    for mode in ("auto", "triton"):
+        with pytest.raises(UserError, match="unset TRITON_INTERPRET"):
+            backend.check_kernels(mode, "cuda")
+
+
 def import_without_triton():
     """Imports train.py and all that it needs anew; torch remains."""
     for name, module in [*sys.modules.items()]:

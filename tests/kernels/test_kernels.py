@@ -279,7 +279,7 @@ def test_cross_entropy_far_out(kernels):
     z[1], z[1, 7] = -1e4, 1e4
     z[2, :20] = -torch.inf
     z[3] = 1e4
-    z[4] = -torch.inf
+    z[4], z[4, 5], z[4, 25] = -torch.inf, torch.inf, torch.nan
     z[5, 3] = -1e4
     targets = torch.tensor([int(z[0].argmax()), 8, 30, 0, IGNORE, 3])
     loss, gradient = whole_loss(z, targets, [0, 20], 0.0, 1.0, kernels)

@@ -141,7 +141,7 @@ def test_a_cpus_trace():
 @pytest.mark.parametrize(
     "written",
     [b"", gzip.compress(b'{"traceEvents": [', mtime=0)[:-9], b"[" * 100_000,
-     b'{"traceEvents": [1, {"ph": "X"}]}'],
+     gzip.compress(b"{}", mtime=0)[:10] + b"\xff" * 20, b'{"traceEvents": [1, {"ph": "X"}]}'],
 )  # fmt: skip
 def test_what_is_no_trace_is_refused(tmp_path, capsys, written):
     path = tmp_path / "trace.json.gz"

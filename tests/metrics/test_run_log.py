@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,7 @@ import pytest
 
 from errors import LOST, RunFailed, UserError
 from runtime import signals
+from runtime.end_recorder import EndRecorder
 from runtime.log import status
 from runtime.log.events import append_event, read_events
 from runtime.log.ledger import CAUSES, account
@@ -253,3 +255,23 @@ def test_the_ledger_counts_every_second_once(tmp_path: Path) -> None:
         {"start": 4.0},
     ]
     assert (start["step"], start["world_size"]) == (3, 8)
+
+
+@pytest.mark.parametrize(("cause", "counted"), [("", "lost"), ("evaluation", "evaluation")])
+def test_the_time_of_a_failure_is_no_training(tmp_path: Path, cause: str, counted: str) -> None:
+    """Nor if it comes just after the checkpoint from which the next start continues."""
+    clock = [1000.0]
+    with (
+        patch("runtime.log.ledger.time.monotonic", lambda: clock[0]),
+        patch("runtime.end_recorder.dist.get_rank", lambda: 1),
+    ):
+        log = run_log_of(tmp_path)
+        log.start(40, 2)
+        log.busy("")
+        if cause:
+            log.busy(cause)
+        clock[0] += 600
+        run: Any = SimpleNamespace(log=log, step=40)
+        EndRecorder().closes(run, RuntimeError("gone"))
+    append_event(tmp_path, "start", began=time.time(), step=40, world_size=2)
+    assert account(read_events(tmp_path))[counted] == pytest.approx(600)

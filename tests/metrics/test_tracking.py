@@ -281,3 +281,16 @@ def test_a_run_that_begins_anew_leaves_the_lines_of_the_one_before(tmp_path):
         JsonLines(tmp_path, 0)
     said = [(tmp_path / f"metrics-{number}.jsonl").read_text()[9] for number in (1, 2, 3)]
     assert said == ["2", "1", "3"]  # none takes the place of another
+
+
+def test_a_rollback_on_a_full_disk_leaves_no_step_twice(tmp_path):
+    lines = JsonLines(tmp_path, 0)
+    for step in (1, 2, 3):
+        lines.log({"step": step, "loss": float(step)})
+    full = OSError(28, "No space left on device")
+    with patch("runtime.metrics.trackers.write_whole", side_effect=full):
+        lines.went_back(1, reached=3)
+        lines.log({"step": 2, "loss": 20.0})
+    lines.log({"step": 3, "loss": 30.0})
+    found = [json.loads(line) for line in lines.path.read_text().splitlines()]
+    assert [(each["step"], each["loss"]) for each in found] == [(1, 1.0), (2, 20.0), (3, 30.0)]

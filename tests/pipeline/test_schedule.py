@@ -27,6 +27,7 @@ from parallel.pipeline.check import (
     check,
     check_exchanges,
     check_order,
+    fault_in,
     num_microbatches,
 )
 from parallel.pipeline.lower import Exchange, lower
@@ -298,6 +299,14 @@ def test_ten_thousand_actions_on_each_rank_take_seconds():
     check(schedule)
     assert time.process_time() - began < 10
     assert all(len(actions) > 9900 for actions in schedule)
+
+
+@pytest.mark.parametrize("other", [(4, 1, 7), (3, 1, 8)], ids=str)
+def test_a_schedule_of_other_sizes_is_found(other, monkeypatch):
+    """It would train on a part of the batch, or leave a rank without work. Control: its own."""
+    monkeypatch.setitem(SCHEDULES, "other", lambda *_: build_schedule("1f1b", *other))
+    assert "micro-batches" in fault_in("other", 4, 1, 8)
+    assert not fault_in("other", *other)
 
 
 # --- docstrings and imports -----------------------------------------------------------------------

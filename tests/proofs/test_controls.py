@@ -32,6 +32,7 @@ from tests.planted import (
     gradients_averaged,
     name_of,
     nothing_wrong,
+    planted,
     planting,
     replicas_counted_in_the_norm,
 )
@@ -39,6 +40,7 @@ from tests.proofs.context_batches import WINDOW
 from tests.proofs.parity_tiers import is_found
 from tests.runs import said_by
 from tokens import IGNORE
+from training.optimizers import ShardedOptimizer
 
 ONE, TP, PP = Case(MeshSizes()), Case(MeshSizes(tp=2)), Case(MeshSizes(pp=2))
 SHARED_KV = Case(MeshSizes(tp=4), num_kv_heads=2, sequence_parallel=False)
@@ -172,10 +174,13 @@ def test_planted_bug_is_found(ranks, bug, case, where, parameter):
         assert row.loss == pytest.approx(math.log(2) / math.log(251), rel=0.2)
 
 
-def test_wrong_norm_shows_in_the_steps_too(ranks):
-    """A wrong norm leads to wrong clipping, so that the losses of later steps are wrong too."""
-    row = check(ranks, TP, steps=8, sabotage=replicas_counted_in_the_norm)
-    assert "loss_steps" in row.failures()
+@planted(ShardedOptimizer, "step")
+def update_lost(step, self, *_):
+    """The last update changes nothing."""
+
+
+def test_a_lost_last_update_is_found(ranks):
+    is_found(check(ranks, TP, 1, update_lost), {"updated"})
 
 
 @pytest.mark.parametrize(

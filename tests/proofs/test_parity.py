@@ -12,11 +12,12 @@ from dataclasses import replace
 
 import pytest
 
+from errors import UserError
 from model.kernels.backend import why_not_triton
 from parallel.axes import AXES, MeshSizes
 from parallel.pipeline.schedules import SCHEDULES
 from proofs.parity import __main__ as parity
-from proofs.parity.cases import BATCH, OPTIMIZER, STEPS, Case, meshes_of, wanted_pairs
+from proofs.parity.cases import BATCH, OPTIMIZER, STEPS, Case, has_axis_of, meshes_of, wanted_pairs
 from proofs.parity.chosen import context_cases, kernel_cases, schedule_cases
 from proofs.parity.expert_cases import STEPS as EXPERT_STEPS
 from proofs.parity.expert_cases import extreme_cases
@@ -84,6 +85,9 @@ def test_covering_array_covers(covering):
     assert (("layout", MeshSizes(tp=8)), ("zero_stage", 2)) not in wanted
     assert (("layout", MeshSizes()), ("zero_stage", 2)) in wanted or covering is not QUICK
     assert wanted - set().union(*covering.pairs.values()) == set(covering.impossible)
+    for case, pairs in covering.pairs.items():
+        options = {name for pair in pairs if pair[0][0] != "layout" for name, _ in pair}
+        assert all(has_axis_of(case.layout, name) for name in options), "a pair without effect"
     for (option, given), (name, value) in covering.impossible:
         if (option, name) == ("layout", "zero_stage"):  # shards, where there are to be none
             assert (value, given.dp_shard > 1) == (0, True), given
@@ -91,11 +95,17 @@ def test_covering_array_covers(covering):
             assert given.dp * value > BATCH
         else:
             assert (option, given[0]) == ("pipeline", "dualpipe_v")
-            assert (name, value) == ("num_microbatches", 1)
+            assert (name, value) in {("num_microbatches", 1), ("num_microbatches", 2)}
     values = {(name, value) for name in covering.values for value in covering.values[name]}
     found = set().union(*(covering.effective[case] for case in covering.few))
     assert found == values
     assert {schedule for schedule, _ in QUICK.values["pipeline"]} == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("wrong", ["--world=0", "--jobs=0", "--json=nowhere/at/all.json"])
+def test_wrong_options(wrong):
+    with pytest.raises(UserError, match=wrong.partition("=")[0]):
+        parity.main([wrong])
 
 
 def test_schedules_at_every_depth():

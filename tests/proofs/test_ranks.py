@@ -2,6 +2,7 @@
 leaves no state of one task to the next."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -55,6 +56,11 @@ def test_failures_are_told_and_the_pool_recovers(monkeypatch):
                 pool.run(rank_one_does, 2, what)
             assert time.monotonic() - started < 30
         pool.timeout = 60.0
+        answers = pool.run(sum_of_ranks, 2, 0)
+        assert answers[0][0] == 1
+        os.kill(answers[1][2], signal.SIGKILL)  # between two tasks
+        with pytest.raises(RankError, match="rank 1: died with exit code -9"):
+            pool.run(sum_of_ranks, 2, 0)
         assert pool.run(sum_of_ranks, 2, 0)[0][0] == 1
 
 

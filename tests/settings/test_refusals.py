@@ -66,6 +66,9 @@ TOGETHER = [  # (overrides, beginning of the message, what else it says)
     (["train.compile=true", "train.dtype=bfloat16", "train.micro_batch_size=4",
       "parallel.fsdp_unit=stage"],
      "train.compile = True: compiled blocks leave", "parallel.fsdp_unit=block"),
+    (["train.compile=true", "train.dtype=bfloat16", "train.micro_batch_size=8", "parallel.pp=2",
+      "parallel.fsdp_unit=stage", "parallel.offload=host"],
+     "train.compile = True: compiled blocks leave", "parallel.fsdp_unit=block"),
     (["parallel.reduce_dtype=bfloat16", "train.dtype=bfloat16"],
      "parallel.reduce_dtype = 'bfloat16': gradients of micro-batches would be summed in bfloat16",
      "parallel.zero_stage=2"),
@@ -153,6 +156,7 @@ def test_only_torchrun_is_stopped() -> None:
     for command in (
         "/usr/bin/python3.11 /opt/venv/bin/torchrun --nnodes 2 train.py",
         "python -m torch.distributed.run train.py",
+        "python -W ignore -X faulthandler -m torch.distributed.run train.py",
         "/venv/bin/python -u -m tools.torchrun train.py",
     ):
         assert rank_exit.runs_torchrun(command.split(" "))

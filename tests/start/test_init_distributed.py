@@ -174,3 +174,19 @@ def test_an_empty_variable_is_none(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("RANK", "x")
     with pytest.raises(UserError, match="SLURM_RESTART_COUNT"):
         check_environment(is_rank=False)
+
+
+@pytest.mark.parametrize(
+    ("works", "rank", "restarts", "raised"),
+    [(False, "0", "0", SystemExit), (True, "7", "1", SystemExit), (True, "7", "0", UserError)],
+)
+def test_a_gpu_that_was_lost_is_no_mistake_of_the_user(
+    environment: pytest.MonkeyPatch, works: bool, rank: str, restarts: str, raised: type
+) -> None:
+    """The job begins anew then, elsewhere. And the CPU does not take over."""
+    environment.setattr(torch.cuda, "is_available", lambda: works)
+    environment.setattr(torch.cuda, "device_count", lambda: 7)
+    environment.setenv("LOCAL_RANK", rank)
+    environment.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    with pytest.raises(raised, match="7 GPUs"):
+        init.init_distributed(store=dist.HashStore())

@@ -220,10 +220,12 @@ def test_ranks_save_when_the_launcher_is_killed(
     assert status_of(tmp_path)["state"] == "requeue"
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
     (left,) = (tmp_path / "tmp").iterdir()
-    (own := left.with_name(f"lattice-{os.getpid()}-x")).mkdir()
+    host = os.uname().nodename
+    (own := left.with_name(f"lattice-{os.getpid()}-{host}-x")).mkdir()
+    (far := left.with_name(left.name.replace(host, f"{host}2"))).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     launch._sweep()
-    assert [*(tmp_path / "tmp").iterdir()] == [own]
+    assert {*(tmp_path / "tmp").iterdir()} == {own, far}
 
 
 def test_the_next_start_notes_that_an_end_is_missing(tmp_path: Path) -> None:

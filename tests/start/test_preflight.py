@@ -21,7 +21,7 @@ from tests import ROOT
 from tests.monitor.alert_helpers import free_port
 from tests.runs import forked, status, write_config
 from tools.preflight import __main__ as command
-from tools.preflight import node
+from tools.preflight import links, node
 from tools.preflight.links import rounds
 from tools.preflight.node import _sources, addresses, judge_addresses, judge_gpus
 from tools.preflight.verdict import choose, odd_ones, slow_ones
@@ -108,7 +108,16 @@ def test_this_machines_addresses_are_found() -> None:
 def on_node(node: int, out_of: int, arguments: list[str]) -> None:
     slurm = {"SLURM_NNODES": str(out_of), "SLURM_NODEID": str(node)}
     os.environ.update(slurm | {"SLURMD_NODENAME": f"node{node}", "OMP_NUM_THREADS": "1"})
-    sys.exit(command.main(arguments))
+    bandwidth = links._bandwidth
+
+    def chatty(*about: Any) -> float | None:
+        if node == 0:
+            os.write(1, b"NCCL INFO, as with NCCL_DEBUG=INFO\n")
+        return bandwidth(*about)
+
+    small = patch("tools.preflight.node.RATE_BYTES", 1 << 20)
+    with small, patch.object(links, "_bandwidth", chatty):
+        sys.exit(command.main(arguments))
 
 
 def preflight(
@@ -132,10 +141,9 @@ def preflight(
 
 def test_two_nodes_meet_and_measure(data: Path, tmp_path: Path) -> None:
     on_disk = {"offload": "disk", "offload_dir": str(tmp_path)}
-    with patch.object(node, "RATE_BYTES", 1 << 20):
-        (code, answer, report), other = preflight(
-            tmp_path, data, (0, 1), "--seconds", "300", parallel=on_disk
-        )
+    (code, answer, report), other = preflight(
+        tmp_path, data, (0, 1), "--seconds", "300", parallel=on_disk
+    )
     assert code == 0, report
     assert answer == f"node0,node1 {tmp_path}/run\n"
     assert "preflight passed: 2 nodes" in report
@@ -144,6 +152,20 @@ def test_two_nodes_meet_and_measure(data: Path, tmp_path: Path) -> None:
     assert all(float(row[-1]) > 0 for row in rows), report  # the disk
     assert other == (0, "", "")
     assert not (tmp_path / "run").exists()
+
+
+def test_what_stands_in_a_nodes_way_is_said(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run folder that cannot be looked at is a problem; an editor's lock is no code."""
+    config = load_config(write_config(tmp_path, data, run={"dir": str(tmp_path / ("x" * 300))}), [])
+    assert _sources()
+    monkeypatch.setattr(node, "ROOT", tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / ".#train.py").symlink_to("me@host.4711")
+    report = node.look_at_node("n0", config, "cpu", 1, 1)
+    assert report["problems"][0].startswith("run.dir cannot be read")
+    assert [*report["code"]] == ["train.py"]
 
 
 @pytest.mark.thorough
@@ -165,7 +187,7 @@ def test_data_that_training_would_refuse(tmp_path: Path) -> None:
     assert other == (1, "", "")
 
 
-@pytest.mark.parametrize(("nodes", "layouts"), [("1", True), ("3", False)])
+@pytest.mark.parametrize(("nodes", "layouts"), [("1", True), ("0", True), ("3", False)])
 def test_a_minimum_below_the_smallest_layout_is_refused(
     data: Path, tmp_path: Path, nodes: str, layouts: bool,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],

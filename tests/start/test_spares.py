@@ -69,6 +69,9 @@ def test_a_file_that_a_person_has_edited(
     (tmp_path / "excluded.json").write_text(text)
     assert excluded_nodes(tmp_path) == (expected or {})
     warned = "warning: no node is excluded" in capsys.readouterr().err
+    (tmp_path / "excluded.partial").mkdir()  # nothing can be written
+    assert not exclude(tmp_path, "c", "slow")
+    (tmp_path / "excluded.partial").rmdir()
     assert exclude(tmp_path, "c", "slow")
     assert [*excluded_nodes(tmp_path)] == [*(expected or {}), "c"]
     kept = tmp_path / "excluded.json.unreadable"

@@ -21,6 +21,7 @@ import train
 from proofs.ranks import RankError, Ranks
 from runtime import all_listeners, signals, stop
 from runtime.exit import LostConnection, fail
+from runtime.listener import Listener
 from runtime.signals import Signals
 from runtime.stop import StopRequests
 from settings.load import load_config
@@ -332,3 +333,20 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     first, again = log.read_text().splitlines()
     assert first.startswith("SIGTERM was received (send it again to exit at once")
     assert again == "SIGTERM again: exiting now, without saving"
+
+
+class Enough(Listener):
+    def after_step(self, run: Any) -> None:
+        if run.step == 2:
+            run.end("enough")
+
+
+def train_enough(arguments: list[str]) -> str:
+    build = train.build_listeners
+    with patch.object(train, "build_listeners", lambda *given: [*build(*given), Enough()]):
+        return runs.train_run(arguments)
+
+
+def test_a_listener_may_end_the_run(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    assert ranks.run(train_enough, 1, [config_of(tmp_path, data, 6)]) == [""]
+    assert runs.status_of(tmp_path) == {"state": "requeue", "step": 2, "reason": "enough"}

@@ -204,3 +204,11 @@ def test_what_a_start_refuses(data: Path, tmp_path: Path) -> None:
         ):
             checks.check_disk(found)
     assert checks.file_system_of("/proc") == "proc"
+
+
+def test_what_a_rank_holds_of_whole_copies(data: Path, tmp_path: Path) -> None:
+    """With zero_stage 0, cp ranks hold copies. Control: they share with zero_stage 1."""
+    config = runs.write_config(tmp_path, data)
+    for stage, share in ((0, 1.0), (1, 0.5)):
+        found = runs.load_config(config, ["parallel.cp=2", f"parallel.zero_stage={stage}"])
+        assert checks.bytes_of_rank(found, 2) == share * checks.state_bytes(found)

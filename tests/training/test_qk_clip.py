@@ -81,7 +81,7 @@ def always(begin, self, step):
 )
 def test_other_limits_are_noticed(ranks, case, mistake):
     """Control."""
-    is_found(check(ranks, case, 5, mistake), {"loss_steps", "norm_steps"})
+    is_found(check(ranks, case, 5, mistake), {"loss_steps", "norm_steps", "updated"})
 
 
 @pytest.mark.parametrize("memory", [1, 400, 1 << 30], ids=["a row", "some rows", "all rows"])

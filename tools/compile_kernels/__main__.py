@@ -26,20 +26,21 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from tools.command import CommandParser, reports_errors, run_command, writes
+from tools.command import CommandParser, at_least, reports_errors, run_command, writes
 from tools.compile_kernels import TARGETS
 
 
 def check_triton() -> None:
     """Raise UserError if kernels cannot be compiled here."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        why = "makes Triton interpret kernels instead of compiling them"
-        raise UserError("TRITON_INTERPRET", "1", why, "unset TRITON_INTERPRET")
     try:
-        import triton  # noqa: F401 - the compiler imports it
+        import triton
     except ImportError:
         why = "is not installed, but is needed to compile kernels"
         raise UserError("triton", None, why, "pip install triton (Linux only)") from None
+    if triton.knobs.runtime.interpret:
+        why = "makes Triton interpret kernels instead of compiling them"
+        value = os.environ.get("TRITON_INTERPRET")
+        raise UserError("TRITON_INTERPRET", value, why, "unset TRITON_INTERPRET")
 
 
 @reports_errors
@@ -53,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.option("--json", Path, "FILE", "write the table, with each fault in full")
     parser.option("--processes", os.cpu_count() or 1, "N", "number of parallel processes")
     options = parser.parse_args(arguments)
+    at_least(1, processes=options.processes)
     check_triton()  # imports Triton before any kernel, so that kernels are compiled ones
     import torch
 

@@ -10,6 +10,7 @@ also rows of odd width, for which 16-byte accesses are impossible.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -163,7 +164,7 @@ SPECIMENS = [
             f"experts' weights 2048 × 768, {dtype}, beta {beta}",
             partial(_experts, 2048, 768, dtype, beta),
         )
-        for dtype, beta in ((FP32, 1), (FP32, 0), (BF16, 1))
+        for dtype, beta in product((FP32, BF16), (0, 1))
     ),
     Specimen("rows 2048", lambda: _rows(2048)),
     Specimen("rows 2048 float32", lambda: _rows(2048, FP32)),

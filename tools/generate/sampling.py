@@ -17,6 +17,7 @@ from torch.nn import functional
 from errors import UserError
 from model.transformer import Head
 from parallel.collectives import start_all_gather
+from runtime.agreement import AgreedError
 from tools.command import at_least
 
 
@@ -93,6 +94,10 @@ def draw_over_tp(
     width = -(-head.vocab_size // head.tp.size)
     parts = functional.pad(logits.T, (0, 0, 0, width - logits.shape[1]))  # [⌈V/tp⌉, B]
     whole = start_all_gather(parts, group).wait()[: head.vocab_size]  # the padding comes last
+    if not whole[:num_tokens].amax(0).isfinite().all():  # of which no token can be drawn
+        dtype = str(logits.dtype).removeprefix("torch.")
+        why, remedy = "the model's logits are NaN or infinite", "give --dtype float32"
+        raise AgreedError("--dtype", dtype, why, f"{remedy}; then check the weights")
     tokens = draw(whole[:num_tokens].T, sampling, numbers)
     dist.broadcast(tokens, group=group, group_src=0)
     return tokens

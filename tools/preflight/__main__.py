@@ -213,7 +213,7 @@ def read_config(options: argparse.Namespace, num_nodes: int) -> Config:
         raise UserError("--spare-nodes", options.spare_nodes, why, "leave at least one to train on")
     world = needed * options.ranks_per_node
     loaded = load_config(options.config, options.overrides)
-    if options.min_nodes:
+    if options.min_nodes is not None:
         least = least_nodes(layout_sizes(loaded) or [world], options.ranks_per_node)
         if options.min_nodes < least:
             why = f"the smallest layout needs {least} nodes, so the ranks of fewer are refused"
@@ -228,8 +228,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.option("--device", "cuda", None, "what to train on", choices=["cuda", "cpu"])
     parser.required("--ranks-per-node", int, "N", "the processes that train on each node")
     parser.option("--spare-nodes", 0, "N", "nodes to leave out")
-    fewer = "after a node has died, torchrun goes on with this many; 0: it does not"
-    parser.option("--min-nodes", 0, "N", fewer)
+    fewer = "after a node has died, torchrun goes on with this many; without it, it does not"
+    parser.option("--min-nodes", int, "N", fewer)
     names = "names of all nodes, for those that send no report"
     parser.option("--node-names", str, "A,B,…", names, default="")
     limit = "time limit after the import of torch; reports are due after half of it"

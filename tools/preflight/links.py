@@ -14,6 +14,7 @@ one all-reduce ("bus bandwidth" in nccl-tests). The lowest value of the node's r
 
 import contextlib
 import multiprocessing
+import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -98,6 +99,7 @@ def _answer(pipe: Connection, until: float) -> list[float | None] | str:
 def _serve(pipe: Connection, device: str, local_rank: int, num_ranks: int, address: str) -> None:
     """One rank: waits for the task, measures, and sends the bandwidths in bytes per second: within
     the node, then in each round of pairs; None if there is no partner. Or the text of an error."""
+    os.dup2(2, 1)  # what NCCL prints (NCCL_DEBUG=INFO) is no part of the command's answer
     try:
         num_nodes, node, seconds = pipe.recv()
         patience = timedelta(seconds=seconds)

@@ -54,7 +54,11 @@ def look_at_node(
     if device == "cuda":
         report = look_at_gpus(ranks_per_node)
     report["name"] = name
-    report["free_bytes"] = _look_at_disk(config, report)
+    try:
+        report["free_bytes"] = _look_at_disk(config, report)
+    except OSError as error:  # a stale mount; if it is so on all nodes, the first one says more
+        report["free_bytes"] = 0
+        report["problems"].append(f"run.dir cannot be read: {error}")
     if config.parallel.offload == "disk":
         report["disk"] = _disk_rate(config.parallel.offload_dir, report["problems"])
     report["problems"] += judge_open_files(world_size)
@@ -64,7 +68,7 @@ def look_at_node(
         for path in sorted(_sources())
     }
     report["packages"] = {"python": platform.python_version()} | {
-        package.metadata["Name"]: package.version for package in metadata.distributions()
+        str(package.metadata["Name"]): package.version for package in metadata.distributions()
     }
     return report
 
@@ -219,4 +223,6 @@ def _disk_rate(folder: str, problems: list[str]) -> float:
 
 def _sources() -> list[Path]:
     rooms = ("costs", "data", "model", "parallel", "runtime", "settings", "tools", "training")
-    return [*ROOT.glob("*.py"), *(path for room in rooms for path in (ROOT / room).rglob("*.py"))]
+    found = [*ROOT.glob("*.py"), *(path for room in rooms for path in (ROOT / room).rglob("*.py"))]
+    # Emacs locks a file by a link to nowhere, .#NAME.py
+    return [path for path in found if path.is_file()]

@@ -7,6 +7,7 @@ only the traces. Of a run's folder, it also writes them to RUN/profile/summary-r
 """
 
 import json
+import os
 from pathlib import Path
 
 from errors import UserError
@@ -17,7 +18,7 @@ from tools.profile.summary import REMEDY, describe, read_trace, summarise
 
 def traces_of(run: Path) -> list[Path]:
     """The trace files of `run`: itself if it is a file, else all in its folder `profile`."""
-    if run.is_file():
+    if os.path.isfile(run):
         return [run]
     found = sorted((run / "profile").glob("step-*.json.gz"))
     if not found:

@@ -25,6 +25,7 @@ import gzip
 import json
 import math
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -79,7 +80,7 @@ def read_trace(path: Path) -> dict[str, Any]:
     try:
         raw = path.read_bytes()
         trace = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-    except (OSError, EOFError, ValueError, RecursionError) as error:
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise UserError("trace", str(path), f"cannot be read: {error}", REMEDY) from None
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         raise UserError("trace", str(path), "has no list traceEvents", REMEDY)

@@ -2,7 +2,6 @@
 
 import gc
 import multiprocessing
-import resource
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,6 +16,7 @@ from costs.stage import routing
 from errors import UserError
 from model.transformer import Transformer, vocabulary
 from parallel.mesh import Mesh
+from runtime.metrics.metrics import peak_memory_bytes
 from settings.config import Config
 from tools.plan.traffic import by_axis
 from tools.rehearse.device import Device
@@ -72,7 +72,7 @@ def rehearse(
             "collectives": by_axis(tape.collectives),
             "seconds": round(time.perf_counter() - began, 2),
             "cpu_seconds": round(time.process_time() - cpu_began, 2),
-            "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "host_bytes": peak_memory_bytes("cpu"),
         }
     return report
 

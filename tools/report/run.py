@@ -4,6 +4,7 @@ The run may be in progress, may have been killed in the middle of writing a line
 reached its first step. Anything missing or unreadable is treated as empty.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def can_be_drawn(value: Any) -> bool:
 
 def read_run(folder: Path) -> Run:
     """Reads a run folder. Raises UserError if `folder` is not one."""
-    if not any((folder / name).is_file() for name in FILES):
+    if not any(os.path.isfile(folder / name) for name in FILES):
         why = f"it has none of {', '.join(FILES)}"
         raise UserError("RUN", str(folder), why, "give a run folder (run.dir)")
     events = read_events(folder)

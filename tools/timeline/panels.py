@@ -2,6 +2,7 @@
 prints them as text: a line per rank, a fixed number of characters per unit of time."""
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -74,7 +75,7 @@ def traced_panels(path: Path, simulated: bool, communication: float = 0.0) -> li
     """A panel of a step measured in a run (its folder, or its trace.json) and, if `simulated`, one
     of a simulation of the same actions in the same order, each with the mean time of its kind and
     stage."""
-    file = path / "trace.json" if path.is_dir() else path
+    file = path / "trace.json" if os.path.isdir(path) else path
     try:
         measured = from_chrome(json.loads(file.read_text(encoding="utf-8")), str(file))
     except OSError as error:

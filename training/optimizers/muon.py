@@ -20,6 +20,7 @@ from collections.abc import Generator, Iterable, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from declare import Count, between, section
@@ -51,7 +52,7 @@ class Settings(adamw.Settings):
 
     name: ClassVar[str] = "muon"
     # how slowly the mean of gradients changes, per step
-    momentum: Annotated[float, between(0, 1, example=0.95)] = 0.95
+    momentum: Annotated[adamw.Beta, Field(examples=[0.95])] = 0.95
     # of the iterations that orthogonalise
     coefficients: Literal["quintic", "varying"] = "quintic"
     # The largest attention logit of a head: above it, the head's rows of q, and of k unless heads
@@ -80,7 +81,7 @@ class Optimizer(adamw.Optimizer):
     @staticmethod
     def states_of(weight: WeightSpec) -> dict[str, State]:
         hidden = {"momentum": like(weight)}
-        return hidden if weight.group is MATRIX else adamw.Optimizer.states_of(weight)
+        return hidden if Optimizer.takes_whole(weight) else adamw.Optimizer.states_of(weight)
 
     @staticmethod
     def takes_whole(weight: WeightSpec) -> bool:
