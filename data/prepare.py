@@ -290,10 +290,9 @@ class _SplitWriter:
                 raise UserError("--tokenizer", self._tokenizer.sha256[:12], why, remedy)
 
     def unknown(self) -> int:
-        """How many tokens of texts are the unknown one. (If it is also bos or eos, no text has it:
-        `_check_control_tokens`.)"""
-        unk, ends = self._tokenizer.unk_id, (self._tokenizer.bos_id, self._tokenizer.eos_id)
-        return int(self.histogram[unk]) if unk >= 0 and unk not in ends else 0
+        """How many tokens of texts are the unknown one. (No text has one that is a control token.)"""
+        unk, control = self._tokenizer.unk_id, self._tokenizer.control_ids
+        return int(self.histogram[unk]) if unk >= 0 and unk not in control else 0
 
     def _close_shard(self) -> None:
         self._shards.append(self._open.close())

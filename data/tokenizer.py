@@ -9,6 +9,7 @@ Hugging Face's tools expect in the same folder, among them generation_config.jso
 generation stops.
 """
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -133,7 +134,7 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
     A file's format is recognized by its content. Accompanying files in the same folder are included
     only if the file has its standard name.
     """
-    if path.is_dir():
+    if os.path.isdir(path):  # an OSError is no folder either
         found = [path / name for name in (MODEL, JSON) if (path / name).is_file()]
         if not found:
             raise no_tokenizer_in(path)

@@ -70,7 +70,7 @@ def read(store: DirFileSystem, path: str) -> bytes | None:
 def push(store: DirFileSystem, checkpoint: Path) -> str:
     """Copy a checkpoint to the store; return what was done. Raises Damaged if it is damaged here,
     or if the store does not hold what was written."""
-    manifest, name = read_manifest(checkpoint), checkpoint.resolve().name
+    manifest, name = read_manifest(checkpoint), checkpoint.absolute().name
     check_sizes(checkpoint, manifest)
     if not NAME.fullmatch(name):  # "" would be the store itself, which is then cleared
         why = "its name is not that of a checkpoint, by which it would be found again"
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
         url = url if named else options.url.rstrip("/")
         store = open_store(url)
         if options.command == "push":
-            print(f"{url}/{options.path.resolve().name}: {push(store, options.path)}")
+            print(f"{url}/{options.path.absolute().name}: {push(store, options.path)}")
         elif options.command == "list":
             print(*complete(store), sep="\n")
         elif names := [last] if named else complete(store):

@@ -65,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         partial = options.out.parent / f"{options.out.name}.partial"
         try:
             partial.touch()  # what cannot be written is refused before training, not after
+            partial.unlink()  # a training that is killed leaves nothing
             tokenizer = Tokenizer.train(texts(options, report), options.vocab_size)
             partial.write_bytes(tokenizer.model)
             partial.replace(options.out)

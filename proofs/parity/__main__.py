@@ -10,7 +10,7 @@ loads as uneven as they can be, with the experts that each token chooses, the ro
 biases after 3 steps (expert_cases.py). With TRITON_INTERPRET=1 before the command (or on a GPU
 machine), it also compares the model with Triton's kernels. It prints one line per case with the
 largest relative errors, and exits with status 1 if any is out of bounds (row.py). On two cores,
-over gloo, all cases together take about two hours, those of --quick a fifth of it.
+over gloo, all cases together take hours (docs/proofs.md).
 """
 
 import contextlib

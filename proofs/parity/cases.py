@@ -247,7 +247,7 @@ Pair = tuple[tuple[str, object], tuple[str, object]]
 AXIS_OF = {  # option → the axis that it is for
     **dict.fromkeys(("sequence_parallel", "tp_pieces"), "tp"),
     **dict.fromkeys(("pipeline", "layers"), "pp"),
-    **dict.fromkeys(("zero_stage", "fsdp_unit", "offload"), "data"),
+    **dict.fromkeys(("zero_stage", "fsdp_unit"), "data"),
 }
 # For the quick proof: each axis, each pair of axes, and each kind of replica with each kind of
 # shard.

@@ -43,13 +43,12 @@ def exclude(folder: Path, node: str, reason: str) -> bool:
 
 def include(folder: Path, node: str, reason: str) -> bool:
     """Take back what `exclude` has written for `node`, with this reason; called by the process that
-    did. Returns whether it was still there."""
+    did. Returns whether it was taken back."""
     found, _ = _read(folder)
     if found.get(node, {}).get("reason") != reason:
         return False
     del found[node]
-    write_or_warn(folder / FILE, json.dumps(found, indent=1) + "\n")
-    return True
+    return write_or_warn(folder / FILE, json.dumps(found, indent=1) + "\n")
 
 
 def excluded_nodes(folder: Path) -> dict[str, dict[str, Any]]:

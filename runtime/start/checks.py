@@ -114,8 +114,10 @@ def file_system_of(folder: str) -> str:
 
 
 def bytes_of_rank(config: Config, world: int) -> float:
-    """About what a rank holds of the weights and optimizer states."""
-    copies = config.parallel.mesh_sizes(world).of_weights["dp_replicate"]  # cp's with zero_stage 0
+    """The least that a rank holds of the weights and optimizer states."""
+    sizes = config.parallel.mesh_sizes(world)
+    # with zero_stage 0 cp's ranks hold copies, but of experts only those beside ep
+    copies = min(sizes.of_weights["dp_replicate"], sizes.of_experts["ep_replicate"])
     return state_bytes(config) * copies / world
 
 

@@ -65,10 +65,11 @@ def init_distributed(signals: Signals | None = None, store: dist.Store | None = 
         try:
             gpu = check_number("LOCAL_RANK", 0, gpus - 1, why) or 0
         except UserError as error:
-            if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
                 raise
-            # The start before had this GPU, so it has failed. That is no mistake of the user's, for
-            # which the job would end: one that begins anew leaves the node out.
+            # The start before may have had this GPU, which has then failed. That is no mistake of
+            # the user's, for which the job would end. (The count of restarts does not tell: an
+            # agent counts only what its own ranks have caused.)
             sys.exit(f"rank {rank}: {error}")
         use_gpu(gpu, rank, processes)
     else:

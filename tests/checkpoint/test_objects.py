@@ -175,3 +175,5 @@ def test_a_checkpoint_is_pushed_under_its_name(tmp_path, monkeypatch):
     assert main(["push", str(store), "."]) == 0
     assert {path.name for path in store.iterdir()} == {"metrics.jsonl", NAME}
     assert main(["push", str(store), str(shutil.copytree(FIXTURE, tmp_path / "best"))]) == 2
+    (tmp_path / NAME).symlink_to(tmp_path / "best")
+    assert main(["push", str(store), str(tmp_path / NAME)]) == 0

@@ -148,8 +148,9 @@ def test_what_is_no_trace_is_refused(tmp_path, capsys, written):
     path.write_bytes(written)
     assert main([str(path)]) == 2
     assert capsys.readouterr().err.startswith(f"error: trace = {str(path)!r}: ")
-    assert main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("error: RUN = ")
+    for nothing in (str(tmp_path), "x" * 300):
+        assert main([nothing]) == 2
+        assert capsys.readouterr().err.startswith("error: RUN = ")
 
 
 def resolved(folder: Path, *overrides: str) -> Config:

@@ -17,15 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from proofs.parity.cases import Case
-from tests.proofs.context_batches import check_batch
 from tests.steps import make_step, named_parameters, rows_of
 from training.gradient import gradient_norm
-
-
-def test_rank_without_a_target(ranks):
-    """A data-parallel rank whose rows are all padding causes no division by zero."""
-    row = check_batch(ranks, Case(MeshSizes(dp_shard=2)), 2, "first half without")
-    assert not row.failures(), str(row)
 
 
 def norms_of_the_same():

@@ -187,6 +187,6 @@ def test_a_gpu_that_was_lost_is_no_mistake_of_the_user(
     environment.setattr(torch.cuda, "is_available", lambda: works)
     environment.setattr(torch.cuda, "device_count", lambda: 7)
     environment.setenv("LOCAL_RANK", rank)
-    environment.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    environment.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
     with pytest.raises(raised, match="7 GPUs"):
         init.init_distributed(store=dist.HashStore())

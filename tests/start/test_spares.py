@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from proofs.ranks import Ranks
-from runtime.health.excluded import exclude, excluded_nodes, node_name
+from runtime.health.excluded import exclude, excluded_nodes, include, node_name
 from runtime.signals import Signals
 from runtime.start import elastic
 from runtime.start.checks import try_config
@@ -73,6 +73,8 @@ def test_a_file_that_a_person_has_edited(
     assert not exclude(tmp_path, "c", "slow")
     (tmp_path / "excluded.partial").rmdir()
     assert exclude(tmp_path, "c", "slow")
+    (tmp_path / "excluded.partial").mkdir()
+    assert not include(tmp_path, "c", "slow")
     assert [*excluded_nodes(tmp_path)] == [*(expected or {}), "c"]
     kept = tmp_path / "excluded.json.unreadable"
     assert warned == kept.exists() == (expected is None)

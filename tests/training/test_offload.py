@@ -212,3 +212,6 @@ def test_what_a_rank_holds_of_whole_copies(data: Path, tmp_path: Path) -> None:
     for stage, share in ((0, 1.0), (1, 0.5)):
         found = runs.load_config(config, ["parallel.cp=2", f"parallel.zero_stage={stage}"])
         assert checks.bytes_of_rank(found, 2) == share * checks.state_bytes(found)
+    experts = runs.write_config(tmp_path, data, model=runs.EXPERTS)
+    found = runs.load_config(experts, ["parallel.cp=2", "parallel.ep=2", "parallel.zero_stage=0"])
+    assert checks.bytes_of_rank(found, 2) == checks.state_bytes(found) / 2

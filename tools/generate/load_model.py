@@ -18,6 +18,7 @@ from data.tokenizer import Tokenizer
 from errors import UserError
 from model.config import ModelConfig
 from model.experts import Experts
+from model.kernels.backend import check_kernels
 from model.router import bias_name, routers_of
 from model.transformer import Transformer
 from parallel.axes import MeshSizes
@@ -71,6 +72,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
 
     def open_all() -> tuple[WeightReader, Tokenizer, dict[str, Any]]:
         source: WeightReader
+        check_kernels("auto", device)
         if is_exported:
             source = FolderReader(folder, "--checkpoint")
         else:

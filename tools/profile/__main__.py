@@ -7,7 +7,6 @@ only the traces. Of a run's folder, it also writes them to RUN/profile/summary-r
 """
 
 import json
-import os
 from pathlib import Path
 
 from errors import UserError
@@ -18,9 +17,10 @@ from tools.profile.summary import REMEDY, describe, read_trace, summarise
 
 def traces_of(run: Path) -> list[Path]:
     """The trace files of `run`: itself if it is a file, else all in its folder `profile`."""
-    if os.path.isfile(run):
-        return [run]
-    found = sorted((run / "profile").glob("step-*.json.gz"))
+    try:
+        found = [run] if run.is_file() else sorted((run / "profile").glob("step-*.json.gz"))
+    except OSError:  # a name that is too long, say
+        found = []
     if not found:
         raise UserError("RUN", str(run), "has no profile/step-….json.gz", REMEDY)
     return found

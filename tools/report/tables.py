@@ -14,7 +14,7 @@ from tools.timeline.draw import COLOURS
 
 MEANING = {
     "steps": "steps",
-    "lost": "repeated steps",
+    "lost": "failed and repeated steps",
     "data": "waiting for data",
     "evaluation": "evaluation",
     "saving": "saving: copy, check",
