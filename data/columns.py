@@ -66,9 +66,8 @@ def _with_column(
             if len(may_be) == 1 and (find or asked or may_be == ["text"]):
                 column = may_be[0]
             find = find and len(may_be) <= 1  # nor may a later row choose among these
-        early = (
-            number < ROWS_WITHOUT or "text" in row
-        )  # another column that begins later is ignored
+        # another column than `text` that begins later is ignored
+        early = number < ROWS_WITHOUT or "text" in row
         if column not in ("text", None) and asked is None and early:
             for other in sorted({*text_columns(row, None)} - {column}):
                 why = f"{where} has a column {other!r}, and the rows before it have no text in it"

@@ -290,7 +290,7 @@ class _SplitWriter:
                 raise UserError("--tokenizer", self._tokenizer.sha256[:12], why, remedy)
 
     def unknown(self) -> int:
-        """How many tokens of texts are the unknown one. (No text has one that is a control token.)"""
+        """How many tokens of texts are the unknown one; no text has one that is a control token."""
         unk, control = self._tokenizer.unk_id, self._tokenizer.control_ids
         return int(self.histogram[unk]) if unk >= 0 and unk not in control else 0
 
