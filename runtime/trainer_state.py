@@ -212,3 +212,11 @@ def state_bytes(config: Config) -> int:
         return weight.numel * master + states
 
     return sum_over_weights(config.model, held)
+
+
+def bytes_of_rank(config: Config, world: int) -> float:
+    """The least that a rank holds of the weights and optimizer states."""
+    sizes = config.parallel.mesh_sizes(world)
+    # with zero_stage 0 cp's ranks hold copies, but of experts only those beside ep
+    copies = min(sizes.of_weights["dp_replicate"], sizes.of_experts["ep_replicate"])
+    return state_bytes(config) * copies / world

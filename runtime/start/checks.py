@@ -21,7 +21,7 @@ from runtime.evaluation.rows import TaskRows, open_tasks
 from runtime.monitor.check import check_alerts
 from runtime.start.attention import check_attention
 from runtime.start.environment import local_world
-from runtime.trainer_state import state_bytes
+from runtime.trainer_state import bytes_of_rank
 from settings.config import Config
 from settings.data_stages import data_stages, in_data_stage
 from settings.layouts import layout_sizes, valid_layout
@@ -111,14 +111,6 @@ def file_system_of(folder: str) -> str:
             if about.split()[2] == device:
                 found = source.split()[0]
     return found
-
-
-def bytes_of_rank(config: Config, world: int) -> float:
-    """The least that a rank holds of the weights and optimizer states."""
-    sizes = config.parallel.mesh_sizes(world)
-    # with zero_stage 0 cp's ranks hold copies, but of experts only those beside ep
-    copies = min(sizes.of_weights["dp_replicate"], sizes.of_experts["ep_replicate"])
-    return state_bytes(config) * copies / world
 
 
 def check_fits(config: Config, device: str) -> None:

@@ -20,7 +20,7 @@ from parallel.disk import DiskMemory
 from proofs.parity.cases import Case
 from proofs.ranks import RankError, Ranks
 from runtime.start import checks
-from runtime.trainer_state import held_tensors
+from runtime.trainer_state import bytes_of_rank, held_tensors, state_bytes
 from tests import ROOT, runs
 from tests.steps import make_step, rows_of
 from training import update
@@ -199,7 +199,7 @@ def test_what_a_start_refuses(data: Path, tmp_path: Path) -> None:
         ):
             checks.check_disk(found)
         with (
-            patch.object(checks, "state_bytes", lambda config: 1 << 60),
+            patch.object(checks, "bytes_of_rank", lambda config, world: 1 << 60),
             pytest.raises(UserError, match="again to save them"),
         ):
             checks.check_disk(found)
@@ -211,7 +211,7 @@ def test_what_a_rank_holds_of_whole_copies(data: Path, tmp_path: Path) -> None:
     config = runs.write_config(tmp_path, data)
     for stage, share in ((0, 1.0), (1, 0.5)):
         found = runs.load_config(config, ["parallel.cp=2", f"parallel.zero_stage={stage}"])
-        assert checks.bytes_of_rank(found, 2) == share * checks.state_bytes(found)
+        assert bytes_of_rank(found, 2) == share * state_bytes(found)
     experts = runs.write_config(tmp_path, data, model=runs.EXPERTS)
     found = runs.load_config(experts, ["parallel.cp=2", "parallel.ep=2", "parallel.zero_stage=0"])
-    assert checks.bytes_of_rank(found, 2) == checks.state_bytes(found) / 2
+    assert bytes_of_rank(found, 2) == state_bytes(found) / 2

@@ -20,7 +20,7 @@ from typing import Any
 
 from hardware import NODE_LOST_SHARE, Device
 from runtime.checkpoint.save_interval import DAY, best_interval, mtbf_of, within_limits
-from runtime.trainer_state import state_bytes
+from runtime.trainer_state import bytes_of_rank, state_bytes
 from settings.config import Config
 
 
@@ -59,7 +59,7 @@ def goodput(config: Config, world: int, device: Device, step_seconds: float) -> 
     """
     checkpoint = state_bytes(config)
     nodes = math.ceil(world / device.gpus_per_node)
-    part = checkpoint * config.parallel.dp_replicate / world
+    part = bytes_of_rank(config, world)
     save = part / device.host_bytes_per_second
     if config.parallel.offload == "disk":  # about two thirds are read, and all is written
         moved = part * 5 / 3 * device.gpus_of_node(world)
