@@ -42,8 +42,9 @@ def fault_in(name: str, *sizes: int) -> str:
 
 @lru_cache(maxsize=256)  # the stages and layouts of a run are checked several times, and are alike
 def _fault_in(_: ScheduleFunction | None, name: str, *sizes: int) -> str:
-    schedule, (p, v, m) = build_schedule(name, *sizes), sizes
+    p, v, m = sizes
     try:
+        schedule = build_schedule(name, *sizes)
         check(schedule)
     except Fault as fault:
         return str(fault)

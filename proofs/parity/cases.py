@@ -21,7 +21,7 @@ from model.experts import Experts
 from parallel.axes import AXES, MeshSizes
 from parallel.config import ParallelConfig
 from parallel.pipeline.schedules import SCHEDULES
-from proofs.parity.reference import keys_to_try
+from proofs.parity.reference import has_reference, keys_to_try
 from settings.checks import validate
 from settings.config import Config
 from settings.sections import (
@@ -233,11 +233,7 @@ def option_values() -> dict[str, Sequence[object]]:
         "offload": every(ParallelConfig, "offload"),
         "document_mask": (False, True),
         "num_microbatches": (1, 2, 4, 8),
-        "optimizer": [
-            name
-            for name in kinds_in("training.optimizers")
-            if f"reference_{name}" in kinds_in("proofs.parity")
-        ],
+        "optimizer": [*filter(has_reference, kinds_in("training.optimizers"))],
     }
 
 

@@ -42,6 +42,10 @@ NAMES = {
 }
 
 
+def has_reference(kind: str) -> bool:
+    return f"reference_{kind}" in kinds_in("proofs.parity")
+
+
 def reference_of(key: str, kind: str) -> Any:
     """The class in reference_KIND.py. It is constructed with the section `model`; a layer maps
     x [B, S, D] to the same shape. Of an optimizer, the function from parameters by name, and the
@@ -49,7 +53,7 @@ def reference_of(key: str, kind: str) -> Any:
 
     Raises UserError if there is no such file."""
     name, (what, of_kind) = f"reference_{kind}", NAMES[key].split()
-    if name not in kinds_in("proofs.parity"):
+    if not has_reference(kind):
         remedy = f"write proofs/parity/{name}.py, with a {what} {of_kind}"
         raise UserError(key, kind, "there is no reference to compare it with", remedy)
     return load_kind("proofs.parity", name, of_kind)

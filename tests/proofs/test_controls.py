@@ -174,6 +174,12 @@ def test_planted_bug_is_found(ranks, bug, case, where, parameter):
         assert row.loss == pytest.approx(math.log(2) / math.log(251), rel=0.2)
 
 
+def test_wrong_norm_shows_in_the_steps_too(ranks):
+    """A wrong norm leads to wrong clipping, so that the losses of later steps are wrong too."""
+    row = check(ranks, TP, steps=8, sabotage=replicas_counted_in_the_norm)
+    assert "loss_steps" in row.failures()
+
+
 @planted(ShardedOptimizer, "step")
 def update_lost(step, self, *_):
     """The last update changes nothing."""
