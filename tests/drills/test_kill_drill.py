@@ -287,10 +287,13 @@ def test_torchrun_restarts_by_itself(ranks, data, tmp_path, kills, steps, offloa
     lines = planned.with_name("starts.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [[]] * (len(kills) + 1)
     assert_same_end(tmp_path / "drilled", tmp_path / "alone")
-    # The ledger does not include torchrun's time before the first process starts and after the last
-    # one has ended.
-    told = sum(account(read_events(tmp_path / "drilled" / "run")).values())
-    assert 0 <= seconds - told < 0.1 * seconds + 30
+    # The ledger has every second from the first process's first line to the run's last event, but
+    # not torchrun's own before and after, which are many on a busy machine.
+    events = read_events(tmp_path / "drilled" / "run")
+    told, last = sum(account(events).values()), events[-1]["time"]
+    covered = last - next(each["began"] for each in events if each["event"] == "start")
+    assert told == pytest.approx(covered, abs=5)
+    assert told < seconds
 
 
 if __name__ == "__main__":
