@@ -286,5 +286,5 @@ def no_such_key(
             f"{section}.{here[name]}" for name in difflib.get_close_matches(key, here, n=1)
         ]
     every = ", ".join(f"{section}.{name}" for name in known[section])
-    remedy = f"did you mean {close[0]}?" if close else f"choose from {every}"
+    remedy = f"did you mean {' or '.join(close)}?" if close else f"choose from {every}"
     return UserError(f"{section}.{key}", value, "there is no such key", remedy)

@@ -18,6 +18,7 @@ NAMES = {  # in legends and traces
     BACKWARD_INPUT: "input gradient",
     BACKWARD_WEIGHT: "weight gradient",
 }
+MICROSECONDS = 1000.0  # of a trace, per unit of a measured timeline, a millisecond
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,19 @@ from runtime.output import log
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file, so that every reader finds the old content or the new one. Raises OSError."""
+    """Replace a file, so that every reader finds the old content or the new one, also after this
+    machine has died. Raises OSError, and then leaves only the old one."""
     partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # else its name may be on the disk before its content
+        os.replace(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()  # it may have taken the last space
+        raise
 
 
 def write_or_warn(path: Path, text: str) -> bool:

@@ -62,7 +62,7 @@ class TrainerState(Strict):
     step: Natural  # steps done
     updates: Natural  # of the weights: fewer than steps if some were skipped
     tokens: Natural  # trained on
-    seed: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)]
+    seed: Annotated[int, Field(ge=-MAX_INT - 1, le=MAX_INT)]
     optimizer: Name = "adamw"  # older versions had only this one and did not record it
     seq_len: Positive
     # for the guard against loss spikes; None: the loss was not finite

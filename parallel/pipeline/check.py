@@ -56,7 +56,7 @@ def _fault_in(_: ScheduleFunction | None, name: str, *sizes: int) -> str:
 
 
 def num_microbatches(schedule: Schedule) -> int:
-    return 1 + max(action.microbatch for actions in schedule for action in actions)
+    return len({action.microbatch for actions in schedule for action in actions})
 
 
 def splits_backward(schedule: Schedule) -> bool:

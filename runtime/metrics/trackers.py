@@ -42,15 +42,12 @@ class Trackers:
         folder = Path(config.run.dir)
         lines = JsonLines(folder, step)
         self.trackers: list[Tracker] = [lines, Console(config.train.steps)]
+        add, text = self.trackers.append, dump_config(config)
         if config.run.wandb != "disabled":
-            anew, reached = lines.begins_anew, lines.reached
-            wandb = partial(WandB, config, step, system, anew, reached)
-            self._guarded("wandb", lambda: self.trackers.append(wandb()))
+            about = config, step, system, lines.begins_anew, lines.reached
+            self._guarded("wandb", lambda: add(WandB(*about)))
         if config.run.tensorboard:
-            add = self.trackers.append
-            self._guarded(
-                "TensorBoard", lambda: add(TensorBoard(folder, step, dump_config(config)))
-            )
+            self._guarded("TensorBoard", lambda: add(TensorBoard(folder, step, text)))
 
     def log(self, record: Record, commits: Sequence[dict[str, Any]] = ()) -> None:
         """Log a step, and the saves that were committed since the last call."""

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runtime.files import write_whole
+from runtime.files import write_or_warn
 from runtime.log.log_lines import is_count, json_object
 from runtime.metrics.tracker import Record, Tracker, scalars
 from runtime.output import log
@@ -104,14 +104,9 @@ class WandB(Tracker):
 
     def went_back(self, step: int, reached: int) -> None:
         self.repeated += reached - step
-        path = self.folder / "wandb-run.json"
-        try:
-            write_whole(path, json.dumps({"id": self.id, "repeated": self.repeated}) + "\n")
-        except OSError as error:
-            log(
-                f"warning: {path} cannot be written, so the next start may not continue this wandb "
-                f"run: {error}"
-            )
+        # if it cannot be written, the next start may not continue this wandb run
+        about = {"id": self.id, "repeated": self.repeated}
+        write_or_warn(self.folder / "wandb-run.json", json.dumps(about) + "\n")
 
     def close(self, failed: bool) -> None:
         self.run.finish(exit_code=int(failed))

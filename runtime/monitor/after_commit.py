@@ -41,6 +41,7 @@ from runtime.checkpoint.folder import AFTER_COMMIT, MANIFEST, NAME, complete_che
 from runtime.files import locked
 from runtime.log.log_lines import content, json_object
 from runtime.monitor.command import run_command
+from runtime.monitor.send import say_once
 
 LOOK_SECONDS = 1.0  # between two looks for a checkpoint whose turn has come
 # after the first failure; doubled after each, up to the second number
@@ -132,15 +133,25 @@ class Commands:
 
     def _run(self) -> None:
         with locked(_lock_of(self.checkpoints), seconds=float("inf")):
-            waiting, self.done_step = progress(self.checkpoints)
-            self.pending = {path: Tries() for path in waiting}
-            for left in (self.checkpoints / AFTER_COMMIT).glob("*.running"):  # by a killed start
-                left.unlink(missing_ok=True)
+            while not self._begin() and time.monotonic() < self._ends_at:
+                time.sleep(LOOK_SECONDS)
             while time.monotonic() < self._ends_at and self._goes_on():
                 now = time.monotonic()
                 ready = [path for path, tries in self.pending.items() if tries.due <= now]
                 if ready:
                     self._once(max(ready))
+
+    def _begin(self) -> bool:
+        """Note what earlier starts have left. Returns False if that cannot be read now."""
+        try:
+            for left in (self.checkpoints / AFTER_COMMIT).glob("*.running"):  # by a killed start
+                left.unlink(missing_ok=True)
+            waiting, self.done_step = progress(self.checkpoints)
+        except OSError as error:
+            say_once(f"checkpoint.after_commit waits, {self.checkpoints}: {error.strerror}")
+            return False
+        self.pending = {path: Tries() for path in waiting}
+        return True
 
     def _goes_on(self) -> bool:
         """Hear what is new; wait for that, or until it is a checkpoint's turn. Returns False once

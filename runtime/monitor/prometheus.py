@@ -93,7 +93,7 @@ def _numbers(state: RunState, more: dict[str, float]) -> Iterator[Numbers]:
     spent = state.account.seconds
     by_label: list[tuple[str, str, str, Mapping[str, float]]] = [
         ("lattice_state", "1 for the state of the run.", "state", states),
-        ("lattice_record", "Every other number of the last logged step.", "name", record),
+        ("lattice_record", "Every other number, as last logged.", "name", record),
         ("lattice_spent_seconds", "Seconds of all starts by cause.", "cause", spent),
         ("lattice_events_total", "Events of all starts (events.jsonl).", "event", events),
         ("lattice_suspicions_total", "Suspicions by verdict, all starts.", "verdict", verdicts),
@@ -143,7 +143,7 @@ class Shown:
             if self.server is None:
                 self._serve(*self.where)
         elif is_last or time.monotonic() >= self._due:
-            is_ours = not gone or self._written in (None, _version(self.where))
+            is_ours = not gone or self._written is None or self._written == _version(self.where)
             self._due = time.monotonic() + FILE_SECONDS
             if is_ours:
                 write_to_textfile(self.where, self.registry)

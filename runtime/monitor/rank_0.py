@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -135,9 +135,7 @@ class Monitor:
             write_status(folder, **status, after_commit=about)
 
 
-def start_monitor(
-    told: dict[str, Any], stderr: IO[bytes] | None = None
-) -> "subprocess.Popen[bytes]":
+def start_monitor(told: dict[str, Any]) -> "subprocess.Popen[bytes]":
     """Start the process, and tell it its settings: not as arguments, which every user of the
     machine can read, because a webhook's address is a secret. The pipe to it is not buffered."""
     process = subprocess.Popen(
@@ -145,7 +143,6 @@ def start_monitor(
         cwd=Path(__file__).parents[2],  # this repository
         stdin=subprocess.PIPE,
         bufsize=0,
-        stderr=stderr,
         start_new_session=True,
     )
     assert process.stdin is not None

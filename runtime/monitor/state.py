@@ -12,7 +12,7 @@ class RunState:
 
     def __init__(self) -> None:
         self.state = "starting"  # then running, and as in status.json, died or refused
-        self.record: dict[str, Any] = {}  # the last one; of an earlier start only `step`
+        self.record: dict[str, Any] = {}  # each entry as last logged; of earlier starts only `step`
         self.record_time: float | None = None  # when it was logged, in seconds since 1970
         self.start_time: float | None = None  # when the last start began, likewise
         self.account = Account()  # seconds by cause
@@ -55,4 +55,5 @@ class RunState:
 
     def note_record(self, record: dict[str, Any], logged: float) -> None:
         """logged: when it was, in seconds since 1970."""
-        self.record, self.record_time = record, logged
+        # added, because what is evaluated is in one record only, which may have nothing else
+        self.record, self.record_time = self.record | record, logged

@@ -5,7 +5,8 @@
 `python -m tools.profile RUN` reads the traces: compute, exposed communication by axis, idle.
 
 The step before `start` is a warm-up, whose events are discarded. The trace also covers the time
-between the recorded steps. Other steps and other ranks have no overhead.
+between the recorded steps. Other steps have no overhead. All ranks wait until the traces are
+written: in metrics.jsonl this is a part of the last profiled step.
 
 A GPU trace contains the process group of each collective. With gloo, a trace contains neither that
 nor the time spent waiting, so on a CPU every call of a collective and every wait for one is marked
@@ -127,8 +128,10 @@ class StepProfile(Listener):
     def _write(self, profiler: torch.profiler.profile, first: int) -> str:
         rank = dist.get_rank()
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"step-{first:08d}-rank-{rank:05d}.json.gz"
-        profiler.export_chrome_trace(str(path))
+        name = f"step-{first:08d}-rank-{rank:05d}.json.gz"
+        path, partial = self.folder / name, self.folder / f"partial-{name}"
+        profiler.export_chrome_trace(str(partial))  # half of one, the tool would refuse with all
+        partial.replace(path)
         reader = f"python -m tools.profile {self.folder.parent}"
         return f"profiled rank {rank} from step {first} on: {path}; {reader} summarises it"
 

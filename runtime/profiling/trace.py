@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from costs.timeline import NAMES, Timeline
+from costs.timeline import MICROSECONDS, NAMES, Timeline
 from parallel.mesh import Mesh
 from parallel.pipeline.actions import Action
 from parallel.pipeline.simulate import Event
@@ -28,7 +28,6 @@ from settings.data_stages import DataStage
 
 AFTER = 2  # first steps that are not traced, because they allocate, connect and compile
 BARRIERS = 16  # to compare clocks
-MICROSECONDS = 1000.0  # per unit of a timeline, a millisecond
 
 
 class StepTrace(Listener):

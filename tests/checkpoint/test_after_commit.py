@@ -177,6 +177,17 @@ def test_what_fails_for_a_moment_is_tried_again(tmp_path):
     assert (tmp_path / "tries").read_text() == "x\n"
 
 
+def test_a_folder_that_cannot_be_read_for_a_moment(tmp_path):
+    """When the commands begin, as on a shared file system."""
+    folder, honest = Folder(tmp_path, "true"), after_commit.progress
+    folder.commit(10)
+    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    told = [stale, honest(folder.checkpoints)]
+    with patch.object(after_commit, "progress", side_effect=told):
+        folder.start(events=1)
+    folder.succeeds_for(10)
+
+
 @pytest.mark.parametrize(
     ("older", "is_done"),
     [

@@ -20,6 +20,7 @@ from tools import export
 from tools.generate.load_model import load_model
 from tools.huggingface import checkpoint_reader
 from tools.huggingface.agreement import GENERATION, generation_config
+from tools.huggingface.new_folder import new_folder
 from tools.huggingface.tokenizer import huggingface_files
 from tools.import_hf import import_hf
 
@@ -148,6 +149,23 @@ def test_files_that_disagree_are_refused(chat: Path, tmp_path: Path, name: str) 
     for each in said:
         assert each in str(refused.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_read_is_said_so(chat: Path, tmp_path: Path) -> None:
+    (chat / JSON).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(UserError, match="a Git LFS pointer"):
+        import_hf(chat, tmp_path / "out")
+    (chat / JSON).write_text('{"model": {"type": "New"}}')
+    with pytest.raises(UserError, match=r"this is not a readable tokenizer\.json: data did not"):
+        import_hf(chat, tmp_path / "out")
+    with pytest.raises(UserError, match=r"--hf = .*File name too long"):
+        import_hf(Path("x" * 300), tmp_path / "out")
+    too_long = pytest.raises(UserError, match=r"--out = .*File name too long")
+    with too_long, new_folder(tmp_path / ("x" * 300)):
+        pass
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(UserError, match="it already exists"):
+        import_hf(chat, tmp_path / "link")
 
 
 def test_a_checkpoint_s_own_files_are_not_compared(

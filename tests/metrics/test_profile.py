@@ -236,7 +236,13 @@ LOOPS = {  # the steps that a run visits → those that are profiled, of 2, 3 an
     "began late": ([2, 3, 4], [3, 4]),
     "stopped before": ([0], None),
     "began after": ([4], None),
+    "full disk": ([0, 1, 2, 3, 4], None),
 }
+
+
+def half(_: torch.profiler.profile, path: str) -> None:
+    Path(path).write_bytes(gzip.compress(b"{}")[:-9])
+    raise OSError(28, "No space left on device")
 
 
 def profile_loops(config: str) -> None:
@@ -247,19 +253,21 @@ def profile_loops(config: str) -> None:
         profile = StepProfile(
             load_config(config, ["run.profile=2:5", where]), build_mesh(MeshSizes(), "cpu")
         )
-        for step in visited:
-            run.step = step
-            profile.before_step(run)
-            torch.ones(3) + 1
-            run.step += 1
-            profile.after_step(run)
-        profile.ends(run)
+        disk = patch.object(torch.profiler.profile, "export_chrome_trace", half)
+        with disk if name == "full disk" else nullcontext():
+            for step in visited:
+                run.step = step
+                profile.before_step(run)
+                torch.ones(3) + 1
+                run.step += 1
+                profile.after_step(run)
+            profile.ends(run)
 
 
 def test_however_the_loop_goes(ranks, data, tmp_path, capsys):
     ranks.run(profile_loops, 1, write_config(tmp_path, data))
     for name, (_, steps) in LOOPS.items():
-        found = [*(tmp_path / name / "profile").glob("*")]
+        found = [*(tmp_path / name / "profile").glob("step-*")]
         profiled = [summarise(read_trace(path))["steps"] for path in found]
         assert profiled == ([steps] if steps else []), name
     # the tool prints what it cannot write

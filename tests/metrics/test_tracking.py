@@ -264,6 +264,7 @@ def test_a_line_that_the_disk_has_no_room_for_is_not_begun(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (5, before[1]))
         with pytest.raises(OSError, match="File too large"):
             Trackers(load_config("configs/laptop.yaml", [f"run.dir={tmp_path / 'run'}"]), 1, {})
+        assert not (tmp_path / "run" / "metrics.partial").exists(), "it would fill the disk"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     lines.log({"step": 3, "loss": 3.0})

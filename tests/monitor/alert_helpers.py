@@ -97,10 +97,10 @@ class FedMonitor:
         hasty += f"files.END_EVENT_SECONDS = {waits}; process.main()"
 
         def start(command: list[str], **about: Any) -> subprocess.Popen[bytes]:
-            return POPEN([command[0], "-c", hasty], **about)
+            return POPEN([command[0], "-c", hasty], stderr=log, **about)
 
         with open(self.log, "wb") as log, patch.object(subprocess, "Popen", start):
-            self.process = start_monitor(settings_of(self.run, **settings), log)
+            self.process = start_monitor(settings_of(self.run, **settings))
 
     def tell(self, due: float = 3600.0, **line: Any) -> None:
         assert self.process.stdin is not None

@@ -110,6 +110,17 @@ def test_a_state_before_the_first_step_and_after_the_end():
     assert parsed(exposition("runs/x", state))["lattice_state state=refused"] == 1
 
 
+def test_what_only_one_record_has_stays():
+    """A scrape, rarer than steps are, would see nothing of an evaluation, whose own record may have
+    nothing else."""
+    state = state_of(EVENTS, RECORD)
+    for record in ({"step": 13, "eval_loss": 2.5}, {"step": 14, "lr": 1e-4}):
+        state.note_record(record, logged=101.0)
+    found = parsed(exposition("runs/x", state))
+    names = ("eval_loss", "peak_memory_bytes", "learning_rate", "step")
+    assert [found.get(f"lattice_{name}") for name in names] == [2.5, 7, 1e-4, 14]
+
+
 def test_an_address():
     assert check.prometheus("9400") == ["127.0.0.1", 9400], "loopback unless a host is given"
     assert check.prometheus("0.0.0.0:9400") == ["0.0.0.0", 9400]
@@ -164,6 +175,9 @@ def test_the_file_of_a_monitor(tmp_path):
 
 def test_the_next_starts_file_stays(tmp_path):
     """A file system may give the inode of a file that was replaced again: here, it is the same."""
+    gone = Shown(str(tmp_path / "new.prom"), lambda: [*families("x", RunState(), {})])
+    gone.update(gone=True, is_last=True)  # a start that ended before the first look
+    assert (tmp_path / "new.prom").exists()
     path = tmp_path / "lattice.prom"
     old = Shown(str(path), lambda: [*families("x", RunState(), {})])
     old.update(is_last=True)

@@ -307,6 +307,10 @@ def test_a_schedule_of_other_sizes_is_found(other, monkeypatch):
     monkeypatch.setitem(SCHEDULES, "other", lambda *_: build_schedule("1f1b", *other))
     assert "micro-batches" in fault_in("other", 4, 1, 8)
     assert not fault_in("other", *other)
+    longer = build_schedule("1f1b", 4, 1, 9)
+    shifted = [[a._replace(microbatch=a.microbatch - 1) for a in rank] for rank in longer]
+    monkeypatch.setitem(SCHEDULES, "other", lambda *_: shifted)
+    assert "micro-batch" in fault_in("other", 4, 1, 8), "-1 is the last, as an index"
 
 
 # --- docstrings and imports -----------------------------------------------------------------------

@@ -1,11 +1,13 @@
 """A rehearsal runs the training code of one rank of a large job on a fake GPU, and counts its bytes
 and collectives."""
 
+import os
 from dataclasses import replace
 
 import pytest
 import torch
 
+from errors import UserError
 from hardware import H100
 from parallel.axes import MeshSizes
 from parallel.pipeline.actions import BACKWARD, FORWARD, Action
@@ -111,6 +113,14 @@ def test_for_real_every_action_is_timed_and_the_job_simulated() -> None:
     assert slow["communication_seconds"] > step["communication_seconds"]
     others = sum(report["other_seconds"] for report in reports)
     assert max(busy) <= step["step_seconds"] <= sum(busy) + others + 1.0
+
+
+def test_a_killed_process_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was waited for, forever."""
+    with pytest.raises(UserError, match="was killed"):
+        alone(os._exit, 9)
+    assert main([str(CONFIGS / "laptop.yaml"), "--races", "parallel.offload=host"]) == 2
+    assert "parallel.offload = 'host'" in capsys.readouterr().err
 
 
 def test_what_cannot_be_rehearsed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

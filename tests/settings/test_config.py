@@ -120,6 +120,7 @@ def test_a_section_made_in_python_checks_itself_too() -> None:
 WRONG = [
     ("optimizer.learning_rate=1", "did you mean optimizer.lr?"),
     ("train.lr=1", "did you mean optimizer.lr?"),
+    ("train.lr_scheduler=cosine", "did you mean parallel.schedule or optimizer.schedule?"),
     ("data.zzz=1", "choose from data.path, data.tokenizer"),
     ("optimizer.adamw.betas=[0.9, 1]", "1 in it is not allowed\n  remedy: it should be less than"),
     ("optimizer.adamw.betas=[0.9]", "for example [0.9, 0.95]"),
@@ -351,9 +352,11 @@ def test_settings_are_named_as_their_files() -> None:
 def test_what_is_valid_can_be_saved() -> None:
     """The file of a checkpoint's state has bounds, too."""
     window = "model.sliding_window.window=1000000000"
-    config = load_config(LAPTOP, ["model.attention=sliding_window", window])
+    seed = -(2**63)
+    config = load_config(LAPTOP, ["model.attention=sliding_window", window, f"train.seed={seed}"])
     state = state_of(config, DataState(checksum="x", next_sample=0, skipped=[]))
     assert "1000000000" in state.to_json()
+    assert str(seed) in state.to_json()
 
 
 # --- the file -------------------------------------------------------------------------------------

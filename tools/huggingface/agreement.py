@@ -25,6 +25,7 @@ from typing import Any
 
 import sentencepiece
 
+from data.foreign_tokenizers import not_a_tokenizer
 from data.token_roles import CONFIG as TOKENIZER_CONFIG
 from data.token_roles import content_of
 from data.tokenizer import GENERATION, JSON, MODEL, Tokenizer
@@ -93,7 +94,8 @@ def check_tokens(tokenizer: Tokenizer, folder: Path) -> None:
     """Raises UserError if two files of the tokenizer give a token different ids, or an id different
     tokens."""
     files = tokenizer.files
-    vocabularies = {name: _vocabulary(name, files[name]) for name in (MODEL, JSON) if name in files}
+    both = [name for name in (MODEL, JSON) if name in files]
+    vocabularies = {name: _vocabulary(folder / name, files[name]) for name in both}
     added = content_of(files, "added_tokens.json", str(folder))
     decoder = content_of(files, TOKENIZER_CONFIG, str(folder)).get("added_tokens_decoder") or {}
     if not isinstance(decoder, dict) or not all(
@@ -123,11 +125,16 @@ def check_tokens(tokenizer: Tokenizer, folder: Path) -> None:
                     raise UserError(f"{folder / file}: token {i}", token, why, remedy)
 
 
-def _vocabulary(name: str, content: bytes) -> dict[str, int]:
-    """Token → id, by a tokenizer's file."""
-    if name == JSON:
+def _vocabulary(file: Path, content: bytes) -> dict[str, int]:
+    """Token → id, by a tokenizer's file. Raises UserError if it cannot be read."""
+    if file.name == JSON:
         import tokenizers
 
-        return tokenizers.Tokenizer.from_str(content.decode()).get_vocab(with_added_tokens=True)
+        try:
+            read = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the library raises nothing narrower
+            why = f"this is not a readable {JSON}: {error}"
+            raise not_a_tokenizer(str(file), content, why) from error
+        return read.get_vocab(with_added_tokens=True)
     processor = sentencepiece.SentencePieceProcessor(model_proto=content)
     return {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}

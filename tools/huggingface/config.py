@@ -160,7 +160,11 @@ def architecture_of(model: ModelConfig) -> str:
 def refuse_foreign(folder: Path, key: str) -> None:
     """Raises UserError with this key if `folder` is not a folder, or has weights only in an
     unsupported format."""
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    try:
+        names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    except OSError as error:
+        why, remedy = f"it cannot be read ({error.strerror})", "give a folder that you may read"
+        raise UserError(key, str(folder), why, remedy) from None
     if "adapter_config.json" in names:
         why = "it has an adapter, which changes another model's weights"
         remedy = "merge it with that model (peft: merge_and_unload), and give the result"

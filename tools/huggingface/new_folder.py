@@ -30,7 +30,7 @@ FILE_BYTES = 5_000_000_000  # as transformers 4 wrote them
 
 
 def refuse_existing(out: Path) -> None:
-    if out.exists():
+    if os.path.lexists(out):  # also a link to nothing; and it never raises
         why = "it already exists"
         raise UserError("--out", str(out), why, "give another folder, or remove it")
 
@@ -41,10 +41,10 @@ def new_folder(out: Path) -> Iterator[Path]:
     exception removes it. Raises UserError with the key --out if `out` exists, or if writing
     fails."""
     refuse_existing(out)
-    for left in out.parent.glob(f"{out.name}.partial-*"):
-        log(f"warning: {left} was left by a killed attempt; remove it if none is still running")
     partial = out.parent / f"{out.name}.partial-{os.getpid()}"
     try:
+        for left in out.parent.glob(f"{out.name}.partial-*"):
+            log(f"warning: {left} was left by a killed attempt; remove it if none is still running")
         partial.mkdir(parents=True)  # another process may have this number on another machine
         try:
             yield partial

@@ -145,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     check_imbalance("--imbalance", options.imbalance, config.model, config.parallel.ep)
     ranks = ranks_asked_for(config, world, None if options.stages else options.rank or 0)
     if not options.real:
-        check_can_be_rehearsed(config)
+        check_can_be_rehearsed(config, options.races)
     reports = []
     for rank in ranks:
         given = config, world, rank

@@ -100,7 +100,15 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
     gc.disable()
     try:
         with multiprocessing.get_context("fork").Pool(1, initializer=_keep_inherited) as pool:
-            return pool.apply(function, arguments)
+            (process,) = pool._pool  # type: ignore[attr-defined]
+            found = pool.apply_async(function, arguments)
+            # a pool waits forever for the result of a process that was killed
+            while process.is_alive() and not found.ready():
+                found.wait(1.0)
+            if not found.ready():
+                why = "this process was killed, as the kernel does when memory runs out"
+                raise UserError("rehearsal", process.name, why, "give it more memory")
+            return found.get()
     finally:
         gc.enable()
 
@@ -110,8 +118,12 @@ def _keep_inherited() -> None:
     gc.enable()
 
 
-def check_can_be_rehearsed(config: Config) -> None:
-    """Raise UserError if the configuration uses what a fake GPU cannot show."""
+def check_can_be_rehearsed(config: Config, races: bool) -> None:
+    """Raise UserError if the configuration uses what a fake GPU, or its races, cannot show."""
+    if races and config.parallel.offload != "none":
+        why = "--races does not see weights on the host, for which the host waits"
+        remedy = "set parallel.offload=none, or leave --races out"
+        raise UserError("parallel.offload", config.parallel.offload, why, remedy)
     if config.train.compile:
         why = "runs compiled code, which a fake GPU cannot show"
         raise UserError("train.compile", True, why, "set train.compile=false, or give --real")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from costs.timeline import Timeline
+from costs.timeline import MICROSECONDS, Timeline
 from errors import UserError
 from parallel.pipeline.actions import (
     BACKWARD,
@@ -21,7 +21,6 @@ from parallel.pipeline.simulate import Costs, Event
 from runtime.schema import Natural, Strict
 
 REMEDY = "give a trace.json that a run has written"
-MICROSECONDS = 1000.0  # per unit of the timeline, a millisecond
 
 
 class _Action(Strict, extra="ignore"):
