@@ -6,6 +6,7 @@ the balance of pipeline stages (costs/summary.py), the planner (tools/plan/), an
 save (runtime/checkpoint/save_interval.py).
 """
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from typing import Any
 class DataSheet:
     """The data sheet of one accelerator, and its share of the node's and the cluster's network."""
 
-    name: str  # in lower case, a part of torch.cuda.get_device_name()
+    name: str  # in lower case, whole words of torch.cuda.get_device_name()
     peak_flops: float  # per second, dense, bfloat16
     peak_flops_float32: float  # without TF32, which is never switched on
     peak_flops_float64: float
@@ -170,6 +171,7 @@ H100 = DEVICES["h100"]  # the default where the device is not known
 
 def data_sheet_of(device_name: str) -> DataSheet | None:
     """Return the data sheet of a device by torch's name for it; None if it is not listed. "NVIDIA
-    H100 PCIe" is not an "h100", whose peak is a third higher: the longest name that fits counts."""
-    names = [name for name in DATA_SHEETS if name in device_name.lower()]
+    H100 PCIe" is not an "h100", whose peak is a third higher: the longest name that fits counts.
+    Nor is "NVIDIA RTX A1000" an "a100": names are whole words."""
+    names = [name for name in DATA_SHEETS if re.search(rf"\b{name}\b", device_name.lower())]
     return DATA_SHEETS[max(names, key=len)] if names else None

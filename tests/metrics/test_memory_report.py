@@ -167,3 +167,12 @@ def test_a_report_that_is_none(data, tmp_path, capsys, text, why):
     said = capsys.readouterr().err
     assert why in said
     assert len(said.splitlines()) <= 2
+
+
+def test_a_report_of_an_earlier_layout(data, tmp_path, capsys):
+    """A run's config.yaml has the layout of its newest start, and the list for every world."""
+    (tmp_path / "report.json").write_text(json.dumps(REPORT | {"world": 2, "rank": 1}))
+    layouts = [{"dp_shard": 2}, {"dp_shard": 1}]
+    config = write_config(tmp_path, data, parallel={"dp_shard": 1, "layouts": layouts})
+    assert plan_beside(config, tmp_path / "report.json") == 0
+    assert "rank 1 of 2" in capsys.readouterr().out

@@ -14,6 +14,7 @@ from hardware import H100
 from parallel.memory import WEIGHTS
 from settings.checks import validate
 from settings.config import Config
+from settings.data_stages import data_stages
 from settings.layouts import choose_layout, layout_sizes
 from settings.load import load_config
 from tests import ROOT
@@ -103,8 +104,8 @@ def test_every_kind_of_rank_builds_its_share(name: str) -> None:
 
 
 def peak(config: Config, world: int) -> int:
-    """The planned peak memory, in bytes, of the pipeline rank that needs most."""
-    return max(peaks(Layout(config, world, 0)))
+    """The planned peak memory, in bytes, of the pipeline rank that needs most in any data stage."""
+    return max(max(peaks(Layout(stage.config, world, 0))) for stage in data_stages(config))
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -115,8 +116,10 @@ def test_fits_80_gb(name: str) -> None:
 @pytest.mark.parametrize("override", ["parallel.zero_stage=1", "train.micro_batch_size=2"])
 def test_the_plan_can_refuse(override: str) -> None:
     """Control: the plan finds that 8B on 8 GPUs does not fit with unsharded gradients, nor with
-    micro-batches of two sequences."""
+    micro-batches of two sequences; and what a later data stage does not fit."""
     assert peak(load("llama3_8b", override), 8) > H100.room
+    later = load("llama3_8b_data_stages", "data_stages.1.train.activation_checkpointing=none")
+    assert peak(later, 64) > H100.room
 
 
 def test_the_70b_file_is_faster_than_with_tp_across_the_machine() -> None:

@@ -112,9 +112,9 @@ def test_only_what_a_run_would_start_is_found() -> None:
         ("--search --imbalance 2", "--imbalance = 2.0: --search does not read it"),
         ("--guide 8 --data-stage 1", "--data-stage = 1: --guide does not read it"),
         ("--search --layouts 8 --gpus 8000", "give 7208 or more"),
+        ("--search --gpus 12 --layouts 9", "--layouts = 9: is not between 1 and 8"),
+        ("--search parallel.dp_shard=2000000000", "must be at least 1 and"),
         # what no layout mends
-        ("--search --gpus 64 train.global_batch_size=0", "train.global_batch_size"),
-        ("--search --gpus 64 train.micro_batch_size=0", "train.micro_batch_size"),
         ("--search --gpus 8 model.num_heads=1 model.num_kv_heads=1 model.num_layers=1 "
          "train.global_batch_size=7", "train.global_batch_size"),
     ],
@@ -212,6 +212,7 @@ def test_devices_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ('{"based_on": "h100", "speed": 1}', "speed"),
         ('{"based_on": "a100", "watts": -1}', "watts"),
         ('{"based_on": "h100", "matmul_efficiency": 68}', "matmul_efficiency"),
+        ('{"based_on": "h100", "memory_bytes": 8e9}', "memory_bytes"),
     ):
         file.write_text(text)
         assert main([LLAMA_8B, "--device", str(file)]) == 2

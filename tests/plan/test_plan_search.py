@@ -12,6 +12,7 @@ from errors import UserError
 from hardware import DEVICES, H100
 from settings.checks import validate
 from settings.config import Config
+from settings.layouts import valid_layout
 from settings.load import load_config
 from tests import ROOT
 from tools.plan.candidates import candidates
@@ -233,3 +234,12 @@ def test_long_sequences_are_split_over_cp() -> None:
     assert "cp 1, 2, 4;" in result.space[0]
     short = load("llama3_70b", *keys, "train.seq_len=8192")
     assert {one.alike.parallel.cp for one in candidates(short, 4, H100)} == {1}
+
+
+def test_overrides_replace_a_list_of_layouts() -> None:
+    key = 'parallel.layouts=[{"pp":2,"dp_shard":2,"tp":2}]'
+    config = load("laptop", key, "train.micro_batch_size=8")
+    parallel = replace(config.parallel, pp=1, dp_shard=8, tp=1)
+    found = Found(replace(config, parallel=parallel), 8, H100)
+    again, _ = valid_layout(load("laptop", key, found.overrides()), 8)
+    assert again.parallel == replace(parallel, layouts=[])

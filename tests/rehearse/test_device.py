@@ -84,7 +84,8 @@ def test_a_card_has_its_own_peak() -> None:
     """MFU divides by the peak: a PCIe card's is three quarters of the SXM card's."""
     for device, sheet in CARDS.items():
         assert data_sheet_of(device) is DATA_SHEETS[sheet]
-    assert data_sheet_of("NVIDIA GeForce RTX 4090") is None
+    for other in ("NVIDIA GeForce RTX 4090", "NVIDIA RTX A1000 Laptop GPU", "NVIDIA GB200"):
+        assert data_sheet_of(other) is None
 
 
 @pytest.mark.parametrize("before", [(False, False), (True, True)])

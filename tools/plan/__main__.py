@@ -80,6 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.beside is not None:
         report = read_report(options.beside)
+        config, _ = valid_layout(config, report.world)
         config, which = one_stage(config, report.world, options.data_stage)
         print(*filter(None, (which, beside(config, report))), sep="\n")
         return 0
@@ -91,6 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.search:
         config, world = valid_layout(config, world)
     config, which = one_stage(config, world, options.data_stage)
+    if which and options.search and options.data_stage:
+        which += f"; its overrides need data_stages.{options.data_stage}. before each key"
     if which:
         print(which)
     result: dict[str, Any] = {}

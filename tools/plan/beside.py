@@ -7,7 +7,6 @@ from pydantic import ValidationError
 from errors import UserError
 from runtime.metrics.memory_report import table
 from runtime.schema import Natural, Strict, first_problem, load_json
-from settings.checks import validate
 from settings.config import Config
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory
@@ -42,11 +41,10 @@ def read_report(file: Path) -> Report:
 
 def beside(config: Config, report: Report) -> str:
     """The report's table with a second column, the plan of its rank at its peak. Raises UserError
-    if the configuration cannot be planned for that rank."""
+    if the world has no such rank."""
     if report.rank >= report.world:
         why = f"is not a rank of a world of {report.world}"
         raise UserError("--beside", report.rank, why, "give the file as the run wrote it")
-    validate(config, report.world)
     plan = Memory(Layout.of_rank(config, report.world, report.rank))
     moment = "between actions" if plan.peak_action is None else f"in {plan.peak_action}"
     beside_each_other = "\n".join(table(report.held_bytes, report.total_bytes, plan.at_peak))

@@ -1,7 +1,6 @@
 """Which job a tool looks at: one data stage of a run (settings/data_stages.py) at a time."""
 
 from errors import UserError
-from settings.checks import validate
 from settings.config import Config
 from settings.data_stages import data_stages
 from tools.command import CommandParser
@@ -26,7 +25,6 @@ def one_stage(config: Config, world: int, number: int | None) -> tuple[Config, s
         return config, ""
     if number is not None:
         return stages[number], f"data stage {number} of 0 to {last}"
-    validate(config, world)
     most = [max(peaks(Layout(stage, world, 0))) for stage in stages]
     number = most.index(max(most))
     each = ", ".join(f"{peak / 1e9:.2f}" for peak in most)

@@ -99,6 +99,6 @@ def zero_table(config: Config, ranks: int) -> str:
     lines += [
         "traffic that one GPU sends for one micro-batch, in GB:",
         f"  guides, all in bfloat16: {traffic(parameters, ranks, 2, 2)}",
-        f"  Lattice, gradients in {config.parallel.reduce_dtype}: {ours_sent}",
+        f"  Lattice, gradients in {reduced}: {ours_sent}",
     ]
     return "\n".join(lines)

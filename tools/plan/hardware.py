@@ -44,4 +44,9 @@ def find_device(name: str) -> Device:
         remedy = "give a file as in docs/planning.md"
         raise UserError("--device", name, f"cannot be read: {error}", remedy) from None
     rates = given.model_dump(exclude_unset=True)
-    return replace(DEVICES[rates.pop("based_on")], **{"name": Path(name).stem, **rates})
+    device = replace(DEVICES[rates.pop("based_on")], **{"name": Path(name).stem, **rates})
+    if device.room <= 0:
+        why = f"reserved_bytes={device.reserved_bytes:g} leave nothing of it to a run"
+        remedy = "give both in bytes, and fewer reserved_bytes"
+        raise UserError(f"{name}.memory_bytes", device.memory_bytes, why, remedy)
+    return device

@@ -77,8 +77,7 @@ class Account:
 
     def apply(self, effect: Effect) -> None:
         """Apply the effect of a recorded piece of work to this account."""
-        if self.total + effect.height > self.peak:
-            self.reach(effect.at_height)
+        self.reach(effect.at_height)
         for category, size in effect.changes.items():
             self.now[category] += size
             self.total += size

@@ -27,7 +27,7 @@ from settings.config import Config
 from settings.layouts import MAX_LAYOUTS, OF_TRAIN
 from tools.plan.candidates import Candidate, candidates, space
 from tools.plan.hardware import GB, Device
-from tools.plan.layout import Layout
+from tools.plan.layout import Layout, check_gpus
 from tools.plan.memory import CHECKED, peaks, shortened
 from tools.plan.time import StepTime
 
@@ -93,8 +93,11 @@ class Found:
         return peaks(self.layout, ranks)
 
     def overrides(self) -> str:
-        """The overrides that turn the searched configuration into this one."""
-        return " ".join(f"{key}={as_text(value)}" for key, value in chosen(self.config).items())
+        """The overrides that turn the searched configuration into this one, without its list of
+        layouts, from which a run would choose another."""
+        given = chosen(self.config)
+        given |= {"parallel.layouts": []} if self.config.parallel.layouts else {}
+        return " ".join(f"{key}={as_text(value)}" for key, value in given.items())
 
     def __str__(self) -> str:
         p, train = self.config.parallel, self.config.train
@@ -143,6 +146,7 @@ def search(config: Config, world: int, device: Device) -> Result:
         UserError: none fits, no layout divides the batch, or the configuration is invalid in every
             layout.
     """
+    check_gpus("--gpus", world)
     check_before_search(config)
     room = device.room
     _check_states_fit(config, world, room)
@@ -196,7 +200,7 @@ def _error(found: Found) -> UserError | None:
 def check_before_search(config: Config) -> None:
     """Raise UserError for what is wrong in every layout."""
     # Settings that are wrong only in some layouts are replaced by ones that are valid on one rank.
-    # The micro-batch size, which this replaces too, is checked below; the batch with each layout.
+    # The batch is checked with each layout.
     parallel = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, dp_shard=1, dp_replicate=1,
                        schedule="1f1b", stages_per_rank=1, layers_per_stage=None,
                        zero_stage=2)  # fmt: skip
@@ -204,9 +208,6 @@ def check_before_search(config: Config) -> None:
     alone = replace(config, parallel=parallel, train=one_sequence,
                     run=replace(config.run, profile_ranks=[0]))  # fmt: skip
     validate(alone, 1)
-    size = config.train.micro_batch_size
-    if size < 1:
-        raise UserError("train.micro_batch_size", size, "must be at least 1", "give 1 or more")
 
 
 def _check_states_fit(config: Config, world: int, room: float) -> None:
@@ -237,10 +238,12 @@ def describe_layouts(config: Config, least: int, most: int, device: Device) -> s
     """The list as YAML: the fastest layout that fits, for every number of nodes between those of
     `most` GPUs and of `least`; then why there is none, by number of GPUs. A layout that is slower
     than one of fewer GPUs is left out: those train faster with spares."""
-    if not 1 <= least <= most:
-        raise UserError("--layouts", least, "is not between 1 and --gpus", f"give at most {most}")
-    single = replace(config, parallel=replace(config.parallel, layouts=[]))
     step = min(device.gpus_per_node, most)
+    whole = most // step * step
+    if not 1 <= least <= whole:
+        why = f"is not between 1 and {whole}, the GPUs of the whole nodes in --gpus"
+        raise UserError("--layouts", least, why, f"give at most {whole}")
+    single = replace(config, parallel=replace(config.parallel, layouts=[]))
     worlds = range(-(-least // step) * step, most + 1, step)
     if len(worlds) > MAX_LAYOUTS:
         why = f"{len(worlds):,} numbers of nodes, and a list has at most {MAX_LAYOUTS} layouts"
