@@ -32,7 +32,16 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 def named_checkpoints(folder: Path) -> list[Path]:
     """Return what has the name of a checkpoint, complete or not."""
-    return [path for path in folder.glob("step-*") if NAME.fullmatch(path.name)]
+    return [folder / name for name in names_in(folder) if NAME.fullmatch(name)]
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names in a folder; none if there is no such folder. Unlike `glob`, this raises
+    OSError if it cannot be listed: a run must not take that for an empty folder."""
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def step_of(checkpoint: Path) -> int:

@@ -50,6 +50,7 @@ from runtime.checkpoint.folder import (
     DAMAGED,
     LATEST,
     complete_checkpoints,
+    names_in,
     write_durably,
 )
 from runtime.checkpoint.lease_holder import RELEASED, Found, Holder, newest_lease
@@ -143,7 +144,10 @@ class Lease:
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join()
-        shutil.rmtree(self.work, ignore_errors=True)
+        # Only if it is empty: after a failure, a save's thread may be about to commit from it, or a
+        # checkpoint may be on its way aside. The next start clears it (`_clear`).
+        with contextlib.suppress(OSError):
+            self.work.rmdir()
         # if this fails, a newcomer finds that this process has ended or the lease has expired
         with contextlib.suppress(OSError):
             # the run was refused before it wrote anything
@@ -241,9 +245,9 @@ class Lease:
     def _clear(self) -> None:
         """Delete the work folders of other starts; checkpoints that they were putting aside are
         kept and get their names."""
-        others = [path for path in self.checkpoints.glob("partial-*") if path != self.work]
-        for path in others:
-            self.move(path, self.work / path.name)
+        others = [name for name in names_in(self.checkpoints) if name.startswith("partial-")]
+        for name in others:
+            self.move(self.checkpoints / name, self.work / name)
         if others:
             for path in sorted(self.work.rglob("step-*.*")):
                 if path.suffix.startswith((DAMAGED, ABANDONED)):
@@ -278,6 +282,7 @@ class Lease:
             self.move(self.work / LATEST, latest)
         elif latest.exists():
             self.move(latest, self.work / LATEST)
+            (self.work / LATEST).unlink()
 
     def _renew(self) -> None:
         """Renew the lease periodically, in a thread, until it is released."""

@@ -11,6 +11,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from runtime.checkpoint.folder import names_in
+
 JOB_ID = "[!-~]{0,200}"  # what is accepted as Slurm's job number (start/environment.py)
 RELEASED = 0  # the time of a released lease file, in seconds since 1970
 
@@ -87,9 +89,10 @@ class Found:
 
 
 def newest_lease(folder: Path) -> Found | None:
-    """Return the lease with the highest number, or None."""
+    """Return the lease with the highest number, or None. Raises OSError."""
     while True:
-        paths = sorted(path for path in folder.glob("*.json") if path.stem.isdecimal())
+        found = map(folder.joinpath, sorted(names_in(folder)))
+        paths = [path for path in found if path.suffix == ".json" and path.stem.isdecimal()]
         if not paths:
             return None
         try:

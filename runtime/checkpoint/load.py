@@ -69,12 +69,10 @@ def find_start(config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
     from_rank_0(lambda: _put_incomplete_aside(lease), device)
     path = weights = None
     if resume == "auto":
-        path = _newest_good(lease)
-        if path is None:
-            from_rank_0(lambda: _refuse_to_begin_anew(lease), device)
+        path = _newest_own(resume, lease)
     elif resume != "none":
         begun = from_rank_0(lambda: _began_at(resume, lease), device)
-        own = _newest_good(lease) if begun < math.inf else None
+        own = _newest_own(resume, lease) if begun < math.inf else None
         is_later = own is not None and step_of(own) > begun
         path = own if is_later else _named(resume, "checkpoint.resume", device)
     if path is None and config.checkpoint.load_weights_only:
@@ -106,13 +104,22 @@ def _put_incomplete_aside(lease: Lease) -> None:
     lease.name_latest()
 
 
-def _refuse_to_begin_anew(lease: Lease) -> None:
+def _newest_own(resume: str, lease: Lease) -> Path | None:
+    """The newest good checkpoint of the run folder; None if the run has saved none. Raises
+    UserError, on every rank, if all are damaged."""
+    path = _newest_good(lease)
+    if path is None:
+        from_rank_0(lambda: _refuse_to_begin_anew(resume, lease), lease.device)
+    return path
+
+
+def _refuse_to_begin_anew(resume: str, lease: Lease) -> None:
     """Raise UserError if the run had checkpoints, and all are damaged: a copy of one may be
     elsewhere."""
     if damaged := sorted(path.name for path in lease.checkpoints.glob(f"step-*{DAMAGED}")):
         why = f"all checkpoints in {lease.checkpoints} are damaged: {', '.join(damaged)}"
         remedy = "restore one (tools.objects fetch), or move these elsewhere to begin anew"
-        raise UserError("checkpoint.resume", "auto", why, remedy)
+        raise UserError("checkpoint.resume", resume, why, remedy)
 
 
 def _named(folder: str, key: str, device: str) -> Path:
@@ -131,9 +138,10 @@ def find_before(
     later checkpoints are put aside; if none is, None is returned."""
     device = lease.device
     path = _newest_good(lease, last_step)
-    if path is None and not begun.weights_only and begun.step <= last_step:
+    is_older = path is None or step_of(path) < begun.step  # that of a run before, or there is none
+    if is_older and not begun.weights_only and begun.step <= last_step:
         path = from_rank_0(
-            lambda: begun.path if begun.path and (begun.path / MANIFEST).exists() else None, device
+            lambda: begun.path if begun.path and (begun.path / MANIFEST).exists() else path, device
         )
     if path is None:
         return None

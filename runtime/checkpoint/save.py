@@ -325,7 +325,7 @@ class Saver:
         if runs_commands and has_command(old):  # it has just begun
             self.lease.move(going, old)
         else:
-            shutil.rmtree(going)
+            going.unlink() if going.is_symlink() else shutil.rmtree(going)
 
     def _agree(self, action: Callable[[], Any]) -> list[Any]:
         return agree(action, self.group, self.folder)

@@ -119,13 +119,12 @@ class SaveInterval:
         steps = max(1, math.ceil(seconds / statistics.median(self.step_seconds)))
         if self.steps is not None and abs(steps - self.steps) <= WORTH_CHANGING * self.steps:
             return self.steps
-        if steps != self.steps:
-            measured, fails = "measured" if self.waits else "estimated", math.isfinite(mtbf)
-            expected = f"is expected after {mtbf / 3600:,.2f} h" if fails else "is never expected"
-            log(
-                f"checkpoint.interval=auto: every {steps:,} steps ({seconds:,.0f} s): a save costs "
-                f"{save:.3g} s ({measured}), and a failure {expected}"
-            )
-            known = mtbf if fails else None  # JSON has no infinity
-            run.log.event("interval", step=run.step, steps=steps, save_seconds=save, mtbf=known)
+        measured, fails = "measured" if self.waits else "estimated", math.isfinite(mtbf)
+        expected = f"is expected after {mtbf / 3600:,.2f} h" if fails else "is never expected"
+        log(
+            f"checkpoint.interval=auto: every {steps:,} steps ({seconds:,.0f} s): a save costs "
+            f"{save:.3g} s ({measured}), and a failure {expected}"
+        )
+        known = mtbf if fails else None  # JSON has no infinity
+        run.log.event("interval", step=run.step, steps=steps, save_seconds=save, mtbf=known)
         return steps

@@ -4,7 +4,6 @@ are kept and used."""
 import contextlib
 import errno
 import itertools
-import json
 import os
 import shutil
 import threading
@@ -19,7 +18,13 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 import runtime.checkpoint.save
 from runtime.checkpoint.lease import Lease
-from runtime.checkpoint.manifest import MANIFEST, Damaged, Manifest, read_manifest
+from runtime.checkpoint.manifest import (
+    MANIFEST,
+    Damaged,
+    Manifest,
+    read_manifest,
+    write_manifest,
+)
 from runtime.checkpoint.save import Saver
 from runtime.checkpoint.save_errors import agree
 from runtime.checkpoint.verify import verify_checkpoint
@@ -85,11 +90,14 @@ def test_a_run_folder_stands_for_its_newest_checkpoint(ranks, saved, tmp_path):
 
 
 def test_manifests_that_are_none(tmp_path):
-    other = json.dumps({"format": "x", "version": 1, "files": {}})
-    for content in ("", "[]", "{}", '{"files": 3}', "[" * 100_000, other):
+    for content in ("", "[]", "{}", '{"files": 3}', "[" * 100_000):
         (tmp_path / MANIFEST).write_text(content)
         with pytest.raises(Damaged):
             read_manifest(tmp_path)
+    with patch("runtime.checkpoint.manifest.VERSION", 1):
+        write_manifest(tmp_path, Manifest(files={}, tensors={}))
+    with pytest.raises(Damaged, match="but this program reads only"):
+        read_manifest(tmp_path)
 
 
 def test_keeping(ranks, data, tmp_path):

@@ -1,12 +1,14 @@
 """A run folder has one writer at a time, whichever runs are paused, killed or started twice."""
 
+import contextlib
+import errno
 import json
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
@@ -15,6 +17,7 @@ import training.step
 from errors import UserError
 from proofs.ranks import RankError
 from runtime.checkpoint import lease
+from runtime.checkpoint.folder import complete_checkpoints
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.lease_holder import Holder, newest_lease
 from tests.planted import planted
@@ -217,6 +220,39 @@ def test_a_run_whose_lease_was_deleted_ends(tmp_path):
         with pytest.raises(Ended, match="the lease of this run was deleted"):
             held.check()
         held._path.touch()
+
+
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path):
+    """Else a run would begin anew, and a running one would take its lease for deleted."""
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    fails = patch.multiple(os, scandir=Mock(side_effect=denied), listdir=Mock(side_effect=denied))
+    with quick(60.0), Lease(tmp_path / "run", "cpu") as held:
+        held.make_work()
+        with fails:
+            for look in complete_checkpoints, newest_lease:
+                with pytest.raises(PermissionError):
+                    look(held.checkpoints)
+            held._looked = -60.0
+            held.check()  # Ended is not raised
+
+
+def test_what_a_save_commits_while_its_run_fails_stays_whole(tmp_path):
+    """Its thread renames the folder while the lease is released."""
+    held = Lease(tmp_path / "run", "cpu").__enter__()
+    partial, final = held.make_work() / "step-00000040", held.checkpoints / "step-00000040"
+    partial.mkdir()
+    for name in "a", "b":
+        (partial / name).touch()
+
+    @planted(os, "unlink")
+    def meanwhile(honest, *about: object, **more: object) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(partial, final)
+        honest(*about, **more)
+
+    with meanwhile():
+        held.__exit__(None, None, None)
+    assert names(final if final.exists() else partial) == ["a", "b"]
 
 
 def test_what_was_being_put_aside_is_not_swept_away(tmp_path):

@@ -18,6 +18,8 @@ from runtime.checkpoint.verify import parse_trainer, verify_checkpoint
 from runtime.log.events import read_events
 from runtime.trainer_state import Start, held_tensors
 from tests import runs
+from tests.data_samples import flip_a_bit
+from tests.health.faulty_runs import run_with_bad_steps
 from tests.planted import planted
 from training.step import TrainStep
 
@@ -149,6 +151,21 @@ def test_a_run_that_begins_with_a_named_checkpoint_continues_itself(ranks, saved
     assert [event["step"] for event in events if event["event"] == "start"] == [2, 3]
     (said,) = ranks.run(runs.train_run, 1, [*config, f"checkpoint.resume={other}"])
     assert "it holds step-00000004, which this run would not start from" in said
+    for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        flip_a_bit(path / "trainer.json")
+    (said,) = ranks.run(runs.train_run, 1, [*config, f"checkpoint.resume={first}"])
+    assert "are damaged: step-00000003.damaged, step-00000004.damaged" in said
+
+
+def test_a_run_goes_back_to_the_checkpoint_it_began_with(ranks, saved_experts, tmp_path):
+    """Not to an earlier one that a run before has left in its folder."""
+    config, _ = runs.copy_of(saved_experts, tmp_path)
+    runs.forget_last(tmp_path)
+    more = [*layout(ep=1), f"checkpoint.resume={runs.checkpoint_of(saved_experts, 4)}"]
+    more += ["train.steps=7", "guard.max_bad_steps=2"]
+    assert ranks.run(run_with_bad_steps, 1, [config, *more], 0, {1, 2}) == [""]
+    (rollback,) = runs.events_of(tmp_path / "run", "rollback")
+    assert rollback["step"] == 4
 
 
 LOADS = [
