@@ -172,6 +172,7 @@ H100 = DEVICES["h100"]  # the default where the device is not known
 def data_sheet_of(device_name: str) -> DataSheet | None:
     """Return the data sheet of a device by torch's name for it; None if it is not listed. "NVIDIA
     H100 PCIe" is not an "h100", whose peak is a third higher: the longest name that fits counts.
-    Nor is "NVIDIA RTX A1000" an "a100": names are whole words."""
-    names = [name for name in DATA_SHEETS if re.search(rf"\b{name}\b", device_name.lower())]
+    Nor is "NVIDIA RTX A1000" an "a100": names are whole words. GH200's GPU has H200's rates."""
+    said = device_name.lower().replace("gh200", "h200")
+    names = [name for name in DATA_SHEETS if re.search(rf"\b{name}\b", said)]
     return DATA_SHEETS[max(names, key=len)] if names else None

@@ -50,8 +50,13 @@ def step_of(checkpoint: Path) -> int:
 
 
 def has_command(checkpoint: Path) -> bool:
-    """Whether checkpoint.after_commit runs for this checkpoint, which must then stay."""
-    return any((checkpoint.parent / AFTER_COMMIT).glob(f"{checkpoint.name}.*.running"))
+    """Whether checkpoint.after_commit runs for this checkpoint, which must then stay; as it must if
+    that cannot be read."""
+    try:
+        names = names_in(checkpoint.parent / AFTER_COMMIT)
+    except OSError:
+        return True
+    return any(n.startswith(f"{checkpoint.name}.") and n.endswith(".running") for n in names)
 
 
 def checkpoints_of(folder: Path, key: str) -> list[Path]:

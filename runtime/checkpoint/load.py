@@ -71,8 +71,8 @@ def find_start(config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
     if resume == "auto":
         path = _newest_own(resume, lease)
     elif resume != "none":
-        begun = from_rank_0(lambda: _began_at(resume, lease), device)
-        own = _newest_own(resume, lease) if begun < math.inf else None
+        begun, has_saved = from_rank_0(lambda: _began_at(resume, lease), device)
+        own = _newest_own(resume, lease, has_saved) if begun < math.inf else None
         is_later = own is not None and step_of(own) > begun
         path = own if is_later else _named(resume, "checkpoint.resume", device)
     if path is None and config.checkpoint.load_weights_only:
@@ -81,17 +81,18 @@ def find_start(config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
     return from_rank_0(lambda: _start_from(path, weights, config, data, lease), device)
 
 
-def _began_at(resume: str, lease: Lease) -> float:
-    """The step at which the run began with a checkpoint of `resume` (a checkpoint, or a run): what
-    it has saved since comes from there, and a later start with the same setting continues it.
-    Infinite if it began otherwise. Called on rank 0."""
-    begun = math.inf
+def _began_at(resume: str, lease: Lease) -> tuple[float, bool]:
+    """The step at which the run began with a checkpoint of `resume` (a checkpoint, or a run), and
+    whether it has saved since: that comes from there, and a later start with the same setting
+    continues it. Infinite if it began otherwise. Called on rank 0."""
+    begun, has_saved = math.inf, False
     for event in read_events(lease.run_dir):
         came_from = Path(str(event.get("checkpoint", "")))
         if event["event"] == "start" and came_from.parent != lease.checkpoints.absolute():
             is_that = Path(resume).absolute() in (came_from, *came_from.parents)
-            begun = event["step"] if is_that else math.inf
-    return begun
+            begun, has_saved = event["step"] if is_that else math.inf, False
+        has_saved |= event["event"] == "checkpoint" and "failed" not in event
+    return begun, has_saved
 
 
 def _put_incomplete_aside(lease: Lease) -> None:
@@ -104,11 +105,11 @@ def _put_incomplete_aside(lease: Lease) -> None:
     lease.name_latest()
 
 
-def _newest_own(resume: str, lease: Lease) -> Path | None:
+def _newest_own(resume: str, lease: Lease, has_saved: bool = True) -> Path | None:
     """The newest good checkpoint of the run folder; None if the run has saved none. Raises
     UserError, on every rank, if all are damaged."""
     path = _newest_good(lease)
-    if path is None:
+    if path is None and has_saved:  # else the damaged ones are those of a run before
         from_rank_0(lambda: _refuse_to_begin_anew(resume, lease), lease.device)
     return path
 

@@ -37,7 +37,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint.folder import AFTER_COMMIT, MANIFEST, NAME, complete_checkpoints, step_of
+from runtime.checkpoint.folder import (
+    AFTER_COMMIT,
+    MANIFEST,
+    NAME,
+    complete_checkpoints,
+    names_in,
+    step_of,
+)
 from runtime.files import locked
 from runtime.log.log_lines import content, json_object
 from runtime.monitor.command import run_command
@@ -64,7 +71,8 @@ def progress(checkpoints: Path) -> tuple[list[Path], int | None]:
 
 def _done(checkpoints: Path) -> set[tuple[str, str]]:
     """The checkpoints for which the command has succeeded: name, and their manifest's sha256."""
-    found = {path.stem.partition(".")[::2] for path in (checkpoints / AFTER_COMMIT).glob("*.done")}
+    names = (Path(name) for name in names_in(checkpoints / AFTER_COMMIT))
+    found = {name.stem.partition(".")[::2] for name in names if name.suffix == ".done"}
     # of an older version
     older = json_object(content(checkpoints / "after_commit.json")).get("done")
     found |= {(name, str(older[name])) for name in older} if isinstance(older, dict) else set()

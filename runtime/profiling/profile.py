@@ -130,8 +130,11 @@ class StepProfile(Listener):
         self.folder.mkdir(parents=True, exist_ok=True)
         name = f"step-{first:08d}-rank-{rank:05d}.json.gz"
         path, partial = self.folder / name, self.folder / f"partial-{name}"
-        profiler.export_chrome_trace(str(partial))  # half of one, the tool would refuse with all
-        partial.replace(path)
+        try:
+            profiler.export_chrome_trace(str(partial))  # half of one, the tool would refuse
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)  # it may have taken the last space
         reader = f"python -m tools.profile {self.folder.parent}"
         return f"profiled rank {rank} from step {first} on: {path}; {reader} summarises it"
 

@@ -17,7 +17,7 @@ import training.step
 from errors import UserError
 from proofs.ranks import RankError
 from runtime.checkpoint import lease
-from runtime.checkpoint.folder import complete_checkpoints
+from runtime.checkpoint.folder import complete_checkpoints, has_command
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.lease_holder import Holder, newest_lease
 from tests.planted import planted
@@ -232,6 +232,7 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path):
             for look in complete_checkpoints, newest_lease:
                 with pytest.raises(PermissionError):
                     look(held.checkpoints)
+            assert has_command(held.checkpoints / "step-00000001"), "its upload may still run"
             held._looked = -60.0
             held.check()  # Ended is not raised
 

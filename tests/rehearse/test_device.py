@@ -75,6 +75,7 @@ CARDS = {
     "NVIDIA H100 PCIe": "h100 pcie",
     "NVIDIA H100 NVL": "h100 nvl",
     "NVIDIA H200": "h200",
+    "NVIDIA GH200 480GB": "h200",
     "NVIDIA H200 NVL": "h200 nvl",
     "NVIDIA A100-SXM4-80GB": "a100",
 }

@@ -238,6 +238,7 @@ def describe_layouts(config: Config, least: int, most: int, device: Device) -> s
     """The list as YAML: the fastest layout that fits, for every number of nodes between those of
     `most` GPUs and of `least`; then why there is none, by number of GPUs. A layout that is slower
     than one of fewer GPUs is left out: those train faster with spares."""
+    check_gpus("--gpus", most)
     step = min(device.gpus_per_node, most)
     whole = most // step * step
     if not 1 <= least <= whole:
