@@ -9,7 +9,9 @@ sample i.
     heldout.py    selects the documents, or the ends of documents, held out for evaluation
     tokenizer.py  document -> token ids, and back; the library depends on the file:
                   sentencepiece_codec.py (also trains Lattice's own, which is lossless),
-                  tokenizers_codec.py (tokenizer.json)
+                  tokenizers_codec.py (tokenizer.json); foreign_tokenizers.py names other formats
+    token_roles.py  which tokens open and close a document, by the files beside a tokenizer
+    text_kept.py  whether decoding returns the text
     prepare.py    documents -> worker processes -> shards (once, offline: `python -m tools.prepare`)
     shards.py     one token shard: a safetensors file, written as a stream, read through a mapping
     dataset.py    a prepared folder: one long sequence of tokens per split, read on demand
@@ -18,7 +20,7 @@ sample i.
     loader.py     samples -> batches of one data-parallel rank, prefetched; its state is one number
     config.py     the `data` section of a run's YAML
 
-The only modules of Lattice imported here are `errors`, `settings` and `tokens`. Only loader.py
+The only modules of Lattice imported here are `errors`, `declare` and `tokens`. Only loader.py
 imports torch; sources.py imports `datasets` only to read from the hub, and pyarrow is imported only
 to read parquet or zstd, so that a preparation worker starts in a fraction of a second.
 """

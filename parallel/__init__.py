@@ -25,6 +25,7 @@ and the collectives.
     whole.py            weights that no other rank shares: data parallelism over one rank
     partial.py          the sum over tp of gradients that are partial on each tp rank
     placement.py        which part of a global tensor a rank holds
+    whole_matrices.py   computing with matrices whose parts are spread over ranks
     activation.py       activation checkpointing, and compiled blocks
     kept.py             what activation checkpointing keeps as the result of several operations
     memory.py           the categories of memory use

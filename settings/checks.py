@@ -83,10 +83,13 @@ def check_batch(config: Config, sizes: MeshSizes) -> None:
 
 
 def check_reduce_dtype(config: Config, sizes: MeshSizes) -> None:
-    parallel = config.parallel
-    sums_microbatches = config.num_microbatches(sizes.dp) > 1 and parallel.zero_stage < 2
-    sums = sums_microbatches or sizes.of_weights["dp_replicate"] > 1
-    if parallel.reduce_dtype == config.train.dtype == "bfloat16" and sums:
+    parallel, train = config.parallel, config.train
+    several, copies = config.num_microbatches(sizes.dp) > 1, sizes.of_weights["dp_replicate"] > 1
+    if train.dtype == "bfloat16":
+        sums = copies or (several and parallel.zero_stage < 2)
+    else:  # FSDP adds shards in it until they are all-reduced, and gradients of compiled blocks
+        sums = several and (train.compile if parallel.zero_stage < 2 else copies)
+    if config.precision.reduce == torch.bfloat16 and sums:
         why = "gradients of micro-batches would be summed in bfloat16 too, before they are reduced"
         remedy = "use float32, or parallel.zero_stage=2 (or 3) and parallel.dp_replicate=1, where "
         remedy += "each is reduced separately"

@@ -7,7 +7,7 @@
 # When a rank dies, all other ranks fail too, because it no longer answers. LOGS holds a NODE.log for
 # each node, to which torchrun writes, with the time:
 #
-#   restart_count=1 … global_ranks=[8, 9, …      the rendezvous of its ranks, for try 1
+#   restart_count=1 … global_ranks=[8, 9, …      the rendezvous of its ranks: a try begins
 #   Sending process 123 closing signal SIGTERM   a rank has failed: torchrun ends the others
 #   failed (exitcode: -9) local_rank: 3          up to 30 s later all have ended; this one failed first
 #
@@ -22,7 +22,8 @@ failures=$(
     awk -v node="$(basename "$log" .log)" '
       { time = substr($1, 2) " " $2 }                     # E1121 19:07:48.823000: month, day, time
       match($0, /restart_count=[0-9]+/) {
-        try = substr($0, RSTART + 14, RLENGTH - 14)
+        try = starts++ # of the job; restart_count has only the restarts that this node has caused
+        attempt = substr($0, RSTART + 14, RLENGTH - 14)
         noticed = ""
       }
       match($0, /global_ranks=\[[0-9]+/) { first_rank = substr($0, RSTART + 14, RLENGTH - 14) }
@@ -30,7 +31,7 @@ failures=$(
       match($0, /failed \(exitcode: -?[0-9]+\) local_rank: [0-9]+/) {
         # failed, (exitcode, CODE, local_rank, LOCAL
         split(substr($0, RSTART, RLENGTH), word, /[ ):]+/)
-        print try, noticed ? noticed : time, node, first_rank + word[5], word[5], word[3]
+        print try, noticed ? noticed : time, node, first_rank + word[5], word[5], word[3], attempt
         noticed = ""
       }' "$log"
   done | sort | awk '!seen[$1]++'
@@ -38,14 +39,14 @@ failures=$(
 if [ -z "$failures" ]; then exit 0; fi
 
 say() {
-  while read -r try day time node rank local_rank code; do
+  while read -r try day time node rank local_rank code attempt; do
     how="with status $code"
     if [ "$code" -lt 0 ]; then how="by SIG$(kill -l "${code#-}")"; fi
-    words=$(compgen -G "$logs/$node/*/attempt_$try/$local_rank/stderr.log" ||
+    words=$(compgen -G "$logs/$node/*/attempt_$attempt/$local_rank/stderr.log" ||
       echo "$logs/$node.log")
     first="rank $rank on $node ended $how, $day $time; see $words"
     echo "FIRST FAILURE of ${logs##*/}, try $try: $first"
-  done <<<"$failures"
+  done < <(echo "$failures")
 }
 
 say

@@ -164,7 +164,7 @@ on_nodes() {
   local options=()
   while [ "$1" != -- ]; do options+=("$1") && shift; done
   # shellcheck disable=SC2016 # the node expands it
-  exec srun --ntasks-per-node=1 --cpus-per-task="$cpus_per_task" "${options[@]}" \
+  exec srun --ntasks-per-node=1 --wait=0 --cpus-per-task="$cpus_per_task" "${options[@]}" \
     "${inside[@]}" bash -c '
     trap "" USR1
     if [ -n "${NODE_LOGS:-}" ]; then
@@ -199,7 +199,7 @@ source slurm/environment.sh # the preflight measures the network that training w
 # answer to standard output: the nodes to train on and the run folder. Status 1: too few nodes passed;
 # status 2: the configuration is refused. A new try would not help, so neither is requeued.
 status=0
-answer=$(on_nodes --time=$((preflight_seconds / 60 + 3)) -- \
+answer=$(on_nodes --kill-on-bad-exit=0 --time=$((preflight_seconds / 60 + 3)) -- \
   "$python" -m tools.preflight --meet "$first_node:$((port - 10000))" --node-names "$nodes" \
   --device "$device" --ranks-per-node "$gpus_per_node" --spare-nodes "$spare_nodes" \
   ${min_nodes:+--min-nodes "$min_nodes"} --seconds "$preflight_seconds" "$@") || status=$?
@@ -209,9 +209,9 @@ if [ -z "$answer" ]; then
   alarm "ends: the preflight failed (status $status)"
   exit $((status > 0 ? status : 1))
 fi
-read -r nodes run_dir <<<"$answer"
+read -r nodes run_dir < <(echo "$answer") # an older bash writes <<< to a disk, which may be full
 first_node=${nodes%%,*}
-num_nodes=$(tr ',' '\n' <<<"$nodes" | wc --lines)
+num_nodes=$(echo "$nodes" | tr ',' '\n' | wc --lines)
 
 # --- what becomes of the job ----------------------------------------------------------------------
 
@@ -228,10 +228,10 @@ go_on() {
       answer="0 stopped: the run has finished, or a user has stopped it"
     fi
   }
-  read -r status next <<<"$answer"
+  read -r status next < <(echo "$answer")
   say "$next"
   case $next in
-    finished) # cancel the remaining jobs of the array
+    finished | stopped:*) # cancel the remaining jobs of the array
       if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
         scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" || say "the array's other jobs are not cancelled"
       fi ;;

@@ -176,6 +176,13 @@ def test_runtime_keeps_its_order() -> None:
     assert upwards("runtime.log.events", events, order) == {"runtime.stop"}
 
 
+def test_rooms_list_their_files() -> None:
+    for room in ("model", "model.kernels", "parallel", "training", "data", "benchmarks"):
+        text = ast.get_docstring(MODULES[room]) or ""
+        files = [file.name for file in ROOT.joinpath(*room.split(".")).glob("[!_]*.py")]
+        assert not [name for name in files if name not in text], room
+
+
 # --- configuration --------------------------------------------------------------------------------
 
 KEYS = {".".join(name) for name in every_key()}

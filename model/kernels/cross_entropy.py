@@ -100,14 +100,6 @@ def gradient_over_logits_(
 
 def _statistics_reference(logits: Tensor, targets: Tensor, first_row: int) -> Tensor:
     z = logits.to(exact(logits.dtype))
-    if not z.shape[-1]:  # this rank has no rows of the vocabulary
-        return torch.stack(
-            (
-                z.new_full(targets.shape, -torch.inf),
-                z.new_zeros(targets.shape),
-                z.new_zeros(targets.shape),
-            )
-        )
     peak = z.amax(dim=-1)
     # if all columns are masked (−∞), their exponentials are 0, not NaN
     finite = peak.masked_fill(peak == -torch.inf, 0).unsqueeze(-1)
@@ -119,8 +111,6 @@ def _statistics_reference(logits: Tensor, targets: Tensor, first_row: int) -> Te
 def _gradient_reference_(
     logits: Tensor, targets: Tensor, row: Normaliser, scale: Tensor, first_row: int, z_loss: float
 ) -> None:
-    if not logits.shape[-1]:
-        return
     exact_dtype = row.peak.dtype
     scale = scale.to(exact_dtype)
     factors = scale * (1 + 2 * z_loss * row.lse) / row.total  # [T]
@@ -228,7 +218,7 @@ def _gradient_(
     assert logits.stride(-1) == 1
     block = min(MAX_BLOCK, next_power_of_2(width))
     at_once = rows_at_once(block)
-    if tokens and width:
+    if tokens:
         _gradient_kernel[(cdiv(tokens, at_once), cdiv(width, block))](
             logits, targets.contiguous(), peak, total, scale, logits.stride(0), width, first_row,
             tokens, IGNORED=IGNORE, Z_LOSS=z_loss, ACC=accumulator(logits.dtype), ROWS=at_once,

@@ -86,9 +86,8 @@ def _places(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
     blocks = torch.tensor([cdiv(size, block) for size in sizes])
     tensor = torch.repeat_interleave(torch.arange(len(sizes)), blocks)
     first = torch.repeat_interleave(blocks.cumsum(0) - blocks, blocks)
-    return (
-        torch.stack((tensor, torch.arange(len(tensor)) - first), dim=1).to(torch.int32).to(device)
-    )
+    places = tensor, torch.arange(len(tensor)) - first
+    return torch.stack(places, dim=1).to(torch.int32).to(device)
 
 
 @jit

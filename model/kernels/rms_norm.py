@@ -162,9 +162,8 @@ def _backward(
         rstd = tl.load(RSTD + row, mask=row < rows, other=0.0)
         normal = normal * rstd
         dw += dy * normal
-        w = tl.load(W + columns, mask=columns < width, other=0.0).to(
-            ACC
-        )  # loaded each time: rows of 16,384 leave no registers to keep it in
+        # loaded each time: rows of 16,384 leave no registers to keep it in
+        w = tl.load(W + columns, mask=columns < width, other=0.0).to(ACC)
         dy = dy * w * rstd
         dx = dy - normal * (tl.sum(dy * normal, 1, keep_dims=True) / width)
         if ADD:

@@ -122,11 +122,7 @@ def _launch(
     tokens, (q_heads, head_dim), k_heads = q.shape[0] * q.shape[1], q.shape[2:], k.shape[2]
     if not tokens:
         return
-    padded, q_padded, k_padded = (
-        next_power_of_2(head_dim // 2),
-        next_power_of_2(q_heads),
-        next_power_of_2(k_heads),
-    )
+    padded, q_padded, k_padded = map(next_power_of_2, (head_dim // 2, q_heads, k_heads))
     at_once = rows_at_once(2 * q_padded * padded)
     _rotate_kernel[(cdiv(tokens, at_once),)](
         q, k, q_out, k_out, cos, sin, tokens, q.shape[1], q_heads, k_heads,

@@ -9,7 +9,7 @@ between the ranks that hold the same numbers.
 Once copies differ, nothing makes them equal again: after a bit flip in one rank's memory, or an
 update made on only one rank, training would continue with two models. Each rank hashes its copies
 on its device, and the hashes (8 bytes each) are gathered within each group of copies. The ranks
-that differ from the most common hash are named; if all hashes differ, as with two copies, all are.
+that differ from the hash of most are named; if there is none, as with two copies, all are.
 """
 
 from collections import Counter, defaultdict
@@ -63,7 +63,7 @@ def _odd_ones(axis: str, tensors: list[DTensor], train: TrainStep) -> list[str]:
     common, count = Counter(values).most_common(1)[0]
     if count == len(values):
         return []
-    if count > 1:
+    if 2 * count > len(values):  # else nobody knows which is right
         others = [rank for rank, value in zip(ranks, values, strict=True) if value != common]
         return [
             f"rank {rank} differs from its copies over {axis} (ranks {_listed(ranks)})"

@@ -1,5 +1,6 @@
 """checkpoint.interval=auto, the marks of a start, and the ranks that tools.torchrun forks."""
 
+import importlib
 import json
 import os
 import signal
@@ -211,3 +212,19 @@ def test_forked_ranks_restart(ranks, data, tmp_path):
     assert len(starts) == 2
     assert all(start["seconds"]["import"] < 1.0 for start in starts), "imported once"
     assert runs.losses(tmp_path) == runs.losses(tmp_path / "alone")
+
+
+def hear_a_stop() -> None:
+    importlib.import_module("tools.torchrun.program")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        os.kill(os.getpid(), number)
+    if (rank := os.fork()) == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) == -signal.SIGTERM
+
+
+def test_the_fork_server_outlives_a_stop(tmp_path):
+    """Else torchrun would take its ranks for dead while they save. A rank does not, before it has
+    handlers of its own."""
+    assert runs.status(runs.forked(tmp_path / "log", hear_a_stop)) == 0

@@ -2,13 +2,17 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from parallel.axes import MeshSizes
 from proofs.parity.cases import Case
 from proofs.ranks import Ranks
+from runtime.health import replicas
 from runtime.health.replicas import ReplicasDiffer, check_replicas
 from tests.health.faulty_runs import flip_a_bit
 from tests.steps import make_step, rows_of
@@ -73,3 +77,21 @@ def test_a_flipped_bit_names_its_rank(
 def test_what_is_no_copy_is_not_compared(ranks: Ranks, case: Case) -> None:
     """Control: a wrong bit in a shard is not reported, because a shard has no replica."""
     assert set(ranks.run(differing, case.world, case, 1, "down.weight")) == {""}
+
+
+def test_half_of_the_copies_are_no_majority() -> None:
+    group = SimpleNamespace(size=lambda: 4)
+    about = {"mesh": SimpleNamespace(views={"tp": SimpleNamespace(group=group)}, device="cpu"),
+             "config": SimpleNamespace(kernels_of_states="torch")}  # fmt: skip
+    copy = SimpleNamespace(to_local=lambda: torch.zeros(1))
+
+    def gather(hashes: list[torch.Tensor], mine: torch.Tensor, group: object) -> None:
+        for each, value in zip(hashes, (1, 1, 2, 2), strict=True):
+            each.fill_(value)
+
+    with (
+        patch.object(dist, "all_gather", gather),
+        patch.object(dist, "get_process_group_ranks", lambda _: [0, 1, 2, 3]),
+    ):
+        (said,) = replicas._odd_ones("tp", [copy], SimpleNamespace(**about))  # type: ignore
+    assert said == "ranks 0, 1, 2, 3, copies over tp, hold different numbers"

@@ -69,9 +69,11 @@ TOGETHER = [  # (overrides, beginning of the message, what else it says)
     (["train.compile=true", "train.dtype=bfloat16", "train.micro_batch_size=8", "parallel.pp=2",
       "parallel.fsdp_unit=stage", "parallel.offload=host"],
      "train.compile = True: compiled blocks leave", "parallel.fsdp_unit=block"),
-    (["parallel.reduce_dtype=bfloat16", "train.dtype=bfloat16"],
-     "parallel.reduce_dtype = 'bfloat16': gradients of micro-batches would be summed in bfloat16",
-     "parallel.zero_stage=2"),
+    *((["parallel.reduce_dtype=bfloat16", *others],
+       "parallel.reduce_dtype = 'bfloat16': gradients of micro-batches would be summed in bfloat16",
+       "parallel.zero_stage=2")
+      for others in (["train.dtype=bfloat16"], ["train.compile=true"],
+                     ["parallel.dp_replicate=2", "parallel.zero_stage=2"])),
     (["parallel.tp=2", "model.num_heads=3", "model.num_kv_heads=3", "model.attention_dim=30"],
      "parallel.tp = 2: does not divide model.num_heads=3", "[1, 3]"),
     # every second micro-batch would wait for its own gradient

@@ -4,6 +4,7 @@ script on a real Slurm.)"""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,7 +27,8 @@ PROGRAMS = {
         tools.slurm_next) exec {sys.executable} "$@" ;;
         *) eval "$TRAINING" ;;
         esac""",
-    "srun": 'while [ $# -gt 0 ] && [[ $1 != @(bash|apptainer) ]]; do shift; done; exec "$@"',
+    "srun": 'echo "$@" >>steps; '
+    'while [ $# -gt 0 ] && [[ $1 != @(bash|apptainer) ]]; do shift; done; exec "$@"',
     "apptainer": '[ "$1 $2 $3 $5 $7" = "exec --nv --bind --pwd tiny.sif" ] && exec "${@:8}"',
     "scontrol": '[ "$1" != show ] || exec echo n3; echo "$@" >>calls; exit ${REQUEUE:-0}',
     "squeue": '[ "$2" != --steps ] || exec echo 7.0; eval "${SQUEUE:-false}"',
@@ -159,9 +161,33 @@ def test_how_a_start_ends(job: Job) -> None:
     assert "7.3 ends: the preflight failed (status 2)" in job.read("alarms")
     assert job.ends(FINISH, SLURM_RESTART_COUNT="4", CONTAINER_IMAGE="tiny.sif", **array) == 0
     assert job.read("calls").endswith("scancel --state=PENDING 7\n")  # no steps are left for others
+    assert job.ends(state % "requeue", SLURM_RESTART_COUNT="4", **array) == 0
+    assert job.read("calls").endswith("scancel --state=PENDING 7\n" * 2)  # nor are they wanted
     refuse = 'mkdir -p "$PET_LOG_DIR/x/attempt_1"; touch "$PET_LOG_DIR/x/attempt_1/refused"; exit 1'
     assert job.ends(refuse, SLURM_RESTART_COUNT="3") == 2
     assert "7.3 ends: the start was refused" in job.read("alarms")
+
+
+def test_what_the_site_has_set(job: Job) -> None:
+    """No node ends the preflight of the others, whatever KillOnBadExit and WaitTime are; and bash
+    before 5.1 writes here-strings to a disk, which may be full (root may "write" to /proc)."""
+    assert job.ends("exit 1", BASH_COMPAT="50", TMPDIR="/proc") == 1
+    assert job.read("calls") == "requeue 7\n"
+    assert {"--kill-on-bad-exit=0", "--wait=0"} <= {*job.read("steps").splitlines()[0].split()}
+
+
+def test_every_try_has_its_first_failure(tmp_path: Path) -> None:
+    """An agent counts only the restarts that its own ranks have caused."""
+    for first, (node, counts) in enumerate({"n1": (0, 1), "n2": (0, 0)}.items()):
+        said = [
+            f"  restart_count={count}\n  global_ranks=[{first}]\n"
+            + f"E1121 19:0{start}:00.0 failed (exitcode: -9) local_rank: 0\n" * (start == first)
+            for start, count in enumerate(counts)
+        ]
+        (tmp_path / f"{node}.log").write_text("".join(said))
+    command = ["bash", str(ROOT / "slurm/first_failure.sh"), str(tmp_path), "/dev/null"]
+    told = subprocess.check_output(command, text=True)
+    assert re.findall(r"try (\d): rank (\d) on (n\d)", told) == [("0", "0", "n1"), ("1", "1", "n2")]
 
 
 STOP = {"state": "requeue", "reason": "the file STOP was found"}

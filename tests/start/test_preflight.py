@@ -4,21 +4,24 @@ on this machine over gloo.
 tests/slurm/slurm_scenarios.py tests it on a real Slurm.
 """
 
+import multiprocessing
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import pytest
 
 from runtime.health.excluded import exclude
 from runtime.trainer_state import state_bytes
 from settings.load import load_config
 from tests import ROOT
-from tests.monitor.alert_helpers import free_port
+from tests.monitor.alert_helpers import free_port, wait_until
 from tests.runs import forked, status, write_config
 from tools.preflight import __main__ as command
 from tools.preflight import links, node
@@ -266,3 +269,23 @@ def test_what_a_killed_start_has_left_is_no_lack_of_space(
     shutil.rmtree(partial)
     node._look_at_disk(config, report)  # control
     assert "but a checkpoint needs" in report["problems"][0]
+
+
+def hold_links() -> None:
+    with links.start_links("cpu", 2, "127.0.0.1:1"):
+        print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+        time.sleep(600)
+
+
+def runs_still(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_preflight_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    process, log = forked(tmp_path / "log", hold_links), tmp_path / "log"
+    wait_until(lambda: log.exists() and len(log.read_text().split()) == 2)
+    process.kill()
+    wait_until(lambda: not any(runs_still(int(pid)) for pid in log.read_text().split()))

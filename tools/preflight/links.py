@@ -53,11 +53,11 @@ def start_links(device: str, ranks_per_node: int, address: str) -> Iterator[list
     pipes, processes = [], []
     for local_rank in range(num_ranks):
         ours, theirs = context.Pipe()
-        arguments = theirs, device, local_rank, num_ranks, address
+        pipes.append(ours)
+        arguments = theirs, pipes, device, local_rank, num_ranks, address
         process = context.Process(target=_serve, args=arguments, daemon=True)
         process.start()
         theirs.close()
-        pipes.append(ours)
         processes.append(process)
     try:
         yield pipes
@@ -96,9 +96,18 @@ def _answer(pipe: Connection, until: float) -> list[float | None] | str:
         return DIED
 
 
-def _serve(pipe: Connection, device: str, local_rank: int, num_ranks: int, address: str) -> None:
+def _serve(
+    pipe: Connection,
+    inherited: list[Connection],
+    device: str,
+    local_rank: int,
+    num_ranks: int,
+    address: str,
+) -> None:
     """One rank: waits for the task, measures, and sends the bandwidths in bytes per second: within
     the node, then in each round of pairs; None if there is no partner. Or the text of an error."""
+    for each in inherited:  # the parent's ends: open here, they would hide that it is gone
+        each.close()
     os.dup2(2, 1)  # what NCCL prints (NCCL_DEBUG=INFO) is no part of the command's answer
     try:
         num_nodes, node, seconds = pipe.recv()

@@ -6,6 +6,7 @@ GPU: a process that has done so cannot be forked.
 
 import gc
 import os
+import signal
 import time
 
 # The first use of DTensor would import the one in each rank, and torchrun's start of it the other.
@@ -15,11 +16,17 @@ import torch.distributed.run  # noqa: F401
 import train  # noqa: F401
 from runtime import signals
 
+# What stops all processes must not end this one: torchrun would take the ranks for dead while they
+# save. It ends with the agent.
+_HANDLERS = {number: signal.signal(number, lambda *_: None) for number in signals.requests()}
 
-def _restart_clock() -> None:
+
+def _begin_rank() -> None:
     signals.STARTED = time.monotonic()
+    for number, handler in _HANDLERS.items():
+        signal.signal(number, handler)
 
 
 # Frozen, because collections in the ranks would write to the pages of imported modules, which are
 # shared. The fork server itself unfreezes: objects that are frozen at exit look like leaks.
-os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze, after_in_child=_restart_clock)
+os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze, after_in_child=_begin_rank)
