@@ -12,7 +12,7 @@
 #   failed (exitcode: -9) local_rank: 3          up to 30 s later all have ended; this one failed first
 #
 # So the first of the latter two lines has the time of a node's first failure, and the earliest of
-# all nodes is the job's first failure.
+# all nodes since ranks last began is the job's first failure.
 set -euo pipefail
 logs=$1
 job_log=$(readlink --canonicalize "$2")
@@ -22,8 +22,8 @@ failures=$(
     awk -v node="$(basename "$log" .log)" '
       { time = substr($1, 2) " " $2 }                     # E1121 19:07:48.823000: month, day, time
       match($0, /restart_count=[0-9]+/) {
-        try = starts++ # of the job; restart_count has only the restarts that this node has caused
-        attempt = substr($0, RSTART + 14, RLENGTH - 14)
+        print time, "-"
+        attempt = substr($0, RSTART + 14, RLENGTH - 14) # the restarts that this node has caused
         noticed = ""
       }
       match($0, /global_ranks=\[[0-9]+/) { first_rank = substr($0, RSTART + 14, RLENGTH - 14) }
@@ -31,10 +31,10 @@ failures=$(
       match($0, /failed \(exitcode: -?[0-9]+\) local_rank: [0-9]+/) {
         # failed, (exitcode, CODE, local_rank, LOCAL
         split(substr($0, RSTART, RLENGTH), word, /[ ):]+/)
-        print try, noticed ? noticed : time, node, first_rank + word[5], word[5], word[3], attempt
+        print noticed ? noticed : time, node, first_rank + word[5], word[5], word[3], attempt
         noticed = ""
       }' "$log"
-  done | sort | awk '!seen[$1]++'
+  done | sort | awk '$3 == "-" { begins = 1; next } begins { print try++, $0; begins = 0 }'
 )
 if [ -z "$failures" ]; then exit 0; fi
 

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from errors import UserError
 from model.kernels.backend import cdiv, why_not_triton
 from model.linear_cross_entropy import linear_cross_entropy
 from model.matmul import Matmul
 from parallel.axes import MeshSizes
-from parallel.layer import TensorParallel
+from parallel.layer import Atoms, TensorParallel
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
 from tests.counting import Listener
@@ -114,12 +115,9 @@ def test_is_what_whole_logits_give(ranks, tp, sequence_parallel, dtype, kernels)
         assert all(error <= bound for error, bound in zip(found, BOUNDS[dtype], strict=True)), found
 
 
-def test_more_ranks_than_rows_of_the_vocabulary(ranks):
-    """With fewer rows of the vocabulary than ranks, a rank without columns takes part in the
-    collectives and the result is right."""
-    of_ranks = ranks.run(in_pieces, 4, 3, torch.float64, True, 0.0, "torch", [1 << 20])
-    found = errors([result for (result,) in of_ranks], expected(3, torch.float64, 0.0))
-    assert max(found) < 1e-14
+def test_every_rank_has_rows_of_the_vocabulary():
+    with pytest.raises(UserError, match="the last tp rank would have no row"):
+        Atoms(3, "model.vocab_size", uneven=True).check(4)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])

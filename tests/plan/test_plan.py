@@ -111,6 +111,7 @@ def test_only_what_a_run_would_start_is_found() -> None:
         ("--guide -8", "--guide = -8: must be at least 1 and"),
         ("--search --imbalance 2", "--imbalance = 2.0: --search does not read it"),
         ("--guide 8 --data-stage 1", "--data-stage = 1: --guide does not read it"),
+        ("--search --layouts 8 --gpus 0", "--gpus = 0: must be at least 1 and"),
         ("--search --layouts 8 --gpus 8000", "give 7208 or more"),
         ("--search --gpus 12 --layouts 9", "--layouts = 9: is not between 1 and 8"),
         ("--search parallel.dp_shard=2000000000", "must be at least 1 and"),

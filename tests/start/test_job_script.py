@@ -177,12 +177,15 @@ def test_what_the_site_has_set(job: Job) -> None:
 
 
 def test_every_try_has_its_first_failure(tmp_path: Path) -> None:
-    """An agent counts only the restarts that its own ranks have caused."""
-    for first, (node, counts) in enumerate({"n1": (0, 1), "n2": (0, 0)}.items()):
+    """An agent counts only the restarts that its own ranks have caused, and n3 joins late."""
+    starts = {"n1": {0: 0, 1: 0, 2: 1}, "n2": {0: 0, 1: 0, 2: 0}, "n3": {1: 0, 2: 1}}
+    fails = {"n1": {1: 10}, "n3": {1: 12}, "n2": {2: 10}}  # start → when, in seconds
+    failed = "failed (exitcode: -9) local_rank: 0\n"
+    for first, (node, counts) in enumerate(starts.items()):
         said = [
-            f"  restart_count={count}\n  global_ranks=[{first}]\n"
-            + f"E1121 19:0{start}:00.0 failed (exitcode: -9) local_rank: 0\n" * (start == first)
-            for start, count in enumerate(counts)
+            f"I1121 19:0{start}:00.0   restart_count={count}\n  global_ranks=[{first}]\n"
+            + f"E1121 19:0{start}:{fails[node].get(start)}.0 {failed}" * (start in fails[node])
+            for start, count in counts.items()
         ]
         (tmp_path / f"{node}.log").write_text("".join(said))
     command = ["bash", str(ROOT / "slurm/first_failure.sh"), str(tmp_path), "/dev/null"]

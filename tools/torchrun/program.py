@@ -17,8 +17,9 @@ import train  # noqa: F401
 from runtime import signals
 
 # What stops all processes must not end this one: torchrun would take the ranks for dead while they
-# save. It ends with the agent.
-_HANDLERS = {number: signal.signal(number, lambda *_: None) for number in signals.requests()}
+# save. It ends with the agent. (Python's fork server ignores SIGINT.)
+_STOPS = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
+_HANDLERS = {number: signal.signal(number, lambda *_: None) for number in _STOPS}
 
 
 def _begin_rank() -> None:
