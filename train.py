@@ -32,7 +32,7 @@ from runtime.listener import Listeners, Run
 from runtime.log.run_log import RunLog
 from runtime.monitor.rank_0 import Monitor
 from runtime.start.announce import announce
-from runtime.start.checks import Data, check_config, check_writable, open_data_stages, try_config
+from runtime.start.checks import Data, check_config, check_writable, open_same_data, try_config
 from runtime.start.elastic import training_ranks
 from runtime.start.environment import check_environment
 from runtime.start.host import set_connections
@@ -74,7 +74,7 @@ def main(arguments: list[str], signals: Signals, store: dist.Store | None = None
 def start_run(config: Config, device: str, signals: Signals, spares: dict[str, int]) -> None:
     mark("config")
     # Find the user's mistakes before anything is built or written.
-    data = on_all_ranks(lambda: open_data_stages(config), device)
+    data = open_same_data(config, device)
     mark("data")
     on_all_ranks(lambda: check_writable(config), device)
     # No other run writes to the folder; a person learns of failures from here on.

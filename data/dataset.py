@@ -46,7 +46,6 @@ class TokenDataset:
         self._starts = [0, *accumulate(tokens for _, tokens, *_ in self._shards)]
         self._starts_array = np.array(self._starts, dtype=np.int64)
         self.num_tokens: int = self._starts[-1]
-        self.utf8_bytes: int = entry["utf8_bytes"]
         self.vocab_size: int = index["vocab_size"]
         self.tokenizer_sha256: str = index["tokenizer_sha256"]
         self.bos_id: int | None = index.get("bos_id")
@@ -133,9 +132,7 @@ class TokenDataset:
             pieces.append(piece)
             start += len(piece)
             shard += 1
-        return (
-            pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, self._dtype), *pieces])
-        )
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Returns copies of the windows that begin at `starts` [N]: [N, length], stored dtype.

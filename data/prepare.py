@@ -4,11 +4,12 @@
               --(this process, in order)--> shards
 
 Each document becomes `[bos] its tokens [eos]`, as in Llama: generation starts from bos and stops at
-eos. (There is no bos if the tokenizer has none, like Qwen's.) Chunk boundaries depend only on the
-source, and chunks are written in its order, so the bytes on disk do not depend on the number of
-workers. At most `2 * workers + 2` chunks are in flight, so memory does not depend on the size of
-the source. The folder is written under a temporary name and renamed when it is complete, so that
-OUT is never incomplete.
+eos. (There is no bos if the tokenizer has none, like Qwen's, or if it is the eos, like GPT-2's: the
+eos before opens the document.) Chunk boundaries depend only on the source, and chunks are written
+in its order, so the bytes on disk do not depend on the number of workers. At most
+`2 * workers + 2` chunks are in flight, so memory does not depend on the size of the source. The
+folder is written under a temporary name and renamed when it is complete, so that OUT is never
+incomplete.
 
     OUT/index.json                   format, tokenizer's sha256, dtype; counts of what was left out;
                                      per split: shards, counts, checksums
@@ -233,7 +234,8 @@ def _encode_chunk(chunk: list[Part], check: bool) -> list[Encoded]:
     for side in (False, True):  # SPLITS
         texts = [part.text for part in chunk if part.held_out == side]
         arrays = tokenizer.encode_arrays(texts) if texts else []
-        bos = np.array([tokenizer.bos_id] if tokenizer.bos_id >= 0 else [], dtype)
+        has_bos = 0 <= tokenizer.bos_id != tokenizer.eos_id
+        bos = np.array([tokenizer.bos_id] if has_bos else [], dtype)
         eos = np.array([tokenizer.eos_id], dtype)
         parts = [part for array in arrays for part in (bos, array.astype(dtype), eos)]
         tokens = np.concatenate([np.empty(0, dtype), *parts])
@@ -282,9 +284,9 @@ class _SplitWriter:
     def _check_control_tokens(self) -> None:
         """Raises UserError unless each document has one bos and one eos and no other control token:
         whatever the tokenizer does, a text cannot end its document."""
-        of_document = [self._tokenizer.bos_id, self._tokenizer.eos_id]
+        of_document = {self._tokenizer.bos_id, self._tokenizer.eos_id}
         for token in self._tokenizer.control_ids:
-            if self.histogram[token] != of_document.count(token) * self.documents:
+            if self.histogram[token] != (token in of_document) * self.documents:
                 why = f"it read its control token {token} in a document's text"
                 remedy = "give another file of this tokenizer: tokenizer.model or tokenizer.json"
                 raise UserError("--tokenizer", self._tokenizer.sha256[:12], why, remedy)
@@ -313,5 +315,10 @@ def _put_in_place(partial: Path, out: Path) -> None:
     old = partial.with_name(partial.name + "-old")
     if out.exists():
         out.rename(old)
-    partial.rename(out)
+    try:
+        partial.rename(out)
+    except BaseException:  # also SIGTERM
+        if old.exists():
+            old.rename(out)
+        raise
     shutil.rmtree(old, ignore_errors=True)

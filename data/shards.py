@@ -108,6 +108,8 @@ def read_header(path: Path) -> tuple[dict[str, dict], int]:
             ):
                 raise ValueError(f"tensor {name!r} lies outside the file")
     except OSError as error:
+        if not isinstance(error, FileNotFoundError | PermissionError):  # a restart may read it
+            raise OSError(error.errno, error.strerror, str(path)) from error
         why = f"the shard cannot be read ({error.strerror})"
         raise UserError("data.path", str(path), why, REMEDY) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

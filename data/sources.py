@@ -39,7 +39,8 @@ STDLIB_EXCLUDED = set(_NAMES.split())
 
 class Document(NamedTuple):
     """One document. Its id decides whether it is held out: the path of a text file, relative to the
-    source; or the text of a row, so that equal rows are always in the same split."""
+    source (of a glob: to the folder before its first wildcard); or the text of a row, so that equal
+    rows are always in the same split."""
 
     id: str
     text: str
@@ -102,7 +103,8 @@ def _of_sources(
                 seen.add(once)
                 new.append(thing)
         if files is not None:
-            streams.append(_of_files(new, folder, text_field, report))
+            base = folder or _fixed_part(source)
+            streams.append(_of_files(new, base, folder is not None, text_field, report))
         elif new:
             streams.append(_of_hub(source, text_field, split, report))
     for stream in [] if report.refused else streams:
@@ -147,12 +149,18 @@ def _files(
     return None, None
 
 
+def _fixed_part(source: str) -> Path:
+    """The folder below which the names of a file, or of a glob's files, differ."""
+    parts = Path(source).parts[:-1]
+    return Path(*itertools.takewhile(lambda part: not glob.has_magic(part), parts))
+
+
 def _of_files(
-    files: list[Path], folder: Path | None, text_field: str | None, report: Report
+    files: list[Path], base: Path, is_folder: bool, text_field: str | None, report: Report
 ) -> Iterator[Document]:
     for file in report.while_reading(files):
-        name = file.name if folder is None else file.relative_to(folder).as_posix()
-        in_folder = folder is not None and kind(file) == ".json"  # many of those are not tables
+        name = file.relative_to(base).as_posix()
+        in_folder = is_folder and kind(file) == ".json"  # many of those are not tables
         its = Report(report.skip) if in_folder else report  # so their faults may not count
         used, error = 0, None
         try:

@@ -80,11 +80,11 @@ def main() -> None:
     try:
         found = evaluate(options, device)
         if dist.get_rank() == 0:
+            print(describe(found), flush=True)  # first: the file may be on a full disk
             if options.json is not None:
                 with writes("--json", options.json):
                     text = json.dumps(found, indent=1) + "\n"
                     options.json.write_text(text, encoding="utf-8")
-            print(describe(found), flush=True)
     except UserError as error:
         refuse(error)
     dist.destroy_process_group()

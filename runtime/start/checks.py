@@ -1,8 +1,10 @@
 """Checks before a run begins, while nothing has been built or written yet."""
 
 import contextlib
+import hashlib
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from data.dataset import Mixture, Opened, open_data
 from data.loader import heldout_batches
 from errors import UserError
 from model.kernels.backend import check_kernels
+from runtime.agreement import from_rank_0, on_all_ranks
 from runtime.device import check_gpu, prepare_determinism
 from runtime.evaluation.rows import TaskRows, open_tasks
 from runtime.monitor.check import check_alerts
@@ -160,6 +163,29 @@ class Data:
     train: list[Mixture] = field(default_factory=list)
     heldout: list[Mixture | None] = field(default_factory=list)
     tasks: list[list[TaskRows]] = field(default_factory=list)
+
+    def identity(self) -> str:
+        """The same on two ranks if all that they have read is."""
+        splits = [split and split.checksum for split in (*self.train, *self.heldout)]
+        tasks = [rows.task for of_stage in self.tasks for rows in of_stage]
+        return hashlib.sha256(repr((splits, tasks)).encode()).hexdigest()
+
+
+def open_same_data(config: Config, device: str) -> Data:
+    """Open the data of each data stage on every rank. Raises UserError, on every rank, if one has
+    other data than rank 0 (a node has an older copy): stages of the pipeline would take tokens and
+    targets from different texts, and nothing would show it."""
+    data = on_all_ranks(lambda: open_data_stages(config), device)
+    first = from_rank_0(data.identity, device)
+
+    def compare() -> None:
+        if data.identity() != first:
+            why = f"on {socket.gethostname()} it, or the files of train.tasks, are not rank 0's"
+            remedy = "give folders that all nodes share, or copy them to each node again"
+            raise UserError("data.path", config.data.path, why, remedy)
+
+    on_all_ranks(compare, device)
+    return data
 
 
 def open_data_stages(config: Config) -> Data:

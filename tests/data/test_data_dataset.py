@@ -1,6 +1,7 @@
 """A prepared folder reads as one sequence of tokens, and a damaged one is refused with the name of
 the file."""
 
+import errno
 import gc
 import json
 import os
@@ -8,6 +9,7 @@ import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -162,3 +164,10 @@ def test_few_shards_are_open_at_a_time(tmp_path, monkeypatch) -> None:
     for source in sources:
         assert np.array_equal(source.gather(starts, 65), expected)
     assert len(os.listdir("/dev/fd")) - before == 4
+
+
+def test_an_error_that_may_pass_is_no_refusal(tmp_path) -> None:
+    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    (tmp_path / "x.safetensors").write_bytes(bytes(64))
+    with patch.object(Path, "open", side_effect=stale), pytest.raises(OSError, match=r"x\.safe"):
+        map_tensor(tmp_path / "x.safetensors", "tokens", np.dtype("uint16"), 32)

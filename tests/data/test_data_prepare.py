@@ -12,7 +12,7 @@ import time
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pyarrow
 import pyarrow.parquet
@@ -20,7 +20,7 @@ import pytest
 
 from data.files import Report
 from data.heldout import FEW, MOST_DOCUMENTS, Part, Splitter, cut, held_out
-from data.prepare import prepare
+from data.prepare import _put_in_place, prepare
 from data.readers import MAX_TEXT_CHARS
 from data.sources import STDLIB, Document, documents
 from data.tokenizer import MODEL, Tokenizer
@@ -371,3 +371,18 @@ def test_without_evaluation_no_held_out_split_is_needed(ranks: Ranks, tmp_path: 
     with pytest.raises(UserError, match="and a sample needs 2001") as raised:
         open_train_and_heldout(load_config(config, ["train.seq_len=2000"]))
     assert "--heldout-fraction" in raised.value.remedy
+
+
+def test_a_replacement_that_is_interrupted_leaves_the_old_folder(tmp_path) -> None:
+    out, partial, rename = tmp_path / "out", tmp_path / ".out.partial", Path.rename
+    out.mkdir()
+    partial.mkdir()
+
+    def interrupted(path: Path, to: Path) -> Path:
+        if path == partial:
+            raise KeyboardInterrupt
+        return rename(path, to)
+
+    with patch.object(Path, "rename", interrupted), pytest.raises(KeyboardInterrupt):
+        _put_in_place(partial, out)
+    assert names(tmp_path) == [".out.partial", "out"]

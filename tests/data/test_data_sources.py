@@ -352,3 +352,10 @@ def test_compressed_files_and_parquet_are_read_under_any_name(tmp_path: Path) ->
          "c.jsonl.bz2": lzma.compress(row("a").encode()), "d.xz": "a", "f": SKIPPABLE + usual},
     )  # fmt: skip
     assert [read(file)[0] for file in sorted(tmp_path.iterdir())] == [["a"]] * 5 + [["text"]]
+
+
+def test_files_of_one_name_below_a_glob_have_ids_of_their_own(tmp_path) -> None:
+    write(tmp_path, {f"{n}/x.txt": n for n in "ab"})
+    for pattern in ("*/x.txt", "**/x.txt"):
+        assert [each.id for each in documents(str(tmp_path / pattern))] == ["a/x.txt", "b/x.txt"]
+    assert [each.id for each in documents(str(tmp_path / "a" / "*.txt"))] == ["x.txt"]

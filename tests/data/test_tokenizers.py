@@ -531,3 +531,13 @@ def test_an_eos_that_is_the_unknown_token_too_is_not_counted_as_one(tmp_path: Pa
     writer = _SplitWriter(tmp_path, "train", np.dtype("uint16"), loaded, 1 << 20)
     writer.append(Encoded(np.array([4, 20], np.uint16), np.array([2]), 1, 1, Kept()))
     assert (loaded.unk_id, loaded.eos_id, writer.unknown()) == (20, 20, 0)
+
+
+def test_a_token_that_is_bos_and_eos_stands_once_between_documents(tmp_path: Path) -> None:
+    loaded = Tokenizer.load(make(tmp_path / "gpt2", {"bos_token": EOS, "eos_token": EOS}))
+    index = prepare(MANY, loaded, tmp_path / "out")
+    data = DataConfig(path=str(tmp_path / "out"), document_mask=True)
+    source = open_data(data, "train").sources[0]
+    ends = np.flatnonzero(source.window(0, source.num_tokens) == loaded.eos_id)
+    assert len(ends) == index["splits"]["train"]["documents"]
+    assert np.diff(ends).min() > 1
