@@ -6,7 +6,7 @@ Each module or folder may import only those above it (tests/test_house.py):
     output.py          standard output and error: whatever becomes of them, the work goes on
     schema.py          validation of JSON from outside
     device.py          threads and clocks of a device
-    files.py           replaces a file as a whole; locks one
+    files.py           writes a file durably, or replaces it as a whole; locks one
     agreement.py       what one rank knows, known to all: an error, or what rank 0 has read
     exit.py            how a rank exits that cannot continue: what it reports and tells the others
 

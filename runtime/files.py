@@ -1,4 +1,4 @@
-"""Files that several processes write: replaced as a whole, or under a lock."""
+"""Files that are written durably, replaced as a whole, or written under a lock."""
 
 import contextlib
 import fcntl
@@ -10,15 +10,20 @@ from pathlib import Path
 from runtime.output import log
 
 
+def write_durably(path: Path, text: str, mode: str = "w") -> None:
+    """Write a file whose content is on the disk on return; its name, once the folder is synced."""
+    with open(path, mode, encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write_whole(path: Path, text: str) -> None:
     """Replace a file, so that every reader finds the old content or the new one, also after this
     machine has died. Raises OSError, and then leaves only the old one."""
     partial = path.with_suffix(".partial")
     try:
-        with open(partial, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())  # else its name may be on the disk before its content
+        write_durably(partial, text)  # else its name may be on the disk before its content
         os.replace(partial, path)
     except OSError:
         with contextlib.suppress(OSError):

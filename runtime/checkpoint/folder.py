@@ -80,14 +80,6 @@ def checkpoints_of(folder: Path, key: str) -> list[Path]:
     return found
 
 
-def write_durably(path: Path, text: str, mode: str = "w") -> None:
-    """Write a file whose content is on the disk on return; its name with `sync` of the folder."""
-    with open(path, mode, encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def sync(path: Path) -> None:
     """Flush a file, or a folder, to disk: only then is its content durable, or the names in it."""
     handle = os.open(path, os.O_RDONLY)

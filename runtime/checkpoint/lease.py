@@ -51,10 +51,10 @@ from runtime.checkpoint.folder import (
     LATEST,
     complete_checkpoints,
     names_in,
-    write_durably,
 )
 from runtime.checkpoint.lease_holder import RELEASED, Found, Holder, newest_lease
 from runtime.exit import refuse
+from runtime.files import write_durably
 from runtime.output import log
 
 RENEW_SECONDS = 5.0

@@ -134,9 +134,10 @@ def _named(folder: str, key: str, device: str) -> Path:
 def find_before(
     last_step: int, config: Config, data: Sequence[Mixture], begun: Start, lease: Lease
 ) -> Start | None:
-    """Find the checkpoint that a running run goes back to: its newest good one from `last_step` or
-    before, else the checkpoint that it was resumed from, if that is as early. If one is found,
-    later checkpoints are put aside; if none is, None is returned."""
+    """Find the checkpoint that a running run goes back to: the newest good one of its folder from
+    `last_step` or before, or the checkpoint that it was resumed from, if that is as early, and no
+    other is newer. If one is found, later checkpoints are put aside; if none is, None is
+    returned."""
     device = lease.device
     path = _newest_good(lease, last_step)
     is_older = path is None or step_of(path) < begun.step  # that of a run before, or there is none

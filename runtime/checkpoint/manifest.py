@@ -23,8 +23,9 @@ from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from data.contents import first_bytes, known
-from runtime.checkpoint.folder import MANIFEST, write_durably
+from runtime.checkpoint.folder import MANIFEST
 from runtime.checkpoint.tiling import MAX_DIMS, MAX_NUMBERS
+from runtime.files import write_durably
 from runtime.schema import MAX_JSON_BYTES, Name, Natural, Strict, first_problem, load_json
 
 FORMAT, VERSION = "lattice-checkpoint", 2

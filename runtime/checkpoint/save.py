@@ -47,7 +47,6 @@ from runtime.checkpoint.folder import (
     has_command,
     step_of,
     sync,
-    write_durably,
 )
 from runtime.checkpoint.host_copies import host_copies
 from runtime.checkpoint.lease import Lease
@@ -65,6 +64,7 @@ from runtime.checkpoint.save_errors import SaveFailed, agree, room
 from runtime.checkpoint.tiling import random_point
 from runtime.checkpoint.verify import check_whole, cover
 from runtime.device import device_thread, seconds_between, time_mark
+from runtime.files import write_durably
 from runtime.log.run_log import RunLog
 from runtime.output import log
 from runtime.trainer_state import (

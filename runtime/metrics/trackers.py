@@ -42,11 +42,12 @@ class Trackers:
         folder = Path(config.run.dir)
         lines = JsonLines(folder, step)
         self.trackers: list[Tracker] = [lines, Console(config.train.steps)]
-        add, text = self.trackers.append, dump_config(config)
+        add = self.trackers.append
         if config.run.wandb != "disabled":
             about = config, step, system, lines.begins_anew, lines.reached
             self._guarded("wandb", lambda: add(WandB(*about)))
         if config.run.tensorboard:
+            text = dump_config(config)
             self._guarded("TensorBoard", lambda: add(TensorBoard(folder, step, text)))
 
     def log(self, record: Record, commits: Sequence[dict[str, Any]] = ()) -> None:

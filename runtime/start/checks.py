@@ -176,10 +176,11 @@ def open_same_data(config: Config, device: str) -> Data:
     other data than rank 0 (a node has an older copy): stages of the pipeline would take tokens and
     targets from different texts, and nothing would show it."""
     data = on_all_ranks(lambda: open_data_stages(config), device)
-    first = from_rank_0(data.identity, device)
+    identity = data.identity()
+    first = from_rank_0(lambda: identity, device)
 
     def compare() -> None:
-        if data.identity() != first:
+        if identity != first:
             why = f"on {socket.gethostname()} it, or the files of train.tasks, are not rank 0's"
             remedy = "give folders that all nodes share, or copy them to each node again"
             raise UserError("data.path", config.data.path, why, remedy)

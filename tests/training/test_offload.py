@@ -28,22 +28,29 @@ from training import update
 
 
 def test_offloaded_runs_clip_resume_and_roll_back(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """From what a resident run saved, they compute and save what such a run does, bit for bit."""
+    """From what a resident run saved, they compute and save the same, bit for bit; and what such a
+    run does if it goes back."""
     sections = {"optimizer": {"grad_clip": 0.2}, "train": {"steps": 4}, "model": {"num_layers": 2}}
     sections |= {"checkpoint": {"interval": 2}, "guard": {"max_bad_steps": 2}}
     config = runs.write_config(tmp_path, data, **sections)
     runs.run(ranks, 2, config)
+    resident, last = runs.losses(tmp_path), runs.checkpoint_of(tmp_path, 4)
+    saved = runs.stored_tensors(last)
     on_disk = ["parallel.offload=disk", f"parallel.offload_dir={tmp_path}"]
+    for offload in (["parallel.offload=host"], on_disk):
+        runs.forget_last(tmp_path)
+        runs.run(ranks, 2, config, *offload)
+        assert runs.losses(tmp_path) == resident, offload
+        assert runs.same_tensors(runs.stored_tensors(last), saved), offload
     found = []
     for offload in (["parallel.offload=none"], ["parallel.offload=host"], on_disk):
         runs.forget_last(tmp_path)
         assert ranks.run(run_with_bad_steps, 2, [config, *offload], 1, {1, 2}) == [""] * 2
         assert [event["step"] for event in runs.events_of(tmp_path / "run", "rollback")][-1] == 2
-        last = runs.stored_tensors(runs.checkpoint_of(tmp_path, 4))
-        found.append((runs.losses(tmp_path), last))
-    for losses, last in found[1:]:
+        found.append((runs.losses(tmp_path), runs.stored_tensors(last)))
+    for losses, tensors in found[1:]:
         assert losses == found[0][0]
-        assert runs.same_tensors(last, found[0][1])
+        assert runs.same_tensors(tensors, found[0][1])
 
 
 def trained(case: Case, folder: str, removed: bool = False) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from errors import UserError
-from runtime.checkpoint.folder import NAME, step_of, write_durably
+from runtime.checkpoint.folder import NAME, step_of
 from runtime.checkpoint.manifest import (
     PLACES,
     Manifest,
@@ -23,6 +23,7 @@ from runtime.checkpoint.manifest import (
     write_manifest,
 )
 from runtime.checkpoint.progress import byte_bar
+from runtime.files import write_durably
 from runtime.output import log
 from tools.huggingface.checkpoint_reader import DTYPES, WEIGHTS, Stored
 
