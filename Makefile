@@ -91,12 +91,9 @@ parity: $(runtime)
 	OMP_NUM_THREADS=1 $(PYTHON) -m proofs.parity $(ARGS)
 
 bench: $(dev) prepared/laptop/index.json
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.data_pipeline
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.train_cpu
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.experts --loss
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.optimizers
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.pipeline_schedules
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.checkpoint
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_accuracy
 
 # With a GPU: three parts of at most eight minutes each (benchmarks/gpu/run.py), or those that PART

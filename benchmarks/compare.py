@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from benchmarks.about import about
 from tools.command import CommandParser
@@ -23,22 +23,16 @@ ROOT = Path(__file__).parent.parent
 K, T = TypeVar("K"), TypeVar("T")
 
 
-class Timed(NamedTuple):
-    """How long something took."""
-
-    seconds: float
-    cpu_seconds: float  # of this process and its threads, and of children that have ended
-
-
 def cpu_seconds() -> float:
+    """Of this process and its threads, and of children that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
-def timed(work: Callable[[], object]) -> Timed:
-    began, cpu = time.perf_counter(), cpu_seconds()
+def cpu_seconds_of(work: Callable[[], object]) -> float:
+    began = cpu_seconds()
     work()
-    return Timed(time.perf_counter() - began, cpu_seconds() - cpu)
+    return cpu_seconds() - began
 
 
 def alternate(programs: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:

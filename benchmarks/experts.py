@@ -40,7 +40,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.compare import ROOT, alternate, parser, ratio, timed, write
+from benchmarks.compare import ROOT, alternate, cpu_seconds_of, parser, ratio, write
 from benchmarks.train_cpu import ALONE, build, our_step, plain_step, random_batches, start
 from costs.parameters import num_active_parameters, num_parameters
 from model.experts import Experts
@@ -150,7 +150,7 @@ def measure(rounds: int) -> dict[str, Any]:
 
     def turns(step: Step) -> Callable[[], float]:
         numbered = iter(enumerate(batches, 1))
-        return lambda: timed(lambda: step(*next(numbered))).cpu_seconds
+        return lambda: cpu_seconds_of(lambda: step(*next(numbered)))
 
     times = alternate({name: turns(step) for name, step in steps.items()}, rounds + 1)
     times = {name: found[1:] for name, found in times.items()}  # the first warmed up

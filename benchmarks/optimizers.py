@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.compare import alternate, parser, ratio, timed, write
+from benchmarks.compare import alternate, cpu_seconds_of, parser, ratio, write
 from benchmarks.experts import CONFIGS, SEEDS, ours, train_alone
 from benchmarks.train_cpu import random_batches
 from runtime.start.init import init_distributed
@@ -100,10 +100,10 @@ def updates(name: str, rounds: int) -> dict[str, Any]:
         shape = config.model.vocab_size, config.train.global_batch_size, config.train.seq_len
         (rows,) = random_batches(*shape, 1)
         norms: list[Tensor] = []
-        before = timed(
+        before = cpu_seconds_of(
             lambda: norms.append(train.forward_backward(rows[:, :-1], rows[:, 1:])[1])
-        ).cpu_seconds
-        update = timed(lambda: train.optimizer.step(1e-3, norms[0], 1.0)).cpu_seconds
+        )
+        update = cpu_seconds_of(lambda: train.optimizer.step(1e-3, norms[0], 1.0))
         return update, update / (before + update)
 
     trains = {each: ours(name, f"optimizer.name={each}", *SHORT) for each in OPTIMIZERS}

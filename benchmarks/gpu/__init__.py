@@ -6,7 +6,7 @@ plugin.py     makes pytest write a row for each benchmark and test, as soon as i
 timing.py     a clock
 kernels.py    fast: every kernel (operations.py, optimizer.py, head.py) beside PyTorch and Liger
 model.py      fast: whole steps of the programs in programs.py, and a profile
-questions.py  open: attention, sums of gradients, FSDP over one rank; overlap.py: streams
+attention.py  open: kernels of attention, alone and (model.py) in a step
 
 What is right is tested, in tests/gpu/. Without a GPU, everything runs with tiny sizes in Triton's
 CPU interpreter, which measures nothing.

@@ -24,8 +24,8 @@ INFINITY = float("inf")
 # The numbers of a row that the page and the programs print, beside its time.
 NUMBERS = {"tokens_per_second": ",.0f", "mfu": ".1%", "fraction_of_copy": ".0%",
            "fraction_of_peak": ".1%", "over_three_products": ".3f", "memory_over_eager": ".3f",
-           "over_planned": ".3f", "over_rehearsed": ".3f", "points": ".2f", "hidden": ".0%",
-           "idle_share": ".1%", "kernel": ""}  # fmt: skip
+           "over_planned": ".3f", "over_rehearsed": ".3f", "idle_share": ".1%",
+           "kernel": ""}  # fmt: skip
 
 
 class Estimate(NamedTuple):

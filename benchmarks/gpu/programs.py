@@ -32,7 +32,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.timing import DEVICE, ON_GPU, compiled, peak_flops
+from benchmarks.gpu.timing import DEVICE, ON_GPU, compiled
 from costs.summary import flops_per_token
 from errors import UserError
 from model.config import ModelConfig
@@ -243,11 +243,3 @@ def hugging_face(size: Size, variant: Variant) -> Step:
         return total, norm
 
     return step
-
-
-def mfu_points(size: Size, saved_milliseconds: float, mfu: float | None) -> float | None:
-    """The points (hundredths) of MFU that a step of this size at `mfu` gains, to first order, if it
-    takes so much less time; None where the device's peak is not known."""
-    if (peak := peak_flops()) is None or mfu is None:
-        return None
-    return 100 * saved_milliseconds / 1e3 * mfu**2 * peak / size.flops

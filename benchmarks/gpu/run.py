@@ -2,8 +2,7 @@
 
     python -m benchmarks.gpu.run right   is it right: kernels, training, resuming, memory
     python -m benchmarks.gpu.run fast    how fast: kernels, training, where the time of a step goes
-    python -m benchmarks.gpu.run open    what is open: attention, overlap, FSDP over one rank,
-                                         sums of gradients
+    python -m benchmarks.gpu.run open    what is open: kernels of attention
 
 A part runs tests and benchmarks (PARTS) by pytest (plugin.py), each group in its own process,
 because an error of a kernel ends a process's use of the GPU. It writes two files, again every
@@ -67,7 +66,7 @@ def model(what: str, seconds: float) -> Task:
     return Task(f"model, {what}", seconds, ("benchmarks/gpu/model.py", "-k", f"bench_{what}"))
 
 
-SPEED, QUESTIONS = "benchmarks/gpu/kernels.py", "benchmarks/gpu/questions.py"
+SPEED, ATTENTION = "benchmarks/gpu/kernels.py", "benchmarks/gpu/attention.py"
 AT_SIZE = Task("kernels at full size", 150, ("tests/gpu/test_kernels_at_size.py",))
 OF_KERNELS = "tests/kernels/test_"
 KERNELS = tuple(f"{OF_KERNELS}{name}.py" for name in ("kernels", "bit_hash", "kernel_adamw"))
@@ -97,11 +96,8 @@ PARTS: dict[str, list[list[Task]]] = {
     ],
     "open": [
         [
-            Task("attention", 50, (QUESTIONS, "-k", "attention")),
-            Task("accumulation", 40, (QUESTIONS, "-k", "weight_gradient")),
-            Task("overlap", 90, ("benchmarks/gpu/overlap.py",)),
-            Task("fsdp", 130, (QUESTIONS, "-k", "fsdp")),
-            model("attention or bench_ours", 150),
+            Task("attention", 50, (ATTENTION,)),
+            model("attention or bench_ours", 300),
         ]
     ],
 }

@@ -98,16 +98,12 @@ def peak_bytes(work: Work) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
-def peak_flops() -> float | None:
-    """The dense bfloat16 peak of this device, in FLOP/s; None if it is not listed (hardware.py)."""
-    sheet = data_sheet_of(torch.cuda.get_device_name()) if ON_GPU else None
-    return sheet.peak_flops if sheet is not None else None
-
-
 def rate(flops: float, milliseconds: dict[str, float]) -> dict[str, float | None]:
-    """FLOP/s, and the fraction of the device's peak."""
-    per_second, peak = flops / milliseconds["median"] * 1e3, peak_flops()
-    fraction = per_second / peak if peak else None
+    """FLOP/s, and the fraction of the device's dense bfloat16 peak; None if it is not listed
+    (hardware.py)."""
+    per_second = flops / milliseconds["median"] * 1e3
+    sheet = data_sheet_of(torch.cuda.get_device_name()) if ON_GPU else None
+    fraction = per_second / sheet.peak_flops if sheet is not None else None
     return {"flops_per_second": per_second, "fraction_of_peak": fraction}
 
 

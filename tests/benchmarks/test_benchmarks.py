@@ -16,11 +16,8 @@ from proofs.ranks import Ranks
 from tests import ROOT
 
 QUICK = {
-    "checkpoint": "--rounds 1",
-    "data_pipeline": "--rounds 1 --speed-megabytes 1 --large-megabytes 2",
     "experts": "--rounds 1 --rounds-3d 0",
     "optimizers": "--rounds 1 --steps 2 --rates 1",
-    "pipeline_schedules": "--rounds 1 --seconds 0.002",
     "plan_accuracy": "fitted",
     "train_cpu": "--rounds 1 --steps 1 --size 1.8M",
 }

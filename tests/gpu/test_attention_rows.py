@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
-from benchmarks.gpu import model, questions
+from benchmarks.gpu import attention, model
 from benchmarks.gpu.programs import AUTO, WIDE, attention_kernels
 from errors import UserError
 from model import mask
@@ -45,7 +45,7 @@ def ran():
 
 def row_of(kernel, documents):
     rows = []
-    questions.bench_attention(kernel, documents, rows.append)
+    attention.bench_attention(kernel, documents, rows.append)
     return rows[0]
 
 
@@ -105,7 +105,7 @@ def test_after_a_row_torch_has_its_own_flash_attention_again():
 @pytest.mark.parametrize("documents", [False, True])
 def test_another_mask_is_found(monkeypatch, documents):
     row_of(AUTO, documents)
-    found = questions.mask_of(AUTO, not documents)
-    monkeypatch.setattr(questions, "mask_of", lambda *_: found)
+    found = attention.mask_of(AUTO, not documents)
+    monkeypatch.setattr(attention, "mask_of", lambda *_: found)
     with pytest.raises(AssertionError, match="off by"):
         row_of(AUTO, documents)

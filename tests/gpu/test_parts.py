@@ -23,7 +23,7 @@ from tests.gpu.bench import rows_of
 pytestmark = pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs Triton")
 
 SOURCES = {
-    "quick": "def bench_first(record): record({'points': 1.0})",
+    "quick": "def bench_first(record): record({'mfu': 1.0})",
     "hangs": "import time\ndef bench_soon(record): record({})\ndef bench_hangs(): time.sleep(600)\n"
     "def bench_later(): pass",
     "crashes": "import os\ndef bench_before(record): record({})\ndef bench_crash(): os.abort()",

@@ -4,18 +4,16 @@ the others."""
 import math
 from importlib.util import find_spec
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
 
-from benchmarks.gpu import model, operations, questions
+from benchmarks.gpu import model, operations
 from benchmarks.gpu.page import MEASURED, NEEDS, NO_TIME, OUT_OF_MEMORY, why_wrong
 from benchmarks.gpu.programs import WIDE
 from model.kernels.attention_choice import BY_REQUEST
 from model.kernels.backend import why_not_triton
 from tests.gpu.bench import rows_of
-from tests.planted import planted
 
 pytestmark = pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs Triton")
 OPTIONAL = {"liger": "liger_kernel", "hugging face": "transformers"}
@@ -27,8 +25,7 @@ OPTIONAL = {"liger": "liger_kernel", "hugging face": "transformers"}
     [
         ("kernels", ""),
         ("model", "bench_profile or bench_step or bench_best or bench_ours"),
-        ("questions", ""),
-        ("overlap", "1 and high"),
+        ("attention", ""),
     ],
 )
 def test_every_row_of_a_program_is_measured(tmp_path: Path, program: str, some: str) -> None:
@@ -45,10 +42,7 @@ def test_every_row_of_a_program_is_measured(tmp_path: Path, program: str, some: 
             assert row["status"] == needs[name]
         else:
             assert row["status"] == MEASURED, row
-            times = row.get("milliseconds", {}).values()
-            # what FSDP adds is a difference of times, which on a busy machine may have either sign
-            is_difference = name.startswith("what FSDP adds")
-            assert is_difference or all(time > 0 for time in times), row
+            assert all(time > 0 for time in row.get("milliseconds", {}).values()), row
 
 
 def test_the_best_of_ours_is_of_the_wide_model_and_not_another_program() -> None:
@@ -127,26 +121,3 @@ def test_programs_that_begin_with_a_wrong_value_are_named() -> None:
         "bfloat16: first_loss 4.40000, expected 4.01000",
         "full: first_grad_norm nan, expected 1.00000",
     ]
-
-
-@pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("way", questions.FSDP)
-def test_a_step_that_does_not_run_as_its_row_says_fails(
-    monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    """FSDP is not forced where it should be, or is where it should not be."""
-    (other,) = questions.FSDP.keys() - {way}
-    monkeypatch.setitem(questions.FSDP, way, questions.FSDP[other])
-    with pytest.raises(AssertionError, match=f"the step is not {way}"):
-        questions.bench_fsdp(way, "", Mock())
-
-
-def test_a_wrong_sum_of_gradients_is_found() -> None:
-    @planted(questions, "run")
-    def run(right, way, dy, x, total):
-        right(way, dy, x, total)
-        if way == "together":
-            total.mul_(1.1)
-
-    with run(), pytest.raises(AssertionError, match="together"):
-        questions.bench_weight_gradient("down", Mock())
