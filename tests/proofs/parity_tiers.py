@@ -62,13 +62,16 @@ def expert_covering() -> Tiers:
     return Tiers(parity.expert_covering(parity.WORLDS))
 
 
-def thorough_but(kept, cases):
+def thorough_but(kept, cases, slow=()):
     """`cases` as test parameters (a tuple has several), with all that are not in `kept` marked
-    thorough."""
+    thorough, or slow: those that only `make parity` and test_whole_matrix need to run."""
     return [
         case
         if case in kept
-        else pytest.param(*(case if type(case) is tuple else [case]), marks=pytest.mark.thorough)
+        else pytest.param(
+            *(case if type(case) is tuple else [case]),
+            marks=pytest.mark.slow if case in slow else pytest.mark.thorough,
+        )
         for case in cases
     ]
 

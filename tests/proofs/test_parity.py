@@ -180,9 +180,8 @@ EXTREMES = [case for case in extreme_cases() if case.first_bias and case.layout.
     [
         *(("strict", case, 0 if case.layout.pp == 4 else 1) for case in STRICT),
         *(pytest.param("strict", case, 1, marks=pytest.mark.thorough) for case in MORE),
-        *(pytest.param("strict_shared", case, 1, marks=pytest.mark.thorough) for case in STRICT),
         *(pytest.param("strict_shared", case, 1, marks=pytest.mark.slow)
-          for case in MORE if case not in STRICT),
+          for case in dict.fromkeys([*STRICT, *MORE])),
         *(pytest.param(backend, case, EXPERT_STEPS, marks=pytest.mark.slow)
           for case in EXTREMES for backend in ("strict", "strict_shared")),
     ],
