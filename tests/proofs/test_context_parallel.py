@@ -104,7 +104,7 @@ QUICK = [
     for case in GATHERS_AGAIN
     if (case.zero_stage, case.world, case.schedule) == (3, 4, "zb_h1")
 ]
-# of a schedule with more stages per rank, `make parity` has the others
+# gpipe, and the most stages per rank, are left to `make parity`
 PARITY_ONLY = [
     case for case in GATHERS_AGAIN if case.stages_per_rank > 2 or case.schedule == "gpipe"
 ]
