@@ -14,11 +14,19 @@ The streams of collectives are those that ProcessGroupNCCL would use. In torch 2
     a batch of messages        is one kernel with one work
     memory                     the work holds the tensors until `wait()`, or if nobody waits, until
                                the watchdog finds it complete; `record_stream` is not called
+
+On a GPU autograd runs backward in a thread of its own, whose current device it sets (torch/csrc/
+autograd/engine.cpp, Engine::thread_init), and each node on the stream that was current in its
+forward. Here backward runs in a thread too, on the compute stream; an operator that autograd
+records on another stream raises an error.
 """
 
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +37,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup
 
-import hardware
 from costs.as_on_gpu import DEVICE
 from costs.collectives import Call, Work, arguments_of, group_of
 from costs.events import event_of
@@ -42,7 +49,9 @@ from costs.operators import (
     takes_from_host,
     tensors_of,
 )
-from costs.storages import key_of
+from costs.storages import key_of, watch_resizes
+from hardware import H100
+from hardware import Device as Rates
 from parallel.mesh import Mesh
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.manifest import Manifest
@@ -52,7 +61,8 @@ from runtime.trainer_state import DataState
 from tools.plan.layout import Layout
 from tools.plan.time import StepTime
 from tools.rehearse.accesses import Accesses, Block
-from tools.rehearse.device import Device, Stream
+from tools.rehearse.device import INDEX, Device, Stream
+from tools.rehearse.fake_gpu import OnFakeGpu
 from tools.rehearse.findings import Findings, line
 from tools.rehearse.overlap import Computing, Flight, Overlap
 from tools.rehearse.tape import ONE_RANK, Tape
@@ -80,15 +90,14 @@ class SaverWithoutFiles(Saver):
 
 
 class Races(Tape):
-    """The streams of a fake GPU, what is accessed on them, and what overlaps. Use
-    `tools.rehearse.host.checking`.
+    """The streams of a fake GPU, what is accessed on them, and what overlaps. Use `checking`.
 
     Args:
         gpu: the fake GPU.
         rates: those of a device, for the seconds in the report of what overlaps.
     """
 
-    def __init__(self, mesh: Mesh, gpu: Device, rates: hardware.Device) -> None:
+    def __init__(self, mesh: Mesh, gpu: Device, rates: Rates) -> None:
         super().__init__(mesh)
         self.gpu, self.rates = gpu, rates
         self.findings: Findings = Counter()
@@ -273,3 +282,73 @@ def _is_async(func: Any, args: Sequence[Any]) -> bool:
 
 def _name(device: str) -> str:
     return "the device" if device == DEVICE else "the host"
+
+
+# --- threads of the host ---
+
+
+@contextmanager
+def checking(mesh: Mesh, device: Device, rates: Rates = H100) -> Iterator[Races]:
+    """A context in which races are looked for, in this thread and in all that start in it.
+
+    Args:
+        device: the fake GPU.
+        rates: those of a device, for the seconds in the report.
+    """
+    races = Races(mesh, device, rates)
+    with (
+        patch.object(torch.accelerator, "current_stream", device.current_stream),
+        patch.object(Tensor, "record_stream", lambda *of: races.accesses.record_stream(*of)),
+        patch.object(dist, "batch_isend_irecv", races.batch),
+        watch_resizes(races),
+        _threads(races),
+        races,
+    ):
+        yield races
+
+
+@contextmanager
+def _threads(races: Races) -> Iterator[None]:
+    """A context in which threads begin with what their starter had done and seen, and `join` adds
+    what they did. The modes of torch belong to a thread, and so are entered in every one."""
+    device = races.gpu
+    start, run, join = (getattr(threading.Thread, name) for name in ("start", "run", "join"))
+    begun: dict[threading.Thread, Any] = {}
+
+    def started(thread: threading.Thread) -> None:
+        begun[thread] = device.host().point()
+        start(thread)
+
+    def running(thread: threading.Thread) -> None:
+        with OnFakeGpu(device), races:
+            device.host().after(begun.pop(thread, {}))
+            run(thread)
+
+    def joined(thread: threading.Thread, timeout: float | None = None) -> None:
+        join(thread, timeout)
+        if not thread.is_alive() and (lane := device.host_lanes.pop(thread, None)):
+            device.host().after(lane.point())
+
+    with (
+        patch.object(threading.Thread, "start", started),
+        patch.object(threading.Thread, "run", running),
+        patch.object(threading.Thread, "join", joined),
+        patch.object(torch.autograd, "backward", _in_a_thread(device, torch.autograd.backward)),
+    ):
+        yield
+
+
+def _in_a_thread(device: Device, backward: Callable[..., None]) -> Callable[..., None]:
+    def run(*args: Any, **kwargs: Any) -> None:
+        in_step = device.here.in_step
+
+        def target() -> None:
+            device.set_device(INDEX)
+            device.here.in_step = in_step
+            backward(*args, **kwargs)
+
+        with ThreadPoolExecutor(1, "of autograd") as pool:  # joins its thread
+            done = pool.submit(target)
+        done.result()
+
+    return run

@@ -20,12 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallel.pipeline.schedules import SCHEDULES
-from settings.checks import MAX_FORWARDS
 from tools.command import CommandParser, at_least, reports_errors, run_command, writes
 from tools.timeline.draw import draw, save
 from tools.timeline.panels import print_panels, simulated_panels, traced_panels
-
-SUFFIXES = (".svg", ".png")
 
 
 def time(text: str) -> float:
@@ -67,8 +64,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--out", Path, "FILE", "write a picture (.svg, .png) in place of text")
     options = parser.parse_args(arguments)
     out, schedules, per_rank = options.out, len(options.schedule or ()), options.stages_per_rank
-    if out is not None and out.suffix not in SUFFIXES:
-        parser.error(f"--out: {str(out)!r} is no picture: end it in {' or '.join(SUFFIXES)}")
+    if out is not None and out.suffix not in (".svg", ".png"):
+        parser.error(f"--out: {str(out)!r} is no picture: end it in .svg or .png")
     if options.schedule is None:
         given = {"--stages": options.stages, "--micro-batches": options.micro_batches,
                  "--stages-per-rank": per_rank, "--costs": options.costs != (1, 1, 1),
@@ -80,27 +77,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--simulated belongs to --trace; a schedule is always simulated")
     if options.stages is None or options.micro_batches is None:
         parser.error("--schedule needs --stages and --micro-batches")
-    at_least(1, stages=options.stages, micro_batches=options.micro_batches)
-    at_least(1, stages_per_rank=min(per_rank, default=None))
+    sizes = {"stages": options.stages, "micro_batches": options.micro_batches}
+    at_least(1, **sizes, stages_per_rank=min(per_rank, default=None))
     if len(per_rank) not in (0, 1, schedules):
         parser.error(f"--stages-per-rank has {len(per_rank)} numbers for {schedules} schedules")
-    # some schedules are first built for 2 micro-batches a rank
-    microbatches = max(2 * options.stages, options.micro_batches)
-    forwards = options.stages * max(per_rank, default=1) * microbatches
-    if forwards > MAX_FORWARDS:
-        parser.error(f"there would be up to {forwards:,} forwards: use smaller numbers")
     return options
 
 
 @reports_errors
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    message = options.communication
     if options.trace is not None:
-        unit, panels = "ms", traced_panels(options.trace, options.simulated, options.communication)
+        unit, panels = "ms", traced_panels(options.trace, options.simulated, message)
     else:
         sizes = options.stages, options.micro_batches, options.stages_per_rank
-        times = options.costs, options.communication
-        unit, panels = "", simulated_panels(options.schedule, *sizes, *times)
+        unit, panels = "", simulated_panels(options.schedule, *sizes, options.costs, message)
     if options.out is None:
         print_panels(panels, unit)
         return 0
