@@ -2,8 +2,7 @@
 
 __main__.py           the command
 cases.py              the layouts and options that are compared
-chosen.py             cases chosen by hand: schedules, context parallelism, Triton's kernels
-expert_cases.py       the cases of mixtures of experts
+chosen.py             cases chosen by hand: schedules, context parallelism, kernels, experts
 run.py                runs one case on all ranks and compares it with the reference
 routing.py            which experts the tokens of a rank choose
 row.py                the errors of one case, and their bounds

@@ -11,16 +11,16 @@ from proofs.parity.cases import Case
 # that in each step.
 BOUNDS: dict[str, dict[str, float]] = {
     "float64": {
-        **{"weights": 0.0, "spread": 0.0, "loss": 1e-11, "norm": 1e-11, "gradient": 1e-11},
-        **{"loss_steps": 1e-9, "norm_steps": 1e-9, "routes": 0.0, "balance": 1e-11, "bias": 0.0},
-        **{"updated": 1e-9},
+        "weights": 0.0, "spread": 0.0, "loss": 1e-11, "norm": 1e-11, "gradient": 1e-11,
+        "loss_steps": 1e-9, "norm_steps": 1e-9, "updated": 1e-9,
+        "routes": 0.0, "balance": 1e-11, "bias": 0.0,
     },
     "float32": {
-        **{"weights": 0.0, "spread": 0.0, "loss": 1e-5, "norm": 1e-5, "gradient": 1e-4},
-        **{"loss_steps": 1e-4, "norm_steps": 1e-4, "routes": 0.0, "balance": 1e-5, "bias": 0.0},
-        **{"updated": 1e-4},
+        "weights": 0.0, "spread": 0.0, "loss": 1e-5, "norm": 1e-5, "gradient": 1e-4,
+        "loss_steps": 1e-4, "norm_steps": 1e-4, "updated": 1e-4,
+        "routes": 0.0, "balance": 1e-5, "bias": 0.0,
     },
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -61,14 +61,8 @@ class Row:
         text = f"{'FAIL' if bad else 'ok':4} {self.seconds:5.1f} s  "
         if self.crash:
             return f"{text}{self.case}\n{self.crash}"
-        text += f"weights {self.weights:.0e} copies {self.spread:.0e} loss {self.loss:.0e} "
-        text += f"norm {self.norm:.0e} gradient {self.gradient:.0e} ({self.worst})"
-        if self.steps:
-            text += f" | {self.steps} steps: loss {self.loss_steps:.0e} norm {self.norm_steps:.0e}"
-            text += f" weights {self.updated:.0e}"
-        if self.case.router is not None:
-            text += f" | routes {self.routes} balance {self.balance:.0e} bias {self.bias:.0e}"
-        text += f"  {self.case}"
+        text += " ".join(f"{name} {getattr(self, name):.0e}" for name in BOUNDS[self.case.dtype])
+        text += f" ({self.worst}) after {self.steps} steps  {self.case}"
         return f"{text}\n     out of bounds: {', '.join(bad)}" if bad else text
 
     def as_json(self) -> dict[str, Any]:

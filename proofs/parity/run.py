@@ -31,7 +31,7 @@ from proofs.parity.cases import BATCH, BOS, SEED, SEQ_LEN, STEPS, Case
 from proofs.parity.reference import IGNORE, Reference
 from proofs.parity.reference_experts import FeedForward, auxiliary_losses, experts_of
 from proofs.parity.reference_training import gradient_norm, train
-from proofs.parity.routing import Choices, recording
+from proofs.parity.routing import recording
 from proofs.parity.row import Row
 from proofs.ranks import RankError, Ranks
 from settings.config import Config
@@ -48,17 +48,19 @@ Sabotage = Callable[[], contextlib.AbstractContextManager[None]]
 
 @dataclass
 class Run:
-    """What a case computed on one rank."""
+    """What a case computed: on one rank, with tensors as lists of `Part`s; or in the reference,
+    with whole tensors by name."""
 
-    weights: list[Part] = field(default_factory=list)
-    gradients: list[Part] = field(default_factory=list)
-    final_weights: list[Part] = field(default_factory=list)
+    weights: Any = None
+    gradients: Any = None
+    final_weights: Any = None
     loss: float = 0.0  # of the first step
     norm: float = 0.0
     losses: list[float] = field(default_factory=list)  # of each optimizer step
     norms: list[float] = field(default_factory=list)
-    choices: list[Choices] = field(default_factory=list)  # of experts, in the first step
-    counts: list[list[int]] = field(default_factory=list)  # of each layer's experts, likewise
+    # of experts, in the first step: a list of `Choices`; or by layer, [BATCH, SEQ_LEN, k]
+    choices: Any = None
+    counts: list[list[int]] = field(default_factory=list)  # of a rank's experts, by layer, likewise
     auxiliary: list[float] = field(default_factory=list)  # the two losses of routers, likewise
     biases: dict[str, Tensor] = field(default_factory=dict)  # of routers, after all steps
 
@@ -176,23 +178,7 @@ def reference_model(
     return reference
 
 
-@dataclass(frozen=True)
-class Expected:
-    """The results of the reference."""
-
-    weights: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-    loss: float
-    norm: float
-    losses: list[float]
-    norms: list[float]
-    final_weights: dict[str, Tensor]
-    choices: dict[int, Tensor]  # of experts, by layer: [BATCH, SEQ_LEN, k]
-    auxiliary: list[float]
-    biases: dict[str, Tensor]
-
-
-def expected(case: Case, steps: int) -> Expected:
+def expected(case: Case, steps: int) -> Run:
     """The reference's results for a case, computed once for all cases that differ only in the
     layout."""
     config = case.config()
@@ -211,32 +197,29 @@ def _expected(
     first_bias: tuple[float, ...] | None,
     steps: int,
     global_batch: Callable[[int, int], tuple[Tensor, Tensor]],  # tests exchange it
-) -> Expected:
+) -> Run:
     reference = reference_model(model, DTYPES[dtype], SEED, bos_id)
     if first_bias is not None:
         for layer in experts_of(reference):
             layer.bias = torch.tensor(first_bias)
-    weights = {name: p.detach().clone() for name, p in reference.named_parameters()}
+    run = Run({name: p.detach().clone() for name, p in reference.named_parameters()})
     loss = reference.loss(*global_batch(model.vocab_size, 0))
     of_routers = auxiliary_losses(reference)
     (loss + of_routers.sum()).backward()
-    experts = {
-        layer: block.feed_forward
-        for layer, block in enumerate(reference.blocks)
-        if isinstance(block.feed_forward, FeedForward)
-    }
-    choices = {layer: each.choices for layer, each in experts.items()}
-    gradients = {name: p.grad.clone() for name, p in reference.named_parameters()}
-    norm = gradient_norm(reference.parameters())
+    run.loss, run.auxiliary = loss.item(), of_routers.tolist()
+    run.gradients = {name: p.grad.clone() for name, p in reference.named_parameters()}
+    run.norm = gradient_norm(reference.parameters())
+    feed_forwards = dict(enumerate(block.feed_forward for block in reference.blocks))
+    experts = {at: each for at, each in feed_forwards.items() if isinstance(each, FeedForward)}
+    run.choices = {layer: each.choices for layer, each in experts.items()}
     batches = (global_batch(model.vocab_size, step) for step in range(steps))
-    losses, norms = train(reference, batches, optimizer, STEPS)
-    biases = {f"blocks.{layer}.feed_forward.router.bias": e.bias for layer, e in experts.items()}
-    final = {name: p.detach() for name, p in reference.named_parameters()}
-    first, auxiliary, of_steps = loss.item(), of_routers.tolist(), (losses, norms, final)
-    return Expected(weights, gradients, first, norm, *of_steps, choices, auxiliary, biases)
+    run.losses, run.norms = train(reference, batches, optimizer, STEPS)
+    run.final_weights = {name: p.detach() for name, p in reference.named_parameters()}
+    run.biases = {f"blocks.{at}.feed_forward.router.bias": e.bias for at, e in experts.items()}
+    return run
 
 
-def compare(case: Case, runs: list[Run], reference: Expected) -> Row:
+def compare(case: Case, runs: list[Run], reference: Run) -> Row:
     """Compare the results of all ranks with the reference."""
     row = Row(case, steps=len(reference.losses))
     shapes = {name: weight.shape for name, weight in reference.weights.items()}
@@ -261,7 +244,7 @@ def compare(case: Case, runs: list[Run], reference: Expected) -> Row:
     return row
 
 
-def compare_routing(row: Row, runs: list[Run], reference: Expected) -> None:
+def compare_routing(row: Row, runs: list[Run], reference: Run) -> None:
     """Compare the experts that tokens chose, how many chose each, the losses of routers and their
     biases."""
     if not reference.choices:

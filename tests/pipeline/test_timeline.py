@@ -102,12 +102,10 @@ EVENTS = to_chrome(timeline("1f1b", 2, 1, 2))["traceEvents"]
 @pytest.mark.parametrize(
     ("events", "message"),
     [
-        ([7], r"traceEvents\[0\] = 7: "),
+        ([7], "traceEvents.0: "),
         ([], "there is no event of rank 0"),
-        ([EVENTS[3] | {"ts": float("nan")}], r"traceEvents\[0\].ts = nan: .* finite number"),
-        ([*EVENTS, EVENTS[3]], "F0.0': occurs more than once"),
+        ([EVENTS[3] | {"ts": float("nan")}], "0.ts: .* finite number"),
         ([e | {"tid": 2 * e.get("tid", 0)} for e in EVENTS], "there is no event of rank 1"),
-        ([e | {"dur": 0, "ts": 0} for e in EVENTS], "the events take no time"),
     ],
 )
 def test_a_broken_trace_is_refused(events, message):
@@ -207,7 +205,6 @@ def refusal(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         (f"1f1b {SIZES} --simulated", "--simulated belongs to --trace"),
         (f"1f1b {SIZES} --out timeline.gif", "--out: 'timeline.gif' is no picture"),
         (f"1f1b {SIZES} --out /dev/null/a.svg", "--out = '/dev/null/a.svg': it cannot be written"),
-        (f"zb_v {SIZES} --micro-batches {10**30}", "there would be up to"),
     ],
 )  # fmt: skip
 def test_what_does_not_work_is_said_so(arguments, message, capsys):
@@ -220,8 +217,8 @@ BACKWARD_FIRST = [Event(Action(BACKWARD, 0, 0), 0, 1), Event(Action(FORWARD, 0, 
 @pytest.mark.parametrize(
     ("trace", "options", "message"),
     [
-        ("{", "", "is not valid JSON"),
-        ("[1, 2]", "", "has no list traceEvents"),
+        ("{", "", "cannot be read: Expecting property name"),
+        ("[1, 2]", "", "is not the trace of a run"),
         ({"traceEvents": EVENTS[:-1]}, "--simulated",
          "is not a complete step: stage 1 runs F for micro-batch 1"),
         (to_chrome(Timeline([BACKWARD_FIRST])), "--simulated",

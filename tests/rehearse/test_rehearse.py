@@ -41,7 +41,6 @@ def test_every_kind_of_stage_goes_forward_and_backward(name: str, stage: str) ->
     report = alone(rehearse, config, world, pp_rank * (world // pp))
     assert report["stages"] == list(range(pp_rank, len(config.split_layers()), pp))
     assert report["host_bytes"] < 2 << 30
-    assert report["peak_memory_bytes"] == sum(report["memory"].values())
     planned = beside_the_plan(config, report)
     assert planned["same_collectives"]
     assert abs(planned["error"]) < 0.001

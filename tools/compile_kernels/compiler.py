@@ -186,12 +186,12 @@ def compile_launch(launch: Launch) -> Report:
     }
 
 
-def compile_all(launches: Sequence[Launch], processes: int) -> list[Report]:
+def compile_all(launches: Sequence[Launch]) -> list[Report]:
     """Compile the launches in forked processes, which inherit them in memory, because kernels
     cannot be pickled."""
     global _launches
     _launches = launches
-    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
+    with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
         return list(pool.map(_compile_one, range(len(launches))))
 
 
@@ -207,23 +207,14 @@ def _compile_one(index: int) -> Report:
 
 def describe(reports: Sequence[Report]) -> str:
     """The table that the command's help explains."""
-    named = "kernel specimen target threads registers stack local loads stores shared"
-    rows = [(*named.split(), "")]
-    for r in reports:
-        first = (str(r[name]) for name in named.split()[:7])
-        loads, stores = (
-            f"{r[f'wide_{what}']} + {r[f'narrow_{what}']}" for what in ("loads", "stores")
-        )
-        faults = ", ".join(dict.fromkeys(fault.split(":")[0] for fault in r["faults"])) or "ok"
-        rows.append((*first, loads, stores, f"{r['shared']:,}", faults))
-    return table(rows, left=(0, 1, 2, 10))
+    names = [name for name in reports[0] if name not in ("faults", "triton")]
+    rows = [[str(report[name]) for name in names] for report in reports]
+    return table([[name.replace("_", " ") for name in names], *rows], left=(0, 1, 2))
 
 
 def specimens_in(path: Path) -> list[Specimen]:
     try:
         return list(runpy.run_path(str(path), run_name=path.stem)["SPECIMENS"])
     except (KeyError, OSError) as error:
-        remedy = (
-            "give a Python file with a list SPECIMENS, such as tools/compile_kernels/specimens.py"
-        )
+        remedy = "give a Python file with a list SPECIMENS, as tools/compile_kernels/specimens.py"
         raise UserError("--specimens", str(path), f"has no specimens: {error}", remedy) from None

@@ -39,8 +39,8 @@ from tools.plan.hardware import GB, Device, find_device
 from tools.plan.layout import Layout, world_of
 from tools.plan.memory import Memory
 from tools.plan.traffic import by_axis, over_groups
-from tools.rehearse.races import checking
 from tools.rehearse.operators import describe_operators, recording
+from tools.rehearse.races import checking
 from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse, title
 
 
@@ -56,10 +56,8 @@ def beside_the_plan(config: Config, report: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe(report: dict[str, Any]) -> str:
-    lines = [f"{title(report)}: {report['peak_memory_bytes'] / GB:.2f} GB"]
-    lines += [
-        f"  {size / GB:9.3f} GB  {name}" for name, size in report["memory"].items() if size >= 1e6
-    ]
+    peak = f"{report['peak_memory_bytes'] / GB:.2f} GB in {report['peak_in']}"
+    lines = [f"{title(report)}: at the peak {peak}"]
     for axis, row in report["collectives"].items():
         kinds = ", ".join(f"{kind} {part['count']:,}" for kind, part in row["kinds"].items())
         lines.append(

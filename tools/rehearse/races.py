@@ -144,7 +144,7 @@ class Races(Tape):
 
     # --- storages ---
 
-    def born(self, key: int, size: int, label: Any = None) -> None:
+    def born(self, key: int, size: int) -> None:
         self.accesses.allocate(key, self.gpu.current_stream(), line())
 
     def freed(self, key: int, size: int) -> None:

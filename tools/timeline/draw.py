@@ -20,8 +20,8 @@ COLOURS = (
     *("#3b82f6", "#ea580c", "#10976a", "#a855f7", "#b7791f"),
     *("#0891b2", "#db2777", "#ef4444", "#65a30d", "#7c8798"),
 )
-# Colours of a rank's first stage and of its last; lightness distinguishes kinds of actions for the
-# colour-blind.
+# Colours of a rank's first stage and of its others; lightness distinguishes kinds of actions for
+# the colour-blind.
 SHADES = {
     Kind.FORWARD: ("#2a56cc", "#9db4fa"),
     Kind.BACKWARD: ("#8a1f62", "#dd8fbb"),
@@ -47,13 +47,6 @@ def chunk_of_stage(lane: Sequence[Event]) -> dict[int, int]:
     """The index of each stage among its rank's stages, from 0."""
     stages = sorted({event.action.stage for event in lane})
     return {stage: chunk for chunk, stage in enumerate(stages)}
-
-
-def shade(kind: Kind, chunk: int, chunks: int) -> str:
-    """The colour of a kind of action; lighter for later stages of the rank."""
-    part = chunk / max(chunks - 1, 1)
-    dark, light = (bytes.fromhex(colour[1:]) for colour in SHADES[kind])
-    return f"#{bytes(round(d + part * (b - d)) for d, b in zip(dark, light, strict=True)).hex()}"
 
 
 def draw(panels: Sequence[Panel], unit: str = "", span: float = 0.0) -> "Figure":
@@ -94,7 +87,7 @@ def _draw_lanes(axes: "Axes", timeline: Timeline, span: float) -> None:
             start, width = begin - timeline.start, end - begin
             # a gap, so that adjacent boxes can be told apart
             boxes.append((start, width - min(0.6 / points_per_unit, width / 5)))
-            colours.append(shade(action.kind, chunks[action.stage], len(chunks)))
+            colours.append(SHADES[action.kind][chunks[action.stage] > 0])
             number = str(action.microbatch)
             if len(number) * DIGIT * NUMBER_SIZE <= width * points_per_unit:
                 place = (start + boxes[-1][1] / 2, rank + 0.5)
@@ -118,7 +111,7 @@ def _add_legend(figure: "Figure", panels: Sequence[Panel]) -> None:
     kinds = {event.action.kind for lane in lanes for event in lane}
     chunks = max(len(chunk_of_stage(lane)) for lane in lanes)
     entries = {
-        NAMES[kind]: tuple(Patch(color=shade(kind, chunk, chunks)) for chunk in range(chunks))
+        NAMES[kind]: tuple(Patch(color=colour) for colour in SHADES[kind][:chunks])
         for kind in Kind
         if kind in kinds
     }
@@ -126,7 +119,7 @@ def _add_legend(figure: "Figure", panels: Sequence[Panel]) -> None:
     if chunks > 1:
         entries["light: a rank's later stage"] = (Patch(alpha=0),)
     boxes = {"handler_map": {tuple: HandlerTuple(ndivide=None, pad=0)}, "handleheight": 1.1}
-    boxes |= {"handlelength": 1.1 * min(chunks, 4), "ncols": len(entries)}
+    boxes |= {"handlelength": 1.1 * min(chunks, 2), "ncols": len(entries)}
     text = {"fontsize": TEXT_SIZE, "labelcolor": INK, "frameon": False}
     figure.legend(entries.values(), entries, loc="outside upper left", **boxes, **text)
 

@@ -11,14 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from costs.timeline import MICROSECONDS, Timeline
 from errors import UserError
-from parallel.pipeline.actions import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    Action,
-    Kind,
-)
+from parallel.pipeline.actions import Action, Kind
 from parallel.pipeline.simulate import Costs, Event
 from runtime.schema import Natural, Strict, first_problem
 
@@ -81,12 +74,14 @@ def measured_costs(timeline: Timeline, communication: float = 0.0) -> Costs:
     A whole backward counts half as an input gradient and half as a weight gradient, which keeps the
     mean of a stage's total backward time.
     """
-    halves = (BACKWARD_INPUT, BACKWARD_WEIGHT)
+    halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for action, start, end in chain(*timeline.ranks):
-        kinds = halves if action.kind is BACKWARD else [action.kind]
+        kinds = halves if action.kind is Kind.BACKWARD else [action.kind]
         for kind in kinds:
             durations[kind, action.stage].append((end - start) / len(kinds))
     stages = range(max(stage for _, stage in durations) + 1)
-    means = ([fmean(durations[kind, s] or [0.0]) for s in stages] for kind in (FORWARD, *halves))
+    means = (
+        [fmean(durations[kind, s] or [0.0]) for s in stages] for kind in (Kind.FORWARD, *halves)
+    )
     return Costs(*means, communication)
