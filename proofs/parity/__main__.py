@@ -9,8 +9,8 @@ mixtures of experts it compares every layout with every ep of 1, 2 and 4, a cove
 loads as uneven as they can be, with the experts that each token chooses, the routers' losses, and
 biases after 3 steps (chosen.py). With TRITON_INTERPRET=1 before the command (or on a GPU
 machine), it also compares the model with Triton's kernels. It prints one line per case with the
-largest relative errors, and exits with status 1 if any is out of bounds (row.py). On two cores,
-over gloo, all cases together take hours (docs/proofs.md).
+largest relative errors, and exits with status 1 if any is out of bounds (`BOUNDS` in run.py). On
+two cores, over gloo, all cases together take hours (docs/proofs.md).
 """
 
 import contextlib
@@ -44,8 +44,7 @@ from proofs.parity.chosen import (
     kind_cases,
     schedule_cases,
 )
-from proofs.parity.row import BOUNDS, Row
-from proofs.parity.run import check, worst
+from proofs.parity.run import BOUNDS, Row, check, worst
 from proofs.ranks import Ranks
 from tools.command import CommandParser, at_least, run_command, writes
 

@@ -89,13 +89,6 @@ def test_measured_costs_are_means_and_halves_of_whole_backwards():
     assert sum(costs.of(event.action.kind, 0) for event in lane) == pytest.approx(13)
 
 
-def test_a_simulation_from_measured_costs_is_the_measured_step():
-    step = timeline("zb_v", 2, 2, 4, 3.0, 2.0, 2.0)
-    actions = [[event.action for event in lane] for lane in step.ranks]
-    again = Timeline(simulate(actions, measured_costs(step)))
-    assert again.step_time == pytest.approx(step.step_time)
-
-
 EVENTS = to_chrome(timeline("1f1b", 2, 1, 2))["traceEvents"]
 
 
@@ -202,7 +195,6 @@ def refusal(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         (f"1f1b {SIZES} --stages-per-rank 1 1", "--stages-per-rank has 2 numbers for 1 schedules"),
         (f"1f1b {SIZES} --costs 1,1", "--costs: '1,1' is not F,I,W"),
         (f"1f1b {SIZES} --costs nan,1,1", "--costs: 'nan' is not a time"),
-        (f"1f1b {SIZES} --simulated", "--simulated belongs to --trace"),
         (f"1f1b {SIZES} --out timeline.gif", "--out: 'timeline.gif' is no picture"),
         (f"1f1b {SIZES} --out /dev/null/a.svg", "--out = '/dev/null/a.svg': it cannot be written"),
     ],

@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -44,23 +45,6 @@ Report = dict[str, Any]
 # --- what is launched -----------------------------------------------------------------------------
 
 
-class Absent:
-    """Replaces Triton's driver and reports `gpu` as present, so that the launcher prepares kernels
-    for it."""
-
-    def __init__(self, gpu: GPUTarget) -> None:
-        self.gpu = gpu
-
-    def get_current_device(self) -> GPUTarget:
-        return self.gpu  # the key of the launcher's cache
-
-    def get_current_stream(self, device: GPUTarget) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return self.gpu
-
-
 @dataclass(frozen=True)
 class Launch:
     """What Triton's launcher passes to the compiler."""
@@ -76,6 +60,12 @@ def launches_of(chosen: Sequence[Specimen], target: str) -> list[Launch]:
     expectations are listed once."""
     found: dict[tuple[Any, ...], Launch] = {}
     gpu = GPUTarget(*TARGETS[target].gpu)
+    # takes the place of Triton's driver, so that the launcher prepares kernels for this GPU
+    absent = SimpleNamespace(
+        get_current_device=lambda: gpu,  # the key of the launcher's cache
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: gpu,
+    )
     for specimen in chosen:
 
         def keep(
@@ -97,7 +87,7 @@ def launches_of(chosen: Sequence[Specimen], target: str) -> list[Launch]:
             return True  # handled: the launcher then neither compiles nor launches
 
         with (
-            mock.patch.object(driver, "_active", Absent(gpu)),
+            mock.patch.object(driver, "_active", absent),
             mock.patch.object(triton.knobs.runtime, "jit_cache_hook", keep),
             mock.patch.object(backend, "LANES", gpu.warp_size),
             # multi_tensor would otherwise accept only tensors on a GPU

@@ -115,18 +115,15 @@ class Races(Tape):
 
     # --- a step ---
 
-    def attach(self, train: TrainStep) -> None:
-        super().attach(train)
-        self.saver = SaverWithoutFiles(train)
-        layout = Layout.of_rank(train.config, train.mesh.sizes.world, dist.get_rank())
-        self.time = StepTime(layout, self.rates)
-
     def clear(self) -> None:
         super().clear()
         self.overlap.clear()
 
-    def after_step(self, step: int) -> None:
-        self._step = self.overlap.table(self.time)
+    def after_step(self, train: TrainStep, step: int) -> None:
+        layout = Layout.of_rank(train.config, train.mesh.sizes.world, dist.get_rank())
+        self._step = self.overlap.table(StepTime(layout, self.rates))
+        if step == 0:
+            self.saver = SaverWithoutFiles(train)
         data = DataState(checksum="none", next_sample=0, skipped=[])
         self.saver.save(step + 1, 0, data)  # its thread works beside the next step
 
@@ -311,18 +308,18 @@ def checking(mesh: Mesh, device: Device, rates: Rates = H100) -> Iterator[Races]
 def _threads(races: Races) -> Iterator[None]:
     """A context in which threads begin with what their starter had done and seen, and `join` adds
     what they did. The modes of torch belong to a thread, and so are entered in every one."""
-    device = races.gpu
-    start, run, join = (getattr(threading.Thread, name) for name in ("start", "run", "join"))
-    begun: dict[threading.Thread, Any] = {}
+    device, start, join = races.gpu, threading.Thread.start, threading.Thread.join
 
     def started(thread: threading.Thread) -> None:
-        begun[thread] = device.host().point()
-        start(thread)
+        point, run = device.host().point(), thread.run
 
-    def running(thread: threading.Thread) -> None:
-        with OnFakeGpu(device), races:
-            device.host().after(begun.pop(thread, {}))
-            run(thread)
+        def running() -> None:
+            with OnFakeGpu(device), races:
+                device.host().after(point)
+                run()
+
+        thread.run = running  # type: ignore[method-assign]
+        start(thread)
 
     def joined(thread: threading.Thread, timeout: float | None = None) -> None:
         join(thread, timeout)
@@ -331,7 +328,6 @@ def _threads(races: Races) -> Iterator[None]:
 
     with (
         patch.object(threading.Thread, "start", started),
-        patch.object(threading.Thread, "run", running),
         patch.object(threading.Thread, "join", joined),
         patch.object(torch.autograd, "backward", _in_a_thread(device, torch.autograd.backward)),
     ):

@@ -56,14 +56,14 @@ def rehearse(
         stages = build_without_data(config, mesh)
         tape.built(stages.values())
         train = TrainStep(config, mesh, stages, bos_id=0)
-        tape.attach(train)
+        train.record = tape.record
         for step in range(steps):
             tape.clear()
             batch = rows(config, mesh)
             device.here.in_step = True
             _result = train(step, *batch)  # kept: a caller would read it
             device.here.in_step = False
-            tape.after_step(step)
+            tape.after_step(train, step)
         return {
             "rank": rank,
             "world": world,
