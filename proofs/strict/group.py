@@ -30,8 +30,10 @@ COLLECTIVES = {
     "alltoall_base": "alltoall_base",
     "allreduce": "allreduce",
     "broadcast": "broadcast",
+    "reduce": "reduce",
     "allgather": "allgather",
     "gather": "gather",
+    "scatter": "scatter",
     "barrier": "barrier",
 }
 ALL_TO_ALL = ("all_to_all", "alltoall")
@@ -154,12 +156,14 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _shapes(kind: str, arguments: Sequence[Any]) -> list[str]:
-    """Of all tensors among the arguments; of a gather, of the rank's own; of an
+    """Of all tensors among the arguments; of a gather or scatter, of the rank's own; of an
     all-to-all, of one row, because the ranks' numbers of rows differ."""
     if kind.startswith(ALL_TO_ALL):
         return [f"of rows {_shape(tensor[:0])}" for tensor in arguments[:2]]
     if kind == "gather":
         arguments = arguments[1:2]
+    elif kind == "scatter":
+        arguments = arguments[:1]
     return [_shape(each) for each in tree_leaves(list(arguments)) if isinstance(each, Tensor)]
 
 
