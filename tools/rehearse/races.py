@@ -102,7 +102,7 @@ class Races(Tape):
         self.gpu, self.rates = gpu, rates
         self.findings: Findings = Counter()
         self.accesses, self.overlap = Accesses(self.findings), Overlap(gpu)
-        gpu.found, gpu.joined, gpu.pin = self.found, self.overlap.joined, self.pin
+        gpu.found, gpu.pin = self.found, self.pin
         self.operators = 0
         self._step: dict[str, Any] = {}  # what overlapped in the last one
         self._pinned: dict[int, range] = {}  # addresses of storages of the host, by their keys
@@ -117,7 +117,8 @@ class Races(Tape):
 
     def clear(self) -> None:
         super().clear()
-        self.overlap.clear()
+        self.overlap = Overlap(self.gpu)
+        self.gpu.joined = self.overlap.joined
 
     def after_step(self, train: TrainStep, step: int) -> None:
         layout = Layout.of_rank(train.config, train.mesh.sizes.world, dist.get_rank())
@@ -215,11 +216,12 @@ class Races(Tape):
             self.pin(host)  # as torch does (aten/src/ATen/native/TensorConversions.cpp)
         pinned = not host.numel() or self._is_pinned(host)
         self.operators += 1
-        name = f"the copy from {_name(source)} to {_name(target)} at {line()}"
+        way = "device to the host" if source == DEVICE else "host to the device"
+        name = f"the copy from the {way} at {line()}"
         self.accesses.access(self.gpu.issue(), name, [(read, False), (result, True)])
         if blocks or not pinned:
-            why = " without non_blocking" if blocks else " with memory that is not pinned"
-            self._wait(f"a copy from {_name(source)} to {_name(target)}{why}")
+            why = "without non_blocking" if blocks else "with memory that is not pinned"
+            self._wait(f"a copy from the {way} {why}")
 
     def _wait(self, why: str) -> None:
         self.gpu.waits(why, self.gpu.issue().point())
@@ -275,10 +277,6 @@ def _is_async(func: Any, args: Sequence[Any]) -> bool:
     """The argument async_op, which messages do not have."""
     names = (argument.name for argument in func._schema.arguments)
     return all(value for name, value in zip(names, args, strict=False) if name == "async_op")
-
-
-def _name(device: str) -> str:
-    return "the device" if device == DEVICE else "the host"
 
 
 # --- threads of the host ---
