@@ -178,7 +178,7 @@ class Recorder(StorageWatch):
         """Do not record the storages of these tensors (weights and inputs)."""
         self._sizes |= {key_of(tensor): 0 for tensor in tensors}
 
-    def born(self, key: int, size: int) -> None:
+    def born(self, key: int, size: int, label: Any = None) -> None:
         self._pieces[key] = piece = Piece(size, self._phase, self.part)
         if self._phase >= 0:
             self._changes[self._phase].append((piece, size, None))
