@@ -14,6 +14,16 @@ from parallel.pipeline.schedules import SCHEDULES
 from proofs.parity.cases import BATCH, Case, meshes_of, option_values
 from proofs.parity.reference import keys_to_try
 
+Options = dict[str, Any]  # of a case
+FULL: Options = {"activation_checkpointing": "full"}
+SELECTIVE: Options = {"activation_checkpointing": "selective"}
+ZB_H1: Options = {"schedule": "zb_h1"}
+ZB_V: Options = {"schedule": "zb_v", "stages_per_rank": 2}
+WINDOW: Options = {
+    "attention": ("sliding_window", "causal"),
+    "keys": (("sliding_window", sliding_window.Settings(window=5)),),
+}
+
 
 def schedule_cases(worlds: Sequence[int]) -> list[Case]:
     """Every schedule, at every pipeline depth and number of stages per rank that it accepts, with
@@ -61,16 +71,11 @@ def context_cases() -> list[Case]:
         Case(MeshSizes(cp=4), num_kv_heads=8, document_mask=True, offload="host"),
         Case(MeshSizes(cp=2, tp=2), num_kv_heads=8, tp_pieces=2),
         Case(MeshSizes(cp=2, tp=2), num_kv_heads=2, sequence_parallel=False, document_mask=True),
-        Case(
-            MeshSizes(dp_shard=2, cp=2),
-            zero_stage=3,
-            attention=("sliding_window", "causal"),
-            keys=(("sliding_window", sliding_window.Settings(window=5)),),
-        ),
+        Case(MeshSizes(dp_shard=2, cp=2), zero_stage=3, **WINDOW),
         Case(MeshSizes(dp_replicate=2, cp=2), zero_stage=0, tie_embeddings=True),
         Case(MeshSizes(dp_replicate=2, dp_shard=2, cp=2), zero_stage=2, offload="disk"),
-        Case(MeshSizes(pp=2, cp=2, tp=2), schedule="zb_h1", tp_pieces=2, document_mask=True),
-        Case(MeshSizes(pp=2, dp_shard=2, cp=2), schedule="zb_v", stages_per_rank=2, zero_stage=3),
+        Case(MeshSizes(pp=2, cp=2, tp=2), tp_pieces=2, document_mask=True, **ZB_H1),
+        Case(MeshSizes(pp=2, dp_shard=2, cp=2), zero_stage=3, **ZB_V),
     ]
     return [replace(case, num_microbatches=BATCH // case.layout.dp) for case in cases]
 
@@ -83,16 +88,16 @@ def kind_cases() -> list[Case]:
     for key in ("attention", "feed_forward"):
         usual = getattr(Case, key)
         for kind in kinds_in(f"model.{key}"):
-            kinds: dict[str, Any] = {key: (kind, usual), "keys": keys_to_try(key, kind)}
+            kinds: Options = {key: (kind, usual), "keys": keys_to_try(key, kind)}
             if kind in (usual, "experts"):
                 continue
             # each tp rank has whole keys, and the gradient of its own query heads
-            shared: dict[str, Any] = {"num_kv_heads": 1, **kinds}
-            whole: dict[str, Any] = {"sequence_parallel": False, **shared}
+            shared: Options = {"num_kv_heads": 1, **kinds}
+            whole: Options = {"sequence_parallel": False, **shared}
             cases += [
-                Case(MeshSizes(tp=2), activation_checkpointing="selective", **whole),
-                Case(MeshSizes(pp=2, tp=2), schedule="zb_h1", layers="uneven", **shared),
-                Case(MeshSizes(dp_shard=2), zero_stage=3, activation_checkpointing="full", **kinds),
+                Case(MeshSizes(tp=2), **SELECTIVE, **whole),
+                Case(MeshSizes(pp=2, tp=2), layers="uneven", **ZB_H1, **shared),
+                Case(MeshSizes(dp_shard=2), zero_stage=3, **FULL, **kinds),
                 Case(MeshSizes(dp_replicate=2, cp=2), document_mask=True, **kinds),
             ]
     for router in kinds_in("model.router"):  # below, those that make a valid case
@@ -106,35 +111,12 @@ def kernel_cases() -> list[Case]:
     cases = [
         *(Case(MeshSizes(tp=tp)) for tp in (1, 2, 4)),
         Case(MeshSizes(tp=2), sequence_parallel=False, num_kv_heads=8, attention_dim=64),
-        Case(
-            MeshSizes(dp_shard=2, tp=2),
-            zero_stage=3,
-            activation_checkpointing="full",
-            num_kv_heads=1,
-            qk_norm=True,
-        ),
-        Case(MeshSizes(dp_replicate=2), activation_checkpointing="selective", document_mask=True),
-        Case(
-            MeshSizes(pp=2, tp=2),
-            schedule="zb_v",
-            stages_per_rank=2,
-            tie_embeddings=True,
-            vocab_size=256,
-        ),
-        Case(
-            MeshSizes(pp=2, dp_shard=2),
-            schedule="zb_h1",
-            zero_stage=2,
-            offload="disk",
-            qk_norm=True,
-        ),
+        Case(MeshSizes(dp_shard=2, tp=2), zero_stage=3, num_kv_heads=1, qk_norm=True, **FULL),
+        Case(MeshSizes(dp_replicate=2), document_mask=True, **SELECTIVE),
+        Case(MeshSizes(pp=2, tp=2), tie_embeddings=True, vocab_size=256, **ZB_V),
+        Case(MeshSizes(pp=2, dp_shard=2), zero_stage=2, offload="disk", qk_norm=True, **ZB_H1),
         # rotates gradients that are parts of wider tensors
-        Case(
-            MeshSizes(cp=2),
-            activation_checkpointing="selective",
-            num_kv_heads=2,
-            document_mask=True,
-        ),
+        Case(MeshSizes(cp=2), num_kv_heads=2, document_mask=True, **SELECTIVE),
     ]
     return [replace(case, kernels="triton") for case in cases]
 
@@ -226,7 +208,7 @@ def extreme_cases() -> list[Case]:
         replace(biased, layout=sizes, first_bias=first, experts_per_token=k, **options)
         for sizes in layouts
         for first, k in ((one, 1), (one, 3), (none, 3), (idle, 3))
-        for options in ({}, {"activation_checkpointing": "selective", "schedule": "zb_h1"})
+        for options in ({}, {**SELECTIVE, **ZB_H1})
     ]
     # each expert cut in two or four: fewer on a rank than ranks that shard them
     few = Case(MeshSizes(), router="softmax", num_experts=4, zero_stage=3)
