@@ -139,13 +139,6 @@ def test_schedules_are_compared_on_the_same_model():
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_the_command_prints_text_and_figures(capsys):
-    assert main(["--schedule", "1f1b", "--stages", "4", "--micro-batches", "8"]) == 0
-    said = capsys.readouterr().out
-    assert "rank 3 ▏         F0 B0─── F1" in said
-    assert "step time 33 · bubble 9 · idle 27.3% · holds at most 4, 3, 2, 1 micro-batches" in said
-
-
 def test_the_command_draws_schedules_below_each_other(tmp_path, capsys):
     """The same bytes each time."""
     options = f"{SIZES} --stages-per-rank 2 --costs 2,1,1 --communication 0.5"

@@ -46,8 +46,9 @@ def rehearse(
     if config.parallel.offload == "disk":  # for the GPU it is the same, and no space is needed
         on_host = replace(config.parallel, offload="host", offload_dir="")
         config = replace(config, parallel=on_host)
+    sizes = config.parallel.mesh_sizes(world)
     with (
-        the_rank(config, world, rank, DEVICE) as mesh,
+        one_rank(sizes, rank, DEVICE, config.model.has_experts) as mesh,
         fake_gpu() as device,
         routing(replace(config.setting(), ep_rank=mesh.ep.rank, imbalance=imbalance)) as experts,
         watching(mesh, device) as tape,
@@ -79,11 +80,6 @@ def build_without_data(config: Config, mesh: Mesh) -> dict[int, Transformer]:
     """The stages of a rank on the fake GPU, where there is no weight to draw."""
     with patch("training.build.initialise", lambda stage, seed: None):
         return build_stages(config, mesh)
-
-
-def the_rank(config: Config, world: int, rank: int, device: str) -> AbstractContextManager[Mesh]:
-    """The mesh of `rank` of `world`; all other ranks are fake."""
-    return one_rank(config.parallel.mesh_sizes(world), rank, device, config.model.has_experts)
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
