@@ -38,11 +38,10 @@ class StorageWatch(TorchDispatchMode):
         self.device = device
         self._sizes: dict[int, int] = {}  # of the storages that are alive
 
-    def born(self, key: int, size: int, label: Any = None) -> None:
-        """A storage was allocated. After a resize, `label` is what `freed` returned for the old
-        size."""
+    def born(self, key: int, size: int) -> None:
+        """A storage was allocated."""
 
-    def freed(self, key: int, size: int) -> Any: ...
+    def freed(self, key: int, size: int) -> None: ...
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator; a subclass may override this."""
@@ -76,9 +75,8 @@ class StorageWatch(TorchDispatchMode):
         """A storage was resized, see `watch_resizes`."""
         key = storage._cdata
         if key in self._sizes:
-            label = self.freed(key, self._sizes[key])
-            self._sizes[key] = size = _rounded(storage.nbytes())
-            self.born(key, size, label)
+            self.freed(key, self._sizes[key])
+            self._add(key, storage.nbytes())
 
 
 @contextmanager

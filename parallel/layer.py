@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from errors import UserError
-from parallel.memory import GRADIENTS, tell
 from parallel.mesh import Axis, Mesh
 from parallel.parameter import WeightSpec
 from parallel.placement import as_dtensor_like, chunk_range, local_part
@@ -163,5 +162,4 @@ class LocalTensor(torch.autograd.Function):
         if ctx.gradient.rows is not None:
             rows, dw = dw, dw.new_zeros(ctx.gradient.shape)
             dw[ctx.gradient.rows] = rows
-        tell(dw, GRADIENTS)
         return as_dtensor_like(dw, ctx.weight), None

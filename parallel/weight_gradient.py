@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from parallel.deferred import Job
-from parallel.memory import GRADIENTS, tell
 
 
 class LinearProducts(Protocol):
@@ -128,7 +127,7 @@ class WeightGradient:
         begun = self._begun(dy)
         total = matmul.add_weight_gradient(dy, x, begun, self.dtype)
         if begun is None:
-            self._begin(total)
+            self._place.total = total
         return None
 
     def add_lookup(self, dy: Tensor, rows: Tensor) -> Tensor | None:
@@ -147,8 +146,7 @@ class WeightGradient:
         if self.rows is None:
             return total
         if total is None:
-            total = like.new_zeros(self.shape, dtype=self.dtype)
-            self._begin(total)
+            self._place.total = total = like.new_zeros(self.shape, dtype=self.dtype)
         return total[self.rows]
 
     def _add(self, dw: Tensor, times: Tensor | None = None) -> None:
@@ -156,13 +154,9 @@ class WeightGradient:
         begun = self._begun(dw)
         if begun is None:
             dw = dw if times is None else dw.mul_(times)
-            self._begin(dw.to(self.dtype))
+            self._place.total = dw.to(self.dtype)
         else:
             begun.add_(dw) if times is None else begun.addcmul_(dw, times)
-
-    def _begin(self, total: Tensor) -> None:
-        tell(total, GRADIENTS)
-        self._place.total = total
 
 
 TO_AUTOGRAD = WeightGradient()  # of a weight without a layer, or in code that is compiled

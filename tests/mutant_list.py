@@ -145,8 +145,7 @@ CHANGES: dict[str, list[Change]] = {
          "total = result.detach()"),
     ],
     "parallel/pipeline/transfer.py": [
-        ("        work.wait()\n        tell(tensor, ACTIVATIONS)",
-         "        tell(tensor, ACTIVATIONS)", "wait"),
+        ("        work.wait()\n        return tensor", "        return tensor", "wait"),
     ],
     # --- training ---
     "training/step.py": [

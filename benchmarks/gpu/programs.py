@@ -16,8 +16,8 @@ Dtypes of computation and storage:
                     (optimizer.pure_bfloat16), the other to nearest. These need less memory and
                     bandwidth, and are not comparable with the other rows.
 Our programs are those that train.py runs: build_stages and TrainStep, on a mesh of one process.
-Only the weights differ: they are drawn on the device (tools/rehearse/real.py), because drawing the
-usual ones, which are the same for every layout, takes minutes on a CPU.
+Only the weights differ: they are drawn on the device (`draw_on_device`), because drawing the usual
+ones, which are the same for every layout, takes minutes on a CPU.
 """
 
 import contextlib
@@ -39,11 +39,11 @@ from model.config import ModelConfig
 from model.kernels.attention import unload_flash3
 from model.kernels.attention_choice import BY_REQUEST, KEY
 from parallel.activation import Mode
+from parallel.parameter import Constant, weights_of
 from proofs.parity.run import make_step
 from settings.checks import validate
 from settings.config import SECTIONS, Config
 from tools.huggingface.config import config_json
-from tools.rehearse.real import draw_on_device
 from training.step import TrainStep
 
 WIDE, SMALL, EXPERTS = "8B width", "1B", "Qwen3-30B-A3B width"
@@ -167,6 +167,16 @@ def config_of(size: Size, variant: Variant) -> Config:
         },
         optimizer={"lr": 1e-4, "name": variant.optimizer, "pure_bfloat16": variant.bfloat16},
     )
+
+
+@torch.no_grad()
+def draw_on_device(stage: torch.nn.Module, seed: int) -> None:
+    """Draw weights with the usual standard deviation."""
+    for each in weights_of(stage):
+        local, initial = each.sharded.to_local(), each.spec.initial
+        local.fill_(initial.value) if isinstance(initial, Constant) else local.normal_(
+            0.0, initial.std
+        )
 
 
 def build(config: Config) -> TrainStep:

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel.memory import ACTIVATIONS, MESSAGES, tell
 from parallel.pipeline.actions import Message
 from parallel.pipeline.lower import Exchange
 
@@ -43,7 +42,6 @@ class Transfers:
 
     def give(self, message: Message, tensor: Tensor) -> None:
         self._here[message] = tensor.detach()
-        tell(tensor, MESSAGES)
 
     def exchange(self, exchange: Exchange) -> None:
         """Post sends of messages that were given and receives of messages that will be taken, in
@@ -54,7 +52,6 @@ class Transfers:
                 tensor = self._here.pop(transfer.message).contiguous()
             else:
                 tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-                tell(tensor, MESSAGES)
             call = dist.isend if transfer.sends else dist.irecv
             operations.append(dist.P2POp(call, tensor, self.ranks[transfer.peer], group=self.group))
         works = dist.batch_isend_irecv(operations)
@@ -74,7 +71,6 @@ class Transfers:
             return self._here.pop(message)
         work, tensor = self._receiving.pop(message)
         work.wait()
-        tell(tensor, ACTIVATIONS)
         return tensor
 
     def finish(self) -> None:

@@ -7,10 +7,10 @@ context parallelism with single sequences, and a covering array over layouts and
 float64; and every kind of layer, which must have a reference of its own (reference_KIND.py). Of
 mixtures of experts it compares every layout with every ep of 1, 2 and 4, a covering array, and
 loads as uneven as they can be, with the experts that each token chooses, the routers' losses, and
-biases after 3 steps (expert_cases.py). With TRITON_INTERPRET=1 before the command (or on a GPU
+biases after 3 steps (chosen.py). With TRITON_INTERPRET=1 before the command (or on a GPU
 machine), it also compares the model with Triton's kernels. It prints one line per case with the
-largest relative errors, and exits with status 1 if any is out of bounds (row.py). On two cores,
-over gloo, all cases together take hours (docs/proofs.md).
+largest relative errors, and exits with status 1 if any is out of bounds (`BOUNDS` in run.py). On
+two cores, over gloo, all cases together take hours (docs/proofs.md).
 """
 
 import contextlib
@@ -33,12 +33,18 @@ from proofs.parity.cases import (
     meshes_of,
     option_values,
 )
-from proofs.parity.chosen import context_cases, kernel_cases, kind_cases, schedule_cases
-from proofs.parity.expert_cases import LAYOUTS as EXPERT_LAYOUTS
-from proofs.parity.expert_cases import STEPS as EXPERT_STEPS
-from proofs.parity.expert_cases import expert_layout_cases, expert_values, extreme_cases
-from proofs.parity.row import BOUNDS, Row
-from proofs.parity.run import check, worst
+from proofs.parity.chosen import (
+    EXPERT_LAYOUTS,
+    EXPERT_STEPS,
+    context_cases,
+    expert_layout_cases,
+    expert_values,
+    extreme_cases,
+    kernel_cases,
+    kind_cases,
+    schedule_cases,
+)
+from proofs.parity.run import BOUNDS, Row, check, worst
 from proofs.ranks import Ranks
 from tools.command import CommandParser, at_least, run_command, writes
 
@@ -108,22 +114,22 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
     cases, impossible = plan(worlds, options.quick)
     print(f"{len(cases)} cases; {len(impossible)} pairs of options are incompatible", flush=True)
-    # A case leaves cores idle while its ranks meet and part.
-    pools = queue.SimpleQueue[Ranks]()
-
-    def compared(case_and_steps: tuple[Case, int]) -> Row:
-        ranks = pools.get()
-        try:
-            row = check(ranks, *case_and_steps)
-        finally:
-            pools.put(ranks)
-        print(row, flush=True)
-        return row
-
+    # A case leaves cores idle while its ranks meet and part, so several run at a time.
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(options.jobs) as threads:
+        pools = queue.SimpleQueue[Ranks]()
         for _ in range(options.jobs):
             pool = Ranks(max(worlds), backend="strict" if options.strict else "gloo")
             pools.put(stack.enter_context(pool))
+
+        def compared(case_and_steps: tuple[Case, int]) -> Row:
+            ranks = pools.get()
+            try:
+                row = check(ranks, *case_and_steps)
+            finally:
+                pools.put(ranks)
+            print(row, flush=True)
+            return row
+
         rows = list(threads.map(compared, cases))
     passed = [row for row in rows if not row.failures()]
     seconds = time.monotonic() - started

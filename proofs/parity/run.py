@@ -10,7 +10,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
@@ -31,8 +31,7 @@ from proofs.parity.cases import BATCH, BOS, SEED, SEQ_LEN, STEPS, Case
 from proofs.parity.reference import IGNORE, Reference
 from proofs.parity.reference_experts import FeedForward, auxiliary_losses, experts_of
 from proofs.parity.reference_training import gradient_norm, train
-from proofs.parity.routing import Choices, recording
-from proofs.parity.row import Row
+from proofs.parity.routing import recording
 from proofs.ranks import RankError, Ranks
 from settings.config import Config
 from settings.precision import DTYPES
@@ -48,17 +47,19 @@ Sabotage = Callable[[], contextlib.AbstractContextManager[None]]
 
 @dataclass
 class Run:
-    """What a case computed on one rank."""
+    """What a case computed: on one rank, with tensors as lists of `Part`s; or in the reference,
+    with whole tensors by name."""
 
-    weights: list[Part] = field(default_factory=list)
-    gradients: list[Part] = field(default_factory=list)
-    final_weights: list[Part] = field(default_factory=list)
+    weights: Any = None
+    gradients: Any = None
+    final_weights: Any = None
     loss: float = 0.0  # of the first step
     norm: float = 0.0
     losses: list[float] = field(default_factory=list)  # of each optimizer step
     norms: list[float] = field(default_factory=list)
-    choices: list[Choices] = field(default_factory=list)  # of experts, in the first step
-    counts: list[list[int]] = field(default_factory=list)  # of each layer's experts, likewise
+    # of experts, in the first step: a list of `Choices`; or by layer, [BATCH, SEQ_LEN, k]
+    choices: Any = None
+    counts: list[list[int]] = field(default_factory=list)  # of a rank's experts, by layer, likewise
     auxiliary: list[float] = field(default_factory=list)  # the two losses of routers, likewise
     biases: dict[str, Tensor] = field(default_factory=dict)  # of routers, after all steps
 
@@ -176,23 +177,7 @@ def reference_model(
     return reference
 
 
-@dataclass(frozen=True)
-class Expected:
-    """The results of the reference."""
-
-    weights: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-    loss: float
-    norm: float
-    losses: list[float]
-    norms: list[float]
-    final_weights: dict[str, Tensor]
-    choices: dict[int, Tensor]  # of experts, by layer: [BATCH, SEQ_LEN, k]
-    auxiliary: list[float]
-    biases: dict[str, Tensor]
-
-
-def expected(case: Case, steps: int) -> Expected:
+def expected(case: Case, steps: int) -> Run:
     """The reference's results for a case, computed once for all cases that differ only in the
     layout."""
     config = case.config()
@@ -211,32 +196,104 @@ def _expected(
     first_bias: tuple[float, ...] | None,
     steps: int,
     global_batch: Callable[[int, int], tuple[Tensor, Tensor]],  # tests exchange it
-) -> Expected:
+) -> Run:
     reference = reference_model(model, DTYPES[dtype], SEED, bos_id)
     if first_bias is not None:
         for layer in experts_of(reference):
             layer.bias = torch.tensor(first_bias)
-    weights = {name: p.detach().clone() for name, p in reference.named_parameters()}
+    run = Run({name: p.detach().clone() for name, p in reference.named_parameters()})
     loss = reference.loss(*global_batch(model.vocab_size, 0))
     of_routers = auxiliary_losses(reference)
     (loss + of_routers.sum()).backward()
-    experts = {
-        layer: block.feed_forward
-        for layer, block in enumerate(reference.blocks)
-        if isinstance(block.feed_forward, FeedForward)
-    }
-    choices = {layer: each.choices for layer, each in experts.items()}
-    gradients = {name: p.grad.clone() for name, p in reference.named_parameters()}
-    norm = gradient_norm(reference.parameters())
+    run.loss, run.auxiliary = loss.item(), of_routers.tolist()
+    run.gradients = {name: p.grad.clone() for name, p in reference.named_parameters()}
+    run.norm = gradient_norm(reference.parameters())
+    feed_forwards = dict(enumerate(block.feed_forward for block in reference.blocks))
+    experts = {at: each for at, each in feed_forwards.items() if isinstance(each, FeedForward)}
+    run.choices = {layer: each.choices for layer, each in experts.items()}
     batches = (global_batch(model.vocab_size, step) for step in range(steps))
-    losses, norms = train(reference, batches, optimizer, STEPS)
-    biases = {f"blocks.{layer}.feed_forward.router.bias": e.bias for layer, e in experts.items()}
-    final = {name: p.detach() for name, p in reference.named_parameters()}
-    first, auxiliary, of_steps = loss.item(), of_routers.tolist(), (losses, norms, final)
-    return Expected(weights, gradients, first, norm, *of_steps, choices, auxiliary, biases)
+    run.losses, run.norms = train(reference, batches, optimizer, STEPS)
+    run.final_weights = {name: p.detach() for name, p in reference.named_parameters()}
+    run.biases = {f"blocks.{at}.feed_forward.router.bias": e.bias for at, e in experts.items()}
+    return run
 
 
-def compare(case: Case, runs: list[Run], reference: Expected) -> Row:
+# --- the comparison ---
+
+# Weights and copies must be equal bit for bit. In float64, rounding errors are so small that they
+# hide no bug. Float32 rounds at 6e-8, and Adam, which divides by the gradient's size, amplifies
+# that in each step.
+BOUNDS: dict[str, dict[str, float]] = {
+    "float64": {
+        "weights": 0.0, "spread": 0.0, "loss": 1e-11, "norm": 1e-11, "gradient": 1e-11,
+        "loss_steps": 1e-9, "norm_steps": 1e-9, "updated": 1e-9,
+        "routes": 0.0, "balance": 1e-11, "bias": 0.0,
+    },
+    "float32": {
+        "weights": 0.0, "spread": 0.0, "loss": 1e-5, "norm": 1e-5, "gradient": 1e-4,
+        "loss_steps": 1e-4, "norm_steps": 1e-4, "updated": 1e-4,
+        "routes": 0.0, "balance": 1e-5, "bias": 0.0,
+    },
+}  # fmt: skip
+
+
+@dataclass
+class Row:
+    """The errors of a case against the reference, relative: ‖a − b‖ / ‖b‖. NaN: a is missing."""
+
+    case: Case
+    steps: int = 0  # how many optimizer steps were compared
+    weights: float = 0.0  # initial weights of the worst parameter
+    # the largest difference between copies; infinite if ranks report different losses or norms
+    spread: float = 0.0
+    loss: float = 0.0
+    norm: float = 0.0
+    gradient: float = 0.0
+    worst: str = ""  # the parameter with the error `gradient`
+    loss_steps: float = 0.0  # the worst of all steps
+    norm_steps: float = 0.0
+    updated: float = 0.0  # weights after all steps, of the worst parameter
+    # tokens that chose other experts, layers with other counts, and one if ranks differ
+    routes: int = 0
+    balance: float = 0.0  # the losses of routers
+    bias: float = 0.0  # the largest difference, after all steps
+    seconds: float = 0.0
+    crash: str = ""  # the ranks' messages, if they did not finish
+
+    def failures(self) -> list[str]:
+        """The names of the errors that are out of bounds."""
+        if self.crash:
+            return ["crash"]
+        return [
+            name
+            for name, bound in BOUNDS[self.case.dtype].items()
+            if not getattr(self, name) <= bound
+        ]
+
+    def __str__(self) -> str:
+        bad = self.failures()
+        text = f"{'FAIL' if bad else 'ok':4} {self.seconds:5.1f} s  "
+        if self.crash:
+            return f"{text}{self.case}\n{self.crash}"
+        text += " ".join(f"{name} {getattr(self, name):.0e}" for name in BOUNDS[self.case.dtype])
+        text += f" ({self.worst}) after {self.steps} steps  {self.case}"
+        return f"{text}\n     out of bounds: {', '.join(bad)}" if bad else text
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields, with those of the case and its layout among them; null for what is no number,
+        or infinite."""
+        errors = asdict(self)
+        options = errors.pop("case")
+        del options["layout"]  # which has what only the mesh of a run needs, too
+        layout = {**self.case.layout.by_axis(), "ep": self.case.layout.ep}
+        found = {**layout, **options, **errors, "failures": self.failures()}
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in found.items()
+        }
+
+
+def compare(case: Case, runs: list[Run], reference: Run) -> Row:
     """Compare the results of all ranks with the reference."""
     row = Row(case, steps=len(reference.losses))
     shapes = {name: weight.shape for name, weight in reference.weights.items()}
@@ -261,7 +318,7 @@ def compare(case: Case, runs: list[Run], reference: Expected) -> Row:
     return row
 
 
-def compare_routing(row: Row, runs: list[Run], reference: Expected) -> None:
+def compare_routing(row: Row, runs: list[Run], reference: Run) -> None:
     """Compare the experts that tokens chose, how many chose each, the losses of routers and their
     biases."""
     if not reference.choices:

@@ -89,25 +89,16 @@ def test_measured_costs_are_means_and_halves_of_whole_backwards():
     assert sum(costs.of(event.action.kind, 0) for event in lane) == pytest.approx(13)
 
 
-def test_a_simulation_from_measured_costs_is_the_measured_step():
-    step = timeline("zb_v", 2, 2, 4, 3.0, 2.0, 2.0)
-    actions = [[event.action for event in lane] for lane in step.ranks]
-    again = Timeline(simulate(actions, measured_costs(step)))
-    assert again.step_time == pytest.approx(step.step_time)
-
-
 EVENTS = to_chrome(timeline("1f1b", 2, 1, 2))["traceEvents"]
 
 
 @pytest.mark.parametrize(
     ("events", "message"),
     [
-        ([7], r"traceEvents\[0\] = 7: "),
+        ([7], "traceEvents.0: "),
         ([], "there is no event of rank 0"),
-        ([EVENTS[3] | {"ts": float("nan")}], r"traceEvents\[0\].ts = nan: .* finite number"),
-        ([*EVENTS, EVENTS[3]], "F0.0': occurs more than once"),
+        ([EVENTS[3] | {"ts": float("nan")}], "0.ts: .* finite number"),
         ([e | {"tid": 2 * e.get("tid", 0)} for e in EVENTS], "there is no event of rank 1"),
-        ([e | {"dur": 0, "ts": 0} for e in EVENTS], "the events take no time"),
     ],
 )
 def test_a_broken_trace_is_refused(events, message):
@@ -146,13 +137,6 @@ def test_schedules_are_compared_on_the_same_model():
 
 
 # --- the command ----------------------------------------------------------------------------------
-
-
-def test_the_command_prints_text_and_figures(capsys):
-    assert main(["--schedule", "1f1b", "--stages", "4", "--micro-batches", "8"]) == 0
-    said = capsys.readouterr().out
-    assert "rank 3 ▏         F0 B0─── F1" in said
-    assert "step time 33 · bubble 9 · idle 27.3% · holds at most 4, 3, 2, 1 micro-batches" in said
 
 
 def test_the_command_draws_schedules_below_each_other(tmp_path, capsys):
@@ -204,10 +188,8 @@ def refusal(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         (f"1f1b {SIZES} --stages-per-rank 1 1", "--stages-per-rank has 2 numbers for 1 schedules"),
         (f"1f1b {SIZES} --costs 1,1", "--costs: '1,1' is not F,I,W"),
         (f"1f1b {SIZES} --costs nan,1,1", "--costs: 'nan' is not a time"),
-        (f"1f1b {SIZES} --simulated", "--simulated belongs to --trace"),
         (f"1f1b {SIZES} --out timeline.gif", "--out: 'timeline.gif' is no picture"),
         (f"1f1b {SIZES} --out /dev/null/a.svg", "--out = '/dev/null/a.svg': it cannot be written"),
-        (f"zb_v {SIZES} --micro-batches {10**30}", "there would be up to"),
     ],
 )  # fmt: skip
 def test_what_does_not_work_is_said_so(arguments, message, capsys):
@@ -220,8 +202,8 @@ BACKWARD_FIRST = [Event(Action(BACKWARD, 0, 0), 0, 1), Event(Action(FORWARD, 0, 
 @pytest.mark.parametrize(
     ("trace", "options", "message"),
     [
-        ("{", "", "is not valid JSON"),
-        ("[1, 2]", "", "has no list traceEvents"),
+        ("{", "", "cannot be read: Expecting property name"),
+        ("[1, 2]", "", "is not the trace of a run"),
         ({"traceEvents": EVENTS[:-1]}, "--simulated",
          "is not a complete step: stage 1 runs F for micro-batch 1"),
         (to_chrome(Timeline([BACKWARD_FIRST])), "--simulated",

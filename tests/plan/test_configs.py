@@ -22,8 +22,8 @@ from tools.launch import layout
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory, peaks
 from tools.plan.time import StepTime
-from tools.rehearse.fake_gpu import DEVICE, fake_gpu
-from tools.rehearse.rank import alone, build_without_data, the_rank
+from tools.rehearse.fake_gpu import DEVICE, fake_gpu, one_rank
+from tools.rehearse.rank import alone, build_without_data
 
 CONFIGS, DOCS = ROOT / "configs", ROOT / "docs"
 FILES = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
@@ -83,7 +83,8 @@ def test_make_train_fits_what_the_machine_has(name: str, num_gpus: int) -> None:
 
 def held(config: Config, world: int, rank: int) -> int:
     """The bytes of weights that `rank` keeps, after sharding by tp and FSDP."""
-    with the_rank(config, world, rank, DEVICE) as mesh, fake_gpu():
+    sizes = config.parallel.mesh_sizes(world)
+    with one_rank(sizes, rank, DEVICE, config.model.has_experts) as mesh, fake_gpu():
         stages = build_without_data(config, mesh).values()
         return sum(p.to_local().nbytes for stage in stages for p in stage.parameters())
 

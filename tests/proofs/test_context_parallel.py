@@ -1,5 +1,5 @@
 """Context parallelism computes what the unsharded model computes: with documents that begin
-anywhere, and with targets that some ranks lack. (test_context_controls.py has the controls.)"""
+anywhere, and with targets that some ranks lack. (test_controls.py has the controls.)"""
 
 from dataclasses import replace
 from itertools import product

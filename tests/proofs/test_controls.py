@@ -12,15 +12,19 @@ from functools import partial
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import model.linear_cross_entropy
 import model.positions
+import parallel.context
 import parallel.deferred
 import parallel.pipeline.runner
 import training.step
+from model.mask import Mask
 from model.norm import RMSNorm
 from parallel.axes import MeshSizes
+from parallel.context import KeysAndValues, SplitAttention
 from parallel.data import FSDPSwitches
 from parallel.parameter import NamedWeight
 from parallel.pipeline.runner import PipelineRunner
@@ -36,17 +40,19 @@ from tests.planted import (
     planting,
     replicas_counted_in_the_norm,
 )
-from tests.proofs.context_batches import WINDOW
+from tests.proofs.context_batches import CP2, WINDOW, check_batch, other_keys_in_backward
 from tests.proofs.parity_tiers import is_found
 from tests.runs import said_by
 from tokens import IGNORE
 from training.optimizers import ShardedOptimizer
+from training.step import TrainStep
 
 ONE, TP, PP = Case(MeshSizes()), Case(MeshSizes(tp=2)), Case(MeshSizes(pp=2))
 SHARED_KV = Case(MeshSizes(tp=4), num_kv_heads=2, sequence_parallel=False)
 DP = Case(MeshSizes(dp_shard=2))
 ZB_H1 = Case(MeshSizes(pp=2, dp_shard=2), schedule="zb_h1")
 DEFERRED = replace(PP, schedule="zb_h1")
+DOCUMENTS = replace(CP2, document_mask=True)
 
 
 def mean_per_rank(step, self, program, microbatches, record):
@@ -89,6 +95,47 @@ def softmax_over_own_columns(normaliser, logits, *arguments):
     """The softmax's denominator is not summed over tp: the loss is about log(tp) too small."""
     whole = normaliser(logits, *arguments)
     return whole._replace(total=(logits - whole.peak.unsqueeze(-1)).exp().sum(-1))
+
+
+# --- of context parallelism ---
+
+
+def labels_shifted_after_the_cut(microbatches, *rows, **settings):
+    """A token's target is the next token of the rank's part: another one where a chunk ends."""
+
+    def local(one):
+        shifted = torch.cat((one.tokens[1:], one.targets[-1:]))
+        return replace(one, targets=torch.where(one.targets == IGNORE, IGNORE, shifted))
+
+    return [local(one) for one in microbatches(*rows, **settings)]
+
+
+def documents_found_after_the_cut(find_documents, tokens, bos_id, device, parts, *compiled):
+    """Each rank finds the documents of its own tokens, as if its part were a sequence."""
+    mine = torch.cat([tokens[:, part] for part in map(list, parts)], dim=1)
+    local, _ = find_documents(mine, bos_id, device, [range(mine.shape[1])])
+    positions, documents = find_documents(tokens, bos_id, device, parts, *compiled)
+    positions[[i for part in parts for i in part]] = local
+    return positions, documents
+
+
+def loss_of_one_rank(sum_over_ranks, self, loss):
+    """A rank's loss is not summed over cp."""
+    with patch.object(self, "mesh", replace(self.mesh, loss=self.mesh.batch)):
+        return sum_over_ranks(self, loss)
+
+
+def gradients_of_one_chunk(start_gradients, self, *gradients):
+    """The gradients of keys and values that come from a rank's low chunk are lost."""
+    lost = [torch.zeros_like(gradient) for gradient in gradients[:-2]]
+    start_gradients(self, *lost, *gradients[-2:])
+
+
+def gradients_in_the_order_of_the_sequence(_, gradients, total, ranks):
+    """The gradients of keys and values are scattered as if ranks' parts were contiguous."""
+    total.zero_()
+    for gradient in gradients:
+        total[: len(gradient)].add_(gradient)
 
 
 LOSS = {"gradient", "loss", "norm"}
@@ -137,7 +184,34 @@ MISTAKES = {
     "every layer attends to all earlier tokens":
         (model.positions, "make_mask", lambda make_mask, positions, documents, window, *rest:
          make_mask(positions, documents, None, *rest), (replace(TP, **WINDOW), LOSS, "")),
-    # no weight would be updated
+    # --- of context parallelism ---
+    "labels shifted after the cut":
+        (TrainStep, "microbatches", labels_shifted_after_the_cut, (CP2, LOSS, "")),
+    "each rank counts the positions of its own tokens from 0":
+        (model.positions, "rotary_angles", lambda rotary_angles, positions, *arguments:
+         rotary_angles(torch.arange(len(positions)).unsqueeze(1), *arguments), (CP2, LOSS, "")),
+    # as torch's `is_causal` does
+    "query i of a chunk sees keys 0 to i":
+        (model.positions, "make_mask", lambda *_: Mask(), (CP2, LOSS, "")),
+    "documents found after the cut":
+        (training.step, "find_documents", documents_found_after_the_cut, (DOCUMENTS, LOSS, "")),
+    "a rank's queries see only the keys of that rank":
+        (SplitAttention, "__call__", lambda _, self, q, k, v: Mask()(q, k, v), (CP2, LOSS, "")),
+    "the loss is a mean over cp ranks":
+        (TrainStep, "count_targets", lambda count_targets, self, targets:
+         count_targets(self, targets) * self.cp.size, (CP2, LOSS, "")),
+    "loss of one rank":
+        (TrainStep, "sum_over_ranks", loss_of_one_rank, (CP2, {"loss", "spread"}, "")),
+    "gradients of one chunk":
+        (KeysAndValues, "start_gradients", gradients_of_one_chunk, (CP2, NORM, "")),
+    "gathered keys and values are not put in the order of the sequence":
+        (parallel.context, "in_order", lambda _, gathered, ranks: gathered, (CP2, LOSS, "")),
+    "gradients in the order of the sequence":
+        (parallel.context, "sum_by_rank", gradients_in_the_order_of_the_sequence, (CP2, NORM, "")),
+    "the pieces of the heads change places in backward":
+        (parallel.context, "join_gradients", lambda join_gradients, pieces, *about:
+         join_gradients(pieces[::-1], *about), (CP2, NORM, "")),
+    # --- no weight would be updated ---
     "no backward is completed as the last":
         (FSDPSwitches, "_switch", lambda switch, self, module, last: switch(self, module, False)),
     "FSDP is not told of weight gradients after backward":
@@ -158,10 +232,12 @@ def tied_embedding_counted_twice():
     ("bug", "case", "where", "parameter"),
     [
         *((name, *each) for name, (_, _, _, *found) in MISTAKES.items() for each in found),
-        (gradients_averaged, DP, NORM, ""),
+        *((gradients_averaged, case, NORM, "") for case in (DP, CP2)),
         # a bug in the computation of the norm is found there alone
         (replicas_counted_in_the_norm, TP, {"norm"}, ""),
         (replicas_counted_in_the_norm, Case(MeshSizes(dp_replicate=2)), {"norm"}, ""),
+        # with zero_stage 0 every cp rank holds all weights
+        (replicas_counted_in_the_norm, replace(CP2, zero_stage=0), {"norm"}, ""),
         (tied_embedding_counted_twice, replace(ONE, tie_embeddings=True), {"norm"}, ""),
         (tied_embedding_counted_twice, replace(PP, tie_embeddings=True), {"norm"}, ""),
     ],
@@ -170,8 +246,22 @@ def tied_embedding_counted_twice():
 def test_planted_bug_is_found(ranks, bug, case, where, parameter):
     row = check(ranks, case, sabotage=planting(bug, __name__))
     is_found(row, where, parameter)
+    assert "weights" not in row.failures()
     if bug == "softmax over own columns":  # of a loss near log V
         assert row.loss == pytest.approx(math.log(2) / math.log(251), rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("bug", "case", "rows", "where"),
+    [
+        ("documents found after the cut", DOCUMENTS, 2, LOSS),
+        (other_keys_in_backward, CP2, 1, NORM),
+        (other_keys_in_backward, replace(CP2, num_kv_heads=8), 1, NORM),
+    ],
+    ids=name_of,
+)
+def test_planted_bug_is_found_in_the_batch_of_documents(ranks, bug, case, rows, where):
+    is_found(check_batch(ranks, case, rows, "all", planting(bug, __name__)), where)
 
 
 def test_wrong_norm_shows_in_the_steps_too(ranks):

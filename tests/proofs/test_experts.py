@@ -18,7 +18,7 @@ import pytest
 from parallel.axes import MeshSizes
 from proofs.parity import cases
 from proofs.parity.cases import BATCH, OPTIMIZER, SEQ_LEN, Case, meshes_of
-from proofs.parity.expert_cases import EP, STEPS, expert_layout_cases, extreme_cases
+from proofs.parity.chosen import EP, EXPERT_STEPS, expert_layout_cases, extreme_cases
 from proofs.parity.run import expected
 from tests.proofs.parity_tiers import agrees, expert_covering, thorough_but
 
@@ -60,7 +60,7 @@ def test_every_layout_with_every_ep():
 
 def test_steps_are_clipped_and_biases_change():
     """Else the steps would compare less than they seem to."""
-    reference = expected(Case(MeshSizes(), router="sigmoid_bias", router_losses=True), STEPS)
+    reference = expected(Case(MeshSizes(), router="sigmoid_bias", router_losses=True), EXPERT_STEPS)
     assert min(reference.norms) > OPTIMIZER.grad_clip
     for bias in reference.biases.values():
         assert len(bias.unique()) > 2
@@ -90,7 +90,7 @@ PARITY_ONLY = [
 
 @pytest.mark.parametrize("case", thorough_but(QUICK, EXTREMES, PARITY_ONLY), ids=str)
 def test_extremes(ranks, case):
-    agrees(ranks, case, 1 if case in QUICK and case.world > 2 else STEPS)
+    agrees(ranks, case, 1 if case in QUICK and case.world > 2 else EXPERT_STEPS)
 
 
 def loads(case):

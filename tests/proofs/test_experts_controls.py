@@ -47,7 +47,7 @@ from model.router import BaseRouter
 from parallel.axes import MeshSizes
 from parallel.kept import KeptOutputs
 from proofs.parity.cases import Case
-from proofs.parity.expert_cases import STEPS
+from proofs.parity.chosen import EXPERT_STEPS
 from proofs.parity.run import check, run_on_ranks
 from tests.planted import from_table, name_of, nothing_wrong, planting
 from tests.proofs.parity_tiers import is_found, thorough_but
@@ -189,7 +189,9 @@ def test_planted_bug_is_found(ranks, bug, case, where, parameter):
 
 
 def test_biases_of_one_ranks_counts_are_found(ranks):
-    row = check(ranks, DP, STEPS, sabotage=partial(from_table, __name__, "counts of one rank"))
+    row = check(
+        ranks, DP, EXPERT_STEPS, sabotage=partial(from_table, __name__, "counts of one rank")
+    )
     assert "bias" in row.failures()
 
 
@@ -197,7 +199,7 @@ def test_biases_of_one_ranks_counts_are_found(ranks):
 def test_without_a_bug_nothing_is_found(ranks, mode):
     """The planting itself has no effect."""
     case = replace(SHARDED, activation_checkpointing=mode)
-    assert check(ranks, case, STEPS, sabotage=nothing_wrong).failures() == []
+    assert check(ranks, case, EXPERT_STEPS, sabotage=nothing_wrong).failures() == []
 
 
 def test_a_skipped_step_changes_no_bias(ranks):

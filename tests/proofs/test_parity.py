@@ -18,9 +18,13 @@ from parallel.axes import AXES, MeshSizes
 from parallel.pipeline.schedules import SCHEDULES
 from proofs.parity import __main__ as parity
 from proofs.parity.cases import BATCH, OPTIMIZER, STEPS, Case, has_axis_of, meshes_of, wanted_pairs
-from proofs.parity.chosen import context_cases, kernel_cases, schedule_cases
-from proofs.parity.expert_cases import STEPS as EXPERT_STEPS
-from proofs.parity.expert_cases import extreme_cases
+from proofs.parity.chosen import (
+    EXPERT_STEPS,
+    context_cases,
+    extreme_cases,
+    kernel_cases,
+    schedule_cases,
+)
 from proofs.parity.run import expected
 from tests.proofs.parity_tiers import (
     agrees,

@@ -19,7 +19,6 @@ from tests import ROOT
 from tests.proofs.parity_tiers import thorough_but
 from tools.plan.traffic import by_axis
 from tools.rehearse.rank import alone, rehearse, rows
-from tools.rehearse.real import rehearse_for_real
 from tools.rehearse.tape import Tape
 from training.build import build_stages
 from training.step import TrainStep
@@ -69,8 +68,3 @@ def test_a_run_with_balanced_experts_communicates_as_rehearsed(ranks: Ranks, lay
     for rank in (0, 3):
         assert alone(rehearse, tiny(*keys), 4, rank)["collectives"] == found[rank]
     assert ("ep" in found[3]) == (layout != "no ep")
-
-
-def test_for_real_the_rows_of_other_ranks_are_balanced_too() -> None:
-    report = alone(rehearse_for_real, tiny(*LAYOUTS["pipeline"]), 4, 3, 2.0)
-    assert set(report["action_seconds"]["1"]) == {"F", "I", "W"}

@@ -33,7 +33,7 @@ from tests.proofs.parity_tiers import dense_covering, expert_covering, thorough_
 from tools.plan.candidates import FIXED
 from tools.rehearse.__main__ import main
 from tools.rehearse.findings import RACE, REUSE, SYNC, THREAD
-from tools.rehearse.host import checking
+from tools.rehearse.races import checking
 from tools.rehearse.rank import alone, rehearse
 from training.guard import UpdateGuard
 

@@ -16,7 +16,7 @@ itself is skipped. A kernel fails (exit status 1) with one of these faults:
     threads  the kernel needs more threads than a program can have (likewise)
 
 Columns: registers per thread (AMD: vector registers); stack in bytes per thread; local: loads and
-stores of spilled values; loads and stores of tensors in global memory, 16 bytes wide + narrower;
+stores of spilled values; loads and stores of tensors in global memory, 16 bytes wide or narrower;
 shared memory in bytes per program.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from tools.command import CommandParser, at_least, reports_errors, run_command, writes
+from tools.command import CommandParser, reports_errors, run_command, writes
 from tools.compile_kernels import TARGETS
 
 
@@ -52,9 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     own = "use FILE instead of tools/compile_kernels/specimens.py"
     parser.option("--specimens", Path, "FILE", own)
     parser.option("--json", Path, "FILE", "write the table, with each fault in full")
-    parser.option("--processes", os.cpu_count() or 1, "N", "number of parallel processes")
     options = parser.parse_args(arguments)
-    at_least(1, processes=options.processes)
     check_triton()  # imports Triton before any kernel, so that kernels are compiled ones
     import torch
 
@@ -72,11 +70,10 @@ def main(arguments: list[str] | None = None) -> int:
         for launch in compiler.launches_of([s for s in each if options.only in s.name], target)
     ]
     if not launches:
-        names = dict.fromkeys(s.name for each in given.values() for s in each)
-        remedy = f"give a part of one of these names: {', '.join(names)}"
+        remedy = "give a part of a name in the list of specimens"
         raise UserError("--only", options.only, "no specimen's name contains it", remedy)
     torch.set_num_threads(1)  # processes are forked: there must be no threads
-    reports = compiler.compile_all(launches, options.processes)
+    reports = compiler.compile_all(launches)
     if options.json is not None:
         text = json.dumps(reports, indent=1)
         with writes("--json", options.json):

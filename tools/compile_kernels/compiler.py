@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -44,23 +45,6 @@ Report = dict[str, Any]
 # --- what is launched -----------------------------------------------------------------------------
 
 
-class Absent:
-    """Replaces Triton's driver and reports `gpu` as present, so that the launcher prepares kernels
-    for it."""
-
-    def __init__(self, gpu: GPUTarget) -> None:
-        self.gpu = gpu
-
-    def get_current_device(self) -> GPUTarget:
-        return self.gpu  # the key of the launcher's cache
-
-    def get_current_stream(self, device: GPUTarget) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return self.gpu
-
-
 @dataclass(frozen=True)
 class Launch:
     """What Triton's launcher passes to the compiler."""
@@ -76,6 +60,12 @@ def launches_of(chosen: Sequence[Specimen], target: str) -> list[Launch]:
     expectations are listed once."""
     found: dict[tuple[Any, ...], Launch] = {}
     gpu = GPUTarget(*TARGETS[target].gpu)
+    # takes the place of Triton's driver, so that the launcher prepares kernels for this GPU
+    absent = SimpleNamespace(
+        get_current_device=lambda: gpu,  # the key of the launcher's cache
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: gpu,
+    )
     for specimen in chosen:
 
         def keep(
@@ -97,7 +87,7 @@ def launches_of(chosen: Sequence[Specimen], target: str) -> list[Launch]:
             return True  # handled: the launcher then neither compiles nor launches
 
         with (
-            mock.patch.object(driver, "_active", Absent(gpu)),
+            mock.patch.object(driver, "_active", absent),
             mock.patch.object(triton.knobs.runtime, "jit_cache_hook", keep),
             mock.patch.object(backend, "LANES", gpu.warp_size),
             # multi_tensor would otherwise accept only tensors on a GPU
@@ -186,12 +176,12 @@ def compile_launch(launch: Launch) -> Report:
     }
 
 
-def compile_all(launches: Sequence[Launch], processes: int) -> list[Report]:
+def compile_all(launches: Sequence[Launch]) -> list[Report]:
     """Compile the launches in forked processes, which inherit them in memory, because kernels
     cannot be pickled."""
     global _launches
     _launches = launches
-    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
+    with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
         return list(pool.map(_compile_one, range(len(launches))))
 
 
@@ -207,23 +197,14 @@ def _compile_one(index: int) -> Report:
 
 def describe(reports: Sequence[Report]) -> str:
     """The table that the command's help explains."""
-    named = "kernel specimen target threads registers stack local loads stores shared"
-    rows = [(*named.split(), "")]
-    for r in reports:
-        first = (str(r[name]) for name in named.split()[:7])
-        loads, stores = (
-            f"{r[f'wide_{what}']} + {r[f'narrow_{what}']}" for what in ("loads", "stores")
-        )
-        faults = ", ".join(dict.fromkeys(fault.split(":")[0] for fault in r["faults"])) or "ok"
-        rows.append((*first, loads, stores, f"{r['shared']:,}", faults))
-    return table(rows, left=(0, 1, 2, 10))
+    names = [name for name in reports[0] if name not in ("faults", "triton")]
+    rows = [[str(report[name]) for name in names] for report in reports]
+    return table([[name.replace("_", " ") for name in names], *rows], left=(0, 1, 2))
 
 
 def specimens_in(path: Path) -> list[Specimen]:
     try:
         return list(runpy.run_path(str(path), run_name=path.stem)["SPECIMENS"])
     except (KeyError, OSError) as error:
-        remedy = (
-            "give a Python file with a list SPECIMENS, such as tools/compile_kernels/specimens.py"
-        )
+        remedy = "give a Python file with a list SPECIMENS, as tools/compile_kernels/specimens.py"
         raise UserError("--specimens", str(path), f"has no specimens: {error}", remedy) from None

@@ -131,69 +131,49 @@ TAIL = ("mask=offsets < left", "left, False, SCALARS")  # a tensor's last block 
 SQUARES = (*TAIL, "PARTIAL + start")  # and the partial sums, 8 bytes per block
 HASH = ("mask=offsets <", "TOTAL")  # the last block; one atomic addition per block
 
+
+def _each(name: str, call: Callable[..., None], *given: Any, **expected: Any) -> list[Specimen]:
+    """A specimen for each tuple of arguments, which complete its name."""
+    names = [" ".join(map(str, (name, *each))).replace("torch.", "") for each in given]
+    calls = [partial(call, *each) for each in given]
+    return [Specimen(*each, **expected) for each in zip(names, calls, strict=True)]
+
+
 SPECIMENS = [
     # four rows at once: more threads than weights
-    Specimen("rms_norm 1024", lambda: _norm(1024), narrow=("W + columns",)),
+    *_each("rms_norm", _norm, (1024,), narrow=("W + columns",)),
     # the width of a head; 32 rows at once, likewise
-    Specimen("rms_norm 128", lambda: _norm(128), narrow=("W + columns", "DW + program")),
-    *(Specimen(f"rms_norm {width}", partial(_norm, width)) for width in (4096, 8192, 16384)),
-    *(
-        Specimen(f"add_rms_norm {width}", partial(_norm_of_sum, width))
-        for width in (4096, 8192, 16384)
-    ),
-    Specimen("rms_norm 8192 float32", lambda: _norm(8192, FP32)),
-    Specimen("add_rms_norm 8192 float32", lambda: _norm_of_sum(8192, FP32)),
-    Specimen("rms_norm 1023", lambda: _norm(1023), wide=False),
-    Specimen("rotary 32 + 8 heads of 128", lambda: _rotary(32, 8, 128), narrow=ANGLES),
-    Specimen("rotary 64 + 8 heads of 128", lambda: _rotary(64, 8, 128), narrow=ANGLES),
-    # 70 billion at tp 8
-    Specimen("rotary 8 + 1 heads of 128", lambda: _rotary(8, 1, 128), narrow=ONE_OF_K),
-    # 405 billion at tp 8
-    Specimen("rotary 16 + 1 heads of 128", lambda: _rotary(16, 1, 128), narrow=ONE_OF_K),
-    Specimen("rotary 4 + 1 heads of 128 float32", lambda: _rotary(4, 1, 128, FP32), narrow=ANGLES),
-    Specimen("rotary 12 + 4 heads of 96", lambda: _rotary(12, 4, 96), narrow=ANGLES),
-    Specimen("swiglu 14336", lambda: _gate(14336)),
-    Specimen("swiglu 14336 float32", lambda: _gate(14336, FP32)),
-    *(
-        Specimen(f"weighted_swiglu {width}", partial(_weighted_gate, width))
-        for width in (14336, 768)
-    ),
-    Specimen("weighted_swiglu 14336 float32", lambda: _weighted_gate(14336, FP32)),
-    *(
-        Specimen(
-            f"experts' weights 2048 × 768, {dtype}, beta {beta}",
-            partial(_experts, 2048, 768, dtype, beta),
-        )
-        for dtype, beta in product((FP32, BF16), (0, 1))
-    ),
-    Specimen("rows 2048", lambda: _rows(2048)),
-    Specimen("rows 2048 float32", lambda: _rows(2048, FP32)),
-    Specimen("cross-entropy 128256", lambda: _loss(128256)),
-    Specimen("cross-entropy 16032", lambda: _loss(16032)),
-    Specimen("cross-entropy 16032 float32", lambda: _loss(16032, FP32)),
-    Specimen("cross-entropy 50257", lambda: _loss(50257), wide=False),
-    Specimen("square_sum float32", lambda: _gradients(FP32), narrow=SQUARES),
-    Specimen("square_sum bfloat16", lambda: _gradients(BF16), narrow=SQUARES),
-    Specimen("square_sum unaligned", lambda: _gradients(FP32, shift=1), wide=False),
-    *(
-        Specimen(f"hash, numbers of {dtype.itemsize} bytes", partial(_hash, dtype), narrow=HASH)
-        for dtype in (torch.float8_e4m3fn, BF16, FP32)
-    ),
-    Specimen("hash unaligned", lambda: _hash(FP32, shift=1), wide=False),
-    Specimen("adamw float32", lambda: _update(FP32), narrow=TAIL),
-    Specimen("adamw bfloat16", lambda: _update(BF16), narrow=TAIL),
+    *_each("rms_norm", _norm, (128,), narrow=("W + columns", "DW + program")),
+    *_each("rms_norm", _norm, (4096,), (8192,), (16384,), (8192, FP32)),
+    *_each("rms_norm", _norm, (1023,), wide=False),
+    *_each("add_rms_norm", _norm_of_sum, (4096,), (8192,), (16384,), (8192, FP32)),
+    *_each("rotary", _rotary, (32, 8, 128), (64, 8, 128), (12, 4, 96), narrow=ANGLES),
+    *_each("rotary", _rotary, (4, 1, 128, FP32), narrow=ANGLES),
+    # 70 and 405 billion at tp 8
+    *_each("rotary", _rotary, (8, 1, 128), (16, 1, 128), narrow=ONE_OF_K),
+    *_each("swiglu", _gate, (14336,), (14336, FP32)),
+    *_each("weighted_swiglu", _weighted_gate, (14336,), (768,), (14336, FP32)),
+    *_each("experts' weights", _experts, *product([2048], [768], (FP32, BF16), (0, 1))),
+    *_each("rows", _rows, (2048,), (2048, FP32)),
+    *_each("cross-entropy", _loss, (128256,), (16032,), (16032, FP32)),
+    *_each("cross-entropy", _loss, (50257,), wide=False),
+    *_each("square_sum", _gradients, (FP32,), (BF16,), narrow=SQUARES),
+    *_each("square_sum, unaligned", _gradients, (FP32, 1), wide=False),
+    *_each("hash", _hash, (torch.float8_e4m3fn,), (BF16,), (FP32,), narrow=HASH),
+    *_each("hash, unaligned", _hash, (FP32, 1), wide=False),
+    *_each("adamw", _update, (FP32,), (BF16,), narrow=TAIL),
 ]
 
 # For GPUs without bfloat16. (There the gradient of experts' weights is a loop over them.)
 OF_FLOAT16 = [
-    Specimen("rms_norm 4096 float16", lambda: _norm(4096, FP16)),
-    Specimen("add_rms_norm 4096 float16", lambda: _norm_of_sum(4096, FP16)),
-    Specimen("rotary 32 + 8 heads of 128 float16", lambda: _rotary(32, 8, 128, FP16),
-             narrow=ANGLES),
-    Specimen("swiglu 14336 float16", lambda: _gate(14336, FP16)),
-    Specimen("weighted_swiglu 768 float16", lambda: _weighted_gate(768, FP16)),
-    Specimen("rows 2048 float16", lambda: _rows(2048, FP16)),
-    Specimen("cross-entropy 128256 float16", lambda: _loss(128256, FP16)),
-    *(each for each in SPECIMENS if each.name in
-      ("square_sum float32", "hash, numbers of 4 bytes", "adamw float32")),
-]  # fmt: skip
+    *_each("rms_norm", _norm, (4096, FP16)),
+    *_each("add_rms_norm", _norm_of_sum, (4096, FP16)),
+    *_each("rotary", _rotary, (32, 8, 128, FP16), narrow=ANGLES),
+    *_each("swiglu", _gate, (14336, FP16)),
+    *_each("weighted_swiglu", _weighted_gate, (768, FP16)),
+    *_each("rows", _rows, (2048, FP16)),
+    *_each("cross-entropy", _loss, (128256, FP16)),
+    *_each("square_sum", _gradients, (FP32,), narrow=SQUARES),
+    *_each("hash", _hash, (FP32,), narrow=HASH),
+    *_each("adamw", _update, (FP32,), narrow=TAIL),
+]

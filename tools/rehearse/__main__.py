@@ -1,18 +1,15 @@
-"""Runs one rank of a job of any size, on a fake GPU or, with --real, on this machine's GPU or CPU.
+"""Runs one rank of a job of any size, on a fake GPU.
 
-    python -m tools.rehearse configs/llama3_70b.yaml --rank 64       a rank's memory and collectives
-    python -m tools.rehearse configs/llama3_405b.yaml parallel.dp_shard=16 --stages
-    python -m tools.rehearse configs/llama3_8b.yaml --rank 0 --real  also times, on this GPU or CPU
-    python -m tools.rehearse configs/llama3_8b.yaml --operators      every operator, and its line
-    python -m tools.rehearse configs/laptop.yaml --rank 4 --races    its streams and threads
+    python -m tools.rehearse configs/llama3_70b.yaml --rank 64     a rank's memory and collectives
+    python -m tools.rehearse configs/llama3_8b.yaml --operators    every operator, and its line
+    python -m tools.rehearse configs/laptop.yaml --rank 4 --races  its streams and threads
 
 It runs one whole step of the training code itself: the model, the pipeline's runner, FSDP2 and the
-optimizer. The other ranks are fake: collectives return at once, and the data that should arrive is
-whatever was in memory. Experts receive --imbalance times their balanced share of rows. Without
---real nothing is computed either: tensors have shapes but no data (fake_gpu.py). Memory is then
-counted for a GPU with Triton's kernels and flash attention, and, if the experts are balanced,
-compared with the plan that tools/plan makes for the rank. The number of ranks is that of --gpus, of
-the configuration's axes, or of its first line (`# world: N`).
+optimizer. Nothing is computed: tensors have shapes but no data (fake_gpu.py). The other ranks are
+fake: collectives return at once. Experts receive --imbalance times their balanced share of rows.
+Memory is counted for a GPU with Triton's kernels and flash attention, and, if the experts are
+balanced, compared with the plan that tools/plan makes for the rank. The number of ranks is that of
+--gpus, of the configuration's axes, or of its first line (`# world: N`).
 
 With --races memory is not counted. It looks for accesses to memory that no wait orders, memory that
 is freed while a stream uses it, waits of the host inside a step, and threads on a wrong device, in
@@ -26,30 +23,25 @@ from pathlib import Path
 from typing import Any
 
 from costs.routing import check_imbalance
-from errors import UserError
 from settings.config import Config
 from settings.layouts import valid_layout
 from settings.load import load_config
-from tools.command import CommandParser, add_overrides, reports_errors, run_command, writes
+from tools.command import (
+    CommandParser,
+    add_overrides,
+    at_least,
+    reports_errors,
+    run_command,
+    writes,
+)
 from tools.plan.data_stage import add_data_stage, one_stage
 from tools.plan.hardware import GB, Device, find_device
 from tools.plan.layout import Layout, world_of
 from tools.plan.memory import Memory
 from tools.plan.traffic import by_axis, over_groups
-from tools.rehearse.host import checking
 from tools.rehearse.operators import describe_operators, recording
+from tools.rehearse.races import checking
 from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse, title
-from tools.rehearse.real import predicted_step, rehearse_for_real
-
-
-def ranks_asked_for(config: Config, world: int, rank: int | None) -> list[int]:
-    """[`rank`], or if it is None the first rank at every pipeline position."""
-    if rank is None:
-        return [i * (world // config.parallel.pp) for i in range(config.parallel.pp)]
-    if not 0 <= rank < world:
-        why = f"the world has ranks 0 to {world - 1}"
-        raise UserError("--rank", rank, why, "choose one of them")
-    return [rank]
 
 
 def beside_the_plan(config: Config, report: dict[str, Any]) -> dict[str, Any]:
@@ -64,14 +56,9 @@ def beside_the_plan(config: Config, report: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe(report: dict[str, Any]) -> str:
-    peak = report["peak_memory_bytes"]
-    lines = [title(report) + (f": {peak / GB:.2f} GB" if peak else "")]
-    lines += [
-        f"  {size / GB:9.3f} GB  {name}"
-        for name, size in report.get("memory", {}).items()
-        if size >= 1e6
-    ]
-    for axis, row in report.get("collectives", {}).items():
+    peak = f"{report['peak_memory_bytes'] / GB:.2f} GB in {report['peak_in']}"
+    lines = [f"{title(report)}: at the peak {peak}"]
+    for axis, row in report["collectives"].items():
         kinds = ", ".join(f"{kind} {part['count']:,}" for kind, part in row["kinds"].items())
         lines.append(
             f"  {row['bytes'] / GB:9.3f} GB  over {axis} in {row['count']:,} collectives: {kinds}"
@@ -80,12 +67,8 @@ def describe(report: dict[str, Any]) -> str:
         agree = "the same collectives" if plan["same_collectives"] else "OTHER COLLECTIVES"
         peak = plan["peak_memory_bytes"] / GB
         lines.append(f"  planned {peak:.3f} GB, {abs(plan['error']):.1%} off; {agree}")
-    for stage, kinds in report.get("action_seconds", {}).items():
-        times = ", ".join(f"{kind} {seconds * 1e3:.3f} ms" for kind, seconds in kinds.items())
-        lines.append(f"  stage {stage}: {times}")
-    if "seconds" in report:
-        host = f"{report['cpu_seconds']:.1f} s of CPU time, {report['host_bytes'] / 2**30:.2f} GiB"
-        lines.append(f"  rehearsed in {report['seconds']:.1f} s, with {host} of host memory")
+    host = f"{report['host_bytes'] / 2**30:.2f} GiB of host memory"
+    lines.append(f"  rehearsed in {report['seconds']:.1f} s, with {host}")
     return "\n".join(lines)
 
 
@@ -113,21 +96,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.rehearse", description=__doc__)
     parser.option("config", str, "CONFIG", "a configuration file")
     add_overrides(parser)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--rank", type=int, metavar="R", help="the rank to run (default: 0)")
-    stages = "run the first rank at every pipeline position, one after the other"
-    which.add_argument("--stages", action="store_true", help=stages)
+    parser.option("--rank", 0, "R", "the rank to run")
     parser.option("--gpus", int, "N", "number of ranks")
     add_data_stage(parser)
-    how = parser.add_mutually_exclusive_group()
+    instead = parser.add_mutually_exclusive_group()
     for name, text in {
-        "--real": "compute, on this machine's GPU, or on its CPU if it has no GPU",
         "--operators": "show every operator of a step with the line that causes it, and only that",
         "--races": "check what waits for what, and show what hides each collective",
     }.items():
-        how.add_argument(name, action="store_true", help=text)
-    modelled = "with --real --stages or --races: the device whose links are modelled"
-    parser.option("--device", "h100", "NAME", modelled)
+        instead.add_argument(name, action="store_true", help=text)
+    parser.option("--device", "h100", "NAME", "with --races: the device whose links are modelled")
     received = "rows that the rank's experts receive, over their balanced share"
     parser.option("--imbalance", 1.0, "FACTOR", received)
     parser.option("--json", Path, "FILE", "write the results to FILE")
@@ -138,47 +116,28 @@ def main(arguments: list[str] | None = None) -> int:
     if which_stage:
         print(which_stage)
     device = find_device(options.device)
-    # checked before minutes of work
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        why = "its folder does not exist"
-        raise UserError("--json", str(options.json), why, "create the folder, or name another")
     check_imbalance("--imbalance", options.imbalance, config.model, config.parallel.ep)
-    ranks = ranks_asked_for(config, world, None if options.stages else options.rank or 0)
-    if not options.real:
-        check_can_be_rehearsed(config, options.races)
-    reports = []
-    for rank in ranks:
-        given = config, world, rank
-        if options.real:
-            report = alone(rehearse_for_real, *given, options.imbalance)
-            described = describe(report)
-        elif options.operators:
-            report = alone(rehearse, *given, 2, options.imbalance, recording)
-            described = describe_operators(report)
-        elif options.races:
-            report = alone(rehearse, *given, 2, options.imbalance, partial(checking, rates=device))
-            described = describe_races(report, device)
-        else:
-            report = alone(rehearse, *given, 1, options.imbalance)
-            if options.imbalance == 1:
-                report["planned"] = beside_the_plan(config, report)
-            described = describe(report)
-        print(described, flush=True)
-        reports.append(report)
-    result: dict[str, Any] = {"ranks": reports} if options.stages else reports[0]
-    if options.real and options.stages:
-        given = config, world, reports, device, options.imbalance
-        step = result["step"] = predicted_step(*given)
-        print(
-            f"a step of the whole job: {step['step_seconds'] * 1e3:.3f} ms = "
-            "measured computation, "
-            f"{step['computing_seconds'] * 1e3:.3f} ms + planned communication, "
-            f"{step['communication_seconds'] * 1e3:.3f} ms"
-        )
+    at_least(0, world, rank=options.rank)
+    check_can_be_rehearsed(config, options.races)
+    if options.json is not None:
+        with writes("--json", options.json):  # not only after minutes of work
+            options.json.touch()
+    run = partial(alone, rehearse, config, world, options.rank)
+    if options.operators:
+        report = run(2, options.imbalance, recording)
+        print(describe_operators(report))
+    elif options.races:
+        report = run(2, options.imbalance, partial(checking, rates=device))
+        print(describe_races(report, device))
+    else:
+        report = run(1, options.imbalance)
+        if options.imbalance == 1:
+            report["planned"] = beside_the_plan(config, report)
+        print(describe(report))
     if options.json is not None:
         with writes("--json", options.json):
-            options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return int(any(report.get("findings") for report in reports))
+            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return int(bool(report.get("findings")))
 
 
 if __name__ == "__main__":

@@ -11,13 +11,9 @@ A stream starts work when the host has issued it. So all that the host has waite
 before work that it issues later, but not the reverse: the host never waits unless it says so.
 """
 
-import linecache
-import re
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -67,7 +63,7 @@ class Device:
         self.here = Here()
         self.host_lanes: dict[threading.Thread, Lane] = {}
         self.Event = lambda *_, **__: Event(self)
-        self.Stream = lambda *_, **__: Stream(self, _assigned(sys._getframe(1)))
+        self.Stream = lambda *_, **__: Stream(self, f"a stream made at {line()}")
         self.compute = Stream(self, "the compute stream")
         # what a tape listens to: a finding, of a kind; that the compute stream has waited; and that
         # a tensor of the host is pinned
@@ -128,13 +124,6 @@ class Device:
     @staticmethod
     def is_initialized() -> bool:
         return True
-
-
-def _assigned(frame: FrameType) -> str:
-    """The name that a frame's current line assigns to."""
-    source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    found = re.match(r"\s*(?:self\.)?(\w+)\b.*=", source)
-    return found[1] if found else f"a stream made at {line()}"
 
 
 class Stream(Lane):

@@ -6,7 +6,7 @@ torch's fake process group has no peers, and the tape (tape.py) carries out no c
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from costs.as_on_gpu import DEVICE, AsOnGpu
@@ -57,20 +57,17 @@ def to_fake_gpu(tensor: Tensor, _: str) -> Tensor:
 def fake_gpu() -> Iterator[Device]:
     """A context in which modules sharded over a mesh are on the fake GPU, and code treats its
     tensors as GPU tensors."""
-    fully_shard, device = "torch.distributed.fsdp._fully_shard._fully_shard", Device()
-    with ExitStack() as stack:
-        stack.enter_context(
-            patch(f"{fully_shard}._get_device_from_mesh", lambda mesh: torch.device(DEVICE))
-        )
-        stack.enter_context(patch(f"torch.{DEVICE}", device, create=True))
-        for name in _CUDA:
-            stack.enter_context(patch.object(torch.cuda, name, getattr(device, name)))
-        group = _fsdp_param_group.FSDPParamGroup
-        check = patch.object(group, "_validate_no_meta_params", lambda group: None)
-        stack.enter_context(check)
-        for module in ("training.step", "model.documents"):
-            stack.enter_context(patch(f"{module}.to_device", to_fake_gpu))
-        stack.enter_context(OnFakeGpu(device))
+    device = Device()
+    of_mesh = "torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh"
+    with (
+        patch(f"torch.{DEVICE}", device, create=True),
+        patch.multiple(torch.cuda, **{name: getattr(device, name) for name in _CUDA}),
+        patch(of_mesh, lambda mesh: torch.device(DEVICE)),
+        patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
+        patch("training.step.to_device", to_fake_gpu),
+        patch("model.documents.to_device", to_fake_gpu),
+        OnFakeGpu(device),
+    ):
         yield device
 
 

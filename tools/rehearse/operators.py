@@ -95,15 +95,7 @@ def traffic(
 
 # Files that only pass a call on: the caller's line says more.
 PASS_ON = {"model/matmul.py", "parallel/collectives.py", "parallel/mesh.py", "FSDP _fsdp_common.py"}
-# Python 3.12 runs comprehensions inside their function, 3.11 as functions of their own.
-INNER = re.compile(r"\.<locals>\.<(listcomp|dictcomp|setcomp|genexpr|lambda)>")
-PASSES = ("positions", "forward", "recomputation", "backward", "FSDP", "gradient norm", "guard",
-          "optimizer", "around")  # fmt: skip
-PASS_OF_FILE = {  # outside of forwards and backwards; the first of them on the stack counts
-    "training/gradient.py": "gradient norm",
-    "training/guard.py": "guard",
-    "training/optimizers/__init__.py": "optimizer",
-}
+PASSES = ("forward", "recomputation", "backward", "FSDP", "around")
 
 
 class Where(NamedTuple):
@@ -118,31 +110,26 @@ def place(action: Action | None, operator: str = "") -> tuple[str, Where]:
     """The pass and the place of the operator that runs now, inside `action`: the innermost line of
     this repository or of FSDP, except in files that only pass a call on."""
     where: Where | None = None
-    part, recomputes = "around", False
+    recomputes = False
     frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         file = code_file(code.co_filename)
-        if file is not None:
-            if where is None or where.file in PASS_ON:
-                where = Where(file, INNER.sub("", code.co_qualname), frame.f_lineno)
-            if part == "around":
-                part = PASS_OF_FILE.get(file, part)
+        if file is not None and (where is None or where.file in PASS_ON):
+            where = Where(file, code.co_qualname, frame.f_lineno)
         # checkpoint calls it when backward asks for a tensor that was not kept
         recomputes |= code.co_name == "unpack_hook" and "/torch/utils/" in code.co_filename
         frame = frame.f_back
     where = where or Where("(no code of the repository)", "", 0)
     if where.file.startswith(FSDP) or where.file == "parallel/whole.py":
         return "FSDP", where
-    if where.file == "model/positions.py":
-        return "positions", where
-    if action is not None:
-        part = "forward" if action.kind is FORWARD else "backward"
     if recomputes:
-        part = "recomputation"
-    elif where.function == PipelineRunner._backward.__qualname__:
+        return "recomputation", where
+    if where.function == PipelineRunner._backward.__qualname__:
         where = of_node(operator) or where
-    return part, where
+    if action is None:
+        return "around", where
+    return "forward" if action.kind is FORWARD else "backward", where
 
 
 def of_node(operator: str) -> Where | None:
@@ -208,7 +195,6 @@ class Operator:
     waits: bool = False  # whether the host waits for it
     written: int = 0  # storages that it has written …
     lost: int = 0  # … and those that were freed before anything had read them
-    unread: int = 0  # bytes of the latter
 
     @property
     def for_nothing(self) -> bool:
@@ -319,13 +305,12 @@ class Ledger(Tape):
                 unread.append(done)
                 done.written += 1
 
-    def born(self, key: int, size: int, label: Any = None) -> None:
+    def born(self, key: int, size: int) -> None:
         self._unread[key] = []
 
     def freed(self, key: int, size: int) -> None:
         for done in self._unread.pop(key):
             done.lost += 1
-            done.unread += size
 
 
 @contextmanager
@@ -352,10 +337,8 @@ def table(found: list[Operator]) -> list[dict[str, Any]]:
         key = (done.part, done.kind, done.name, file, function)
         names = ("pass", "kind", "name", "file", "function")
         row = sums.setdefault(key, dict(zip(names, key, strict=True)) | {"line": line})
-        figures = {"launches": done.launches, "bytes": done.bytes, "waits": done.waits,
-                   "for_nothing": done.for_nothing, "unread": done.unread}  # fmt: skip
-        for name, figure in figures.items():
-            row[name] = row.get(name, 0) + int(figure)
+        for figure in ("launches", "bytes", "waits", "for_nothing"):
+            row[figure] = row.get(figure, 0) + int(getattr(done, figure))
     return sorted(sums.values(), key=lambda row: PASSES.index(row["pass"]))
 
 
@@ -375,19 +358,18 @@ def describe_operators(report: dict[str, Any]) -> str:
                 lines.append(f"{part:14} {kind:11} {launches:8} {shown:>10}".rstrip())
     lines.append(f"{'together':26} {sum(row['launches'] for row in found):8}")
 
-    def listed(title: str, these: list[dict[str, Any]], figure: str) -> None:
+    def listed(title: str, these: list[dict[str, Any]]) -> None:
         lines.extend(["", title] + ["  none"] * (not these))
         for row in these:
             milliseconds = 1e3 * row["bytes"] / H100.memory_bytes_per_second
             lines.append(
-                f"  {row[figure] / 1e6:9,.1f} MB {milliseconds:6.3f} ms {row['launches']:3} × "
+                f"  {row['bytes'] / 1e6:9,.1f} MB {milliseconds:6.3f} ms {row['launches']:3} × "
                 f"{row['name']:21} {row['pass']}: {row['file']}:{row['line']} {row['function']}"
             )
 
     large = [r for r in found if r["kind"] in (COPY, FILL, POINTWISE) and r["bytes"] >= 1e6]
     large.sort(key=lambda row: -row["bytes"])
-    listed("copies, fills and pointwise operators of 1 MB or more", large, "bytes")
-    unread = [row for row in found if row["for_nothing"] or row["unread"] >= 1e7]
-    listed("results that nothing reads", unread, "unread")
-    listed("operators for which the host waits", [r for r in found if r["waits"]], "bytes")
+    listed("copies, fills and pointwise operators of 1 MB or more", large)
+    listed("results that nothing reads", [row for row in found if row["for_nothing"]])
+    listed("operators for which the host waits", [row for row in found if row["waits"]])
     return "\n".join(lines)

@@ -58,12 +58,6 @@ class Overlap:
     open: list[Flight] = field(default_factory=list)  # those whose end is not known yet
     computed: dict[int, Computing] = field(default_factory=dict)  # by number of the stream's work
 
-    def clear(self) -> None:
-        """Forget everything, before the step that is to be recorded."""
-        self.flights.clear()
-        self.open.clear()
-        self.computed.clear()
-
     def launched(self, flight: Flight) -> None:
         if flight.lane is self.device.compute:
             flight.end = flight.begin

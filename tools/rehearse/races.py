@@ -14,11 +14,19 @@ The streams of collectives are those that ProcessGroupNCCL would use. In torch 2
     a batch of messages        is one kernel with one work
     memory                     the work holds the tensors until `wait()`, or if nobody waits, until
                                the watchdog finds it complete; `record_stream` is not called
+
+On a GPU autograd runs backward in a thread of its own, whose current device it sets (torch/csrc/
+autograd/engine.cpp, Engine::thread_init), and each node on the stream that was current in its
+forward. Here backward runs in a thread too, on the compute stream; an operator that autograd
+records on another stream raises an error.
 """
 
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +37,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup
 
-import hardware
 from costs.as_on_gpu import DEVICE
 from costs.collectives import Call, Work, arguments_of, group_of
 from costs.events import event_of
@@ -42,7 +49,9 @@ from costs.operators import (
     takes_from_host,
     tensors_of,
 )
-from costs.storages import key_of
+from costs.storages import key_of, watch_resizes
+from hardware import H100
+from hardware import Device as Rates
 from parallel.mesh import Mesh
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.manifest import Manifest
@@ -52,7 +61,8 @@ from runtime.trainer_state import DataState
 from tools.plan.layout import Layout
 from tools.plan.time import StepTime
 from tools.rehearse.accesses import Accesses, Block
-from tools.rehearse.device import Device, Stream
+from tools.rehearse.device import INDEX, Device, Stream
+from tools.rehearse.fake_gpu import OnFakeGpu
 from tools.rehearse.findings import Findings, line
 from tools.rehearse.overlap import Computing, Flight, Overlap
 from tools.rehearse.tape import ONE_RANK, Tape
@@ -80,20 +90,19 @@ class SaverWithoutFiles(Saver):
 
 
 class Races(Tape):
-    """The streams of a fake GPU, what is accessed on them, and what overlaps. Use
-    `tools.rehearse.host.checking`.
+    """The streams of a fake GPU, what is accessed on them, and what overlaps. Use `checking`.
 
     Args:
         gpu: the fake GPU.
         rates: those of a device, for the seconds in the report of what overlaps.
     """
 
-    def __init__(self, mesh: Mesh, gpu: Device, rates: hardware.Device) -> None:
+    def __init__(self, mesh: Mesh, gpu: Device, rates: Rates) -> None:
         super().__init__(mesh)
         self.gpu, self.rates = gpu, rates
         self.findings: Findings = Counter()
         self.accesses, self.overlap = Accesses(self.findings), Overlap(gpu)
-        gpu.found, gpu.joined, gpu.pin = self.found, self.overlap.joined, self.pin
+        gpu.found, gpu.pin = self.found, self.pin
         self.operators = 0
         self._step: dict[str, Any] = {}  # what overlapped in the last one
         self._pinned: dict[int, range] = {}  # addresses of storages of the host, by their keys
@@ -106,18 +115,16 @@ class Races(Tape):
 
     # --- a step ---
 
-    def attach(self, train: TrainStep) -> None:
-        super().attach(train)
-        self.saver = SaverWithoutFiles(train)
-        layout = Layout.of_rank(train.config, train.mesh.sizes.world, dist.get_rank())
-        self.time = StepTime(layout, self.rates)
-
     def clear(self) -> None:
         super().clear()
-        self.overlap.clear()
+        self.overlap = Overlap(self.gpu)
+        self.gpu.joined = self.overlap.joined
 
-    def after_step(self, step: int) -> None:
-        self._step = self.overlap.table(self.time)
+    def after_step(self, train: TrainStep, step: int) -> None:
+        layout = Layout.of_rank(train.config, train.mesh.sizes.world, dist.get_rank())
+        self._step = self.overlap.table(StepTime(layout, self.rates))
+        if step == 0:
+            self.saver = SaverWithoutFiles(train)
         data = DataState(checksum="none", next_sample=0, skipped=[])
         self.saver.save(step + 1, 0, data)  # its thread works beside the next step
 
@@ -135,7 +142,7 @@ class Races(Tape):
 
     # --- storages ---
 
-    def born(self, key: int, size: int, label: Any = None) -> None:
+    def born(self, key: int, size: int) -> None:
         self.accesses.allocate(key, self.gpu.current_stream(), line())
 
     def freed(self, key: int, size: int) -> None:
@@ -209,11 +216,12 @@ class Races(Tape):
             self.pin(host)  # as torch does (aten/src/ATen/native/TensorConversions.cpp)
         pinned = not host.numel() or self._is_pinned(host)
         self.operators += 1
-        name = f"the copy from {_name(source)} to {_name(target)} at {line()}"
+        way = "device to the host" if source == DEVICE else "host to the device"
+        name = f"the copy from the {way} at {line()}"
         self.accesses.access(self.gpu.issue(), name, [(read, False), (result, True)])
         if blocks or not pinned:
-            why = " without non_blocking" if blocks else " with memory that is not pinned"
-            self._wait(f"a copy from {_name(source)} to {_name(target)}{why}")
+            why = "without non_blocking" if blocks else "with memory that is not pinned"
+            self._wait(f"a copy from the {way} {why}")
 
     def _wait(self, why: str) -> None:
         self.gpu.waits(why, self.gpu.issue().point())
@@ -271,5 +279,70 @@ def _is_async(func: Any, args: Sequence[Any]) -> bool:
     return all(value for name, value in zip(names, args, strict=False) if name == "async_op")
 
 
-def _name(device: str) -> str:
-    return "the device" if device == DEVICE else "the host"
+# --- threads of the host ---
+
+
+@contextmanager
+def checking(mesh: Mesh, device: Device, rates: Rates = H100) -> Iterator[Races]:
+    """A context in which races are looked for, in this thread and in all that start in it.
+
+    Args:
+        device: the fake GPU.
+        rates: those of a device, for the seconds in the report.
+    """
+    races = Races(mesh, device, rates)
+    with (
+        patch.object(torch.accelerator, "current_stream", device.current_stream),
+        patch.object(Tensor, "record_stream", lambda *of: races.accesses.record_stream(*of)),
+        patch.object(dist, "batch_isend_irecv", races.batch),
+        watch_resizes(races),
+        _threads(races),
+        races,
+    ):
+        yield races
+
+
+@contextmanager
+def _threads(races: Races) -> Iterator[None]:
+    """A context in which threads begin with what their starter had done and seen, and `join` adds
+    what they did. The modes of torch belong to a thread, and so are entered in every one."""
+    device, start, join = races.gpu, threading.Thread.start, threading.Thread.join
+
+    def started(thread: threading.Thread) -> None:
+        point, run = device.host().point(), thread.run
+
+        def running() -> None:
+            with OnFakeGpu(device), races:
+                device.host().after(point)
+                run()
+
+        thread.run = running  # type: ignore[method-assign]
+        start(thread)
+
+    def joined(thread: threading.Thread, timeout: float | None = None) -> None:
+        join(thread, timeout)
+        if not thread.is_alive() and (lane := device.host_lanes.pop(thread, None)):
+            device.host().after(lane.point())
+
+    with (
+        patch.object(threading.Thread, "start", started),
+        patch.object(threading.Thread, "join", joined),
+        patch.object(torch.autograd, "backward", _in_a_thread(device, torch.autograd.backward)),
+    ):
+        yield
+
+
+def _in_a_thread(device: Device, backward: Callable[..., None]) -> Callable[..., None]:
+    def run(*args: Any, **kwargs: Any) -> None:
+        in_step = device.here.in_step
+
+        def target() -> None:
+            device.set_device(INDEX)
+            device.here.in_step = in_step
+            backward(*args, **kwargs)
+
+        with ThreadPoolExecutor(1, "of autograd") as pool:  # joins its thread
+            done = pool.submit(target)
+        done.result()
+
+    return run

@@ -1,17 +1,18 @@
 """Runs the step of one rank without the other ranks, on tensors without data."""
 
 import gc
-import multiprocessing
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from multiprocessing import get_context
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from costs.routing import Routing
 from costs.stage import routing
 from errors import UserError
 from model.transformer import Transformer, vocabulary
@@ -41,40 +42,38 @@ def rehearse(
 
     A process can be only one rank of one world, so call this through `alone`.
     """
-    began, cpu_began = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
     if config.parallel.offload == "disk":  # for the GPU it is the same, and no space is needed
         on_host = replace(config.parallel, offload="host", offload_dir="")
         config = replace(config, parallel=on_host)
+    sizes = config.parallel.mesh_sizes(world)
     with (
-        the_rank(config, world, rank, DEVICE) as mesh,
+        one_rank(sizes, rank, DEVICE, config.model.has_experts) as mesh,
         fake_gpu() as device,
-        routing_of(config, mesh, imbalance) as experts,
+        routing(replace(config.setting(), ep_rank=mesh.ep.rank, imbalance=imbalance)) as experts,
         watching(mesh, device) as tape,
     ):
         experts.reads = tape.numbers_read
         stages = build_without_data(config, mesh)
         tape.built(stages.values())
         train = TrainStep(config, mesh, stages, bos_id=0)
-        tape.attach(train)
+        train.record = tape.record
         for step in range(steps):
             tape.clear()
             batch = rows(config, mesh)
             device.here.in_step = True
             _result = train(step, *batch)  # kept: a caller would read it
             device.here.in_step = False
-            tape.after_step(step)
-        report = {
+            tape.after_step(train, step)
+        return {
             "rank": rank,
             "world": world,
-            "coordinates": mesh.coordinates(),
             "stages": sorted(train.stages),
             **tape.report(),
             "collectives": by_axis(tape.collectives),
             "seconds": round(time.perf_counter() - began, 2),
-            "cpu_seconds": round(time.process_time() - cpu_began, 2),
             "host_bytes": peak_memory_bytes("cpu"),
         }
-    return report
 
 
 def build_without_data(config: Config, mesh: Mesh) -> dict[int, Transformer]:
@@ -83,32 +82,17 @@ def build_without_data(config: Config, mesh: Mesh) -> dict[int, Transformer]:
         return build_stages(config, mesh)
 
 
-def the_rank(config: Config, world: int, rank: int, device: str) -> AbstractContextManager[Mesh]:
-    """The mesh of `rank` of `world`; all other ranks are fake."""
-    return one_rank(config.parallel.mesh_sizes(world), rank, device, config.model.has_experts)
-
-
-def routing_of(config: Config, mesh: Mesh, imbalance: float) -> Routing:
-    """The numbers of rows that this rank's experts receive."""
-    return routing(replace(config.setting(), ep_rank=mesh.ep.rank, imbalance=imbalance))
-
-
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call `function` in a separate process."""
     # The new process must not collect garbage that it inherits: a process group in it waits, when
     # it is destroyed, for threads that only the old process has.
     gc.disable()
     try:
-        with multiprocessing.get_context("fork").Pool(1, initializer=_keep_inherited) as pool:
-            (process,) = pool._pool  # type: ignore[attr-defined]
-            found = pool.apply_async(function, arguments)
-            # a pool waits forever for the result of a process that was killed
-            while process.is_alive() and not found.ready():
-                found.wait(1.0)
-            if not found.ready():
-                why = "this process was killed, as the kernel does when memory runs out"
-                raise UserError("rehearsal", process.name, why, "give it more memory")
-            return found.get()
+        with ProcessPoolExecutor(1, get_context("fork"), _keep_inherited) as pool:
+            return pool.submit(function, *arguments).result()
+    except BrokenProcessPool:
+        why = "its process was killed, as the kernel does when memory runs out"
+        raise UserError("rehearsal", function.__name__, why, "give it more memory") from None
     finally:
         gc.enable()
 
@@ -126,7 +110,7 @@ def check_can_be_rehearsed(config: Config, races: bool) -> None:
         raise UserError("parallel.offload", config.parallel.offload, why, remedy)
     if config.train.compile:
         why = "runs compiled code, which a fake GPU cannot show"
-        raise UserError("train.compile", True, why, "set train.compile=false, or give --real")
+        raise UserError("train.compile", True, why, "set train.compile=false")
 
 
 def rows(config: Config, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:

@@ -55,10 +55,6 @@ class Tape(StorageWatch):
     def built(self, stages: Iterable[nn.Module]) -> None:
         """The stages of the rank have just been built."""
 
-    def attach(self, train: TrainStep) -> None:
-        """Record which actions of the pipeline run in this step."""
-        train.record = self.record
-
     @contextmanager
     def record(self, action: Action) -> Iterator[None]:
         """A context for the pipeline's runner: all that is recorded inside belongs to `action`."""
@@ -70,7 +66,7 @@ class Tape(StorageWatch):
         """Forget what belongs to a step, before the step that is to be reported."""
         self.collectives.clear()
 
-    def after_step(self, step: int) -> None: ...
+    def after_step(self, train: TrainStep, step: int) -> None: ...
 
     def report(self) -> dict[str, Any]:
         raise NotImplementedError

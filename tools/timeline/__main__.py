@@ -16,16 +16,12 @@ small letters its second (fourth, …).
 
 import argparse
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 from parallel.pipeline.schedules import SCHEDULES
-from settings.checks import MAX_FORWARDS
 from tools.command import CommandParser, at_least, reports_errors, run_command, writes
 from tools.timeline.draw import draw, save
 from tools.timeline.panels import print_panels, simulated_panels, traced_panels
-
-SUFFIXES = (".svg", ".png")
 
 
 def time(text: str) -> float:
@@ -42,16 +38,16 @@ def costs(text: str) -> tuple[float, ...]:
     return times
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options. The command ends if they do not fit together, or one is wrong."""
+@reports_errors
+def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.timeline", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     names = f"one or more of {', '.join(SCHEDULES)}"
     source.add_argument("--schedule", nargs="+", choices=SCHEDULES, metavar="NAME", help=names)
     trace = "a measured step: a run's folder, or a trace.json (its first pipeline)"
     source.add_argument("--trace", type=Path, metavar="RUN", help=trace)
-    parser.option("--stages", int, "P", "ranks of the pipeline, each with V stages")
-    parser.option("--micro-batches", int, "M", "per step")
+    parser.option("--stages", int, "P", "with --schedule: ranks of the pipeline")
+    parser.option("--micro-batches", int, "M", "with --schedule: per step")
     per_rank = "one number, or one per schedule (default: 1 if the schedule allows it, else 2)"
     parser.option("--stages-per-rank", int, "V", per_rank, nargs="+", default=[])
     times = (
@@ -60,54 +56,34 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "largest V; with fewer stages per rank, each stage takes longer"
     )
     parser.add_argument("--costs", type=costs, default=(1, 1, 1), metavar="F,I,W", help=times)
-    message = "time of a message between ranks (default: %(default)s)"
+    message = "simulated time of a message between ranks (default: %(default)s)"
     parser.add_argument("--communication", type=time, default=0.0, metavar="C", help=message)
     simulated = "with --trace: also show a simulation of the same actions, below the measured step"
     parser.option("--simulated", bool, None, simulated)
     parser.option("--out", Path, "FILE", "write a picture (.svg, .png) in place of text")
     options = parser.parse_args(arguments)
-    out, schedules, per_rank = options.out, len(options.schedule or ()), options.stages_per_rank
-    if out is not None and out.suffix not in SUFFIXES:
-        parser.error(f"--out: {str(out)!r} is no picture: end it in {' or '.join(SUFFIXES)}")
-    if options.schedule is None:
-        given = {"--stages": options.stages, "--micro-batches": options.micro_batches,
-                 "--stages-per-rank": per_rank, "--costs": options.costs != (1, 1, 1),
-                 "--communication": options.communication and not options.simulated}  # fmt: skip
-        if unread := [name for name, value in given.items() if value]:
-            parser.error(f"{unread[0]}: --trace does not read it")
-        return options
-    if options.simulated:
-        parser.error("--simulated belongs to --trace; a schedule is always simulated")
-    if options.stages is None or options.micro_batches is None:
-        parser.error("--schedule needs --stages and --micro-batches")
-    at_least(1, stages=options.stages, micro_batches=options.micro_batches)
-    at_least(1, stages_per_rank=min(per_rank, default=None))
-    if len(per_rank) not in (0, 1, schedules):
-        parser.error(f"--stages-per-rank has {len(per_rank)} numbers for {schedules} schedules")
-    # some schedules are first built for 2 micro-batches a rank
-    microbatches = max(2 * options.stages, options.micro_batches)
-    forwards = options.stages * max(per_rank, default=1) * microbatches
-    if forwards > MAX_FORWARDS:
-        parser.error(f"there would be up to {forwards:,} forwards: use smaller numbers")
-    return options
-
-
-@reports_errors
-def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
-    if options.trace is not None:
-        unit, panels = "ms", traced_panels(options.trace, options.simulated, options.communication)
+    out, schedules, per_rank = options.out, options.schedule, options.stages_per_rank
+    if out is not None and out.suffix not in (".svg", ".png"):
+        parser.error(f"--out: {str(out)!r} is no picture: end it in .svg or .png")
+    if schedules is None:
+        panels = traced_panels(options.trace, options.simulated, options.communication)
     else:
-        sizes = options.stages, options.micro_batches, options.stages_per_rank
-        times = options.costs, options.communication
-        unit, panels = "", simulated_panels(options.schedule, *sizes, *times)
-    if options.out is None:
+        sizes = {"stages": options.stages, "micro_batches": options.micro_batches}
+        if None in sizes.values():
+            parser.error("--schedule needs --stages and --micro-batches")
+        at_least(1, **sizes, stages_per_rank=min(per_rank, default=None))
+        if len(per_rank) not in (0, 1, len(schedules)):
+            why = f"has {len(per_rank)} numbers for {len(schedules)} schedules"
+            parser.error(f"--stages-per-rank {why}")
+        given = *sizes.values(), per_rank, options.costs, options.communication
+        panels = simulated_panels(schedules, *given)
+    unit = "ms" if schedules is None else ""
+    if out is None:
         print_panels(panels, unit)
         return 0
-    with writes("--out", options.out):
-        save(draw(panels, unit), options.out)
-    print(*(f"{panel.title}\n  {panel.caption}" for panel in panels), sep="\n")
-    print(f"wrote {options.out}")
+    with writes("--out", out):
+        save(draw(panels, unit), out)
+    print(*(f"{panel.title}\n  {panel.caption}" for panel in panels), f"wrote {out}", sep="\n")
     return 0
 
 

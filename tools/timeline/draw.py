@@ -7,13 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from costs.timeline import NAMES, Timeline
-from parallel.pipeline.actions import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    Kind,
-)
+from parallel.pipeline.actions import Kind
 from parallel.pipeline.simulate import Event
 
 if TYPE_CHECKING:  # it takes a second to import, and text and traces do without
@@ -26,13 +20,13 @@ COLOURS = (
     *("#3b82f6", "#ea580c", "#10976a", "#a855f7", "#b7791f"),
     *("#0891b2", "#db2777", "#ef4444", "#65a30d", "#7c8798"),
 )
-# Colours of a rank's first stage and of its last; lightness distinguishes kinds of actions for the
-# colour-blind.
+# Colours of a rank's first stage and of its others; lightness distinguishes kinds of actions for
+# the colour-blind.
 SHADES = {
-    FORWARD: ("#2a56cc", "#9db4fa"),
-    BACKWARD: ("#8a1f62", "#dd8fbb"),
-    BACKWARD_INPUT: ("#d39400", "#fbe68f"),
-    BACKWARD_WEIGHT: ("#187a3a", "#c4f5d6"),
+    Kind.FORWARD: ("#2a56cc", "#9db4fa"),
+    Kind.BACKWARD: ("#8a1f62", "#dd8fbb"),
+    Kind.BACKWARD_INPUT: ("#d39400", "#fbe68f"),
+    Kind.BACKWARD_WEIGHT: ("#187a3a", "#c4f5d6"),
 }
 FONT = ["DejaVu Sans", "Verdana", "Arial"]
 WIDTH, LANE = 9.0, 0.27  # inches; 1350 pixels
@@ -51,16 +45,8 @@ class Panel(NamedTuple):
 
 def chunk_of_stage(lane: Sequence[Event]) -> dict[int, int]:
     """The index of each stage among its rank's stages, from 0."""
-    return {
-        stage: chunk for chunk, stage in enumerate(sorted({event.action.stage for event in lane}))
-    }
-
-
-def shade(kind: Kind, chunk: int, chunks: int) -> str:
-    """The colour of a kind of action; lighter for later stages of the rank."""
-    part = chunk / max(chunks - 1, 1)
-    dark, light = (bytes.fromhex(colour[1:]) for colour in SHADES[kind])
-    return f"#{bytes(round(d + part * (b - d)) for d, b in zip(dark, light, strict=True)).hex()}"
+    stages = sorted({event.action.stage for event in lane})
+    return {stage: chunk for chunk, stage in enumerate(stages)}
 
 
 def draw(panels: Sequence[Panel], unit: str = "", span: float = 0.0) -> "Figure":
@@ -76,16 +62,9 @@ def draw(panels: Sequence[Panel], unit: str = "", span: float = 0.0) -> "Figure"
     span = max([span, *(panel.timeline.step_time for panel in panels)])
     for panel, number, axes in zip(panels, lanes, column, strict=True):
         axes.set_title(panel.title, loc="left", pad=19, size=10.5, weight="bold", color=INK)
-        axes.annotate(
-            panel.caption,
-            (0, 1),
-            xytext=(0, 5),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            size=TEXT_SIZE,
-            color=INK,
-            in_layout=False,  # a long one is cut, and the lanes keep their width
-        )
+        above = {"xytext": (0, 5), "xycoords": "axes fraction", "textcoords": "offset points"}
+        caption = axes.annotate(panel.caption, (0, 1), **above, size=TEXT_SIZE, color=INK)
+        caption.set_in_layout(False)  # a long one is cut, and the lanes keep their width
         axes.set(xlim=(0, span), ylim=(number, 0))
         ranks = [f"rank {rank}" for rank in range(number)]
         axes.set_yticks([rank + 0.5 for rank in range(number)], ranks)
@@ -108,7 +87,7 @@ def _draw_lanes(axes: "Axes", timeline: Timeline, span: float) -> None:
             start, width = begin - timeline.start, end - begin
             # a gap, so that adjacent boxes can be told apart
             boxes.append((start, width - min(0.6 / points_per_unit, width / 5)))
-            colours.append(shade(action.kind, chunks[action.stage], len(chunks)))
+            colours.append(SHADES[action.kind][chunks[action.stage] > 0])
             number = str(action.microbatch)
             if len(number) * DIGIT * NUMBER_SIZE <= width * points_per_unit:
                 place = (start + boxes[-1][1] / 2, rank + 0.5)
@@ -132,25 +111,17 @@ def _add_legend(figure: "Figure", panels: Sequence[Panel]) -> None:
     kinds = {event.action.kind for lane in lanes for event in lane}
     chunks = max(len(chunk_of_stage(lane)) for lane in lanes)
     entries = {
-        NAMES[kind]: tuple(Patch(color=shade(kind, chunk, chunks)) for chunk in range(chunks))
+        NAMES[kind]: tuple(Patch(color=colour) for colour in SHADES[kind][:chunks])
         for kind in Kind
         if kind in kinds
     }
     entries["idle"] = (Patch(color=INK, alpha=0.1),)
     if chunks > 1:
         entries["light: a rank's later stage"] = (Patch(alpha=0),)
-    figure.legend(
-        entries.values(),
-        entries.keys(),
-        loc="outside upper left",
-        ncols=len(entries),
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-        handlelength=1.1 * min(chunks, 4),
-        handleheight=1.1,
-        frameon=False,
-        fontsize=TEXT_SIZE,
-        labelcolor=INK,
-    )
+    boxes = {"handler_map": {tuple: HandlerTuple(ndivide=None, pad=0)}, "handleheight": 1.1}
+    boxes |= {"handlelength": 1.1 * min(chunks, 2), "ncols": len(entries)}
+    text = {"fontsize": TEXT_SIZE, "labelcolor": INK, "frameon": False}
+    figure.legend(entries.values(), entries, loc="outside upper left", **boxes, **text)
 
 
 def save(figure: "Figure", path: Path) -> None:

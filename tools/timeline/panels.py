@@ -26,11 +26,9 @@ def figures(timeline: Timeline, unit: str = "") -> str:
         f"{timeline.peak_live(rank) / len(chunk_of_stage(lane)):.4g}"
         for rank, lane in enumerate(timeline.ranks)
     ]
-    times = (
-        f"step time {timeline.step_time:.4g}{unit} · bubble {timeline.bubble:.4g}{unit} · idle "
-        f"{timeline.bubble_fraction:.1%}"
-    )
-    return f"{times} · holds at most {', '.join(held)} micro-batches"
+    times = f"step time {timeline.step_time:.4g}{unit} · bubble {timeline.bubble:.4g}{unit}"
+    idle = f"idle {timeline.bubble_fraction:.1%}"
+    return f"{times} · {idle} · holds at most {', '.join(held)} micro-batches"
 
 
 def simulated_panels(
@@ -77,14 +75,11 @@ def traced_panels(path: Path, simulated: bool, communication: float = 0.0) -> li
     stage."""
     file = path / "trace.json" if os.path.isdir(path) else path
     try:
-        measured = from_chrome(json.loads(file.read_text(encoding="utf-8")), str(file))
-    except OSError as error:
+        trace = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         remedy = "give a trace.json, or the folder of a run with run.trace=true"
-        why = f"cannot be read ({error.strerror})"
-        raise UserError("--trace", str(file), why, remedy) from None
-    except ValueError as error:
-        remedy = "trace a step again; the file may be truncated"
-        raise UserError("--trace", str(file), f"is not valid JSON: {error}", remedy) from None
+        raise UserError("--trace", str(file), f"cannot be read: {error}", remedy) from None
+    measured = from_chrome(trace, str(file))
     panels = [Panel("measured", measured, figures(measured, " ms"))]
     if simulated:
         schedule = [[event.action for event in lane] for lane in measured.ranks]
@@ -125,11 +120,9 @@ def print_panels(panels: Sequence[Panel], unit: str) -> None:
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     lanes = [lane for panel in panels for lane in panel.timeline.ranks]
     durations = sorted(end - start for lane in lanes for _, start, end in lane if end > start)
-    # the lower quartile: short actions stay readable, and a very short one does not stretch the
-    # rest
+    # the lower quartile: short actions stay readable, and a very short one stretches nothing
     scale = durations[len(durations) // 4]
     for panel in panels:
-        print(
-            panel.title, *ascii_lanes(panel.timeline, scale, columns), panel.caption, "", sep="\n"
-        )
+        lines = ascii_lanes(panel.timeline, scale, columns)
+        print(panel.title, *lines, panel.caption, "", sep="\n")
     print(f"{UNIT_CHARACTERS} characters: time {scale:.3g} {unit}".rstrip())
