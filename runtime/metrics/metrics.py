@@ -196,8 +196,9 @@ def _possible_tokens_per_second(config: Config) -> float | None:
     """At this GPU's peak of dense bfloat16; None if no data sheet of it is known, or the costs of a
     layer cannot be recorded."""
     sheet = data_sheet_of(torch.cuda.get_device_name())
+    if sheet is None:
+        return None
     try:
-        flops = flops_per_token(config.model, config.train.seq_len)
+        return sheet.peak_flops / flops_per_token(config.model, config.train.seq_len)
     except CannotRecord:
         return None
-    return sheet.peak_flops / flops if sheet else None
