@@ -19,6 +19,7 @@ then `went_back` is called on all.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,38 +34,34 @@ from settings.data_stages import DataStage
 from training.step import StepResult, TrainStep
 
 
+@dataclass(eq=False)
 class Run:
     """How far a run is, what its listeners found out about the last step, and the services that
     they use: `log`, `watchdog` and `stop`."""
 
-    batch: tuple[Tensor, Tensor]  # of the last step
-    result: StepResult  # likewise; reading its tensors waits for the device
+    data_stage: DataStage
+    train: TrainStep
+    loader: BatchLoader
+    start: Start  # after a rollback: the checkpoint that was loaded
+    log: RunLog
+    watchdog: Watchdog
+    stop: StopRequests
+    batch: tuple[Tensor, Tensor] = field(init=False)  # of the last step
+    result: StepResult = field(init=False)  # likewise; reading its tensors waits for the device
+    end_reason: str = ""  # why the run ends before its last step; "": it does not
+    following: Start | None = None  # at its end: the start of the next data stage
+    waited_seconds: float = 0.0  # for the batch of this step
+    step_seconds: float | None = None  # measured after a logged step; else None
+    # consecutive steps whose update was skipped, up to the last logged step
+    logged_bad_in_a_row: int = 0
+    record: dict[str, Any] | None = None  # of this step, for metrics.jsonl
+    noted: dict[str, Any] = field(default_factory=dict)  # added to each record from now on
+    for_status: dict[str, Any] = field(default_factory=dict)  # added to status.json at the end
 
-    def __init__(
-        self,
-        data_stage: DataStage,
-        train: TrainStep,
-        loader: BatchLoader,
-        start: Start,
-        log: RunLog,
-        watchdog: Watchdog,
-        stop: StopRequests,
-    ) -> None:
-        self.data_stage, self.config = data_stage, data_stage.config
-        self.train, self.loader = train, loader
-        self.log, self.watchdog, self.stop = log, watchdog, stop
-        self.start = start  # after a rollback: the checkpoint that was loaded
-        self.first_step = self.step = start.step  # steps done so far
-        self.tokens = start.state.tokens  # trained on so far
-        self.end_reason = ""  # why the run ends before its last step; "": it does not
-        self.following: Start | None = None  # at its end: the start of the next data stage
-        self.waited_seconds = 0.0  # for the batch of this step
-        self.step_seconds: float | None = None  # measured after a logged step; else None
-        # consecutive steps whose update was skipped, up to the last logged step
-        self.logged_bad_in_a_row = 0
-        self.record: dict[str, Any] | None = None  # of this step, for metrics.jsonl
-        self.noted: dict[str, Any] = {}  # added to each record from now on
-        self.for_status: dict[str, Any] = {}  # added to status.json at the end
+    def __post_init__(self) -> None:
+        self.config = self.data_stage.config
+        self.first_step = self.step = self.start.step  # steps done so far
+        self.tokens = self.start.state.tokens  # trained on so far
 
     @property
     def goes_on(self) -> bool:
@@ -175,17 +172,13 @@ class Listeners:
         for listener in self.each:
             listener.after_step(self.run)
             if self.run.step != made:
-                return self._go_back()
-
-    def _go_back(self) -> None:
-        for listener in self.each:
-            listener.went_back(self.run, self.run.start)
+                for each in self.each:
+                    each.went_back(self.run, self.run.start)
+                return
 
     def end(self) -> None:
         for listener in reversed(self.each):
             listener.ends(self.run)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
-    ) -> None:
-        self._stack.__exit__(kind, error, traceback)  # type: ignore[arg-type]
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)

@@ -170,7 +170,7 @@ class RunConfig:
     # on GPUs: memory snapshots also have the last allocations, each with its source line; costs
     # time (runtime/metrics/memory_report.py)
     memory_history: bool = False
-    # record the run in Weights & Biases (runtime/metrics/wandb_tracker.py)
+    # record the run in Weights & Biases (runtime/metrics/trackers.py)
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     wandb_project: NonEmpty = "lattice"  # the project in Weights & Biases
     tensorboard: bool = False  # also write event files to the run folder's tensorboard/

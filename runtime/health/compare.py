@@ -8,8 +8,7 @@ differ says nothing about its rank, because a wrong number reaches all that is c
 
 import itertools
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -67,8 +66,10 @@ def settle(train: TrainStep, tokens: Tensor, targets: Tensor, which: set[int]) -
         wrong |= not _is_rounding(kind, result, exact)
         return result
 
-    with _more_cores(train.mesh.device):
-        _forward_backward(train, tokens, targets, settled)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(threads, _share_of_cores(train.mesh.device)))
+    _forward_backward(train, tokens, targets, settled)
+    torch.set_num_threads(threads)
     return wrong
 
 
@@ -109,20 +110,14 @@ def _forward_backward(
     return loss.item(), norm.item()
 
 
-@contextmanager
-def _more_cores(device: str) -> Iterator[None]:
-    """If the ranks have GPUs, compute on the host with this one's share of the cores: torchrun
-    gives each process a single thread. (On a CPU, training uses the cores already.)"""
-    before = torch.get_num_threads()
-    if device == "cuda":
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        # start/host.py may have bound this rank to fewer
-        share = min((os.cpu_count() or 1) // local, len(os.sched_getaffinity(0)))
-        torch.set_num_threads(max(before, share))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _share_of_cores(device: str) -> int:
+    """If the ranks have GPUs, this one's share of the host's cores: torchrun gives each process a
+    single thread. (On a CPU, training uses the cores already.)"""
+    if device != "cuda":
+        return 1
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    # start/host.py may have bound this rank to fewer
+    return min((os.cpu_count() or 1) // local, len(os.sched_getaffinity(0)))
 
 
 def _exact(tensor: Tensor) -> Tensor:

@@ -13,15 +13,7 @@ and once with rows exchanged, each data-parallel rank computing those of the one
 update leaves the weights as they were, so that the last step can be repeated exactly. What was
 computed from the same rows must have the same bits (compare.py).
 
-| verdict      | evidence                                 | what follows                         |
-|--------------|------------------------------------------|--------------------------------------|
-| persistent   | a product of the same inputs has another | the rank's node is added to          |
-|              | result on one rank than on another       | excluded.json; the run ends as       |
-|              |                                          | failed; the next start is without it |
-| transient    | all ranks agree now, and the loss or     | the run continues; if copies differ, |
-|              | gradient norm is not that of the step    | it ends as failed                    |
-| reproducible | all ranks agree, and the same loss and   | the run continues: the data or the   |
-|              | norm come out                            | model is the cause                   |
+docs/recovery.md has the verdicts, and what follows from each.
 
 An error of one rank in the middle of an examination ends the run: the others wait for it in
 collectives. And if the suspicion comes again after the restart, so does the error. So there is none
@@ -74,11 +66,7 @@ NEARLY = 1e-3  # of losses and norms whose bits may differ on GPUs
 
 
 class FaultyMachine(RunFailed):
-    """A machine computes wrongly; the message names the rank and its node.
-
-    Args:
-        restart_helps: whether the ranks that torchrun restarts leave the node out.
-    """
+    """A machine computes wrongly, or copies differ; the message names ranks and their nodes."""
 
     def __init__(self, said: str, restart_helps: bool) -> None:
         super().__init__(said)
@@ -124,13 +112,11 @@ def examine(train: TrainStep, suspect: Suspect) -> Verdict:
     dist.all_gather_object(everyone, mine)
     if any(each["disputed"] or each["wavering"] for each in everyone):
         return _find_faulty(train, batch, everyone)
+    differ = {rank for each in everyone if each["differs"] for rank in each["pair"]}
     steady = all(each["repeats"] for each in everyone) and not train.config.model.has_experts
-    if steady and any(each["differs"] for each in everyone):
-        found = sorted({rank for each in everyone if each["differs"] for rank in each["pair"]})
-        why = (
-            "the same rows give other results on other ranks, but no product of linear layers does"
-        )
-        return Verdict(PERSISTENT, why, found)
+    if steady and differ:
+        why = "the same rows give other results on other ranks, but in no product of linear layers"
+        return Verdict(PERSISTENT, why, sorted(differ))
     return _compare_with_step(train, suspect, first)
 
 
@@ -162,13 +148,12 @@ def _repeats_bits(train: TrainStep) -> bool:
 
 def _compare_with_step(train: TrainStep, suspect: Suspect, now: Computed) -> Verdict:
     """The verdict if no ranks disagree."""
+    is_compiled = not len(now.products)  # on every rank (products.py)
     agree = "all ranks agree"
-    if not len(now.products):  # on every rank (products.py)
+    if is_compiled:
         agree = "with train.compile no products are left to compare"
     if suspect.loss is None:
-        if not len(now.products):
-            return Verdict(NOT_EXAMINED, agree)
-        return Verdict(TRANSIENT, f"computed again, {agree}")
+        return Verdict(NOT_EXAMINED if is_compiled else TRANSIENT, f"computed again, {agree}")
     if not suspect.is_exact:
         # as bad as then; if only the loss was a spike, the norm may be anything
         same = not math.isfinite(now.loss) or not math.isfinite(now.norm)
@@ -177,16 +162,14 @@ def _compare_with_step(train: TrainStep, suspect: Suspect, now: Computed) -> Ver
         )
     else:
         tolerance = 0.0 if _repeats_bits(train) else NEARLY
-        pairs = ((now.loss, suspect.loss), (now.norm, suspect.norm))
-        same = all(_is_same(a, b, tolerance) for a, b in pairs)
-    then = "" if suspect.is_exact else " with changed weights"
-    found = f"loss {now.loss:.6g}, gradient norm {now.norm:.6g}"
-    why = f"computed again{then}, {agree}: {found}"
+        found, then = (
+            torch.tensor([each.loss, each.norm], dtype=torch.float64) for each in (now, suspect)
+        )
+        same = torch.allclose(found, then, rtol=tolerance, atol=0.0, equal_nan=True)
+    weights = "" if suspect.is_exact else " with changed weights"
+    result = f"loss {now.loss:.6g}, gradient norm {now.norm:.6g}"
+    why = f"computed again{weights}, {agree}: {result}"
     return Verdict(REPRODUCIBLE if same else TRANSIENT, why)
-
-
-def _is_same(a: float, b: float, tolerance: float) -> bool:
-    return a == b or (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=tolerance)
 
 
 def refusal(folder: Path, step: int, device: str) -> str:
@@ -263,30 +246,29 @@ class Examination(Listener):
         is_exact = bool(skipped) and bad[-1] == len(steps) - 1
         verdict = self._examine(run, cause, Suspect(steps[bad[-1]][0], loss, norm, is_exact))
         if verdict.is_sure:
-            raise FaultyMachine(f"{cause}: {self._describe(verdict)}", self._restart_helps(verdict))
+            raise self._failure(cause, verdict)
 
     def _leaps(self, norm: float) -> bool:
         """Whether a gradient norm is far above those before; if not, it becomes one of them. (One
         that is not finite is for the guard to judge: float16 may overflow.)"""
         if not math.isfinite(norm):
             return False
-        leaps = len(self.norms) > 1 and norm > LEAP * statistics.median(self.norms)
-        if not leaps:
-            self.norms.append(norm)
-        return leaps
+        if len(self.norms) > 1 and norm > LEAP * statistics.median(self.norms):
+            return True
+        self.norms.append(norm)
+        return False
 
-    def of_replicas(self, run: Run, found: ReplicasDiffer) -> ReplicasDiffer:
+    def of_replicas(self, run: Run, found: ReplicasDiffer) -> FaultyMachine:
         """Examine the last step after copies were found to differ. The state is then unusable;
         returns the error that ends the run."""
         make_copies_equal(self.train)
         verdict = self._examine(run, "copies differ", Suspect(run.batch))
-        differ = ReplicasDiffer(f"{found} ({self._describe(verdict)})")
-        differ.restart_helps = self._restart_helps(verdict)
-        return differ
+        return self._failure(str(found), verdict)
 
-    def _restart_helps(self, verdict: Verdict) -> bool:
-        """Whether no node was excluded, or restarted ranks leave it out (start/elastic.py)."""
-        return not verdict.is_sure or bool(self.train.config.parallel.layouts)
+    def _failure(self, cause: str, verdict: Verdict) -> FaultyMachine:
+        # restarted ranks leave an excluded node out only with layouts (start/elastic.py)
+        restart_helps = not verdict.is_sure or bool(self.train.config.parallel.layouts)
+        return FaultyMachine(f"{cause} ({self._describe(verdict)})", restart_helps)
 
     def went_back(self, run: Run, start: Start) -> None:
         self.steps.clear()

@@ -66,14 +66,12 @@ def _read(folder: Path) -> tuple[dict[str, dict[str, Any]], str]:
     try:
         text = (folder / FILE).read_text(encoding="utf-8").replace("\t", " ")  # YAML has no tabs
         found = yaml_text.parse(text) or {}
+        if not isinstance(found, dict):
+            raise ValueError("has no nodes: write node: reason")
     except FileNotFoundError:
         return {}, ""
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # also: no text, no YAML
         return {}, f"cannot be read: {error}"
-    except yaml_text.NotYaml as error:
-        return {}, str(error)
-    if not isinstance(found, dict):
-        return {}, "has no nodes: write node: reason"
     return {
         str(node): about if isinstance(about, dict) else {"reason": str(about)}
         for node, about in found.items()

@@ -56,18 +56,15 @@ class Faults(Listener):
     def _check(self, train: TrainStep, names: list[str]) -> None:
         """Raise UserError if there is no such rank, layer (`names`: of its linear layers here) or
         bit."""
-        config, rank, world = train.config, self.fault["rank"], dist.get_world_size()
-        bits = torch.finfo(config.precision.compute).bits
+        rank, world = self.fault["rank"], dist.get_world_size()
+        dtype, bits = train.config.train.dtype, torch.finfo(train.config.precision.compute).bits
+        remedy = "choose a layer of that rank's stages, and train.compile=false"
         if rank >= world:
-            why = f"there are {world} ranks"
-            raise UserError(KEY, self.fault, why, f"choose a rank up to {world - 1}")
+            raise UserError(KEY, self.fault, f"there are {world} ranks", f"at most {world - 1}")
         if self.fault["bit"] >= bits:
-            why = f"a {config.train.dtype} has {bits} bits"
-            raise UserError(KEY, self.fault, why, f"choose a bit up to {bits - 1}")
+            raise UserError(KEY, self.fault, f"a {dtype} has {bits} bits", f"at most {bits - 1}")
         if rank == dist.get_rank() and not names:
-            layer = self.fault["layer"]
-            why = f"rank {rank} has no linear layer in layer {layer} that can be wrapped"
-            remedy = "choose a layer of this rank's stages, and train.compile=false"
+            why = f"it has no linear layer in layer {self.fault['layer']} that can be wrapped"
             raise UserError(KEY, self.fault, why, remedy)
 
 

@@ -8,8 +8,8 @@ between the ranks that hold the same numbers.
 
 Once copies differ, nothing makes them equal again: after a bit flip in one rank's memory, or an
 update made on only one rank, training would continue with two models. Each rank hashes its copies
-on its device, and the hashes (8 bytes each) are gathered within each group of copies. The ranks
-that differ from the hash of most are named; if there is none, as with two copies, all are.
+on its device, and the hashes (8 bytes each) are gathered over the world. The ranks that differ from
+the hash of most are named; if there is none, as with two copies, all are.
 """
 
 from collections import Counter, defaultdict
@@ -29,48 +29,45 @@ class ReplicasDiffer(RunFailed):
     """Copies differ; the message names the ranks."""
 
 
+# the axis, and the first rank of a group of copies on it → the hash of this rank's
+Hashes = dict[tuple[str, int], int]
+
+
 @torch.no_grad()
 def check_replicas(train: TrainStep) -> None:
-    """Compare all copies; every rank calls it between steps. Waits for the device once. Raises
+    """Compare all copies; every rank calls it between steps. Waits for the device. Raises
     ReplicasDiffer."""
-    mesh = train.mesh
     copied_over: dict[str, list[DTensor]] = defaultdict(list)
     for held in held_tensors(train):
         for axis in replicated_over(held.tensor):
             copied_over[axis].append(held.tensor)
-    odd = [line for axis in mesh.views for line in _odd_ones(axis, copied_over[axis], train)]
-    everyone: list[list[str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, odd)
-    found = sorted({line for lines in everyone if lines for line in lines})
-    if found:
+    kernels = train.config.kernels_of_states
+    hashes: Hashes = {}
+    for axis, tensors in copied_over.items():
+        copies = dist.get_process_group_ranks(train.mesh.views[axis].group)
+        if len(copies) > 1:
+            local = (tensor.to_local() for tensor in tensors)
+            hashes[axis, copies[0]] = int(hash_of(local, kernels).item())
+    everyone = [hashes] * dist.get_world_size()
+    dist.all_gather_object(everyone, hashes)
+    if found := odd_copies(everyone):
         remedy = "Restart from the last checkpoint, without the machine of that rank"
         raise ReplicasDiffer("; ".join(found) + f". {remedy}")
 
 
-def _odd_ones(axis: str, tensors: list[DTensor], train: TrainStep) -> list[str]:
-    """Describe the ranks of this rank's group on `axis` that differ from the others."""
-    mesh = train.mesh
-    group = mesh.views[axis].group
-    if group.size() == 1 or not tensors:
-        return []
-    mine = hash_of((tensor.to_local() for tensor in tensors), train.config.kernels_of_states).to(
-        mesh.device
-    )
-    hashes = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(hashes, mine, group=group)  # int64 scalars
-    values: list[int] = torch.stack(hashes).tolist()
-    ranks = dist.get_process_group_ranks(group)
-    common, count = Counter(values).most_common(1)[0]
-    if count == len(values):
-        return []
-    if 2 * count > len(values):  # else nobody knows which is right
-        others = [rank for rank, value in zip(ranks, values, strict=True) if value != common]
-        return [
-            f"rank {rank} differs from its copies over {axis} (ranks {_listed(ranks)})"
-            for rank in others
-        ]
-    return [f"ranks {_listed(ranks)}, copies over {axis}, hold different numbers"]
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
+def odd_copies(everyone: list[Hashes]) -> list[str]:
+    """Describe the ranks that differ from their copies, from the hashes of all ranks."""
+    groups: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)  # … → rank → hash
+    for rank, hashes in enumerate(everyone):
+        for group, value in hashes.items():
+            groups[group][rank] = value
+    found = []
+    for (axis, _), values in sorted(groups.items()):
+        ranks = ", ".join(map(str, values))
+        common, count = Counter(values.values()).most_common(1)[0]
+        odd = [rank for rank, value in values.items() if value != common]
+        if 2 * count <= len(values):  # nobody knows which is right
+            found.append(f"ranks {ranks}, copies over {axis}, hold different numbers")
+        else:
+            found += [f"rank {r} differs from its copies over {axis} (ranks {ranks})" for r in odd]
+    return found

@@ -23,7 +23,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -94,7 +93,6 @@ class SlowRanks(Listener):
         self.named: dict[int, float] = {}  # when each slow rank was named, by the monotonic clock
         self.excluded: dict[str, str] = {}  # nodes that this start has excluded, each with why
         self.first_step = 0
-        self._shape: torch.Size | None = None  # of the batches whose times are compared
         self._is_timed = False  # this step, on all ranks
         # the logged step, and this rank's time, that are to be posted
         self._ready: tuple[int, int] | None = None
@@ -113,9 +111,6 @@ class SlowRanks(Listener):
         self.times.turn(on=False)
         if run.step_seconds is not None and self._is_timed:
             self._ready = (run.step, self.times.take())
-            if run.batch[0].shape != self._shape:
-                self._shape = run.batch[0].shape
-                self.judge.forget()
 
     def went_back(self, run: Run, start: Start) -> None:
         self.times.marks.clear()

@@ -57,10 +57,6 @@ class Judge:
         self.members = [np.flatnonzero(np.array(roles) == role) for role in sorted(set(roles))]
         self.slow: dict[int, Slow] = {}  # by rank
         self.slowest = 1.0  # the largest factor of the last interval
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget all times, because the work has changed; names stay until they are refuted."""
         self._past: deque[np.ndarray] = deque(maxlen=PAST)  # logarithms of times; nan: named
         self._excess: deque[np.ndarray] = deque(maxlen=RECENT)
         self._steps: deque[int] = deque(maxlen=CONSECUTIVE)

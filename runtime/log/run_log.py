@@ -61,7 +61,6 @@ class RunLog:
         self._longest: dict[str, float] = {}  # cause → seconds
         self._usual_step: float | None = None  # seconds
         self._start: Line | None = None  # its event
-        self._commits: list[Line] = []
         self._lock = threading.RLock()
 
     def __enter__(self) -> "RunLog":
@@ -98,16 +97,8 @@ class RunLog:
             return None
         with self._lock:
             event = append_event(self.folder, kind, **about)
-            if kind == "checkpoint" and "failed" not in event:
-                self._commits.append(event)
             self._tell({"event": event})
         return event
-
-    def take_commits(self) -> list[Line]:
-        """The events of the checkpoints that were committed since the last call."""
-        with self._lock:
-            found, self._commits = self._commits, []
-        return found
 
     def record(self, record: Line, usual_step: float | None) -> None:
         """Tell of a logged step. usual_step: seconds, if known."""

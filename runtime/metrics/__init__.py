@@ -2,8 +2,6 @@
 
 metrics.py         the measurements of each logged step
 trackers.py        writes them to metrics.jsonl, console, wandb, TensorBoard
-tracker.py         the interface of one such place
-wandb_tracker.py   Weights & Biases
 expert_load.py     how evenly tokens spread over experts
 memory_report.py   what a rank holds in memory
 """

@@ -13,13 +13,12 @@
 
 Weights, gradients and moments are counted where the model, FSDP and the optimizer keep them.
 Everything else that the allocator has given out, mostly activations, is reported as one number; on
-a CPU, that is the rest of the process's memory, including the interpreter and libraries. The
+a CPU, that is the rest of the process's peak, including the interpreter and libraries. The
 snapshot is a pickle because torch's viewer reads nothing else; this program never reads it. With
 run.memory_history it also has the last allocations, each with the source line that requested it.
 """
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -81,9 +80,8 @@ class MemoryReports(Listener):
             self.folder.mkdir(parents=True, exist_ok=True)
             report = self.report(why)
             path.write_text(self.as_text(report), encoding="utf-8")
-            path.with_suffix(".json").write_text(
-                json.dumps(report, indent=1) + "\n", encoding="utf-8"
-            )
+            numbers = json.dumps(report, indent=1) + "\n"
+            path.with_suffix(".json").write_text(numbers, encoding="utf-8")
             if self.train.mesh.device == "cuda":
                 torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
             said = f"memory report: {path}"
@@ -92,7 +90,7 @@ class MemoryReports(Listener):
         log(f"rank {rank}: {why.partition(chr(10))[0]}; {said}")
 
     def report(self, why: str) -> dict[str, Any]:
-        mesh = self.train.mesh
+        mesh, on_gpu = self.train.mesh, self.train.mesh.device == "cuda"
         return {
             "why": why,
             "rank": dist.get_rank(),
@@ -101,37 +99,17 @@ class MemoryReports(Listener):
             "stages": sorted(self.train.stages),
             "device": mesh.device,
             "held_bytes": held_bytes(self.train),
-            "total_bytes": total_bytes(mesh.device),
-            "offloaded_bytes": offloaded_bytes(self.train),
+            "total_bytes": torch.cuda.memory_allocated() if on_gpu else peak_memory_bytes("cpu"),
         }
 
     def as_text(self, report: dict[str, Any]) -> str:
-        coordinates = ", ".join(f"{axis} {index}" for axis, index in report["coordinates"].items())
-        stages = ", ".join(map(str, report["stages"]))
-        lines = [
-            f"rank {report['rank']} of {report['world']} ({coordinates}), stage {stages}",
-            report["why"],
-            "",
-        ]
-        lines += table(report["held_bytes"], report["total_bytes"])
-        if offloaded := report["offloaded_bytes"]:
-            to_disk = self.train.config.parallel.offload == "disk"
-            where = self.train.config.parallel.offload_dir if to_disk else "the host's memory"
-            lines.append(f"Weights and optimizer states: {offloaded / MB:,.3f} MB in {where}")
-        config = self.folder.parent / "config.yaml"
-        lines += [
-            "",
-            f"To compare with the plan: python -m tools.plan {config} --beside FILE, "
-            "where FILE is this file's name with .json",
-        ]
+        about = ("why", "rank", "world", "coordinates", "stages")
+        lines = [f"{name}: {report[name]}" for name in about]
+        lines += ["", *table(report["held_bytes"], report["total_bytes"])]
         if report["device"] == "cuda":
             free, size = (number / MB for number in torch.cuda.mem_get_info())
-            reserved = torch.cuda.memory_reserved() / MB
-            lines.append(
-                f"The device has {size:,.0f} MB, of which {free:,.0f} MB are free; "
-                f"torch has reserved {reserved:,.0f} MB."
-            )
-            lines += ["", torch.cuda.memory_summary()]
+            lines.append(f"The device has {size:,.0f} MB, of which {free:,.0f} MB are free.\n")
+            lines.append(torch.cuda.memory_summary())
         return "\n".join(lines) + "\n"
 
 
@@ -154,14 +132,6 @@ def held_bytes(train: TrainStep) -> dict[str, int]:
 
     found = {category: count(tensors) for category, tensors in tensors_by_category(train).items()}
     return found | dict.fromkeys(in_files, 0)
-
-
-def offloaded_bytes(train: TrainStep) -> int:
-    """Bytes of weights and optimizer states that parallel.offload keeps elsewhere."""
-    if train.config.parallel.offload == "none":
-        return 0
-    tensors = tensors_by_category(train)
-    return sum(tensor.nbytes for category in (WEIGHTS, MOMENTS) for tensor in tensors[category])
 
 
 def tensors_by_category(train: TrainStep) -> dict[str, list[Tensor]]:
@@ -189,38 +159,21 @@ def tensors_by_category(train: TrainStep) -> dict[str, list[Tensor]]:
     }
 
 
-def total_bytes(device: str) -> int:
-    """Bytes allocated on a GPU; on a CPU, the resident memory of the process."""
-    if device == "cuda":
-        return torch.cuda.memory_allocated()
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # not Linux: use the peak instead
-        return peak_memory_bytes(device)
-
-
 def table(
     held: Mapping[str, int], total: int, planned: Mapping[str, int] | None = None
 ) -> list[str]:
     """Format lines with the memory held by category, the rest of `total`, and next to them the
     `planned` memory, whose other categories are part of the rest. All sizes are in bytes."""
     plan = planned or {}
-
     others = {name: size for name, size in plan.items() if name not in held and size}
     rows: list[tuple[str, int | None, int]] = [
-        (name, size, plan.get(name, 0)) for name, size in held.items()
+        *((name, size, plan.get(name, 0)) for name, size in held.items()),
+        ("everything else", total - sum(held.values()), sum(others.values())),
+        *((f"  {name}", None, others[name]) for name in sorted(others, key=lambda n: -others[n])),
+        ("together", total, sum(plan.values())),
     ]
-    rows.append(("everything else", total - sum(held.values()), sum(others.values())))
-    rows += [
-        (f"  {name}", None, size)
-        for name, size in sorted(others.items(), key=lambda item: -item[1])
-    ]
-    rows.append(("together", total, sum(plan.values())))
-
     lines = [f"{'':<28}{'held now':>18}{'planned peak' if plan else '':>18}".rstrip()]
-    for name, now, then in rows:
-        held_now = "" if now is None else f"{now / MB:,.3f} MB"
-        lines.append(
-            f"{name:<28}{held_now:>18}{f'{then / MB:,.3f} MB' if plan else '':>18}".rstrip()
-        )
+    for name, *sizes in rows:
+        now, then = ("" if size is None else f"{size / MB:,.3f} MB" for size in sizes)
+        lines.append(f"{name:<28}{now:>18}{then if plan else '':>18}".rstrip())
     return lines

@@ -35,10 +35,10 @@ class Metrics(Listener):
 
     def __init__(self, config: Config, mesh: Mesh, start: Start) -> None:
         self.config, self.mesh, self.device = config, mesh, mesh.device
-        self.flops = _flops_per_token(config) if dist.get_rank() == 0 else None  # it writes
-        sheet = data_sheet_of(torch.cuda.get_device_name()) if self.device == "cuda" else None
-        # dense bfloat16, FLOP/s; None: no data sheet is known, and mfu is null
-        self.peak_flops = sheet.peak_flops if sheet is not None else None
+        # of a device at its peak; None: not known, and mfu is null
+        self.possible: float | None = None
+        if self.device == "cuda" and dist.get_rank() == 0:  # it writes
+            self.possible = _possible_tokens_per_second(config)
         self.step = start.step
         self.skipped_updates = start.step - start.state.updates
         model = config.model
@@ -52,12 +52,6 @@ class Metrics(Listener):
             run.log.event("system", **system)
             self.trackers = Trackers(self.config, run.step, system)
         run.log.busy("")
-
-    def _mfu(self, tokens_per_second: float) -> float | None:
-        """The MFU of one device; None if its peak or the model's operations are not known."""
-        if self.flops is None or not self.peak_flops:
-            return None
-        return tokens_per_second * self.flops / self.peak_flops
 
     def after_step(self, run: Run) -> None:
         """Measure a step; waits for the device only every `run.log_interval` steps."""
@@ -91,7 +85,7 @@ class Metrics(Listener):
             "tokens": run.tokens,
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": per_device,
-            "mfu": self._mfu(per_device),
+            "mfu": per_device / self.possible if self.possible else None,
             "step_seconds": seconds,
             "data_seconds": data_seconds,
             "peak_memory_bytes": max(peak_memory),
@@ -108,17 +102,15 @@ class Metrics(Listener):
         experts."""
         if self.load is None or result.loads is None:
             return measured.tolist(), {}
-        parts = (measured, result.loads.losses.double(), self.load.figures())
+        parts = (measured, result.loads.losses.double(), self.load.take())
         numbers, (balance_loss, z_loss), figures = (
             part.tolist() for part in torch.cat(parts).cpu().split([len(part) for part in parts])
         )
-        (loads, warning), experts = self.load.read(figures), self.config.model.of(Experts)
-        if warning and dist.get_rank() == 0:
-            log(f"{warning} (up to step {self.step})")
+        experts = self.config.model.of(Experts)
         # their sum, with `loss`, is what gradients are taken of
         losses = {"router_balance_loss": balance_loss} if experts.router_aux_weight else {}
         losses |= {"router_z_loss": z_loss} if experts.router_z_weight else {}
-        return numbers, losses | loads.record()
+        return numbers, losses | self.load.record(figures)
 
     def _gather_peak_memory(self, run: Run) -> list[int]:
         """Gather the peak memory of all ranks, in bytes. A record contains only the largest: with a
@@ -152,13 +144,13 @@ class Metrics(Listener):
         reached, self.step = self.step, start.step
         self.skipped_updates = start.step - start.state.updates
         if self.load is not None:
-            self.load.reset()
+            self.load.take()  # and forget: those steps come again
         if self.trackers is not None:
             self.trackers.went_back(start.step, reached)
 
     def closes(self, run: Run, error: BaseException | None) -> None:
         if self.trackers is not None:
-            self.trackers.close(error is not None, run.log.take_commits())
+            self.trackers.close(error is not None)
 
 
 class RecordWriter(Listener):
@@ -173,7 +165,7 @@ class RecordWriter(Listener):
         if record is None or trackers is None:
             return
         run.log.write_spent()
-        trackers.log(record, run.log.take_commits())
+        trackers.log(record)
         run.log.record(record, run.watchdog.usual_step)
 
 
@@ -200,9 +192,13 @@ def peak_memory_bytes(device: str) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # in KiB on Linux
 
 
-def _flops_per_token(config: Config) -> float | None:
-    """None if the costs of a layer cannot be recorded: the run then trains without MFU."""
+def _possible_tokens_per_second(config: Config) -> float | None:
+    """At this GPU's peak of dense bfloat16; None if no data sheet of it is known, or the costs of a
+    layer cannot be recorded."""
+    sheet = data_sheet_of(torch.cuda.get_device_name())
+    if sheet is None:
+        return None
     try:
-        return flops_per_token(config.model, config.train.seq_len)
+        return sheet.peak_flops / flops_per_token(config.model, config.train.seq_len)
     except CannotRecord:
         return None

@@ -1,4 +1,4 @@
-"""Write a run's numbers to several places, each a small class with the same interface, on rank 0.
+"""Write a run's numbers to several places, each a small class with one interface, on rank 0.
 
     JsonLines      RUN/metrics.jsonl                   always
     Console        a line on standard output           always
@@ -10,24 +10,47 @@ gives up, because the others could be rebuilt from its file: lines that it canno
 memory.
 """
 
+import contextlib
 import errno
 import itertools
 import json
 import math
 import os
+import secrets
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runtime.files import write_whole
-from runtime.log.log_lines import is_record, whole_lines
-from runtime.metrics.tracker import Record, Tracker, scalars
-from runtime.metrics.wandb_tracker import WandB
+from runtime.files import write_or_warn, write_whole
+from runtime.log.log_lines import is_count, is_record, json_object, whole_lines
 from runtime.output import log
 from settings.config import Config
-from settings.load import dump_config
+from settings.load import settings_of
+
+WANDB_START_SECONDS = 30.0  # for wandb's server to respond; all ranks wait meanwhile
+# for wandb's last uploads: a server that does not respond must not keep a job from being requeued
+WANDB_FINISH_SECONDS = 60.0
+
+# one logged step: "step" and the measurements; None for those that are not known
+Record = dict[str, Any]
+
+
+class Tracker:
+    """Interface: `log` gets each logged step's record, in step order except after `went_back`."""
+
+    name = ""
+
+    def log(self, record: Record) -> None:
+        raise NotImplementedError
+
+    def went_back(self, step: int, reached: int) -> None:
+        """The run was at step `reached` and continues from `step`; the steps between come again."""
+
+    def close(self, failed: bool) -> None:
+        """The process ends."""
 
 
 class Trackers:
@@ -47,24 +70,16 @@ class Trackers:
             about = config, step, system, lines.begins_anew, lines.reached
             self._guarded("wandb", lambda: add(WandB(*about)))
         if config.run.tensorboard:
-            text = dump_config(config)
-            self._guarded("TensorBoard", lambda: add(TensorBoard(folder, step, text)))
+            self._guarded("TensorBoard", lambda: add(TensorBoard(folder, step)))
 
-    def log(self, record: Record, commits: Sequence[dict[str, Any]] = ()) -> None:
-        """Log a step, and the saves that were committed since the last call."""
+    def log(self, record: Record) -> None:
         self._each(lambda tracker: tracker.log(record))
-        self._committed(commits)
 
     def went_back(self, step: int, reached: int) -> None:
         self._each(lambda tracker: tracker.went_back(step, reached))
 
-    def close(self, failed: bool, commits: Sequence[dict[str, Any]] = ()) -> None:
-        self._committed(commits)
+    def close(self, failed: bool) -> None:
         self._each(lambda tracker: tracker.close(failed))
-
-    def _committed(self, commits: Sequence[dict[str, Any]]) -> None:
-        for event in commits:
-            self._each(lambda tracker, event=event: tracker.committed(event))  # type: ignore[misc]
 
     def _each(self, action: Callable[[Tracker], None]) -> None:
         for tracker in list(self.trackers):
@@ -198,11 +213,9 @@ class TensorBoard(Tracker):
 
     name = "TensorBoard"
 
-    def __init__(self, folder: Path, step: int, config: str) -> None:
+    def __init__(self, folder: Path, step: int) -> None:
         self.folder = folder / "tensorboard"
         self._open(step)
-        verbatim = "\n".join(f"    {line}" for line in config.splitlines())  # in Markdown
-        self.writer.add_text("config", verbatim, step)
 
     def _open(self, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # only if configured
@@ -220,3 +233,105 @@ class TensorBoard(Tracker):
 
     def close(self, failed: bool) -> None:
         self.writer.close()
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The numbers of a record that are known. A number of one layer is named like
+    `experts_by_layer/entropy/017`."""
+    found = {name: value for name, value in record.items() if isinstance(value, int | float)}
+    by_layer = record.get("experts_by_layer", {})
+    for name, values in by_layer.items():
+        if name != "layer":
+            for layer, value in zip(by_layer["layer"], values, strict=True):
+                found[f"experts_by_layer/{name}/{layer:03d}"] = value
+    return found
+
+
+class WandB(Tracker):
+    """Logs to one wandb run for all starts, whose id is kept in RUN/wandb-run.json. A run that
+    begins anew gets a new id.
+
+    wandb accepts only increasing steps, but after a failure or a rollback a run makes some steps
+    again. So the step sent to wandb is our step plus `repeated`, the number of steps lost so far.
+    The axis of every plot is our own step; repeated steps show as a second line, and none is
+    missing. The step counts of an offline run's folders do not overlap, so that
+    `wandb sync RUN/wandb/offline-run-*` merges them into one run.
+
+    Args:
+        step: the step from which this start begins.
+        system: the result of `describe_system` (metrics.py).
+        anew: the folder's earlier run, if any, is another one.
+        reached: the last step that was logged before this start.
+    """
+
+    name = "wandb"
+
+    def __init__(
+        self, config: Config, step: int, system: dict[str, Any], anew: bool, reached: int
+    ) -> None:
+        import wandb  # only if configured: the import takes a second
+
+        self.wandb, self.folder = wandb, Path(config.run.dir).absolute()
+        path = self.folder / "wandb-run.json"
+        known = {} if anew or not path.exists() else json_object(path.read_bytes())
+        self.id = str(known.get("id") or secrets.token_hex(4))
+        repeated: Any = known.get("repeated")
+        self.repeated: int = repeated if is_count(repeated) else 0
+        self.went_back(step, reached)
+        self.start, self.restarted = partial(self._start, config, system), False
+        self.run = self.start()
+
+    def _start(self, config: Config, system: dict[str, Any]) -> Any:
+        init = partial(
+            self.wandb.init,
+            project=config.run.wandb_project,
+            name=self.folder.name,
+            id=self.id,
+            resume="allow",
+            dir=str(self.folder),
+            config={**settings_of(config), "system": system},
+            allow_val_change=True,
+            settings=self.wandb.Settings(
+                silent=True,
+                reinit="create_new",
+                init_timeout=WANDB_START_SECONDS,
+                finish_timeout=WANDB_FINISH_SECONDS,
+                x_transaction_log_flush_interval=1.0,
+            ),
+        )
+        try:
+            run = init(mode=config.run.wandb)
+        except self.wandb.Error as error:  # no key, a wrong one, no network
+            if config.run.wandb == "offline":
+                raise
+            self.wandb.teardown()  # else its process holds this id, and refuses it a second time
+            run = init(mode="offline")
+            folders = shlex.quote(str(self.folder / "wandb")) + "/offline-run-*"
+            log(f"warning: wandb cannot go online; to upload later: wandb sync {folders} ({error})")
+        run.define_metric("step", hidden=True)
+        run.define_metric("*", step_metric="step")
+        return run
+
+    def log(self, record: Record) -> None:
+        known = scalars(record)
+        step = record["step"] + self.repeated
+        try:
+            self.run.log(known, step=step, commit=True)  # commit: without waiting for the next step
+        # wandb's process is gone: stopping a job signals all of its processes
+        except ConnectionError:
+            if self.restarted:
+                raise  # restart only once: it takes time, and the other ranks wait
+            self.restarted = True
+            with contextlib.suppress(Exception):
+                self.wandb.teardown()
+            self.run = self.start()
+            self.run.log(known, step=step, commit=True)
+
+    def went_back(self, step: int, reached: int) -> None:
+        self.repeated += reached - step
+        # if it cannot be written, the next start may not continue this wandb run
+        about = {"id": self.id, "repeated": self.repeated}
+        write_or_warn(self.folder / "wandb-run.json", json.dumps(about) + "\n")
+
+    def close(self, failed: bool) -> None:
+        self.run.finish(exit_code=int(failed))

@@ -47,12 +47,8 @@ class StepProfile(Listener):
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.folder, self.mesh = Path(config.run.dir) / "profile", mesh
-        self.steps = config.run.profiled_steps
-        # the steps in which there is something to do, with the warm-up; empty once it is done
-        self.window = (
-            range(max(1, self.steps.start - 1), self.steps.stop) if self.steps else range(0)
-        )
-        self.is_chosen = bool(self.steps) and dist.get_rank() in config.run.profile_ranks
+        self.steps = config.run.profiled_steps  # empty once they are written
+        self.is_chosen = dist.get_rank() in config.run.profile_ranks
         self.profiler: torch.profiler.profile | None = None  # on chosen ranks, from the warm-up on
         self.since = 0  # the first recorded step; 0: recording is off
         self._marks = ExitStack()
@@ -60,9 +56,9 @@ class StepProfile(Listener):
 
     def before_step(self, run: Run) -> None:
         number = run.step + 1
-        if number not in self.window:
-            if self.since:
-                self._finish(run)  # the run was rolled back
+        if self.since and number not in self.steps:
+            self._finish(run)  # the run was rolled back
+        if not self.steps.start - 1 <= number < self.steps.stop:
             return
         if self.is_chosen and self.profiler is None:
             self._prepare()
@@ -89,9 +85,8 @@ class StepProfile(Listener):
         self._marks.close()
 
     def _prepare(self) -> None:
-        activities = [ProfilerActivity.CPU] + (
-            [ProfilerActivity.CUDA] if self.mesh.device == "cuda" else []
-        )
+        activities = [ProfilerActivity.CPU]
+        activities += [ProfilerActivity.CUDA] if self.mesh.device == "cuda" else []
         self.profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         about = {
             "rank": dist.get_rank(),
@@ -113,7 +108,7 @@ class StepProfile(Listener):
         """Write the trace. The other ranks wait, with the watchdog paused, so that the writing is
         not mistaken for a hang."""
         profiler, first = self.profiler, self.since
-        self.window, self.since, self.profiler = range(0), 0, None
+        self.steps, self.since, self.profiler = range(0), 0, None
         self._marks.close()
         with run.watchdog.resting():
             if profiler is not None:

@@ -2,18 +2,14 @@
 
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from parallel.axes import MeshSizes
 from proofs.parity.cases import Case
 from proofs.ranks import Ranks
-from runtime.health import replicas
-from runtime.health.replicas import ReplicasDiffer, check_replicas
+from runtime.health.replicas import ReplicasDiffer, check_replicas, odd_copies
 from tests.health.faulty_runs import flip_a_bit
 from tests.steps import make_step, rows_of
 
@@ -80,18 +76,7 @@ def test_what_is_no_copy_is_not_compared(ranks: Ranks, case: Case) -> None:
 
 
 def test_half_of_the_copies_are_no_majority() -> None:
-    group = SimpleNamespace(size=lambda: 4)
-    about = {"mesh": SimpleNamespace(views={"tp": SimpleNamespace(group=group)}, device="cpu"),
-             "config": SimpleNamespace(kernels_of_states="torch")}  # fmt: skip
-    copy = SimpleNamespace(to_local=lambda: torch.zeros(1))
-
-    def gather(hashes: list[torch.Tensor], mine: torch.Tensor, group: object) -> None:
-        for each, value in zip(hashes, (1, 1, 2, 2), strict=True):
-            each.fill_(value)
-
-    with (
-        patch.object(dist, "all_gather", gather),
-        patch.object(dist, "get_process_group_ranks", lambda _: [0, 1, 2, 3]),
-    ):
-        (said,) = replicas._odd_ones("tp", [copy], SimpleNamespace(**about))  # type: ignore
+    values = (1, 1, 2, 2)
+    (said,) = odd_copies([{("tp", 0): value} for value in values])
     assert said == "ranks 0, 1, 2, 3, copies over tp, hold different numbers"
+    assert odd_copies([{("tp", 2 * (rank // 2)): value} for rank, value in enumerate(values)]) == []

@@ -83,8 +83,7 @@ def test_a_gpus_trace():
     shard     ······██·· ······██··     10 ms of 10 exposed; 5 ms of them while pp is exposed too
     copy      ████████·█ ████████·█     5 ms not overlapped with any of these
     """
-    over_tp = {"Process Group Name": "11", "Process Group Description": "mesh_tp"}
-    over_dp = {"Process Group Name": "0", "Process Group Description": "default_pg"}
+    over_tp, over_dp = {"Process Group Name": "11"}, {"Process Group Name": "0"}
     events = [{"ph": "M", "name": "process_name"}, told("step 6", "gpu_user_annotation", 0, 500)]
     for i in range(2):
         at = 50.0 * i
@@ -112,10 +111,6 @@ def test_a_gpus_trace():
     assert "rank 3 (pp 1, tp 0), on its cuda, mean of steps 4 to 5" in text
     assert "exposed communication  0.0200 s   40.0%" in text
 
-    del about["axes"]  # a foreign trace has only the names that DeviceMesh gives its groups
-    foreign = summarise({"traceEvents": events, "lattice": about})["communication"]
-    assert set(foreign) == {"tp", "pp", "other"}
-
 
 def test_a_cpus_trace():
     """A CPU's trace is summarised right. In one step of 100 ms an all-reduce is started, overlaps
@@ -135,22 +130,20 @@ def test_a_cpus_trace():
     found = summarise({"traceEvents": events})
     assert figures(found) == [0.100, 0.030, 0.0, 0.018, 0.052]
     assert by_axis_of(found) == {"pp": (0.010, 0.010, 0), "tp": (0.048, 0.008, 1)}
-    assert found["top"][0] == {"name": "aten::mm", "seconds": pytest.approx(0.030), "calls": 1.0}
 
 
 @pytest.mark.parametrize(
     "written",
-    [b"", gzip.compress(b'{"traceEvents": [', mtime=0)[:-9], b"[" * 100_000,
-     gzip.compress(b"{}", mtime=0)[:10] + b"\xff" * 20, b'{"traceEvents": [1, {"ph": "X"}]}'],
+    [b"", gzip.compress(b'{"traceEvents": [', mtime=0)[:-9], b"{}", b'{"traceEvents": []}',
+     gzip.compress(b"{}", mtime=0)[:10] + b"\xff" * 20],
 )  # fmt: skip
 def test_what_is_no_trace_is_refused(tmp_path, capsys, written):
     path = tmp_path / "trace.json.gz"
     path.write_bytes(written)
     assert main([str(path)]) == 2
     assert capsys.readouterr().err.startswith(f"error: trace = {str(path)!r}: ")
-    for nothing in (str(tmp_path), "x" * 300):
-        assert main([nothing]) == 2
-        assert capsys.readouterr().err.startswith("error: RUN = ")
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: RUN = ")
 
 
 def resolved(folder: Path, *overrides: str) -> Config:
@@ -208,16 +201,13 @@ def profiled(ranks, data, tmp_path_factory):
 def test_the_summary_of_a_run(profiled, rank):
     """It has as many collectives per axis as the planner counts, whose dp_shard includes those of
     `loss` here, which has the same ranks."""
-    file = profiled / "profile" / f"summary-rank-{rank:05d}.json"
-    found = json.loads(file.read_text())
-    assert file.with_suffix(".txt").read_text() == describe(found) + "\n"
+    found = json.loads((profiled / "profile" / f"summary-rank-{rank:05d}.json").read_text())
     assert (found["rank"], found["device"], found["steps"]) == (rank, "cpu", [2])
     place = {"pp": 1, "tp": 1} if rank == 5 else {}
     assert found["coordinates"] == dict.fromkeys(AXES, 0) | place
     parts = [found[key] for key in ("compute", "exposed", "idle")]
     assert sum(parts) == pytest.approx(found["step_seconds"])
     assert min(parts) > 0
-    assert len(found["top"]) == 10
     for part in found["communication"].values():
         assert 0 < part["exposed"] <= part["seconds"] <= found["step_seconds"]
     calls = {axis: part["calls"] for axis, part in found["communication"].items()}
@@ -264,18 +254,12 @@ def profile_loops(config: str) -> None:
             profile.ends(run)
 
 
-def test_however_the_loop_goes(ranks, data, tmp_path, capsys):
+def test_however_the_loop_goes(ranks, data, tmp_path):
     ranks.run(profile_loops, 1, write_config(tmp_path, data))
     for name, (_, steps) in LOOPS.items():
         found = [*(tmp_path / name / "profile").glob("*")]
         profiled = [summarise(read_trace(path))["steps"] for path in found]
         assert profiled == ([steps] if steps else []), name
-    # the tool prints what it cannot write
-    with patch.object(Path, "write_text", side_effect=PermissionError(13, "Permission denied")):
-        assert main([str(tmp_path / "all")]) == 0
-    said = capsys.readouterr()
-    assert "on its cpu, mean of steps 2 to 4" in said.out
-    assert said.err.count("cannot be written: Permission denied") == 1
 
 
 def test_every_action_of_every_rank_is_there_in_order(profiled):

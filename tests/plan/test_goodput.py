@@ -17,7 +17,7 @@ from tools.plan.goodput import (
     shares,
     spares_needed,
 )
-from tools.report.ledger import measure
+from tools.report import run as report
 
 # --- the closed form ------------------------------------------------------------------------------
 
@@ -110,39 +110,13 @@ def test_what_a_run_measured():
                 add("spent", step=step, seconds={"saving": 0.5})
         clock += 9.0
     add("end", state="finished", step=20)
-    found = measure(events)
-    assert (found.world_size, found.failures) == (4, 1)
-    assert found.step == 2.0
-    assert found.interval == 10.0
-    assert (found.save, found.commit) == (0.5, 1.0)
-    assert found.restart == 9.0 + 6.0
-    # 20 of 23 steps count; 2 s of saves, 2 × 6 s of starts, 9 s down
-    assert found.effective == pytest.approx(40.0 / (46 + 2 + 12 + 9))
     rate = DAY / 4 / 400.0  # one failure in 400 s
-    assert found.best_interval(rate) == (pytest.approx(20.0), 10)
-    assert found.best_interval(0.0) is None
-    _, best, took = found.in_words(rate)
+    effective, best, took = report.goodput(events, rate)
+    # 20 of 23 steps count; 2 s of saves, 2 × 6 s of starts, 9 s down
+    assert effective == f"effective training time {40 / (46 + 2 + 12 + 9):.1%}; 1 failures"
     assert "best interval between saves: 10 steps (20.0 s)" in best
-    assert took == (
-        "measured: a save 0.5 s, its writing 1.0 s, training between saves 10.0 s, "
-        "a restart after a failure 15.0 s"
-    )
-
-
-def test_waiting_in_a_queue_is_no_restart():
-    """An hour after a planned stop does not count, even if the next start fails at once, or before
-    its first step."""
-    events = [
-        {"event": "start", "time": 0.0, "began": 0.0, "step": 0, "world_size": 1},
-        {"event": "spent", "time": 10.0, "step": 1, "seconds": {"start": 4.0, "steps": 6.0}},
-        {"event": "end", "time": 11.0, "state": "requeue", "step": 1},
-        {"event": "start", "time": 3611.0, "began": 3610.0, "step": 1, "world_size": 1},
-        {"event": "start", "time": 3641.0, "began": 3640.0, "step": 1, "world_size": 1},
-        {"event": "spent", "time": 3651.0, "step": 2, "seconds": {"start": 5.0, "steps": 6.0}},
-    ]
-    assert measure(events).restart == 3645.0 - 3610.0
-    events[3] = {"event": "end", "time": 3620.0, "state": "failed", "step": 1}
-    assert measure(events).restart is None
+    assert took == "measured: a save 0.5 s, its writing 1.0 s, a start 6.0 s"
+    assert len(report.goodput(events, 0.0)) == 2, "nothing fails"
 
 
 # --- a plan ---------------------------------------------------------------------------------------

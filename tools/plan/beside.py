@@ -23,7 +23,7 @@ class Report(Strict):
     device: str
     held_bytes: dict[str, Natural]
     total_bytes: Natural
-    offloaded_bytes: Natural = 0  # older versions did not write it
+    offloaded_bytes: Natural = 0  # only an older version writes it
 
 
 def read_report(file: Path) -> Report:

@@ -27,7 +27,7 @@ import math
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,9 +37,9 @@ from tools.command import table
 Interval = tuple[float, float]  # begin, end; empty if the end is not later
 STEP = re.compile(r"step (\d+)")
 MARK = re.compile(r"(\w+): (wait )?(\w+) #(\d+)")  # as runtime/profiling/profile.py writes it
-TOP = 10  # rows in the table of operators or kernels
-# these contain other operators, or start a collective
-NOT_COMPUTE = ("autograd::", "torch::", "c10d::", "_c10d_functional::")
+TOP = 10  # rows in the table of kernels
+# but those that contain other operators, or start a collective
+OPERATOR = re.compile(r"(?!autograd::|torch::|c10d::|_c10d_functional::)\w+::")
 MICROSECONDS = 1e6  # per second
 REMEDY = "give the folder of a run that had run.profile set, or a file in its profile/ folder"
 
@@ -80,9 +80,9 @@ def read_trace(path: Path) -> dict[str, Any]:
     try:
         raw = path.read_bytes()
         trace = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise UserError("trace", str(path), f"cannot be read: {error}", REMEDY) from None
-    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
+    if not isinstance(trace, dict) or "traceEvents" not in trace:
         raise UserError("trace", str(path), "has no list traceEvents", REMEDY)
     return trace
 
@@ -90,29 +90,10 @@ def read_trace(path: Path) -> dict[str, Any]:
 def events_of(trace: dict[str, Any]) -> Iterator[Event]:
     """Yield the events that have a begin and a duration."""
     for event in trace["traceEvents"]:
-        if isinstance(event, dict) and event.get("ph") == "X":
-            begin, duration, arguments = event.get("ts"), event.get("dur"), event.get("args")
-            if (
-                isinstance(begin, int | float)
-                and isinstance(duration, int | float)
-                and duration >= 0
-            ):
-                name, category = str(event.get("name")), str(event.get("cat"))
-                thread = (str(event.get("pid")), str(event.get("tid")))
-                arguments = arguments if isinstance(arguments, dict) else {}
-                yield Event(name, category, thread, begin, begin + duration, arguments)
-
-
-def axis_of_kernel(kernel: Event, axes: dict[str, str]) -> str:
-    """Return the axis of an NCCL kernel. axes: name of a process group → axis."""
-    group = kernel.arguments.get("Process Group Name")
-    if isinstance(group, str) and group in axes:
-        return axes[group]
-    description = str(kernel.arguments.get("Process Group Description", ""))
-    # for a trace without the table of axes: the description that DeviceMesh gives its groups
-    if description.startswith("mesh_"):
-        return description.removeprefix("mesh_")
-    return "pp" if "SendRecv" in kernel.name and group is None else "other"
+        if event.get("ph") == "X":
+            thread, begin, arguments = (event["pid"], event["tid"]), event["ts"], event.get("args")
+            end = begin + event["dur"]
+            yield Event(event["name"], event.get("cat", ""), thread, begin, end, arguments or {})
 
 
 # --- the summary ----------------------------------------------------------------------------------
@@ -122,34 +103,27 @@ def summarise(trace: dict[str, Any], name: str = "") -> dict[str, Any]:
     """Summarise a trace as seconds per step, averaged over its steps.
 
     The keys are `steps` (their numbers), `step_seconds`, `compute`, `copies`, `exposed`, `idle`;
-    `communication`: axis → `seconds`, `exposed`, `calls`; `top`: the operators or kernels with the
-    most self time, each with `name`, `seconds`, `calls`. Time in which two axes are exposed at once
-    counts for both axes, but only once in `exposed`. `name`: what error messages call the trace.
+    `communication`: axis → `seconds`, `exposed`, `calls`; `top`: a GPU's kernels that took the most
+    time, each with `name`, `seconds`, `calls`. Time in which two axes are exposed at once counts
+    for both axes, but only once in `exposed`. `name`: what error messages call the trace.
 
     Raises:
         UserError: the trace contains no step.
     """
-    about = trace.get("lattice")
-    about = about if isinstance(about, dict) else {}
+    about = trace.get("lattice", {})
     events = list(events_of(trace))
-    steps = [
-        event
-        for event in events
-        if event.category == "user_annotation" and STEP.fullmatch(event.name)
-    ]
+    steps = [e for e in events if e.category == "user_annotation" and STEP.fullmatch(e.name)]
     first = min((event.begin for event in steps), default=0.0)
     last = max((event.end for event in steps), default=0.0)
     if first == last:
         raise UserError("trace", name, f"none of its {len(events)} events is a step", REMEDY)
     events = [event for event in events if event.begin < last and event.end > first]
 
-    axes = about.get("axes")
     on_device = any(event.category == "kernel" for event in events)
-    parts = (
-        _of_device(events, axes if isinstance(axes, dict) else {})
-        if on_device
-        else _of_host(events, steps[0].thread)
-    )
+    if on_device:
+        parts = _of_device(events, about.get("axes", {}))
+    else:
+        parts = _of_host(events, steps[0].thread)
     exposed = [interval for part in parts.exposed.values() for interval in part]
     # compute hides communication on a GPU; on a CPU, waiting is no compute
     hiding: Sequence[Interval] = parts.compute if on_device else ()
@@ -205,11 +179,12 @@ class Parts:
         # by axis; on a GPU, where compute does not hide it
         self.exposed: dict[str, list[Interval]] = {}
         self.calls: defaultdict[str, int] = defaultdict(int)
-        # microseconds of each call of a kernel, or self time of each call of an operator
+        # microseconds of each call of a kernel
         self.by_name: defaultdict[str, list[float]] = defaultdict(list)
 
 
 def _of_device(events: list[Event], axes: dict[str, str]) -> Parts:
+    """axes: name of a process group → axis."""
     parts = Parts()
     for event in events:
         if event.category in ("gpu_memcpy", "gpu_memset"):
@@ -217,7 +192,9 @@ def _of_device(events: list[Event], axes: dict[str, str]) -> Parts:
         elif event.category == "kernel":
             parts.by_name[event.name].append(event.end - event.begin)
             if event.name.lower().startswith("nccl"):
-                axis = axis_of_kernel(event, axes)
+                group = event.arguments.get("Process Group Name")
+                is_pp = group is None and "SendRecv" in event.name
+                axis = "pp" if is_pp else axes.get(group, "other")
                 parts.communication[axis].append(event.interval)
                 parts.calls[axis] += 1
             else:
@@ -230,43 +207,19 @@ def _of_host(events: list[Event], thread: Any) -> Parts:
     parts = Parts()
     called: dict[str, Event] = {}  # by the collective's number
     parts.exposed = at_work = defaultdict[str, list[Interval]](list)
-    operators = []
-    for event in sorted((e for e in events if e.thread == thread), key=lambda e: (e.begin, -e.end)):
+    for event in sorted((e for e in events if e.thread == thread), key=lambda e: e.begin):
         mark = MARK.fullmatch(event.name) if event.category == "user_annotation" else None
         if mark is not None:
             axis, waiting, _, number = mark.groups()
             at_work[axis].append(event.interval)
-            if waiting and number in called:
-                parts.communication[axis].append((called[number].begin, event.end))
-            else:
-                parts.communication[axis].append(event.interval)
+            began = called.get(number, event) if waiting else event
+            parts.communication[axis].append((began.begin, event.end))
             if not waiting:
                 called[number] = event
                 parts.calls[axis] += 1
-            operators.append(event)
-        elif event.category == "cpu_op":
-            operators.append(event)
-            if "::" in event.name and not event.name.startswith(NOT_COMPUTE):
-                parts.compute.append(event.interval)
-    for event, alone in self_times(operators):
-        if event.category == "cpu_op":
-            parts.by_name[event.name].append(alone)
+        elif event.category == "cpu_op" and OPERATOR.match(event.name):
+            parts.compute.append(event.interval)
     return parts
-
-
-def self_times(events: Iterable[Event]) -> list[tuple[Event, float]]:
-    """Return each event with its self time, which excludes the events inside it. The events must be
-    of one thread, ordered by begin, the longer first."""
-    alone: list[list[Any]] = []
-    open_events: list[int] = []  # indices into `alone`, the innermost last
-    for event in events:
-        while open_events and alone[open_events[-1]][0].end <= event.begin:
-            open_events.pop()
-        if open_events:
-            alone[open_events[-1]][1] -= min(event.end, alone[open_events[-1]][0].end) - event.begin
-        open_events.append(len(alone))
-        alone.append([event, event.end - event.begin])
-    return [(event, seconds) for event, seconds in alone]
 
 
 def describe(summary: dict[str, Any]) -> str:
@@ -276,27 +229,25 @@ def describe(summary: dict[str, Any]) -> str:
     def cells(seconds: float) -> tuple[str, str]:
         return f"{seconds:.4f} s", f"{seconds / whole:.1%}"
 
-    coordinates = ", ".join(
-        f"{axis} {index}" for axis, index in (summary["coordinates"] or {}).items()
-    )
+    on_gpu, place = summary["device"] == "cuda", (summary["coordinates"] or {}).items()
+    coordinates = ", ".join(f"{axis} {index}" for axis, index in place)
     which = f"step {steps[0]}" if len(steps) == 1 else f"mean of steps {steps[0]} to {steps[-1]}"
     rows = [("step", whole), ("compute", summary["compute"])]
-    rows += [("copies", summary["copies"])] if summary["device"] == "cuda" else []
+    rows += [("copies", summary["copies"])] if on_gpu else []
     rows += [("exposed communication", summary["exposed"]), ("idle", summary["idle"])]
     by_axis = [("communication", "under way", "exposed", "of the step", "calls")]
     for axis, part in summary["communication"].items():
         took, calls = f"{part['seconds']:.4f} s", f"{part['calls']:,.0f}"
         by_axis.append((axis, took, *cells(part["exposed"]), calls))
-    top = []
-    for row in summary["top"]:
-        name = row["name"] if len(row["name"]) <= 72 else row["name"][:71] + "…"
-        top.append((*cells(row["seconds"]), f"{row['calls']:,.0f} ×", name))
-    kind = "kernels" if summary["device"] == "cuda" else "operators"
+    top = [
+        (*cells(row["seconds"]), f"{row['calls']:,.0f} ×", row["name"][:72])
+        for row in summary["top"]
+    ]
     return "\n\n".join(
         [
             f"rank {summary['rank']} ({coordinates}), on its {summary['device']}, {which}",
             table([(name, *cells(seconds)) for name, seconds in rows]),
             *([table(by_axis)] if summary["communication"] else []),
-            f"{kind}, by self time\n{table(top, left=(3,))}",
+            *([f"kernels, by time\n{table(top, left=(3,))}"] if on_gpu else []),
         ]
     )

@@ -2,7 +2,5 @@
 `--png FILE` its loss as a picture.
 
 __main__.py  the command            page.py, page.html  the page, which escapes what a run wrote
-run.py       reads a run folder     charts.py           curves and bars
-ledger.py    what saves, restarts   tables.py           ledger, events, starts, experts
-             and steps took
+run.py       reads a run folder     charts.py           the curves
 """

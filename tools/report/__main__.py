@@ -4,21 +4,18 @@ Prints the seconds by cause over all starts of the run, from events.jsonl in the
 runtime/log/ledger.py defines the causes, one of which is the steps that led to the last state.
 
 --out also writes the whole run as one HTML page: loss, gradient norm, speed, memory by rank, the
-ledger, the events, and the pipeline's timeline if the run was traced (run.trace=true). The page
-needs no network and no other file. --png draws the loss alone, beside that of a unigram model,
-which knows only each token's frequency, as long as the prepared data exists. The run may still be
-in progress.
+ledger and the events. The page needs no network and no other file. --png draws only the loss. The
+run may still be in progress.
 """
 
 from collections import Counter
 from pathlib import Path
 
 from errors import UserError
-from tools.command import CommandParser, reports_errors, run_command, writes
+from tools.command import CommandParser, reports_errors, run_command, table, writes
 from tools.report.charts import picture_of_loss
 from tools.report.page import page
-from tools.report.run import Run, read_run, unigram_loss
-from tools.report.tables import MEANING, goodput
+from tools.report.run import Run, read_run
 from tools.timeline.draw import save
 
 
@@ -26,16 +23,15 @@ def ledger_lines(run: Run) -> list[str]:
     """The ledger as a table, what is said of saving and restarting, and the number of events by
     kind."""
     total = sum(run.seconds.values())
-    lines = [
-        f"{MEANING[cause]:<22}{value:>12,.1f} s{value / max(total, 1e-9):>8.1%}"
+    rows = [
+        (cause, f"{value:,.1f} s", f"{value / max(total, 1e-9):.1%}")
         for cause, value in run.seconds.items()
     ]
     happened = Counter(event["event"] for event in run.events)
     failed = sum(event["event"] == "checkpoint" and "failed" in event for event in run.events)
     return [
-        *lines,
-        f"{'wall clock':<22}{total:>12,.1f} s",
-        *goodput(run),
+        table([*rows, ("wall clock", f"{total:,.1f} s", "")]),
+        *run.goodput,
         f"{happened['start']} starts, {happened['checkpoint'] - failed} checkpoints ({failed} "
         f"failed), {happened['rollback']} rollbacks, {happened['hang']} hangs",
     ]
@@ -49,10 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.option("--png", Path, "FILE", "the picture to write: .png")
     options = parser.parse_args(arguments)
     out, png = options.out, options.png
-    for option, path, suffix in (("--out", out, ".html"), ("--png", png, ".png")):
-        if path is not None and path.suffix != suffix:
-            why = f"its name does not end in {suffix}"
-            raise UserError(option, str(path), why, f"end it in {suffix}")
+    if png is not None and png.suffix != ".png":
+        raise UserError("--png", str(png), "its name does not end in .png", "end it in .png")
     run = read_run(options.run)
     if png is not None and not run.points("loss"):
         why = "it has no logged step yet"
@@ -66,9 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(text, "utf-8", errors="replace")
     if png is not None:
-        figure = picture_of_loss(run, unigram_loss(options.run))
         with writes("--png", png):
-            save(figure, png)
+            save(picture_of_loss(run), png)
     if run.events:
         print("\n".join(ledger_lines(run)))
     for path in filter(None, (out, png)):

@@ -5,30 +5,31 @@ browser to run any script, and to load anything.
 """
 
 import time
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from tools.report import tables
-from tools.report.charts import BINS, NARROW, WIDE, charts, draw
+from runtime.log.log_lines import is_number
+from runtime.monitor.alarms import words
+from tools.command import duration
+from tools.report.charts import BINS, GIB, NARROW, WIDE, charts, draw
 from tools.report.run import Run
-from tools.timeline.draw import Panel, inline
-from tools.timeline.draw import draw as draw_timeline
-from tools.timeline.panels import figures
+from tools.timeline.draw import COLOURS, inline
+
+MOST_EVENTS = 200  # that are shown: the newest
+# events shown in other parts of the page, or by what follows them
+ELSEWHERE = ("spent", "memory", "system", "started", "examining", "boundary")
 
 
 def page(run: Run) -> str:
     """The whole HTML document."""
     import jinja2
 
-    # each: title, what is beside it, the legend, whether it has a row of its own, the picture
+    # each: title, what is beside it, and the picture
     pictures = []
     for chart in charts(run):
-        beside = ", ".join(filter(None, (chart.unit, chart.scale)))
-        figure = draw(chart, WIDE if chart.is_wide else NARROW, run.data_stages)
-        pictures.append((chart.title, beside, chart.legend, chart.is_wide, inline(figure)))
-    if run.timeline is not None:
-        name, timeline = run.timeline
-        figure = draw_timeline([Panel("One step", timeline, figures(timeline, " ms"))], "ms")
-        pictures.append(("Pipeline timeline", name, [], True, inline(figure)))
+        size = WIDE if chart.title == "Loss" else NARROW
+        pictures.append((chart.title, chart.unit, inline(draw(chart, size, run.data_stages))))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -37,8 +38,82 @@ def page(run: Run) -> str:
     )
     return environment.get_template("page.html").render(
         run=run,
-        tables=tables,
+        head=head(run),
+        tiles=tiles(run),
         pictures=pictures,
-        is_thinned=len(run.records) > BINS,
-        now=tables.clock(time.time()),
+        bins=BINS,
+        ledger=ledger(run),
+        duration=duration,
+        events=events(run),
+        most_events=MOST_EVENTS,
+        now=clock(time.time()),
     )
+
+
+def head(run: Run) -> tuple[str, str, list[str]]:
+    """The run's state, the reason, and the system on which it runs."""
+    system, start = run.last("system"), run.last("start")
+    about = []
+    if is_number(system.get("parameters")):
+        about.append(f"{system['parameters']:,} parameters on {system.get('layout', '')}")
+    elif start:
+        about.append(f"{start['world_size']} ranks")
+    about += [f"{name} {system[name]}" for name in ("device", "torch", "python") if name in system]
+    # status.json is written at the end of a start, and removed at the beginning of the next
+    if state := str(run.status.get("state", "")):
+        return state, str(run.status.get("reason", "")), about
+    last = max((event["time"] for event in run.events), default=None)
+    reason = "" if last is None else f"last line at {clock(last)} UTC"
+    return "running, or killed" if run.events or run.records else "nothing yet", reason, about
+
+
+def tiles(run: Run) -> list[tuple[str, str, str]]:
+    """The name, newest value and unit of the run's main numbers."""
+    steps = run.setting("train", "steps")
+    forms = {
+        "step": ("step", "{:,.0f}", f" of {steps:,}" if steps else ""),
+        "loss": ("loss", "{:.4f}", ""),
+        "eval_loss": ("held-out loss", "{:.4f}", ""),
+        "tokens": ("tokens", "{:,.0f}", ""),
+        "tokens_per_second": ("tokens per second", "{:,.0f}", ""),
+        "mfu": ("MFU", "{:.1%}", ""),
+        "peak_memory_bytes": ("peak memory", "{:.2f}", " GiB"),
+    }
+    found = [
+        (name, form.format(value / GIB if unit == " GiB" else value), unit)
+        for key, (name, form, unit) in forms.items()
+        if (value := run.newest(key)) is not None
+    ]
+    if total := sum(run.seconds.values()):
+        found.append(("effective time", f"{run.seconds['steps'] / total:.1%}", ""))
+    return found
+
+
+def ledger(run: Run) -> list[tuple[str, str, str, str]]:
+    """Cause, colour, duration and share of the run's seconds."""
+    total = sum(run.seconds.values())
+    return [
+        (cause, colour, duration(seconds), f"{seconds / total:.1%}")
+        for colour, (cause, seconds) in zip(COLOURS, run.seconds.items(), strict=False)
+        if seconds > 0
+    ]
+
+
+def events(run: Run) -> list[tuple[str, str, Any, str]]:
+    """Time, kind, step and words of starts, ends, rollbacks, hangs and failed saves, by time."""
+    rows = []
+    for event in sorted(run.events, key=lambda event: event["time"]):
+        kind = event["event"]
+        if kind in ELSEWHERE or (kind == "checkpoint" and "failed" not in event):
+            continue
+        # what the words of an alarm leave out
+        lists = {name: event.get(name) for name in ("left_out", "ranks", "nodes")}
+        more = [f"{name} {each}" for name, each in lists.items() if isinstance(each, list) and each]
+        told = ", ".join([words(event), *more])
+        rows.append((clock(event["time"]), kind, event.get("step", ""), told))
+    return rows
+
+
+def clock(seconds: float) -> str:
+    """Formats seconds since 1970 as UTC."""
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"

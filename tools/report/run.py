@@ -1,29 +1,30 @@
-"""Reads a run folder for the report page.
+"""Reads a run folder for the report, and what saves, restarts and steps took.
 
 The run may be in progress, may have been killed in the middle of writing a line, or may not have
 reached its first step. Anything missing or unreadable is treated as empty.
 """
 
+import math
 import os
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from costs.timeline import Timeline
-from data.dataset import open_data
 from data.tokenizer import clean
 from errors import UserError
+from hardware import FAILURES_PER_GPU_DAY
+from runtime.checkpoint.save_interval import best_interval, mtbf_of
 from runtime.log.events import read_events
 from runtime.log.ledger import account
-from runtime.log.log_lines import content, is_number, json_object, read_records
+from runtime.log.log_lines import content, is_number, read_records
 from runtime.log.status import read_status
-from settings.load import load_saved
-from tools.report.ledger import Measured, measure
-from tools.timeline.measured import from_chrome
+from tools.command import duration
 
 Points = list[tuple[float, float]]
+Event = dict[str, Any]
 FILES = ("config.yaml", "metrics.jsonl", "events.jsonl")  # a run folder has at least one of them
 
 
@@ -35,20 +36,16 @@ class Run:
     config_text: str
     status: dict[str, Any]  # status.json
     records: list[dict[str, Any]]  # metrics.jsonl
-    events: list[dict[str, Any]]  # events.jsonl
+    events: list[Event]  # events.jsonl
     seconds: dict[str, float]  # by cause (runtime/log/ledger.py)
-    measured: Measured  # what its saves, restarts and steps took
-    # the first pipeline of the step traced by run.trace=true, and its name
-    timeline: tuple[str, Timeline] | None
 
-    def last(self, event: str) -> dict[str, Any]:
+    def last(self, event: str) -> Event:
         """The newest event of that kind."""
         return next((e for e in reversed(self.events) if e["event"] == event), {})
 
     @property
     def data_stages(self) -> dict[float, str]:
-        """The last step before each data stage → its name, in UTF-8, which a picture
-        needs."""
+        """The last step before each data stage → its name, in UTF-8, which a picture needs."""
         stages = [event for event in self.events if event["event"] == "data_stage"]
         steps = [event for event in stages if is_number(event.get("step"))]
         return {event["step"]: clean(f"data stage {event.get('data_stage')}") for event in steps}
@@ -71,6 +68,13 @@ class Run:
             return None
         return value if is_number(value) else None
 
+    @property
+    def goodput(self) -> list[str]:
+        """Sentences about saving and restarting; none if no time was measured."""
+        rate = self.setting("checkpoint", "failures_per_gpu_day")  # a run may be older than the key
+        rate = FAILURES_PER_GPU_DAY if rate is None else rate
+        return goodput(self.events, rate) if any(self.seconds.values()) else []
+
 
 def can_be_drawn(value: Any) -> bool:
     """Whether it is a number with which an axis can be computed."""
@@ -83,38 +87,44 @@ def read_run(folder: Path) -> Run:
         why = f"it has none of {', '.join(FILES)}"
         raise UserError("RUN", str(folder), why, "give a run folder (run.dir)")
     events = read_events(folder)
-    return Run(
-        folder.resolve().name,
-        _text(folder / "config.yaml"),
-        read_status(folder),
-        read_records(folder),
-        events,
-        account(events),
-        measure(events),
-        _timeline(folder / "trace.json"),
-    )
+    text = content(folder / "config.yaml").decode("utf-8", errors="replace")
+    records, status = read_records(folder), read_status(folder)
+    return Run(folder.resolve().name, text, status, records, events, account(events))
 
 
-def unigram_loss(folder: Path) -> float | None:
-    """The held-out loss, in nats per token, of a model that knows only each token's frequency; None
-    if the configuration or the data no longer exists."""
-    try:
-        data = open_data(load_saved(folder).data, "heldout")
-    except UserError:
-        return None
-    return data.unigram_nats_per_token
-
-
-def _timeline(path: Path) -> tuple[str, Timeline] | None:
-    trace = json_object(_text(path))
-    try:
-        timeline = from_chrome(trace, str(path))
-        processes = [each for each in trace["traceEvents"] if each.get("name") == "process_name"]
-        more = f", the first of {len(processes)}" if len(processes) > 1 else ""
-        return f"{processes[0]['args']['name']}{more}", timeline
-    except (UserError, KeyError, TypeError, IndexError):
-        return None
-
-
-def _text(path: Path) -> str:
-    return content(path).decode("utf-8", errors="replace")
+def goodput(events: list[Event], failures_per_gpu_day: float) -> list[str]:
+    """Sentences about saving and restarting. There is a best interval, √(2sM), where saves and
+    steps were measured, and something fails."""
+    seconds = account(events)
+    saves = [e for e in events if e["event"] == "checkpoint" and "failed" not in e]
+    starts = [event for event in events if event["event"] == "start"]
+    step_time, steps, at = 0.0, 0, 0
+    is_planned, failures = True, 0  # whether the start before ended as planned
+    for event in events:
+        kind = event["event"]
+        if kind == "spent":  # steps that are repeated count again
+            step_time += event["seconds"].get("steps", 0.0)
+            steps += max(0, event["step"] - at)
+        if kind in ("start", "rollback", "spent"):
+            at = event["step"]
+        if kind == "start":
+            failures, is_planned = failures + (not is_planned), False
+        elif kind == "end":
+            is_planned = event.get("state") in ("requeue", "finished")
+    effective = seconds["steps"] / (sum(seconds.values()) or 1.0)
+    lines, took = [f"effective training time {effective:.1%}; {failures} failures"], []
+    if saves:
+        # what the ledger counts: the checks before a save, and the wait for the copy
+        cost = seconds["saving"] / len(saves)
+        written = statistics.median(float(save["write_seconds"]) for save in saves)
+        took += [f"a save {duration(cost)}", f"its writing {duration(written)}"]
+        mtbf = mtbf_of(failures_per_gpu_day, starts[-1]["world_size"] if starts else 1)
+        if cost and steps and step_time and not math.isinf(mtbf):
+            best = best_interval(cost, mtbf)
+            lines.append(
+                f"best interval between saves: {max(1, round(best * steps / step_time)):,} steps "
+                f"({best:,.1f} s), because a save cost {cost:.3g} s and {failures_per_gpu_day:.3g} "
+                "failures are expected per GPU and day"
+            )
+    took += [f"a start {duration(seconds['start'] / len(starts))}"] if starts else []
+    return lines + ["measured: " + ", ".join(took)] * bool(took)
