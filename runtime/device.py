@@ -38,8 +38,7 @@ def check_gpu(dtype: str, device: str) -> None:
     if device == "cuda" and dtype == "bfloat16" and torch.version.hip is None:
         (major, minor), name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
         if major < 8:
-            why = f"{name} does not compute in it: compute capability 8 does, and this is "
-            why += f"{major}.{minor}"
+            why = f"{name} does not compute in it: its compute capability is {major}.{minor}, not 8"
             raise UserError("train.dtype", dtype, why, "set train.dtype=float16")
 
 

@@ -80,8 +80,8 @@ def share_cores(processes: int) -> None:
 def stay_on_this_machine() -> None:
     """Let gloo and NCCL listen only on the loopback interface, which other machines cannot reach.
     For runs on a single machine."""
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    for library in ("GLOO", "NCCL") if loopback is not None else ():
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
+    for library in ("GLOO", "NCCL") if loopback else ():
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
 
 
