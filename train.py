@@ -52,7 +52,7 @@ def main(arguments: list[str], signals: Signals, store: dist.Store | None = None
     that torchrun's environment variables describe."""
     mark("import")
     try:
-        check_environment(store=store)
+        check_environment()
         told = try_config(arguments)
         ranks = training_ranks(told, signals, store)  # spares wait in it, and exit
         set_connections(told)  # before CUDA is used
@@ -129,7 +129,7 @@ def train_data_stage(
     run = Run(data_stage, train, loader, start, log, watchdog, stop)
     # called before and after every step, in order: metrics, evaluation, saving, …
     built = build_listeners(run, whole, data, lease)  # raises before anything is written
-    announce(run, whole, train_data, spares)
+    announce(run, whole, spares)
     with Listeners(run, built) as listeners:
         while run.goes_on:
             tokens, targets = run.next_batch()

@@ -20,7 +20,6 @@ class GarbageCollection(Listener):
     """Collects every run.gc_interval steps; every rank has one."""
 
     def __init__(self) -> None:
-        self.was_enabled = gc.isenabled()
         # tools.launch has frozen the modules before it forked the ranks; leave them so
         self.freezes = gc.get_freeze_count() == 0
 
@@ -37,5 +36,4 @@ class GarbageCollection(Listener):
     def closes(self, run: Run, error: BaseException | None) -> None:
         if self.freezes:
             gc.unfreeze()
-        if self.was_enabled:
-            gc.enable()
+        gc.enable()

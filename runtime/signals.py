@@ -12,6 +12,7 @@ train.py imports this module before anything else, so it imports nothing that ta
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import threading
@@ -27,17 +28,15 @@ ABANDON = signal.SIGUSR2
 # from ABANDON until this process exits: rank 0 may still be recording how far the run came
 ABANDON_SECONDS = 5.0
 AGAIN = "again: exiting now, without saving"
+PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 
 
 def requests() -> tuple[signal.Signals, ...]:
     """Return the signals that request this process to stop."""
     # always, although the Slurm script ignores SIGUSR1: that is for torchrun, not for its ranks
     always = (signal.SIGTERM, signal.SIGUSR1)
-    unless_ignored = (signal.SIGINT, signal.SIGHUP)
-    return (
-        *always,
-        *(number for number in unless_ignored if signal.getsignal(number) is not signal.SIG_IGN),
-    )
+    others = (signal.SIGINT, signal.SIGHUP)
+    return (*always, *(each for each in others if signal.getsignal(each) is not signal.SIG_IGN))
 
 
 def leave_on_request() -> None:
@@ -50,6 +49,16 @@ def leave_on_request() -> None:
 
     for number in requests():
         signal.signal(number, leave)
+
+
+def end_with_parent(parent: int, number: int) -> None:
+    """Let this process receive the signal `number` when `parent`, which has forked it, ends (Linux
+    only)."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:  # it ended before the call
+            os.kill(os.getpid(), number)
 
 
 class Signals:

@@ -27,7 +27,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -118,7 +117,10 @@ class Watchdog:
         try:
             path.parent.mkdir(exist_ok=True)
             with open(path, "w", encoding="utf-8") as file:
-                print(said, *last_collectives(), "", sep="\n", file=file, flush=True)
+                print(f"{said}\nlast collectives:", file=file)
+                for text, is_done in recorded_collectives()[-RECORDED:]:
+                    print(f"{text} ({'done' if is_done else 'not done'})", file=file)
+                print(file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
             said += f"; see {path}"
         except OSError as error:  # the file system may be the cause of the hang
@@ -126,10 +128,7 @@ class Watchdog:
         log(said)
         if rank == 0:
             self.log.event("hang", step=self._step, where=where)
-            hung = (
-                f"step {self._step + 1} hung: not finished after {self._limit:.0f} s; rank 0 is "
-                f"{where}; for the other ranks see the folder hang/"
-            )
+            hung = f"step {self._step + 1} hung: {said}; for the other ranks see the folder hang/"
             self.log.end("failed", hung, step=self._step)
         time.sleep(GRACE_SECONDS)
         os._exit(1)  # not sys.exit: its clean-up would wait for the other ranks
@@ -151,9 +150,7 @@ def where_it_waits() -> str:
         for ident, frame in frames.items()
         if ident not in (main, this) and (line := innermost_line(frame)) != NOWHERE
     ]
-    waiting = [
-        describe_collective(entry) for entry in recorded_collectives() if not entry["retired"]
-    ]
+    waiting = [text for text, is_done in recorded_collectives() if not is_done]
     collectives = "; ".join(waiting[:4]) or "no collective"
     return f"{place}, waiting in {collectives}{''.join(others)}"
 
@@ -169,34 +166,16 @@ def innermost_line(frame: FrameType | None) -> str:
     return NOWHERE
 
 
-def last_collectives() -> list[str]:
-    """List the last collectives of this process, oldest first."""
-    lines = [
-        describe_collective(e) + (" (done)" if e["retired"] else " (not done)")
-        for e in recorded_collectives()[-RECORDED:]
-    ]
-    return ["last collectives:", *lines]
-
-
-def describe_collective(entry: dict[str, Any]) -> str:
-    """Format a recorded collective: `gloo:all_reduce number 12 of mesh_tp, [[32, 16]] Float`."""
-    name, group = entry["profiling_name"], entry["process_group"][-1]
-    return (
-        f"{name} number {entry['collective_seq_id']} of {group}, "
-        f"{entry['input_sizes']} {' '.join(entry['input_dtypes'])}"
-    )
-
-
-def recorded_collectives() -> list[dict[str, Any]]:
-    """Return the entries of torch's flight recorders, NCCL's and then gloo's, each oldest first.
-    Neither contains gloo's sends and receives."""
-    recorders = [
-        getattr(torch._C._distributed_c10d, f"_dump_{name}_trace_json", None)
-        for name in ("nccl", "fr")
-    ]
-    return [
-        entry
-        for dump in recorders
-        if dump is not None
-        for entry in json.loads(dump()).get("entries", [])
-    ]
+def recorded_collectives() -> list[tuple[str, bool]]:
+    """The entries of torch's flight recorders, NCCL's and then gloo's, each oldest first:
+    `gloo:all_reduce number 12 of mesh_tp, [[32, 16]] Float`, and whether it is done. Neither
+    contains gloo's sends and receives."""
+    found = []
+    for recorder in ("nccl", "fr"):
+        dump = getattr(torch._C._distributed_c10d, f"_dump_{recorder}_trace_json", None)
+        for entry in json.loads(dump()).get("entries", []) if dump is not None else []:
+            name, group = entry["profiling_name"], entry["process_group"][-1]
+            what = f"{entry['input_sizes']} {' '.join(entry['input_dtypes'])}"
+            said = f"{name} number {entry['collective_seq_id']} of {group}, {what}"
+            found.append((said, bool(entry["retired"])))
+    return found

@@ -29,13 +29,10 @@ if __name__ == "__main__":  # before the other imports, which take seconds
     signals.leave_on_request()
 
 import contextlib
-import ctypes
 import gc
 import itertools
 import os
-import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -43,6 +40,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch._dynamo  # the first use of DTensor would import it in each rank; here it is shared
@@ -56,24 +54,21 @@ from runtime.start.environment import check_environment
 from settings.checks import validate
 from settings.layouts import valid_layout
 from settings.load import load_config
-from tools.command import CommandParser, add_overrides, reports_errors
+from tools.command import CommandParser, add_overrides, at_least, reports_errors
 
 # the smallest world in which tensor, pipeline and data parallelism all have two ranks
 MAX_PROCESSES = 8
-PROCESSES_PER_CORE = 32  # the most without GPUs; each takes 0.3 GB
 # From a failure until the other ranks are sent ABANDON: they notice it, and rank 0 records it.
 NOTICE_SECONDS = 2.0
 KILL_SECONDS = 15.0  # from then until the remaining ranks are killed
-PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 
 
 def layout(num_gpus: int, path: str, overrides: list[str]) -> tuple[int, list[str]]:
     """The number of processes to start, and the overrides that fit the configuration to it.
 
     The number of GPUs used is a power of two, which divides the batch and the heads. Its factors
-    of two go first to cp, as far as the configuration has it (a long sequence needs it), to
-    dp_replicate, if it has that and it fits, then to tp, to pp, and the rest to data parallelism:
-    to dp_shard, or with zero_stage 0 to dp_replicate.
+    of two go first to cp, as far as the configuration has it (a long sequence needs it), then to
+    tp, to pp, and the rest to data parallelism: to dp_shard, or with zero_stage 0 to dp_replicate.
     Of these layouts, it is the first that the configuration allows. Experts, if there are any, fit
     on one GPU. A configuration with `parallel.layouts` keeps them.
 
@@ -87,12 +82,11 @@ def layout(num_gpus: int, path: str, overrides: list[str]) -> tuple[int, list[st
     if given.layouts:
         return processes, [dtype]
     cp_sizes = [given.cp >> n for n in range(given.cp.bit_length())]
-    replicas = dict.fromkeys((given.dp_replicate, 1) if given.zero_stage else (1,))
-    for cp, copies, tp, pp in itertools.product(cp_sizes, replicas, (2, 1), (2, 1)):
-        rest, left_over = divmod(processes, cp * copies * tp * pp)
+    for cp, tp, pp in itertools.product(cp_sizes, (2, 1), (2, 1)):
+        rest, left_over = divmod(processes, cp * tp * pp)
         if left_over:
             continue
-        dp_shard, dp_replicate = (-1, copies) if given.zero_stage else (1, rest)
+        dp_shard, dp_replicate = (-1, 1) if given.zero_stage else (1, rest)
         sizes = {"tp": tp, "pp": pp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
         axes = [f"parallel.{axis}={size}" for axis, size in {**sizes, "ep": 1}.items()]
         try:
@@ -111,41 +105,27 @@ def count_gpus() -> int:
         os._exit(torch.cuda.device_count())
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if status < 0:  # not "none": the run would train on the CPU
-        why = f"counting GPUs ended by {signal.Signals(-status).name}"
-        raise UserError("--nproc-per-node", None, why, "see whether nvidia-smi works here")
+        why = f"counting them ended by {signal.Signals(-status).name}"
+        raise UserError("GPUs", None, why, "see whether nvidia-smi works here")
     return status
-
-
-def check_processes(processes: int, gpus: int) -> None:
-    """Raises UserError unless this machine can run that many processes."""
-    most = gpus or PROCESSES_PER_CORE * (os.cpu_count() or 1)
-    if not 1 <= processes <= most:
-        why = (
-            f"this machine has {gpus} GPUs" if gpus else f"this machine has {os.cpu_count()} cores"
-        )
-        raise UserError("--nproc-per-node", processes, why, f"give 1 to {most}")
 
 
 # --- a rank ---------------------------------------------------------------------------------------
 
 
 def _become_rank(
-    rank: int,
-    processes: int,
-    store: Path,
-    group: int,
-    function: Callable[..., None],
-    arguments: tuple,
-) -> None:
-    """Runs `function` in the forked process as a rank, and exits; never returns."""
+    launcher: int, group: int, rank: int, processes: int, work: Callable[[Signals], None]
+) -> NoReturn:
+    """Runs `work` in the forked process as a rank, and exits."""
     status = 1
     try:
         os.setpgid(0, group)
         heard = Signals(speaks=rank == 0).listen()
-        _end_with(os.getppid())
+        # not SIGINT or SIGTERM, which may have been sent before: a second one ends the rank at once
+        signals.end_with_parent(launcher, signal.SIGUSR1)
         os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(processes)})
         os.environ.update({"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)})
-        function(*arguments, heard, dist.FileStore(str(store), processes))
+        work(heard)
         status = 0
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else 1
@@ -159,19 +139,6 @@ def _become_rank(
         os._exit(status)  # returning would run the launcher's code
 
 
-def _end_with(launcher: int) -> None:
-    """Makes this process receive a stop request when the launcher is killed (Linux only).
-
-    It is SIGUSR1: SIGINT or SIGTERM may have been sent before, and a second signal of the same kind
-    would end the rank at once.
-    """
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
-        if os.getppid() != launcher:  # the launcher was killed before the call
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-
 # --- the launcher ---------------------------------------------------------------------------------
 
 
@@ -180,7 +147,7 @@ class Ending:
     """How the ranks ended."""
 
     launched: float = field(default_factory=time.time)
-    failure: tuple[int, int] | None = None  # the first one: (rank, exit status or -signal)
+    failure: tuple[int, int] | None = None  # the first one: (exit status or -signal, rank)
     received: int = 0  # the signal that requested a stop, if any
     at_once: bool = False  # whether a second one requested that they be killed
 
@@ -188,14 +155,14 @@ class Ending:
         if self.at_once:
             return f"{signal.Signals(self.received).name} was received twice"
         assert self.failure is not None
-        rank, status = self.failure
+        status, rank = self.failure
         if status < 0:
             return f"rank {rank} was killed by signal {-status} ({signal.Signals(-status).name})"
         return f"rank {rank} ended with status {status}"
 
     def status(self) -> int:
         if self.failure is not None and not self.at_once:
-            return self.failure[1] if self.failure[1] > 0 else 1
+            return max(self.failure[0], 1)
         return 128 + self.received if self.received else 0
 
 
@@ -206,26 +173,26 @@ def start_processes(processes: int, function: Callable[..., None], *arguments: o
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     # the default action, ignoring it, would hide it from sigwait on macOS
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    _sweep()
-    prefix = f"lattice-{os.getpid()}-{socket.gethostname()}-"
-    folder = Path(tempfile.mkdtemp(prefix=prefix))  # mode 0700
-    try:
+    # mode 0700
+    with tempfile.TemporaryDirectory(prefix="lattice-", ignore_cleanup_errors=True) as folder:
+
+        def work(heard: Signals) -> None:
+            function(*arguments, heard, dist.FileStore(f"{folder}/store", processes))
+
         gc.collect()
         gc.freeze()  # keeps the pages of imported modules shared: collections do not write to them
         sys.stdout.flush()
-        ranks: dict[int, int] = {}  # process → rank
+        launcher, ranks = os.getpid(), dict[int, int]()  # process → rank
         for rank in range(processes):
             group = next(iter(ranks), 0)  # the first rank's process id
             pid = os.fork()
             if pid == 0:
-                _become_rank(rank, processes, folder / "store", group, function, arguments)
+                _become_rank(launcher, group, rank, processes, work)
             ranks[pid] = rank
             with contextlib.suppress(OSError):
                 os.setpgid(pid, group or pid)  # the rank does so too; either may come first
         gc.unfreeze()
         return _wait(ranks, awaited)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _wait(ranks: dict[int, int], awaited: set[signal.Signals]) -> Ending:
@@ -233,27 +200,33 @@ def _wait(ranks: dict[int, int], awaited: set[signal.Signals]) -> Ending:
     is lost and none interrupts this loop."""
     ending, group = Ending(), next(iter(ranks))
     asked_at, told_to_leave = 0.0, False
+
+    def send(number: int) -> None:
+        for pid in ranks:  # only this process reaps them, so no id has been reused
+            os.kill(pid, number)
+
     while ranks:
         number = signal.sigwait(awaited)
         if number == signal.SIGCHLD:
-            ended = [(rank, _exit_status(pid), pid) for pid, rank in ranks.items()]
-            failed = [(rank, status) for rank, status, _ in ended if status]
-            for _, status, pid in ended:
-                if status is not None:
-                    del ranks[pid]
+            failed = []
+            for pid in [*ranks]:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    failed.append((os.waitstatus_to_exitcode(status), ranks.pop(pid)))
+            failed = [each for each in failed if each[0]]
             if failed and ending.failure is None:
                 # if several failed, prefer one that was killed (a negative status)
-                ending.failure = min(failed, key=lambda one: one[1])
+                ending.failure = min(failed)
                 signal.setitimer(signal.ITIMER_REAL, NOTICE_SECONDS)
         elif number == signal.SIGALRM and not told_to_leave:
             told_to_leave = True
-            _send(ranks, signals.ABANDON)
+            send(signals.ABANDON)
             signal.setitimer(signal.ITIMER_REAL, KILL_SECONDS)
         elif number == signal.SIGALRM:
             os.killpg(group, signal.SIGKILL)
         elif not ending.received:
             ending.received, asked_at = number, time.monotonic()
-            _send(ranks, number)
+            send(number)
         elif (
             not ending.at_once
             and number == ending.received
@@ -264,31 +237,6 @@ def _wait(ranks: dict[int, int], awaited: set[signal.Signals]) -> Ending:
             os.killpg(group, signal.SIGKILL)
     signal.setitimer(signal.ITIMER_REAL, 0)
     return ending
-
-
-def _exit_status(pid: int) -> int | None:
-    """The process's exit status; None while it runs; -signal if a signal killed it."""
-    ended, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if ended else None
-
-
-def _send(ranks: dict[int, int], number: int) -> None:
-    for pid in ranks:  # only this process reaps them, so no id has been reused
-        os.kill(pid, number)
-
-
-def _sweep() -> None:
-    """Removes folders that this user's launchers left behind when they were killed."""
-    for folder in Path(tempfile.gettempdir()).glob("lattice-*-*"):
-        with contextlib.suppress(ValueError, OverflowError, OSError):  # not ours, or alive
-            _, pid, rest = folder.name.split("-", 2)
-            if rest.rpartition("-")[0] != socket.gethostname():
-                continue  # machines may share the folder, but not their process ids
-            try:
-                os.kill(int(pid), 0)
-            except ProcessLookupError:
-                if folder.lstat().st_uid == os.getuid():  # root could remove others', too
-                    shutil.rmtree(folder)  # refuses a link
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -320,13 +268,12 @@ def main() -> int:
     parser.option("config", str, "CONFIG.yaml", "what to train")
     add_overrides(parser)
     options = parser.parse_intermixed_args()
-    gpus = count_gpus()
     processes, overrides = options.nproc_per_node, []
+    at_least(1, nproc_per_node=processes)
     check_environment(is_rank=False)
     if processes is None:
-        processes, overrides = layout(gpus, options.config, options.overrides)
+        processes, overrides = layout(count_gpus(), options.config, options.overrides)
     arguments = [options.config, *overrides, *options.overrides]
-    check_processes(processes, gpus)
     # Before any process is started. There are no spares: nodes do not come and go here.
     config, processes = valid_layout(load_config(options.config, arguments[1:]), processes)
     log(" ".join([f"{processes} processes on this machine: train.py", *arguments]), sys.stdout)

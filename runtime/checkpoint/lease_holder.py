@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from runtime.checkpoint.folder import names_in
 
-JOB_ID = "[!-~]{0,200}"  # what is accepted as Slurm's job number (start/environment.py)
+JOB_ID = "[!-~]{0,200}"  # what is accepted as Slurm's job number
 RELEASED = 0  # the time of a released lease file, in seconds since 1970
 
 # restricted, because any program may have written the lease

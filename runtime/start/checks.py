@@ -1,9 +1,7 @@
 """Checks before a run begins, while nothing has been built or written yet."""
 
-import contextlib
 import hashlib
 import os
-import shutil
 import socket
 import sys
 import tempfile
@@ -22,7 +20,7 @@ from runtime.agreement import from_rank_0, on_all_ranks
 from runtime.device import check_gpu, prepare_determinism
 from runtime.evaluation.rows import TaskRows, open_tasks
 from runtime.monitor.check import check_alerts
-from runtime.start.attention import check_attention
+from runtime.start.attention import describe_attention
 from runtime.start.environment import local_world
 from runtime.trainer_state import bytes_of_rank
 from settings.config import Config
@@ -30,10 +28,6 @@ from settings.data_stages import data_stages, in_data_stage
 from settings.layouts import layout_sizes, valid_layout
 from settings.load import load_config
 from training.optimizers import optimizer_class
-
-# file systems of other machines
-REMOTE = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "wekafs"}
-LONGEST_NAME = 200  # bytes; longer than any path that a run creates in its folder
 
 
 def try_config(arguments: list[str]) -> Config | UserError:
@@ -49,9 +43,9 @@ def try_config(arguments: list[str]) -> Config | UserError:
     try:
         config = load_config(arguments[0], arguments[1:])
         layout_sizes(config)  # raises if a layout is wrong
+        return config
     except UserError as error:
         return error
-    return config
 
 
 def check_config(told: Config | UserError, device: str) -> Config:
@@ -65,11 +59,8 @@ def check_config(told: Config | UserError, device: str) -> Config:
     check_optimizer(config)
     prepare_determinism(device, config.train.deterministic)
     for stage in data_stages(config):
-        check_attention(stage.config, device)
-        if stage.config.parallel.offload == "disk":
-            check_disk(stage.config)
-        else:
-            check_fits(stage.config, device)
+        describe_attention(stage.config, device)  # raises if the wanted kernel cannot run
+        check_fits(stage.config, device)
     return config
 
 
@@ -81,45 +72,15 @@ def check_optimizer(config: Config) -> None:
         raise UserError("optimizer.pure_bfloat16", True, why, "set optimizer.pure_bfloat16=false")
 
 
-def check_disk(config: Config) -> None:
-    """Raise UserError if parallel.offload_dir is not a writable folder on a local disk, or cannot
-    take what the ranks of this node need: weights, states, and a copy of them to save from."""
-    folder, world = config.parallel.offload_dir, dist.get_world_size()
-    if sys.platform != "linux":
-        raise UserError("parallel.offload", "disk", "needs Linux", "use parallel.offload=host")
-    needed = 2 * bytes_of_rank(config, world) * local_world(world)
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            free = shutil.disk_usage(folder).free
-        kind = file_system_of(folder)
-    except OSError as error:
-        why, remedy = f"is not a writable folder ({error.strerror})", "give one on a local disk"
-        raise UserError("parallel.offload_dir", folder, why, remedy) from None
-    if kind in REMOTE:
-        why = f"is on {kind}, which other machines share: every update would cross the network"
-        raise UserError("parallel.offload_dir", folder, why, "give a folder on a local disk")
-    if needed > free:
-        why = f"the ranks of a node need {needed / 1e9:,.2f} GB there, for weights and optimizer "
-        why += f"states, and again to save them; {free / 1e9:,.2f} GB are free"
-        raise UserError("parallel.offload_dir", folder, why, "give a larger disk, or more nodes")
-
-
-def file_system_of(folder: str) -> str:
-    """The type of the file system that a folder is on; "": unknown. Raises OSError."""
-    number = os.stat(folder).st_dev
-    device, found = f"{os.major(number)}:{os.minor(number)}", ""
-    with contextlib.suppress(FileNotFoundError):  # not Linux
-        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-            about, _, source = line.partition(" - ")
-            if about.split()[2] == device:
-                found = source.split()[0]
-    return found
-
-
 def check_fits(config: Config, device: str) -> None:
     """Raise UserError if weights and optimizer states exceed a rank's share of the memory: such a
-    run is certain to fail. (`tools.plan` estimates what else a step needs.)"""
+    run is certain to fail. (`tools.plan` estimates what else a step needs. Space on a disk is
+    reserved when the run is built: parallel/disk.py.)"""
     parallel, world = config.parallel, dist.get_world_size()
+    if parallel.offload == "disk":
+        if sys.platform != "linux":
+            raise UserError("parallel.offload", "disk", "needs Linux", "use parallel.offload=host")
+        return
     needed = bytes_of_rank(config, world)
     if device == "cuda" and parallel.offload == "none":
         memory = torch.cuda.get_device_properties().total_memory
@@ -179,14 +140,14 @@ def open_same_data(config: Config, device: str) -> Data:
     identity = data.identity()
     first = from_rank_0(lambda: identity, device)
 
-    def compare() -> None:
-        if identity != first:
-            why = f"on {socket.gethostname()} it, or the files of train.tasks, are not rank 0's"
-            remedy = "give folders that all nodes share, or copy them to each node again"
-            raise UserError("data.path", config.data.path, why, remedy)
+    def compared() -> Data:
+        if identity == first:
+            return data
+        why = f"on {socket.gethostname()} it, or the files of train.tasks, are not rank 0's"
+        remedy = "give folders that all nodes share, or copy them to each node again"
+        raise UserError("data.path", config.data.path, why, remedy)
 
-    on_all_ranks(compare, device)
-    return data
+    return on_all_ranks(compared, device)
 
 
 def open_data_stages(config: Config) -> Data:
@@ -212,19 +173,14 @@ def check_writable(config: Config) -> None:
     """Raise UserError if the run folder cannot be created or written (it is created later), or if
     rank 0 could not send alarms."""
     folder = Path(config.run.dir).absolute()
-    remedy = "choose another folder, or change its permissions"
     try:
         existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
         # os.access would not do: it reports /proc as writable to root
         with tempfile.TemporaryFile(dir=existing):
             pass
-        names = [len(os.fsencode(name)) for name in (*folder.parts, "x" * LONGEST_NAME)]
-        limits = os.pathconf(existing, "PC_NAME_MAX"), os.pathconf(existing, "PC_PATH_MAX")
     except OSError as error:
         why = f"{existing} is not a writable folder ({error.strerror})"
+        remedy = "choose another folder, or change its permissions"
         raise UserError("run.dir", config.run.dir, why, remedy) from None
-    if max(names) > limits[0] or sum(names) + len(names) > limits[1]:
-        why = "is longer than the file system allows"
-        raise UserError("run.dir", config.run.dir, why, "choose a shorter one")
     if not dist.is_initialized() or dist.get_rank() == 0:  # the preflight has no ranks
         check_alerts(config)

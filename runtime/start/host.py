@@ -19,9 +19,8 @@ import ctypes
 import os
 import resource
 import socket
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -49,11 +48,11 @@ def use_gpu(gpu: int, rank: int, processes: int) -> None:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which makes float32 products TF32.
     torch.set_float32_matmul_precision("highest")
-    share = bind_to_gpu(gpu, processes)
-    if share.why_not:
-        log(f"rank {rank} is not bound to the CPUs next to its GPU: {share.why_not}")
+    threads, why_not = bind_to_gpu(gpu, processes)
+    if why_not:
+        log(f"rank {rank} is not bound to the CPUs next to its GPU: {why_not}")
     if "OMP_NUM_THREADS" not in os.environ:  # by default each rank would use all CPUs
-        torch.set_num_threads(share.threads)
+        torch.set_num_threads(threads)
     torch.cuda.set_device(gpu)
     # A collective's kernel must get its few multiprocessors while a matrix product runs that would
     # fill all of them, or communication in backward is not overlapped.
@@ -81,10 +80,9 @@ def share_cores(processes: int) -> None:
 def stay_on_this_machine() -> None:
     """Let gloo and NCCL listen only on the loopback interface, which other machines cannot reach.
     For runs on a single machine."""
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    for library in ("GLOO", "NCCL"):
-        if loopback is not None:
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
+    for library in ("GLOO", "NCCL") if loopback else ():
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
 
 
 # --- files and sockets ----------------------------------------------------------------------------
@@ -151,77 +149,38 @@ def set_connections(config: Config | UserError) -> None:
         os.environ.setdefault(CONNECTIONS, str(advised_connections(config.parallel)))
 
 
-def connections_notice(parallel: ParallelConfig) -> list[str]:
-    """A line for the log if the user's value is not the advised one; otherwise nothing."""
-    value, advised = os.environ.get(CONNECTIONS), str(advised_connections(parallel))
-    if value in (None, advised):
-        return []
-    return [
-        f"{CONNECTIONS} is {value}, as it was set; with parallel.tp={parallel.tp} and "
-        f"parallel.zero_stage={parallel.zero_stage}, {advised} is usually faster "
-        "(runtime/start/host.py)"
-    ]
-
-
 # --- the CPUs next to a GPU -----------------------------------------------------------------------
 
 
-class Share(NamedTuple):
-    """The CPUs of a rank, and with how many others it shares them."""
-
-    cpus: set[int]
-    ranks: int  # of this machine, that run on some of these CPUs, this one included
-    why_not: str = ""  # why these are all that are allowed, and not those next to the GPU
-
-    @property
-    def threads(self) -> int:
-        """A rank's part of the CPUs."""
-        return max(1, len(self.cpus) // self.ranks)
-
-
-def bind_to_gpu(gpu: int, ranks: int, system: Path = SYSTEM) -> Share:
+def bind_to_gpu(gpu: int, ranks: int) -> tuple[int, str]:
     """Bind the calling thread, and all threads that it starts later, to the CPUs next to a GPU, as
-    far as they are allowed. Call it before the device's context exists, whose threads and host
-    memory then follow.
+    far as Slurm's --cpu-bind, a container or taskset allow them. Call it before the device's
+    context exists, whose threads and host memory then follow.
 
     ranks: the number of this machine's ranks; rank i of them has GPU i.
+
+    Returns: the rank's part of these CPUs, as a number of threads; and why they are all that are
+        allowed, if there are too few next to the GPU.
     """
-    mine = pci_address(gpu)  # raises if there is no such GPU
+    allowed, why_not = os.sched_getaffinity(0), ""
+    near = _cpus_near(gpu, allowed)  # raises if there is no such GPU
     if ranks <= torch.cuda.device_count():
-        everyone = [pci_address(each) for each in sorted({*range(ranks), gpu})]
+        of_ranks = [_cpus_near(each, allowed) for each in sorted({*range(ranks), gpu})]
     else:  # each sees only its own GPU; the others may be beside it
-        everyone = [mine] * ranks
-    share = cpus_near(mine, everyone, os.sched_getaffinity(0), system)
-    os.sched_setaffinity(0, share.cpus)
-    return share
+        of_ranks = [near] * ranks
+    sharing = sum(not near.isdisjoint(each) for each in of_ranks)
+    if near != allowed and len(near) < CPUS_PER_RANK * max(sharing, 1):
+        why_not = f"it may use {len(near)} of these CPUs, too few for the {sharing} ranks there"
+        near, sharing = allowed, len(of_ranks)
+    os.sched_setaffinity(0, near)
+    return max(1, len(near) // sharing), why_not
 
 
-def pci_address(gpu: int) -> str:
-    """As in sysfs: 0000:1b:00.0."""
+def _cpus_near(gpu: int, allowed: set[int]) -> set[int]:
+    """Those of the allowed CPUs that are next to a GPU; all if the system does not say."""
     found: Any = torch.cuda.get_device_properties(gpu)
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-
-
-def cpus_near(gpu: str, gpus: Sequence[str], allowed: set[int], system: Path = SYSTEM) -> Share:
-    """The CPUs on which the rank of a GPU should run.
-
-    Args:
-        gpu: its PCI address. gpus: those of all ranks of the host.
-        allowed: the CPUs that Slurm's --cpu-bind, a container or taskset leave to this process. No
-            others are chosen.
-        system: where sysfs is mounted.
-    """
-    near, *others = [_local_cpus(each, allowed, system) for each in (gpu, *gpus)]
-    ranks = sum(not near.isdisjoint(other) for other in others)
-    if near != allowed and len(near) < CPUS_PER_RANK * max(ranks, 1):
-        why = f"it may use {len(near)} of these CPUs, too few for the {ranks} ranks there"
-        return Share(allowed, len(gpus), why)
-    return Share(near, ranks)
-
-
-def _local_cpus(address: str, allowed: set[int], system: Path) -> set[int]:
-    """Those of the allowed CPUs that are next to a PCI device; all if the system does not say."""
-    file = system / "bus/pci/devices" / address / "local_cpulist"
+    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    file = SYSTEM / "bus/pci/devices" / address / "local_cpulist"
     try:
         ends = [[int(end) for end in each.split("-")] for each in file.read_text().split(",")]
     except (OSError, ValueError):

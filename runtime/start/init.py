@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from uuid import uuid4
 
@@ -52,7 +52,7 @@ def init_distributed(signals: Signals | None = None, store: dist.Store | None = 
         store: where the ranks find each other; None: torchrun's store, or a local one if there is
             no launcher.
     """
-    check_environment(store=store)
+    check_environment()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     processes = local_world(world_size)
@@ -149,6 +149,11 @@ def fresh_store(
         start = store.get(mine).decode()
         store.add(f"{start}/joined", 1)
         return dist.PrefixStore(start, store)
+
+    def unheard() -> str:  # in this start or an earlier one
+        absent = [other for other in range(1, world_size) if not store.check([f"join/{other}"])]
+        return f"; nothing was heard of ranks {absent[:20]}" if absent else ""
+
     answered: set[bytes] = set()
     while store.add(f"{mine}/joined", 0) < world_size - 1:
         for other in range(1, world_size):
@@ -157,12 +162,7 @@ def fresh_store(
                 store.set(name.decode(), mine)
                 answered.add(name)
         time.sleep(0.01)
-        if patience.is_over:
-            others = range(1, world_size)  # in this start or an earlier one
-            unheard = [other for other in others if not store.check([f"join/{other}"])]
-            of = f"; nothing was heard of ranks {unheard[:20]}" if unheard else ""
-            sys.exit(NOT_JOINED + of)
-        patience.look()
+        patience.look(unheard)
     return dist.PrefixStore(mine, store)
 
 
@@ -183,14 +183,10 @@ class Patience:
     def __init__(self, heard: Mapping[int, float]) -> None:
         self.heard, self.began = heard, time.monotonic()
 
-    @property
-    def is_over(self) -> bool:
-        return time.monotonic() - self.began > JOIN_SECONDS
-
-    def look(self) -> None:
-        """Exit if the time is over."""
-        if self.is_over:
-            sys.exit(NOT_JOINED)
+    def look(self, more: Callable[[], str] = str) -> None:
+        """Exit if the time is over, and say `more`."""
+        if time.monotonic() - self.began > JOIN_SECONDS:
+            sys.exit(NOT_JOINED + more())
         if not self.heard:
             return
         since = max(self.began, min(self.heard.values()))

@@ -7,11 +7,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from costs.summary import mean_of_blocks
 from model.transformer import Head
 from parallel.axes import MeshSizes
 from parallel.data import fsdp_modules
 from proofs.parity.cases import BATCH, SEQ_LEN, Case
-from runtime.start.topology import tp_bytes_per_step
 from tests.counting import B, Listener, S, one_block
 from tests.proofs.parity_tiers import thorough_but
 from tests.steps import make_step, rows_of
@@ -30,14 +30,15 @@ def test_collectives_of_a_block(ranks, sequence_parallel, split):
     """With sequence parallelism, attention and feed-forward each all-gather their input and
     reduce-scatter their output. Backward does the reverse, and all-gathers x again. In p pieces,
     these are p times as many collectives with the same bytes. Without it, they each all-reduce
-    their output, in p pieces, and in backward their input gradient. The bytes are those that the
-    warning of a tp group over nodes names."""
+    their output, in p pieces, and in backward their input gradient. The bytes are those that
+    costs/units.py records."""
     tp, p = split
     case = Case(MeshSizes(tp=tp), sequence_parallel=sequence_parallel, tp_pieces=p)
     size = S * B * 32 * DOUBLE
     config = case.config()
-    of_a_layer = tp_bytes_per_step(config, 1) / config.model.num_layers
-    told = of_a_layer * S * B / (config.train.global_batch_size * config.train.seq_len)
+    recorded = mean_of_blocks(config.setting(), lambda block: block.whole.bytes_sent)
+    recorded *= config.num_microbatches(1)
+    told = recorded * S * B / (config.train.global_batch_size * config.train.seq_len)
     for forward, backward in ranks.run(one_block, tp, case):
         if sequence_parallel:
             twice = (2 * p, 2 * size)

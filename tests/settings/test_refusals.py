@@ -46,7 +46,6 @@ WRONG = [
     ("data.path=/nowhere", "data.path", "prepare"),
     ("checkpoint.resume=/nowhere", "checkpoint.resume", "a run folder or a folder step-…"),
     ("model.dim=1048576", "model", "use more processes"),
-    (f"run.dir={'x' * 300}", "run.dir", "longer than the file system allows"),
     ("run.on_event=no-such-program", "run.on_event", "not an executable"),
     ("train.tasks=[python]", "train.tasks", "train.eval_interval is 0"),
     ("guard.inject_fault=rank=3,step=20", "guard.inject_fault", "for example {rank: 5, step: 14, "),

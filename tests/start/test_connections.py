@@ -15,10 +15,8 @@ from errors import UserError
 from runtime.device import CUBLAS
 from runtime.signals import Signals
 from runtime.start import checks
-from runtime.start.announce import notices
 from runtime.start.checks import try_config
 from runtime.start.host import CONNECTIONS
-from settings.load import load_config
 from tests import ROOT
 from tests.runs import forked, status
 
@@ -69,7 +67,7 @@ def test_cublas_is_prepared_before_attention_is_tried(monkeypatch: pytest.Monkey
 
     for name in ("check_gpu", "check_kernels", "check_fits"):
         monkeypatch.setattr(checks, name, lambda *_: None)
-    monkeypatch.setattr(checks, "check_attention", tried)
+    monkeypatch.setattr(checks, "describe_attention", tried)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     try:
         with patch.dict(os.environ):
@@ -103,14 +101,3 @@ def test_no_import_uses_cuda(tmp_path: Path) -> None:
     log, errors = tmp_path / "log", tmp_path / "errors"
     assert status(forked(log, import_again, errors=errors)) == 0, errors.read_text()
     assert log.read_text().splitlines() == ["[]", "['is_available']"]
-
-
-def test_a_value_that_is_not_advised_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(CONFIG, [])
-    monkeypatch.setenv(CONNECTIONS, "1")
-    as_advised = notices(config, None, "cuda", 2**20)
-    monkeypatch.setenv(CONNECTIONS, "8")
-    (line,) = set(notices(config, None, "cuda", 2**20)) - set(as_advised)
-    assert "is 8, as it was set" in line
-    assert "1 is usually faster" in line
-    assert line not in notices(config, None, "cpu", 2**20)

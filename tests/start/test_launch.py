@@ -208,10 +208,7 @@ def test_a_rank_that_waits_for_a_dead_one_is_silent_and_leaves(tmp_path: Path) -
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's prctl")
-def test_ranks_save_when_the_launcher_is_killed(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It cannot remove its files; the next launcher does."""
+def test_ranks_save_when_the_launcher_is_killed(data: Path, tmp_path: Path) -> None:
     with running(tmp_path, data) as (launcher, ranks):
         launcher.kill()
         _, alive = psutil.wait_procs(ranks, timeout=300)
@@ -219,13 +216,6 @@ def test_ranks_save_when_the_launcher_is_killed(
         launcher.join()
     assert status_of(tmp_path)["state"] == "requeue"
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
-    (left,) = (tmp_path / "tmp").iterdir()
-    host = os.uname().nodename
-    (own := left.with_name(f"lattice-{os.getpid()}-{host}-x")).mkdir()
-    (far := left.with_name(left.name.replace(host, f"{host}2"))).mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    launch._sweep()
-    assert {*(tmp_path / "tmp").iterdir()} == {own, far}
 
 
 def test_the_next_start_notes_that_an_end_is_missing(tmp_path: Path) -> None:
@@ -249,7 +239,7 @@ def begun(*words: str) -> tuple[int, list[int]]:
 @pytest.mark.parametrize(
     ("processes", "override", "said"),
     [
-        ("100000", "parallel.tp=2", "--nproc-per-node = 100000: this machine has "),
+        ("0", "parallel.tp=2", "--nproc-per-node = 0: it must be at least 1"),
         ("3", "parallel.tp=2", "does not make the world of 3 processes"),
         ("2", "parallel.tp=3", "parallel.tp = 3"),
     ],
@@ -283,7 +273,7 @@ def test_every_configuration_fits_any_number_of_gpus(path: str) -> None:
         validate(load_config(path, overrides), processes)
 
 
-def test_what_the_configuration_asks_for_is_kept(tmp_path: Path) -> None:
+def test_what_the_configuration_asks_for_is_kept() -> None:
     def axes(name: str, gpus: int, *given: str) -> dict[str, int]:
         processes, overrides = launch.layout(gpus, str(ROOT / "configs" / name), list(given))
         config = load_config(str(ROOT / "configs" / name), [*overrides, *given])
@@ -291,9 +281,6 @@ def test_what_the_configuration_asks_for_is_kept(tmp_path: Path) -> None:
         return {axis: size for axis, size in sizes.items() if size > 1}
 
     assert axes("llama3_8b_131072.yaml", 8) == {"cp": 4, "tp": 2}
-    two = (ROOT / "configs/laptop.yaml").read_text().replace("tp: 2", "tp: 2\n  dp_replicate: 2")
-    (tmp_path / "two.yaml").write_text(two)
-    assert axes(str(tmp_path / "two.yaml"), 4) == {"dp_replicate": 2, "tp": 2}
     assert axes("laptop.yaml", 8, "parallel.zero_stage=0") == {"dp_replicate": 2, "tp": 2, "pp": 2}
     assert axes("laptop.yaml", 4, "model.ffn_dim=341") == {"pp": 2, "dp_shard": 2}  # tp 2 cuts it
     with pytest.raises(UserError, match="cp=2 · tp=1 does not make the world of 1 processes"):

@@ -11,14 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from errors import UserError
 from runtime.evaluation.listener import compare_to_unigram
 from runtime.output import log
 from runtime.start.topology import describe_stages
-from settings.checks import validate
 from settings.load import load_config
 from tests import ROOT
-from tests.runs import losses, status_of, write_config
 from tools import objects
 from tools.command import CommandParser
 
@@ -39,22 +36,6 @@ def test_the_loss_beside_a_unigram_models():
     said = "held-out loss 4.849 nats per token, 1.503 below a unigram model's 6.352"
     assert compare_to_unigram(4.8487, 6.352) == said
     assert "6.412 nats per token, 0.060 above" in compare_to_unigram(6.412, 6.352)
-
-
-@pytest.mark.parametrize(
-    ("name", "world", "key", "said"),
-    [
-        ("llama3_8b", 64, "parallel.dp_shard", "parallel.dp_shard=-1 (here 64)"),
-        ("llama3_70b", 12, "parallel.tp", "a multiple of 16 processes"),
-    ],
-)
-def test_a_world_that_the_axes_do_not_make(name, world, key, said):
-    """The remedies are the key that takes all remaining ranks, and the planner's search."""
-    with pytest.raises(UserError) as refused:
-        validate(load_config(f"configs/{name}.yaml", []), world)
-    assert refused.value.key == key
-    assert said in refused.value.remedy
-    assert f"--gpus {world} --search" in refused.value.remedy
 
 
 LEFT = "from tools.command import run_command\nimport sys\n"
@@ -112,20 +93,6 @@ def test_whatever_becomes_of_output_the_work_is_done(tmp_path, shell, status, fi
     assert (done.returncode, done.stdout.partition("\n")[0]) == (status, first), done.stderr
     assert (tmp_path / "done").exists()
     assert "Traceback" not in done.stderr + done.stdout
-
-
-@pytest.mark.thorough
-def test_a_run_goes_on_without_a_reader_a_log_or_an_encoding(data, tmp_path):
-    command = f"{sys.executable} train.py {write_config(tmp_path, data)} run.log_interval=1"
-    empty = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_RESTART_COUNT", "OMP_NUM_THREADS")
-    done = subprocess.run(
-        ["bash", "-c", f"{command} 2>/dev/full | head -1; exit ${{PIPESTATUS[0]}}"],
-        cwd=ROOT, env=os.environ | {"PYTHONIOENCODING": "ascii"} | dict.fromkeys(empty, ""),
-        stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 0
-    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
-    assert status_of(tmp_path)["state"] == "finished"
 
 
 def test_every_command_ends_so_and_has_this_parser():

@@ -19,7 +19,6 @@ from parallel.axes import MeshSizes
 from parallel.disk import DiskMemory
 from proofs.parity.cases import Case
 from proofs.ranks import RankError, Ranks
-from runtime.start import checks
 from runtime.trainer_state import bytes_of_rank, held_tensors, state_bytes
 from tests import ROOT, runs
 from tests.health.faulty_runs import run_with_bad_steps
@@ -195,27 +194,12 @@ def groups(case: Case) -> list[list[str]]:
 def test_what_a_start_refuses(data: Path, tmp_path: Path) -> None:
     config = runs.write_config(tmp_path, data)
     there = f"parallel.offload_dir={tmp_path}"
-    on_disk = ["parallel.offload=disk", there]
     with pytest.raises(UserError, match=r"goes together with parallel\.offload=disk"):
         runs.load_config(config, ["parallel.offload=disk"])
     with pytest.raises(UserError, match=r"goes together with parallel\.offload=disk"):
         runs.load_config(config, [there])
     with pytest.raises(UserError, match=r"write parallel\.offload=none or parallel\.offload=host"):
         runs.load_config(config, ["parallel.cpu_offload=true"])
-    found = runs.load_config(config, on_disk)
-    with patch("torch.distributed.get_world_size", lambda: 1):
-        checks.check_disk(found)
-        with (
-            patch.object(checks, "file_system_of", lambda folder: "lustre"),
-            pytest.raises(UserError, match="is on lustre"),
-        ):
-            checks.check_disk(found)
-        with (
-            patch.object(checks, "bytes_of_rank", lambda config, world: 1 << 60),
-            pytest.raises(UserError, match="again to save them"),
-        ):
-            checks.check_disk(found)
-    assert checks.file_system_of("/proc") == "proc"
 
 
 def test_what_a_rank_holds_of_whole_copies(data: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ their links (links.py), and the first node compares the results and decides (ver
               ranks could not communicate
     excluded  an earlier start found that the node is slow or computes wrongly (excluded.json)
     slow      a link is below three quarters of the job's median
-    warned    a clock is off, space is scarce, an address can be reached from outside
+    warned    space is scarce, the GPUs differ, an address can be reached from outside
 
 --spare-nodes nodes are left out: first failed ones, then excluded, slow and the last ones. If
 `parallel.layouts` has a layout for fewer nodes, all failed ones are left out. The report
@@ -31,7 +31,6 @@ import math
 import time
 from collections.abc import Iterable
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +46,9 @@ from settings.config import Config
 from settings.layouts import layout_sizes, valid_layout
 from settings.load import load_config
 from tools.command import CommandParser, add_overrides, reports_errors, run_command
-from tools.preflight.links import measure, start_links
+from tools.preflight.links import Links, judge_links
 from tools.preflight.node import look_at_node
-from tools.preflight.verdict import SKEW_SECONDS, Report, choose, describe, odd_ones, slow_ones
+from tools.preflight.verdict import Report, choose, describe, odd_ones, slow_ones
 
 
 class Meeting:
@@ -66,18 +65,14 @@ class Meeting:
     def write(self, key: str, value: Any) -> None:
         self.store.set(key, json.dumps(value))
 
-    def read(self, key: str, until: float) -> Any:
-        """Waits for the value of `key`; returns None if it is not written by `until`."""
-        try:
-            self.store.wait([key], timedelta(seconds=max(until - time.monotonic(), 0.01)))
-        except RuntimeError:  # DistStoreError: the time is over, or the first node has exited
-            return None
-        return json.loads(self.store.get(key))
-
-    def gather(self, key: str, nodes: Iterable[int], until: float) -> dict[int, Any]:
-        """Node → value, for those of `nodes` that wrote one by `until`."""
-        found = {node: self.read(f"{key}/{node}", until) for node in nodes}
-        return {node: value for node, value in found.items() if value is not None}
+    def gather(self, key: str, numbers: Iterable[int], until: float) -> dict[int, Any]:
+        """Number → value of `key/NUMBER`, for those that are written by `until`."""
+        keys = {number: f"{key}/{number}" for number in numbers}
+        left = timedelta(seconds=max(until - time.monotonic(), 0.01))
+        with contextlib.suppress(RuntimeError):  # DistStoreError: the time is over
+            self.store.wait([*keys.values()], left)
+        written = {number: name for number, name in keys.items() if self.store.check([name])}
+        return {number: json.loads(self.store.get(name)) for number, name in written.items()}
 
     def leave(self) -> None:
         """Reports that this node is done. The first node waits for the others: it has the store."""
@@ -87,35 +82,23 @@ class Meeting:
             self.gather("left", range(1, self.num_nodes), time.monotonic() + 3)
 
 
-def measured(meeting: Meeting, pipes: list[Connection], members: list[int]) -> dict[str, Any]:
-    """This node's clock, and the bandwidths of its links if it is one of `members`."""
-    clock = time.time()  # on all nodes at the same moment, because the same message wakes them
-    if meeting.node not in members:
-        return {"clock": clock}
-    return {"clock": clock, **measure(pipes, members, meeting.node, meeting.deadline)}
-
-
-def follow(meeting: Meeting, pipes: list[Connection], report: Report) -> int:
-    """What the other nodes do: report, measure, and learn the verdict. Returns the exit status."""
+def follow(meeting: Meeting, report: Report) -> int:
+    """What the other nodes do: report, and learn the verdict. Returns the exit status."""
     meeting.write(f"report/{meeting.node}", report)
-    members = meeting.read("members", meeting.deadline)
-    if members is None:
+    try:
+        passed = meeting.store.get("passed")
+    except RuntimeError:  # DistStoreError: the time is over, or the first node has exited
         log(f"preflight: {report['name']} received no answer from the first node")
         return 1
-    meeting.write(f"measured/{meeting.node}", measured(meeting, pipes, members))
-    return 0 if meeting.read("passed", meeting.deadline) else 1
+    return 0 if json.loads(passed) else 1
 
 
 def lead(
-    meeting: Meeting,
-    pipes: list[Connection],
-    report: Report,
-    options: argparse.Namespace,
-    config: Config,
-    started: float,
+    meeting: Meeting, report: Report, options: argparse.Namespace, config: Config, ranks: range
 ) -> int:
-    """What the first node does: gather the reports, say which nodes measure, gather the results,
-    and decide. Returns the exit status."""
+    """What the first node does: gather the reports, say which nodes measure, gather the results of
+    their ranks, and decide. Returns the exit status."""
+    started = meeting.deadline - options.seconds
     open_data_stages(config)  # the shared disk is checked by this node only
     check_writable(config)
     others, halfway = range(1, meeting.num_nodes), started + options.seconds / 2
@@ -125,27 +108,18 @@ def lead(
             reports[odd]["problems"].append(f"other {what} than most nodes: {names}")
     members = [node for node, found in reports.items() if not found["problems"]]
     meeting.write("members", members)
-    results = {0: measured(meeting, pipes, members)}
-    results |= meeting.gather("measured", [*reports][1:], meeting.deadline)
-    for node in reports.keys() - results.keys():
-        reports[node]["problems"].append("it sent no measurement in time")
-    for node, found in results.items():
-        reports[node]["problems"] += found.pop("problems", [])
-        reports[node] |= found
-        reports[node]["skew"] = skew = found["clock"] - results[0]["clock"]
-        if abs(skew) > SKEW_SECONDS:
-            why = f"its clock differs by {skew:+.1f} s from {report['name']}'s"
-            reports[node]["warnings"].append(why)
+    for node in members:
+        answers = meeting.gather(f"link/{node}", ranks, meeting.deadline - 2)
+        reports[node] |= judge_links([answers.get(rank) for rank in ranks])
 
-    attention = attention_of(config, options.device)
     names = [f"node {node} of the job" for node in range(meeting.num_nodes)]
     if options.node_names:
         names = options.node_names.split(",")
     for node, found in reports.items():
         names[node] = found["name"]
+    attention = attention_of(config, options.device)
     log(f"preflight of {meeting.num_nodes} nodes, {time.monotonic() - started:.0f} s")
-    log(describe(reports))
-    log(f"  {attention}")
+    log(f"{describe(reports)}\n  {attention}")
     chosen = judge(reports, names, options, config)
     meeting.write("passed", bool(chosen))
     if chosen:
@@ -157,22 +131,18 @@ def judge(
     reports: dict[int, Report], names: list[str], options: argparse.Namespace, config: Config
 ) -> list[int]:
     """Prints the findings, and chooses the nodes to train on."""
-    silent: Report = {"problems": ["it sent no report in time"]}
-    problems = {node: reports.get(node, silent)["problems"] for node in range(len(names))}
-    failed = {node: "; ".join(found) for node, found in problems.items() if found}
-    slow = slow_ones(reports)
-    excluded = {
-        names.index(node): f"excluded.json excludes it: {about.get('reason')}"
-        for node, about in excluded_nodes(Path(config.run.dir)).items()
-        if node in names
-    }
+    failed = dict.fromkeys(range(len(names)), "it sent no report in time")
+    failed |= {node: "; ".join(report["problems"]) for node, report in reports.items()}
+    failed = {node: why for node, why in failed.items() if why}
+    slow, excluded = slow_ones(reports), excluded_nodes(Path(config.run.dir))
+    out = {n: str(excluded[name].get("reason")) for n, name in enumerate(names) if name in excluded}
     needed = len(names) - options.spare_nodes
     if config.parallel.layouts:  # with fewer nodes, a smaller layout fits
         least = least_nodes(layout_sizes(config), options.ranks_per_node)
         needed = max(least, min(needed, len(names) - len(failed)))
-    chosen = choose(names, failed, excluded, slow, needed)
+    chosen = choose(names, failed, out, slow, needed)
 
-    for verdict, found in (("FAILED", failed), ("SLOW", slow), ("EXCLUDED", excluded)):
+    for verdict, found in (("FAILED", failed), ("SLOW", slow), ("EXCLUDED", out)):
         for node, why in sorted(found.items()):
             log(f"  {verdict:8} {names[node]}: {why}")
     for report in reports.values():
@@ -184,10 +154,7 @@ def judge(
         log(f"preflight passed: {needed} nodes{without}")
     else:
         bad = ",".join(names[node] for node in sorted(failed))
-        log(
-            f"preflight failed: {needed} nodes are needed. Without the bad ones: "
-            f"sbatch --exclude={bad} …"
-        )
+        log(f"preflight failed: {needed} nodes are needed; sbatch --exclude={bad} …")
     return chosen
 
 
@@ -237,8 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.option("config", str, "CONFIG.yaml", "what to train")
     add_overrides(parser)
     options = parser.parse_args(arguments)
-    started = time.monotonic()
-    deadline = started + options.seconds
+    deadline = time.monotonic() + options.seconds
     check_environment(is_rank=False)
     node = check_number("SLURM_NODEID", 0, LARGEST) or 0
     num_nodes = check_number("SLURM_NNODES", 1, LARGEST) or 1
@@ -250,22 +216,21 @@ def main(arguments: list[str] | None = None) -> int:
             return 2
         raise
 
-    # Forked before this process has threads. They wait until `measure` sends them the members.
-    with start_links(options.device, options.ranks_per_node, options.meet) as pipes:
-        world_size = (num_nodes - options.spare_nodes) * options.ranks_per_node
-        report = look_at_node(name, config, options.device, options.ranks_per_node, world_size)
+    # Forked before this process has threads.
+    links = Links(options.device, options.ranks_per_node, options.meet, node, deadline)
+    with links.running():
+        world = (num_nodes - options.spare_nodes) * options.ranks_per_node
+        report = look_at_node(name, config, options.device, options.ranks_per_node, world)
         try:
             meeting = Meeting(options.meet, node, num_nodes, deadline)
         except RuntimeError as error:
-            log(
-                f"preflight: {name} cannot reach {options.meet}: "
-                f"{str(error).partition(chr(10))[0]}; {report['problems']}"
-            )
+            why = str(error).partition("\n")[0]
+            log(f"preflight: {name} cannot reach {options.meet}: {why}; {report['problems']}")
             return 1
         try:
             if node:
-                return follow(meeting, pipes, report)
-            return lead(meeting, pipes, report, options, config, started)
+                return follow(meeting, report)
+            return lead(meeting, report, options, config, range(links.num_ranks))
         except UserError:
             meeting.write("members", [])
             meeting.write("passed", False)

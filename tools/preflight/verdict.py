@@ -8,9 +8,8 @@ from typing import Any
 from tools.command import table
 
 SLOW = 0.75  # a link below this fraction of the median is slow
-SKEW_SECONDS = 2.0  # with a larger skew, logs of different nodes cannot be compared
 
-# A node's report: see look_at_node; `within`, `across` in bytes/s; `clock`, `skew` in s.
+# A node's report: see look_at_node; and `within`, `across` in bytes/s.
 Report = dict[str, Any]
 
 
@@ -56,13 +55,11 @@ def choose(
 
 def describe(reports: dict[int, Report]) -> str:
     """A line for each node."""
-    rows = [("  node", "GPUs", "within GB/s", "across GB/s", "run GB free", "clock", "disk GB/s")]
+    rows = [("  node", "GPUs", "within GB/s", "across GB/s", "run GB free")]
     for report in reports.values():
-        within, across, disk = (
-            f"{report[key] / 1e9:.2f}" if report.get(key) else "–"
-            for key in ("within", "across", "disk")
+        within, across = (
+            f"{report[key] / 1e9:.2f}" if report.get(key) else "–" for key in ("within", "across")
         )
-        skew = f"{report['skew']:+.2f} s" if "clock" in report else "–"
         free = f"{report['free_bytes'] / 1e9:,.0f}"
-        rows.append((f"  {report['name']}", report["gpus"], within, across, free, skew, disk))
+        rows.append((f"  {report['name']}", report["gpus"], within, across, free))
     return table(rows, left=(0, 1))
