@@ -138,18 +138,14 @@ def parameters(model: ModelConfig) -> list[Parameter]:
     block = BLOCK | NAMES.get(architecture_of(model), {})
     found = []
     for ours, shape in shapes_of(model).items():
-        theirs = _theirs(ours, block)
+        name, _, weight = ours.rpartition(".")
+        theirs = OTHERS.get(name)
+        if theirs is None:
+            _, layer, name = name.split(".", 2)
+            theirs = f"model.layers.{layer}.{block[name]}"
         for expert in range(shape[0]) if "{}" in theirs else [None]:
-            found.append(Parameter(ours, theirs.format(expert), shape, expert))
+            found.append(Parameter(ours, f"{theirs.format(expert)}.{weight}", shape, expert))
     return found
-
-
-def _theirs(ours: str, block: dict[str, str]) -> str:
-    name, _, weight = ours.rpartition(".")
-    if not name.startswith("blocks."):
-        return f"{OTHERS[name]}.{weight}"
-    _, layer, name = name.split(".", 2)
-    return f"model.layers.{layer}.{block[name]}.{weight}"
 
 
 def architecture_of(model: ModelConfig) -> str:
