@@ -2,7 +2,7 @@
 docs.pictures NAME …` for some of them.
 
     data, memory    what the planner counts
-    kernels         bytes, counted while formulas and the head run
+    kernels         bytes, counted while formulas run
     context         the chunks of a sequence that `ContextParallel` gives to each rank
     checkpoints     the shards of one matrix
     pipeline        the simulated schedules of docs/pipeline.md and docs/schedules.md
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
@@ -26,13 +25,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from costs.as_on_gpu import AsOnGpu
 from costs.parameters import num_parameters
-from costs.storages import StorageWatch, key_of
-from model.linear_cross_entropy import PIECE_BYTES, linear_cross_entropy
-from model.matmul import Matmul
 from parallel.context import ContextParallel
-from parallel.layer import TensorParallel
 from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
 from parallel.placement import chunk_range
 from settings.load import load_config
@@ -220,70 +214,18 @@ def apart() -> dict[str, tuple[float, float]]:
     }
 
 
-class Alive(StorageWatch):
-    """The peak of the bytes that were created and still exist; `given` tensors do not count."""
-
-    now, peak = 0, 0
-
-    def __init__(self, *given: Tensor) -> None:
-        super().__init__("meta")
-        self._sizes = {key_of(tensor): 0 for tensor in given}
-
-    def born(self, key: int, size: int, label: Any = None) -> None:
-        self.now += size
-        self.peak = max(self.peak, self.now)
-
-    def freed(self, key: int, size: int) -> None:
-        self.now -= size
-
-
-HEAD = 128_256, 4096  # V, D
-
-
-def head_memory(tokens: int, in_pieces: bool) -> float:
-    """The peak of the head in GiB, beyond its input and weight. In pieces, most of it is the
-    weight's gradient, which is summed in float32."""
-    with torch.device("meta"):
-        x = torch.empty(tokens, 1, HEAD[1], dtype=torch.bfloat16, requires_grad=True)
-        weight = torch.empty(HEAD, dtype=torch.bfloat16, requires_grad=True)
-        targets, one = torch.empty(tokens, 1, dtype=torch.int64), torch.empty(())
-    options = {"vocab_size": HEAD[0], "kernels": "triton", "piece_bytes": PIECE_BYTES["cuda"]}
-    with AsOnGpu(), Alive(x, weight, targets) as alive:
-        if in_pieces:
-            given = x, weight, targets, one, 0, TensorParallel()
-            loss = linear_cross_entropy(*given, matmul=Matmul(), **options)
-        else:
-            loss = F.cross_entropy(F.linear(x.flatten(0, 1), weight).float(), targets.flatten())
-        torch.autograd.grad(loss, (x, weight))
-    return alive.peak / 2**30
-
-
 def kernels() -> Figure:
-    """Bytes moved per element, apart and fused; memory of the head, whole and in pieces."""
-    figure = new_figure(4.4, "Bytes moved, and the memory of the head")
-    left, right = figure.subplots(1, 2, width_ratios=(5, 4))
-    counted, names = apart(), []
+    """Bytes moved per element, apart and fused."""
+    figure = new_figure(4.0, "Bytes moved per element of an operation")
+    axes, counted, names = figure.subplots(), apart(), []
     for name, way in product(FUSED, (0, 1)):
         y, moved, fused = len(names), counted[name][way], FUSED[name][way]
         names.append(f"{name}, {('forward', 'backward')[way]}")
-        left.barh(y - 0.2, moved, 0.4, color=ORANGE)
-        left.barh(y + 0.2, fused, 0.4, color=BLUE)
-        left.text(moved + 1.5, y, f"{moved:.0f} → {fused}", va="center", size=9, color=INK)
-    left.set_yticks(range(len(names)), names)
-    left.set(xlabel="bytes per element, bfloat16", xlim=(0, 120), ylim=(len(names) - 0.5, -0.5))
-    tokens = [2**k for k in range(10, 17)]
-    for words, place, colour in (
-        ("whole logits", (2**10, 9), ORANGE),
-        ("in pieces", (2**14, 2), BLUE),
-    ):
-        peaks = [head_memory(t, in_pieces=colour == BLUE) for t in tokens]
-        right.plot(tokens, peaks, "o-", color=colour)
-        right.text(*place, words, color=colour, size=9)
-    right.set_xscale("log", base=2)
-    right.set_yscale("log", base=2)
-    right.set_yticks([1, 4, 16, 64], ["1", "4", "16", "64"])
-    right.set_xticks(tokens[::2], [f"{t // 1024}k" for t in tokens[::2]])
-    right.set(xlabel=f"tokens; V {HEAD[0]:,}, D {HEAD[1]:,}", ylabel="GiB beyond input and weight")
+        axes.barh(y - 0.2, moved, 0.4, color=ORANGE)
+        axes.barh(y + 0.2, fused, 0.4, color=BLUE)
+        axes.text(moved + 1.5, y, f"{moved:.0f} → {fused}", va="center", size=9, color=INK)
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel="bytes per element, bfloat16", xlim=(0, 120), ylim=(len(names) - 0.5, -0.5))
     legend(figure, {"apart: PyTorch, as the papers write it": ORANGE, "one kernel": BLUE}, 2)
     return figure
 

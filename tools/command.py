@@ -15,15 +15,12 @@ output: runtime/output.py), their options, and how they print tables and duratio
 
 import argparse
 import contextlib
-import difflib
 import functools
-import itertools
 import math
 import os
-import re
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -81,9 +78,8 @@ def at_least(least: int, below: float = math.inf, **options: float | None) -> No
     for name, value in options.items():
         if value is not None and not least <= value < below:
             why = f"it must be at least {least}"
-            why += f" and less than {below}" if below < math.inf or not value < least else ""
-            remedy = "give a larger number" if value < least else "give a smaller number"
-            raise UserError(f"--{name.replace('_', '-')}", value, why, remedy)
+            why += f" and less than {below}" if below < math.inf else ""
+            raise UserError(f"--{name.replace('_', '-')}", value, why, "give such a number")
 
 
 def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
@@ -119,7 +115,7 @@ def add_overrides(parser: "CommandParser") -> None:
 
 class CommandParser(argparse.ArgumentParser):
     """The options of a command, which are given in full: a prefix that happens to fit one option
-    may be meant for another. An error is one line, and names the nearest option or choice."""
+    may be meant for another. An error is one line."""
 
     def __init__(self, **settings: Any) -> None:
         raw = argparse.RawDescriptionHelpFormatter
@@ -143,29 +139,5 @@ class CommandParser(argparse.ArgumentParser):
         """Adds an option that must be given."""
         self.option(name, kind, metavar, help, required=True, **settings)
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """Checks the options' names first; argparse would name a missing option instead."""
-        args = sys.argv[1:] if args is None else [*args]
-        for word in itertools.takewhile("--".__ne__, args):
-            option, known = word.split("=", 1)[0], self._option_string_actions
-            # as for argparse, a negative number and what has a space in it is a value
-            if (
-                re.match(r"-(?![\d.]).", word)
-                and " " not in word
-                and not known.keys() & {option, option[:2]}
-            ):
-                near = _nearest(f"--{option.lstrip('-')}", known)
-                self.error(f"there is no option {option}{near}")
-        return super().parse_known_args(args, namespace)
-
     def error(self, message: str) -> NoReturn:
-        if found := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
-            message += _nearest(found[1], [choice.strip(" '") for choice in found[2].split(",")])
         self.exit(2, f"error: {message} (help: {self.prog} --help)\n")
-
-
-def _nearest(word: str, words: Iterable[str]) -> str:
-    """The end of a message about `word`, which is not one of `words`."""
-    near = [each for each in words if each.startswith(word)]
-    near = near or difflib.get_close_matches(word, [*words], n=1)
-    return f"; did you mean {near[0]}?" if near else ""

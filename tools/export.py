@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from data.tokenizer import GENERATION, JSON, MODEL, Tokenizer
-from tools.command import CommandParser, at_least, reports_errors, run_command
+from tools.command import CommandParser, reports_errors, run_command
 from tools.huggingface.agreement import IDS, generation_config
 from tools.huggingface.checkpoint_reader import DTYPES, CheckpointReader, newest
 from tools.huggingface.config import CONFIG, config_json, parameters
@@ -32,28 +32,23 @@ def export(
     out: Path,
     dtype: str = "float32",
     file_bytes: int = FILE_BYTES,
-    max_length: int | None = None,
 ) -> dict[str, Any]:
     """Writes `out`, whole or not at all, and returns its config.json.
 
     Args:
         dtype: `float32`, or `bfloat16`, to which weights are rounded.
         file_bytes: the most bytes of tensors in a file, except for a single larger tensor.
-        max_length: the longest sequence, in tokens, to state in config.json; None: the sequence
-            length of its training.
 
     Raises UserError for what the user can fix.
     """
     refuse_existing(out)
-    at_least(1, file_bytes=file_bytes, max_length=max_length)
     reader = CheckpointReader(checkpoint)
     wanted = {each.theirs: each for each in parameters(reader.model)}
     reader.check_model()
     tokenizer = Tokenizer.load(checkpoint)
-    max_length = max_length or reader.max_length
     num_rows = reader.model.vocab_size
     generation = generation_config(checkpoint, tokenizer, num_rows, "--checkpoint")
-    config = config_json(reader.model, dtype=dtype, max_length=max_length)
+    config = config_json(reader.model, dtype=dtype, max_length=reader.max_length)
     config |= {key: generation.get(key) for key in IDS}
     code = CODES[dtype]
 
@@ -67,7 +62,7 @@ def export(
         written = {CONFIG: config, GENERATION: generation}
         if plan.is_sharded:
             written[INDEX] = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        files = huggingface_files(tokenizer, max_length)
+        files = huggingface_files(tokenizer, reader.max_length)
         for name, content in written.items():
             files[name] = (json.dumps(content, indent=2) + "\n").encode()
         for name, file in files.items():
@@ -87,12 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.required("--checkpoint", Path, "DIR", "a checkpoint, or a run folder")
     parser.required("--out", Path, "DIR", "the folder to write, which must not exist yet")
     parser.option("--dtype", "float32", None, "of the weights", choices=CODES)
-    parser.option("--file-bytes", FILE_BYTES, "N", "the most bytes of tensors in one file")
-    length = "max_position_embeddings (default: the sequence length of its training)"
-    parser.option("--max-length", int, "N", length)
     options = parser.parse_args(arguments)
     checkpoint = newest(options.checkpoint)
-    config = export(checkpoint, options.out, options.dtype, options.file_bytes, options.max_length)
+    config = export(checkpoint, options.out, options.dtype)
     files = sorted(options.out.iterdir())
     size = sum(file.stat().st_size for file in files)
     print(

@@ -1,7 +1,7 @@
 """Converts a Hugging Face folder to a checkpoint: `python -m tools.import_hf --hf DIR --out DIR`
 
-The --hf folder contains config.json, safetensors files (with their index if there are several) and
-a tokenizer (else give --tokenizer). The model is a Llama 2 to 3.2, a Mistral or Mixtral without a
+The --hf folder contains config.json, safetensors files and a tokenizer (else give --tokenizer). The
+model is a Llama 2 to 3.2, a Mistral or Mixtral without a
 sliding window, or a Qwen3 or Qwen3-MoE. Settings that Lattice's model does not support are refused
 by name (huggingface/config.py). Weights keep their dtype, and are written in files of at most 5 GB,
 or of one larger tensor; one file is in memory at a time.
@@ -29,8 +29,6 @@ from tools.huggingface.config import refuse_foreign
 from tools.huggingface.folder_reader import FolderReader
 from tools.huggingface.new_folder import FILE_BYTES, refuse_existing, write_weights
 
-# written to model.yaml even if they have their default values
-ALWAYS_SAID = ("norm_eps", "rope_theta", "tie_embeddings")
 NEXT = """\
 to continue training it, copy the section in {out}/model.yaml to a configuration, such as \
 configs/mine.yaml, and run
@@ -56,7 +54,7 @@ def import_hf(
     files = {
         **tokenizer.files,
         GENERATION: json.dumps(generation, indent=2).encode(),
-        "model.yaml": model_yaml(reader.model, out).encode(),
+        "model.yaml": yaml.safe_dump({"model": said(reader.model)}, sort_keys=False).encode(),
     }
     trainer = {
         "seed": 0,
@@ -69,26 +67,15 @@ def import_hf(
     return reader.model
 
 
-def said(model: ModelConfig) -> dict[str, Any]:
-    """The keys of the section `model` that define this model, and router_aux_weight, which a
-    checkpoint does not store."""
-    return _said(model, dataclasses.asdict(model))
-
-
-def _said(section: Any, entries: dict[str, Any]) -> dict[str, Any]:
-    defaults = {field.name: field.default for field in dataclasses.fields(section)}
-    return {
-        key: _said(getattr(section, key), value) if isinstance(value, dict) else value
-        for key, value in entries.items()
-        if key in ALWAYS_SAID or value != defaults[key]
-    }
-
-
-def model_yaml(model: ModelConfig, out: Path) -> str:
-    """The section `model` for a configuration file."""
-    return f"# The model of {out}, for a configuration file.\n" + yaml.safe_dump(
-        {"model": said(model)}, sort_keys=False
-    )
+def said(section: Any) -> dict[str, Any]:
+    """The keys of the section `model` whose values are not the defaults, with router_aux_weight,
+    which a checkpoint does not store."""
+    found = {}
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if value != field.default:
+            found[field.name] = said(value) if dataclasses.is_dataclass(value) else value
+    return found
 
 
 @reports_errors

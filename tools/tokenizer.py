@@ -34,17 +34,14 @@ def texts(options: argparse.Namespace, report: Report) -> Iterator[str]:
 
 
 def check_out(out: Path) -> None:
-    """Raises UserError unless `out` is a new file or a tokenizer."""
-    if out.is_dir():
-        remedy = f"give a file: {out / 'tokenizer.model'}"
-        raise UserError("--out", str(out), "it is a folder", remedy)
+    """Raises UserError unless `out` is a new file or a tokenizer's."""
     try:
-        if out.exists():
-            Tokenizer.load(out)
+        may_write = not out.exists() or (out.is_file() and Tokenizer.load(out))
     except UserError:
-        why = "a file of that name exists and is not a tokenizer"
-        remedy = "give another name; only a tokenizer file is overwritten"
-        raise UserError("--out", str(out), why, remedy) from None
+        may_write = False
+    if not may_write:
+        why = "it exists and is not a tokenizer's file"
+        raise UserError("--out", str(out), why, "give another name; only such a file is replaced")
 
 
 @reports_errors

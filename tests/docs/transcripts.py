@@ -18,8 +18,7 @@ compared, and the command must succeed.
 In ```bash blocks every line is a command, without `$ `, and the page shows no output.
 
 Commands run at the root of a copy of the repository, in bash. A command that only runs Python runs
-in a process that has already imported torch (tests.runs.forked), which saves seconds, also if its
-output then goes through a pipe.
+in a process that has already imported torch (tests.runs.forked), which saves seconds.
 """
 
 import os
@@ -121,10 +120,10 @@ def copy_tree(folder: Path) -> Path:
     return copy
 
 
-def in_bash(command: str, folder: Path, said: str = "") -> tuple[int, str, str]:
+def in_bash(command: str, folder: Path) -> tuple[int, str, str]:
     path = f"{folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}
-    about = {"cwd": folder, "env": environment, "input": said, "timeout": SECONDS}
+    about = {"cwd": folder, "env": environment, "stdin": subprocess.DEVNULL, "timeout": SECONDS}
     words = ["bash", "-euo", "pipefail", "-c", command]
     done = subprocess.run(words, capture_output=True, text=True, **about)
     return done.returncode, done.stdout, done.stderr
@@ -134,12 +133,7 @@ def run(command: str, folder: Path) -> tuple[int, str, str]:
     """Status, standard output and standard error of a command in a copy of the repository."""
     if python := as_python(command):
         return run_python(*python, folder)
-    first, pipe, rest = command.partition(" | ")
-    python = as_python(first) if pipe and "\n" not in first else None
-    if python is None:
-        return in_bash(command, folder)
-    status, output, errors = run_python(*python, folder)
-    return in_bash(rest, folder, output) if status == 0 else (status, output, errors)
+    return in_bash(command, folder)
 
 
 def as_python(command: str) -> tuple[list[str], str] | None:

@@ -1,5 +1,4 @@
-"""Generation with the key/value cache writes the same tokens as without, in any batch and on any
-number of ranks."""
+"""Generation with the key/value cache writes the same tokens as without, on any number of ranks."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -32,7 +31,7 @@ MODELS = {
     "every switch": replace(SMALL, attention_dim=64, qk_norm=True, rope_scaling_factor=8.0,
                             rope_original_length=32),
 }  # fmt: skip
-PROMPTS = [[7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [100, 200, 250, 0, 17], [8, 8]]
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 
 
 def build(config, dtype=torch.float64):
@@ -41,13 +40,8 @@ def build(config, dtype=torch.float64):
     return model
 
 
-def rows_of(model, prompts, count, sampling=GREEDY, stop=(), first_row=0):
-    """The new tokens for each prompt."""
-    rows = [[] for _ in prompts]
-    for new in loop.generate(model, prompts, count, sampling, stop, first_row):
-        for row, token in zip(rows, new, strict=True):
-            row += [] if token is None else [token]
-    return rows
+def new_tokens(model, count, sampling=GREEDY, stop=(), prompt=PROMPT):
+    return list(loop.generate(model, prompt, count, sampling, stop))
 
 
 # --- the cache ------------------------------------------------------------------------------------
@@ -57,8 +51,8 @@ def rows_of(model, prompts, count, sampling=GREEDY, stop=(), first_row=0):
 def cached_logits(model, prompt, following):
     """Logits [1 + len(following), V] after the prompt and after each token of `following`, with the
     cache."""
-    dtype, device = model.norm.weight.dtype, torch.device("cpu")
-    cache = KeyValueCache([len(prompt)], len(following), dtype, device)
+    length, dtype = len(prompt) + len(following), model.norm.weight.dtype
+    cache = KeyValueCache(length, dtype, torch.device("cpu"))
     steps = [torch.tensor(prompt).unsqueeze(1), *torch.tensor(following).view(-1, 1, 1)]
     return torch.stack([loop.next_logits(model, tokens, cache)[0, 0] for tokens in steps])
 
@@ -66,33 +60,33 @@ def cached_logits(model, prompt, following):
 @planted(KeyValueCache, "angles")
 def turned_by_the_next_position(angles, self, rotary):
     """Every token after the prompt is rotated by the angle of the next position."""
-    found = angles(self, rotary)
-    after = slice(self.filled + 1, self.filled + 2)
-    one_further = [each[after] for each in self._angles[rotary]]
-    return Angles(*one_further) if self.filled and len(one_further[0]) else found
+    found, now = angles(self, rotary), self.current
+    if now.start == 0 or now.stop == self.length:
+        return found
+    return Angles(*(each[now.stop : now.stop + 1] for each in self._angles[rotary]))
 
 
 @planted(LayerCache, "append")
-def last_slot_forgotten(append, self, k, v):
-    """Each token's keys overwrite those of the token before, which becomes invisible."""
-    self.filled -= self.filled > 3
-    return append(self, k, v)
+def first_token_forgotten(append, self, k, v):
+    """A token after the prompt does not see the first of it."""
+    keys, values = append(self, k, v)
+    return (keys[1:], values[1:]) if self.whole.current.start else (keys, values)
 
 
 @planted(LayerCache, "append")
 def keys_without_values(append, self, k, v):
     """From position 20 on, the cached values are zero."""
-    return append(self, k, v if self.filled < 20 else torch.zeros_like(v))
+    return append(self, k, v if self.whole.current.start < 20 else torch.zeros_like(v))
 
 
 def cache_error(config, dtype, sabotage=nullcontext):
     """Compare greedy tokens with and without the cache. Returns the number of tokens that
     differ, the largest relative error of the logits, and the number of distinct tokens."""
-    model, prompt = build(config, dtype), PROMPTS[1]
-    expected, without = recompute(model, prompt, LONG)
+    model = build(config, dtype)
+    expected, without = recompute(model, PROMPT, LONG)
     with sabotage():
-        (found,) = rows_of(model, [prompt], LONG)
-        logits = cached_logits(model, prompt, expected[:-1])
+        found = new_tokens(model, LONG)
+        logits = cached_logits(model, PROMPT, expected[:-1])
     different = sum(a != b for a, b in zip(found, expected, strict=True))
     error = (logits - without).abs().max() / without.abs().max()
     return different, error.item(), len(set(expected))
@@ -111,7 +105,7 @@ def test_with_the_cache_as_without(ranks, name, dtype, bound):
 
 
 @pytest.mark.parametrize(
-    "sabotage", [turned_by_the_next_position, last_slot_forgotten, keys_without_values]
+    "sabotage", [turned_by_the_next_position, first_token_forgotten, keys_without_values]
 )
 def test_a_planted_error_of_the_cache_is_found(ranks, sabotage):
     ((different, error, _),) = ranks.run(cache_error, 1, SMALL, torch.float64, sabotage)
@@ -119,44 +113,18 @@ def test_a_planted_error_of_the_cache_is_found(ranks, sabotage):
     assert error > 1e-3
 
 
-# --- a batch --------------------------------------------------------------------------------------
+def cut_short():
+    model, drawn = build(SMALL), Sampling(1.0, top_k=50, seed=3)
+    whole = new_tokens(model, 30, drawn, prompt=[7])
+    return whole, new_tokens(model, 30, drawn, {whole[9]}, [7]), new_tokens(model, 0)
 
 
-@planted(KeyValueCache, "__init__")
-def padding_seen(build, self, *arguments):
-    """Shorter prompts of a batch attend to their padding."""
-    build(self, *arguments)
-    self._has_padding = False
-
-
-def batch_against_alone(sampling, sabotage=nullcontext):
-    """The rows of a batch; each by itself; and those of a batch that ends at a token of row 0."""
-    model, count = build(SMALL), 30
-    with sabotage():
-        together = rows_of(model, PROMPTS, count, sampling, first_row=5)
-    alone = [rows_of(model, [p], count, sampling, first_row=5 + i) for i, p in enumerate(PROMPTS)]
-    cut = rows_of(model, PROMPTS, count, sampling, {together[0][4]}, first_row=5)
-    return together, [row for (row,) in alone], cut
-
-
-@pytest.mark.parametrize(
-    "sampling", [GREEDY, Sampling(1.0, top_k=50, top_p=0.9, seed=3)], ids=["greedy", "drawn"]
-)
-def test_a_row_is_what_it_is_alone(ranks, sampling):
-    """It ends before its stop token, and the others go on."""
-    ((together, alone, cut),) = ranks.run(batch_against_alone, 1, sampling)
-    assert together == alone
-    assert all(len(row) == 30 for row in alone)
-    token = together[0][4]
-    assert cut == [row[: row.index(token)] if token in row else row for row in together]
-    assert len({len(row) for row in cut}) > 1
-
-
-def test_padding_that_is_seen_is_found(ranks):
-    ((together, alone, _),) = ranks.run(batch_against_alone, 1, GREEDY, padding_seen)
-    # row 1, the longest prompt, has no padding
-    found = [row != other for row, other in zip(together, alone, strict=True)]
-    assert found == [True, False, True, True]
+def test_a_text_ends_before_its_stop_token(ranks):
+    """A prompt of one token has a text of the length asked for."""
+    ((whole, cut, none),) = ranks.run(cut_short, 1)
+    assert len(whole) == 30
+    assert cut == whole[: whole.index(whole[9])]
+    assert none == []
 
 
 # --- tensor parallelism ---------------------------------------------------------------------------
@@ -170,14 +138,14 @@ def each_draws_from_its_own_part(_, logits, head, sampling, numbers, *about):
 
 def drawn_on_each_rank(config, sampling, sabotage=nullcontext):
     with sabotage():
-        return rows_of(build(config), PROMPTS, 25, sampling)
+        return new_tokens(build(config), 25, sampling)
 
 
 @pytest.mark.parametrize(
     ("kv", "tp", "temperature"), thorough_but({(4, 2, 1)}, [(4, 2, 1), (1, 2, 0), (2, 4, 1)])
 )
 def test_ranks_together_write_what_one_does(ranks, kv, tp, temperature):
-    config, sampling = replace(SMALL, num_kv_heads=kv), Sampling(temperature, top_p=0.9, seed=3)
+    config, sampling = replace(SMALL, num_kv_heads=kv), Sampling(temperature, seed=3)
     (expected,) = ranks.run(drawn_on_each_rank, 1, config, sampling)
     assert ranks.run(drawn_on_each_rank, tp, config, sampling) == [expected] * tp
 

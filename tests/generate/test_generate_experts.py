@@ -27,7 +27,7 @@ from tests.huggingface.huggingface_models import (
 )
 from tests.runs import run, said_by, write_config
 from tools.export import export
-from tools.generate.load_model import find, load_model
+from tools.generate.load_model import check_split, load_model
 from tools.generate.loop import generate
 from tools.generate.sampling import Sampling
 from tools.huggingface.checkpoint_reader import newest
@@ -69,15 +69,15 @@ def random_checkpoint(folder: Path, name: str) -> Path:
 
 
 def generated(folder: Path, rounded: bool = False) -> list[list[int]]:
-    """The tokens that follow each prompt: from the padded batch, with the cache. `rounded`: with
+    """The tokens that follow each prompt, with the cache. `rounded`: with
     weights in the float32 of an export."""
     loaded = load_model(folder, torch.float64, "cpu")
     if rounded:
         for weight in weights_of(loaded.model):
             local = weight.sharded.to_local()
             local.copy_(local.float().double())
-    new = list(generate(loaded.model, PROMPTS, COUNT, Sampling(temperature=0)))
-    return [[row[i] for row in new] for i in range(len(PROMPTS))]
+    greedy = Sampling(temperature=0)
+    return [list(generate(loaded.model, prompt, COUNT, greedy)) for prompt in PROMPTS]
 
 
 def by_whole_forwards(folder: Path, bias: bool = True) -> list[list[int]]:
@@ -99,8 +99,11 @@ def test_the_tokens_are_those_of_whole_forwards(ranks: Ranks, tmp_path: Path, na
 
 def test_what_cannot_be_loaded_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path / "saved", "softmax, every second layer")
-    with pytest.raises(UserError, match=r"(?s)= 4: its 6 experts cannot .* choose one of \[1, 2\]"):
-        find(folder, 4)
+    config = ModelConfig(**MODELS["softmax, every second layer"])
+    for tp, what in ((4, "6 experts"), (3, "4 query and 2 key/value heads")):
+        said = rf"(?s)--nproc-per-node = {tp}: its {what} cannot .* choose one of \[1, 2\]"
+        with pytest.raises(UserError, match=said):
+            check_split(config, tp)
     model = json.loads((folder / "trainer.json").read_text())["model"]
     change(folder, "trainer.json", model=model | {"ffn_dim": 64})
     manifest = read_manifest(folder)

@@ -134,8 +134,6 @@ DISAGREE: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
               ["rope_theta = 10000.0: rope_parameters says 500000.0"]),
     "model_type": ({MODEL_CONFIG: {"model_type": "qwen3"}},
                    ["model_type = 'qwen3': architectures says 'llama'"]),
-    "dtype": ({MODEL_CONFIG: {"torch_dtype": "float32", "dtype": "bfloat16"}},
-              ["torch_dtype = 'float32': dtype says 'bfloat16'"]),
 }  # fmt: skip
 
 

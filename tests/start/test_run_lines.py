@@ -16,7 +16,6 @@ from runtime.output import log
 from runtime.start.topology import describe_stages
 from settings.load import load_config
 from tests import ROOT
-from tools import objects
 from tools.command import CommandParser
 
 SLOWEST = r"blocks: the slowest rank computes \d+% more than the mean \(even split: \d+%\)"
@@ -110,28 +109,23 @@ def test_every_command_ends_so_and_has_this_parser():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--tokeniser x", "there is no option --tokeniser; did you mean --tokenizer?"),
-        ("--tok=x", "there is no option --tok; did you mean --tokenizer?"),  # no abbreviations
-        ("-tokenizer x", "there is no option -tokenizer; did you mean --tokenizer?"),
-        ("--tokenizer x --skip damage", "; did you mean damaged?"),
-        ("a", "the following arguments are required: --tokenizer"),
+        ("--tokenizer x --skp missing", "unrecognized arguments: --skp missing"),
+        ("--tok=x", "the following arguments are required: --tokenizer"),  # no abbreviations
+        ("--tokenizer x --skip damage", "argument --skip: invalid choice: 'damage'"),
     ],
 )
-def test_an_unknown_option_or_choice_names_the_nearest(words, said, capsys):
+def test_a_wrong_option_is_refused_in_one_line(words, said, capsys):
     parser = CommandParser(prog="python -m tools.x", description="What it does.")
     parser.add_argument("--tokenizer", required=True)
-    parser.add_argument("--offset", type=int)
     parser.add_argument("--skip", nargs="+", choices=["missing", "damaged"])
     for parse in (parser.parse_args, parser.parse_intermixed_args):
         with pytest.raises(SystemExit) as ended:
             parse(words.split())
         error = capsys.readouterr().err
         assert ended.value.code == 2
-        assert error.startswith("error: ")
-        assert error.endswith(f"{said} (help: python -m tools.x --help)\n")
+        assert error.startswith(f"error: {said}")
+        assert error.endswith(" (help: python -m tools.x --help)\n")
         assert error.count("\n") == 1
-    fine = ["--tokenizer", "-- a value", "--offset", "-3"]
-    assert parser.parse_args(fine).tokenizer == "-- a value"
 
 
 def test_an_option_has_the_type_of_its_default_and_states_it(monkeypatch, capsys):
@@ -148,12 +142,6 @@ def test_an_option_has_the_type_of_its_default_and_states_it(monkeypatch, capsys
     with pytest.raises(SystemExit):
         parser.parse_args(["--help"])
     assert "--share X   what is kept (default: 0.5)" in capsys.readouterr().out
-
-
-def test_a_subcommand_checks_its_own_options(capsys):
-    with pytest.raises(SystemExit):
-        objects.main(["push", "s3://a", "b", "--hepl"])
-    assert "no option --hepl; did you mean --help?" in capsys.readouterr().err
 
 
 def test_lines_of_two_threads_do_not_mix():

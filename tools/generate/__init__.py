@@ -2,7 +2,7 @@
 
 __main__.py      the command
 load_model.py    loads the weights, whole or sharded over tp, from a checkpoint or exported folder
-loop.py          the generation loop: one token of every row per step
-sampling.py      selects the next token from the logits: temperature, top-k, top-p
+loop.py          the generation loop: one token per step
+sampling.py      selects the next token from the logits: temperature and top-k
 cache.py         the key/value cache
 """

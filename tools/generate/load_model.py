@@ -29,11 +29,9 @@ from parallel.parameter import weights_of
 from parallel.placement import local_region
 from runtime.agreement import from_rank_0, on_all_ranks
 from runtime.checkpoint.load import require_good
-from runtime.checkpoint.manifest import Damaged, check_sizes, read_manifest
-from runtime.checkpoint.verify import parse_trainer
 from tools.huggingface.agreement import generation_config, tokens_of
 from tools.huggingface.checkpoint_reader import CheckpointReader, WeightReader, newest
-from tools.huggingface.config import CONFIG, HuggingFaceConfig, refuse_foreign
+from tools.huggingface.config import CONFIG, refuse_foreign
 from tools.huggingface.folder_reader import FolderReader
 
 
@@ -65,7 +63,7 @@ class Loaded:
 def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
     """Loads the model with tensor parallelism over all ranks, all of which call this function.
     Raises AgreedError if `folder` has no loadable model."""
-    folder = from_rank_0(lambda: find(folder, dist.get_world_size()), device)
+    folder = from_rank_0(lambda: find(folder), device)
     is_exported = from_rank_0(lambda: (folder / CONFIG).is_file(), device)
     if not is_exported:
         require_good(folder, "--checkpoint", device)
@@ -78,6 +76,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
         else:
             source = CheckpointReader(folder, verified=True)
             source.check_model()
+        check_split(source.model, dist.get_world_size())
         tokenizer, num_rows = Tokenizer.load(folder), source.model.vocab_size
         return source, tokenizer, generation_config(folder, tokenizer, num_rows, "--checkpoint")
 
@@ -97,38 +96,32 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
     return Loaded(model, tokenizer, stop, source.max_length)
 
 
-def find(folder: Path, tp: int) -> Path:
-    """`folder` if it is in Hugging Face format, else the checkpoint that it is or contains. Raises
-    UserError if it is not a model that can be sharded over `tp` ranks."""
+def find(folder: Path) -> Path:
+    """`folder` if it is in Hugging Face format, else the checkpoint that it is or contains."""
     if (folder / CONFIG).is_file():
-        config = HuggingFaceConfig(folder, "--checkpoint").model
-    else:
-        refuse_foreign(folder, "--checkpoint")
-        folder = newest(folder)
+        return folder
+    refuse_foreign(folder, "--checkpoint")
+    return newest(folder)
+
+
+def check_split(model: ModelConfig, tp: int) -> None:
+    """Raises UserError if the model cannot be sharded over `tp` ranks."""
+    experts = (model.find(Experts) or Experts()).count
+
+    def fits(tp: int) -> bool:
         try:
-            check_sizes(folder, read_manifest(folder))
-            config = parse_trainer(folder).model_config_saved
-        except Damaged as damaged:
-            why = f"is not a valid checkpoint: {damaged}"
-            remedy = "give another folder step-…"
-            raise UserError("--checkpoint", str(folder), why, remedy) from None
-    if not fits(config, tp):
-        what = f"{config.num_heads} query and {config.num_kv_heads} key/value heads"
-        if (count := (config.find(Experts) or Experts()).count) % tp:
-            what = f"{count} experts"
+            check_tp(model, tp)
+        except UserError:
+            return False
+        return experts % tp == 0
+
+    if not fits(tp):
+        what = f"{model.num_heads} query and {model.num_kv_heads} key/value heads"
+        if experts % tp:
+            what = f"{experts} experts"
         why = f"its {what} cannot be split evenly over this many processes"
-        remedy = f"choose one of {[n for n in range(1, 65) if fits(config, n)]}"
+        remedy = f"choose one of {[n for n in range(1, 65) if fits(n)]}"
         raise UserError("--nproc-per-node", tp, why, remedy)
-    return folder
-
-
-def fits(config: ModelConfig, tp: int) -> bool:
-    """Whether the model can be sharded over `tp` ranks."""
-    try:
-        check_tp(config, tp)
-    except UserError:
-        return False
-    return (config.find(Experts) or Experts()).count % tp == 0
 
 
 def empty_model(config: ModelConfig, dtype: torch.dtype, device: str) -> Transformer:

@@ -1,12 +1,5 @@
-"""Samples the next token of each sequence of a batch from its logits.
+"""Samples the next token: logits ─ the top_k most likely ─ softmax(logits / temperature) ─ draw."""
 
-    logits ─ the top_k most likely ─ softmax(logits / temperature) ─ the fewest of top_p ─ draw
-
-The random number of a row is a function of (seed, row, step), so a row's result does not depend on
-the other rows of the batch.
-"""
-
-import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +7,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from errors import UserError
 from model.transformer import Head
 from parallel.collectives import start_all_gather
 from runtime.agreement import AgreedError
@@ -29,27 +21,16 @@ class Sampling:
     # Sample from this many most likely tokens (Fan et al. 2018, https://arxiv.org/abs/1805.04833);
     # 0: from all.
     top_k: int = 0
-    # Sample from the fewest most likely tokens that together have this probability (nucleus
-    # sampling: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751); 1: from all.
-    top_p: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         at_least(0, temperature=self.temperature, top_k=self.top_k)
-        if not 0 < self.top_p <= 1:
-            why = "must be a probability above 0"
-            raise UserError("--top-p", self.top_p, why, "give a number above 0, up to 1 (all)")
+        at_least(0, 1 << 63, seed=self.seed)
 
-
-def row_numbers(seed: int, rows: range, steps: int) -> Tensor:
-    """The random numbers of each of `rows`, whatever the other rows: [steps, B] float64 in [0, 1),
-    on the CPU."""
-    columns = []
-    for row in rows:
-        digest = hashlib.sha256(f"{seed}:{row}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        columns.append(torch.rand(steps, dtype=torch.float64, generator=generator))
-    return torch.stack(columns, dim=1)
+    def numbers(self, steps: int) -> Tensor:
+        """The random number of each step, the same on any device: [steps, 1] float64 in [0, 1)."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.rand(steps, 1, dtype=torch.float64, generator=generator)
 
 
 def draw(logits: Tensor, sampling: Sampling, numbers: Tensor) -> Tensor:
@@ -63,16 +44,11 @@ def draw(logits: Tensor, sampling: Sampling, numbers: Tensor) -> Tensor:
         return logits.argmax(-1)
     # [B, candidates], most likely first; None: the whole vocabulary, in its order
     candidates: Tensor | None = None
-    if sampling.top_k or sampling.top_p < 1:
-        most = sampling.top_k or logits.shape[-1]
-        logits, candidates = logits.topk(min(most, logits.shape[-1]))
+    if sampling.top_k:
+        logits, candidates = logits.topk(min(sampling.top_k, logits.shape[-1]))
     logits = logits.double()
-    probabilities = ((logits - logits.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1)
-    if sampling.top_p < 1:
-        # total probability of the more likely tokens; 0 for the first, which is always kept
-        before = probabilities.cumsum(-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= sampling.top_p, 0)
-    cumulative = probabilities.cumsum(-1)
+    scaled = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
+    cumulative = scaled.softmax(-1).cumsum(-1)
     # [B, 1]: the first whose cumulative probability exceeds the number, never one of probability 0.
     places = torch.searchsorted(cumulative, numbers.unsqueeze(1) * cumulative[:, -1:], right=True)
     return (places if candidates is None else candidates.gather(1, places)).squeeze(1)

@@ -3,7 +3,6 @@ and Hugging Face folders.
 
 config.py             maps the fields of config.json and the names of tensors
 experts.py            the same for mixtures of experts
-families.py           what other families of models compute that this model does not
 agreement.py          refuses files of a folder that contradict each other
 tokenizer.py          the tokenizer's files
 checkpoint_reader.py  reads a checkpoint's global tensors without a run

@@ -3,8 +3,8 @@ refused: whichever were chosen, the model might be trained, stopped or exported 
 
     config.json             the model; bos and eos, if generation_config.json does not say them,
                             else its eos are among that file's, and its bos is the same. Within it,
-                            rope_theta, rope_scaling and rope_parameters agree, model_type and
-                            architectures, torch_dtype and dtype (config.py)
+                            rope_theta, rope_scaling and rope_parameters agree, and model_type
+                            and architectures (config.py)
     generation_config.json  kept and exported, also after training. Each eos_token_id ends a text
                             that is generated; the tokenizer's eos, which closes documents, is one
                             of them. Sampling parameters and pad_token_id are not used here
@@ -60,19 +60,18 @@ def generation_config(
     contents = {file: read_json(file, key, remedy) for file in files}
     found = dict(contents.get(folder / GENERATION, {}))
     for field, own in zip(IDS, (tokenizer.bos_id, tokenizer.eos_id, -1), strict=True):
-        stated = [(file, content.get(field)) for file, content in contents.items()]
-        stated = [(file, value) for file, value in stated if value not in (None, [])]
+        said = {file: content.get(field) for file, content in contents.items()}
+        stated = [(file, value) for file, value in said.items() if value not in (None, [])]
+        anything = is_checkpoint or field == "pad_token_id"  # which is used by nothing here
+        for file, token in ((file, token) for file, value in stated for token in tokens_of(value)):
+            if type(token) is not int or not (anything or 0 <= token < num_rows):
+                why = f"it must be the id of a token, and the model has {num_rows}"
+                raise UserError(f"{file}: {field}", token, why, remedy)
         if not stated:
             found |= {field: own} if own >= 0 else {}
             continue
         (first, value), (last, again) = stated[0], stated[-1]
         found[field], tokens = value, tokens_of(value)
-        anything = is_checkpoint or field == "pad_token_id"  # which is used by nothing here
-        for file, said in stated:
-            for token in tokens_of(said):
-                if type(token) is not int or not (anything or 0 <= token < num_rows):
-                    why = f"it must be the id of a token, and the model has {num_rows}"
-                    raise UserError(f"{file}: {field}", token, why, remedy)
         if anything:
             if field == "eos_token_id" and own not in tokens:  # it ended the checkpoint's documents
                 found[field] = [*tokens, own]
@@ -98,21 +97,19 @@ def check_tokens(tokenizer: Tokenizer, folder: Path) -> None:
     vocabularies = {name: _vocabulary(folder / name, files[name]) for name in both}
     added = content_of(files, "added_tokens.json", str(folder))
     decoder = content_of(files, TOKENIZER_CONFIG, str(folder)).get("added_tokens_decoder") or {}
-    if not isinstance(decoder, dict) or not all(
-        i.isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str)
-        for i, token in decoder.items()
-    ):
+    key = f"{folder / TOKENIZER_CONFIG}: added_tokens_decoder"
+    try:
+        vocabularies[TOKENIZER_CONFIG] = {token["content"]: int(i) for i, token in decoder.items()}
+        texts_have = [t["content"] for t in decoder.values() if not t.get("special")]
+    except (AttributeError, KeyError, TypeError, ValueError):
         why = 'it must be {"ID": {"content": "TOKEN", …}, …}'
-        key = f"{folder / TOKENIZER_CONFIG}: added_tokens_decoder"
-        raise UserError(key, decoder, why, COPY)
-    for token in decoder.values() if MODEL in files else ():
-        if not token.get("special") and token["content"] not in vocabularies[MODEL]:
+        raise UserError(key, decoder, why, COPY) from None
+    for token in texts_have if MODEL in files else ():
+        if token not in vocabularies[MODEL]:
             why = f"texts have it as one token, and {MODEL} would spell it"
             remedy = f"give the {JSON} of the same folder: --tokenizer PATH"
-            key = f"{folder / TOKENIZER_CONFIG}: added_tokens_decoder"
-            raise UserError(key, token["content"], why, remedy)
+            raise UserError(key, token, why, remedy)
     vocabularies["added_tokens.json"] = {t: i for t, i in added.items() if type(i) is int}
-    vocabularies[TOKENIZER_CONFIG] = {token["content"]: int(i) for i, token in decoder.items()}
     seen: dict[str | int, tuple[str | int, str]] = {}  # token → id and file; id → token and file
     for file, vocabulary in vocabularies.items():
         for token, i in vocabulary.items():

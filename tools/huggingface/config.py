@@ -27,7 +27,6 @@ from tools.huggingface.experts import (
     expert_fields,
     read_experts,
 )
-from tools.huggingface.families import LACKS
 
 CONFIG = "config.json"
 # ours → theirs, where only the name differs
@@ -62,6 +61,23 @@ WITH_WINDOW = ("MistralForCausalLM", MIXTRAL)  # sliding_window is used wherever
 WITH_QK_NORM = ("Qwen3ForCausalLM", QWEN3_MOE)
 DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0}
 HINTS = get_type_hints(ModelConfig)
+# The beginning of another architecture's name → what it computes that this model does not, from the
+# code of transformers 5.23.
+LACKS = {
+    "Cohere": "its norms are LayerNorm, and its attention and feed-forward are parallel",
+    "Deepseek": "its attention is latent (MLA), here it has keys and values",
+    "Gemma": "its norms multiply by 1 + weight, its embeddings by √D, and its gate is GELU",
+    "Glm": "it rotates only a part of each head",
+    "GptOss": "its router, experts and attention have biases, and its attention has sinks",
+    "Granite": "its embeddings, attention, residuals and logits have multipliers",
+    "Llama4": "some layers have no rotary embedding, others attend within chunks",
+    "Olmo": "its norms lack weights, follow attention and feed-forward, or are over all heads",
+    "Phi3": "its queries, keys and values are one tensor, and so are gate and up",
+    "Qwen2": "its queries, keys and values have biases",
+    "Qwen3Next": "three of four layers have linear attention (gated delta net)",
+    "SmolLM3": "every fourth layer has no rotary embedding",
+    "Starcoder2": "its norms are LayerNorm, and its linear layers have biases",
+}
 # theirs → the only value with which their code computes the same as ours, and why
 MUST_BE: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "the gate of the feed-forward is silu here"),
@@ -71,14 +87,9 @@ MUST_BE: dict[str, tuple[Any, str]] = {
     "quantization_config": (None, "quantized weights are not supported"),
     "auto_map": (None, "the folder has custom code, which may compute anything"),
 }
-# keys of one fact, from two versions of transformers
-TWICE = (("torch_dtype", "dtype"), ("num_experts", "num_local_experts"))
 OTHER_MODEL = "import another model: Llama 2 to 3.2, Mistral or Mixtral without a sliding window, "
 OTHER_MODEL += "Qwen3, Qwen3-MoE"
-COPY_AGAIN = (
-    "copy the folder again: it needs config.json, *.safetensors and, if there are several, "
-    "model.safetensors.index.json"
-)
+COPY_AGAIN = "copy the folder again: it needs config.json and each of its model*.safetensors"
 # ours → theirs, in rope_scaling with rope_type llama3 (Llama 3.1 and 3.2)
 ROPE = {
     "rope_scaling_factor": "factor",
@@ -127,18 +138,14 @@ def parameters(model: ModelConfig) -> list[Parameter]:
     block = BLOCK | NAMES.get(architecture_of(model), {})
     found = []
     for ours, shape in shapes_of(model).items():
-        theirs = _theirs(ours, block)
+        name, _, weight = ours.rpartition(".")
+        theirs = OTHERS.get(name)
+        if theirs is None:
+            _, layer, name = name.split(".", 2)
+            theirs = f"model.layers.{layer}.{block[name]}"
         for expert in range(shape[0]) if "{}" in theirs else [None]:
-            found.append(Parameter(ours, theirs.format(expert), shape, expert))
+            found.append(Parameter(ours, f"{theirs.format(expert)}.{weight}", shape, expert))
     return found
-
-
-def _theirs(ours: str, block: dict[str, str]) -> str:
-    name, _, weight = ours.rpartition(".")
-    if not name.startswith("blocks."):
-        return f"{OTHERS[name]}.{weight}"
-    _, layer, name = name.split(".", 2)
-    return f"model.layers.{layer}.{block[name]}.{weight}"
 
 
 def architecture_of(model: ModelConfig) -> str:
@@ -158,35 +165,22 @@ def architecture_of(model: ModelConfig) -> str:
 
 
 def refuse_foreign(folder: Path, key: str) -> None:
-    """Raises UserError with this key if `folder` is not a folder, or has weights only in an
-    unsupported format."""
+    """Raises UserError with this key if `folder` cannot be read, if its weights change another
+    model's, or if it is only the name of a model on the hub."""
     try:
-        names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        has_adapter = (folder / "adapter_config.json").is_file()
+        is_missing = not folder.exists() and not folder.parent.exists()
     except OSError as error:
         why, remedy = f"it cannot be read ({error.strerror})", "give a folder that you may read"
         raise UserError(key, str(folder), why, remedy) from None
-    if "adapter_config.json" in names:
+    if has_adapter:
         why = "it has an adapter, which changes another model's weights"
         remedy = "merge it with that model (peft: merge_and_unload), and give the result"
         raise UserError(key, str(folder), why, remedy)
-    if CONFIG in names:
-        return
-    why, remedy = "", "give a folder with the same model's config.json and *.safetensors"
-    if any(name.endswith(".gguf") for name in (folder.name, *names)):
-        why = "it has a model in GGUF format, which is not supported"
-    elif "params.json" in names and any(name.startswith("consolidated") for name in names):
-        why = "it contains a model in its publisher's own format (params.json, consolidated.*), "
-        why += "which is not supported"
-    elif folder.is_file():
-        why = "it is a file, not a folder"
-    elif not folder.exists():
-        why, remedy = "there is no such folder", "check the path"
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.parent.exists():
-            why += " here, and nothing is downloaded from the Hugging Face hub"
-            remedy = f"download it: `hf download {folder} --local-dir {folder.name}`, and give "
-            remedy += f"{key} {folder.name}"
-    if why:
-        raise UserError(key, str(folder), why, remedy)
+    if is_missing and re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):
+        why = "there is no such folder, and nothing is downloaded from the Hugging Face hub"
+        remedy = f"download it: `hf download {folder} --local-dir {folder.name}`, and give "
+        raise UserError(key, str(folder), why, f"{remedy}{key} {folder.name}")
 
 
 class HuggingFaceConfig:
@@ -202,14 +196,14 @@ class HuggingFaceConfig:
         named = self._stated.get("architectures")
         architecture = str(named[0]) if isinstance(named, list) and len(named) == 1 else ""
         if architecture not in ARCHITECTURES:
+            lacks = (why for start, why in LACKS.items() if architecture.startswith(start))
             why = f"only {', '.join(ARCHITECTURES)} are supported"
-            raise self._refusal("architectures", named, LACKS.get(architecture, why))
+            raise self._refusal("architectures", named, next(lacks, why))
         defaults = DEFAULTS | ARCHITECTURES[architecture]
         self._content = defaults | self._stated
         self._one(("model_type", self._stated.get("model_type")),
                   ("architectures", defaults["model_type"]))  # fmt: skip
-        for keys in TWICE:
-            self._one(*((key, self._stated.get(key)) for key in keys))
+        self._one(*((key, self._stated.get(key)) for key in ("num_experts", "num_local_experts")))
         for key, (only, why) in MUST_BE.items():
             if self._stated.get(key) not in (None, only):
                 raise self._refusal(key, self._stated[key], why)
@@ -261,10 +255,9 @@ class HuggingFaceConfig:
         )
         window = self._get("sliding_window", int, null=self.max_length) if used else self.max_length
         if window < self.max_length:
-            why = "a token would not attend to tokens before the window, and sequences have up to "
-            why += f"max_position_embeddings={self.max_length}"
-            remedy = f"set max_position_embeddings to {window} in config.json: for sequences of at "
-            remedy += "most that length both compute the same"
+            why = f"attention to max_position_embeddings={self.max_length} tokens would be limited"
+            remedy = f"set max_position_embeddings to {window} in config.json: up to that length "
+            remedy += "both compute the same"
             raise self._refusal("sliding_window", window, why, remedy)
         kinds = self._get("layer_types", list, [])
         if not used and any(kind != "full_attention" for kind in kinds):

@@ -9,7 +9,7 @@ choices; ours is a sum over layers and counts a token once (model/router/_base.p
 both are equal if router_aux_weight = router_aux_loss_coef · k / layers with experts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -62,18 +62,12 @@ def read_experts(architecture: str, num_layers: int, get: Callable[..., Any]) ->
     share = chosen / max(1, sum(has_experts))
     own["router_aux_weight"] = get("router_aux_loss_coef", float) * share
     first = has_experts.index(True) if any(has_experts) else 0
+    feed_forward: str | tuple[str, ...] = "experts"
     if all(has_experts[first:]):
-        feed_forward, own["num_dense_layers"] = "experts", first
+        own["num_dense_layers"] = first
     else:
-        feed_forward = _cycle(["experts" if has else "swiglu" for has in has_experts])
+        feed_forward = tuple("experts" if has else "swiglu" for has in has_experts)
     return {"router": router, "feed_forward": feed_forward, "experts": own}
-
-
-def _cycle(kinds: Sequence[str]) -> tuple[str, ...]:
-    """The shortest list that, repeated, gives these kinds of layers."""
-    lengths = range(2, len(kinds) + 1)
-    cycle = next(n for n in lengths if all(kinds[i] == kinds[i % n] for i in range(len(kinds))))
-    return tuple(kinds[:cycle])
 
 
 def architecture_with_experts(model: ModelConfig) -> str:

@@ -5,6 +5,7 @@ model.layers.3.mlp.experts.1.gate_proj.weight     [F, D]  ├─►  blocks.3.�
          …                                                ┘
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,22 +16,16 @@ from data.contents import first_bytes, known
 from errors import UserError
 from runtime.checkpoint.manifest import Piece
 from tools.huggingface.checkpoint_reader import DTYPES, WeightReader
-from tools.huggingface.config import (
-    CONFIG,
-    COPY_AGAIN,
-    HuggingFaceConfig,
-    Parameter,
-    parameters,
-    read_json,
-)
+from tools.huggingface.config import CONFIG, COPY_AGAIN, HuggingFaceConfig, Parameter, parameters
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Theirs = tuple[Path, str, tuple[int, ...]]  # a tensor's file, dtype and shape
 
 
 class FolderReader(WeightReader):
-    """The model of a Hugging Face folder, and its weights, in one file or in several with an index.
+    """The model of a Hugging Face folder, and its weights, in one file or in several.
 
     Raises UserError, with this key if a file is missing or damaged, unless the folder has exactly
     the tensors of the model in its config.json, with the right shapes and not quantized.
@@ -60,9 +55,15 @@ class FolderReader(WeightReader):
         return UserError(self._key, str(path), why, remedy)
 
     def _read_headers(self) -> dict[str, Theirs]:
-        """All tensors in the files."""
+        """All tensors in the files. Their headers are read, not the index, which may be older."""
         found: dict[str, Theirs] = {}
-        for file in self._files():
+        files = [file for file in self._folder.iterdir() if FILES.fullmatch(file.name)]
+        if not files:
+            why = f"it has no {SINGLE}, nor model-00001-of-…"
+            if any(self._folder.glob("*.bin")):
+                why += "; *.bin would have to be unpickled, which can run any code"
+            raise self._refusal(self._folder, why, "give a folder with safetensors files")
+        for file in sorted(files):
             try:
                 opened = self._open(file)
                 for name in opened.keys():  # noqa: SIM118 - not a dictionary
@@ -75,27 +76,6 @@ class FolderReader(WeightReader):
                 what, remedy = (file.is_file() and known(first_bytes(file))) or damage
                 raise self._refusal(file, f"it is {what}", remedy) from None
         return found
-
-    def _files(self) -> list[Path]:
-        """The files of tensors. (What each contains, its header says.)"""
-        index = self._folder / INDEX
-        if not index.is_file() and (self._folder / SINGLE).is_file():
-            return [self._folder / SINGLE]
-        if not index.is_file():
-            why = f"it has neither {SINGLE} nor {INDEX}"
-            for pickled in sorted(self._folder.glob("*.bin"))[:1]:
-                why += f", and {pickled.name} would have to be unpickled, which can run any code"
-            raise self._refusal(self._folder, why, "give a folder with safetensors files")
-        files = read_json(index, self._key).get("weight_map")
-        if not isinstance(files, dict) or not all(
-            isinstance(file, str) and Path(file).name == file for file in files.values()
-        ):
-            why = "it has no weight_map from tensors to files in its folder"
-            raise self._refusal(index, why)
-        if (self._folder / SINGLE).is_file() and SINGLE not in files.values():
-            why = f"{SINGLE} beside it is not one of its files, and transformers would read that"
-            raise self._refusal(index, why, "remove the one that is out of date")
-        return [self._folder / file for file in sorted(set(files.values()))]
 
     def _problems(self, theirs: dict[str, Theirs], parameters: list[Parameter]) -> Iterator[str]:
         """What is wrong with the tensors in the files."""
