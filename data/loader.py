@@ -31,8 +31,6 @@ from data.sampler import (
 from errors import UserError
 from tokens import IGNORE
 
-LOCATED_TOGETHER = 4096  # samples located by one call
-
 
 @dataclass(frozen=True)
 class Earlier:
@@ -144,22 +142,12 @@ class BatchLoader:
 
     def _read_ahead(self, sample: int) -> None:
         try:
-            rows = self._mine.stop - self._mine.start
             while not self._stop.is_set():
-                # Locating takes about a hundred numpy calls, whether for one sample or thousands,
-                # so several batches are located together.
-                mine, after = [], []
-                for _ in range(max(1, LOCATED_TOGETHER // rows)):
-                    samples, sample = next_samples(sample, self._global_batch_size, self.skipped)
-                    mine.append(samples[self._mine].copy())  # else all ranks' are kept
-                    after.append(sample)
-                source, _, window = self._order.locate(np.concatenate(mine))
-                for i, after_batch in enumerate(after):
-                    batch = slice(i * rows, (i + 1) * rows)
-                    made = _assemble(self._data, source[batch], window[batch], self._seq_len)
-                    self._ready.put((made, after_batch))
-                    if self._stop.is_set():
-                        return
+                samples, after = next_samples(sample, self._global_batch_size, self.skipped)
+                source, _, window = self._order.locate(samples[self._mine])
+                made = _assemble(self._data, source, window, self._seq_len)
+                self._ready.put((made, after))
+                sample = after
         except BaseException as error:  # of any kind: `__next__` raises it
             self._ready.put((None, error))
 

@@ -52,25 +52,15 @@ CHECK_ALL, CHECK_EVERY = 16, 8
 EXAMPLE_CHARS = 20
 
 
-class Kept(NamedTuple):
-    """How many documents were decoded, how many of them differed, and the first difference."""
-
-    checked: int = 0
-    changed: int = 0
-    example: tuple[str, str] | None = None  # a piece of the text, and what it became
-
-    def __add__(self, other: "Kept") -> "Kept":  # type: ignore[override]
-        changed, example = self.changed + other.changed, self.example or other.example
-        return Kept(self.checked + other.checked, changed, example)
-
-
 class Encoded(NamedTuple):
     """The documents of one chunk that belong to one split."""
 
     documents: list[np.ndarray]  # the tokens of each, bos (if there is one) and eos included
     characters: int
     utf8_bytes: int
-    kept: Kept
+    checked: int  # documents that were decoded
+    changed: int  # of which decoding gave another text
+    example: tuple[str, str] | None  # a piece of the first of those, and what it became
 
 
 def prepare(
@@ -107,7 +97,6 @@ def prepare(
         writers = {
             name: _SplitWriter(partial, name, dtype, tokenizer, shard_tokens) for name in SPLITS
         }
-        text_kept = Kept()
         splitter = Splitter(documents(sources, text_field, split, report), heldout_fraction)
         # disable=None: shown only on a terminal
         with tqdm(
@@ -116,7 +105,6 @@ def prepare(
             for encoded in _encode(_chunks(splitter), tokenizer, dtype, workers):
                 for writer, part in zip(writers.values(), encoded, strict=True):
                     writer.append(part)
-                    text_kept += part.kept
                     bar.update(sum(map(len, part.documents)))
         if writers["train"].tokens == 0:
             why = "there are no training tokens: each of its documents is held out"
@@ -141,9 +129,13 @@ def prepare(
             ),
             "splits": {name: writer.close() for name, writer in writers.items()},
         }
-        unknown = sum(writer.unknown() for writer in writers.values())
-        if unknown or text_kept.changed:  # of the documents that were checked
-            index["text_not_kept"] = {"unknown_tokens": unknown} | text_kept._asdict()
+        unknown, checked, changed = (
+            sum(each) for each in zip(*(writer.kept() for writer in writers.values()), strict=True)
+        )
+        if unknown or changed:
+            examples = (writer.example for writer in writers.values() if writer.example)
+            counts = {"unknown_tokens": unknown, "checked": checked, "changed": changed}
+            index["text_not_kept"] = counts | {"example": next(examples, None)}
         for name, content in tokenizer.files.items():
             (partial / name).write_bytes(content)
         (partial / "index.json").write_text(json.dumps(index, indent=1) + "\n")
@@ -253,18 +245,12 @@ def _encode_chunk(chunk: list[Part], check: bool) -> list[Encoded]:
         eos = np.array([tokenizer.eos_id], dtype)
         documents = [np.concatenate([bos, array.astype(dtype), eos]) for array in arrays]
         num_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
-        same = _kept(texts, arrays, tokenizer) if check else Kept()
-        result.append(Encoded(documents, sum(map(len, texts)), num_bytes, same))
+        decoded = [tokenizer.decode(ids) for ids in arrays] if check else []
+        pairs = zip(texts, decoded, strict=False)
+        changed = [_difference(text, became) for text, became in pairs if text != became]
+        counts = sum(map(len, texts)), num_bytes, len(decoded), len(changed)
+        result.append(Encoded(documents, *counts, next(iter(changed), None)))
     return result
-
-
-def _kept(texts: list[str], ids: list[np.ndarray], tokenizer: Tokenizer) -> Kept:
-    """Decodes and compares every text."""
-    found = Kept()
-    for text, tokens in zip(texts, ids, strict=True):
-        decoded = tokenizer.decode(tokens)
-        found += Kept(1) if decoded == text else Kept(1, 1, _difference(text, decoded))
-    return found
 
 
 def _difference(text: str, decoded: str) -> tuple[str, str]:
@@ -284,10 +270,15 @@ class _SplitWriter:
         self._shards = ShardsWriter(folder / split, dtype, shard_tokens)
         self.histogram = np.zeros(tokenizer.vocab_size, dtype=np.int64)
         self.tokens = self.documents = self.characters = self.utf8_bytes = 0
+        self._checked = self._changed = 0
+        self.example: tuple[str, str] | None = None  # of a text that is not kept
 
     def append(self, part: Encoded) -> None:
         self.characters += part.characters
         self.utf8_bytes += part.utf8_bytes
+        self._checked += part.checked
+        self._changed += part.changed
+        self.example = self.example or part.example
         if part.documents:
             tokens = np.concatenate(part.documents)
             self.histogram += np.bincount(tokens, minlength=len(self.histogram))
@@ -307,10 +298,12 @@ class _SplitWriter:
                 remedy = "give another file of this tokenizer: tokenizer.model or tokenizer.json"
                 raise UserError("--tokenizer", self._tokenizer.sha256[:12], why, remedy)
 
-    def unknown(self) -> int:
-        """How many tokens of texts are the unknown one; no text has one that is a control token."""
+    def kept(self) -> tuple[int, int, int]:
+        """How many tokens of texts are the unknown one (which is none that is a control token), how
+        many documents were decoded, and how many of these differed."""
         unk, control = self._tokenizer.unk_id, self._tokenizer.control_ids
-        return int(self.histogram[unk]) if unk >= 0 and unk not in control else 0
+        unknown = int(self.histogram[unk]) if unk >= 0 and unk not in control else 0
+        return unknown, self._checked, self._changed
 
     def close(self) -> dict:
         """The split's entry of the index."""

@@ -29,7 +29,7 @@ from tokenizers import (
 
 from data.config import DataConfig
 from data.dataset import open_data
-from data.prepare import Encoded, Kept, _SplitWriter, prepare
+from data.prepare import Encoded, _SplitWriter, prepare
 from data.sources import STDLIB
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
@@ -448,7 +448,7 @@ def test_no_control_token_is_written_into_a_document(tmp_path: Path) -> None:
     bos, eos = tokenizer().bos_id, tokenizer().eos_id
 
     def document(*text: int) -> Encoded:
-        return Encoded([np.array([bos, *text, eos], np.uint16)], 1, 1, Kept())
+        return Encoded([np.array([bos, *text, eos], np.uint16)], 1, 1, 0, 0, None)
 
     writer.append(document(300))
     for token in (bos, eos):
@@ -461,8 +461,8 @@ def test_no_control_token_is_written_into_a_document(tmp_path: Path) -> None:
     built.add_special_tokens([end])
     loaded = Tokenizer({JSON: built.to_str().encode()})
     writer = _SplitWriter(tmp_path, "heldout", np.dtype("uint16"), loaded, 1 << 20)
-    writer.append(Encoded([np.array([4, 20], np.uint16)], 1, 1, Kept()))
-    assert (loaded.unk_id, loaded.eos_id, writer.unknown()) == (20, 20, 0)
+    writer.append(Encoded([np.array([4, 20], np.uint16)], 1, 1, 0, 0, None))
+    assert (loaded.unk_id, loaded.eos_id, writer.kept()[0]) == (20, 20, 0)
 
 
 # --- text that is not kept ------------------------------------------------------------------------

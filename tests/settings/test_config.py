@@ -54,29 +54,6 @@ def written(folder: Path, text: str | bytes) -> str:
 SHARED = ["parallel.dp_shard=-1"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        (["train.seq_len=132", "parallel.tp_pieces=4"],
-         ["into 8 equal parts (parallel.tp=2 and parallel.tp_pieces=4)", "use a multiple of 8"]),
-        (["train.seq_len=132", "parallel.cp=4", *SHARED, "parallel.tp=1"],
-         ["into 8 equal parts (parallel.cp=4)", "use a multiple of 8"]),
-        (["train.seq_len=140", "parallel.cp=2", *SHARED, "parallel.tp_pieces=2"],
-         ["16 equal parts (parallel.cp=2 and parallel.tp=2 and parallel.tp_pieces=2)"]),
-    ],
-    ids=["tp", "cp", "cp and tp"],
-)  # fmt: skip
-def test_a_sequence_that_cannot_be_cut(overrides: list[str], parts: list[str]) -> None:
-    """With sequence parallelism, tp × pieces parts must be equal, with context parallelism 2 cp
-    chunks, and each rank's part must be cut over tp. The key, parts and remedies are named."""
-    message = refusal(overrides)
-    assert message.startswith("train.seq_len = 1")
-    assert [part for part in parts if part not in message] == []
-    # one rank, and ranks that hold the whole sequence, cut nothing
-    for whole in ("parallel.sequence_parallel=false", "parallel.tp=1"):
-        validate(load_config(LAPTOP, [*overrides, *SHARED, "parallel.cp=1", whole]), 8)
-
-
 # --- bounds ---------------------------------------------------------------------------------------
 
 
@@ -204,6 +181,13 @@ BASE = [*ONE_AXIS, "model.feed_forward=experts", "model.experts.count=8",
         (2, [*BASE, "parallel.tp=2", "model.experts.num_shared=1", "model.experts.ffn_dim=33"],
          "parallel.tp = 2: does not divide model.experts.num_shared · model.experts.ffn_dim=33",
          "choose one of [1, 3, 11, 33]"),
+        # what cuts a sequence into equal parts: context parallelism into 2 cp
+        (8, ["train.seq_len=132", "parallel.tp_pieces=4"],
+         "train.seq_len = 132: context and sequence parallelism cut it into 8 equal parts "
+         "(parallel.tp=2 and parallel.tp_pieces=4)", "use a multiple of 8"),
+        (8, ["train.seq_len=140", "parallel.cp=2", "parallel.tp_pieces=2", *SHARED],
+         "train.seq_len = 140: context and sequence parallelism cut it into 16 equal parts "
+         "(parallel.cp=2 and parallel.tp=2 and parallel.tp_pieces=2)", "use a multiple of 16"),
         # products that are too long to build something of that length
         (8, ["train.global_batch_size=100000000", "train.micro_batch_size=50000000"],
          "train.micro_batch_size = ", "often 1 to 16"),
@@ -228,6 +212,11 @@ def test_what_does_not_go_together(
     message = refusal(overrides, world=world)
     assert message.startswith(begins)
     assert remedy in message
+
+
+@pytest.mark.parametrize("whole", ["parallel.sequence_parallel=false", "parallel.tp=1"])
+def test_ranks_that_hold_the_whole_sequence_cut_nothing(whole: str) -> None:
+    validate(load_config(LAPTOP, ["train.seq_len=131", *SHARED, whole]), 8)
 
 
 def test_weights_of_a_dense_model_do_not_start_experts(
