@@ -23,9 +23,8 @@ They are a section within the section that selects the kind (`WithKinds`).
 import dataclasses
 import difflib
 import os
-import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
 
 import pydantic.dataclasses
@@ -225,66 +224,12 @@ def _explain(
     return UserError(name, value, why, remedy)
 
 
-def alternatives(hint: Any) -> tuple[Any, ...]:
-    """The types that a value may have."""
-    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    return typing.get_args(hint) if union else (hint,)
-
-
-# Our keys, with the names that other projects use.
-SYNONYMS = {
-    "lr": "learning_rate max_lr",
-    "min_lr_ratio": "min_lr",
-    "grad_clip": "clip_grad max_grad_norm",
-    "warmup_steps": "warmup",
-    "schedule": "lr_scheduler",
-    "adamw": "adam_epsilon adam_eps adam_beta1 adam_beta2 beta1 beta2",
-    "global_batch_size": "batch_size",
-    "micro_batch_size": "mbs gradient_accumulation_steps",
-    "seq_len": "sequence_length max_position_embeddings",
-    "steps": "max_steps num_steps train_iters",
-    "dtype": "precision",
-    "activation_checkpointing": "recompute",
-    "dim": "hidden_size d_model",
-    "num_layers": "num_hidden_layers n_layers",
-    "num_heads": "num_attention_heads n_heads",
-    "num_kv_heads": "num_key_value_heads num_query_groups",
-    "ffn_dim": "intermediate_size ffn_hidden_size",
-    "norm_eps": "rms_norm_eps",
-    "init_std": "initializer_range",
-    "tie_embeddings": "tie_word_embeddings",
-    "tp": "tensor_parallel",
-    "pp": "pipeline_parallel",
-    "cp": "context_parallel context_parallel_size cp_size",
-    "dp_shard": "fsdp dp data_parallel",
-    "zero_stage": "zero",
-    "interval": "save_interval",
-    "resume": "load",
-    "dir": "output_dir",
-    "path": "dataset",
-    "gc_interval": "gc_freq manual_gc_interval",
-}
-OURS = {theirs: ours for ours, names in SYNONYMS.items() for theirs in names.split()}
-
-
-def no_such_key(
-    section: str,
-    key: str,
-    value: Any,
-    known: dict[str, list[str]],
-    moved: Iterable[tuple[str, str]] = (),
-) -> UserError:
-    """Return the error for a key that does not exist. `known`: the valid keys of every section.
-    `moved`: names that keys of this section had, with those that they have in it now."""
-    meant = OURS.get(key.lower().replace("-", "_"), key)
-    elsewhere = [f"{other}.{meant}" for other, keys in known.items() if meant in keys]
-    here = dict(moved) | {name: name for name in known[section]}
-    if meant in here:
-        close = [f"{section}.{here[meant]}"]
-    else:
-        close = elsewhere or [
-            f"{section}.{here[name]}" for name in difflib.get_close_matches(key, here, n=1)
-        ]
+def no_such_key(section: str, key: str, value: Any, known: dict[str, list[str]]) -> UserError:
+    """Return the error for a key that does not exist. `known`: the valid keys of every section."""
+    close = [f"{other}.{key}" for other, keys in known.items() if key in keys]
+    if not close:
+        near = difflib.get_close_matches(key, known[section], n=1)
+        close = [f"{section}.{name}" for name in near]
     every = ", ".join(f"{section}.{name}" for name in known[section])
     remedy = f"did you mean {' or '.join(close)}?" if close else f"choose from {every}"
     return UserError(f"{section}.{key}", value, "there is no such key", remedy)

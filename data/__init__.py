@@ -5,18 +5,15 @@ sample i.
     files.py      selects the files of a folder or a glob, and reports why others are left out
     contents.py   recognizes by its first bytes what a file is
     readers.py    one file, compressed or not -> its text, or its rows
-    columns.py    the rows of a table -> texts; counts the rows that have none
     heldout.py    selects the documents, or the ends of documents, held out for evaluation
     tokenizer.py  document -> token ids, and back; the library depends on the file:
                   sentencepiece_codec.py (also trains Lattice's own, which is lossless),
                   tokenizers_codec.py (tokenizer.json); foreign_tokenizers.py names other formats
     token_roles.py  which tokens open and close a document, by the files beside a tokenizer
-    text_kept.py  whether decoding returns the text
     prepare.py    documents -> worker processes -> shards (once, offline: `python -m tools.prepare`)
     shards.py     one token shard: a safetensors file, written as a stream, read through a mapping
     dataset.py    a prepared folder: one long sequence of tokens per split, read on demand
     sampler.py    (seed, sample index) -> (source, epoch, window): pure functions, no state
-    earlier.py    how a data stage continues those before it
     loader.py     samples -> batches of one data-parallel rank, prefetched; its state is one number
     config.py     the `data` section of a run's YAML
 

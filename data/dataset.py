@@ -23,7 +23,6 @@ from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
 
 OPEN_SHARDS = 128
-PREPARE = "prepare the data again: `python -m tools.prepare`"
 
 
 class TokenDataset:
@@ -44,7 +43,6 @@ class TokenDataset:
         self._dtype = np.dtype(index["dtype"])
         # _starts[i]: tokens before shard i; one more entry than shards.
         self._starts = [0, *accumulate(tokens for _, tokens, *_ in self._shards)]
-        self._starts_array = np.array(self._starts, dtype=np.int64)
         self.num_tokens: int = self._starts[-1]
         self.vocab_size: int = index["vocab_size"]
         self.tokenizer_sha256: str = index["tokenizer_sha256"]
@@ -66,41 +64,28 @@ class TokenDataset:
         """
         folder = Path(folder)
         index = _read_index(folder)
-        if (
-            tokenizer
-            and (sha256 := Tokenizer.load(tokenizer, "data.tokenizer").sha256)
-            != index["tokenizer_sha256"]
-        ):
-            why = (
-                f"{folder} was prepared with another tokenizer (sha256 "
-                f"{index['tokenizer_sha256'][:12]}…, this one has {sha256[:12]}…)"
-            )
+        sha256 = Tokenizer.load(tokenizer, "data.tokenizer").sha256 if tokenizer else None
+        if sha256 not in (None, index["tokenizer_sha256"]):
+            why = f"{folder} was prepared with another tokenizer (sha256 "
+            why += f"{index['tokenizer_sha256'][:12]}…, this one has {sha256[:12]}…)"
             remedy = f"leave it empty, or give {folder}"
             raise UserError("data.tokenizer", str(tokenizer), why, remedy)
         try:
             dataset = cls(folder, index, split)
         except (KeyError, TypeError, AttributeError) as error:
             why = f"its index is damaged: {type(error).__name__} {error}"
-            raise UserError("data.path", str(folder / "index.json"), why, PREPARE) from error
+            raise UserError("data.path", str(folder / "index.json"), why, REMEDY) from error
         for file, _, _, size, _ in dataset._shards:
             path = folder / file
-            if Path(file).name != file or not path.is_file():
-                why = "the shard is missing, although index.json lists it"
-                raise UserError("data.path", str(path), why, REMEDY)
-            if (found := path.stat().st_size) != size:
-                why = (
-                    f"the shard has {found} bytes, but index.json lists {size}: "
-                    "it is truncated or was replaced"
-                )
+            found = path.stat().st_size if path.is_file() else "no"
+            if found != size or Path(file).name != file:
+                why = f"the shard has {found} bytes, and index.json lists {size}"
                 raise UserError("data.path", str(path), why, REMEDY)
         if dataset.num_tokens == 0:
             why = f"its split {split!r} is empty"
-            remedy = "prepare it again, with more text"
+            remedy = "prepare it again, with more text or --heldout-fraction 0.05"
             if split == "heldout":
-                remedy = (
-                    "train without evaluation (train.eval_interval=0), "
-                    "or prepare it again with --heldout-fraction 0.05"
-                )
+                remedy += ", or train without evaluation (train.eval_interval=0)"
             raise UserError("data.path", str(folder), why, remedy)
         return dataset
 
@@ -109,15 +94,6 @@ class TokenDataset:
         """The tokenizer file in the folder, with which the data was prepared. It may be missing."""
         found = (self.folder / name for name in (MODEL, JSON) if (self.folder / name).is_file())
         return next(found, self.folder / MODEL)
-
-    @property
-    def num_shards(self) -> int:
-        return len(self._shards)
-
-    def document_starts(self, shard: int) -> np.ndarray:
-        """[documents of that shard] int64: where each begins, counted from the shard's start."""
-        file, _, documents, _, _ = self._shards[shard]
-        return map_tensor(self.folder / file, "document_starts", np.dtype("int64"), documents)
 
     def window(self, start: int, length: int) -> np.ndarray:
         """[length] tokens that begin at position `start` of the split, in the stored dtype; a copy
@@ -133,25 +109,6 @@ class TokenDataset:
             start += len(piece)
             shard += 1
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-    def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Returns copies of the windows that begin at `starts` [N]: [N, length], stored dtype.
-
-        All windows of one shard are read at once: in a strided view of the mapping row i begins at
-        token i, and a single indexing operation selects the rows.
-        """
-        windows = np.empty((len(starts), length), self._dtype)
-        shard_of = np.searchsorted(self._starts_array, starts, side="right") - 1
-        spanning = starts + length > self._starts_array[shard_of + 1]
-        for shard in np.unique(shard_of[~spanning]).tolist():
-            rows = np.flatnonzero((shard_of == shard) & ~spanning)
-            tokens = self._tokens_of(shard)
-            shape, strides = (len(tokens) - length + 1, length), tokens.strides * 2
-            every_window = np.ndarray(shape, tokens.dtype, buffer=tokens, strides=strides)
-            windows[rows] = every_window[starts[rows] - self._starts[shard]]
-        for row in np.flatnonzero(spanning).tolist():
-            windows[row] = self.window(int(starts[row]), length)
-        return windows
 
     def map_at_most(self, shards: int) -> None:
         """Map at most so many shards at a time."""
@@ -189,11 +146,8 @@ class Mixture:
             matters = [list(pair) for pair in zip(checksums, self.weights, strict=True)]
             self.checksum = hashlib.sha256(json.dumps(matters).encode()).hexdigest()
         nats = [source.unigram_nats_per_token for source in self.sources]
-        self.unigram_nats_per_token: float | None = (
-            None
-            if None in nats
-            else sum(n * w for n, w in zip(nats, self.weights, strict=True)) / sum(self.weights)
-        )
+        mean = None if None in nats else float(np.average(nats, weights=self.weights))
+        self.unigram_nats_per_token: float | None = mean
 
 
 Opened = dict[tuple[str, str], TokenDataset]  # by folder and split
@@ -213,14 +167,8 @@ def open_data(config: DataConfig, split: str, opened: Opened | None = None) -> M
     sources = [opened[path, split] for path in paths]
     for source in sources:
         if config.document_mask and (source.bos_id is None or source.bos_id < 0):
-            why = (
-                "documents are found by the bos token that begins each, "
-                f"and {source.folder} has none (bos_id {source.bos_id})"
-            )
-            remedy = (
-                "set data.document_mask=false, or prepare the data again with a tokenizer that has "
-                "bos"
-            )
+            why = f"documents are found by the bos that begins each, and {source.folder} has none"
+            remedy = "set data.document_mask=false, or prepare the data with a tokenizer with bos"
             raise UserError("data.document_mask", True, why, remedy)
     return Mixture(sources, list(paths.values()))
 
@@ -230,20 +178,14 @@ def _read_index(folder: Path) -> dict:
     try:
         index = json.loads(path.read_text())
     except OSError as error:
-        missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-        why = f"its index cannot be read ({error.strerror})"
-        if missing:
-            why = "the folder contains no prepared data"
+        why = f"it contains no prepared data (index.json: {error.strerror})"
         remedy = "prepare it: `make data`, or `python -m tools.prepare`"
         raise UserError("data.path", str(folder), why, remedy) from error
     except ValueError as error:
         why = f"its index is damaged: {error}"
-        raise UserError("data.path", str(path), why, PREPARE) from error
-    ours = {"format": FORMAT, "version": VERSION}
-    if not isinstance(index, dict) or {key: index.get(key) for key in ours} != ours:
-        why = f"it is not a {FORMAT} index of version {VERSION}"
-        raise UserError("data.path", str(path), why, PREPARE)
-    if index.get("dtype") not in ("uint16", "uint32"):
-        why = f"its token dtype {index.get('dtype')!r} is neither 'uint16' nor 'uint32'"
-        raise UserError("data.path", str(path), why, PREPARE)
+        raise UserError("data.path", str(path), why, REMEDY) from error
+    about = [index.get(key) for key in ("format", "version")] if isinstance(index, dict) else []
+    if about != [FORMAT, VERSION] or index.get("dtype") not in ("uint16", "uint32"):
+        why = f"it is not a {FORMAT} index of version {VERSION}, of dtype uint16 or uint32"
+        raise UserError("data.path", str(path), why, REMEDY)
     return index

@@ -60,14 +60,19 @@ class Splitter:
 
     def __iter__(self) -> Iterator[Part]:
         head: list[Part] = []
+        sides: set[bool] = set()
         characters = 0
-        while self._fraction > 0 and not self._decided(head, characters):
+        # until there are enough to decide that whole documents are held out
+        while self._fraction > 0 and (len(sides) < 2 or len(head) < FEW):
             document = next(self._documents, None)
             if document is None:
                 self.cuts = True
                 break
             head.append(self._whole(document))
+            sides.add(head[-1].held_out)
             characters += len(document.text)
+            if len(head) >= MOST_DOCUMENTS or characters >= MOST_CHARS:
+                break
         for part in head:
             if self.cuts:
                 at = cut(part.text, self._fraction)
@@ -80,11 +85,3 @@ class Splitter:
 
     def _whole(self, document: Document) -> Part:
         return Part(document.text, held_out(document.id, self._fraction))
-
-    @staticmethod
-    def _decided(head: list[Part], characters: int) -> bool:
-        """Whether these documents suffice to decide that whole documents are held out."""
-        both = len({part.held_out for part in head}) == 2
-        return (
-            (both and len(head) >= FEW) or len(head) >= MOST_DOCUMENTS or characters >= MOST_CHARS
-        )

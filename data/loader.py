@@ -11,19 +11,46 @@ resumed with another batch size continues at the same sample.
 
 import queue
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from data.dataset import Mixture
-from data.earlier import Earlier, continued
-from data.sampler import SampleOrder, count_windows, merge_ranges, next_samples
+from data.sampler import (
+    MIXTURE_PERIOD,
+    SampleOrder,
+    count_windows,
+    merge_ranges,
+    mixture_pattern,
+    next_samples,
+)
 from errors import UserError
 from tokens import IGNORE
 
-LOCATED_TOGETHER = 4096  # samples located by one call
+
+@dataclass(frozen=True)
+class Earlier:
+    """An earlier data stage (settings/data_stages.py): it has passed the samples before `samples`
+    of `data`, in windows of `seq_len` tokens.
+
+        0   web 0.9, code 0.1   S = 8192     web 0 … 8999, code 0 … 999      of each source's
+        1   web 0.5, long 0.5   S = 8192     web 9000 …,   long 0 …          own samples
+        2   web 0.5, long 0.5   S = 131072   web 0 …,      long 0 …
+
+    In each, samples are counted from 0, and so are the samples of a source that is new, or whose
+    windows have another length than before. A source that was read in windows of the same length
+    continues where it was left: the same epochs, in the same permutations, so that within an epoch
+    no window is read twice. All of this follows from the mixtures and from where each data stage
+    ended.
+    """
+
+    data: Mixture
+    seq_len: int
+    samples: int
 
 
 class BatchLoader:
@@ -84,12 +111,8 @@ class BatchLoader:
     def state(self) -> dict:
         """The state from which to resume after the last batch returned; serializable as JSON, and
         the same on all ranks."""
-        skipped = [list(pair) for pair in self.skipped]
-        return {
-            "next_sample": self.next_sample,
-            "skipped": skipped,
-            "checksum": self._data.checksum,
-        }
+        skipped, checksum = [list(pair) for pair in self.skipped], self._data.checksum
+        return {"next_sample": self.next_sample, "skipped": skipped, "checksum": checksum}
 
     def go_to(self, next_sample: int, skipped: Sequence[Sequence[int]]) -> None:
         """Moves to another sample and other skipped ranges, as if constructed with them."""
@@ -119,22 +142,12 @@ class BatchLoader:
 
     def _read_ahead(self, sample: int) -> None:
         try:
-            rows = self._mine.stop - self._mine.start
             while not self._stop.is_set():
-                # Locating takes about a hundred numpy calls, whether for one sample or thousands,
-                # so several batches are located together.
-                mine, after = [], []
-                for _ in range(max(1, LOCATED_TOGETHER // rows)):
-                    samples, sample = next_samples(sample, self._global_batch_size, self.skipped)
-                    mine.append(samples[self._mine].copy())  # else all ranks' are kept
-                    after.append(sample)
-                source, _, window = self._order.locate(np.concatenate(mine))
-                for i, after_batch in enumerate(after):
-                    batch = slice(i * rows, (i + 1) * rows)
-                    made = _assemble(self._data, source[batch], window[batch], self._seq_len)
-                    self._ready.put((made, after_batch))
-                    if self._stop.is_set():
-                        return
+                samples, after = next_samples(sample, self._global_batch_size, self.skipped)
+                source, _, window = self._order.locate(samples[self._mine])
+                made = _assemble(self._data, source, window, self._seq_len)
+                self._ready.put((made, after))
+                sample = after
         except BaseException as error:  # of any kind: `__next__` raises it
             self._ready.put((None, error))
 
@@ -144,10 +157,8 @@ def check_state(state: dict, data: Mixture) -> None:
     samples and miss others."""
     if state["checksum"] != data.checksum:
         path = " + ".join(str(source.folder) for source in data.sources)
-        why = (
-            f"the run to resume read other data (checksum {state['checksum'][:12]}…, "
-            f"this data has {data.checksum[:12]}…)"
-        )
+        why = f"the run to resume read other data (checksum {state['checksum'][:12]}…, "
+        why += f"this data has {data.checksum[:12]}…)"
         remedy = "give the data the run began with, or declare the change in data_stages"
         raise UserError("data.path", path, why, remedy)
 
@@ -172,9 +183,8 @@ def heldout_batches(
     counted targets, divided by their number, is the same for every layout.
     """
     order = _sample_order(data, seq_len, seed=0, shuffle=False)
-    limit = (
-        sum(order.num_windows) if num_samples is None else min(num_samples, sum(order.num_windows))
-    )
+    limit = sum(order.num_windows)
+    limit = limit if num_samples is None else min(num_samples, limit)
     repeated = np.flatnonzero(order.locate(np.arange(limit))[1])  # epoch 1 begins
     limit = int(repeated[0]) if repeated.size else limit
     for first in range(0, limit, rows * dp_size):
@@ -191,33 +201,51 @@ def _sample_order(
     num_windows = [count_windows(source.num_tokens, seq_len) for source in data.sources]
     for source, count in zip(data.sources, num_windows, strict=True):
         if count == 0:
-            why = (
-                f"split {source.split!r} of {source.folder} has {source.num_tokens} tokens, "
-                f"and a sample needs {seq_len + 1}"
-            )
+            why = f"split {source.split!r} of {source.folder} has {source.num_tokens} tokens, and "
+            why += f"a sample needs {seq_len + 1}"
             remedy = f"set train.seq_len to at most {source.num_tokens - 1}, or prepare more text"
             if source.split == "heldout":
-                remedy += (
-                    ", or a larger --heldout-fraction; or train without evaluation: "
-                    "train.eval_interval=0"
-                )
+                remedy += " or a larger --heldout-fraction, or set train.eval_interval=0"
             raise UserError("train.seq_len", seq_len, why, remedy)
-    numbers, passed = continued(data, seq_len, earlier)
+    numbers, passed = _continued(data, seq_len, earlier)
     return SampleOrder(
         num_windows, data.weights, seed=seed, shuffle=shuffle, numbers=numbers, passed=passed
     )
+
+
+def _continued(
+    data: Mixture, seq_len: int, earlier: Sequence[Earlier]
+) -> tuple[list[int], list[int]]:
+    """For each source of `data`: its number in the run, which decides its permutations, and how
+    many of its samples the earlier stages have passed. Without earlier stages: (0, 1, …), zeros."""
+    # A source is known by its content and the length of its windows (and one that a mixture names
+    # twice, by which of them).
+    numbers: dict[tuple[str, int, int], int] = {}
+    passed: Counter[int] = Counter()
+    for stage in [*earlier, Earlier(data, seq_len, samples=0)]:
+        mine, seen = [], Counter[str]()
+        for source in stage.data.sources:
+            key = (source.checksum, stage.seq_len, seen[source.checksum])
+            seen[source.checksum] += 1
+            mine.append(numbers.setdefault(key, len(numbers)))
+        for number, count in zip(mine, counts(stage.data.weights, stage.samples), strict=True):
+            passed[number] += count
+    return mine, [passed[number] for number in mine]
+
+
+def counts(weights: Sequence[float], samples: int) -> list[int]:
+    """How many of the first `samples` samples of a mixture come from each source."""
+    source_of, _, quota = mixture_pattern(weights)
+    periods, rest = divmod(samples, MIXTURE_PERIOD)
+    found = Counter(source_of[:rest].tolist())
+    return [periods * int(in_period) + found[s] for s, in_period in enumerate(quota)]
 
 
 def _assemble(
     data: Mixture, source: np.ndarray, window: np.ndarray, seq_len: int
 ) -> tuple[Tensor, Tensor]:
     """Reads window[i] of source[i] for every i ([N] each): (tokens, targets), each [N, S] int64."""
-    tokens = torch.empty(len(source), seq_len, dtype=torch.int64)
-    targets = torch.empty_like(tokens)
-    for s in np.unique(source).tolist():
-        rows = np.flatnonzero(source == s)
-        read = data.sources[s].gather(window[rows] * seq_len, seq_len + 1)  # [n, S + 1]
-        where = slice(None) if len(rows) == len(source) else rows
-        tokens.numpy()[where] = read[:, :-1]
-        targets.numpy()[where] = read[:, 1:]
-    return tokens, targets
+    where = zip(source.tolist(), window.tolist(), strict=True)
+    read = np.stack([data.sources[s].window(w * seq_len, seq_len + 1) for s, w in where])
+    tokens, targets = read[:, :-1].astype(np.int64), read[:, 1:].astype(np.int64)
+    return torch.from_numpy(tokens), torch.from_numpy(targets)

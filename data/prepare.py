@@ -37,26 +37,30 @@ from tqdm import tqdm
 
 from data.files import Report
 from data.heldout import Part, Splitter
-from data.shards import FORMAT, VERSION, ShardWriter
+from data.shards import FORMAT, VERSION, ShardsWriter
 from data.sources import documents, shown
-from data.text_kept import CHECK_ALL, CHECK_EVERY, Kept, kept
 from data.tokenizer import BESIDE, JSON, MODEL, Tokenizer
 from errors import UserError
 
 SPLITS = ("train", "heldout")
 # characters that a worker gets at a time: dozens of documents of typical length
 CHUNK_CHARS = 1 << 18
+# All documents of the first CHECK_ALL chunks are decoded, and then those of every CHECK_EVERY-th: a
+# tokenizer may normalise text, or have no token for a character, and write its unknown token, or
+# nothing. (Unknown tokens are counted exactly.) Decoding takes a sixth of the time of encoding.
+CHECK_ALL, CHECK_EVERY = 16, 8
+EXAMPLE_CHARS = 20
 
 
 class Encoded(NamedTuple):
-    """The tokens of one chunk's documents that belong to one split."""
+    """The documents of one chunk that belong to one split."""
 
-    tokens: np.ndarray  # [sum of lengths], the shards' dtype
-    # [documents], int64: tokens of each, bos (if there is one) and eos included
-    lengths: np.ndarray
+    documents: list[np.ndarray]  # the tokens of each, bos (if there is one) and eos included
     characters: int
     utf8_bytes: int
-    kept: Kept
+    checked: int  # documents that were decoded
+    changed: int  # of which decoding gave another text
+    example: tuple[str, str] | None  # a piece of the first of those, and what it became
 
 
 def prepare(
@@ -64,7 +68,7 @@ def prepare(
     tokenizer: Tokenizer,
     out: Path,
     *,
-    text_field: str | None = None,
+    text_field: str = "text",
     split: str = "train",
     heldout_fraction: float = 0.05,
     shard_tokens: int = 1 << 27,
@@ -93,7 +97,6 @@ def prepare(
         writers = {
             name: _SplitWriter(partial, name, dtype, tokenizer, shard_tokens) for name in SPLITS
         }
-        text_kept = Kept()
         splitter = Splitter(documents(sources, text_field, split, report), heldout_fraction)
         # disable=None: shown only on a terminal
         with tqdm(
@@ -102,8 +105,7 @@ def prepare(
             for encoded in _encode(_chunks(splitter), tokenizer, dtype, workers):
                 for writer, part in zip(writers.values(), encoded, strict=True):
                     writer.append(part)
-                    text_kept += part.kept
-                    bar.update(len(part.tokens))
+                    bar.update(sum(map(len, part.documents)))
         if writers["train"].tokens == 0:
             why = "there are no training tokens: each of its documents is held out"
             remedy = "give more text, or a smaller --heldout-fraction"
@@ -127,9 +129,13 @@ def prepare(
             ),
             "splits": {name: writer.close() for name, writer in writers.items()},
         }
-        unknown = sum(writer.unknown() for writer in writers.values())
-        if unknown or text_kept.changed:  # of the documents that were checked
-            index["text_not_kept"] = {"unknown_tokens": unknown} | text_kept._asdict()
+        unknown, checked, changed = (
+            sum(each) for each in zip(*(writer.kept() for writer in writers.values()), strict=True)
+        )
+        if unknown or changed:
+            examples = (writer.example for writer in writers.values() if writer.example)
+            counts = {"unknown_tokens": unknown, "checked": checked, "changed": changed}
+            index["text_not_kept"] = counts | {"example": next(examples, None)}
         for name, content in tokenizer.files.items():
             (partial / name).write_bytes(content)
         (partial / "index.json").write_text(json.dumps(index, indent=1) + "\n")
@@ -237,13 +243,21 @@ def _encode_chunk(chunk: list[Part], check: bool) -> list[Encoded]:
         has_bos = 0 <= tokenizer.bos_id != tokenizer.eos_id
         bos = np.array([tokenizer.bos_id] if has_bos else [], dtype)
         eos = np.array([tokenizer.eos_id], dtype)
-        parts = [part for array in arrays for part in (bos, array.astype(dtype), eos)]
-        tokens = np.concatenate([np.empty(0, dtype), *parts])
-        lengths = np.array([len(bos) + len(array) + 1 for array in arrays], dtype=np.int64)
+        documents = [np.concatenate([bos, array.astype(dtype), eos]) for array in arrays]
         num_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
-        same = kept(texts, arrays, tokenizer) if check else Kept()
-        result.append(Encoded(tokens, lengths, sum(map(len, texts)), num_bytes, same))
+        decoded = [tokenizer.decode(ids) for ids in arrays] if check else []
+        pairs = zip(texts, decoded, strict=False)
+        changed = [_difference(text, became) for text, became in pairs if text != became]
+        counts = sum(map(len, texts)), num_bytes, len(decoded), len(changed)
+        result.append(Encoded(documents, *counts, next(iter(changed), None)))
     return result
+
+
+def _difference(text: str, decoded: str) -> tuple[str, str]:
+    pairs = enumerate(zip(text, decoded, strict=False))
+    at = next((i for i, (one, other) in pairs if one != other), min(len(text), len(decoded)))
+    begin = max(0, at - EXAMPLE_CHARS // 2)
+    return text[begin : begin + EXAMPLE_CHARS], decoded[begin : begin + EXAMPLE_CHARS]
 
 
 class _SplitWriter:
@@ -253,33 +267,26 @@ class _SplitWriter:
         self, folder: Path, split: str, dtype: np.dtype, tokenizer: Tokenizer, shard_tokens: int
     ) -> None:
         self._tokenizer = tokenizer
-        self._folder, self._split = folder, split
-        self._dtype, self._shard_tokens = dtype, shard_tokens
-        self._shards: list[dict] = []
-        self._open: ShardWriter | None = None
+        self._shards = ShardsWriter(folder / split, dtype, shard_tokens)
         self.histogram = np.zeros(tokenizer.vocab_size, dtype=np.int64)
         self.tokens = self.documents = self.characters = self.utf8_bytes = 0
+        self._checked = self._changed = 0
+        self.example: tuple[str, str] | None = None  # of a text that is not kept
 
     def append(self, part: Encoded) -> None:
-        self.histogram += np.bincount(part.tokens, minlength=len(self.histogram))
-        self.tokens += len(part.tokens)
-        self.documents += len(part.lengths)
         self.characters += part.characters
         self.utf8_bytes += part.utf8_bytes
+        self._checked += part.checked
+        self._changed += part.changed
+        self.example = self.example or part.example
+        if part.documents:
+            tokens = np.concatenate(part.documents)
+            self.histogram += np.bincount(tokens, minlength=len(self.histogram))
+        for document in part.documents:
+            self.tokens += len(document)
+            self.documents += 1
+            self._shards.append(document)
         self._check_control_tokens()
-        ends = np.cumsum(part.lengths)
-        document, token = 0, 0  # written so far
-        while document < len(ends):
-            if self._open is None:
-                name = f"{self._split}-{len(self._shards):05d}.safetensors"
-                self._open = ShardWriter(self._folder / name, self._dtype)
-            # The document that fills the shard is still written to it.
-            room = self._shard_tokens - self._open.tokens
-            last = min(int(np.searchsorted(ends, token + room)), len(ends) - 1)
-            self._open.append(part.tokens[token : ends[last]], part.lengths[document : last + 1])
-            document, token = last + 1, int(ends[last])
-            if self._open.tokens >= self._shard_tokens:
-                self._close_shard()
 
     def _check_control_tokens(self) -> None:
         """Raises UserError unless each document has one bos and one eos and no other control token:
@@ -291,22 +298,18 @@ class _SplitWriter:
                 remedy = "give another file of this tokenizer: tokenizer.model or tokenizer.json"
                 raise UserError("--tokenizer", self._tokenizer.sha256[:12], why, remedy)
 
-    def unknown(self) -> int:
-        """How many tokens of texts are the unknown one; no text has one that is a control token."""
+    def kept(self) -> tuple[int, int, int]:
+        """How many tokens of texts are the unknown one (which is none that is a control token), how
+        many documents were decoded, and how many of these differed."""
         unk, control = self._tokenizer.unk_id, self._tokenizer.control_ids
-        return int(self.histogram[unk]) if unk >= 0 and unk not in control else 0
-
-    def _close_shard(self) -> None:
-        self._shards.append(self._open.close())
-        self._open = None
+        unknown = int(self.histogram[unk]) if unk >= 0 and unk not in control else 0
+        return unknown, self._checked, self._changed
 
     def close(self) -> dict:
         """The split's entry of the index."""
-        if self._open is not None:
-            self._close_shard()
         names = ("tokens", "documents", "characters", "utf8_bytes")
         counted = {name: getattr(self, name) for name in names}
-        return counted | {"shards": self._shards}
+        return counted | {"shards": self._shards.close()}
 
 
 def _put_in_place(partial: Path, out: Path) -> None:

@@ -44,8 +44,6 @@ class Permutation:
     """
 
     def __init__(self, n: int, key: str) -> None:
-        if not 1 <= n < 1 << 62:
-            raise ValueError(f"a permutation of range({n})")
         self.n = n
         self._a = math.isqrt(n - 1) + 1
         self._b = -(-n // self._a)
@@ -53,17 +51,13 @@ class Permutation:
         self._round_keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
     def __call__(self, points: np.ndarray) -> np.ndarray:
-        """Returns the images of `points` (integers in range(n), any shape): uint64, same shape."""
-        points = np.asarray(points)
-        flat = points.reshape(-1).astype(np.uint64)
-        if flat.size and int(flat.max()) >= self.n:
-            raise ValueError(f"point {int(flat.max())} of a permutation of range({self.n})")
-        images = self._encipher(flat)
+        """The images of `points`, in range(n): [N] integers -> [N] uint64."""
+        images = self._encipher(points.astype(np.uint64))
         outside = np.flatnonzero(images >= self.n)
         while outside.size:
             images[outside] = self._encipher(images[outside])
             outside = outside[images[outside] >= self.n]
-        return images.reshape(points.shape)
+        return images
 
     def _encipher(self, points: np.ndarray) -> np.ndarray:
         """Applies the Feistel network, a bijection on range(a * b): [N] uint64 -> [N] uint64."""
@@ -96,12 +90,9 @@ def mixture_pattern(weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray, n
     Sorting by ideal position spreads every source evenly, so that the mixture's proportions hold in
     every stretch of the run, not only on average.
 
-    Raises UserError for weights that are not positive, or too small for the period.
+    Weights are positive. Raises UserError if one is too small for the period.
     """
     shares = np.array(weights, dtype=np.float64)
-    if shares.size == 0 or not np.all(np.isfinite(shares)) or np.any(shares <= 0):
-        why = "mixture weights must be positive numbers"
-        raise UserError("data.path", list(weights), why, "leave out unused sources")
     shares = shares / shares.sum() * MIXTURE_PERIOD
     quota = np.floor(shares + 1e-6).astype(np.int64)  # 0.29 * 100000 is 28999.999999999996
     largest_remainders = np.argsort(-(shares - quota), kind="stable")
@@ -127,7 +118,7 @@ class SampleOrder:
         seed: seed of the shuffle.
         shuffle: False reads every source's windows in order.
         numbers: number of each source in the run, for its permutations; None: its place here.
-        passed: how many samples of each source the run has passed before; None: none (earlier.py).
+        passed: how many samples of each source the run has passed before; None: none.
     """
 
     def __init__(

@@ -9,12 +9,11 @@ space. `SentencePieceCodec` therefore encodes U+2581 as bytes. Then decode(encod
 str x that UTF-8 can encode, that is, one without lone surrogates (which become U+FFFD).
 
 A foreign model with a dummy prefix (Llama 2's) loses U+2581, whatever its own normalisation loses
-and, without byte tokens, what it cannot spell: data preparation counts it (text_kept.py).
+and, without byte tokens, what it cannot spell: data preparation counts it (prepare.py).
 """
 
 import hashlib
 import io
-import re
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -39,10 +38,6 @@ class SentencePieceCodec:
 
     def __init__(self, files: dict[str, bytes], name: str) -> None:
         model = next(iter(files.values()))
-        remedy = (
-            "give a SentencePiece model with bos and eos, such as `python -m tools.tokenizer` "
-            "writes, or a tokenizer.json"
-        )
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (RuntimeError, ValueError) as error:
@@ -53,6 +48,7 @@ class SentencePieceCodec:
         self.bos_id: int = self._processor.bos_id()
         self.eos_id: int = self._processor.eos_id()
         if self.bos_id < 0 or self.eos_id < 0:
+            remedy = "give a SentencePiece model with both, or a tokenizer.json"
             raise UserError("tokenizer", name, "the model has no bos or no eos token", remedy)
         self.unk_id: int = self._processor.unk_id()
         self.control_ids = [*filter(self._processor.is_control, range(self.vocab_size))]
@@ -64,25 +60,21 @@ class SentencePieceCodec:
         spelling = [self._processor.piece_to_id(piece) for piece in pieces]
         has_bytes = all(self._processor.is_byte(token) for token in spelling)
         self.starts_with_space = starts_with_space(self._processor)
-        self._space_mark_ids = (
-            np.array(spelling, dtype=np.int32) if has_bytes and not self.starts_with_space else None
-        )
+        self._space_mark_ids: np.ndarray | None = None
+        if has_bytes and not self.starts_with_space:
+            self._space_mark_ids = np.array(spelling, dtype=np.int32)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text, as int32 arrays, without bos and eos; runs on one thread."""
-        marked = [
-            i
-            for i, text in enumerate(texts)
-            if self._space_mark_ids is not None and SPACE_MARK in text
-        ]
         arrays = self._processor.encode([*texts], return_type="numpy", num_threads=1)
-        for i in marked:
-            parts = self._processor.encode(
-                texts[i].split(SPACE_MARK), return_type="numpy", num_threads=1
-            )
-            spelled = [array for part in parts for array in (self._space_mark_ids, part)]
-            # a mark between two parts, but none before the first
-            arrays[i] = np.concatenate(spelled[1:])
+        for i, text in enumerate(texts):
+            if self._space_mark_ids is not None and SPACE_MARK in text:
+                parts = self._processor.encode(
+                    text.split(SPACE_MARK), return_type="numpy", num_threads=1
+                )
+                spelled = [array for part in parts for array in (self._space_mark_ids, part)]
+                # a mark between two parts, but none before the first
+                arrays[i] = np.concatenate(spelled[1:])
         return arrays
 
     def decode(self, ids: list[int]) -> str:
@@ -145,18 +137,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
         if "sentences_.empty" in str(error):
             why = "there is no text to train on"
             raise UserError("--source", "(read)", why, "give another source") from error
-        raise _refused_size(vocab_size, str(error)) from error
+        why = " ".join(str(error).split("] ")[-1].split())
+        remedy = "choose another size (thousands are usual), or give more text"
+        raise UserError("--vocab-size", vocab_size, why, remedy) from error
     return out.getvalue()
-
-
-def _refused_size(vocab_size: int, said: str) -> UserError:
-    """The error for SentencePiece's message `said`, which advises options not available here."""
-    if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", said):
-        why = f"256 bytes, 4 special tokens and this text's characters already need {found[1]}"
-        remedy = f"give at least {found[1]}; thousands are usual"
-        return UserError("--vocab-size", vocab_size, why, remedy)
-    if found := re.search(r"set it to a value <= (\d+)", said):
-        why = f"this text has no more than {found[1]} different pieces"
-        return UserError("--vocab-size", vocab_size, why, f"give at most {found[1]}, or more text")
-    why = " ".join(said.split("] ")[-1].split())
-    return UserError("--vocab-size", vocab_size, why, "choose another size, or give more text")

@@ -12,7 +12,9 @@ not depend on its size, and is memory-mapped, so that opening it reads none of i
 import hashlib
 import json
 import struct
+from array import array
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -22,118 +24,86 @@ FORMAT, VERSION = "lattice-tokens", 1  # written into the folder's index.json
 HEADER_BYTES = 512 - 8  # of JSON, padded with spaces: the tensors start at byte 512
 MAX_HEADER_BYTES = 1 << 20  # our headers are smaller; a damaged length must not cause allocation
 DTYPES = {"uint16": "U16", "uint32": "U32", "int64": "I64"}  # numpy's name -> safetensors' name
-REMEDY = (
-    "copy the file again from where it was prepared, or prepare the data again (`python -m "
-    "tools.prepare`)"
-)
+REMEDY = "copy it again, or prepare the data again: `python -m tools.prepare`"
 
 
-class ShardWriter:
-    """Writes one shard document by document; `close` returns its entry for the index."""
+class ShardsWriter:
+    """Writes shards STEM-00000.safetensors … of documents; `close` returns the index's entries for
+    them. A shard ends with the document that brings it to `shard_tokens`."""
 
-    def __init__(self, path: Path, dtype: np.dtype) -> None:
-        self._path, self._dtype = path, np.dtype(dtype)
-        self._file = path.open("wb")
-        # Space for the header, which contains the sizes and so is written last.
-        self._file.write(bytes(8 + HEADER_BYTES))
-        self._starts: list[np.ndarray] = []
-        self.tokens = 0
-        self.documents = 0
+    def __init__(self, stem: Path, dtype: np.dtype, shard_tokens: int) -> None:
+        self._stem, self._dtype, self._shard_tokens = stem, np.dtype(dtype), shard_tokens
+        self._entries: list[dict] = []
+        self._file: BinaryIO | None = None
 
-    def append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Adds documents. tokens: those of all documents, concatenated; lengths: int64, the number
-        of tokens of each, with sum = len(tokens)."""
-        self._file.write(tokens.astype(self._dtype, copy=False).data)
-        self._starts.append(self.tokens + np.cumsum(lengths) - lengths)
-        self.tokens += len(tokens)
-        self.documents += len(lengths)
+    def append(self, document: np.ndarray) -> None:
+        """Adds the tokens of one document."""
+        if self._file is None:
+            path = Path(f"{self._stem}-{len(self._entries):05d}.safetensors")
+            self._file, self._starts, self._tokens = path.open("w+b"), array("q"), 0
+            # Space for the header, which contains the sizes and so is written last.
+            self._file.write(bytes(8 + HEADER_BYTES))
+        self._file.write(document.astype(self._dtype, copy=False).data)
+        self._starts.append(self._tokens)
+        self._tokens += len(document)
+        if self._tokens >= self._shard_tokens:
+            self._end_shard()
 
-    def close(self) -> dict:
-        starts = np.concatenate([np.empty(0, np.int64), *self._starts])
+    def close(self) -> list[dict]:
+        if self._file is not None:
+            self._end_shard()
+        return self._entries
+
+    def _end_shard(self) -> None:
+        starts = np.array(self._starts, dtype=np.int64)
         self._file.write(starts.astype("<i8").data)
-        end = self.tokens * self._dtype.itemsize
-        header = {
-            "tokens": {
-                "dtype": DTYPES[self._dtype.name],
-                "shape": [self.tokens],
-                "data_offsets": [0, end],
-            },
-            "document_starts": {
-                "dtype": DTYPES["int64"],
-                "shape": [self.documents],
-                "data_offsets": [end, end + 8 * self.documents],
-            },
-        }
+        size = self._file.tell()
+        header, begin = {}, 0
+        for name, dtype, count in (
+            ("tokens", self._dtype, self._tokens),
+            ("document_starts", starts.dtype, len(starts)),
+        ):
+            end = begin + count * dtype.itemsize
+            entry = {"dtype": DTYPES[dtype.name], "shape": [count], "data_offsets": [begin, end]}
+            header[name], begin = entry, end
         self._file.seek(0)
         self._file.write(
             struct.pack("<Q", HEADER_BYTES) + json.dumps(header).encode().ljust(HEADER_BYTES)
         )
-        self._file.close()
-        return {
-            "file": self._path.name,
-            "tokens": self.tokens,
-            "documents": self.documents,
-            "bytes": self._path.stat().st_size,
-            "sha256": file_sha256(self._path),
+        self._file.seek(0)
+        entry = {
+            "file": Path(self._file.name).name,
+            "tokens": self._tokens,
+            "documents": len(starts),
+            "bytes": size,
+            "sha256": hashlib.file_digest(self._file, "sha256").hexdigest(),
         }
+        self._file.close()
+        self._entries.append(entry)
+        self._file = None
 
 
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def read_header(path: Path) -> tuple[dict[str, dict], int]:
-    """A safetensors file's entries by name, and the byte where its data begins, all checked.
-
-    Raises UserError if the file is missing, is not a safetensors file, or does not contain all
-    bytes of its tensors.
-    """
+def map_tensor(path: Path, name: str, dtype: np.dtype, count: int) -> np.ndarray:
+    """Tensor `name` of the shard, mapped read-only. Raises UserError if the file is missing, or its
+    header does not give exactly this dtype and shape [count], within the file."""
+    dtype = np.dtype(dtype)
+    expected = DTYPES[dtype.name], [count], count * dtype.itemsize
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-            if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-                raise ValueError(f"its header length is {length} bytes, in a file of {size} bytes")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        data_start = 8 + length
-        for name, entry in header.items():
-            begin, end = entry["data_offsets"]
-            numbers = [begin, end, *entry["shape"]]
-            if (
-                not all(type(number) is int and number >= 0 for number in numbers)
-                or not begin <= end <= size - data_start
-            ):
-                raise ValueError(f"tensor {name!r} lies outside the file")
+            (length,) = struct.unpack("<Q", file.read(8))
+            entry = json.loads(file.read(min(length, MAX_HEADER_BYTES)))[name]
+        begin, end = entry["data_offsets"]
+        found = entry["dtype"], entry["shape"], end - begin
+        if found != expected or begin < 0:
+            raise ValueError(f"{name!r} is {found} (dtype, shape, bytes), and not {expected}")
+        if count == 0:
+            return np.empty(0, dtype)  # an empty range cannot be mapped
+        mapped = np.memmap(path, dtype.newbyteorder("<"), "r", 8 + length + begin, (count,))
     except OSError as error:
         if not isinstance(error, FileNotFoundError | PermissionError):  # a restart may read it
             raise OSError(error.errno, error.strerror, str(path)) from error
         why = f"the shard cannot be read ({error.strerror})"
         raise UserError("data.path", str(path), why, REMEDY) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError, struct.error) as error:
         raise UserError("data.path", str(path), f"the shard is damaged: {error}", REMEDY) from error
-    return header, data_start
-
-
-def map_tensor(path: Path, name: str, dtype: np.dtype, count: int) -> np.ndarray:
-    """Tensor `name` of the shard, mapped read-only. Raises UserError unless the header gives
-    exactly this dtype and shape [count]."""
-    header, data_start = read_header(path)
-    dtype = np.dtype(dtype)
-    entry = header.get(name, {})
-    begin, end = entry.get("data_offsets", (0, 0))
-    promised = (entry.get("dtype"), entry.get("shape"), end - begin)
-    if promised != (DTYPES[dtype.name], [count], count * dtype.itemsize):
-        why = (
-            f"the shard is damaged: {name!r} is {promised} (dtype, shape, bytes), "
-            f"but the index lists {dtype.name}[{count}]"
-        )
-        raise UserError("data.path", str(path), why, REMEDY)
-    if count == 0:
-        return np.empty(0, dtype)  # an empty range cannot be mapped
-    mapped = np.memmap(
-        path, dtype=dtype.newbyteorder("<"), mode="r", offset=data_start + begin, shape=(count,)
-    )
     return mapped.view(np.ndarray)  # the same memory without memmap's slow slicing

@@ -20,16 +20,16 @@ any size is read in constant memory.
 
 import glob
 import itertools
+import os
 import shlex
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from data.columns import row_texts
-from data.contents import ARCHIVES, COMPRESSED, Unreadable, form, kind
-from data.files import TABLES, TEXTS, Report, UnknownColumn, files_of_folder, files_of_glob
-from data.readers import reading, rows, text_parts
+from data.contents import COMPRESSED, Unreadable, form, kind
+from data.files import TABLES, TEXTS, Report, files_of_folder, files_of_glob
+from data.readers import Row, reading, rows, text_parts
 from errors import UserError
 
 STDLIB = "python-stdlib"
@@ -48,14 +48,14 @@ class Document(NamedTuple):
 
 def documents(
     source: str | Sequence[str],
-    text_field: str | None = None,
+    text_field: str = "text",
     split: str = "train",
     report: Report | None = None,
 ) -> Iterator[Document]:
     """Yields the documents of `source`, or of several sources, in order. A file that several of
     them name is read once. None is empty.
 
-    text_field: the column of a table that holds the text; None: `text`, else the only text column.
+    text_field: the column of a table that holds the text.
     split: the split to read of a folder of tables or of a hub data set; ignored for other sources.
     report: records what was read and what was left out, and says what may be left out.
 
@@ -72,7 +72,7 @@ def documents(
             yield document
     report.check("--source", shown(sources))
     if not some:
-        why = ": ".join(["it contains no text", *filter(None, [", ".join(report.counted())])])
+        why = "; ".join(["it contains no text", *report.reasons()])
         raise UserError("--source", shown(sources), why, "give another source")
 
 
@@ -82,31 +82,30 @@ def shown(sources: Sequence[str]) -> str:
 
 
 def _of_sources(
-    sources: Sequence[str], text_field: str | None, split: str, report: Report
+    sources: Sequence[str], text_field: str, split: str, report: Report
 ) -> Iterator[Document]:
     streams: list[Iterator[Document]] = []
-    seen: set[str | Path] = set()
+    seen: set[str] = set()
     for source in sources:  # all are found before one is read
         try:
             with reading(Path(source)):
-                files, folder = _files(source, Path(source), split, report)
+                files, base = _files(source, Path(source), split, report)
         except UserError as error:
             report.fault("not found", error)
             continue
+        if files is None:
+            streams.append(_of_hub(source, text_field, split, report))
+            continue
         new = []
-        for thing in [source] if files is None else files:
+        for file in files:
             # within a folder, files_of_folder has seen to it
-            once = thing if folder and len(sources) == 1 else Path(thing).resolve()
+            once = os.path.realpath(file) if len(sources) > 1 else str(file)
             if once in seen:
-                report.leave_out(str(thing), "given twice: read once")
+                report.leave_out(str(file), "given twice: read once")
             else:
                 seen.add(once)
-                new.append(thing)
-        if files is not None:
-            base = folder or _fixed_part(source)
-            streams.append(_of_files(new, base, folder is not None, text_field, report))
-        elif new:
-            streams.append(_of_hub(source, text_field, split, report))
+                new.append(file)
+        streams.append(_of_files(new, base, Path(source).is_dir(), text_field, report))
     for stream in [] if report.refused else streams:
         try:
             yield from stream
@@ -114,11 +113,9 @@ def _of_sources(
             report.fault("source", error)
 
 
-def _files(
-    source: str, path: Path, split: str, report: Report
-) -> tuple[list[Path] | None, Path | None]:
-    """The files of a source, in order, and the folder to which their names are relative, if any.
-    Returns (None, None) for a data set on the hub."""
+def _files(source: str, path: Path, split: str, report: Report) -> tuple[list[Path] | None, Path]:
+    """The files of a source, in order, and the folder to which their names are relative. Returns
+    None for a data set on the hub."""
     if source == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [
@@ -131,86 +128,93 @@ def _files(
         return sorted(files, key=lambda file: file.relative_to(root).as_posix()), root
     if path.is_dir():
         return files_of_folder(path, split, report), path
+    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts[:-1])
+    base = Path(*fixed)  # below which the names of a glob's files differ
     if path.is_file():
-        if (ending := kind(path)) in ARCHIVES:
-            why = f"it is an archive ({ending})"
-            raise UserError("--source", source, why, "unpack it and give the folder")
-        return [path], None
-    if glob.has_magic(source) and (files := files_of_glob(source, report)):
-        return files, None
+        return [path], base
+    is_glob = glob.has_magic(source)
+    if is_glob and (files := files_of_glob(source, report)):
+        return files, base
     looks_local = path.is_absolute() or source.startswith(".") or source.count("/") > 1
-    if (
-        glob.has_magic(source)
-        or looks_local
-        or kind(path) in TABLES | TEXTS | ARCHIVES
-        or path.suffix in COMPRESSED
-    ):
+    named = kind(path) in TABLES | TEXTS or path.suffix in COMPRESSED
+    if is_glob or looks_local or named:
         raise UserError("--source", source, "there is no such file or folder", "check the path")
-    return None, None
-
-
-def _fixed_part(source: str) -> Path:
-    """The folder below which the names of a file, or of a glob's files, differ."""
-    parts = Path(source).parts[:-1]
-    return Path(*itertools.takewhile(lambda part: not glob.has_magic(part), parts))
+    return None, base
 
 
 def _of_files(
-    files: list[Path], base: Path, is_folder: bool, text_field: str | None, report: Report
+    files: list[Path], base: Path, is_folder: bool, text_field: str, report: Report
 ) -> Iterator[Document]:
-    for file in report.while_reading(files):
-        name = file.relative_to(base).as_posix()
-        in_folder = is_folder and kind(file) == ".json"  # many of those are not tables
-        its = Report(report.skip) if in_folder else report  # so their faults may not count
-        used, error = 0, None
+    for file in files:
+        name, used = file.relative_to(base).as_posix(), 0
         try:
-            for document in _of_file(file, name, text_field, its, not in_folder):
-                if in_folder:
-                    report.take(its)
+            if is_folder and kind(file) == ".json" and not _begins_as_table(file, text_field):
+                why = f"JSON, but its first line has no text in column {text_field!r}"
+                report.leave_out(name, why)
+                continue
+            for document in _of_file(file, name, text_field, report):
                 report.files += not used
                 used += 1
                 yield document
-        except UserError as raised:
-            error = raised
-        if in_folder and not used and not isinstance(error, Unreadable):
-            if error and not isinstance(error, UnknownColumn):
-                report.leave_out(f"{name} ({error.why})", "JSON, but cannot be read as a table")
-                continue
-            if error or its.counts["damaged_rows"] or its.counts["missing_texts"]:
-                column = text_field or "text"
-                report.leave_out(name, f"JSON, but has no rows with text in column {column!r}")
-                continue
-        if in_folder:
-            report.take(its)
-        if isinstance(error, UnknownColumn | Unreadable):
+            if not used:
+                report.leave_out(name, "empty")
+        except Unreadable as error:
             report.fault("file", error)
-        elif error:
+        except UserError as error:
             report.fault("damaged_files", error)
-            if used:
-                report.used_in_part.append(f"{name} (damaged from document {used + 1} on)")
-            else:
-                report.leave_out(name, "damaged")
-        elif not used:
-            report.leave_out(name, "empty")
+            begins = f" (from document {used + 1} on)" if used else ""
+            report.leave_out(name + begins, "damaged")
 
 
-def _of_file(
-    file: Path, name: str, text_field: str | None, report: Report, find: bool
-) -> Iterator[Document]:
+def _begins_as_table(file: Path, text_field: str) -> bool:
+    """Whether a .json file has text in its first row. Many of those in a folder are no tables."""
+    try:
+        with reading(file):
+            _, row = next(rows(file, form(file), text_field), ("", {}))
+    except Unreadable:
+        raise
+    except UserError:
+        return False
+    return isinstance(row, dict) and isinstance(row.get(text_field, 0), str | None)
+
+
+def _of_file(file: Path, name: str, text_field: str, report: Report) -> Iterator[Document]:
     with reading(file):
         its_form = form(file)
-    if its_form not in TABLES:
-        for i, text in enumerate(text_parts(file)):
-            yield Document(f"{name}#{i}" if i else name, text)
+    if its_form in TABLES:
+        yield from _of_rows(rows(file, its_form, text_field), str(file), text_field, report)
         return
-    table = report.while_reading(rows(file, its_form, text_field))
-    for text, column in row_texts(table, str(file), text_field, report, find):
-        if column != "text" and text_field is None:
-            report.columns.setdefault(column, name)
-        yield Document(text, text)
+    for i, text in enumerate(text_parts(file)):
+        yield Document(f"{name}#{i}" if i else name, text)
 
 
-def _of_hub(source: str, text_field: str | None, split: str, report: Report) -> Iterator[Document]:
+def _of_rows(
+    table: Iterator[tuple[str, Row]], name: str, text_field: str, report: Report
+) -> Iterator[Document]:
+    """Yields every row that has text, and counts the others in `report`."""
+    for where, row in table:
+        if isinstance(row, str):
+            remedy = "correct or remove that row, or leave out all such rows: --skip damaged"
+            report.fault("damaged_rows", UserError("--source", name, f"{where}: {row}", remedy))
+        elif text_field not in row:
+            why = f"{where} of {name} has no such column"
+            remedy = f"give one of its columns ({', '.join(map(str, row))[:300]}), correct that "
+            remedy += "row, or leave out all such rows: --skip missing"
+            report.fault("missing_texts", UserError("--text-field", text_field, why, remedy))
+        elif (text := row[text_field]) is None:
+            report.counts["null_texts"] += 1
+        elif not isinstance(text, str):
+            why = f"{where} of {name} holds {type(text).__name__}, not text"
+            remedy = "name the column that holds the text, correct that row, or leave out all such "
+            remedy += "rows: --skip damaged"
+            report.fault("damaged_rows", UserError("--text-field", text_field, why, remedy))
+        elif text:
+            yield Document(text, text)
+        else:
+            report.counts["empty_documents"] += 1
+
+
+def _of_hub(source: str, text_field: str, split: str, report: Report) -> Iterator[Document]:
     """Yields one document per row of `datasets.load_dataset(..., streaming=True)`."""
     # Imported here because it takes a second, and preparation workers, which import this module,
     # do not need it.
@@ -223,20 +227,16 @@ def _of_hub(source: str, text_field: str | None, split: str, report: Report) -> 
         # only up to the first fault, since reading on would download all of it
         table = enumerate(itertools.takewhile(lambda _: not report.refused, table))
         numbered = ((f"row {number}", row) for number, row in table)
-        for text, column in row_texts(numbered, source, text_field, report):
-            if column != "text" and text_field is None:
-                report.columns.setdefault(column, source)
+        for document in _of_rows(numbered, source, text_field, report):
             read += 1
-            yield Document(text, text)
-    except (UserError, GeneratorExit):
+            yield document
+    except UserError:
         raise
     # `datasets` passes on any error of the layers below (HTTP, Arrow, fsspec, ValueError).
     except Exception as error:
-        what = (
-            f"after {read} rows: "
-            if read
-            else "it is not a local file or folder, and cannot be read as a hub data set: "
-        )
+        what = f"after {read} rows: "
+        if not read:
+            what = "it is not a local file or folder, and cannot be read as a hub data set: "
         reason = f"{what}{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         remedy = "check the name, --split, the format and the network"
         raise UserError("--source", source, reason, remedy) from error

@@ -21,10 +21,8 @@ def roles_of(files: dict[str, bytes], name: str) -> dict[str, str | None]:
 
 def check_roles(files: dict[str, bytes], name: str, used: dict[str, str | None]) -> None:
     """Raises UserError if a file beside the tokenizer `name` names another token than is `used`."""
-    remedy = "give a copy of these files in which that is corrected"
-    if "tokenizer.model" in files:
-        remedy = "for the latter, give the tokenizer.json of the same folder; for the "
-        remedy += "former, give a copy of tokenizer.model under another name"
+    remedy = "give a copy of these files in which that is corrected, or of the tokenizer's file "
+    remedy += "alone, under another name"
     for file, role, token in _stated(files, name):
         if token not in (None, used.get(role)):
             why = f"its {role} is {used.get(role)!r}, and {file} beside it names {token!r}"

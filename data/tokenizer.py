@@ -12,11 +12,10 @@ generation stops.
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
-from data.foreign_tokenizers import no_tokenizer_in
+from data.foreign_tokenizers import GIVE_JSON
 from data.sentencepiece_codec import SentencePieceCodec, train_sentencepiece
 from data.token_roles import CONFIG, SAYS_ROLES, check_roles, content_of
 from data.tokenizers_codec import TokenizersCodec
@@ -26,26 +25,6 @@ MODEL, JSON = "tokenizer.model", "tokenizer.json"
 GENERATION = "generation_config.json"
 # files that accompany either of them
 BESIDE = (*SAYS_ROLES, "added_tokens.json", "chat_template.jinja", GENERATION)
-
-
-class Codec(Protocol):
-    """The interface to one library. Texts are str without lone surrogates; ids are in
-    range(vocab_size)."""
-
-    # covers everything that determines a text's ids and the tokens that open and close a document
-    sha256: str
-    vocab_size: int
-    bos_id: int  # negative: none
-    eos_id: int
-    unk_id: int  # encodes what the vocabulary cannot spell; negative: none
-    control_ids: list[int]  # no text has these: bos, eos, and other tokens of structure
-    adds_bos: bool  # whether a prompt begins with bos, according to this file
-    roles: dict[str, str | None]  # bos_token and eos_token, by name
-    starts_with_space: bool  # whether a SentencePiece model puts a space before every text
-
-    def encode(self, texts: list[str]) -> list[np.ndarray]: ...
-
-    def decode(self, ids: list[int]) -> str: ...
 
 
 class Tokenizer:
@@ -70,14 +49,18 @@ class Tokenizer:
 
     def __init__(self, files: dict[str, bytes], name: str = "tokenizer") -> None:
         self.files = files
-        is_json = next(iter(files)) == JSON
-        self._codec: Codec = (
-            TokenizersCodec(files, name) if is_json else SentencePieceCodec(files, name)
-        )
-        self.sha256, self.vocab_size = self._codec.sha256, self._codec.vocab_size
-        self.bos_id, self.eos_id = self._codec.bos_id, self._codec.eos_id
-        self.unk_id, self.control_ids = self._codec.unk_id, self._codec.control_ids
-        self.starts_with_space = self._codec.starts_with_space
+        codec = TokenizersCodec if next(iter(files)) == JSON else SentencePieceCodec
+        self._codec = codec(files, name)
+        # covers all that determines a text's ids and the tokens that open and close a document
+        self.sha256: str = self._codec.sha256
+        self.vocab_size: int = self._codec.vocab_size
+        self.bos_id: int = self._codec.bos_id  # negative: none
+        self.eos_id: int = self._codec.eos_id
+        self.unk_id: int = self._codec.unk_id  # for what has no other token; negative: none
+        # no text has these: bos, eos, and other tokens of structure
+        self.control_ids: list[int] = self._codec.control_ids
+        # whether a SentencePiece model puts a space before every text
+        self.starts_with_space: bool = self._codec.starts_with_space
         said = content_of(files, CONFIG, name).get("add_bos_token")
         said = said if isinstance(said, bool) else self._codec.adds_bos
         self.adds_bos = self.bos_id >= 0 and said
@@ -137,7 +120,8 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
     if os.path.isdir(path):  # an OSError is no folder either
         found = [path / name for name in (MODEL, JSON) if (path / name).is_file()]
         if not found:
-            raise no_tokenizer_in(path)
+            why, remedy = f"it contains neither {MODEL} nor {JSON}", f"{GIVE_JSON}, or train one: "
+            raise UserError("tokenizer", str(path), why, f"{remedy}`python -m tools.tokenizer`")
         path = found[0]
     try:
         with open(path, "rb") as file:

@@ -50,16 +50,14 @@ class TokenizersCodec:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises nothing narrower
-            raise not_a_tokenizer(
-                name, content, f"this is not a readable tokenizer.json: {error}"
-            ) from error
+            why = f"this is not a readable tokenizer.json: {error}"
+            raise not_a_tokenizer(name, content, why) from error
         self._tokenizer.no_truncation()  # some files contain settings left over from training
         self._tokenizer.no_padding()
         self._name = name
         # Includes added tokens; the largest id counts, because ids may have gaps.
-        self.vocab_size: int = (
-            max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        )
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size: int = max(ids, default=-1) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: token.special for token in added.values()}
         self.starts_with_space = False
@@ -72,9 +70,8 @@ class TokenizersCodec:
         self.eos_id = self._find("eos_token")
         if self.eos_id < 0:
             remedy = 'put its tokenizer_config.json, with "eos_token", in the same folder'
-            raise UserError(
-                "tokenizer", name, "no file names the token that ends documents", remedy
-            )
+            why = "no file names the token that ends documents"
+            raise UserError("tokenizer", name, why, remedy)
         probe = self._tokenizer.encode("a").ids  # including tokens added by its post-processor
         self.adds_bos = bool(probe) and probe[0] == self.bos_id
         parsed = json.loads(content)
@@ -92,9 +89,8 @@ class TokenizersCodec:
         except Exception as error:
             why = f"its control tokens cannot be kept apart from text: {error}"
             raise UserError("tokenizer", name, why, GIVE_JSON) from error
-        self.sha256 = hashlib.sha256(
-            content + f"\n{self.bos_id} {self.eos_id}".encode()
-        ).hexdigest()
+        decides = content + f"\n{self.bos_id} {self.eos_id}".encode()
+        self.sha256 = hashlib.sha256(decides).hexdigest()
 
     def _find(self, role: str) -> int:
         """The id of the token with this role; −1 if there is none."""

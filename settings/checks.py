@@ -107,24 +107,13 @@ def cuts_of_sequence(parallel: ParallelConfig) -> dict[str, int]:
     return cuts
 
 
-REMEDIES_OF_CUTS = {
-    "cp": "a smaller parallel.cp",
-    "tp_pieces": "fewer pieces",
-    "tp": "parallel.sequence_parallel=false",
-}
-
-
 def check_sequence(config: Config, sizes: MeshSizes) -> None:
     cuts = cuts_of_sequence(config.parallel)
     parts = math.prod(cuts.values())
     if config.train.seq_len % parts:
-        sides = (f"parallel.{key}={getattr(config.parallel, key)}" for key in cuts)
-        factors = " × ".join(f"2 · {each}" if ".cp=" in each else each for each in sides)
-        why = f"context and sequence parallelism cut it into {factors} equal parts"
-        # experts need sequence parallelism
-        possible = cuts.keys() - ({"tp"} if config.model.has_experts else set())
-        others = [remedy for key, remedy in REMEDIES_OF_CUTS.items() if key in possible]
-        remedy = ", or ".join([f"use a multiple of {parts}", *others])
+        keys = " and ".join(f"parallel.{key}={getattr(config.parallel, key)}" for key in cuts)
+        why = f"context and sequence parallelism cut it into {parts} equal parts ({keys})"
+        remedy = f"use a multiple of {parts}, or smaller numbers there"
         raise UserError("train.seq_len", config.train.seq_len, why, remedy)
 
 

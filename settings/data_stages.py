@@ -34,18 +34,11 @@ ROTATION_KEYS = {
 CHANGEABLE: dict[str, tuple[str, ...]] = {
     "data": ("path", "document_mask"),
     "model": tuple(sorted(ROTATION_KEYS)),
-    "train": (
-        "seq_len",
-        "global_batch_size",
-        "micro_batch_size",
-        "activation_checkpointing",
-        "compile",
-        "eval_interval",
-        "eval_samples",
-    ),
+    "train": ("seq_len", "global_batch_size", "micro_batch_size", "activation_checkpointing",
+              "compile", "eval_interval", "eval_samples"),
     "parallel": (),
     "optimizer": ("lr", "schedule", "warmup_steps", "decay_steps", "min_lr_ratio"),
-}
+}  # fmt: skip
 BEGINS = {"from_step": LARGEST, "from_token": 2**62}  # the largest values
 MAX_DATA_STAGES = 100  # a checkpoint lists those that have ended
 NEW_PHASE = {"warmup_steps": 0, "decay_steps": 0}  # of the learning rate
@@ -82,14 +75,13 @@ def data_stages(config: Config) -> list[DataStage]:
         configs.append(replace(before, **own))
         begins.append(step)
         tokens += (step - begin) * per_step
-    bounds = [*begins, end]
-    # the numbers of the data stages that begin a phase
-    phases = [0, *(n for n, entry in enumerate(config.data_stages, 1) if "optimizer" in entry)]
+    entries = zip(begins, ({"optimizer"}, *config.data_stages), strict=True)
+    phases = [begin for begin, entry in entries if "optimizer" in entry]  # where each begins
     found = []
-    for number, one in enumerate(configs):
-        first = max(n for n in phases if n <= number)
-        following = min((n for n in phases if n > number), default=len(configs))
-        steps, phase = range(*bounds[number : number + 2]), range(bounds[first], bounds[following])
+    for number, (begin, one) in enumerate(zip(begins, configs, strict=True)):
+        first = max(step for step in phases if step <= begin)
+        phase = range(first, min((step for step in phases if step > begin), default=end))
+        steps = range(begin, [*begins, end][number + 1])
         found.append(DataStage(number, steps, phase, one))
     return found
 
@@ -143,27 +135,23 @@ def _check_form(place: str, entry: Any) -> None:
     if not isinstance(entry, dict) or len(entry.keys() & BEGINS.keys()) != 1:
         why, remedy = "does not say where it begins", "give from_step or from_token, then sections"
         raise UserError(place, entry, why, remedy)
+    fixed = "a data stage cannot change it"
     for name, given in entry.items():
         if name in BEGINS:
             if type(given) is not int or not 1 <= given <= BEGINS[name]:
                 why = f"is not a number of {name.removeprefix('from_')}s"
                 raise UserError(f"{place}.{name}", given, why, "give a whole number, 1 or more")
-            continue
-        if name not in CHANGEABLE:
+        elif name not in CHANGEABLE:
             remedy = f"it may have {', '.join([*BEGINS, *CHANGEABLE])}"
-            raise UserError(f"{place}.{name}", given, "a data stage cannot change it", remedy)
-        if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
+            raise UserError(f"{place}.{name}", given, fixed, remedy)
+        elif not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
             why, remedy = "is not a section with keys", f"write `{name}: {{key: value}}`"
             raise UserError(f"{place}.{name}", given, why, remedy)
-        can = CHANGEABLE[name] or given
-        for key, value in given.items():
-            if key not in can:
-                why, remedy = (
-                    "a data stage cannot change it",
-                    "set it for the whole run; it may change ",
-                )
-                remedy += ", ".join(f"{name}.{each}" for each in can)
-                raise UserError(f"{place}.{name}.{key}", value, why, remedy)
+        else:
+            can = CHANGEABLE[name] or given
+            for key in (key for key in given if key not in can):
+                remedy = f"set it for the whole run; it may change {', '.join(can)}"
+                raise UserError(f"{place}.{name}.{key}", given[key], fixed, remedy)
 
 
 def in_data_stage(number: int) -> AbstractContextManager[None]:

@@ -12,7 +12,6 @@ own has a layout for each number of ranks in it.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +26,7 @@ from settings.load import KEYS
 OF_TRAIN = ("micro_batch_size", "activation_checkpointing")
 KEYS_OF_LAYOUTS = [*(key for key in KEYS["parallel"] if key != "layouts"), *OF_TRAIN]
 MAX_LAYOUTS = 100
+LAYOUT = "parallel.layouts[{}]"  # the name of one in messages
 Changes = dict[str, dict[str, Any]]  # section → key → value
 
 
@@ -49,7 +49,7 @@ def choose_layout(config: Config, world: int) -> Config:
     if not found:
         return config
     for number, one in enumerate(found):
-        with _in_layout(number):
+        with within(LAYOUT.format(number)):
             validate(one, one.parallel.num_ranks)
     sizes = [one.parallel.num_ranks for one in found]
     if min(sizes) > world:
@@ -57,7 +57,7 @@ def choose_layout(config: Config, world: int) -> Config:
         why = f"the world has {world} processes, and the smallest layout needs {min(sizes)}"
         remedy = f"start at least {min(sizes)} processes, or add a layout for {world}: "
         remedy += f"`python -m tools.plan CONFIG --gpus {world} --search` lists what fits"
-        raise UserError(f"parallel.layouts[{number}]", config.parallel.layouts[number], why, remedy)
+        raise UserError(LAYOUT.format(number), config.parallel.layouts[number], why, remedy)
     return found[sizes.index(max(size for size in sizes if size <= world))]
 
 
@@ -86,7 +86,7 @@ def _with_each_layout(config: Config) -> list[Config]:
                     raise UserError("parallel.layouts", own_list, why, remedy + "keys here")
     found = []
     for number, changes in enumerate(_changes_by_layout(config)):
-        with _in_layout(number):
+        with within(LAYOUT.format(number)):
             own = {name: replace(getattr(config, name), **keys) for name, keys in changes.items()}
             num_ranks = own["parallel"].num_ranks
             entries = tuple(_with_layout(stage, entry, num_ranks) for stage, entry in later)
@@ -120,7 +120,7 @@ def _changes_by_layout(config: Config) -> Iterator[Changes]:
     for number, layout in enumerate(given):
         for key, value in layout.items():
             if key not in KEYS_OF_LAYOUTS:
-                name = f"parallel.layouts[{number}]"
+                name = LAYOUT.format(number)
                 raise no_such_key(name, key, value, {name: KEYS_OF_LAYOUTS})
     sections = {key: "train" if key in OF_TRAIN else "parallel" for each in given for key in each}
     values = {key: getattr(getattr(config, name), key) for key, name in sections.items()}
@@ -130,12 +130,7 @@ def _changes_by_layout(config: Config) -> Iterator[Changes]:
         for key, value in layout.items():
             changes[sections[key]][key] = value
         if changes["parallel"].get("dp_shard", config.parallel.dp_shard) == -1:
-            with _in_layout(number):
+            with within(LAYOUT.format(number)):
                 why, remedy = "-1 would fit many worlds", "give each layout a number of its own"
                 raise UserError("parallel.dp_shard", -1, why, remedy)
         yield changes
-
-
-def _in_layout(number: int) -> AbstractContextManager[None]:
-    """Let a UserError name the layout that it is about."""
-    return within(f"parallel.layouts[{number}]")

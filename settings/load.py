@@ -6,14 +6,15 @@ import difflib
 import typing
 from collections.abc import Iterable
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
-from declare import WithKinds, alternatives, keys_of, no_such_key, settings_class
+from declare import WithKinds, keys_of, no_such_key, settings_class
 from errors import UserError
 from kinds import kinds_in
 from settings.config import SECTIONS, Config
 from settings.data_stages import data_stages, read_entries
-from settings.moved import at_new_places, new_name, old_names
+from settings.moved import at_new_places, old_names
 from settings.yaml_text import NotYaml, dump, parse
 
 KEYS = {name: [field.name for field in dataclasses.fields(cls)] for name, cls in SECTIONS.items()}
@@ -24,7 +25,6 @@ KINDS = {
     for name, cls in SECTIONS.items()
     if issubclass(cls, WithKinds)
 }
-MAX_CHARACTERS = 2**17  # in a file; real configurations have a few thousand
 
 
 def load_config(path: str, overrides: list[str]) -> Config:
@@ -93,10 +93,7 @@ def _read(path: str) -> dict[Any, Any]:
     """The content of the file, which must be a mapping."""
     try:
         with open(path, encoding="utf-8") as file:
-            text = file.read(MAX_CHARACTERS + 1)
-        if len(text) > MAX_CHARACTERS:
-            raise NotYaml(f"is longer than {MAX_CHARACTERS:,} characters")
-        raw = parse(text)
+            raw = parse(file.read())
         why = "must be a mapping of sections to keys"
     except OSError as error:
         raw, why = None, error.strerror or str(error)
@@ -126,7 +123,7 @@ def _apply(override: str, raw: dict[Any, Any]) -> None:
             raise UserError(name, text, why, "write for example data_stages.1.train.seq_len=1024")
         at, (section, _, key) = entries[int(number) - 1], rest.partition(".")
     else:  # (in a data stage old names are not read)
-        key = new_name(section, key, text)
+        key = old_names(section).get(key, key)
     *above, last = [section, *key.split(".", 1)] if key else [section]
     why, remedy = "is not in a section with keys", "correct the file, or write for example "
     wrong = UserError(name, text, why, remedy + "train.steps=100")
@@ -153,7 +150,9 @@ def _value(name: str, text: str, section: str, key: str) -> Any:
     if own and kind in KINDS.get(section, {}):
         declared = settings_class(KINDS[section][kind], kind)
         hint = typing.get_type_hints(declared).get(own) if declared else None
-    types = {typing.get_origin(one) or one for one in alternatives(hint)}
+    is_union = typing.get_origin(hint) in (UnionType, typing.Union)
+    alternatives = typing.get_args(hint) if is_union else (hint,)
+    types = {typing.get_origin(one) or one for one in alternatives}
     bracket = text.lstrip().startswith(tuple("{" * (dict in types) + "[" * (tuple in types)))
     verbatim = str in types and not bracket
     try:
@@ -180,7 +179,7 @@ def _build(raw: dict[Any, Any]) -> Config:
             raise UserError(section, given, why, remedy)
         for key, value in given.items():
             if key not in KEYS[section]:
-                raise no_such_key(section, str(key), value, KEYS, old_names(section).items())
+                raise no_such_key(section, str(key), value, KEYS)
     built = {section: cls(**raw.get(section, {})) for section, cls in SECTIONS.items()}
     config = Config(**built, data_stages=read_entries(entries))
     stages, tasks = data_stages(config), config.train.tasks  # raises if an entry does not fit

@@ -1,8 +1,6 @@
 """Keys that have moved to the section of the kind that reads them, at their old places; and one
-with a new name.
-
-In a file they are read at both, because a run of an earlier version has written all of them. So
-they are on the command line, except for those of `REFUSED`, whose new name the refusal says.
+with a new name. In a file, which a run of an earlier version may have written, and on the command
+line they are read at both.
 """
 
 from typing import Any
@@ -25,19 +23,6 @@ MOVED = {
     "optimizer.eps": "adamw.eps",
     "parallel.cpu_offload": "offload",
 }
-REFUSED = {"model.attention_window", "model.router_scale", "optimizer.eps", "parallel.cpu_offload"}
-VALUES = {"parallel.cpu_offload": {False: "none", True: "host"}}  # old value → value
-
-
-def new_name(section: str, key: str, value: Any) -> str:
-    """The name of a command line's `key` in its section now: `sliding_window.window`. Raises
-    UserError."""
-    name = f"{section}.{key}"
-    if name in REFUSED:
-        values = [f"={new}" for new in VALUES.get(name, {}).values()] or [""]
-        new = " or ".join(f"{section}.{MOVED[name]}{each}" for each in values)
-        raise UserError(name, value, "has moved", f"write {new}")
-    return MOVED.get(name, key)
 
 
 def old_names(section: str) -> dict[str, str]:
@@ -59,8 +44,8 @@ def at_new_places(section: str, given: dict[str, Any]) -> dict[str, Any]:
             continue  # `experts: 5`, which the section refuses
         if own in there:
             raise UserError(name, value, "is given twice", f"keep {section}.{moved[key]}")
-        if isinstance(value, bool):
-            value = VALUES.get(name, {}).get(value, value)
+        if key == "cpu_offload" and isinstance(value, bool):
+            value = "host" if value else "none"
         if value is not None:  # null meant that the key has no value
             found |= {kind[0]: {**there, own: value}} if kind else {own: value}
     return found

@@ -206,7 +206,7 @@ CHANGES: dict[str, list[Change]] = {
         ("        position = end\n", "        position = end + 1\n"),
     ],
     "data/loader.py": [
-        ("self._ready.put((made, after_batch))", "self._ready.put((made, sample))", "resume"),
+        ("self._ready.put((made, after))", "self._ready.put((made, sample))", "resume"),
         ("(mine >= limit)", "(mine > limit)"),
     ],
     # --- saving ---

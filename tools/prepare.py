@@ -23,8 +23,7 @@ def add_source_options(parser: CommandParser) -> None:
     """The options of a command that reads documents."""
     several: dict[str, Any] = {"nargs": "+", "action": "extend"}
     parser.required("--source", str, "SOURCE", "where the text comes from", **several)
-    field = "the column that holds the text (default: text, or the only text column)"
-    parser.option("--text-field", str, "NAME", field)
+    parser.option("--text-field", "text", "NAME", "the column of a table that holds the text")
     split = "the split of a folder of tables or a Hugging Face data set"
     parser.option("--split", "train", "NAME", split)
     skipped = "count and leave out, instead of refusing: rows without the column of the text "

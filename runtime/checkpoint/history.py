@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data.dataset import Mixture
-from data.earlier import Earlier
-from data.loader import check_state
+from data.loader import Earlier, check_state
 from declare import keys_of
 from errors import UserError
 from runtime.trainer_state import EarlierDataStage, TrainerState

@@ -61,10 +61,9 @@ def test_mixture_quotas_are_exact_and_even(weights: list[float]) -> None:
         assert np.abs(drift).max() <= len(weights)
 
 
-@pytest.mark.parametrize("weights", [[], [1.0, 0.0], [1.0, float("nan")], [1.0, 1e-9]])
-def test_mixture_refuses(weights: list[float]) -> None:
+def test_a_weight_too_small_to_be_read_is_refused() -> None:
     with pytest.raises(UserError):
-        mixture_pattern(weights)
+        mixture_pattern([1.0, 1e-9])
 
 
 def test_sample_order_counts_each_source_across_periods() -> None:

@@ -7,9 +7,7 @@ import gzip
 import json
 import lzma
 import os
-import random
-import shlex
-import subprocess
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -45,22 +43,16 @@ def test_a_folder_of_mixed_kinds_is_read_whole_and_the_rest_is_named(tmp_path: P
     texts, left_out = read(tmp_path)
     assert texts == ["json", "text", "compressed", "csv", "in a folder named like a file"]
     assert {reason: sorted(names) for reason, names in left_out.items()} == {
-        "hidden": [".hidden/", "d/.also_hidden.txt"],
+        "hidden": [".hidden", "d/.also_hidden.txt"],
         "a link to something that is read anyway": ["d/loop", "link.txt"],
-        "a broken link": ["broken.txt"],
-        "a link to neither a file nor a folder": ["device.txt"],
-        "an archive (.zip): unpack it": ["all.zip"],
+        "neither a file nor a folder, nor a link to one": ["broken.txt", "device.txt"],
+        "unknown file type (.zip)": ["all.zip"],
         "unknown file type (.png)": ["image.png"],
         "unknown file type (no extension)": ["README"],
         "empty": ["empty.txt"],
-        "JSON, but has no rows with text in column 'text'":
-            ["mixed.json", "number.json", "package.json"],
-        "JSON, but cannot be read as a table": [
-            "deep.json (line 1: it is nested too deeply)",
-            "latin.json (line 1: it is not UTF-8 (byte 0xef))",
-            "tsconfig.json (line 1: it is not JSON: Expecting property name enclosed in double "
-            "quotes, at character 3)",
-            "utf16.json (it is UTF-16, not UTF-8)",
+        "JSON, but its first line has no text in column 'text'": [
+            "deep.json", "latin.json", "mixed.json", "number.json", "package.json",
+            "tsconfig.json", "utf16.json",
         ],
     }  # fmt: skip
 
@@ -75,55 +67,48 @@ def test_links_to_what_is_elsewhere_are_followed_once(tmp_path: Path) -> None:
 
 
 def test_the_report_for_a_person(tmp_path: Path) -> None:
-    """A file that is used in part is not left out."""
-    lines = [row(random.Random(i).randbytes(500).hex()) for i in range(999)]
-    content = gzip.compress("".join(lines).encode())
-    files = {"a.jsonl.gz": content[:-9999], "b.jsonl": row(None), "c.csv": "id,body\n1,words\n"}
+    files = {
+        "a.jsonl": row("a") + row(None) + "{",
+        "c.csv": "id,text\n1,words\n",
+        "b.txt": b"a\xff",
+    }
     write(tmp_path, files | {f"{i}.bin": "" for i in range(9)})
     report = Report(["damaged"])
-    used = sum(1 for _ in documents(str(tmp_path), report=report))
+    assert texts_of(str(tmp_path), report=report) == ["a", "words"]
     assert report.lines() == [
-        "2 files read, 10 left out:",
-        "  unknown file type (.bin): 0.bin, 1.bin, 2.bin, 3.bin, 4.bin and 4 more",
-        "  empty: b.jsonl",
-        f"  damaged; what is before it was used: a.jsonl.gz (damaged from document {used} on)",
-        "1 null text left out",
-        "1 damaged file left out from the damage on",
-        "the text is in the column 'body' of c.csv",
+        "files read: 2",
+        "unknown file type (.bin): 0.bin, 1.bin, 2.bin, 3.bin, 4.bin and 4 more",
+        "damaged: b.txt",
+        "null texts left out: 1",
+        "damaged rows left out: 1",
+        "damaged files left out: 1",
     ]
 
 
 @pytest.mark.parametrize(
-    ("files", "source", "why"),
+    ("files", "why"),
     [
-        ({}, "", "the folder is empty"),
-        ({".git/a.txt": "x"}, "", "nothing in it can be read (hidden: .git/)"),
-        ({"c.xyz": "text", "d.xyz": "text", "b.png": "", "b.zip": "PK"}, "",
-         "none of its files is of a known type"),
-        ({"a.txt": "", "b.jsonl": "\n \n"}, "", "it contains no text"),
-        ({"b.tar.gz": b""}, "b.tar.gz", "it is an archive (.tar)"),
+        ({}, "nothing in it can be read (the folder is empty)"),
+        ({".git/a.txt": "x"}, "nothing in it can be read (hidden: .git)"),
+        ({"c.xyz": "text", "d.xyz": "text", "b.zip": "PK"},
+         "nothing in it can be read (unknown file type (.zip): b.zip; unknown file type (.xyz)"),
+        ({"a.txt": "", "b.jsonl": "\n \n"}, "it contains no text; empty: a.txt, b.jsonl"),
     ],
-    ids=["empty folder", "hidden", "unknown endings", "no rows", "archive"],
+    ids=["empty folder", "hidden", "unknown endings", "no rows"],
 )  # fmt: skip
 def test_a_source_without_text_is_refused_for_its_own_reason(
-    tmp_path: Path, files: dict, source: str, why: str
+    tmp_path: Path, files: dict, why: str
 ) -> None:
-    folder = tmp_path / "a [folder]"
-    folder.mkdir()
-    error = refusal(write(folder, files) / source)
-    assert error.why.startswith(why)
-    if "c.xyz" in files:  # the remedy works
-        _, pattern = shlex.split(error.remedy.split(": ", 1)[1])
-        assert read(pattern)[0] == ["text"] * 2
+    assert refusal(write(tmp_path, files)).why.startswith(why)
 
 
 def test_a_glob_reads_each_file_once_and_names_folders(tmp_path: Path) -> None:
-    write(tmp_path, {"a/b.txt": "b", "c.txt": "c", "d.unknown": "d", "e.zip": "PK"})
+    write(tmp_path, {"a/b.txt": "b", "c.txt": "c", "d.unknown": "d"})
     texts, left_out = read(f"{tmp_path}/*")
     assert texts == ["c", "d"]
-    assert list(left_out.values()) == [[f"{tmp_path}/a"], [f"{tmp_path}/e.zip"]]
+    assert list(left_out.values()) == [[f"{tmp_path}/a"]]
     assert read(f"{tmp_path}/**/**/*.txt")[0] == ["b", "c"]
-    assert "matches no file that can be read" in refusal(f"{tmp_path}/*.zip").why
+    assert "matches no file that can be read" in refusal(f"{tmp_path}/[a]").why
 
 
 def test_tables_of_a_folder_have_splits_by_their_names(tmp_path: Path) -> None:
@@ -132,21 +117,17 @@ def test_tables_of_a_folder_have_splits_by_their_names(tmp_path: Path) -> None:
     left_out = {"belongs to split 'test' (--split test)": ["data/test-0.jsonl"]}
     assert read(tmp_path) == (["a", "c"], left_out)
     assert read(tmp_path, split="test")[0] == ["b"]
-    error = refusal(tmp_path, split="validation")
-    assert (error.key, error.remedy.split(";")[0]) == ("--split", "give one of: test, train")
+    assert "belongs to split 'test' (--split test): " in refusal(tmp_path, split="dev").why
     assert [split_of(name) for name in ("dev/x.csv", "eval.csv", "valid2.csv", "contest.csv")] == [
         "validation", "test", "validation", "train",
     ]  # fmt: skip
 
 
-def test_a_data_set_s_card_is_not_text(tmp_path: Path) -> None:
-    card = "---\nconfigs:\n- config_name: en\n---\n# Data"
-    write(tmp_path, {"README.md": card, "a.jsonl": row("a")})
-    assert read(tmp_path) == (["a"], {"describes the data set": ["README.md"]})
-    write(tmp_path, {"README.md": "---\nconfigs:\n- config_name: en\n- config_name: fr\n---\n"})
-    assert "several data sets: en, fr" in refusal(tmp_path).why
-    write(tmp_path, {"README.md": "# Notes\n"})
-    assert read(tmp_path)[0] == ["# Notes\n", "a"]
+def test_the_readme_of_tables_is_not_text(tmp_path: Path) -> None:
+    write(tmp_path, {"README.md": "# Data", "a.jsonl": row("a")})
+    assert read(tmp_path) == (["a"], {"describes the tables": ["README.md"]})
+    (tmp_path / "a.jsonl").unlink()
+    assert read(tmp_path)[0] == ["# Data"]
 
 
 def test_several_sources_are_read_in_order_and_each_file_once(tmp_path: Path) -> None:
@@ -182,25 +163,26 @@ def test_compressed_files_are_read_and_damaged_ones_refused(
     file = tmp_path / f"a.jsonl{ending}"
     file.write_bytes(packed * 2)  # members, frames and streams may follow one another
     assert read(file)[0] == ["x" * 99] * 198
-    for damaged in (packed[:-9], b"junk\xff" * 99):
-        file.write_bytes(damaged)
-        error = refusal(file)
-        assert error.value == str(file)
-        assert error.why.startswith("it is damaged")
+    file.write_bytes(packed[:-9])
+    error = refusal(file)
+    assert error.value == str(file)
+    assert error.why.startswith("it is damaged")
 
 
-def test_json_in_its_forms(tmp_path: Path) -> None:
-    rows = [{"text": "a"}, {"text": None}, {"text": "nul \0 and \u2028 and 🐍"}]
+def test_tables_are_read_exactly(tmp_path: Path) -> None:
+    texts = ["first\r\ntext", "  zweiter\tText\n", "\u2581 третий", "nul \0 and \u2028 and 🐍"]
+    rows = [{"id": i, "text": text} for i, text in enumerate([*texts, None])]
     lines = "\r\n".join(json.dumps(row) for row in rows)
-    forms = {"a.jsonl": b"\xef\xbb\xbf" + lines.encode(), "b.json": lines, "c.ndjson": lines,
-             "d.json": json.dumps(rows, indent=1)}  # fmt: skip
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
+    forms = {"a.jsonl": b"\xef\xbb\xbf" + lines.encode(), "b.json": lines, "c.ndjson": lines}
     write(tmp_path, forms)
-    for name in forms:
-        assert read(tmp_path / name)[0] == ["a", rows[2]["text"]]
-    one = json.dumps({"text": "one"}, indent=1)
-    write(tmp_path, {"one.json": one, "long.jsonl": row("x" * 5_000_000)})
-    assert read(tmp_path / "one.json")[0] == ["one"]
+    for name in [*forms, "d.parquet"]:
+        path = str(tmp_path / name)
+        assert list(documents(path)) == [(text, text) for text in texts]
+        assert re.search("(row 0|line 1) .* int", refusal(path, text_field="id").why)
+    write(tmp_path, {"long.jsonl": row("x" * 5_000_000), "list.json": json.dumps(rows)})
     assert read(tmp_path / "long.jsonl")[0] == ["x" * 5_000_000]
+    assert "line 1: a row must be an object" in refusal(tmp_path / "list.json").why
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t"])
@@ -218,20 +200,18 @@ def test_csv_is_read_exactly(tmp_path: Path, separator: str) -> None:
      ("a text.txt.gz", "latin-1", "line 2: it is not UTF-8 (byte 0xef)"),
      ("a text.txt", "utf-16", "it is UTF-16"), ("a text.txt.gz", "utf-32", "it is UTF-32")],
 )  # fmt: skip
-def test_text_in_another_encoding_is_refused_and_the_remedy_works(
+def test_text_in_another_encoding_is_refused(
     tmp_path: Path, name: str, encoding: str, line: str
 ) -> None:
     text = "ein Satz\nnaïve\n"
     content = text.encode(encoding)
-    content = gzip.compress(content) if name.endswith("gz") else content
-    file = write(tmp_path, {name: content, "a text.utf8.txt": "mine"}) / name
+    file = (
+        write(tmp_path, {name: gzip.compress(content) if name.endswith("gz") else content}) / name
+    )
     error = refusal(tmp_path)
     assert error.value == str(file)
     assert error.why.removeprefix("decompressed, ").startswith(line)
-    subprocess.run(error.remedy.split("`")[1], shell=True, check=True)
-    # in a copy: no remedy overwrites a file
-    assert read(tmp_path / "a text.utf8-2.txt")[0] == [text]
-    assert (file.read_bytes(), read(tmp_path / "a text.utf8.txt")[0]) == (content, ["mine"])
+    assert "iconv -f" in error.remedy
     file.write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert read(file)[0] == [text]  # without the byte order mark
 
@@ -241,10 +221,11 @@ def test_text_in_another_encoding_is_refused_and_the_remedy_works(
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 PULL = "run `git lfs pull` in its folder"
 UNPACK = "unpack it and give the folder, or leave that file out (--skip damaged)"
-# a skippable frame, and a frame of one raw block, "text", that asks for a window of 2**31 bytes
-SKIPPABLE = b"\x50\x2a\x4d\x18\4\0\0\0skip"
-LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\xa8" + (4 << 3 | 1).to_bytes(3, "little") + b"text"
+# a skippable frame, and a frame of one raw block, "text"
+ZSTD = b"\x50\x2a\x4d\x18\4\0\0\0skip\x28\xb5\x2f\xfd\x00\x50" + (4 << 3 | 1).to_bytes(3, "little")
+ZSTD += b"text"
 TAR = b"a.txt".ljust(257, b"\0") + b"ustar"
+NEITHER = "neither text nor a parquet table"
 NOT_TEXT = {
     **{f"pointer{ending}": (POINTER, "it is a Git LFS pointer", PULL)
        for ending in (".txt", ".json", ".parquet")},
@@ -252,17 +233,12 @@ NOT_TEXT = {
     "annex.txt": ("/annex/objects/SHA256E-s9--1.txt\n", "it is a git-annex", "run `git annex get`"),
     "tar.jsonl.gz": (gzip.compress(TAR), "decompressed, it is a tar archive", UNPACK),
     "xz.gz": (gzip.compress(lzma.compress(b"")), "decompressed, it is compressed again, by xz", ""),
-    "parquet.gz": (gzip.compress(b"PAR1\x15\0"), "decompressed, it is a parqu", "decompress it"),
-    "a.parquet": ("text", "it is not a parquet table: it begins with b'text'", "copy it again"),
+    "parquet.gz": (gzip.compress(b"PAR1\x15\0"), f"decompressed, it is {NEITHER}", "copy it again"),
+    "a.parquet": ("text", f"it is {NEITHER}: it begins with b'text'", "copy it again"),
     "arrow.jsonl": (b"ARROW1\0\0", "it is an Arrow or Feather table", "convert it to parquet"),
-    "secret.csv": (b"PARE\0PARE", "it is an encrypted parquet table", "decrypt it"),
     "cut.parquet": (b"PAR1\x15\0", "it is damaged or cut short", "copy it again"),
     "paper.md": (b"%PDF-1.7\n", "it is a PDF", "extract its text"),
-    "page.csv": ("<!DOCTYPE html>\nx\n", "it is damaged or cut short: it is HTML", "copy it again"),
-    "weights.txt": (b"\x08\0\0\0\0\0\0\0{}", "it is not UTF-8 text: it has bytes of value 0",
-                    "copy it again"),
-    "long.txt.zst": (SKIPPABLE + LONG_WINDOW, "it was compressed with a window above 128 MiB",
-                     "decompress a copy, in up to 2 GiB of memory: `zstd -d --long=31 "),
+    "weights.txt": (b"\x08\0\0\0\0\0\0\0{}", f"it is {NEITHER}", "copy it again"),
 }  # fmt: skip
 
 
@@ -277,38 +253,11 @@ def test_a_file_is_what_its_first_bytes_say(tmp_path: Path, name: str) -> None:
 
 
 def test_text_may_begin_like_something_else(tmp_path: Path) -> None:
-    starts = ["nul " * 200 + "\0", "PARENTS and", "PAR1 is a receptor", "ARROW1 is a name", "FEA1…",
+    starts = ["nul " * 200 + "\0", "PAR1 is a receptor", "ARROW1 is a name", "FEA1…",
               f"{'.':257}ustar"]  # fmt: skip
     packed = {f"{i}.txt.gz": gzip.compress(text.encode()) for i, text in enumerate(starts)}
     write(tmp_path, {f"{i}.txt": text for i, text in enumerate(starts)} | packed)
     assert read(tmp_path) == ([text for text in starts for _ in range(2)], {})
-
-
-def test_the_column_of_the_text_is_found_or_asked_for(tmp_path: Path) -> None:
-    # the rows before the one that shows the column are read like the others
-    late = '{"n": 1}\n{"b": null}\n{"b": ""}\n{"b": "42"}\n{"b": "x"}\n'
-    write(
-        tmp_path,
-        {"one.csv": "id,b\n1,42\n2,x\n", "two.csv": "title,body\na,b\nc,4\n", "late.jsonl": late,
-         "text.jsonl": '{"b": "x"}\n' + row("y"), "far.jsonl": '{"n": 1}\n' * 1001 + row("y")},
-    )  # fmt: skip
-    assert read(tmp_path / "one.csv", ["missing"]) == read(tmp_path / "one.csv")
-    assert read(tmp_path / "one.csv")[0] == ["42", "x"]
-    error = refusal(tmp_path / "two.csv")
-    assert error.key == "--text-field"
-    assert error.remedy == "set --text-field to one of: title, body; or leave that file out"
-    assert read(tmp_path / "two.csv", text_field="body")[0] == ["b", "4"]
-    assert "line 2 has a column 'text'" in refusal(tmp_path / "text.jsonl").why
-    report = Report(["missing"])
-    assert texts_of(f"{tmp_path}/late.jsonl", report=report) == ["42", "x"]
-    assert [*report.counts.values()] == [1, 1, 1, 0, 0]
-    assert "line 1 of" in refusal(tmp_path / "late.jsonl").why
-    error = refusal(tmp_path / "one.csv", skip=["missing"], text_field="text")
-    assert "have no such column" in error.why
-    assert refusal(tmp_path / "far.jsonl").remedy.startswith("set --text-field to one of: n;")
-    write(tmp_path, {"null.jsonl": '{"id": "a1", "body": null}\n{"id": "a2", "body": "words"}\n'})
-    assert "line 2 has a column 'body'" in refusal(tmp_path / "null.jsonl").why
-    assert read(tmp_path / "null.jsonl", text_field="body")[0] == ["words"]
 
 
 def test_rows_without_the_column_are_refused_or_counted(tmp_path, monkeypatch) -> None:
@@ -337,19 +286,17 @@ def test_rows_without_the_column_are_refused_or_counted(tmp_path, monkeypatch) -
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([typo[0], {"text": None}]), table)
     assert texts_of(str(table), report=(report := Report())) == ["document 1"]
     assert report.counts["null_texts"] == 1
-    for source in (file, table):  # a name that is in no row is refused as such
-        error = refusal(source, text_field="texts")
-        assert error.remedy.startswith("set --text-field to one of: text")
-        assert error.key == "--text-field"
+    for source in (file, table):  # a name that is in no row
+        assert "(text" in refusal(source, text_field="texts").remedy
+        assert "it contains no text" in refusal(source, skip=["missing"], text_field="texts").why
 
 
 def test_compressed_files_and_parquet_are_read_under_any_name(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"text": "a"}]), tmp_path / "e.csv")
-    usual = LONG_WINDOW.replace(b"\xa8", b"\x50")  # a window of 2**20 bytes
     write(
         tmp_path,
         {"a.jsonl": gzip.compress(row("a").encode()), "b.jsonl.gz": row("a"),
-         "c.jsonl.bz2": lzma.compress(row("a").encode()), "d.xz": "a", "f": SKIPPABLE + usual},
+         "c.jsonl.bz2": lzma.compress(row("a").encode()), "d.xz": "a", "f": ZSTD},
     )  # fmt: skip
     assert [read(file)[0] for file in sorted(tmp_path.iterdir())] == [["a"]] * 5 + [["text"]]
 

@@ -20,11 +20,9 @@ from model.experts import Experts
 from proofs.ranks import Ranks
 from runtime.trainer_state import DataState, state_of
 from settings.checks import validate
-from settings.data_stages import data_stages
 from settings.load import (
     KEYS,
     KINDS,
-    MAX_CHARACTERS,
     SECTIONS,
     dump_config,
     load_config,
@@ -54,33 +52,6 @@ def written(folder: Path, text: str | bytes) -> str:
 
 
 SHARED = ["parallel.dp_shard=-1"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        (["train.seq_len=132", "parallel.tp_pieces=4"],
-         ["parallel.tp=2 × parallel.tp_pieces=4 equal parts",
-          "use a multiple of 8, or fewer pieces, or parallel.sequence_parallel=false"]),
-        (["train.seq_len=132", "parallel.cp=4", *SHARED, "parallel.tp=1"],
-         [" parallelism cut it into 2 · parallel.cp=4 equal parts",
-          "use a multiple of 8, or a smaller parallel.cp"]),
-        (["train.seq_len=140", "parallel.cp=2", *SHARED, "parallel.tp_pieces=2"],
-         [": context and sequence parallelism cut it into ",
-          "2 · parallel.cp=2 × parallel.tp=2 × parallel.tp_pieces=2 equal parts",
-          "use a multiple of 16, or a smaller parallel.cp, or fewer pieces, or "]),
-    ],
-    ids=["tp", "cp", "cp and tp"],
-)  # fmt: skip
-def test_a_sequence_that_cannot_be_cut(overrides: list[str], parts: list[str]) -> None:
-    """With sequence parallelism, tp × pieces parts must be equal, with context parallelism 2 cp
-    chunks, and each rank's part must be cut over tp. The key, parts and remedies are named."""
-    message = refusal(overrides)
-    assert message.startswith("train.seq_len = 1")
-    assert [part for part in parts if part not in message] == []
-    # one rank, and ranks that hold the whole sequence, cut nothing
-    for whole in ("parallel.sequence_parallel=false", "parallel.tp=1"):
-        validate(load_config(LAPTOP, [*overrides, *SHARED, "parallel.cp=1", whole]), 8)
 
 
 # --- bounds ---------------------------------------------------------------------------------------
@@ -118,22 +89,17 @@ def test_a_section_made_in_python_checks_itself_too() -> None:
 
 
 WRONG = [
-    ("optimizer.learning_rate=1", "did you mean optimizer.lr?"),
     ("train.lr=1", "did you mean optimizer.lr?"),
-    ("train.lr_scheduler=cosine", "did you mean parallel.schedule or optimizer.schedule?"),
+    ("train.schedule=cosine", "did you mean parallel.schedule or optimizer.schedule?"),
+    ("train.global_batch=4", "did you mean train.global_batch_size?"),
     ("data.zzz=1", "choose from data.path, data.tokenizer"),
     ("optimizer.adamw.betas=[0.9, 1]", "1 in it is not allowed\n  remedy: it should be less than"),
     ("optimizer.adamw.betas=[0.9]", "for example [0.9, 0.95]"),
-    ("optimizer.eps=1", "has moved\n  remedy: write optimizer.adamw.eps"),
-    ("model.attention_window=9", "has moved\n  remedy: write model.sliding_window.window"),
     ("model.sliding_window.window=0", "greater than or equal to 1, for example 4096"),
     ("model.sliding_window.windw=9", "did you mean model.sliding_window.window?"),
     ("model.sliding_window=9", "is not a section with keys\n  remedy: set its keys: model.sliding"),
     ("model.swiglu=9", "this kind has no settings of its own"),
-    ("model.bias_rat=9", "did you mean model.sigmoid_bias.bias_rate?"),
-    ("optimizer.beta1=0.9", "did you mean optimizer.adamw?"),
     ("optimizer.lr=.nan", "be a finite number"),
-    ("parallel.zero_stage=true", "be a valid integer"),
     ("parallel.layers_per_stage=[1, a]", "'a' in it is not allowed"),
     ("parallel.dp_shard=0", "must be positive, or -1"),
     ("model.dim=4000000000", "be less than or equal to 1048576"),
@@ -141,10 +107,8 @@ WRONG = [
     ("run.dir=''", "have at least 1 character"),
     ('run.dir="a\\0b"', "be one line without control characters"),
     ('run.dir="\\ud800"', "be text that UTF-8 can write"),
-    ("run.dir=\udcff", "be text that UTF-8 can write"),
     ("run.dir=~nobody-of-this-name/x", "a user that this machine knows"),
     ("train.steps=5 #6", "is followed by '#6'"),
-    ("train.steps=1e3", "be a valid integer"),
     ("train.steps=\uff15", "be a valid integer"),
     ("checkpoint.interval=-1", "be greater than or equal to 0, or be 'auto' or 'never'"),
     (f"run.dir={'x' * 5000}", "have at most 4096 characters"),
@@ -160,30 +124,6 @@ def test_wrong_value(override: str, said: str) -> None:
     key, _, _ = override.partition("=")
     assert message.startswith(f"{key} = ")
     assert said in message
-    assert len(message) < 2000
-
-
-LONG = [  # (overrides, the key that is refused)
-    (["train.global_batch_size=100000000", "train.micro_batch_size=50000000"],
-     "train.micro_batch_size"),
-    (["parallel.tp=1000000000"], "parallel.tp"),
-    (["parallel.stages_per_rank=1000000000", "parallel.schedule=interleaved_1f1b"],
-     "parallel.stages_per_rank"),
-    (["model.num_layers=4096", "parallel.stages_per_rank=2000", "parallel.layers_per_stage=auto"],
-     "parallel.stages_per_rank"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("overrides", "key"), LONG, ids=[each[0][0][:40] for each in LONG])
-def test_nothing_of_a_senseless_length_is_built(
-    overrides: list[str], key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("settings.config", "parallel.config"):
-        monkeypatch.setattr(
-            f"{module}.build_schedule", lambda *_: pytest.fail("a schedule was built")
-        )
-    message = refusal(overrides)
-    assert message.startswith(f"{key} = ")
     assert len(message) < 2000
 
 
@@ -209,8 +149,6 @@ BASE = [*ONE_AXIS, "model.feed_forward=experts", "model.experts.count=8",
     [
         (8, [*BASE, "model.experts.count=0"],
          "model.experts.count = 0: the model has experts", "for example 8"),
-        (8, [*BASE, "model.feed_forward=expert"],
-         "model.feed_forward = 'expert': there is no such kind", "'experts', "),
         (8, [*BASE, "model.experts.per_token=9"],
          "model.experts.per_token = 9: a token would choose more than all 8 experts",
          "a smaller number"),
@@ -220,8 +158,6 @@ BASE = [*ONE_AXIS, "model.feed_forward=experts", "model.experts.count=8",
         (8, [*BASE, "model.experts.num_dense_layers=4"],
          "model.experts.num_dense_layers = 4: leaves none of the model.num_layers=4 layers for ",
          "leave at least one"),
-        (8, [*BASE, "model.router=sigmoid"],
-         "model.router = 'sigmoid': there is no such kind", "'sigmoid_bias'"),
         (8, [*BASE, "model.sigmoid_bias.bias_rate=0.1"],
          "model.sigmoid_bias = {'bias_rate': 0.1}: nothing is of kind sigmoid_bias",
          "model.router=sigmoid_bias"),
@@ -245,30 +181,42 @@ BASE = [*ONE_AXIS, "model.feed_forward=experts", "model.experts.count=8",
         (2, [*BASE, "parallel.tp=2", "model.experts.num_shared=1", "model.experts.ffn_dim=33"],
          "parallel.tp = 2: does not divide model.experts.num_shared · model.experts.ffn_dim=33",
          "choose one of [1, 3, 11, 33]"),
-        # without experts, one could also turn sequence parallelism off
-        (2, [*BASE, "parallel.tp=2", "train.seq_len=31"],
-         "train.seq_len = 31: ", "remedy: use a multiple of 2"),
+        # what cuts a sequence into equal parts: context parallelism into 2 cp
+        (8, ["train.seq_len=132", "parallel.tp_pieces=4"],
+         "train.seq_len = 132: context and sequence parallelism cut it into 8 equal parts "
+         "(parallel.tp=2 and parallel.tp_pieces=4)", "use a multiple of 8"),
+        (8, ["train.seq_len=140", "parallel.cp=2", "parallel.tp_pieces=2", *SHARED],
+         "train.seq_len = 140: context and sequence parallelism cut it into 16 equal parts "
+         "(parallel.cp=2 and parallel.tp=2 and parallel.tp_pieces=2)", "use a multiple of 16"),
+        # products that are too long to build something of that length
+        (8, ["train.global_batch_size=100000000", "train.micro_batch_size=50000000"],
+         "train.micro_batch_size = ", "often 1 to 16"),
+        (8, ["parallel.tp=1000000000"], "parallel.tp = ", ""),
+        (8, ["parallel.stages_per_rank=1000000000", "parallel.schedule=interleaved_1f1b"],
+         "parallel.stages_per_rank = ", "a smaller number"),
         # other kinds
         (8, ["model.attention=[causal,slidin_window]"],
          "model.attention = ('causal', 'slidin_window'): there is no such kind",
          "'sliding_window'"),
         (8, WINDOW[:1], "model.sliding_window.window = None: is missing", "add it to the file"),
-        (8, WINDOW[1:], "model.sliding_window = {'window': 9}: nothing is of kind sliding_window",
-         "leave it out, or set model.attention=sliding_window"),
         (1, [*ONE_AXIS, "model.feed_forward=swiglu", "model.experts.count=2"],
          "model.experts = {'count': 2}: nothing is of kind experts",
          "leave it out, or set model.feed_forward=experts"),
-        (8, ["model.swiglu.width=9"],
-         "model.swiglu = {'width': 9}: this kind has no", "leave it out"),
         (1, [*ONE_AXIS, "model.router=softmax"],
          "model.router = 'softmax': the model has no experts", ""),
     ],
 )  # fmt: skip
-def test_kinds_refused(world: int, overrides: list[str], begins: str, remedy: str) -> None:
+def test_what_does_not_go_together(
+    world: int, overrides: list[str], begins: str, remedy: str
+) -> None:
     message = refusal(overrides, world=world)
     assert message.startswith(begins)
     assert remedy in message
-    assert "sequence_parallel=false" not in message, "which experts do not permit"
+
+
+@pytest.mark.parametrize("whole", ["parallel.sequence_parallel=false", "parallel.tp=1"])
+def test_ranks_that_hold_the_whole_sequence_cut_nothing(whole: str) -> None:
+    validate(load_config(LAPTOP, ["train.seq_len=131", *SHARED, whole]), 8)
 
 
 def test_weights_of_a_dense_model_do_not_start_experts(
@@ -374,7 +322,6 @@ FILES = [
     ("train: {compile: !!bool maybe}", "holds a value that cannot be read"),
     ("train: !!timestamp x", "holds a value that cannot be read"),
     (b"\xff\xfe\x00", "can't decode byte 0xff"),
-    ("# long\n" * (MAX_CHARACTERS // 7 + 1), "is longer than"),
 ]
 
 
@@ -385,7 +332,7 @@ def test_files_that_are_no_configuration(tmp_path: Path, text: str | bytes, said
     assert len(message) < 2000
 
 
-@pytest.mark.parametrize("path", ["", "/nowhere/at.yaml", "/dev/zero", "a\0b", "x" * 5000])
+@pytest.mark.parametrize("path", ["", "/nowhere/at.yaml", "a\0b", "x" * 5000])
 def test_paths_that_are_no_configuration(path: str) -> None:
     assert refusal([], path).startswith("configuration file = ")
 
@@ -433,17 +380,6 @@ def test_what_is_typed_arrives(key: str, tmp_path: Path, monkeypatch: pytest.Mon
         arrived = attrgetter(key)(config)
         assert (arrived, type(arrived)) == (value, type(value)), typed
         assert load_config(written(tmp_path, dump_config(config)), []) == config, typed
-
-
-def test_what_is_typed_for_a_stage_arrives(tmp_path: Path) -> None:
-    text = Path(LAPTOP).read_text(encoding="utf-8") + "data_stages: [{from_step: 010}]\n"
-    path = written(tmp_path, text)
-    overrides = ["data_stages.1.data.path=a #b", "data_stages.1.train.eval_interval=020"]
-    stage = data_stages(load_config(path, overrides))[1]
-    assert stage.steps.start == 10
-    assert (stage.config.data.path, stage.config.train.eval_interval) == ("a #b", 20)
-    for override in ("data_stages.1.from_step.x=5", "data_stages.1=5"):
-        assert refusal([override], path).startswith("data_stages.")
 
 
 @pytest.mark.parametrize("change", [("\n", "\r\n"), ("# world", "\ufeff# world")])

@@ -11,8 +11,7 @@ import torch
 import yaml
 
 import train
-from data.earlier import Earlier
-from data.loader import BatchLoader
+from data.loader import BatchLoader, Earlier
 from proofs.ranks import Ranks
 from runtime.checkpoint import saving
 from runtime.log.events import read_events

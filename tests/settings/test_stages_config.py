@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data.earlier import counts
+from data.loader import counts
 from data.sampler import mixture_pattern
 from errors import UserError
 from settings.checks import validate
@@ -64,6 +64,12 @@ def test_overrides() -> None:
     config = load(LONGER, also=("data_stages.1.train.seq_len=64", "data_stages.1.from_step=9"))
     first, second = data_stages(config)
     assert (second.config.train.seq_len, first.steps) == (64, range(9))
+    typed = ("data_stages.1.data.path=a #b", "data_stages.1.train.eval_interval=020")
+    second = data_stages(load(LONGER, also=typed))[1].config
+    assert (second.data.path, second.train.eval_interval) == ("a #b", 20)
+    for override in ("data_stages.1.from_step.x=5", "data_stages.1=5"):
+        with pytest.raises(UserError, match=r"^data_stages\."):
+            load(LONGER, also=(override,))
     config = load(LONGER, also=("train.seq_len=64", "train.eval_interval=7"))
     first, second = (stage.config.train for stage in data_stages(config))
     assert (first.seq_len, second.seq_len) == (64, 256), "until a data stage sets it"
