@@ -14,22 +14,28 @@ it begins with the output's gradient, which autograd owns, and ends with the inp
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from costs.as_on_gpu import AsOnGpu
+from costs.as_on_gpu import DEVICE, AsOnGpu
 from costs.collectives import wire_bytes
-from costs.ends import Begin, End, Entrance
 from costs.recorder import Phase, Piece, Recorder
-from costs.setting import Setting, batch_of, hidden, tensors_in
-from costs.stage import build_stage, routing, state_of
+from costs.setting import (
+    Setting,
+    batch_of,
+    build_stage,
+    hidden,
+    routing,
+    state_of,
+    tensors_in,
+)
 from costs.storages import key_of
 from errors import UserError
 from model.config import ModelConfig
@@ -176,6 +182,22 @@ def _stage(setting: Setting, names: Iterable[str]) -> Transformer:
     return build_stage(setting, layers, EMBEDDING in names, HEAD in names)
 
 
+class End(torch.autograd.Function):
+    """Allocates the gradient of the unit's output in backward, as its neighbour would. Only
+    autograd then holds it."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, sent: Callable[[Tensor], None]) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.sent = y.shape, y.dtype, sent
+        return y.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        dy = torch.empty(ctx.shape, dtype=ctx.dtype, device=DEVICE)
+        ctx.sent(dy)
+        return dy, None
+
+
 class CannotRecord(UserError):
     """A unit does not run on meta tensors. Training does not need it to."""
 
@@ -227,7 +249,8 @@ def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Record:
     with torch.enable_grad(), parts, AsOnGpu(), routed, recorder:
         x = None
         if name != EMBEDDING:
-            x = Begin.apply(leaf, received)
+            x = leaf.clone()  # which the unit before would have allocated
+            x.register_hook(received)
             recorder.passes("x", x)
         with recorder.phase("forward"):
             y = stage(x, batch)
@@ -306,7 +329,9 @@ def _mark_experts(block: nn.Module, recorder: Recorder) -> None:
     def enter(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if not recorder.marks:
             recorder.mark()
-        return Entrance.apply(args[0], recorder.mark), *args[1:]
+        x = args[0].view_as(args[0])
+        x.register_hook(lambda _: recorder.mark())
+        return x, *args[1:]
 
     def leave(_: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
         recorder.mark()
