@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from errors import UserError
 from runtime.metrics.memory_report import table
-from runtime.schema import Natural, Strict, first_problem, load_json
+from runtime.schema import Natural, Strict
 from settings.config import Config
+from tools.plan.hardware import read_file
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory
 
@@ -28,15 +27,7 @@ class Report(Strict):
 
 def read_report(file: Path) -> Report:
     """Read a memory report. Raises UserError for a file that is not one."""
-    remedy = "give a file RUN/memory/step-….json"
-    try:
-        return Report.model_validate(load_json(file.read_text(encoding="utf-8")))
-    except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-    except (ValueError, RecursionError) as error:  # also: not text, or not JSON
-        problem = first_problem(error) if isinstance(error, ValidationError) else error
-        why = f"is no memory report: {problem}"
-    raise UserError("--beside", str(file), why, remedy)
+    return read_file("--beside", file, Report, "give a memory report, RUN/memory/step-….json")
 
 
 def beside(config: Config, report: Report) -> str:

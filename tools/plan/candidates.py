@@ -3,6 +3,7 @@ largest of its ranks' bounds) and, if the bound fits, an estimate of its step's 
 (plan/estimate.py).
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator
@@ -12,7 +13,6 @@ from typing import Any, NamedTuple, get_args
 
 from costs.parameters import check_tp
 from errors import UserError
-from model.config import ModelConfig
 from model.experts import Experts
 from parallel.activation import Mode
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
@@ -29,7 +29,6 @@ INTERLEAVED = ("interleaved_1f1b", "breadth_first")
 MODES = get_args(Mode)
 MICRO_BATCHES = (1, 2, 4, 8)  # sequences
 CP_TOKENS = 8192  # of a sequence; a cp rank keeps at least as many, which fill its kernels
-KEPT = ("fsdp_unit", "reduce_dtype", "tp_pieces", "offload")
 VIRTUAL = 8  # stages per rank of interleaved schedules: all up to this; more only if even
 
 balanced_layers = lru_cache(maxsize=4096)(balanced_split)
@@ -48,38 +47,23 @@ class Candidate(NamedTuple):
         return replace(self.alike, parallel=replace(self.alike.parallel, **self.rest))
 
 
-def space(config: Config, world: int, device: Device) -> list[str]:
-    """Describe which sizes and schedules are tried, and which settings are kept from the
-    configuration. docs/planning.md has the rest, which is the same in every search."""
-    train, parallel = config.train, config.parallel
-    sizes = {
-        "tp": _tp_sizes(config, world, device),
-        "cp": _cp_sizes(config, world),
-        "ep": _ep_sizes(config, world),
-        "micro-batches of": _micro_batches(config),
-    }
-    tried = "; ".join(f"{name} {', '.join(map(str, each))}" for name, each in sizes.items())
-    schedules = [*(name for name in FIXED if not (train.compile and name in SPLIT)), *INTERLEAVED]
-    kept = {f"parallel.{key}": getattr(parallel, key) for key in KEPT}
-    kept |= {"train.dtype": train.dtype, "train.compile": str(train.compile).lower()}
-    return [
-        f"tried: {tried} sequences; {', '.join(schedules)}",
-        f"kept as configured: {' '.join(f'{key}={value}' for key, value in kept.items())}",
-    ]
-
-
 def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate]:
     """Yield every layout that obeys the configuration's rules."""
     batch, seq_len = config.train.global_batch_size, config.train.seq_len
+    longest = max(1, seq_len // CP_TOKENS)
+    experts = config.model.find(Experts) or Experts(count=1)
     axes = itertools.product(
-        _tp_sizes(config, world, device), _cp_sizes(config, world), _ep_sizes(config, world)
+        _tp_sizes(config, world, device),
+        [cp for cp in _divisors(world) if cp <= longest],
+        _divisors(math.gcd(world, experts.count)),
     )
+    micro_batches = sorted({*MICRO_BATCHES, config.train.micro_batch_size})
     for tp, cp, ep in axes:
         # the fewest data-parallel ranks with which ep has its ranks
         dp_shard = ep // math.gcd(ep, tp * cp)
         if world % (tp * cp * dp_shard):
             continue
-        for cut, size, mode in itertools.product((True, False), _micro_batches(config), MODES):
+        for cut, size, mode in itertools.product((True, False), micro_batches, MODES):
             if tp == 1 and cut != config.parallel.sequence_parallel:
                 continue
             if tp > 1 and not cut and config.model.has_experts:  # settings/checks.py
@@ -101,20 +85,28 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
                         yield from _data_parallel(pipe, dp)
 
 
+def _tp_sizes(config: Config, world: int, device: Device) -> list[int]:
+    """The sizes of tp that divide the world and the model's layers, and do not exceed a node; if
+    there are several nodes, they also divide a node. Compiled blocks run with tp 1 only."""
+    node = 1 if config.train.compile else device.gpus_per_node
+    found = []
+    for tp in _divisors(world):
+        if tp <= node and (world <= node or node % tp == 0):
+            with contextlib.suppress(UserError):
+                check_tp(config.model, tp)
+                found.append(tp)
+    return found
+
+
 def pipelines(stage: Stage, pp: int, m: int) -> Iterator[Pipeline]:
     """Yield the schedules and splits of the layers for `m` micro-batches on `pp` ranks."""
     config, costs = stage.alike, stage.alike.layer_costs()
     for schedule, v in _schedules(pp, m, config.model.num_layers):
         if config.train.compile and schedule in SPLIT:
             continue
-        where = tuple(ranks_of_stages(schedule, pp, v))
-        for layers_per_stage, counts in _splits(costs, where):
-            settings = {
-                "pp": pp,
-                "schedule": schedule,
-                "stages_per_rank": v,
-                "layers_per_stage": layers_per_stage,
-            }
+        for layers_per_stage, counts in _splits(costs, tuple(ranks_of_stages(schedule, pp, v))):
+            settings = {"pp": pp, "schedule": schedule, "stages_per_rank": v,
+                        "layers_per_stage": layers_per_stage}  # fmt: skip
             yield Pipeline(stage, settings, counts, m)
 
 
@@ -176,39 +168,6 @@ def _schedules(pp: int, m: int, layers: int) -> Iterator[tuple[str, int]]:
         even = layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0
         if (v <= VIRTUAL or even) and m >= pp and not (name == "interleaved_1f1b" and m % pp):
             yield name, v
-
-
-def _micro_batches(config: Config) -> list[int]:
-    return sorted({*MICRO_BATCHES, config.train.micro_batch_size})
-
-
-def _tp_sizes(config: Config, world: int, device: Device) -> list[int]:
-    """The sizes of tp that divide the world and the model's layers, and do not exceed a node; if
-    there are several nodes, they also divide a node. Compiled blocks run with tp 1 only."""
-    node = 1 if config.train.compile else device.gpus_per_node
-    sizes = [tp for tp in _divisors(world) if tp <= node and (world <= node or node % tp == 0)]
-    return [tp for tp in sizes if _takes(config.model, tp)]
-
-
-def _cp_sizes(config: Config, world: int) -> list[int]:
-    """The sizes of cp that divide the world and leave a rank CP_TOKENS tokens of a sequence."""
-    most = max(1, config.train.seq_len // CP_TOKENS)
-    return [cp for cp in _divisors(world) if cp <= most]
-
-
-def _ep_sizes(config: Config, world: int) -> list[int]:
-    """The sizes of ep that divide the world and the number of experts."""
-    experts = config.model.find(Experts) or Experts(count=1)
-    return _divisors(math.gcd(world, experts.count))
-
-
-def _takes(model: ModelConfig, tp: int) -> bool:
-    """Whether all layers can be sharded over `tp` ranks."""
-    try:
-        check_tp(model, tp)
-    except UserError:
-        return False
-    return True
 
 
 @lru_cache(maxsize=1024)

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from costs.parameters import num_parameters
@@ -25,7 +26,7 @@ from runtime.trainer_state import state_bytes
 from settings.checks import check_lengths, validate
 from settings.config import Config
 from settings.layouts import MAX_LAYOUTS, OF_TRAIN
-from tools.plan.candidates import Candidate, candidates, space
+from tools.plan.candidates import Candidate, candidates
 from tools.plan.hardware import GB, Device
 from tools.plan.layout import Layout, check_gpus
 from tools.plan.memory import CHECKED, peaks, shortened
@@ -46,10 +47,6 @@ class Found:
     device: Device
     fullest: int = 0  # the pipeline rank that probably needs the most memory
     estimate: float = 0.0  # seconds of a step; the search examines layouts in this order
-
-    @classmethod
-    def of(cls, candidate: Candidate, world: int, device: Device) -> "Found":
-        return cls(candidate.config(), world, device, candidate.fullest, candidate.estimate)
 
     @cached_property
     def layout(self) -> Layout:
@@ -77,12 +74,11 @@ class Found:
 
     def fits(self, room: float) -> bool:
         """Whether every pipeline rank fits into `room` bytes."""
-        peaks = []
-        for peak in self._peaks():
-            if peak > room:
+        highest = 0
+        for highest in accumulate(self._peaks(), max):
+            if highest > room:
                 return False
-            peaks.append(peak)
-        self.peak = max(peaks)
+        self.peak = highest
         return True
 
     def _peaks(self) -> Iterator[int]:
@@ -129,7 +125,6 @@ class Result:
     best: list[Found]  # layouts that fit, fastest first
     layouts: int  # the number of layouts that obey the configuration's rules
     counted: int  # the number of layouts whose memory was counted exactly, not only bounded
-    space: list[str]  # a description of what was searched
 
     def as_dict(self) -> dict[str, Any]:
         best = [
@@ -158,10 +153,13 @@ def search(config: Config, world: int, device: Device) -> Result:
     possible = sorted((c for c in everything if c.bound <= room), key=lambda c: c.estimate)
     fitting: list[Found] = []
     counted, refused, too_large = 0, None, 0
-    for candidate in possible:
+
+    def found_of(one: Candidate) -> Found:
+        return Found(one.config(), world, device, one.fullest, one.estimate)
+
+    for found in map(found_of, possible):
         if len(fitting) == ENOUGH:
             break
-        found = Found.of(candidate, world, device)
         counted += 1
         if not found.fits(room):
             too_large += 1
@@ -177,14 +175,12 @@ def search(config: Config, world: int, device: Device) -> Result:
         remedy = "take more GPUs, or larger ones (--device), or a smaller model or train.seq_len"
         # Bounds are a few percent below the exact count.
         lowest = heapq.nsmallest(NEAREST, everything, key=lambda candidate: candidate.bound)
-        each = (Found.of(candidate, world, device) for candidate in lowest)
-        if nearest := next((one for one in each if not _error(one)), None):
+        if nearest := next((one for one in map(found_of, lowest) if not _error(one)), None):
             why += f"; the nearest needs {nearest.peak / GB:.1f} GB: {nearest}"
-            remedy += "; to see the memory of the nearest layout, plan it without --search: "
-            remedy += nearest.overrides()
+            remedy += f"; the nearest is planned by: {nearest.overrides()}"
         raise UserError("--gpus", world, why, remedy)
     fitting.sort(key=lambda found: (found.seconds, found.peak))
-    return Result(fitting, len(everything), counted, space(config, world, device))
+    return Result(fitting, len(everything), counted)
 
 
 def _error(found: Found) -> UserError | None:
@@ -217,18 +213,12 @@ def _check_states_fit(config: Config, world: int, room: float) -> None:
     # weights and states, and the gradients, of which each rank holds at least its share
     parameters = num_parameters(config.model)
     states = state_bytes(config) + parameters * config.precision.reduce.itemsize
-    if states <= room * world:
-        return
-    why = (
-        f"weights, moments and gradients take {states / parameters:.3g} bytes a parameter, "
-        f"{states / GB:,.0f} GB: "
-        f"{states / world / GB:,.0f} GB on each GPU, however they are cut, and there are "
-        f"{room / GB:.0f}"
-    )
-    least = math.ceil(states / room)
-    remedy = f"take more than {least:,} GPUs, for activations come on top, or larger ones"
-    remedy += " (--device)"
-    raise UserError("--gpus", world, why, remedy)
+    if states > room * world:
+        why = f"weights, moments and gradients take {states / parameters:.3g} bytes a parameter, "
+        why += f"{states / GB:,.0f} GB: {states / world / GB:,.0f} GB on each GPU, however they "
+        why += f"are cut, and there are {room / GB:.0f}"
+        remedy = f"take more than {math.ceil(states / room):,} GPUs, for activations come on top, "
+        raise UserError("--gpus", world, why, remedy + "or larger ones (--device)")
 
 
 # --- the list `parallel.layouts`, for a range of node counts ---

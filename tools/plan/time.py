@@ -17,7 +17,7 @@ previous experts and the attention.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -169,6 +169,8 @@ class StepTime:
         self.links = Links(device, sizes.tp, weights.shards, weights.replicas, layout.world,
                            sizes.cp, sizes.ep, experts.shards, experts.replicas)  # fmt: skip
         self.rates = Rates(device, self.links, layout.compute)
+        # to send a hidden state to another rank
+        self.message_seconds = message_seconds(layout.hidden_bytes, layout.world, device)
         self._costs: dict[tuple[Unit, Kind], Cost] = {}
         self._reductions: dict[tuple[Unit, ...], list[Reduction]] = {}  # of stages
 
@@ -205,15 +207,9 @@ class StepTime:
             return 0.0
         return self.rates.memory(unit.numel * (layout.compute + 2 * layout.reduce))
 
-    def data_parallel(self, stage: int) -> tuple[float, float, float]:
-        """Seconds to gather a stage's weights, to reduce its gradients over their shards, and then
-        over their replicas."""
-        each = [self.of_unit(unit) for _, unit in self.layout.fsdp_units(stage)]
-        gather, scatter, replicate = map(sum, zip(*each, strict=True))
-        return gather, scatter, replicate
-
     def of_unit(self, unit: Gathered) -> tuple[float, float, float]:
-        """The same of one FSDP unit."""
+        """Seconds to gather an FSDP unit, to reduce its gradients over their shards, and then over
+        their replicas."""
         sizes = gather_bytes(self.layout, unit), reduce_bytes(self.layout, unit)
         offloaded = unit.numel * self.layout.master * self.layout.offloads
         return sharding_seconds(self.links, unit.is_expert, *sizes, offloaded=offloaded)
@@ -221,18 +217,16 @@ class StepTime:
     def cast(self, stage: int) -> float:
         """Seconds to convert a stage's weights to the compute dtype and to copy the gathered
         weights into place."""
-        units = self.layout.fsdp_units(stage)
-        return self.rates.memory(sum(self._copied(unit) for _, unit in units))
-
-    def _copied(self, unit: Gathered) -> float:
-        layout = self.layout
-        if layout.whole:
-            width = layout.compute + layout.master if layout.compute != layout.master else 0
-            return unit.numel * width
-        shards = layout.sharding[unit.is_expert].shards
-        # experts that are cut are copied once more
-        again = 2 * unit.cut_within(shards) * layout.compute
-        return unit.numel * (3 * layout.compute + layout.master / shards) + again
+        layout, size = self.layout, 0.0
+        for _, unit in layout.fsdp_units(stage):
+            if not layout.whole:
+                shards = layout.sharding[unit.is_expert].shards
+                # experts that are cut are copied once more
+                again = 2 * unit.cut_within(shards) * layout.compute
+                size += unit.numel * (3 * layout.compute + layout.master / shards) + again
+            elif layout.compute != layout.master:
+                size += unit.numel * (layout.compute + layout.master)
+        return self.rates.memory(size)
 
     @cached_property
     def stages(self) -> list[Part]:
@@ -247,14 +241,21 @@ class StepTime:
         """Seconds by which a stage's actions are longer because of the gathers and reductions of
         every micro-batch."""
         parallel = self.layout.config.parallel
-        sharding = self.gathers(stage)
-        return sharding.waits(parallel.zero_stage, parallel.fsdp_unit, self.stages[stage])
+        return self.gathers[stage].waits(
+            parallel.zero_stage, parallel.fsdp_unit, self.stages[stage]
+        )
 
-    def gathers(self, stage: int) -> Gathers:
-        gather, scatter, _ = self.data_parallel(stage)
-        units = [unit for _, unit in self.layout.fsdp_units(stage)]
-        first, *_, last = [self.of_unit(unit) for unit in units if not unit.is_expert] * 2
-        return Gathers(gather, scatter, first[0], last[0], self.stalls(stage, last=False))
+    @cached_property
+    def gathers(self) -> list[Gathers]:
+        """Of each stage."""
+        found = []
+        for stage in range(self.layout.num_stages):
+            units = [(unit, self.of_unit(unit)) for _, unit in self.layout.fsdp_units(stage)]
+            gather, scatter = (sum(seconds[i] for _, seconds in units) for i in (0, 1))
+            first, *_, last = [seconds[0] for unit, seconds in units if not unit.is_expert] * 2
+            stalls = self.stalls(stage, last=False)
+            found.append(Gathers(gather, scatter, first, last, stalls))
+        return found
 
     @cached_property
     def costs(self) -> Costs:
@@ -265,18 +266,12 @@ class StepTime:
             part, cast = self.stages[stage] + self.waits(stage), self.cast(stage)
             if parallel.zero_stage == 3:
                 part += Part(cast, cast, 0.0)
-            gather, _, _ = self.data_parallel(stage)
-            busy[rank] += (0.0 if parallel.zero_stage == 3 else gather) + cast
+            busy[rank] += (0.0 if parallel.zero_stage == 3 else self.gathers[stage].gather) + cast
             # then the first forward begins when the whole stage has been gathered
             late = parallel.fsdp_unit == "stage" and parallel.zero_stage < 3
             weights_at.append(busy[rank] + (part.forward if late else 0.0))
             parts.append(part)
         return costs_of(parts, self.message_seconds, weights_at)
-
-    @property
-    def message_seconds(self) -> float:
-        """Seconds to send a hidden state to another rank."""
-        return message_seconds(self.layout.hidden_bytes, self.layout.world, self.device)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -293,12 +288,9 @@ class StepTime:
         """The reductions of a stage, in the order of a backward. If the schedule splits it, all of
         them come after the weight gradients."""
         units = tuple(self.layout.units(stage))
-        if units not in self._reductions:
-            self._reductions[units] = [*self._each_reduction(stage)]
-        return self._reductions[units]
-
-    def _each_reduction(self, stage: int) -> Iterator[Reduction]:
-        units = self.layout.units(stage)
+        if units in self._reductions:
+            return self._reductions[units]
+        found = self._reductions[units] = []
         together: dict[range, list[Gathered]] = defaultdict(list)
         for part, gathered in self.layout.fsdp_units(stage):
             together[part].append(gathered)
@@ -311,8 +303,8 @@ class StepTime:
                     rest *= self._share_after_experts(units[part.start])
                 computing = [backward - rest, rest][-len(members) :]
             for seconds, gathered in zip(computing, members, strict=True):
-                _, shards, replicas = self.of_unit(gathered)
-                yield Reduction(seconds, shards, replicas)
+                found.append(Reduction(seconds, *self.of_unit(gathered)[1:]))
+        return found
 
     def stalls(self, stage: int, last: bool) -> float:
         """Seconds for which a stage's backward waits for its reductions."""
@@ -336,7 +328,7 @@ class StepTime:
         zero, unit = parallel.zero_stage, parallel.fsdp_unit
         late, behind = [0.0], []  # of the stages from the last one on
         for stage in reversed(range(self.layout.num_stages)):
-            gathers = self.gathers(stage)
+            gathers = self.gathers[stage]
             late.append(late[-1] + (gathers.stalls if zero < 2 else 0.0))
             waited = gathers.waited(zero, unit)
             behind.append(max(0.0, self.stalls(stage, last=True) - waited))
@@ -350,10 +342,6 @@ class StepTime:
             for events in self.timeline.ranks
         ]
 
-    @property
-    def reductions_end(self) -> float:
-        return max(self.reductions)
-
     @cached_property
     def optimizer_seconds(self) -> float:
         """Seconds of the optimizer on the rank on which it takes longest."""
@@ -361,10 +349,8 @@ class StepTime:
         for stage, rank in enumerate(self.layout.where):
             for _, unit in self.layout.fsdp_units(stage):
                 shards = self.layout.sharding[unit.is_expert].shards
-                states = sum(map(self.layout.bytes_of_states, unit.weights))
-                ranks[rank] += self.updating(
-                    unit.numel / shards, states / shards, self.layout.world
-                )
+                states = sum(map(self.layout.bytes_of_states, unit.weights)) / shards
+                ranks[rank] += self.updating(unit.numel / shards, states, self.layout.world)
         whole = (self.putting_together(self.layout.at(rank)) for rank in range(len(ranks)))
         return max(map(sum, zip(ranks, whole, strict=True)))
 
@@ -402,7 +388,7 @@ class StepTime:
 
     @cached_property
     def step_seconds(self) -> float:
-        end = max(self.timeline.step_time, self.reductions_end)
+        end = max(self.timeline.step_time, *self.reductions)
         return end + self.optimizer_seconds + self.device.step_seconds
 
     @property
@@ -438,11 +424,8 @@ def seconds_on_the_wire(time: StepTime, layout: Layout, sends: int) -> dict[str,
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
     costs = [time.cost(unit, kind) for unit in units for kind in layout.kinds_of_actions]
     for axis in ("tp", "cp", "ep"):  # recorded from the units
-        wire, exposed = (
-            m * sum(seconds.get(axis, 0.0) for seconds in each)
-            for each in ([cost.wire for cost in costs], [cost.exposed for cost in costs])
-        )
-        table[axis] = Seconds(wire, exposed)
+        each = [(cost.wire.get(axis, 0.0), cost.exposed.get(axis, 0.0)) for cost in costs]
+        table[axis] = Seconds(*(m * sum(part) for part in zip(*each, strict=True)))
     sharding: dict[str, float] = defaultdict(float)  # seconds on the wire
     for stage in layout.stages:
         for _, unit in layout.fsdp_units(stage):
@@ -460,9 +443,7 @@ def seconds_on_the_wire(time: StepTime, layout: Layout, sends: int) -> dict[str,
     late = min(tail, sum(sharding[axis] for axis in replicas))  # the last, over replicas
     waits += tail - late
     for axes, exposed in ((shards, waits), (replicas, late)):
-        total = sum(sharding[axis] for axis in axes)
-        for axis in axes:
-            wire = sharding[axis]
-            table[axis] = Seconds(wire, exposed * wire / total if total else 0.0)
+        total = sum(sharding[axis] for axis in axes) or 1.0
+        table |= {axis: Seconds(sharding[axis], exposed * sharding[axis] / total) for axis in axes}
     table["pp"] = Seconds(sends * time.message_seconds, time.waiting_for_messages)
     return {axis: seconds for axis, seconds in table.items() if seconds.wire}

@@ -135,7 +135,7 @@ def predicted_step(
     costs = costs_of(together, time.message_seconds, weights_at)
     timeline = Timeline(simulate(schedule, costs))
     after = max(report["other_seconds"] for report in reports)
-    reductions = max(0.0, time.reductions_end - time.timeline.step_time)
+    reductions = max(0.0, max(time.reductions) - time.timeline.step_time)
     return {
         "step_seconds": timeline.step_time + after + reductions,
         "computing_seconds": alone.step_time + after,
