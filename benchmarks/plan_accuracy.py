@@ -24,7 +24,7 @@ import itertools
 import json
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,14 +167,11 @@ class Row:
 
 
 def rows_of(name: str) -> list[Row]:
-    content, known = read(name), {each.name for each in fields(Row)}
-    rows = []
+    content, rows = read(name), []
     for system in content["systems"]:
+        shared = {key: value for key, value in system.items() if key != "rows"}
         for given in system["rows"]:
-            keys = {key: value for key, value in system.items() if key != "rows"} | given
-            if unknown := keys.keys() - known:
-                why = "a row or a system has it, but no such key exists"
-                raise UserError(f"{name}.yaml", ", ".join(unknown), why, "see published/README.md")
+            keys = shared | given
             dimensions = content["models"][keys["model"]]
             dimensions = {"num_kv_heads": dimensions["num_heads"], **dimensions}
             rows.append(Row(**keys, dimensions=dimensions))
@@ -204,9 +201,8 @@ def config_of(row: Row) -> Config:
         "train.micro_batch_size": row.micro_batch,
         "train.activation_checkpointing": row.recomputed,
     }
-    return load_config(
-        str(CONFIGS / "llama3_70b.yaml"), [f"{key}={value}" for key, value in keys.items()]
-    )
+    overrides = [f"{key}={value}" for key, value in keys.items()]
+    return load_config(str(CONFIGS / "llama3_70b.yaml"), overrides)
 
 
 def layers_of(row: Row) -> str:
@@ -214,9 +210,7 @@ def layers_of(row: Row) -> str:
     stages, which have the embedding and the head, get one layer less."""
     layers, stages = row.dimensions["num_layers"], row.pp * row.stages
     each = (layers + 2) // stages
-    if layers % stages == 0:
-        return "null"
-    return str([each - 1] + [each] * (stages - 2) + [each - 1])
+    return str([each - 1, *[each] * (stages - 2), each - 1]) if layers % stages else "null"
 
 
 def plan(row: Row) -> Found:
@@ -226,7 +220,7 @@ def plan(row: Row) -> Found:
         configs = choices(replace(row, recomputed=mode))
         found = [Found(config, row.gpus, row.on) for config in configs]
         for one in sorted(found, key=lambda one: one.seconds):
-            if one.peak <= row.on.room:
+            if one.fits(row.on.room):
                 return one
     raise UserError("model", row.model, f"does not fit on {row.gpus} GPUs", "use more GPUs")
 
@@ -261,8 +255,8 @@ class Compared(NamedTuple):
 
 def compare(row: Row) -> Compared:
     found = plan(row)
-    config, full = found.config, row.attention == "full"
-    flops = flops_per_token(config.model, config.train.seq_len, whole_attention=full)
+    train = found.config.train
+    flops = flops_per_token(found.config.model, train.seq_len, row.attention == "full")
     whole = row.on.peak_flops / flops
     tokens = row.batch * row.seq_len / found.seconds / row.gpus
     return Compared(row, found, row.speed(whole), tokens / whole)

@@ -64,7 +64,7 @@ class Piece:
 
     bytes: int
     born_in: int  # the number of the phase; −1: between phases
-    part: str  # the value of `Recorder.part` when it was allocated
+    of_unit: bool  # the value of `Recorder.of_unit` when it was allocated
     died_in: int = sys.maxsize
 
 
@@ -89,7 +89,7 @@ class Recorder(StorageWatch):
 
     def __init__(self, category_of: Callable[[Piece], str | None]) -> None:
         super().__init__(DEVICE)
-        self.category_of, self.part = category_of, ""
+        self.category_of, self.of_unit = category_of, True
         self._phases: list[_Open] = []
         self._phase = -1  # −1: between phases
         self._pieces: dict[int, Piece] = {}  # the storages that are alive, by key
@@ -183,7 +183,7 @@ class Recorder(StorageWatch):
         self._sizes |= {key_of(tensor): 0 for tensor in tensors}
 
     def born(self, key: int, size: int, label: Any = None) -> None:
-        self._pieces[key] = piece = Piece(size, self._phase, self.part)
+        self._pieces[key] = piece = Piece(size, self._phase, self.of_unit)
         if self._phase >= 0:
             self._phases[self._phase].changes.append((piece, size, None))
 

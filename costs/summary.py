@@ -41,7 +41,7 @@ def model_flops(of: Unit, whole_attention: bool = False) -> float:
     as in Megatron-LM.
     """
     plain = unit(replace(of.setting, activation_checkpointing="none"), of.name)
-    forward, backward = plain.whole.phases["forward"], plain.whole.phases["backward"]
+    forward, backward = plain.phases()["forward"], plain.phases()["backward"]
     attention = 3 * forward.attention_flops(whole_attention)
     return forward.product_flops + backward.product_flops + attention
 
@@ -75,7 +75,7 @@ def _layer_costs(setting: Setting) -> LayerCosts:
     rates = Rates(device, links, setting.dtype.itemsize)
 
     def seconds(name: str) -> float:
-        phases = unit(setting, name).whole.phases.values()
+        phases = unit(setting, name).phases().values()
         return sum(rates.cost(phase).total for phase in phases)
 
     kinds = kinds_of_layers(setting.model)

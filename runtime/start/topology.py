@@ -78,7 +78,7 @@ def tp_bytes_per_step(config: Config, dp_size: int) -> float:
         dp_size: number of data-parallel ranks.
     """
     layers = -(-config.model.num_layers // config.parallel.pp)
-    each = mean_of_blocks(config.setting(), lambda block: block.whole.bytes_sent)
+    each = mean_of_blocks(config.setting(), lambda block: block.bytes_sent)
     return each * layers * config.num_microbatches(dp_size)
 
 

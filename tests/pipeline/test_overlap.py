@@ -28,7 +28,7 @@ HIDDEN = LONG * SMALL.dim * 2  # bytes of [S, 1, D] in bfloat16
 
 def phases(**changes: Any) -> dict[str, Phase]:
     setting = replace(Setting(SMALL, LONG, tp=TP), **changes)
-    return unit(setting, "causal swiglu").whole.phases
+    return unit(setting, "causal swiglu").phases()
 
 
 def behind_nothing(phase: Phase) -> dict[str, int]:

@@ -231,7 +231,6 @@ def test_long_sequences_are_split_over_cp() -> None:
     assert best.estimate == pytest.approx(best.seconds, rel=0.1)
     assert f"cp {best.config.parallel.cp} × tp 1" in str(best)
     assert load("llama3_70b", *keys, best.overrides()) == best.config
-    assert "cp 1, 2, 4;" in result.space[0]
     short = load("llama3_70b", *keys, "train.seq_len=8192")
     assert {one.alike.parallel.cp for one in candidates(short, 4, H100)} == {1}
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from parallel.axes import MeshSizes
-from parallel.memory import ACTIVATIONS
 from tools.command import table
 from tools.plan.goodput import describe_goodput
 from tools.plan.hardware import GB
@@ -53,10 +52,8 @@ def _describe_rank(rank: dict[str, Any]) -> Iterator[str]:
         f"{rank['live_micro_batches']} micro-batches of a stage alive at most"
     )
     for name, size in rank["memory"].items():
-        parts = rank["activations"].items() if name == ACTIVATIONS else ()
         if size >= 1e6:
             yield f"  {size / GB:9.3f} GB  {name}"
-            yield from (f"  {part / GB:15.3f} GB  {of}" for of, part in parts if part >= 1e6)
     for axis, row in rank["collectives"].items():
         seconds = ""
         if "wire_seconds" in row:

@@ -7,10 +7,8 @@ activations alive. At that moment memory holds
     the rank's sharded weights and moments, and gathered weights in the compute dtype: all of them,
         or with zero_stage 3 those of one block
     what its blocks keep for the micro-batches that the schedule has alive on the rank
-    the additional needs of one block's backward, and the incoming gradient
-    where forwards and backwards alternate for long: the gradients of the previous micro-batches
 
-Buffers of gathers and reductions, messages, deferred weight gradients and the head are not
+Gradients, buffers, messages, what is allocated and freed within a block, and the head are not
 included; plan/memory.py counts them.
 
 The estimate adds up what plan/time.py simulates: the work of the slowest rank, the schedule's
@@ -19,15 +17,14 @@ bubble by its paper's formula, and the exposed communication of data parallelism
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from costs.links import Links
-from costs.units import LocalWeight, Sums
+from costs.units import LocalWeight
 from parallel.fsdp_units import input_buffers
 from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, FORWARD
 from parallel.pipeline.schedules import build_schedule
-from parallel.weight_gradient import sum_dtype
 from tools.plan.layout import Layout, Numbers, numbers_of, ranks_of_stages
 from tools.plan.memory import GROWING
 from tools.plan.time import (
@@ -46,8 +43,8 @@ short_schedule = lru_cache(maxsize=256)(build_schedule)
 
 
 class Stage:
-    """What layouts have in common that differ only in pp, dp and the schedule. What blocks keep and
-    need is the minimum over all kinds of blocks. `reduced`: whether the gradients of every
+    """What layouts have in common that differ only in pp, dp and the schedule. What blocks keep
+    is the minimum over all kinds of blocks. `reduced`: whether the gradients of every
     micro-batch are reduced (zero_stage 2 and 3), so that products do not add to a sum of
     gradients."""
 
@@ -62,26 +59,13 @@ class Stage:
         # of all blocks: parameters, bytes of the optimizer's states, and how many there are
         self.numel, self.states = self._of_blocks(), self._of_blocks(self.layout.bytes_of_states)
         self.blocks = kinds.total()
-        self.numel_of_block = min(numbers_of(unit).rest for unit in kinds)  # without experts
-        # Sums of gradients are counted separately.
-        dtype = sum_dtype(False, 0, *self.alike.precision[:3])
-        assert dtype is not None
-        self.sums = Sums(dtype, begun=True)
-        phases = [unit.record(False, self.sums).phases for unit in kinds]
         # bytes that a block keeps of a micro-batch for backward, including its output
-        self.kept = min(sum(each["forward"].effect.changes.values()) for each in phases)
-        # the peak of backward above its beginning
-        self.height = min(each["backward"].effect.height for each in phases)
+        effects = [self.layout.phase(FORWARD, unit).effect for unit in kinds]
+        self.kept = min(sum(effect.changes.values()) for effect in effects)
 
     def _of_blocks(self, *number: Callable[[LocalWeight], int]) -> Numbers:
         each = [(numbers_of(unit, *number), n) for unit, n in self.layout.kinds.items()]
         return Numbers(*(sum(size[i] * n for size, n in each) for i in range(2)))
-
-    @cached_property
-    def split_height(self) -> int:
-        """The peak of backward, or of an input gradient, above its beginning."""
-        phases = [unit.record(True, self.sums).phases["input"] for unit in self.layout.kinds]
-        return min(self.height, *(phase.effect.height for phase in phases))
 
     @cache  # noqa: B019  (of one search)
     def parts(self, split: bool, reduced: bool) -> tuple[Part, Part, Part, float]:
@@ -120,10 +104,7 @@ class Pipeline:
         end, bytes_of_states = stage.layout.embedding, stage.layout.bytes_of_states
         self.parameters = self._shares(stage.numel, numbers_of(end))
         self.states = self._shares(stage.states, numbers_of(end, bytes_of_states))  # bytes
-        growing = self.schedule in GROWING
-        # forwards and backwards alternate for long
-        self.steady = m >= 4 * self.pp and not growing
-        if growing:
+        if self.schedule in GROWING:
             live = [m * number for number in self.blocks]
         else:
             fewer = min(m, 2 * self.pp) if m > 1 else 1
@@ -154,19 +135,12 @@ class Pipeline:
     def _of_rank(
         self, numel: Numbers, states: Numbers, kept: int, shards: Numbers, zero: int
     ) -> float:
-        stage, layout, e = self.stage, self.stage.layout, self.stage.layout.compute
-        total: float = kept
+        layout, e, total = self.stage.layout, self.stage.layout.compute, float(kept)
         if not layout.offloads:
             total += numel.over(shards) * layout.master + states.over(shards)
         # unsharded weights of this dtype are not copied
         if zero < 3 and (zero > 0 or e != layout.master):
             total += numel.total * e
-        if kept:  # the incoming gradient, a block's backward; with zero_stage 3 also its weights
-            backward = stage.split_height if self.schedule in SPLIT else stage.height
-            total += layout.hidden_bytes + backward
-            total += stage.numel_of_block * e if zero == 3 else 0
-        if self.steady:  # reduced or whole gradients of the previous micro-batches
-            total += layout.reduce * (numel.total if zero < 2 else numel.over(shards))
         return total
 
     # --- seconds ---

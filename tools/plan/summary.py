@@ -9,7 +9,6 @@ from costs.collectives import Call, wire_bytes
 from costs.events import Product
 from costs.parameters import num_parameters
 from costs.summary import model_flops
-from parallel.pipeline.lower import Program, lower
 from settings.config import Config
 from tools.plan.goodput import goodput
 from tools.plan.hardware import Device
@@ -18,16 +17,11 @@ from tools.plan.memory import Memory, bytes_outside
 from tools.plan.time import StepTime, seconds_on_the_wire
 from tools.plan.traffic import by_axis, collectives
 
-
-def assumptions(config: Config, device: Device) -> list[str]:
-    """The respects in which the planned figures may differ from the run, as lines of text."""
-    compiled = (
-        "planned without train.compile=true, which makes a step a little faster and keeps a little "
-        "less memory"
-    )
-    source = device.efficiencies_of
-    other = f"efficiencies are those of {source}, except those that a file of rates replaces"
-    return [compiled] * config.train.compile + [other] * (device.name != source)
+COMPILED = (
+    "planned without train.compile=true, which makes a step a little faster and keeps a little "
+    "less memory"
+)
+OTHER = "efficiencies are those of {}, except those that a file of rates replaces"
 
 
 def summarise(
@@ -48,8 +42,7 @@ def summarise(
     """
     first = Layout(config, world, 0, imbalance=imbalance)
     time = StepTime(first, device)
-    programs = lower(first.schedule)
-    ranks = [_rank(time, programs[rank], first.at(rank)) for rank in range(first.sizes.pp)]
+    ranks = [_rank(time, first.at(rank)) for rank in range(first.sizes.pp)]
     peaks = [rank["peak_memory_bytes"] for rank in ranks]
     outside = [bytes_outside(first.at(rank)) for rank in range(first.sizes.pp)]
     on_host, on_disk = (
@@ -77,9 +70,11 @@ def summarise(
         "fits": max(peaks) <= device.room,
         "joules_per_step": time.step_seconds * power,
         "goodput": goodput(config, world, device, time.step_seconds),
-        "assumptions": assumptions(config, device),
+        # where the run may differ
+        "assumptions": [COMPILED] * config.train.compile
+        + [OTHER.format(device.efficiencies_of)] * (device.name != device.efficiencies_of),
         "narrow_products": narrow,
-        "warnings": describe_narrow(narrow, first, device),
+        "warnings": describe_narrow(narrow, device),
         "ranks": ranks,
     }
     if price:
@@ -96,10 +91,10 @@ def summarise(
     return plan
 
 
-def _rank(time: StepTime, program: Program, layout: Layout) -> dict[str, Any]:
+def _rank(time: StepTime, layout: Layout) -> dict[str, Any]:
     """The figures of one pipeline rank, for tp rank 0, which has the largest part of the
     vocabulary, and cp rank 0."""
-    memory, calls = Memory(layout, program), collectives(layout)
+    memory, calls = Memory(layout), collectives(layout)
     sends = calls[Call("pp", "send", layout.hidden_bytes)]
     seconds = seconds_on_the_wire(time, layout, sends)
     traffic = by_axis(calls)
@@ -113,6 +108,8 @@ def _rank(time: StepTime, program: Program, layout: Layout) -> dict[str, Any]:
             row["wire_seconds"], row["exposed_seconds"] = seconds[axis]
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
     largest = sorted(memory.at_peak.items(), key=lambda item: -item[1])
+    # of the axes of weights one contains cp
+    names = {layout.sizes.with_cp: f"{layout.sizes.with_cp} × cp"} if layout.sizes.cp > 1 else {}
     return {
         "pp_rank": layout.pp_rank,
         "stages": layout.stages,
@@ -123,23 +120,15 @@ def _rank(time: StepTime, program: Program, layout: Layout) -> dict[str, Any]:
         "peak_memory_bytes": memory.peak,
         "peak_in": str(memory.peak_action or "after the last action"),
         "memory": {category: size for category, size in largest if size},
-        "activations": memory.activations,
         "live_micro_batches": time.timeline.peak_live(layout.pp_rank),
-        "collectives": {_name(layout, axis): row for axis, row in traffic.items()},
+        "collectives": {names.get(axis, axis): row for axis, row in traffic.items()},
     }
-
-
-def _name(layout: Layout, axis: str) -> str:
-    """The name of an axis in print: whether the axis of weights contains cp."""
-    sizes = layout.sizes
-    return f"{axis} × cp" if axis == sizes.with_cp and sizes.cp > 1 else axis
 
 
 def _ranks(layout: Layout, call: Call) -> int:
     sizes = layout.sizes
     views = {"cp": sizes.cp, "loss": sizes.dp * sizes.cp, "batch": sizes.dp, "ends": 2}
-    axes = sizes.of_experts | sizes.of_weights | views
-    return axes.get(call.axis, layout.world)
+    return (sizes.of_experts | sizes.of_weights | views).get(call.axis, layout.world)
 
 
 # --- products that leave multiprocessors without work ---
@@ -160,34 +149,31 @@ def narrow_products(layout: Layout, device: Device) -> list[dict[str, Any]]:
     for unit in (*layout.kinds, layout.head):
         # of one micro-batch, as the layout runs them
         phases = [layout.phase(kind, unit) for kind in layout.kinds_of_actions]
-        events = [event for phase in phases for event in phase.events]
-        products = [event for event in events if isinstance(event, Product)]
-        flops = sum(product.flops for product in products)
+        products = [e for phase in phases for e in phase.events if isinstance(e, Product)]
         alike: dict[tuple[int, ...], list[Product]] = defaultdict(list)
         # a weight's three products (forward, input and weight gradient) have the same three sizes
-        for product in products:
-            alike[tuple(sorted((product.rows, product.columns, product.inner)))].append(product)
+        for one in products:
+            alike[tuple(sorted((one.rows, one.columns, one.inner)))].append(one)
         for same in alike.values():
-            # of each product, those that are computed at once
-            tiles = {product: product.tiles(device.tile) // product.launches for product in same}
-            narrow = [product for product in same if tiles[product] < device.multiprocessors]
+            # of each product, the tiles that are computed at once
+            tiles = {one: one.tiles(device.tile) // one.launches for one in same}
+            narrow = [one for one in same if tiles[one] < device.multiprocessors]
             if narrow:
+                flops = [sum(one.flops for one in each) for each in (narrow, products)]
                 found.append(
                     {
                         "unit": unit.name,
-                        "weights": sorted({product.weight for product in same} - {""}),
-                        "results": sorted({(product.rows, product.columns) for product in narrow}),
-                        "tiles": min(tiles[product] for product in narrow),
-                        "share": sum(product.flops for product in narrow) / flops,
+                        "weights": sorted({one.weight for one in same} - {""}),
+                        "results": sorted({(one.rows, one.columns) for one in narrow}),
+                        "tiles": min(tiles[one] for one in narrow),
+                        "share": flops[0] / flops[1],
                     }
                 )
     return sorted(found, key=lambda one: -one["share"])
 
 
-def describe_narrow(found: Sequence[dict[str, Any]], layout: Layout, device: Device) -> list[str]:
+def describe_narrow(found: Sequence[dict[str, Any]], device: Device) -> list[str]:
     """The warning, as lines of text; none if nothing was found."""
-    if not found:
-        return []
     lines = [
         f"warning: products with fewer tiles of {device.tile} × {device.tile} than the "
         f"{device.multiprocessors} multiprocessors, the rest of which are idle:"
@@ -199,8 +185,8 @@ def describe_narrow(found: Sequence[dict[str, Any]], layout: Layout, device: Dev
             f"    {names}: results of {sizes}, {one['tiles']} tiles; {one['share']:.1%} of the "
             f"FLOPs in the products of {one['unit']}"
         )
-    remedies = ["a smaller parallel.tp"] if layout.sizes.tp > 1 else []
-    if any(layout.tokens in result for one in found for result in one["results"]):
-        remedies.append("a larger train.micro_batch_size (except for weight gradients)")
-    remedies.append("one product for weights that read the same input (query, key, value)")
-    return [*lines, f"    remedies: {'; '.join(remedies)}"]
+    lines.append(
+        "    remedies: a smaller parallel.tp; a larger train.micro_batch_size (except for weight "
+        "gradients); one product for weights that read the same input"
+    )
+    return lines if found else []

@@ -35,7 +35,7 @@ from parallel.pipeline.actions import BACKWARD, BACKWARD_WEIGHT, FORWARD, Kind
 from parallel.pipeline.simulate import Costs, simulate
 from tools.plan.hardware import Device
 from tools.plan.layout import KINDS, Gathered, Layout, numbers_of
-from tools.plan.traffic import gather_bytes, messages, reduce_bytes, times_a_step
+from tools.plan.traffic import messages, times_a_step
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class StepTime:
     def of_unit(self, unit: Gathered) -> tuple[float, float, float]:
         """Seconds to gather an FSDP unit, to reduce its gradients over their shards, and then over
         their replicas."""
-        sizes = gather_bytes(self.layout, unit), reduce_bytes(self.layout, unit)
+        sizes = unit.padded * self.layout.compute, unit.padded * self.layout.reduce
         offloaded = unit.numel * self.layout.master * self.layout.offloads
         return sharding_seconds(self.links, unit.is_expert, *sizes, offloaded=offloaded)
 
@@ -220,10 +220,9 @@ class StepTime:
         layout, size = self.layout, 0.0
         for _, unit in layout.fsdp_units(stage):
             if not layout.whole:
-                shards = layout.sharding[unit.is_expert].shards
                 # experts that are cut are copied once more
-                again = 2 * unit.cut_within(shards) * layout.compute
-                size += unit.numel * (3 * layout.compute + layout.master / shards) + again
+                again = 2 * unit.cut_within * layout.compute
+                size += unit.numel * (3 * layout.compute + layout.master / unit.shards) + again
             elif layout.compute != layout.master:
                 size += unit.numel * (layout.compute + layout.master)
         return self.rates.memory(size)
@@ -348,9 +347,8 @@ class StepTime:
         ranks = [0.0] * self.layout.sizes.pp  # seconds
         for stage, rank in enumerate(self.layout.where):
             for _, unit in self.layout.fsdp_units(stage):
-                shards = self.layout.sharding[unit.is_expert].shards
-                states = sum(map(self.layout.bytes_of_states, unit.weights)) / shards
-                ranks[rank] += self.updating(unit.numel / shards, states, self.layout.world)
+                states = sum(map(self.layout.bytes_of_states, unit.weights)) / unit.shards
+                ranks[rank] += self.updating(unit.numel / unit.shards, states, self.layout.world)
         whole = (self.putting_together(self.layout.at(rank)) for rank in range(len(ranks)))
         return max(map(sum, zip(ranks, whole, strict=True)))
 
@@ -417,8 +415,7 @@ class Seconds(NamedTuple):
 def seconds_on_the_wire(time: StepTime, layout: Layout, sends: int) -> dict[str, Seconds]:
     """Seconds by axis, on the pipeline rank of `layout`, which sends so many messages. The exposed
     seconds of `pp` are by how much the whole step is longer because messages take time. Those of
-    gathers and reductions are shared out to the axes of experts and of other weights as their
-    seconds on the wire."""
+    gathers and reductions are shared out to their axes as their seconds on the wire."""
     m, (gathers, reductions) = layout.num_microbatches, times_a_step(layout)
     table = {}
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
@@ -438,12 +435,8 @@ def seconds_on_the_wire(time: StepTime, layout: Layout, sends: int) -> dict[str,
     events, usual = time.timeline.ranks[layout.pp_rank], time.costs.forward
     first = [e for e in events if e.action.microbatch == 0 and e.action.kind is FORWARD]
     waits += max(0.0, sum(e.end - e.start - usual[e.action.stage] for e in first))
-    tail = max(0.0, time.reductions[layout.pp_rank] - events[-1].end)
-    replicas, shards = zip(*FSDP_AXES.values(), strict=True)
-    late = min(tail, sum(sharding[axis] for axis in replicas))  # the last, over replicas
-    waits += tail - late
-    for axes, exposed in ((shards, waits), (replicas, late)):
-        total = sum(sharding[axis] for axis in axes) or 1.0
-        table |= {axis: Seconds(sharding[axis], exposed * sharding[axis] / total) for axis in axes}
+    waits += max(0.0, time.reductions[layout.pp_rank] - events[-1].end)
+    total = sum(sharding.values()) or 1.0
+    table |= {axis: Seconds(wire, waits * wire / total) for axis, wire in sharding.items()}
     table["pp"] = Seconds(sends * time.message_seconds, time.waiting_for_messages)
     return {axis: seconds for axis, seconds in table.items() if seconds.wire}

@@ -42,7 +42,7 @@ from model.experts import Experts
 from parallel.axes import FSDP_AXES
 from parallel.pipeline.actions import need_of, result_of
 from parallel.whole_matrices import Round
-from tools.plan.layout import Gathered, Layout
+from tools.plan.layout import Layout
 
 
 def collectives(layout: Layout) -> Counter[Call]:
@@ -105,23 +105,14 @@ def fsdp_calls(layout: Layout, stage: int) -> Counter[Call]:
     calls: Counter[Call] = Counter()
     gathers, reductions = times_a_step(layout)
     for _, unit in layout.fsdp_units(stage):
-        shards, replicas, _ = layout.sharding[unit.is_expert]
         over_replicas, over_shards = FSDP_AXES[unit.is_expert]
-        reduced = reduce_bytes(layout, unit)
-        if shards > 1:
-            calls[Call(over_shards, "all_gather", gather_bytes(layout, unit))] += gathers
+        reduced = unit.padded * layout.reduce
+        if unit.shards > 1:
+            calls[Call(over_shards, "all_gather", unit.padded * layout.compute)] += gathers
             calls[Call(over_shards, "reduce_scatter", reduced)] += reductions
-        if replicas > 1:
-            calls[Call(over_replicas, "all_reduce", reduced // shards)] += 1
+        if unit.replicas > 1:
+            calls[Call(over_replicas, "all_reduce", reduced // unit.shards)] += 1
     return calls
-
-
-def gather_bytes(layout: Layout, unit: Gathered) -> int:
-    return unit.padded(layout.sharding[unit.is_expert].shards) * layout.compute
-
-
-def reduce_bytes(layout: Layout, unit: Gathered) -> int:
-    return unit.padded(layout.sharding[unit.is_expert].shards) * layout.reduce
 
 
 def _once_a_step(layout: Layout) -> Counter[Call]:
@@ -170,8 +161,9 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
     # states that lack a dimension which an axis cuts (`sum_over_parts`, training/optimizers/)
     for weight, part in layout.parts(units):
         for state in layout.states_of(weight.spec).values():
-            for axis in layout.axes_across(weight, state.dims):
-                calls[Call(axis, "all_reduce", state.bytes(part, layout.master))] += 1
+            for axis in layout.axes_of(weight):
+                if axis.cuts_beside(state.dims):
+                    calls[Call(axis.group, "all_reduce", state.bytes(part, layout.master))] += 1
     for rounds in layout.rounds():
         calls.update(messages(rounds, layout.products))
     return calls
