@@ -9,8 +9,7 @@ recorder.py   records the operations, collectives and storages of a computation
 setting.py    what a record depends on: one rank's part of the model, and its inputs
 routing.py    how many rows experts receive, where tensors have no data
 units.py      records forward and backward of the embedding, each kind of block and the head
-links.py      seconds of a collective over each axis of the mesh
-seconds.py    seconds of a recorded computation, at the rates of a device
+seconds.py    seconds of a recorded computation and of collectives, at the rates of a device
 summary.py    totals for other code: FLOPs per token, costs of the layers
 timeline.py   what the timeline of a pipeline says: time of the step, bubble, activations held
 parameters.py  the model's blocks of each kind, and its number of parameters

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from costs.links import Links
-from costs.seconds import Rates
+from costs.seconds import Links, Rates
 from costs.setting import Setting
 from costs.units import EMBEDDING, HEAD, Unit, kinds_of_layers, unit
 from hardware import H100

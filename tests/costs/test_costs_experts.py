@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from costs.collectives import Call
-from costs.links import Links
 from costs.parameters import num_active_parameters, num_parameters
 from costs.routing import Routing, check_imbalance
+from costs.seconds import Links
 from costs.setting import Setting
 from costs.summary import flops_per_token, layer_costs, model_flops
 from costs.units import Unit, unit

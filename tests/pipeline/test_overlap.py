@@ -11,9 +11,8 @@ import torch
 
 from costs.collectives import Call
 from costs.events import Event, Product, Sent, Waited
-from costs.links import Links
 from costs.recorder import Effect, Phase
-from costs.seconds import Rates
+from costs.seconds import Links, Rates
 from costs.setting import Setting
 from costs.units import unit
 from model.config import ModelConfig

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plan_accuracy
-from costs.links import Links
 from costs.parameters import num_parameters
+from costs.seconds import Links
 from costs.summary import flops_per_token
 from hardware import H100
 from settings.load import load_config

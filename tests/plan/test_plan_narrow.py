@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from costs.events import Product
-from costs.links import Links
-from costs.seconds import Rates
+from costs.seconds import Links, Rates
 from hardware import H100, Device
 from settings.load import load_config
 from tests import ROOT

@@ -16,10 +16,16 @@ from settings.layouts import valid_layout
 from settings.load import load_config
 from tests import ROOT
 from tools.plan.candidates import candidates
-from tools.plan.describe import describe_search
 from tools.plan.layout import Layout
 from tools.plan.memory import CHECKED, GROWING, Memory, batch_bytes, peaks, shortened
-from tools.plan.search import Found, Result, _error, check_before_search, search
+from tools.plan.search import (
+    Found,
+    Result,
+    _error,
+    check_before_search,
+    describe_search,
+    search,
+)
 
 SMALL = (
     "model.dim=1024 model.num_heads=8 model.num_kv_heads=8 model.ffn_dim=2816 "

@@ -33,12 +33,11 @@ from tools.command import (
 )
 from tools.plan.beside import beside, read_report
 from tools.plan.data_stage import add_data_stage, one_stage
-from tools.plan.describe import describe_plan, describe_search
 from tools.plan.guide import zero_table
 from tools.plan.hardware import DEVICES, find_device
 from tools.plan.layout import check_gpus, world_of
-from tools.plan.search import describe_layouts, search
-from tools.plan.summary import summarise
+from tools.plan.search import describe_layouts, describe_search, search
+from tools.plan.summary import describe_plan, summarise
 
 MODES = {  # the options that each reads, apart from config and overrides
     "guide": (),

@@ -26,6 +26,7 @@ from runtime.trainer_state import state_bytes
 from settings.checks import check_lengths, validate
 from settings.config import Config
 from settings.layouts import MAX_LAYOUTS, OF_TRAIN
+from tools.command import table
 from tools.plan.candidates import Candidate, candidates
 from tools.plan.hardware import GB, Device
 from tools.plan.layout import Layout, check_gpus
@@ -132,6 +133,28 @@ class Result:
             for one in self.best[:SHOWN]
         ]
         return vars(self) | {"best": best}
+
+
+def describe_search(result: Result) -> str:
+    shown: dict[tuple[object, ...], Found] = {}  # by what a rank computes
+    for one in result.best:
+        p, t = one.config.parallel, one.config.train
+        work = (p.tp, p.cp, p.ep, p.pp, p.schedule, p.sequence_parallel, t.micro_batch_size,
+                t.activation_checkpointing)  # fmt: skip
+        shown.setdefault(work, one)
+    rows = [["step s", "MFU", "peak GB", "layout"]]
+    for one in [*shown.values()][:SHOWN]:
+        figures = f"{one.seconds:.3f}", f"{one.step['mfu']:.1%}", f"{one.peak / GB:.2f}"
+        rows.append([*figures, str(one)])
+    return "\n".join(
+        [
+            f"{result.layouts:,} layouts, of which {result.counted:,} were counted exactly; the "
+            "fastest that fit, fastest first, and of those that differ only in ZeRO stage or in "
+            "how layers and data-parallel ranks are divided, the first:",
+            table(rows, left=[3]),
+            f"the first: {result.best[0].overrides()}",
+        ]
+    )
 
 
 def search(config: Config, world: int, device: Device) -> Result:

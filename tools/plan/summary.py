@@ -1,17 +1,18 @@
-"""All figures of one job that tools/plan prints, as a dictionary; with a warning of matrix products
-that are too narrow for the device."""
+"""All figures of one job, as a dictionary and as text; with a warning of matrix products that are
+too narrow for the device."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from costs.collectives import Call, wire_bytes
 from costs.events import Product
 from costs.parameters import num_parameters
 from costs.summary import model_flops
+from parallel.axes import MeshSizes
 from settings.config import Config
-from tools.plan.goodput import goodput
-from tools.plan.hardware import Device
+from tools.plan.goodput import describe_goodput, goodput
+from tools.plan.hardware import GB, Device
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory, bytes_outside
 from tools.plan.time import StepTime, seconds_on_the_wire
@@ -129,6 +130,61 @@ def _ranks(layout: Layout, call: Call) -> int:
     sizes = layout.sizes
     views = {"cp": sizes.cp, "loss": sizes.dp * sizes.cp, "batch": sizes.dp, "ends": 2}
     return (sizes.of_experts | sizes.of_weights | views).get(call.axis, layout.world)
+
+
+def describe_plan(plan: dict[str, Any]) -> str:
+    price = f"   cost {plan['cost_per_step']:,.2f} a step" if "cost_per_step" in plan else ""
+    lines = [
+        f"{plan['parameters']:,} parameters on {plan['world']} × {plan['device']} = "
+        f"{MeshSizes(**plan['mesh'])}, {plan['micro_batches']} micro-batches each",
+        f"step {plan['step_seconds']:.3f} s   {plan['tokens_per_second']:,.0f} tokens/s   "
+        f"{plan['tokens_per_second_per_device']:,.0f} per GPU   bubble "
+        f"{plan['bubble_fraction']:.1%}",
+        f"MFU {plan['mfu']:.1%} = tokens per second × FLOPs per token / (GPUs × peak); causal "
+        f"attention counts as half a square ({plan['peak_flops'] / 1e12:,.0f} TFLOP/s)",
+        f"    {plan['mfu_full_attention']:.1%} with attention counted as the whole square",
+        f"energy {plan['joules_per_step'] / 1e6:,.2f} MJ a step{price}",
+    ]
+    if run := plan.get("run"):
+        cost = f"   cost {run['cost']:,.0f}" if "cost" in run else ""
+        lines.append(
+            f"{run['tokens']:.3g} tokens: {run['days']:,.1f} days   {run['megawatt_hours']:,.0f} "
+            f"MWh{cost}"
+        )
+    lines += describe_goodput(plan["goodput"]) + plan["assumptions"] + plan["warnings"]
+    fits, on_disk = "fits" if plan["fits"] else "DOES NOT FIT", plan["disk_bytes_per_node"]
+    lines += [
+        f"memory {max(plan['peak_memory_bytes']) / GB:.2f} GB at most: "
+        f"{fits} {plan['memory_bytes_available'] / GB:.0f} GB",
+        f"host memory {plan['host_bytes_per_node'] / GB:,.2f} GB at most of one node"
+        + (f", local disk {on_disk / GB:,.2f} GB" if on_disk else "")
+        + ", with what a save copies",
+    ]
+    return "\n".join([*lines, *(line for rank in plan["ranks"] for line in _describe_rank(rank))])
+
+
+def _describe_rank(rank: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"\npipeline rank {rank['pp_rank']}, stage {', '.join(map(str, rank['stages']))}: "
+        f"{rank['blocks']} blocks, {rank['parameters']:,} parameters, "
+        f"{rank['flops_per_step'] / 1e15:.2f} PFLOP a step"
+    )
+    yield (
+        f"  {rank['peak_memory_bytes'] / GB:9.3f} GB  at the peak, in {rank['peak_in']}, "
+        f"{rank['live_micro_batches']} micro-batches of a stage alive at most"
+    )
+    for name, size in rank["memory"].items():
+        if size >= 1e6:
+            yield f"  {size / GB:9.3f} GB  {name}"
+    for axis, row in rank["collectives"].items():
+        seconds = ""
+        if "wire_seconds" in row:
+            wire, exposed = row["wire_seconds"], row["exposed_seconds"]
+            seconds = f" in {wire:.3f} s, {exposed:.3f} s of them exposed"
+        yield (
+            f"  {row['bytes'] / GB:9.3f} GB  over {axis} in {row['count']:,} collectives, "
+            f"{row['wire_bytes'] / GB:.3f} GB on the wire{seconds}"
+        )
 
 
 # --- products that leave multiprocessors without work ---

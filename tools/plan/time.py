@@ -24,8 +24,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from costs.events import Sent, Waited
-from costs.links import Links
-from costs.seconds import Cost, Rates
+from costs.seconds import Cost, Links, Rates
 from costs.summary import flops_per_token
 from costs.timeline import Timeline
 from costs.units import Unit
