@@ -27,15 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 from costs.as_on_gpu import DEVICE, AsOnGpu
 from costs.collectives import wire_bytes
 from costs.recorder import Phase, Piece, Recorder
-from costs.setting import (
-    Setting,
-    batch_of,
-    build_stage,
-    hidden,
-    routing,
-    state_of,
-    tensors_in,
-)
+from costs.setting import Setting, batch_of, build_stage, hidden, routing, state_of, tensors_in
 from costs.storages import key_of
 from errors import UserError
 from model.config import ModelConfig

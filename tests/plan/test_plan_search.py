@@ -18,14 +18,7 @@ from tests import ROOT
 from tools.plan.candidates import candidates
 from tools.plan.layout import Layout
 from tools.plan.memory import CHECKED, GROWING, Memory, batch_bytes, peaks, shortened
-from tools.plan.search import (
-    Found,
-    Result,
-    _error,
-    check_before_search,
-    describe_search,
-    search,
-)
+from tools.plan.search import Found, Result, _error, check_before_search, describe_search, search
 
 SMALL = (
     "model.dim=1024 model.num_heads=8 model.num_kv_heads=8 model.ffn_dim=2816 "

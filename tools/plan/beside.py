@@ -11,23 +11,20 @@ from tools.plan.layout import Layout
 from tools.plan.memory import Memory
 
 
-class Report(Strict):
-    """The contents of a memory report, which may come from another machine."""
+class Report(Strict, extra="ignore"):
+    """What is read of a memory report, which may come from another machine."""
 
     why: str
     rank: Natural
     world: Natural
-    coordinates: dict[str, Natural]
-    stages: list[Natural]
-    device: str
     held_bytes: dict[str, Natural]
     total_bytes: Natural
-    offloaded_bytes: Natural = 0  # older versions did not write it
 
 
 def read_report(file: Path) -> Report:
     """Read a memory report. Raises UserError for a file that is not one."""
-    return read_file("--beside", file, Report, "give a memory report, RUN/memory/step-….json")
+    remedy = "give a file RUN/memory/step-….json"
+    return read_file("--beside", file, Report, "memory report", remedy)
 
 
 def beside(config: Config, report: Report) -> str:

@@ -147,20 +147,15 @@ class Pipeline:
 
     def bound(self, shards: Numbers, zero: int) -> tuple[float, int]:
         """The bound with weights sharded over `shards` ranks, and the pipeline rank whose it is."""
-        each = self.held.items()
-        bound, rank = max((self._of_rank(*held, shards, zero), -rank) for held, rank in each)
+        layout, e = self.stage.layout, self.stage.layout.compute
+        # unsharded weights of the master's dtype are not copied
+        gathered = e if zero < 3 and (zero > 0 or e != layout.master) else 0
+        found = []
+        for (numel, states, kept), rank in self.held.items():
+            sharded = numel.over(shards) * layout.master + states.over(shards)
+            found.append((kept + numel.total * gathered + sharded * (not layout.offloads), -rank))
+        bound, rank = max(found)
         return bound, -rank
-
-    def _of_rank(
-        self, numel: Numbers, states: Numbers, kept: int, shards: Numbers, zero: int
-    ) -> float:
-        layout, e, total = self.stage.layout, self.stage.layout.compute, float(kept)
-        if not layout.offloads:
-            total += numel.over(shards) * layout.master + states.over(shards)
-        # unsharded weights of this dtype are not copied
-        if zero < 3 and (zero > 0 or e != layout.master):
-            total += numel.total * e
-        return total
 
     # --- seconds ---
 
@@ -195,16 +190,16 @@ class Pipeline:
         inputs = input_buffers(zero)
         waiting = stalls(alike, inputs, last=False)
         end = rest[0] * each_unit
-        sharding = Gathers(gather * one, scatter * one, end, end, waiting)
         unit = stage.alike.parallel.fsdp_unit
-        seconds += m * self.v * sharding.waits(zero, unit, part * one).total
+        sharding = Gathers(gather * one, scatter * one, end, end, waiting, zero, unit)
+        seconds += m * self.v * sharding.waits(part * one).total
         if zero == 3:
             seconds += m * 2 * cast
         else:
             seconds += gather + cast if unit == "stage" else max(0.0, gather + cast - forward)
         if zero < 2:
             seconds += waiting * self.v * self.pp
-        return seconds + stalls(alike, inputs, last=True) - sharding.waited(zero, unit)
+        return seconds + stalls(alike, inputs, last=True) - sharding.waited
 
     def _find_slowest(self, reduced: bool) -> tuple[Part, Numbers, int, float]:
         """Of the pipeline rank that computes longest: its seconds for one micro-batch, its

@@ -24,13 +24,13 @@ RATES = {field.name: _rate(field.name, field.type) for field in fields(Device)}
 FileOfRates = create_model("FileOfRates", __base__=Strict, based_on=Literal[*DEVICES], **RATES)  # type: ignore[call-overload]
 
 
-def read_file(option: str, file: Path, kind: type[Content], remedy: str) -> Content:
-    """The content of a JSON file. Raises UserError about this option."""
+def read_file(option: str, file: Path, kind: type[Content], what: str, remedy: str) -> Content:
+    """The content of a JSON file that must be a `what`. Raises UserError about this option."""
     try:
         return kind.model_validate(load_json(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:  # also: not text, or not JSON
         problem = first_problem(error) if isinstance(error, ValidationError) else error
-        raise UserError(option, str(file), f"cannot be read: {problem}", remedy) from None
+        raise UserError(option, str(file), f"is no {what}: {problem}", remedy) from None
 
 
 def find_device(name: str) -> Device:
@@ -41,7 +41,8 @@ def find_device(name: str) -> Device:
     remedy = f"choose one of {', '.join(DEVICES)}, or give a JSON file as in docs/planning.md"
     if not name.endswith(".json"):
         raise UserError("--device", name, "is not a known device", remedy)
-    rates = read_file("--device", Path(name), FileOfRates, remedy).model_dump(exclude_unset=True)
+    given = read_file("--device", Path(name), FileOfRates, "file of rates", remedy)
+    rates = given.model_dump(exclude_unset=True)
     device = replace(DEVICES[rates.pop("based_on")], **{"name": Path(name).stem, **rates})
     if device.room <= 0:
         why = f"reserved_bytes={device.reserved_bytes:g} leave nothing of it to a run"

@@ -74,12 +74,14 @@ class Account:
             self.peak, self.peak_action = self.total + height, self.action
             self.at_peak = {c: self.now[c] + more.get(c, 0) for c in {**self.now, **more}}
 
-    def apply(self, effect: Effect) -> None:
-        """Apply the effect of a recorded piece of work to this account."""
+    def apply(self, effect: Effect, buffer: int = 0) -> None:
+        """Apply the effect of a recorded piece of work, beside a buffer of gathers."""
+        self.add(GATHERING, buffer)
         self.reach(effect.at_height)
         for category, size in effect.changes.items():
             self.now[category] += size
             self.total += size
+        self.free(GATHERING, buffer)
 
     def effect_of(self, work: Callable[[], None]) -> Effect:
         """Do the work, and return its effect."""
@@ -381,12 +383,12 @@ class Memory(Account):
             *experts, outer = sharded.around[stage, index]
             buffer = sharded.gather(outer, True, buffer)
             first, *inside = self._phase(kind, stage, index).effects
-            self._apply(first, buffer)
+            self.apply(first, buffer)
             if inside:
                 buffer = sharded.gather(experts[0], True, buffer)
-                self._apply(inside[0], buffer)
+                self.apply(inside[0], buffer)
                 sharded.after_unit(experts[0], index, -1)
-                self._apply(inside[1], buffer)
+                self.apply(inside[1], buffer)
             sharded.after_unit(outer, index, -1)
         if stage < layout.num_stages - 1:  # the last block's output goes to the next stage
             self.free(ACTIVATIONS, units[-1].hidden_bytes)
@@ -414,14 +416,14 @@ class Memory(Account):
             sharded.gather(outer, False, 0)
             first, *inside = self._phase(kind, stage, index).effects
             prefetched = sharded.prefetched(stage, index)
-            self._apply(first, prefetched)
+            self.apply(first, prefetched)
             if inside:
                 sharded.gather(experts[0], False, 0)
                 self.apply(inside[0])  # what is recomputed of them
                 prefetched = sharded.prefetched(stage, index, inside=True)
-                self._apply(inside[1], prefetched)
+                self.apply(inside[1], prefetched)
                 self._after(kind, experts[0], index, last, prefetched)
-                self._apply(inside[2], prefetched)
+                self.apply(inside[2], prefetched)
             self._after(kind, outer, index, last, prefetched)
         self.free(ACTIVATIONS, self.positions[stage])
         if stage > 0:  # its input, and the outgoing gradient
@@ -436,12 +438,6 @@ class Memory(Account):
             self.sharded.after_backward(unit, index, last)
         else:
             self.sharded.after_unit(unit, index, 0)
-        self.free(GATHERING, buffer)
-
-    def _apply(self, effect: Effect, buffer: int) -> None:
-        """Apply the effect beside a buffer of gathers."""
-        self.add(GATHERING, buffer)
-        self.apply(effect)
         self.free(GATHERING, buffer)
 
     def _phase(self, kind: Kind, stage: int, index: int) -> Phase:

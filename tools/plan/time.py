@@ -74,28 +74,31 @@ class Gathers(NamedTuple):
     gather_first: float  # of the first unit
     gather_last: float  # of the last unit, which is the first in backward
     stalls: float  # of a backward, by its reductions (`stalls`)
+    zero_stage: int
+    fsdp_unit: str
 
-    def waits(self, zero_stage: int, fsdp_unit: str, stage: Part) -> Part:
+    def waits(self, stage: Part) -> Part:
         """Seconds by which the actions of `stage` are longer, in every micro-batch. Nothing runs
         beside the first gather of an action."""
         forward, backward = stage.forward, stage.input_grad + stage.weight_grad
         both = self.gather + self.scatter
-        if zero_stage < 2:
+        if self.zero_stage < 2:
             return NOTHING
-        if fsdp_unit == "stage":
-            if zero_stage == 3:  # nothing hides it: the next action gathers over the same link
+        if self.fsdp_unit == "stage":
+            if self.zero_stage == 3:  # nothing hides it: the next action gathers over the same link
                 return Part(self.gather, both, 0.0)
             # it runs beside the next actions
             return Part(0.0, 0.0, max(0.0, self.scatter - backward - forward))
-        if zero_stage == 3:  # every forward and backward gathers; every backward reduces too
-            bare = self.gather_last + self.stalls
+        if self.zero_stage == 3:  # every forward and backward gathers; every backward reduces too
             first = max(self.gather_first, self.gather - forward)
-            return Part(first, max(bare, both - backward), 0.0)
+            return Part(first, max(self.gather_last + self.stalls, both - backward), 0.0)
         return Part(0.0, 0.0, self.stalls)
 
-    def waited(self, zero_stage: int, fsdp_unit: str) -> float:
+    @property
+    def waited(self) -> float:
         """The seconds for which each backward then waits for its own reductions."""
-        return self.scatter if zero_stage == 3 and fsdp_unit == "stage" else self.stalls
+        whole = self.zero_stage == 3 and self.fsdp_unit == "stage"
+        return self.scatter if whole else self.stalls
 
 
 class Reduction(NamedTuple):
@@ -238,21 +241,18 @@ class StepTime:
     def waits(self, stage: int) -> Part:
         """Seconds by which a stage's actions are longer because of the gathers and reductions of
         every micro-batch."""
-        parallel = self.layout.config.parallel
-        return self.gathers[stage].waits(
-            parallel.zero_stage, parallel.fsdp_unit, self.stages[stage]
-        )
+        return self.gathers[stage].waits(self.stages[stage])
 
     @cached_property
     def gathers(self) -> list[Gathers]:
         """Of each stage."""
-        found = []
+        found, parallel = [], self.layout.config.parallel
         for stage in range(self.layout.num_stages):
             units = [(unit, self.of_unit(unit)) for _, unit in self.layout.fsdp_units(stage)]
             gather, scatter = (sum(seconds[i] for _, seconds in units) for i in (0, 1))
             first, *_, last = [seconds[0] for unit, seconds in units if not unit.is_expert] * 2
-            stalls = self.stalls(stage, last=False)
-            found.append(Gathers(gather, scatter, first, last, stalls))
+            each = gather, scatter, first, last, self.stalls(stage, last=False)
+            found.append(Gathers(*each, parallel.zero_stage, parallel.fsdp_unit))
         return found
 
     @cached_property
@@ -322,14 +322,11 @@ class StepTime:
         """When each rank has finished reducing its gradients. The reductions of a stage's last
         backward run beside what the rank does after it. With zero_stage below 2 only that backward
         reduces; if it stalls, the stages before it are late."""
-        parallel, last = self.layout.config.parallel, self.layout.num_microbatches - 1
-        zero, unit = parallel.zero_stage, parallel.fsdp_unit
+        last = self.layout.num_microbatches - 1
         late, behind = [0.0], []  # of the stages from the last one on
-        for stage in reversed(range(self.layout.num_stages)):
-            gathers = self.gathers[stage]
-            late.append(late[-1] + (gathers.stalls if zero < 2 else 0.0))
-            waited = gathers.waited(zero, unit)
-            behind.append(max(0.0, self.stalls(stage, last=True) - waited))
+        for stage, gathers in reversed([*enumerate(self.gathers)]):
+            late.append(late[-1] + (gathers.stalls if gathers.zero_stage < 2 else 0.0))
+            behind.append(max(0.0, self.stalls(stage, last=True) - gathers.waited))
         late, behind = late[:0:-1], behind[::-1]
         return [
             max(
