@@ -3,8 +3,10 @@ needs and an estimate of its step's seconds, computed from sizes only.
 
 The bound, the largest of its ranks', counts bytes at the moment when a pipeline rank begins a
 backward with the most activations alive: its sharded weights and moments; gathered weights in the
-compute dtype, but not with zero_stage 3; and what its blocks keep for the micro-batches that the
-schedule has alive on the rank. plan/memory.py counts the rest.
+compute dtype, or with zero_stage 3 those of one block; what its blocks keep for the micro-batches
+that the schedule has alive on the rank; what a backward that is not split adds; and where forwards
+and backwards alternate for long, the gradients of earlier micro-batches. plan/memory.py counts the
+rest.
 
 The estimate adds up what plan/time.py simulates: the work of the slowest rank, the schedule's
 bubble by its paper's formula, and the exposed communication of data parallelism.
@@ -63,7 +65,7 @@ short_schedule = lru_cache(maxsize=256)(build_schedule)
 
 class Stage:
     """What layouts have in common that differ only in pp, dp and the schedule. What blocks keep
-    is the minimum over all kinds of blocks. `reduced`: whether the gradients of every
+    and need is the minimum over all kinds of blocks. `reduced`: whether the gradients of every
     micro-batch are reduced (zero_stage 2 and 3), so that products do not add to a sum of
     gradients."""
 
@@ -81,6 +83,10 @@ class Stage:
         # bytes that a block keeps of a micro-batch for backward, including its output
         effects = [self.layout.phase(FORWARD, unit).effect for unit in kinds]
         self.kept = min(sum(effect.changes.values()) for effect in effects)
+        self.numel_of_block = min(numbers_of(unit).rest for unit in kinds)  # without experts
+        # the peak of a whole backward above its beginning, when the incoming gradient exists
+        heights = [self.layout.phase(BACKWARD, unit).effect.height for unit in kinds]
+        self.height = min(heights) + self.layout.hidden_bytes
 
     def _of_blocks(self, *number: Callable[[LocalWeight], int]) -> Numbers:
         each = [(numbers_of(unit, *number), n) for unit, n in self.layout.kinds.items()]
@@ -123,7 +129,10 @@ class Pipeline:
         end, bytes_of_states = stage.layout.embedding, stage.layout.bytes_of_states
         self.parameters = self._shares(stage.numel, numbers_of(end))
         self.states = self._shares(stage.states, numbers_of(end, bytes_of_states))  # bytes
-        if self.schedule in GROWING:
+        growing = self.schedule in GROWING
+        # forwards and backwards alternate for long
+        self.steady = m >= 4 * self.pp and not growing
+        if growing:
             live = [m * number for number in self.blocks]
         else:
             fewer = min(m, 2 * self.pp) if m > 1 else 1
@@ -149,11 +158,17 @@ class Pipeline:
         """The bound with weights sharded over `shards` ranks, and the pipeline rank whose it is."""
         layout, e = self.stage.layout, self.stage.layout.compute
         # unsharded weights of the master's dtype are not copied
-        gathered = e if zero < 3 and (zero > 0 or e != layout.master) else 0
+        whole = e if zero < 3 and (zero > 0 or e != layout.master) else 0
+        whole += layout.reduce if self.steady and zero < 2 else 0
+        cut = layout.master * (not layout.offloads)
+        cut += layout.reduce if self.steady and zero >= 2 else 0
+        height = 0 if self.schedule in SPLIT else self.stage.height
+        height += self.stage.numel_of_block * e if zero == 3 else 0
         found = []
         for (numel, states, kept), rank in self.held.items():
-            sharded = numel.over(shards) * layout.master + states.over(shards)
-            found.append((kept + numel.total * gathered + sharded * (not layout.offloads), -rank))
+            total = kept + numel.total * whole + numel.over(shards) * cut
+            total += 0.0 if layout.offloads else states.over(shards)
+            found.append((total + (height if kept else 0), -rank))
         bound, rank = max(found)
         return bound, -rank
 
