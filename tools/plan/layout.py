@@ -167,6 +167,7 @@ class Layout:
         config, p = self.config, self.config.parallel
         self.sizes = p.mesh_sizes(self.world)
         self.num_microbatches = config.num_microbatches(self.sizes.dp)
+        self.pipeline = p.schedule, p.pp, p.stages_per_rank, self.num_microbatches
         self.num_stages = p.num_stages
         # the pipeline rank of each stage
         self.where = ranks_of_stages(p.schedule, p.pp, p.stages_per_rank)
@@ -228,15 +229,12 @@ class Layout:
 
     @property
     def schedule(self) -> Sequence[Sequence[Action]]:
-        p = self.config.parallel
-        return schedule_of(p.schedule, p.pp, p.stages_per_rank, self.num_microbatches)
+        return schedule_of(*self.pipeline)
 
     @property
     def program(self) -> Program:
         """What this pipeline rank does in a step."""
-        p = self.config.parallel
-        programs = programs_of(p.schedule, p.pp, p.stages_per_rank, self.num_microbatches)
-        return programs[self.pp_rank]
+        return programs_of(*self.pipeline)[self.pp_rank]
 
     @cached_property
     def splits_backward(self) -> bool:

@@ -40,7 +40,7 @@ from costs.units import LocalWeight, Unit
 from model.attention import attentions_of
 from model.experts import Experts
 from parallel.axes import FSDP_AXES
-from parallel.pipeline.actions import need_of, result_of
+from parallel.pipeline.lower import Exchange
 from parallel.whole_matrices import Round
 from tools.plan.layout import Layout
 
@@ -54,17 +54,19 @@ def collectives(layout: Layout) -> Counter[Call]:
         for unit in layout.units(stage):
             for call, each in layout.phase(kind, unit).sends.items():
                 calls[call] += number * each
-    for stage in layout.stages:
-        calls += fsdp_calls(layout, stage)
-    where = layout.where
-    message = Call("pp", "", layout.hidden_bytes)
-    for action in actions:
-        result, need = result_of(action, layout.num_stages), need_of(action, layout.num_stages)
-        if result is not None and where[result.stage] != layout.pp_rank:
-            calls[message._replace(kind="send")] += 1
-        if need is not None:
-            sender = where[need.stage + (1 if need.is_gradient else -1)]
-            calls[message._replace(kind="receive")] += sender != layout.pp_rank
+    gathers, reductions = times_a_step(layout)
+    for _, unit in (each for stage in layout.stages for each in layout.fsdp_units(stage)):
+        over_replicas, over_shards = FSDP_AXES[unit.is_expert]
+        reduced = unit.padded * layout.reduce
+        if unit.shards > 1:
+            calls[Call(over_shards, "all_gather", unit.padded * layout.compute)] += gathers
+            calls[Call(over_shards, "reduce_scatter", reduced)] += reductions
+        if unit.replicas > 1:
+            calls[Call(over_replicas, "all_reduce", reduced // unit.shards)] += 1
+    for exchange in layout.program:
+        for message in exchange.transfers if isinstance(exchange, Exchange) else ():
+            kind = "send" if message.sends else "receive"
+            calls[Call("pp", kind, layout.hidden_bytes)] += 1
     calls += _once_a_step(layout)
     return calls
 
@@ -98,21 +100,6 @@ def times_a_step(layout: Layout) -> tuple[int, int]:
     """How often a step gathers a unit's weights, and reduces its gradients over the shards."""
     zero, m = layout.config.parallel.zero_stage, layout.num_microbatches
     return 2 * m if zero == 3 else 1, m if zero >= 2 else 1
-
-
-def fsdp_calls(layout: Layout, stage: int) -> Counter[Call]:
-    """The collectives over the data-parallel axes in one step."""
-    calls: Counter[Call] = Counter()
-    gathers, reductions = times_a_step(layout)
-    for _, unit in layout.fsdp_units(stage):
-        over_replicas, over_shards = FSDP_AXES[unit.is_expert]
-        reduced = unit.padded * layout.reduce
-        if unit.shards > 1:
-            calls[Call(over_shards, "all_gather", unit.padded * layout.compute)] += gathers
-            calls[Call(over_shards, "reduce_scatter", reduced)] += reductions
-        if unit.replicas > 1:
-            calls[Call(over_replicas, "all_reduce", reduced // unit.shards)] += 1
-    return calls
 
 
 def _once_a_step(layout: Layout) -> Counter[Call]:
