@@ -33,7 +33,7 @@ from parallel.pipeline.schedules import build_schedule
 from settings.checks import cuts_of_sequence, sides_that_cannot_be_cut
 from settings.config import Config
 from tools.plan.hardware import Device
-from tools.plan.layout import Layout, Numbers, numbers_of, ranks_of_stages
+from tools.plan.layout import PLAIN, Layout, Numbers, numbers_of, ranks_of_stages
 from tools.plan.memory import GROWING
 from tools.plan.time import (
     NOTHING,
@@ -301,10 +301,8 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
                 continue
             if tp > 1 and not cut and config.model.has_experts:  # settings/checks.py
                 continue
-            parallel = replace(config.parallel, tp=tp, cp=cp, pp=1, dp_shard=dp_shard,
-                               dp_replicate=1, ep=ep, schedule="1f1b", stages_per_rank=1,
-                               layers_per_stage=None, sequence_parallel=cut,
-                               zero_stage=1)  # fmt: skip
+            given = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "ep": ep, "sequence_parallel": cut}
+            parallel = replace(config.parallel, **PLAIN | given, zero_stage=1)
             if seq_len % math.prod(cuts_of_sequence(parallel).values()):
                 continue
             train = replace(config.train, micro_batch_size=size, activation_checkpointing=mode)

@@ -7,7 +7,7 @@ from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEI
 from settings.config import Config
 from tools.command import table
 from tools.plan.hardware import GB
-from tools.plan.layout import Layout
+from tools.plan.layout import PLAIN, Layout
 
 STAGES = (0, 1, 2, 3)
 # Bytes of the optimizer state (two float32), of gradients and of weights (bfloat16), 12 in all:
@@ -27,9 +27,8 @@ def guide_bytes(parameters: float, ranks: int, zero_stage: int) -> float:
 def data_parallel(config: Config, ranks: int, zero_stage: int) -> Layout:
     """The job without any parallelism but that over `ranks` data-parallel ranks."""
     shard, replicate = (1, ranks) if zero_stage == 0 else (ranks, 1)
-    parallel = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, schedule="1f1b", stages_per_rank=1,
-                       layers_per_stage=None, dp_shard=shard, dp_replicate=replicate,
-                       zero_stage=zero_stage)  # fmt: skip
+    given = {"dp_shard": shard, "dp_replicate": replicate, "zero_stage": zero_stage}
+    parallel = replace(config.parallel, **PLAIN | given)
     return Layout(replace(config, parallel=parallel), ranks, 0)
 
 

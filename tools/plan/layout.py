@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from costs.recorder import Phase
 from costs.summary import blocks
@@ -64,6 +64,10 @@ def check_gpus(key: str, number: int) -> None:
         raise UserError(key, number, why, "give a number of GPUs")
 
 
+PLAIN: dict[str, Any] = {  # settings of `parallel` that are valid on one rank
+    **dict.fromkeys(("tp", "cp", "pp", "ep", "dp_shard", "dp_replicate"), 1),
+    **{"schedule": "1f1b", "stages_per_rank": 1, "layers_per_stage": None},
+}
 schedule_of = lru_cache(maxsize=4)(build_schedule)  # long ones are large
 
 

@@ -29,7 +29,7 @@ from settings.layouts import MAX_LAYOUTS, OF_TRAIN
 from tools.command import table
 from tools.plan.candidates import Candidate, candidates
 from tools.plan.hardware import GB, Device
-from tools.plan.layout import Layout, check_gpus
+from tools.plan.layout import PLAIN, Layout, check_gpus
 from tools.plan.memory import CHECKED, peaks, shortened
 from tools.plan.time import StepTime
 
@@ -220,13 +220,10 @@ def check_before_search(config: Config) -> None:
     """Raise UserError for what is wrong in every layout."""
     # Settings that are wrong only in some layouts are replaced by ones that are valid on one rank.
     # The batch is checked with each layout.
-    parallel = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, dp_shard=1, dp_replicate=1,
-                       schedule="1f1b", stages_per_rank=1, layers_per_stage=None,
-                       zero_stage=2)  # fmt: skip
-    one_sequence = replace(config.train, micro_batch_size=1, global_batch_size=1)
-    alone = replace(config, parallel=parallel, train=one_sequence,
-                    run=replace(config.run, profile_ranks=[0]))  # fmt: skip
-    validate(alone, 1)
+    parallel = replace(config.parallel, **PLAIN, zero_stage=2)
+    train = replace(config.train, micro_batch_size=1, global_batch_size=1)
+    run = replace(config.run, profile_ranks=[0])
+    validate(replace(config, parallel=parallel, train=train, run=run), 1)
 
 
 def _check_states_fit(config: Config, world: int, room: float) -> None:
