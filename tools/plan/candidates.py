@@ -186,13 +186,12 @@ class Pipeline:
         links = Links(time.device, sizes.tp, shards.rest, replicas.rest, stage.world, sizes.cp,
                       sizes.ep, shards.experts, replicas.experts)  # fmt: skip
         away = layout.master * layout.offloads  # bytes that are offloaded, of a parameter
-        rest = sharding_seconds(links, False, numel.rest * e, numel.rest * layout.reduce, number,
-                                numel.rest * away)  # fmt: skip
-        gather, scatter, replicate = rest
-        if numel.experts:
-            sent = numel.experts * e, numel.experts * layout.reduce
-            of_experts = sharding_seconds(links, True, *sent, number, numel.experts * away)
-            gather, scatter, replicate = (a + b for a, b in zip(rest, of_experts, strict=True))
+        of_kinds = [
+            sharding_seconds(links, is_expert, n * e, n * layout.reduce, number, n * away)
+            for is_expert, n in zip((False, True), numel, strict=True)
+            if n
+        ]
+        gather, scatter, replicate = map(sum, zip(*of_kinds, strict=True))
         cast = time.rates.memory(numel.total * 3 * e + numel.over(shards) * layout.master)
         each = zip(self.parameters, self.states, strict=True)
         seconds += max(time.updating(n.over(shards), s.over(shards), stage.world) for n, s in each)
@@ -204,7 +203,7 @@ class Pipeline:
         alike *= max(1, number // self.v)
         inputs = input_buffers(zero)
         waiting = stalls(alike, inputs, last=False)
-        end = rest[0] * each_unit
+        end = of_kinds[0][0] * each_unit
         unit = stage.alike.parallel.fsdp_unit
         sharding = Gathers(gather * one, scatter * one, end, end, waiting, zero, unit)
         seconds += m * self.v * sharding.waits(part * one).total
