@@ -121,22 +121,15 @@ def test_of_a_hard_case_few_layouts_are_counted() -> None:
 
 
 @pytest.mark.slow
-def test_a_hopeless_search_says_what_is_nearest() -> None:
-    """If nothing fits, here with sequences of a million tokens, the error states the layout that
-    comes nearest and what it needs."""
-    long = "train.seq_len=1048576"
-    config = load("llama3_8b", long)
-    said = r"--gpus = 8: none of [\d,]+ layouts fits 77 GB a GPU \(\d were counted exactly\)"
+def test_a_hopeless_search_says_how_far_it_is() -> None:
+    """If nothing fits, here with sequences of a million tokens, the error states what the
+    smallest layout needs."""
+    said = r"--gpus = 8: none of [\d,]+ layouts fits 77 GB a GPU; about ([\d.]+) GB"
     with pytest.raises(UserError, match=said) as e:
-        search(config, 8, H100)
-    stated = re.search(r"the nearest needs ([\d.]+) GB", e.value.why)
+        search(load("llama3_8b", "train.seq_len=1048576"), 8, H100)
+    stated = re.search(said, str(e.value))
     assert stated
-    overrides = re.findall(r"(?:parallel|train)\.\S+=\S+", e.value.remedy)
-    nearest = Found(load("llama3_8b", long, *overrides), 8, H100)
-    validate(nearest.config, 8)
-    assert nearest.peak / 1e9 == pytest.approx(float(stated[1]), abs=0.05)
-    assert nearest.peak > H100.room
-    assert str(nearest) in e.value.why
+    assert float(stated[1]) * 1e9 > H100.room
 
 
 def test_where_states_alone_do_not_fit_no_layout_is_looked_at(

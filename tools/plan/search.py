@@ -5,12 +5,10 @@ and estimates the time of the others. It takes them in the order of their estima
 them fit or none is left: it counts their memory on every pipeline rank, checks those that fit as a
 run would check them (both in a shortened step: plan/memory.py), and simulates their step.
 
-If nothing fits, the error names the nearest alternative: the least number of GPUs whose memory
-holds weights, gradients and optimizer state (found without a search), or the layout that needs the
-least memory.
+If nothing fits, the error says how far it is from that: the least number of GPUs whose memory holds
+weights, gradients and optimizer state (found without a search), or what the smallest layout needs.
 """
 
-import heapq
 import json
 import math
 from collections.abc import Iterator
@@ -27,7 +25,7 @@ from settings.checks import check_lengths, validate
 from settings.config import Config
 from settings.layouts import MAX_LAYOUTS, OF_TRAIN
 from tools.command import table
-from tools.plan.candidates import Candidate, candidates
+from tools.plan.candidates import candidates
 from tools.plan.hardware import GB, Device
 from tools.plan.layout import PLAIN, Layout, check_gpus
 from tools.plan.memory import CHECKED, peaks, shortened
@@ -35,7 +33,6 @@ from tools.plan.time import StepTime
 
 SHOWN = 10  # layouts
 ENOUGH = 2 * SHOWN  # layouts that fit; estimates may swap neighbours
-NEAREST = 20  # layouts with the lowest bounds, among which the nearest valid one is chosen
 SEARCHED = ("schedule", "stages_per_rank", "layers_per_stage", "zero_stage", "sequence_parallel")
 
 
@@ -176,13 +173,10 @@ def search(config: Config, world: int, device: Device) -> Result:
     possible = sorted((c for c in everything if c.bound <= room), key=lambda c: c.estimate)
     fitting: list[Found] = []
     counted, refused, too_large = 0, None, 0
-
-    def found_of(one: Candidate) -> Found:
-        return Found(one.config(), world, device, one.fullest, one.estimate)
-
-    for found in map(found_of, possible):
+    for one in possible:
         if len(fitting) == ENOUGH:
             break
+        found = Found(one.config(), world, device, one.fullest, one.estimate)
         counted += 1
         if not found.fits(room):
             too_large += 1
@@ -193,14 +187,11 @@ def search(config: Config, world: int, device: Device) -> Result:
     if not fitting:
         if refused is not None and not too_large:
             raise refused
-        why = f"none of {len(everything):,} layouts fits {room / GB:.0f} GB a GPU "
-        why += f"({counted:,} were counted exactly)"
+        smallest = min(everything, key=lambda one: one.bound)
+        needs = Found(smallest.config(), world, device).peak / GB
+        why = f"none of {len(everything):,} layouts fits {room / GB:.0f} GB a GPU; about "
+        why += f"{needs:.1f} GB are needed ({counted:,} were counted exactly)"
         remedy = "take more GPUs, or larger ones (--device), or a smaller model or train.seq_len"
-        # Bounds are a few percent below the exact count.
-        lowest = heapq.nsmallest(NEAREST, everything, key=lambda candidate: candidate.bound)
-        if nearest := next((one for one in map(found_of, lowest) if not _error(one)), None):
-            why += f"; the nearest needs {nearest.peak / GB:.1f} GB: {nearest}"
-            remedy += f"; the nearest is planned by: {nearest.overrides()}"
         raise UserError("--gpus", world, why, remedy)
     fitting.sort(key=lambda found: (found.seconds, found.peak))
     return Result(fitting, len(everything), counted)
