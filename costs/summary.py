@@ -56,16 +56,13 @@ def flops_per_token(model: ModelConfig, seq_len: int, whole_attention: bool = Fa
     return (ends + model.num_layers * block) / seq_len
 
 
+@lru_cache(maxsize=1024)
 def layer_costs(setting: Setting) -> LayerCosts:
     """Seconds of the embedding, of every block and of the head for one micro-batch, forward and
     backward, on H100s: computation and exposed communication over tp, cp and ep. Of a long
     micro-batch the seconds of some of its sequences: only relative costs matter."""
     sequences = max(1, min(setting.micro_batch_size, PROPORTIONAL // setting.seq_len))
-    return _layer_costs(replace(setting, micro_batch_size=sequences))
-
-
-@lru_cache(maxsize=1024)
-def _layer_costs(setting: Setting) -> LayerCosts:
+    setting = replace(setting, micro_batch_size=sequences)
     # Without the time to launch kernels, and without waves, in which the products of a small model
     # would all take equally long: on a CPU, where small models run, neither matters.
     device = replace(H100, kernel_seconds=0.0, collective_seconds=0.0, tile=1, multiprocessors=1)
