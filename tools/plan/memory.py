@@ -13,9 +13,8 @@ pipeline, and the permanent states.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from costs.recorder import Effect, Phase
 from costs.units import position_bytes
@@ -83,22 +82,6 @@ class Account:
             self.total += size
         self.free(GATHERING, buffer)
 
-    def effect_of(self, work: Callable[[], None]) -> Effect:
-        """Do the work, and return its effect."""
-        began, total = dict(self.now), self.total
-        before = self.peak, self.peak_action, self.at_peak
-        self.peak = -1
-        self.reach({})
-        work()
-        at_height, changes = (
-            {c: size - began.get(c, 0) for c, size in bytes_of.items() if size != began.get(c, 0)}
-            for bytes_of in (self.at_peak, self.now)
-        )
-        effect = Effect(self.peak - total, at_height, changes)
-        if self.peak <= before[0]:
-            self.peak, self.peak_action, self.at_peak = before
-        return effect
-
 
 # --- around the units ---
 
@@ -140,11 +123,6 @@ class Sharded:
     def begun(self, stage: int, index: int) -> bool:
         """Whether a unit's sums have gradients of an earlier micro-batch."""
         return self.around[stage, index][-1].accumulated
-
-    def state(self, stage: int) -> Hashable:
-        """A stage's state between two actions."""
-        units = [(unit.gathered, unit.accumulated, unit.reduced) for unit in self.of_stage[stage]]
-        return *units, *self.inputs_of_reductions[stage], self.outputs_of_reductions[stage]
 
     def gather(self, unit: FsdpUnit, forward: bool, before: int) -> int:
         """Gather the weights before a forward or backward.
@@ -324,7 +302,6 @@ class Memory(Account):
         self.positions = {s: position_bytes(alike, kinds) for s, kinds in blocks.items()}
         self.sharded = Whole(layout, self) if layout.whole else Sharded(layout, self)
         self.left = dict.fromkeys(layout.stages, layout.num_microbatches)  # remaining backwards
-        self._effects: dict[Hashable, Effect] = {}  # of actions, by what they depend on
         # before the first step
         if not layout.offloads:
             weights, states = state_bytes(layout)
@@ -352,26 +329,11 @@ class Memory(Account):
                 self.free(MESSAGES, part)
                 self.add(ACTIVATIONS if item.kind is FORWARD else TEMPORARY, part)
             self.left[item.stage] -= item.kind in (BACKWARD, BACKWARD_WEIGHT)
-            self._act(item)
+            work = self._forward if item.kind is FORWARD else self._backward
+            work(item.stage, item.kind, self.left[item.stage] == 0)
             if result_of(item, layout.num_stages) is not None:
                 self.add(MESSAGES, part)
         self.action = None
-
-    def _act(self, action: Action) -> None:
-        """Do an action; or, if it was done before in the same state and left the state unchanged,
-        apply its effect. Most actions are repetitions, so a long program takes hardly longer than a
-        short one."""
-        kind, stage, _ = action
-        last = self.left[stage] == 0
-        # all that an action's memory depends on, apart from the layout
-        before = kind, stage, last, self.sharded.state(stage)
-        if before in self._effects:
-            self.apply(self._effects[before])
-            return
-        work = self._forward if kind is FORWARD else self._backward
-        effect = self.effect_of(partial(work, stage, kind, last))
-        if self.sharded.state(stage) == before[-1]:
-            self._effects[before] = effect
 
     # --- forward ---
 
