@@ -137,10 +137,9 @@ class Pipeline:
         else:
             fewer = min(m, 2 * self.pp) if m > 1 else 1
             live = _live(self.schedule, self.pp, self.v, tuple(counts), fewer)
-        # (parameters, bytes of states, bytes that blocks keep) → the first rank with these figures
-        self.held: dict[tuple[Numbers, Numbers, int], int] = {}
-        for r in reversed(range(self.pp)):
-            self.held[self.parameters[r], self.states[r], live[r] * stage.kept] = r
+        # parameters, bytes of states and bytes that blocks keep, of ranks that differ in these
+        kept = [number * stage.kept for number in live]
+        self.held = {*zip(self.parameters, self.states, kept, strict=True)}
         self._slowest: dict[bool, tuple[Part, Numbers, int, float]] = {}
 
     def _shares(self, blocks: Numbers, end: Numbers) -> list[Numbers]:
@@ -154,8 +153,8 @@ class Pipeline:
 
     # --- bytes ---
 
-    def bound(self, shards: Numbers, zero: int) -> tuple[float, int]:
-        """The bound with weights sharded over `shards` ranks, and the pipeline rank whose it is."""
+    def bound(self, shards: Numbers, zero: int) -> float:
+        """The bound with weights sharded over `shards` ranks."""
         layout, e = self.stage.layout, self.stage.layout.compute
         # unsharded weights of the master's dtype are not copied
         whole = e if zero < 3 and (zero > 0 or e != layout.master) else 0
@@ -165,12 +164,11 @@ class Pipeline:
         height = 0 if self.schedule in SPLIT else self.stage.height
         height += self.stage.numel_of_block * e if zero == 3 else 0
         found = []
-        for (numel, states, kept), rank in self.held.items():
+        for numel, states, kept in self.held:
             total = kept + numel.total * whole + numel.over(shards) * cut
             total += 0.0 if layout.offloads else states.over(shards)
-            found.append((total + (height if kept else 0), -rank))
-        bound, rank = max(found)
-        return bound, -rank
+            found.append(total + (height if kept else 0))
+        return max(found)
 
     # --- seconds ---
 
@@ -271,7 +269,6 @@ class Candidate(NamedTuple):
 
     estimate: float  # seconds of a step; infinite if the bound does not fit, as it is not needed
     bound: float  # bytes; the layout needs no less
-    fullest: int  # the pipeline rank with the largest bound
     alike: Config  # the part of the configuration that concerns the inside of a stage
     rest: dict[str, Any]  # the other settings of `parallel`
 
@@ -377,11 +374,11 @@ def _data_parallel(pipe: Pipeline, dp: int) -> Iterator[Candidate]:
         for zero in (1, 2, 3) if max(shards) > 1 else (0,):
             if one_dtype and ((m > 1 and zero < 2) or shard < dp):
                 continue
-            bound, fullest = pipe.bound(shards, zero)
+            bound = pipe.bound(shards, zero)
             fits = bound <= device.room
             seconds = pipe.seconds(shards, replicas, zero) if fits else math.inf
             rest = {"dp_shard": shard, "dp_replicate": dp // shard, "zero_stage": zero}
-            yield Candidate(seconds, bound, fullest, config, pipe.settings | rest)
+            yield Candidate(seconds, bound, config, pipe.settings | rest)
 
 
 def _schedules(pp: int, m: int, layers: int) -> Iterator[tuple[str, int]]:

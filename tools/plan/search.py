@@ -43,7 +43,6 @@ class Found:
     config: Config
     world: int
     device: Device
-    fullest: int = 0  # the pipeline rank that probably needs the most memory
     estimate: float = 0.0  # seconds of a step; the search examines layouts in this order
 
     @cached_property
@@ -83,7 +82,7 @@ class Found:
         """Yield the peak of each pipeline rank, starting with those that often need the most. (The
         second may have one block more than the first.)"""
         pp = self.config.parallel.pp
-        ranks = [rank for rank in (self.fullest, 1, 0, pp - 1, pp // 2) if rank < pp]
+        ranks = [rank for rank in (0, 1, pp - 1, pp // 2) if rank < pp]
         return peaks(self.layout, ranks)
 
     def overrides(self) -> str:
@@ -176,7 +175,7 @@ def search(config: Config, world: int, device: Device) -> Result:
     for one in possible:
         if len(fitting) == ENOUGH:
             break
-        found = Found(one.config(), world, device, one.fullest, one.estimate)
+        found = Found(one.config(), world, device, one.estimate)
         counted += 1
         if not found.fits(room):
             too_large += 1

@@ -174,7 +174,6 @@ class StepTime:
         # to send a hidden state to another rank
         self.message_seconds = message_seconds(layout.hidden_bytes, layout.world, device)
         self._costs: dict[tuple[Unit, Kind], Cost] = {}
-        self._reductions: dict[tuple[Unit, ...], list[Reduction]] = {}  # of stages
 
     # --- computing ---
 
@@ -285,10 +284,7 @@ class StepTime:
     def reductions_of(self, stage: int) -> list[Reduction]:
         """The reductions of a stage, in the order of a backward. If the schedule splits it, all of
         them come after the weight gradients."""
-        units = tuple(self.layout.units(stage))
-        if units in self._reductions:
-            return self._reductions[units]
-        found = self._reductions[units] = []
+        units, found = self.layout.units(stage), []
         together: dict[range, list[Gathered]] = defaultdict(list)
         for part, gathered in self.layout.fsdp_units(stage):
             together[part].append(gathered)
