@@ -55,18 +55,18 @@ def collectives(layout: Layout) -> Counter[Call]:
             for call, each in layout.phase(kind, unit).sends.items():
                 calls[call] += number * each
     gathers, reductions = times_a_step(layout)
-    for _, unit in (each for stage in layout.stages for each in layout.fsdp_units(stage)):
-        over_replicas, over_shards = FSDP_AXES[unit.is_expert]
-        reduced = unit.padded * layout.reduce
-        if unit.shards > 1:
-            calls[Call(over_shards, "all_gather", unit.padded * layout.compute)] += gathers
+    for _, one in (pair for stage in layout.stages for pair in layout.fsdp_units(stage)):
+        over_replicas, over_shards = FSDP_AXES[one.is_expert]
+        reduced = one.padded * layout.reduce
+        if one.shards > 1:
+            calls[Call(over_shards, "all_gather", one.padded * layout.compute)] += gathers
             calls[Call(over_shards, "reduce_scatter", reduced)] += reductions
-        if unit.replicas > 1:
-            calls[Call(over_replicas, "all_reduce", reduced // unit.shards)] += 1
+        if one.replicas > 1:
+            calls[Call(over_replicas, "all_reduce", reduced // one.shards)] += 1
     for exchange in layout.program:
         for message in exchange.transfers if isinstance(exchange, Exchange) else ():
-            kind = "send" if message.sends else "receive"
-            calls[Call("pp", kind, layout.hidden_bytes)] += 1
+            way = "send" if message.sends else "receive"
+            calls[Call("pp", way, layout.hidden_bytes)] += 1
     calls += _once_a_step(layout)
     return calls
 
@@ -148,9 +148,9 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
     # states that lack a dimension which an axis cuts (`sum_over_parts`, training/optimizers/)
     for weight, part in layout.parts(units):
         for state in layout.states_of(weight.spec).values():
-            for axis in layout.axes_of(weight):
-                if axis.cuts_beside(state.dims):
-                    calls[Call(axis.group, "all_reduce", state.bytes(part, layout.master))] += 1
+            for hop in layout.axes_of(weight):
+                if hop.cuts_beside(state.dims):
+                    calls[Call(hop.group, "all_reduce", state.bytes(part, layout.master))] += 1
     for rounds in layout.rounds():
         calls.update(messages(rounds, layout.products))
     return calls
