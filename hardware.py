@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DataSheet:
     """The data sheet of one accelerator, and its share of the node's and the cluster's network."""
 
@@ -37,53 +37,17 @@ class DataSheet:
 # the device returned (github.com/pytorch/ao, pull request 4002).
 DATA_SHEETS = {
     sheet.name: sheet
-    for sheet in (
-        DataSheet(
-            name="a100", peak_flops=312e12, peak_flops_float32=19.5e12, peak_flops_float64=19.5e12,
-            memory_bytes=85.0e9, memory_bytes_per_second=2.04e12, node_bytes_per_second=300e9,
-            network_bytes_per_second=25e9, multiprocessors=108, watts=400,
-        ),
-        DataSheet(
-            name="h100", peak_flops=989e12, peak_flops_float32=67e12, peak_flops_float64=67e12,
-            memory_bytes=85.0e9, memory_bytes_per_second=3.35e12, node_bytes_per_second=450e9,
-            network_bytes_per_second=50e9, multiprocessors=132, watts=700,
-        ),
-        DataSheet(
-            name="h100 pcie",
-            peak_flops=756e12, peak_flops_float32=51e12, peak_flops_float64=51e12,
-            memory_bytes=85.0e9, memory_bytes_per_second=2.0e12, node_bytes_per_second=64e9,
-            network_bytes_per_second=50e9, multiprocessors=114, watts=350,
-        ),
-        DataSheet(
-            name="h100 nvl",
-            peak_flops=835e12, peak_flops_float32=60e12, peak_flops_float64=60e12,
-            memory_bytes=100e9, memory_bytes_per_second=3.9e12, node_bytes_per_second=64e9,
-            network_bytes_per_second=50e9, multiprocessors=132, watts=400,
-        ),
-        DataSheet(
-            name="h200 nvl",
-            peak_flops=835e12, peak_flops_float32=60e12, peak_flops_float64=60e12,
-            memory_bytes=150.1e9, memory_bytes_per_second=4.8e12, node_bytes_per_second=64e9,
-            network_bytes_per_second=50e9, multiprocessors=132, watts=600,
-        ),
-        DataSheet(
-            name="h200", peak_flops=989e12, peak_flops_float32=67e12, peak_flops_float64=67e12,
-            memory_bytes=150.1e9, memory_bytes_per_second=4.8e12, node_bytes_per_second=450e9,
-            network_bytes_per_second=50e9, multiprocessors=132, watts=700,
-        ),
-        DataSheet(
-            name="b200", peak_flops=2250e12, peak_flops_float32=75e12, peak_flops_float64=37e12,
-            memory_bytes=191.5e9, memory_bytes_per_second=7.7e12, node_bytes_per_second=900e9,
-            network_bytes_per_second=100e9, multiprocessors=148, watts=1000,
-        ),
-        DataSheet(
-            name="mi300x", peak_flops=1307e12,
-            peak_flops_float32=163.4e12, peak_flops_float64=163.4e12, memory_bytes=192e9,
-            memory_bytes_per_second=5.3e12, node_bytes_per_second=448e9,
-            network_bytes_per_second=50e9, multiprocessors=304, watts=750,
-        ),
+    for sheet in (  # columns in the order of the fields above
+        DataSheet("a100", 312e12, 19.5e12, 19.5e12, 85.0e9, 2.04e12, 300e9, 25e9, 108, 400),
+        DataSheet("h100", 989e12, 67e12, 67e12, 85.0e9, 3.35e12, 450e9, 50e9, 132, 700),
+        DataSheet("h100 pcie", 756e12, 51e12, 51e12, 85.0e9, 2.0e12, 64e9, 50e9, 114, 350),
+        DataSheet("h100 nvl", 835e12, 60e12, 60e12, 100e9, 3.9e12, 64e9, 50e9, 132, 400),
+        DataSheet("h200 nvl", 835e12, 60e12, 60e12, 150.1e9, 4.8e12, 64e9, 50e9, 132, 600),
+        DataSheet("h200", 989e12, 67e12, 67e12, 150.1e9, 4.8e12, 450e9, 50e9, 132, 700),
+        DataSheet("b200", 2250e12, 75e12, 37e12, 191.5e9, 7.7e12, 900e9, 100e9, 148, 1000),
+        DataSheet("mi300x", 1307e12, 163.4e12, 163.4e12, 192e9, 5.3e12, 448e9, 50e9, 304, 750),
     )
-}  # fmt: skip
+}
 
 
 # Interruptions of a job by failures, for each GPU and day. Llama 3's 405B (section 3.3.4,
@@ -156,13 +120,9 @@ class Device(DataSheet):
 # attention 2, over heads of 64 and 128, 57.5% and 33.2%; copies 78.9% and 86.6%
 # (github.com/Azure/AI-benchmarking-guide, Azure_Results). A100's efficiencies are those of H100
 # times these quotients; no run on A100 was fitted.
-EFFICIENCIES: dict[str, dict[str, Any]] = {
-    "a100": {"efficiencies_of": "a100", "matmul_efficiency": 0.71, "attention_efficiency": 0.47,
-             "memory_efficiency": 0.41},
-    "h100": {},
-    "h200": {},
-    "b200": {},
-}  # fmt: skip
+OF_A100 = {"efficiencies_of": "a100", "matmul_efficiency": 0.71, "attention_efficiency": 0.47,
+           "memory_efficiency": 0.41}  # fmt: skip
+EFFICIENCIES: dict[str, dict[str, Any]] = {"a100": OF_A100, "h100": {}, "h200": {}, "b200": {}}
 DEVICES = {
     name: Device(**asdict(DATA_SHEETS[name]), **found) for name, found in EFFICIENCIES.items()
 }

@@ -24,7 +24,8 @@ import itertools
 import json
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,23 +159,41 @@ class Row:
         rates: dict[str, Any] = self.rates | (CUDNN if self.cudnn else {})
         return replace(find_device(self.device), **rates)
 
-    def speed(self, whole: float) -> float:
-        """The published MFU. `whole`: the tokens per second and GPU at an MFU of 1."""
+    @cached_property
+    def found(self) -> Found:
+        return plan(self)
+
+    # MFU in the convention of the row
+
+    @property
+    def whole(self) -> float:
+        """The tokens per second and GPU at an MFU of 1."""
+        config = self.found.config
+        flops = flops_per_token(config.model, config.train.seq_len, self.attention == "full")
+        return self.on.peak_flops / flops
+
+    @property
+    def published(self) -> float:
         if self.teraflops:
             return self.teraflops * 1e12 / self.on.peak_flops
         tokens = self.tokens or self.all_tokens / self.gpus
-        return tokens / whole if tokens else self.mfu / 100
+        return tokens / self.whole if tokens else self.mfu / 100
+
+    @property
+    def planned(self) -> float:
+        return self.batch * self.seq_len / self.found.seconds / self.gpus / self.whole
+
+    @property
+    def points(self) -> float:
+        return 100 * (self.planned - self.published)
 
 
 def rows_of(name: str) -> list[Row]:
-    content, known = read(name), {each.name for each in fields(Row)}
-    rows = []
+    content, rows = read(name), []
     for system in content["systems"]:
+        shared = {key: value for key, value in system.items() if key != "rows"}
         for given in system["rows"]:
-            keys = {key: value for key, value in system.items() if key != "rows"} | given
-            if unknown := keys.keys() - known:
-                why = "a row or a system has it, but no such key exists"
-                raise UserError(f"{name}.yaml", ", ".join(unknown), why, "see published/README.md")
+            keys = shared | given
             dimensions = content["models"][keys["model"]]
             dimensions = {"num_kv_heads": dimensions["num_heads"], **dimensions}
             rows.append(Row(**keys, dimensions=dimensions))
@@ -204,9 +223,8 @@ def config_of(row: Row) -> Config:
         "train.micro_batch_size": row.micro_batch,
         "train.activation_checkpointing": row.recomputed,
     }
-    return load_config(
-        str(CONFIGS / "llama3_70b.yaml"), [f"{key}={value}" for key, value in keys.items()]
-    )
+    overrides = [f"{key}={value}" for key, value in keys.items()]
+    return load_config(str(CONFIGS / "llama3_70b.yaml"), overrides)
 
 
 def layers_of(row: Row) -> str:
@@ -214,9 +232,7 @@ def layers_of(row: Row) -> str:
     stages, which have the embedding and the head, get one layer less."""
     layers, stages = row.dimensions["num_layers"], row.pp * row.stages
     each = (layers + 2) // stages
-    if layers % stages == 0:
-        return "null"
-    return str([each - 1] + [each] * (stages - 2) + [each - 1])
+    return str([each - 1, *[each] * (stages - 2), each - 1]) if layers % stages else "null"
 
 
 def plan(row: Row) -> Found:
@@ -226,7 +242,7 @@ def plan(row: Row) -> Found:
         configs = choices(replace(row, recomputed=mode))
         found = [Found(config, row.gpus, row.on) for config in configs]
         for one in sorted(found, key=lambda one: one.seconds):
-            if one.peak <= row.on.room:
+            if one.fits(row.on.room):
                 return one
     raise UserError("model", row.model, f"does not fit on {row.gpus} GPUs", "use more GPUs")
 
@@ -246,58 +262,33 @@ def choices(row: Row) -> Iterable[Config]:
             continue
 
 
-class Compared(NamedTuple):
-    """A row beside its plan; MFU in the convention of the row."""
-
-    row: Row
-    found: Found
-    published: float
-    planned: float
-
-    @property
-    def points(self) -> float:
-        return 100 * (self.planned - self.published)
-
-
-def compare(row: Row) -> Compared:
-    found = plan(row)
-    config, full = found.config, row.attention == "full"
-    flops = flops_per_token(config.model, config.train.seq_len, whole_attention=full)
-    whole = row.on.peak_flops / flops
-    tokens = row.batch * row.seq_len / found.seconds / row.gpus
-    return Compared(row, found, row.speed(whole), tokens / whole)
-
-
-def compare_all(rows: Iterable[Row]) -> list[Compared]:
+def show(rows: Iterable[Row]) -> None:
     print(
         f"{'system':17} {'model':18}    GPUs  tp pp  v micro recomputed published planned  error  "
         "apart (*: settings not all verified)"
     )
-    table = []
     for row in rows:
-        one = compare(row)
-        table.append(one)
-        parallel, train = one.found.config.parallel, one.found.config.train
+        parallel, train = row.found.config.parallel, row.found.config.train
         print(
             f"{row.name + '*' * bool(row.unverified):17} {row.model:18} {row.gpus:7d} {row.tp:3d} "
             f"{row.pp:2d} {parallel.stages_per_rank:2d} {train.micro_batch_size:5d} "
-            f"{train.activation_checkpointing:10} {one.published:9.1%} {one.planned:7.1%} "
-            f"{one.points:+6.1f}  {row.apart}",
+            f"{train.activation_checkpointing:10} {row.published:9.1%} {row.planned:7.1%} "
+            f"{row.points:+6.1f}  {row.apart}",
             flush=True,
         )
-    return table
 
 
-def errors(points: Iterable[float]) -> dict[str, float]:
+def errors(rows: Iterable[Row]) -> dict[str, float]:
     """The number of rows, and their mean, largest and signed mean error in points."""
-    found = list(points)
-    far = [abs(one) for one in found]
-    return {"rows": len(found), "mean": statistics.fmean(far), "largest": max(far),
-            "bias": statistics.fmean(found)}  # fmt: skip
+    points = [row.points for row in rows]
+    far = [abs(one) for one in points]
+    return {"rows": len(points), "mean": statistics.fmean(far), "largest": max(far),
+            "bias": statistics.fmean(points)}  # fmt: skip
 
 
 def fitted() -> tuple[dict[str, Any], bool]:
-    found = errors(one.points for one in compare_all(FITTED))
+    show(FITTED)
+    found = errors(FITTED)
     print(
         f"error: {found['mean']:.2f} points on average (aim: {MEAN_LIMIT:g}), "
         f"{found['largest']:.2f} at most (aim: {LARGEST_LIMIT:g})"
@@ -307,27 +298,27 @@ def fitted() -> tuple[dict[str, Any], bool]:
 
 def published() -> tuple[dict[str, Any], bool]:
     """For each group of rows, its errors. Mixtures of experts are groups of their own."""
-    found = compare_all(ROWS)
-    table = [one for one in found if not one.row.has_experts]
-    experts = [one for one in found if one.row.has_experts]
-    alike = [one for one in table if not one.row.apart]
-    with_cp = [one for one in alike if one.row.cp > 1]
+    show(ROWS)
+    table = [row for row in ROWS if not row.has_experts]
+    experts = [row for row in ROWS if row.has_experts]
+    alike = [row for row in table if not row.apart]
+    with_cp = [row for row in alike if row.cp > 1]
     # Without cp, Llama 3's row would have one micro-batch for 16 pipeline stages.
-    of_nemo = [one for one in with_cp if one.row.name == "NeMo"]
+    of_nemo = [row for row in with_cp if row.name == "NeMo"]
     groups = {
         "all": table,
         "comparable": alike,
-        "    of these, H100": [one for one in alike if one.row.device == "h100"],
-        "    of these, A100": [one for one in alike if one.row.device == "a100"],
-        "    of these, every setting verified": [one for one in alike if not one.row.unverified],
+        "    of these, H100": [row for row in alike if row.device == "h100"],
+        "    of these, A100": [row for row in alike if row.device == "a100"],
+        "    of these, every setting verified": [row for row in alike if not row.unverified],
         "    of these, with context parallelism": with_cp,
         "        of these, NeMo's": of_nemo,
-        "        NeMo's, planned without it": [compare(replace(one.row, cp=1)) for one in of_nemo],
-        "not comparable": [one for one in table if one.row.apart],
-        "experts, comparable": [one for one in experts if not one.row.apart],
-        "experts, not comparable": [one for one in experts if one.row.apart],
+        "        NeMo's, planned without it": [replace(row, cp=1) for row in of_nemo],
+        "not comparable": [row for row in table if row.apart],
+        "experts, comparable": [row for row in experts if not row.apart],
+        "experts, not comparable": [row for row in experts if row.apart],
     }
-    summary = {name: errors(one.points for one in rows) for name, rows in groups.items()}
+    summary = {name: errors(rows) for name, rows in groups.items()}
     print(f"\n{'':36s}rows   mean  largest  mean, signed")
     for name, one in summary.items():
         print(

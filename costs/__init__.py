@@ -6,13 +6,10 @@ operators.py  what PyTorch's operators read and write, and when the host waits f
 collectives.py  the same of collectives, their groups and their handles
 events.py     the operations and collectives of a record
 recorder.py   records the operations, collectives and storages of a computation
-setting.py    what a record depends on, and the inputs that follow from it
+setting.py    what a record depends on: one rank's part of the model, and its inputs
 routing.py    how many rows experts receive, where tensors have no data
-stage.py      the part of the model that is recorded
 units.py      records forward and backward of the embedding, each kind of block and the head
-ends.py       the input of a unit, and the gradient of its output
-links.py      seconds of a collective over each axis of the mesh
-seconds.py    seconds of a recorded computation, at the rates of a device
+seconds.py    seconds of a recorded computation and of collectives, at the rates of a device
 summary.py    totals for other code: FLOPs per token, costs of the layers
 timeline.py   what the timeline of a pipeline says: time of the step, bubble, activations held
 parameters.py  the model's blocks of each kind, and its number of parameters

@@ -10,19 +10,16 @@ from torch import Tensor
 
 from costs.operators import tensors_of
 
-NAMES = {  # operators of torch.distributed → their names in records
-    "_allgather_base_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "allreduce_": "all_reduce",
-    "alltoall_base_": "all_to_all",
-    "send": "send",
-    "recv_": "receive",
+# Operators of torch.distributed → their names in records, and the arguments read and written.
+_OPERATORS: dict[str, tuple[str, list[int], list[int]]] = {
+    "_allgather_base_": ("all_gather", [1], [0]),
+    "_reduce_scatter_base_": ("reduce_scatter", [1], [0]),
+    "allreduce_": ("all_reduce", [0], [0]),
+    "alltoall_base_": ("all_to_all", [1], [0]),
+    "send": ("send", [0], []),
+    "recv_": ("receive", [], [0]),
 }
-# The arguments that they read and write.
-_READS = {"all_gather": [1], "reduce_scatter": [1], "all_to_all": [1], "all_reduce": [0],
-          "send": [0], "receive": []}  # fmt: skip
-_WRITES = {"all_gather": [0], "reduce_scatter": [0], "all_to_all": [0], "all_reduce": [0],
-           "send": [], "receive": [0]}  # fmt: skip
+_ARGUMENTS = {kind: (reads, writes) for kind, reads, writes in _OPERATORS.values()}
 
 
 class Call(NamedTuple):
@@ -54,21 +51,14 @@ def group_of(args: Any) -> dist.ProcessGroup:
 def call_of(func: Any, args: Any) -> tuple[str, int]:
     """The kind of a collective and the bytes of its largest tensor, which is the whole tensor."""
     name = func.name().split(".")[0].removeprefix("c10d::")
-    return NAMES.get(name, name), max(tensor.nbytes for tensor in tensors_of(args))
+    return _OPERATORS.get(name, [name])[0], max(tensor.nbytes for tensor in tensors_of(args))
 
 
 def arguments_of(kind: str, args: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that a collective reads, and those that it writes.
-
-    Raises:
-        NotImplementedError: nothing is known of this kind.
-    """
-    if kind not in _READS:
+    """The tensors that a collective reads, and those that it writes."""
+    if kind not in _ARGUMENTS:
         raise NotImplementedError(f"what {kind} reads and writes is not known, see {__name__}")
-    read, written = (
-        list(tensors_of([args[position] for position in positions[kind]]))
-        for positions in (_READS, _WRITES)
-    )
+    read, written = (list(tensors_of([args[at] for at in each])) for each in _ARGUMENTS[kind])
     return read, written
 
 

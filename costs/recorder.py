@@ -12,7 +12,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -64,8 +64,19 @@ class Piece:
 
     bytes: int
     born_in: int  # the number of the phase; −1: between phases
-    part: str  # the value of `Recorder.part` when it was allocated
+    of_unit: bool  # the value of `Recorder.of_unit` when it was allocated
     died_in: int = sys.maxsize
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """What was recorded of one phase."""
+
+    name: str
+    events: list[Event] = field(default_factory=list)
+    # (piece, change in bytes, the category if `hand_over` assigned one)
+    changes: list[tuple[Piece, int, str | None]] = field(default_factory=list)
+    marks: list[tuple[int, int]] = field(default_factory=list)  # numbers of changes and of events
 
 
 class Recorder(StorageWatch):
@@ -78,16 +89,11 @@ class Recorder(StorageWatch):
 
     def __init__(self, category_of: Callable[[Piece], str | None]) -> None:
         super().__init__(DEVICE)
-        self.category_of, self.part = category_of, ""
-        self._names: list[str] = []
-        self._events: list[list[Event]] = []
+        self.category_of, self.of_unit = category_of, True
+        self._phases: list[_Open] = []
+        self._phase = -1  # −1: between phases
         self._pieces: dict[int, Piece] = {}  # the storages that are alive, by key
         self.names: dict[int, str] = {}  # of parameters, by the key of their storage
-        # for each phase: (piece, change in bytes, the category if `hand_over` assigned one)
-        self._changes: list[list[tuple[Piece, int, str | None]]] = []
-        # for each phase: numbers of changes and of events
-        self._marks: list[list[tuple[int, int]]] = []
-        self._phase = -1  # −1: between phases
         self.flow: dict[str, Piece] = {}  # inputs and outputs of the recorded part, by name
         self._works: list[Work] = []
         self._closed = False
@@ -99,21 +105,18 @@ class Recorder(StorageWatch):
     # --- phases ---
 
     def begin(self, name: str) -> None:
-        self._phase = len(self._names)
-        self._names.append(name)
-        self._events.append([])
-        self._changes.append([])
-        self._marks.append([])
+        self._phase = len(self._phases)
+        self._phases.append(_Open(name))
 
     def mark(self) -> None:
         """Divide the phase here (`Phase.effects`, `Phase.parts`)."""
-        done = len(self._changes[self._phase]), len(self._events[self._phase])
-        self._marks[self._phase].append(done)
+        phase = self._phases[self._phase]
+        phase.marks.append((len(phase.changes), len(phase.events)))
 
     @property
     def marks(self) -> int:
         """How often the phase is divided already."""
-        return len(self._marks[self._phase])
+        return len(self._phases[self._phase].marks)
 
     def end(self) -> None:
         self._phase = -1
@@ -128,17 +131,17 @@ class Recorder(StorageWatch):
         """The recorded phases by name. The storages of `flow` that `holding` names do not count, as
         if other code kept them alive throughout."""
         found, held = {}, [self.flow[name] for name in holding if name in self.flow]
-        phases = zip(self._names, self._events, self._changes, self._marks, strict=True)
-        for name, events, changes, marks in phases:
-            each = [*pairwise(((0, 0), *marks, (len(changes), len(events))))]
+        for one in self._phases:
+            events, changes = one.events, one.changes
+            each = [*pairwise(((0, 0), *one.marks, (len(changes), len(events))))]
             parts = [
                 [change for change in changes[begin[0] : end[0]] if change[0] not in held]
                 for begin, end in each
             ]
             effect = self._effect([change for part in parts for change in part])
-            effects = tuple(map(self._effect, parts)) if marks else (effect,)
+            effects = tuple(map(self._effect, parts)) if one.marks else (effect,)
             divided = tuple(tuple(events[begin[1] : end[1]]) for begin, end in each)
-            found[name] = Phase(tuple(events), effect, effects, divided)
+            found[one.name] = Phase(tuple(events), effect, effects, divided)
         return found
 
     def _effect(self, changes: list[tuple[Piece, int, str | None]]) -> Effect:
@@ -172,25 +175,26 @@ class Recorder(StorageWatch):
 
     def hand_over(self, piece: Piece, category: str) -> None:
         """Record that the piece changed to another category at the end of the last phase."""
-        self._changes[-1] += [(piece, -piece.bytes, None), (piece, piece.bytes, category)]
+        changes = [(piece, -piece.bytes, None), (piece, piece.bytes, category)]
+        self._phases[-1].changes += changes
 
     def leave_out(self, *tensors: Tensor) -> None:
         """Do not record the storages of these tensors (weights and inputs)."""
         self._sizes |= {key_of(tensor): 0 for tensor in tensors}
 
     def born(self, key: int, size: int, label: Any = None) -> None:
-        self._pieces[key] = piece = Piece(size, self._phase, self.part)
+        self._pieces[key] = piece = Piece(size, self._phase, self.of_unit)
         if self._phase >= 0:
-            self._changes[self._phase].append((piece, size, None))
+            self._phases[self._phase].changes.append((piece, size, None))
 
     def freed(self, key: int, size: int) -> None:
         piece, phase = self._pieces.pop(key), self._phase
-        if phase < 0 and (self._closed or not self._names or piece in self.flow.values()):
-            return
         if phase < 0:  # a storage freed between phases counts for the phase before
-            phase = len(self._names) - 1
+            if self._closed or not self._phases or piece in self.flow.values():
+                return
+            phase = len(self._phases) - 1
         piece.died_in = phase
-        self._changes[phase].append((piece, -size, None))
+        self._phases[phase].changes.append((piece, -size, None))
 
     # --- operators ---
 
@@ -204,13 +208,13 @@ class Recorder(StorageWatch):
                 names = [self.names.get(key_of(tensor), "") for tensor in tensors_of(args)]
                 event = event._replace(weight=max(names))
             if event is not None:
-                self._events[self._phase].append(event)
+                self._phases[self._phase].events.append(event)
         return result
 
     def _collective(self, func: Any, args: Any) -> Any:
-        number, events = len(self._works), self._events[self._phase]
-        axis = group_of(args).group_desc
-        events.append(Sent(Call(axis, *call_of(func, args)), number))
-        work = Work(lambda: self._events[self._phase].append(Waited(number)))
+        number, axis = len(self._works), group_of(args).group_desc
+        sent = Sent(Call(axis, *call_of(func, args)), number)
+        self._phases[self._phase].events.append(sent)
+        work = Work(lambda: self._phases[self._phase].events.append(Waited(number)))
         self._works.append(work)
         return returned(func, args, work)

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from costs.links import Links
-from costs.seconds import Rates
+from costs.seconds import Links, Rates
 from costs.setting import Setting
 from costs.units import EMBEDDING, HEAD, Unit, kinds_of_layers, unit
 from hardware import H100
@@ -41,7 +40,7 @@ def model_flops(of: Unit, whole_attention: bool = False) -> float:
     as in Megatron-LM.
     """
     plain = unit(replace(of.setting, activation_checkpointing="none"), of.name)
-    forward, backward = plain.whole.phases["forward"], plain.whole.phases["backward"]
+    forward, backward = plain.phases()["forward"], plain.phases()["backward"]
     attention = 3 * forward.attention_flops(whole_attention)
     return forward.product_flops + backward.product_flops + attention
 
@@ -57,16 +56,13 @@ def flops_per_token(model: ModelConfig, seq_len: int, whole_attention: bool = Fa
     return (ends + model.num_layers * block) / seq_len
 
 
+@lru_cache(maxsize=1024)
 def layer_costs(setting: Setting) -> LayerCosts:
     """Seconds of the embedding, of every block and of the head for one micro-batch, forward and
     backward, on H100s: computation and exposed communication over tp, cp and ep. Of a long
     micro-batch the seconds of some of its sequences: only relative costs matter."""
     sequences = max(1, min(setting.micro_batch_size, PROPORTIONAL // setting.seq_len))
-    return _layer_costs(replace(setting, micro_batch_size=sequences))
-
-
-@lru_cache(maxsize=1024)
-def _layer_costs(setting: Setting) -> LayerCosts:
+    setting = replace(setting, micro_batch_size=sequences)
     # Without the time to launch kernels, and without waves, in which the products of a small model
     # would all take equally long: on a CPU, where small models run, neither matters.
     device = replace(H100, kernel_seconds=0.0, collective_seconds=0.0, tile=1, multiprocessors=1)
@@ -75,7 +71,7 @@ def _layer_costs(setting: Setting) -> LayerCosts:
     rates = Rates(device, links, setting.dtype.itemsize)
 
     def seconds(name: str) -> float:
-        phases = unit(setting, name).whole.phases.values()
+        phases = unit(setting, name).phases().values()
         return sum(rates.cost(phase).total for phase in phases)
 
     kinds = kinds_of_layers(setting.model)

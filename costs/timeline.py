@@ -4,12 +4,7 @@ No torch here."""
 from dataclasses import dataclass
 from itertools import accumulate
 
-from parallel.pipeline.actions import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-)
+from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from parallel.pipeline.simulate import Event
 
 NAMES = {  # in legends and traces

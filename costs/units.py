@@ -1,9 +1,9 @@
 """Records the units of the model: the embedding, a block of each kind, the norm with the head.
 
     block = unit(Setting(model, seq_len=8192, tp=8), kind_of(model, layer=0))
-    block.whole.phases["forward"].product_flops      FLOPs of matrix products in forward
-    block.whole.phases["backward"].effect.height     the peak of memory in backward, in bytes above
-                                                     its beginning
+    block.phases()["forward"].product_flops      FLOPs of matrix products in forward
+    block.phases()["backward"].effect.height     the peak of memory in backward, in bytes above its
+                                                 beginning
 
 Units are what FSDP gathers, what a pipeline's stages consist of, and what activation checkpointing
 wraps. A record covers one micro-batch's forward and backward, or, where a schedule splits backward,
@@ -14,22 +14,20 @@ it begins with the output's gradient, which autograd owns, and ends with the inp
 
 import math
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from costs.as_on_gpu import AsOnGpu
+from costs.as_on_gpu import DEVICE, AsOnGpu
 from costs.collectives import wire_bytes
-from costs.ends import Begin, End, Entrance
 from costs.recorder import Phase, Piece, Recorder
-from costs.setting import Setting, batch_of, hidden, tensors_in
-from costs.stage import build_stage, routing, state_of
+from costs.setting import Setting, batch_of, build_stage, hidden, routing, state_of, tensors_in
 from costs.storages import key_of
 from errors import UserError
 from model.config import ModelConfig
@@ -38,17 +36,11 @@ from model.transformer import Block, Transformer
 from parallel.deferred import Job, run_jobs
 from parallel.fsdp_units import inner_units
 from parallel.layer import gradients_of, layers_of
-from parallel.memory import DEFERRED, GRADIENTS, TEMPORARY
+from parallel.memory import ACTIVATIONS, DEFERRED, GRADIENTS, TEMPORARY
 from parallel.parameter import WeightSpec, weights_of
 from parallel.weight_gradient import Place, deferring
 
 EMBEDDING, HEAD = "embedding", "head"  # units; a block's name is its kind
-
-# Kinds of activations that belong to no part of a unit.
-HIDDEN, POSITIONS = "hidden states between units", "angles and masks of positions"
-# Parts of a block are its layers, by their names, and this one: the residual sums, each with the
-# norm that is computed along with it.
-BLOCK = "sums of the block"
 
 
 @dataclass(frozen=True)
@@ -63,36 +55,6 @@ class LocalWeight:
         return math.prod(self.shape)
 
 
-class Record:
-    """The recorded costs of one unit.
-
-    Args:
-        recorder: has recorded the unit.
-        tp: number of tensor-parallel ranks.
-    """
-
-    def __init__(self, recorder: Recorder, tp: int) -> None:
-        self.recorder, self.tp = recorder, tp
-        self.at = lru_cache(self._at)
-
-    def _at(self, first: bool, last: bool) -> dict[str, Phase]:
-        """The phases by name. `first`: the unit is the first of a stage that receives its input x;
-        `last`: it is the last of a stage that receives the gradient dy of its output. The
-        pipeline's runner holds both until backward has ended."""
-        return self.recorder.phases(holding=["x"] * first + ["dy"] * last)
-
-    @property
-    def phases(self) -> dict[str, Phase]:
-        """The phases of a unit in the middle of a stage."""
-        return self.at(False, False)
-
-    @property
-    def bytes_sent(self) -> float:
-        """Bytes that one rank sends over tp, in rings."""
-        calls = [call for phase in self.phases.values() for call in phase.sends.elements()]
-        return sum(wire_bytes(c.kind, c.bytes, self.tp) for c in calls if c.axis == "tp")
-
-
 class Sums(NamedTuple):
     """How gradients are summed over micro-batches (parallel/weight_gradient.py)."""
 
@@ -102,32 +64,46 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """The records of one unit. Activations are counted by the part of the unit that allocated
-    them."""
+    """The records of one unit."""
 
     setting: Setting
     name: str
     weights: tuple[LocalWeight, ...]
     hidden_bytes: int  # of the hidden states that pass from unit to unit
-    _records: dict[tuple[bool, Sums | None], Record] = field(
-        default_factory=dict, init=False, repr=False
-    )
+    # by `split` and `sums`; and the phases also by `first` and `last`
+    _recorders: dict[Any, Recorder] = field(default_factory=dict, init=False, repr=False)
+    _phases: dict[Any, dict[str, Phase]] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def numel(self) -> int:
         """Parameters on the rank, before FSDP shards them."""
         return sum(weight.numel for weight in self.weights)
 
-    def record(self, split: bool, sums: Sums | None = None) -> Record:
-        """The record of one micro-batch, with phases forward and backward, or if `split` forward,
-        input and weight. Without `sums`, its gradients stay in the dtype of the weights."""
-        if (split, sums) not in self._records:
-            self._records[split, sums] = _record(self.setting, self.name, split, sums)
-        return self._records[split, sums]
+    def phases(
+        self,
+        split: bool = False,
+        sums: Sums | None = None,
+        first: bool = False,
+        last: bool = False,
+    ) -> dict[str, Phase]:
+        """What one micro-batch costs: forward and backward, or if `split` forward, input and
+        weight. Without `sums`, its gradients stay in the dtype of the weights. `first`: the unit is
+        the first of a stage that receives its input x; `last`: it is the last of a stage that
+        receives the gradient dy of its output. The pipeline's runner holds both until backward has
+        ended. Raises CannotRecord."""
+        key = split, sums, first, last
+        if key not in self._phases:
+            if key[:2] not in self._recorders:
+                self._recorders[key[:2]] = _record(self.setting, self.name, split, sums)
+            holding = ["x"] * first + ["dy"] * last
+            self._phases[key] = self._recorders[key[:2]].phases(holding)
+        return self._phases[key]
 
     @property
-    def whole(self) -> Record:
-        return self.record(split=False)
+    def bytes_sent(self) -> float:
+        """Bytes that one rank sends over tp, in rings."""
+        calls = [call for phase in self.phases().values() for call in phase.sends.elements()]
+        return sum(wire_bytes(c.kind, c.bytes, self.setting.tp) for c in calls if c.axis == "tp")
 
 
 def kind_of(model: ModelConfig, layer: int) -> str:
@@ -176,12 +152,28 @@ def _stage(setting: Setting, names: Iterable[str]) -> Transformer:
     return build_stage(setting, layers, EMBEDDING in names, HEAD in names)
 
 
+class End(torch.autograd.Function):
+    """Allocates the gradient of the unit's output in backward, as its neighbour would. Only
+    autograd then holds it."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, sent: Callable[[Tensor], None]) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.sent = y.shape, y.dtype, sent
+        return y.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        dy = torch.empty(ctx.shape, dtype=ctx.dtype, device=DEVICE)
+        ctx.sent(dy)
+        return dy, None
+
+
 class CannotRecord(UserError):
     """A unit does not run on meta tensors. Training does not need it to."""
 
 
-def _record(setting: Setting, name: str, split: bool, sums: Sums | None) -> Record:
-    """Record one micro-batch's forward and backward of a unit. Raises CannotRecord."""
+def _record(setting: Setting, name: str, split: bool, sums: Sums | None) -> Recorder:
+    """Record one micro-batch's forward and backward of a unit."""
     try:
         return _run(setting, name, split, sums)
     except Exception as error:
@@ -191,20 +183,20 @@ def _record(setting: Setting, name: str, split: bool, sums: Sums | None) -> Reco
         raise CannotRecord("the unit", name, why, remedy) from error
 
 
-def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Record:
+def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Recorder:
     stage, batch = _stage(setting, [name]), batch_of(setting)
     places = _sum_gradients(stage, sums)
     gradients: list[Piece] = []
 
     def category_of(piece: Piece) -> str | None:
         if piece in flow.values():
-            return HIDDEN if piece in (flow.get("x"), flow.get("y")) else TEMPORARY
-        if piece.born_in < 0 or (piece.part == POSITIONS and piece.born_in == 0):
+            return ACTIVATIONS if piece in (flow.get("x"), flow.get("y")) else TEMPORARY
+        if piece.born_in < 0 or (piece.born_in == 0 and not piece.of_unit):
             return None
         if piece.died_in == piece.born_in:
             return TEMPORARY
         if piece.born_in == 0:
-            return piece.part
+            return ACTIVATIONS
         return GRADIENTS if piece in gradients else DEFERRED
 
     def sent(dy: Tensor) -> None:
@@ -220,14 +212,19 @@ def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Record:
     leaf = hidden(setting).requires_grad_()
     begun = [each.total for each in places if each.total is not None]
     recorder.leave_out(leaf, *state_of(stage), *tensors_in(batch), *begun)
-    recorder.names = {key_of(each): _label(path) for path, each in stage.named_parameters()}
+    recorder.names = {  # without the number of the block: attention.key
+        key_of(each): re.sub(r"^blocks\.\d+\.|\.weight$", "", path)
+        for path, each in stage.named_parameters()
+    }
     later: AbstractContextManager[list[Job]]
     later = deferring(gradients_of(stage)) if split else nullcontext([])
-    routed, parts = routing(setting), _parts(stage, name, recorder)
-    with torch.enable_grad(), parts, AsOnGpu(), routed, recorder:
+    _leave_out_positions(stage, recorder)
+    _mark_experts(stage, recorder)
+    with torch.enable_grad(), AsOnGpu(), routing(setting), recorder:
         x = None
         if name != EMBEDDING:
-            x = Begin.apply(leaf, received)
+            x = leaf.clone()  # which the unit before would have allocated
+            x.register_hook(received)
             recorder.passes("x", x)
         with recorder.phase("forward"):
             y = stage(x, batch)
@@ -252,7 +249,7 @@ def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Record:
             gradients.append(piece)
             if piece.born_in == 0:
                 recorder.hand_over(piece, GRADIENTS)
-    return Record(recorder, setting.tp)
+    return recorder
 
 
 def _sum_gradients(stage: Transformer, sums: Sums | None) -> list[Place]:
@@ -267,38 +264,21 @@ def _sum_gradients(stage: Transformer, sums: Sums | None) -> list[Place]:
     return places
 
 
-def _label(path: str) -> str:
-    """A parameter's name without the number of its block: `blocks.3.attention.key.weight` is
-    `attention.key`."""
-    return re.sub(r"^blocks\.\d+\.|\.weight$", "", path)
+def _leave_out_positions(stage: Transformer, recorder: Recorder) -> None:
+    """Do not count what a stage of blocks allocates in forward outside of them: `position_bytes`
+    does."""
 
-
-@contextmanager
-def _parts(stage: Transformer, name: str, recorder: Recorder) -> Iterator[None]:
-    """A context in which `recorder.part` is the part of the unit whose forward runs: the name of a
-    block's layer, or BLOCK, or EMBEDDING or HEAD; and POSITIONS in a stage of blocks, outside of
-    the blocks."""
-    outside = name if name in (EMBEDDING, HEAD) else POSITIONS
-    recorder.part, stack = outside, [outside]
-
-    def enter(label: str) -> None:
-        stack.append(label)
-        recorder.part = label
-
-    def leave() -> None:
-        stack.pop()
-        recorder.part = stack[-1]
+    def inside(is_inside: bool) -> None:
+        recorder.of_unit = is_inside
 
     for block in stage.blocks.values():
-        _mark_experts(block, recorder)
-        for label, module in [(BLOCK, block), *block.named_children()]:
-            module.register_forward_pre_hook(lambda *_, label=label: enter(label))
-            # recomputation may end a forward early, with an exception
-            module.register_forward_hook(lambda *_: leave(), always_call=True)
-    yield
+        inside(False)
+        block.register_forward_pre_hook(lambda *_: inside(True))
+        # recomputation may end a forward early, with an exception
+        block.register_forward_hook(lambda *_: inside(False), always_call=True)
 
 
-def _mark_experts(block: nn.Module, recorder: Recorder) -> None:
+def _mark_experts(stage: nn.Module, recorder: Recorder) -> None:
     """Mark when FSDP treats the experts of a block, which are a unit of their own: in forward,
     before and after them; in backward, before what is recomputed of them (or where it would be),
     before their backward and after it."""
@@ -306,7 +286,9 @@ def _mark_experts(block: nn.Module, recorder: Recorder) -> None:
     def enter(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if not recorder.marks:
             recorder.mark()
-        return Entrance.apply(args[0], recorder.mark), *args[1:]
+        x = args[0].view_as(args[0])
+        x.register_hook(lambda _: recorder.mark())
+        return x, *args[1:]
 
     def leave(_: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
         recorder.mark()
@@ -316,6 +298,6 @@ def _mark_experts(block: nn.Module, recorder: Recorder) -> None:
         while recorder.marks < 2:
             recorder.mark()
 
-    for module in inner_units([block]):
+    for module in inner_units([stage]):
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)

@@ -37,7 +37,7 @@ def test_what_a_block_keeps(name: str, tp: int) -> None:
     model = config.model
     setting = replace(config.setting(), activation_checkpointing="none")
     block = unit(setting, kind_of(model, 0))
-    kept = sum(block.whole.phases["forward"].effect.changes.values())
+    kept = sum(block.phases()["forward"].effect.changes.values())
     numbers = kept / setting.seq_len / setting.micro_batch_size / setting.dtype.itemsize
     # tensors with one number per token are one or two thousandths of it
     yours = kept_per_token(model.dim, model.ffn_dim, model.num_heads, model.num_kv_heads, tp)

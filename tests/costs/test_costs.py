@@ -14,11 +14,11 @@ from costs.events import Attention, pairs
 from costs.recorder import Recorder
 from costs.setting import Setting
 from costs.summary import flops_per_token, model_flops
-from costs.units import EMBEDDING, HEAD, HIDDEN, CannotRecord, Unit, kind_of, unit
+from costs.units import EMBEDDING, HEAD, CannotRecord, Unit, kind_of, unit
 from model.attention import sliding_window
 from model.config import ModelConfig
 from model.experts import Experts
-from parallel.memory import GRADIENTS, TEMPORARY
+from parallel.memory import ACTIVATIONS, GRADIENTS, TEMPORARY
 
 SMALL = ModelConfig(dim=256, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=704,
                     vocab_size=1000)  # fmt: skip
@@ -85,13 +85,13 @@ def test_recomputation_computes_only_what_backward_reads(mode: str, tp: int) -> 
     assert model_flops(again) == model_flops(plain)
     columns = 2.0 * LONG * SMALL.dim / tp  # FLOPs of a product per column of its weight
     output, last = columns * SMALL.attention_width, columns * SMALL.ffn_dim
-    forward = plain.whole.phases["forward"]
+    forward = plain.phases()["forward"]
     expected = {
         "full": forward.product_flops - last,
         "full_but_attention": forward.product_flops - last,
         "selective": output if tp > 1 else 0.0,  # its result is a partial sum, which is not kept
     }
-    before, after = (one.whole.phases["backward"] for one in (plain, again))
+    before, after = (one.phases()["backward"] for one in (plain, again))
     assert after.product_flops - before.product_flops == expected[mode]
     attention = forward.attention_flops() if mode == "full" else 0.0
     assert after.attention_flops() - before.attention_flops() == attention
@@ -107,7 +107,7 @@ def test_cp_ranks_share_what_one_computes(kind: str, changes: dict[str, Any]) ->
     queries have more keys than queries, so their scores are not those of two short sequences; and
     contiguous halves would not be equal."""
     alone, *ranks = (
-        block(Setting(KINDS[kind], LONG, cp=cp, cp_rank=rank, **changes)).whole.phases["forward"]
+        block(Setting(KINDS[kind], LONG, cp=cp, cp_rank=rank, **changes)).phases()["forward"]
         for cp, rank in [(1, 0), *((4, rank) for rank in range(4))]
     )
     scores = [rank.attention_flops() for rank in ranks]
@@ -126,7 +126,7 @@ def test_gathered_keys_and_values_are_not_kept(mode: str) -> None:
     kept = []
     for cp in (1, 4):
         setting = Setting(SMALL, LONG, cp=cp, activation_checkpointing=mode)
-        forward = block(setting).whole.phases["forward"]
+        forward = block(setting).phases()["forward"]
         kept.append(sum(forward.effect.changes.values()))
     gathered = 2 * LONG * SMALL.num_kv_heads * SMALL.head_dim * 2
     assert kept[0] / 4 <= kept[1] < kept[0] / 4 + gathered / 2
@@ -153,13 +153,13 @@ def test_all_that_stays_are_gradients(setting: Setting, mode: str, split: bool) 
     hidden input and the head no hidden output."""
     for one in units(replace(setting, activation_checkpointing=mode)):
         left: Counter[str] = Counter()
-        for phase in one.record(split).phases.values():
+        for phase in one.phases(split).values():
             assert phase.effect.height >= 0
             left.update(phase.effect.changes)
         # as CUDA's caching allocator does
         blocks = sum(-(-w.numel * setting.dtype.itemsize // 512) for w in one.weights)
         hidden = {EMBEDDING: one.hidden_bytes, HEAD: -one.hidden_bytes}.get(one.name, 0)
-        expected = {GRADIENTS: 512 * blocks, HIDDEN: hidden, TEMPORARY: -hidden}
+        expected = {GRADIENTS: 512 * blocks, ACTIVATIONS: hidden, TEMPORARY: -hidden}
         assert {name: size for name, size in left.items() if size} == {
             name: size for name, size in expected.items() if size
         }
@@ -189,7 +189,7 @@ def test_a_layer_that_asks_for_numbers_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("model.feed_forward.swiglu.FeedForward.forward", forward)
     unit.cache_clear()
     with pytest.raises(CannotRecord, match=r"'causal swiglu': does not run on .*Tensor.item"):
-        _ = unit(Setting(SMALL, LONG), "causal swiglu").whole
+        unit(Setting(SMALL, LONG), "causal swiglu").phases()
     unit.cache_clear()
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from costs.collectives import Call
-from costs.links import Links
 from costs.parameters import num_active_parameters, num_parameters
 from costs.routing import Routing, check_imbalance
+from costs.seconds import Links
 from costs.setting import Setting
 from costs.summary import flops_per_token, layer_costs, model_flops
 from costs.units import Unit, unit
@@ -115,7 +115,7 @@ def test_ranks_share_what_one_computes(ep: int) -> None:
 def test_whole_sequences_are_counted_over_the_ranks_that_share_them() -> None:
     """The balance loss needs the counts of whole sequences, over cp and over tp."""
     plain, counted = (
-        experts(Setting(model, LONG, tp=2, cp=2, ep=4)).whole.phases["forward"].sends
+        experts(Setting(model, LONG, tp=2, cp=2, ep=4)).phases()["forward"].sends
         for model in (SMALL, BALANCED)
     )
     assert counted - plain == {Call(axis, "all_reduce", 8 * X): 1 for axis in ("cp", "tp")}

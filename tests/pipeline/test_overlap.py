@@ -11,9 +11,8 @@ import torch
 
 from costs.collectives import Call
 from costs.events import Event, Product, Sent, Waited
-from costs.links import Links
 from costs.recorder import Effect, Phase
-from costs.seconds import Rates
+from costs.seconds import Links, Rates
 from costs.setting import Setting
 from costs.units import unit
 from model.config import ModelConfig
@@ -28,7 +27,7 @@ HIDDEN = LONG * SMALL.dim * 2  # bytes of [S, 1, D] in bfloat16
 
 def phases(**changes: Any) -> dict[str, Phase]:
     setting = replace(Setting(SMALL, LONG, tp=TP), **changes)
-    return unit(setting, "causal swiglu").whole.phases
+    return unit(setting, "causal swiglu").phases()
 
 
 def behind_nothing(phase: Phase) -> dict[str, int]:

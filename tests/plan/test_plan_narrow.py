@@ -1,13 +1,11 @@
 """The planner warns of matrix products with fewer tiles than the device has multiprocessors."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from costs.events import Product
-from costs.links import Links
-from costs.seconds import Rates
+from costs.seconds import Links, Rates
 from hardware import H100, Device
 from settings.load import load_config
 from tests import ROOT
@@ -16,11 +14,8 @@ from tools.plan.layout import Layout
 from tools.plan.summary import describe_narrow, narrow_products
 
 CONFIGS = ROOT / "configs"
-PIPELINE = (  # of every layout here that does not state another
-    "parallel.schedule=1f1b",
-    "parallel.stages_per_rank=1",
-    "parallel.tp_pieces=1",
-)
+# of every layout here that does not state another
+PIPELINE = ["parallel.schedule=1f1b", "parallel.stages_per_rank=1", "parallel.tp_pieces=1"]
 LARGE = ("llama3_70b", "parallel.tp=8")
 KEY_AND_VALUE = ["attention.key", "attention.value"]
 
@@ -29,12 +24,8 @@ def layout(name: str, *keys: str, world: int = 256) -> Layout:
     return Layout(load_config(str(CONFIGS / f"{name}.yaml"), [*PIPELINE, *keys]), world, 0)
 
 
-def narrow(*arguments: Any, **world: int) -> list[tuple[list[str], int]]:
-    found = narrow_products(layout(*arguments, **world), H100)
-    return [(one["weights"], one["tiles"]) for one in found]
-
-
-# --- what is found --------------------------------------------------------------------------------
+def narrow(*keys: str) -> list[tuple[list[str], int]]:
+    return [(one["weights"], one["tiles"]) for one in narrow_products(layout(*keys), H100)]
 
 
 def test_key_and_value_of_70b_at_tp_8_are_narrow() -> None:
@@ -57,9 +48,6 @@ def test_key_and_value_of_70b_at_tp_8_are_narrow() -> None:
     assert narrow_products(layout(*LARGE), small) == []
 
 
-# --- what it costs --------------------------------------------------------------------------------
-
-
 def seconds(rows: int, columns: int, device: Device = H100, width: int = 2) -> float:
     """Seconds of a product (in bfloat16) whose sums are so long that its bytes do not matter."""
     rates = Rates(replace(device, kernel_seconds=0.0), Links(device, 1, 1, 1, 1), 2)
@@ -80,26 +68,12 @@ def test_a_product_takes_whole_waves() -> None:
     assert seconds(64 * 128, 128, alone) == 64 * seconds(128, 128, alone)
 
 
-# --- what is printed ------------------------------------------------------------------------------
-
-
-def test_the_warning_names_weights_sizes_and_remedies(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_warning_names_weights_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Control: where nothing is narrow, nothing is said."""
     assert main([str(CONFIGS / "llama3_70b.yaml"), "parallel.tp=8"]) == 0
     printed = capsys.readouterr().out
     assert "than the 132 multiprocessors" in printed
     assert "attention.key, attention.value: results of 4,096 × 128, 32 tiles" in printed
     assert "attention.key, attention.value: results of 128 × 8,192, 64 tiles" in printed
     assert "a smaller parallel.tp; a larger train.micro_batch_size" in printed
-
-
-def test_remedies_are_those_that_help() -> None:
-    """Without tp, a smaller tp is no remedy; and where only a weight gradient is narrow, a larger
-    micro-batch is none. Where nothing is narrow, nothing is said."""
-    wide = layout("llama3_8b", world=8)
-    assert describe_narrow(narrow_products(wide, H100), wide, H100) == []
-    one = layout("llama_1b", world=8)
-    assert narrow("llama_1b", world=8) == [(KEY_AND_VALUE, 64)]
-    *_, remedies = describe_narrow(narrow_products(one, H100), one, H100)
-    assert "parallel.tp" not in remedies
-    assert "micro_batch_size" not in remedies
-    assert "one product for weights that read the same input" in remedies
+    assert describe_narrow(narrow_products(layout("llama3_8b", world=8), H100), H100) == []

@@ -1,11 +1,9 @@
 """Planned MFU and memory are near what others have published."""
 
-from collections.abc import Iterable
-
 import pytest
 
 from benchmarks import plan_accuracy
-from benchmarks.plan_accuracy import FITTED, ROWS, Row, compare
+from benchmarks.plan_accuracy import FITTED, ROWS
 from settings.load import load_config
 from tests import ROOT
 from tools.plan.hardware import GB
@@ -17,7 +15,7 @@ QUICK_ROWS = [row for row in ROWS if row.pp == 1]  # no pipeline to simulate
 
 
 def test_megatrons_weak_scaling() -> None:
-    found = plan_accuracy.errors(points(FITTED))
+    found = plan_accuracy.errors(FITTED)
     assert found["mean"] <= plan_accuracy.MEAN_LIMIT
     assert found["largest"] <= plan_accuracy.LARGEST_LIMIT
 
@@ -26,12 +24,12 @@ def test_rows_it_was_not_fitted_on() -> None:
     """No constant was fitted to these published rows. The bounds leave room for a constant that
     suits other rows better."""
     assert all(row.source for row in ROWS)
-    found = plan_accuracy.errors(points(row for row in QUICK_ROWS if not row.apart))
+    found = plan_accuracy.errors(row for row in QUICK_ROWS if not row.apart)
     assert found["mean"] < 4.5
     assert found["largest"] < 11
     # the A100 has efficiencies of its own: with those of the H100, twice as much
     of_a100 = (row for row in QUICK_ROWS if row.device == "a100" and not row.apart)
-    assert plan_accuracy.errors(points(of_a100))["mean"] < 4
+    assert plan_accuracy.errors(of_a100)["mean"] < 4
 
 
 A100 = (
@@ -70,9 +68,5 @@ def test_layouts_of_one_mixture_of_experts_are_planned_in_the_published_order(mo
         and not (model == "Qwen2 57B" and row.apart and row.ep > 1)
     ]
     assert len(rows) >= 3
-    found = sorted((one.published, one.planned) for one in map(compare, rows))
+    found = sorted((row.published, row.planned) for row in rows)
     assert [planned for _, planned in found] == sorted(planned for _, planned in found)
-
-
-def points(rows: Iterable[Row]) -> list[float]:
-    return [compare(row).points for row in rows]

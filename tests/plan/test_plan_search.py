@@ -16,10 +16,9 @@ from settings.layouts import valid_layout
 from settings.load import load_config
 from tests import ROOT
 from tools.plan.candidates import candidates
-from tools.plan.describe import describe_search
 from tools.plan.layout import Layout
 from tools.plan.memory import CHECKED, GROWING, Memory, batch_bytes, peaks, shortened
-from tools.plan.search import Found, Result, _error, check_before_search, search
+from tools.plan.search import Found, _error, check_before_search, describe_search, search
 
 SMALL = (
     "model.dim=1024 model.num_heads=8 model.num_kv_heads=8 model.ffn_dim=2816 "
@@ -122,22 +121,15 @@ def test_of_a_hard_case_few_layouts_are_counted() -> None:
 
 
 @pytest.mark.slow
-def test_a_hopeless_search_says_what_is_nearest() -> None:
-    """If nothing fits, here with sequences of a million tokens, the error states the layout that
-    comes nearest and what it needs."""
-    long = "train.seq_len=1048576"
-    config = load("llama3_8b", long)
-    said = r"--gpus = 8: none of [\d,]+ layouts fits 77 GB a GPU \(\d were counted exactly\)"
+def test_a_hopeless_search_says_how_far_it_is() -> None:
+    """If nothing fits, here with sequences of a million tokens, the error states what the
+    smallest layout needs."""
+    said = r"--gpus = 8: none of [\d,]+ layouts fits 77 GB a GPU; about ([\d.]+) GB"
     with pytest.raises(UserError, match=said) as e:
-        search(config, 8, H100)
-    stated = re.search(r"the nearest needs ([\d.]+) GB", e.value.why)
+        search(load("llama3_8b", "train.seq_len=1048576"), 8, H100)
+    stated = re.search(said, str(e.value))
     assert stated
-    overrides = re.findall(r"(?:parallel|train)\.\S+=\S+", e.value.remedy)
-    nearest = Found(load("llama3_8b", long, *overrides), 8, H100)
-    validate(nearest.config, 8)
-    assert nearest.peak / 1e9 == pytest.approx(float(stated[1]), abs=0.05)
-    assert nearest.peak > H100.room
-    assert str(nearest) in e.value.why
+    assert float(stated[1]) * 1e9 > H100.room
 
 
 def test_where_states_alone_do_not_fit_no_layout_is_looked_at(
@@ -170,44 +162,28 @@ def test_a_large_batch_is_judged_with_its_layout() -> None:
     assert (found.key, found.why) == (refused.value.key, refused.value.why)
 
 
-@pytest.fixture(scope="module")
-def eight() -> Result:
-    """The search for 8B on 8 H100."""
-    return search(load("llama3_8b"), 8, H100)
-
-
 @pytest.mark.thorough
-def test_what_is_found_fits_and_is_in_order(eight: Result) -> None:
-    """Estimates are near what is simulated, and the printed overrides lead to the layout. The
-    configuration file is nearly as fast as the fastest."""
-    assert [one.seconds for one in eight.best] == sorted(one.seconds for one in eight.best)
-    for one in eight.best:
+def test_what_is_found_and_shown_for_8b_on_8_h100() -> None:
+    """What is found fits, and is in order; estimates are near what is simulated, and the printed
+    overrides lead to the layout. The configuration file is nearly as fast as the fastest. Of
+    layouts that differ only in ZeRO stage or in how layers and ranks are divided, the fastest is
+    shown. Control: with other checkpointing, a layout is another."""
+    result = search(load("llama3_8b"), 8, H100)
+    assert [one.seconds for one in result.best] == sorted(one.seconds for one in result.best)
+    for one in result.best:
         validate(one.config, 8)
         assert one.estimate == pytest.approx(one.seconds, rel=0.1)
         assert one.peak <= one.device.room
         assert load("llama3_8b", one.overrides()) == one.config
-    assert Found(load("llama3_8b"), 8, H100).seconds < 1.05 * eight.best[0].seconds
-
-
-@pytest.mark.thorough
-def test_layouts_that_compute_the_same_are_shown_once(eight: Result) -> None:
-    """Of those that differ only in ZeRO stage or in how layers and ranks are divided, the fastest
-    is shown; the file has the ten fastest of all. Control: with other checkpointing, a layout is
-    another."""
-    text, best = describe_search(eight), eight.best[0]
-    shown = [one for one in eight.best if str(one) in text]
+    best = result.best[0]
+    assert Found(load("llama3_8b"), 8, H100).seconds < 1.05 * best.seconds
+    assert len(result.as_dict()["best"]) == 10
+    shown = [one for one in result.best if str(one) in describe_search(result)]
     assert shown[0] is best
-    alike = [
-        (p.tp, p.pp, p.schedule, p.sequence_parallel, one.config.train)
-        for one in shown
-        for p in [one.config.parallel]
-    ]
-    assert all(alike.count(one) == 1 for one in alike)
-    assert len(shown) < len(eight.best)
-    assert len(eight.as_dict()["best"]) == 10
+    assert len(shown) < len(result.best)
     full = replace(best.config.train, activation_checkpointing="full")
     other = Found(replace(best.config, train=full), 8, best.device)
-    rows = describe_search(replace(eight, best=[best, best, other]))
+    rows = describe_search(replace(result, best=[best, best, other]))
     assert (rows.count(str(best)), rows.count(str(other))) == (1, 1)
 
 
@@ -231,7 +207,6 @@ def test_long_sequences_are_split_over_cp() -> None:
     assert best.estimate == pytest.approx(best.seconds, rel=0.1)
     assert f"cp {best.config.parallel.cp} × tp 1" in str(best)
     assert load("llama3_70b", *keys, best.overrides()) == best.config
-    assert "cp 1, 2, 4;" in result.space[0]
     short = load("llama3_70b", *keys, "train.seq_len=8192")
     assert {one.alike.parallel.cp for one in candidates(short, 4, H100)} == {1}
 

@@ -8,7 +8,7 @@
     python -m tools.plan RUN/config.yaml --beside RUN/memory/step-….json    a rank's memory report
 
 Without --gpus, the number of GPUs is the product of the axes, or is read from the file's first line
-(`# world: 256`). --pictures FOLDER draws timeline.svg. 1 GB is 1e9 bytes.
+(`# world: 256`). 1 GB is 1e9 bytes.
 docs/planning.md explains how the figures are computed; docs/plan_accuracy.md compares them with
 rehearsals and published results.
 """
@@ -16,7 +16,6 @@ rehearsals and published results.
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 from costs.routing import check_imbalance
 from errors import UserError
@@ -34,20 +33,17 @@ from tools.command import (
 )
 from tools.plan.beside import beside, read_report
 from tools.plan.data_stage import add_data_stage, one_stage
-from tools.plan.describe import describe_plan, describe_search
 from tools.plan.guide import zero_table
 from tools.plan.hardware import DEVICES, find_device
-from tools.plan.layout import Layout, check_gpus, world_of
-from tools.plan.search import describe_layouts, search
-from tools.plan.summary import summarise
-from tools.plan.time import StepTime
-from tools.timeline.draw import Panel, draw, save
-from tools.timeline.panels import figures
+from tools.plan.layout import check_gpus, world_of
+from tools.plan.search import describe_layouts, describe_search, search
+from tools.plan.summary import describe_plan, summarise
 
-MODES = {  # which print something else → the options that each reads
-    "guide": ("config", "overrides"),
-    "beside": ("config", "overrides", "data_stage"),
-    "layouts": ("config", "overrides", "gpus", "device", "search", "data_stage"),
+MODES = {  # the options that each reads, apart from config and overrides
+    "guide": (),
+    "beside": ("data_stage",),
+    "layouts": ("gpus", "device", "search", "data_stage"),
+    "search": ("gpus", "device", "layouts", "data_stage", "tokens", "price", "json"),
 }
 
 
@@ -69,7 +65,6 @@ def main(arguments: list[str] | None = None) -> int:
     add("--tokens", 0.0, "T", "tokens of the run")
     add("--price", 0.0, "P", "price of one GPU for one hour")
     add("--json", Path, "FILE", "write all figures to FILE")
-    add("--pictures", Path, "FOLDER", "draw the timeline in FOLDER")
     options = parser.parse_intermixed_args(arguments)
     config = load_config(options.config, options.overrides)
     check_options(parser, options, config)
@@ -96,41 +91,32 @@ def main(arguments: list[str] | None = None) -> int:
         which += f"; its overrides need data_stages.{options.data_stage}. before each key"
     if which:
         print(which)
-    result: dict[str, Any] = {}
-    if options.search:
-        searched = search(config, world, device)
+    searched = search(config, world, device) if options.search else None
+    if searched is not None:
         print(describe_search(searched) + "\n")
-        result["search"] = searched.as_dict()
         config = searched.best[0].config
         validate(config, world)
     check_imbalance("--imbalance", options.imbalance, config.model, config.parallel.ep)
     plan = summarise(config, world, device, options.tokens, options.price, options.imbalance)
     print(describe_plan(plan))
-    result = plan | result
+    if searched is not None:
+        plan["search"] = searched.as_dict()
     if options.json is not None:
         with writes("--json", options.json):
-            options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if options.pictures is not None:
-        layout = Layout(config, world, 0, imbalance=options.imbalance)
-        timeline = StepTime(layout, device).timeline
-        panel = Panel(config.parallel.schedule, timeline, figures(timeline, " s"))
-        with writes("--pictures", options.pictures):
-            save(draw([panel], "s"), options.pictures / "timeline.svg")
+            options.json.write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
 def check_options(parser: CommandParser, options: argparse.Namespace, config: Config) -> None:
     """Raise UserError for options that would not be read, or are missing."""
     for mode, reads in MODES.items():
-        for name, value in vars(options).items() if getattr(options, mode) is not None else ():
-            if name not in (mode, *reads) and value != parser.get_default(name):
+        for name, value in vars(options).items() if getattr(options, mode) else ():
+            known = name in ("config", "overrides", mode, *reads)
+            if not known and value != parser.get_default(name):
                 option, told = f"--{name.replace('_', '-')}", getattr(value, "name", value)
                 raise UserError(option, told, f"--{mode} does not read it", "leave it out")
     at_least(0, tokens=options.tokens, price=options.price)
-    if options.search and options.imbalance != 1.0:
-        remedy = "plan the layout that it finds with --imbalance"
-        raise UserError("--imbalance", options.imbalance, "--search does not read it", remedy)
-    searches = options.search or options.layouts is not None
+    searches = options.search or options.layouts
     if searches and config.data_stages and options.data_stage is None:
         why = "a search is for one data stage, and each may have a layout of its own"
         raise UserError("--data-stage", None, why, f"give 0 to {len(config.data_stages)}")

@@ -2,41 +2,29 @@
 
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from errors import UserError
 from runtime.metrics.memory_report import table
-from runtime.schema import Natural, Strict, first_problem, load_json
+from runtime.schema import Natural, Strict
 from settings.config import Config
+from tools.plan.hardware import read_file
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory
 
 
-class Report(Strict):
-    """The contents of a memory report, which may come from another machine."""
+class Report(Strict, extra="ignore"):
+    """What is read of a memory report, which may come from another machine."""
 
     why: str
     rank: Natural
     world: Natural
-    coordinates: dict[str, Natural]
-    stages: list[Natural]
-    device: str
     held_bytes: dict[str, Natural]
     total_bytes: Natural
-    offloaded_bytes: Natural = 0  # only an older version writes it
 
 
 def read_report(file: Path) -> Report:
     """Read a memory report. Raises UserError for a file that is not one."""
     remedy = "give a file RUN/memory/step-….json"
-    try:
-        return Report.model_validate(load_json(file.read_text(encoding="utf-8")))
-    except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-    except (ValueError, RecursionError) as error:  # also: not text, or not JSON
-        problem = first_problem(error) if isinstance(error, ValidationError) else error
-        why = f"is no memory report: {problem}"
-    raise UserError("--beside", str(file), why, remedy)
+    return read_file("--beside", file, Report, "memory report", remedy)
 
 
 def beside(config: Config, report: Report) -> str:

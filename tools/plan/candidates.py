@@ -1,38 +1,267 @@
-"""Lists every layout of a model on a number of GPUs, each with a lower bound on its bytes (the
-largest of its ranks' bounds) and, if the bound fits, an estimate of its step's seconds
-(plan/estimate.py).
+"""Lists every layout of a model on a number of GPUs, each with a lower bound on the bytes that it
+needs and an estimate of its step's seconds, computed from sizes only.
+
+The bound, the largest of its ranks', counts bytes at the moment when a pipeline rank begins a
+backward with the most activations alive: its sharded weights and moments; gathered weights in the
+compute dtype, or with zero_stage 3 those of one block; what its blocks keep for the micro-batches
+that the schedule has alive on the rank; what a backward that is not split adds; and where forwards
+and backwards alternate for long, the gradients of earlier micro-batches. plan/memory.py counts the
+rest.
+
+The estimate adds up what plan/time.py simulates: the work of the slowest rank, the schedule's
+bubble by its paper's formula, and the exposed communication of data parallelism.
 """
 
+import contextlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, get_args
 
 from costs.parameters import check_tp
+from costs.seconds import Links
+from costs.units import LocalWeight
 from errors import UserError
-from model.config import ModelConfig
 from model.experts import Experts
 from parallel.activation import Mode
+from parallel.fsdp_units import input_buffers
+from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, FORWARD
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
+from parallel.pipeline.schedules import build_schedule
 from settings.checks import cuts_of_sequence, sides_that_cannot_be_cut
 from settings.config import Config
-from tools.plan.estimate import SPLIT, Pipeline, Stage
 from tools.plan.hardware import Device
-from tools.plan.layout import Layout, Numbers, ranks_of_stages
-from tools.plan.time import StepTime
+from tools.plan.layout import PLAIN, Layout, Numbers, numbers_of, ranks_of_stages
+from tools.plan.memory import GROWING
+from tools.plan.time import (
+    NOTHING,
+    Gathers,
+    Part,
+    Reduction,
+    StepTime,
+    message_seconds,
+    sharding_seconds,
+    stalls,
+)
 
+SPLIT = ("zb_h1", "zb_v", "dualpipe_v")  # compute (some) weight gradients in separate actions
 # Stages per rank of schedules that take no other number; the others take two or more.
 FIXED = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}
 INTERLEAVED = ("interleaved_1f1b", "breadth_first")
 MODES = get_args(Mode)
 MICRO_BATCHES = (1, 2, 4, 8)  # sequences
 CP_TOKENS = 8192  # of a sequence; a cp rank keeps at least as many, which fill its kernels
-KEPT = ("fsdp_unit", "reduce_dtype", "tp_pieces", "offload")
 VIRTUAL = 8  # stages per rank of interleaved schedules: all up to this; more only if even
 
 balanced_layers = lru_cache(maxsize=4096)(balanced_split)
+
+
+# --- a lower bound, and an estimate ---
+
+short_schedule = lru_cache(maxsize=256)(build_schedule)
+
+
+class Stage:
+    """What layouts have in common that differ only in pp, dp and the schedule. What blocks keep
+    and need is the minimum over all kinds of blocks. `reduced`: whether the gradients of every
+    micro-batch are reduced (zero_stage 2 and 3), so that products do not add to a sum of
+    gradients."""
+
+    def __init__(self, time: StepTime, world: int) -> None:
+        self.time, self.layout, self.alike = time, time.layout, time.layout.config
+        p = self.alike.parallel
+        p = replace(p, dp_shard=2 * p.dp_shard, zero_stage=2)  # twice: so that there are shards
+        layout = Layout(replace(self.alike, parallel=p), 2 * self.layout.world, 0)
+        self.reduced = StepTime(layout, time.device)
+        self.world = world  # of the whole job
+        kinds = self.layout.kinds
+        # of all blocks: parameters, bytes of the optimizer's states, and how many there are
+        self.numel, self.states = self._of_blocks(), self._of_blocks(self.layout.bytes_of_states)
+        self.blocks = kinds.total()
+        # bytes that a block keeps of a micro-batch for backward, including its output
+        effects = [self.layout.phase(FORWARD, unit).effect for unit in kinds]
+        self.kept = min(sum(effect.changes.values()) for effect in effects)
+        self.numel_of_block = min(numbers_of(unit).rest for unit in kinds)  # without experts
+        # the peak of a whole backward above its beginning, when the incoming gradient exists
+        heights = [self.layout.phase(BACKWARD, unit).effect.height for unit in kinds]
+        self.height = min(heights) + self.layout.hidden_bytes
+
+    def _of_blocks(self, *number: Callable[[LocalWeight], int]) -> Numbers:
+        each = [(numbers_of(unit, *number), n) for unit, n in self.layout.kinds.items()]
+        return Numbers(*(sum(size[i] * n for size, n in each) for i in range(2)))
+
+    @cache  # noqa: B019  (of one search)
+    def parts(self, split: bool, reduced: bool) -> tuple[Part, Part, Part, float]:
+        """Seconds of a block (the mean over all blocks), of the embedding, of the head, and of
+        summing a gradient element."""
+        time = self.reduced if reduced else self.time
+        layout, kinds = time.layout, time.layout.kinds
+        blocks = (time.part(unit, split) * (n / kinds.total()) for unit, n in kinds.items())
+        embedding, head = (time.part(u, split) for u in (layout.embedding, layout.head))
+        summing = time.summing(layout.embedding) / layout.embedding.numel
+        return sum(blocks, NOTHING), embedding, head, summing
+
+
+class Pipeline:
+    """A pipeline, with bounds and estimates of the layouts that shard its weights in different
+    ways.
+
+    Args:
+        stage: what the inside of a stage costs.
+        settings: pp, schedule, stages_per_rank and layers_per_stage, as in the configuration.
+        counts: the resulting number of layers of each stage.
+        m: number of micro-batches.
+    """
+
+    def __init__(
+        self, stage: Stage, settings: dict[str, Any], counts: Sequence[int], m: int
+    ) -> None:
+        self.stage, self.settings, self.m = stage, settings, m
+        self.pp, self.v = settings["pp"], settings["stages_per_rank"]
+        self.schedule = settings["schedule"]
+        where = ranks_of_stages(self.schedule, self.pp, self.v)
+        self.first, self.last = where[0], where[-1]  # have the embedding, and the head
+        self.blocks = [0] * self.pp  # of each rank
+        for rank, count in zip(where, counts, strict=True):
+            self.blocks[rank] += count
+        end, bytes_of_states = stage.layout.embedding, stage.layout.bytes_of_states
+        self.parameters = self._shares(stage.numel, numbers_of(end))
+        self.states = self._shares(stage.states, numbers_of(end, bytes_of_states))  # bytes
+        growing = self.schedule in GROWING
+        # forwards and backwards alternate for long
+        self.steady = m >= 4 * self.pp and not growing
+        if growing:
+            live = [m * number for number in self.blocks]
+        else:
+            fewer = min(m, 2 * self.pp) if m > 1 else 1
+            live = _live(self.schedule, self.pp, self.v, tuple(counts), fewer)
+        # parameters, bytes of states and bytes that blocks keep, of ranks that differ in these
+        kept = [number * stage.kept for number in live]
+        self.held = {*zip(self.parameters, self.states, kept, strict=True)}
+        self._slowest: dict[bool, tuple[Part, Numbers, int, float]] = {}
+
+    def _shares(self, blocks: Numbers, end: Numbers) -> list[Numbers]:
+        """Each rank's share of what all `blocks` have, and what the ends of the model have."""
+        shares = []
+        for rank, number in enumerate(self.blocks):
+            ends = (rank == self.first) + (rank == self.last)
+            rest, experts = (round(number * n / self.stage.blocks) for n in blocks)
+            shares.append(Numbers(rest + ends * end.rest, experts))
+        return shares
+
+    # --- bytes ---
+
+    def bound(self, shards: Numbers, zero: int) -> float:
+        """The bound with weights sharded over `shards` ranks."""
+        layout, e = self.stage.layout, self.stage.layout.compute
+        # unsharded weights of the master's dtype are not copied
+        whole = e if zero < 3 and (zero > 0 or e != layout.master) else 0
+        whole += layout.reduce if self.steady and zero < 2 else 0
+        cut = layout.master * (not layout.offloads)
+        cut += layout.reduce if self.steady and zero >= 2 else 0
+        height = 0 if self.schedule in SPLIT else self.stage.height
+        height += self.stage.numel_of_block * e if zero == 3 else 0
+        found = []
+        for numel, states, kept in self.held:
+            total = kept + numel.total * whole + numel.over(shards) * cut
+            total += 0.0 if layout.offloads else states.over(shards)
+            found.append(total + (height if kept else 0))
+        return max(found)
+
+    # --- seconds ---
+
+    def seconds(self, shards: Numbers, replicas: Numbers, zero: int) -> float:
+        """Seconds of a step with weights sharded over `shards` ranks (cp included) and replicated
+        `replicas` times."""
+        reduced = zero >= 2
+        if reduced not in self._slowest:
+            self._slowest[reduced] = self._find_slowest(reduced)
+        part, numel, number, seconds = self._slowest[reduced]
+        stage, layout, time, m = self.stage, self.stage.layout, self.stage.time, self.m
+        sizes, e = layout.sizes, layout.compute
+        links = Links(time.device, sizes.tp, shards.rest, replicas.rest, stage.world, sizes.cp,
+                      sizes.ep, shards.experts, replicas.experts)  # fmt: skip
+        away = layout.master * layout.offloads  # bytes that are offloaded, of a parameter
+        of_kinds = [
+            sharding_seconds(links, is_expert, n * e, n * layout.reduce, number, n * away)
+            for is_expert, n in zip((False, True), numel, strict=True)
+            if n
+        ]
+        gather, scatter, replicate = map(sum, zip(*of_kinds, strict=True))
+        cast = time.rates.memory(numel.total * 3 * e + numel.over(shards) * layout.master)
+        each = zip(self.parameters, self.states, strict=True)
+        seconds += max(time.updating(n.over(shards), s.over(shards), stage.world) for n, s in each)
+        # the rank's v stages are taken as equal, and their units
+        one, each_unit = 1 / self.v, 1 / number
+        forward, backward = part.forward, part.input_grad + part.weight_grad
+        before = 0.0 if self.schedule in SPLIT else backward * each_unit
+        alike = [Reduction(before, scatter * each_unit, replicate * each_unit)]
+        alike *= max(1, number // self.v)
+        inputs = input_buffers(zero)
+        waiting = stalls(alike, inputs, last=False)
+        end = of_kinds[0][0] * each_unit
+        unit = stage.alike.parallel.fsdp_unit
+        sharding = Gathers(gather * one, scatter * one, end, end, waiting, zero, unit)
+        seconds += m * self.v * sharding.waits(part * one).total
+        if zero == 3:
+            seconds += m * 2 * cast
+        else:
+            seconds += gather + cast if unit == "stage" else max(0.0, gather + cast - forward)
+        if zero < 2:
+            seconds += waiting * self.v * self.pp
+        return seconds + stalls(alike, inputs, last=True) - sharding.waited
+
+    def _find_slowest(self, reduced: bool) -> tuple[Part, Numbers, int, float]:
+        """Of the pipeline rank that computes longest: its seconds for one micro-batch, its
+        parameters, its number of FSDP units; and the seconds of a step without data parallelism."""
+        stage, device = self.stage, self.stage.time.device
+        block, embedding, head, summing = stage.parts(self.schedule in SPLIT, reduced)
+        parts = [block * number for number in self.blocks]
+        parts[self.first] += embedding
+        parts[self.last] += head
+        busiest = max(range(self.pp), key=lambda r: parts[r].total)
+        part, numel, blocks = parts[busiest], self.parameters[busiest], self.blocks[busiest]
+        units = self.v if stage.alike.parallel.fsdp_unit == "stage" else max(1, blocks)
+        work = block * max(1, *self.blocks)
+        slowest = part.total + numel.total * summing
+        pipeline = self.m * slowest + _bubble(self.schedule, self.pp, self.v, work)
+        messages = message_seconds(stage.layout.hidden_bytes, stage.world, device)
+        pipeline += 2 * (self.pp - 1) * messages + device.step_seconds
+        return part, numel, units, pipeline
+
+
+@lru_cache(maxsize=4096)
+def _live(schedule: str, pp: int, v: int, counts: tuple[int, ...], m: int) -> list[int]:
+    """For each rank, the maximum over time of its blocks times the micro-batches alive in them,
+    counted in the schedule for `m` micro-batches. With more micro-batches it is not lower."""
+    most = []
+    for actions in short_schedule(schedule, pp, v, m):
+        live = highest = 0
+        for kind, stage, _ in actions:
+            if kind is FORWARD:
+                live += counts[stage]
+                highest = max(highest, live)
+            elif kind in (BACKWARD, BACKWARD_INPUT):
+                live -= counts[stage]
+        most.append(highest)
+    return most
+
+
+def _bubble(schedule: str, pp: int, v: int, work: Part) -> float:
+    """Seconds that a rank is idle, by the papers' formulas (parallel/pipeline/schedules.py)."""
+    f, i, w = work.forward, work.input_grad, work.weight_grad
+    if schedule == "zb_h1":
+        return (pp - 1) * max(0.0, f + i - w)
+    if schedule == "zb_v":
+        return (pp - 1) * max(0.0, i - w)
+    if schedule == "dualpipe_v":
+        return (pp - 1) * max(0.0, f + i - w) / 2
+    return (pp - 1) * (f + i + w) / v
+
+
+# --- all layouts ---
 
 
 class Candidate(NamedTuple):
@@ -40,7 +269,6 @@ class Candidate(NamedTuple):
 
     estimate: float  # seconds of a step; infinite if the bound does not fit, as it is not needed
     bound: float  # bytes; the layout needs no less
-    fullest: int  # the pipeline rank with the largest bound
     alike: Config  # the part of the configuration that concerns the inside of a stage
     rest: dict[str, Any]  # the other settings of `parallel`
 
@@ -48,46 +276,29 @@ class Candidate(NamedTuple):
         return replace(self.alike, parallel=replace(self.alike.parallel, **self.rest))
 
 
-def space(config: Config, world: int, device: Device) -> list[str]:
-    """Describe which sizes and schedules are tried, and which settings are kept from the
-    configuration. docs/planning.md has the rest, which is the same in every search."""
-    train, parallel = config.train, config.parallel
-    sizes = {
-        "tp": _tp_sizes(config, world, device),
-        "cp": _cp_sizes(config, world),
-        "ep": _ep_sizes(config, world),
-        "micro-batches of": _micro_batches(config),
-    }
-    tried = "; ".join(f"{name} {', '.join(map(str, each))}" for name, each in sizes.items())
-    schedules = [*(name for name in FIXED if not (train.compile and name in SPLIT)), *INTERLEAVED]
-    kept = {f"parallel.{key}": getattr(parallel, key) for key in KEPT}
-    kept |= {"train.dtype": train.dtype, "train.compile": str(train.compile).lower()}
-    return [
-        f"tried: {tried} sequences; {', '.join(schedules)}",
-        f"kept as configured: {' '.join(f'{key}={value}' for key, value in kept.items())}",
-    ]
-
-
 def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate]:
     """Yield every layout that obeys the configuration's rules."""
     batch, seq_len = config.train.global_batch_size, config.train.seq_len
+    longest = max(1, seq_len // CP_TOKENS)
+    experts = config.model.find(Experts) or Experts(count=1)
     axes = itertools.product(
-        _tp_sizes(config, world, device), _cp_sizes(config, world), _ep_sizes(config, world)
+        _tp_sizes(config, world, device),
+        [cp for cp in _divisors(world) if cp <= longest],
+        _divisors(math.gcd(world, experts.count)),
     )
+    micro_batches = sorted({*MICRO_BATCHES, config.train.micro_batch_size})
     for tp, cp, ep in axes:
         # the fewest data-parallel ranks with which ep has its ranks
         dp_shard = ep // math.gcd(ep, tp * cp)
         if world % (tp * cp * dp_shard):
             continue
-        for cut, size, mode in itertools.product((True, False), _micro_batches(config), MODES):
+        for cut, size, mode in itertools.product((True, False), micro_batches, MODES):
             if tp == 1 and cut != config.parallel.sequence_parallel:
                 continue
             if tp > 1 and not cut and config.model.has_experts:  # settings/checks.py
                 continue
-            parallel = replace(config.parallel, tp=tp, cp=cp, pp=1, dp_shard=dp_shard,
-                               dp_replicate=1, ep=ep, schedule="1f1b", stages_per_rank=1,
-                               layers_per_stage=None, sequence_parallel=cut,
-                               zero_stage=1)  # fmt: skip
+            given = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "ep": ep, "sequence_parallel": cut}
+            parallel = replace(config.parallel, **PLAIN | given, zero_stage=1)
             if seq_len % math.prod(cuts_of_sequence(parallel).values()):
                 continue
             train = replace(config.train, micro_batch_size=size, activation_checkpointing=mode)
@@ -101,20 +312,28 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
                         yield from _data_parallel(pipe, dp)
 
 
+def _tp_sizes(config: Config, world: int, device: Device) -> list[int]:
+    """The sizes of tp that divide the world and the model's layers, and do not exceed a node; if
+    there are several nodes, they also divide a node. Compiled blocks run with tp 1 only."""
+    node = 1 if config.train.compile else device.gpus_per_node
+    found = []
+    for tp in _divisors(world):
+        if tp <= node and (world <= node or node % tp == 0):
+            with contextlib.suppress(UserError):
+                check_tp(config.model, tp)
+                found.append(tp)
+    return found
+
+
 def pipelines(stage: Stage, pp: int, m: int) -> Iterator[Pipeline]:
     """Yield the schedules and splits of the layers for `m` micro-batches on `pp` ranks."""
     config, costs = stage.alike, stage.alike.layer_costs()
     for schedule, v in _schedules(pp, m, config.model.num_layers):
         if config.train.compile and schedule in SPLIT:
             continue
-        where = tuple(ranks_of_stages(schedule, pp, v))
-        for layers_per_stage, counts in _splits(costs, where):
-            settings = {
-                "pp": pp,
-                "schedule": schedule,
-                "stages_per_rank": v,
-                "layers_per_stage": layers_per_stage,
-            }
+        for layers_per_stage, counts in _splits(costs, tuple(ranks_of_stages(schedule, pp, v))):
+            settings = {"pp": pp, "schedule": schedule, "stages_per_rank": v,
+                        "layers_per_stage": layers_per_stage}  # fmt: skip
             yield Pipeline(stage, settings, counts, m)
 
 
@@ -155,11 +374,11 @@ def _data_parallel(pipe: Pipeline, dp: int) -> Iterator[Candidate]:
         for zero in (1, 2, 3) if max(shards) > 1 else (0,):
             if one_dtype and ((m > 1 and zero < 2) or shard < dp):
                 continue
-            bound, fullest = pipe.bound(shards, zero)
+            bound = pipe.bound(shards, zero)
             fits = bound <= device.room
             seconds = pipe.seconds(shards, replicas, zero) if fits else math.inf
             rest = {"dp_shard": shard, "dp_replicate": dp // shard, "zero_stage": zero}
-            yield Candidate(seconds, bound, fullest, config, pipe.settings | rest)
+            yield Candidate(seconds, bound, config, pipe.settings | rest)
 
 
 def _schedules(pp: int, m: int, layers: int) -> Iterator[tuple[str, int]]:
@@ -176,39 +395,6 @@ def _schedules(pp: int, m: int, layers: int) -> Iterator[tuple[str, int]]:
         even = layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0
         if (v <= VIRTUAL or even) and m >= pp and not (name == "interleaved_1f1b" and m % pp):
             yield name, v
-
-
-def _micro_batches(config: Config) -> list[int]:
-    return sorted({*MICRO_BATCHES, config.train.micro_batch_size})
-
-
-def _tp_sizes(config: Config, world: int, device: Device) -> list[int]:
-    """The sizes of tp that divide the world and the model's layers, and do not exceed a node; if
-    there are several nodes, they also divide a node. Compiled blocks run with tp 1 only."""
-    node = 1 if config.train.compile else device.gpus_per_node
-    sizes = [tp for tp in _divisors(world) if tp <= node and (world <= node or node % tp == 0)]
-    return [tp for tp in sizes if _takes(config.model, tp)]
-
-
-def _cp_sizes(config: Config, world: int) -> list[int]:
-    """The sizes of cp that divide the world and leave a rank CP_TOKENS tokens of a sequence."""
-    most = max(1, config.train.seq_len // CP_TOKENS)
-    return [cp for cp in _divisors(world) if cp <= most]
-
-
-def _ep_sizes(config: Config, world: int) -> list[int]:
-    """The sizes of ep that divide the world and the number of experts."""
-    experts = config.model.find(Experts) or Experts(count=1)
-    return _divisors(math.gcd(world, experts.count))
-
-
-def _takes(model: ModelConfig, tp: int) -> bool:
-    """Whether all layers can be sharded over `tp` ranks."""
-    try:
-        check_tp(model, tp)
-    except UserError:
-        return False
-    return True
 
 
 @lru_cache(maxsize=1024)

@@ -15,8 +15,7 @@ The sum is least at τ = √(2sM), whatever w and R are (Young; save_interval.py
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hardware import NODE_LOST_SHARE, Device
 from runtime.checkpoint.save_interval import DAY, best_interval, mtbf_of, within_limits
@@ -24,18 +23,16 @@ from runtime.trainer_state import bytes_of_rank, state_bytes
 from settings.config import Config
 
 
-@dataclass(frozen=True, kw_only=True)
-class Interruptions:
-    """What saves and failures cost a job. All in seconds."""
+class Interruptions(NamedTuple):
+    """What saves and failures cost a job: the s, w, R and M above."""
 
-    save: float  # s: training waits for each save
-    commit: float  # w: from a save's beginning until it is committed, its wait included
-    restart: float  # R: from a failure until the steps go on
-    mtbf: float  # M: mean time between failures of the whole job
+    save: float
+    commit: float
+    restart: float
+    mtbf: float
 
 
-@dataclass(frozen=True)
-class Shares:
+class Shares(NamedTuple):
     """The shares of a job's time."""
 
     saving: float
@@ -57,38 +54,30 @@ def goodput(config: Config, world: int, device: Device, step_seconds: float) -> 
     interval is checkpoint.interval, or what a run would choose if that is `auto`. With 0 and
     `never` it is None, and a failure costs all steps.
     """
-    checkpoint = state_bytes(config)
+    checkpoint, part = state_bytes(config), bytes_of_rank(config, world)
     nodes = math.ceil(world / device.gpus_per_node)
-    part = bytes_of_rank(config, world)
     save = part / device.host_bytes_per_second
     if config.parallel.offload == "disk":  # about two thirds are read, and all is written
         moved = part * 5 / 3 * device.gpus_of_node(world)
         save = max(save, moved / device.disk_bytes_per_second)
     written = checkpoint / (nodes * device.storage_bytes_per_second)
-    costs = Interruptions(
-        save=save,
-        commit=save + written,
-        restart=device.restart_seconds + 2 * written,
-        mtbf=mtbf_of(config.checkpoint.failures_per_gpu_day, world),
-    )
-    seconds, interval = best_interval(save, costs.mtbf), config.checkpoint.interval
-    best = max(1, math.ceil(seconds / step_seconds)) if math.isfinite(seconds) else None
-    auto = max(1, math.ceil(within_limits(seconds, written) / step_seconds))
-    steps = auto if interval == "auto" else interval if isinstance(interval, int) else 0
+    mtbf = mtbf_of(config.checkpoint.failures_per_gpu_day, world)
+    costs = Interruptions(save, save + written, device.restart_seconds + 2 * written, mtbf)
+    seconds, interval = best_interval(save, mtbf), config.checkpoint.interval
+    if interval == "auto":
+        interval = max(1, math.ceil(within_limits(seconds, written) / step_seconds))
+    steps = interval if isinstance(interval, int) and interval else None
     found = shares(costs, (steps or max(1, config.train.steps)) * step_seconds)
-    missing = DAY / costs.mtbf * NODE_LOST_SHARE * device.repair_days
+    missing = DAY / mtbf * NODE_LOST_SHARE * device.repair_days
+    rare = math.isinf(mtbf)  # never
     return {
         "checkpoint_bytes": checkpoint,
         "save_seconds": save,
-        "commit_seconds": costs.commit,
         "restart_seconds": costs.restart,
-        "mtbf_seconds": costs.mtbf if math.isfinite(costs.mtbf) else None,
-        "interval_steps": steps or None,
-        "best_interval_steps": best,
+        "mtbf_seconds": None if rare else mtbf,
+        "interval_steps": steps,
+        "best_interval_steps": None if rare else max(1, math.ceil(seconds / step_seconds)),
         "effective_training_time": found.effective,
-        "share_saving": found.saving,
-        "share_repeated": found.repeated,
-        "share_restarting": found.restarting,
         "repair_days": device.repair_days,
         "spare_nodes": spares_needed(missing),
     }

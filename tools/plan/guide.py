@@ -1,34 +1,34 @@
 """ZeRO's memory and traffic as guides to data-parallel training count them, next to Lattice's."""
 
 from dataclasses import replace
-from typing import Any
 
 from costs.parameters import num_parameters
 from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
 from settings.config import Config
+from tools.command import table
 from tools.plan.hardware import GB
-from tools.plan.layout import Layout
-from tools.plan.memory import bytes_outside
+from tools.plan.layout import PLAIN, Layout
 
 STAGES = (0, 1, 2, 3)
-# Bytes of the optimizer state (two float32), of gradients and of weights (bfloat16): each stage
-# shards one more of them.
+# Bytes of the optimizer state (two float32), of gradients and of weights (bfloat16), 12 in all:
+# each stage shards one more of them (Rajbhandari et al. 2020, figure 1).
 GUIDE = (8, 2, 2)
+# How often a step of one micro-batch sends the whole model: (gradients, weights). DDP all-reduces
+# gradients, which counts twice; ZeRO-1 and ZeRO-2 reduce-scatter gradients and gather weights once;
+# ZeRO-3 and FSDP gather weights in forward and in backward.
+PASSES = {"ddp": (2, 0), "zero 1": (1, 1), "zero 2": (1, 1), "zero 3": (1, 2)}
 
 
 def guide_bytes(parameters: float, ranks: int, zero_stage: int) -> float:
-    """Bytes per rank by ZeRO's table (Rajbhandari et al. 2020, figure 1), with 12 bytes per
-    parameter."""
-    sharded, whole = sum(GUIDE[:zero_stage]), sum(GUIDE[zero_stage:])
-    return parameters * (sharded / ranks + whole)
+    """Bytes per rank by ZeRO's table."""
+    return parameters * (sum(GUIDE[:zero_stage]) / ranks + sum(GUIDE[zero_stage:]))
 
 
 def data_parallel(config: Config, ranks: int, zero_stage: int) -> Layout:
     """The job without any parallelism but that over `ranks` data-parallel ranks."""
     shard, replicate = (1, ranks) if zero_stage == 0 else (ranks, 1)
-    parallel = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, schedule="1f1b", stages_per_rank=1,
-                       layers_per_stage=None, dp_shard=shard, dp_replicate=replicate,
-                       zero_stage=zero_stage)  # fmt: skip
+    given = {"dp_shard": shard, "dp_replicate": replicate, "zero_stage": zero_stage}
+    parallel = replace(config.parallel, **PLAIN | given)
     return Layout(replace(config, parallel=parallel), ranks, 0)
 
 
@@ -48,12 +48,6 @@ def our_bytes(config: Config, ranks: int, zero_stage: int) -> dict[str, float]:
     }
 
 
-# How often a step of one micro-batch sends the whole model: (gradients, weights). DDP all-reduces
-# gradients, which counts twice; ZeRO-1 and ZeRO-2 reduce-scatter gradients and gather weights once;
-# ZeRO-3 and FSDP gather weights in forward and in backward.
-PASSES = {"ddp": (2, 0), "zero 1": (1, 1), "zero 2": (1, 1), "zero 3": (1, 2)}
-
-
 def traffic(parameters: float, ranks: int, gradient: int, weight: int) -> str:
     """For each strategy, the GB that one rank sends in a step of one micro-batch with gradients and
     weights of so many bytes. In a ring of n ranks, each sends (n − 1) / n of the tensor per gather
@@ -64,41 +58,24 @@ def traffic(parameters: float, ranks: int, gradient: int, weight: int) -> str:
 
 
 def zero_table(config: Config, ranks: int) -> str:
-    """A table as text: the bytes per rank for each ZeRO stage as guides count them, for a round
-    number of parameters, and as Lattice holds them; and what a rank sends."""
+    """The bytes per rank for each ZeRO stage as guides count them, for a round number of
+    parameters, and as Lattice holds them; and what a rank sends."""
     model = num_parameters(config.model)
     parameters = round(model, -9) if model >= 1e9 else model
-    dtypes = config.precision[:3]
-    compute, master, reduced = (str(each).removeprefix("torch.") for each in dtypes)
-    lines = [
-        f"{parameters / 1e9:g} billion parameters on {ranks} data-parallel GPUs, in GB on each; "
-        "activations come on top",
-        "guides: weights 2, gradients 2, optimizer 8 bytes a parameter (no float32 weights, which "
-        "training in bfloat16 needs)",
-        f"Lattice: {model:,} parameters; {master} weights and moments, {compute} copies to compute "
-        f"with, {reduced} gradients",
-        "zero_stage   guides   Lattice   of which",
-    ]
+    layout = data_parallel(config, ranks, 3)
+    rows = [["zero_stage", "guides", "Lattice", "of which"]]
     for stage in STAGES:
         ours = our_bytes(config, ranks, stage)
         parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in ours.items() if size)
         guides = guide_bytes(parameters, ranks, stage) / GB
-        lines.append(f"{stage:10d} {guides:8.4g} {sum(ours.values()) / GB:9.1f}   {parts}")
-    for where in ("host", "disk"):
-        given: dict[str, Any] = {"offload": where, "offload_dir": "/" if where == "disk" else ""}
-        parallel = replace(config.parallel, **given)
-        layout = data_parallel(replace(config, parallel=parallel), ranks, 3)
-        size = our_bytes(config, ranks, 3)[SHARDED_GRADIENTS] / GB
-        on_host, on_disk = (each / GB for each in bytes_outside(layout))
-        lines.append(
-            f"{'3, ' + where:>10} {'':8} {size:9.1f}   {SHARDED_GRADIENTS}; in the host's memory "
-            f"{on_host:.1f}, on its disk {on_disk:.1f}, a copy to save from included"
-        )
-    layout = data_parallel(config, ranks, 3)
-    ours_sent = traffic(model, ranks, layout.reduce, layout.compute)
-    lines += [
-        "traffic that one GPU sends for one micro-batch, in GB:",
-        f"  guides, all in bfloat16: {traffic(parameters, ranks, 2, 2)}",
-        f"  Lattice, gradients in {reduced}: {ours_sent}",
-    ]
-    return "\n".join(lines)
+        rows.append([str(stage), f"{guides:.4g}", f"{sum(ours.values()) / GB:.1f}", parts])
+    return "\n".join(
+        [
+            f"{parameters / 1e9:g} billion parameters on {ranks} data-parallel GPUs, in GB on "
+            f"each, without activations; Lattice: {model:,} parameters",
+            table(rows, left=[3]),
+            "traffic that one GPU sends for one micro-batch, in GB:",
+            f"  guides, all in bfloat16: {traffic(parameters, ranks, 2, 2)}",
+            f"  Lattice, as configured: {traffic(model, ranks, layout.reduce, layout.compute)}",
+        ]
+    )

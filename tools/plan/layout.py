@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from costs.recorder import Phase
 from costs.summary import blocks
@@ -27,6 +27,7 @@ from parallel.pipeline.actions import (
     stage_ranks,
 )
 from parallel.pipeline.check import splits_backward
+from parallel.pipeline.lower import Program, lower
 from parallel.pipeline.schedules import build_schedule
 from parallel.placement import chunk_range, dim_of
 from parallel.weight_gradient import sum_dtype
@@ -63,7 +64,16 @@ def check_gpus(key: str, number: int) -> None:
         raise UserError(key, number, why, "give a number of GPUs")
 
 
+PLAIN: dict[str, Any] = {  # settings of `parallel` that are valid on one rank
+    **dict.fromkeys(("tp", "cp", "pp", "ep", "dp_shard", "dp_replicate"), 1),
+    **{"schedule": "1f1b", "stages_per_rank": 1, "layers_per_stage": None},
+}
 schedule_of = lru_cache(maxsize=4)(build_schedule)  # long ones are large
+
+
+@lru_cache(maxsize=16)
+def programs_of(schedule: str, pp: int, v: int, m: int) -> list[Program]:
+    return lower(schedule_of(schedule, pp, v, m))
 
 
 @lru_cache(maxsize=1024)
@@ -72,47 +82,51 @@ def ranks_of_stages(name: str, pp: int, stages_per_rank: int) -> list[int]:
     return stage_ranks(build_schedule(name, pp, stages_per_rank, 2 * pp))
 
 
+class Sharding(NamedTuple):
+    """The ranks over which weights are sharded, and those that have the same shard."""
+
+    shards: int
+    replicas: int
+    rank: int  # of `shards`
+
+
 class Gathered:
     """Weights that FSDP gathers and reduces together: those of a unit, or of all units of a stage,
     all of experts or none (parallel/fsdp_units.py). Shapes are those of the tp rank's or ep rank's
     weights, before FSDP shards them."""
 
-    def __init__(self, is_expert: bool, weights: Sequence[LocalWeight]) -> None:
+    def __init__(self, is_expert: bool, weights: Sequence[LocalWeight], sharding: Sharding) -> None:
         self.is_expert, self.weights = is_expert, weights
+        self.shards, self.replicas, self.rank = sharding
         self.numel = sum(weight.numel for weight in weights)
-        self.widest = max(weight.numel for weight in weights)
-        self.padded = lru_cache(self._padded)
+        # each weight, with the dimension over which FSDP shards it
+        self.cuts = [(weight, sharded_dimension(weight.shape, self.shards)) for weight in weights]
+        # the number of elements of each in a gather or reduction, with rows padded to a multiple
+        # of `shards`
+        rows = [(weight.shape[cut], weight.numel) for weight, cut in self.cuts]
+        self.padded_each = [-(-n // self.shards) * self.shards * (numel // n) for n, numel in rows]
+        self.padded = sum(self.padded_each)
+        # the number of elements of the experts that FSDP cuts
+        self.cut_within = sum(weight.numel for weight, cut in self.cuts if cut)
 
-    def _padded(self, ranks: int) -> int:
-        """The number of elements in a gather or reduction over `ranks`, with the rows of each
-        weight padded to a multiple of `ranks`."""
-        return sum(self.padded_each(ranks))
-
-    def padded_each(self, ranks: int) -> list[int]:
-        """The same of each weight."""
-        # the length of the dimension over which FSDP shards a weight
-        rows = [(w.shape[sharded_dimension(w.shape, ranks)], w.numel) for w in self.weights]
-        return [-(-n // ranks) * ranks * (numel // n) for n, numel in rows]
-
-    def parts(self, ranks: int, rank: int) -> Iterator[tuple[LocalWeight, list[int]]]:
-        """Each weight, with the shape of the part that rank `rank` of `ranks` keeps of it."""
-        for weight in self.weights:
-            shape, cut = list(weight.shape), sharded_dimension(weight.shape, ranks)
-            shape[cut] = len(chunk_range(shape[cut], ranks, rank))
+    def parts(self) -> Iterator[tuple[LocalWeight, list[int]]]:
+        """Each weight, with the shape of the part that this rank keeps of it."""
+        for weight, cut in self.cuts:
+            shape = list(weight.shape)
+            shape[cut] = len(chunk_range(shape[cut], self.shards, self.rank))
             yield weight, shape
-
-    def cut_within(self, ranks: int) -> int:
-        """The number of elements of the experts that FSDP cuts (parallel/fsdp_units.py)."""
-        return sum(w.numel for w in self.weights if sharded_dimension(w.shape, ranks))
 
 
 @lru_cache(maxsize=4096)
-def gathered(*units: Unit) -> tuple[Gathered, ...]:
+def gathered(rest: Sharding, experts: Sharding, units: tuple[Unit, ...]) -> list[Gathered]:
     """The FSDP units of `units`, in the order in which a forward has used them: experts are inside
     of the others."""
     weights = [weight for unit in units for weight in unit.weights]
-    parts = [(kind, [w for w in weights if w.spec.is_expert is kind]) for kind in (True, False)]
-    return tuple(Gathered(*part) for part in parts if part[1])
+    parts = [
+        (kind, [w for w in weights if w.spec.is_expert is kind], sharding)
+        for kind, sharding in ((True, experts), (False, rest))
+    ]
+    return [Gathered(*part) for part in parts if part[1]]
 
 
 class Numbers(NamedTuple):
@@ -140,14 +154,6 @@ def numbers_of(
     return Numbers(*numbers.values())
 
 
-class Sharding(NamedTuple):
-    """The ranks over which weights are sharded, and those that have the same shard."""
-
-    shards: int
-    replicas: int
-    rank: int  # of `shards`
-
-
 @dataclass(eq=False)
 class Layout:
     """One rank's part of the job. Ranks that differ only in their data-parallel coordinates are
@@ -165,6 +171,7 @@ class Layout:
         config, p = self.config, self.config.parallel
         self.sizes = p.mesh_sizes(self.world)
         self.num_microbatches = config.num_microbatches(self.sizes.dp)
+        self.pipeline = p.schedule, p.pp, p.stages_per_rank, self.num_microbatches
         self.num_stages = p.num_stages
         # the pipeline rank of each stage
         self.where = ranks_of_stages(p.schedule, p.pp, p.stages_per_rank)
@@ -226,8 +233,12 @@ class Layout:
 
     @property
     def schedule(self) -> Sequence[Sequence[Action]]:
-        p = self.config.parallel
-        return schedule_of(p.schedule, p.pp, p.stages_per_rank, self.num_microbatches)
+        return schedule_of(*self.pipeline)
+
+    @property
+    def program(self) -> Program:
+        """What this pipeline rank does in a step."""
+        return programs_of(*self.pipeline)[self.pp_rank]
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -259,15 +270,15 @@ class Layout:
             Hop(inner, size, (at + self.tp_rank) % size, cut),
         ]
 
-    def axes_across(self, weight: LocalWeight, dims: Sequence[int]) -> Iterator[str]:
-        """The axes that cut a weight in another dimension than `dims`."""
-        return (axis.group for axis in self.axes_of(weight) if axis.cuts_beside(dims))
+    def gathered(self, *units: Unit) -> list[Gathered]:
+        """The FSDP units of `units`, if they are gathered together."""
+        return gathered(self.sharding[False], self.sharding[True], units)
 
     def parts(self, units: Iterable[Unit]) -> Iterator[tuple[LocalWeight, list[int]]]:
         """Each weight of units, with the shape of this rank's part."""
-        for weights in (each for one in units for each in gathered(one)):
-            shards, _, rank = self.sharding[weights.is_expert]
-            yield from weights.parts(shards, rank)
+        for one in units:
+            for each in self.gathered(one):
+                yield from each.parts()
 
     def rounds(self) -> list[list[Round]]:
         """In which the optimizer puts whole matrices together."""
@@ -305,7 +316,7 @@ class Layout:
         parts = [range(len(units))]
         if self.whole or self.config.parallel.fsdp_unit == "block":
             parts = [range(i, i + 1) for i in range(len(units))]
-        return [(part, unit) for part in parts for unit in gathered(*(units[i] for i in part))]
+        return [(part, one) for part in parts for one in self.gathered(*(units[i] for i in part))]
 
     def phase(
         self,
@@ -320,4 +331,4 @@ class Layout:
         another stage; `begun`: an earlier micro-batch has begun the sums of its gradients."""
         whole = kind is BACKWARD or (kind is FORWARD and not self.splits_backward)
         sums = None if self.sum_dtype is None else Sums(self.sum_dtype, begun)
-        return unit.record(not whole, sums).at(first, last)[PHASES[kind]]
+        return unit.phases(not whole, sums, first, last)[PHASES[kind]]

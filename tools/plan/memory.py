@@ -13,16 +13,14 @@ pipeline, and the permanent states.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
 
 from costs.recorder import Effect, Phase
-from costs.units import HIDDEN, POSITIONS, TEMPORARY, position_bytes
+from costs.units import position_bytes
 from parallel.fsdp_units import input_buffers
 from parallel.memory import (
     ACTIVATIONS,
-    CATEGORIES,
     GATHERED,
     GATHERING,
     GRADIENTS,
@@ -30,6 +28,7 @@ from parallel.memory import (
     MOMENTS,
     REDUCING,
     SHARDED_GRADIENTS,
+    TEMPORARY,
     WEIGHTS,
 )
 from parallel.pipeline.actions import (
@@ -42,22 +41,21 @@ from parallel.pipeline.actions import (
     need_of,
     result_of,
 )
-from parallel.pipeline.lower import Exchange, Program, lower
-from tools.plan.layout import Gathered, Layout, schedule_of
-from tools.plan.traffic import gather_bytes, reduce_bytes
+from parallel.pipeline.lower import Exchange
+from tools.plan.layout import Gathered, Layout
 from training.update import group_bytes
 
 
 class Account:
-    """Bytes that are allocated now, and their `peak`. `peak_action` is the action in which the peak
-    occurred, or None if it was between actions or after the last."""
+    """Bytes that are allocated now, and their `peak`, also by category. `peak_action` is the action
+    in which the peak occurred, or None if it was between actions or after the last."""
 
     def __init__(self) -> None:
         self.now: dict[str, int] = defaultdict(int)
         self.total = self.peak = 0
         self.action: Action | None = None
         self.peak_action: Action | None = None
-        self._at_peak: dict[str, int] = {}
+        self.at_peak: dict[str, int] = {}
 
     def add(self, category: str, size: int) -> None:
         self.now[category] += size
@@ -73,46 +71,16 @@ class Account:
         height = sum(more.values())
         if self.total + height > self.peak:
             self.peak, self.peak_action = self.total + height, self.action
-            self._at_peak = {c: self.now[c] + more.get(c, 0) for c in {**self.now, **more}}
+            self.at_peak = {c: self.now[c] + more.get(c, 0) for c in {**self.now, **more}}
 
-    def apply(self, effect: Effect) -> None:
-        """Apply the effect of a recorded piece of work to this account."""
+    def apply(self, effect: Effect, buffer: int = 0) -> None:
+        """Apply the effect of a recorded piece of work, beside a buffer of gathers."""
+        self.add(GATHERING, buffer)
         self.reach(effect.at_height)
         for category, size in effect.changes.items():
             self.now[category] += size
             self.total += size
-
-    def effect_of(self, work: Callable[[], None]) -> Effect:
-        """Do the work, and return its effect."""
-        began, total = dict(self.now), self.total
-        before = self.peak, self.peak_action, self._at_peak
-        self.peak = -1
-        self.reach({})
-        work()
-        at_height, changes = (
-            {c: size - began.get(c, 0) for c, size in bytes_of.items() if size != began.get(c, 0)}
-            for bytes_of in (self._at_peak, self.now)
-        )
-        effect = Effect(self.peak - total, at_height, changes)
-        if self.peak <= before[0]:
-            self.peak, self.peak_action, self._at_peak = before
-        return effect
-
-    @cached_property
-    def at_peak(self) -> dict[str, int]:
-        """Bytes at the peak, by category."""
-        table: dict[str, int] = {}
-        for name, size in self._at_peak.items():
-            category = name if name in CATEGORIES else ACTIVATIONS
-            table[category] = table.get(category, 0) + size
-        return table
-
-    @cached_property
-    def activations(self) -> dict[str, int]:
-        """Bytes of activations at the peak, by the part of a unit that keeps them, largest first.
-        Their sum is the value of ACTIVATIONS in `at_peak`."""
-        kinds = {n: size for n, size in self._at_peak.items() if n not in CATEGORIES and size}
-        return dict(sorted(kinds.items(), key=lambda item: -item[1]))
+        self.free(GATHERING, buffer)
 
 
 # --- around the units ---
@@ -126,7 +94,6 @@ class FsdpUnit:
     stage: int
     indices: range  # of its units in the stage
     weights: Gathered
-    shards: int
     size: int  # bytes when gathered
     gathered: bool = False
     accumulated: bool = False  # holds whole gradients
@@ -144,8 +111,7 @@ class Sharded:
         self.of_stage: dict[int, list[FsdpUnit]] = defaultdict(list)
         for stage in layout.stages:
             for indices, weights in layout.fsdp_units(stage):
-                shards = layout.sharding[weights.is_expert].shards
-                unit = FsdpUnit(stage, indices, weights, shards, gather_bytes(layout, weights))
+                unit = FsdpUnit(stage, indices, weights, weights.padded * layout.compute)
                 self.of_stage[stage].append(unit)
                 for index in indices:
                     self.around[stage, index].append(unit)
@@ -158,11 +124,6 @@ class Sharded:
         """Whether a unit's sums have gradients of an earlier micro-batch."""
         return self.around[stage, index][-1].accumulated
 
-    def state(self, stage: int) -> Hashable:
-        """A stage's state between two actions."""
-        units = [(unit.gathered, unit.accumulated, unit.reduced) for unit in self.of_stage[stage]]
-        return *units, *self.inputs_of_reductions[stage], self.outputs_of_reductions[stage]
-
     def gather(self, unit: FsdpUnit, forward: bool, before: int) -> int:
         """Gather the weights before a forward or backward.
 
@@ -171,12 +132,12 @@ class Sharded:
         """
         if unit.gathered:
             return before
-        layout, size, shards = self.layout, unit.size, unit.shards
+        layout, size, shards = self.layout, unit.size, unit.weights.shards
         buffer = size if shards > 1 else 0
         flat = buffer // shards if layout.compute != layout.master else 0
         if layout.offloads:  # the shards are copied from the host, one after another
             flat, copied = size // shards, 0
-            for numel in unit.weights.padded_each(shards):
+            for numel in unit.weights.padded_each:
                 copied += numel // shards * layout.compute
                 whole = numel // shards * layout.master if layout.compute != layout.master else 0
                 self.account.reach({GATHERING: before + copied + whole})
@@ -184,7 +145,7 @@ class Sharded:
             self.account.reach({GATHERING: before + buffer + flat})
         self.account.add(GATHERED, size)
         # experts that are cut are put together from a second copy
-        again = unit.weights.cut_within(shards) * layout.compute
+        again = unit.weights.cut_within * layout.compute
         self.account.reach({GATHERING: buffer + again})
         unit.gathered = True
         return buffer
@@ -196,7 +157,7 @@ class Sharded:
         if inside or not following:
             start = outer.indices.start
             following = [self.around[stage, start - 1][-1]] if start else []
-        gathers = self.resharding and following and following[0].shards > 1
+        gathers = self.resharding and following and following[0].weights.shards > 1
         return following[0].size if gathers and not following[0].gathered else 0
 
     def after_unit(self, unit: FsdpUnit, index: int, end: int) -> None:
@@ -227,15 +188,16 @@ class Sharded:
         converts to the weights' dtype; until then FSDP sums in reduce_dtype."""
         layout, account, stage = self.layout, self.account, unit.stage
         unit.accumulated = False
-        given, inputs = reduce_bytes(layout, unit.weights), self.inputs_of_reductions[stage]
+        shards, inputs = unit.weights.shards, self.inputs_of_reductions[stage]
+        given = unit.weights.padded * layout.reduce
         while len(inputs) >= input_buffers(layout.config.parallel.zero_stage):
             account.free(REDUCING, inputs.pop(0))
         account.add(REDUCING, given)
         inputs.append(given)
         account.free(GRADIENTS, unit.weights.numel * layout.sum)
-        output = given // unit.shards
+        output = given // shards
         # With one shard (replicas only), FSDP divides the gradients by 1, into a copy.
-        account.reach({REDUCING: output + (given if unit.shards == 1 else 0)})
+        account.reach({REDUCING: output + (given if shards == 1 else 0)})
         if not last:
             if not unit.reduced:
                 account.add(SHARDED_GRADIENTS, output)
@@ -297,7 +259,7 @@ class Whole(Sharded):
             if self.copies:
                 self.account.free(GATHERED, sum(unit.size for unit in units))
             if self.layout.sum != self.layout.master:
-                widest = max(unit.weights.widest for unit in units)
+                widest = max(w.numel for unit in units for w in unit.weights.weights)
                 self.account.reach({GRADIENTS: widest * self.layout.master})
                 for unit in units:
                     self._hand_over(unit)
@@ -306,35 +268,22 @@ class Whole(Sharded):
 # --- between steps ---
 
 
-def state_bytes(layout: Layout) -> dict[str, int]:
-    """Bytes of a rank's sharded weights and optimizer states."""
-    weights = 0
-    for _, unit in _fsdp_units(layout):
-        shards = layout.sharding[unit.is_expert].shards
-        weights += unit.padded(shards) // shards * layout.master
-    return {WEIGHTS: weights, MOMENTS: sum(_states_of_weights(layout))}
-
-
-def _fsdp_units(layout: Layout) -> Iterator[tuple[range, Gathered]]:
-    return itertools.chain.from_iterable(map(layout.fsdp_units, layout.stages))
-
-
-def _states_of_weights(layout: Layout) -> Iterator[int]:
-    """Bytes of the rank's states of each weight."""
-    for _, unit in _fsdp_units(layout):
-        shards, _, rank = layout.sharding[unit.is_expert]
-        yield from (layout.bytes_of_states(*part) for part in unit.parts(shards, rank))
+def state_bytes(layout: Layout) -> tuple[int, list[int]]:
+    """Bytes of a rank's sharded weights, and of its optimizer states of each weight."""
+    units = [unit for stage in layout.stages for _, unit in layout.fsdp_units(stage)]
+    weights = sum(unit.padded // unit.shards * layout.master for unit in units)
+    return weights, [layout.bytes_of_states(*part) for unit in units for part in unit.parts()]
 
 
 def bytes_outside(layout: Layout) -> tuple[int, int]:
     """Bytes that a rank keeps in the host's memory, and on a local disk: weights, states, and a
     copy of both to save from; on the host also their gradients."""
-    weights, states = state_bytes(layout).values()
-    copies = weights + states
+    weights, states = state_bytes(layout)
+    copies = weights + sum(states)
     where = layout.config.parallel.offload
     if where == "disk":  # with the states of three groups
-        group = max(group_bytes(states), *_states_of_weights(layout))
-        return weights + min(3 * round(group), states), 2 * copies
+        group = max(group_bytes(sum(states)), *states)
+        return weights + min(3 * round(group), sum(states)), 2 * copies
     return copies + (copies + weights if where == "host" else 0), 0
 
 
@@ -342,10 +291,9 @@ def bytes_outside(layout: Layout) -> tuple[int, int]:
 
 
 class Memory(Account):
-    """The memory of one rank: `peak` bytes, `at_peak` by category, `activations` by kind, and the
-    `peak_action`."""
+    """The memory of one rank: `peak` bytes, `at_peak` by category, and the `peak_action`."""
 
-    def __init__(self, layout: Layout, program: Program | None = None) -> None:
+    def __init__(self, layout: Layout) -> None:
         super().__init__()
         self.layout = layout
         self.units = {stage: layout.units(stage) for stage in layout.stages}
@@ -354,20 +302,20 @@ class Memory(Account):
         self.positions = {s: position_bytes(alike, kinds) for s, kinds in blocks.items()}
         self.sharded = Whole(layout, self) if layout.whole else Sharded(layout, self)
         self.left = dict.fromkeys(layout.stages, layout.num_microbatches)  # remaining backwards
-        self._effects: dict[Hashable, Effect] = {}  # of actions, by what they depend on
         # before the first step
         if not layout.offloads:
-            for category, size in state_bytes(layout).items():
-                self.add(category, size)
+            weights, states = state_bytes(layout)
+            self.add(WEIGHTS, weights)
+            self.add(MOMENTS, sum(states))
         self.add(TEMPORARY, batch_bytes(layout))
-        self._run(lower(layout.schedule)[layout.pp_rank] if program is None else program)
+        self._run()
 
     # --- the program ---
 
-    def _run(self, program: Program) -> None:
+    def _run(self) -> None:
         layout, part = self.layout, self.layout.hidden_bytes
         sent = 0  # messages that are being sent
-        for item in program:
+        for item in layout.program:
             if isinstance(item, Exchange):
                 self.action = None
                 sends = sum(transfer.sends for transfer in item.transfers)
@@ -379,48 +327,33 @@ class Memory(Account):
             if need_of(item, layout.num_stages) is not None:
                 # a hidden state is kept for backward; a gradient is consumed
                 self.free(MESSAGES, part)
-                self.add(HIDDEN if item.kind is FORWARD else TEMPORARY, part)
+                self.add(ACTIVATIONS if item.kind is FORWARD else TEMPORARY, part)
             self.left[item.stage] -= item.kind in (BACKWARD, BACKWARD_WEIGHT)
-            self._act(item)
+            work = self._forward if item.kind is FORWARD else self._backward
+            work(item.stage, item.kind, self.left[item.stage] == 0)
             if result_of(item, layout.num_stages) is not None:
                 self.add(MESSAGES, part)
         self.action = None
-
-    def _act(self, action: Action) -> None:
-        """Do an action; or, if it was done before in the same state and left the state unchanged,
-        apply its effect. Most actions are repetitions, so a long program takes hardly longer than a
-        short one."""
-        kind, stage, _ = action
-        last = self.left[stage] == 0
-        # all that an action's memory depends on, apart from the layout
-        before = kind, stage, last, self.sharded.state(stage)
-        if before in self._effects:
-            self.apply(self._effects[before])
-            return
-        work = self._forward if kind is FORWARD else self._backward
-        effect = self.effect_of(partial(work, stage, kind, last))
-        if self.sharded.state(stage) == before[-1]:
-            self._effects[before] = effect
 
     # --- forward ---
 
     def _forward(self, stage: int, kind: Kind, last: bool) -> None:
         layout, units, sharded = self.layout, self.units[stage], self.sharded
-        self.add(POSITIONS, self.positions[stage])
+        self.add(ACTIVATIONS, self.positions[stage])
         buffer = 0
         for index in range(len(units)):
             *experts, outer = sharded.around[stage, index]
             buffer = sharded.gather(outer, True, buffer)
             first, *inside = self._phase(kind, stage, index).effects
-            self._apply(first, buffer)
+            self.apply(first, buffer)
             if inside:
                 buffer = sharded.gather(experts[0], True, buffer)
-                self._apply(inside[0], buffer)
+                self.apply(inside[0], buffer)
                 sharded.after_unit(experts[0], index, -1)
-                self._apply(inside[1], buffer)
+                self.apply(inside[1], buffer)
             sharded.after_unit(outer, index, -1)
         if stage < layout.num_stages - 1:  # the last block's output goes to the next stage
-            self.free(HIDDEN, units[-1].hidden_bytes)
+            self.free(ACTIVATIONS, units[-1].hidden_bytes)
 
     # --- backward ---
 
@@ -445,18 +378,18 @@ class Memory(Account):
             sharded.gather(outer, False, 0)
             first, *inside = self._phase(kind, stage, index).effects
             prefetched = sharded.prefetched(stage, index)
-            self._apply(first, prefetched)
+            self.apply(first, prefetched)
             if inside:
                 sharded.gather(experts[0], False, 0)
                 self.apply(inside[0])  # what is recomputed of them
                 prefetched = sharded.prefetched(stage, index, inside=True)
-                self._apply(inside[1], prefetched)
+                self.apply(inside[1], prefetched)
                 self._after(kind, experts[0], index, last, prefetched)
-                self._apply(inside[2], prefetched)
+                self.apply(inside[2], prefetched)
             self._after(kind, outer, index, last, prefetched)
-        self.free(POSITIONS, self.positions[stage])
+        self.free(ACTIVATIONS, self.positions[stage])
         if stage > 0:  # its input, and the outgoing gradient
-            self.free(HIDDEN, layout.hidden_bytes)
+            self.free(ACTIVATIONS, layout.hidden_bytes)
             self.free(TEMPORARY, layout.hidden_bytes)
         if stage < layout.num_stages - 1:  # the incoming gradient
             self.free(TEMPORARY, layout.hidden_bytes)
@@ -467,12 +400,6 @@ class Memory(Account):
             self.sharded.after_backward(unit, index, last)
         else:
             self.sharded.after_unit(unit, index, 0)
-        self.free(GATHERING, buffer)
-
-    def _apply(self, effect: Effect, buffer: int) -> None:
-        """Apply the effect beside a buffer of gathers."""
-        self.add(GATHERING, buffer)
-        self.apply(effect)
         self.free(GATHERING, buffer)
 
     def _phase(self, kind: Kind, stage: int, index: int) -> Phase:
@@ -524,12 +451,6 @@ def peaks(layout: Layout, first: Sequence[int] = ()) -> Iterator[int]:
     """
     p = layout.config.parallel
     short = layout if p.schedule in GROWING else shortened(layout, COUNTED)
-    programs = _programs(p.schedule, p.pp, p.stages_per_rank, short.num_microbatches)
     rest = batch_bytes(layout) - batch_bytes(short)
     for rank in dict.fromkeys([*first, *range(p.pp)]):
-        yield Memory(short.at(rank), programs[rank]).peak + rest
-
-
-@lru_cache(maxsize=16)
-def _programs(schedule: str, pp: int, v: int, m: int) -> list[Program]:
-    return lower(schedule_of(schedule, pp, v, m))
+        yield Memory(short.at(rank)).peak + rest

@@ -5,17 +5,16 @@ and estimates the time of the others. It takes them in the order of their estima
 them fit or none is left: it counts their memory on every pipeline rank, checks those that fit as a
 run would check them (both in a shortened step: plan/memory.py), and simulates their step.
 
-If nothing fits, the error names the nearest alternative: the least number of GPUs whose memory
-holds weights, gradients and optimizer state (found without a search), or the layout that needs the
-least memory.
+If nothing fits, the error says how far it is from that: the least number of GPUs whose memory holds
+weights, gradients and optimizer state (found without a search), or what the smallest layout needs.
 """
 
-import heapq
 import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from costs.parameters import num_parameters
@@ -25,15 +24,15 @@ from runtime.trainer_state import state_bytes
 from settings.checks import check_lengths, validate
 from settings.config import Config
 from settings.layouts import MAX_LAYOUTS, OF_TRAIN
-from tools.plan.candidates import Candidate, candidates, space
+from tools.command import table
+from tools.plan.candidates import candidates
 from tools.plan.hardware import GB, Device
-from tools.plan.layout import Layout, check_gpus
+from tools.plan.layout import PLAIN, Layout, check_gpus
 from tools.plan.memory import CHECKED, peaks, shortened
 from tools.plan.time import StepTime
 
 SHOWN = 10  # layouts
 ENOUGH = 2 * SHOWN  # layouts that fit; estimates may swap neighbours
-NEAREST = 20  # layouts with the lowest bounds, among which the nearest valid one is chosen
 SEARCHED = ("schedule", "stages_per_rank", "layers_per_stage", "zero_stage", "sequence_parallel")
 
 
@@ -44,12 +43,7 @@ class Found:
     config: Config
     world: int
     device: Device
-    fullest: int = 0  # the pipeline rank that probably needs the most memory
     estimate: float = 0.0  # seconds of a step; the search examines layouts in this order
-
-    @classmethod
-    def of(cls, candidate: Candidate, world: int, device: Device) -> "Found":
-        return cls(candidate.config(), world, device, candidate.fullest, candidate.estimate)
 
     @cached_property
     def layout(self) -> Layout:
@@ -77,19 +71,18 @@ class Found:
 
     def fits(self, room: float) -> bool:
         """Whether every pipeline rank fits into `room` bytes."""
-        peaks = []
-        for peak in self._peaks():
-            if peak > room:
+        highest = 0
+        for highest in accumulate(self._peaks(), max):
+            if highest > room:
                 return False
-            peaks.append(peak)
-        self.peak = max(peaks)
+        self.peak = highest
         return True
 
     def _peaks(self) -> Iterator[int]:
         """Yield the peak of each pipeline rank, starting with those that often need the most. (The
         second may have one block more than the first.)"""
         pp = self.config.parallel.pp
-        ranks = [rank for rank in (self.fullest, 1, 0, pp - 1, pp // 2) if rank < pp]
+        ranks = [rank for rank in (0, 1, pp - 1, pp // 2) if rank < pp]
         return peaks(self.layout, ranks)
 
     def overrides(self) -> str:
@@ -129,7 +122,6 @@ class Result:
     best: list[Found]  # layouts that fit, fastest first
     layouts: int  # the number of layouts that obey the configuration's rules
     counted: int  # the number of layouts whose memory was counted exactly, not only bounded
-    space: list[str]  # a description of what was searched
 
     def as_dict(self) -> dict[str, Any]:
         best = [
@@ -137,6 +129,28 @@ class Result:
             for one in self.best[:SHOWN]
         ]
         return vars(self) | {"best": best}
+
+
+def describe_search(result: Result) -> str:
+    shown: dict[tuple[object, ...], Found] = {}  # by what a rank computes
+    for one in result.best:
+        p, t = one.config.parallel, one.config.train
+        work = (p.tp, p.cp, p.ep, p.pp, p.schedule, p.sequence_parallel, t.micro_batch_size,
+                t.activation_checkpointing)  # fmt: skip
+        shown.setdefault(work, one)
+    rows = [["step s", "MFU", "peak GB", "layout"]]
+    for one in [*shown.values()][:SHOWN]:
+        figures = f"{one.seconds:.3f}", f"{one.step['mfu']:.1%}", f"{one.peak / GB:.2f}"
+        rows.append([*figures, str(one)])
+    return "\n".join(
+        [
+            f"{result.layouts:,} layouts, of which {result.counted:,} were counted exactly; the "
+            "fastest that fit, fastest first, and of those that differ only in ZeRO stage or in "
+            "how layers and data-parallel ranks are divided, the first:",
+            table(rows, left=[3]),
+            f"the first: {result.best[0].overrides()}",
+        ]
+    )
 
 
 def search(config: Config, world: int, device: Device) -> Result:
@@ -158,10 +172,10 @@ def search(config: Config, world: int, device: Device) -> Result:
     possible = sorted((c for c in everything if c.bound <= room), key=lambda c: c.estimate)
     fitting: list[Found] = []
     counted, refused, too_large = 0, None, 0
-    for candidate in possible:
+    for one in possible:
         if len(fitting) == ENOUGH:
             break
-        found = Found.of(candidate, world, device)
+        found = Found(one.config(), world, device, one.estimate)
         counted += 1
         if not found.fits(room):
             too_large += 1
@@ -172,19 +186,14 @@ def search(config: Config, world: int, device: Device) -> Result:
     if not fitting:
         if refused is not None and not too_large:
             raise refused
-        why = f"none of {len(everything):,} layouts fits {room / GB:.0f} GB a GPU "
-        why += f"({counted:,} were counted exactly)"
+        smallest = min(everything, key=lambda one: one.bound)
+        needs = Found(smallest.config(), world, device).peak / GB
+        why = f"none of {len(everything):,} layouts fits {room / GB:.0f} GB a GPU; about "
+        why += f"{needs:.1f} GB are needed ({counted:,} were counted exactly)"
         remedy = "take more GPUs, or larger ones (--device), or a smaller model or train.seq_len"
-        # Bounds are a few percent below the exact count.
-        lowest = heapq.nsmallest(NEAREST, everything, key=lambda candidate: candidate.bound)
-        each = (Found.of(candidate, world, device) for candidate in lowest)
-        if nearest := next((one for one in each if not _error(one)), None):
-            why += f"; the nearest needs {nearest.peak / GB:.1f} GB: {nearest}"
-            remedy += "; to see the memory of the nearest layout, plan it without --search: "
-            remedy += nearest.overrides()
         raise UserError("--gpus", world, why, remedy)
     fitting.sort(key=lambda found: (found.seconds, found.peak))
-    return Result(fitting, len(everything), counted, space(config, world, device))
+    return Result(fitting, len(everything), counted)
 
 
 def _error(found: Found) -> UserError | None:
@@ -201,13 +210,10 @@ def check_before_search(config: Config) -> None:
     """Raise UserError for what is wrong in every layout."""
     # Settings that are wrong only in some layouts are replaced by ones that are valid on one rank.
     # The batch is checked with each layout.
-    parallel = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, dp_shard=1, dp_replicate=1,
-                       schedule="1f1b", stages_per_rank=1, layers_per_stage=None,
-                       zero_stage=2)  # fmt: skip
-    one_sequence = replace(config.train, micro_batch_size=1, global_batch_size=1)
-    alone = replace(config, parallel=parallel, train=one_sequence,
-                    run=replace(config.run, profile_ranks=[0]))  # fmt: skip
-    validate(alone, 1)
+    parallel = replace(config.parallel, **PLAIN, zero_stage=2)
+    train = replace(config.train, micro_batch_size=1, global_batch_size=1)
+    run = replace(config.run, profile_ranks=[0])
+    validate(replace(config, parallel=parallel, train=train, run=run), 1)
 
 
 def _check_states_fit(config: Config, world: int, room: float) -> None:
@@ -217,18 +223,12 @@ def _check_states_fit(config: Config, world: int, room: float) -> None:
     # weights and states, and the gradients, of which each rank holds at least its share
     parameters = num_parameters(config.model)
     states = state_bytes(config) + parameters * config.precision.reduce.itemsize
-    if states <= room * world:
-        return
-    why = (
-        f"weights, moments and gradients take {states / parameters:.3g} bytes a parameter, "
-        f"{states / GB:,.0f} GB: "
-        f"{states / world / GB:,.0f} GB on each GPU, however they are cut, and there are "
-        f"{room / GB:.0f}"
-    )
-    least = math.ceil(states / room)
-    remedy = f"take more than {least:,} GPUs, for activations come on top, or larger ones"
-    remedy += " (--device)"
-    raise UserError("--gpus", world, why, remedy)
+    if states > room * world:
+        why = f"weights, moments and gradients take {states / parameters:.3g} bytes a parameter, "
+        why += f"{states / GB:,.0f} GB: {states / world / GB:,.0f} GB on each GPU, however they "
+        why += f"are cut, and there are {room / GB:.0f}"
+        remedy = f"take more than {math.ceil(states / room):,} GPUs, for activations come on top, "
+        raise UserError("--gpus", world, why, remedy + "or larger ones (--device)")
 
 
 # --- the list `parallel.layouts`, for a range of node counts ---

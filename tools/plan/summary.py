@@ -1,33 +1,28 @@
-"""All figures of one job that tools/plan prints, as a dictionary; with a warning of matrix products
-that are too narrow for the device."""
+"""All figures of one job, as a dictionary and as text; with a warning of matrix products that are
+too narrow for the device."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from costs.collectives import Call, wire_bytes
 from costs.events import Product
 from costs.parameters import num_parameters
 from costs.summary import model_flops
-from parallel.pipeline.lower import Program, lower
+from parallel.axes import MeshSizes
 from settings.config import Config
-from tools.plan.goodput import goodput
-from tools.plan.hardware import Device
+from tools.plan.goodput import describe_goodput, goodput
+from tools.plan.hardware import GB, Device
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory, bytes_outside
 from tools.plan.time import StepTime, seconds_on_the_wire
 from tools.plan.traffic import by_axis, collectives
 
-
-def assumptions(config: Config, device: Device) -> list[str]:
-    """The respects in which the planned figures may differ from the run, as lines of text."""
-    compiled = (
-        "planned without train.compile=true, which makes a step a little faster and keeps a little "
-        "less memory"
-    )
-    source = device.efficiencies_of
-    other = f"efficiencies are those of {source}, except those that a file of rates replaces"
-    return [compiled] * config.train.compile + [other] * (device.name != source)
+COMPILED = (
+    "planned without train.compile=true, which makes a step a little faster and keeps a little "
+    "less memory"
+)
+OTHER = "efficiencies are those of {}, except those that a file of rates replaces"
 
 
 def summarise(
@@ -48,8 +43,7 @@ def summarise(
     """
     first = Layout(config, world, 0, imbalance=imbalance)
     time = StepTime(first, device)
-    programs = lower(first.schedule)
-    ranks = [_rank(time, programs[rank], first.at(rank)) for rank in range(first.sizes.pp)]
+    ranks = [_rank(time, first.at(rank)) for rank in range(first.sizes.pp)]
     peaks = [rank["peak_memory_bytes"] for rank in ranks]
     outside = [bytes_outside(first.at(rank)) for rank in range(first.sizes.pp)]
     on_host, on_disk = (
@@ -77,9 +71,11 @@ def summarise(
         "fits": max(peaks) <= device.room,
         "joules_per_step": time.step_seconds * power,
         "goodput": goodput(config, world, device, time.step_seconds),
-        "assumptions": assumptions(config, device),
+        # where the run may differ
+        "assumptions": [COMPILED] * config.train.compile
+        + [OTHER.format(device.efficiencies_of)] * (device.name != device.efficiencies_of),
         "narrow_products": narrow,
-        "warnings": describe_narrow(narrow, first, device),
+        "warnings": describe_narrow(narrow, device),
         "ranks": ranks,
     }
     if price:
@@ -96,10 +92,10 @@ def summarise(
     return plan
 
 
-def _rank(time: StepTime, program: Program, layout: Layout) -> dict[str, Any]:
+def _rank(time: StepTime, layout: Layout) -> dict[str, Any]:
     """The figures of one pipeline rank, for tp rank 0, which has the largest part of the
     vocabulary, and cp rank 0."""
-    memory, calls = Memory(layout, program), collectives(layout)
+    memory, calls = Memory(layout), collectives(layout)
     sends = calls[Call("pp", "send", layout.hidden_bytes)]
     seconds = seconds_on_the_wire(time, layout, sends)
     traffic = by_axis(calls)
@@ -113,6 +109,8 @@ def _rank(time: StepTime, program: Program, layout: Layout) -> dict[str, Any]:
             row["wire_seconds"], row["exposed_seconds"] = seconds[axis]
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
     largest = sorted(memory.at_peak.items(), key=lambda item: -item[1])
+    # of the axes of weights one contains cp
+    names = {layout.sizes.with_cp: f"{layout.sizes.with_cp} × cp"} if layout.sizes.cp > 1 else {}
     return {
         "pp_rank": layout.pp_rank,
         "stages": layout.stages,
@@ -123,23 +121,70 @@ def _rank(time: StepTime, program: Program, layout: Layout) -> dict[str, Any]:
         "peak_memory_bytes": memory.peak,
         "peak_in": str(memory.peak_action or "after the last action"),
         "memory": {category: size for category, size in largest if size},
-        "activations": memory.activations,
         "live_micro_batches": time.timeline.peak_live(layout.pp_rank),
-        "collectives": {_name(layout, axis): row for axis, row in traffic.items()},
+        "collectives": {names.get(axis, axis): row for axis, row in traffic.items()},
     }
-
-
-def _name(layout: Layout, axis: str) -> str:
-    """The name of an axis in print: whether the axis of weights contains cp."""
-    sizes = layout.sizes
-    return f"{axis} × cp" if axis == sizes.with_cp and sizes.cp > 1 else axis
 
 
 def _ranks(layout: Layout, call: Call) -> int:
     sizes = layout.sizes
     views = {"cp": sizes.cp, "loss": sizes.dp * sizes.cp, "batch": sizes.dp, "ends": 2}
-    axes = sizes.of_experts | sizes.of_weights | views
-    return axes.get(call.axis, layout.world)
+    return (sizes.of_experts | sizes.of_weights | views).get(call.axis, layout.world)
+
+
+def describe_plan(plan: dict[str, Any]) -> str:
+    price = f"   cost {plan['cost_per_step']:,.2f} a step" if "cost_per_step" in plan else ""
+    lines = [
+        f"{plan['parameters']:,} parameters on {plan['world']} × {plan['device']} = "
+        f"{MeshSizes(**plan['mesh'])}, {plan['micro_batches']} micro-batches each",
+        f"step {plan['step_seconds']:.3f} s   {plan['tokens_per_second']:,.0f} tokens/s   "
+        f"{plan['tokens_per_second_per_device']:,.0f} per GPU   bubble "
+        f"{plan['bubble_fraction']:.1%}",
+        f"MFU {plan['mfu']:.1%} = tokens per second × FLOPs per token / (GPUs × peak); causal "
+        f"attention counts as half a square ({plan['peak_flops'] / 1e12:,.0f} TFLOP/s)",
+        f"    {plan['mfu_full_attention']:.1%} with attention counted as the whole square",
+        f"energy {plan['joules_per_step'] / 1e6:,.2f} MJ a step{price}",
+    ]
+    if run := plan.get("run"):
+        cost = f"   cost {run['cost']:,.0f}" if "cost" in run else ""
+        lines.append(
+            f"{run['tokens']:.3g} tokens: {run['days']:,.1f} days   {run['megawatt_hours']:,.0f} "
+            f"MWh{cost}"
+        )
+    lines += describe_goodput(plan["goodput"]) + plan["assumptions"] + plan["warnings"]
+    fits, on_disk = "fits" if plan["fits"] else "DOES NOT FIT", plan["disk_bytes_per_node"]
+    lines += [
+        f"memory {max(plan['peak_memory_bytes']) / GB:.2f} GB at most: "
+        f"{fits} {plan['memory_bytes_available'] / GB:.0f} GB",
+        f"host memory {plan['host_bytes_per_node'] / GB:,.2f} GB at most of one node"
+        + (f", local disk {on_disk / GB:,.2f} GB" if on_disk else "")
+        + ", with what a save copies",
+    ]
+    return "\n".join([*lines, *(line for rank in plan["ranks"] for line in _describe_rank(rank))])
+
+
+def _describe_rank(rank: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"\npipeline rank {rank['pp_rank']}, stage {', '.join(map(str, rank['stages']))}: "
+        f"{rank['blocks']} blocks, {rank['parameters']:,} parameters, "
+        f"{rank['flops_per_step'] / 1e15:.2f} PFLOP a step"
+    )
+    yield (
+        f"  {rank['peak_memory_bytes'] / GB:9.3f} GB  at the peak, in {rank['peak_in']}, "
+        f"{rank['live_micro_batches']} micro-batches of a stage alive at most"
+    )
+    for name, size in rank["memory"].items():
+        if size >= 1e6:
+            yield f"  {size / GB:9.3f} GB  {name}"
+    for axis, row in rank["collectives"].items():
+        seconds = ""
+        if "wire_seconds" in row:
+            wire, exposed = row["wire_seconds"], row["exposed_seconds"]
+            seconds = f" in {wire:.3f} s, {exposed:.3f} s of them exposed"
+        yield (
+            f"  {row['bytes'] / GB:9.3f} GB  over {axis} in {row['count']:,} collectives, "
+            f"{row['wire_bytes'] / GB:.3f} GB on the wire{seconds}"
+        )
 
 
 # --- products that leave multiprocessors without work ---
@@ -160,34 +205,31 @@ def narrow_products(layout: Layout, device: Device) -> list[dict[str, Any]]:
     for unit in (*layout.kinds, layout.head):
         # of one micro-batch, as the layout runs them
         phases = [layout.phase(kind, unit) for kind in layout.kinds_of_actions]
-        events = [event for phase in phases for event in phase.events]
-        products = [event for event in events if isinstance(event, Product)]
-        flops = sum(product.flops for product in products)
+        products = [e for phase in phases for e in phase.events if isinstance(e, Product)]
         alike: dict[tuple[int, ...], list[Product]] = defaultdict(list)
         # a weight's three products (forward, input and weight gradient) have the same three sizes
-        for product in products:
-            alike[tuple(sorted((product.rows, product.columns, product.inner)))].append(product)
+        for one in products:
+            alike[tuple(sorted((one.rows, one.columns, one.inner)))].append(one)
         for same in alike.values():
-            # of each product, those that are computed at once
-            tiles = {product: product.tiles(device.tile) // product.launches for product in same}
-            narrow = [product for product in same if tiles[product] < device.multiprocessors]
+            # of each product, the tiles that are computed at once
+            tiles = {one: one.tiles(device.tile) // one.launches for one in same}
+            narrow = [one for one in same if tiles[one] < device.multiprocessors]
             if narrow:
+                flops = [sum(one.flops for one in each) for each in (narrow, products)]
                 found.append(
                     {
                         "unit": unit.name,
-                        "weights": sorted({product.weight for product in same} - {""}),
-                        "results": sorted({(product.rows, product.columns) for product in narrow}),
-                        "tiles": min(tiles[product] for product in narrow),
-                        "share": sum(product.flops for product in narrow) / flops,
+                        "weights": sorted({one.weight for one in same} - {""}),
+                        "results": sorted({(one.rows, one.columns) for one in narrow}),
+                        "tiles": min(tiles[one] for one in narrow),
+                        "share": flops[0] / flops[1],
                     }
                 )
     return sorted(found, key=lambda one: -one["share"])
 
 
-def describe_narrow(found: Sequence[dict[str, Any]], layout: Layout, device: Device) -> list[str]:
+def describe_narrow(found: Sequence[dict[str, Any]], device: Device) -> list[str]:
     """The warning, as lines of text; none if nothing was found."""
-    if not found:
-        return []
     lines = [
         f"warning: products with fewer tiles of {device.tile} × {device.tile} than the "
         f"{device.multiprocessors} multiprocessors, the rest of which are idle:"
@@ -199,8 +241,8 @@ def describe_narrow(found: Sequence[dict[str, Any]], layout: Layout, device: Dev
             f"    {names}: results of {sizes}, {one['tiles']} tiles; {one['share']:.1%} of the "
             f"FLOPs in the products of {one['unit']}"
         )
-    remedies = ["a smaller parallel.tp"] if layout.sizes.tp > 1 else []
-    if any(layout.tokens in result for one in found for result in one["results"]):
-        remedies.append("a larger train.micro_batch_size (except for weight gradients)")
-    remedies.append("one product for weights that read the same input (query, key, value)")
-    return [*lines, f"    remedies: {'; '.join(remedies)}"]
+    lines.append(
+        "    remedies: a smaller parallel.tp; a larger train.micro_batch_size (except for weight "
+        "gradients); one product for weights that read the same input"
+    )
+    return lines if found else []

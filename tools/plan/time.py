@@ -17,15 +17,13 @@ previous experts and the attention.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from operator import attrgetter
 from typing import NamedTuple
 
 from costs.events import Sent, Waited
-from costs.links import Links
-from costs.seconds import Cost, Rates
+from costs.seconds import Cost, Links, Rates
 from costs.summary import flops_per_token
 from costs.timeline import Timeline
 from costs.units import Unit
@@ -35,7 +33,7 @@ from parallel.pipeline.actions import BACKWARD, BACKWARD_WEIGHT, FORWARD, Kind
 from parallel.pipeline.simulate import Costs, simulate
 from tools.plan.hardware import Device
 from tools.plan.layout import KINDS, Gathered, Layout, numbers_of
-from tools.plan.traffic import gather_bytes, messages, reduce_bytes, times_a_step
+from tools.plan.traffic import messages, times_a_step
 
 
 @dataclass(frozen=True)
@@ -75,28 +73,31 @@ class Gathers(NamedTuple):
     gather_first: float  # of the first unit
     gather_last: float  # of the last unit, which is the first in backward
     stalls: float  # of a backward, by its reductions (`stalls`)
+    zero_stage: int
+    fsdp_unit: str
 
-    def waits(self, zero_stage: int, fsdp_unit: str, stage: Part) -> Part:
+    def waits(self, stage: Part) -> Part:
         """Seconds by which the actions of `stage` are longer, in every micro-batch. Nothing runs
         beside the first gather of an action."""
         forward, backward = stage.forward, stage.input_grad + stage.weight_grad
         both = self.gather + self.scatter
-        if zero_stage < 2:
+        if self.zero_stage < 2:
             return NOTHING
-        if fsdp_unit == "stage":
-            if zero_stage == 3:  # nothing hides it: the next action gathers over the same link
+        if self.fsdp_unit == "stage":
+            if self.zero_stage == 3:  # nothing hides it: the next action gathers over the same link
                 return Part(self.gather, both, 0.0)
             # it runs beside the next actions
             return Part(0.0, 0.0, max(0.0, self.scatter - backward - forward))
-        if zero_stage == 3:  # every forward and backward gathers; every backward reduces too
-            bare = self.gather_last + self.stalls
+        if self.zero_stage == 3:  # every forward and backward gathers; every backward reduces too
             first = max(self.gather_first, self.gather - forward)
-            return Part(first, max(bare, both - backward), 0.0)
+            return Part(first, max(self.gather_last + self.stalls, both - backward), 0.0)
         return Part(0.0, 0.0, self.stalls)
 
-    def waited(self, zero_stage: int, fsdp_unit: str) -> float:
+    @property
+    def waited(self) -> float:
         """The seconds for which each backward then waits for its own reductions."""
-        return self.scatter if zero_stage == 3 and fsdp_unit == "stage" else self.stalls
+        whole = self.zero_stage == 3 and self.fsdp_unit == "stage"
+        return self.scatter if whole else self.stalls
 
 
 class Reduction(NamedTuple):
@@ -123,9 +124,6 @@ def stalls(units: Iterable[Reduction], inputs: int, last: bool) -> float:
         ends.append(reduced)
         replicated = max(replicated, reduced) + replicas
     return (max(now, replicated) if last else now) - computed
-
-
-TOTAL, EXPOSED = map(attrgetter, ("total", "waiting"))
 
 
 def sharding_seconds(
@@ -169,8 +167,9 @@ class StepTime:
         self.links = Links(device, sizes.tp, weights.shards, weights.replicas, layout.world,
                            sizes.cp, sizes.ep, experts.shards, experts.replicas)  # fmt: skip
         self.rates = Rates(device, self.links, layout.compute)
+        # to send a hidden state to another rank
+        self.message_seconds = message_seconds(layout.hidden_bytes, layout.world, device)
         self._costs: dict[tuple[Unit, Kind], Cost] = {}
-        self._reductions: dict[tuple[Unit, ...], list[Reduction]] = {}  # of stages
 
     # --- computing ---
 
@@ -185,14 +184,12 @@ class StepTime:
             self._costs[unit, kind] = cost
         return self._costs[unit, kind]
 
-    def part(
-        self, unit: Unit, split: bool | None = None, seconds: Callable[[Cost], float] = TOTAL
-    ) -> Part:
+    def part(self, unit: Unit, split: bool | None = None) -> Part:
         """A unit's part of the seconds of each action: computation and exposed communication over
-        tp and cp (`TOTAL`), or only the latter (`EXPOSED`). `split`: whether the schedule splits
-        backward (default: the layout's); otherwise `input_grad` holds the whole backward."""
+        tp and cp. `split`: whether the schedule splits backward (default: the layout's); otherwise
+        `input_grad` holds the whole backward."""
         kinds = self.layout.kinds_of_actions if split is None else KINDS[split]
-        each = [seconds(self.cost(unit, kind)) for kind in kinds]
+        each = [self.cost(unit, kind).total for kind in kinds]
         return Part(*each, *[0.0] * (3 - len(each)))
 
     # --- a stage, and what FSDP does around it ---
@@ -205,34 +202,25 @@ class StepTime:
             return 0.0
         return self.rates.memory(unit.numel * (layout.compute + 2 * layout.reduce))
 
-    def data_parallel(self, stage: int) -> tuple[float, float, float]:
-        """Seconds to gather a stage's weights, to reduce its gradients over their shards, and then
-        over their replicas."""
-        each = [self.of_unit(unit) for _, unit in self.layout.fsdp_units(stage)]
-        gather, scatter, replicate = map(sum, zip(*each, strict=True))
-        return gather, scatter, replicate
-
     def of_unit(self, unit: Gathered) -> tuple[float, float, float]:
-        """The same of one FSDP unit."""
-        sizes = gather_bytes(self.layout, unit), reduce_bytes(self.layout, unit)
+        """Seconds to gather an FSDP unit, to reduce its gradients over their shards, and then over
+        their replicas."""
+        sizes = unit.padded * self.layout.compute, unit.padded * self.layout.reduce
         offloaded = unit.numel * self.layout.master * self.layout.offloads
         return sharding_seconds(self.links, unit.is_expert, *sizes, offloaded=offloaded)
 
     def cast(self, stage: int) -> float:
         """Seconds to convert a stage's weights to the compute dtype and to copy the gathered
         weights into place."""
-        units = self.layout.fsdp_units(stage)
-        return self.rates.memory(sum(self._copied(unit) for _, unit in units))
-
-    def _copied(self, unit: Gathered) -> float:
-        layout = self.layout
-        if layout.whole:
-            width = layout.compute + layout.master if layout.compute != layout.master else 0
-            return unit.numel * width
-        shards = layout.sharding[unit.is_expert].shards
-        # experts that are cut are copied once more
-        again = 2 * unit.cut_within(shards) * layout.compute
-        return unit.numel * (3 * layout.compute + layout.master / shards) + again
+        layout, size = self.layout, 0.0
+        for _, unit in layout.fsdp_units(stage):
+            if not layout.whole:
+                # experts that are cut are copied once more
+                again = 2 * unit.cut_within * layout.compute
+                size += unit.numel * (3 * layout.compute + layout.master / unit.shards) + again
+            elif layout.compute != layout.master:
+                size += unit.numel * (layout.compute + layout.master)
+        return self.rates.memory(size)
 
     @cached_property
     def stages(self) -> list[Part]:
@@ -246,15 +234,19 @@ class StepTime:
     def waits(self, stage: int) -> Part:
         """Seconds by which a stage's actions are longer because of the gathers and reductions of
         every micro-batch."""
-        parallel = self.layout.config.parallel
-        sharding = self.gathers(stage)
-        return sharding.waits(parallel.zero_stage, parallel.fsdp_unit, self.stages[stage])
+        return self.gathers[stage].waits(self.stages[stage])
 
-    def gathers(self, stage: int) -> Gathers:
-        gather, scatter, _ = self.data_parallel(stage)
-        units = [unit for _, unit in self.layout.fsdp_units(stage)]
-        first, *_, last = [self.of_unit(unit) for unit in units if not unit.is_expert] * 2
-        return Gathers(gather, scatter, first[0], last[0], self.stalls(stage, last=False))
+    @cached_property
+    def gathers(self) -> list[Gathers]:
+        """Of each stage."""
+        found, parallel = [], self.layout.config.parallel
+        for stage in range(self.layout.num_stages):
+            units = [(unit, self.of_unit(unit)) for _, unit in self.layout.fsdp_units(stage)]
+            gather, scatter = (sum(seconds[i] for _, seconds in units) for i in (0, 1))
+            first, *_, last = [seconds[0] for unit, seconds in units if not unit.is_expert] * 2
+            each = gather, scatter, first, last, self.stalls(stage, last=False)
+            found.append(Gathers(*each, parallel.zero_stage, parallel.fsdp_unit))
+        return found
 
     @cached_property
     def costs(self) -> Costs:
@@ -265,18 +257,12 @@ class StepTime:
             part, cast = self.stages[stage] + self.waits(stage), self.cast(stage)
             if parallel.zero_stage == 3:
                 part += Part(cast, cast, 0.0)
-            gather, _, _ = self.data_parallel(stage)
-            busy[rank] += (0.0 if parallel.zero_stage == 3 else gather) + cast
+            busy[rank] += (0.0 if parallel.zero_stage == 3 else self.gathers[stage].gather) + cast
             # then the first forward begins when the whole stage has been gathered
             late = parallel.fsdp_unit == "stage" and parallel.zero_stage < 3
             weights_at.append(busy[rank] + (part.forward if late else 0.0))
             parts.append(part)
         return costs_of(parts, self.message_seconds, weights_at)
-
-    @property
-    def message_seconds(self) -> float:
-        """Seconds to send a hidden state to another rank."""
-        return message_seconds(self.layout.hidden_bytes, self.layout.world, self.device)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -292,13 +278,7 @@ class StepTime:
     def reductions_of(self, stage: int) -> list[Reduction]:
         """The reductions of a stage, in the order of a backward. If the schedule splits it, all of
         them come after the weight gradients."""
-        units = tuple(self.layout.units(stage))
-        if units not in self._reductions:
-            self._reductions[units] = [*self._each_reduction(stage)]
-        return self._reductions[units]
-
-    def _each_reduction(self, stage: int) -> Iterator[Reduction]:
-        units = self.layout.units(stage)
+        units, found = self.layout.units(stage), []
         together: dict[range, list[Gathered]] = defaultdict(list)
         for part, gathered in self.layout.fsdp_units(stage):
             together[part].append(gathered)
@@ -311,8 +291,8 @@ class StepTime:
                     rest *= self._share_after_experts(units[part.start])
                 computing = [backward - rest, rest][-len(members) :]
             for seconds, gathered in zip(computing, members, strict=True):
-                _, shards, replicas = self.of_unit(gathered)
-                yield Reduction(seconds, shards, replicas)
+                found.append(Reduction(seconds, *self.of_unit(gathered)[1:]))
+        return found
 
     def stalls(self, stage: int, last: bool) -> float:
         """Seconds for which a stage's backward waits for its reductions."""
@@ -332,14 +312,11 @@ class StepTime:
         """When each rank has finished reducing its gradients. The reductions of a stage's last
         backward run beside what the rank does after it. With zero_stage below 2 only that backward
         reduces; if it stalls, the stages before it are late."""
-        parallel, last = self.layout.config.parallel, self.layout.num_microbatches - 1
-        zero, unit = parallel.zero_stage, parallel.fsdp_unit
+        last = self.layout.num_microbatches - 1
         late, behind = [0.0], []  # of the stages from the last one on
-        for stage in reversed(range(self.layout.num_stages)):
-            gathers = self.gathers(stage)
-            late.append(late[-1] + (gathers.stalls if zero < 2 else 0.0))
-            waited = gathers.waited(zero, unit)
-            behind.append(max(0.0, self.stalls(stage, last=True) - waited))
+        for stage, gathers in reversed([*enumerate(self.gathers)]):
+            late.append(late[-1] + (gathers.stalls if gathers.zero_stage < 2 else 0.0))
+            behind.append(max(0.0, self.stalls(stage, last=True) - gathers.waited))
         late, behind = late[:0:-1], behind[::-1]
         return [
             max(
@@ -350,21 +327,14 @@ class StepTime:
             for events in self.timeline.ranks
         ]
 
-    @property
-    def reductions_end(self) -> float:
-        return max(self.reductions)
-
     @cached_property
     def optimizer_seconds(self) -> float:
         """Seconds of the optimizer on the rank on which it takes longest."""
         ranks = [0.0] * self.layout.sizes.pp  # seconds
         for stage, rank in enumerate(self.layout.where):
             for _, unit in self.layout.fsdp_units(stage):
-                shards = self.layout.sharding[unit.is_expert].shards
-                states = sum(map(self.layout.bytes_of_states, unit.weights))
-                ranks[rank] += self.updating(
-                    unit.numel / shards, states / shards, self.layout.world
-                )
+                states = sum(map(self.layout.bytes_of_states, unit.weights)) / unit.shards
+                ranks[rank] += self.updating(unit.numel / unit.shards, states, self.layout.world)
         whole = (self.putting_together(self.layout.at(rank)) for rank in range(len(ranks)))
         return max(map(sum, zip(ranks, whole, strict=True)))
 
@@ -402,7 +372,7 @@ class StepTime:
 
     @cached_property
     def step_seconds(self) -> float:
-        end = max(self.timeline.step_time, self.reductions_end)
+        end = max(self.timeline.step_time, *self.reductions)
         return end + self.optimizer_seconds + self.device.step_seconds
 
     @property
@@ -431,18 +401,14 @@ class Seconds(NamedTuple):
 def seconds_on_the_wire(time: StepTime, layout: Layout, sends: int) -> dict[str, Seconds]:
     """Seconds by axis, on the pipeline rank of `layout`, which sends so many messages. The exposed
     seconds of `pp` are by how much the whole step is longer because messages take time. Those of
-    gathers and reductions are shared out to the axes of experts and of other weights as their
-    seconds on the wire."""
+    gathers and reductions are shared out to their axes as their seconds on the wire."""
     m, (gathers, reductions) = layout.num_microbatches, times_a_step(layout)
     table = {}
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
     costs = [time.cost(unit, kind) for unit in units for kind in layout.kinds_of_actions]
     for axis in ("tp", "cp", "ep"):  # recorded from the units
-        wire, exposed = (
-            m * sum(seconds.get(axis, 0.0) for seconds in each)
-            for each in ([cost.wire for cost in costs], [cost.exposed for cost in costs])
-        )
-        table[axis] = Seconds(wire, exposed)
+        each = [(cost.wire.get(axis, 0.0), cost.exposed.get(axis, 0.0)) for cost in costs]
+        table[axis] = Seconds(*(m * sum(part) for part in zip(*each, strict=True)))
     sharding: dict[str, float] = defaultdict(float)  # seconds on the wire
     for stage in layout.stages:
         for _, unit in layout.fsdp_units(stage):
@@ -455,14 +421,8 @@ def seconds_on_the_wire(time: StepTime, layout: Layout, sends: int) -> dict[str,
     events, usual = time.timeline.ranks[layout.pp_rank], time.costs.forward
     first = [e for e in events if e.action.microbatch == 0 and e.action.kind is FORWARD]
     waits += max(0.0, sum(e.end - e.start - usual[e.action.stage] for e in first))
-    tail = max(0.0, time.reductions[layout.pp_rank] - events[-1].end)
-    replicas, shards = zip(*FSDP_AXES.values(), strict=True)
-    late = min(tail, sum(sharding[axis] for axis in replicas))  # the last, over replicas
-    waits += tail - late
-    for axes, exposed in ((shards, waits), (replicas, late)):
-        total = sum(sharding[axis] for axis in axes)
-        for axis in axes:
-            wire = sharding[axis]
-            table[axis] = Seconds(wire, exposed * wire / total if total else 0.0)
+    waits += max(0.0, time.reductions[layout.pp_rank] - events[-1].end)
+    total = sum(sharding.values()) or 1.0
+    table |= {axis: Seconds(wire, waits * wire / total) for axis, wire in sharding.items()}
     table["pp"] = Seconds(sends * time.message_seconds, time.waiting_for_messages)
     return {axis: seconds for axis, seconds in table.items() if seconds.wire}

@@ -40,9 +40,9 @@ from costs.units import LocalWeight, Unit
 from model.attention import attentions_of
 from model.experts import Experts
 from parallel.axes import FSDP_AXES
-from parallel.pipeline.actions import need_of, result_of
+from parallel.pipeline.lower import Exchange
 from parallel.whole_matrices import Round
-from tools.plan.layout import Gathered, Layout
+from tools.plan.layout import Layout
 
 
 def collectives(layout: Layout) -> Counter[Call]:
@@ -54,17 +54,19 @@ def collectives(layout: Layout) -> Counter[Call]:
         for unit in layout.units(stage):
             for call, each in layout.phase(kind, unit).sends.items():
                 calls[call] += number * each
-    for stage in layout.stages:
-        calls += fsdp_calls(layout, stage)
-    where = layout.where
-    message = Call("pp", "", layout.hidden_bytes)
-    for action in actions:
-        result, need = result_of(action, layout.num_stages), need_of(action, layout.num_stages)
-        if result is not None and where[result.stage] != layout.pp_rank:
-            calls[message._replace(kind="send")] += 1
-        if need is not None:
-            sender = where[need.stage + (1 if need.is_gradient else -1)]
-            calls[message._replace(kind="receive")] += sender != layout.pp_rank
+    gathers, reductions = times_a_step(layout)
+    for _, one in (pair for stage in layout.stages for pair in layout.fsdp_units(stage)):
+        over_replicas, over_shards = FSDP_AXES[one.is_expert]
+        reduced = one.padded * layout.reduce
+        if one.shards > 1:
+            calls[Call(over_shards, "all_gather", one.padded * layout.compute)] += gathers
+            calls[Call(over_shards, "reduce_scatter", reduced)] += reductions
+        if one.replicas > 1:
+            calls[Call(over_replicas, "all_reduce", reduced // one.shards)] += 1
+    for exchange in layout.program:
+        for message in exchange.transfers if isinstance(exchange, Exchange) else ():
+            way = "send" if message.sends else "receive"
+            calls[Call("pp", way, layout.hidden_bytes)] += 1
     calls += _once_a_step(layout)
     return calls
 
@@ -98,30 +100,6 @@ def times_a_step(layout: Layout) -> tuple[int, int]:
     """How often a step gathers a unit's weights, and reduces its gradients over the shards."""
     zero, m = layout.config.parallel.zero_stage, layout.num_microbatches
     return 2 * m if zero == 3 else 1, m if zero >= 2 else 1
-
-
-def fsdp_calls(layout: Layout, stage: int) -> Counter[Call]:
-    """The collectives over the data-parallel axes in one step."""
-    calls: Counter[Call] = Counter()
-    gathers, reductions = times_a_step(layout)
-    for _, unit in layout.fsdp_units(stage):
-        shards, replicas, _ = layout.sharding[unit.is_expert]
-        over_replicas, over_shards = FSDP_AXES[unit.is_expert]
-        reduced = reduce_bytes(layout, unit)
-        if shards > 1:
-            calls[Call(over_shards, "all_gather", gather_bytes(layout, unit))] += gathers
-            calls[Call(over_shards, "reduce_scatter", reduced)] += reductions
-        if replicas > 1:
-            calls[Call(over_replicas, "all_reduce", reduced // shards)] += 1
-    return calls
-
-
-def gather_bytes(layout: Layout, unit: Gathered) -> int:
-    return unit.padded(layout.sharding[unit.is_expert].shards) * layout.compute
-
-
-def reduce_bytes(layout: Layout, unit: Gathered) -> int:
-    return unit.padded(layout.sharding[unit.is_expert].shards) * layout.reduce
 
 
 def _once_a_step(layout: Layout) -> Counter[Call]:
@@ -170,8 +148,9 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
     # states that lack a dimension which an axis cuts (`sum_over_parts`, training/optimizers/)
     for weight, part in layout.parts(units):
         for state in layout.states_of(weight.spec).values():
-            for axis in layout.axes_across(weight, state.dims):
-                calls[Call(axis, "all_reduce", state.bytes(part, layout.master))] += 1
+            for hop in layout.axes_of(weight):
+                if hop.cuts_beside(state.dims):
+                    calls[Call(hop.group, "all_reduce", state.bytes(part, layout.master))] += 1
     for rounds in layout.rounds():
         calls.update(messages(rounds, layout.products))
     return calls

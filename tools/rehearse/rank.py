@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from costs.stage import routing
+from costs.setting import routing
 from errors import UserError
 from model.transformer import Transformer, vocabulary
 from parallel.mesh import Mesh

@@ -1,5 +1,5 @@
 """Draws timelines: a lane per rank, a box per action, idle time grey. Also the colours of all
-pictures, and how a picture is written; tools/plan, tools/report and docs use it too."""
+pictures, and how a picture is written; tools/report and docs use it too."""
 
 import io
 from collections.abc import Sequence
