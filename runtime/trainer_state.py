@@ -1,7 +1,6 @@
 """What a saved state of training is: the tensors of each rank, and the rest (trainer.json). And
 where a run starts."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,12 +92,6 @@ class TrainerState(Strict):
     def model_config_saved(self) -> ModelConfig:
         """The saved model configuration. Raises UserError if it is invalid."""
         return ModelConfig(**at_new_places("model", self.model))
-
-    def to_json(self) -> str:
-        """The text of trainer.json. A run without data stages has no `earlier`, and one whose loss
-        is not scaled no `loss_scale`."""
-        without = {name for name in ("earlier", "loss_scale") if not getattr(self, name)}
-        return json.dumps(self.model_dump(exclude=without), indent=1)
 
 
 def state_of(config: Config, data: DataState, **progress: Any) -> TrainerState:

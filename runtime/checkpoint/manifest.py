@@ -15,7 +15,6 @@ tensors are in the safetensors format, everything else is JSON that is validated
 import hashlib
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -64,14 +63,12 @@ class Manifest(Strict):
         return sum(file.bytes for file in self.files.values())
 
 
-def fingerprint(path: Path, advance: Callable[[int], object] = lambda size: None) -> File:
-    """Return a file's size in bytes and its sha256. `advance` is called with the number of bytes of
-    each block read."""
+def fingerprint(path: Path) -> File:
+    """Return a file's size in bytes and its sha256."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(HASHED_AT_ONCE):
             digest.update(block)
-            advance(len(block))
         return File(file.tell(), digest.hexdigest())
 
 

@@ -259,7 +259,7 @@ class Saver:
             for name, path in tokenizer.items():
                 shutil.copyfile(path, partial / name)
                 sync(partial / name)
-            write_durably(partial / FILE, trainer.to_json())
+            write_durably(partial / FILE, trainer.model_dump_json(indent=1))
             for name in (*tokenizer, FILE):
                 manifest.files[name] = fingerprint(partial / name)
 
