@@ -88,8 +88,8 @@ def build_listeners(run: Run, whole: Config, data: Data, lease: Lease) -> list[L
         RecordWriter(metrics),
         *([examination] if examination else []),  # before those that react to skipped updates
         Stopping(),  # from here on, all ranks agree on stop and save requests
-        Rollback(whole, data.train, start, lease, saver),  # a run that rolls back does not save
-        Saving(whole, saver, data.train, start.step, examination),
+        Rollback(whole, data.train, saver),  # a run that rolls back does not save
+        Saving(whole, data.train, saver, examination),
         DataStageBegins(whole),
         GarbageCollection(),  # last: freezes what all the others have built
     ]

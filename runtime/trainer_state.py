@@ -1,21 +1,20 @@
 """What a saved state of training is: the tensors of each rank, and the rest (trainer.json). And
 where a run starts."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from costs.parameters import sum_over_weights
-from declare import LARGEST, keys_of
+from declare import keys_of
 from errors import UserError
 from model.config import ModelConfig
 from parallel.parameter import NamedWeight
@@ -27,16 +26,9 @@ from training.optimizers import bytes_of_states, optimizer_class
 from training.step import TrainStep
 
 FILE = "trainer.json"
-Dimension = Annotated[int, Field(le=LARGEST)]  # of a model
-# of a key; a list: kinds of layers, repeated in turn
-Value = bool | Dimension | float | str | list[bool | Dimension | float | Name] | None
+# what it has of a run that has made no step
+BEGINNING: Any = {"step": 0, "updates": 0, "tokens": 0, "recent_losses": [], "bad_in_a_row": 0}
 Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
-
-
-def _ascending(range_: tuple[int, int]) -> tuple[int, int]:
-    if range_[0] > range_[1]:
-        raise ValueError("a range of skipped samples ends before it begins")
-    return range_
 
 
 class DataState(Strict):
@@ -44,8 +36,13 @@ class DataState(Strict):
 
     checksum: Name  # of the data
     next_sample: Natural
-    # half-open ranges of samples that are never read
-    skipped: list[Annotated[tuple[Natural, Natural], AfterValidator(_ascending)]]
+    skipped: list[tuple[Natural, Natural]]  # half-open ranges of samples that are never read
+
+    @model_validator(mode="after")
+    def _ranges_are_ascending(self) -> "DataState":
+        if any(begin > end for begin, end in self.skipped):
+            raise ValueError("a range of skipped samples ends before it begins")
+        return self
 
 
 class EarlierDataStage(Strict):
@@ -70,7 +67,7 @@ class TrainerState(Strict):
     bad_in_a_row: Natural  # consecutive bad steps up to this one (training/guard.py)
     # with float16, how the loss is scaled: the scale, and consecutive steps with a finite norm
     loss_scale: tuple[Annotated[float, Field(ge=1)], Natural] | None = None
-    model: dict[Name, Value | dict[Name, Value]]  # a mapping: the settings of a kind
+    model: dict[Name, Any]  # checked by ModelConfig; a mapping: the settings of a kind
     data: DataState
     # only of a run with data stages: those before that of `data`
     earlier: list[EarlierDataStage] = Field(default_factory=list, max_length=1000)
@@ -96,39 +93,13 @@ class TrainerState(Strict):
         """The saved model configuration. Raises UserError if it is invalid."""
         return ModelConfig(**at_new_places("model", self.model))
 
-    def to_json(self) -> str:
-        """The text of trainer.json. A run without data stages has no `earlier`, and one whose loss
-        is not scaled no `loss_scale`."""
-        without = {name for name in ("earlier", "loss_scale") if not getattr(self, name)}
-        return json.dumps(self.model_dump(exclude=without), indent=1)
 
-
-def state_of(
-    config: Config,
-    data: DataState,
-    step: int = 0,
-    updates: int = 0,
-    tokens: int = 0,
-    recent_losses: Sequence[float | None] = (),
-    bad_in_a_row: int = 0,
-    loss_scale: tuple[float, int] | None = None,
-    earlier: Sequence[EarlierDataStage] = (),
-) -> TrainerState:
-    """The state of a run of `config` (of one data stage); by default of its beginning."""
-    return TrainerState(
-        step=step,
-        updates=updates,
-        tokens=tokens,
-        seed=config.train.seed,
-        optimizer=config.optimizer.name,
-        seq_len=config.train.seq_len,
-        recent_losses=[*recent_losses],
-        bad_in_a_row=bad_in_a_row,
-        loss_scale=loss_scale,
-        model=model_entries(config.model),
-        data=data,
-        earlier=[*earlier],
-    )
+def state_of(config: Config, data: DataState, **progress: Any) -> TrainerState:
+    """The state of a run of `config` (of one data stage), with fields of `progress`; by default of
+    its beginning."""
+    about: dict[str, Any] = {"seed": config.train.seed, "optimizer": config.optimizer.name}
+    about |= {"seq_len": config.train.seq_len, "model": model_entries(config.model), "data": data}
+    return TrainerState(**BEGINNING | progress, **about)
 
 
 def model_entries(model: ModelConfig) -> dict[str, Any]:

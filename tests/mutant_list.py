@@ -224,7 +224,7 @@ CHANGES: dict[str, list[Change]] = {
         ("while block := file.read(HASHED_AT_ONCE):", "if block := file.read(HASHED_AT_ONCE):",
          "hash"),
     ],
-    "runtime/checkpoint/folder.py": [
+    "runtime/files.py": [
         ("        os.fsync(file.fileno())\n", "", "fsync"),
     ],
     "runtime/checkpoint/rollback.py": [

@@ -44,19 +44,18 @@ def open_store(url: str) -> DirFileSystem:
 
 
 def sizes(store: DirFileSystem, folder: str) -> dict[str, int]:
-    """Return the size in bytes of each object in a folder by name; of the root also its folders."""
+    """Return the size in bytes of each object in a folder by name."""
     try:
         found = store.ls(folder, detail=True)
     except FileNotFoundError:
         return {}
-    named = {each["name"].rstrip("/").rsplit("/", 1)[-1]: each for each in found}
-    return {name: e["size"] for name, e in named.items() if not folder or e["type"] == "file"}
+    return {Path(each["name"]).name: each["size"] for each in found if each["type"] == "file"}
 
 
 def complete(store: DirFileSystem) -> list[str]:
     """Return the names of the complete checkpoints, oldest first."""
-    names = filter(NAME.fullmatch, sorted(sizes(store, "")))
-    return [name for name in names if store.exists(f"{name}/{MANIFEST}")]
+    found = sorted(Path(path).parent.name for path in store.glob(f"step-*/{MANIFEST}"))
+    return [name for name in found if NAME.fullmatch(name)]
 
 
 def read(store: DirFileSystem, path: str) -> bytes | None:
@@ -140,26 +139,23 @@ def main(arguments: list[str] | None = None) -> int:
     what = "what to do, as above"
     parser.option("command", str, None, what, choices=("push", "fetch", "list"))
     parser.option("url", str, "URL", "a folder of checkpoints, or the checkpoint to fetch")
-    parser.option("path", Path, "FOLDER", "what to push, or where to fetch it", nargs="?")
-    again = "its manifest.json, which checkpoint.after_commit adds"
-    parser.option("manifest", Path, "MANIFEST", again, nargs="?")
+    where = "what to push (checkpoint.after_commit adds its manifest.json), or where to fetch it"
+    parser.option("folder", Path, "FOLDER", where, nargs="*")
     options = parser.parse_args(arguments)
-    if options.path is None and options.command != "list":
-        parser.error(f"{options.command} needs a folder after the URL")
-    too_much = {"list": options.path, "fetch": options.manifest}.get(options.command)
-    if too_much is not None:
-        parser.error(f"{options.command} does not take {str(too_much)!r}")
+    folder = options.folder[0] if options.folder else Path()
+    if len(options.folder) not in {"push": (1, 2), "fetch": (1,), "list": (0,)}[options.command]:
+        parser.error(f"{options.command} takes {'no' if options.command == 'list' else 'a'} folder")
     url, _, last = options.url.rstrip("/").rpartition("/")
     named = NAME.fullmatch(last)
     try:
         url = url if named else options.url.rstrip("/")
         store = open_store(url)
         if options.command == "push":
-            print(f"{url}/{options.path.absolute().name}: {push(store, options.path)}")
+            print(f"{url}/{folder.absolute().name}: {push(store, folder)}")
         elif options.command == "list":
             print(*complete(store), sep="\n")
         elif names := [last] if named else complete(store):
-            print(f"{options.path / names[-1]}: {fetch(store, names[-1], options.path)}")
+            print(f"{folder / names[-1]}: {fetch(store, names[-1], folder)}")
         else:
             why = "holds no complete checkpoint"
             raise UserError("URL", options.url, why, "see `python -m tools.objects list URL`")

@@ -3,7 +3,6 @@
 saving.py          when to save
 save_interval.py   how often to save, if the run decides
 save.py            saves while training continues
-save_errors.py     why a save failed, on all ranks and in the system's words
 host_copies.py     where a save copies a rank's tensors
 
 load.py            finds the checkpoint that a run starts from, and loads it

@@ -52,12 +52,10 @@ def check_history(
     ends = [one.steps.stop for one in stages[: last.number]]
     saved = [stage.step for stage in trainer.earlier]
     if saved != ends:
-        changed = [n for n, (a, b) in enumerate(zip(saved, ends, strict=False), 1) if a != b]
-        first = min([*changed, min(len(saved), len(ends)) + 1])
-        why = f"the checkpoint {path} is at step {trainer.step}, and its run changed its data "
-        why += f"stage after {'the steps ' + str(saved) if saved else 'no step'}, not after {ends}"
+        why = f"a data stage ends after each of these steps, but up to step {trainer.step} the run "
+        why += f"of the checkpoint {path} had {saved}"
         remedy = "leave data stages as they were up to the checkpoint's step; later ones may change"
-        raise UserError(f"data_stages.{first}", ends[first - 1 : first], why, remedy)
+        raise UserError("data_stages", ends, why, remedy)
     _check_tokens(path, trainer, config, stages)
 
 
@@ -66,22 +64,15 @@ def _check_tokens(
 ) -> None:
     """Raise UserError if a data stage ahead begins at a token, and the run had another batch size:
     its first step would be counted wrongly."""
-    counted = tokens_after(stages, trainer.step)
-    if counted == trainer.tokens:
-        return
-    now = data_stage_of(stages, trainer.step)
+    counted, now = tokens_after(stages, trainer.step), data_stage_of(stages, trainer.step)
     for number, entry in enumerate(config.data_stages, 1):
         name, token = begin_of(entry)
-        if number <= now.number or name != "from_token":
+        if counted == trainer.tokens or number <= now.number or name != "from_token":
             continue
-        train = now.config.train
-        left = -(-(token - trainer.tokens) // (train.global_batch_size * train.seq_len))
         why = f"the checkpoint {path} had {trainer.tokens:,} tokens after step {trainer.step}, but "
         why += f"with this configuration it would be {counted:,}: train.global_batch_size changed"
         remedy = f"declare the change as a data stage from step {trainer.step} on, with the "
-        remedy += "earlier value before it"
-        if number == now.number + 1 and left > 0:
-            remedy += f"; or give from_step={trainer.step + left}"
+        remedy += "earlier value before it; or give from_step"
         raise UserError(f"data_stages.{number}.{name}", token, why, remedy)
 
 

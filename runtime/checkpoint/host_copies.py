@@ -10,7 +10,7 @@ would do the same, but a torch that does not know an option refuses to start.)
     buffers   │▆▆▆▆▆▆▆▆▆▆ ▆▆▆▆▆▆            │▆▆▆▆▆ ▆▆▆▆▆ ▆▆▆▆│
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -25,39 +25,19 @@ def host_copies(tensors: Mapping[str, Tensor], folder: str = "") -> dict[str, Te
     if folder:
         file = DiskMemory(folder, sum(aligned(each.nbytes) for each in tensors.values()))
         return {name: file.new_zeros(each, each.shape) for name, each in tensors.items()}
-    names, copies = list(tensors), {}
+    copies: dict[str, Tensor] = {}
     on_gpu = any(tensor.is_cuda for tensor in tensors.values())
     # at least one unit, so that a tensor without elements has a place too
-    sizes = [max(ALIGNMENT, aligned(each.nbytes)) for each in tensors.values()]
-    for size, members in power_of_two_buffers(sizes):
-        buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=on_gpu).numpy()
-        begin = 0
-        for member in members:
-            tensor = tensors[names[member]]
-            part = buffer[begin : begin + tensor.nbytes]
-            # not a view of a torch tensor: DCP clones what is smaller than its storage
-            copies[names[member]] = torch.from_numpy(part).view(tensor.dtype).view(tensor.shape)
-            begin += sizes[member]
+    sizes = {name: max(ALIGNMENT, aligned(each.nbytes)) for name, each in tensors.items()}
+    left, room = sum(sizes.values()), 0  # bytes of tensors without a place, and of the buffer
+    for name in sorted(sizes, key=lambda name: -sizes[name]):  # the largest first
+        tensor, size = tensors[name], sizes[name]
+        if size > room:
+            # all that is left, rounded down; up only for what would not fit
+            room = max(1 << (left.bit_length() - 1), 1 << (size - 1).bit_length())
+            buffer = torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=on_gpu).numpy()
+        part = buffer[len(buffer) - room :][: tensor.nbytes]
+        # not a view of a torch tensor: DCP clones what is smaller than its storage
+        copies[name] = torch.from_numpy(part).view(tensor.dtype).view(tensor.shape)
+        left, room = left - size, room - size
     return copies
-
-
-def power_of_two_buffers(sizes: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Distribute pieces of `sizes` bytes over buffers: the size of each, a power of two, and the
-    indices of the pieces in it.
-
-    Each buffer is as large as the remaining pieces together, rounded down, and takes the largest
-    pieces that still fit. Only the last one, or one for a single large piece, is rounded up.
-    """
-    waiting = sorted(range(len(sizes)), key=lambda i: -sizes[i])
-    buffers: list[tuple[int, list[int]]] = []
-    while waiting:
-        total, largest = sum(sizes[i] for i in waiting), sizes[waiting[0]]
-        size = max(1 << (total.bit_length() - 1), 1 << (largest - 1).bit_length())
-        room, taken = size, set()
-        for i in waiting:
-            if sizes[i] <= room:
-                room -= sizes[i]
-                taken.add(i)
-        buffers.append((size, sorted(taken)))
-        waiting = [i for i in waiting if i not in taken]
-    return buffers

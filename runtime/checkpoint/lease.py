@@ -8,10 +8,9 @@ paused.
 
 Taking the lease. Numbers are created exclusively, so only one start gets each. A newcomer takes the
 next number at once if the holder has released its lease, is a process of this host that has died,
-or is an earlier start of the same Slurm job. It also does so if the holder has not renewed its
-lease for EXPIRE_SECONDS (its node died). Until then it waits, and if the holder renews the lease,
-the newcomer is refused. Times are compared only with times of the same file server, or with this
-process's own clock.
+or is an earlier start of the same Slurm job. Otherwise it watches for EXPIRE_SECONDS: if the holder
+renews the lease, the newcomer is refused; if not (its node died), it takes the number. Only the
+newcomer's own clock counts; the lease's time need not be right, it must only change.
 
 Fencing. A process that has checked that it is the holder can be paused right after the check. So
 every change that a run makes to the set of checkpoints is a rename into or out of its own work
@@ -45,13 +44,7 @@ from typing import NoReturn
 
 from errors import UserError
 from runtime.agreement import from_rank_0, on_all_ranks
-from runtime.checkpoint.folder import (
-    ABANDONED,
-    DAMAGED,
-    LATEST,
-    complete_checkpoints,
-    names_in,
-)
+from runtime.checkpoint.folder import ABANDONED, DAMAGED, LATEST, complete_checkpoints, names_in
 from runtime.checkpoint.lease_holder import RELEASED, Found, Holder, newest_lease
 from runtime.exit import refuse
 from runtime.files import write_durably
@@ -182,7 +175,7 @@ class Lease:
         found = newest_lease(self.folder)
         if found is not None and not self._is_free(found):
             return False
-        number = found.number + 1 if found is not None else 1
+        number = int(found.path.stem) + 1 if found is not None else 1
         self._token = f"{number:08d}-{secrets.token_hex(4)}"
         self._path = self.folder / f"{number:08d}.json"
         try:
@@ -205,42 +198,22 @@ class Lease:
         UserError if the holder is alive."""
         if found.is_released or found.has_died():
             return True
-        left = EXPIRE_SECONDS - (age := self._seconds_since(found.time_ns))
-        if left > 0:
-            if found.runs():
-                self._refuse(found, age)
-            log(
-                f"{self.run_dir} is held by {found}; this run waits up to {left:.0f} s "
-                "to see whether that process is alive and renews its lease"
-            )
-        expires = time.monotonic() + left
+        log(
+            f"{self.run_dir} is held by {found}; this run waits up to {EXPIRE_SECONDS:.0f} s "
+            "to see whether that process is alive and renews its lease"
+        )
+        expires = time.monotonic() + EXPIRE_SECONDS
         while time.monotonic() < expires:
             time.sleep(0.5)
             now = newest_lease(self.folder)
             if now is None or now.path != found.path or now.is_released:
                 return False
             if now.time_ns != found.time_ns:
-                self._refuse(now, 0.0)
+                why = f"{now} is writing there and has just renewed its lease ({now.path})"
+                stop = f"stop that run first (touch {self.run_dir / 'STOP'})"
+                remedy = f"choose another run.dir, or {stop}, or end it by deleting its lease"
+                raise UserError("run.dir", str(self.run_dir), why, remedy)
         return True
-
-    def _refuse(self, found: Found, age: float) -> NoReturn:
-        why = f"{found} is writing there and renewed its lease ({found.path}) {age:.0f} s ago"
-        stop = (
-            f"stop that run first (touch {self.run_dir / 'STOP'}; "
-            f"the lease of a dead run expires after {EXPIRE_SECONDS:.0f} s)"
-        )
-        remedy = f"choose another run.dir, or {stop}, or end that run by deleting its lease"
-        raise UserError("run.dir", str(self.run_dir), why, remedy)
-
-    def _seconds_since(self, time_ns: int) -> float:
-        """Seconds since `time_ns`, a file's time, by the clock of the machine that holds the files
-        and set that time."""
-        probe = self.folder / f"probe-{secrets.token_hex(4)}"
-        try:
-            probe.touch()
-            return max(0.0, (probe.stat().st_mtime_ns - time_ns) / 1e9)
-        finally:
-            probe.unlink(missing_ok=True)
 
     def _clear(self) -> None:
         """Delete the work folders of other starts; checkpoints that they were putting aside are
@@ -266,9 +239,10 @@ class Lease:
 
     def _put(self, path: Path, suffix: str) -> Path:
         """Move a checkpoint out of the work folder, to a free name with `suffix`."""
-        numbers = ["", *(f"-{number}" for number in range(2, 1000))]
-        places = (self.checkpoints / (path.stem + suffix + number) for number in numbers)
-        free = next(place for place in places if not place.exists())
+        free, number = self.checkpoints / (path.stem + suffix), 1
+        while free.exists():
+            number += 1
+            free = self.checkpoints / f"{path.stem}{suffix}-{number}"
         self.move(path, free)
         return free
 
@@ -300,20 +274,14 @@ class Lease:
 
     def _is_mine(self) -> bool:
         newest = newest_lease(self.folder)
-        return (
-            newest is not None and newest.holder is not None and newest.holder.token == self._token
-        )
+        return bool(newest and newest.holder and newest.holder.token == self._token)
 
     def _end(self) -> NoReturn:
         self._ends.acquire()  # never released: only one thread reports, and it ends the process
-        newest = None
+        why = "the lease of this run was deleted"
         with contextlib.suppress(OSError):
-            newest = newest_lease(self.folder)
-        why = (
-            f"this run was displaced by {newest}" if newest else "the lease of this run was deleted"
-        )
-        remedy = (
-            "let the other run continue, or stop it and restart this one; "
-            "this one has committed no checkpoint since it was displaced"
-        )
+            if newest := newest_lease(self.folder):
+                why = f"this run was displaced by {newest}"
+        remedy = "let the other run continue, or stop it and restart this one; this one has "
+        remedy += "committed no checkpoint since it was displaced"
         refuse(UserError("run.dir", str(self.run_dir), why, remedy))

@@ -29,10 +29,8 @@ class Holder(BaseModel):
     host: Word
     machine: Word  # identifies the boot and the PID namespace, see `_machine`
     pid: Annotated[int, Field(gt=0, lt=1 << 31)]
-    # needed because process numbers are reused
-    process_began: Annotated[str, Field(pattern=r"^[\w :]{0,100}$")]
-    # Slurm's job number, or ""
-    job: Annotated[str, Field(pattern=f"^{JOB_ID}$")]
+    process_began: Word  # needed because process numbers are reused
+    job: Annotated[str, Field(pattern=f"^{JOB_ID}$")]  # Slurm's job number, or ""
     restart: int  # how often Slurm has requeued the job
     since: Word  # in UTC, for people to read
 
@@ -63,26 +61,17 @@ class Found:
     time_ns: int  # the file's modification time
 
     @property
-    def number(self) -> int:
-        return int(self.path.stem)
-
-    @property
     def is_released(self) -> bool:
         return self.time_ns == RELEASED
-
-    def runs(self) -> bool | None:
-        """Whether the holder's process is alive; None if that cannot be determined from here."""
-        if self.holder is None or self.holder.machine != _machine():
-            return None
-        began = _process_began(self.holder.pid)
-        return None if began == "" else began == self.holder.process_began
 
     def has_died(self) -> bool:
         """Whether the holder is certainly over: its process, or its job before it was requeued."""
         was, me = self.holder, Holder.this_process("")
-        if was is not None and me.job and was.job == me.job and was.restart < me.restart:
+        if was is None:
+            return False
+        if me.job and was.job == me.job and was.restart < me.restart:
             return True
-        return self.runs() is False
+        return was.machine == me.machine and _process_began(was.pid) not in ("", was.process_began)
 
     def __str__(self) -> str:
         return str(self.holder or "an unknown process (its lease cannot be read yet)")

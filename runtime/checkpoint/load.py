@@ -23,11 +23,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageReader
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
-from tqdm import tqdm
 
 from data.dataset import Mixture
 from errors import UserError
@@ -44,7 +41,6 @@ from runtime.checkpoint.folder import (
 from runtime.checkpoint.history import changes_the_loss, check_history, check_model, end_of
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.manifest import Damaged
-from runtime.checkpoint.progress import byte_bar
 from runtime.checkpoint.verify import check_files, check_whole, described, parse_trainer
 from runtime.log.events import read_events
 from runtime.output import log
@@ -68,31 +64,32 @@ def find_start(config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
     resume, device = config.checkpoint.resume, lease.device
     from_rank_0(lambda: _put_incomplete_aside(lease), device)
     path = weights = None
-    if resume == "auto":
-        path = _newest_own(resume, lease)
-    elif resume != "none":
-        begun, has_saved = from_rank_0(lambda: _began_at(resume, lease), device)
-        own = _newest_own(resume, lease, has_saved) if begun < math.inf else None
-        is_later = own is not None and step_of(own) > begun
-        path = own if is_later else _named(resume, "checkpoint.resume", device)
+    begun = from_rank_0(lambda: _began_at(resume, lease), device)
+    if begun < math.inf:
+        path = _newest_good(lease)
+        if path is None:
+            from_rank_0(lambda: _refuse_to_begin_anew(resume, lease), device)
+    if resume not in ("auto", "none") and (path is None or step_of(path) <= begun):
+        path = _named(resume, "checkpoint.resume", device)
     if path is None and config.checkpoint.load_weights_only:
         key = "checkpoint.load_weights_only"
         weights = _named(config.checkpoint.load_weights_only, key, device)
     return from_rank_0(lambda: _start_from(path, weights, config, data, lease), device)
 
 
-def _began_at(resume: str, lease: Lease) -> tuple[float, bool]:
-    """The step at which the run began with a checkpoint of `resume` (a checkpoint, or a run), and
-    whether it has saved since: that comes from there, and a later start with the same setting
-    continues it. Infinite if it began otherwise. Called on rank 0."""
-    begun, has_saved = math.inf, False
+def _began_at(resume: str, lease: Lease) -> float:
+    """The step at which the run began with a checkpoint of `resume` (a checkpoint, or a run): what
+    it has saved since comes from there, and a later start with the same setting continues it.
+    Infinite if it began otherwise: nothing in its folder is used. Called on rank 0."""
+    if resume in ("auto", "none"):
+        return -1 if resume == "auto" else math.inf
+    begun = math.inf
     for event in read_events(lease.run_dir):
         came_from = Path(str(event.get("checkpoint", "")))
         if event["event"] == "start" and came_from.parent != lease.checkpoints.absolute():
             is_that = Path(resume).absolute() in (came_from, *came_from.parents)
-            begun, has_saved = event["step"] if is_that else math.inf, False
-        has_saved |= event["event"] == "checkpoint" and "failed" not in event
-    return begun, has_saved
+            begun = event["step"] if is_that else math.inf
+    return begun
 
 
 def _put_incomplete_aside(lease: Lease) -> None:
@@ -103,15 +100,6 @@ def _put_incomplete_aside(lease: Lease) -> None:
             aside = lease.put_aside(path, DAMAGED).name
             log(f"warning: {path} has no {MANIFEST}: it is put aside as {aside} and not used")
     lease.name_latest()
-
-
-def _newest_own(resume: str, lease: Lease, has_saved: bool = True) -> Path | None:
-    """The newest good checkpoint of the run folder; None if the run has saved none. Raises
-    UserError, on every rank, if all are damaged."""
-    path = _newest_good(lease)
-    if path is None and has_saved:  # else the damaged ones are those of a run before
-        from_rank_0(lambda: _refuse_to_begin_anew(resume, lease), lease.device)
-    return path
 
 
 def _refuse_to_begin_anew(resume: str, lease: Lease) -> None:
@@ -275,13 +263,9 @@ def load(train: TrainStep, start: Start) -> None:
             second_copies.append((wanted[held.name], held.tensor))
         wanted.setdefault(held.name, held.tensor)
 
-    size = sum(tensor.to_local().nbytes for tensor in wanted.values())
-
     def read() -> None:
         try:
-            with byte_bar(f"loading {path.name}", size, shown=dist.get_rank() == 0) as bar:
-                reader = HuggingFaceStorageReader(str(path))
-                dcp.load(wanted, storage_reader=reader, planner=_ShownPlanner(bar))
+            dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(path)))
         except dcp.CheckpointException as error:
             first = next(iter(error.failures.values()))[0]
             why = f"cannot be read: {first}"
@@ -294,15 +278,3 @@ def load(train: TrainStep, start: Start) -> None:
         train.optimizer.set_updates(start.state.updates)
         state = start.state
         train.guard.restore(state.recent_losses, state.bad_in_a_row, state.loss_scale)
-
-
-class _ShownPlanner(DefaultLoadPlanner):
-    """DCP's default planner, which also advances a progress bar for each piece that is read."""
-
-    def __init__(self, bar: "tqdm[None]") -> None:
-        super().__init__()
-        self.bar = bar
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        super().commit_tensor(read_item, tensor)
-        self.bar.update(tensor.nbytes)

@@ -15,14 +15,12 @@ tensors are in the safetensors format, everything else is JSON that is validated
 import hashlib
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from data.contents import first_bytes, known
 from runtime.checkpoint.folder import MANIFEST
 from runtime.checkpoint.tiling import MAX_DIMS, MAX_NUMBERS
 from runtime.files import write_durably
@@ -65,14 +63,12 @@ class Manifest(Strict):
         return sum(file.bytes for file in self.files.values())
 
 
-def fingerprint(path: Path, advance: Callable[[int], object] = lambda size: None) -> File:
-    """Return a file's size in bytes and its sha256. `advance` is called with the number of bytes of
-    each block read."""
+def fingerprint(path: Path) -> File:
+    """Return a file's size in bytes and its sha256."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(HASHED_AT_ONCE):
             digest.update(block)
-            advance(len(block))
         return File(file.tell(), digest.hexdigest())
 
 
@@ -116,25 +112,21 @@ def read_manifest(folder: Path) -> Manifest:
         if math.prod(tensor.shape) >= MAX_NUMBERS:
             raise Damaged(f"its {MANIFEST} gives {name!r} the impossible shape {tensor.shape}")
     # The tensor reader would read every such file that it finds.
-    strangers = {
-        path.name for path in folder.iterdir() if path.name.endswith(TENSORS)
-    } - manifest.files.keys()
-    if strangers:
-        raise Damaged(f"the file {sorted(strangers)[0]!r} does not belong to it")
+    for path in sorted(folder.glob(f"*{TENSORS}")):
+        if path.name not in manifest.files:
+            raise Damaged(f"the file {path.name!r} does not belong to it")
     return manifest
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
     """Raise Damaged if a file is missing or has another length. Cheap: reads no file."""
     for name, (size, _) in manifest.files.items():
-        file, what = folder / name, None
         try:
-            good = file.is_file() and file.stat().st_size == size
-            what = None if good else known(first_bytes(file))
+            good = (folder / name).is_file() and (folder / name).stat().st_size == size
         except OSError:  # for example, the name is too long or the disk cannot be read
             good = False
         if not good:
-            raise Damaged(f"its file {name!r} is {': '.join(what or ['missing or truncated'])}")
+            raise Damaged(f"its file {name!r} is missing or truncated")
 
 
 class Piece(NamedTuple):
@@ -152,9 +144,9 @@ def read_pieces(path: Path, manifest: Manifest) -> list[Piece]:
         with safe_open(path, framework="pt") as file:
             places = load_json((file.metadata() or {}).get(PLACES, "{}"))
             names = file.keys()
-            slices = {name: file.get_slice(name) for name in names}
             pieces = []
-            for name, piece in slices.items():
+            for name in names:
+                piece = file.get_slice(name)
                 dtype, shape = manifest.tensors[name]
                 sizes, offsets = tuple(piece.get_shape()), places[name]["saved_offsets"]
                 inside = len(shape) == len(sizes) == len(offsets) and all(

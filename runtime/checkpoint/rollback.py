@@ -23,12 +23,10 @@ import torch.distributed as dist
 from data.dataset import Mixture
 from data.sampler import merge_ranges
 from errors import RunFailed
-from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.load import find_before, load
 from runtime.checkpoint.save import Saver
 from runtime.listener import Listener, Run
 from runtime.output import log
-from runtime.trainer_state import Start
 from settings.config import Config
 
 MOST_TO_THE_SAME = 3  # rollbacks to the same checkpoint
@@ -44,14 +42,10 @@ class Rollback(Listener):
     Args:
         config: of the whole run.
         data: the training data of each data stage.
-        start: where this run began, and what it goes back to as long as it has saved no checkpoint.
     """
 
-    def __init__(
-        self, config: Config, data: Sequence[Mixture], start: Start, lease: Lease, saver: Saver
-    ) -> None:
-        self.config, self.data, self.start = config, data, start
-        self.lease, self.saver = lease, saver
+    def __init__(self, config: Config, data: Sequence[Mixture], saver: Saver) -> None:
+        self.config, self.data, self.saver = config, data, saver
         self.first_samples: deque[int] = deque()  # of each recent step, and of the next one
         self.gone_back: Counter[int] = Counter()  # how often, by the step of the checkpoint
 
@@ -82,7 +76,8 @@ class Rollback(Listener):
         why = f"the last {bad} updates, up to step {step}, were skipped (guard.max_bad_steps)"
         # A checkpoint saved on request while steps were bad is no better than the current state.
         begun_here = step - bad >= run.data_stage.steps.start
-        start = begun_here and find_before(step - bad, config, self.data, self.start, self.lease)
+        lease = self.saver.lease
+        start = begun_here and find_before(step - bad, config, self.data, run.start, lease)
         if not start or start.data_stage != run.data_stage.number:
             remedy = "save more often (checkpoint.interval), or change optimizer.lr"
             within = " in this data stage" if config.data_stages else ""

@@ -18,6 +18,7 @@ first waits for the previous one to end.
 """
 
 import contextlib
+import errno
 import math
 import shutil
 import sys
@@ -37,6 +38,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from data.tokenizer import tokenizer_files
+from errors import RunFailed
 from parallel.disk import ranges_of_size
 from parallel.placement import as_dtensor_like
 from runtime.checkpoint.folder import (
@@ -60,7 +62,6 @@ from runtime.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from runtime.checkpoint.save_errors import SaveFailed, agree, room
 from runtime.checkpoint.tiling import random_point
 from runtime.checkpoint.verify import check_whole, cover
 from runtime.device import device_thread, seconds_between, time_mark
@@ -83,6 +84,10 @@ from training.step import TrainStep
 FILE_BYTES = 1 << 30
 # the names that safetensors uses
 DTYPES: dict[Any, Dtype] = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}
+
+
+class SaveFailed(RunFailed):
+    """A save that some rank could not finish; raised on every rank."""
 
 
 class Saver:
@@ -134,7 +139,7 @@ class Saver:
             recent_losses=self.train.guard.recent_losses(),
             bad_in_a_row=int(self.train.guard.bad_in_a_row.item()),
             loss_scale=self.train.guard.scale_state(),
-            earlier=earlier,
+            earlier=[*earlier],
         )
         copied = self._copy()  # last: the reads above wait for the device
         stall = time.perf_counter() - began
@@ -207,16 +212,9 @@ class Saver:
         except Exception as error:  # training continues after any failure
             if self.is_first and partial is not None:
                 shutil.rmtree(partial, ignore_errors=True)
-            needed = self.last.get("bytes") or state_bytes(self.train.config)
-            record["failed"] = f"{error}{room(error, self.folder, needed)}"
-            self.failed = f"the checkpoint of step {trainer.step} was not saved: {record['failed']}"
-            left = ["not known"]
-            with contextlib.suppress(OSError):  # the file system may be what has failed
-                left = [path.name for path in complete_checkpoints(self.folder)]
-            said = (
-                f"warning: {self.failed}; the newest is {left[-1] if left else 'none'}, "
-                "and the next save will try again"
-            )
+            record["failed"] = str(error)
+            self.failed = f"the checkpoint of step {trainer.step} was not saved: {error}"
+            said = f"warning: {self.failed}; the next save will try again"
         if self.is_first:
             self.lease.check()
             log(said, sys.stderr if self.failed else sys.stdout)
@@ -261,7 +259,7 @@ class Saver:
             for name, path in tokenizer.items():
                 shutil.copyfile(path, partial / name)
                 sync(partial / name)
-            write_durably(partial / FILE, trainer.to_json())
+            write_durably(partial / FILE, trainer.model_dump_json(indent=1))
             for name in (*tokenizer, FILE):
                 manifest.files[name] = fingerprint(partial / name)
 
@@ -328,7 +326,36 @@ class Saver:
             going.unlink() if going.is_symlink() else shutil.rmtree(going)
 
     def _agree(self, action: Callable[[], Any]) -> list[Any]:
-        return agree(action, self.group, self.folder)
+        """Run `action` and return the results of all ranks. If it raises on any rank, SaveFailed is
+        raised on all, with the error of the lowest such rank."""
+        result, problem = None, ""
+        try:
+            result = action()
+        # raised by DCP on all ranks, with the failures of each; not a subclass of Exception
+        except dcp.CheckpointException as error:
+            if failure := error.failures.get(dist.get_rank()):
+                problem = self._words(failure[0])
+        except Exception as error:
+            problem = self._words(error)
+        everyone: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(everyone, (result, problem), group=self.group)
+        failed = [(rank, said) for rank, (_, said) in enumerate(everyone) if said]
+        if failed:
+            rank, said = failed[0]
+            others = f" (and on {len(failed) - 1} more)" if failed[1:] else ""
+            raise SaveFailed(f"on rank {rank}{others}: {said}")
+        return [theirs for theirs, _ in everyone]
+
+    def _words(self, error: BaseException) -> str:
+        if not (isinstance(error, OSError) and error.strerror):
+            return f"{type(error).__name__}: {error}".rstrip(": ")
+        # that of a write names no file
+        said = f"{error.strerror}: {error.filename2 or error.filename or self.folder}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            said += f"; a checkpoint needs {state_bytes(self.train.config) / 1e6:,.1f} MB"
+            with contextlib.suppress(OSError):
+                said += f", and {shutil.disk_usage(self.folder).free / 1e6:,.1f} MB are free"
+        return said
 
     def _on_first(self, action: Callable[[], Any]) -> Any:
         """Run `action` on rank 0; return its result on all ranks, which know if it fails."""

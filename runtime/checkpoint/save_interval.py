@@ -57,17 +57,15 @@ class SaveInterval:
         config: the configuration of the run.
         step: the step from which this start begins: saved, or 0.
         local_bytes: of this rank's part of a checkpoint, for the estimate.
-        device: "cuda" or "cpu".
     """
 
-    def __init__(self, config: Config, step: int, local_bytes: int, device: str) -> None:
-        self.config, self.device = config.checkpoint, device
-        self.saved_at = step
+    def __init__(self, config: Config, step: int, local_bytes: int) -> None:
+        self.config, self.saved_at = config.checkpoint, step
         self.steps: int | None = None  # decided with `auto`
         self.estimated = local_bytes / H100.host_bytes_per_second
         # seconds, of the newest saves of this start but the first, which also allocates its copies
         self.waits: deque[float] = deque(maxlen=REMEMBERED)
-        self.writes: deque[float] = deque(maxlen=REMEMBERED)
+        self.write = 0.0  # of the newest of them, in a background thread
         self.step_seconds: deque[float] = deque(maxlen=REMEMBERED)  # of the newest logged steps
         self._first: int | None = None  # the step of this start's first save
 
@@ -102,20 +100,18 @@ class SaveInterval:
             # `last` knows how long the device waited; it may still be the first save
             known = last if last.get("step") != self._first else {}
             self.waits.append(max(waited, known.get("stall_seconds", 0.0)))
-            if known:
-                self.writes.append(known["write_seconds"])
+            self.write = known.get("write_seconds", 0.0)
         if self.step_seconds:
             self._decide(run)
 
     def _decide(self, run: Run) -> None:
         """Choose the interval on rank 0; every rank receives it."""
-        self.steps = from_rank_0(lambda: self._choose(run), self.device)
+        self.steps = from_rank_0(lambda: self._choose(run), run.train.mesh.device)
 
     def _choose(self, run: Run) -> int:
         save = statistics.median(self.waits) if self.waits else self.estimated
-        write = statistics.median(self.writes) if self.writes else 0.0
         mtbf = mtbf_of(self.config.failures_per_gpu_day, dist.get_world_size())
-        seconds = within_limits(best_interval(save, mtbf), write)
+        seconds = within_limits(best_interval(save, mtbf), self.write)
         steps = max(1, math.ceil(seconds / statistics.median(self.step_seconds)))
         if self.steps is not None and abs(steps - self.steps) <= WORTH_CHANGING * self.steps:
             return self.steps

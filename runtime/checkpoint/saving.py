@@ -27,23 +27,21 @@ class Saving(Listener):
     Args:
         config: of the whole run.
         data: the training data of each data stage.
-        step: where the run begins.
     """
 
     def __init__(
         self,
         config: Config,
-        saver: Saver,
         data: Sequence[Mixture],
-        step: int,
+        saver: Saver,
         examination: Examination | None,
     ) -> None:
-        self.config, self.saver, self.data = config, saver, data
+        self.config, self.data, self.saver = config, data, saver
         self.examination = examination
         self.is_due = False  # stays set while steps are bad
-        self.interval = SaveInterval(
-            saver.train.config, step, saver.local_bytes, saver.train.mesh.device
-        )
+
+    def begins(self, run: Run) -> None:
+        self.interval = SaveInterval(run.config, run.step, self.saver.local_bytes)
 
     def after_step(self, run: Run) -> None:
         config, stop = run.config, run.stop

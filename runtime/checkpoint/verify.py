@@ -54,9 +54,10 @@ def check_files(
     with byte_bar(f"checking {path.name}", size, shown) as bar:
         for name in names:
             try:
-                found = fingerprint(path / name, bar.update)
+                found = fingerprint(path / name)
             except OSError as error:
                 raise Damaged(f"its file {name!r} cannot be read ({error.strerror})") from None
+            bar.update(found.bytes)
             if found != manifest.files[name]:
                 raise Damaged(f"its file {name!r} was changed (its sha256 differs)")
             if name.endswith(TENSORS):

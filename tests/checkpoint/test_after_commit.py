@@ -2,6 +2,7 @@
 checkpoint is deleted while it runs."""
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -158,34 +159,25 @@ def test_a_checkpoint_that_is_deleted_too_early_is_reported(tmp_path):
 def test_what_fails_for_a_moment_is_tried_again(tmp_path):
     """Without a marker it does not begin: the saver would not know that it runs, and might delete
     the checkpoint. One whose manifest a shared file system fails to read is not taken for
-    deleted."""
+    deleted; nor does a folder that it cannot read when the commands begin end them."""
     folder = Folder(tmp_path, "echo x >> tries")
+    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
     blocked = folder.checkpoints / AFTER_COMMIT
     blocked.touch()  # so that nothing can be written there, as on a full disk
     path = folder.commit(10)
     whole = (path / MANIFEST).read_text()
-    folder.start(events=1)
+    told = itertools.chain([stale], itertools.repeat(progress(folder.checkpoints)))
+    with patch.object(after_commit, "progress", side_effect=told):
+        folder.start(events=1)
     assert f"{path.name}.a10.running cannot be written: " in folder.events[0]["failed"]
     (path / MANIFEST).write_text(whole[:-1])
     blocked.unlink()
     wait_until(lambda: folder.events[-1].get("failed") == "its manifest cannot be read")
     assert not (tmp_path / "tries").exists()
     (path / MANIFEST).write_text(whole)
-    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
     with patch.object(Path, "exists", side_effect=stale):
         folder.succeeds_for(10)
     assert (tmp_path / "tries").read_text() == "x\n"
-
-
-def test_a_folder_that_cannot_be_read_for_a_moment(tmp_path):
-    """When the commands begin, as on a shared file system."""
-    folder, honest = Folder(tmp_path, "true"), after_commit.progress
-    folder.commit(10)
-    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-    told = [stale, honest(folder.checkpoints)]
-    with patch.object(after_commit, "progress", side_effect=told):
-        folder.start(events=1)
-    folder.succeeds_for(10)
 
 
 @pytest.mark.parametrize(

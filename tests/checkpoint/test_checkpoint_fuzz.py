@@ -9,7 +9,6 @@ its files. Then everything that reads checkpoints reads it: the check at the sta
 import copy
 import json
 import shutil
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -160,8 +159,8 @@ def judge(good: Path, tensors: dict[str, torch.Tensor], bad: Path, data: DataObj
 
 
 @pytest.mark.parametrize("cases", [50, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_changed_at_random(tmp_path, capsys, cases):
-    accepted, tensors, began = [], stored_tensors(FIXTURE), time.monotonic()
+def test_changed_at_random(tmp_path, cases):
+    accepted, tensors = [], stored_tensors(FIXTURE)
 
     @settings(max_examples=cases, deadline=None, database=None, derandomize=True,
               suppress_health_check=list(HealthCheck))  # fmt: skip
@@ -170,9 +169,4 @@ def test_changed_at_random(tmp_path, capsys, cases):
         accepted.append(judge(FIXTURE, tensors, tmp_path / FIXTURE.name, data))
 
     tried()
-    capsys.readouterr()
-    with capsys.disabled():
-        print(
-            f"\ncheckpoints changed at random: {len(accepted)} cases, {sum(accepted)} of them "
-            f"good, {time.monotonic() - began:.0f} s, no failure"
-        )
+    assert 0 < sum(accepted) < len(accepted)

@@ -4,10 +4,12 @@ import contextlib
 import errno
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
@@ -31,14 +33,18 @@ def world_of_one():
     dist.destroy_process_group()
 
 
-def hold(run: Path, age: float = 0.0, **about: object) -> Path:
-    """Write a lease of another run, renewed `age` seconds ago; return its path."""
+def hold(run: Path, **about: object) -> Path:
+    """Write a lease of another run; return its path."""
     holder = Holder.this_process("00000003-0000").model_copy(update={"host": "n17", **about})
     path = run / "lease" / "00000003.json"
     path.parent.mkdir(parents=True)
     path.write_text(holder.model_dump_json())
-    os.utime(path, (time.time() - age,) * 2)
     return path
+
+
+def renews(path: Path) -> Any:
+    """Let the holder renew its lease whenever the newcomer looks."""
+    return patch.object(time, "sleep", lambda _: os.utime(path))
 
 
 ELSEWHERE = {"machine": "another"}
@@ -85,13 +91,13 @@ def test_a_slower_newcomer_leaves_the_winners_lease(tmp_path):
 
 
 def test_a_living_holder_is_named_and_nothing_is_written(ranks, data, tmp_path):
-    path = hold(tmp_path / "run", age=3)
-    first, second = ranks.run(train_run, 2, [write_config(tmp_path, data)])
+    with patch.object(lease, "RENEW_SECONDS", 0.1), Lease(tmp_path / "run", "cpu") as held:
+        first, second = ranks.run(train_run, 2, [write_config(tmp_path, data)])
+        assert [file for file in (tmp_path / "run").rglob("*") if file.is_file()] == [held._path]
     assert first == second
-    holder = f"process {os.getpid()} on host n17, since 20"
-    for part in ("run.dir = ", holder, "renewed its lease", " s ago", str(path)):
+    holder = f"process {os.getpid()} on host {socket.gethostname()}, since 20"
+    for part in ("run.dir = ", holder, "has just renewed its lease", str(held._path)):
         assert part in first
-    assert [file for file in (tmp_path / "run").rglob("*") if file.is_file()] == [path]
 
 
 def hold_one_of_many(folder: Path) -> str:
@@ -124,30 +130,29 @@ def test_it_is_taken_over_at_once(tmp_path, monkeypatch, left):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     with patch.object(time, "sleep", side_effect=AssertionError("it waits")):
         Lease(tmp_path / "run", "cpu")._try_to_take()
-    assert newest_lease(tmp_path / "run" / "lease").number == 4
+    assert names(tmp_path / "run" / "lease") == ["00000004.json"]
 
 
 @pytest.mark.parametrize(
     "environment", [{"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "78"}]
 )
 def test_another_job_is_not_the_same(tmp_path, environment):
-    hold(tmp_path / "run", job="77", restart=1)
-    with patch.dict(os.environ, environment), pytest.raises(UserError, match="of Slurm job 77"):
+    path = hold(tmp_path / "run", job="77", restart=1)
+    refused = pytest.raises(UserError, match="of Slurm job 77")
+    with patch.dict(os.environ, environment), renews(path), refused:
         Lease(tmp_path / "run", "cpu")._try_to_take()
 
 
-def test_a_holder_elsewhere_is_watched(tmp_path, capsys):
-    """A holder on another machine may be dead. If it renews its lease within the time it is alive
-    and stays; otherwise it is displaced."""
-    with quick(1.0):
-        silent = hold(tmp_path / "silent", age=0.5, **ELSEWHERE)
+@pytest.mark.parametrize("about", [ELSEWHERE, {}], ids=["elsewhere", "here"])
+def test_a_holder_is_watched(tmp_path, capsys, about):
+    """A holder on another machine may be dead, and one here paused. If it renews its lease within
+    the time it stays; otherwise it is displaced."""
+    with quick(0.5):
+        silent = hold(tmp_path / "silent", **about)
         with Lease(tmp_path / "silent", "cpu"):
             assert not silent.exists()
-        path = hold(tmp_path / "renewed", age=0.5, **ELSEWHERE)
-        with (
-            patch.object(time, "sleep", lambda _: os.utime(path)),
-            pytest.raises(UserError, match="host n17"),
-        ):
+        path = hold(tmp_path / "renewed", **about)
+        with renews(path), pytest.raises(UserError, match="host n17"):
             Lease(tmp_path / "renewed", "cpu")._try_to_take()
     assert "to see whether that process is alive and renews its lease" in capsys.readouterr().err
 
@@ -156,21 +161,19 @@ def test_a_holder_elsewhere_is_watched(tmp_path, capsys):
 def test_a_lease_that_cannot_be_read_is_one_too(tmp_path, content):
     path = hold(tmp_path / "run")
     path.write_text(content)
-    renewed = patch.object(time, "sleep", lambda _: os.utime(path))
-    with quick(0.1), renewed, pytest.raises(UserError, match="its lease cannot be read yet"):
+    with quick(0.1), renews(path), pytest.raises(UserError, match="its lease cannot be read yet"):
         Lease(tmp_path / "run", "cpu")._try_to_take()
     with quick(0.1), patch.object(time, "sleep"), Lease(tmp_path / "run", "cpu"):
-        assert newest_lease(tmp_path / "run" / "lease").number == 4
+        assert names(tmp_path / "run" / "lease") == ["00000004.json"]
 
 
 def paused(run: Path) -> Lease:
-    """A run with one checkpoint to commit and one to delete, whose lease has long expired."""
+    """A run with one checkpoint to commit and one to delete, which no longer renews its lease."""
     first = Lease(run, "cpu").__enter__()
     first._closed.set()
     first._thread.join()
     (first.work / "step-00000040").mkdir(parents=True)
     (run / "checkpoints" / "step-00000020").mkdir()
-    os.utime(first._path, (1000, 1000))
     return first
 
 
@@ -183,7 +186,7 @@ MOVES = {
 @pytest.mark.parametrize("what", MOVES)
 @pytest.mark.parametrize("when", ["before its check", "between check and rename"])
 def test_a_displaced_run_changes_nothing(tmp_path, what, when):
-    with quick(60.0):
+    with quick(0.1):
         first = paused(tmp_path / "run")
         require = first._require
 
@@ -206,7 +209,7 @@ def test_a_displaced_run_changes_nothing(tmp_path, what, when):
 def test_the_fence_test_can_fail(tmp_path):
     """Control: if the new run does not clear the displaced run's work folder, that run's rename
     succeeds."""
-    with quick(60.0), patch.object(Lease, "_clear", lambda self: None):
+    with quick(0.1), patch.object(Lease, "_clear", lambda self: None):
         first = paused(tmp_path / "run")
         with Lease(tmp_path / "run", "cpu"), patch.object(first, "_require", lambda: None):
             first.move(*MOVES["commit"](first))
@@ -257,7 +260,7 @@ def test_what_a_save_commits_while_its_run_fails_stays_whole(tmp_path):
 
 
 def test_what_was_being_put_aside_is_not_swept_away(tmp_path):
-    with quick(60.0):
+    with quick(0.1):
         first = paused(tmp_path / "run")
         (first.work / "partial-00000001-9" / "step-00000060.damaged").mkdir(parents=True)
         (first.work / "step-00000020.abandoned-2").mkdir()

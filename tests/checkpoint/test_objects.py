@@ -145,35 +145,30 @@ def test_damage_in_the_store_is_found_before_anything_has_its_name(url, tmp_path
     fetch(store, NAME, tmp_path)  # continues with the files that are right
 
 
-def test_the_command(tmp_path, capsys):
-    url = str(tmp_path / "archive" / "run")
+def test_the_command(tmp_path, capsys, monkeypatch):
+    """A checkpoint is pushed under its name, and only there."""
+    store = tmp_path / "archive" / "run"
+    store.mkdir(parents=True)
+    (store / "metrics.jsonl").write_text("mine")
 
     def run(*arguments: Any) -> tuple[int, str]:
         status = main([str(argument) for argument in arguments])
         said = capsys.readouterr()
         return status, said.out + said.err
 
-    assert run("push", url, FIXTURE, FIXTURE / MANIFEST)[0] == 0  # as after_commit calls it
-    assert run("list", url) == (0, f"{NAME}\n")
-    status, said = run("fetch", url, tmp_path / "back")
+    monkeypatch.chdir(FIXTURE)
+    assert run("push", store, ".", FIXTURE / MANIFEST)[0] == 0  # as after_commit calls it
+    assert {path.name for path in store.iterdir()} == {"metrics.jsonl", NAME}
+    assert run("list", store) == (0, f"{NAME}\n")
+    status, said = run("fetch", store, tmp_path / "back")
     assert status == 0
     assert "every sha256 is right" in said
-    assert run("fetch", f"{url}/{NAME}", tmp_path / "back")[1].endswith("there already\n")
-    (tmp_path / "archive/run" / NAME / MANIFEST).unlink()
-    status, said = run("fetch", url, tmp_path / "third")
-    assert status == 2
-    assert "holds no complete checkpoint" in said
-    assert run("push", "nosuch://x", FIXTURE)[0] == 2
-    assert run("push", url, tmp_path)[0] == 1
-
-
-def test_a_checkpoint_is_pushed_under_its_name(tmp_path, monkeypatch):
-    store = tmp_path / "store"
-    store.mkdir()
-    (store / "metrics.jsonl").write_text("mine")
-    monkeypatch.chdir(FIXTURE)
-    assert main(["push", str(store), "."]) == 0
-    assert {path.name for path in store.iterdir()} == {"metrics.jsonl", NAME}
-    assert main(["push", str(store), str(shutil.copytree(FIXTURE, tmp_path / "best"))]) == 2
+    assert run("fetch", f"{store}/{NAME}", tmp_path / "back")[1].endswith("there already\n")
+    assert run("push", store, shutil.copytree(FIXTURE, tmp_path / "best"))[0] == 2
     (tmp_path / NAME).symlink_to(tmp_path / "best")
-    assert main(["push", str(store), str(tmp_path / NAME)]) == 0
+    assert run("push", store, tmp_path / NAME)[1].endswith("there already\n")
+    (store / NAME / MANIFEST).unlink()
+    status, said = run("fetch", store, tmp_path / "third")
+    assert (status, "holds no complete checkpoint" in said) == (2, True)
+    assert run("push", "nosuch://x", FIXTURE)[0] == 2
+    assert run("push", store, tmp_path)[0] == 1

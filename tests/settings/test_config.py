@@ -303,8 +303,8 @@ def test_what_is_valid_can_be_saved() -> None:
     seed = -(2**63)
     config = load_config(LAPTOP, ["model.attention=sliding_window", window, f"train.seed={seed}"])
     state = state_of(config, DataState(checksum="x", next_sample=0, skipped=[]))
-    assert "1000000000" in state.to_json()
-    assert str(seed) in state.to_json()
+    assert "1000000000" in state.model_dump_json()
+    assert str(seed) in state.model_dump_json()
 
 
 # --- the file -------------------------------------------------------------------------------------

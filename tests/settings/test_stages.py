@@ -197,10 +197,10 @@ def test_what_a_boundary_leaves(whole: tuple[Path, dict, dict]) -> None:
 
 REFUSED = [
     (["train.seq_len=16", "train.steps=20"], "train.seq_len = 16: ", "the change as a data stage"),
-    (["data_stages.1.from_step=2"], "data_stages.1 = [2]: ", "leave data stages as they were"),
+    (["data_stages.1.from_step=2"], "data_stages = [2, 5]: ", "leave data stages as they were"),
     (["data_stages.2.train.seq_len=16"], "data_stages.2.train.seq_len = 16: ", "train.seq_len=64"),
     (["data_stages=[]"], "model.rope_theta = ", "declare the change as a data stage"),
-    (["data_stages=[]", "model.rope_theta=8e5"], "data_stages.1 = []: ", "leave data stages as"),
+    (["data_stages=[]", "model.rope_theta=8e5"], "data_stages = []: ", "leave data stages as"),
     (["data_stages.1.data.path={tmp: 1}"], "data_stages.1.data.path = ", "no prepared data"),
     (["data_stages.2.data.path=OTHER"], "data_stages.2.data.path = ", "other data"),
     (["train.seed=1"], "train.seed = 1: ", "use the checkpoint's value"),
@@ -321,7 +321,6 @@ def test_a_stage_ahead_that_begins_at_a_token_knows_the_batches_before(
     (said,) = ranks.run(runs.train_run, 1, [config, "train.global_batch_size=16"])
     assert said.startswith(f"data_stages.1.from_token = {6 * 8 * 32}")
     assert "512 tokens after step 2" in said
-    assert "from_step=4" in said  # 1,024 tokens are left: two steps of 512
 
 
 def run_with_request(arguments: list[str], folder: Path) -> tuple[str, bool]:

@@ -25,6 +25,7 @@ from runtime.checkpoint.manifest import (
 from runtime.checkpoint.progress import byte_bar
 from runtime.files import write_durably
 from runtime.output import log
+from runtime.trainer_state import BEGINNING
 from tools.huggingface.checkpoint_reader import DTYPES, WEIGHTS, Stored
 
 FILE_BYTES = 5_000_000_000  # as transformers 4 wrote them
@@ -120,7 +121,6 @@ def write_weights(
     if NAME.fullmatch(out.name) and step_of(out):
         why = "a folder of this name is that of a run's step"
         raise UserError("--out", str(out), why, "give another name")
-    begun = {"step": 0, "updates": 0, "tokens": 0, "recent_losses": [], "bad_in_a_row": 0}
     stored = {WEIGHTS + name: about for name, about in tensors.items()}
 
     def by_our_name(name: str) -> Tensor:
@@ -130,6 +130,6 @@ def write_weights(
         write_files(folder, stored, by_our_name, file_bytes, task, is_checkpoint=True)
         for name, content in others.items():
             (folder / name).write_bytes(content)
-        write_durably(folder / "trainer.json", json.dumps(begun | trainer, indent=1))
+        write_durably(folder / "trainer.json", json.dumps(BEGINNING | trainer, indent=1))
         files = {path.name: fingerprint(path) for path in folder.iterdir()}
         write_manifest(folder, Manifest(files=files, tensors=stored))
