@@ -182,7 +182,7 @@ class Recorder(StorageWatch):
         """Do not record the storages of these tensors (weights and inputs)."""
         self._sizes |= {key_of(tensor): 0 for tensor in tensors}
 
-    def born(self, key: int, size: int, label: Any = None) -> None:
+    def born(self, key: int, size: int) -> None:
         self._pieces[key] = piece = Piece(size, self._phase, self.of_unit)
         if self._phase >= 0:
             self._phases[self._phase].changes.append((piece, size, None))

@@ -94,7 +94,7 @@ def by_launcher(folder: Path) -> Any:
 def by_report(folder: Path) -> Any:
     """All that the report, its page and its picture show."""
     found = read_run(folder)
-    return found.points("loss"), found.data_stages, found.seconds, found.measured
+    return found.points("loss"), found.data_stages, found.seconds, found.goodput
 
 
 # each returns all that it has learnt

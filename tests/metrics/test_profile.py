@@ -135,6 +135,7 @@ def test_a_cpus_trace():
 @pytest.mark.parametrize(
     "written",
     [b"", gzip.compress(b'{"traceEvents": [', mtime=0)[:-9], b"{}", b'{"traceEvents": []}',
+     b"[" * 100_000, b'{"traceEvents": [1]}',
      gzip.compress(b"{}", mtime=0)[:10] + b"\xff" * 20],
 )  # fmt: skip
 def test_what_is_no_trace_is_refused(tmp_path, capsys, written):
@@ -142,8 +143,9 @@ def test_what_is_no_trace_is_refused(tmp_path, capsys, written):
     path.write_bytes(written)
     assert main([str(path)]) == 2
     assert capsys.readouterr().err.startswith(f"error: trace = {str(path)!r}: ")
-    assert main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("error: RUN = ")
+    for nothing in (str(tmp_path), "x" * 300):
+        assert main([nothing]) == 2
+        assert capsys.readouterr().err.startswith("error: RUN = ")
 
 
 def resolved(folder: Path, *overrides: str) -> Config:

@@ -281,6 +281,7 @@ def test_what_cannot_be_done_is_refused(new, tmp_path, capsys):
     for folder, option, out, said in (
         (tmp_path, "--out", "page.html", "RUN = "),
         (new, "--png", "loss.jpg", "end it in .png"),
+        (new, "--out", "page.pdf", "end it in .html"),
         (new, "--png", "loss.png", "it has no logged step yet"),
         (new, "--out", "run/metrics.jsonl/page.html", "cannot be written"),
     ):

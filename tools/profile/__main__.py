@@ -8,10 +8,12 @@ only the traces. Of a run's folder, it also writes the numbers to RUN/profile/su
 
 import json
 import os
+from glob import escape, glob
 from pathlib import Path
 
 from errors import UserError
-from tools.command import CommandParser, reports_errors, run_command, writes
+from runtime.files import write_or_warn
+from tools.command import CommandParser, reports_errors, run_command
 from tools.profile.summary import REMEDY, describe, read_trace, summarise
 
 
@@ -20,7 +22,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.profile", description=__doc__)
     parser.option("run", Path, "RUN", "a run folder, or a trace file")
     run = parser.parse_args(arguments).run
-    traces = [run] if os.path.isfile(run) else sorted(Path(run, "profile").glob("step-*.json.gz"))
+    names = sorted(glob(os.path.join(escape(str(run)), "profile", "step-*.json.gz")))
+    traces = [run] if os.path.isfile(run) else [Path(name) for name in names]
     if not traces:
         raise UserError("RUN", str(run), "has no profile/step-….json.gz", REMEDY)
     for path in traces:
@@ -30,8 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
             rank = path.name.removesuffix(".json.gz").partition("-rank-")[2]
             # in place of the summary of the rank's earlier steps
             file = path.with_name(f"summary-rank-{rank}.json")
-            with writes("RUN", file):
-                file.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+            write_or_warn(file, json.dumps(summary, indent=1) + "\n")
     return 0
 
 

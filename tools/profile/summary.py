@@ -80,9 +80,10 @@ def read_trace(path: Path) -> dict[str, Any]:
     try:
         raw = path.read_bytes()
         trace = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise UserError("trace", str(path), f"cannot be read: {error}", REMEDY) from None
-    if not isinstance(trace, dict) or "traceEvents" not in trace:
+    events = trace.get("traceEvents") if isinstance(trace, dict) else None
+    if not isinstance(events, list) or not all(isinstance(each, dict) for each in events):
         raise UserError("trace", str(path), "has no list traceEvents", REMEDY)
     return trace
 

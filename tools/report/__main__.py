@@ -45,8 +45,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.option("--png", Path, "FILE", "the picture to write: .png")
     options = parser.parse_args(arguments)
     out, png = options.out, options.png
-    if png is not None and png.suffix != ".png":
-        raise UserError("--png", str(png), "its name does not end in .png", "end it in .png")
+    for option, path, suffix in (("--out", out, ".html"), ("--png", png, ".png")):
+        if path is not None and path.suffix != suffix:  # it might be a file of the run
+            why = f"its name does not end in {suffix}"
+            raise UserError(option, str(path), why, f"end it in {suffix}")
     run = read_run(options.run)
     if png is not None and not run.points("loss"):
         why = "it has no logged step yet"

@@ -104,7 +104,7 @@ def draw(chart: Chart, size: tuple[float, float], data_stages: Mapping[float, st
                 place = {"xytext": (3, -9), "textcoords": "offset points"}
                 place |= {"xycoords": axes.get_xaxis_transform(), "annotation_clip": False}
                 axes.annotate(name, (x, 1), color=INK, size=8, **place)
-        if len(chart.series) > 1:
+        if len(chart.series) > 1 or chart.title.startswith(("Tasks", "Router")):
             axes.legend(frameon=False, fontsize=9, labelcolor=INK)
     values = [y for points in chart.series.values() for _, y in points]
     if chart.axis == "log" and 0 < min(values) * LOG_FROM <= max(values):

@@ -17,7 +17,7 @@ from tools.report.run import Run
 from tools.timeline.draw import COLOURS, inline
 
 MOST_EVENTS = 200  # that are shown: the newest
-# events shown in other parts of the page, or by what follows them
+# events that are no news, or shown in other parts of the page, or by what follows them
 ELSEWHERE = ("spent", "memory", "system", "started", "examining", "boundary")
 
 
@@ -116,4 +116,7 @@ def events(run: Run) -> list[tuple[str, str, Any, str]]:
 
 def clock(seconds: float) -> str:
     """Formats seconds since 1970 as UTC."""
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
+    try:
+        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
+    except (OverflowError, ValueError, OSError):  # no run has written it
+        return "?"
