@@ -20,7 +20,6 @@ Without a restart left, torchrun ends by itself; after any other status 1 it res
 """
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from errors import LOST, RunFailed, UserError
 from runtime.agreement import AgreedError
@@ -130,16 +130,12 @@ def _within(seconds: float, action: Callable[[], object]) -> None:
 
 
 def stop_agent(mark: str = REFUSED) -> None:
-    """Send SIGTERM to torchrun's agent if it would restart this rank, unless another rank of this
-    node has done so, and left the file `mark`: torch's handler raises an exception, so a further
-    signal would interrupt the agent while it stops its ranks."""
+    """Leave the file `mark` among the logs of this node's ranks (slurm/train_70b.sh looks for it),
+    and send SIGTERM to torchrun's agent if it would restart this rank. The rank that leaves the
+    file does it: torch's handler raises an exception, so a further signal would interrupt the agent
+    while it stops its ranks."""
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    pid = find_agent() if restarts < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else None
-    if pid is None:
-        return
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent passes it on to its ranks
-    # …/attempt_N/LOCAL_RANK/error.json; slurm/train_70b.sh looks for …/attempt_N/refused
+    # …/attempt_N/LOCAL_RANK/error.json
     logs = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     try:
         if logs.name == f"attempt_{restarts}":
@@ -148,6 +144,11 @@ def stop_agent(mark: str = REFUSED) -> None:
         return
     except OSError:
         pass  # a full disk, say: a further signal is better than none
+    pid = find_agent() if restarts < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else None
+    if pid is None:
+        return
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent passes it on to its ranks
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGTERM)
 
@@ -242,11 +243,7 @@ def fail(error: Exception, signals: Signals, has_spares: bool = False) -> NoRetu
 
 
 def _last_words(text: str) -> None:
-    """Log a final message, also to the file that torchrun repeats at the end of its report."""
+    """Log a final message; torchrun repeats it at the end of its report."""
     log(text)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        about = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(
-                json.dumps({"message": {"message": text, "extraInfo": about}}), encoding="utf-8"
-            )
+    with contextlib.suppress(OSError):
+        ErrorHandler().record_exception(RuntimeError(text))

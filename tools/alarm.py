@@ -39,10 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sender = Sender(target, os.getcwd(), lambda *_: None)  # it logs why an alarm is lost
     event = {"event": "job", "time": time.time(), "says": options.text}
     sender.send(alarm(config.run.dir, str(Path(config.run.dir).absolute()), event))
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not (sender.delivered or sender.failed) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    sender.finish(0.0)
+    sender.finish(LIMIT_SECONDS, pauses=True)
     return 0 if sender.delivered else 1
 
 

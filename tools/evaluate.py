@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from errors import UserError
 from runtime.agreement import from_rank_0, on_all_ranks
-from runtime.evaluation.files import read_tasks
-from runtime.evaluation.rows import log_likelihoods, measures, tokenize
+from runtime.evaluation.rows import log_likelihoods, measures, read_tasks, tokenize
 from runtime.evaluation.scoring import score_whole
 from runtime.exit import refuse
 from runtime.start.init import init_distributed
@@ -41,7 +40,7 @@ def evaluate(options: argparse.Namespace, device: str) -> dict[str, Any]:
     loaded = load_model(options.checkpoint, DTYPES[options.dtype], device)
     seq_len = options.seq_len or loaded.max_length
     tasks = on_all_ranks(lambda: tokenize(read, loaded.tokenizer, seq_len, "--tasks"), device)
-    rows = [row for task in tasks for text in task.texts() for row in text.rows]
+    rows = [row for task in tasks for row in task.all_rows()]
     of_rows = score_whole(loaded.model, rows, seq_len, TOKENS_AT_ONCE, device)
     return {
         each.task.name: {**measures(each, values), "log_likelihoods": values}

@@ -34,7 +34,8 @@ def what_next(logs: Path, status: int | None, elastic: bool = False) -> tuple[in
         status: with which training ended; None: it does not end in time, or it did not begin.
         elastic: whether training continues when a node dies. The status may then be a dead node's.
     """
-    if status and is_refused(logs):
+    # the mark of ranks that were refused, who have stopped torchrun (runtime/exit.py)
+    if status and any(logs.glob("*/*/attempt_*/refused")):
         return 2, "refused: and the next start would be, too"
     file = logs.parent.parent / "status.json"  # after a failure, perhaps an older start's
     ended: dict[str, Any] = {}
@@ -48,15 +49,6 @@ def what_next(logs: Path, status: int | None, elastic: bool = False) -> tuple[in
         if "file STOP" in why:
             return 0, f"stopped: {why}"
     return status or 0, _go_on(logs, f"the run is {state}" + (f": {why}" if why else ""))
-
-
-def is_refused(logs: Path) -> bool:
-    """Whether the last start of a node's ranks was refused. They have stopped torchrun, and left a
-    file (runtime/exit.py); or it had no restart left, and says so in NODE.log."""
-    if any(logs.glob("*/*/attempt_*/refused")):
-        return True
-    said = [file.read_text(errors="replace") for file in logs.glob("*.log")]
-    return any("failed (exitcode: 2)" in text.rpartition("restart_count=")[2] for text in said)
 
 
 def _go_on(logs: Path, why: str) -> str:

@@ -2,7 +2,7 @@
 examples in JSON lines, scored by log-likelihood.
 
 listener.py   evaluates while the run trains; the loss on held-out text
-files.py      reads the examples of a task, and finds the bundled ones in tasks/
-rows.py       turns them into rows of tokens, and the rows' log-likelihoods into measures
+rows.py       reads the examples of tasks (bundled ones are in tasks/), turns them into rows of
+              tokens, and the rows' log-likelihoods into measures
 scoring.py    the log-likelihood of each row, on one model or through every axis of the mesh
 """

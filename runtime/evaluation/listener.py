@@ -31,7 +31,7 @@ class Evaluation(Listener):
         self.heldout, self.unigram = heldout, unigram
         self.loss: float | None = None
         self.tasks = tasks
-        self.rows = [row for task in self.tasks for text in task.texts() for row in text.rows]
+        self.rows = [row for task in self.tasks for row in task.all_rows()]
 
     def after_step(self, run: Run) -> None:
         if self.heldout is None or not run.is_due(run.config.train.eval_interval):

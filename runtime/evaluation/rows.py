@@ -1,4 +1,12 @@
-"""From examples to rows of tokens, and from the rows' log-likelihoods to measures.
+"""From files of examples to rows of tokens, and from the rows' log-likelihoods to measures.
+
+A task is a file of JSON lines, all of one form:
+
+    {"context": "import json\\ntext = json.", "choices": ["dumps(", "sleep("], "answer": 0}
+    {"text": "def area(width, height):\\n    return width * height\\n"}
+
+Of the first form, the model scores each choice as the continuation of the context; `answer` is the
+number of the right one, from 0. Of the second, it scores the whole text.
 
     context "x = json."      tokens   bos x ▁= ▁json .                     ┐ the longest beginning
     with the choice "load("  tokens   bos x ▁= ▁json . load (              ┘ that both share
@@ -20,17 +28,112 @@ scored once.
 """
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field, ValidationError
 
 from data.tokenizer import Tokenizer, clean
 from errors import UserError
-from runtime.evaluation.files import Example, Task, read_tasks
+from runtime.schema import Natural, Strict, first_problem, load_json
 from settings.config import Config
+
+SUFFIX = ".jsonl"
+BUNDLED = Path(__file__).parent / "tasks"
+REMEDY = "docs/evaluation.md describes the format"
+NonEmpty = Annotated[str, Field(min_length=1)]
+
+
+class _Choices(Strict):
+    context: str
+    choices: Annotated[list[NonEmpty], Field(min_length=2)]
+    answer: Natural
+
+
+class _Text(Strict):
+    text: NonEmpty
+
+
+@dataclass(frozen=True)
+class Example:
+    """Texts to be scored as continuations of `context`, and the number of the right one; None: of
+    the only text, there is nothing to choose."""
+
+    place: str  # file and line, for messages
+    context: str
+    texts: tuple[str, ...]
+    answer: int | None
+
+
+@dataclass(frozen=True)
+class Task:
+    name: str  # of its metrics: the file's name without the suffix
+    examples: tuple[Example, ...]
+
+    @property
+    def has_choices(self) -> bool:
+        return self.examples[0].answer is not None
+
+
+def read_tasks(named: Sequence[str], key: str) -> list[Task]:
+    """Read the tasks that `key` names: bundled ones by name (`python`), others by path
+    (`mine/facts.jsonl`).
+
+    Raises UserError, which names the file and the line.
+    """
+    tasks = [read_task(_path(name, key), key) for name in named]
+    names = [task.name for task in tasks]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        why = f"two tasks would have the metrics task/{twice}/…"
+        raise UserError(key, list(named), why, "name each once, or rename a file")
+    return tasks
+
+
+def _path(name: str, key: str) -> Path:
+    path = Path(name) if name.endswith(SUFFIX) else BUNDLED / f"{name}{SUFFIX}"
+    if not os.path.isfile(path):  # an OSError is no file either
+        bundled = ", ".join(sorted(file.stem for file in BUNDLED.glob(f"*{SUFFIX}")))
+        why = "there is no such file" if name.endswith(SUFFIX) else "there is no bundled task"
+        raise UserError(
+            key, name, why, f"choose from {bundled}, or give a file of your own, ….jsonl"
+        )
+    return path
+
+
+def read_task(path: Path, key: str) -> Task:
+    """Read one file. Raises UserError."""
+    try:
+        # not splitlines: JSON strings may contain other characters at which it would split
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(key, str(path), f"it cannot be read: {error}", REMEDY) from None
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    examples = [_example(line, f"{path}, line {number}", key) for number, line in numbered]
+    if len({example.answer is None for example in examples}) != 1:
+        why = "it has no examples" if not examples else "it has both choices and texts"
+        raise UserError(key, str(path), why, REMEDY)
+    return Task(path.stem, tuple(examples))
+
+
+def _example(line: str, place: str, key: str) -> Example:
+    try:
+        content = load_json(line)
+        if isinstance(content, dict) and "text" in content:
+            text = _Text.model_validate(content).text
+            return Example(place, "", (text,), None)
+        found = _Choices.model_validate(content)
+    except ValidationError as error:
+        raise UserError(key, place, f"it has an error ({first_problem(error)})", REMEDY) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(key, place, f"it is not JSON ({error})", REMEDY) from None
+    if found.answer >= len(found.choices):
+        why = f"its answer is {found.answer}, and its choices are 0 to {len(found.choices) - 1}"
+        raise UserError(key, place, why, REMEDY)
+    return Example(place, found.context, tuple(found.choices), found.answer)
 
 
 @dataclass(frozen=True)
@@ -46,32 +149,25 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Text:
-    """A text to be scored."""
-
-    rows: tuple[Row, ...]
-    num_bytes: int  # in UTF-8
-
-
-@dataclass(frozen=True)
 class TaskRows:
     """A task in tokens."""
 
     task: Task
-    examples: tuple[tuple[Text, ...], ...]  # of each example, its texts
+    rows: list[list[list[Row]]]  # of each example, of each of its texts
 
-    def texts(self) -> list[Text]:
-        return [text for texts in self.examples for text in texts]
+    def all_rows(self) -> list[Row]:
+        return [row for texts in self.rows for rows in texts for row in rows]
 
 
 def open_tasks(config: Config, tokenizer: Path) -> list[TaskRows]:
     """Read and tokenize the run's tasks, with the data's tokenizer. Raises UserError."""
     if not config.train.tasks:
         return []
-    tasks = read_tasks(config.train.tasks, "train.tasks")
-    return tokenize(
-        tasks, Tokenizer.load(tokenizer, "data.path"), config.train.seq_len, "train.tasks"
+    tasks, bpe = (
+        read_tasks(config.train.tasks, "train.tasks"),
+        Tokenizer.load(tokenizer, "data.path"),
     )
+    return tokenize(tasks, bpe, config.train.seq_len, "train.tasks")
 
 
 def tokenize(tasks: Sequence[Task], tokenizer: Tokenizer, seq_len: int, key: str) -> list[TaskRows]:
@@ -84,49 +180,34 @@ def tokenize(tasks: Sequence[Task], tokenizer: Tokenizer, seq_len: int, key: str
 
 def _tokenize_task(task: Task, tokenizer: Tokenizer, seq_len: int, key: str) -> TaskRows:
     first = tokenizer.bos_id if tokenizer.bos_id >= 0 else tokenizer.eos_id
+    pairs = [(clean(each.context), clean(text)) for each in task.examples for text in each.texts]
+    wholes = iter(tokenizer.encode_arrays([context + text for context, text in pairs]))
     contexts = tokenizer.encode_arrays([clean(each.context) for each in task.examples])
-    wholes = iter(
-        tokenizer.encode_arrays(
-            [clean(each.context) + clean(text) for each in task.examples for text in each.texts]
-        )
-    )
-    examples = []
+    found = []
     for example, context in zip(task.examples, contexts, strict=True):
         texts = []
         for text in example.texts:
             whole = np.concatenate(([first], next(wholes))).astype(np.int32)
             if example.answer is None:
-                rows = windows(whole, seq_len)
+                starts = range(0, len(whole) - 1, seq_len)
+                windows = (whole[start : start + seq_len + 1] for start in starts)
+                texts.append([Row(window, len(window) - 1) for window in windows])
             else:
-                rows = (_choice(example, text, context, whole, seq_len, key),)
-            texts.append(Text(rows, len(clean(text).encode())))
-        examples.append(tuple(texts))
-    return TaskRows(task, tuple(examples))
+                scored = len(whole) - 1 - _shared(context, whole[1:])
+                if not 1 <= scored <= seq_len:
+                    why = f"its choice {text[:100]!r} has {scored} tokens after the context, and a "
+                    why += f"row has between 1 and {seq_len}"
+                    raise UserError(key, example.place, why, "write a longer or shorter choice")
+                texts.append([Row(whole[-(seq_len + 1) :], scored)])
+        found.append(texts)
+    return TaskRows(task, found)
 
 
-def _choice(
-    example: Example, text: str, context: np.ndarray, whole: np.ndarray, seq_len: int, key: str
-) -> Row:
-    scored = len(whole) - 1 - shared(context, whole[1:])
-    if scored < 1 or scored > seq_len:
-        why = f"its choice {text[:100]!r} has {scored} tokens after the context, and a row has "
-        why += f"between 1 and {seq_len}"
-        raise UserError(key, example.place, why, "write a longer choice, or a shorter one")
-    return Row(whole[-(seq_len + 1) :], scored)
-
-
-def shared(one: np.ndarray, other: np.ndarray) -> int:
+def _shared(one: np.ndarray, other: np.ndarray) -> int:
     """The length of the longest beginning that both have."""
     length = min(len(one), len(other))
     differs = np.flatnonzero(one[:length] != other[:length])
     return int(differs[0]) if len(differs) else length
-
-
-def windows(tokens: np.ndarray, seq_len: int) -> tuple[Row, ...]:
-    """Cut tokens into rows of at most `seq_len` inputs that score every token but the first."""
-    starts = range(0, len(tokens) - 1, seq_len)
-    parts = [tokens[start : start + seq_len + 1] for start in starts]
-    return tuple(Row(part, len(part) - 1) for part in parts)
 
 
 def log_likelihoods(tasks: Sequence[TaskRows], of_rows: Sequence[float]) -> list[list[list[float]]]:
@@ -134,7 +215,7 @@ def log_likelihoods(tasks: Sequence[TaskRows], of_rows: Sequence[float]) -> list
     `of_rows`: of all rows, in order."""
     values = iter(of_rows)
     return [
-        [[sum(next(values) for _ in text.rows) for text in texts] for texts in task.examples]
+        [[sum(next(values) for _ in rows) for rows in texts] for texts in task.rows]
         for task in tasks
     ]
 
@@ -149,28 +230,26 @@ def measures(task: TaskRows, found: Sequence[Sequence[float]]) -> dict[str, floa
     bits_per_byte: of all texts, or of all right choices; it changes smoothly where accuracy jumps
         (Bhagia et al. 2024, https://arxiv.org/abs/2412.04403).
     """
-    sizes = [[text.num_bytes for text in texts] for texts in task.examples]
+    scores = [np.array(values) for values in found]  # of each example: of its texts, in nats
+    sizes = [np.array([len(clean(t).encode()) for t in each.texts]) for each in task.task.examples]
     answers = [example.answer or 0 for example in task.task.examples]
-    right = zip(found, sizes, answers, strict=True)
-    nats = [(values[answer], size[answer]) for values, size, answer in right]
-    bits = -sum(value for value, _ in nats) / sum(size for _, size in nats) / math.log(2)
+    nats = sum(each[answer] for each, answer in zip(scores, answers, strict=True))
+    num_bytes = sum(each[answer] for each, answer in zip(sizes, answers, strict=True))
+    bits = float(-nats / num_bytes / math.log(2))
     if not task.task.has_choices:
         return {"bits_per_byte": bits}
-    per_byte = [
-        [value / num_bytes for value, num_bytes in zip(*pair, strict=True)]
-        for pair in zip(found, sizes, strict=True)
-    ]
+    per_byte = [score / size for score, size in zip(scores, sizes, strict=True)]
     return {
         "accuracy_per_byte": _accuracy(per_byte, answers),
-        "accuracy": _accuracy(found, answers),
+        "accuracy": _accuracy(scores, answers),
         "bits_per_byte": bits,
     }
 
 
-def _accuracy(scores: Sequence[Sequence[float]], answers: Sequence[int]) -> float:
+def _accuracy(scores: list[np.ndarray], answers: list[int]) -> float:
     """The share of examples whose answer has the largest score, the first of equal ones; NaN if a
     score is."""
-    if any(map(math.isnan, chain.from_iterable(scores))):
+    if any(np.isnan(each).any() for each in scores):
         return math.nan
-    chosen = [max(range(len(each)), key=each.__getitem__) for each in scores]
-    return sum(map(int.__eq__, chosen, answers)) / len(answers)
+    right = [each.argmax() == answer for each, answer in zip(scores, answers, strict=True)]
+    return float(sum(right) / len(right))

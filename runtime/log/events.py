@@ -116,7 +116,8 @@ def named_as_today(event: dict[str, Any]) -> dict[str, Any]:
     return named | {"event": "boundary" if kind != "data_stage" and "data_stage" in named else kind}
 
 
-def read_events(folder: str | Path) -> list[dict[str, Any]]:
-    """Read all whole events in order."""
+def read_events(folder: str | Path, until: int | None = None) -> list[dict[str, Any]]:
+    """Read all whole events in order, or those in the first `until` bytes."""
     path = Path(folder) / "events.jsonl"
-    return [named_as_today(event) for event in whole_lines(path, content(path), is_whole_event)]
+    whole = whole_lines(path, content(path)[:until], is_whole_event)
+    return [named_as_today(event) for event in whole]

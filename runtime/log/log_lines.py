@@ -7,7 +7,6 @@ out, with one warning for each file and process. The last line is not odd as lon
 unfinished: somebody may be writing it.
 """
 
-import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -46,9 +45,8 @@ def is_record(found: dict[str, Any]) -> bool:
     return is_count(found.get("step"))
 
 
-def whole_lines(path: Path, data: bytes, is_whole: IsWhole, begin: int = 0) -> list[dict[str, Any]]:
-    """The whole objects in `data`, which was read from byte `begin` of `path` on, where a line
-    begins. Blank lines are not odd."""
+def whole_lines(path: Path, data: bytes, is_whole: IsWhole) -> list[dict[str, Any]]:
+    """The whole objects in `data`, which was read from `path`. Blank lines are not odd."""
     found, odd, lines = [], None, data.split(b"\n")
     for number, line in enumerate(lines, 1):
         known = json_object(line)
@@ -58,11 +56,9 @@ def whole_lines(path: Path, data: bytes, is_whole: IsWhole, begin: int = 0) -> l
             odd = number
     if odd is not None and path.absolute() not in _warned:
         _warned.add(path.absolute())
-        shown, before = short(lines[odd - 1].decode(errors="replace")), 0
-        with contextlib.suppress(OSError), open(path, "rb") as file:
-            before = file.read(begin).count(b"\n")
+        shown = short(lines[odd - 1].decode(errors="replace"))
         why = "is no whole record, and is left out like any other such line"
-        log(f"warning: {path}: line {before + odd} {why}: {shown}")
+        log(f"warning: {path}: line {odd} {why}: {shown}")
     return found
 
 

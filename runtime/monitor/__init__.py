@@ -15,11 +15,9 @@ holds the other end of the pipe, so the monitor sees its end.
     rank_0.py        starts the monitor, passes on what the log says, waits for it at the end
     check.py         refuses invalid settings before the run begins
     process.py       the process: hears rank 0, keeps the clock, hands on what happens, ends
-    files.py         its thread for files: reads and writes events, shows numbers to Prometheus
     alarms.py        which events are sent, each in a sentence
     send.py          sends alarms to a webhook or a command, with a time limit and retries
-    state.py         what the events and records add up to
-    prometheus.py    that state for Prometheus: a file or an endpoint
+    prometheus.py    what the events and records add up to, for Prometheus: a file or an endpoint
     after_commit.py  runs the command, and records on disk for which checkpoints it has succeeded
     command.py       one run of a command, within its time
     rules/           alert rules for Prometheus, and their tests

@@ -10,12 +10,10 @@ machine (`_lock_of`) keeps the next one waiting until it has.
 
     RUN/checkpoints/after_commit/
         step-00000100.SHA.running   it runs for the checkpoint whose manifest states this sha256
-        step-00000100.SHA.done      … has succeeded for it; kept while the checkpoint is there, and
-                                    for the newest
+        step-00000100.SHA.done      … has succeeded for it
 
 What is pending is every complete checkpoint without its own `.done`, so a crash between a commit
-and this file loses nothing, and a step that was saved again is done again. (Older versions wrote
-after_commit.json, whose entry `done` counts, too.)
+and this file loses nothing, and a step that was saved again is done again.
 
 checkpoint.keep_last does not delete a checkpoint while its command runs. Those that are still
 waiting may be deleted, so that a slow or unreachable object store does not fill the disk: they are
@@ -46,7 +44,6 @@ from runtime.checkpoint.folder import (
     step_of,
 )
 from runtime.files import locked
-from runtime.log.log_lines import content, json_object
 from runtime.monitor.command import run_command
 from runtime.monitor.send import say_once
 
@@ -63,20 +60,12 @@ REASON_BYTES = 300  # of the end of a failed command's output, for its event
 def progress(checkpoints: Path) -> tuple[list[Path], int | None]:
     """Return the checkpoints for which the command has not succeeded, newest first, and the step
     of the newest for which it has (perhaps deleted since)."""
-    done = _done(checkpoints)
+    names = (Path(name) for name in names_in(checkpoints / AFTER_COMMIT))
+    done = {name.stem.partition(".")[::2] for name in names if name.suffix == ".done"}
+    done = {(name, sha) for name, sha in done if NAME.fullmatch(name)}
     found = reversed(complete_checkpoints(checkpoints))
     waiting = [path for path in found if (path.name, _manifest_sha(path)) not in done]
     return waiting, max((step_of(Path(name)) for name, _ in done), default=None)
-
-
-def _done(checkpoints: Path) -> set[tuple[str, str]]:
-    """The checkpoints for which the command has succeeded: name, and their manifest's sha256."""
-    names = (Path(name) for name in names_in(checkpoints / AFTER_COMMIT))
-    found = {name.stem.partition(".")[::2] for name in names if name.suffix == ".done"}
-    # of an older version
-    older = json_object(content(checkpoints / "after_commit.json")).get("done")
-    found |= {(name, str(older[name])) for name in older} if isinstance(older, dict) else set()
-    return {(name, sha) for name, sha in found if NAME.fullmatch(name)}
 
 
 def _manifest_sha(path: Path) -> str | None:
@@ -101,7 +90,7 @@ def _lock_of(checkpoints: Path) -> Path:
 class Tries:
     """Of the command for a pending checkpoint."""
 
-    failed: int = 0
+    made: int = 0
     due: float = 0.0  # when it is the next one's turn, by the monotonic clock
 
 
@@ -165,7 +154,7 @@ class Commands:
         """Hear what is new; wait for that, or until it is a checkpoint's turn. Returns False once
         rank 0 has ended and no attempt is left."""
         tries = self.pending.values()
-        if self._ending and all(each.failed >= ENDING_ATTEMPTS for each in tries):
+        if self._ending and all(each.made >= ENDING_ATTEMPTS for each in tries):
             return False
         first = min((each.due for each in tries), default=float("inf"))
         pause = min(LOOK_SECONDS, max(0.0, first - time.monotonic()))
@@ -193,26 +182,24 @@ class Commands:
         except OSError as error:  # without it, checkpoint.keep_last may delete the checkpoint
             problem = f"{running} cannot be written: {error.strerror}"
         else:
-            is_deleted = sha is None or not os.path.isfile(path / MANIFEST)  # which never raises
-            problem = DELETED if is_deleted else self._command(path) if sha else UNREADABLE
+            is_there = sha is not None and os.path.isfile(path / MANIFEST)  # which never raises
+            problem = DELETED if not is_there else self._command(path) if sha else UNREADABLE
             # If this fails, it is not run again now, but by the next start.
             with contextlib.suppress(OSError):
                 running.unlink() if problem else running.rename(running.with_suffix(".done"))
-        tries = self.pending[path]
-        if problem == DELETED:
-            del self.pending[path]
-            self.event(step=step_of(path), attempts=tries.failed, failed=problem)
-        elif not problem:
-            del self.pending[path]
-            self.done_step = max(step_of(path), self.done_step or 0)
-            self._forget_deleted()
-            seconds = time.monotonic() - began
-            self.event(step=step_of(path), attempts=tries.failed + 1, seconds=seconds)
-        elif time.monotonic() < self._ends_at:  # else it was interrupted
-            tries.failed += 1
-            pause = min(RETRY_SECONDS * 2 ** (tries.failed - 1), LONGEST_RETRY_SECONDS)
+        tries, is_deleted = self.pending[path], problem == DELETED
+        if problem and not is_deleted and time.monotonic() >= self._ends_at:
+            return  # it was interrupted
+        tries.made += not is_deleted
+        if problem and not is_deleted:
+            pause = min(RETRY_SECONDS * 2 ** (tries.made - 1), LONGEST_RETRY_SECONDS)
             tries.due = time.monotonic() + pause
-            self.event(step=step_of(path), attempts=tries.failed, failed=problem)
+        else:
+            del self.pending[path]
+        if not problem:
+            self.done_step = max(step_of(path), self.done_step or 0)
+        about = {"failed": problem} if problem else {"seconds": time.monotonic() - began}
+        self.event(step=step_of(path), attempts=tries.made, **about)
 
     def _command(self, path: Path) -> str:
         """Run the command; return why it failed, or the empty string."""
@@ -245,10 +232,3 @@ class Commands:
             return f"it cannot be started: {error.strerror}"
         last = next((line for line in reversed(said) if line.strip()), "it printed nothing")
         return f"{problem}: {last.strip()}"
-
-    def _forget_deleted(self) -> None:
-        """Remove what is recorded of deleted checkpoints, but for the newest."""
-        with contextlib.suppress(OSError):
-            for path in sorted((self.checkpoints / AFTER_COMMIT).glob("*.done"))[:-1]:
-                if not (self.checkpoints / path.name.partition(".")[0]).is_dir():
-                    path.unlink()

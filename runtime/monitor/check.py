@@ -1,5 +1,6 @@
 """Refuse invalid settings of alarms before the run begins."""
 
+import contextlib
 import os
 import re
 import shlex
@@ -13,7 +14,6 @@ from runtime.monitor.send import is_webhook
 from settings.config import Config
 
 LOOPBACK = "127.0.0.1"
-HOST = re.compile(rb"[A-Za-z0-9._:%-]*")
 VARIABLE = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)\}?")
 
 
@@ -47,14 +47,12 @@ def on_event(config: Config) -> str:
 
 
 def _check_url(setting: str, url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        good = bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        good = False
-    if not good or not url.isascii() or not url.isprintable() or " " in url:
-        why = "is not the URL of a webhook"
-        raise UserError("run.on_event", setting, why, "write https://HOST/PATH")
+    good = url.isascii() and url.isprintable() and " " not in url
+    with contextlib.suppress(ValueError):
+        if good and urlsplit(url).hostname and urlsplit(url).port != 0:
+            return
+    why = "is not the URL of a webhook"
+    raise UserError("run.on_event", setting, why, "write https://HOST/PATH")
 
 
 def _check_command(key: str, setting: str, command: str) -> None:
@@ -79,16 +77,15 @@ def prometheus(setting: str) -> str | list[str | int]:
     """
     if setting.endswith(".prom"):
         return os.path.abspath(setting)
-    host, _, port = setting.rpartition(":")
-    host = host.strip("[]")
     try:
-        good = HOST.fullmatch(host.encode("idna")) and port.isascii() and port.isdigit()
-    except UnicodeError:
-        good = False
-    if not good or not 0 < int(port) < 65536 or setting[0] == ":":
+        parts = urlsplit(f"//{setting}" if ":" in setting else f"//:{setting}")
+        host, port = parts.hostname or LOOPBACK, parts.port
+    except ValueError:
+        port = None
+    if not port:
         why = "is neither a file ….prom nor PORT or HOST:PORT"
         raise UserError("run.prometheus", setting, why, "write for example 9400")
-    return [host or LOOPBACK, int(port)]
+    return [host, port]
 
 
 def _check_prometheus(setting: str) -> None:

@@ -9,8 +9,8 @@ the main thread, so it notices both even if the file system does not respond.
 
     thread        does                                               may wait for
     main          hears rank 0, keeps the clock                      nothing
-    files         reads what happened before this start, writes      the file system
-                  events and the file for Prometheus (files.py)
+    files         writes events; reads what happened before this     the file system
+                  start, and writes the file, for Prometheus
     sender        sends alarms (send.py)                             a webhook, a command
     after_commit  runs the command (after_commit.py)                 the command
     (one each)    answers scrapes (prometheus.py)                    a client
@@ -30,20 +30,27 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
-from runtime.log.events import is_whole_event
+from errors import short
+from runtime.log.events import append_event, is_whole_event
 from runtime.log.log_lines import is_number, is_record, json_object
+from runtime.log.status import end_start, read_status
 from runtime.monitor.after_commit import Commands
 from runtime.monitor.alarms import Series, alarm, is_alarm
-from runtime.monitor.files import GONE, Files, survive
-from runtime.monitor.send import Sender, say
-from runtime.monitor.state import RunState
+from runtime.monitor.send import Sender, say, say_once
 from runtime.output import guard_output
 
 STDIN = 0
 LOOK_SECONDS = 1.0  # between two looks at the clock
+SHOW_SECONDS = 10.0  # between two versions of the numbers for Prometheus
 ENDING_SECONDS = 10.0
+# after rank 0's end: the launcher may still record how it ended (tools/launch.py)
+END_EVENT_SECONDS = 3.0
+GONE = "rank 0 is gone and recorded no end: it was killed, or the run folder is not readable"
 
 
 class MonitorProcess:
@@ -54,11 +61,21 @@ class MonitorProcess:
     """
 
     def __init__(self, told: dict[str, Any]) -> None:
-        self.told = told
+        self.told, self.folder = told, Path(told["folder"])
+        self.files = ThreadPoolExecutor(1)  # its work, in order
         target = told["on_event"]
         self.sender = Sender(target, told["cwd"], self._lost) if target else None
         self.commands = Commands(told, self._commanded) if told["after_commit"] else None
-        self.files = Files(told, self._numbers)
+        self.state = self.show = None  # for Prometheus
+        if told["prometheus"]:
+            # takes as long as all other imports
+            from runtime.monitor.prometheus import RunState, Shown, families
+
+            self.state, shown = RunState(), Shown(told["prometheus"])
+            about = (told["name"], self.state, self.sender, self.commands)
+            self.show = lambda: shown.update([*families(*about)])
+            self._later(self.state.read_past, self.folder, told["past"])
+        self.show_next = 0.0
         # what rank 0 does; the step that it has logged last, and when; when its silence is a stall
         self.busy, self.step, self.logged = "start", 0, time.monotonic()
         self.due, self.is_stalled = self.logged + told["due"], False
@@ -70,6 +87,9 @@ class MonitorProcess:
         """Work until rank 0 ends, and for a bounded time after that."""
         unfinished = b""
         while True:
+            if time.monotonic() >= self.show_next:
+                self.show_next = time.monotonic() + SHOW_SECONDS
+                self._later(self._show)
             if not select.select([STDIN], [], [], LOOK_SECONDS)[0]:
                 # only now: if this process was stopped, what rank 0 said meanwhile comes first
                 self.look(time.monotonic())
@@ -98,7 +118,8 @@ class MonitorProcess:
             self.hear_event(event)
         if isinstance(record, dict) and is_record(record):
             silent, self.logged, self.step = now - self.logged, now, record["step"]
-            self.files.note_record(record)
+            if self.state is not None:
+                self._later(self.state.note_record, record, time.time())
             if self.is_stalled:
                 self.is_stalled = False
                 self.happened("resumed", step=self.step, seconds=silent)
@@ -107,8 +128,9 @@ class MonitorProcess:
         kind = event["event"]
         if kind in ("start", "rollback"):
             self.step = event["step"]
-        self.files.note_event(event, writes=kind == "refused")  # the others rank 0 has written
-        self._send(event)
+        if kind == "refused":  # the others rank 0 has written
+            self._later(self._write, event)
+        self._note(event)
         if kind == "start":
             self.start = event
             if self.commands is not None:  # not before: the newest checkpoint may be damaged
@@ -120,18 +142,33 @@ class MonitorProcess:
 
     def end(self) -> None:
         """Report rank 0's end, if it has not; then end, in bounded time."""
-        self.files.is_rank_0_gone = True
         if not self.end_state:
-            if (end := self.files.find_end(self.start, self.step)) is not None:
+            found = self.files.submit(self._find_end)
+            wait([found], END_EVENT_SECONDS + LOOK_SECONDS)
+            if found.done() and (end := found.result()) is not None:
                 self.hear_event(end)
             else:
+                if self.start:
+                    about = (self.folder, self.start, "failed", self.step, GONE)
+                    self._later(end_start, *about)
                 self.happened("died", step=self.step, reason=GONE)
+        self._later(self._show)
         if self.commands is not None:
             finished = self.end_state == "finished"
             self.commands.finish(self.told["after_commit_seconds"] if finished else ENDING_SECONDS)
         if self.sender is not None:
             self.sender.finish(ENDING_SECONDS)
-        self.files.close(2 * LOOK_SECONDS)
+        wait([self._later(self._show)], 2 * LOOK_SECONDS)
+
+    def _find_end(self) -> dict[str, Any] | None:
+        """How this start ended, which the launcher may still record; None: nobody has."""
+        until = time.monotonic() + END_EVENT_SECONDS
+        # until a start begins, status.json is about the one before, and then there is none
+        while self.start and time.monotonic() < until:
+            if status := read_status(self.folder):
+                return {"event": "end", "time": time.time(), **status}
+            time.sleep(0.1)
+        return None
 
     # --- any thread -------------------------------------------------------------------------------
 
@@ -139,8 +176,8 @@ class MonitorProcess:
         """Note an event of the monitor's own: send it if it is an alarm, and let it be written to
         events.jsonl."""
         event = {"event": kind, "time": time.time(), **about}
-        self.files.note_event(event, writes=True)
-        self._send(event)
+        self._later(self._write, event)
+        self._note(event)
 
     def _commanded(self, **about: Any) -> None:
         self.happened("after_commit", **about)
@@ -150,7 +187,28 @@ class MonitorProcess:
     def _lost(self, lost: dict[str, Any], why: str) -> None:
         self.happened("undelivered", text=lost["text"], about=lost["event"], why=why)
 
-    def _send(self, event: dict[str, Any]) -> None:
+    def _later(self, work: Callable[..., object], *about: Any) -> "Future[None]":
+        """Let the thread `files` do a piece of work."""
+        return self.files.submit(survive, work, *about)
+
+    def _write(self, event: dict[str, Any]) -> None:
+        if event["event"] == "refused" and not (self.folder / "events.jsonl").exists():
+            return  # a new run folder stays empty
+        about = {name: value for name, value in event.items() if name not in ("event", "time")}
+        append_event(self.folder, event["event"], **about)
+
+    def _show(self) -> None:
+        if self.show is not None:
+            try:
+                self.show()
+            except OSError as error:
+                about = f"run.prometheus={self.told['prometheus']}: {error.strerror or error}"
+                say_once(f"{about}; trying again")
+
+    def _note(self, event: dict[str, Any]) -> None:
+        """Count an event, and send it if it is an alarm."""
+        if self.state is not None:
+            self._later(self.state.note_event, event)
         if self.sender is not None and is_alarm(event):
             event = {**event}  # to which `passes` adds
             with self._lock:
@@ -158,18 +216,15 @@ class MonitorProcess:
             if passes:
                 self.sender.send(alarm(self.told["name"], self.told["folder"], event))
 
-    def _numbers(self, state: RunState) -> dict[str, float]:
-        """The monitor's own, for Prometheus."""
-        found: dict[str, float] = {}
-        if self.sender is not None:
-            found["lattice_alarms_delivered_total"] = self.sender.delivered
-            found["lattice_alarms_lost_total"] = self.sender.failed
-        if self.commands is not None:
-            done = self.commands.done_step
-            found["lattice_after_commit_failures_total"] = state.failed_commands
-            found["lattice_after_commit_pending"] = len(self.commands.pending)
-            found |= {"lattice_after_commit_step": done} if done is not None else {}
-        return found
+
+def survive(work: Callable[..., object], *about: Any) -> None:
+    """Do a piece of work; if it fails, say so and go on with the next."""
+    try:
+        work(*about)
+    except Exception as error:
+        line = next((each for each in about if isinstance(each, dict)), None)
+        what = short(line) if line is not None else work.__name__
+        say_once(f"warning: {what}: {type(error).__name__}: {error}")
 
 
 def main() -> None:

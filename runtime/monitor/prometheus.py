@@ -1,25 +1,27 @@
 """The state of a run for Prometheus: a file for node_exporter's textfile collector, or an endpoint.
-Only this file imports prometheus_client, and only the monitor imports this file.
+Only this file imports prometheus_client, and the monitor imports this file only if it is asked for.
 
 Units are seconds, bytes and ratios; times are in seconds since 1970, so that a rule computes ages
 with `time() - …`. Every sample has the label `run`. What a rollback takes back (steps, tokens,
 skipped updates, seconds by cause) is a gauge, because a counter never falls.
 """
 
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from runtime.log.events import VERDICTS
+from runtime.log.events import VERDICTS, read_events
+from runtime.log.ledger import Account
 from runtime.log.log_lines import is_number
+from runtime.monitor.after_commit import Commands
 from runtime.monitor.alarms import TEMPLATES
-from runtime.monitor.state import RunState
+from runtime.monitor.send import Sender
 
-FILE_SECONDS = 10.0  # between two versions of the file
 CLIENT_SECONDS = 5.0  # that the endpoint waits for a client: a scrape takes milliseconds
 STATES = ("starting", "running", "finished", "requeue", "failed", "died", "refused")
 # entries of a record (metrics/metrics.py) → metric and help; others: lattice_record{name="…"}
@@ -44,21 +46,70 @@ RECORD = {
 UPDATED = "When this text was written; old: the monitor or its machine is gone."
 # name, help, names of the labels besides `run`, and values by those of the labels
 Numbers = tuple[str, str, tuple[str, ...], Mapping[tuple[str, ...], float]]
-MORE = {
-    "lattice_alarms_delivered_total": "Alarms of this start that were delivered (run.on_event).",
-    "lattice_alarms_lost_total": "Alarms of this start that could not be delivered.",
-    "lattice_after_commit_failures_total": "Failures of checkpoint.after_commit, all starts.",
-    "lattice_after_commit_pending": "Checkpoints for which it has not succeeded yet.",
-    "lattice_after_commit_step": "Step of the newest checkpoint for which it has succeeded.",
-}
 
 
-def families(run: str, state: RunState, more: dict[str, float]) -> Iterator[Metric]:
-    """Yield the metrics as prometheus_client has them, each with the label `run`.
+class RunState:
+    """What the events and records of a run add up to, from the first event of events.jsonl on."""
 
-    more: numbers of the monitor itself, by metric (MORE).
-    """
-    for name, about, labels, values in _numbers(state, more):
+    def __init__(self) -> None:
+        self.state = "starting"  # then running, and as in status.json, died or refused
+        self.record: dict[str, Any] = {}  # each entry as last logged; of earlier starts only `step`
+        self.record_time: float | None = None  # when it was logged, in seconds since 1970
+        self.start_time: float | None = None  # when the last start began, likewise
+        self.account = Account()  # seconds by cause
+        self.events: Counter[str] = Counter()  # over all starts; likewise those below
+        self.verdicts: Counter[str] = Counter()  # of examinations
+        self.failed: Counter[str] = Counter()  # saves (`checkpoint`) and commands (`after_commit`)
+        self.checkpoint: dict[str, Any] = {}  # the event of the last good save
+        self.slow: dict[tuple[str, ...], float] = {}  # (rank, node) → factor, of this start
+        self.spares: int | None = None  # nodes that wait
+
+    def read_past(self, folder: Path, until: int) -> None:
+        """Note what happened before this start: the first `until` bytes of events.jsonl."""
+        for event in read_events(folder, until):
+            self.note_event(event)
+            if event["event"] == "spent":  # with each logged step
+                self.note_record({"step": event["step"]}, event["time"])
+        self.state = "starting"
+
+    def note_event(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind != "boundary":  # of an older version (log/events.py)
+            self.events[kind] += 1
+        self.account.add(event)
+        self.failed[kind] += "failed" in event
+        if kind == "start":
+            self.state, self.slow, self.start_time = "running", {}, event["time"]
+            self.spares = None if self.spares is None else 0  # unless `spares` follows
+        elif kind == "data_stage":  # as a start: a slow first step, no rank judged yet
+            self.slow, self.start_time = {}, event["time"]
+        elif kind in ("end", "died", "refused"):
+            self.state = str(event.get("state", kind))
+        elif kind == "checkpoint" and "failed" not in event:
+            self.checkpoint = event
+        elif kind == "slow_rank":
+            key = str(event.get("rank")), str(event.get("node"))
+            factor: Any = event.get("factor")
+            self.slow.pop(key, None)
+            if is_number(factor) and not event.get("ended"):
+                self.slow[key] = float(factor)
+        elif kind == "suspicion":
+            self.verdicts[str(event.get("verdict"))] += 1
+        elif kind == "spares" and isinstance(event.get("ranks"), dict):
+            self.spares = len(event["ranks"])
+
+    def note_record(self, record: dict[str, Any], logged: float) -> None:
+        """logged: when it was, in seconds since 1970."""
+        # added, because what is evaluated is in one record only, which may have nothing else
+        self.record, self.record_time = self.record | record, logged
+
+
+def families(
+    run: str, state: RunState, sender: Sender | None = None, commands: Commands | None = None
+) -> Iterator[Metric]:
+    """Yield the metrics as prometheus_client has them, each with the label `run`: of the run's
+    state, and of the monitor's threads."""
+    for name, about, labels, values in _numbers(state, sender, commands):
         if values:
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             family = kind(name, about, labels=["run", *labels])
@@ -67,7 +118,9 @@ def families(run: str, state: RunState, more: dict[str, float]) -> Iterator[Metr
             yield family
 
 
-def _numbers(state: RunState, more: dict[str, float]) -> Iterator[Numbers]:
+def _numbers(
+    state: RunState, sender: Sender | None, commands: Commands | None
+) -> Iterator[Numbers]:
     record = {key: value for key, value in state.record.items() if is_number(value, finite=False)}
     last = state.checkpoint
     single: list[tuple[str, str, float | None]] = [  # None: not known yet
@@ -76,13 +129,31 @@ def _numbers(state: RunState, more: dict[str, float]) -> Iterator[Numbers]:
         ("lattice_start_timestamp_seconds", "When the last start began.", state.start_time),
         ("lattice_last_step_timestamp_seconds", "When a step was logged last.", state.record_time),
         *((*RECORD[key], record.pop(key)) for key in RECORD if key in record),
-        ("lattice_failed_saves_total", "Saves that failed.", state.failed_saves),
+        ("lattice_failed_saves_total", "Saves that failed.", state.failed["checkpoint"]),
         ("lattice_checkpoint_step", "Step of the last one.", last.get("step")),
         ("lattice_checkpoint_timestamp_seconds", "When it was committed.", last.get("time")),
         ("lattice_checkpoint_bytes", "Its size.", last.get("bytes")),
         ("lattice_spare_nodes", "Nodes that wait.", state.spares),
-        *((name, MORE[name], value) for name, value in more.items()),
     ]
+    if sender is not None:  # of this start
+        delivered, lost = "Alarms that were delivered (run.on_event).", "… that could not be."
+        single.append(("lattice_alarms_delivered_total", delivered, sender.delivered))
+        single.append(("lattice_alarms_lost_total", lost, sender.failed))
+    if commands is not None:
+        failed = state.failed["after_commit"]
+        single += [
+            ("lattice_after_commit_failures_total", "Failures of checkpoint.after_commit.", failed),
+            (
+                "lattice_after_commit_pending",
+                "Checkpoints that wait for it.",
+                len(commands.pending),
+            ),
+            (
+                "lattice_after_commit_step",
+                "The newest for which it ended well.",
+                commands.done_step,
+            ),
+        ]
     for name, about, value in single:
         if value is not None:
             yield name, about, (), {(): value}
@@ -109,49 +180,31 @@ def _plain(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _version(path: str) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_ino, found.st_mtime_ns
-
-
 class Shown:
-    """The metrics, where Prometheus finds them.
+    """The metrics, where Prometheus finds them: a file, or the host and port of an endpoint."""
 
-    Args:
-        where: a file, or the host and port of an endpoint.
-        collect: returns them.
-    """
-
-    def __init__(self, where: str | list[Any], collect: Callable[[], list[Metric]]) -> None:
-        self.where, self.collect = where, collect
-        self.registry = CollectorRegistry()
-        self.registry.register(self)  # it calls `collect`
+    def __init__(self, where: str | list[Any]) -> None:
+        self.where = where
         self.server: Any = None
-        self._due = 0.0  # when the file is written again
-        # its last version: not the inode alone, whose number a file system gives again
-        self._written: tuple[int, int] | None = None
+        self.metrics: list[Metric] = []  # as last shown: scrapes read it, in their threads
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
 
-    def update(self, gone: bool = False, is_last: bool = False) -> None:
-        """Write the file if it is time or the last version; serve the endpoint if that has failed
-        before, because the monitor of the start before still used the port.
+    def collect(self) -> list[Metric]:
+        """Called by the registry."""
+        return self.metrics
 
-        gone: rank 0 has ended. Then the file stays if the next start's monitor has replaced it.
-
-        Raises OSError.
-        """
-        if not isinstance(self.where, str):
-            if self.server is None:
-                self._serve(*self.where)
-        elif is_last or time.monotonic() >= self._due:
-            is_ours = not gone or self._written is None or self._written == _version(self.where)
-            self._due = time.monotonic() + FILE_SECONDS
-            if is_ours:
-                write_to_textfile(self.where, self.registry)
-                self._written = _version(self.where)
-
-    def _serve(self, host: str, port: int) -> None:
-        self.server, _ = start_http_server(port, host, self.registry)
-        handler = self.server.RequestHandlerClass
-        # a client that sends or reads nothing keeps no thread; one that goes away is no news
-        self.server.RequestHandlerClass = type("Handler", (handler,), {"timeout": CLIENT_SECONDS})
-        self.server.handle_error = lambda *_: None
+    def update(self, metrics: list[Metric]) -> None:
+        """Write the file; serve the endpoint if that has failed before, because the monitor of the
+        start before still used the port. Raises OSError."""
+        self.metrics = metrics
+        if isinstance(self.where, str):
+            write_to_textfile(self.where, self.registry)
+        elif self.server is None:
+            host, port = self.where
+            self.server, _ = start_http_server(port, host, self.registry)
+            handler = self.server.RequestHandlerClass
+            # a client that sends or reads nothing keeps no thread; one that goes away is no news
+            own = type("Handler", (handler,), {"timeout": CLIENT_SECONDS})
+            self.server.RequestHandlerClass = own
+            self.server.handle_error = lambda *_: None

@@ -17,8 +17,7 @@ from runtime.log.run_log import PAUSE_SECONDS
 from runtime.log.status import read_status, write_status
 from runtime.monitor.after_commit import progress
 from runtime.monitor.check import on_event, prometheus
-from runtime.monitor.files import END_EVENT_SECONDS
-from runtime.monitor.process import ENDING_SECONDS
+from runtime.monitor.process import END_EVENT_SECONDS, ENDING_SECONDS
 from runtime.output import log
 from runtime.signals import Signals, requests
 from settings.config import Config
@@ -45,7 +44,7 @@ class Monitor:
         keys = (config.run.on_event, config.run.prometheus, config.checkpoint.after_commit)
         self.is_wanted = dist.get_rank() == 0 and any(keys)
         self._is_cut = False  # whether the pipe has taken only a part of the last line
-        self._has_begun = self._has_finished = False  # the training, as the log says
+        self._has_finished = False  # the training, as the log says
 
     def __enter__(self) -> "Monitor":
         if not self.is_wanted:
@@ -80,7 +79,6 @@ class Monitor:
         """Pass on a line of the run's log (log/run_log.py). It is left out if the pipe is full,
         because the monitor hangs; if that has died, that is said once."""
         event = line.get("event", {})
-        self._has_begun |= event.get("event") == "start"
         self._has_finished |= event.get("state") == "finished"
         if self.process is None or self.process.stdin is None:
             return
@@ -105,24 +103,17 @@ class Monitor:
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()  # the monitor sees the end of the pipe
-        seconds, checkpoint = BRIEF_SECONDS, self.config.checkpoint
-        if error is None and self._has_finished:
-            seconds = ENDING_SECONDS + END_EVENT_SECONDS
-            seconds += checkpoint.after_commit_minutes * 60 if checkpoint.after_commit else 0.0
-        self._wait(seconds)
-        if checkpoint.after_commit and self._has_begun:
-            with contextlib.suppress(OSError):  # a run that has finished has finished
-                self._add_to_status()
-
-    def _wait(self, seconds: float) -> None:
-        """Wait for the monitor: so long, but only briefly once a signal was received."""
-        assert self.process is not None
+        finished, checkpoint = error is None and self._has_finished, self.config.checkpoint
+        seconds = ENDING_SECONDS + END_EVENT_SECONDS if finished else BRIEF_SECONDS
+        if finished and checkpoint.after_commit:
+            seconds += checkpoint.after_commit_minutes * 60
         began = time.monotonic()
         while self.process.poll() is None and time.monotonic() - began < seconds:
-            if self.signals.heard:
-                seconds = min(seconds, BRIEF_SECONDS)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(0.1)
+            seconds = min(seconds, BRIEF_SECONDS) if self.signals.heard else seconds
+            time.sleep(0.02)
+        if finished and checkpoint.after_commit:
+            with contextlib.suppress(OSError):  # a run that has finished has finished
+                self._add_to_status()
 
     def _add_to_status(self) -> None:
         """Add to status.json for which checkpoints the command has not succeeded."""

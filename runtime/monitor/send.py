@@ -61,12 +61,14 @@ class Sender:
             self._waiting.append(alarm)
             self._news.release()
 
-    def finish(self, seconds: float) -> None:
-        """Deliver what is waiting, without pauses between attempts, in at most so many seconds: a
-        server that sends its answer byte by byte can hold the thread for longer, but nobody."""
+    def finish(self, seconds: float, pauses: bool = False) -> None:
+        """Deliver what is waiting, without pauses between attempts unless `pauses`, in at most so
+        many seconds: a server that sends its answer byte by byte can hold the thread for longer,
+        but nobody."""
         # a command ends before this process, which would leave it behind
         self._ends_at = time.monotonic() + seconds - 2 * LOOK_SECONDS
-        self._ending.set()
+        if not pauses:
+            self._ending.set()
         self._news.release()
         self._thread.join(seconds)
         left, self._waiting = self._waiting, deque()

@@ -80,11 +80,6 @@ def test_each_checkpoint_once_and_the_newest_first(tmp_path):
         for path, step in ((paths[1], 20), (paths[0], 10), (paths[2], 30))
     ]
     assert [event["step"] for event in folder.events] == [20, 10, 30]
-    # what is recorded of the deleted one is removed
-    assert names(folder.checkpoints / AFTER_COMMIT) == [
-        "step-00000020.a20.done",
-        "step-00000030.a30.done",
-    ]
     # A step that is saved again, after a rollback, is another checkpoint.
     folder.commit(20, sha="b")
     assert progress(folder.checkpoints) == ([paths[1]], 30)
@@ -180,21 +175,6 @@ def test_what_fails_for_a_moment_is_tried_again(tmp_path):
     assert (tmp_path / "tries").read_text() == "x\n"
 
 
-@pytest.mark.parametrize(
-    ("older", "is_done"),
-    [
-        ({"running": None, "done": {"step-00000010": "a10", "x": "y"}}, True),
-        ({"running": None, "done": {"step-00000010": "of another"}}, False),
-        ({"done": 3}, False),
-    ],
-)
-def test_what_an_older_version_recorded_counts(tmp_path, older, is_done):
-    folder = Folder(tmp_path, "true")
-    path = folder.commit(10)
-    (folder.checkpoints / "after_commit.json").write_text(json.dumps(older))
-    assert (path not in progress(folder.checkpoints)[0]) == is_done
-
-
 @pytest.mark.parametrize("begins", ["before", "meanwhile", "never"])
 def test_no_checkpoint_is_deleted_while_its_command_runs(tmp_path, begins):
     """If the command begins between the saver's look and its rename, that is taken back. Control:
@@ -228,8 +208,8 @@ def test_no_checkpoint_is_deleted_while_its_command_runs(tmp_path, begins):
 
 @pytest.mark.thorough
 def test_a_run_ends_when_its_last_checkpoint_is_done(ranks, data, tmp_path):
-    """What never succeeds, here for the checkpoint before it, is in the events and the status, and
-    training is not at fault."""
+    """What never succeeds, here for the checkpoint before it, is in the events, and training is
+    not at fault."""
     Folder(tmp_path, f'[ $LATTICE_STEP = 6 ] && sleep 1 && cp -r "$1" {tmp_path}/store')
     checkpoint = {"interval": 3, "after_commit": str(tmp_path / "command")}
     checkpoint |= {"after_commit_minutes": 0.1}

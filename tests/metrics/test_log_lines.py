@@ -11,17 +11,12 @@ from unittest.mock import patch
 
 import pytest
 
-from proofs.ranks import Ranks
 from runtime.health import examine
 from runtime.log import log_lines
-from runtime.log.events import append_event
+from runtime.log.events import append_event, read_events
 from runtime.log.status import read_status, record_failure, record_missing_end
 from runtime.metrics.trackers import JsonLines
-from runtime.monitor import files
-from runtime.monitor.files import Files
-from runtime.monitor.send import say_once
-from tests.monitor.alert_helpers import Receiver, settings_of
-from tests.runs import events_of, forget_last, heard, losses, run, write_config
+from runtime.monitor.prometheus import RunState
 from tools.report.run import read_run
 
 FILES = ("events.jsonl", "metrics.jsonl")
@@ -72,11 +67,8 @@ def insert(path: Path, place: int, *lines: bytes) -> None:
 
 def by_monitor(folder: Path) -> Any:
     """What it knows of earlier starts for Prometheus."""
-    said = say_once.cache_info()
-    reader = Files(settings_of(folder), lambda state: {})
-    reader.close(60)
-    assert say_once.cache_info() == said
-    state = reader.state
+    state = RunState()
+    state.read_past(folder, (folder / FILES[0]).stat().st_size)
     return state.state, state.account.seconds, state.record["step"], state.checkpoint["step"]
 
 
@@ -171,44 +163,9 @@ def test_what_is_not_odd(reader: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert not capsys.readouterr().err
 
 
-def test_a_long_file_is_read_piece_by_piece(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And only as far as it reached when this start began."""
-    monkeypatch.setattr(files, "READ_BYTES", 100)
-    path = tmp_path / "events.jsonl"
-    for step in range(31):
-        append_event(tmp_path, "hang", step=step)
-        if step == 29:
-            path.write_text(path.read_text() + "x" * 250 + "\n")
-    until = path.stat().st_size
-    append_event(tmp_path, "hang", step=31)
-    assert [event["step"] for event in files._events_until(path, until)] == [*range(31)]
-    assert capsys.readouterr().err.count("line 31 is no whole record") == 1
-    assert [*files._events_until(path, 0), *files._events_until(tmp_path / "none", 10)] == []
-
-
-def test_the_next_start_of_a_run(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """Its first start was killed while it wrote its end; and both files have every odd line."""
-    folder = tmp_path / "run"
-    sections = {"model": {"num_layers": 2}, "train": {"steps": 4, "micro_batch_size": 8}}
-    config = write_config(tmp_path, data, checkpoint={"interval": 2}, **sections)
-    run(ranks, 1, config)
-    before = losses(tmp_path)
-    forget_last(tmp_path)  # so that the next start makes its steps again
-    events, metrics = (folder / name for name in FILES)
-    events.write_bytes(events.read_bytes().rpartition(b', "state"')[0])
-    for path in (events, metrics):
-        insert(path, 2, *ODD.values())
-    with Receiver() as server:
-        told = ["checkpoint.interval=auto", f"run.on_event={server.url}"]
-        ((why, said),) = ranks.run(heard, 1, [config, *told])
-        server.wait_for("end", "start", "end")  # the first: noted by the next start
-    assert not why
-    for path in (events, metrics):
-        assert said.count(f"warning: {path}: line 3 is no whole record") == 1, said
-    assert said.count("no whole record") == 2
-    assert losses(tmp_path) == before, "the same steps, each once"
-    assert metrics.read_bytes().count(b"\n") == 4
-    ends = [event["state"] for event in events_of(folder, "end")]
-    assert ends == ["failed", "finished"]
+def test_only_what_was_before_this_start_is_its_past(tmp_path: Path) -> None:
+    append_event(tmp_path, "hang", step=1)
+    until = (tmp_path / "events.jsonl").stat().st_size
+    append_event(tmp_path, "hang", step=2)
+    assert [event["step"] for event in read_events(tmp_path, until)] == [1]
+    assert read_events(tmp_path / "none", 10) == []

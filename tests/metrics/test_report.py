@@ -19,8 +19,7 @@ from runtime.log.events import append_event, read_events
 from runtime.log.ledger import account
 from runtime.log.status import read_status
 from runtime.monitor.alarms import Series, alarm
-from runtime.monitor.prometheus import families
-from runtime.monitor.state import RunState
+from runtime.monitor.prometheus import RunState, families
 from tests.runs import evaluations, losses, run, run_log_of, write_config
 from tools.report import __main__ as report
 from tools.report.charts import BINS, NARROW, Chart, charts, draw, picture_of_loss, thin
@@ -168,7 +167,7 @@ def test_entries_that_no_run_has_written_harm_no_reader(new, tmp_path):
         state.note_event(event)
         json.dumps(alarm("r", "f", event), allow_nan=False)
         Series().passes(event, 0.0)
-    generate_latest(SimpleNamespace(collect=lambda: families("r", state, {})))
+    generate_latest(SimpleNamespace(collect=lambda: families("r", state)))
     written(new, tmp_path / "page.html")
     assert charts_of(new)["Loss"].series == {"training": [(3, -1), (6, 1.5), (15, 2.5)]}
     assert report.main([str(new), "--png", str(tmp_path / "loss.png")]) == 0

@@ -92,9 +92,9 @@ class FedMonitor:
         self.run = folder / "run"
         self.run.mkdir(exist_ok=True)
         self.log = folder / "monitor.log"
-        hasty = "from runtime.monitor import files, process; "
-        hasty += "process.LOOK_SECONDS = files.LOOK_SECONDS = 0.1; "
-        hasty += f"files.END_EVENT_SECONDS = {waits}; process.main()"
+        hasty = "from runtime.monitor import process; "
+        hasty += "process.LOOK_SECONDS = process.SHOW_SECONDS = 0.1; "
+        hasty += f"process.END_EVENT_SECONDS = {waits}; process.main()"
 
         def start(command: list[str], **about: Any) -> subprocess.Popen[bytes]:
             return POPEN([command[0], "-c", hasty], stderr=log, **about)

@@ -234,12 +234,11 @@ def test_the_status_of_a_dead_node(tmp_path: Path) -> None:
 
 
 def test_a_refused_start(tmp_path: Path) -> None:
-    """Only the last start of a node's ranks counts."""
     logs = logs_of(tmp_path)
-    said = "restart_count=0\nfailed (exitcode: 2) local_rank: 0\n"
-    (logs / "n3.log").write_text(f"{said}restart_count=1\nfailed (exitcode: 1) local_rank: 0\n")
+    attempt = logs / "n3" / "x" / "attempt_1"
+    attempt.mkdir(parents=True)
     assert what_next(logs, 1)[1].startswith("requeue")
-    (logs / "n4.log").write_text(said)
+    (attempt / "refused").touch()
     assert what_next(logs, 1) == (2, "refused: and the next start would be, too")
 
 
