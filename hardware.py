@@ -1,7 +1,7 @@
 """Rates of accelerators: the figures of their data sheets, the fractions that programs reach, and
 how often they fail. No other file has such numbers.
 
-Used for MFU (runtime/metrics/metrics.py), the warning about slow links (runtime/start/topology.py),
+Used for MFU (runtime/metrics/metrics.py), the times of transfers (costs/seconds.py),
 the balance of pipeline stages (costs/summary.py), the planner (tools/plan/), and for how often to
 save (runtime/checkpoint/save_interval.py).
 """

@@ -78,7 +78,7 @@ def at_least(least: int, below: float = math.inf, **options: float | None) -> No
     for name, value in options.items():
         if value is not None and not least <= value < below:
             why = f"it must be at least {least}"
-            why += f" and less than {below}" if below < math.inf else ""
+            why += f" and less than {below}" if below < math.inf or not value < least else ""
             raise UserError(f"--{name.replace('_', '-')}", value, why, "give such a number")
 
 

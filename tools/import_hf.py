@@ -1,10 +1,10 @@
 """Converts a Hugging Face folder to a checkpoint: `python -m tools.import_hf --hf DIR --out DIR`
 
 The --hf folder contains config.json, safetensors files and a tokenizer (else give --tokenizer). The
-model is a Llama 2 to 3.2, a Mistral or Mixtral without a
-sliding window, or a Qwen3 or Qwen3-MoE. Settings that Lattice's model does not support are refused
-by name (huggingface/config.py). Weights keep their dtype, and are written in files of at most 5 GB,
-or of one larger tensor; one file is in memory at a time.
+model is a Llama 2 to 3.2, a Mistral or Mixtral without a sliding window, or a Qwen3 or Qwen3-MoE.
+Settings that Lattice's model does not support are refused by name (huggingface/config.py). Weights
+keep their dtype, and are written in files of at most 5 GB, or of one larger tensor; one file is in
+memory at a time.
 
 --out becomes a checkpoint for checkpoint.load_weights_only, tools.generate, tools.verify and
 tools.export. Its model.yaml is the `model` section for a configuration. The exit status is 2 if the

@@ -271,8 +271,12 @@ def main() -> int:
     processes, overrides = options.nproc_per_node, []
     at_least(1, nproc_per_node=processes)
     check_environment(is_rank=False)
+    gpus = count_gpus()
     if processes is None:
-        processes, overrides = layout(count_gpus(), options.config, options.overrides)
+        processes, overrides = layout(gpus, options.config, options.overrides)
+    elif 0 < gpus < processes:
+        why = f"this machine has {gpus} GPUs"
+        raise UserError("--nproc-per-node", processes, why, f"give 1 to {gpus}")
     arguments = [options.config, *overrides, *options.overrides]
     # Before any process is started. There are no spares: nodes do not come and go here.
     config, processes = valid_layout(load_config(options.config, arguments[1:]), processes)

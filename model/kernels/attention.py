@@ -13,8 +13,8 @@ decided in attention_choice.py.
 The operators are called directly. torch's `scaled_dot_product_attention` would choose among them
 again in every call, by flags of the process, and would silently take another one if a check fails;
 an operator that cannot run raises an error. On a CPU there is nothing to choose, and
-`scaled_dot_product_attention` is called (and on a GPU for prompts of unequal length, in
-generation).
+`scaled_dot_product_attention` is called (and on a GPU, in generation, for each token after the
+prompt).
 
 flash 3 (Shah et al. 2024, https://arxiv.org/abs/2407.08608) is a separate package. Once
 `load_flash3` has registered it, the two operators of flash attention run its kernels instead of

@@ -19,7 +19,8 @@ On a GPU, the first kernel in the row of the mask runs that nothing in the secon
 |           | not know to have a backward in 16 bits (at first it had none: 5)                    |
 |           | train.deterministic: its backward gave different bits in spite of the option (6)    |
 |           | not 16 bits; heads wider than 256 or not a multiple of 8                            |
-| flash 2   | not 16 bits; heads wider than 256 or not a multiple of 8; before Ampere             |
+| flash 2   | not 16 bits; heads wider than 256 or not a multiple of 8; before Ampere; heads of   |
+|           | 193 to 224 on other GPUs than A100, Hopper and Blackwell's large ones (7)           |
 | efficient | float64; heads whose rows are not a multiple of 16 bytes; 16 bits before Ampere     |
 | math      | nothing, but it keeps S × S scores                                                  |
 
@@ -34,6 +35,7 @@ On a GPU, the first kernel in the row of the mask runs that nothing in the secon
 4. https://github.com/pytorch/pytorch/pull/182551
 5. https://github.com/pytorch/pytorch/pull/172040
 6. https://github.com/Dao-AILab/flash-attention/issues/2244
+7. `mha_bwd` of torch's flash_api.cpp refuses them
 """
 
 import importlib.util
@@ -172,6 +174,9 @@ def _impossible(kernel: Kernel, device: Device, call: Call) -> Iterator[str]:
         return
     if kernel is FLASH2 and device.capability < (8, 0):
         yield f"does not run on {_gpu(device)}"
+    large = device.amd or device.capability in ((8, 0), *FAST_CUDNN)  # in shared memory (7)
+    if kernel is FLASH2 and not large and 192 < call.head_dim <= 224:
+        yield f"its backward takes no heads of {call.head_dim} on {_gpu(device)}"
     if kernel is FLASH3:
         if device.amd or device.capability != (9, 0):
             yield f"runs on Hopper, not on {_gpu(device)}"

@@ -2,6 +2,7 @@
 how and from where, what changed since the run of its checkpoint, and what may be an oversight.
 (What can only be a mistake is refused: settings/checks.py.)"""
 
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from runtime.listener import Listener, Run
 from runtime.output import log
 from runtime.start.attention import describe_attention
 from runtime.start.environment import local_world
+from runtime.start.host import CONNECTIONS, advised_connections
 from runtime.start.topology import describe_nodes, describe_stages
 from settings.config import SECTIONS, Config
 from settings.data_stages import DataStage, data_stages
@@ -49,6 +51,9 @@ def announce(run: Run, whole: Config, spares: dict[str, int]) -> None:
     except CannotRecord as error:
         about += [f"warning: no MFU: {error}"]
     about += [describe_attention(config, mesh.device)]
+    value, advised = os.environ.get(CONNECTIONS), advised_connections(config.parallel)
+    if mesh.device == "cuda" and value != str(advised):  # of a site's module, for example
+        about += [f"warning: {CONNECTIONS} is {value}, as it was set; usually {advised} is faster"]
     begins = f"starting from {start.path or 'initial weights'} at step {start.step}"
     log("\n".join([*about, f"{begins}; run folder {folder}"]), sys.stdout)
 
@@ -94,6 +99,8 @@ def notices(config: Config, path: Path | None) -> list[str]:
         if stage.phase.start == stage.steps.start:  # else it is in the phase of the one before
             where = f"data_stages.{stage.number}." if stage.number else ""
             found += [where + doubt for doubt in _doubts_of_phase(stage)]
+    if config.checkpoint.interval == "never":
+        found.append("checkpoint.interval is never: the run saves only when stopped or asked")
     changed = what_changed(path.resolve(), config) if path is not None else []
     return changed + [f"warning: {doubt}" for doubt in found]
 
@@ -116,12 +123,17 @@ def what_changed(path: Path, config: Config) -> list[str]:
 
 def _doubts_of_phase(stage: DataStage) -> list[str]:
     """About the learning rate of a phase."""
-    optimizer, steps = stage.config.optimizer, len(stage.phase)
+    optimizer, steps, found = stage.config.optimizer, len(stage.phase), []
     if not optimizer.lr:
         return ["optimizer.lr is 0: no weight changes"]
     if 0 < steps <= optimizer.warmup_steps:
-        return [
+        found.append(
             f"optimizer.warmup_steps={optimizer.warmup_steps} is not less than the {steps} steps: "
             "the learning rate rises until the end"
-        ]
-    return []
+        )
+    if (shrinks := optimizer.lr * optimizer.weight_decay) > 1:
+        found.append(
+            f"optimizer.lr · optimizer.weight_decay is {shrinks:g}: above 1, each step turns the "
+            "sign of every weight"
+        )
+    return found

@@ -12,7 +12,7 @@ from collections import Counter
 from typing import Any
 
 from costs.parameters import kinds_of_blocks
-from model.kernels.attention_choice import Call, choose_for_steps, this_device
+from model.kernels.attention_choice import Call, choose_for_steps, made_ready, this_device
 from settings.config import Config
 
 
@@ -42,7 +42,9 @@ def describe_attention(config: Config, device_type: str) -> str:
             packed = config.data.document_mask or (window or train.seq_len) < train.seq_len
             packed |= config.parallel.cp > 1  # a chunk of queries, and more keys (mask.py)
             call = Call(dtype, head_dim, train.seq_len, packed, train.deterministic)
-            found[str(choose_for_steps(device, call, wanted))] += layers
+            choice = choose_for_steps(device, call, wanted)
+            made_ready(choice)  # raises if flash 3 is installed, but torch cannot load it
+            found[str(choice)] += layers
     if len(found) > 1:
         return "attention: " + ", ".join(f"{text} in {n} layers" for text, n in found.items())
     return f"attention: {next(iter(found), 'of its own kind')}"  # of a kind that asks for no mask

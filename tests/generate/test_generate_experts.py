@@ -104,6 +104,8 @@ def test_what_cannot_be_loaded_is_refused(ranks: Ranks, tmp_path: Path) -> None:
         said = rf"(?s)--nproc-per-node = {tp}: its {what} cannot .* choose one of \[1, 2\]"
         with pytest.raises(UserError, match=said):
             check_split(config, tp)
+    for message in ranks.run(said_by, 4, load_model, folder, torch.float32, "cpu"):
+        assert "its 6 experts cannot be split" in message
     model = json.loads((folder / "trainer.json").read_text())["model"]
     change(folder, "trainer.json", model=model | {"ffn_dim": 64})
     manifest = read_manifest(folder)

@@ -178,7 +178,15 @@ DAMAGE = {
                   "is not a readable safetensors file"),
     "missing file": (lambda f: (f / FIRST).unlink(), f"{EMBEDDING} is missing"),
     "pointer": (lambda f: (f / FIRST).write_text(POINTER), "run `git lfs pull`"),
-    "older weights": (lambda f: shutil.copyfile(f / FIRST, f / SINGLE), f"{FIRST} has {EMBEDDING}"),
+    "older weights": (lambda f: shutil.copyfile(f / FIRST, f / SINGLE), "two sets of weights"),
+    "a shard of another set": (
+        lambda f: (f / FIRST).rename(f / "model-00001-of-00003.safetensors"),
+        "remove the files that are out of date",
+    ),
+    "tensor in two files": (
+        lambda f: save_file(load_file(f / FIRST) | load_file(f / SECOND), f / SECOND),
+        f"{FIRST} has {EMBEDDING} too",
+    ),
     "pickles": (only_pickles, "*.bin would have to be unpickled"),
     "config that is no JSON": (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
 }  # fmt: skip

@@ -34,10 +34,20 @@ def llama(*overrides, file="llama3_8b"):
     ],
 )  # fmt: skip
 def test_the_line_at_the_start(device, overrides, said):
-    with patch("runtime.start.attention.this_device", lambda _: device):
+    with (
+        patch("runtime.start.attention.this_device", lambda _: device),
+        patch("model.kernels.attention_choice.load_flash3"),
+    ):
         assert describe_attention(llama(*overrides), "cuda") == f"attention: {said}"
 
 
 def test_a_kernel_that_cannot_run_is_refused_at_the_start():
     with pytest.raises(UserError, match="there is no GPU"):
         describe_attention(llama("model.attention_kernel=cudnn", file="laptop"), "cpu")
+    broken = ImportError("undefined symbol")
+    with (
+        patch("runtime.start.attention.this_device", lambda _: WITH_3),
+        patch("model.kernels.attention_choice.load_flash3", side_effect=broken),
+        pytest.raises(UserError, match=r"torch cannot load it \(undefined symbol\)"),
+    ):
+        describe_attention(llama("data.document_mask=true"), "cuda")

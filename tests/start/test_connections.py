@@ -54,7 +54,7 @@ def test_it_is_set_before_cuda_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         assert value_at_first_use(CONFIG) is None
 
 
-def test_cublas_is_prepared_before_attention_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_of_the_configuration_prepares_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS reads its variable at its first product, and flash attention's backward is
     deterministic only under torch's flag. A value with which neither holds is refused."""
     flag = torch.are_deterministic_algorithms_enabled()

@@ -7,8 +7,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from runtime.start import host
+from runtime.start import host, init
 
 GPUS = [f"0000:{bus:02x}:00.0" for bus in (0x1B, 0x3C, 0x9A, 0xBB)]
 NODES = {"0": "0-15,32-47\n", "1": "16-31,48-63\n", "-": "0-63\n", "x": "x", "n": "\n"}
@@ -89,11 +90,14 @@ def test_a_rank_is_bound_before_its_device_is_set(
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: calls.append(f"device {gpu}"))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: calls.append(f"{count} threads"))
     torch.set_float32_matmul_precision("high")  # as with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1
-    with patch.dict(os.environ):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 10)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **given: None)
+    with patch.dict(os.environ, {"RANK": "0", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "10"}):
         for name in ("OMP_NUM_THREADS", "TORCH_NCCL_HIGH_PRIORITY", *ALLOCATOR):
             os.environ.pop(name, None)
         os.environ |= given
-        host.use_gpu(3, 0, 10)
+        assert init.init_distributed(store=dist.HashStore()) == "cuda"
         found = {name: os.environ[name] for name in ALLOCATOR if name in os.environ}
         assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == "1"
     own = {name: value for name, value in given.items() if name in ALLOCATOR}

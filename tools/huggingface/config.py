@@ -89,7 +89,10 @@ MUST_BE: dict[str, tuple[Any, str]] = {
 }
 OTHER_MODEL = "import another model: Llama 2 to 3.2, Mistral or Mixtral without a sliding window, "
 OTHER_MODEL += "Qwen3, Qwen3-MoE"
-COPY_AGAIN = "copy the folder again: it needs config.json and each of its model*.safetensors"
+COPY_AGAIN = (
+    "copy the folder again: it needs config.json and each of its model*.safetensors; GGUF and"
+    " publishers' own formats are not supported"
+)
 # ours → theirs, in rope_scaling with rope_type llama3 (Llama 3.1 and 3.2)
 ROPE = {
     "rope_scaling_factor": "factor",

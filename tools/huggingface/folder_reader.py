@@ -57,12 +57,20 @@ class FolderReader(WeightReader):
     def _read_headers(self) -> dict[str, Theirs]:
         """All tensors in the files. Their headers are read, not the index, which may be older."""
         found: dict[str, Theirs] = {}
-        files = [file for file in self._folder.iterdir() if FILES.fullmatch(file.name)]
+        try:
+            files = [file for file in self._folder.iterdir() if FILES.fullmatch(file.name)]
+        except OSError as error:
+            why = f"it cannot be read ({error.strerror})"
+            raise self._refusal(self._folder, why, "give a folder that you may read") from None
+        sets = {file.stem.rpartition("-of-")[2]: file.name for file in sorted(files)}
+        if len(sets) > 1:
+            why = f"it has two sets of weights: {' and '.join(sorted(sets.values()))}"
+            raise self._refusal(self._folder, why, "remove the files that are out of date")
         if not files:
             why = f"it has no {SINGLE}, nor model-00001-of-…"
             if any(self._folder.glob("*.bin")):
                 why += "; *.bin would have to be unpickled, which can run any code"
-            raise self._refusal(self._folder, why, "give a folder with safetensors files")
+            raise self._refusal(self._folder, why, f"rename them to these ({INDEX} is not read)")
         for file in sorted(files):
             try:
                 opened = self._open(file)

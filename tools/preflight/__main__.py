@@ -42,6 +42,7 @@ from runtime.output import log
 from runtime.start.attention import describe_attention
 from runtime.start.checks import check_writable, open_data_stages
 from runtime.start.environment import LARGEST, check_environment, check_number
+from runtime.start.host import raise_open_files
 from settings.config import Config
 from settings.layouts import layout_sizes, valid_layout
 from settings.load import load_config
@@ -216,6 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 2
         raise
 
+    raise_open_files(num_nodes * options.ranks_per_node)  # each rank has a socket to the store
     # Forked before this process has threads.
     links = Links(options.device, options.ranks_per_node, options.meet, node, deadline)
     with links.running():
