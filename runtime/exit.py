@@ -20,6 +20,7 @@ Without a restart left, torchrun ends by itself; after any other status 1 it res
 """
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -33,7 +34,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from errors import LOST, RunFailed, UserError
 from runtime.agreement import AgreedError
@@ -135,6 +135,12 @@ def stop_agent(mark: str = REFUSED) -> None:
     file does it: torch's handler raises an exception, so a further signal would interrupt the agent
     while it stops its ranks."""
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    goes_on = restarts < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    pid = find_agent() if goes_on else None
+    if goes_on and pid is None:
+        return  # torchrun starts the ranks again: this start is not the last
+    if goes_on and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent passes it on to its ranks
     # …/attempt_N/LOCAL_RANK/error.json
     logs = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     try:
@@ -144,13 +150,9 @@ def stop_agent(mark: str = REFUSED) -> None:
         return
     except OSError:
         pass  # a full disk, say: a further signal is better than none
-    pid = find_agent() if restarts < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else None
-    if pid is None:
-        return
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent passes it on to its ranks
-    with contextlib.suppress(OSError):
-        os.kill(pid, signal.SIGTERM)
+    if pid is not None:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGTERM)
 
 
 def find_agent() -> int | None:
@@ -243,7 +245,11 @@ def fail(error: Exception, signals: Signals, has_spares: bool = False) -> NoRetu
 
 
 def _last_words(text: str) -> None:
-    """Log a final message; torchrun repeats it at the end of its report."""
+    """Log a final message, also to the file that torchrun repeats at the end of its report. (Its
+    own ErrorHandler would write a traceback instead.)"""
     log(text)
-    with contextlib.suppress(OSError):
-        ErrorHandler().record_exception(RuntimeError(text))
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        about = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        message = json.dumps({"message": {"message": text, "extraInfo": about}})
+        with contextlib.suppress(OSError):
+            Path(path).write_text(message, encoding="utf-8")

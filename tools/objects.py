@@ -54,8 +54,12 @@ def sizes(store: DirFileSystem, folder: str) -> dict[str, int]:
 
 def complete(store: DirFileSystem) -> list[str]:
     """Return the names of the complete checkpoints, oldest first."""
-    found = sorted(Path(path).parent.name for path in store.glob(f"step-*/{MANIFEST}"))
-    return [name for name in found if NAME.fullmatch(name)]
+    try:
+        found = store.ls("", detail=False)  # unlike glob, this raises if it cannot be listed
+    except FileNotFoundError:
+        return []
+    names = sorted(filter(NAME.fullmatch, (Path(each).name for each in found)))
+    return [name for name in names if store.exists(f"{name}/{MANIFEST}")]
 
 
 def read(store: DirFileSystem, path: str) -> bytes | None:

@@ -73,6 +73,10 @@ def _check_tokens(
         why += f"with this configuration it would be {counted:,}: train.global_batch_size changed"
         remedy = f"declare the change as a data stage from step {trainer.step} on, with the "
         remedy += "earlier value before it; or give from_step"
+        train = now.config.train
+        left = -(-(token - trainer.tokens) // (train.global_batch_size * train.seq_len))
+        if number == now.number + 1 and left > 0:
+            remedy += f"={trainer.step + left}"
         raise UserError(f"data_stages.{number}.{name}", token, why, remedy)
 
 

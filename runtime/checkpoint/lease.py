@@ -141,7 +141,7 @@ class Lease:
         # checkpoint may be on its way aside. The next start clears it (`_clear`).
         with contextlib.suppress(OSError):
             self.work.rmdir()
-        # if this fails, a newcomer finds that this process has ended or the lease has expired
+        # if this fails, a newcomer finds that this process has ended or no longer renews the lease
         with contextlib.suppress(OSError):
             # the run was refused before it wrote anything
             if self._made and {path.name for path in self.run_dir.iterdir()} == {"lease"}:

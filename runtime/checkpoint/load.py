@@ -64,10 +64,10 @@ def find_start(config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
     resume, device = config.checkpoint.resume, lease.device
     from_rank_0(lambda: _put_incomplete_aside(lease), device)
     path = weights = None
-    begun = from_rank_0(lambda: _began_at(resume, lease), device)
+    begun, has_saved = from_rank_0(lambda: _began_at(resume, lease), device)
     if begun < math.inf:
         path = _newest_good(lease)
-        if path is None:
+        if path is None and has_saved:  # else the damaged ones are those of a run before
             from_rank_0(lambda: _refuse_to_begin_anew(resume, lease), device)
     if resume not in ("auto", "none") and (path is None or step_of(path) <= begun):
         path = _named(resume, "checkpoint.resume", device)
@@ -77,19 +77,21 @@ def find_start(config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
     return from_rank_0(lambda: _start_from(path, weights, config, data, lease), device)
 
 
-def _began_at(resume: str, lease: Lease) -> float:
+def _began_at(resume: str, lease: Lease) -> tuple[float, bool]:
     """The step at which the run began with a checkpoint of `resume` (a checkpoint, or a run): what
     it has saved since comes from there, and a later start with the same setting continues it.
-    Infinite if it began otherwise: nothing in its folder is used. Called on rank 0."""
+    Infinite if it began otherwise: nothing in its folder is used. And whether it may have saved
+    since. Called on rank 0."""
     if resume in ("auto", "none"):
-        return -1 if resume == "auto" else math.inf
-    begun = math.inf
+        return (-1 if resume == "auto" else math.inf), True
+    begun, has_saved = math.inf, False
     for event in read_events(lease.run_dir):
         came_from = Path(str(event.get("checkpoint", "")))
         if event["event"] == "start" and came_from.parent != lease.checkpoints.absolute():
             is_that = Path(resume).absolute() in (came_from, *came_from.parents)
-            begun = event["step"] if is_that else math.inf
-    return begun
+            begun, has_saved = event["step"] if is_that else math.inf, False
+        has_saved |= event["event"] == "checkpoint" and "failed" not in event
+    return begun, has_saved
 
 
 def _put_incomplete_aside(lease: Lease) -> None:

@@ -112,9 +112,9 @@ def read_manifest(folder: Path) -> Manifest:
         if math.prod(tensor.shape) >= MAX_NUMBERS:
             raise Damaged(f"its {MANIFEST} gives {name!r} the impossible shape {tensor.shape}")
     # The tensor reader would read every such file that it finds.
-    for path in sorted(folder.glob(f"*{TENSORS}")):
-        if path.name not in manifest.files:
-            raise Damaged(f"the file {path.name!r} does not belong to it")
+    for name in sorted(path.name for path in folder.iterdir()):  # unlike glob, this may raise
+        if name.endswith(TENSORS) and name not in manifest.files:
+            raise Damaged(f"the file {name!r} does not belong to it")
     return manifest
 
 

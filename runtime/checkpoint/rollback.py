@@ -53,6 +53,7 @@ class Rollback(Listener):
         # The host learns of bad steps only every run.log_interval steps.
         most = run.config.guard.max_bad_steps + run.config.run.log_interval + 1
         self.first_samples = deque([run.loader.next_sample], maxlen=most)
+        self.start = run.start  # where the run began; after a rollback, `run.start` is another
 
     def after_step(self, run: Run) -> None:
         self.first_samples.append(run.loader.next_sample)
@@ -77,7 +78,7 @@ class Rollback(Listener):
         # A checkpoint saved on request while steps were bad is no better than the current state.
         begun_here = step - bad >= run.data_stage.steps.start
         lease = self.saver.lease
-        start = begun_here and find_before(step - bad, config, self.data, run.start, lease)
+        start = begun_here and find_before(step - bad, config, self.data, self.start, lease)
         if not start or start.data_stage != run.data_stage.number:
             remedy = "save more often (checkpoint.interval), or change optimizer.lr"
             within = " in this data stage" if config.data_stages else ""

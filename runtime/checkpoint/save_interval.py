@@ -30,7 +30,7 @@ DAY = 86_400.0
 # Published failure rates know nothing of a quota that runs out, or of a job that someone else ends.
 MOST_SECONDS = 3600.0
 BUSY = 2.0  # an interval is at least this many times as long as writing a checkpoint takes
-REMEMBERED = 8  # saves, and logged steps, of which the median counts
+REMEMBERED = 8  # waits for saves, and logged steps, of which the median counts
 WORTH_CHANGING = 0.1  # a smaller relative change is not made
 
 

@@ -29,6 +29,7 @@ scored once.
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ from settings.config import Config
 
 SUFFIX = ".jsonl"
 BUNDLED = Path(__file__).parent / "tasks"
+NAME = re.compile(r"[A-Za-z0-9_.-]+")  # as part of a metric's name
 REMEDY = "docs/evaluation.md describes the format"
 NonEmpty = Annotated[str, Field(min_length=1)]
 
@@ -101,6 +103,9 @@ def _path(name: str, key: str) -> Path:
         raise UserError(
             key, name, why, f"choose from {bundled}, or give a file of your own, ….jsonl"
         )
+    if not NAME.fullmatch(path.stem):
+        why = "the file's name is part of its metrics' names"
+        raise UserError(key, name, why, "use letters, digits, and any of _ . - in it")
     return path
 
 
@@ -113,9 +118,10 @@ def read_task(path: Path, key: str) -> Task:
         raise UserError(key, str(path), f"it cannot be read: {error}", REMEDY) from None
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     examples = [_example(line, f"{path}, line {number}", key) for number, line in numbered]
-    if len({example.answer is None for example in examples}) != 1:
-        why = "it has no examples" if not examples else "it has both choices and texts"
-        raise UserError(key, str(path), why, REMEDY)
+    odd = next((e for e in examples if (e.answer is None) != (examples[0].answer is None)), None)
+    if odd or not examples:
+        why = "it has both choices and texts" if odd else "it has no examples"
+        raise UserError(key, odd.place if odd else str(path), why, REMEDY)
     return Task(path.stem, tuple(examples))
 
 

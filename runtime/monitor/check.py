@@ -80,6 +80,9 @@ def prometheus(setting: str) -> str | list[str | int]:
     try:
         parts = urlsplit(f"//{setting}" if ":" in setting else f"//:{setting}")
         host, port = parts.hostname or LOOPBACK, parts.port
+        host.encode("idna")  # a UnicodeError is a ValueError
+        if set(setting) & set("/?#@ "):
+            port = None
     except ValueError:
         port = None
     if not port:

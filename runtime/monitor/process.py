@@ -30,6 +30,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -153,6 +154,8 @@ class MonitorProcess:
                     self._later(end_start, *about)
                 self.happened("died", step=self.step, reason=GONE)
         self._later(self._show)
+        if self.end_state != "finished":  # from now on the file may be that of the next start
+            self._later(setattr, self, "show", None)
         if self.commands is not None:
             finished = self.end_state == "finished"
             self.commands.finish(self.told["after_commit_seconds"] if finished else ENDING_SECONDS)
@@ -181,6 +184,7 @@ class MonitorProcess:
 
     def _commanded(self, **about: Any) -> None:
         self.happened("after_commit", **about)
+        self._later(self._show)  # after the run's end nothing else renews the numbers
         if "failed" in about:
             say(f"checkpoint.after_commit failed for step {about['step']}: {about['failed']}")
 
@@ -236,9 +240,14 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # tools.launch blocks others, too
     with open(STDIN, "rb", buffering=0, closefd=False) as pipe:  # reads no further than the line
         told = json.loads(pipe.readline())
-    MonitorProcess(told).follow()
+    status = 0
+    try:
+        MonitorProcess(told).follow()
+    except Exception:
+        traceback.print_exc()
+        status = 1
     sys.stderr.flush()
-    os._exit(0)  # no thread is waited for
+    os._exit(status)  # no thread is waited for, not even the executor's: a file system may hang
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ RECORD = {
     "skipped_updates": ("lattice_skipped_updates", "Updates skipped so far."),
     "eval_loss": ("lattice_eval_loss", "Loss on held-out text."),
 }
-UPDATED = "When this text was written; old: the monitor or its machine is gone."
+UPDATED = "When this text was written; old: the monitor is gone, or hangs."
 # name, help, names of the labels besides `run`, and values by those of the labels
 Numbers = tuple[str, str, tuple[str, ...], Mapping[tuple[str, ...], float]]
 

@@ -5,6 +5,7 @@ import shutil
 import uuid
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from fsspec.implementations.dirfs import DirFileSystem
@@ -147,7 +148,7 @@ def test_damage_in_the_store_is_found_before_anything_has_its_name(url, tmp_path
 
 def test_the_command(tmp_path, capsys, monkeypatch):
     """A checkpoint is pushed under its name, and only there."""
-    store = tmp_path / "archive" / "run"
+    store = tmp_path / "archive" / "run[1]"  # no pattern
     store.mkdir(parents=True)
     (store / "metrics.jsonl").write_text("mine")
 
@@ -167,6 +168,9 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert run("push", store, shutil.copytree(FIXTURE, tmp_path / "best"))[0] == 2
     (tmp_path / NAME).symlink_to(tmp_path / "best")
     assert run("push", store, tmp_path / NAME)[1].endswith("there already\n")
+    denied = PermissionError(13, "Access Denied")  # not an empty store
+    with patch.object(DirFileSystem, "ls", side_effect=denied):
+        assert run("list", store)[0] == 1
     (store / NAME / MANIFEST).unlink()
     status, said = run("fetch", store, tmp_path / "third")
     assert (status, "holds no complete checkpoint" in said) == (2, True)

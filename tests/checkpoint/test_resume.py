@@ -157,6 +157,14 @@ def test_a_run_that_begins_with_a_named_checkpoint_continues_itself(ranks, saved
     assert "are damaged: step-00000003.damaged, step-00000004.damaged" in said
 
 
+def test_what_was_damaged_before_a_run_began_does_not_stop_it(ranks, saved_experts, tmp_path):
+    (tmp_path / "run" / "checkpoints" / "step-00000009.damaged").mkdir(parents=True)
+    config = [str(saved_experts / "config.yaml"), *layout(ep=1), "checkpoint.interval=never"]
+    config += [f"run.dir={tmp_path / 'run'}", "train.steps=3"]
+    for _ in range(2):
+        runs.run(ranks, 1, *config, f"checkpoint.resume={runs.checkpoint_of(saved_experts, 2)}")
+
+
 def test_a_run_goes_back_to_the_checkpoint_it_began_with(ranks, saved_experts, tmp_path):
     """Not to an earlier one that a run before has left in its folder."""
     config, _ = runs.copy_of(saved_experts, tmp_path)

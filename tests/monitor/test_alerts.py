@@ -173,6 +173,21 @@ def test_the_clock_of_stalls(tmp_path: Path) -> None:
     assert said(10.1) == [("stalled", pytest.approx(5.1), "start")]
 
 
+def test_after_a_failure_the_file_is_left_to_the_next_start(tmp_path: Path) -> None:
+    """Its monitor may live on for a while. An end that this start has noted of the one before
+    (`noted_later`) is not its own. Control: after the last start the file is renewed."""
+    path = tmp_path / "x.prom"
+    for state, is_left in (("failed", True), ("finished", False)):
+        monitor = Here(tmp_path, prometheus=str(path))
+        monitor.hear_event({"event": "end", "state": "requeue", "noted_later": True})
+        assert monitor.end_state == ""
+        monitor.hear_event({"event": "end", "time": 1.0, "state": state, "step": 0})
+        monitor.end()
+        path.write_text("of the next start\n")
+        monitor.files.submit(monitor._show).result()
+        assert (path.read_text() == "of the next start\n") == is_left
+
+
 def test_a_monitor_that_was_stopped_first_hears_what_was_said(tmp_path: Path) -> None:
     with Receiver() as server, FedMonitor(tmp_path, on_event=server.url) as monitor:
         monitor.event("start", step=0, world_size=1, began=0.0)
