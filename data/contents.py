@@ -96,6 +96,8 @@ def form(file: Path) -> str:
     found = known(head)
     if packed and (again := compression(head)):
         found = f"compressed again, by {again[1:]}", _DECOMPRESS
+    elif packed and head.startswith(PARQUET) and b"\0" in head:
+        found = "a parquet table", _DECOMPRESS
     elif encoding := _first(_ENCODINGS, head):
         found = f"{encoding}, not UTF-8", to_utf8(encoding)
     elif not found and (name == ".parquet" or b"\0" in head):

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+import yaml
+
 from data.contents import kind
 from errors import UserError
 
@@ -118,6 +120,9 @@ def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:
         if its_kind not in TEXTS | TABLES:
             report.leave_out(name, f"unknown file type ({its_kind or 'no extension'})")
         elif name == "README.md" and has_tables:
+            if len(names := _configurations(file)) > 1:
+                why = f"its README.md describes several data sets: {', '.join(names)}"
+                raise UserError("--source", str(folder), why, "give the folder of one, or a glob")
             report.leave_out(name, "describes the tables")
         elif its_split != split:
             report.leave_out(name, f"belongs to split {its_split!r} (--split {its_split})")
@@ -154,6 +159,16 @@ def split_of(name: str) -> str:
     return SPLIT_WORDS[word[1]] if word else "train"
 
 
+def _configurations(readme: Path) -> list[str]:
+    """Those named in a README.md of the Hugging Face hub."""
+    try:
+        parts = readme.read_text(encoding="utf-8").split("---", 2)
+        listed = yaml.safe_load(parts[1])["configs"] if len(parts) == 3 else []
+        return [str(entry["config_name"]) for entry in listed]
+    except (OSError, ValueError, yaml.YAMLError, RecursionError, KeyError, TypeError):
+        return []  # any other text
+
+
 def _walk(folder: Path, report: Report) -> Iterator[Path]:
     """Yields every file that is not hidden, each once: links only to what is elsewhere."""
     root = os.path.realpath(folder)
@@ -164,13 +179,17 @@ def _walk(folder: Path, report: Report) -> Iterator[Path]:
 
     for path, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
         here, entered = os.path.realpath(path), []
-        for name in sorted([*folders, *files]):
+        names = [*folders, *files]
+        for name in sorted(names, key=lambda each: (Path(path, each).is_symlink(), each)):
             file = Path(path, name)
             is_link = file.is_symlink()
             real = os.path.realpath(file) if is_link else os.path.join(here, name)
+            # a link that leads out of the folder (..), or to what is hidden in it, is the only one
+            to = os.path.relpath(real, root).split(os.sep) if is_link else ["."]
+            elsewhere = any(part.startswith(".") for part in to)
             if name.startswith("."):
                 reason = "hidden"
-            elif real in seen or (is_link and Path(real).is_relative_to(root) and file.exists()):
+            elif real in seen or (not elsewhere and file.exists()):
                 reason = "a link to something that is read anyway"
             elif file.is_dir():
                 seen.add(real)

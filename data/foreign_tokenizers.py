@@ -12,7 +12,7 @@ _FORMATS = {
     rb"[A-Za-z0-9+/]+=* \d+\r?\n[A-Za-z0-9+/]+=* \d+\r?\n": (
         "a vocabulary for tiktoken (Llama 3's own tokenizer.model)"
     ),
-    rb'(?s:\{.*"vocab"\s*:\s*\[)': "in Mistral's tekken format",
+    rb'(?s:\s*\{\s*"config"\s*:\s*\{.*"vocab"\s*:\s*\[)': "in Mistral's tekken format",
 }
 
 

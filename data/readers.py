@@ -160,9 +160,18 @@ def _parquet_rows(file: Path, column: str) -> Iterator[tuple[str, Row]]:
         columns = [column] if column in table.schema_arrow.names else None
         number = itertools.count()
         for batch in table.iter_batches(1024, columns=columns):
-            batch.validate(full=True)  # that strings are UTF-8, which reading does not check
-            for row in batch.to_pylist():
+            for row in _arrow_rows(batch):
                 yield f"row {next(number)}", row
+
+
+def _arrow_rows(batch: Any) -> list[Row]:
+    try:
+        rows: list[Row] = batch.to_pylist()
+        return rows
+    except UnicodeDecodeError as error:  # pyarrow does not check that strings are UTF-8
+        if len(batch) == 1:
+            return [f"it is not UTF-8 (byte 0x{error.object[error.start]:02x})"]
+        return [row for i in range(len(batch)) for row in _arrow_rows(batch.slice(i, 1))]
 
 
 def _not_utf8(file: Path, byte: int, line: int) -> UserError:

@@ -33,6 +33,7 @@ from data.readers import Row, reading, rows, text_parts
 from errors import UserError
 
 STDLIB = "python-stdlib"
+FIRST_ROWS = 1000
 _NAMES = "test tests idle_test site-packages dist-packages __pycache__ lib-dynload"
 STDLIB_EXCLUDED = set(_NAMES.split())
 
@@ -94,12 +95,17 @@ def _of_sources(
             report.fault("not found", error)
             continue
         if files is None:
-            streams.append(_of_hub(source, text_field, split, report))
+            if source in seen:
+                report.leave_out(source, "given twice: read once")
+            else:
+                seen.add(source)
+                streams.append(_of_hub(source, text_field, split, report))
             continue
         new = []
         for file in files:
-            # within a folder, files_of_folder has seen to it
-            once = os.path.realpath(file) if len(sources) > 1 else str(file)
+            # within one folder, files_of_folder has seen to it
+            alone = len(sources) == 1 and (source == STDLIB or Path(source).is_dir())
+            once = str(file) if alone else os.path.realpath(file)
             if once in seen:
                 report.leave_out(str(file), "given twice: read once")
             else:
@@ -149,7 +155,7 @@ def _of_files(
         name, used = file.relative_to(base).as_posix(), 0
         try:
             if is_folder and kind(file) == ".json" and not _begins_as_table(file, text_field):
-                why = f"JSON, but its first line has no text in column {text_field!r}"
+                why = f"JSON, but its first lines have no text in column {text_field!r}"
                 report.leave_out(name, why)
                 continue
             for document in _of_file(file, name, text_field, report):
@@ -167,15 +173,17 @@ def _of_files(
 
 
 def _begins_as_table(file: Path, text_field: str) -> bool:
-    """Whether a .json file has text in its first row. Many of those in a folder are no tables."""
+    """Whether one of the first rows of a .json file has text. Many of those in a folder are no
+    tables."""
     try:
         with reading(file):
-            _, row = next(rows(file, form(file), text_field), ("", {}))
+            first = itertools.islice(rows(file, form(file), text_field), FIRST_ROWS)
+            found = (row.get(text_field, 0) for _, row in first if isinstance(row, dict))
+            return any(isinstance(text, str | None) for text in found)
     except Unreadable:
         raise
     except UserError:
         return False
-    return isinstance(row, dict) and isinstance(row.get(text_field, 0), str | None)
 
 
 def _of_file(file: Path, name: str, text_field: str, report: Report) -> Iterator[Document]:

@@ -150,7 +150,8 @@ def _check_form(place: str, entry: Any) -> None:
         else:
             can = CHANGEABLE[name] or given
             for key in (key for key in given if key not in can):
-                remedy = f"set it for the whole run; it may change {', '.join(can)}"
+                may = ", ".join(f"{name}.{each}" for each in can)
+                remedy = f"set it for the whole run; it may change {may}"
                 raise UserError(f"{place}.{name}.{key}", given[key], fixed, remedy)
 
 

@@ -17,6 +17,7 @@ from settings.data_stages import data_stages, read_entries
 from settings.moved import at_new_places, old_names
 from settings.yaml_text import NotYaml, dump, parse
 
+MAX_CHARACTERS = 2**17  # in a file; real configurations have a few thousand
 KEYS = {name: [field.name for field in dataclasses.fields(cls)] for name, cls in SECTIONS.items()}
 HINTS = {name: typing.get_type_hints(cls) for name, cls in SECTIONS.items()}
 # each section's kinds, with the folder of its file
@@ -93,7 +94,10 @@ def _read(path: str) -> dict[Any, Any]:
     """The content of the file, which must be a mapping."""
     try:
         with open(path, encoding="utf-8") as file:
-            raw = parse(file.read())
+            text = file.read(MAX_CHARACTERS + 1)
+        if len(text) > MAX_CHARACTERS:
+            raise NotYaml(f"is longer than {MAX_CHARACTERS:,} characters")
+        raw = parse(text)
         why = "must be a mapping of sections to keys"
     except OSError as error:
         raw, why = None, error.strerror or str(error)

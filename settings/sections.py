@@ -185,10 +185,13 @@ class RunConfig:
         if not self.profile:
             return
         form = r"[0-9]{1,9}:[0-9]{1,9}"
-        if not (re.fullmatch(form, self.profile) and self.profiled_steps and self.profile_ranks):
-            why = "is not start:stop, a step and a later step, on at least one of run.profile_ranks"
+        if not re.fullmatch(form, self.profile) or not self.profiled_steps:
+            why = "is not start:stop, a step and a later step"
             remedy = "write for example 10:13, which profiles steps 10, 11 and 12"
             raise UserError("run.profile", self.profile, why, remedy)
+        if not self.profile_ranks:
+            remedy = "name a rank, or leave run.profile out"
+            raise UserError("run.profile_ranks", [], "no rank would profile", remedy)
 
     @property
     def profiled_steps(self) -> range:

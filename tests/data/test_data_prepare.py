@@ -139,7 +139,7 @@ def test_all_damage_is_listed_at_once_or_skipped_and_counted(tmp_path, capsys) -
         f"{source}/c.txt: line 1: it is not UTF-8 (byte 0xef)",
         f"{source}/d.csv: line 2: it is not UTF-8 (byte 0xff)",
         f"{source}/d.csv: line 3: it has 1 fields, and the first line names 2 columns",
-        f"{source}/e.parquet: it is damaged or cut short",
+        f"{source}/e.parquet: row 0: it is not UTF-8 (byte 0xff)",
         f"{source}/open.csv: line 3: unexpected end of data",
     ]
     for line, starts in zip(listed, expected, strict=False):
@@ -149,15 +149,15 @@ def test_all_damage_is_listed_at_once_or_skipped_and_counted(tmp_path, capsys) -
     skip = ["--skip", "damaged", "--skip", "missing"]
     more = ["--heldout-fraction", "0", "--source", other, *skip]
     assert prepare_by_command(source, model, out, *more) == 0
-    counts = "damaged rows left out: 9\ndamaged files left out: 4\n"
+    counts = "damaged rows left out: 10\ndamaged files left out: 3\n"
     said = capsys.readouterr().out
     assert counts in said
-    assert "damaged: b.jsonl.gz, c.txt, e.parquet, open.csv (from document 2 on)" in said
+    assert "damaged: b.jsonl.gz, c.txt, open.csv (from document 2 on)" in said
     index = json.loads((out / "index.json").read_text())
-    assert (index["damaged_rows"], index["damaged_files"]) == (9, 4)
+    assert (index["damaged_rows"], index["damaged_files"]) == (10, 3)
     assert shlex.split(index["source"]) == [str(source), other]
     rest = [f"document {i}" for i in (19, *range(19))]
-    assert split_texts(out, "train") == [*rest, "csv", "before", "another source"]
+    assert split_texts(out, "train") == [*rest, "csv", "parquet", "before", "another source"]
     arguments = ["--source", str(source), "--vocab-size", "280", "--out", str(tmp_path / "u.model")]
     assert tokenizer_command.main(arguments) == 2
     # as it is, although SentencePiece wraps what its iterator raises

@@ -50,7 +50,7 @@ def test_a_folder_of_mixed_kinds_is_read_whole_and_the_rest_is_named(tmp_path: P
         "unknown file type (.png)": ["image.png"],
         "unknown file type (no extension)": ["README"],
         "empty": ["empty.txt"],
-        "JSON, but its first line has no text in column 'text'": [
+        "JSON, but its first lines have no text in column 'text'": [
             "deep.json", "latin.json", "mixed.json", "number.json", "package.json",
             "tsconfig.json", "utf16.json",
         ],
@@ -64,6 +64,11 @@ def test_links_to_what_is_elsewhere_are_followed_once(tmp_path: Path) -> None:
     texts, left_out = read(tmp_path / "corpus")
     assert texts == ["c", "a", "b"]
     assert left_out == {"a link to something that is read anyway": ["second"]}
+    os.symlink("b.txt", tmp_path / "elsewhere" / "a link.txt")
+    write(tmp_path, {"corpus/.git/annex/x": "annexed"})
+    os.symlink(".git/annex/x", tmp_path / "corpus" / "d.txt")  # nothing else reads it
+    assert sorted(read(tmp_path / "corpus")[0]) == ["a", "annexed", "b", "c"]
+    assert texts_of(f"{tmp_path}/elsewhere/*.txt") == ["b", "a"]
 
 
 def test_the_report_for_a_person(tmp_path: Path) -> None:
@@ -126,6 +131,9 @@ def test_tables_of_a_folder_have_splits_by_their_names(tmp_path: Path) -> None:
 def test_the_readme_of_tables_is_not_text(tmp_path: Path) -> None:
     write(tmp_path, {"README.md": "# Data", "a.jsonl": row("a")})
     assert read(tmp_path) == (["a"], {"describes the tables": ["README.md"]})
+    write(tmp_path, {"README.md": "---\nconfigs:\n- config_name: en\n- config_name: fr\n---\n"})
+    assert "several data sets: en, fr" in refusal(tmp_path).why
+    write(tmp_path, {"README.md": "# Data"})
     (tmp_path / "a.jsonl").unlink()
     assert read(tmp_path)[0] == ["# Data"]
 
@@ -233,7 +241,7 @@ NOT_TEXT = {
     "annex.txt": ("/annex/objects/SHA256E-s9--1.txt\n", "it is a git-annex", "run `git annex get`"),
     "tar.jsonl.gz": (gzip.compress(TAR), "decompressed, it is a tar archive", UNPACK),
     "xz.gz": (gzip.compress(lzma.compress(b"")), "decompressed, it is compressed again, by xz", ""),
-    "parquet.gz": (gzip.compress(b"PAR1\x15\0"), f"decompressed, it is {NEITHER}", "copy it again"),
+    "parquet.gz": (gzip.compress(b"PAR1\x15\0"), "decompressed, it is a parquet", "decompress it"),
     "a.parquet": ("text", f"it is {NEITHER}: it begins with b'text'", "copy it again"),
     "arrow.jsonl": (b"ARROW1\0\0", "it is an Arrow or Feather table", "convert it to parquet"),
     "cut.parquet": (b"PAR1\x15\0", "it is damaged or cut short", "copy it again"),

@@ -157,7 +157,7 @@ def resolved(folder: Path, *overrides: str) -> Config:
 @pytest.mark.parametrize(
     "overrides",
     ["run.profile=3", "run.profile=5:3", "run.profile=0:3", "run.profile=3:8",
-     "run.profile_ranks=[2]", "run.profile=3:5 run.profile_ranks=[]"],
+     "run.profile_ranks=[2]", "run.profile_ranks=[] run.profile=3:5"],
 )  # fmt: skip
 def test_nonsense_is_refused(tmp_path, overrides):
     """In a run of 6 steps on 2 ranks. The first key is the one to blame."""

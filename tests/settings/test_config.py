@@ -23,6 +23,7 @@ from settings.checks import validate
 from settings.load import (
     KEYS,
     KINDS,
+    MAX_CHARACTERS,
     SECTIONS,
     dump_config,
     load_config,
@@ -322,6 +323,7 @@ FILES = [
     ("train: {compile: !!bool maybe}", "holds a value that cannot be read"),
     ("train: !!timestamp x", "holds a value that cannot be read"),
     (b"\xff\xfe\x00", "can't decode byte 0xff"),
+    ("# long\n" * (MAX_CHARACTERS // 7 + 1), "is longer than"),
 ]
 
 
@@ -332,7 +334,7 @@ def test_files_that_are_no_configuration(tmp_path: Path, text: str | bytes, said
     assert len(message) < 2000
 
 
-@pytest.mark.parametrize("path", ["", "/nowhere/at.yaml", "a\0b", "x" * 5000])
+@pytest.mark.parametrize("path", ["", "/nowhere/at.yaml", "/dev/zero", "a\0b", "x" * 5000])
 def test_paths_that_are_no_configuration(path: str) -> None:
     assert refusal([], path).startswith("configuration file = ")
 

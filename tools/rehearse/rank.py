@@ -1,13 +1,15 @@
 """Runs the step of one rank without the other ranks, on tensors without data."""
 
 import gc
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from threading import Thread
 from typing import Any
 from unittest.mock import patch
 
@@ -100,6 +102,14 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
 def _keep_inherited() -> None:
     gc.freeze()
     gc.enable()
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """An executor's process would otherwise wait for work forever if its parent was killed."""
+    if (parent := parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def check_can_be_rehearsed(config: Config, races: bool) -> None:

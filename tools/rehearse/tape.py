@@ -1,7 +1,7 @@
 """The tape sees what a rank does, below autograd and FSDP, and counts the collectives. On the fake
 GPU it carries none out. What else is recorded depends on the kind of tape:
 
-    Memory   the peak of memory, by category (memory.py)
+    Memory   the peak of memory, and the action in which it is (memory.py)
     Races    what each operator reads and writes, and on which stream (races.py)
     Ledger   every operator, what it moves, and the line that causes it (operators.py)
 """

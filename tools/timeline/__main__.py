@@ -66,8 +66,15 @@ def main(arguments: list[str] | None = None) -> int:
     if out is not None and out.suffix not in (".svg", ".png"):
         parser.error(f"--out: {str(out)!r} is no picture: end it in .svg or .png")
     if schedules is None:
+        given = {"--stages": options.stages, "--micro-batches": options.micro_batches,
+                 "--stages-per-rank": per_rank, "--costs": options.costs != (1, 1, 1),
+                 "--communication": options.communication and not options.simulated}  # fmt: skip
+        if unread := [name for name, value in given.items() if value]:
+            parser.error(f"{unread[0]}: --trace does not read it")
         panels = traced_panels(options.trace, options.simulated, options.communication)
     else:
+        if options.simulated:
+            parser.error("--simulated belongs to --trace; a schedule is always simulated")
         sizes = {"stages": options.stages, "micro_batches": options.micro_batches}
         if None in sizes.values():
             parser.error("--schedule needs --stages and --micro-batches")
