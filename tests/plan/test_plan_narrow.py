@@ -76,4 +76,6 @@ def test_the_warning_names_weights_and_sizes(capsys: pytest.CaptureFixture[str])
     assert "attention.key, attention.value: results of 4,096 × 128, 32 tiles" in printed
     assert "attention.key, attention.value: results of 128 × 8,192, 64 tiles" in printed
     assert "a smaller parallel.tp; a larger train.micro_batch_size" in printed
-    assert describe_narrow(narrow_products(layout("llama3_8b", world=8), H100), H100) == []
+    assert describe_narrow(narrow_products(layout("llama3_8b", world=8), H100), H100, 1) == []
+    one = narrow_products(layout("llama_1b", world=8), H100)
+    assert "parallel.tp" not in describe_narrow(one, H100, 1)[-1], "there is no smaller one"

@@ -41,6 +41,8 @@ def find_device(name: str) -> Device:
     remedy = f"choose one of {', '.join(DEVICES)}, or give a JSON file as in docs/planning.md"
     if not name.endswith(".json"):
         raise UserError("--device", name, "is not a known device", remedy)
+    remedy = f"give based_on, one of {', '.join(DEVICES)}, and the rates to change, of "
+    remedy += ", ".join(RATES)
     given = read_file("--device", Path(name), FileOfRates, "file of rates", remedy)
     rates = given.model_dump(exclude_unset=True)
     device = replace(DEVICES[rates.pop("based_on")], **{"name": Path(name).stem, **rates})

@@ -186,11 +186,13 @@ def search(config: Config, world: int, device: Device) -> Result:
     if not fitting:
         if refused is not None and not too_large:
             raise refused
-        smallest = min(everything, key=lambda one: one.bound)
-        needs = Found(smallest.config(), world, device).peak / GB
+        each = sorted(everything, key=lambda one: one.bound)
+        plans = (Found(one.config(), world, device) for one in each)
+        one = next(plan for plan in plans if plan.peak > room)  # those that fit are refused
         why = f"none of {len(everything):,} layouts fits {room / GB:.0f} GB a GPU; about "
-        why += f"{needs:.1f} GB are needed ({counted:,} were counted exactly)"
-        remedy = "take more GPUs, or larger ones (--device), or a smaller model or train.seq_len"
+        why += f"{one.peak / GB:.1f} GB are needed ({counted:,} were counted exactly)"
+        remedy = "take more GPUs, or larger ones (--device), or a smaller model or train.seq_len; "
+        remedy += f"to see the memory of the smallest, plan without --search: {one.overrides()}"
         raise UserError("--gpus", world, why, remedy)
     fitting.sort(key=lambda found: (found.seconds, found.peak))
     return Result(fitting, len(everything), counted)

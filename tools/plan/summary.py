@@ -75,7 +75,7 @@ def summarise(
         "assumptions": [COMPILED] * config.train.compile
         + [OTHER.format(device.efficiencies_of)] * (device.name != device.efficiencies_of),
         "narrow_products": narrow,
-        "warnings": describe_narrow(narrow, device),
+        "warnings": describe_narrow(narrow, device, first.sizes.tp),
         "ranks": ranks,
     }
     if price:
@@ -228,7 +228,7 @@ def narrow_products(layout: Layout, device: Device) -> list[dict[str, Any]]:
     return sorted(found, key=lambda one: -one["share"])
 
 
-def describe_narrow(found: Sequence[dict[str, Any]], device: Device) -> list[str]:
+def describe_narrow(found: Sequence[dict[str, Any]], device: Device, tp: int) -> list[str]:
     """The warning, as lines of text; none if nothing was found."""
     lines = [
         f"warning: products with fewer tiles of {device.tile} × {device.tile} than the "
@@ -242,7 +242,7 @@ def describe_narrow(found: Sequence[dict[str, Any]], device: Device) -> list[str
             f"FLOPs in the products of {one['unit']}"
         )
     lines.append(
-        "    remedies: a smaller parallel.tp; a larger train.micro_batch_size (except for weight "
-        "gradients); one product for weights that read the same input"
+        f"    remedies: {'a smaller parallel.tp; ' * (tp > 1)}a larger train.micro_batch_size "
+        "(except for weight gradients); one product for weights that read the same input"
     )
     return lines if found else []

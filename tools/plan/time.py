@@ -401,7 +401,8 @@ class Seconds(NamedTuple):
 def seconds_on_the_wire(time: StepTime, layout: Layout, sends: int) -> dict[str, Seconds]:
     """Seconds by axis, on the pipeline rank of `layout`, which sends so many messages. The exposed
     seconds of `pp` are by how much the whole step is longer because messages take time. Those of
-    gathers and reductions are shared out to their axes as their seconds on the wire."""
+    gathers and reductions are shared out to the axes of experts and of other weights as their
+    seconds on the wire."""
     m, (gathers, reductions) = layout.num_microbatches, times_a_step(layout)
     table = {}
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
@@ -421,8 +422,11 @@ def seconds_on_the_wire(time: StepTime, layout: Layout, sends: int) -> dict[str,
     events, usual = time.timeline.ranks[layout.pp_rank], time.costs.forward
     first = [e for e in events if e.action.microbatch == 0 and e.action.kind is FORWARD]
     waits += max(0.0, sum(e.end - e.start - usual[e.action.stage] for e in first))
-    waits += max(0.0, time.reductions[layout.pp_rank] - events[-1].end)
-    total = sum(sharding.values()) or 1.0
-    table |= {axis: Seconds(wire, waits * wire / total) for axis, wire in sharding.items()}
+    tail = max(0.0, time.reductions[layout.pp_rank] - events[-1].end)
+    replicas, shards = zip(*FSDP_AXES.values(), strict=True)
+    late = min(tail, sum(sharding[axis] for axis in replicas))  # the last, over replicas
+    for axes, exposed in ((shards, waits + tail - late), (replicas, late)):
+        total = sum(sharding[axis] for axis in axes) or 1.0
+        table |= {axis: Seconds(sharding[axis], exposed * sharding[axis] / total) for axis in axes}
     table["pp"] = Seconds(sends * time.message_seconds, time.waiting_for_messages)
     return {axis: seconds for axis, seconds in table.items() if seconds.wire}
