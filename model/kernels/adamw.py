@@ -267,14 +267,6 @@ def _update_all(
         )  # fmt: skip
 
 
-@_update_all.register_fake
-def _(
-    p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], scalars: Tensor,
-    shrink: list[float], beta1: float, beta2: float, eps: float, locations: list[int],
-) -> None:  # fmt: skip
-    return None
-
-
 def _update_and_round(
     p: Tensor,
     g: Tensor,
