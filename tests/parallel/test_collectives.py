@@ -36,7 +36,7 @@ def test_collectives_of_a_block(ranks, sequence_parallel, split):
     case = Case(MeshSizes(tp=tp), sequence_parallel=sequence_parallel, tp_pieces=p)
     size = S * B * 32 * DOUBLE
     config = case.config()
-    recorded = mean_of_blocks(config.setting(), lambda block: block.whole.bytes_sent)
+    recorded = mean_of_blocks(config.setting(), lambda block: block.bytes_sent)
     recorded *= config.num_microbatches(1)
     told = recorded * S * B / (config.train.global_batch_size * config.train.seq_len)
     for forward, backward in ranks.run(one_block, tp, case):
