@@ -24,10 +24,7 @@ class RopeScaling(NamedTuple):
 
 @section("model")
 class ModelConfig(
-    WithKinds,
-    attention="model.attention",
-    feed_forward="model.feed_forward",
-    router="model.router",
+    WithKinds, attention="model.attention", feed_forward="model.feed_forward", router="model.router"
 ):
     """The dimensions of a Llama-style decoder. The letters D, H, K, E, F and V, as defined here,
     stand for dimensions in shapes throughout the code.

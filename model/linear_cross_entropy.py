@@ -11,19 +11,14 @@ that the whole logits are never in memory.
 
 The gradient of cross-entropy can be computed as soon as the normaliser is known. So forward
 computes both gradients, and backward multiplies them by the incoming gradient (1, unless something
-follows the loss), returns dx, and adds dw to the sum over micro-batches (weight_gradient.py; if
-there is no sum, it returns dw too). This takes the same three matrix products as with whole logits,
-at a fraction of the memory; without gradients (evaluation) it takes only the first. (The idea, on
-one device and with the whole vocabulary: Liger-Kernel, Hsu et al. 2024,
+follows the loss). (On one device and with the whole vocabulary: Liger-Kernel, Hsu et al. 2024,
 https://arxiv.org/abs/2410.10989, section 3.2; Wijmans et al. 2024,
 https://arxiv.org/abs/2411.09009.)
 
 With sequence parallelism a piece is taken from every rank's part of the sequence at once, so that
 with several pieces the whole input is never gathered either. A piece's gather overlaps with the
-products of the previous piece, its reduce-scatter with those of the next. (If the logits are
-sharded over many ranks, one piece may hold them all. More pieces would hide more communication, but
-each reads and writes dw once more.) Without sequence parallelism every rank has the whole sequence,
-and dx is all-reduced.
+products of the previous piece, its reduce-scatter with those of the next. Without sequence
+parallelism every rank has the whole sequence, and dx is all-reduced.
 
 | pass     | local shapes                     | communication over tp, sequence parallel (else)    |
 |----------|----------------------------------|----------------------------------------------------|
@@ -31,13 +26,10 @@ and dx is all-reduced.
 |          |                                  | reduce-scatter (all-reduce) S·B·D                  |
 | backward | scalar → [S/tp, B, D], [V/tp, D] | none                                               |
 
-The price: between a micro-batch's forward and backward the head holds dw instead of the whole
-logits: V/tp · D numbers instead of V/tp · T. They are in float32 if they are added to a sum over
-micro-batches (parallel/weight_gradient.py), else in the weight's dtype. A schedule with many
-forwards in flight on the last stage (gpipe, breadth_first) holds one dw for each. And where a
-schedule splits backward, the head's weight gradient is already computed in forward (F), so its
-weight phase (W) has nothing to compute and its time counts as F. (The gradient is nevertheless
-added in W, so that all gradients of a micro-batch are complete at the same time.)
+The price: between a micro-batch's forward and backward the head holds dw, in float32 if it is added
+to a sum over micro-batches (parallel/weight_gradient.py), else in the weight's dtype. A schedule
+with many forwards in flight on the last stage (gpipe, breadth_first) holds one dw for each. And
+where a schedule splits backward, the head has nothing left to compute in W; its time counts as F.
 """
 
 from collections.abc import Iterator
@@ -186,15 +178,9 @@ def linear_cross_entropy(
         x: [S/tp, B, D] with sequence parallelism, else [S, B, D].
         weight: [V/tp, D], this rank's rows of the vocabulary, of which `first_row` is the first.
         targets: [S, B] int64 token ids of the whole vocabulary, or `IGNORE`.
-        scale: a scalar tensor, `Batch.loss_scale`. Forward needs it already, because it computes
-            the gradients.
-        tp: how x and the weight are split.
-        matmul: computes the matrix products.
+        scale: a scalar tensor, `Batch.loss_scale`.
         vocab_size: V. All ranks divide the tokens alike, by the bytes of the widest rank's logits.
-        z_loss, kernels: as in model/kernels/cross_entropy.py.
         piece_bytes: bytes of one piece's logits; None: the default for the device.
-        gradient: the weight's (parallel/weight_gradient.py). If those of micro-batches are added
-            there, dw stays in float32 until then.
     """
     piece_tokens = tokens_of_piece(x, vocab_size, tp.group, piece_bytes)
     if not torch.is_grad_enabled():

@@ -23,11 +23,7 @@ class RMSNorm(Layer):
         super().__init__(tp)
         self.eps, self.kernels = config.norm_eps, config.kernels
         weight = WeightSpec(
-            shape=(width,),
-            placement=Replicate(),
-            initial=Constant(1.0),
-            group=NORM,
-            gradient_is_partial=gradient_is_partial,
+            (width,), Replicate(), Constant(1.0), NORM, gradient_is_partial=gradient_is_partial
         )
         self.add_weight(weight)
 

@@ -112,7 +112,9 @@ def wrap_blocks(
         if halves is not None:
             forward = _compiled_around_attention(forward, halves, selective)
         else:
-            forward = _compiled(selective(forward)) if compile else selective(forward)
+            forward = selective(forward)
+            if compile:
+                forward = _in_training(torch.compile(forward, fullgraph=True), otherwise=forward)
         if mode == "full":
             kept = _kept_by_experts(block)
             options = {"context_fn": partial(kept.contexts, outputs=False)} if kept else {}
@@ -145,7 +147,7 @@ def _unchanged(forward: Forward) -> Forward:
     return forward
 
 
-def _checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def _checkpointed(forward: Forward, **options: Any) -> Forward:
     # A plain function and not functools.partial, because the compiler traces into it and recognises
     # `checkpoint` there.
     def checkpointed(*args: Any) -> Any:
@@ -155,16 +157,8 @@ def _checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., 
     return checkpointed
 
 
-def _compiled(forward: Forward) -> Forward:
-    """`forward(x, *inputs)` of a block, as one graph."""
-    training = torch.compile(forward, fullgraph=True)
-    return _in_training(training, otherwise=forward)
-
-
 def _compiled_around_attention(
-    forward: Forward,
-    halves: tuple[Forward, Forward],
-    checkpointed: Callable[[Forward], Forward],
+    forward: Forward, halves: tuple[Forward, Forward], checkpointed: Callable[[Forward], Forward]
 ) -> Forward:
     """`forward(x, *others, attend)` of a block as two graphs, its `halves`, with the call of
     `attend` between them. Each of the three is wrapped by `checkpointed`."""

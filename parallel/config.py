@@ -98,19 +98,15 @@ class ParallelConfig:
         dp_shard = self.dp_shard if self.dp_shard != -1 else world_size // others
         if others * dp_shard != world_size or dp_shard == 0:
             axes = " · ".join(f"{axis}={size}" for axis, size in given.items())
-            search = f"`python -m tools.plan CONFIG --gpus {world_size} --search` lists what fits"
-            if world_size % others == 0:
-                key, value = "parallel.dp_shard", self.dp_shard
-                remedy = f"set parallel.dp_shard=-1 (here {world_size // others}), "
-                remedy += f"or start exactly {others * dp_shard} processes; {search}"
-            else:
-                key, value = "parallel.tp", self.tp
-                auto = self.dp_shard == -1
-                fits = f"a multiple of {others}" if auto else f"exactly {others * self.dp_shard}"
-                remedy = f"start {fits} processes, or choose axes whose product is {world_size}: "
-                remedy += search
+            auto = self.dp_shard == -1
+            fits = f"a multiple of {others}" if auto else f"exactly {others * dp_shard}"
+            remedy = f"start {fits} processes, or choose axes whose product is {world_size}: "
+            remedy += f"`python -m tools.plan CONFIG --gpus {world_size} --search` lists what fits"
+            key = "tp" if world_size % others else "dp_shard"
+            if key == "dp_shard":
+                remedy = f"set parallel.dp_shard=-1 (here {world_size // others}), or {remedy}"
             why = f"{axes} does not make the world of {world_size} processes"
-            raise UserError(key, value, why, remedy)
+            raise UserError(f"parallel.{key}", given[key], why, remedy)
         if self.zero_stage == 0 and dp_shard != 1:
             why = f"stage 0 keeps whole replicas, but dp_shard is {dp_shard}"
             remedy = f"set parallel.dp_shard=1 parallel.dp_replicate={self.dp_replicate * dp_shard}"

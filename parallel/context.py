@@ -26,9 +26,7 @@ if a micro-batch is one sequence. (Kernels for several need copies, which autogr
 chunks' gradients of a key are added in float32 before they are sent, because many terms are
 added to the gradients of a long sequence's first keys.
 
-(All-gather rather than a ring: with grouped queries, keys and values are small, any mask works, and
-partial results need no merging: Llama 3, https://arxiv.org/abs/2407.21783, section 3.3.2. The
-zig-zag: https://github.com/zhuzilin/ring-flash-attention/issues/2.)
+(docs/context.md compares a ring and Ulysses with all-gathers.)
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -23,11 +23,9 @@ A group of one rank sends nothing. If all groups have one rank, FSDP is used onl
 weights, else whole.py takes its place. Between micro-batches a rank holds whole weights with
 zero_stage 0 to 2, and whole gradients with 0 and 1; between steps, weights and moments are sharded
 with every zero_stage. (ZeRO: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; hybrid
-sharding: Zhao et al. 2023, https://arxiv.org/abs/2304.11277.) Compared with zero_stage 1, 2 needs M
-− 1 more reduce-scatters and its gradients take 1 / dp_shard of the memory, but those of each
-micro-batch are rounded to the compute dtype; compared with 2, 3 needs 2 M − 1 more all-gathers and
-its weights take 1 / dp_shard of the memory. `FSDPSwitches` sets FSDP's switches accordingly, and
-tests/parallel/test_collectives.py checks the table against what is sent.
+sharding: Zhao et al. 2023, https://arxiv.org/abs/2304.11277.) With zero_stage 2 and 3 the gradients
+of each micro-batch are rounded to the compute dtype. `FSDPSwitches` sets FSDP's switches
+accordingly, and tests/parallel/test_collectives.py checks the table against what is sent.
 
 Each weight exists in two forms. The optimizer, checkpoints and the gradient norm see this rank's
 shard; forward and backward see the weight gathered over dp_shard:
@@ -43,7 +41,6 @@ Every reduction is a plain sum (training/step.py).
 from collections.abc import Collection, Iterable
 from functools import cache
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -88,12 +85,9 @@ def allocate_on_disk(stage: nn.Module, folder: str) -> None:
         parts[id(weight.sharded_param)] = padded.narrow(dim, 0, local.size(dim))
 
     def allocated(tensor: Tensor) -> Tensor:
-        part = parts.get(id(tensor))
-        return (
-            torch.empty_like(tensor, device="cpu")
-            if part is None
-            else as_dtensor_like(part, tensor)
-        )
+        if id(tensor) in parts:
+            return as_dtensor_like(parts[id(tensor)], tensor)
+        return torch.empty_like(tensor, device="cpu")
 
     stage._apply(allocated)
     assert file.is_full
@@ -115,26 +109,6 @@ class FSDPPlace(Place):
     def total(self, total: Tensor | None) -> None:
         whole = None if total is None else as_dtensor_like(total, self._weight.unsharded_param)
         self._weight.unsharded_accumulated_grad = whole
-
-
-class DataParallel(Protocol):
-    """What the pipeline's runner tells the data-parallel code about the stages of this rank."""
-
-    def begin(self, stage: nn.Module) -> None:
-        """Before a stage's first forward of a step or of an evaluation."""
-
-    def before_backward(self, stage: nn.Module, last: bool) -> None:
-        """Before a backward, which as the `last` one completes the gradients of the step. (One that
-        forms only input gradients leaves FSDP nothing to reduce.)"""
-
-    def after_backward(self, stage: nn.Module, last: bool) -> None:
-        """After a backward that completed the gradients of its micro-batch."""
-
-    def after_weight_gradients(self, stage: nn.Module, last: bool) -> None:
-        """After weight gradients were formed outside of a backward."""
-
-    def end(self, stage: nn.Module) -> None:
-        """At the end of a step or of an evaluation."""
 
 
 class FSDPSwitches:
@@ -165,16 +139,20 @@ class FSDPSwitches:
             layer.gradient.sum_in(FSDPPlace(weight), dtype or compute, adds=dtype is not None)
 
     def begin(self, module: nn.Module) -> None:
+        """Before a stage's first forward of a step or of an evaluation."""
         self._switch(module, last=False)
 
     def before_backward(self, module: nn.Module, last: bool) -> None:
+        """Before a backward, which as the `last` one completes the gradients of the step. (One that
+        forms only input gradients leaves FSDP nothing to reduce.)"""
         # If none were the last, FSDP would keep every gradient for a later backward and the
         # optimizer would find none; `check_reduced` detects this.
         if last:
             self._switch(module, last=True)
 
     def after_backward(self, module: nn.Module, last: bool) -> None:
-        # FSDP's hooks have reduced the gradients
+        """After a backward that completed the gradients of its micro-batch: FSDP's hooks have
+        reduced them."""
         if last:
             self._wait()
             self._reducing = [module]
@@ -199,6 +177,7 @@ class FSDPSwitches:
         self._reducing = []
 
     def end(self, module: nn.Module) -> None:
+        """At the end of a step or of an evaluation."""
         self._wait()
         for unit in self._units(module):
             unit.reshard()
@@ -216,6 +195,9 @@ class FSDPSwitches:
             unit.set_reshard_after_forward(self.reshard_weights, recurse=False)
 
 
+DataParallel = FSDPSwitches | WholeWeights
+
+
 def data_parallel(
     stages: Collection[nn.Module], zero_stage: int, compute: torch.dtype, reduce: torch.dtype
 ) -> DataParallel:
@@ -229,9 +211,6 @@ def check_reduced(parameters: Iterable[nn.Parameter]) -> None:
     """Assert that every parameter has a reduced, sharded gradient after the last backward."""
     for parameter in parameters:
         gradient = parameter.grad
-        if not isinstance(gradient, DTensor) or any(
-            placement.is_partial() for placement in gradient.placements
-        ):
-            raise AssertionError(
-                "a parameter has no reduced gradient: no backward was marked as the step's last"
-            )
+        if not isinstance(gradient, DTensor) or any(p.is_partial() for p in gradient.placements):
+            why = "a parameter has no reduced gradient: no backward was marked as the step's last"
+            raise AssertionError(why)

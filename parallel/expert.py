@@ -80,13 +80,9 @@ class ExpertLinear(KeepsOutputs, Layer):
     ) -> None:
         super().__init__(WHOLE)
         self.grouped = grouped
+        shape = num_experts, out_features, in_features
         weight = WeightSpec(
-            shape=(num_experts, out_features, in_features),
-            placement=Shard(0),
-            initial=initial,
-            group=MATRIX,
-            gradient_is_partial=False,
-            is_expert=True,
+            shape, Shard(0), initial, MATRIX, gradient_is_partial=False, is_expert=True
         )
         self.add_weight(weight, over=ep)
 
@@ -101,8 +97,7 @@ def expert_linear(
     matmuls = [layer.grouped(ends) for layer in layers]
     gradients = [layer.gradient for layer in layers]
     kept = layers[0].kept
-    y = ColumnParallelFunction.apply(rows, WHOLE, matmuls, gradients, kept, leave, *weights)
-    return tuple(y)
+    return ColumnParallelFunction.apply(rows, WHOLE, matmuls, gradients, kept, leave, *weights)
 
 
 def last_expert_linear(rows: Tensor, ends: Tensor, layer: ExpertLinear) -> Tensor:

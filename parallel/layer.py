@@ -58,13 +58,12 @@ class Atoms:
                 why = f"with {self.key}={self.count} the last tp rank would have no row"
                 raise UserError("parallel.tp", tp, why, "use a smaller number")
         elif self.count % tp and (tp % self.count or not self.can_share):
-            of_count = [t for t in range(1, 65) if self.count % t == 0]
-            if not self.can_share:
-                why = f"does not divide {self.key}={self.count}"
-                raise UserError("parallel.tp", tp, why, f"choose one of {of_count}")
-            why = f"must divide {self.key}={self.count}, or be a multiple of it (heads are then "
-            fits = sorted({*of_count, *range(self.count, 65, self.count)})
-            raise UserError("parallel.tp", tp, why + "replicated)", f"choose one of {fits}")
+            fits = {t for t in range(1, 65) if self.count % t == 0}
+            why = f"does not divide {self.key}={self.count}"
+            if self.can_share:
+                fits |= {*range(self.count, 65, self.count)}
+                why += " and is no multiple of it (heads would be replicated)"
+            raise UserError("parallel.tp", tp, why, f"choose one of {sorted(fits)}")
 
 
 class Layer(nn.Module):

@@ -1,8 +1,7 @@
 """The description of a weight, given once, where a layer creates it. No later code infers it from a
 name.
 
-    WeightSpec(shape=(4096, 1024), placement=Shard(0), initial=Normal(0.02), group=MATRIX,
-           gradient_is_partial=False)
+    WeightSpec((4096, 1024), Shard(0), Normal(0.02), MATRIX, gradient_is_partial=False)
 
 | used by                               | fields                                        |
 |---------------------------------------|-----------------------------------------------|
@@ -18,7 +17,7 @@ the layer keeps the description, and `weights_of` lists each parameter with its 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 from torch import nn
@@ -52,7 +51,7 @@ ROUTER = Group("router", decays=True)
 NORM = Group("norm", decays=False)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WeightSpec:
     """The description of one weight of the model."""
 
@@ -62,6 +61,7 @@ class WeightSpec:
     placement: Shard | Replicate
     initial: Normal | Constant
     group: Group  # how the optimizer treats it
+    _: KW_ONLY
     gradient_is_partial: bool  # each tp rank has one term of a sum over tp (partial.py)
     copy_of: str | None = None  # global name of the weight of which this is a copy (tied.py)
     is_expert: bool = False  # placed over ep; FSDP shards it over the mesh's axes of experts

@@ -239,13 +239,9 @@ class ColumnParallelLinear(KeepsOutputs, ParallelLinear):
         if shared:
             width, mine = out_features // atoms.count, atoms.of(tp.size, tp.rank)
             rows = slice(mine.start * width, mine.stop * width)
+        shape, placement = (out_features, in_features), Replicate() if shared else Shard(0)
         weight = WeightSpec(
-            shape=(out_features, in_features),
-            placement=Replicate() if shared else Shard(0),
-            initial=initial,
-            group=group,
-            gradient_is_partial=shared,
-            copy_of=copy_of,
+            shape, placement, initial, group, gradient_is_partial=shared, copy_of=copy_of
         )
         self.add_weight(weight, rows=rows)
 
@@ -261,8 +257,7 @@ def column_parallel(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, .
     matmuls = [layer.matmul for layer in layers]
     gradients = [layer.gradient for layer in layers]
     tp, kept = layers[0].tp, layers[0].kept
-    y = ColumnParallelFunction.apply(x, tp, matmuls, gradients, kept, None, *weights)
-    return tuple(y)
+    return ColumnParallelFunction.apply(x, tp, matmuls, gradients, kept, None, *weights)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -278,33 +273,22 @@ class RowParallelLinear(ParallelLinear):
         initial: Normal,
     ) -> None:
         super().__init__(tp, matmul)
-        weight = WeightSpec(
-            shape=(out_features, in_features),
-            placement=Shard(1),
-            initial=initial,
-            group=MATRIX,
-            gradient_is_partial=False,
-        )
-        self.add_weight(weight)
+        shape = out_features, in_features
+        self.add_weight(WeightSpec(shape, Shard(1), initial, MATRIX, gradient_is_partial=False))
 
     def forward(self, x: Tensor) -> Tensor:
         return row_parallel(x, self.local_weight(), self.tp, self.matmul, self.gradient)
 
 
 def row_parallel(
-    x: Tensor,
-    weight: Tensor,
-    tp: TensorParallel,
-    matmul: LinearProducts,
-    gradient: WeightGradient,
+    x: Tensor, weight: Tensor, tp: TensorParallel, matmul: LinearProducts, gradient: WeightGradient
 ) -> Tensor:
     """Multiply by `weight` in a way that a recomputation ends before the product."""
     node = None  # that of `KeepForBackward`, which has the tensors that backward reads
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the compiler decides
         x = KeepForBackward.apply(x, weight)
         node = x.grad_fn
-    y: Tensor = RowParallelFunction.apply(x, node, tp, matmul, gradient, weight)
-    return y
+    return RowParallelFunction.apply(x, node, tp, matmul, gradient, weight)
 
 
 class EmbeddingFunction(torch.autograd.Function):
@@ -355,16 +339,9 @@ class VocabParallelEmbedding(Layer):
         super().__init__(tp)
         rows.check(tp.size)
         self.rows = rows.of(tp.size, tp.rank)
-        weight = WeightSpec(
-            shape=(rows.count, dim),
-            placement=Shard(0),
-            initial=initial,
-            group=EMBEDDING,
-            gradient_is_partial=False,
-        )
-        self.add_weight(weight)
+        shape = rows.count, dim
+        self.add_weight(WeightSpec(shape, Shard(0), initial, EMBEDDING, gradient_is_partial=False))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        gradient, weight = self.gradient, self.local_weight()
-        y: Tensor = EmbeddingFunction.apply(tokens, self.rows, self.tp, gradient, weight)
-        return y
+        weight = self.local_weight()
+        return EmbeddingFunction.apply(tokens, self.rows, self.tp, self.gradient, weight)

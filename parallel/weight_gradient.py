@@ -31,12 +31,14 @@ class LinearProducts(Protocol):
     """The three products of a linear layer. Each layer has its own object (model/matmul.py)."""
 
     def forward(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """y [..., F] = x [..., D] · weightᵀ, weight [F, D]; written to `out` if given."""
+        """y [..., F] = x [..., D] · weightᵀ, weight [F, D]; written to `out`, which is contiguous,
+        if given (if y is computed piece by piece)."""
 
     def input_gradient(
         self, dy: Tensor, weight: Tensor, into: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """dx [..., D] = dy [..., F] · weight; added to `into` or written to `out` if given."""
+        """dx [..., D] = dy [..., F] · weight; added to `into` if given (if several layers read the
+        same input), or written to `out`, which is contiguous."""
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
         """dw [F, D] = dyᵀ · x, summed over all leading dimensions."""
@@ -44,7 +46,8 @@ class LinearProducts(Protocol):
     def add_weight_gradient(
         self, dy: Tensor, x: Tensor, into: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """into + dyᵀ · x, summed in `dtype`; for dy [..., F] and x [..., D]."""
+        """dw [F, D] = into + dyᵀ · x, for dy [..., F] and x [..., D], written into `into` (None: a
+        new tensor, as if it were 0). The sum is in `dtype`, which may be wider than theirs."""
 
 
 def sum_dtype(
@@ -163,10 +166,7 @@ TO_AUTOGRAD = WeightGradient()  # of a weight without a layer, or in code that i
 
 
 def add_products(
-    gradients: Sequence[WeightGradient],
-    matmuls: Sequence[LinearProducts],
-    x: Tensor,
-    *dys: Tensor,
+    gradients: Sequence[WeightGradient], matmuls: Sequence[LinearProducts], x: Tensor, *dys: Tensor
 ) -> list[Tensor | None]:
     """Hand over the products of layers that read the same x."""
     each = zip(gradients, matmuls, dys, strict=True)

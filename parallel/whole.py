@@ -59,7 +59,7 @@ class WholeWeight:
 
 
 class WholeWeights:
-    """The weights of a rank's stages, for the pipeline's runner (`DataParallel`, data.py)."""
+    """The weights of a rank's stages. It is told when as `FSDPSwitches` is (data.py)."""
 
     def __init__(
         self, stages: Iterable[nn.Module], compute: torch.dtype, reduce: torch.dtype

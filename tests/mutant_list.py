@@ -134,8 +134,8 @@ CHANGES: dict[str, list[Change]] = {
     "parallel/pipeline/schedules.py": [
         ("ahead = (v - 1) * group + (p - 1 - r)", "ahead = (v - 1) * group + (p - r)", "memory"),
         ("            if i >= r:\n                rank.backward_weight(r)\n"
-         "        for _ in range(min(m, r)):",
-         "        for _ in range(m):", "bubble"),
+         "        rank.backward_weight(r, times=min(m, r))",
+         "        rank.backward_weight(r, times=m)", "bubble"),
     ],
     "parallel/pipeline/lower.py": [
         ("    messages.sort()\n", "", "order"),

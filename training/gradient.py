@@ -36,10 +36,7 @@ def gradient_norm(gradients: Sequence[DTensor], mesh: Mesh, kernels: str = "auto
         mesh: the mesh.
         kernels: auto, triton or torch.
     """
-    copies = []
-    for gradient in gradients:
-        assert not any(placement.is_partial() for placement in gradient.placements), "not reduced"
-        copies.append(mesh.root.size() // mesh.pp.size // shards_of(gradient))
+    copies = [mesh.root.size() // mesh.pp.size // shards_of(each) for each in gradients]
     local = [gradient.to_local() for gradient in gradients]
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if local:

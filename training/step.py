@@ -117,12 +117,8 @@ class TrainStep:
         # per rank, then a mean over ranks, would be wrong as soon as token counts differ.) The
         # scale is 1, except with float16: then `unscale` divides the reduced gradients by it.
         scale = self.guard.loss_scale.to(self.precision.exact)
-        microbatches = self.microbatches(
-            tokens,
-            targets,
-            loss_scale=scale / self.count_targets(targets),
-            deterministic=deterministic,
-        )
+        loss_scale = scale / self.count_targets(targets)
+        microbatches = self.microbatches(tokens, targets, loss_scale, deterministic)
         if self.balance is not None:
             self.balance.begin(scale)
         loss = self.runner.run(self.program, microbatches, self.record)
@@ -143,7 +139,7 @@ class TrainStep:
         """The summed loss and the number of target tokens over the rows, [rows, S], of all
         data-parallel ranks."""
         num_targets = self.count_targets(targets)
-        microbatches = self.microbatches(tokens, targets, loss_scale=torch.ones_like(num_targets))
+        microbatches = self.microbatches(tokens, targets, torch.ones_like(num_targets))
         loss = self.runner.run(self.forward_program(len(microbatches)), microbatches)
         return self.sum_over_ranks(loss), num_targets
 

@@ -21,6 +21,4 @@ def make_feed_forward(
     config: ModelConfig, layer: int, tp: TensorParallel, ep: ExpertParallel
 ) -> nn.Module:
     """The feed-forward of block `layer`."""
-    kind = load_kind(__name__, config.feed_forward_of(layer), "FeedForward")
-    made: nn.Module = kind(config, tp, ep)
-    return made
+    return load_kind(__name__, config.feed_forward_of(layer), "FeedForward")(config, tp, ep)

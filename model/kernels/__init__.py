@@ -26,7 +26,7 @@ The files count the bytes that each kernel moves, because the kernels are bound 
 few operations per byte, and a GPU does hundreds in the time that one byte takes. A kernel therefore
 runs at the speed of memory if it moves every byte only once.
 
-Each kernel is a `torch.library` operation (`torch.ops.lattice.…`) with a fake implementation, which
-gives the shapes of its results. The compiler, activation checkpointing and fake tensors see one
-operation and need not look inside. docs/kernels.md explains the kernels and how they are tested.
+Each kernel is a `torch.library` operation (`torch.ops.lattice.…`). One with results has a fake
+implementation, which gives their shapes. The compiler, activation checkpointing and fake tensors
+see one operation and need not look inside. docs/kernels.md explains how they are tested.
 """

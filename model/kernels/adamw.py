@@ -35,6 +35,7 @@ bias.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +46,7 @@ from model.kernels.multi_tensor import find, pointer, prepare, triton_type
 BLOCK = 2048  # 8 elements per thread: two 16-byte loads of float32 from each of p, g, m and v
 
 
-@dataclass(frozen=True)
-class Location:
+class Location(NamedTuple):
     """The position of a local matrix in its global matrix, in elements counted row by row. A vector
     is one row."""
 
@@ -90,11 +90,7 @@ def adamw(
     rounded = list(locations) if p[0].dtype == torch.bfloat16 else []
     shrink = [rates.lr * decay for decay in decays]
     if use_triton(p[0], kernels):
-        flat = [
-            n
-            for location in rounded
-            for n in (location.key, location.first, location.width, location.global_width)
-        ]
+        flat = [number for location in rounded for number in location]
         g = [gradient.contiguous() for gradient in g]
         torch.ops.lattice.adamw(p, g, m, v, scalars, shrink, *rates.betas, rates.eps, flat)
     elif rounded:
@@ -187,11 +183,10 @@ def stochastic(x: Tensor, bits: Tensor) -> Tensor:
 def random_bits(location: Location, shape: torch.Size, t: Tensor) -> Tensor:
     """The hash of each element of a local tensor at update t (an integer scalar): int64, shaped
     `shape`."""
+    key, first, width, global_width = location
     local = torch.arange(shape.numel(), device=t.device)
-    index = (
-        location.first + local + local // location.width * (location.global_width - location.width)
-    )
-    return lowbias32(index & 0xFFFFFFFF ^ lowbias32(location.key ^ lowbias32(t))).view(shape)
+    index = first + local + local // width * (global_width - width)
+    return lowbias32(index & 0xFFFFFFFF ^ lowbias32(key ^ lowbias32(t))).view(shape)
 
 
 # --- the update -----------------------------------------------------------------------------------
@@ -267,14 +262,6 @@ def _update_all(
         )  # fmt: skip
 
 
-@_update_all.register_fake
-def _(
-    p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], scalars: Tensor,
-    shrink: list[float], beta1: float, beta2: float, eps: float, locations: list[int],
-) -> None:  # fmt: skip
-    return None
-
-
 def _update_and_round(
     p: Tensor,
     g: Tensor,
@@ -290,9 +277,8 @@ def _update_and_round(
     (beta1, beta2), gradient = rates.betas, g.float() * factor
     first = beta1 * m.float() + (1 - beta1) * gradient
     second = beta2 * v.float() + (1 - beta2) * gradient * gradient
-    weight = (
-        p.float() - shrink * p.float() - step_size * (first / (second.sqrt() * scale + rates.eps))
-    )
+    moved = first / (second.sqrt() * scale + rates.eps)
+    weight = p.float() - shrink * p.float() - step_size * moved
     bits = random_bits(location, p.shape, scalars[4].long())
     for old, new, random in (
         (p, weight, bits & 0xFFFF),

@@ -75,14 +75,12 @@ def _shared(q: Tensor, k: Tensor) -> bool:
 def by_cudnn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     assert bias is None
     keeps = torch.is_grad_enabled()  # the softmax's normalisers, for backward
-    y: Tensor = _cudnn(q, k, v, None, keeps, is_causal=True)[0]
-    return y
+    return _cudnn(q, k, v, None, keeps, is_causal=True)[0]
 
 
 def by_flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     assert bias is None
-    y: Tensor = _flash(q, k, v, is_causal=True)[0]
-    return y
+    return _flash(q, k, v, is_causal=True)[0]
 
 
 def by_efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
@@ -94,14 +92,11 @@ def by_efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor
         if length % 16:  # its rows must be aligned
             bias = functional.pad(bias, (0, -length % 16))[..., :length]
         bias = bias.expand(*q.shape[:3], length)
-    keeps = torch.is_grad_enabled()
-    y: Tensor = _efficient(q, k, v, bias, keeps, is_causal=bias is None)[0]
-    return y
+    return _efficient(q, k, v, bias, torch.is_grad_enabled(), is_causal=bias is None)[0]
 
 
 def by_math(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    y: Tensor = _math(q, k, v, bias, is_causal=bias is None, enable_gqa=_shared(q, k))[0]
-    return y
+    return _math(q, k, v, bias, is_causal=bias is None, enable_gqa=_shared(q, k))[0]
 
 
 def by_varlen(

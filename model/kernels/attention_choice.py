@@ -118,10 +118,12 @@ def choose(device: Device, call: Call, wanted: str = "auto") -> Choice:
     passed_over: dict[str, str] = {}
     for kernel in (*first, *others):
         reasons = [*_impossible(kernel, device, call)]
-        if kernel not in first:
-            reasons = [*_unwise(kernel, device), *reasons]
+        slow_cudnn = kernel is CUDNN and not device.amd and device.capability not in FAST_CUDNN
+        if slow_cudnn and kernel not in first:
+            reasons.insert(0, f"not known to be faster on {_gpu(device)}")
         if not reasons:
-            return Choice(kernel, _version(kernel, device), tuple(passed_over.items()))
+            version = f" {_dotted(device.cudnn)}" if kernel is CUDNN and device.cudnn else ""
+            return Choice(kernel, version, tuple(passed_over.items()))
         passed_over.setdefault(kernel.name, reasons[0])
     last = ON_CPU if device.capability is None else MATH
     return Choice(last, "", tuple(passed_over.items()))
@@ -136,18 +138,8 @@ def choose_for_steps(device: Device, call: Call, wanted: str) -> Choice:
     return choice
 
 
-def _version(kernel: Kernel, device: Device) -> str:
-    return f" {_dotted(device.cudnn)}" if kernel is CUDNN and device.cudnn else ""
-
-
 def _dotted(cudnn: int) -> str:
     return f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
-
-
-def _unwise(kernel: Kernel, device: Device) -> Iterator[str]:
-    """Reasons for which a kernel is not chosen unless it is wanted."""
-    if kernel is CUDNN and not device.amd and device.capability not in FAST_CUDNN:
-        yield f"not known to be faster on {_gpu(device)}"
 
 
 def _impossible(kernel: Kernel, device: Device, call: Call) -> Iterator[str]:
@@ -224,18 +216,14 @@ def this_device(device_type: str) -> Device:
     """This machine as `Device`, for a run on "cpu" or on "cuda"."""
     if device_type == "cpu":
         return CPU
+    major, minor = torch.__version__.split(".")[:2]
     return Device(
         capability=torch.cuda.get_device_capability(),
         cudnn=None if torch.version.hip else torch.backends.cudnn.version(),
-        torch=_torch_release(),
+        torch=(int(major), int(minor)),
         flash3=importlib.util.find_spec("flash_attn_interface") is not None,
         amd=torch.version.hip is not None,
     )
-
-
-def _torch_release() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
 
 
 def made_ready(choice: Choice) -> Kernel:

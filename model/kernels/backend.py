@@ -102,11 +102,9 @@ def warps_for(block: int) -> int:
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 2
-    )
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def resident_programs(tensor: Tensor, num_warps: int) -> int:

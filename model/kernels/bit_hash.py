@@ -78,7 +78,3 @@ def _add_hash_op(total: Tensor, words: Tensor, first: int) -> None:
         _hash[(cdiv(len(words), BLOCK),)](
             total, words, len(words), first, STEP=STEP, MIX=MIX, BLOCK=BLOCK, num_warps=8
         )  # fmt: skip
-
-
-@_add_hash_op.register_fake
-def _(total: Tensor, words: Tensor, first: int) -> None: ...

@@ -68,7 +68,13 @@ def statistics(logits: Tensor, targets: Tensor, first_row: int, kernels: str) ->
     """Compute m, s and z[y] (0 where another rank holds column y) of logits [T, V/tp]: [3, T]."""
     if use_triton(logits, kernels):
         return torch.ops.lattice.cross_entropy_statistics(logits, targets, first_row)
-    return _statistics_reference(logits, targets, first_row)
+    z = logits.to(exact(logits.dtype))
+    peak = z.amax(dim=-1)
+    # if all columns are masked (−∞), their exponentials are 0, not NaN
+    finite = peak.masked_fill(peak == -torch.inf, 0).unsqueeze(-1)
+    index, mine = _columns(targets, first_row, z.shape[-1])
+    target_logit = z.gather(-1, index).squeeze(-1).masked_fill(~mine, 0)
+    return torch.stack((peak, (z - finite).exp_().sum(dim=-1), target_logit))
 
 
 def token_losses(row: Normaliser, targets: Tensor, z_loss: float) -> Tensor:
@@ -94,23 +100,7 @@ def gradient_over_logits_(
         torch.ops.lattice.cross_entropy_gradient_(
             logits, targets, row.peak, row.total, scale, first_row, z_loss
         )
-    else:
-        _gradient_reference_(logits, targets, row, scale, first_row, z_loss)
-
-
-def _statistics_reference(logits: Tensor, targets: Tensor, first_row: int) -> Tensor:
-    z = logits.to(exact(logits.dtype))
-    peak = z.amax(dim=-1)
-    # if all columns are masked (−∞), their exponentials are 0, not NaN
-    finite = peak.masked_fill(peak == -torch.inf, 0).unsqueeze(-1)
-    index, mine = _columns(targets, first_row, z.shape[-1])
-    target_logit = z.gather(-1, index).squeeze(-1).masked_fill(~mine, 0)
-    return torch.stack((peak, (z - finite).exp_().sum(dim=-1), target_logit))
-
-
-def _gradient_reference_(
-    logits: Tensor, targets: Tensor, row: Normaliser, scale: Tensor, first_row: int, z_loss: float
-) -> None:
+        return
     exact_dtype = row.peak.dtype
     scale = scale.to(exact_dtype)
     factors = scale * (1 + 2 * z_loss * row.lse) / row.total  # [T]
@@ -224,16 +214,3 @@ def _gradient_(
             tokens, IGNORED=IGNORE, Z_LOSS=z_loss, ACC=accumulator(logits.dtype), ROWS=at_once,
             BLOCK=block, num_warps=warps_for(at_once * block // 2),
         )  # fmt: skip
-
-
-@_gradient_.register_fake
-def _(
-    logits: Tensor,
-    targets: Tensor,
-    peak: Tensor,
-    total: Tensor,
-    scale: Tensor,
-    first_row: int,
-    z_loss: float,
-) -> None:
-    return None

@@ -60,8 +60,7 @@ def stages() -> int:
 
 def sizes_of(ends: Tensor) -> list[int]:
     """The number of each expert's rows. The host waits for the device."""
-    sizes: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return sizes
+    return ends.diff(prepend=ends.new_zeros(1)).tolist()
 
 
 @torch.library.custom_op("lattice::grouped_mm", mutates_args=())
@@ -113,11 +112,6 @@ def add_grouped_weight_gradient(
             torch.addmm(out, dy_rows.t(), rows, out_dtype=into.dtype, beta=beta, out=out)
         else:
             out.addmm_(dy_rows.t(), rows, beta=beta)
-
-
-@add_grouped_weight_gradient.register_fake
-def _(into: Tensor, dy: Tensor, x: Tensor, ends: Tensor, beta: int, kernels: str) -> None:
-    pass
 
 
 @jit

@@ -55,24 +55,18 @@ def prepare(
     Row i of the table holds the number of elements, the address of the i-th tensor of each list,
     and the i-th number of each of `fields`.
     """
+    sizes = tuple(t.numel() for t in tensors[0])
     for same_kind in tensors:
+        assert tuple(t.numel() for t in same_kind) == sizes
         for t in same_kind:
             # The kernel trusts the table, and would read a wrong address without an error.
             assert t.is_cuda or INTERPRETED, "Triton kernels need a GPU"
             assert t.is_contiguous()
             assert t.dtype == same_kind[0].dtype, "one launch, one dtype"
-    sizes = tuple(t.numel() for t in tensors[0])
-    assert all(
-        t.numel() == size for same_kind in tensors for t, size in zip(same_kind, sizes, strict=True)
-    )
     addresses = [[t.data_ptr() for t in same_kind] for same_kind in tensors]
     # An empty tensor has no block, so its address is never read.
-    aligned = all(
-        a % 16 == 0
-        for same_kind in addresses
-        for a, size in zip(same_kind, sizes, strict=True)
-        if size
-    )
+    read = [a for each in addresses for a, size in zip(each, sizes, strict=True) if size]
+    aligned = all(a % 16 == 0 for a in read)
     device = tensors[0][0].device
     # a transposed view; the copy below makes it contiguous
     rows = torch.tensor([sizes, *addresses, *fields], dtype=torch.int64).T
@@ -112,6 +106,4 @@ def pointer(row, field, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 def triton_type(dtype: torch.dtype) -> Any:
     """The Triton dtype of a torch dtype."""
-    return {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16}[
-        dtype
-    ]
+    return getattr(tl, str(dtype).removeprefix("torch."))

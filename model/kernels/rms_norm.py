@@ -49,17 +49,12 @@ from parallel.weight_gradient import TO_AUTOGRAD, WeightGradient
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    kernels: str,
-    gradient: WeightGradient = TO_AUTOGRAD,
+    x: Tensor, weight: Tensor, eps: float, kernels: str, gradient: WeightGradient = TO_AUTOGRAD
 ) -> Tensor:
     """Normalise x [..., D] with weight [D]; y has the shape of x. `kernels` is auto, triton or
     torch; `gradient` is the weight's (parallel/weight_gradient.py)."""
     if use_triton(x, kernels):
-        y: Tensor = RMSNormFunction.apply(x, None, weight, eps, gradient)
-        return y
+        return RMSNormFunction.apply(x, None, weight, eps, gradient)
     wide = WideWeight.apply(weight, gradient)
     return functional.rms_norm(x.to(wide.dtype), (x.shape[-1],), wide, eps).to(x.dtype)
 
@@ -75,8 +70,7 @@ def add_rms_norm(
     """x, residual [..., D], weight [D] → (y, s): the normalised sum, and the sum. The sum is
     rounded to x's dtype before it is normalised."""
     if use_triton(x, kernels):
-        y, s = RMSNormFunction.apply(x, residual, weight, eps, gradient)
-        return y, s
+        return RMSNormFunction.apply(x, residual, weight, eps, gradient)
     s = x + residual
     return rms_norm(s, weight, eps, kernels, gradient), s
 
@@ -96,13 +90,9 @@ class RMSNormFunction(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.gradient, ctx.adds = gradient, residual is not None
-        if residual is None:
-            y, rstd = torch.ops.lattice.rms_norm(x, weight, eps)
-            ctx.save_for_backward(x, weight, rstd)
-            return y
-        y, s, rstd = torch.ops.lattice.add_rms_norm(x, residual, weight, eps)
-        ctx.save_for_backward(s, weight, rstd)
-        return y, s
+        y, s, rstd = torch.ops.lattice.rms_norm(x, residual, weight, eps)
+        ctx.save_for_backward(x if residual is None else s, weight, rstd)
+        return y if residual is None else (y, s)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None = None) -> tuple[Any, ...]:
@@ -172,55 +162,34 @@ def _backward(
     tl.store(DW + program * width + columns, tl.sum(dw, 0, keep_dims=True), mask=columns < width)
 
 
-def _launch_forward(
+@torch.library.custom_op("lattice::rms_norm", mutates_args=())
+def _rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """y, s and rstd. Without a residual s is empty: it is x."""
     shape, width = x.shape, x.shape[-1]
     x = rows_of(x)
     r = x if residual is None else rows_of(residual)
     y = x.new_empty(x.shape)
-    s = y if residual is None else x.new_empty(x.shape)
+    s = x.new_empty(0 if residual is None else x.shape)
     rstd = x.new_empty(x.shape[0], dtype=exact(x.dtype))
     block = next_power_of_2(width)
     at_once = rows_at_once(block)
     if rows := x.shape[0]:
         _forward[(cdiv(rows, at_once),)](
-            x, r, weight, y, s, rstd, x.stride(0), r.stride(0), rows, width, EPS=eps,
-            ADD=residual is not None, ACC=accumulator(x.dtype), ROWS=at_once, BLOCK=block,
-            num_warps=warps_for(at_once * block),
+            x, r, weight, y, y if residual is None else s, rstd, x.stride(0), r.stride(0), rows,
+            width, EPS=eps, ADD=residual is not None, ACC=accumulator(x.dtype), ROWS=at_once,
+            BLOCK=block, num_warps=warps_for(at_once * block),
         )  # fmt: skip
-    return y.view(shape), s.view(shape), rstd
-
-
-def _like(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _rstd_of(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[:-1].numel(), dtype=exact(x.dtype))
-
-
-@torch.library.custom_op("lattice::rms_norm", mutates_args=())
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    y, _, rstd = _launch_forward(x, None, weight, eps)
-    return y, rstd
+    return y.view(shape), s if residual is None else s.view(shape), rstd
 
 
 @_rms_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return _like(x), _rstd_of(x)
-
-
-@torch.library.custom_op("lattice::add_rms_norm", mutates_args=())
-def _add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+def _(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _launch_forward(x, residual, weight, eps)
-
-
-@_add_rms_norm.register_fake
-def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(x), _like(x), _rstd_of(x)
+    rstd = x.new_empty(x.shape[:-1].numel(), dtype=exact(x.dtype))
+    return x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape), rstd
 
 
 @torch.library.custom_op("lattice::rms_norm_backward", mutates_args=())
@@ -254,4 +223,4 @@ def _(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, rstd: Tensor, wide: bool
 ) -> tuple[Tensor, Tensor]:
     dtype = exact(s.dtype) if wide else weight.dtype
-    return _like(s), weight.new_empty(weight.shape, dtype=dtype)
+    return s.new_empty(s.shape), weight.new_empty(weight.shape, dtype=dtype)

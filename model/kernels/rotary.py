@@ -38,26 +38,31 @@ from model.kernels.backend import (
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str) -> tuple[Tensor, Tensor]:
     """Rotate q [S, B, H, E] and k [S, B, K, E] by cos, sin [S, B or 1, 1, E/2]; results in q's
     dtype. Without gradients q and k may be overwritten."""
-    if not use_triton(q, kernels):
-        return Rotate.apply(q, cos, sin), Rotate.apply(k, cos, sin)
-    if torch.is_grad_enabled():
-        return torch.ops.lattice.rotate(q, k, cos, sin, False)
+    if torch.is_grad_enabled() or not use_triton(q, kernels):
+        return Rotate.apply(q, k, cos, sin, kernels)
     torch.ops.lattice.rotate_(q, k, cos, sin)
     return q, k
 
 
 class Rotate(torch.autograd.Function):
-    """The PyTorch implementation, for one tensor."""
+    """Saves only the angles."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, 1)
+        ctx.kernels = kernels
+        if use_triton(q, kernels):
+            return torch.ops.lattice.rotate(q, k, cos, sin, False)
+        return _turn(q, cos, sin, 1), _turn(k, cos, sin, 1)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _turn(dy, cos, sin, -1), None, None
+        if use_triton(dq, ctx.kernels):
+            return *torch.ops.lattice.rotate(dq, dk, cos, sin, True), None, None, None
+        return _turn(dq, cos, sin, -1), _turn(dk, cos, sin, -1), None, None, None
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
@@ -154,25 +159,7 @@ def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tenso
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    _, _, cos, sin, ctx.back = inputs
-    ctx.save_for_backward(cos, sin)
-
-
-def _differentiate(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
-    cos, sin = ctx.saved_tensors
-    return *torch.ops.lattice.rotate(dq, dk, cos, sin, not ctx.back), None, None, None
-
-
-_rotate.register_autograd(_differentiate, setup_context=_keep)
-
-
 @torch.library.custom_op("lattice::rotate_", mutates_args=("q", "k"))
 def _rotate_in_place(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     assert q.stride(-1) == k.stride(-1) == 1, "rotating in place needs contiguous heads"
     _launch(q, k, q, k, cos.contiguous(), sin.contiguous(), False)
-
-
-@_rotate_in_place.register_fake
-def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    return None

@@ -8,15 +8,7 @@ a sum it would be 6 + 2 / k.
 import torch
 from torch import Tensor
 
-from model.kernels.backend import (
-    accumulator,
-    cdiv,
-    jit,
-    next_power_of_2,
-    tl,
-    use_triton,
-    warps_for,
-)
+from model.kernels.backend import accumulator, cdiv, jit, next_power_of_2, tl, use_triton, warps_for
 
 BLOCK = 2048  # elements at once, of one token
 
@@ -25,8 +17,7 @@ def sum_rows(x: Tensor, places: Tensor, k: int, kernels: str) -> Tensor:
     """Map x [T·k, D], whose rows `places` [T·k] orders by tokens, to y [T, D]. Each sum is in the
     order of its rows, in float32 at least."""
     if use_triton(x, kernels):
-        y: Tensor = torch.ops.lattice.sum_rows(x, places, k)
-        return y
+        return torch.ops.lattice.sum_rows(x, places, k)
     return x.index_select(0, places).unflatten(0, (-1, k)).sum(1)
 
 

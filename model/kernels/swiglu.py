@@ -19,9 +19,7 @@ BLOCK = 2048  # elements per program: two 16-byte loads of each tensor for each 
 
 def swiglu(gate: Tensor, up: Tensor, kernels: str) -> Tensor:
     """Compute silu(gate) · up of gate, up [..., F]."""
-    if use_triton(gate, kernels):
-        return torch.ops.lattice.swiglu(gate, up)
-    return SwiGLU.apply(gate, up)
+    return SwiGLU.apply(gate, up, kernels)
 
 
 def swiglu_gradients(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,17 +28,22 @@ def swiglu_gradients(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tens
 
 
 class SwiGLU(torch.autograd.Function):
-    """The PyTorch implementation. Plain autograd would save silu(g) too."""
+    """Saves only its inputs. Plain autograd would save silu(g) too."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: str) -> Tensor:
         ctx.save_for_backward(gate, up)
+        ctx.kernels = kernels
+        if use_triton(gate, kernels):
+            return torch.ops.lattice.swiglu(gate, up)
         return functional.silu(gate) * up
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        return swiglu_gradients(dy, gate, up)
+        if use_triton(gate, ctx.kernels):
+            return *torch.ops.lattice.swiglu_backward(dy, gate, up), None
+        return *swiglu_gradients(dy, gate, up), None
 
 
 @jit
@@ -95,14 +98,3 @@ def _swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tens
 @_swiglu_backward.register_fake
 def _(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
-
-
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.ops.lattice.swiglu_backward(dy, *ctx.saved_tensors)
-
-
-_swiglu.register_autograd(_differentiate, setup_context=_keep)

@@ -46,9 +46,8 @@ def mend() -> None:
             source = handle(to_float32(source.data), tl.float32)
         if becomes == tl.bfloat16:
             return handle(to_bfloat16(source.data).reshape(source.data.shape), tl.bfloat16)
-        return (
-            source if becomes == tl.float32 and was == tl.bfloat16 else cast(self, source, target)
-        )
+        is_done = (was, becomes) == (tl.bfloat16, tl.float32)
+        return source if is_done else cast(self, source, target)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
         a, b = (

@@ -14,15 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.kernels.backend import (
-    accumulator,
-    cdiv,
-    jit,
-    next_power_of_2,
-    tl,
-    use_triton,
-    warps_for,
-)
+from model.kernels.backend import accumulator, cdiv, jit, next_power_of_2, tl, use_triton, warps_for
 from model.kernels.swiglu import swiglu, swiglu_gradients
 
 BLOCK = 2048  # elements at once, of one row
@@ -30,8 +22,7 @@ BLOCK = 2048  # elements at once, of one row
 
 def weighted_swiglu(gate: Tensor, up: Tensor, weights: Tensor, kernels: str) -> Tensor:
     """Compute w · silu(gate) · up of gate, up [R, F] and weights [R] (float32 or wider)."""
-    y: Tensor = WeightedSwiGLU.apply(gate, up, weights, kernels)
-    return y
+    return WeightedSwiGLU.apply(gate, up, weights, kernels)
 
 
 class WeightedSwiGLU(torch.autograd.Function):
@@ -42,8 +33,7 @@ class WeightedSwiGLU(torch.autograd.Function):
         ctx.save_for_backward(gate, up, weights)
         ctx.kernels = kernels
         if use_triton(gate, kernels):
-            y: Tensor = torch.ops.lattice.weighted_swiglu(gate, up, weights)
-            return y
+            return torch.ops.lattice.weighted_swiglu(gate, up, weights)
         return (swiglu(gate, up, kernels) * weights.unsqueeze(1)).to(gate.dtype)
 
     @staticmethod

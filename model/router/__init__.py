@@ -25,8 +25,7 @@ __all__ = ["BaseRouter", "bias_name", "make_router", "router_class", "routers_of
 
 
 def router_class(name: str) -> type[BaseRouter]:
-    found: type[BaseRouter] = load_kind(__name__, name, "Router")
-    return found
+    return load_kind(__name__, name, "Router")
 
 
 def make_router(

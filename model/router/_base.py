@@ -53,11 +53,7 @@ class RouterScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        exact: torch.dtype,
-        gradient: WeightGradient,
+        ctx: Any, x: Tensor, weight: Tensor, exact: torch.dtype, gradient: WeightGradient
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.exact, ctx.gradient = exact, gradient
@@ -103,12 +99,9 @@ class BaseRouter(Layer):
         self.num_experts, self.k = self.experts.count, self.experts.per_token
         self.bias: Tensor | None = None  # [X] float32
         self.load: Load | None = None
+        shape, initial = (self.num_experts, config.dim), Normal(config.init_std)
         weight = WeightSpec(
-            shape=(self.num_experts, config.dim),
-            placement=Replicate(),
-            initial=Normal(config.init_std),
-            group=ROUTER,
-            gradient_is_partial=tp.sequence_parallel,
+            shape, Replicate(), initial, ROUTER, gradient_is_partial=tp.sequence_parallel
         )
         self.add_weight(weight)
 

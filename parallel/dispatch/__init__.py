@@ -43,12 +43,10 @@ class TokenDispatch(nn.Module):
 
 
 def make_dispatch(ep: ExpertParallel, kept: KeptOutputs, sum_rows: SumRows) -> TokenDispatch:
-    made: TokenDispatch = load_kind(__name__, ep.dispatch, "Dispatch")(ep, kept, sum_rows)
-    return made
+    return load_kind(__name__, ep.dispatch, "Dispatch")(ep, kept, sum_rows)
 
 
 def counts_on_host(counts: Tensor) -> list[int]:
     """The host waits for the device here, and nowhere else in a layer of experts unless its grouped
     products are loops (model/kernels/grouped_matmul.py)."""
-    numbers: list[int] = counts.tolist()
-    return numbers
+    return counts.tolist()

@@ -24,14 +24,12 @@ class LayerCosts(NamedTuple):
     head: float  # including the final norm and the loss
 
 
-def stage_costs(layers_per_stage: Sequence[int], costs: LayerCosts) -> list[float]:
-    """The cost of each stage."""
-    return _stages(layers_per_stage, costs, [0.0, *accumulate(costs.blocks)])
-
-
-def _stages(layers: Sequence[int], costs: LayerCosts, before: Sequence[float]) -> list[float]:
-    """The cost of each stage; `before` has, for each layer, the cost of all layers before it."""
-    ends = [0, *accumulate(layers)]
+def stage_costs(
+    layers_per_stage: Sequence[int], costs: LayerCosts, before: Sequence[float] = ()
+) -> list[float]:
+    """The cost of each stage. `before`: for each layer, the cost of all layers before it."""
+    before = before or [0.0, *accumulate(costs.blocks)]
+    ends = [0, *accumulate(layers_per_stage)]
     stages = [before[end] - before[start] for start, end in pairwise(ends)]
     stages[0] += costs.embedding
     stages[-1] += costs.head
@@ -69,7 +67,7 @@ def balanced_split(costs: LayerCosts, ranks_of_stages: Sequence[int]) -> list[in
     cut = _cut(before, [mean * layers for layers in accumulate(dealt)])
 
     def ranks(split: list[int]) -> list[float]:
-        return rank_costs(_stages(split, costs, before), ranks_of_stages)
+        return rank_costs(stage_costs(split, costs, before), ranks_of_stages)
 
     def slowness(split: list[int]) -> list[float]:
         """The costs of the ranks, slowest first. Of two splits with equal slowest ranks, the one

@@ -55,10 +55,7 @@ class PipelineRunner:
         self.gradients = {s: gradients_of(stage) for s, stage in stages.items()}
 
     def run(
-        self,
-        program: Program,
-        microbatches: Sequence[object],
-        record: Recorder = nullcontext,
+        self, program: Program, microbatches: Sequence[object], record: Recorder = nullcontext
     ) -> Tensor | None:
         """Run each micro-batch forward and backward; the parameters then have reduced gradients.
         Under `torch.no_grad`, run a program of forwards only.

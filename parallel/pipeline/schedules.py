@@ -83,13 +83,10 @@ def one_forward_one_backward(p: int, v: int, m: int) -> list[list[Action]]:
     ranks = []
     for r in range(p):
         warmup = min(p - 1 - r, m)
-        rank = _Rank()
-        for _ in range(warmup):
-            rank.forward(r)
+        rank = _Rank().forward(r, times=warmup)
         for _ in range(m - warmup):  # steady state
             rank.forward(r).backward(r)
-        for _ in range(warmup):
-            rank.backward(r)
+        rank.backward(r, times=warmup)
         ranks.append(rank.actions)
     return ranks
 
@@ -175,17 +172,14 @@ def zero_bubble_h1(p: int, v: int, m: int) -> list[list[Action]]:
     ranks = []
     for r in range(p):
         warmup = min(p - 1 - r, m)
-        rank = _Rank()
-        for _ in range(warmup):
-            rank.forward(r)
+        rank = _Rank().forward(r, times=warmup)
         for i in range(m):
             if warmup + i < m:
                 rank.forward(r)
             rank.backward_input(r)
             if i >= r:
                 rank.backward_weight(r)
-        for _ in range(min(m, r)):
-            rank.backward_weight(r)
+        rank.backward_weight(r, times=min(m, r))
         ranks.append(rank.actions)
     return ranks
 
@@ -209,9 +203,8 @@ def zero_bubble_v(p: int, v: int, m: int) -> list[list[Action]]:
     ranks = []
     for r in range(p):
         down, up = r, 2 * p - 1 - r
-        rank = _Rank()
-        for _ in range(2 * (p - r) - 1):  # fill: the time until micro-batch 0 comes back up
-            rank.forward(down)
+        # fill: the time until micro-batch 0 comes back up
+        rank = _Rank().forward(down, times=2 * (p - r) - 1)
         for _ in range(r):
             rank.forward(up).forward(down)
         for _ in range(p - r):
@@ -226,10 +219,9 @@ def zero_bubble_v(p: int, v: int, m: int) -> list[list[Action]]:
             rank.backward_input(down).backward_input(up)
         for _ in range(p - r):
             rank.backward_input(down).backward_weight(down)
-        while rank.done(BACKWARD_WEIGHT, up) < rank.done(BACKWARD_INPUT, up):
-            rank.backward_weight(up)
-        while rank.done(BACKWARD_WEIGHT, down) < rank.done(BACKWARD_INPUT, down):
-            rank.backward_weight(down)
+        for stage in (up, down):
+            due = rank.done(BACKWARD_INPUT, stage) - rank.done(BACKWARD_WEIGHT, stage)
+            rank.backward_weight(stage, times=due)
         # built for at least 2p − 1 micro-batches: if there are fewer, drop the others
         ranks.append([action for action in rank.actions if action.microbatch < m])
     return ranks
@@ -265,9 +257,7 @@ def dualpipe_v(p: int, v: int, m: int) -> list[list[Action]]:
     ranks = []
     for r in range(p):
         down, up = r, 2 * p - 1 - r
-        rank = _Rank()
-        for _ in range(2 * (p - 1 - r)):
-            rank.forward(down)
+        rank = _Rank().forward(down, times=2 * (p - 1 - r))
         for _ in range(r + 1):
             rank.forward(down).forward(up)
         for _ in range(p - 1 - r):
@@ -305,21 +295,22 @@ class _Rank:
     def done(self, kind: Kind, stage: int) -> int:
         return self._done[kind, stage]
 
-    def forward(self, stage: int) -> Self:
-        return self._do(FORWARD, stage, (FORWARD,))
+    def forward(self, stage: int, times: int = 1) -> Self:
+        return self._do(FORWARD, stage, times, (FORWARD,))
 
-    def backward(self, stage: int) -> Self:
-        return self._do(BACKWARD, stage, (BACKWARD_INPUT, BACKWARD_WEIGHT))
+    def backward(self, stage: int, times: int = 1) -> Self:
+        return self._do(BACKWARD, stage, times, (BACKWARD_INPUT, BACKWARD_WEIGHT))
 
     def backward_input(self, stage: int) -> Self:
-        return self._do(BACKWARD_INPUT, stage, (BACKWARD_INPUT,))
+        return self._do(BACKWARD_INPUT, stage, 1, (BACKWARD_INPUT,))
 
-    def backward_weight(self, stage: int) -> Self:
-        return self._do(BACKWARD_WEIGHT, stage, (BACKWARD_WEIGHT,))
+    def backward_weight(self, stage: int, times: int = 1) -> Self:
+        return self._do(BACKWARD_WEIGHT, stage, times, (BACKWARD_WEIGHT,))
 
-    def _do(self, kind: Kind, stage: int, counts: tuple[Kind, ...]) -> Self:
-        self.actions.append(Action(kind, stage, self.done(counts[0], stage)))
-        self._done.update((count, stage) for count in counts)
+    def _do(self, kind: Kind, stage: int, times: int, counts: tuple[Kind, ...]) -> Self:
+        for _ in range(times):
+            self.actions.append(Action(kind, stage, self.done(counts[0], stage)))
+            self._done.update((count, stage) for count in counts)
         return self
 
 

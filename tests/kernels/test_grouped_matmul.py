@@ -6,11 +6,7 @@ import torch
 from torch import Tensor
 
 from model.kernels import grouped_matmul
-from model.kernels.grouped_matmul import (
-    SIDES,
-    add_grouped_weight_gradient,
-    grouped_mm,
-)
+from model.kernels.grouped_matmul import SIDES, add_grouped_weight_gradient, grouped_mm
 from model.kernels.sum_rows import sum_rows
 from tests.kernels.device import DEVICE, DTYPES, KERNELS, NEEDS_TRITON, randn
 

@@ -59,10 +59,7 @@ def test_angles_are_exact_enough_to_tell_positions_apart():
     positions 256 and 257. Float32 angles are off by about 0.01 rad at position 128k; models in
     float64 have float64 angles, so that proofs are exact."""
     positions = torch.tensor([[256], [257], [131_071]])
-    for dtype, exact in (
-        (torch.bfloat16, torch.float32),
-        (torch.float64, torch.float64),
-    ):
+    for dtype, exact in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         cos, sin = rotary_angles(positions, Rotary(128, 500000.0), dtype)
         assert cos.dtype == sin.dtype == exact
         assert not torch.equal(cos[0], cos[1])

@@ -202,10 +202,7 @@ def test_whole_step_over_tp(ranks, schedule, p):
             # forward: 2 per block, the head's, and the loss's three numbers per token and rank;
             # backward: 4 per block and the embedding's gradient; deferred weight gradients gather
             # the output gradients of a block's row-parallel layers again
-            "all_gather": (
-                M * ((gathers - 1) * p + 2),
-                M * (gathers * hidden + 2 * 3 * tokens),
-            ),
+            "all_gather": (M * ((gathers - 1) * p + 2), M * (gathers * hidden + 2 * 3 * tokens)),
             "reduce_scatter": (M * ((4 * blocks + 1) * p + 1), M * (4 * blocks + 2) * hidden),
             "all_reduce": (1, norms * 32 * DOUBLE),
         }

@@ -85,30 +85,21 @@ def compare_masks(mask, other, part, *numbers):
 
 
 PACKED = replace(CP2, document_mask=True)
-MODELS = [
-    (case, rows, mode)
-    for case, rows in (
-        (PACKED, 2),
-        (CP2, 1),  # without documents, chunks are packed, but for the first
-        (Case(MeshSizes(cp=4), document_mask=True, **WINDOW), 1),
-    )
-    for mode in ("full", "none", "selective")
+CP4 = Case(MeshSizes(cp=4), document_mask=True, **WINDOW)
+MODELS = [  # without documents, chunks are packed, but for the first
+    *product((CP2, replace(CP2, **WINDOW), PACKED), (1, 2)),
+    (CP4, 1),
+    *(
+        (replace(case, activation_checkpointing=mode), rows)
+        for case, rows in ((PACKED, 2), (CP2, 1), (CP4, 1))
+        for mode in ("full", "selective")
+    ),
 ]
+QUICK = [(replace(PACKED, activation_checkpointing="full"), 2), (PACKED, 1)]
 
 
-@pytest.mark.parametrize(("case", "rows", "mode"), thorough_but(MODELS[:1], MODELS), ids=str)
-def test_the_model_by_boundaries(ranks, case, rows, mode):
-    case = replace(case, activation_checkpointing=mode)
-    row = check_batch(ranks, case, rows, "all", flash_attention_stands_in)
-    assert not row.failures(), str(row)
-
-
-@pytest.mark.parametrize(
-    ("rows", "case"),
-    thorough_but([(1, PACKED)], product((1, 2), (CP2, replace(CP2, **WINDOW), PACKED))),
-    ids=str,
-)
-def test_all_ranks_gather_alike(ranks, rows, case):
+@pytest.mark.parametrize(("case", "rows"), thorough_but(QUICK, MODELS), ids=str)
+def test_the_model_by_boundaries(ranks, case, rows):
     """Some chunks are packed and others are not, so ranks run different kernels, and these keep
     views of gathered keys, or copies. Still all ranks gather at the same places."""
     with strictly(ranks):

@@ -10,20 +10,14 @@ import pytest
 
 from costs.timeline import Timeline
 from errors import UserError
-from parallel.pipeline.actions import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    Action,
-)
+from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
 from parallel.pipeline.schedules import build_schedule
 from parallel.pipeline.simulate import Costs, Event, simulate
 from runtime.profiling import trace as writer
 from tools.timeline.__main__ import main
 from tools.timeline.draw import INK, draw, inline
 from tools.timeline.measured import from_chrome, measured_costs
-from tools.timeline.panels import ascii_lanes, simulated_panels
+from tools.timeline.panels import simulated_panels
 
 SIZES = "--stages 2 --micro-batches 4"
 
@@ -35,26 +29,6 @@ def timeline(name, ranks, stages_per_rank, microbatches, *costs):
 
 def to_chrome(step: Timeline) -> dict[str, Any]:
     return writer.to_chrome({"pipeline": step})
-
-
-# --- text -----------------------------------------------------------------------------------------
-
-
-ONE = [[Action(FORWARD, 0, 0), Action(BACKWARD, 0, 0)]]
-TENTH = [[Action(FORWARD, 0, 10), Action(BACKWARD, 0, 10)]]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "costs", "columns", "lines"),
-    [
-        pytest.param(build_schedule("1f1b", 2, 1, 3), Costs.equal(2), 22,
-                     ["rank 0 ▏F0 F1       B…", "rank 1 ▏   F0 B0─── F…"], id="cut"),
-        pytest.param(TENTH, Costs.equal(1), None, ["rank 0 ▏F10B10──"], id="two digits"),
-        pytest.param(ONE, Costs.equal(1, 1 / 3, 1 / 3, 0), None, ["rank 0 ▏FB"], id="short"),
-    ],
-)  # fmt: skip
-def test_a_schedule_as_text(schedule, costs, columns, lines):
-    assert ascii_lanes(Timeline(simulate(schedule, costs)), columns=columns) == lines
 
 
 # --- traces ---------------------------------------------------------------------------------------

@@ -61,8 +61,7 @@ def quiet(sigmas: float, steps: int = WINDOW) -> UpdateGuard:
 
 
 @pytest.mark.parametrize(
-    ("loss", "norm"),
-    [(math.nan, 1.0), (math.inf, 1.0), (4.0, math.inf), (4.0, math.nan)],
+    ("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (4.0, math.inf), (4.0, math.nan)]
 )
 def test_what_is_not_finite_does_not_update(loss: float, norm: float) -> None:
     guard = UpdateGuard(6.0, "cpu")

@@ -7,7 +7,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from errors import UserError
 from parallel import whole_matrices
 from parallel.axes import MeshSizes
 from parallel.whole_matrices import Hop, Matrix, interleave, rounds_of
@@ -193,9 +192,3 @@ def test_the_planned_messages_are_those_sent(name):
     planned = beside_the_plan(config, report)
     assert planned["same_collectives"]
     assert abs(planned["error"]) < 0.002, "of a tiny model"
-
-
-def test_a_momentum_that_keeps_no_gradient_is_refused():
-    keys = ["optimizer.name=muon", "optimizer.muon.momentum=1"]
-    with pytest.raises(UserError, match=r"optimizer\.muon\.momentum = 1"):
-        load_config(str(ROOT / "configs/laptop.yaml"), keys)

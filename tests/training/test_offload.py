@@ -193,13 +193,13 @@ def groups(case: Case) -> list[list[str]]:
 @pytest.mark.skipif(sys.platform != "linux", reason="refused as a whole elsewhere")
 def test_what_a_start_refuses(data: Path, tmp_path: Path) -> None:
     config = runs.write_config(tmp_path, data)
-    there = f"parallel.offload_dir={tmp_path}"
-    with pytest.raises(UserError, match=r"goes together with parallel\.offload=disk"):
-        runs.load_config(config, ["parallel.offload=disk"])
-    with pytest.raises(UserError, match=r"goes together with parallel\.offload=disk"):
-        runs.load_config(config, [there])
-    with pytest.raises(UserError, match=r"^parallel\.offload = True: "):
-        runs.load_config(config, ["parallel.cpu_offload=true"])
+    for key, why in (
+        ("parallel.offload=disk", r"goes together with parallel\.offload=disk"),
+        (f"parallel.offload_dir={tmp_path}", r"goes together with parallel\.offload=disk"),
+        ("parallel.cpu_offload=true", r"^parallel\.offload = True: "),
+    ):
+        with pytest.raises(UserError, match=why):
+            runs.load_config(config, [key])
 
 
 def test_what_a_rank_holds_of_whole_copies(data: Path, tmp_path: Path) -> None:

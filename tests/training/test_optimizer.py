@@ -24,21 +24,6 @@ from tests.steps import make_step, rows_of
 from training.learning_rate import learning_rate
 
 
-@pytest.mark.parametrize(
-    ("options", "steps", "expected"),
-    [
-        ({"warmup_steps": 4}, 100, [0.25, 0.5, 0.75, 1.0, 1.0]),
-        ({"warmup_steps": 2, "schedule": "wsd", "decay_steps": 4, "min_lr_ratio": 0.0}, 12,
-         [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]),
-    ],
-    ids=["warmup never starts at zero", "wsd is flat, then falls"],
-)  # fmt: skip
-def test_the_rate_rises_and_falls_linearly(options, steps, expected):
-    config = OptimizerConfig(lr=1.0, **options)
-    rates = [learning_rate(step, range(steps), config) for step in range(len(expected))]
-    assert rates == pytest.approx(expected, rel=1e-15, abs=1e-15)
-
-
 def test_cosine_is_the_formula():
     config = OptimizerConfig(lr=3e-4, warmup_steps=10, min_lr_ratio=0.1)
     for step in range(100):

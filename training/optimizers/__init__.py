@@ -148,5 +148,4 @@ class ShardedOptimizer(ABC):
 
 def optimizer_class(name: str) -> type[ShardedOptimizer]:
     """The class of `optimizer.name`."""
-    found: type[ShardedOptimizer] = load_kind(__name__, name, "Optimizer")
-    return found
+    return load_kind(__name__, name, "Optimizer")
