@@ -6,7 +6,8 @@ rank would otherwise be idle (zero bubble: Qi et al. 2023, https://arxiv.org/abs
 backward of a linear layer then leaves a job for the runner. The job keeps the two tensors of the
 product, the layer's input and the gradient of its output (this rank's part of a tensor that
 sequence parallelism splits). The embedding does the same. A norm's gradient, computed together with
-that of its input, becomes a job too, so that all gradients of a micro-batch are reduced together.
+that of its input, and the head's, computed in forward, become jobs too, so that all gradients of a
+micro-batch are reduced together.
 """
 
 from collections.abc import Callable, Sequence

@@ -62,7 +62,7 @@ class Atoms:
             why = f"does not divide {self.key}={self.count}"
             if self.can_share:
                 fits |= {*range(self.count, 65, self.count)}
-                why += " and is no multiple of it (heads would be replicated)"
+                why += ", and is no multiple of it (which would replicate heads)"
             raise UserError("parallel.tp", tp, why, f"choose one of {sorted(fits)}")
 
 

@@ -24,7 +24,8 @@ is multiplied between an expert's two products, so results need not be kept for 
 The host must know how many rows it sends and receives, because it allocates them and because a
 collective takes numbers, not tensors. With ep 1 it knows: all of them. Else it waits for these
 2 · ep numbers, in `counts_on_host`: once per layer and forward. Backward and recomputation know
-them already, because routes are kept (kept.py).
+them already, because routes are kept (kept.py). (Kernels that need no such wait take buffers for
+the worst case: DeepSeek's DeepEP.)
 
 (Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668; dropless: Gale et al. 2022,
 https://arxiv.org/abs/2211.15841; ep as a part of the other axes: Liu et al. 2025,

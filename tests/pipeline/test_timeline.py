@@ -17,7 +17,7 @@ from runtime.profiling import trace as writer
 from tools.timeline.__main__ import main
 from tools.timeline.draw import INK, draw, inline
 from tools.timeline.measured import from_chrome, measured_costs
-from tools.timeline.panels import simulated_panels
+from tools.timeline.panels import ascii_lanes, simulated_panels
 
 SIZES = "--stages 2 --micro-batches 4"
 
@@ -29,6 +29,15 @@ def timeline(name, ranks, stages_per_rank, microbatches, *costs):
 
 def to_chrome(step: Timeline) -> dict[str, Any]:
     return writer.to_chrome({"pipeline": step})
+
+
+@pytest.mark.parametrize(
+    ("microbatch", "costs", "line"),
+    [(10, Costs.equal(1), "rank 0 ▏F10B10──"), (0, Costs.equal(1, 1 / 3, 1 / 3, 0), "rank 0 ▏FB")],
+)
+def test_a_label_is_no_wider_than_its_action(microbatch, costs, line):
+    one = [[Action(FORWARD, 0, microbatch), Action(BACKWARD, 0, microbatch)]]
+    assert ascii_lanes(Timeline(simulate(one, costs))) == [line]
 
 
 # --- traces ---------------------------------------------------------------------------------------
