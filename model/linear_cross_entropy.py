@@ -17,8 +17,10 @@ https://arxiv.org/abs/2411.09009.)
 
 With sequence parallelism a piece is taken from every rank's part of the sequence at once, so that
 with several pieces the whole input is never gathered either. A piece's gather overlaps with the
-products of the previous piece, its reduce-scatter with those of the next. Without sequence
-parallelism every rank has the whole sequence, and dx is all-reduced.
+products of the previous piece, its reduce-scatter with those of the next. (If the logits are
+sharded over many ranks, one piece may hold them all, and nothing overlaps. More pieces would hide
+more communication, but each reads and writes dw once more.) Without sequence parallelism every
+rank has the whole sequence, and dx is all-reduced.
 
 | pass     | local shapes                     | communication over tp, sequence parallel (else)    |
 |----------|----------------------------------|----------------------------------------------------|
@@ -29,7 +31,8 @@ parallelism every rank has the whole sequence, and dx is all-reduced.
 The price: between a micro-batch's forward and backward the head holds dw, in float32 if it is added
 to a sum over micro-batches (parallel/weight_gradient.py), else in the weight's dtype. A schedule
 with many forwards in flight on the last stage (gpipe, breadth_first) holds one dw for each. And
-where a schedule splits backward, the head has nothing left to compute in W; its time counts as F.
+where a schedule splits backward, the head has no product left for W, and its time counts as F. (dw
+is nevertheless added in W, so that all gradients of a micro-batch are complete at the same time.)
 """
 
 from collections.abc import Iterator
