@@ -3,20 +3,22 @@
 A small machine does other work too, and its speed changes within minutes. So what is compared takes
 turns, ratios are computed within a round, and their medians are kept. CPU seconds are those of the
 operating system, which other work hardly affects. Absolute numbers are specific to the machine,
-which every file of results names.
-"""
+which every file of results names."""
 
+import datetime
 import json
+import os
+import platform
 import resource
 import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.about import about
 from tools.command import CommandParser
 
 ROOT = Path(__file__).parent.parent
@@ -85,6 +87,24 @@ def parser(name: str, description: str | None, rounds: int = 0) -> CommandParser
         made.add_argument("--rounds", type=int, default=rounds, help=f"default: {rounds}")
     made.add_argument("--json", type=Path, default=ROOT / f"benchmarks/results/{name}.json")
     return made
+
+
+def about(*packages: str) -> dict[str, Any]:
+    """The date, the machine, and the versions of Python, torch and `packages`."""
+    return {
+        "date": str(datetime.date.today()),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        **{package: version_of(package) for package in ("torch", *packages)},
+    }
+
+
+def version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def write(path: Path, results: Mapping[str, Any], *packages: str) -> None:

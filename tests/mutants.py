@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.about import about
+from benchmarks.compare import about
 from tests import ROOT
 from tests.docs.transcripts import copy_tree
 from tests.modules import MODULES, imports, is_test, module_name

@@ -1,6 +1,5 @@
 """What one GPU can say about kernels of attention: the rows of `make bench-gpu PART=open`, beside
-whole steps with each of them (model.py).
-"""
+whole steps with each of them (model.py)."""
 
 from typing import Any
 

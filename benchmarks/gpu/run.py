@@ -32,7 +32,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.compare import ROOT
+from benchmarks.compare import ROOT, about
 from benchmarks.gpu.page import NEEDS, NO_GPU, compared, page, wrong
 from runtime.files import write_whole
 from tools.command import CommandParser, run_command
@@ -212,8 +212,6 @@ def run_part(name: str, folder: Path | None, seconds: float) -> int:
 def versions() -> dict[str, Any]:
     """The device, and the versions of what is measured and compared."""
     import torch  # not needed to say what is missing
-
-    from benchmarks.about import about
 
     found = about("triton", *OPTIONAL) | {"device": NO_GPU, "cuda": torch.version.cuda}
     if torch.cuda.is_available():
