@@ -26,7 +26,8 @@ WORLD = 2
 PATIENCE_SECONDS = 600
 OUR_LINES = re.compile(
     r"saved step-|stopped after step|SIG\w+ was received|step +\d+/|processes on this machine|"
-    r"[\d,]+ parameters on|all 2 ranks|attention: |starting |changed since"
+    r"[\d,]+ parameters on|all 2 ranks|attention: |starting |changed since|"
+    r"warning: checkpoint.interval is never"
 )
 
 

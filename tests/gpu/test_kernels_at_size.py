@@ -1,7 +1,6 @@
 """Every kernel at the sizes of an 8-billion model, compared with float64; and, at tiny sizes, that
 a wrong kernel is found."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +48,7 @@ def wrong_sum(square_sum, *arguments):
 @planted(optimizer, "adamw")
 def other_random_bits(adamw, p, g, m, v, decays, places, *rest):
     if rest[-1] == "triton":
-        places = [dataclasses.replace(place, key=place.key + 1) for place in places]
+        places = [place._replace(key=place.key + 1) for place in places]
     adamw(p, g, m, v, decays, places, *rest)
 
 

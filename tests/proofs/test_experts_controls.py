@@ -121,7 +121,7 @@ MISTAKES = {
         (BaseRouter, "losses", balance_of_the_whole_microbatch, (BASE, BALANCE, ".feed_forward")),
     "each tp rank takes its partial gradient of the router for the whole":
         (model.router._base, "WeightSpec",
-         lambda spec, **given: spec(**{**given, "gradient_is_partial": False}),
+         lambda spec, *given, **more: spec(*given, **{**more, "gradient_is_partial": False}),
          (TP, {"gradient", "spread"}, ".router.weight")),
     "job of experts dropped": (parallel.pipeline.runner, "run_jobs", job_of_experts_dropped,
          (ZB_H1, {"gradient", "norm"}, ".experts.")),
