@@ -40,7 +40,7 @@ def test_every_pair_of_options(ranks, case):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "float64"])
 def test_twenty_steps(ranks, case, dtype):
     agrees(ranks, replace(case, dtype=dtype), cases.STEPS)
 

@@ -169,10 +169,10 @@ STRICT = [
     # stages in the order of ranks, around the ranks in a circle, and forth and back
     *(DEEP[name] for name in ("1f1b", "interleaved_1f1b", "dualpipe_v")),
 ]
-# every value of every option; every schedule with four ranks in a pipeline; single sequences, of
-# which backward gathers keys and values again, among weights and messages
+# every value of the experts' options; every schedule with four ranks in a pipeline; single
+# sequences, of which backward gathers keys and values again, among weights and messages
 MORE = [
-    *(case for covering in COVERINGS.values() for case in covering.few),
+    *COVERINGS["experts"].few,
     *(replace(case, layout=MeshSizes(pp=4)) for case in DEEPER),
     *context_cases()[-2:],
 ]
@@ -186,6 +186,7 @@ EXTREMES = [case for case in extreme_cases() if case.first_bias and case.layout.
         *(pytest.param("strict", case, 1, marks=pytest.mark.thorough) for case in MORE),
         *(pytest.param("strict_shared", case, 1, marks=pytest.mark.slow)
           for case in dict.fromkeys([*STRICT, *MORE])),
+        *(pytest.param("strict", case, 1, marks=pytest.mark.slow) for case in QUICK.few),
         *(pytest.param(backend, case, EXPERT_STEPS, marks=pytest.mark.slow)
           for case in EXTREMES for backend in ("strict", "strict_shared")),
     ],
