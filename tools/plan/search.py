@@ -188,11 +188,11 @@ def search(config: Config, world: int, device: Device) -> Result:
             raise refused
         each = sorted(everything, key=lambda one: one.bound)
         plans = (Found(one.config(), world, device) for one in each)
-        one = next(plan for plan in plans if plan.peak > room)  # those that fit are refused
+        least = next(plan for plan in plans if plan.peak > room)  # those that fit are refused
         why = f"none of {len(everything):,} layouts fits {room / GB:.0f} GB a GPU; about "
-        why += f"{one.peak / GB:.1f} GB are needed ({counted:,} were counted exactly)"
+        why += f"{least.peak / GB:.1f} GB are needed ({counted:,} were counted exactly)"
         remedy = "take more GPUs, or larger ones (--device), or a smaller model or train.seq_len; "
-        remedy += f"to see the memory of the smallest, plan without --search: {one.overrides()}"
+        remedy += f"to see the memory of the smallest, plan without --search: {least.overrides()}"
         raise UserError("--gpus", world, why, remedy)
     fitting.sort(key=lambda found: (found.seconds, found.peak))
     return Result(fitting, len(everything), counted)
