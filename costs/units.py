@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from costs.as_on_gpu import DEVICE, AsOnGpu
-from costs.collectives import wire_bytes
 from costs.recorder import Phase, Piece, Recorder
 from costs.setting import Setting, batch_of, build_stage, hidden, routing, state_of, tensors_in
 from costs.storages import key_of
@@ -98,12 +97,6 @@ class Unit:
             holding = ["x"] * first + ["dy"] * last
             self._phases[key] = self._recorders[key[:2]].phases(holding)
         return self._phases[key]
-
-    @property
-    def bytes_sent(self) -> float:
-        """Bytes that one rank sends over tp, in rings."""
-        calls = [call for phase in self.phases().values() for call in phase.sends.elements()]
-        return sum(wire_bytes(c.kind, c.bytes, self.setting.tp) for c in calls if c.axis == "tp")
 
 
 def kind_of(model: ModelConfig, layer: int) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from data.config import DataConfig
-from data.shards import FORMAT, REMEDY, VERSION, map_tensor
+from data.shards import FORMAT, REMEDY, VERSION, map_tokens
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
 
@@ -38,7 +38,7 @@ class TokenDataset:
     def __init__(self, folder: Path, index: dict, split: str) -> None:
         self.folder, self.split = folder, split
         entry = index["splits"][split]
-        keys = ("file", "tokens", "documents", "bytes", "sha256")
+        keys = ("file", "tokens", "bytes", "sha256")
         self._shards = [tuple(shard[key] for key in keys) for shard in entry["shards"]]
         self._dtype = np.dtype(index["dtype"])
         # _starts[i]: tokens before shard i; one more entry than shards.
@@ -49,7 +49,7 @@ class TokenDataset:
         self.bos_id: int | None = index.get("bos_id")
         self.unigram_nats_per_token: float | None = index["unigram_nats_per_token"]
         matters = [index["format"], index["version"], index["dtype"], self.tokenizer_sha256, split]
-        matters += [[tokens, sha256] for _, tokens, _, _, sha256 in self._shards]
+        matters += [[tokens, sha256] for _, tokens, _, sha256 in self._shards]
         self.checksum = hashlib.sha256(json.dumps(matters).encode()).hexdigest()
         self.map_at_most(OPEN_SHARDS)
 
@@ -75,7 +75,7 @@ class TokenDataset:
         except (KeyError, TypeError, AttributeError) as error:
             why = f"its index is damaged: {type(error).__name__} {error}"
             raise UserError("data.path", str(folder / "index.json"), why, REMEDY) from error
-        for file, _, _, size, _ in dataset._shards:
+        for file, _, size, _ in dataset._shards:
             path = folder / file
             found = path.stat().st_size if path.is_file() else "no"
             if found != size or Path(file).name != file:
@@ -116,7 +116,7 @@ class TokenDataset:
 
     def _map_tokens(self, shard: int) -> np.ndarray:
         file, tokens, *_ = self._shards[shard]
-        return map_tensor(self.folder / file, "tokens", self._dtype, tokens)
+        return map_tokens(self.folder / file, self._dtype, tokens)
 
 
 class Mixture:

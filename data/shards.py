@@ -83,19 +83,19 @@ class ShardsWriter:
         self._file = None
 
 
-def map_tensor(path: Path, name: str, dtype: np.dtype, count: int) -> np.ndarray:
-    """Tensor `name` of the shard, mapped read-only. Raises UserError if the file is missing, or its
+def map_tokens(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
+    """The tokens of the shard, mapped read-only. Raises UserError if the file is missing, or its
     header does not give exactly this dtype and shape [count], within the file."""
     dtype = np.dtype(dtype)
     expected = DTYPES[dtype.name], [count], count * dtype.itemsize
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            entry = json.loads(file.read(min(length, MAX_HEADER_BYTES)))[name]
+            entry = json.loads(file.read(min(length, MAX_HEADER_BYTES)))["tokens"]
         begin, end = entry["data_offsets"]
         found = entry["dtype"], entry["shape"], end - begin
         if found != expected or begin < 0:
-            raise ValueError(f"{name!r} is {found} (dtype, shape, bytes), and not {expected}")
+            raise ValueError(f"'tokens' is {found} (dtype, shape, bytes), and not {expected}")
         if count == 0:
             return np.empty(0, dtype)  # an empty range cannot be mapped
         mapped = np.memmap(path, dtype.newbyteorder("<"), "r", 8 + length + begin, (count,))

@@ -101,10 +101,10 @@ def _of_sources(
                 seen.add(source)
                 streams.append(_of_hub(source, text_field, split, report))
             continue
+        # within one folder, files_of_folder has seen to it
+        alone = len(sources) == 1 and (source == STDLIB or Path(source).is_dir())
         new = []
         for file in files:
-            # within one folder, files_of_folder has seen to it
-            alone = len(sources) == 1 and (source == STDLIB or Path(source).is_dir())
             once = str(file) if alone else os.path.realpath(file)
             if once in seen:
                 report.leave_out(str(file), "given twice: read once")

@@ -6,7 +6,3 @@ GATHERED, GRADIENTS, SHARDED_GRADIENTS = "gathered weights", "whole gradients", 
 GATHERING, REDUCING = "buffers of gathers", "buffers of reductions"
 ACTIVATIONS, DEFERRED = "activations", "kept for weight gradients"
 MESSAGES, TEMPORARY = "messages of the pipeline", "temporary"
-CATEGORIES = {
-    WEIGHTS, MOMENTS, GATHERED, GRADIENTS, SHARDED_GRADIENTS, GATHERING, REDUCING, ACTIVATIONS,
-    DEFERRED, MESSAGES, TEMPORARY,
-}  # fmt: skip

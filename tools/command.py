@@ -16,6 +16,7 @@ output: runtime/output.py), their options, and how they print tables and duratio
 import argparse
 import contextlib
 import functools
+import json
 import math
 import os
 import signal
@@ -57,6 +58,12 @@ def writes(option: str, path: Path) -> Iterator[None]:
         why = f"it cannot be written ({error.strerror})"
         remedy = "free some space, or give a path where you have permission to write"
         raise UserError(option, str(path), why, remedy) from None
+
+
+def write_json(file: Path, content: Any, **how: Any) -> None:
+    """Writes what --json asks for. Raises UserError if it cannot be written."""
+    with writes("--json", file):
+        file.write_text(json.dumps(content, indent=1, **how) + "\n", encoding="utf-8")
 
 
 def reports_errors(main: Callable[..., T]) -> Callable[..., T | int]:

@@ -13,7 +13,6 @@ The exit status is 2 if something is refused.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from runtime.evaluation.scoring import score_whole
 from runtime.exit import refuse
 from runtime.start.init import init_distributed
 from settings.precision import DTYPES
-from tools.command import CommandParser, at_least, run_command, table, writes
+from tools.command import CommandParser, at_least, run_command, table, write_json
 from tools.generate.load_model import load_model
 
 TOKENS_AT_ONCE = 4096
@@ -81,9 +80,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(describe(found), flush=True)  # first: the file may be on a full disk
             if options.json is not None:
-                with writes("--json", options.json):
-                    text = json.dumps(found, indent=1) + "\n"
-                    options.json.write_text(text, encoding="utf-8")
+                write_json(options.json, found)
     except UserError as error:
         refuse(error)
     dist.destroy_process_group()

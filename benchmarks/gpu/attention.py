@@ -38,14 +38,14 @@ def inputs() -> list[Tensor]:
     return [draw(length, 1, count, width) for count in (heads, kv_heads, kv_heads, heads)]
 
 
-def mask_of(kernel: str, documents: bool, device: str = DEVICE) -> tuple[Mask, str]:
+def mask_of(kernel: str, documents: bool) -> tuple[Mask, str]:
     """The mask that a run with this `model.attention_kernel` has, with documents or without, and
     the chosen kernel."""
     length, _, _, width, document = SIZES
     tokens = torch.ones(1, length, dtype=torch.int64)
     if documents:
         tokens[:, ::document] = 0
-    positions, found = find_documents(tokens, 0, device, [range(length)])
+    positions, found = find_documents(tokens, 0, DEVICE, [range(length)])
     of_queries = found[0] if documents else None
     mask = make_mask(positions, of_queries, None, torch.bfloat16, width, kernel)
     call = Call(torch.bfloat16, width, length, documents, deterministic=False)

@@ -15,7 +15,6 @@ two cores, over gloo, all cases together take hours (docs/proofs.md).
 
 import contextlib
 import functools
-import json
 import queue
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +45,7 @@ from proofs.parity.chosen import (
 )
 from proofs.parity.run import BOUNDS, Row, check, worst
 from proofs.ranks import Ranks
-from tools.command import CommandParser, at_least, run_command, writes
+from tools.command import CommandParser, at_least, run_command, write_json, writes
 
 WORLDS = (1, 2, 4, 8)
 
@@ -147,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
             "impossible_pairs": impossible,
             "rows": [row.as_json() for row in rows],
         }
-        options.json.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
+        write_json(options.json, report, default=str)
     return 0 if rows and len(passed) == len(rows) else 1
 
 

@@ -8,7 +8,6 @@ from itertools import product
 from typing import Any
 
 from kinds import kinds_in
-from model.attention import sliding_window
 from parallel.axes import MeshSizes
 from parallel.pipeline.schedules import SCHEDULES
 from proofs.parity.cases import BATCH, Case, meshes_of, option_values
@@ -21,7 +20,7 @@ ZB_H1: Options = {"schedule": "zb_h1"}
 ZB_V: Options = {"schedule": "zb_v", "stages_per_rank": 2}
 WINDOW: Options = {
     "attention": ("sliding_window", "causal"),
-    "keys": (("sliding_window", sliding_window.Settings(window=5)),),
+    "keys": keys_to_try("attention", "sliding_window"),
 }
 
 

@@ -18,7 +18,7 @@ import safetensors.numpy
 from data.config import DataConfig
 from data.dataset import Mixture, TokenDataset, open_data
 from data.prepare import prepare
-from data.shards import map_tensor
+from data.shards import map_tokens
 from data.tokenizer import Tokenizer
 from errors import UserError
 from tests.data_samples import SOURCE, prepared
@@ -111,10 +111,10 @@ def test_hostile_headers_are_refused(tmp_path, case: str) -> None:
     size = struct.pack("<Q", len(header) if length is None else length)
     path.write_bytes(size + header + bytes(64))
     if case == "control":
-        assert len(map_tensor(path, "tokens", np.dtype("uint16"), 32)) == 32
+        assert len(map_tokens(path, np.dtype("uint16"), 32)) == 32
         return
     with pytest.raises(UserError, match=r"x\.safetensors.*damaged"):
-        map_tensor(path, "tokens", np.dtype("uint16"), 32)
+        map_tokens(path, np.dtype("uint16"), 32)
 
 
 def test_another_tokenizer_is_refused(folder: Path, tmp_path) -> None:
@@ -168,4 +168,4 @@ def test_an_error_that_may_pass_is_no_refusal(tmp_path) -> None:
     stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
     (tmp_path / "x.safetensors").write_bytes(bytes(64))
     with patch.object(Path, "open", side_effect=stale), pytest.raises(OSError, match=r"x\.safe"):
-        map_tensor(tmp_path / "x.safetensors", "tokens", np.dtype("uint16"), 32)
+        map_tokens(tmp_path / "x.safetensors", np.dtype("uint16"), 32)

@@ -34,24 +34,17 @@ from parallel.pipeline.actions import (
 )
 from parallel.pipeline.lower import lower
 from parallel.pipeline.runner import PipelineRunner
-from parallel.pipeline.schedules import build_schedule
+from parallel.pipeline.schedules import SCHEDULES, build_schedule
 from parallel.pipeline.simulate import Costs, Event, simulate
 from parallel.pipeline.transfer import Transfers
 from proofs.ranks import Ranks
 from runtime.profiling.trace import ActionRecorder
 from tests.proofs.parity_tiers import thorough_but
+from tools.plan.candidates import FIXED
 
 RANKS, MICROBATCHES = 4, 8
 HIDDEN_SHAPE = (4, 1, 8)  # [S, B, D]
-STAGES_PER_RANK = {
-    "gpipe": 1,
-    "1f1b": 1,
-    "interleaved_1f1b": 2,
-    "breadth_first": 2,
-    "zb_h1": 1,
-    "zb_v": 2,
-    "dualpipe_v": 2,
-}
+STAGES_PER_RANK = {name: FIXED.get(name, 2) for name in SCHEDULES}
 
 
 class WaitingStage(Layer):

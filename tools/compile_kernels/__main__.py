@@ -20,13 +20,12 @@ stores of spilled values; loads and stores of tensors in global memory, 16 bytes
 shared memory in bytes per program.
 """
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from tools.command import CommandParser, reports_errors, run_command, writes
+from tools.command import CommandParser, reports_errors, run_command, write_json
 from tools.compile_kernels import TARGETS
 
 
@@ -75,9 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)  # processes are forked: there must be no threads
     reports = compiler.compile_all(launches)
     if options.json is not None:
-        text = json.dumps(reports, indent=1)
-        with writes("--json", options.json):
-            options.json.write_text(text + "\n", encoding="utf-8")
+        write_json(options.json, reports)
     print(f"compiled by Triton {compiler.triton.__version__}\n\n{compiler.describe(reports)}")
     failed = [report for report in reports if report["faults"]]
     for report in failed:

@@ -14,7 +14,6 @@ rehearsals and published results.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from costs.routing import check_imbalance
@@ -29,7 +28,7 @@ from tools.command import (
     at_least,
     reports_errors,
     run_command,
-    writes,
+    write_json,
 )
 from tools.plan.beside import beside, read_report
 from tools.plan.data_stage import add_data_stage, one_stage
@@ -102,8 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
     if searched is not None:
         plan["search"] = searched.as_dict()
     if options.json is not None:
-        with writes("--json", options.json):
-            options.json.write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+        write_json(options.json, plan)
     return 0
 
 

@@ -17,7 +17,6 @@ two steps with a save after each. The exit status is 1 if there is any of these.
 hides each collective, with times from the data sheet of --device.
 """
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from tools.command import (
     at_least,
     reports_errors,
     run_command,
+    write_json,
     writes,
 )
 from tools.plan.data_stage import add_data_stage, one_stage
@@ -135,8 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
             report["planned"] = beside_the_plan(config, report)
         print(describe(report))
     if options.json is not None:
-        with writes("--json", options.json):
-            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(options.json, report)
     return int(bool(report.get("findings")))
 
 

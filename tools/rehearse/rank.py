@@ -2,14 +2,14 @@
 
 import gc
 import os
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from multiprocessing import get_context, parent_process
-from threading import Thread
+from multiprocessing import get_context
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +20,7 @@ from errors import UserError
 from model.transformer import Transformer, vocabulary
 from parallel.mesh import Mesh
 from runtime.metrics.metrics import peak_memory_bytes
+from runtime.signals import end_with_parent
 from settings.config import Config
 from tools.plan.traffic import by_axis
 from tools.rehearse.device import Device
@@ -90,7 +91,7 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
     # it is destroyed, for threads that only the old process has.
     gc.disable()
     try:
-        with ProcessPoolExecutor(1, get_context("fork"), _keep_inherited) as pool:
+        with ProcessPoolExecutor(1, get_context("fork"), _prepare, (os.getpid(),)) as pool:
             return pool.submit(function, *arguments).result()
     except BrokenProcessPool:
         why = "its process was killed, as the kernel does when memory runs out"
@@ -99,17 +100,11 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
         gc.enable()
 
 
-def _keep_inherited() -> None:
+def _prepare(parent: int) -> None:
     gc.freeze()
     gc.enable()
-    Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """An executor's process would otherwise wait for work forever if its parent was killed."""
-    if (parent := parent_process()) is not None:
-        parent.join()
-        os._exit(1)
+    # an executor's process would otherwise wait for work forever if its parent was killed
+    end_with_parent(parent, signal.SIGKILL)
 
 
 def check_can_be_rehearsed(config: Config, races: bool) -> None:

@@ -76,10 +76,10 @@ def charts(run: Run) -> list[Chart]:
     return [chart for chart in found if chart.series]
 
 
-def thin(points: Points, bins: int = BINS) -> np.ndarray:
-    """x and the mean, the smallest and the largest y of at most `bins` groups of neighbouring
+def thin(points: Points) -> np.ndarray:
+    """x and the mean, the smallest and the largest y of at most BINS groups of neighbouring
     points, so that no extreme is lost."""
-    groups = np.array_split(np.array(points, dtype=float), min(bins, len(points)))
+    groups = np.array_split(np.array(points, dtype=float), min(BINS, len(points)))
     return np.array([(*g.mean(axis=0), g[:, 1].min(), g[:, 1].max()) for g in groups]).T
 
 
