@@ -135,12 +135,12 @@ def stop_agent(mark: str = REFUSED) -> None:
     file does it: torch's handler raises an exception, so a further signal would interrupt the agent
     while it stops its ranks."""
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    goes_on = restarts < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-    pid = find_agent() if goes_on else None
-    if goes_on and pid is None:
-        return  # torchrun starts the ranks again: this start is not the last
-    if goes_on and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent passes it on to its ranks
+    pid = None
+    if restarts < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+        if (pid := find_agent()) is None:
+            return  # torchrun starts the ranks again: this start is not the last
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent passes it on to its ranks
     # …/attempt_N/LOCAL_RANK/error.json
     logs = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     try:

@@ -65,9 +65,11 @@ def _check_tokens(
     """Raise UserError if a data stage ahead begins at a token, and the run had another batch size:
     its first step would be counted wrongly."""
     counted, now = tokens_after(stages, trainer.step), data_stage_of(stages, trainer.step)
+    if counted == trainer.tokens:
+        return
     for number, entry in enumerate(config.data_stages, 1):
         name, token = begin_of(entry)
-        if counted == trainer.tokens or number <= now.number or name != "from_token":
+        if number <= now.number or name != "from_token":
             continue
         why = f"the checkpoint {path} had {trainer.tokens:,} tokens after step {trainer.step}, but "
         why += f"with this configuration it would be {counted:,}: train.global_batch_size changed"

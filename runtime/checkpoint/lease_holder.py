@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from runtime.checkpoint.folder import names_in
 
-JOB_ID = "[!-~]{0,200}"  # what is accepted as Slurm's job number
 RELEASED = 0  # the time of a released lease file, in seconds since 1970
 
 # restricted, because any program may have written the lease
@@ -30,7 +29,7 @@ class Holder(BaseModel):
     machine: Word  # identifies the boot and the PID namespace, see `_machine`
     pid: Annotated[int, Field(gt=0, lt=1 << 31)]
     process_began: Word  # needed because process numbers are reused
-    job: Annotated[str, Field(pattern=f"^{JOB_ID}$")]  # Slurm's job number, or ""
+    job: Annotated[str, Field(pattern="^[!-~]{0,200}$")]  # Slurm's job number, or ""
     restart: int  # how often Slurm has requeued the job
     since: Word  # in UTC, for people to read
 

@@ -3,8 +3,6 @@
 A save has none: it runs during the steps, whose log lines a bar would break up.
 """
 
-from typing import Any
-
 from tqdm import tqdm
 
 
@@ -12,5 +10,5 @@ def byte_bar(doing: str, total: int, shown: bool = True) -> "tqdm[None]":
     """A bar over `total` bytes, which disappears at the end: `with byte_bar(…) as bar: …
     bar.update(bytes)`. `shown`: false on all ranks but one."""
     disable = None if shown else True  # None: disabled if standard error is not a terminal
-    about: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
-    return tqdm(desc=doing, total=total, leave=False, disable=disable, **about)
+    return tqdm(desc=doing, total=total, leave=False, disable=disable,
+                unit="B", unit_scale=True, unit_divisor=1024)  # fmt: skip

@@ -169,11 +169,9 @@ def open_tasks(config: Config, tokenizer: Path) -> list[TaskRows]:
     """Read and tokenize the run's tasks, with the data's tokenizer. Raises UserError."""
     if not config.train.tasks:
         return []
-    tasks, bpe = (
-        read_tasks(config.train.tasks, "train.tasks"),
-        Tokenizer.load(tokenizer, "data.path"),
-    )
-    return tokenize(tasks, bpe, config.train.seq_len, "train.tasks")
+    tasks = read_tasks(config.train.tasks, "train.tasks")
+    loaded = Tokenizer.load(tokenizer, "data.path")
+    return tokenize(tasks, loaded, config.train.seq_len, "train.tasks")
 
 
 def tokenize(tasks: Sequence[Task], tokenizer: Tokenizer, seq_len: int, key: str) -> list[TaskRows]:

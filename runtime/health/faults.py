@@ -58,13 +58,13 @@ class Faults(Listener):
         bit."""
         rank, world = self.fault["rank"], dist.get_world_size()
         dtype, bits = train.config.train.dtype, torch.finfo(train.config.precision.compute).bits
-        remedy = "choose a layer of that rank's stages, and train.compile=false"
         if rank >= world:
             raise UserError(KEY, self.fault, f"there are {world} ranks", f"at most {world - 1}")
         if self.fault["bit"] >= bits:
             raise UserError(KEY, self.fault, f"a {dtype} has {bits} bits", f"at most {bits - 1}")
         if rank == dist.get_rank() and not names:
             why = f"it has no linear layer in layer {self.fault['layer']} that can be wrapped"
+            remedy = "choose a layer of that rank's stages, and train.compile=false"
             raise UserError(KEY, self.fault, why, remedy)
 
 

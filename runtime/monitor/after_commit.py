@@ -187,11 +187,11 @@ class Commands:
             # If this fails, it is not run again now, but by the next start.
             with contextlib.suppress(OSError):
                 running.unlink() if problem else running.rename(running.with_suffix(".done"))
-        tries, is_deleted = self.pending[path], problem == DELETED
-        if problem and not is_deleted and time.monotonic() >= self._ends_at:
+        tries, has_failed = self.pending[path], problem not in ("", DELETED)
+        if has_failed and time.monotonic() >= self._ends_at:
             return  # it was interrupted
-        tries.made += not is_deleted
-        if problem and not is_deleted:
+        tries.made += problem != DELETED
+        if has_failed:
             pause = min(RETRY_SECONDS * 2 ** (tries.made - 1), LONGEST_RETRY_SECONDS)
             tries.due = time.monotonic() + pause
         else:

@@ -153,11 +153,11 @@ class MonitorProcess:
                     about = (self.folder, self.start, "failed", self.step, GONE)
                     self._later(end_start, *about)
                 self.happened("died", step=self.step, reason=GONE)
+        finished = self.end_state == "finished"
         self._later(self._show)
-        if self.end_state != "finished":  # from now on the file may be that of the next start
+        if not finished:  # from now on the file may be that of the next start
             self._later(setattr, self, "show", None)
         if self.commands is not None:
-            finished = self.end_state == "finished"
             self.commands.finish(self.told["after_commit_seconds"] if finished else ENDING_SECONDS)
         if self.sender is not None:
             self.sender.finish(ENDING_SECONDS)

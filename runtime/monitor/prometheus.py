@@ -140,19 +140,12 @@ def _numbers(
         single.append(("lattice_alarms_delivered_total", delivered, sender.delivered))
         single.append(("lattice_alarms_lost_total", lost, sender.failed))
     if commands is not None:
-        failed = state.failed["after_commit"]
+        failed, waiting = state.failed["after_commit"], len(commands.pending)
+        done = commands.done_step
         single += [
             ("lattice_after_commit_failures_total", "Failures of checkpoint.after_commit.", failed),
-            (
-                "lattice_after_commit_pending",
-                "Checkpoints that wait for it.",
-                len(commands.pending),
-            ),
-            (
-                "lattice_after_commit_step",
-                "The newest for which it ended well.",
-                commands.done_step,
-            ),
+            ("lattice_after_commit_pending", "Checkpoints that wait for it.", waiting),
+            ("lattice_after_commit_step", "The newest for which it ended well.", done),
         ]
     for name, about, value in single:
         if value is not None:
