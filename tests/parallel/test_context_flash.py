@@ -190,7 +190,7 @@ def test_planted_bug_is_found(ranks, bug):
 
 def run_refused(case):
     bug = partial(changed, "boundaries divided by cp")
-    return said_by(run_on_ranks, case, 0, partial(given, "all", bug))
+    return said_by(run_on_ranks, case, 1, partial(given, "all", bug))
 
 
 def test_boundaries_divided_by_cp_are_found(ranks):
