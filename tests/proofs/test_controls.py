@@ -4,7 +4,7 @@ the comparison must report it in the quantities that the bug affects.
 A comparison that never fails proves nothing. A training run would hide these bugs, because the loss
 still falls with each of them.
 
-Mistakes with experts that were found in public codebases, and what finds them (test_experts.py
+Mistakes with experts that were found in public codebases, and what finds them (test_parity.py
 unless said):
 
     gradients of experts ep times too large, or divided twice: pytorch 160285, Megatron-LM 5956.
