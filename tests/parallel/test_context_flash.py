@@ -15,13 +15,13 @@ from model.mask import Mask, make_mask, scores_bias
 from parallel.axes import MeshSizes
 from parallel.context import ContextParallel, KeysAndValues
 from proofs.parity.cases import BOS, SEQ_LEN, Case
+from proofs.parity.chosen import WINDOW
 from proofs.parity.run import run_on_ranks
 from tests.kernels.flash import flash_attention_stands_in
 from tests.planted import name_of, planted
 from tests.proofs.context_batches import (
     CP2,
     DOCUMENTS,
-    WINDOW,
     check_batch,
     given,
     other_keys_in_backward,

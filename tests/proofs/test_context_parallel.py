@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from model.attention import sliding_window
 from parallel.axes import MeshSizes
 from parallel.context import ContextParallel, in_order, number_of_pieces, sum_by_rank
 from parallel.placement import chunk_range
 from proofs.parity.cases import Case
-from proofs.parity.chosen import context_cases
-from tests.proofs.context_batches import CP2, TARGETS, WINDOW, check_batch, seeing
+from proofs.parity.chosen import WINDOW, context_cases
+from tests.proofs.context_batches import CP2, TARGETS, check_batch
 from tests.proofs.parity_tiers import agrees, thorough_but
 
 
@@ -56,6 +57,11 @@ def test_heads_are_divided_where_there_is_much_to_send():
         assert number_of_pieces(heads, megabytes * 2**20) == pieces
 
 
+def seeing(window):
+    keys = (("sliding_window", sliding_window.Settings(window=window)),)
+    return {"attention": "sliding_window", "keys": keys}
+
+
 MASKED = {"document_mask": True}
 CP4, CP8 = Case(MeshSizes(cp=4)), Case(MeshSizes(cp=8))
 BATCHES = {  # case, sequences of a micro-batch, which batch → whether `make test` runs it
@@ -72,9 +78,7 @@ BATCHES = {  # case, sequences of a micro-batch, which batch → whether `make t
     # windows end anywhere: of less and more than a chunk (4 tokens) and a rank's part (8); with a
     # mask of documents, there are rows of one document too
     **{
-        (replace(CP2, **seeing(window, "sliding_window"), document_mask=window != 3), 2, "all"): (
-            window in (3, 9)
-        )
+        (replace(CP2, **seeing(window), document_mask=window != 3), 2, "all"): window in (3, 9)
         for window in (1, 3, 4, 5, 8, 9, 15, 16)
     },
     # some ranks or sequences have no targets; single sequences are gathered again in backward

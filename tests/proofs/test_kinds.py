@@ -10,11 +10,10 @@ from errors import UserError
 from kinds import kinds_in
 from parallel.axes import MeshSizes
 from proofs.parity.cases import Case
-from proofs.parity.chosen import kind_cases
+from proofs.parity.chosen import WINDOW, kind_cases
 from runtime.checkpoint.load import _start_from
 from settings.load import load_config
 from settings.sections import OptimizerConfig
-from tests.proofs.context_batches import WINDOW
 from tests.proofs.parity_tiers import agrees, thorough_but
 from tests.runs import checkpoint_of, trainer_of
 
