@@ -259,7 +259,7 @@ class Row:
         if self.crash:
             return ["crash"]
         bounds = BOUNDS[self.case.dtype]
-        return [name for name, error in self.errors.items() if not error <= bounds[name]]
+        return [name for name, bound in bounds.items() if not self.errors[name] <= bound]
 
     def __str__(self) -> str:
         bad = self.failures()

@@ -164,6 +164,7 @@ EVENTS = to_chrome(timeline("1f1b", 2, 1, 2))["traceEvents"]
         ([EVENTS[3] | {"ts": float("nan")}], "0.ts: Input should be a finite number"),
         ([e | {"tid": 2 * e.get("tid", 0)} for e in EVENTS], "there is no event of rank 1"),
         ([e | {"dur": 0, "ts": 0} for e in EVENTS], "the events take no time"),
+        ([*EVENTS, *EVENTS], "occurs more than once"),
     ],
 )
 def test_a_malformed_trace_is_said_so(trace, message, tmp_path, capsys):

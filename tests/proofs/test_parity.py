@@ -265,7 +265,7 @@ MORE = [
 @pytest.mark.parametrize(
     ("backend", "case", "steps"),
     [
-        *(("strict", case, 1) for case in STRICT),
+        *(("strict", case, 1 if case.layout.pp == 4 else 2) for case in STRICT),
         *(pytest.param("strict", case, 1, marks=pytest.mark.thorough) for case in MORE),
         *(pytest.param("strict_shared", case, 1, marks=pytest.mark.slow)
           for case in dict.fromkeys([*STRICT, *MORE])),

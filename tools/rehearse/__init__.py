@@ -12,7 +12,7 @@ tape.py          sees every storage and operator, counts the collectives, and fi
 
 With --races also:
 accesses.py      accesses that no wait orders; memory that is reused too early
-overlap.py       what can hide each collective
+overlap.py       what can hide each collective, and how long that takes on a device
 findings.py      what was found, and on which line
 
 Not seen: what happens inside an operator, other ranks (proofs/strict checks their order), and

@@ -14,7 +14,7 @@ the rank. The number of ranks is that of --gpus, of the configuration's axes, or
 With --races memory is not counted. It looks for accesses to memory that no wait orders, memory that
 is freed while a stream uses it, waits of the host inside a step, and threads on a wrong device, in
 two steps with a save after each. The exit status is 1 if there is any of these. It also shows what
-hides each collective.
+hides each collective, with times from the data sheet of --device.
 """
 
 from functools import partial
@@ -35,7 +35,7 @@ from tools.command import (
     writes,
 )
 from tools.plan.data_stage import add_data_stage, one_stage
-from tools.plan.hardware import GB
+from tools.plan.hardware import GB, Device, find_device
 from tools.plan.layout import Layout, world_of
 from tools.plan.memory import Memory
 from tools.plan.traffic import by_axis, over_groups
@@ -72,12 +72,14 @@ def describe(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def describe_races(report: dict[str, Any]) -> str:
+def describe_races(report: dict[str, Any], device: Device) -> str:
     found = report["findings"]
-    rows = [("one step", "count", "MB", "bare", "GFLOP beside")]
+    rows = [(f"one step, with times on {device.name}", "count", "MB", "bare", "GFLOP beside",
+             "wire ms", "exposed ms")]  # fmt: skip
     for name, row in report["overlap"].items():
         size, beside = f"{row['bytes'] / 1e6:,.3f}", f"{row['flops'] / 1e9:,.3f}"
-        rows.append((name, f"{row['count']:,}", size, f"{row['bare']:,}", beside))
+        seconds = (f"{1e3 * row[each]:,.3f}" for each in ("wire_seconds", "exposed_seconds"))
+        rows.append((name, f"{row['count']:,}", size, f"{row['bare']:,}", beside, *seconds))
     return "\n".join(
         [
             f"{title(report)}: {len(found)} findings in {report['operators']:,} operators; "
@@ -103,6 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--races": "check what waits for what, and show what hides each collective",
     }.items():
         instead.add_argument(name, action="store_true", help=text)
+    parser.option("--device", "h100", "NAME", "with --races: the device whose links are modelled")
     parser.option("--json", Path, "FILE", "write the results to FILE")
     options = parser.parse_intermixed_args(arguments)
     config = load_config(options.config, options.overrides)
@@ -110,6 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     config, which_stage = one_stage(config, world, options.data_stage)
     if which_stage:
         print(which_stage)
+    device = find_device(options.device)
     at_least(0, world, rank=options.rank)
     check_can_be_rehearsed(config, options.races)
     if options.json is not None:
@@ -120,8 +124,8 @@ def main(arguments: list[str] | None = None) -> int:
         report = run(2, recording)
         print(describe_operators(report))
     elif options.races:
-        report = run(2, checking)
-        print(describe_races(report))
+        report = run(2, partial(checking, rates=device))
+        print(describe_races(report, device))
     else:
         report = run(1)
         report["planned"] = beside_the_plan(config, report)

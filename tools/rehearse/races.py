@@ -39,7 +39,7 @@ from torch.distributed import P2POp, ProcessGroup
 
 from costs.as_on_gpu import DEVICE
 from costs.collectives import Call, Work, arguments_of, group_of
-from costs.events import Attention, Product, event_of
+from costs.events import event_of
 from costs.operators import (
     HostCopy,
     accesses,
@@ -50,17 +50,21 @@ from costs.operators import (
     tensors_of,
 )
 from costs.storages import key_of, watch_resizes
+from hardware import H100
+from hardware import Device as Rates
 from parallel.mesh import Mesh
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.save import Saver
 from runtime.log.run_log import RunLog
 from runtime.trainer_state import DataState
+from tools.plan.layout import Layout
+from tools.plan.time import StepTime
 from tools.rehearse.accesses import Accesses, Block
 from tools.rehearse.device import INDEX, Device, Stream
 from tools.rehearse.fake_gpu import OnFakeGpu
 from tools.rehearse.findings import Findings, line
-from tools.rehearse.overlap import Flight, Overlap
+from tools.rehearse.overlap import Computing, Flight, Overlap
 from tools.rehearse.tape import ONE_RANK, Tape
 from training.step import TrainStep
 
@@ -86,11 +90,16 @@ class SaverWithoutFiles(Saver):
 
 
 class Races(Tape):
-    """The streams of a fake GPU, what is accessed on them, and what overlaps. Use `checking`."""
+    """The streams of a fake GPU, what is accessed on them, and what overlaps. Use `checking`.
 
-    def __init__(self, mesh: Mesh, gpu: Device) -> None:
+    Args:
+        gpu: the fake GPU.
+        rates: those of a device, for the seconds in the report of what overlaps.
+    """
+
+    def __init__(self, mesh: Mesh, gpu: Device, rates: Rates) -> None:
         super().__init__(mesh)
-        self.gpu = gpu
+        self.gpu, self.rates = gpu, rates
         self.findings: Findings = Counter()
         self.accesses, self.overlap = Accesses(self.findings), Overlap(gpu)
         gpu.found, gpu.pin = self.found, self.pin
@@ -112,7 +121,8 @@ class Races(Tape):
         self.gpu.joined = self.overlap.joined
 
     def after_step(self, train: TrainStep, step: int) -> None:
-        self._step = self.overlap.table()
+        layout = Layout.of_rank(train.config, train.mesh.sizes.world, dist.get_rank())
+        self._step = self.overlap.table(StepTime(layout, self.rates))
         if step == 0:
             self.saver = SaverWithoutFiles(train)
         data = DataState(checksum="none", next_sample=0, skipped=[])
@@ -193,8 +203,8 @@ class Races(Tape):
         number = self.accesses.access(stream, f"{func} at {line()}", touched)
         if stream is self.gpu.compute:
             event = event_of(func, args, kwargs, result)
-            if isinstance(event, Product | Attention):
-                self.overlap.flops[number] = int(event.flops)
+            if isinstance(event, Computing):
+                self.overlap.computed[number] = event
 
     def _copied(self, func: Any, args: Any, result: Tensor, copy: HostCopy) -> None:
         """A copy makes the host wait, unless it is asked not to and the host's memory is pinned."""
@@ -273,9 +283,14 @@ def _is_async(func: Any, args: Sequence[Any]) -> bool:
 
 
 @contextmanager
-def checking(mesh: Mesh, device: Device) -> Iterator[Races]:
-    """A context in which races are looked for, in this thread and in all that start in it."""
-    races = Races(mesh, device)
+def checking(mesh: Mesh, device: Device, rates: Rates = H100) -> Iterator[Races]:
+    """A context in which races are looked for, in this thread and in all that start in it.
+
+    Args:
+        device: the fake GPU.
+        rates: those of a device, for the seconds in the report.
+    """
+    races = Races(mesh, device, rates)
     with (
         patch.object(torch.accelerator, "current_stream", device.current_stream),
         patch.object(Tensor, "record_stream", lambda *of: races.accesses.record_stream(*of)),

@@ -44,12 +44,17 @@ def from_chrome(trace: Any, name: str = "trace", pipeline: int = 0) -> Timeline:
         UserError: it is not such a trace.
     """
     lanes: dict[int, list[Event]] = defaultdict(list)
+    seen: set[Action] = set()
     try:
         told = _Trace.model_validate(trace).traceEvents
         # without names of lanes, and anything that a viewer added
         mine = [e for e in told if (e.get("ph"), e.get("pid", 0)) == ("X", pipeline)]
         for event in _EVENTS.validate_python(mine):
             action = Action(event.args.kind, event.args.stage, event.args.microbatch)
+            if action in seen:
+                remedy = "keep the events of a single step"
+                raise UserError(name, str(action), "occurs more than once", remedy)
+            seen.add(action)
             start, end = event.ts / MICROSECONDS, (event.ts + event.dur) / MICROSECONDS
             lanes[event.tid].append(Event(action, start, end))
     except ValidationError as error:
