@@ -35,7 +35,7 @@ from tests.mutant_list import CHANGES
 # Of the files of tests that know a module: how many are run, how many of them first, and how many
 # are run where none knows it itself.
 MOST, FIRST, LEAST = 6, 2, 3
-PROOFS = [f"tests/proofs/test_{name}.py" for name in ("parity", "experts", "controls")]
+PROOFS = [f"tests/proofs/test_{name}.py" for name in ("parity", "controls")]
 HANGS = 240  # seconds after which a test is ended, and has found the mutant: ranks may wait forever
 ERROR = "error: "
 SECONDS = itertools.count(int(time.time()))

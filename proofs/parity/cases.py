@@ -105,10 +105,19 @@ class Case:
         dp = f"{at.dp_replicate}x{at.dp_shard}"
         return " ".join([f"pp={at.pp} dp={dp}{cp} tp={at.tp}{ep}", *changed])
 
+    @property
+    def num_layers(self) -> int:
+        stages = self.layout.pp * self.stages_per_rank
+        return 2 if stages == 1 else stages + 2
+
+    @property
+    def price(self) -> float:
+        """About how long a step takes: ranks times (building and FSDP, and layers run forward)."""
+        return self.world * (4 + self.num_layers / self.layout.pp * self.num_microbatches)
+
     def config(self) -> Config:
         """The whole configuration. Raises UserError if the options are incompatible."""
-        stages = self.layout.pp * self.stages_per_rank
-        num_layers = 2 if stages == 1 else stages + 2
+        stages, num_layers = self.layout.pp * self.stages_per_rank, self.num_layers
         config = Config(
             ModelConfig(
                 dim=32,
@@ -305,7 +314,8 @@ def covering_cases(values: Mapping[str, Sequence[object]]) -> Covering:
     """Find the cases. The result is deterministic, and takes seconds.
 
     The algorithm is greedy: it fixes the first pair that is not yet covered, and of many random
-    completions takes the one that covers the most new pairs."""
+    completions takes the one that covers the most new pairs for its price. (Divided by the price's
+    root: with more cases that are cheaper yet, the sum is no lower.)"""
     found = Covering(values, [], [])
     if not values["layout"]:  # none has so many ranks
         return found
@@ -314,7 +324,7 @@ def covering_cases(values: Mapping[str, Sequence[object]]) -> Covering:
     while uncovered:
         wanted = next(iter(uncovered))
         best: Case | None = None
-        gain = 0
+        gain = 0.0
         for attempt in range(TRIES):
             chosen: dict[str, Any] = {
                 **{name: rng.choice(choices) for name, choices in values.items()},
@@ -322,7 +332,7 @@ def covering_cases(values: Mapping[str, Sequence[object]]) -> Covering:
             }
             schedule, stages_per_rank = chosen.pop("pipeline")
             case = Case(**chosen, schedule=schedule, stages_per_rank=stages_per_rank)
-            new = sum(pair in uncovered for pair in pairs_of(case, values))
+            new = sum(pair in uncovered for pair in pairs_of(case, values)) / case.price**0.5
             if new > gain and case.is_valid():  # asked last, as it takes longest
                 best, gain = case, new
             if attempt >= ENOUGH and best is not None:

@@ -3,9 +3,8 @@ the biases of routers. As in reference.py, nothing but the configuration is shar
 under test."""
 
 import math
-from collections.abc import Iterable
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from proofs.parity.reference import Reference, reference_of
 from proofs.parity.reference_experts import auxiliary_losses, experts_of
@@ -22,42 +21,35 @@ def warmup_cosine(step: int, steps: int, config: OptimizerConfig) -> float:
     return peak * (1 + floor + (1 - floor) * math.cos(angle)) / 2
 
 
-def train(
-    model: Reference,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    config: OptimizerConfig,
-    steps: int,
-) -> tuple[list[float], list[float]]:
-    """Make one update per (tokens, targets), the first of `steps`. Return the loss and the
-    unclipped gradient norm of each."""
-    parameters = list(model.parameters())
-    make = reference_of("optimizer.name", config.name)
-    optimizers = make(dict(model.named_parameters()), config)
-    losses, norms = [], []
-    for step, (tokens, targets) in enumerate(batches):
-        model.zero_grad()
-        loss = model.loss(tokens, targets)
-        (loss + auxiliary_losses(model).sum()).backward()
-        norm = gradient_norm(parameters)
+class Training:
+    """Trains `model` for `steps` steps, each a `forward_backward` and an `update`."""
+
+    def __init__(self, model: Reference, config: OptimizerConfig, steps: int) -> None:
+        self.model, self.config, self.steps = model, config, steps
+        make = reference_of("optimizer.name", config.name)
+        self.optimizers = make(dict(model.named_parameters()), config)
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
+        """Return the loss, and the L2 norm of all gradients together, before clipping."""
+        self.model.zero_grad()
+        loss = self.model.loss(tokens, targets)
+        (loss + auxiliary_losses(self.model).sum()).backward()
+        squares = (p.grad.double().square().sum().item() for p in self.model.parameters())
+        return loss.item(), math.sqrt(sum(squares))
+
+    def update(self, step: int, norm: float) -> None:
+        config = self.config
         # not torch's clip_grad_norm_, which adds 1e-6 to the norm: too large an error here
         if norm > config.grad_clip:
-            for p in parameters:
+            for p in self.model.parameters():
                 p.grad.mul_(config.grad_clip / norm)
-        for optimizer in optimizers:
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = warmup_cosine(step, steps, config)
+                group["lr"] = warmup_cosine(step, self.steps, config)
             optimizer.step()
         own = getattr(config, config.name)
         if getattr(own, "qk_clip", 0) and step % own.qk_clip_interval == 0:
-            for block in model.blocks:
+            for block in self.model.blocks:
                 block.attention.clip(own.qk_clip)
-        for layer in experts_of(model):
+        for layer in experts_of(self.model):
             layer.update_bias()
-        losses.append(loss.item())
-        norms.append(norm)
-    return losses, norms
-
-
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """The L2 norm of all gradients together."""
-    return math.sqrt(sum(p.grad.double().square().sum().item() for p in parameters))

@@ -1,8 +1,8 @@
 """The kinds of routers at the limits of their numbers, and beside DeepSeek's.
 
-test_experts.py compares every kind, its scale, biases and losses of each sequence with a reference
-in whole steps, test_experts_controls.py shows that it would notice, and test_huggingface.py
-compares the routers of published models with those of transformers.
+test_parity.py compares every kind, its scale, biases and losses of each sequence with a reference
+in whole steps, test_controls.py shows that it would notice, and test_huggingface.py compares the
+routers of published models with those of transformers.
 """
 
 from dataclasses import replace

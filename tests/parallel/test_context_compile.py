@@ -55,13 +55,13 @@ def traced(bug=contextlib.nullcontext):
 
 
 def run_traced(case, bug):
-    run = run_on_ranks(case, 1, partial(traced, bug))
+    run = run_on_ranks(case, 2, partial(traced, bug))
     return run, counters["stats"]["unique_graphs"], dict(counters["products"])
 
 
 def compiled_row(ranks, case, bug=contextlib.nullcontext):
     found = ranks.run(run_traced, case.world, case, bug)
-    return compare(case, [run for run, *_ in found], expected(case, 1)), [f[1:] for f in found]
+    return compare(case, [run for run, *_ in found], expected(case, 2)), [f[1:] for f in found]
 
 
 SINGLE = {"num_microbatches": 32}  # micro-batches of one sequence

@@ -15,13 +15,13 @@ from model.mask import Mask, make_mask, scores_bias
 from parallel.axes import MeshSizes
 from parallel.context import ContextParallel, KeysAndValues
 from proofs.parity.cases import BOS, SEQ_LEN, Case
+from proofs.parity.chosen import WINDOW
 from proofs.parity.run import run_on_ranks
 from tests.kernels.flash import flash_attention_stands_in
 from tests.planted import name_of, planted
 from tests.proofs.context_batches import (
     CP2,
     DOCUMENTS,
-    WINDOW,
     check_batch,
     given,
     other_keys_in_backward,
@@ -190,7 +190,7 @@ def test_planted_bug_is_found(ranks, bug):
 
 def run_refused(case):
     bug = partial(changed, "boundaries divided by cp")
-    return said_by(run_on_ranks, case, 0, partial(given, "all", bug))
+    return said_by(run_on_ranks, case, 1, partial(given, "all", bug))
 
 
 def test_boundaries_divided_by_cp_are_found(ranks):

@@ -4,12 +4,10 @@ parallelism."""
 import contextlib
 from dataclasses import replace
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from model.attention import sliding_window
 from parallel.axes import MeshSizes
 from parallel.context import ContextParallel, KeysAndValues
 from proofs.parity.cases import BOS, SEQ_LEN, Case
@@ -19,16 +17,6 @@ from tokens import IGNORE
 
 CP2 = Case(MeshSizes(cp=2))
 
-
-def seeing(window: int, *kinds: str) -> dict[str, Any]:
-    """Options of a case: layers of these kinds in turn, and the window of sliding_window."""
-    return {
-        "attention": kinds,
-        "keys": (("sliding_window", sliding_window.Settings(window=window)),),
-    }
-
-
-WINDOW = seeing(5, "sliding_window", "causal")
 
 # where documents begin, apart from position 0
 DOCUMENTS = [

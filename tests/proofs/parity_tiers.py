@@ -33,20 +33,13 @@ class Tiers:
         left = set().union(*values.values())
         chosen = []
         while left:
-            chosen.append(max(values, key=lambda case: len(values[case] & left) / price(case)))
+            chosen.append(max(values, key=lambda case: len(values[case] & left) / case.price))
             left -= values[chosen[-1]]
-        for case in sorted(chosen, key=price, reverse=True):
+        for case in sorted(chosen, key=lambda case: case.price, reverse=True):
             others = [values[other] for other in chosen if other != case]
             if values[case] <= set().union(*others):
                 chosen.remove(case)
         return chosen
-
-
-@cache
-def price(case):
-    """About how long a step takes: ranks times (building and FSDP, and layers run forward)."""
-    layers = case.config().model.num_layers
-    return case.world * (4 + layers / case.layout.pp * case.num_microbatches)
 
 
 # They take seconds to find. Ranks import this file too, and do not need them.
@@ -76,8 +69,8 @@ def thorough_but(kept, cases, slow=()):
     ]
 
 
-def agrees(ranks, case, steps=0, **options):
-    row = check(ranks, case, steps, **options)
+def agrees(ranks, case, steps=1):
+    row = check(ranks, case, steps)
     assert not row.failures(), str(row)
 
 
@@ -88,7 +81,8 @@ def strictly(ranks, backend="strict"):
 
 def is_found(row, where, parameter=""):
     """A planted mistake shows in these quantities, and the worst gradient is that of an affected
-    parameter. What changes no gradient is found in these alone."""
+    parameter. What changes no gradient is found in these alone, and in the update after them."""
     found = set(row.failures())
-    assert where <= found if "gradient" in where else where == found, row.crash or found
+    assert where <= found, row.crash or found
+    assert "gradient" in where or found - where <= {"updated"}, found
     assert parameter in row.worst

@@ -10,11 +10,10 @@ from errors import UserError
 from kinds import kinds_in
 from parallel.axes import MeshSizes
 from proofs.parity.cases import Case
-from proofs.parity.chosen import kind_cases
+from proofs.parity.chosen import WINDOW, kind_cases
 from runtime.checkpoint.load import _start_from
 from settings.load import load_config
 from settings.sections import OptimizerConfig
-from tests.proofs.context_batches import WINDOW
 from tests.proofs.parity_tiers import agrees, thorough_but
 from tests.runs import checkpoint_of, trainer_of
 
@@ -37,21 +36,20 @@ def test_every_kind_is_compared() -> None:
         kind_cases()
 
 
-@pytest.mark.parametrize("case", thorough_but(kind_cases()[1:3], kind_cases()), ids=str)
+IN_EVERY_SECOND_LAYER = Case(MeshSizes(tp=2), feed_forward=("swiglu", "experts"), router="softmax")
+ONCE = [*kind_cases()[1:3], IN_EVERY_SECOND_LAYER]
+
+
+@pytest.mark.parametrize("case", thorough_but(ONCE, [*kind_cases(), ONCE[2]]), ids=str)
 def test_kinds_agree(ranks, case):
-    agrees(ranks, case, steps=1)
+    agrees(ranks, case)
 
 
 def test_layers_take_kinds_in_turn() -> None:
     """As Gemma's do."""
     model = Case(MeshSizes(pp=2), **WINDOW).config().model
     assert [model.attention_of(layer) for layer in range(4)] == ["sliding_window", "causal"] * 2
-
-
-def test_experts_in_every_second_layer(ranks):
-    case = Case(MeshSizes(tp=2), feed_forward=("swiglu", "experts"), router="softmax")
-    assert case.config().model.feed_forward == ("swiglu", "experts")
-    agrees(ranks, case, steps=1)
+    assert IN_EVERY_SECOND_LAYER.config().model.feed_forward == ("swiglu", "experts")
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(saved: Path) -> None:

@@ -1,14 +1,17 @@
 """Every layout of the model computes what the unsharded model computes: the quick part of `python
--m proofs.parity`.
+-m proofs.parity`. With experts it compares the experts that each token chooses, the routers' losses
+and changed biases too, also with loads as uneven as they can be: all tokens at one expert, an
+expert without tokens, a rank that receives no rows, and experts that FSDP must cut.
 
 `make test` runs a few of the quick cases, in which every value of every option occurs. `make
 test-rest` runs the other quick cases; together they cover every pair of values. `make test-slow`
-runs the whole matrix, all layouts of 1 to 8 ranks. Mixtures of experts are in test_experts.py.
-test_controls.py shows that this comparison can fail.
+runs the whole matrix, all layouts of 1 to 8 ranks. test_controls.py shows that this comparison can
+fail.
 """
 
 import math
 from dataclasses import replace
+from itertools import chain, product
 
 import pytest
 
@@ -17,10 +20,21 @@ from model.kernels.backend import why_not_triton
 from parallel.axes import AXES, MeshSizes
 from parallel.pipeline.schedules import SCHEDULES
 from proofs.parity import __main__ as parity
-from proofs.parity.cases import BATCH, OPTIMIZER, STEPS, Case, has_axis_of, meshes_of, wanted_pairs
+from proofs.parity.cases import (
+    BATCH,
+    OPTIMIZER,
+    SEQ_LEN,
+    STEPS,
+    Case,
+    has_axis_of,
+    meshes_of,
+    wanted_pairs,
+)
 from proofs.parity.chosen import (
+    EP,
     EXPERT_STEPS,
     context_cases,
+    expert_layout_cases,
     extreme_cases,
     kernel_cases,
     schedule_cases,
@@ -34,8 +48,8 @@ from tests.proofs.parity_tiers import (
     thorough_but,
 )
 
-QUICK = dense_covering()
-COVERINGS = {"dense": QUICK, "experts": expert_covering()}
+QUICK, EXPERTS = dense_covering(), expert_covering()
+COVERINGS = {"dense": QUICK, "experts": EXPERTS}
 # Every schedule with pp 4: in `make test` without another axis, with up to two stages per rank and
 # twice as many micro-batches as ranks; in the thorough tests with tp 2, every number of stages and
 # four times as many. The whole matrix has the rest.
@@ -48,9 +62,11 @@ DEEP = {
 DEEPER = [*DEEP.values(), *(case for case in ROWS if case.num_microbatches == 16)]
 
 
-@pytest.mark.parametrize("case", thorough_but(QUICK.few, QUICK.pairs), ids=str)
+@pytest.mark.parametrize(
+    "case", thorough_but([*QUICK.few, *EXPERTS.few], [*QUICK.pairs, *EXPERTS.pairs]), ids=str
+)
 def test_every_pair_of_options(ranks, case):
-    agrees(ranks, case, parity.steps_of(case))
+    agrees(ranks, case, parity.steps_of(case) if case.router is None else 1)
 
 
 LONG = [
@@ -58,10 +74,21 @@ LONG = [
     for layout in (MeshSizes(), MeshSizes(pp=2, tp=2), MeshSizes(pp=2, dp_shard=2, tp=2))
     for dtype in ("float32", "float64")
 ]
+WITH_EXPERTS = [
+    Case(MeshSizes(), router="softmax", router_losses=True),
+    Case(MeshSizes(dp_shard=2, tp=2, ep=4), router="softmax_renormalised", zero_stage=3),
+    Case(MeshSizes(pp=2, tp=2, ep=2), router="sigmoid_bias", router_losses=True),
+]
+LONG += [(case, STEPS) for case in WITH_EXPERTS]
+# with heads two elements wide, q's and k's norm weights are sharded over four ranks: two hold none
+LONG.append((Case(MeshSizes(dp_shard=4), attention_dim=16, qk_norm=True), 2))
+IN_FLOAT32 = [(replace(case, dtype="float32"), STEPS) for case in WITH_EXPERTS]
 FEWER = (LONG[2][0], 8)
 
 
-@pytest.mark.parametrize(("case", "steps"), thorough_but([FEWER], [FEWER, *LONG]), ids=str)
+@pytest.mark.parametrize(
+    ("case", "steps"), thorough_but([FEWER], [FEWER, *LONG, *IN_FLOAT32], IN_FLOAT32), ids=str
+)
 def test_steps(ranks, case, steps):
     """Losses and gradient norms agree with the unsharded model's over optimizer steps with warmup,
     decay and clipping, and replicated weights (tied embeddings too) stay bitwise equal."""
@@ -74,10 +101,16 @@ def test_whole_matrix(world, tmp_path):
     assert parity.main(["--world", str(world), "--json", str(tmp_path / "parity.json")]) == 0
 
 
-def test_clipping_is_active_in_some_of_the_steps():
+def test_clipping_is_active_in_some_of_the_steps_and_biases_change():
+    """Else the steps would compare less than they seem to."""
     for case, steps in (FEWER, LONG[1]):
         norms = expected(case, steps).norms
         assert min(norms) < OPTIMIZER.grad_clip < max(norms)
+    reference = expected(Case(MeshSizes(), router="sigmoid_bias", router_losses=True), EXPERT_STEPS)
+    assert min(reference.norms) > OPTIMIZER.grad_clip
+    for bias in reference.biases.values():
+        assert len(bias.unique()) > 2
+    assert min(reference.auxiliary) > 0
 
 
 @pytest.mark.parametrize("covering", COVERINGS.values(), ids=COVERINGS)
@@ -147,48 +180,98 @@ def test_triton_kernels(ranks, case):
     agrees(ranks, case)
 
 
-@pytest.mark.thorough
-def test_heads_narrower_than_dp_shard(ranks):
-    """With heads two elements wide, q's and k's norm weights are sharded over four ranks: two of
-    these hold none, and the result is still right."""
-    agrees(ranks, Case(MeshSizes(dp_shard=4), attention_dim=16, qk_norm=True), steps=2)
-
-
-def test_all_layouts_of_a_world():
+def test_every_layout_of_a_world_with_every_ep():
+    """`python -m proofs.parity` has them, with every kind of router and zero_stage."""
     # 2^k has C(k + n − 1, n − 1) ordered factorizations into n factors, one per axis.
     n = len(AXES)
-    assert [len(meshes_of(2**k)) for k in range(4)] == [
-        math.comb(k + n - 1, n - 1) for k in range(4)
+    meshes = [meshes_of(world) for world in parity.WORLDS]
+    assert [*map(len, meshes)] == [math.comb(k + n - 1, n - 1) for k in range(4)]
+    assert {case.layout for case in expert_layout_cases(parity.WORLDS)} == {
+        replace(sizes, ep=ep)
+        for sizes, ep in product(chain(*meshes), EP)
+        if sizes.dp_shard * sizes.cp * sizes.tp % ep == 0
+    }
+    assert {(case.router, case.zero_stage) for case in expert_layout_cases((8,))} == {
+        (router, zero_stage) for router in EXPERTS.values["router"] for zero_stage in (1, 2, 3)
+    }
+
+
+EXTREMES = extreme_cases()
+FOUR, TWO = MeshSizes(dp_shard=2, tp=2, ep=4), MeshSizes(tp=2, ep=2)
+BIASED = [case for case in EXTREMES if case.first_bias]
+FEW = [case for case in EXTREMES if case not in BIASED]
+# a rank that receives no rows needs ep 4; all tokens at one of its experts, in three steps
+EXTREMES_ONCE = [
+    *(case for case in BIASED if case.layout == FOUR
+      and case.schedule == "1f1b" and sum(bias < 0 for bias in case.first_bias) == 2),
+    *(case for case in BIASED if case.layout == TWO and case.schedule != "1f1b"
+      and case.experts_per_token == 1),
+    FEW[4],
+]  # fmt: skip
+
+
+# every load over four ranks with 1F1B, and over two with a schedule that defers weight gradients;
+# `make parity` has each load over each layout with both
+PARITY_ONLY = [
+    case for case in BIASED if (case.layout, case.schedule) not in {(FOUR, "1f1b"), (TWO, "zb_h1")}
+]
+
+
+@pytest.mark.parametrize("case", thorough_but(EXTREMES_ONCE, EXTREMES, PARITY_ONLY), ids=str)
+def test_extremes(ranks, case):
+    agrees(ranks, case, 1 if case in EXTREMES_ONCE and case.world > 2 else EXPERT_STEPS)
+
+
+def loads(case):
+    """How many tokens chose each expert in the first step, by layer."""
+    return [
+        each.flatten().bincount(minlength=case.num_experts).tolist()
+        for each in expected(case, 1).choices.values()
     ]
+
+
+def test_the_loads_are_as_extreme_as_they_should_be():
+    tokens = BATCH * SEQ_LEN
+    for case in {(case.first_bias, case.experts_per_token): case for case in BIASED}.values():
+        for counts in loads(replace(case, layout=MeshSizes(), schedule="1f1b")):
+            assert sum(counts) == tokens * case.experts_per_token
+            favoured, avoided = max(case.first_bias), min(case.first_bias)
+            for bias, count in zip(case.first_bias, counts, strict=True):
+                if bias == favoured > 0:
+                    assert count == tokens
+                elif bias == avoided < 0 or case.experts_per_token == 1:
+                    assert count == 0
+            # two of eight experts, those of the second of four ranks
+            idle = [bias < 0 for bias in case.first_bias] == [0, 0, 1, 1, 0, 0, 0, 0]
+            assert (counts[2:4] == [0, 0]) == (idle or case.experts_per_token == 1)
 
 
 STRICT = [
     Case(MeshSizes(pp=2, dp_shard=2, tp=2), num_microbatches=2, zero_stage=3),
     # all tokens at one expert
-    next(case for case in extreme_cases() if case.layout.ep == case.world == 4),
+    next(case for case in EXTREMES if case.layout.ep == case.world == 4),
     # stages in the order of ranks, around the ranks in a circle, and forth and back
     *(DEEP[name] for name in ("1f1b", "interleaved_1f1b", "dualpipe_v")),
 ]
 # every value of the experts' options; every schedule with four ranks in a pipeline; single
 # sequences, of which backward gathers keys and values again, among weights and messages
 MORE = [
-    *COVERINGS["experts"].few,
+    *EXPERTS.few,
     *(replace(case, layout=MeshSizes(pp=4)) for case in DEEPER),
     *context_cases()[-2:],
 ]
-EXTREMES = [case for case in extreme_cases() if case.first_bias and case.layout.ep == 4]
 
 
 @pytest.mark.parametrize(
     ("backend", "case", "steps"),
     [
-        *(("strict", case, 0 if case.layout.pp == 4 else 1) for case in STRICT),
+        *(("strict", case, 1 if case.layout.pp == 4 else 2) for case in STRICT),
         *(pytest.param("strict", case, 1, marks=pytest.mark.thorough) for case in MORE),
         *(pytest.param("strict_shared", case, 1, marks=pytest.mark.slow)
           for case in dict.fromkeys([*STRICT, *MORE])),
         *(pytest.param("strict", case, 1, marks=pytest.mark.slow) for case in QUICK.few),
         *(pytest.param(backend, case, EXPERT_STEPS, marks=pytest.mark.slow)
-          for case in EXTREMES for backend in ("strict", "strict_shared")),
+          for case in BIASED if case.layout.ep == 4 for backend in ("strict", "strict_shared")),
     ],
     ids=str,
 )  # fmt: skip

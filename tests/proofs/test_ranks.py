@@ -24,13 +24,6 @@ def sum_of_ranks(start):
     return total.item(), dist.get_rank(), os.getpid()
 
 
-def test_worlds_of_any_size_share_the_processes(ranks):
-    four, two = ranks.run(sum_of_ranks, 4, 0), ranks.run(sum_of_ranks, 2, 10)
-    assert [result[:2] for result in four] == [(6, 0), (6, 1), (6, 2), (6, 3)]
-    assert [result[:2] for result in two] == [(21, 0), (21, 1)]
-    assert [pid for *_, pid in four][:2] == [pid for *_, pid in two]
-
-
 def rank_one_does(what):
     """Or all do, if they sleep."""
     if what == "sleep":
@@ -57,7 +50,8 @@ def test_failures_are_told_and_the_pool_recovers(monkeypatch):
             assert time.monotonic() - started < 30
         pool.timeout = 60.0
         answers = pool.run(sum_of_ranks, 2, 0)
-        assert answers[0][0] == 1
+        assert [answer[:2] for answer in answers] == [(1, 0), (1, 1)]
+        assert pool.run(sum_of_ranks, 1, 5) == [(5, 0, answers[0][2])], "a new process"
         os.kill(answers[1][2], signal.SIGKILL)  # between two tasks
         with pytest.raises(RankError, match="rank 1: died with exit code -9"):
             pool.run(sum_of_ranks, 2, 0)

@@ -76,7 +76,7 @@ STEPS = [
 def rows_of(case: Case, more: str = "") -> Rows:
     keys = f"{case.keys} {more}".split()
     config = load_config(str(CONFIGS / f"{case.configuration}.yaml"), keys)
-    found: Rows = alone(rehearse, config, case.world, case.rank, 2, 1.0, recording)["operators"]
+    found: Rows = alone(rehearse, config, case.world, case.rank, 2, recording)["operators"]
     return found
 
 

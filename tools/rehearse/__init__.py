@@ -5,8 +5,8 @@ rank.py          runs one rank's step
 
 fake_gpu.py      the fake GPU, and a fake world in which this process is the only real rank
 device.py        its streams and events, and what is ordered before what
-tape.py          sees every storage and every operator, and counts the collectives. Its kinds:
-  memory.py      the peak of memory
+tape.py          sees every storage and operator, counts the collectives, and finds the peak of
+                 memory. Its other kinds:
   operators.py   with --operators: every operator, what it moves, and the line that causes it
   races.py       with --races: what operators, collectives and the host's threads read and write
 

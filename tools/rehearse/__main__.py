@@ -6,10 +6,10 @@
 
 It runs one whole step of the training code itself: the model, the pipeline's runner, FSDP2 and the
 optimizer. Nothing is computed: tensors have shapes but no data (fake_gpu.py). The other ranks are
-fake: collectives return at once. Experts receive --imbalance times their balanced share of rows.
-Memory is counted for a GPU with Triton's kernels and flash attention, and, if the experts are
-balanced, compared with the plan that tools/plan makes for the rank. The number of ranks is that of
---gpus, of the configuration's axes, or of its first line (`# world: N`).
+fake: collectives return at once, and experts receive equal numbers of rows. Memory is counted for a
+GPU with Triton's kernels and flash attention, and compared with the plan that tools/plan makes for
+the rank. The number of ranks is that of --gpus, of the configuration's axes, or of its first line
+(`# world: N`).
 
 With --races memory is not counted. It looks for accesses to memory that no wait orders, memory that
 is freed while a stream uses it, waits of the host inside a step, and threads on a wrong device, in
@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from costs.routing import check_imbalance
 from settings.config import Config
 from settings.layouts import valid_layout
 from settings.load import load_config
@@ -31,6 +30,7 @@ from tools.command import (
     at_least,
     reports_errors,
     run_command,
+    table,
     write_json,
     writes,
 )
@@ -63,10 +63,10 @@ def describe(report: dict[str, Any]) -> str:
         lines.append(
             f"  {row['bytes'] / GB:9.3f} GB  over {axis} in {row['count']:,} collectives: {kinds}"
         )
-    if plan := report.get("planned"):
-        agree = "the same collectives" if plan["same_collectives"] else "OTHER COLLECTIVES"
-        peak = plan["peak_memory_bytes"] / GB
-        lines.append(f"  planned {peak:.3f} GB, {abs(plan['error']):.1%} off; {agree}")
+    plan = report["planned"]
+    agree = "the same collectives" if plan["same_collectives"] else "OTHER COLLECTIVES"
+    planned = plan["peak_memory_bytes"] / GB
+    lines.append(f"  planned {planned:.3f} GB, {abs(plan['error']):.1%} off; {agree}")
     host = f"{report['host_bytes'] / 2**30:.2f} GiB of host memory"
     lines.append(f"  rehearsed in {report['seconds']:.1f} s, with {host}")
     return "\n".join(lines)
@@ -74,21 +74,21 @@ def describe(report: dict[str, Any]) -> str:
 
 def describe_races(report: dict[str, Any], device: Device) -> str:
     found = report["findings"]
-    lines = [
-        f"{title(report)}: {len(found)} findings in {report['operators']:,} operators; "
-        f"{report['compared']:,} pairs of accesses compared",
-        *(f"  {finding}" for finding in found),
-        "",
-        f"{'one step, with times on ' + device.name:32}  count         MB   bare  GFLOP beside"
-        "      wire   exposed",
-    ]
+    rows = [(f"one step, with times on {device.name}", "count", "MB", "bare", "GFLOP beside",
+             "wire ms", "exposed ms")]  # fmt: skip
     for name, row in report["overlap"].items():
-        wire, exposed = (1e3 * row[seconds] for seconds in ("wire_seconds", "exposed_seconds"))
-        lines.append(
-            f"{name:32} {row['count']:6,} {row['bytes'] / 1e6:10,.3f} "
-            f"{row['bare']:6,} {row['flops'] / 1e9:13,.3f} {wire:6.3f} ms {exposed:6.3f} ms"
-        )
-    return "\n".join(lines)
+        size, beside = f"{row['bytes'] / 1e6:,.3f}", f"{row['flops'] / 1e9:,.3f}"
+        seconds = (f"{1e3 * row[each]:,.3f}" for each in ("wire_seconds", "exposed_seconds"))
+        rows.append((name, f"{row['count']:,}", size, f"{row['bare']:,}", beside, *seconds))
+    return "\n".join(
+        [
+            f"{title(report)}: {len(found)} findings in {report['operators']:,} operators; "
+            f"{report['compared']:,} pairs of accesses compared",
+            *(f"  {finding}" for finding in found),
+            "",
+            table(rows),
+        ]
+    )
 
 
 @reports_errors
@@ -106,8 +106,6 @@ def main(arguments: list[str] | None = None) -> int:
     }.items():
         instead.add_argument(name, action="store_true", help=text)
     parser.option("--device", "h100", "NAME", "with --races: the device whose links are modelled")
-    received = "rows that the rank's experts receive, over their balanced share"
-    parser.option("--imbalance", 1.0, "FACTOR", received)
     parser.option("--json", Path, "FILE", "write the results to FILE")
     options = parser.parse_intermixed_args(arguments)
     config = load_config(options.config, options.overrides)
@@ -116,7 +114,6 @@ def main(arguments: list[str] | None = None) -> int:
     if which_stage:
         print(which_stage)
     device = find_device(options.device)
-    check_imbalance("--imbalance", options.imbalance, config.model, config.parallel.ep)
     at_least(0, world, rank=options.rank)
     check_can_be_rehearsed(config, options.races)
     if options.json is not None:
@@ -124,15 +121,14 @@ def main(arguments: list[str] | None = None) -> int:
             options.json.touch()
     run = partial(alone, rehearse, config, world, options.rank)
     if options.operators:
-        report = run(2, options.imbalance, recording)
+        report = run(2, recording)
         print(describe_operators(report))
     elif options.races:
-        report = run(2, options.imbalance, partial(checking, rates=device))
+        report = run(2, partial(checking, rates=device))
         print(describe_races(report, device))
     else:
-        report = run(1, options.imbalance)
-        if options.imbalance == 1:
-            report["planned"] = beside_the_plan(config, report)
+        report = run(1)
+        report["planned"] = beside_the_plan(config, report)
         print(describe(report))
     if options.json is not None:
         write_json(options.json, report)

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -45,6 +46,7 @@ from model.kernels import backend
 from parallel.mesh import Mesh
 from parallel.pipeline.actions import FORWARD, Action
 from parallel.pipeline.runner import PipelineRunner
+from tools.command import table
 from tools.rehearse.device import Device
 from tools.rehearse.findings import FSDP, code_file
 from tools.rehearse.rank import title
@@ -216,7 +218,7 @@ class Ledger(Tape):
         self.operators.clear()
 
     def report(self) -> dict[str, Any]:
-        return {"operators": table(self.operators)}
+        return {"operators": summed(self.operators)}
 
     # --- operators ---
 
@@ -329,7 +331,7 @@ def recording(mesh: Mesh, device: Device) -> Iterator[Ledger]:
 # --- the report ---
 
 
-def table(found: list[Operator]) -> list[dict[str, Any]]:
+def summed(found: list[Operator]) -> list[dict[str, Any]]:
     """The operators in rows: those of one pass, kind, name and place are added up."""
     sums: dict[tuple[str, ...], dict[str, Any]] = {}
     for done in found:
@@ -347,16 +349,14 @@ def describe_operators(report: dict[str, Any]) -> str:
     or more without being a product, an attention or a kernel of this repository, what is for
     nothing, and what the host waits for. Milliseconds are bytes over an H100's bandwidth."""
     found = report["operators"]
-    lines = [f"{title(report)}: one step", ""]
-    lines.append(f"{'pass':14} {'kind':11} {'launches':>8} {'MB':>10}")
-    for part in PASSES:
-        for kind in KINDS:
-            these = [row for row in found if (row["pass"], row["kind"]) == (part, kind)]
-            if launches := sum(row["launches"] for row in these):
-                size = sum(row["bytes"] for row in these) / 1e6
-                shown = "" if kind == COLLECTIVE else f"{size:10,.1f}"
-                lines.append(f"{part:14} {kind:11} {launches:8} {shown:>10}".rstrip())
-    lines.append(f"{'together':26} {sum(row['launches'] for row in found):8}")
+    sums = [("pass", "kind", "launches", "MB")]
+    for part, kind in product(PASSES, KINDS):
+        these = [row for row in found if (row["pass"], row["kind"]) == (part, kind)]
+        if launches := sum(row["launches"] for row in these):
+            size = f"{sum(row['bytes'] for row in these) / 1e6:,.1f}"
+            sums.append((part, kind, str(launches), "" if kind == COLLECTIVE else size))
+    sums.append(("together", "", str(sum(row["launches"] for row in found)), ""))
+    lines = [f"{title(report)}: one step", "", table(sums, left=(0, 1))]
 
     def listed(title: str, these: list[dict[str, Any]]) -> None:
         lines.extend(["", title] + ["  none"] * (not these))

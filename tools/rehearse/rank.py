@@ -25,8 +25,7 @@ from settings.config import Config
 from tools.plan.traffic import by_axis
 from tools.rehearse.device import Device
 from tools.rehearse.fake_gpu import DEVICE, fake_gpu, one_rank
-from tools.rehearse.memory import measuring
-from tools.rehearse.tape import Tape
+from tools.rehearse.tape import Tape, measuring
 from training.build import build_stages
 from training.step import TrainStep
 
@@ -36,12 +35,10 @@ def rehearse(
     world: int,
     rank: int,
     steps: int = 1,
-    imbalance: float = 1.0,
     watching: Callable[[Mesh, Device], AbstractContextManager[Tape]] = measuring,
 ) -> dict[str, Any]:
     """Run `steps` steps of `rank` of `world` and report what the tape of `watching` has recorded,
-    and the collectives of the last step. The rank's experts receive `imbalance` times their
-    balanced share of rows.
+    and the collectives of the last step.
 
     A process can be only one rank of one world, so call this through `alone`.
     """
@@ -53,7 +50,7 @@ def rehearse(
     with (
         one_rank(sizes, rank, DEVICE, config.model.has_experts) as mesh,
         fake_gpu() as device,
-        routing(replace(config.setting(), ep_rank=mesh.ep.rank, imbalance=imbalance)) as experts,
+        routing(replace(config.setting(), ep_rank=mesh.ep.rank)) as experts,
         watching(mesh, device) as tape,
     ):
         experts.reads = tape.numbers_read

@@ -1,7 +1,7 @@
 """The tape sees what a rank does, below autograd and FSDP, and counts the collectives. On the fake
 GPU it carries none out. What else is recorded depends on the kind of tape:
 
-    Memory   the peak of memory, and the action in which it is (memory.py)
+    Memory   the peak of memory, and the action in which it is (below)
     Races    what each operator reads and writes, and on which stream (races.py)
     Ledger   every operator, what it moves, and the line that causes it (operators.py)
 """
@@ -27,10 +27,12 @@ from costs.operators import (
     on_device,
     tensors_of,
 )
-from costs.storages import StorageWatch
+from costs.storages import StorageWatch, watch_resizes
 from parallel.axes import EXPERT_AXES
 from parallel.mesh import Mesh
+from parallel.parameter import weights_of
 from parallel.pipeline.actions import Action
+from tools.rehearse.device import Device
 from training.step import TrainStep
 
 ONE_RANK = "one rank"  # the axis of what a group of one rank does
@@ -134,6 +136,43 @@ def result_of(func: Any, args: Any, kwargs: Any) -> Any:
         (mask,) = tensors_of([args[1]])
         return tensor.new_empty((mask.numel(), *tensor.shape[mask.ndim :]))
     return tensor.new_empty(tensor.numel())
+
+
+class Memory(Tape):
+    """The bytes of all storages that are alive, and the most so far. Use `measuring`."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        self.peak = self._total = 0
+        self.peak_action: Action | None = None
+
+    def built(self, stages: Iterable[nn.Module]) -> None:
+        """Count only the weights and what is allocated from now on, not what building them took."""
+        self._sizes.clear()
+        self.peak = self._total = 0
+        for stage in stages:
+            for weight in weights_of(stage):
+                self.saw(weight.sharded)
+
+    def born(self, key: int, size: int) -> None:
+        self._total += size
+        if self._total > self.peak:
+            self.peak, self.peak_action = self._total, self.action
+
+    def freed(self, key: int, size: int) -> None:
+        self._total -= size
+
+    def report(self) -> dict[str, Any]:
+        where = str(self.peak_action or "after the last action")
+        return {"peak_memory_bytes": self.peak, "peak_in": where}
+
+
+@contextmanager
+def measuring(mesh: Mesh, _: Device) -> Iterator["Memory"]:
+    """A context in which all storages on the fake GPU are counted."""
+    memory = Memory(mesh)
+    with watch_resizes(memory), memory:
+        yield memory
 
 
 class GroupAxes:

@@ -4,7 +4,7 @@ training run.
     python -m tools.timeline --schedule 1f1b --stages 4 --micro-batches 8    as text
     python -m tools.timeline --schedule 1f1b zb_v --stages 4 --micro-batches 8 --out both.svg
                                                                              both, on one time axis
-    python -m tools.timeline --trace runs/laptop --out step.svg --simulated  measured and simulated
+    python -m tools.timeline --trace runs/laptop --out step.svg              a measured step
 
 A step is measured with `run.trace=true`, which writes trace.json into the run's folder;
 https://ui.perfetto.dev opens it, too.
@@ -21,7 +21,7 @@ from pathlib import Path
 from parallel.pipeline.schedules import SCHEDULES
 from tools.command import CommandParser, at_least, reports_errors, run_command, writes
 from tools.timeline.draw import draw, save
-from tools.timeline.panels import print_panels, simulated_panels, traced_panels
+from tools.timeline.panels import print_panels, simulated_panels, traced_panel
 
 
 def time(text: str) -> float:
@@ -58,8 +58,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--costs", type=costs, default=(1, 1, 1), metavar="F,I,W", help=times)
     message = "simulated time of a message between ranks (default: %(default)s)"
     parser.add_argument("--communication", type=time, default=0.0, metavar="C", help=message)
-    simulated = "with --trace: also show a simulation of the same actions, below the measured step"
-    parser.option("--simulated", bool, None, simulated)
     parser.option("--out", Path, "FILE", "write a picture (.svg, .png) in place of text")
     options = parser.parse_args(arguments)
     out, schedules, per_rank = options.out, options.schedule, options.stages_per_rank
@@ -68,13 +66,11 @@ def main(arguments: list[str] | None = None) -> int:
     if schedules is None:
         given = {"--stages": options.stages, "--micro-batches": options.micro_batches,
                  "--stages-per-rank": per_rank, "--costs": options.costs != (1, 1, 1),
-                 "--communication": options.communication and not options.simulated}  # fmt: skip
+                 "--communication": options.communication}  # fmt: skip
         if unread := [name for name, value in given.items() if value]:
             parser.error(f"{unread[0]}: --trace does not read it")
-        panels = traced_panels(options.trace, options.simulated, options.communication)
+        panels = [traced_panel(options.trace)]
     else:
-        if options.simulated:
-            parser.error("--simulated belongs to --trace; a schedule is always simulated")
         sizes = {"stages": options.stages, "micro_batches": options.micro_batches}
         if None in sizes.values():
             parser.error("--schedule needs --stages and --micro-batches")

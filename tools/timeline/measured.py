@@ -1,10 +1,6 @@
-"""Reads the step that a run has traced (runtime/profiling/trace.py), and computes the mean cost of
-each action. Needs no torch.
-"""
+"""Reads the step that a run has traced (runtime/profiling/trace.py). Needs no torch."""
 
 from collections import defaultdict
-from itertools import chain
-from statistics import fmean
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -12,7 +8,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from costs.timeline import MICROSECONDS, Timeline
 from errors import UserError
 from parallel.pipeline.actions import Action, Kind
-from parallel.pipeline.simulate import Costs, Event
+from parallel.pipeline.simulate import Event
 from runtime.schema import Natural, Strict, first_problem
 
 
@@ -73,23 +69,3 @@ def from_chrome(trace: Any, name: str = "trace", pipeline: int = 0) -> Timeline:
     if timeline.step_time <= 0:
         raise UserError(f"{name}: dur", 0, "the events take no time", "trace a step again")
     return timeline
-
-
-def measured_costs(timeline: Timeline, communication: float = 0.0) -> Costs:
-    """Average the measured time of each kind of action on each stage. `communication`: the time to
-    assume for a message.
-
-    A whole backward counts half as an input gradient and half as a weight gradient, which keeps the
-    mean of a stage's total backward time.
-    """
-    halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-    durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    for action, start, end in chain(*timeline.ranks):
-        kinds = halves if action.kind is Kind.BACKWARD else [action.kind]
-        for kind in kinds:
-            durations[kind, action.stage].append((end - start) / len(kinds))
-    stages = range(max(stage for _, stage in durations) + 1)
-    means = (
-        [fmean(durations[kind, s] or [0.0]) for s in stages] for kind in (Kind.FORWARD, *halves)
-    )
-    return Costs(*means, communication)

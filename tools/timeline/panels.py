@@ -10,11 +10,10 @@ from pathlib import Path
 
 from costs.timeline import Timeline
 from errors import UserError
-from parallel.pipeline.check import Fault, check_complete
 from parallel.pipeline.schedules import build_schedule
-from parallel.pipeline.simulate import Costs, Stuck, simulate
+from parallel.pipeline.simulate import Costs, simulate
 from tools.timeline.draw import Panel, chunk_of_stage
-from tools.timeline.measured import from_chrome, measured_costs
+from tools.timeline.measured import from_chrome
 
 UNIT_CHARACTERS = 3
 
@@ -69,10 +68,8 @@ def stages_needed(name: str, num_ranks: int, num_microbatches: int) -> int:
     return 1
 
 
-def traced_panels(path: Path, simulated: bool, communication: float = 0.0) -> list[Panel]:
-    """A panel of a step measured in a run (its folder, or its trace.json) and, if `simulated`, one
-    of a simulation of the same actions in the same order, each with the mean time of its kind and
-    stage."""
+def traced_panel(path: Path) -> Panel:
+    """A panel of a step measured in a run (its folder, or its trace.json)."""
     file = path / "trace.json" if os.path.isdir(path) else path
     try:
         trace = json.loads(file.read_text(encoding="utf-8"))
@@ -80,18 +77,7 @@ def traced_panels(path: Path, simulated: bool, communication: float = 0.0) -> li
         remedy = "give a trace.json, or the folder of a run with run.trace=true"
         raise UserError("--trace", str(file), f"cannot be read: {error}", remedy) from None
     measured = from_chrome(trace, str(file))
-    panels = [Panel("measured", measured, figures(measured, " ms"))]
-    if simulated:
-        schedule = [[event.action for event in lane] for lane in measured.ranks]
-        try:
-            check_complete(schedule)
-            timeline = Timeline(simulate(schedule, measured_costs(measured, communication)))
-        except (Fault, Stuck) as error:
-            why = f"is not a complete step: {error}"
-            raise UserError("--trace", str(path), why, "draw it without --simulated") from None
-        title = "simulated, from the mean times measured"
-        panels.append(Panel(title, timeline, figures(timeline, " ms")))
-    return panels
+    return Panel("measured", measured, figures(measured, " ms"))
 
 
 def ascii_lanes(timeline: Timeline, unit: float = 1.0, columns: int | None = None) -> list[str]:
