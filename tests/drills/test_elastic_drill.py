@@ -19,7 +19,6 @@ if __name__ == "__main__":  # as in train.py, before the imports that take secon
     listening = Signals(speaks=os.environ["RANK"] == "0").listen()
 
 import contextlib
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from torch import Tensor
 
@@ -103,7 +103,7 @@ class Cluster:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/elastic.md
-            "LATTICE_NODE": self.name(node),
+            "LATTICE_NODE": f"node{node}",  # each is another machine
             "DRILL_TARGET": str(self.folder / "target"),
         }
         with open(self.folder / f"node{node}.log", "ab") as log:
@@ -116,28 +116,16 @@ class Cluster:
         machine must not finish meanwhile."""
         write_whole(self.folder / "target", str(step))
 
-    def name(self, node: int) -> str:
-        return f"{self.folder.name}-node{node}"
-
     def kill(self, node: int) -> None:
         """Kill the agent and its ranks at once, as when a machine dies."""
-        end = time.monotonic() + 60
-        while pids := self.processes(node):
-            assert time.monotonic() < end, f"processes of node {node} do not end: {pids}"
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self.agents[node].poll()  # so that it is no zombie
-        self.agents.pop(node).wait()
-
-    def processes(self, node: int) -> list[int]:
-        """All processes of a node: they have its name in their environment."""
-        mark, found = f"LATTICE_NODE={self.name(node)}".encode(), []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended
-                if mark in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
-        return found
+        agent = self.agents.pop(node)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            process = psutil.Process(agent.pid)
+            process.suspend()  # so that it starts no further rank
+            for each in [*process.children(recursive=True), process]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+        agent.wait()
 
     def starts(self) -> list[dict[str, Any]]:
         return events_of(self.run, "start")
