@@ -17,13 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 import runtime.checkpoint.save
 from runtime.checkpoint.lease import Lease
-from runtime.checkpoint.manifest import (
-    MANIFEST,
-    Damaged,
-    Manifest,
-    read_manifest,
-    write_manifest,
-)
+from runtime.checkpoint.manifest import MANIFEST, Damaged, Manifest, read_manifest, write_manifest
 from runtime.checkpoint.save import Saver
 from runtime.checkpoint.verify import verify_checkpoint
 from runtime.log.run_log import RunLog

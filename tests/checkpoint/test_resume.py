@@ -45,10 +45,7 @@ def before(request, name) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "world", "overrides"),
-    [
-        ("experts", 4, []),
-        ("dense", 8, ["checkpoint.async_save=false"]),
-    ],
+    [("experts", 4, []), ("dense", 8, ["checkpoint.async_save=false"])],
     ids=label,
 )
 def test_a_run_is_resumed_bit_for_bit(ranks, before, tmp_path, world, overrides):
