@@ -41,15 +41,7 @@ from data.tokenizer import tokenizer_files
 from errors import RunFailed
 from parallel.disk import ranges_of_size
 from parallel.placement import as_dtensor_like
-from runtime.checkpoint.folder import (
-    ABANDONED,
-    DAMAGED,
-    MANIFEST,
-    complete_checkpoints,
-    has_command,
-    step_of,
-    sync,
-)
+from runtime.checkpoint.folder import DAMAGED, complete_checkpoints, has_command, step_of, sync
 from runtime.checkpoint.host_copies import host_copies
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.manifest import (
@@ -271,11 +263,8 @@ class Saver:
         write_manifest(partial, manifest)
         check_sizes(partial, manifest)  # else each failed save would leave a damaged checkpoint
         sync(partial)
-        # Someone else put it there: no start leaves incomplete or later checkpoints in place.
-        if final.exists():
-            suffix = ABANDONED if (final / MANIFEST).exists() else DAMAGED
-            aside = self.lease.put_aside(final, suffix).name
-            log(f"warning: {final} already existed; it is put aside as {aside}")
+        # It fails if the name is taken, by someone else: no start leaves incomplete or later
+        # checkpoints in place.
         self.lease.move(partial, final)
         sync(self.folder)
         try:

@@ -209,41 +209,32 @@ def test_what_is_saved_is_what_was_there_and_training_goes_on(ranks, data, tmp_p
 
 
 def train_among_others(arguments: list[str]) -> tuple[str, str]:
-    """Train while others work in the folder: two folders appear under names that are about to be
-    saved, one without a manifest, and of step 6 a file is deleted as soon as it is committed."""
-
-    @planted(runtime.checkpoint.save, "write_manifest")
-    def copied(honest: Any, folder: Path, about: Manifest) -> None:
-        honest(folder, about)
-        if folder.name in ("step-00000002", "step-00000004"):
-            other = folder.parent.parent / folder.name
-            other.mkdir()
-            (other / (MANIFEST if folder.name == "step-00000004" else "x")).touch()
+    """Train while others work in the folder: before step 2 is saved, they put a folder in its
+    place; of step 4 they delete a file as soon as it is committed."""
 
     @planted(runtime.checkpoint.save, "sync")
-    def stolen(honest: Any, folder: Path) -> None:
-        honest(folder)
-        for file in (folder / "step-00000006").glob("trainer.json"):
+    def disturbed(honest: Any, path: Path) -> None:
+        honest(path)
+        if path.name == "step-00000002":
+            (path.parents[1] / path.name / "theirs").mkdir(parents=True)
+        for file in (path / "step-00000004").glob("trainer.json"):
             file.unlink()
 
-    with copied(), stolen():
+    with disturbed():
         return runs.heard(arguments)
 
 
-def test_what_is_in_the_way_is_put_aside_and_what_is_lost_is_not_called_saved(
-    ranks, data, tmp_path
-):
-    config = runs.write_config(
-        tmp_path, data, train={"steps": 8}, checkpoint={"interval": 2, "keep_last": 4}
-    )
+def test_what_is_in_the_way_stays_and_what_is_lost_is_not_called_saved(ranks, data, tmp_path):
+    """The next saves are as always."""
+    sizes = {"train": {"steps": 6}, "checkpoint": {"interval": 2, "keep_last": 3}}
+    config = runs.write_config(tmp_path, data, **sizes)
     ((refusal, said),) = ranks.run(train_among_others, 1, [config])
-    assert (refusal, said.count("already existed; it is put aside")) == ("", 2)
-    assert said.count("warning: the checkpoint of step 6 was not saved: ") == 1
-    assert runs.names(tmp_path / "run" / "checkpoints")[1:] == [
-        "step-00000002", "step-00000002.damaged", "step-00000004", "step-00000004.abandoned",
-        "step-00000006.damaged", "step-00000008",
-    ]  # fmt: skip
-    verify_checkpoint(runs.checkpoint_of(tmp_path, 4))  # this run's own
+    taken, lost = (f"warning: the checkpoint of step {step} was not saved: " for step in (2, 4))
+    assert (refusal, said.count(taken), said.count(lost)) == ("", 1, 1)
+    assert os.strerror(errno.ENOTEMPTY) in said
+    left = ["latest", "step-00000002", "step-00000004.damaged", "step-00000006"]
+    assert runs.names(tmp_path / "run" / "checkpoints") == left
+    assert runs.names(runs.checkpoint_of(tmp_path, 2)) == ["theirs"]
 
 
 def train_and_note_flushes(arguments: list[str]) -> tuple[str, list[str]]:
