@@ -2,14 +2,12 @@
 as what was saved. Checksums do not help here: whoever writes the manifest also writes matching
 ones."""
 
-import contextlib
 import copy
-import io
 import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial, reduce
 from operator import getitem
 from pathlib import Path
@@ -30,7 +28,7 @@ from runtime.checkpoint import manifest
 from runtime.checkpoint.manifest import MANIFEST, PLACES, Damaged, fingerprint
 from runtime.checkpoint.verify import parse_trainer, verify_checkpoint
 from runtime.trainer_state import FILE
-from tests.runs import FIXTURE, names, stored_tensors, train_run, write_config
+from tests.runs import FIXTURE, names, said_by, stored_tensors, train_run, write_config
 from tools import export, verify
 from tools.generate.load_model import load_model
 from tools.huggingface.checkpoint_reader import CheckpointReader
@@ -116,21 +114,10 @@ def place_everything_first(file: Path) -> None:
     save_file(load_file(file), file, metadata={PLACES: json.dumps(moved)})
 
 
-def said_in(main: Callable[..., object], *arguments: object) -> tuple[object, str]:
-    """What a program returns and prints; a message of UserError is printed, too."""
-    text, returned = io.StringIO(), None
-    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-        try:
-            returned = main(*arguments)
-        except UserError as error:
-            print(f"error: {error}")
-    return returned, text.getvalue()
-
-
 def refused_on_ranks(cases: dict[str, tuple[Path, list[str]]]) -> dict[str, tuple[str, str]]:
     """What generation and training say of each checkpoint."""
     return {
-        how: (said_in(load_model, bad, torch.float32, "cpu")[1], train_run(arguments))
+        how: (said_by(load_model, bad, torch.float32, "cpu"), train_run(arguments))
         for how, (bad, arguments) in cases.items()
     }
 
@@ -152,17 +139,17 @@ def key_of(how: str) -> str:
 
 
 @pytest.mark.parametrize("how", HOSTILE)
-def test_a_hostile_checkpoint_is_refused(judged, how):
+def test_a_hostile_checkpoint_is_refused(judged, capsys, how):
     """Training and every tool refuse a hostile checkpoint with one message, execute nothing from
     it, and write nothing."""
     folder, answers = judged[0] / how, [of_rank[how] for of_rank in judged[1]]
     bad = folder / FIXTURE.name
     with pytest.raises(Damaged):
         verify_checkpoint(bad)
-    verified = said_in(verify.main, [str(bad)])
-    exported = said_in(export.main, ["--checkpoint", str(bad), "--out", str(folder / "out")])
-    assert (verified[0], exported[0]) == (1, 2)
-    for text in (verified[1], exported[1], *(text for text, _ in answers)):
+    assert verify.main([str(bad)]) == 1
+    verified = capsys.readouterr()
+    assert export.main(["--checkpoint", str(bad), "--out", str(folder / "out")]) == 2
+    for text in ("".join(verified), "".join(capsys.readouterr()), *(text for text, _ in answers)):
         assert "Traceback" not in text
         assert text.count("is not a valid checkpoint: ") + text.count("damaged: ") == 1, text
     assert all(said.startswith(f"checkpoint.{key_of(how)} = ") for _, said in answers), answers

@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -81,13 +80,11 @@ def die() -> None:
 @contextlib.contextmanager
 def killed(kill: Kill) -> Iterator[None]:
     """Within this context, the rank kills itself as planned by `kill`."""
-    calls, dying = itertools.count(1), _dying_later
-    if kill.phase in OPERATIONS:
-        dying = partial(_dying_between, OPERATIONS[kill.phase])
+    calls = itertools.count(1)
 
     @planted(*WHERE[kill.phase])
     def entered(method: Any, *arguments: Any, **options: Any) -> Any:
-        with dying(kill.when) if next(calls) == kill.nth else contextlib.nullcontext():
+        with dying(kill) if next(calls) == kill.nth else contextlib.nullcontext():
             return method(*arguments, **options)
 
     with entered():
@@ -95,16 +92,15 @@ def killed(kill: Kill) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _dying_later(when: float) -> Iterator[None]:
-    timer = threading.Timer(when, die)
-    timer.daemon = True
-    timer.start()
-    yield
-
-
-@contextlib.contextmanager
-def _dying_between(operations: Sequence[tuple[Any, str]], when: float) -> Iterator[None]:
-    left = itertools.count(int(when), -1)
+def dying(kill: Kill) -> Iterator[None]:
+    """In the phase of `kill`."""
+    if kill.phase not in OPERATIONS:
+        timer = threading.Timer(kill.when, die)
+        timer.daemon = True
+        timer.start()
+        yield
+        return
+    left = itertools.count(int(kill.when), -1)
 
     def counted(operation: Any, *arguments: Any, **options: Any) -> Any:
         if next(left) == 0:
@@ -112,7 +108,7 @@ def _dying_between(operations: Sequence[tuple[Any, str]], when: float) -> Iterat
         return operation(*arguments, **options)
 
     with contextlib.ExitStack() as patches:
-        for place in operations:
+        for place in OPERATIONS[kill.phase]:
             patches.enter_context(planted(*place)(counted)())
         yield
     die()  # there were fewer operations
