@@ -111,7 +111,8 @@ def dying(kill: Kill) -> Iterator[None]:
         for place in OPERATIONS[kill.phase]:
             patches.enter_context(planted(*place)(counted)())
         yield
-    die()  # there were fewer operations
+    if next(left) < int(kill.when):  # there were fewer operations; without any, it lives on
+        die()
 
 
 def check_folder(run: Path) -> list[str]:
