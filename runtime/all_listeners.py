@@ -96,7 +96,9 @@ class EndRecorder(Listener):
             said = f"{done}; restart it to continue; {where}"
         else:
             state, reason = "finished", "all steps done"
-            said = f"finished after {run.step} steps; {where}"
+            never = run.config.checkpoint.interval == "never"
+            unsaved = "; nothing was saved (checkpoint.interval=never)" if never else ""
+            said = f"finished after {run.step} steps{unsaved}; {where}"
         if error is None:
             log(said, sys.stdout)
         run.log.end(state, reason, **run.for_status)

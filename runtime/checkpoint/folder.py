@@ -3,7 +3,8 @@
     checkpoints/step-00000100            complete and agreed on by all ranks: no suffix in the name,
                                          and a manifest
     checkpoints/step-00000080.damaged    put aside: damaged or incomplete
-    checkpoints/step-00000120.abandoned  put aside: the run rolled back to an earlier step
+    checkpoints/step-00000120.abandoned  put aside: the run rolled back to an earlier step, or saved
+                                         this step again
     checkpoints/latest                   contains "step-00000100", the newest
     checkpoints/after_commit/            for which of them the command runs or has succeeded
 

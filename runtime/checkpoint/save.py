@@ -41,7 +41,15 @@ from data.tokenizer import tokenizer_files
 from errors import RunFailed
 from parallel.disk import ranges_of_size
 from parallel.placement import as_dtensor_like
-from runtime.checkpoint.folder import DAMAGED, complete_checkpoints, has_command, step_of, sync
+from runtime.checkpoint.folder import (
+    ABANDONED,
+    DAMAGED,
+    MANIFEST,
+    complete_checkpoints,
+    has_command,
+    step_of,
+    sync,
+)
 from runtime.checkpoint.host_copies import host_copies
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.manifest import (
@@ -202,7 +210,10 @@ class Saver:
                 shutil.rmtree(partial, ignore_errors=True)
             record["failed"] = str(error)
             self.failed = f"the checkpoint of step {trainer.step} was not saved: {error}"
-            said = f"warning: {self.failed}; the next save will try again"
+            newest = self.last.get("step", "of an earlier start, if any") if self.last else "none"
+            said = (
+                f"warning: {self.failed}; the newest is {newest}, and the next save will try again"
+            )
         if self.is_first:
             self.lease.check()
             log(said, sys.stderr if self.failed else sys.stdout)
@@ -263,8 +274,10 @@ class Saver:
         write_manifest(partial, manifest)
         check_sizes(partial, manifest)  # else each failed save would leave a damaged checkpoint
         sync(partial)
-        # It fails if the name is taken, by someone else: no start leaves incomplete or later
-        # checkpoints in place.
+        if final.exists():  # someone else put it there: no start leaves what it did not save
+            suffix = ABANDONED if (final / MANIFEST).exists() else DAMAGED
+            aside = self.lease.put_aside(final, suffix).name
+            log(f"warning: {final} already existed; it is put aside as {aside}")
         self.lease.move(partial, final)
         sync(self.folder)
         try:

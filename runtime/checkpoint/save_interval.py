@@ -77,7 +77,7 @@ class SaveInterval:
             return run.is_last or run.is_due(interval)
         # measured after a step that is logged: on all ranks
         is_first = len(run.watchdog.measured) <= 2 and not self.waits
-        if run.step_seconds is not None and is_first:
+        if run.step_seconds is not None and (is_first or self.steps is None):
             self._decide(run)
         elapsed = self.steps is not None and run.step - self.saved_at >= self.steps
         return elapsed or run.is_last or (kept > 0 and run.step % kept == 0)

@@ -209,14 +209,15 @@ def test_what_is_saved_is_what_was_there_and_training_goes_on(ranks, data, tmp_p
 
 
 def train_among_others(arguments: list[str]) -> tuple[str, str]:
-    """Train while others work in the folder: before step 2 is saved, they put a folder in its
-    place; of step 4 they delete a file as soon as it is committed."""
+    """Train while others work in the folder: before steps 2 and 6 are saved, they put a folder in
+    the place, the second one with a manifest; of step 4 they delete a file once it is committed."""
 
     @planted(runtime.checkpoint.save, "sync")
     def disturbed(honest: Any, path: Path) -> None:
         honest(path)
-        if path.name == "step-00000002":
-            (path.parents[1] / path.name / "theirs").mkdir(parents=True)
+        if path.name in ("step-00000002", "step-00000006") and path.parent.name != "checkpoints":
+            theirs = "theirs" if path.name == "step-00000002" else MANIFEST
+            (path.parents[1] / path.name / theirs).mkdir(parents=True)
         for file in (path / "step-00000004").glob("trainer.json"):
             file.unlink()
 
@@ -224,17 +225,19 @@ def train_among_others(arguments: list[str]) -> tuple[str, str]:
         return runs.heard(arguments)
 
 
-def test_what_is_in_the_way_stays_and_what_is_lost_is_not_called_saved(ranks, data, tmp_path):
-    """The next saves are as always."""
+def test_what_is_in_the_way_is_put_aside_and_what_is_lost_is_not_called_saved(
+    ranks, data, tmp_path
+):
     sizes = {"train": {"steps": 6}, "checkpoint": {"interval": 2, "keep_last": 3}}
     config = runs.write_config(tmp_path, data, **sizes)
     ((refusal, said),) = ranks.run(train_among_others, 1, [config])
-    taken, lost = (f"warning: the checkpoint of step {step} was not saved: " for step in (2, 4))
-    assert (refusal, said.count(taken), said.count(lost)) == ("", 1, 1)
-    assert os.strerror(errno.ENOTEMPTY) in said
-    left = ["latest", "step-00000002", "step-00000004.damaged", "step-00000006"]
-    assert runs.names(tmp_path / "run" / "checkpoints") == left
-    assert runs.names(runs.checkpoint_of(tmp_path, 2)) == ["theirs"]
+    assert (refusal, said.count("already existed; it is put aside")) == ("", 2)
+    assert said.count("warning: the checkpoint of step 4 was not saved: ") == 1
+    assert runs.names(tmp_path / "run" / "checkpoints")[1:] == [
+        "step-00000002", "step-00000002.damaged", "step-00000004.damaged", "step-00000006",
+        "step-00000006.abandoned",
+    ]  # fmt: skip
+    assert runs.names(tmp_path / "run/checkpoints/step-00000002.damaged") == ["theirs"]
 
 
 def train_and_note_flushes(arguments: list[str]) -> tuple[str, list[str]]:

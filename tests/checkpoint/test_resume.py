@@ -37,6 +37,20 @@ def label(value: object) -> str:
     return " ".join(value).replace("parallel.", "") if isinstance(value, list) else str(value)
 
 
+@pytest.fixture(scope="module")
+def saved_context(ranks, data, tmp_path_factory):
+    """A finished run on 4 ranks, with a window and several documents in a sequence."""
+    folder = tmp_path_factory.mktemp("context")
+    window = {"attention": ["sliding_window", "causal"], "sliding_window": {"window": 5}}
+    config = runs.write_config(
+        folder, data, model={"num_layers": 2, **window}, parallel={"cp": 2, "tp": 2},
+        train={"steps": 4, "dtype": "float64", "eval_interval": 2, "eval_samples": 5},
+        data={"document_mask": True}, checkpoint={"interval": 2},
+    )  # fmt: skip
+    runs.run(ranks, 4, config)
+    return folder
+
+
 @pytest.fixture
 def before(request, name) -> Path:
     """The run with this name, of the fixture `saved_NAME`."""
@@ -45,7 +59,11 @@ def before(request, name) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "world", "overrides"),
-    [("experts", 4, []), ("dense", 8, ["checkpoint.async_save=false"])],
+    [
+        thorough("context", 4, []),
+        ("experts", 4, []),
+        ("dense", 8, ["checkpoint.async_save=false"]),
+    ],
     ids=label,
 )
 def test_a_run_is_resumed_bit_for_bit(ranks, before, tmp_path, world, overrides):
@@ -87,6 +105,7 @@ def test_what_is_not_loaded_shows_in_the_losses(ranks, before, tmp_path, what, r
 
 
 OTHERS = [
+    thorough("context", 2, layout()),
     thorough("experts", 4, layout(cp=2, pp=2, ep=2)),
     ("experts", 2, layout(tp=2, ep=2)),
     thorough("experts", 8, layout(tp=2, ep=4, dp_replicate=2)),

@@ -53,7 +53,8 @@ def saves(
     config = load_config("configs/laptop.yaml", overrides)
     of: Any = SimpleNamespace(
         config=config, step=0, step_seconds=step_seconds, is_last=False,
-        log=runs.run_log_of(folder), watchdog=SimpleNamespace(measured=[]),
+        log=runs.run_log_of(folder),
+        watchdog=SimpleNamespace(measured=[step_seconds] * 2),  # of steps that were rolled back
         train=SimpleNamespace(mesh=SimpleNamespace(device="cpu")),
     )  # fmt: skip
     found = []
