@@ -27,8 +27,7 @@ Each module or folder may import only those above it (tests/test_house.py):
     start/             what happens before the first step: the ranks find each other, and mistakes
                        are found before anything is built
 
-    end_recorder.py    how a run ends, or one data stage of it
-    all_listeners.py   the listeners of a run, in order
+    all_listeners.py   the listeners of a run, in order; how it ends, or one data stage of it
 
 May import `training/`, `settings/`, `costs/`, `model/`, `parallel/` and `data/`; imported only by
 train.py, the tools, the benchmarks, the tests and docs/.

@@ -1,11 +1,24 @@
-"""The listeners of a training run, in the order in which each step calls them (listener.py)."""
+"""The listeners of a training run, in the order in which each step calls them (listener.py); and
+how a run ends, or one data stage of it.
+
+    data stage 0 │ save, wait │ leave │ find the checkpoint, join again, load │ data stage 1
+
+Where one data stage follows another, in the same process, the run resumes: the data stage ends with
+a checkpoint, everything is built anew for the next one by the code of a start, and the run begins
+from the checkpoint. So it makes no difference whether the process is killed there, and a data stage
+may have another layout.
+"""
+
+import sys
+
+import torch.distributed as dist
 
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.rollback import Rollback
 from runtime.checkpoint.save import Saver
 from runtime.checkpoint.saving import LeaseCheck, Saving
-from runtime.end_recorder import EndRecorder
 from runtime.evaluation.listener import Evaluation
+from runtime.exit import describe
 from runtime.garbage import GarbageCollection
 from runtime.health.examine import Examination
 from runtime.health.faults import Faults
@@ -13,6 +26,7 @@ from runtime.health.slow_ranks import SlowRanks
 from runtime.listener import Listener, Run
 from runtime.metrics.memory_report import MemoryReports
 from runtime.metrics.metrics import Metrics, RecordWriter
+from runtime.output import log
 from runtime.profiling.profile import StepProfile
 from runtime.profiling.trace import StepTrace
 from runtime.start.announce import DataStageBegins
@@ -55,6 +69,39 @@ class Stopping(Listener):
             run.stop.close(stays=run.changes_data_stage)
             if run.stop.agreed:  # the file STOP may have come since
                 run.end(run.stop.reason)
+
+
+class EndRecorder(Listener):
+    """Records how the run ended, or that another data stage follows. The run is `finished` only
+    when every rank is."""
+
+    def closes(self, run: Run, error: BaseException | None) -> None:
+        if error is None:
+            dist.barrier()
+        else:
+            error.add_note(f"after step {run.step}")
+        if error is None and run.changes_data_stage:
+            return run.log.leave_data_stage()
+        # after a failure, the time belongs to what failed: a pause, or a step, which is lost
+        run.log.ledger.spent("end" if error is None else run.log.cause or "lost")
+        run.log.write_spent()
+        if dist.get_rank() != 0:
+            return
+        where = f"run folder {run.config.run.dir}"
+        if error is not None:
+            state, reason = "failed", describe(error)
+        elif run.end_reason and run.step < run.config.train.steps:
+            state, reason = "requeue", run.end_reason
+            done = f"stopped after step {run.step}/{run.config.train.steps}: {reason}"
+            said = f"{done}; restart it to continue; {where}"
+        else:
+            state, reason = "finished", "all steps done"
+            never = run.config.checkpoint.interval == "never"
+            unsaved = "; nothing was saved (checkpoint.interval=never)" if never else ""
+            said = f"finished after {run.step} steps{unsaved}; {where}"
+        if error is None:
+            log(said, sys.stdout)
+        run.log.end(state, reason, **run.for_status)
 
 
 def build_listeners(run: Run, whole: Config, data: Data, lease: Lease) -> list[Listener]:

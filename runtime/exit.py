@@ -197,8 +197,8 @@ def lost_connection(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Describe in one line why a run failed. The error's note (end_recorder.py,
-    log/run_log.py) says how far it came."""
+    """Describe in one line why a run failed. The error's note (all_listeners.py, log/run_log.py)
+    says how far it came."""
     when = getattr(error, "__notes__", ["while the run started"])[0]
     said = GLOO.sub("", " ".join(str(error).partition("\n")[0].split()))
     if lost_connection(error):

@@ -215,7 +215,7 @@ CHANGES: dict[str, list[Change]] = {
         ("        began = time.perf_counter()\n        self.wait()\n",
          "        began = time.perf_counter()\n", "wait"),
         ("            stall += max(self._agree(copied))\n", "", "finite"),
-        ("good = trainer.bad_in_a_row == 0", "good = True"),
+        ("good=trainer.bad_in_a_row == 0", "good=True"),
         ("updates=int(self.train.optimizer.updates.item())", "updates=step"),
         ("        sync(partial)\n", "", "fsync"),
         ("[: -keep.keep_last]", "[: -keep.keep_last - 1]"),

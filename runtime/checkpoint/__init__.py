@@ -11,12 +11,10 @@ rollback.py        goes back to a checkpoint and skips the bad batches
 
 folder.py          the names in a folder of checkpoints
 manifest.py        lists the contents of a checkpoint
-verify.py          whether a checkpoint is what was saved
-tiling.py          whether pieces make up a whole tensor
+verify.py          whether a checkpoint is what was saved, in whole tensors
 progress.py        progress bars on a terminal, for what takes minutes
 
 lease.py           allows one writer per run folder, which alone changes its checkpoints
-lease_holder.py    who holds the lease, and whether that process is alive
 
 What a saved state is, is in ../trainer_state.py.
 """

@@ -71,11 +71,10 @@ def checkpoints_of(folder: Path, key: str) -> list[Path]:
         if (folder / MANIFEST).is_file():
             return [folder]
         found = complete_checkpoints(folder) or complete_checkpoints(folder / "checkpoints")
-    except OSError as error:
-        remedy = "give a run folder or a folder step-… that can be read"
-        raise UserError(key, str(folder), error.strerror or str(error), remedy) from None
-    if not found:
         why = "holds no complete checkpoint"
+    except OSError as error:
+        found, why = [], error.strerror or str(error)
+    if not found:
         raise UserError(key, str(folder), why, "give a run folder or a folder step-…")
     return found
 

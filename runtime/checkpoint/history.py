@@ -20,7 +20,6 @@ from settings.config import Config
 from settings.data_stages import (
     ROTATION_KEYS,
     DataStage,
-    begin_of,
     data_stage_of,
     data_stages,
     in_data_stage,
@@ -65,21 +64,13 @@ def _check_tokens(
     """Raise UserError if a data stage ahead begins at a token, and the run had another batch size:
     its first step would be counted wrongly."""
     counted, now = tokens_after(stages, trainer.step), data_stage_of(stages, trainer.step)
-    if counted == trainer.tokens:
-        return
     for number, entry in enumerate(config.data_stages, 1):
-        name, token = begin_of(entry)
-        if number <= now.number or name != "from_token":
-            continue
-        why = f"the checkpoint {path} had {trainer.tokens:,} tokens after step {trainer.step}, but "
-        why += f"with this configuration it would be {counted:,}: train.global_batch_size changed"
-        remedy = f"declare the change as a data stage from step {trainer.step} on, with the "
-        remedy += "earlier value before it; or give from_step"
-        train = now.config.train
-        left = -(-(token - trainer.tokens) // (train.global_batch_size * train.seq_len))
-        if number == now.number + 1 and left > 0:
-            remedy += f"={trainer.step + left}"
-        raise UserError(f"data_stages.{number}.{name}", token, why, remedy)
+        if number > now.number and "from_token" in entry and counted != trainer.tokens:
+            why = f"the checkpoint {path} had {trainer.tokens:,} tokens after step {trainer.step}, "
+            why += f"but with this train.global_batch_size it would be {counted:,}"
+            remedy = f"declare the change as a data stage from step {trainer.step} on, with the "
+            remedy += "earlier value before it; or give from_step"
+            raise UserError(f"data_stages.{number}.from_token", entry["from_token"], why, remedy)
 
 
 def check_model(

@@ -1,24 +1,22 @@
 """Find the checkpoint that a run starts from, and load it. (save.py writes checkpoints.)
 
-    checkpoints/step-00000100/  *.safetensors  model.NAME (weights, and the biases of routers) and
-                                               optimizer.NAME.exp_avg[_sq]; each rank writes its
-                                               shards
-                                trainer.json   step, updates, tokens, state of the guard and of the
-                                               data loader, dimensions of the model
-                                tokenizer.model, or tokenizer.json and its companion files
-                                manifest.json  everything above, with checksums (manifest.py)
-    checkpoints/latest          the name of the newest
+    *.safetensors  model.NAME (weights, and the biases of routers) and optimizer.NAME.exp_avg[_sq];
+                   each rank writes its shards
+    trainer.json   what else a run continues from (trainer_state.py)
+    tokenizer.model, or tokenizer.json and its companion files
+    manifest.json  everything above, with checksums (manifest.py)
 
 Tensors are stored under their global names and shapes, so any layout loads what any other saved.
 Before a checkpoint is used, every file of it is read and its checksum compared; the files are
 divided among the ranks. A damaged checkpoint is put aside, and with checkpoint.resume=auto the one
 before it is used. Checkpoints that a rollback invalidates are put aside too (rollback.py). The
-names are explained in folder.py. Nothing is pickled.
+names of folders are explained in folder.py. Nothing is pickled.
 """
 
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -63,7 +61,7 @@ def find_start(config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
     checkpoint to resume from takes precedence over one that only provides initial weights."""
     resume, device = config.checkpoint.resume, lease.device
     from_rank_0(lambda: _put_incomplete_aside(lease), device)
-    path = weights = None
+    path = None
     begun, has_saved = from_rank_0(lambda: _began_at(resume, lease), device)
     if begun < math.inf:
         path = _newest_good(lease)
@@ -71,10 +69,17 @@ def find_start(config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
             from_rank_0(lambda: _refuse_to_begin_anew(resume, lease), device)
     if resume not in ("auto", "none") and (path is None or step_of(path) <= begun):
         path = _named(resume, "checkpoint.resume", device)
+    start = from_rank_0(lambda: _start_from(path, config, data, lease), device)
     if path is None and config.checkpoint.load_weights_only:
         key = "checkpoint.load_weights_only"
         weights = _named(config.checkpoint.load_weights_only, key, device)
-    return from_rank_0(lambda: _start_from(path, weights, config, data, lease), device)
+
+        def check() -> None:
+            check_model(weights, parse_trainer(weights), config, ROTATION_KEYS)
+
+        from_rank_0(check, device)
+        return replace(start, path=weights, weights_only=True)
+    return start
 
 
 def _began_at(resume: str, lease: Lease) -> tuple[float, bool]:
@@ -145,19 +150,13 @@ def find_before(
                     f"warning: {lease.put_aside(later, ABANDONED)} was saved after the "
                     "rollback point and is not used again"
                 )
-        return _start_from(path, None, config, data, lease)
+        return _start_from(path, config, data, lease)
 
     return from_rank_0(go_back, device)
 
 
-def _start_from(
-    path: Path | None,
-    weights: Path | None,
-    config: Config,
-    data: Sequence[Mixture],
-    lease: Lease,
-) -> Start:
-    """Read and check a start on rank 0, from a good checkpoint: `path`, or only its `weights`."""
+def _start_from(path: Path | None, config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
+    """Read and check a start on rank 0, from the good checkpoint `path`, if there is one."""
     if path is None:
         start = Start(state_of(config, _beginning(data[0])))
     else:
@@ -176,10 +175,6 @@ def _start_from(
         )
         remedy = "choose another run.dir, or checkpoint.resume=auto"
         raise UserError("run.dir", config.run.dir, why, remedy)
-    if weights is not None:
-        trainer = parse_trainer(weights)
-        check_model(weights, trainer, config, ROTATION_KEYS)
-        return Start(start.state, weights, weights_only=True)
     return start
 
 
@@ -214,40 +209,39 @@ def _newest_good(lease: Lease, last_step: float = math.inf) -> Path | None:
     for path in reversed(found):
         if step_of(path) > last_step:
             continue
-        problem = _damage(path, lease.device)
-        if problem is None:
+        try:
+            _check_undamaged(path, lease.device)
             return path
-        if dist.get_rank() == 0:
-            log(f"warning: {path} is damaged: {problem}. It is put aside and not used")
-            lease.put_aside(path, DAMAGED)
+        except Damaged as problem:
+            if dist.get_rank() == 0:
+                log(f"warning: {path} is damaged: {problem}. It is put aside and not used")
+                lease.put_aside(path, DAMAGED)
         dist.barrier()
     return None
 
 
 def require_good(path: Path, key: str, device: str) -> None:
     """Raise UserError, on every rank, if the checkpoint that `key` selects is damaged."""
-    if (problem := _damage(path, device)) is not None:
+    try:
+        _check_undamaged(path, device)
+    except Damaged as problem:
         why = f"is not a valid checkpoint: {problem}"
-        raise AgreedError(key, str(path), why, "give another folder step-…")
+        raise AgreedError(key, str(path), why, "give another folder step-…") from None
 
 
-def _damage(path: Path, device: str) -> str | None:
-    """Return what is wrong with a checkpoint, or None if it is undamaged; the same on every rank.
-    Rank 0 reads what describes it, and each rank its share of the files."""
+def _check_undamaged(path: Path, device: str) -> None:
+    """Raise Damaged, on every rank, if a checkpoint is damaged. Rank 0 reads what describes it, and
+    each rank its share of the files."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def covered_by_mine() -> Counter[str]:
         mine = sorted(manifest.files)[rank::world]
         return check_files(path, manifest, mine, point, shown=rank == 0)
 
-    try:
-        manifest, point = from_rank_0(lambda: described(path), device, Damaged)
-        everyone = [on_all_ranks(covered_by_mine, device, Damaged)] * world
-        dist.all_gather_object(everyone, everyone[rank])
-        check_whole(manifest, sum(everyone, Counter[str]()), point)
-    except Damaged as damaged:
-        return str(damaged)
-    return None
+    manifest, point = from_rank_0(lambda: described(path), device, Damaged)
+    everyone = [on_all_ranks(covered_by_mine, device, Damaged)] * world
+    dist.all_gather_object(everyone, everyone[rank])
+    check_whole(manifest, sum(everyone, Counter[str]()), point)
 
 
 def load(train: TrainStep, start: Start) -> None:

@@ -22,7 +22,6 @@ from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from runtime.checkpoint.folder import MANIFEST
-from runtime.checkpoint.tiling import MAX_DIMS, MAX_NUMBERS
 from runtime.files import write_durably
 from runtime.schema import MAX_JSON_BYTES, Name, Natural, Strict, first_problem, load_json
 
@@ -31,6 +30,8 @@ TENSORS = ".safetensors"
 # the metadata entry in which DCP's safetensors writer stores the offsets of a file's pieces
 PLACES = "DCP_SHARDING_INFO"
 HASHED_AT_ONCE = 1 << 20
+MAX_DIMS = 8
+MAX_NUMBERS = 1 << 63  # in a tensor, and so in each of its dimensions
 # raised for JSON that is none, or of another form
 ODD_JSON = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 

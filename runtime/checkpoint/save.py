@@ -62,8 +62,7 @@ from runtime.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from runtime.checkpoint.tiling import random_point
-from runtime.checkpoint.verify import check_whole, cover
+from runtime.checkpoint.verify import check_whole, cover, random_point
 from runtime.device import device_thread, seconds_between, time_mark
 from runtime.files import write_durably
 from runtime.log.run_log import RunLog
@@ -198,34 +197,30 @@ class Saver:
         try:
             stall += max(self._agree(copied))
             partial = self._on_first(lambda: self._prepare(final.name))
-            manifest = self._write_partial(partial, trainer)
-            good = trainer.bad_in_a_row == 0  # else it must not replace older checkpoints
-            self._on_first(lambda: self._commit(partial, final, manifest, deletes=good))
+            manifest = self._write_partial(partial)
+            self._on_first(lambda: self._commit(partial, final, manifest, trainer))
             seconds, size = time.perf_counter() - began, manifest.num_bytes
             stall += 0.0 if self.train.config.checkpoint.async_save else seconds
             record |= {"stall_seconds": stall, "bytes": size, "write_seconds": seconds}
-            said = (
-                f"saved {final.name}: {size / 1e6:,.1f} MB, written in {seconds:.2f} s; "
-                f"training waited {stall:.3f} s"
-            )
+            said = f"saved {final.name}: {size / 1e6:,.1f} MB, written in {seconds:.2f} s; "
+            said += f"training waited {stall:.3f} s"
             self.failed, self.last = None, record
         except Exception as error:  # training continues after any failure
             if self.is_first and partial is not None:
                 shutil.rmtree(partial, ignore_errors=True)
             record["failed"] = str(error)
             self.failed = f"the checkpoint of step {trainer.step} was not saved: {error}"
-            left = ["not known"]
-            with contextlib.suppress(OSError):  # the file system may be what has failed
-                left = [path.name for path in complete_checkpoints(self.folder)]
-            said = f"warning: {self.failed}; the newest is {left[-1] if left else 'none'}, "
-            said += "and the next save will try again"
+            newest = self.last.get("step", "of an earlier start, if any") if self.last else "none"
+            said = (
+                f"warning: {self.failed}; the newest is {newest}, and the next save will try again"
+            )
         if self.is_first:
             self.lease.check()
             log(said, sys.stderr if self.failed else sys.stdout)
             self.log.event("checkpoint", **record)
 
-    def _write_partial(self, partial: Path, trainer: TrainerState) -> Manifest:
-        """Write all files but the manifest into the work folder. Collective over the threads of all
+    def _write_partial(self, partial: Path) -> Manifest:
+        """Write the files of tensors into the work folder. Collective over the threads of all
         ranks."""
         tensors = {
             name: as_dtensor_like(copy, self.tensors[name]) for name, copy in self.copies.items()
@@ -256,18 +251,6 @@ class Saver:
             manifest.tensors.update(theirs.tensors)
             covered += they_cover
         check_whole(manifest, covered, point)
-
-        def add_small_files() -> None:
-            """Add the tokenizer and the trainer state."""
-            tokenizer = tokenizer_files(self.tokenizer)
-            for name, path in tokenizer.items():
-                shutil.copyfile(path, partial / name)
-                sync(partial / name)
-            write_durably(partial / FILE, trainer.model_dump_json(indent=1))
-            for name in (*tokenizer, FILE):
-                manifest.files[name] = fingerprint(partial / name)
-
-        self._on_first(add_small_files)
         return manifest
 
     def _prepare(self, name: str) -> Path:
@@ -277,16 +260,21 @@ class Saver:
         partial.mkdir()
         return partial
 
-    def _commit(self, partial: Path, final: Path, manifest: Manifest, deletes: bool) -> None:
-        """On rank 0, turn the partial folder into a checkpoint.
-
-        deletes: whether older checkpoints beyond checkpoint.keep_last are then deleted.
-        """
+    def _commit(
+        self, partial: Path, final: Path, manifest: Manifest, trainer: TrainerState
+    ) -> None:
+        """On rank 0, add what is not tensors, and turn the partial folder into a checkpoint."""
+        tokenizer = tokenizer_files(self.tokenizer)
+        for name, path in tokenizer.items():
+            shutil.copyfile(path, partial / name)
+            sync(partial / name)
+        write_durably(partial / FILE, trainer.model_dump_json(indent=1))
+        for name in (*tokenizer, FILE):
+            manifest.files[name] = fingerprint(partial / name)
         write_manifest(partial, manifest)
         check_sizes(partial, manifest)  # else each failed save would leave a damaged checkpoint
         sync(partial)
-        # Someone else put it there: no start leaves incomplete or later checkpoints in place.
-        if final.exists():
+        if final.exists():  # someone else put it there: no start leaves what it did not save
             suffix = ABANDONED if (final / MANIFEST).exists() else DAMAGED
             aside = self.lease.put_aside(final, suffix).name
             log(f"warning: {final} already existed; it is put aside as {aside}")
@@ -300,16 +288,16 @@ class Saver:
         except Damaged:
             self.lease.put_aside(final, DAMAGED)
             raise
-        self._tidy(final.name, deletes)
+        self._tidy(final.name, good=trainer.bad_in_a_row == 0)
 
-    def _tidy(self, name: str, deletes: bool) -> None:
-        """On rank 0, name the newest checkpoint in `latest`, and delete those beyond
-        checkpoint.keep_last if `deletes`. If that fails, `name` is saved all the same."""
+    def _tidy(self, name: str, good: bool) -> None:
+        """On rank 0, name the newest checkpoint in `latest`, and, if it is `good`, let it replace
+        those beyond checkpoint.keep_last. If that fails, `name` is saved all the same."""
         keep = self.train.config.checkpoint
         try:
             self.lease.name_latest()
             # the one just saved is the newest (see `find_start`)
-            for old in complete_checkpoints(self.folder)[: -keep.keep_last] if deletes else ():
+            for old in complete_checkpoints(self.folder)[: -keep.keep_last] if good else ():
                 if not keep.keep_every or step_of(old) % keep.keep_every:
                     self._delete(old)
         except Exception as error:
@@ -343,11 +331,9 @@ class Saver:
             problem = self._words(error)
         everyone: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(everyone, (result, problem), group=self.group)
-        failed = [(rank, said) for rank, (_, said) in enumerate(everyone) if said]
-        if failed:
-            rank, said = failed[0]
-            others = f" (and on {len(failed) - 1} more)" if failed[1:] else ""
-            raise SaveFailed(f"on rank {rank}{others}: {said}")
+        for rank, (_, said) in enumerate(everyone):
+            if said:
+                raise SaveFailed(f"on rank {rank}: {said}")
         return [theirs for theirs, _ in everyone]
 
     def _words(self, error: BaseException) -> str:

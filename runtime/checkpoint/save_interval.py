@@ -30,7 +30,7 @@ DAY = 86_400.0
 # Published failure rates know nothing of a quota that runs out, or of a job that someone else ends.
 MOST_SECONDS = 3600.0
 BUSY = 2.0  # an interval is at least this many times as long as writing a checkpoint takes
-REMEMBERED = 8  # waits for saves, and logged steps, of which the median counts
+REMEMBERED = 8  # waits for saves, of which the median counts
 WORTH_CHANGING = 0.1  # a smaller relative change is not made
 
 
@@ -66,7 +66,6 @@ class SaveInterval:
         # seconds, of the newest saves of this start but the first, which also allocates its copies
         self.waits: deque[float] = deque(maxlen=REMEMBERED)
         self.write = 0.0  # of the newest of them, in a background thread
-        self.step_seconds: deque[float] = deque(maxlen=REMEMBERED)  # of the newest logged steps
         self._first: int | None = None  # the step of this start's first save
 
     def is_due(self, run: Run) -> bool:
@@ -76,10 +75,10 @@ class SaveInterval:
             return False
         if interval != "auto":
             return run.is_last or run.is_due(interval)
-        if run.step_seconds is not None:  # measured, after a step that is logged: on all ranks
-            self.step_seconds.append(run.step_seconds)
-            if len(self.step_seconds) <= 2 and not self.waits:
-                self._decide(run)
+        # measured after a step that is logged: on all ranks
+        is_first = len(run.watchdog.measured) <= 2 and not self.waits
+        if run.step_seconds is not None and (is_first or self.steps is None):
+            self._decide(run)
         elapsed = self.steps is not None and run.step - self.saved_at >= self.steps
         return elapsed or run.is_last or (kept > 0 and run.step % kept == 0)
 
@@ -101,7 +100,7 @@ class SaveInterval:
             known = last if last.get("step") != self._first else {}
             self.waits.append(max(waited, known.get("stall_seconds", 0.0)))
             self.write = known.get("write_seconds", 0.0)
-        if self.step_seconds:
+        if run.watchdog.measured:
             self._decide(run)
 
     def _decide(self, run: Run) -> None:
@@ -112,7 +111,7 @@ class SaveInterval:
         save = statistics.median(self.waits) if self.waits else self.estimated
         mtbf = mtbf_of(self.config.failures_per_gpu_day, dist.get_world_size())
         seconds = within_limits(best_interval(save, mtbf), self.write)
-        steps = max(1, math.ceil(seconds / statistics.median(self.step_seconds)))
+        steps = max(1, math.ceil(seconds / statistics.median(run.watchdog.measured)))
         if self.steps is not None and abs(steps - self.steps) <= WORTH_CHANGING * self.steps:
             return self.steps
         measured, fails = "measured" if self.waits else "estimated", math.isfinite(mtbf)

@@ -6,10 +6,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
@@ -20,8 +17,7 @@ from errors import UserError
 from proofs.ranks import RankError
 from runtime.checkpoint import lease
 from runtime.checkpoint.folder import complete_checkpoints, has_command
-from runtime.checkpoint.lease import Lease
-from runtime.checkpoint.lease_holder import Holder, newest_lease
+from runtime.checkpoint.lease import Holder, Lease, newest_lease
 from tests.planted import planted
 from tests.runs import losses, names, train_run, write_config
 
@@ -42,11 +38,6 @@ def hold(run: Path, **about: object) -> Path:
     return path
 
 
-def renews(path: Path) -> Any:
-    """Let the holder renew its lease whenever the newcomer looks."""
-    return patch.object(time, "sleep", lambda _: os.utime(path))
-
-
 ELSEWHERE = {"machine": "another"}
 
 
@@ -54,15 +45,15 @@ class Ended(Exception):
     pass
 
 
-@contextmanager
-def quick(seconds: float) -> Iterator[None]:
-    """Let leases expire after `seconds`, and let a displaced run raise Ended instead of exiting."""
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    """Let leases expire soon, and let a displaced run raise Ended instead of exiting."""
 
     def refuse(error: UserError) -> None:
         raise Ended(str(error))
 
-    with patch.multiple(lease, EXPIRE_SECONDS=seconds, refuse=refuse):
-        yield
+    monkeypatch.setattr(lease, "EXPIRE_SECONDS", 0.1)
+    monkeypatch.setattr(lease, "refuse", refuse)
 
 
 def test_it_is_taken_renewed_and_released(tmp_path):
@@ -134,36 +125,30 @@ def test_it_is_taken_over_at_once(tmp_path, monkeypatch, left):
 
 
 @pytest.mark.parametrize(
-    "environment", [{"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "78"}]
+    ("left", "said"),
+    [
+        (ELSEWHERE, "process .* on host n17, since .* has just renewed its lease"),
+        ({}, "on host n17"),  # here, perhaps paused
+        ({"job": "77", "restart": 1}, "of Slurm job 77"),  # this start of this job
+        ({"job": "78"}, "of Slurm job 78"),
+        ("", "its lease cannot be read yet"),
+        ('{"token": 3}', "its lease cannot be read yet"),
+        ('{"host": "\\u001b[2J"}', "its lease cannot be read yet"),
+    ],
+    ids=str,
 )
-def test_another_job_is_not_the_same(tmp_path, environment):
-    path = hold(tmp_path / "run", job="77", restart=1)
-    refused = pytest.raises(UserError, match="of Slurm job 77")
-    with patch.dict(os.environ, environment), renews(path), refused:
+def test_a_holder_is_watched(tmp_path, monkeypatch, capsys, left, said):
+    """If it renews its lease within the time it stays; otherwise it is displaced."""
+    path = hold(tmp_path / "run", **left) if isinstance(left, dict) else hold(tmp_path / "run")
+    if isinstance(left, str):
+        path.write_text(left)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    renews = patch.object(time, "sleep", lambda _: os.utime(path))
+    with renews, pytest.raises(UserError, match=said):
         Lease(tmp_path / "run", "cpu")._try_to_take()
-
-
-@pytest.mark.parametrize("about", [ELSEWHERE, {}], ids=["elsewhere", "here"])
-def test_a_holder_is_watched(tmp_path, capsys, about):
-    """A holder on another machine may be dead, and one here paused. If it renews its lease within
-    the time it stays; otherwise it is displaced."""
-    with quick(0.5):
-        silent = hold(tmp_path / "silent", **about)
-        with Lease(tmp_path / "silent", "cpu"):
-            assert not silent.exists()
-        path = hold(tmp_path / "renewed", **about)
-        with renews(path), pytest.raises(UserError, match="host n17"):
-            Lease(tmp_path / "renewed", "cpu")._try_to_take()
     assert "to see whether that process is alive and renews its lease" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("content", ["", '{"token": 3}', '{"host": "\\u001b[2J"}'])
-def test_a_lease_that_cannot_be_read_is_one_too(tmp_path, content):
-    path = hold(tmp_path / "run")
-    path.write_text(content)
-    with quick(0.1), renews(path), pytest.raises(UserError, match="its lease cannot be read yet"):
-        Lease(tmp_path / "run", "cpu")._try_to_take()
-    with quick(0.1), patch.object(time, "sleep"), Lease(tmp_path / "run", "cpu"):
+    with patch.object(time, "sleep"), Lease(tmp_path / "run", "cpu"):
         assert names(tmp_path / "run" / "lease") == ["00000004.json"]
 
 
@@ -186,50 +171,38 @@ MOVES = {
 @pytest.mark.parametrize("what", MOVES)
 @pytest.mark.parametrize("when", ["before its check", "between check and rename"])
 def test_a_displaced_run_changes_nothing(tmp_path, what, when):
-    with quick(0.1):
-        first = paused(tmp_path / "run")
-        require = first._require
+    first = paused(tmp_path / "run")
+    require = first._require
 
-        def take_over() -> None:
-            with Lease(tmp_path / "run", "cpu"):
-                (tmp_path / "run" / "metrics.jsonl").touch()
+    def take_over() -> None:
+        with Lease(tmp_path / "run", "cpu"):
+            (tmp_path / "run" / "metrics.jsonl").touch()
 
-        checks = iter([take_over, require])  # the other run takes the lease after the check
-        if when == "before its check":
-            take_over()
-            checks = iter([require])
-        with (
-            patch.object(first, "_require", lambda: next(checks)()),
-            pytest.raises(Ended, match="was displaced by process"),
-        ):
-            first.move(*MOVES[what](first))
+    checks = iter([take_over, require])  # the other run takes the lease after the check
+    if when == "before its check":
+        take_over()
+        checks = iter([require])
+    displaced = pytest.raises(Ended, match="was displaced by process")
+    with patch.object(first, "_require", lambda: next(checks)()), displaced:
+        first.move(*MOVES[what](first))
     assert names(first.checkpoints) == ["step-00000020"]
 
 
 def test_the_fence_test_can_fail(tmp_path):
     """Control: if the new run does not clear the displaced run's work folder, that run's rename
     succeeds."""
-    with quick(0.1), patch.object(Lease, "_clear", lambda self: None):
+    with patch.object(Lease, "_clear", lambda self: None):
         first = paused(tmp_path / "run")
         with Lease(tmp_path / "run", "cpu"), patch.object(first, "_require", lambda: None):
             first.move(*MOVES["commit"](first))
     assert (tmp_path / "run" / "checkpoints" / "step-00000040").exists()
 
 
-def test_a_run_whose_lease_was_deleted_ends(tmp_path):
-    with quick(60.0), Lease(tmp_path / "run", "cpu") as held:
-        held._path.unlink()
-        held._looked = 0.0
-        with pytest.raises(Ended, match="the lease of this run was deleted"):
-            held.check()
-        held._path.touch()
-
-
 def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path):
     """Else a run would begin anew, and a running one would take its lease for deleted."""
     denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     fails = patch.multiple(os, scandir=Mock(side_effect=denied), listdir=Mock(side_effect=denied))
-    with quick(60.0), Lease(tmp_path / "run", "cpu") as held:
+    with Lease(tmp_path / "run", "cpu") as held:
         held.make_work()
         with fails:
             for look in complete_checkpoints, newest_lease:
@@ -260,16 +233,15 @@ def test_what_a_save_commits_while_its_run_fails_stays_whole(tmp_path):
 
 
 def test_what_was_being_put_aside_is_not_swept_away(tmp_path):
-    with quick(0.1):
-        first = paused(tmp_path / "run")
-        (first.work / "partial-00000001-9" / "step-00000060.damaged").mkdir(parents=True)
-        (first.work / "step-00000020.abandoned-2").mkdir()
-        with Lease(tmp_path / "run", "cpu"):
-            left = names(first.checkpoints)
+    first = paused(tmp_path / "run")
+    (first.work / "partial-00000001-9" / "step-00000060.damaged").mkdir(parents=True)
+    (first.work / "step-00000020.abandoned-2").mkdir()
+    with Lease(tmp_path / "run", "cpu"):
+        left = names(first.checkpoints)
     assert left == ["step-00000020", "step-00000020.abandoned-2", "step-00000060.damaged"]
 
 
-def test_a_run_that_is_displaced_ends_with_status_2(ranks, data, tmp_path):
+def test_a_run_whose_lease_is_deleted_ends_with_status_2(ranks, data, tmp_path):
     config = write_config(tmp_path, data, checkpoint={"interval": 2})
     with pytest.raises(RankError, match="rank 0: died with exit code 2"):
         ranks.run(train_until_displaced, 2, [config])
@@ -278,14 +250,13 @@ def test_a_run_that_is_displaced_ends_with_status_2(ranks, data, tmp_path):
 
 
 def train_until_displaced(arguments: list[str]) -> str:
-    """Train while another start takes over the folder in step 4, which this run notices when it
-    writes that step's line."""
+    """Train; a person deletes the lease in step 4, which this run notices when it writes that
+    step's line."""
 
     @planted(training.step, "learning_rate")
     def displaced(honest, step: int, *about: object) -> float:
         if step == 3 and dist.get_rank() == 0:
-            newer = Path(arguments[0]).parent / "run" / "lease" / "00000002.json"
-            newer.write_text(Holder.this_process("00000002-0").model_dump_json())
+            (Path(arguments[0]).parent / "run" / "lease" / "00000001.json").unlink()
         return honest(step, *about)
 
     with displaced(), patch.object(lease, "TRUST_SECONDS", 0.0):

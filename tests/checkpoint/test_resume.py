@@ -39,22 +39,14 @@ def label(value: object) -> str:
 
 @pytest.fixture(scope="module")
 def saved_context(ranks, data, tmp_path_factory):
-    """A finished run in float64 of 4 steps on 4 ranks (cp 2 × tp 2) with several documents in a
-    sequence and a window in every second layer, saved and evaluated after steps 2 and 4."""
+    """A finished run on 4 ranks, with a window and several documents in a sequence."""
     folder = tmp_path_factory.mktemp("context")
+    window = {"attention": ["sliding_window", "causal"], "sliding_window": {"window": 5}}
     config = runs.write_config(
-        folder,
-        data,
-        model={
-            "num_layers": 2,
-            "attention": ["sliding_window", "causal"],
-            "sliding_window": {"window": 5},
-        },
-        parallel={"cp": 2, "tp": 2},
+        folder, data, model={"num_layers": 2, **window}, parallel={"cp": 2, "tp": 2},
         train={"steps": 4, "dtype": "float64", "eval_interval": 2, "eval_samples": 5},
-        data={"document_mask": True},
-        checkpoint={"interval": 2},
-    )
+        data={"document_mask": True}, checkpoint={"interval": 2},
+    )  # fmt: skip
     runs.run(ranks, 4, config)
     return folder
 
@@ -114,9 +106,8 @@ def test_what_is_not_loaded_shows_in_the_losses(ranks, before, tmp_path, what, r
 
 OTHERS = [
     thorough("context", 2, layout()),
-    thorough("context", 4, layout(cp=2, pp=2)),
+    thorough("experts", 4, layout(cp=2, pp=2, ep=2)),
     ("experts", 2, layout(tp=2, ep=2)),
-    thorough("experts", 4, layout(ep=4)),
     thorough("experts", 8, layout(tp=2, ep=4, dp_replicate=2)),
 ]
 
@@ -140,29 +131,23 @@ def test_a_run_is_resumed_in_another_layout(ranks, before, tmp_path, world, over
 
 
 def test_a_run_that_begins_with_a_named_checkpoint_continues_itself(ranks, saved_experts, tmp_path):
-    """A job's later starts have the same setting. They must neither be refused nor begin anew."""
+    """A job's later starts have the same setting. They must neither be refused nor begin anew, also
+    if the folder had a damaged checkpoint of a run before."""
     first, other = runs.checkpoint_of(saved_experts, 2), tmp_path / "step-00000002"
     shutil.copytree(first, other)
-    config = [str(saved_experts / "config.yaml"), *layout(ep=1), "checkpoint.interval=1"]
-    config += [f"run.dir={tmp_path / 'run'}"]
-    for steps in (3, 4):
-        runs.run(ranks, 1, *config, f"checkpoint.resume={first}", f"train.steps={steps}")
+    config = [str(saved_experts / "config.yaml"), *layout(ep=1), f"run.dir={tmp_path / 'run'}"]
+    (tmp_path / "run" / "checkpoints" / "step-00000009.damaged").mkdir(parents=True)
+    for interval, steps in ("never", 3), ("never", 3), (1, 3), (1, 4):
+        more = f"checkpoint.interval={interval}", f"train.steps={steps}"
+        runs.run(ranks, 1, *config, f"checkpoint.resume={first}", *more)
     events = read_events(tmp_path / "run")
-    assert [event["step"] for event in events if event["event"] == "start"] == [2, 3]
+    assert [event["step"] for event in events if event["event"] == "start"] == [2, 2, 2, 3]
     (said,) = ranks.run(runs.train_run, 1, [*config, f"checkpoint.resume={other}"])
     assert "it holds step-00000004, which this run would not start from" in said
-    for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
-        flip_a_bit(path / "trainer.json")
+    for step in (3, 4):
+        flip_a_bit(runs.checkpoint_of(tmp_path, step) / "trainer.json")
     (said,) = ranks.run(runs.train_run, 1, [*config, f"checkpoint.resume={first}"])
     assert "are damaged: step-00000003.damaged, step-00000004.damaged" in said
-
-
-def test_what_was_damaged_before_a_run_began_does_not_stop_it(ranks, saved_experts, tmp_path):
-    (tmp_path / "run" / "checkpoints" / "step-00000009.damaged").mkdir(parents=True)
-    config = [str(saved_experts / "config.yaml"), *layout(ep=1), "checkpoint.interval=never"]
-    config += [f"run.dir={tmp_path / 'run'}", "train.steps=3"]
-    for _ in range(2):
-        runs.run(ranks, 1, *config, f"checkpoint.resume={runs.checkpoint_of(saved_experts, 2)}")
 
 
 def test_a_run_goes_back_to_the_checkpoint_it_began_with(ranks, saved_experts, tmp_path):
@@ -178,8 +163,7 @@ def test_a_run_goes_back_to_the_checkpoint_it_began_with(ranks, saved_experts, t
 
 LOADS = [
     ("dense", 4, layout(tp=2)),
-    thorough("context", 4, layout(cp=4)),
-    thorough("context", 4, layout(cp=2, pp=2)),
+    thorough("dense", 4, layout(cp=4)),
     thorough("experts", 8, layout(ep=1)),  # each of 4 experts is cut
     thorough("experts", 8, layout(ep=4, tp=2, pp=2)),
     thorough("experts", 2, [*layout(ep=1, dp_shard=1, dp_replicate=2), "parallel.zero_stage=0"]),
@@ -190,8 +174,7 @@ LOADS = [
 def test_every_layout_loads_the_same_tensors(ranks, before, world, overrides):
     """Weights, biases and moments, bit for bit."""
     path = runs.checkpoint_of(before, 4)
-    more = ["data.document_mask=false", "train.micro_batch_size=1"]
-    arguments = [str(before / "config.yaml"), *overrides, *more]
+    arguments = [str(before / "config.yaml"), *overrides, "train.micro_batch_size=1"]
     expected = runs.stored_tensors(path)
     assert runs.same_tensors(ranks.run(runs.global_state, world, arguments, str(path))[0], expected)
     assert any(t.abs().max() > 0 for n, t in expected.items() if n.endswith("exp_avg_sq"))

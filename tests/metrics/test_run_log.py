@@ -17,7 +17,7 @@ import pytest
 
 from errors import LOST, RunFailed, UserError
 from runtime import signals
-from runtime.end_recorder import EndRecorder
+from runtime.all_listeners import EndRecorder
 from runtime.log import status
 from runtime.log.events import append_event, read_events
 from runtime.log.ledger import CAUSES, account
@@ -263,7 +263,7 @@ def test_the_time_of_a_failure_is_no_training(tmp_path: Path, cause: str, counte
     clock = [1000.0]
     with (
         patch("runtime.log.ledger.time.monotonic", lambda: clock[0]),
-        patch("runtime.end_recorder.dist.get_rank", lambda: 1),
+        patch("runtime.all_listeners.dist.get_rank", lambda: 1),
     ):
         log = run_log_of(tmp_path)
         log.start(40, 2)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from errors import UserError
 from runtime import signals
-from runtime.checkpoint.lease_holder import Holder
+from runtime.checkpoint.lease import Holder
 from runtime.exit import this_rank
 from runtime.start import init
 from runtime.start.environment import OF_JOB, OF_RANK, TEXTS, check_environment
