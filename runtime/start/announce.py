@@ -18,7 +18,7 @@ from model.router import router_class
 from parallel.axes import MeshSizes
 from parallel.pipeline.balance import even_split, imbalance
 from runtime.files import write_or_warn
-from runtime.listener import Listener, Run
+from runtime.listener import Run
 from runtime.output import log
 from runtime.start.attention import describe_attention
 from runtime.start.environment import local_world
@@ -58,32 +58,22 @@ def announce(run: Run, whole: Config, spares: dict[str, int]) -> None:
         about += [f"warning: {CONNECTIONS} is {value}, as it was set; usually {advised} is faster"]
     begins = f"starting from {start.path or 'initial weights'} at step {start.step}"
     log("\n".join([*about, f"{begins}; run folder {folder}"]), sys.stdout)
+    if whole.data_stages:
+        announce_data_stage(run, data_stages(whole))
 
 
-class DataStageBegins(Listener):
-    """Logs and records the beginning of a data stage, with what changes:
-    `train.seq_len 8192 → 131072`.
-
-    config: of the whole run.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
-    def begins(self, run: Run) -> None:
-        if not self.config.data_stages or dist.get_rank() != 0:
-            return
-        stages = data_stages(self.config)
-        number, steps = run.data_stage.number, run.data_stage.steps
-        where = f"data stage {number} of 0 to {len(stages) - 1}, "
-        where += f"steps {steps.start + 1} to {steps.stop}"
-        if number == 0 or run.step > steps.start:
-            log(f"this is {where}")
-            return
-        before, now = (one.config for one in stages[number - 1 : number + 1])
-        changes = changed_between(before, now, SECTIONS)
-        run.log.event("data_stage", data_stage=number, step=run.step, changes=changes)
-        log(f"{where}, begins: {', '.join(changes) or 'nothing changes'}")
+def announce_data_stage(run: Run, stages: list[DataStage]) -> None:
+    """Log and record that a data stage begins, with what changes: `train.seq_len 8192 → 131072`."""
+    number, steps = run.data_stage.number, run.data_stage.steps
+    where = f"data stage {number} of 0 to {len(stages) - 1}, "
+    where += f"steps {steps.start + 1} to {steps.stop}"
+    if number == 0 or run.step > steps.start:
+        log(f"this is {where}")
+        return
+    before, now = (one.config for one in stages[number - 1 : number + 1])
+    changes = changed_between(before, now, SECTIONS)
+    run.log.event("data_stage", data_stage=number, step=run.step, changes=changes)
+    log(f"{where}, begins: {', '.join(changes) or 'nothing changes'}")
 
 
 def notices(config: Config, path: Path | None) -> list[str]:

@@ -21,7 +21,6 @@ from tests.runs import forked, metrics_of
 from tools import launch
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
-TARGETS = ("launcher", "group", "one rank", "torchrun")
 WORLD = 2
 PATIENCE_SECONDS = 600
 OUR_LINES = re.compile(

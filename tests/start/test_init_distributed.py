@@ -68,17 +68,13 @@ def test_ranks_that_never_join_are_named(store: dist.TCPStore) -> None:
     assert said == f"{init.NOT_JOINED}; nothing was heard of ranks [1, 3]"
 
 
-@pytest.mark.parametrize("kind", ["TCP", "file"])
-def test_who_is_late_is_waited_for(store: dist.TCPStore, tmp_path: Path, kind: str) -> None:
+def test_who_is_late_is_waited_for(tmp_path: Path) -> None:
     """Patience is short only after a signal. tools.launch uses a file store, which raises its own
     exception on a timeout."""
     found: dict[int, dist.Store] = {}
 
     def join(rank: int) -> None:
-        if kind == "TCP":
-            found[rank] = join_as(store, rank, 2)
-        else:
-            found[rank] = fresh_store(dist.FileStore(str(tmp_path / "store"), 2), rank, 2, {})
+        found[rank] = fresh_store(dist.FileStore(str(tmp_path / "store"), 2), rank, 2, {})
 
     with patch.object(init, "WAIT_SECONDS", 0.05), patch.object(signals, "PATIENCE_SECONDS", 0.0):
         early = threading.Thread(target=join, args=(1,), daemon=True)

@@ -2,7 +2,6 @@
 no step when stopped, and leaves no files or processes."""
 
 import contextlib
-import itertools
 import os
 import signal
 import subprocess
@@ -24,7 +23,7 @@ from runtime.start.init import init_distributed
 from settings.checks import validate
 from settings.load import load_config
 from tests import ROOT
-from tests.drills.stops import PHASES, SIGNALS, TARGETS, catches, stop
+from tests.drills.stops import catches, stop
 from tests.monitor.alert_helpers import wait_until
 from tests.runs import LAYOUT_3D, events_of, forked, run_log_of, status, status_of, write_config
 from tools import launch
@@ -80,22 +79,21 @@ def test_it_trains(data: Path, tmp_path: Path) -> None:
 
 # --- requests to stop -----------------------------------------------------------------------------
 
-# A save, an evaluation and a signal to one rank are in test_stop.py; torchrun is thorough.
-FIRST = {("SIGINT", "launcher", "start-up"), ("SIGHUP", "group", "step")}
-THOROUGH = {
-    ("SIGTERM", "torchrun", "start-up"),  # train.py listens before it imports torch
-    ("SIGTERM", "one rank", "save"),
-    ("SIGHUP", "torchrun", "evaluation"),
-}
-CASES = [
-    pytest.param(*case, id="-".join(case), marks=() if case in FIRST else mark)
-    for case in itertools.product(SIGNALS, TARGETS, PHASES)
-    for mark in [pytest.mark.thorough if case in THOROUGH else pytest.mark.slow]
-]
-
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says when ranks listen")
-@pytest.mark.parametrize(("number", "target", "phase"), CASES)
+@pytest.mark.parametrize(
+    ("number", "target", "phase"),
+    [
+        ("SIGINT", "launcher", "start-up"),
+        ("SIGHUP", "group", "step"),
+        # train.py listens before it imports torch
+        pytest.param("SIGTERM", "torchrun", "start-up", marks=pytest.mark.thorough),
+        pytest.param("SIGTERM", "one rank", "save", marks=pytest.mark.thorough),
+        pytest.param("SIGHUP", "torchrun", "evaluation", marks=pytest.mark.thorough),
+        pytest.param("SIGINT", "launcher", "save", marks=pytest.mark.slow),
+        pytest.param("SIGTERM", "group", "evaluation", marks=pytest.mark.slow),
+    ],
+)
 def test_a_request_to_stop(
     data: Path, tmp_path: Path, number: str, target: str, phase: str
 ) -> None:

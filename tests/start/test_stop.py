@@ -21,7 +21,6 @@ import train
 from proofs.ranks import RankError, Ranks
 from runtime import all_listeners, signals, stop
 from runtime.exit import LostConnection, fail
-from runtime.listener import Listener
 from runtime.signals import Signals
 from runtime.stop import StopRequests
 from settings.load import load_config
@@ -201,15 +200,6 @@ def test_a_run_that_makes_its_last_step_is_finished(
     assert not (tmp_path / "run" / "STOP").exists()
 
 
-def test_a_refused_run_leaves_the_file(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "STOP").touch()
-    arguments = [config_of(tmp_path, data, 6), "train.max_minutes=-1"]
-    message = ranks.run(runs.train_run, 2, arguments)[0]
-    assert message.startswith("train.max_minutes = ")
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["STOP"]
-
-
 # --- failures during a stop -----------------------------------------------------------------------
 
 
@@ -333,20 +323,3 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     first, again = log.read_text().splitlines()
     assert first.startswith("SIGTERM was received (send it again to exit at once")
     assert again == "SIGTERM again: exiting now, without saving"
-
-
-class Enough(Listener):
-    def after_step(self, run: Any) -> None:
-        if run.step == 2:
-            run.end("enough")
-
-
-def train_enough(arguments: list[str]) -> str:
-    build = train.build_listeners
-    with patch.object(train, "build_listeners", lambda *given: [*build(*given), Enough()]):
-        return runs.train_run(arguments)
-
-
-def test_a_listener_may_end_the_run(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    assert ranks.run(train_enough, 1, [config_of(tmp_path, data, 6)]) == [""]
-    assert runs.status_of(tmp_path) == {"state": "requeue", "step": 2, "reason": "enough"}
