@@ -1,9 +1,9 @@
 """Which ranks are slow, from the times that all ranks measured for the same work.
 
 In each logged interval, every rank states how long its products took (slow_ranks.py). A rank's
-*excess* is its time divided by the median of its peers, the other ranks of the same pipeline stage,
-whose products have the same sizes. (The code has the logarithm of it.) What makes all ranks slower,
-such as another sequence length, does not change it. A rank that is its stage's only one has none.
+*excess* is its time divided by the median time of its peers, the other ranks of the same pipeline
+stage, whose products have the same sizes. (The code computes with its logarithm.) What makes all
+ranks slower, such as another sequence length, does not change it. A rank without peers has none.
 
 A rank is named once its excess was above the limit, and above NOISE times the noise, in CONSECUTIVE
 intervals in a row. It is named no longer once its excess was below the limit in as many. The noise

@@ -49,7 +49,7 @@ def test_a_slow_rank_is_named_after_three_intervals_until_it_recovers() -> None:
     ("peers", "slow"), [(2, [1]), (3, [1]), (16, [1]), (16, list(range(8)))], ids=str
 )
 def test_it_is_named_at_once_among_few_and_many_peers(peers: int, slow: list[int]) -> None:
-    """From the first interval on: it has no better past. Half of the peers may be slow."""
+    """From the first interval on. Half of the peers may be slow."""
     judge, times = Judge([0] * peers, 1.15), steady(peers)
     for step in range(1, 4):
         judge.add(step, [t * (1.3 if rank in slow else 1.0) for rank, t in enumerate(next(times))])

@@ -145,31 +145,19 @@ def test_native_code_that_never_returns(data: Path, tmp_path: Path) -> None:
     assert "Current thread" in said or "most recent call first" in said
 
 
-def wait_here(started: threading.Event, go_on: threading.Event) -> None:
-    started.set()
-    go_on.wait()
-
-
-class WaitsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *events: threading.Event) -> torch.Tensor:
-        ctx.events = events
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        wait_here(*ctx.events)
-        return *grads, None, None
-
-
 def test_every_thread_is_named() -> None:
     """A backward that hangs in another thread than the main one, as on a GPU in autograd's: its
     line is written too, after the main thread's. Control: the main thread's does not show it."""
     started, go_on = threading.Event(), threading.Event()
-    y = WaitsInBackward.apply(torch.ones(1, requires_grad=True), started, go_on)
 
+    def wait_here(_: torch.Tensor) -> None:
+        started.set()
+        go_on.wait()
+
+    y = torch.ones(1, requires_grad=True).clone()
+    y.register_hook(wait_here)
     # not in threading's list, as a thread that C++ has started
-    _thread.start_new_thread(lambda: y.backward(), ())
+    _thread.start_new_thread(y.backward, ())
     assert started.wait(60)
     try:
         with ThreadPoolExecutor(1) as watchdog:

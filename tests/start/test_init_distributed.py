@@ -102,10 +102,15 @@ def test_nccl_waits_ten_minutes_in_every_group(monkeypatch: pytest.MonkeyPatch) 
 
     dist.Backend.register_backend("as_nccl", create, devices=["cuda"])
     monkeypatch.setitem(init.BACKENDS, "cuda", "cpu:gloo,cuda:as_nccl")
-    monkeypatch.setattr(init, "use_gpu", lambda *_: None)
+    used: list[tuple[int, ...]] = []
+    monkeypatch.setattr(init, "use_gpu", lambda *about: used.append(about))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    init.init_distributed(store=dist.HashStore())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert init.init_distributed(store=dist.HashStore()) == "cuda"
     try:
+        assert used == [(3, 0, 8)], "GPU, rank, ranks of this machine"
         of_mesh, saving = dist.new_group([0]), dist.new_group([0], backend="gloo")
         ten, thirty = timedelta(minutes=10), timedelta(minutes=30)
         assert given == [thirty, thirty]  # what torch does

@@ -47,7 +47,7 @@ from runtime.start.host import raise_open_files
 from settings.config import Config
 from settings.layouts import layout_sizes, valid_layout
 from settings.load import load_config
-from tools.command import CommandParser, add_overrides, reports_errors, run_command, table
+from tools.command import CommandParser, add_overrides, at_least, reports_errors, run_command, table
 from tools.preflight.links import Links, judge_links
 from tools.preflight.node import look_at_node
 
@@ -221,11 +221,8 @@ def least_nodes(sizes: list[int], ranks_per_node: int) -> int:
 
 def read_config(options: argparse.Namespace, num_nodes: int) -> Config:
     """Loads and validates the configuration. Raises UserError where training would."""
-    needed = num_nodes - options.spare_nodes
-    if not 1 <= needed <= num_nodes:
-        why = f"the job has {num_nodes} nodes"
-        raise UserError("--spare-nodes", options.spare_nodes, why, "leave at least one to train on")
-    world = needed * options.ranks_per_node
+    at_least(0, num_nodes, spare_nodes=options.spare_nodes)
+    world = (num_nodes - options.spare_nodes) * options.ranks_per_node
     loaded = load_config(options.config, options.overrides)
     if options.min_nodes is not None:
         least = least_nodes(layout_sizes(loaded) or [world], options.ranks_per_node)
