@@ -2,6 +2,7 @@
 
 import _thread
 import ctypes
+import itertools
 import re
 import sys
 import threading
@@ -75,57 +76,40 @@ def test_the_clock_rests_and_is_patient(data: Path, tmp_path: Path) -> None:
     config = load_config(
         write_config(tmp_path, data, guard={"hang_factor": 3.0, "hang_seconds": 20.0}), []
     )
-    now, alarms = [0.0], []
-    looks = threading.Semaphore(0)
+    watchdog, now, alarms = Watchdog(config, RunLog(config)), [0.0], []
+    # it looks once, and is then closed
+    closed = {"wait.side_effect": itertools.cycle([False, True]), "is_set.return_value": False}
+    watchdog._closed = Mock(**closed)
 
-    def monotonic() -> float:
-        looks.release()
-        return now[0]
-
-    def pass_seconds(seconds: float) -> None:
-        """Advance the clock; return when the watchdog has read it twice."""
+    def alarms_after(seconds: float) -> list[int]:
         now[0] += seconds
-        while looks.acquire(blocking=False):
-            pass
-        assert looks.acquire(timeout=60)
-        assert looks.acquire(timeout=60)
+        watchdog._watch()
+        return alarms
 
     with (
-        patch.object(
-            Watchdog,
-            "_give_up",
-            lambda self: (alarms.append(self._step), setattr(self, "_due", float("inf"))),
-        ),
-        patch.object(runtime.watchdog, "LOOK_SECONDS", 0.01),
-        patch.object(runtime.watchdog, "time", SimpleNamespace(monotonic=monotonic)),
+        patch.object(Watchdog, "_give_up", lambda self: alarms.append(self._step)),
+        patch.object(runtime.watchdog, "time", SimpleNamespace(monotonic=lambda: now[0])),
         patch.object(runtime.watchdog, "faulthandler", Mock()),
-        closing(Watchdog(config, RunLog(config)).start()) as watchdog,
     ):
         watchdog.step_done(1, None)
-        pass_seconds(1e6)
-        assert alarms == [], "no step was measured"
+        assert alarms_after(1e6) == [], "no step was measured"
         watchdog.step_done(2, 1.0)
-        pass_seconds(19.0)
+        assert alarms_after(19.0) == []
         with watchdog.resting():
             with watchdog.resting():
                 pass
-            pass_seconds(1e6)
-        pass_seconds(19.0)
-        assert alarms == [], "the time counts from the end of the rest"
+            assert alarms_after(1e6) == []
+        assert alarms_after(19.0) == [], "the time counts from the end of the rest"
         for step in range(3, 6):
             watchdog.step_done(step, 100.0)
-        pass_seconds(290.0)
-        assert alarms == [], "steps take a hundred seconds"
-        pass_seconds(20.0)
-        assert alarms == [5]
+        assert alarms_after(290.0) == [], "steps take a hundred seconds"
+        assert alarms_after(20.0) == [5]
         for step in range(6, 16):
             watchdog.step_done(step, 1.0)
-        pass_seconds(21.0)
-        assert alarms == [5, 15]
+        assert alarms_after(21.0) == [5, 15]
         run: Any = SimpleNamespace(watchdog=watchdog, step=4)
         Watching().went_back(run, run)  # a rollback: step 5 comes again
-        pass_seconds(21.0)
-        assert alarms == [5, 15, 4]
+        assert alarms_after(21.0) == [5, 15, 4]
 
 
 def sleep_in_c(config: str) -> None:

@@ -62,8 +62,6 @@ def ask(how: str) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     elif how.startswith("SIG"):
         hear(signal.Signals[how])
-    elif how == "time":
-        signals.STARTED = float("-inf")
     elif how == "job":
         Path(os.environ["LATTICE_STOP_FILE"]).touch()
     else:
@@ -129,7 +127,7 @@ def train_and_ask(arguments: list[str], asked: Request) -> tuple[int, ...]:
         patch.dict(os.environ, LATTICE_STOP_FILE=f"{arguments[0]}.stop"),
         patch.object(train, "StopRequests", Known),
         patch.object(stop, "LOOK_SECONDS", 0.0),
-        patch.multiple(signals, STARTED=signals.STARTED, SAME_REQUEST_SECONDS=1e9),
+        patch.object(signals, "SAME_REQUEST_SECONDS", 1e9),
         calling(action) as reached,
     ):
         assert runs.train_run([*arguments, *asked.more]) == ""

@@ -277,8 +277,7 @@ def main(arguments: list[str] | None = None) -> int:
                 return follow(meeting, report)
             return lead(meeting, report, options, config, range(links.num_ranks))
         except UserError:
-            meeting.write("members", [])
-            meeting.write("passed", False)
+            meeting.write("passed", False)  # they end, and with them their ranks
             raise
         finally:
             meeting.leave()
