@@ -237,6 +237,8 @@ def test_a_killed_rank_is_named_once_and_last(data: Path, tmp_path: Path, rank: 
 def start_two(rank: Callable[..., None]) -> None:
     """Be a launcher of two ranks that do this."""
     os.environ.pop("OMP_NUM_THREADS", None)
+    # the threads that torch starts must not take the signal from the launcher's sigwait
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     torch.set_num_threads(3)
     ending = launch.start_processes(2, rank)
     sys.exit(ending.why() if ending.failure else 0)
