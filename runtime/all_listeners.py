@@ -66,8 +66,9 @@ def build_listeners(run: Run, whole: Config, data: Data, lease: Lease) -> list[L
     unigram = train_data.unigram_nats_per_token
     saver = Saver(train, train_data.tokenizer_path, lease, run.log)
     metrics = Metrics(config, mesh, start)
-    # torch.compile leaves no product to time
-    times_products = config.guard.slow_ranks != "none" and not config.train.compile
+    # torch.compile leaves no product to time; a rank alone in its stage has no peers
+    has_peers = mesh.sizes.world > mesh.sizes.pp
+    times_products = config.guard.slow_ranks != "none" and not config.train.compile and has_peers
     slow_ranks = [SlowRanks(train)] if times_products else []
     examination = Examination(train) if config.guard.examine else None
     return [

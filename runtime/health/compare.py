@@ -67,8 +67,10 @@ def settle(train: TrainStep, tokens: Tensor, targets: Tensor, which: set[int]) -
         return result
 
     threads = torch.get_num_threads()
-    if train.mesh.device == "cuda":  # torchrun gives each process one thread; the others wait
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    if train.mesh.device == "cuda":  # torchrun gives each process one thread; several ranks settle
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        share = min((os.cpu_count() or 1) // local, len(os.sched_getaffinity(0)))
+        torch.set_num_threads(max(threads, share))
     _forward_backward(train, tokens, targets, settled)
     torch.set_num_threads(threads)
     return wrong

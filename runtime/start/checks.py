@@ -30,6 +30,8 @@ from settings.layouts import layout_sizes, valid_layout
 from settings.load import load_config
 from training.optimizers import optimizer_class
 
+REMOTE = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "wekafs"}
+
 
 def try_config(arguments: list[str]) -> Config | UserError:
     """Read the configuration of a run, once on each rank. What is wrong with it is returned: the
@@ -73,6 +75,16 @@ def check_optimizer(config: Config) -> None:
         raise UserError("optimizer.pure_bfloat16", True, why, "set optimizer.pure_bfloat16=false")
 
 
+def file_system_of(folder: str) -> str:
+    """The type of the file system that a folder is on, on Linux."""
+    number, found = os.stat(folder).st_dev, ""
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+        about, _, source = line.partition(" - ")
+        if about.split()[2] == f"{os.major(number)}:{os.minor(number)}":
+            found = source.split()[0]
+    return found
+
+
 def check_fits(config: Config, device: str) -> None:
     """Raise UserError if weights and optimizer states exceed a rank's share of the memory: such a
     run is certain to fail. (`tools.plan` estimates what else a step needs. Space on a disk is
@@ -82,6 +94,10 @@ def check_fits(config: Config, device: str) -> None:
         if sys.platform != "linux":
             raise UserError("parallel.offload", "disk", "needs Linux", "use parallel.offload=host")
         DiskMemory(parallel.offload_dir, 0)  # raises if it is no writable folder
+        if (kind := file_system_of(parallel.offload_dir)) in REMOTE:
+            why = f"is on {kind}, which other machines share: every update would cross the network"
+            remedy = "give a folder on a local disk"
+            raise UserError("parallel.offload_dir", parallel.offload_dir, why, remedy)
         return
     needed = bytes_of_rank(config, world)
     if device == "cuda" and parallel.offload == "none":

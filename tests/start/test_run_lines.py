@@ -16,6 +16,7 @@ from runtime.output import log
 from runtime.start.announce import describe_stages
 from settings.load import load_config
 from tests import ROOT
+from tests.runs import losses, status_of, write_config
 from tools.command import CommandParser
 
 SLOWEST = r"blocks: the slowest rank computes \d+% more than the mean \(even split: \d+%\)"
@@ -92,6 +93,20 @@ def test_whatever_becomes_of_output_the_work_is_done(tmp_path, shell, status, fi
     assert (done.returncode, done.stdout.partition("\n")[0]) == (status, first), done.stderr
     assert (tmp_path / "done").exists()
     assert "Traceback" not in done.stderr + done.stdout
+
+
+@pytest.mark.thorough
+def test_a_run_goes_on_without_a_reader_a_log_or_an_encoding(data, tmp_path):
+    command = f"{sys.executable} train.py {write_config(tmp_path, data)} run.log_interval=1"
+    empty = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_RESTART_COUNT", "OMP_NUM_THREADS")
+    done = subprocess.run(
+        ["bash", "-c", f"{command} 2>/dev/full | head -1; exit ${{PIPESTATUS[0]}}"],
+        cwd=ROOT, env=os.environ | {"PYTHONIOENCODING": "ascii"} | dict.fromkeys(empty, ""),
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    assert status_of(tmp_path)["state"] == "finished"
 
 
 def test_every_command_ends_so_and_has_this_parser():

@@ -197,6 +197,15 @@ def test_a_run_that_makes_its_last_step_is_finished(
     assert not (tmp_path / "run" / "STOP").exists()
 
 
+def test_a_refused_run_leaves_the_file(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "STOP").touch()
+    arguments = [config_of(tmp_path, data, 6), "train.max_minutes=-1"]
+    message = ranks.run(runs.train_run, 2, arguments)[0]
+    assert message.startswith("train.max_minutes = ")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["STOP"]
+
+
 # --- failures during a stop -----------------------------------------------------------------------
 
 

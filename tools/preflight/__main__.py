@@ -47,7 +47,7 @@ from runtime.start.host import raise_open_files
 from settings.config import Config
 from settings.layouts import layout_sizes, valid_layout
 from settings.load import load_config
-from tools.command import CommandParser, add_overrides, at_least, reports_errors, run_command, table
+from tools.command import CommandParser, add_overrides, reports_errors, run_command, table
 from tools.preflight.links import Links, judge_links
 from tools.preflight.node import look_at_node
 
@@ -221,7 +221,9 @@ def least_nodes(sizes: list[int], ranks_per_node: int) -> int:
 
 def read_config(options: argparse.Namespace, num_nodes: int) -> Config:
     """Loads and validates the configuration. Raises UserError where training would."""
-    at_least(0, num_nodes, spare_nodes=options.spare_nodes)
+    if not 0 <= options.spare_nodes < num_nodes:
+        why = f"the job has {num_nodes} nodes"
+        raise UserError("--spare-nodes", options.spare_nodes, why, "leave at least one to train on")
     world = (num_nodes - options.spare_nodes) * options.ranks_per_node
     loaded = load_config(options.config, options.overrides)
     if options.min_nodes is not None:
