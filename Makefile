@@ -77,7 +77,7 @@ test-slow: $(dev) prepared/laptop/index.json
 	$(MAKE) test-alerts
 
 test-slurm: $(dev)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -v tests/slurm/slurm_scenarios.py tests/slurm/slurm_elastic.py
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -v tests/slurm/slurm_scenarios.py
 
 test-alerts: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -v tests/monitor/alerts_scenarios.py

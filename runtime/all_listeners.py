@@ -21,7 +21,6 @@ from runtime.evaluation.listener import Evaluation
 from runtime.exit import describe
 from runtime.garbage import GarbageCollection
 from runtime.health.examine import Examination
-from runtime.health.faults import Faults
 from runtime.health.slow_ranks import SlowRanks
 from runtime.listener import Listener, Run
 from runtime.metrics.memory_report import MemoryReports
@@ -29,7 +28,6 @@ from runtime.metrics.metrics import Metrics, RecordWriter
 from runtime.output import log
 from runtime.profiling.profile import StepProfile
 from runtime.profiling.trace import StepTrace
-from runtime.start.announce import DataStageBegins
 from runtime.start.checks import Data
 from runtime.start.timing import StartTimes
 from runtime.trainer_state import Start
@@ -115,14 +113,13 @@ def build_listeners(run: Run, whole: Config, data: Data, lease: Lease) -> list[L
     unigram = train_data.unigram_nats_per_token
     saver = Saver(train, train_data.tokenizer_path, lease, run.log)
     metrics = Metrics(config, mesh, start)
-    faults = [Faults(train)] if config.guard.inject_fault else []
-    # torch.compile leaves no product to time
-    times_products = config.guard.slow_ranks != "none" and not config.train.compile
+    # torch.compile leaves no product to time; a rank alone in its stage has no peers
+    has_peers = mesh.sizes.world > mesh.sizes.pp
+    times_products = config.guard.slow_ranks != "none" and not config.train.compile and has_peers
     slow_ranks = [SlowRanks(train)] if times_products else []
     examination = Examination(train) if config.guard.examine else None
     return [
         StartTimes(),  # first: begins when everything before the steps is ready
-        *faults,  # before all that computes, so that it is wrong, too
         StepProfile(config, mesh),  # close to the step, so that the trace has little else
         StepTrace(run.data_stage, mesh, start.step),  # likewise
         metrics,  # measures the step, before the listeners below take time
@@ -137,6 +134,5 @@ def build_listeners(run: Run, whole: Config, data: Data, lease: Lease) -> list[L
         Stopping(),  # from here on, all ranks agree on stop and save requests
         Rollback(whole, data.train, saver),  # a run that rolls back does not save
         Saving(whole, data.train, saver, examination),
-        DataStageBegins(whole),
         GarbageCollection(),  # last: freezes what all the others have built
     ]

@@ -23,6 +23,7 @@ MOVED = {
     "optimizer.eps": "adamw.eps",
     "parallel.cpu_offload": "offload",
 }
+GONE = {"guard.inject_fault"}  # files of earlier versions have it, usually without a value
 
 
 def old_names(section: str) -> dict[str, str]:
@@ -32,9 +33,11 @@ def old_names(section: str) -> dict[str, str]:
 
 
 def at_new_places(section: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The content of a section, with moved keys in the sections of their kinds."""
+    """The content of a section, with moved keys in the sections of their kinds, without empty ones
+    that are gone."""
     moved = old_names(section)
-    found = {key: value for key, value in given.items() if key not in moved}
+    gone = {key for key, value in given.items() if f"{section}.{key}" in GONE and not value}
+    found = {key: value for key, value in given.items() if key not in {*moved, *gone}}
     for key in [key for key in given if key in moved]:
         name, value = f"{section}.{key}", given[key]
         *kind, own = moved[key].split(".")

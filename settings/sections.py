@@ -5,9 +5,6 @@ import re
 from dataclasses import field
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
-from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
-
 from declare import Count, NonEmpty, PathOrNone, PathText, Text, Whole, WithKinds, between, section
 from errors import UserError
 from hardware import FAILURES_PER_GPU_DAY
@@ -102,20 +99,6 @@ class CheckpointConfig:
     after_commit_minutes: Annotated[float, between(0.001, 1e6)] = 60.0
 
 
-class Fault(TypedDict):
-    """What `guard.inject_fault` asks for."""
-
-    rank: Whole
-    step: Whole
-    layer: Whole
-    product: Literal["forward", "input_gradient", "weight_gradient"]
-    bit: Whole
-    times: Whole | Literal["always"]
-
-
-FAULT = "{rank: 5, step: 14, layer: 1, product: forward, bit: 30, times: always}"
-
-
 @section("guard")
 class GuardConfig:
     """The failures that a run looks for, and the limits at which it reacts."""
@@ -144,13 +127,6 @@ class GuardConfig:
     # if replicas differ, or updates were skipped: compute the step again, on other machines too, to
     # tell a faulty machine from bad data or a diverged model (runtime/health/examine.py)
     examine: bool = True
-    # for tests and drills: flip bits in the products of one layer on one rank
-    # (runtime/health/faults.py)
-    inject_fault: Annotated[
-        Fault | None,
-        Field(examples=[FAULT]),
-        BeforeValidator(lambda given: given or None),  # earlier versions wrote "" for none
-    ] = None
 
 
 @section("run")

@@ -18,7 +18,7 @@ from parallel.axes import AXES, MeshSizes
 from parallel.layer import TensorParallel
 from proofs.parity.cases import Case
 from settings.config import SECTIONS
-from settings.moved import MOVED
+from settings.moved import GONE, MOVED
 from tests import ROOT
 from tests.modules import MODULES, imports, is_test, module_name
 from tests.settings.keys import every_key
@@ -231,9 +231,8 @@ def test_commands_and_keys_in_the_text_exist() -> None:
     targets = re.findall(r"^([a-z-]+):(?!=)", MAKEFILE, re.MULTILINE)
     kinds = {name.rpartition(".")[0] for name in KEYS if name.count(".") > 1}
     recipes = "".join(file.read_text() for file in (ROOT / "docs/recipes").glob("*.patch"))
-    keys = (
-        KEYS | kinds | MOVED.keys() | {*re.findall(r'^\+@section\("(.+)"\)', recipes, re.MULTILINE)}
-    )
+    keys = KEYS | kinds | MOVED.keys() | GONE
+    keys |= {*re.findall(r'^\+@section\("(.+)"\)', recipes, re.MULTILINE)}
     ends = ("py", "json", "yaml", "safetensors")
     keys |= {f"{section}.{end}" for section in SECTIONS for end in ends}
     for name, text in DOCUMENTS.items():

@@ -21,18 +21,21 @@ exit status is 0; or that of the first failure; or 2 if the configuration is ref
 signal's number if a signal ended the run.
 """
 
+import signal
+
 from runtime import signals
 from runtime.output import guard_output, log
 
 if __name__ == "__main__":  # before the other imports, which take seconds
     guard_output()
     signals.leave_on_request()
+    # threads that imports start inherit it; else one may take the signal from _wait's sigwait
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
 
 import contextlib
 import gc
 import itertools
 import os
-import signal
 import sys
 import tempfile
 import time

@@ -67,7 +67,10 @@ def settle(train: TrainStep, tokens: Tensor, targets: Tensor, which: set[int]) -
         return result
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(max(threads, _share_of_cores(train.mesh.device)))
+    if train.mesh.device == "cuda":  # torchrun gives each process one thread; several ranks settle
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        share = min((os.cpu_count() or 1) // local, len(os.sched_getaffinity(0)))
+        torch.set_num_threads(max(threads, share))
     _forward_backward(train, tokens, targets, settled)
     torch.set_num_threads(threads)
     return wrong
@@ -108,16 +111,6 @@ def _forward_backward(
     for each in train.weights:
         each.parameter.grad = None
     return loss.item(), norm.item()
-
-
-def _share_of_cores(device: str) -> int:
-    """If the ranks have GPUs, this one's share of the host's cores: torchrun gives each process a
-    single thread. (On a CPU, training uses the cores already.)"""
-    if device != "cuda":
-        return 1
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    # start/host.py may have bound this rank to fewer
-    return min((os.cpu_count() or 1) // local, len(os.sched_getaffinity(0)))
 
 
 def _exact(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is put around the products of a rank's linear layers, to time, check or disturb them.
+"""What is put around the products of a rank's linear layers, to time or check them.
 
 Every linear layer has an object that computes its three products (model/matmul.py). Nothing is sent
 or waited for inside one, and most of a step's operations are in them. So they show what a rank's

@@ -169,4 +169,4 @@ class SlowRanks(Listener):
 
 
 def _how_slow(slow: Slow) -> str:
-    return f"{slow.factor:.2f} times its peers, or itself before, since step {slow.since:,}"
+    return f"{slow.factor:.2f} times its peers since step {slow.since:,}"

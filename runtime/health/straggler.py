@@ -1,14 +1,9 @@
 """Which ranks are slow, from the times that all ranks measured for the same work.
 
 In each logged interval, every rank states how long its products took (slow_ranks.py). A rank's
-*excess* is the larger of two ratios:
-
-    to its peers     its time / the median of the other ranks with the same role
-    to its own past  (its time / the median of its past) / the median of this ratio of the others
-
-Ranks of the same pipeline stage have the same role: their products have the same sizes. The second
-ratio is for a role with only one rank; what makes all ranks slower (another sequence length) does
-not change it.
+*excess* is its time divided by the median time of its peers, the other ranks of the same pipeline
+stage, whose products have the same sizes. (The code computes with its logarithm.) What makes all
+ranks slower, such as another sequence length, does not change it. A rank without peers has none.
 
 A rank is named once its excess was above the limit, and above NOISE times the noise, in CONSECUTIVE
 intervals in a row. It is named no longer once its excess was below the limit in as many. The noise
@@ -27,7 +22,6 @@ import numpy as np
 
 CONSECUTIVE = 3  # intervals
 NOISE = 4.0
-PAST = 64  # intervals with which a time is compared
 RECENT = 32  # intervals from which the noise is estimated
 FEW = 8  # changes of one rank from which its own noise is not estimated
 QUANTILE = 0.75
@@ -40,7 +34,7 @@ class Slow:
     """A slow rank."""
 
     rank: int
-    factor: float  # its time divided by that of its peers, or by its own before
+    factor: float  # its time divided by that of its peers
     since: int  # the logged step at the end of its first slow interval
 
 
@@ -57,7 +51,6 @@ class Judge:
         self.members = [np.flatnonzero(np.array(roles) == role) for role in sorted(set(roles))]
         self.slow: dict[int, Slow] = {}  # by rank
         self.slowest = 1.0  # the largest factor of the last interval
-        self._past: deque[np.ndarray] = deque(maxlen=PAST)  # logarithms of times; nan: named
         self._excess: deque[np.ndarray] = deque(maxlen=RECENT)
         self._steps: deque[int] = deque(maxlen=CONSECUTIVE)
 
@@ -65,10 +58,12 @@ class Judge:
         """Add the times of all ranks in the interval that ended with `step`, in any unit. Returns
         the ranks that are slow from now on, and those that no longer are."""
         log = np.log(np.maximum(np.array(times, dtype=np.float64), 1e-9))
-        excess = np.maximum(self._to_peers(log), self._to_past(log))
+        excess = np.zeros(len(log))
+        for ranks in self.members:
+            if len(ranks) > 1:
+                excess[ranks] = log[ranks] - median_of_others(log[ranks])
         self._excess.append(excess)
         self._steps.append(step)
-        self._past.append(np.where(np.isin(np.arange(len(log)), [*self.slow]), math.nan, log))
         self.slowest = math.exp(max(0.0, float(excess.max())))
         if len(self._steps) < CONSECUTIVE:
             return [], []
@@ -86,23 +81,6 @@ class Judge:
         for slow in ended:
             del self.slow[slow.rank]
         return began, ended
-
-    def _to_peers(self, log: np.ndarray) -> np.ndarray:
-        excess = np.full(len(log), -math.inf)
-        for ranks in self.members:
-            if len(ranks) > 1:
-                excess[ranks] = log[ranks] - median_of_others(log[ranks])
-        return excess
-
-    def _to_past(self, log: np.ndarray) -> np.ndarray:
-        if len(self._past) < CONSECUTIVE:
-            return np.zeros(len(log))
-        past = np.stack(self._past)
-        known = np.isfinite(past).sum(axis=0) >= CONSECUTIVE
-        past[:, ~known] = log[~known]  # these are not compared
-        change = log - np.nanmedian(past, axis=0)
-        excess = change - median_of_others(change) if len(log) > 1 else change
-        return np.where(known, excess, 0.0)
 
     def _noise(self) -> np.ndarray:
         """The noise of each rank's excess, [ranks]."""

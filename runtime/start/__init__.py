@@ -7,8 +7,8 @@ init.py         joins the launcher's world of processes: how the ranks of one st
 attention.py    which kernels attention uses, by the rules
 checks.py       reads the configuration; checks memory, data, folder and alarms, before anything is
                 built
-announce.py     what a start writes down: what is trained, what changed, what may be an oversight
-topology.py     which mesh axes lie inside a node; the stages
+announce.py     what a start writes down: what is trained and how it is laid out, what changed, what
+                may be an oversight
 
 timing.py       where the time of a start goes
 """

@@ -2,6 +2,7 @@
 how and from where, what changed since the run of its checkpoint, and what may be an oversight.
 (What can only be a mistake is refused: settings/checks.py.)"""
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -14,13 +15,14 @@ from costs.units import CannotRecord
 from errors import UserError
 from model.experts import Experts
 from model.router import router_class
+from parallel.axes import MeshSizes
+from parallel.pipeline.balance import even_split, imbalance
 from runtime.files import write_or_warn
-from runtime.listener import Listener, Run
+from runtime.listener import Run
 from runtime.output import log
 from runtime.start.attention import describe_attention
 from runtime.start.environment import local_world
 from runtime.start.host import CONNECTIONS, advised_connections
-from runtime.start.topology import describe_nodes, describe_stages
 from settings.config import SECTIONS, Config
 from settings.data_stages import DataStage, data_stages
 from settings.load import changed_between, dump_config, load_saved
@@ -56,32 +58,22 @@ def announce(run: Run, whole: Config, spares: dict[str, int]) -> None:
         about += [f"warning: {CONNECTIONS} is {value}, as it was set; usually {advised} is faster"]
     begins = f"starting from {start.path or 'initial weights'} at step {start.step}"
     log("\n".join([*about, f"{begins}; run folder {folder}"]), sys.stdout)
+    if whole.data_stages:
+        announce_data_stage(run, data_stages(whole))
 
 
-class DataStageBegins(Listener):
-    """Logs and records the beginning of a data stage, with what changes:
-    `train.seq_len 8192 → 131072`.
-
-    config: of the whole run.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
-    def begins(self, run: Run) -> None:
-        if not self.config.data_stages or dist.get_rank() != 0:
-            return
-        stages = data_stages(self.config)
-        number, steps = run.data_stage.number, run.data_stage.steps
-        where = f"data stage {number} of 0 to {len(stages) - 1}, "
-        where += f"steps {steps.start + 1} to {steps.stop}"
-        if number == 0 or run.step > steps.start:
-            log(f"this is {where}")
-            return
-        before, now = (one.config for one in stages[number - 1 : number + 1])
-        changes = changed_between(before, now, SECTIONS)
-        run.log.event("data_stage", data_stage=number, step=run.step, changes=changes)
-        log(f"{where}, begins: {', '.join(changes) or 'nothing changes'}")
+def announce_data_stage(run: Run, stages: list[DataStage]) -> None:
+    """Log and record that a data stage begins, with what changes: `train.seq_len 8192 → 131072`."""
+    number, steps = run.data_stage.number, run.data_stage.steps
+    where = f"data stage {number} of 0 to {len(stages) - 1}, "
+    where += f"steps {steps.start + 1} to {steps.stop}"
+    if number == 0 or run.step > steps.start:
+        log(f"this is {where}")
+        return
+    before, now = (one.config for one in stages[number - 1 : number + 1])
+    changes = changed_between(before, now, SECTIONS)
+    run.log.event("data_stage", data_stage=number, step=run.step, changes=changes)
+    log(f"{where}, begins: {', '.join(changes) or 'nothing changes'}")
 
 
 def notices(config: Config, path: Path | None) -> list[str]:
@@ -137,3 +129,51 @@ def _doubts_of_phase(stage: DataStage) -> list[str]:
             "sign of every weight"
         )
     return found
+
+
+# --- the layout -----------------------------------------------------------------------------------
+
+
+def describe_nodes(sizes: MeshSizes, ranks_per_node: int) -> str:
+    """Describe in one line how much of each axis is inside a node and how much between nodes; axes
+    of size 1 are left out. A second line warns if groups of tp span nodes.
+
+    torchrun gives each node consecutive ranks, so a node holds as many consecutive positions in the
+    order of the mesh (parallel/axes.py): `inside a node of 8 ranks: tp 8; between nodes: pp 4`.
+    """
+    inside, between, room = [], [], ranks_per_node
+    for name, size in reversed(sizes.by_axis().items()):  # innermost first
+        if size == 1:
+            continue
+        here = math.gcd(size, room)
+        if here not in (size, room):
+            here = 1  # a group would straddle nodes unevenly
+        room = room // here if here == size else 1
+        inside += [f"{name} {here}"] if here > 1 else []
+        between += [f"{name} {size // here}"] if here < size else []
+    if not between:
+        return f"all {ranks_per_node} ranks in one node"
+    near, far = ", ".join(inside) or "nothing", ", ".join(between[::-1])
+    said = f"inside a node of {ranks_per_node} ranks: {near}; between nodes: {far}"
+    if sizes.ep > 1:  # a group of ep is consecutive ranks, of the axes above
+        said += f"; ep {sizes.ep} {'between nodes' if ranks_per_node % sizes.ep else 'inside'}"
+    if ranks_per_node % sizes.tp:
+        fits = [size for size in range(1, ranks_per_node + 1) if ranks_per_node % size == 0]
+        said += f"\nwarning: parallel.tp={sizes.tp} spans nodes: every layer waits for the network"
+        said += f"; choose parallel.tp from {fits}"
+    return said
+
+
+def describe_stages(config: Config) -> str:
+    """Describe how the blocks are split into stages, for the log: `4 stages of 8, 9, 9, 6 blocks:
+    the slowest rank computes 5% more than the mean (even split: 19%)`."""
+    costs = config.layer_costs()
+    split = [len(layers) for layers in config.split_layers()]
+    even = even_split(config.model.num_layers, len(split))
+    ranks = config.parallel.ranks_of_stages
+    over, over_even = (imbalance(s, costs, ranks) - 1 for s in (split, even))
+    each = len(set(split)) == 1
+    blocks = f"{split[0]} blocks each" if each else f"{', '.join(map(str, split))} blocks"
+    beside = "" if split == even else f" (even split: {over_even:.0%})"
+    said = f"{len(split)} stages of {blocks}: the slowest rank computes {over:.0%} more"
+    return f"{said} than the mean{beside}"

@@ -17,7 +17,6 @@ may be a spare, or on a node that dies. The order is the launcher's, with exclud
     node/RANK  each of the launcher's ranks    its node
     chosen     the launcher's rank 0           who trains
     address    the first rank that trains      where its own store is
-    beats      rank 0 of those that train      more and more: it is alive
     ended      it                              the run has ended, for the others that train
     leave      it                              likewise, for spares: `ended` or `stopped`;
                any rank (exit.py)              `refused`
@@ -25,8 +24,8 @@ may be a spare, or on a node that dies. The order is the launcher's, with exclud
 
 A spare uses no GPU and hardly any CPU. It exits with status 0 when the run has ended, or when it is
 signalled; with 2 when the start was refused. It does not exit before, because torchrun's agent
-would then leave the rendezvous, and the node could not replace another. If rank 0 is dead for
-LOST_SECONDS, it exits with status 1.
+would then leave the rendezvous, and the node could not replace another. If the store, which rank 0
+holds, is gone or does not answer for LOST_SECONDS, it exits with status 1.
 
 When a node returns, each node's agent sends SIGTERM to its ranks, within about a second of each
 other; all ranks save and stop together (stop.py). A rank whose agent has not sent it yet waits for
@@ -43,7 +42,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,9 +59,7 @@ from settings.config import Config
 from settings.layouts import layout_sizes
 
 LOOK_SECONDS = 1.0  # between two looks of a spare at the store and for signals
-BEAT_SECONDS = 5.0  # between two signs of life of rank 0, for the spares
-# without a sign of life, after which a spare gives up: rank 0 may wait long in one call of a store
-LOST_SECONDS = 120.0
+LOST_SECONDS = 120.0  # without an answer of the store, after which a spare gives up
 ANSWER_SECONDS = 60.0  # for all ranks to name their nodes, once all have joined
 AGENT_SECONDS = 10.0  # to wait for SIGTERM from this node's agent, after another's
 LEAVE_SECONDS = 10.0  # for the spares to answer at the end: one may be dead
@@ -98,14 +94,12 @@ class TrainingRanks:
     spares: dict[str, int] = field(default_factory=dict)  # node → number of ranks that wait
     # the launcher's store; this process may hold it, so it is kept; None: the run is not elastic
     met: dist.Store | None = None
-    _ended: threading.Event = field(default_factory=threading.Event)
 
     def leave(self, signals: Signals) -> None:
         """Wait for this node's agent to stop its ranks if another's has done so, and let the spares
         go. Called by every rank that trains, at the end."""
         if self.met is None or self.store is None:
             return
-        self._ended.set()
         is_first, stopped = os.environ["RANK"] == "0", False
         if is_first:
             self.store.set("ended", "")
@@ -124,16 +118,6 @@ class TrainingRanks:
             num_spares = sum(self.spares.values())
             while self.store.add("left", 0) < num_spares and time.monotonic() < until:
                 time.sleep(0.05)
-
-    def show_life(self) -> None:
-        """On rank 0: show the spares in the store, from a thread, that this process is alive."""
-
-        def beat() -> None:
-            with suppress(RuntimeError):  # the store is lost: so is this start
-                while self.store is not None and not self._ended.wait(BEAT_SECONDS):
-                    self.store.add("beats", 1)
-
-        threading.Thread(target=beat, name="beats", daemon=True).start()
 
 
 def training_ranks(
@@ -174,10 +158,7 @@ def training_ranks(
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(chosen.index(rank)), str(len(chosen))
     os.environ["LOCAL_WORLD_SIZE"] = str(min(mine, local_world(mine)))
     signals.speaks = chosen.index(rank) == 0
-    here = TrainingRanks(store, decided["spares"], met)
-    if signals.speaks and here.spares:
-        here.show_life()
-    return here
+    return TrainingRanks(store, decided["spares"], met)
 
 
 def _say(
@@ -240,12 +221,9 @@ def _wait_as_spare(store: dist.Store, signals: Signals) -> None:
     signals.hush()
     view = _View(store)
     view.start()
-    beats, since = -1, time.monotonic()
     while view.is_alive() and not signals.heard:
         view.join(0.2)
-        if view.beats != beats:
-            beats, since = view.beats, time.monotonic()
-        if time.monotonic() - since > LOST_SECONDS:
+        if time.monotonic() - view.answered > LOST_SECONDS:
             sys.exit(f"a spare saw no sign of life of rank 0 for {LOST_SECONDS:.0f} s")
     view.asked.set()
     view.join(2 * LOOK_SECONDS)
@@ -266,13 +244,13 @@ class _View(threading.Thread):
     def __init__(self, store: dist.Store) -> None:
         super().__init__(name="spare", daemon=True)
         self.store, self.asked = store, threading.Event()  # asked to leave
-        self.beats, self.said, self.problem = 0, "", ""
+        self.answered, self.said, self.problem = time.monotonic(), "", ""
 
     def run(self) -> None:
         try:
             # not `wait` with a limit: torch logs two lines whenever that is reached
             while not self.store.check(["leave"]) and not self.asked.is_set():
-                self.beats = self.store.add("beats", 0)
+                self.answered = time.monotonic()
                 self.asked.wait(LOOK_SECONDS)
             if self.store.check(["leave"]):
                 self.said = self.store.get("leave").decode()

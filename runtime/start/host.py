@@ -103,14 +103,22 @@ def open_files_needed(world_size: int) -> int:
     return 6 * world_size + OTHER_FILES
 
 
-def raise_open_files(world_size: int) -> None:
+def raise_open_files(world_size: int) -> str:
     """Raise this process's limit of open files to what the run needs, as far as the system lets it:
-    the usual 1,024 are too few from some 85 ranks on. tools/preflight compares the two before."""
+    the usual 1,024 are too few from some 85 ranks on. Returns what is wrong if that is too few: a
+    problem for tools/preflight, while training may get by with fewer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = open_files_needed(world_size)
+    enough = hard == resource.RLIM_INFINITY or hard >= needed
     if soft != resource.RLIM_INFINITY and soft < needed:
-        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed if enough else hard, hard))
+    if enough:
+        return ""
+    return (
+        f"a process may open {hard:,} files, but a rank of {world_size:,} needs up to {needed:,}: "
+        "raise the hard limit of open files (ulimit -Hn; nofile in limits.conf, LimitNOFILE of "
+        "slurmd)"
+    )
 
 
 # --- the host's queues to a GPU -------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,17 +12,65 @@ import torch.distributed as dist
 import train
 import training.step
 from runtime.checkpoint import saving
+from runtime.health.products import linear_layers, wrap
+from runtime.listener import Run
 from runtime.trainer_state import held_tensors
 from tests.planted import planted
 from tests.runs import train_run
 from training.step import TrainStep
 
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def flip(tensor: torch.Tensor, bit: int, at: int = 0) -> None:
+    """Flip a bit of one of the tensor's numbers. (Bit 30 of a float32, and bit 14 of a bfloat16,
+    are the highest of the exponent.)"""
+    tensor.view(BITS[tensor.element_size()]).view(-1)[at] ^= 1 << bit
+
 
 def flip_a_bit(step: TrainStep, name: str) -> None:
     """Flip one bit of the last number of the first tensor that this rank holds with `name`."""
     held = (each.tensor.to_local() for each in held_tensors(step) if name in each.name)
-    tensor = next(filter(torch.Tensor.numel, held))
-    tensor.view(torch.int64 if tensor.dtype == torch.float64 else torch.int32).view(-1)[-1] ^= 1
+    flip(next(filter(torch.Tensor.numel, held)), 0, -1)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """On one rank, a bit flips in a product of the last linear layer of a block: once in a step or,
+    if it is persistent, from then on `always`."""
+
+    rank: int
+    step: int
+    always: bool
+    layer: int = 1
+    product: str = "input_gradient"
+    bit: int = 30
+
+
+def faulty_run(
+    arguments: list[str], fault: Fault, runs: Callable[[list[str]], str] = train_run
+) -> str:
+    @planted(train, "build_listeners")
+    def faulty(build: Any, run: Run, *about: Any) -> Any:
+        left = [fault]
+
+        def disturbed(name: str, kind: str, compute: Callable[[], Any], inputs: Any) -> Any:
+            result = compute()
+            if kind == fault.product and run.step + 1 >= fault.step and left:
+                flip(result, fault.bit)
+                if not fault.always:
+                    left.clear()
+            return result
+
+        if dist.get_rank() == fault.rank:  # before all listeners: what they compute is wrong, too
+            layers = linear_layers(run.train)
+            name = [name for name in layers if f"blocks.{fault.layer}." in name][-1]
+            wrap({name: layers[name]}, disturbed)
+        return build(run, *about)
+
+    with faulty():
+        return runs(arguments)
 
 
 def run_with_a_bit_flipped(arguments: list[str]) -> str:

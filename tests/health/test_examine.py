@@ -26,14 +26,13 @@ from runtime.health import examine
 from runtime.health.compare import Computed, _is_rounding, compute, disputes
 from runtime.health.examine import Suspect
 from runtime.health.excluded import excluded_nodes
-from runtime.health.faults import flip
 from runtime.health.products import Compute, Inputs, linear_layers, wrap
 from runtime.health.replicas import check_replicas
 from runtime.log.events import append_event
 from settings.load import load_config
-from tests.health.faulty_runs import flip_a_bit, run_with_a_bit_flipped
+from tests.health.faulty_runs import Fault, faulty_run, flip, flip_a_bit, run_with_a_bit_flipped
 from tests.planted import planted
-from tests.runs import events_of, losses, names, said_by, status_of, train_run, write_config
+from tests.runs import events_of, losses, names, said_by, status_of, write_config
 from tests.steps import make_step, rows_of
 from training.step import TrainStep
 
@@ -50,22 +49,16 @@ def suspicions(folder: Path) -> list[dict[str, Any]]:
     return events_of(folder / "run", "suspicion")
 
 
-def fault(rank: int, times: str, step: int = 3) -> str:
-    layer = 3 if rank >= 4 else 1
-    product = "weight_gradient" if times == "1" else "input_gradient"
-    about = f"layer: {layer}, product: {product}, bit: 30, times: {times}"
-    return f"guard.inject_fault={{rank: {rank}, step: {step}, {about}}}"
-
-
 @pytest.mark.parametrize(("world", "layout"), [(4, {"tp": 2, "dp_shard": 2}), *OTHERS], ids=str)
 def test_a_persistent_fault_names_its_rank_and_ends_the_run(
     ranks: Ranks, data: Path, tmp_path: Path, world: int, layout: dict[str, Any]
 ) -> None:
-    rank = 1 if world == 4 else 6
+    rank, layer = (1, 1) if world == 4 else (6, 3)
+    fault = Fault(rank, 3, always=True, layer=layer)
     config = write_config(
         tmp_path, data, parallel=layout, checkpoint={"interval": 2}, train={"steps": 5}
     )
-    for said in ranks.run(said_by, world, train_run, [config, fault(rank, "always")]):
+    for said in ranks.run(said_by, world, faulty_run, [config], fault):
         assert f"persistent, rank {rank} on " in said
     (event,) = suspicions(tmp_path)
     assert (event["step"], event["verdict"]) == (3, "persistent")
@@ -87,9 +80,9 @@ def test_a_transient_fault_is_told_from_it_and_changes_nothing(
     config = write_config(tmp_path, data, parallel=layout, train={"steps": 4})
     found = []
     for examines in ("true", "false"):
-        arguments = [config, fault(1, "1"), f"guard.examine={examines}"]
-        arguments.append(f"run.dir={tmp_path / examines / 'run'}")
-        assert set(ranks.run(train_run, world, arguments)) == {""}
+        arguments = [config, f"guard.examine={examines}", f"run.dir={tmp_path / examines / 'run'}"]
+        fault = Fault(1, 3, always=False, product="weight_gradient")
+        assert set(ranks.run(faulty_run, world, arguments, fault)) == {""}
         found.append(losses(tmp_path / examines))
     assert [event["verdict"] for event in suspicions(tmp_path / "true")] == ["transient"]
     assert suspicions(tmp_path / "false") == []
@@ -98,8 +91,9 @@ def test_a_transient_fault_is_told_from_it_and_changes_nothing(
 
 
 def run_with_suspicions(arguments: list[str]) -> str:
-    """Train with a loss that is not finite on the batches of steps 2, 8 and 10, whoever computes
-    them: a batch is recognized by the sum of its tokens. At step 10, one rank lacks memory."""
+    """Train with a fault in step 5, and a loss that is not finite on the batches of steps 2, 8 and
+    10, whoever computes them: a batch is recognized by the sum of its tokens. At step 10, one rank
+    lacks memory."""
     seen: list[int] = []
 
     @planted(TrainStep, "forward_backward")
@@ -119,7 +113,7 @@ def run_with_suspicions(arguments: list[str]) -> str:
         patch.object(examine, "_lacking_bytes", lacking),
         patch.object(examine, "PAUSE", 0),
     ):
-        return train_run(arguments)
+        return faulty_run(arguments, Fault(1, 5, always=False, product="weight_gradient"))
 
 
 SUSPICIONS = {  # step → verdict, why
@@ -139,7 +133,7 @@ def test_the_verdict_on_each_suspicion(ranks: Ranks, data: Path, tmp_path: Path)
     )  # fmt: skip
     (tmp_path / "run").mkdir()
     append_event(tmp_path / "run", "examining", step=2, cause="a spike")
-    assert ranks.run(run_with_suspicions, 2, [config, fault(1, "1", step=5)]) == ["", ""]
+    assert ranks.run(run_with_suspicions, 2, [config]) == ["", ""]
     found = suspicions(tmp_path)
     assert [event["step"] for event in found] == [*SUSPICIONS]
     for event in found:
@@ -159,7 +153,7 @@ def test_a_step_that_ended_a_start_is_never_examined_again(tmp_path: Path) -> No
     assert not examine._did_not_end(tmp_path, 2)
 
 
-def run_with_slow_saves(arguments: list[str]) -> str:
+def run_with_slow_saves(arguments: list[str], fault: Fault | None) -> str:
     """The first save is still being written when copies are found to differ, and examined."""
     is_judged = threading.Event()
 
@@ -176,28 +170,27 @@ def run_with_slow_saves(arguments: list[str]) -> str:
         write(*about)
 
     with judged(), slow_write():
-        return run_with_a_bit_flipped(arguments)
+        if fault is None:
+            return run_with_a_bit_flipped(arguments)
+        return faulty_run(arguments, fault, run_with_a_bit_flipped)
 
 
 @pytest.mark.parametrize(
-    ("times", "verdict"),
+    ("fault", "verdict"),
     [
-        pytest.param("1", "transient", marks=pytest.mark.thorough),
-        ("always", "persistent, rank 1"),
+        pytest.param(None, "transient", marks=pytest.mark.thorough),
+        # a bit that neither stops the loss nor raises it
+        (Fault(1, 1, always=True, product="forward", bit=24), "persistent, rank 1"),
     ],
 )
 def test_copies_that_differ_are_examined_and_not_saved(
-    ranks: Ranks, data: Path, tmp_path: Path, times: str, verdict: str
+    ranks: Ranks, data: Path, tmp_path: Path, fault: Fault | None, verdict: str
 ) -> None:
     config = write_config(tmp_path, data, parallel={"dp_replicate": 2}, checkpoint={"interval": 1})
-    more = []
-    if times == "always":  # a bit that neither stops the loss nor raises it
-        where = "rank: 1, step: 1, layer: 1, product: forward, bit: 24"
-        more = [f"guard.inject_fault={{{where}, times: always}}"]
-    for said in ranks.run(said_by, 2, run_with_slow_saves, [config, *more]):
+    for said in ranks.run(said_by, 2, run_with_slow_saves, [config], fault):
         assert re.search(rf"hold different numbers.* \({verdict}", said, re.DOTALL)
     assert len(suspicions(tmp_path)) == 1
-    assert bool(excluded_nodes(tmp_path / "run")) == (times == "always")
+    assert bool(excluded_nodes(tmp_path / "run")) == bool(fault)
     assert names(tmp_path / "run" / "checkpoints") == ["latest", "step-00000001"]
     status = status_of(tmp_path)
     assert (status["state"], "hold different numbers" in status["reason"]) == ("failed", True)
@@ -219,19 +212,18 @@ def test_a_compiled_model_has_no_products_to_compare() -> None:
 
 # what flips a bit of the first layer's products: ranks, the bit, and whether this machine repeats
 # bits; and whom an examination names, and whether it is sure
-FLIPS = {
-    # rank 1 differs from both neighbours, too
-    "a rank between two faulty ones is not at fault": ({0, 2}, 30, True, ([0, 2], True)),
-    "rounding that repeats": ({1}, 0, True, ([1], True)),
+FLIPS = [
+    ({0, 2}, 30, True, ([0, 2], True)),  # rank 1 differs from both neighbours, too
+    ({1}, 0, True, ([1], True)),  # rounding that repeats
     # on a GPU, a library may sum the same numbers in another order
-    "rounding that may vary": ({1}, 0, False, ([0, 1, 2], False)),
-}
+    ({1}, 0, False, ([0, 1, 2], False)),
+]
 
 
-def verdicts_on(case: Case) -> dict[str, tuple[list[int], bool]]:
+def verdicts_on(case: Case) -> list[tuple[list[int], bool]]:
     """The verdicts, after copies that differed were made equal."""
-    found = {}
-    for name, (faulty, bit, repeats, _) in FLIPS.items():
+    found = []
+    for faulty, bit, repeats, _ in FLIPS:
         train = make_step(case)
         tokens, targets = rows_of(train)
         if dist.get_rank() == 1:
@@ -249,16 +241,15 @@ def verdicts_on(case: Case) -> dict[str, tuple[list[int], bool]]:
             wrap(dict([next(iter(linear_layers(train).items()))]), flips)
         with patch.object(examine, "_repeats_bits", lambda _, answer=repeats: answer):
             verdict = examine.examine(train, Suspect((tokens, targets)))
-        assert verdict.verdict == "persistent", name
-        assert all(weight.parameter.grad is None for weight in train.weights), name
-        found[name] = verdict.ranks, verdict.is_sure
+        assert verdict.verdict == "persistent"
+        assert all(weight.parameter.grad is None for weight in train.weights)
+        found.append((verdict.ranks, verdict.is_sure))
     return found
 
 
 def test_who_is_named_and_nothing_is_left(ranks: Ranks) -> None:
     case = Case(MeshSizes(dp_replicate=4), dtype="float32", num_microbatches=1)
-    expected = {name: named for name, (*_, named) in FLIPS.items()}
-    assert ranks.run(verdicts_on, 4, case) == [expected] * 4
+    assert ranks.run(verdicts_on, 4, case) == [[named for *_, named in FLIPS]] * 4
 
 
 def test_only_the_same_inputs_with_another_output_are_a_dispute() -> None:
@@ -268,21 +259,19 @@ def test_only_the_same_inputs_with_another_output_are_a_dispute() -> None:
     assert disputes(mine, mine) == []
 
 
-def kernels_as_on_a_gpu() -> dict[str, list[str]]:
+def kernels_as_on_a_gpu() -> list[str]:
     """Whichever kernel of attention is wanted: those that a Hopper GPU would have in a step, in an
     examination, and in another step."""
     arguments = ["train.dtype=bfloat16", "train.seq_len=128", "model.num_layers=1",
                  "train.global_batch_size=1", "train.micro_batch_size=1", "parallel.tp=1",
                  "parallel.pp=1", "parallel.dp_shard=1"]  # fmt: skip
-    rows = [torch.ones(1, 128, dtype=torch.int64)] * 2
-    found: dict[str, list[str]] = {}
+    rows, found = [torch.ones(1, 128, dtype=torch.int64)] * 2, []
+
+    def noted(choice: Choice) -> Kernel:
+        found.append(choice.kernel.name)
+        return ON_CPU
+
     for wanted in ("cudnn", "flash3"):
-        names = found[wanted] = []
-
-        def noted(choice: Choice, names: list[str] = names) -> Kernel:
-            names.append(choice.kernel.name)
-            return ON_CPU
-
         kernel = f"model.attention_kernel={wanted}"
         step = make_step(load_config("configs/laptop.yaml", [*arguments, kernel]))
         with (
@@ -298,8 +287,7 @@ def kernels_as_on_a_gpu() -> dict[str, list[str]]:
 def test_an_examination_has_kernels_whose_results_repeat(ranks: Ranks) -> None:
     """Whichever kernel the run has; it is not refused, and the run has its own again."""
     (found,) = ranks.run(kernels_as_on_a_gpu, 1)
-    for wanted, usual in {"cudnn": "cuDNN", "flash3": "flash 3"}.items():
-        assert found[wanted] == [usual, "flash 2", usual]
+    assert found == ["cuDNN", "flash 2", "cuDNN", "flash 3", "flash 2", "flash 3"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -315,13 +303,12 @@ def test_rounding_is_told_from_a_flipped_exponent_bit(dtype: torch.dtype, kind: 
     given: list[torch.Tensor | None] = [each.double() for each in inputs]
     result = getattr(Matmul(), kind)(*inputs)
     assert _is_rounding(kind, result, given)
-    bits = result.view(torch.int32 if dtype == torch.float32 else torch.int16).view(-1)
-    for place in range(0, bits.numel(), 7):
-        before = hash_of([result], "auto")
-        bits[place] ^= 1 << (30 if dtype == torch.float32 else 14)
+    before, bit = hash_of([result], "auto"), 30 if dtype == torch.float32 else 14
+    for place in range(0, result.numel(), 7):
+        flip(result, bit, place)
         assert hash_of([result], "auto") != before
         assert not _is_rounding(kind, result, given)
-        bits[place] ^= 1 << (30 if dtype == torch.float32 else 14)
+        flip(result, bit, place)
     # what a diverging run computes: neither says that the rank computes wrongly
     for value in (math.inf, math.nan, torch.finfo(dtype).max):
         spoilt = [inputs[0].clone(), inputs[1]]

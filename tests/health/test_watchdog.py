@@ -2,6 +2,7 @@
 
 import _thread
 import ctypes
+import itertools
 import re
 import sys
 import threading
@@ -75,57 +76,40 @@ def test_the_clock_rests_and_is_patient(data: Path, tmp_path: Path) -> None:
     config = load_config(
         write_config(tmp_path, data, guard={"hang_factor": 3.0, "hang_seconds": 20.0}), []
     )
-    now, alarms = [0.0], []
-    looks = threading.Semaphore(0)
+    watchdog, now, alarms = Watchdog(config, RunLog(config)), [0.0], []
+    # it looks once, and is then closed
+    closed = {"wait.side_effect": itertools.cycle([False, True]), "is_set.return_value": False}
+    watchdog._closed = Mock(**closed)
 
-    def monotonic() -> float:
-        looks.release()
-        return now[0]
-
-    def pass_seconds(seconds: float) -> None:
-        """Advance the clock; return when the watchdog has read it twice."""
+    def alarms_after(seconds: float) -> list[int]:
         now[0] += seconds
-        while looks.acquire(blocking=False):
-            pass
-        assert looks.acquire(timeout=60)
-        assert looks.acquire(timeout=60)
+        watchdog._watch()
+        return alarms
 
     with (
-        patch.object(
-            Watchdog,
-            "_give_up",
-            lambda self: (alarms.append(self._step), setattr(self, "_due", float("inf"))),
-        ),
-        patch.object(runtime.watchdog, "LOOK_SECONDS", 0.01),
-        patch.object(runtime.watchdog, "time", SimpleNamespace(monotonic=monotonic)),
+        patch.object(Watchdog, "_give_up", lambda self: alarms.append(self._step)),
+        patch.object(runtime.watchdog, "time", SimpleNamespace(monotonic=lambda: now[0])),
         patch.object(runtime.watchdog, "faulthandler", Mock()),
-        closing(Watchdog(config, RunLog(config)).start()) as watchdog,
     ):
         watchdog.step_done(1, None)
-        pass_seconds(1e6)
-        assert alarms == [], "no step was measured"
+        assert alarms_after(1e6) == [], "no step was measured"
         watchdog.step_done(2, 1.0)
-        pass_seconds(19.0)
+        assert alarms_after(19.0) == []
         with watchdog.resting():
             with watchdog.resting():
                 pass
-            pass_seconds(1e6)
-        pass_seconds(19.0)
-        assert alarms == [], "the time counts from the end of the rest"
+            assert alarms_after(1e6) == []
+        assert alarms_after(19.0) == [], "the time counts from the end of the rest"
         for step in range(3, 6):
             watchdog.step_done(step, 100.0)
-        pass_seconds(290.0)
-        assert alarms == [], "steps take a hundred seconds"
-        pass_seconds(20.0)
-        assert alarms == [5]
+        assert alarms_after(290.0) == [], "steps take a hundred seconds"
+        assert alarms_after(20.0) == [5]
         for step in range(6, 16):
             watchdog.step_done(step, 1.0)
-        pass_seconds(21.0)
-        assert alarms == [5, 15]
+        assert alarms_after(21.0) == [5, 15]
         run: Any = SimpleNamespace(watchdog=watchdog, step=4)
         Watching().went_back(run, run)  # a rollback: step 5 comes again
-        pass_seconds(21.0)
-        assert alarms == [5, 15, 4]
+        assert alarms_after(21.0) == [5, 15, 4]
 
 
 def sleep_in_c(config: str) -> None:
@@ -145,31 +129,19 @@ def test_native_code_that_never_returns(data: Path, tmp_path: Path) -> None:
     assert "Current thread" in said or "most recent call first" in said
 
 
-def wait_here(started: threading.Event, go_on: threading.Event) -> None:
-    started.set()
-    go_on.wait()
-
-
-class WaitsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *events: threading.Event) -> torch.Tensor:
-        ctx.events = events
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        wait_here(*ctx.events)
-        return *grads, None, None
-
-
 def test_every_thread_is_named() -> None:
     """A backward that hangs in another thread than the main one, as on a GPU in autograd's: its
     line is written too, after the main thread's. Control: the main thread's does not show it."""
     started, go_on = threading.Event(), threading.Event()
-    y = WaitsInBackward.apply(torch.ones(1, requires_grad=True), started, go_on)
 
+    def wait_here(_: torch.Tensor) -> None:
+        started.set()
+        go_on.wait()
+
+    y = torch.ones(1, requires_grad=True).clone()
+    y.register_hook(wait_here)
     # not in threading's list, as a thread that C++ has started
-    _thread.start_new_thread(lambda: y.backward(), ())
+    _thread.start_new_thread(y.backward, ())
     assert started.wait(60)
     try:
         with ThreadPoolExecutor(1) as watchdog:

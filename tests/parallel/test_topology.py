@@ -3,7 +3,7 @@
 import pytest
 
 from parallel.axes import MeshSizes
-from runtime.start.topology import describe_nodes
+from runtime.start.announce import describe_nodes
 
 
 @pytest.mark.parametrize(

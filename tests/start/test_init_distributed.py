@@ -68,17 +68,13 @@ def test_ranks_that_never_join_are_named(store: dist.TCPStore) -> None:
     assert said == f"{init.NOT_JOINED}; nothing was heard of ranks [1, 3]"
 
 
-@pytest.mark.parametrize("kind", ["TCP", "file"])
-def test_who_is_late_is_waited_for(store: dist.TCPStore, tmp_path: Path, kind: str) -> None:
+def test_who_is_late_is_waited_for(tmp_path: Path) -> None:
     """Patience is short only after a signal. tools.launch uses a file store, which raises its own
     exception on a timeout."""
     found: dict[int, dist.Store] = {}
 
     def join(rank: int) -> None:
-        if kind == "TCP":
-            found[rank] = join_as(store, rank, 2)
-        else:
-            found[rank] = fresh_store(dist.FileStore(str(tmp_path / "store"), 2), rank, 2, {})
+        found[rank] = fresh_store(dist.FileStore(str(tmp_path / "store"), 2), rank, 2, {})
 
     with patch.object(init, "WAIT_SECONDS", 0.05), patch.object(signals, "PATIENCE_SECONDS", 0.0):
         early = threading.Thread(target=join, args=(1,), daemon=True)
@@ -106,10 +102,15 @@ def test_nccl_waits_ten_minutes_in_every_group(monkeypatch: pytest.MonkeyPatch) 
 
     dist.Backend.register_backend("as_nccl", create, devices=["cuda"])
     monkeypatch.setitem(init.BACKENDS, "cuda", "cpu:gloo,cuda:as_nccl")
-    monkeypatch.setattr(init, "use_gpu", lambda *_: None)
+    used: list[tuple[int, ...]] = []
+    monkeypatch.setattr(init, "use_gpu", lambda *about: used.append(about))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    init.init_distributed(store=dist.HashStore())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert init.init_distributed(store=dist.HashStore()) == "cuda"
     try:
+        assert used == [(3, 0, 8)], "GPU, rank, ranks of this machine"
         of_mesh, saving = dist.new_group([0]), dist.new_group([0], backend="gloo")
         ten, thirty = timedelta(minutes=10), timedelta(minutes=30)
         assert given == [thirty, thirty]  # what torch does

@@ -233,15 +233,6 @@ def test_the_status_of_a_dead_node(tmp_path: Path) -> None:
     assert what_next(logs, 137)[0] == 137
 
 
-def test_a_refused_start(tmp_path: Path) -> None:
-    logs = logs_of(tmp_path)
-    attempt = logs / "n3" / "x" / "attempt_1"
-    attempt.mkdir(parents=True)
-    assert what_next(logs, 1)[1].startswith("requeue")
-    (attempt / "refused").touch()
-    assert what_next(logs, 1) == (2, "refused: and the next start would be, too")
-
-
 def test_starts_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five starts fail, and only the second has made a checkpoint. Each is counted once, although a
     start asks again if Slurm did not requeue it. Later, every second start makes a checkpoint, and

@@ -2,8 +2,8 @@
 no step when stopped, and leaves no files or processes."""
 
 import contextlib
-import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,45 +19,86 @@ import pytest
 import torch
 
 from errors import UserError
+from runtime.log.log_lines import read_records
 from runtime.log.status import write_status
 from runtime.start.init import init_distributed
 from settings.checks import validate
 from settings.load import load_config
-from tests import ROOT
-from tests.drills.stops import PHASES, SIGNALS, TARGETS, catches, stop
+from tests import ROOT, runs
 from tests.monitor.alert_helpers import wait_until
-from tests.runs import LAYOUT_3D, events_of, forked, run_log_of, status, status_of, write_config
+from tests.runs import LAYOUT_3D, forked, status, status_of, write_config
 from tools import launch
 
 SMALL = {"num_layers": 1}
+OUR_LINES = re.compile(
+    r"saved step-|stopped after step|SIG\w+ was received|step +\d+/|processes on this machine|"
+    r"[\d,]+ parameters on|all 2 ranks|attention: |starting |changed since|"
+    r"warning: checkpoint.interval is never"
+)
 
 
-def launched(folder: Path, arguments: list[str]) -> None:
-    """Be `python -m tools.launch`, with temporary files in `folder`/tmp."""
+def launched(folder: Path, arguments: list[str], torchrun: bool) -> None:
+    """Be `python -m tools.launch` or torchrun, with temporary files in `folder`/tmp."""
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # background processes ignore Ctrl-C
     os.environ["TMPDIR"], tempfile.tempdir = str(folder / "tmp"), None
+    if torchrun:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        os.chdir(ROOT)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
+        os.execv(sys.executable, command)
     sys.argv = ["launch", *arguments]
     sys.exit(launch.main())
 
 
-def started(folder: Path, *arguments: str, errors: str = "log") -> Any:
+def started(folder: Path, *arguments: str, errors: str = "log", torchrun: bool = False) -> Any:
     """A launcher with its output in `folder`/log."""
     (folder / "tmp").mkdir(exist_ok=True)
     (folder / "log").write_text("")
-    return forked(folder / "log", launched, folder, list(arguments), errors=folder / errors)
+    about = folder, list(arguments), torchrun
+    return forked(folder / "log", launched, *about, errors=folder / errors)
+
+
+def catches(pid: int) -> bool:
+    """Whether a process has a handler for SIGUSR1, as ranks that handle signals do (Linux)."""
+    try:
+        said = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*(\w+)", said, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
+# phase → settings, and whether it has begun, by the run folder, what was said and the ranks
+PHASES: dict[str, tuple[list[str], Callable[[Path, str, list[psutil.Process]], object]]] = {
+    "start-up": ([], lambda _, said, ranks: sum(catches(rank.pid) for rank in ranks) == 2),
+    "step": ([], lambda _, said, ranks: re.search(r"^step +3/", said, re.MULTILINE)),
+    "save": (["checkpoint.interval=2"],
+             lambda run, said, ranks: any((run / "checkpoints").glob("partial-*"))),
+    # endless, after the second step
+    "evaluation": (["train.eval_interval=2", "train.eval_samples=1000000000"],
+                   lambda _, said, ranks: re.search(r"^step +1/", said, re.MULTILINE)),
+}  # fmt: skip
 
 
 @contextlib.contextmanager
-def running(folder: Path, data: Path) -> Iterator[tuple[Any, list[psutil.Process]]]:
-    """Run a launcher with two ranks, which are training."""
-    endless = ("train.steps=1000000", "run.log_interval=1")
-    config = write_config(folder, data, model=SMALL)
-    process = started(folder, "--nproc-per-node", "2", config, *endless)
-    ranks: list[psutil.Process] = []
+def running(
+    folder: Path, data: Path, phase: str = "step", torchrun: bool = False
+) -> Iterator[tuple[Any, list[psutil.Process]]]:
+    """Run a launcher with two ranks, which are in this phase."""
+    config, (overrides, has_begun) = write_config(folder, data, model=SMALL), PHASES[phase]
+    arguments = ["--nproc-per-node", "2", *(["train.py"] if torchrun else []), config, *overrides,
+                 "train.steps=1000000", "run.log_interval=1"]  # fmt: skip
+    process, ranks = started(folder, *arguments, torchrun=torchrun), list[psutil.Process]()
+
+    def is_there() -> object:
+        ranks[:] = psutil.Process(process.pid).children()
+        return has_begun(folder / "run", (folder / "log").read_text(), ranks)
+
     try:
-        log = folder / "log"
-        wait_until(lambda: "\nstep " in log.read_text() or not process.is_alive(), 300)
-        assert process.is_alive(), log.read_text()
-        ranks = psutil.Process(process.pid).children()
+        wait_until(lambda: not process.is_alive() or is_there(), 300)
+        assert process.is_alive(), (folder / "log").read_text()
         yield process, sorted(ranks, key=lambda rank: rank.pid)
     finally:
         process.kill()
@@ -80,39 +121,48 @@ def test_it_trains(data: Path, tmp_path: Path) -> None:
 
 # --- requests to stop -----------------------------------------------------------------------------
 
-# A save, an evaluation and a signal to one rank are in test_stop.py; torchrun is thorough.
-FIRST = {("SIGINT", "launcher", "start-up"), ("SIGHUP", "group", "step")}
-THOROUGH = {
-    ("SIGTERM", "torchrun", "start-up"),  # train.py listens before it imports torch
-    ("SIGTERM", "one rank", "save"),
-    ("SIGHUP", "torchrun", "evaluation"),
-}
-CASES = [
-    pytest.param(*case, id="-".join(case), marks=() if case in FIRST else mark)
-    for case in itertools.product(SIGNALS, TARGETS, PHASES)
-    for mark in [pytest.mark.thorough if case in THOROUGH else pytest.mark.slow]
-]
-
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says when ranks listen")
-@pytest.mark.parametrize(("number", "target", "phase"), CASES)
+@pytest.mark.parametrize(
+    ("number", "target", "phase"),
+    [
+        (signal.SIGINT, "launcher", "start-up"),
+        (signal.SIGHUP, "group", "step"),
+        # train.py listens before it imports torch
+        pytest.param(signal.SIGTERM, "launcher", "step", marks=pytest.mark.thorough),
+        pytest.param(signal.SIGTERM, "torchrun", "start-up", marks=pytest.mark.thorough),
+        pytest.param(signal.SIGTERM, "one rank", "save", marks=pytest.mark.thorough),
+        pytest.param(signal.SIGHUP, "torchrun", "evaluation", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_request_to_stop(
-    data: Path, tmp_path: Path, number: str, target: str, phase: str
+    data: Path, tmp_path: Path, number: signal.Signals, target: str, phase: str
 ) -> None:
-    """After a request to stop, every step is saved, the request is announced once, and the exit
-    status keeps commands that follow a finished run from running."""
-    config = write_config(tmp_path, data, model=SMALL)
-    found = stop(number, target, phase, config, tmp_path)
-    log = (tmp_path / "log").read_text()
-    assert (found.state, found.steps_lost, found.announced) == ("requeue", 0, 1), log
-    if phase != "start-up":
-        assert found.steps_made > 0
-    if target != "torchrun":
-        assert found.exit_status == 128 + signal.Signals[number]
-        assert found.not_ours == 0, log
-    saved = log.count("saved step-")
+    """Every step is saved, the request is announced once, and the exit status keeps commands that
+    follow a finished run from running."""
+    log = tmp_path / "log"
+    with running(tmp_path, data, phase, target == "torchrun") as (launcher, ranks):
+        if phase == "evaluation":
+            time.sleep(2)  # that it has begun cannot be seen from outside
+        before = log.read_text()
+        if target == "group":
+            os.killpg(launcher.pid, number)
+        else:
+            os.kill((ranks[-1] if target == "one rank" else launcher).pid, number)
+        exit_status = status(launcher)
+        psutil.wait_procs(ranks, timeout=300)
+    said = log.read_text().removeprefix(before)
+    assert said.count("all ranks stop after") == 1, said
+    assert status_of(tmp_path)["state"] == "requeue"
+    made = max((line["step"] for line in read_records(tmp_path / "run")), default=0)
+    assert (made > 0) == (phase != "start-up")
+    assert runs.saved_steps(tmp_path)[-1:] == ([made] if made else []), "no step is lost"
+    saved = log.read_text().count("saved step-")
     # in the phase `save` it saves every second step, and may reach another before it stops
     assert saved >= 2 if phase == "save" else saved == (phase != "start-up")
+    if target != "torchrun":
+        assert exit_status == 128 + number
+        assert [line for line in said.splitlines() if not OUR_LINES.match(line)] == []
 
 
 def test_the_status_tells_of_a_request_to_one_rank(tmp_path: Path) -> None:
@@ -188,6 +238,8 @@ def test_a_killed_rank_is_named_once_and_last(data: Path, tmp_path: Path, rank: 
 def start_two(rank: Callable[..., None]) -> None:
     """Be a launcher of two ranks that do this."""
     os.environ.pop("OMP_NUM_THREADS", None)
+    # the threads that torch starts must not take the signal from the launcher's sigwait
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     torch.set_num_threads(3)
     ending = launch.start_processes(2, rank)
     sys.exit(ending.why() if ending.failure else 0)
@@ -220,10 +272,10 @@ def test_ranks_save_when_the_launcher_is_killed(data: Path, tmp_path: Path) -> N
 
 def test_the_next_start_notes_that_an_end_is_missing(tmp_path: Path) -> None:
     """If the launcher and all ranks are killed, nobody else does."""
-    assert run_log_of(tmp_path).start(3, 2) == []
-    (said,) = run_log_of(tmp_path).start(3, 2)
+    assert runs.run_log_of(tmp_path).start(3, 2) == []
+    (said,) = runs.run_log_of(tmp_path).start(3, 2)
     assert said.startswith("the previous start was last recorded at step 3: it recorded no end")
-    (end,) = events_of(tmp_path, "end")
+    (end,) = runs.events_of(tmp_path, "end")
     assert end["state"] == "failed"
 
 

@@ -25,9 +25,9 @@ from tests.monitor.alert_helpers import free_port, wait_until
 from tests.runs import forked, status, write_config
 from tools.preflight import __main__ as command
 from tools.preflight import links, node
+from tools.preflight.__main__ import choose, odd_ones, slow_ones
 from tools.preflight.links import judge_links, rounds
 from tools.preflight.node import _sources, addresses, judge_addresses, judge_gpus
-from tools.preflight.verdict import choose, odd_ones, slow_ones
 
 # one row of nvidia-smi, without the index
 GOOD = ["NVIDIA H100 80GB HBM3", "4", "1980", "Enabled", "0"]
@@ -66,13 +66,12 @@ def test_what_differs_and_what_is_slow_is_named() -> None:
     assert slow_ones(reports) == {4: "all-reduce across nodes at 44% of the job's median"}
 
 
-def test_spares_are_the_failed_then_excluded_then_slow_then_last() -> None:
-    names = ["a", "b", "c", "d", "e"]
-    assert choose(names, set(), set(), set(), 4) == [0, 1, 2, 3]
-    assert choose(names, {1}, set(), {3}, 3) == [0, 2, 4]
-    assert choose(names, set(), {4}, {0, 2}, 3) == [0, 1, 3]
-    assert choose(names, set(), {4}, {0, 2}, 4) == [0, 1, 2, 3]
-    assert choose(names, {1}, set(), set(), 5) == []
+def test_spares_are_the_excluded_then_slow_then_last() -> None:
+    assert choose(range(5), set(), set(), 4) == [0, 1, 2, 3]
+    assert choose([0, 2, 3, 4], set(), {3}, 3) == [0, 2, 4]
+    assert choose(range(5), {4}, {0, 2}, 3) == [0, 1, 3]
+    assert choose(range(5), {4}, {0, 2}, 4) == [0, 1, 2, 3]
+    assert choose(range(4), set(), set(), 5) == []
 
 
 def test_sick_busy_missing_and_unlike_gpus() -> None:
@@ -163,17 +162,6 @@ def test_what_stands_in_a_nodes_way_is_said(
     assert [*report["code"]] == ["train.py"]
 
 
-@pytest.mark.thorough
-def test_a_node_that_does_not_come_is_named(data: Path, tmp_path: Path) -> None:
-    named = ("--seconds", "30", "--node-names", "node0,far")
-    [(code, answer, report)] = preflight(tmp_path, data, (0,), *named)
-    assert (code, answer) == (1, "")
-    assert "FAILED   far: it sent no report in time" in report
-    assert "--exclude=far" in report
-    [(code, answer, report)] = preflight(tmp_path, data, (0,), *named, "--spare-nodes", "1")
-    assert (code, answer) == (0, f"node0 {tmp_path}/run\n"), report
-
-
 @pytest.mark.thorough  # tests/settings/test_refusals.py tests the errors themselves
 def test_data_that_training_would_refuse(tmp_path: Path) -> None:
     (code, answer, report), other = preflight(tmp_path, tmp_path / "none", (0, 1))
@@ -215,12 +203,13 @@ def test_with_layouts_a_job_needs_only_the_smallest(data: Path, tmp_path: Path) 
     assert "EXCLUDED node1: slow since step 7" in report
 
 
-def test_a_node_that_sends_no_measurement_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("spares", [2, 1])
+def test_a_node_that_sends_nothing_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spares: int
 ) -> None:
-    """A rank of it is silent. If one says why, that is said."""
-    for name in ("open_data_stages", "check_writable", "attention_of"):
-        monkeypatch.setattr(command, name, lambda *_: "")
+    """One does not come, a rank of another is silent. If one says why, that is said."""
+    for name in ("open_data_stages", "check_writable"):
+        monkeypatch.setattr(command, name, lambda *_: None)
 
     def report(number: int) -> dict[str, Any]:
         about = {"name": f"n{number}", "gpus": "8", "code": {}, "packages": {}, "free_bytes": 1}
@@ -228,19 +217,20 @@ def test_a_node_that_sends_no_measurement_has_failed(
 
     def gather(key: str, nodes: list[int], until: float) -> dict[int, Any]:
         if key == "report":
-            return {each: report(each) for each in nodes}
+            return {each: report(each) for each in nodes if each != 4}
         return {each: [1e11, 1e10] for each in nodes if (key, each) != ("link/2", 1)}
 
     meeting: Any = SimpleNamespace(
-        node=0, num_nodes=4, deadline=0.0, gather=gather, write=lambda *_: None
+        node=0, num_nodes=5, deadline=0.0, gather=gather, write=lambda *_: None
     )
-    options: Any = SimpleNamespace(seconds=1, device="cpu", node_names="", spare_nodes=1,
-                                   ranks_per_node=2)  # fmt: skip
+    options: Any = SimpleNamespace(seconds=1, node_names="n0,n1,n2,n3,n4", spare_nodes=spares)
     config = load_config(write_config(tmp_path, tmp_path), [])
-    assert command.lead(meeting, report(0), options, config, range(2)) == 0
+    assert command.lead(meeting, report(0), options, config, range(2)) == (spares < 2)
     said = capsys.readouterr()
-    assert said.out.startswith("n0,n1,n3 ")
+    assert said.out == (f"n0,n1,n3 {tmp_path}/run\n" if spares == 2 else "")
+    assert ("4 nodes are needed; sbatch --exclude=n2,n4 …" in said.err) == (spares < 2)
     assert "FAILED   n2: it sent no measurement in time" in said.err
+    assert "FAILED   n4: it sent no report in time" in said.err
     (why,) = judge_links([None, "RuntimeError: no route"])["problems"]
     assert why == "1 ranks could not communicate: RuntimeError: no route"
 

@@ -13,7 +13,7 @@ import pytest
 
 from runtime.evaluation.listener import compare_to_unigram
 from runtime.output import log
-from runtime.start.topology import describe_stages
+from runtime.start.announce import describe_stages
 from settings.load import load_config
 from tests import ROOT
 from tests.runs import losses, status_of, write_config

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +22,6 @@ import train
 from proofs.ranks import RankError, Ranks
 from runtime import all_listeners, signals, stop
 from runtime.exit import LostConnection, fail
-from runtime.listener import Listener
 from runtime.signals import Signals
 from runtime.stop import StopRequests
 from settings.load import load_config
@@ -62,29 +62,10 @@ def ask(how: str) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     elif how.startswith("SIG"):
         hear(signal.Signals[how])
-    elif how == "time":
-        signals.STARTED = float("-inf")
     elif how == "job":
         Path(os.environ["LATTICE_STOP_FILE"]).touch()
     else:
         (Known.last.folder / how).touch()
-
-
-@contextlib.contextmanager
-def before(owner: type, method: str, call: int, action: Any):
-    """Run `action()` before the `call`th call of `owner.method`, counted from 0. Yields a list that
-    gets one item per call."""
-    calls: list[int] = []
-
-    @planted(owner, method)
-    def counted(honest: Any, *arguments: Any) -> Any:
-        calls.append(len(calls))
-        if calls[-1] == call:
-            action()
-        return honest(*arguments)
-
-    with counted():
-        yield calls
 
 
 WHERE = {
@@ -94,42 +75,26 @@ WHERE = {
 }
 
 
-def handled() -> tuple[list[Any], set[signal.Signals]]:
-    handlers = [signal.getsignal(number) for number in signals.requests()]
-    return handlers, signal.pthread_sigmask(signal.SIG_BLOCK, [])
+@contextlib.contextmanager
+def calling(actions: dict[tuple[str, int], Callable[[], None]]) -> Iterator[dict[str, int]]:
+    """Call each action before this rank reaches its place, in WHERE, for this time, counted from 0.
+    Yields how often it has reached each place."""
+    reached = dict.fromkeys(WHERE, 0)
 
+    def counted(place: str) -> Any:
+        @planted(*WHERE[place])
+        def count(honest: Any, *arguments: Any) -> Any:
+            action = actions.get((place, reached[place]), lambda: None)
+            reached[place] += 1
+            action()
+            return honest(*arguments)
 
-def train_and_ask(
-    arguments: list[str], rank: int, how: str, where: str, call: int
-) -> dict[str, int]:
-    """Train; `rank` gets a request to stop when it reaches `where` for the `call`th time. Returns
-    how often this rank reached each place in WHERE."""
-    before_it, counts = handled(), {}
-    patched = {"STARTED": signals.STARTED, "SAME_REQUEST_SECONDS": 1e9}
+        return count()
+
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ, LATTICE_STOP_FILE=f"{arguments[0]}.stop"))
-        stack.enter_context(patch.object(train, "StopRequests", Known))
-        stack.enter_context(patch.object(stop, "LOOK_SECONDS", 0.0))
-        stack.enter_context(patch.multiple(signals, **patched))
-        for name, place in WHERE.items():
-            asked = name == where and dist.get_rank() == rank
-            action = (lambda: ask(how)) if asked else (lambda: None)
-            counts[name] = stack.enter_context(before(*place, call, action))
-        assert runs.train_run(arguments) == ""
-    assert handled() == before_it
-    assert "signals" not in [thread.name for thread in threading.enumerate()]
-    return {name: len(calls) for name, calls in counts.items()}
-
-
-# --- planned stops --------------------------------------------------------------------------------
-
-REASONS = {
-    "STOP": "the file STOP was found",
-    "job": "the job script requested a stop",
-    "time": "train.max_minutes was reached",
-}
-LAYOUTS = {2: [], 8: ["parallel.tp=2", "parallel.pp=2", "train.micro_batch_size=2"]}
-STEPS = 15
+        for place in WHERE:
+            stack.enter_context(counted(place))
+        yield reached
 
 
 @dataclass(frozen=True)
@@ -147,6 +112,39 @@ class Request:
     reached: tuple[int, int, int] = (3, 0, 1)
     saved: tuple[int, ...] = (3,)  # counted, like `reached`, from where this start begins
     state: str = "requeue"
+
+
+def handled() -> tuple[list[Any], set[signal.Signals]]:
+    handlers = [signal.getsignal(number) for number in signals.requests()]
+    return handlers, signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def train_and_ask(arguments: list[str], asked: Request) -> tuple[int, ...]:
+    """Train, with the request. Returns how often this rank reached each place in WHERE."""
+    before_it, rank = handled(), 0 if asked.is_first else dist.get_world_size() - 1
+    action = {(asked.where, asked.call): lambda: ask(asked.how)} if dist.get_rank() == rank else {}
+    with (
+        patch.dict(os.environ, LATTICE_STOP_FILE=f"{arguments[0]}.stop"),
+        patch.object(train, "StopRequests", Known),
+        patch.object(stop, "LOOK_SECONDS", 0.0),
+        patch.object(signals, "SAME_REQUEST_SECONDS", 1e9),
+        calling(action) as reached,
+    ):
+        assert runs.train_run([*arguments, *asked.more]) == ""
+    assert handled() == before_it
+    assert "signals" not in [thread.name for thread in threading.enumerate()]
+    return tuple(reached.values())
+
+
+# --- planned stops --------------------------------------------------------------------------------
+
+REASONS = {
+    "STOP": "the file STOP was found",
+    "job": "the job script requested a stop",
+    "time": "train.max_minutes was reached",
+}
+LAYOUTS = {2: [], 8: ["parallel.tp=2", "parallel.pp=2", "train.micro_batch_size=2"]}
+STEPS = 15
 
 
 # The starts of one run, of which the last ends it.
@@ -176,10 +174,8 @@ def test_all_stop_after_the_same_step(ranks: Ranks, data: Path, tmp_path: Path, 
         before_it = runs.saved_steps(folder)
         if (asked.how, asked.where) == ("STOP", "start"):
             (folder / "run" / "STOP").touch()
-        about = 0 if asked.is_first else world - 1, asked.how, asked.where, asked.call
-        reached = ranks.run(train_and_ask, world, [*arguments, *asked.more], *about)
+        assert ranks.run(train_and_ask, world, arguments, asked) == [asked.reached] * world, asked
         Path(f"{arguments[0]}.stop").unlink(missing_ok=True)  # it is of that start only
-        assert reached == [dict(zip(WHERE, asked.reached, strict=True))] * world, asked
         new = [step for step in runs.saved_steps(folder) if step not in before_it]
         assert new == [at + step for step in asked.saved], asked
         assert not [name for name in ("STOP", "SAVE") if (folder / "run" / name).exists()], asked
@@ -196,7 +192,7 @@ def test_all_stop_after_the_same_step(ranks: Ranks, data: Path, tmp_path: Path, 
 def test_a_run_that_makes_its_last_step_is_finished(
     ranks: Ranks, data: Path, tmp_path: Path, how: str, call: int
 ) -> None:
-    ranks.run(train_and_ask, 2, [config_of(tmp_path, data, 3)], 0, how, "step", call)
+    ranks.run(train_and_ask, 2, [config_of(tmp_path, data, 3)], Request(True, how, call=call))
     assert runs.status_of(tmp_path) == {"state": "finished", "step": 3, "reason": "all steps done"}
     assert not (tmp_path / "run" / "STOP").exists()
 
@@ -231,7 +227,7 @@ def lose_a_peer(arguments: list[str], folder: Path) -> None:
             os.dup2(said.fileno(), 2)
     with (
         patch.object(train, "StopRequests", Known),
-        before(*WHERE["step"], 2, asked if is_first else die),
+        calling({("step", 2): asked if is_first else die}),
     ):
         try:
             runs.train_run(arguments)
@@ -333,20 +329,3 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     first, again = log.read_text().splitlines()
     assert first.startswith("SIGTERM was received (send it again to exit at once")
     assert again == "SIGTERM again: exiting now, without saving"
-
-
-class Enough(Listener):
-    def after_step(self, run: Any) -> None:
-        if run.step == 2:
-            run.end("enough")
-
-
-def train_enough(arguments: list[str]) -> str:
-    build = train.build_listeners
-    with patch.object(train, "build_listeners", lambda *given: [*build(*given), Enough()]):
-        return runs.train_run(arguments)
-
-
-def test_a_listener_may_end_the_run(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    assert ranks.run(train_enough, 1, [config_of(tmp_path, data, 6)]) == [""]
-    assert runs.status_of(tmp_path) == {"state": "requeue", "step": 2, "reason": "enough"}

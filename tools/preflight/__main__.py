@@ -5,7 +5,7 @@ a minute:
     CONFIG.yaml [section.key=value …]
 
 Each node inspects itself (node.py) and reports to the first one. The nodes that are fit measure
-their links (links.py), and the first node compares the results and decides (verdict.py):
+their links (links.py), and the first node compares the results and decides:
 
     failed    a GPU is missing, in use, or reports errors; there is no space for a checkpoint; code
               or packages differ from those of most nodes; the node did not report in time, or its
@@ -28,8 +28,10 @@ import argparse
 import contextlib
 import json
 import math
+import statistics
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,17 +41,20 @@ import torch.distributed as dist
 from errors import UserError
 from runtime.health.excluded import excluded_nodes, node_name
 from runtime.output import log
-from runtime.start.attention import describe_attention
 from runtime.start.checks import check_writable, open_data_stages
 from runtime.start.environment import LARGEST, check_environment, check_number
 from runtime.start.host import raise_open_files
 from settings.config import Config
 from settings.layouts import layout_sizes, valid_layout
 from settings.load import load_config
-from tools.command import CommandParser, add_overrides, reports_errors, run_command
+from tools.command import CommandParser, add_overrides, reports_errors, run_command, table
 from tools.preflight.links import Links, judge_links
 from tools.preflight.node import look_at_node
-from tools.preflight.verdict import Report, choose, describe, odd_ones, slow_ones
+
+SLOW = 0.75  # a link below this fraction of the median is slow
+
+# A node's report: see look_at_node; and `within`, `across` in bytes/s.
+Report = dict[str, Any]
 
 
 class Meeting:
@@ -118,14 +123,61 @@ def lead(
         names = options.node_names.split(",")
     for node, found in reports.items():
         names[node] = found["name"]
-    attention = attention_of(config, options.device)
     log(f"preflight of {meeting.num_nodes} nodes, {time.monotonic() - started:.0f} s")
-    log(f"{describe(reports)}\n  {attention}")
+    log(describe(reports))
     chosen = judge(reports, names, options, config)
     meeting.write("passed", bool(chosen))
     if chosen:
         print(",".join(names[node] for node in chosen), config.run.dir, flush=True)
     return 0 if chosen else 1
+
+
+# --- the verdict ----------------------------------------------------------------------------------
+
+
+def odd_ones(reports: dict[int, Report], key: str) -> dict[int, str]:
+    """Nodes whose `key`, a dict, differs from that of most nodes → the differing entries' names."""
+    found = {node: frozenset(report[key].items()) for node, report in reports.items()}
+    most, _ = Counter(found.values()).most_common(1)[0]
+    odd = {}
+    for node, entries in found.items():
+        if names := sorted({name for name, _ in most ^ entries}):
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            odd[node] = ", ".join(names[:3]) + more
+    return odd
+
+
+def slow_ones(reports: dict[int, Report]) -> dict[int, str]:
+    """Nodes with a link below SLOW times the job's median → a description of that link."""
+    slow = {}
+    for key in ("within", "across"):
+        speeds = {node: report[key] for node, report in reports.items() if report.get(key)}
+        median = statistics.median(speeds.values()) if speeds else 0.0
+        for node, speed in speeds.items():
+            if speed < SLOW * median:
+                slow[node] = f"all-reduce {key} nodes at {speed / median:.0%} of the job's median"
+    return slow
+
+
+def choose(
+    fit: Iterable[int], excluded: Collection[int], slow: Collection[int], needed: int
+) -> list[int]:
+    """Chooses `needed` of the nodes that are fit: slow ones only if there are too few others, and
+    excluded ones only if there are too few with these. Returns [] if there are too few in all."""
+    order = sorted(fit, key=lambda node: (node in excluded, node in slow, node))
+    return sorted(order[:needed]) if len(order) >= needed else []
+
+
+def describe(reports: dict[int, Report]) -> str:
+    """A line for each node."""
+    rows = [("  node", "GPUs", "within GB/s", "across GB/s", "run GB free")]
+    for report in reports.values():
+        within, across = (
+            f"{report[key] / 1e9:.2f}" if report.get(key) else "–" for key in ("within", "across")
+        )
+        free = f"{report['free_bytes'] / 1e9:,.0f}"
+        rows.append((f"  {report['name']}", report["gpus"], within, across, free))
+    return table(rows, left=(0, 1))
 
 
 def judge(
@@ -141,7 +193,7 @@ def judge(
     if config.parallel.layouts:  # with fewer nodes, a smaller layout fits
         least = least_nodes(layout_sizes(config), options.ranks_per_node)
         needed = max(least, min(needed, len(names) - len(failed)))
-    chosen = choose(names, failed, out, slow, needed)
+    chosen = choose({*range(len(names))} - failed.keys(), out, slow, needed)
 
     for verdict, found in (("FAILED", failed), ("SLOW", slow), ("EXCLUDED", out)):
         for node, why in sorted(found.items()):
@@ -159,27 +211,20 @@ def judge(
     return chosen
 
 
-def attention_of(config: Config, device: str) -> str:
-    """The line about attention that training on this node would log. Called last: it is the first
-    use of a GPU by this process, and a faulty GPU may not answer. Raises UserError."""
-    try:
-        return describe_attention(config, device)
-    except RuntimeError as error:  # from CUDA; the node is then named for another reason
-        return f"attention: unknown, because CUDA failed: {str(error).partition(chr(10))[0]}"
-
-
 def least_nodes(sizes: list[int], ranks_per_node: int) -> int:
     """How many nodes the smallest layout needs."""
     return math.ceil(min(sizes) / ranks_per_node)
 
 
+# --- the command ----------------------------------------------------------------------------------
+
+
 def read_config(options: argparse.Namespace, num_nodes: int) -> Config:
     """Loads and validates the configuration. Raises UserError where training would."""
-    needed = num_nodes - options.spare_nodes
-    if not 1 <= needed <= num_nodes:
+    if not 0 <= options.spare_nodes < num_nodes:
         why = f"the job has {num_nodes} nodes"
         raise UserError("--spare-nodes", options.spare_nodes, why, "leave at least one to train on")
-    world = needed * options.ranks_per_node
+    world = (num_nodes - options.spare_nodes) * options.ranks_per_node
     loaded = load_config(options.config, options.overrides)
     if options.min_nodes is not None:
         least = least_nodes(layout_sizes(loaded) or [world], options.ranks_per_node)
@@ -234,8 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
                 return follow(meeting, report)
             return lead(meeting, report, options, config, range(links.num_ranks))
         except UserError:
-            meeting.write("members", [])
-            meeting.write("passed", False)
+            meeting.write("passed", False)  # they end, and with them their ranks
             raise
         finally:
             meeting.leave()

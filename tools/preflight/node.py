@@ -7,7 +7,6 @@ import ipaddress
 import os
 import platform
 import re
-import resource
 import shutil
 import subprocess
 import tempfile
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint.folder import named_checkpoints
-from runtime.start.host import open_files_needed
+from runtime.start.host import raise_open_files
 from runtime.trainer_state import state_bytes
 from settings.config import Config
 
@@ -48,7 +47,7 @@ def look_at_node(
             tempfile.TemporaryFile(dir=config.parallel.offload_dir).close()
         except OSError as error:
             report["problems"].append(f"parallel.offload_dir cannot be written: {error}")
-    report["problems"] += judge_open_files(world_size)
+    report["problems"] += filter(None, [raise_open_files(world_size)])
     report["warnings"] += judge_addresses(addresses())
     report["code"] = {
         str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
@@ -69,19 +68,6 @@ def addresses() -> list[str]:
         rows = Path("/proc/net/if_inet6").read_text().splitlines()
         found += [str(ipaddress.IPv6Address(int(row.split()[0], 16))) for row in rows]
     return found
-
-
-def judge_open_files(world_size: int) -> list[str]:
-    """A problem if a rank may not open as many sockets as a run of `world_size` ranks needs."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = open_files_needed(world_size)
-    if most == resource.RLIM_INFINITY or most >= needed:
-        return []
-    return [
-        f"a process may open {most:,} files, but a rank of {world_size:,} needs up to {needed:,}: "
-        "raise the hard limit of open files (ulimit -Hn; nofile in limits.conf, LimitNOFILE of "
-        "slurmd)"
-    ]
 
 
 def judge_addresses(found: list[str]) -> list[str]:
