@@ -38,7 +38,7 @@ from runtime.checkpoint.manifest import Damaged
 from runtime.checkpoint.save import Saver
 from runtime.checkpoint.verify import verify_checkpoint
 from runtime.log.events import read_events
-from runtime.log.ledger import account
+from runtime.log.ledger import Account
 from tests import ROOT, runs
 from tests.data_samples import flip_a_bit
 from tests.planted import planted
@@ -234,7 +234,7 @@ def test_killed_again_and_again(ranks, data, tmp_path):
     took = time.time() - began
     assert_same_end(folder, alone)
     events = read_events(folder / "run")
-    seconds = account(events)
+    seconds = Account(events).seconds
     causes = ("steps", "lost", "evaluation", "saving", "start", "end", "down")
     assert min(seconds[cause] for cause in causes) > 0
     first, last = (next(e for e in events if e["event"] == "start")["began"], events[-1]["time"])
@@ -290,7 +290,7 @@ def test_torchrun_restarts_by_itself(ranks, data, tmp_path, kills, steps, offloa
     # The ledger has every second from the first process's first line to the run's last event, but
     # not torchrun's own before and after, which are many on a busy machine.
     events = read_events(tmp_path / "drilled" / "run")
-    told, last = sum(account(events).values()), events[-1]["time"]
+    told, last = sum(Account(events).seconds.values()), events[-1]["time"]
     covered = last - next(each["began"] for each in events if each["event"] == "start")
     assert told == pytest.approx(covered, abs=5)
     assert told < seconds

@@ -12,10 +12,11 @@ from typing import Any
 from runtime.log.log_lines import is_number
 from runtime.monitor.alarms import words
 from tools.command import duration
-from tools.report.charts import BINS, GIB, NARROW, WIDE, charts, draw
+from tools.report.charts import BINS, NARROW, WIDE, charts, draw
 from tools.report.run import Run
 from tools.timeline.draw import COLOURS, inline
 
+GIB = 2**30
 MOST_EVENTS = 200  # that are shown: the newest
 # events that are no news, or shown in other parts of the page, or by what follows them
 ELSEWHERE = ("spent", "memory", "system", "started", "examining", "boundary")
@@ -29,7 +30,7 @@ def page(run: Run) -> str:
     pictures = []
     for chart in charts(run):
         size = WIDE if chart.title == "Loss" else NARROW
-        pictures.append((chart.title, chart.unit, inline(draw(chart, size, run.data_stages))))
+        pictures.append((chart.title, chart.unit, inline(draw(chart, size))))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
