@@ -99,8 +99,8 @@ def test_the_page_has_everything_and_needs_nothing(finished, tmp_path, capsys):
     assert dict(loss["training"]) == losses(finished.parent)
     assert dict(loss["held-out"]) == evaluations(finished.parent)
     assert [step for step, _ in loss["held-out"]] == [2, 3, 4, 6], "the first start ended with 3"
-    for words in ("finished", "all steps done", "effective time", "start", "training",
-                  "2 ranks = pp 2", *shown):  # fmt: skip
+    for words in ("finished", "all steps done", "effective training time", "start", "training",
+                  "2 ranks = pp 2", f"{losses(finished.parent)[6]:.6g}", *shown):  # fmt: skip
         assert words in found
     assert out.read_text().count("<svg") == len(shown)
     assert report.main([str(finished), "--png", str(png)]) == 0

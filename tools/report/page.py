@@ -16,7 +16,6 @@ from tools.report.charts import BINS, NARROW, WIDE, charts, draw
 from tools.report.run import Run
 from tools.timeline.draw import COLOURS, inline
 
-GIB = 2**30
 MOST_EVENTS = 200  # that are shown: the newest
 # events that are no news, or shown in other parts of the page, or by what follows them
 ELSEWHERE = ("spent", "memory", "system", "started", "examining", "boundary")
@@ -40,7 +39,7 @@ def page(run: Run) -> str:
     return environment.get_template("page.html").render(
         run=run,
         head=head(run),
-        tiles=tiles(run),
+        newest=newest(run),
         pictures=pictures,
         bins=BINS,
         ledger=ledger(run),
@@ -53,12 +52,9 @@ def page(run: Run) -> str:
 
 def head(run: Run) -> tuple[str, str, list[str]]:
     """The run's state, the reason, and the system on which it runs."""
-    system, start = run.last("system"), run.last("start")
-    about = []
+    system, about = run.last("system"), []
     if is_number(system.get("parameters")):
         about.append(f"{system['parameters']:,} parameters on {system.get('layout', '')}")
-    elif start:
-        about.append(f"{start['world_size']} ranks")
     about += [f"{name} {system[name]}" for name in ("device", "torch", "python") if name in system]
     # status.json is written at the end of a start, and removed at the beginning of the next
     if state := str(run.status.get("state", "")):
@@ -68,26 +64,11 @@ def head(run: Run) -> tuple[str, str, list[str]]:
     return "running, or killed" if run.events or run.records else "nothing yet", reason, about
 
 
-def tiles(run: Run) -> list[tuple[str, str, str]]:
-    """The name, newest value and unit of the run's main numbers."""
-    steps = run.setting("train", "steps")
-    forms = {
-        "step": ("step", "{:,.0f}", f" of {steps:,}" if steps else ""),
-        "loss": ("loss", "{:.4f}", ""),
-        "eval_loss": ("held-out loss", "{:.4f}", ""),
-        "tokens": ("tokens", "{:,.0f}", ""),
-        "tokens_per_second": ("tokens per second", "{:,.0f}", ""),
-        "mfu": ("MFU", "{:.1%}", ""),
-        "peak_memory_bytes": ("peak memory", "{:.2f}", " GiB"),
-    }
-    found = [
-        (name, form.format(value / GIB if unit == " GiB" else value), unit)
-        for key, (name, form, unit) in forms.items()
-        if (value := run.newest(key)) is not None
-    ]
-    if total := sum(run.seconds.values()):
-        found.append(("effective time", f"{run.seconds['steps'] / total:.1%}", ""))
-    return found
+def newest(run: Run) -> dict[str, str]:
+    """Every number of metrics.jsonl, as last logged."""
+    logged = (entry for record in run.records for entry in record.items())
+    numbers = {name: value for name, value in logged if is_number(value)}
+    return {n: f"{v:,}" if isinstance(v, int) else f"{v:,.6g}" for n, v in numbers.items()}
 
 
 def ledger(run: Run) -> list[tuple[str, str, str, str]]:

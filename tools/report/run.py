@@ -4,6 +4,7 @@ The run may be in progress, may have been killed in the middle of writing a line
 reached its first step. Anything missing or unreadable is treated as empty.
 """
 
+import contextlib
 import math
 import os
 import statistics
@@ -47,24 +48,13 @@ class Run:
         found = ((record["step"], record.get(key)) for record in self.records)
         return sorted((x, y * scale) for x, y in found if is_number(y) and abs(y) < 1e100)
 
-    def newest(self, key: str) -> float | None:
-        """The last finite value of `key`; None if there is none."""
-        values = (record.get(key) for record in reversed(self.records))
-        return next(filter(is_number, values), None)
-
-    def setting(self, section: str, key: str) -> float | None:
-        """A number of the configuration; None if it is missing."""
-        try:
-            value = yaml.safe_load(self.config_text)[section][key]
-        except (yaml.YAMLError, TypeError, KeyError):
-            return None
-        return value if is_number(value) else None
-
     @property
     def goodput(self) -> list[str]:
         """Sentences about saving and restarting; none if no time was measured."""
-        rate = self.setting("checkpoint", "failures_per_gpu_day")  # a run may be older than the key
-        rate = FAILURES_PER_GPU_DAY if rate is None else rate
+        rate: Any = None
+        with contextlib.suppress(yaml.YAMLError, TypeError, KeyError):  # it may be an older run's
+            rate = yaml.safe_load(self.config_text)["checkpoint"]["failures_per_gpu_day"]
+        rate = rate if is_number(rate) else FAILURES_PER_GPU_DAY
         return goodput(self.events, rate) if any(self.seconds.values()) else []
 
 
