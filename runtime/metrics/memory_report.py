@@ -11,11 +11,8 @@
     file SNAPSHOT in run.dir   the ranks of run.profile_ranks write a report, within a second and
                                two steps (stop.py)
 
-Weights, gradients and moments are counted where the model, FSDP and the optimizer keep them.
-Everything else that the allocator has given out, mostly activations, is reported as one number; on
-a CPU, that is the rest of the process's peak, including the interpreter and libraries. The
-snapshot is a pickle because torch's viewer reads nothing else; this program never reads it. With
-run.memory_history it also has the last allocations, each with the source line that requested it.
+docs/profiling.md says what the rows are. The snapshot is a pickle because torch's viewer reads
+nothing else; this program never reads it.
 """
 
 import json
