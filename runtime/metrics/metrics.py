@@ -59,15 +59,19 @@ class Metrics(Listener):
             self.load.add(result.loads)
         if not run.is_due(self.config.run.log_interval):
             return
-        peak_memory = torch.tensor(peak_memory_bytes(self.device), device=self.device)
-        dist.all_reduce(peak_memory, dist.ReduceOp.MAX)  # [], over the world
+        ranks = dist.get_world_size()
+        own = peak_memory_bytes(self.device) * ranks + dist.get_rank()
+        peak = torch.full((), own, device=self.device)  # int64
+        dist.all_reduce(peak, dist.ReduceOp.MAX)  # [], over the world: with the rank that has it
         made = result.updates.to(self.device)
         scalars = [result.loss, result.grad_norm, made, result.bad_in_a_row, result.loss_scale]
+        scalars += [peak // ranks, peak % ranks]  # each is exact in float64
         if result.largest_logit is not None:
             scalars.append(result.largest_logit)
         measured = torch.stack([s.double() for s in scalars])
         # waits until the step is done
-        (loss, grad_norm, updates, bad, scale, *logit), of_experts = self._read(measured, result)
+        numbers, of_experts = self._read(measured, result)
+        loss, grad_norm, updates, bad, scale, peak_memory, peak_rank, *logit = numbers
         self._say_skipped(run, step - int(updates), loss, grad_norm)
         run.logged_bad_in_a_row = int(bad)
         seconds, data_seconds = ledger.step_seconds()
@@ -86,6 +90,7 @@ class Metrics(Listener):
             "step_seconds": seconds,
             "data_seconds": data_seconds,
             "peak_memory_bytes": int(peak_memory),
+            "peak_memory_rank": int(peak_rank),  # the last of those that have it
             "skipped_updates": self.skipped_updates,
             **({"loss_scale": scale} if train.dtype == "float16" else {}),
             **({"largest_logit": logit[0]} if logit else {}),

@@ -245,7 +245,8 @@ class WandB(Tracker):
     begins anew gets a new id.
 
     wandb accepts only increasing steps, but after a failure or a rollback a run makes some steps
-    again. So the step sent to wandb is our step plus `repeated`, the number of steps lost so far.
+    again. So the step sent to wandb is our step plus `repeated`: the steps lost so far, each time up
+    to the last logged one.
     The axis of every plot is our own step; repeated steps show as a second line, and none is
     missing. The step counts of an offline run's folders do not overlap, so that
     `wandb sync RUN/wandb/offline-run-*` merges them into one run.

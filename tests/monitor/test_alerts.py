@@ -75,7 +75,7 @@ def test_every_alarm_is_received(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_0_is_reported(tmp_path: Path) -> None:
-    """The pipe's other end closes however rank 0 goes. The launcher records nothing."""
+    """The pipe's other end closes, as when rank 0 is killed. The launcher records nothing."""
     with Receiver() as server, FedMonitor(tmp_path, on_event=server.url) as monitor:
         monitor.start()
         monitor.step(7)
