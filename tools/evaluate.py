@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from errors import UserError
 from runtime.agreement import from_rank_0, on_all_ranks
-from runtime.evaluation.rows import log_likelihoods, measures, read_tasks, tokenize
+from runtime.evaluation.rows import read_tasks, results, tokenize
 from runtime.evaluation.scoring import score_whole
 from runtime.exit import refuse
 from runtime.start.init import init_distributed
@@ -39,11 +39,11 @@ def evaluate(options: argparse.Namespace, device: str) -> dict[str, Any]:
     loaded = load_model(options.checkpoint, DTYPES[options.dtype], device)
     seq_len = options.seq_len or loaded.max_length
     tasks = on_all_ranks(lambda: tokenize(read, loaded.tokenizer, seq_len, "--tasks"), device)
-    rows = [row for task in tasks for row in task.all_rows()]
+    rows = [row for task in tasks for row in task.rows]
     of_rows = score_whole(loaded.model, rows, seq_len, TOKENS_AT_ONCE, device)
     return {
-        each.task.name: {**measures(each, values), "log_likelihoods": values}
-        for each, values in zip(tasks, log_likelihoods(tasks, of_rows), strict=True)
+        name: {**measures, "log_likelihoods": nats}
+        for name, (measures, nats) in results(tasks, of_rows).items()
     }
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from data.dataset import Mixture
 from data.loader import heldout_batches
-from runtime.evaluation.rows import TaskRows, log_likelihoods, measures
+from runtime.evaluation.rows import Task, results
 from runtime.evaluation.scoring import score_on_mesh
 from runtime.listener import Listener, Run
 from runtime.output import log
@@ -25,13 +25,10 @@ class Evaluation(Listener):
         tasks: in tokens; it may be empty.
     """
 
-    def __init__(
-        self, heldout: Mixture | None, unigram: float | None, tasks: list[TaskRows]
-    ) -> None:
-        self.heldout, self.unigram = heldout, unigram
+    def __init__(self, heldout: Mixture | None, unigram: float | None, tasks: list[Task]) -> None:
+        self.heldout, self.unigram, self.tasks = heldout, unigram, tasks
         self.loss: float | None = None
-        self.tasks = tasks
-        self.rows = [row for task in self.tasks for row in task.all_rows()]
+        self.rows = [row for task in tasks for row in task.rows]
 
     def after_step(self, run: Run) -> None:
         if self.heldout is None or not run.is_due(run.config.train.eval_interval):
@@ -52,9 +49,8 @@ class Evaluation(Listener):
             of_rows = score_on_mesh(run.train, self.rows, run.config.train.seq_len, goes_on)
             if of_rows is None:
                 return
-            for task, values in zip(self.tasks, log_likelihoods(self.tasks, of_rows), strict=True):
-                named = measures(task, values).items()
-                run.found({f"task/{task.task.name}/{name}": value for name, value in named})
+            for task, (measures, _) in results(self.tasks, of_rows).items():
+                run.found({f"task/{task}/{name}": value for name, value in measures.items()})
 
     def ends(self, run: Run) -> None:
         if self.loss is None or self.unigram is None or run.end_reason:

@@ -31,7 +31,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -61,6 +61,18 @@ class _Text(Strict):
 
 
 @dataclass(frozen=True)
+class Row:
+    """A sequence, of which the last `scored` targets count."""
+
+    tokens: np.ndarray  # [inputs + 1] int32: inputs are all but the last, targets all but the first
+    scored: int
+
+    @property
+    def inputs(self) -> int:
+        return len(self.tokens) - 1
+
+
+@dataclass(frozen=True)
 class Example:
     """Texts to be scored as continuations of `context`, and the number of the right one; None: of
     the only text, there is nothing to choose."""
@@ -69,6 +81,7 @@ class Example:
     context: str
     texts: tuple[str, ...]
     answer: int | None
+    rows: Sequence[list[Row]] = field(default=(), repr=False)  # of each text, once tokenized
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,10 @@ class Task:
     @property
     def has_choices(self) -> bool:
         return self.examples[0].answer is not None
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for example in self.examples for rows in example.rows for row in rows]
 
 
 def read_tasks(named: Sequence[str], key: str) -> list[Task]:
@@ -142,30 +159,7 @@ def _example(line: str, place: str, key: str) -> Example:
     return Example(place, found.context, tuple(found.choices), found.answer)
 
 
-@dataclass(frozen=True)
-class Row:
-    """A sequence, of which the last `scored` targets count."""
-
-    tokens: np.ndarray  # [inputs + 1] int32: inputs are all but the last, targets all but the first
-    scored: int
-
-    @property
-    def inputs(self) -> int:
-        return len(self.tokens) - 1
-
-
-@dataclass(frozen=True)
-class TaskRows:
-    """A task in tokens."""
-
-    task: Task
-    rows: list[list[list[Row]]]  # of each example, of each of its texts
-
-    def all_rows(self) -> list[Row]:
-        return [row for texts in self.rows for rows in texts for row in rows]
-
-
-def open_tasks(config: Config, tokenizer: Path) -> list[TaskRows]:
+def open_tasks(config: Config, tokenizer: Path) -> list[Task]:
     """Read and tokenize the run's tasks, with the data's tokenizer. Raises UserError."""
     if not config.train.tasks:
         return []
@@ -174,37 +168,38 @@ def open_tasks(config: Config, tokenizer: Path) -> list[TaskRows]:
     return tokenize(tasks, loaded, config.train.seq_len, "train.tasks")
 
 
-def tokenize(tasks: Sequence[Task], tokenizer: Tokenizer, seq_len: int, key: str) -> list[TaskRows]:
-    """Tokenize tasks for rows of at most `seq_len` inputs. `key`: what named the tasks.
+def tokenize(tasks: Sequence[Task], tokenizer: Tokenizer, seq_len: int, key: str) -> list[Task]:
+    """Give the examples of tasks their rows, of at most `seq_len` inputs. `key`: what named the
+    tasks.
 
     Raises UserError if a choice has no token, or more than `seq_len`.
     """
     return [_tokenize_task(task, tokenizer, seq_len, key) for task in tasks]
 
 
-def _tokenize_task(task: Task, tokenizer: Tokenizer, seq_len: int, key: str) -> TaskRows:
+def _tokenize_task(task: Task, tokenizer: Tokenizer, seq_len: int, key: str) -> Task:
     first = tokenizer.bos_id if tokenizer.bos_id >= 0 else tokenizer.eos_id
     pairs = [(clean(each.context), clean(text)) for each in task.examples for text in each.texts]
     wholes = iter(tokenizer.encode_arrays([context + text for context, text in pairs]))
     contexts = tokenizer.encode_arrays([clean(each.context) for each in task.examples])
-    found = []
+    examples = []
     for example, context in zip(task.examples, contexts, strict=True):
-        texts = []
+        rows = []
         for text in example.texts:
             whole = np.concatenate(([first], next(wholes))).astype(np.int32)
             if example.answer is None:
                 starts = range(0, len(whole) - 1, seq_len)
                 windows = (whole[start : start + seq_len + 1] for start in starts)
-                texts.append([Row(window, len(window) - 1) for window in windows])
+                rows.append([Row(window, len(window) - 1) for window in windows])
             else:
                 scored = len(whole) - 1 - _shared(context, whole[1:])
                 if not 1 <= scored <= seq_len:
                     why = f"its choice {text[:100]!r} has {scored} tokens after the context, and a "
                     why += f"row has between 1 and {seq_len}"
                     raise UserError(key, example.place, why, "write a longer or shorter choice")
-                texts.append([Row(whole[-(seq_len + 1) :], scored)])
-        found.append(texts)
-    return TaskRows(task, found)
+                rows.append([Row(whole[-(seq_len + 1) :], scored)])
+        examples.append(replace(example, rows=rows))
+    return Task(task.name, tuple(examples))
 
 
 def _shared(one: np.ndarray, other: np.ndarray) -> int:
@@ -214,17 +209,19 @@ def _shared(one: np.ndarray, other: np.ndarray) -> int:
     return int(differs[0]) if len(differs) else length
 
 
-def log_likelihoods(tasks: Sequence[TaskRows], of_rows: Sequence[float]) -> list[list[list[float]]]:
-    """Sum the rows' log-likelihoods, in nats, to those of each text of each example of each task.
-    `of_rows`: of all rows, in order."""
-    values = iter(of_rows)
-    return [
-        [[sum(next(values) for _ in rows) for rows in texts] for texts in task.rows]
-        for task in tasks
-    ]
+def results(
+    tasks: Sequence[Task], of_rows: Sequence[float]
+) -> dict[str, tuple[dict[str, float], list[list[float]]]]:
+    """Of each task, by name: its measures, and the log-likelihood of each text of each example, in
+    nats; from those of all rows of all tasks, in order."""
+    values, found = iter(of_rows), {}
+    for task in tasks:
+        nats = [[sum(next(values) for _ in rows) for rows in each.rows] for each in task.examples]
+        found[task.name] = _measures(task, nats), nats
+    return found
 
 
-def measures(task: TaskRows, found: Sequence[Sequence[float]]) -> dict[str, float]:
+def _measures(task: Task, found: Sequence[Sequence[float]]) -> dict[str, float]:
     """A task's measures, from the log-likelihood of each text of each example.
 
     accuracy_per_byte: the share of examples whose right choice has the largest log-likelihood per
@@ -235,12 +232,12 @@ def measures(task: TaskRows, found: Sequence[Sequence[float]]) -> dict[str, floa
         (Bhagia et al. 2024, https://arxiv.org/abs/2412.04403).
     """
     scores = [np.array(values) for values in found]  # of each example: of its texts, in nats
-    sizes = [np.array([len(clean(t).encode()) for t in each.texts]) for each in task.task.examples]
-    answers = [example.answer or 0 for example in task.task.examples]
+    sizes = [np.array([len(clean(t).encode()) for t in each.texts]) for each in task.examples]
+    answers = [example.answer or 0 for example in task.examples]
     nats = sum(each[answer] for each, answer in zip(scores, answers, strict=True))
     num_bytes = sum(each[answer] for each, answer in zip(sizes, answers, strict=True))
     bits = float(-nats / num_bytes / math.log(2))
-    if not task.task.has_choices:
+    if not task.has_choices:
         return {"bits_per_byte": bits}
     per_byte = [score / size for score, size in zip(scores, sizes, strict=True)]
     return {

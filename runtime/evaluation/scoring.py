@@ -60,16 +60,11 @@ def lengths(rows: Sequence[Row], seq_len: int, parts: int) -> dict[int, list[int
     `parts`, into which ranks cut a sequence, as `seq_len` is."""
     found: dict[int, list[int]] = {}
     for number, row in enumerate(rows):
-        found.setdefault(padded(row.inputs, seq_len, parts), []).append(number)
+        length = seq_len
+        while length % (2 * parts) == 0 and length // 2 >= max(row.inputs, SHORTEST):
+            length //= 2
+        found.setdefault(length, []).append(number)
     return dict(sorted(found.items()))
-
-
-def padded(inputs: int, seq_len: int, parts: int) -> int:
-    """The length of a row of so many inputs."""
-    length = seq_len
-    while length % (2 * parts) == 0 and length // 2 >= max(inputs, SHORTEST):
-        length //= 2
-    return length
 
 
 def make_batch(

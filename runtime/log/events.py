@@ -8,7 +8,6 @@ added, never changed.
                 begins
     started     … its first step is done  step, seconds by part (start/timing.py)
     spares      a start begins            step, number of spare ranks by node (start/elastic.py)
-    memory      a rank's peak has grown   step, the peaks of all ranks in bytes (metrics/metrics.py)
     spent       a step is logged          step, seconds since the line before, by cause (ledger.py)
     checkpoint  a save ends               step, bytes, seconds; or, if it failed, why (`failed`)
     interval    checkpoint.interval=auto  steps, save_seconds, mtbf (checkpoint/save_interval.py)

@@ -13,7 +13,7 @@
     down        from a start's last line to the next start: the steps since that line, noticing the
                 failure, starting processes
 
-Rank 0 writes `spent` lines to events.jsonl during the run (RunLog); `account` sums them up. When a
+Rank 0 writes `spent` lines to events.jsonl during the run (RunLog); Account sums them up. When a
 process is killed, the seconds since its last line are not recorded and count as `down`.
 """
 
@@ -68,11 +68,13 @@ class Account:
     steps after s lost; a line that spans s is divided in proportion.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, events: Iterable[dict[str, Any]] = ()) -> None:
         self.seconds = dict.fromkeys(CAUSES, 0.0)
         self._kept: list[tuple[int, int, float]] = []  # steps (from, to], seconds
         self._step = 0
         self._last: float | None = None  # when the time up to then has a cause
+        for event in events:
+            self.add(event)
 
     def add(self, event: dict[str, Any]) -> None:
         kind, seconds = event["event"], self.seconds
@@ -96,23 +98,13 @@ class Account:
             self._last = (self._last or event["time"]) + sum(event["seconds"].values())
 
 
-def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Sum the seconds by cause over all starts of a run (see Account)."""
-    total = Account()
-    for event in events:
-        total.add(event)
-    return total.seconds
-
-
 def _cut(
     kept: list[tuple[int, int, float]], step: int
 ) -> tuple[list[tuple[int, int, float]], float]:
     """Return the part of `kept` up to `step`, and the seconds of the rest."""
     before, lost = [], 0.0
     for begin, end, made in kept:
-        share = (
-            1.0 if end <= step else max(0.0, (step - begin) / (end - begin)) if end > begin else 0.0
-        )
+        share = 1.0 if end <= step else max(0, step - begin) / max(1, end - begin)
         if share:
             before.append((begin, min(end, step), made * share))
         lost += made * (1 - share)

@@ -109,17 +109,18 @@ class RunLog:
         """Note that this process, which did steps or something else, does `cause` from now on (a
         cause of ledger.py; "": steps). The time up to now belongs to what it did."""
         self.ledger.spent(self.cause or "steps")
-        now = time.monotonic()
+        now = self.ledger.counted_until
         if self.cause:
             took = now - self.busy_since
             self._longest[self.cause] = max(took, self._longest.get(self.cause, 0.0))
-        self._turn_to(cause, now)
+        self.cause, self.busy_since = cause, now
+        self._tell({"busy": cause})
 
     def leave_data_stage(self) -> None:
         """Note that a data stage has ended; what follows belongs to the start of the next."""
-        self.ledger.spent("end")
+        self.cause = "end"  # since the last step
+        self.busy("start")
         self.write_spent()
-        self._turn_to("start", self.ledger.counted_until)
         self._usual_step = None
 
     def write_spent(self) -> None:
@@ -164,10 +165,6 @@ class RunLog:
         else:
             error.add_note(f"after step {self.step}, outside of a step")
             self.end("failed", describe(error))
-
-    def _turn_to(self, cause: str, now: float) -> None:
-        self.cause, self.busy_since = cause, now
-        self._tell({"busy": cause})
 
     def _tell(self, line: Line) -> None:
         if self.sink is not None and self.writes:

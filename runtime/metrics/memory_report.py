@@ -11,11 +11,8 @@
     file SNAPSHOT in run.dir   the ranks of run.profile_ranks write a report, within a second and
                                two steps (stop.py)
 
-Weights, gradients and moments are counted where the model, FSDP and the optimizer keep them.
-Everything else that the allocator has given out, mostly activations, is reported as one number; on
-a CPU, that is the rest of the process's peak, including the interpreter and libraries. The
-snapshot is a pickle because torch's viewer reads nothing else; this program never reads it. With
-run.memory_history it also has the last allocations, each with the source line that requested it.
+docs/profiling.md says what the rows are. The snapshot is a pickle because torch's viewer reads
+nothing else; this program never reads it.
 """
 
 import json
@@ -115,28 +112,8 @@ class MemoryReports(Listener):
 
 @torch.no_grad()
 def held_bytes(train: TrainStep) -> dict[str, int]:
-    """Count the bytes that the model, FSDP and the optimizer hold on the device, by category. What
-    is in files of a disk is not counted."""
-    device, seen = train.mesh.device, set[int]()
-    in_files = (WEIGHTS, MOMENTS) if train.config.parallel.offload == "disk" else ()
-
-    def count(tensors: list[Tensor]) -> int:
-        """Bytes of the storages that were not counted yet."""
-        total = 0
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if tensor.device.type == device and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                total += storage.nbytes()  # 0 if FSDP has freed it
-        return total
-
-    found = {category: count(tensors) for category, tensors in tensors_by_category(train).items()}
-    return found | dict.fromkeys(in_files, 0)
-
-
-def tensors_by_category(train: TrainStep) -> dict[str, list[Tensor]]:
-    """List this rank's tensors in the model, FSDP and the optimizer, by category. A tensor may be
-    in two categories; it is counted in the first."""
+    """Count the bytes that the model, FSDP and the optimizer hold on the device, by category. A
+    storage in two categories is counted in the first; what is in files of a disk is not counted."""
     sharded = [weight.parameter for weight in train.weights]
     stages = train.stages.values()
     # gathered or sharded, depending on the moment
@@ -145,18 +122,22 @@ def tensors_by_category(train: TrainStep) -> dict[str, list[Tensor]]:
     # dp_shard
     whole = [gradient.total for stage in stages for gradient in gradients_of(stage)]
     reduced = [gradient for stage in stages for gradient in fsdp_partial_sums(stage)]
-    moments = [moment for moments in train.optimizer.states for moment in moments.values()]
-    found: dict[str, list[Tensor | None]] = {
+    tensors: dict[str, list[Tensor | None]] = {
         WEIGHTS: [*sharded],
         GATHERED: [*present],
-        MOMENTS: [*moments],
+        MOMENTS: [moment for of_one in train.optimizer.states for moment in of_one.values()],
         SHARDED_GRADIENTS: [*(parameter.grad for parameter in sharded), *reduced],
         GRADIENTS: [*(parameter.grad for parameter in present), *whole],
     }
-    return {
-        category: [local_part(tensor) for tensor in tensors if tensor is not None]
-        for category, tensors in found.items()
-    }
+    found, seen = dict.fromkeys(tensors, 0), set[int]()
+    for category, each in tensors.items():
+        for tensor in (local_part(tensor) for tensor in each if tensor is not None):
+            storage = tensor.untyped_storage()
+            if tensor.device.type == train.mesh.device and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                found[category] += storage.nbytes()  # 0 if FSDP has freed it
+    in_files = (WEIGHTS, MOMENTS) if train.config.parallel.offload == "disk" else ()
+    return found | dict.fromkeys(in_files, 0)
 
 
 def table(

@@ -23,8 +23,6 @@ from runtime.trainer_state import Start
 from settings.config import Config
 from training.step import StepResult
 
-MEMORY_GROWTH = 1.01  # if any rank's peak grows by more than this factor, all are recorded again
-
 
 class Metrics(Listener):
     """Measures the steps of a run; every rank has one, rank 0 writes.
@@ -39,11 +37,9 @@ class Metrics(Listener):
         self.possible: float | None = None
         if self.device == "cuda" and dist.get_rank() == 0:  # it writes
             self.possible = _possible_tokens_per_second(config)
-        self.step = start.step
         self.skipped_updates = start.step - start.state.updates
         model = config.model
         self.load = LoadStatistics(model, mesh.device) if model.has_experts else None
-        self.noted_peaks = [0] * dist.get_world_size()  # bytes, by rank, as last in events.jsonl
         self.trackers: Trackers | None = None  # on rank 0
 
     def begins(self, run: Run) -> None:
@@ -55,22 +51,27 @@ class Metrics(Listener):
 
     def after_step(self, run: Run) -> None:
         """Measure a step; waits for the device only every `run.log_interval` steps."""
-        self.step = step = run.step
-        run.step_seconds, ledger = None, run.log.ledger
+        step, ledger = run.step, run.log.ledger
+        run.step_seconds = None
         ledger.step_done(run.waited_seconds)
         train, result = self.config.train, run.result
         if self.load is not None and result.loads is not None:
             self.load.add(result.loads)
         if not run.is_due(self.config.run.log_interval):
             return
-        peak_memory = self._gather_peak_memory(run)
+        ranks = dist.get_world_size()
+        own = peak_memory_bytes(self.device) * ranks + dist.get_rank()
+        peak = torch.full((), own, device=self.device)  # int64
+        dist.all_reduce(peak, dist.ReduceOp.MAX)  # [], over the world: with the rank that has it
         made = result.updates.to(self.device)
         scalars = [result.loss, result.grad_norm, made, result.bad_in_a_row, result.loss_scale]
+        scalars += [peak // ranks, peak % ranks]  # each is exact in float64
         if result.largest_logit is not None:
             scalars.append(result.largest_logit)
         measured = torch.stack([s.double() for s in scalars])
         # waits until the step is done
-        (loss, grad_norm, updates, bad, scale, *logit), of_experts = self._read(measured, result)
+        numbers, of_experts = self._read(measured, result)
+        loss, grad_norm, updates, bad, scale, peak_memory, peak_rank, *logit = numbers
         self._say_skipped(run, step - int(updates), loss, grad_norm)
         run.logged_bad_in_a_row = int(bad)
         seconds, data_seconds = ledger.step_seconds()
@@ -88,7 +89,8 @@ class Metrics(Listener):
             "mfu": per_device / self.possible if self.possible else None,
             "step_seconds": seconds,
             "data_seconds": data_seconds,
-            "peak_memory_bytes": max(peak_memory),
+            "peak_memory_bytes": int(peak_memory),
+            "peak_memory_rank": int(peak_rank),  # the last of those that have it
             "skipped_updates": self.skipped_updates,
             **({"loss_scale": scale} if train.dtype == "float16" else {}),
             **({"largest_logit": logit[0]} if logit else {}),
@@ -112,21 +114,6 @@ class Metrics(Listener):
         losses |= {"router_z_loss": z_loss} if experts.router_z_weight else {}
         return numbers, losses | self.load.record(figures)
 
-    def _gather_peak_memory(self, run: Run) -> list[int]:
-        """Gather the peak memory of all ranks, in bytes. A record contains only the largest: with a
-        thousand ranks, all of them would be most of metrics.jsonl. Peaks only grow, and after a few
-        steps hardly at all, so all are written to events.jsonl whenever one has grown by more than
-        1 %."""
-        everyone = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=self.device)
-        everyone[dist.get_rank()] = peak_memory_bytes(self.device)
-        # [ranks], over the world: costs about as little as an all-reduce of only the maximum
-        dist.all_reduce(everyone)
-        peaks: list[int] = everyone.tolist()
-        if any(new > MEMORY_GROWTH * old for new, old in zip(peaks, self.noted_peaks, strict=True)):
-            self.noted_peaks = peaks
-            run.log.event("memory", step=run.step, peak_bytes=peaks)
-        return peaks
-
     def _say_skipped(self, run: Run, skipped: int, loss: float, grad_norm: float) -> None:
         more, self.skipped_updates = skipped - self.skipped_updates, skipped
         if not more:
@@ -141,12 +128,11 @@ class Metrics(Listener):
 
     def went_back(self, run: Run, start: Start) -> None:
         """Let the trackers drop the lines after `start`: those steps come again."""
-        reached, self.step = self.step, start.step
         self.skipped_updates = start.step - start.state.updates
         if self.load is not None:
             self.load.take()  # and forget: those steps come again
         if self.trackers is not None:
-            self.trackers.went_back(start.step, reached)
+            self.trackers.went_back(start.step)
 
     def closes(self, run: Run, error: BaseException | None) -> None:
         if self.trackers is not None:

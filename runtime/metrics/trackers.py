@@ -46,8 +46,8 @@ class Tracker:
     def log(self, record: Record) -> None:
         raise NotImplementedError
 
-    def went_back(self, step: int, reached: int) -> None:
-        """The run was at step `reached` and continues from `step`; the steps between come again."""
+    def went_back(self, step: int) -> None:
+        """The run continues from `step`; those logged since come again."""
 
     def close(self, failed: bool) -> None:
         """The process ends."""
@@ -75,8 +75,8 @@ class Trackers:
     def log(self, record: Record) -> None:
         self._each(lambda tracker: tracker.log(record))
 
-    def went_back(self, step: int, reached: int) -> None:
-        self._each(lambda tracker: tracker.went_back(step, reached))
+    def went_back(self, step: int) -> None:
+        self._each(lambda tracker: tracker.went_back(step))
 
     def close(self, failed: bool) -> None:
         self._each(lambda tracker: tracker.close(failed))
@@ -121,16 +121,16 @@ class JsonLines(Tracker):
 
     def log(self, record: Record) -> None:
         self.unwritten.append(json.dumps(record) + "\n")
-        self._try(self._append)
+        self._write()
 
-    def went_back(self, step: int, reached: int) -> None:
+    def went_back(self, step: int) -> None:
         self.unwritten = [line for line in self.unwritten if json.loads(line)["step"] <= step]
         self.stale_after = min(step, self.stale_after)
-        self._try(self._append)
+        self._write()
 
     def close(self, failed: bool) -> None:
         if self.unwritten:
-            self._try(self._append)
+            self._write()
         if self.unwritten:
             log(f"warning: the last {len(self.unwritten)} lines of {self.path} are lost")
 
@@ -156,10 +156,10 @@ class JsonLines(Tracker):
         write_whole(self.path, "".join(kept))
         return max([step, *(record["step"] for record in records)])
 
-    def _try(self, action: Callable[[], Any]) -> None:
-        """Run `action`; if it cannot write (a full disk), warn once and keep lines in memory."""
+    def _write(self) -> None:
+        """If it cannot be written (a full disk), warn once and keep lines in memory."""
         try:
-            action()
+            self._append()
             self._warned = False
         except OSError as error:
             if not self._warned:
@@ -227,7 +227,7 @@ class TensorBoard(Tracker):
             if name != "step":
                 self.writer.add_scalar(name, value, record["step"])
 
-    def went_back(self, step: int, reached: int) -> None:
+    def went_back(self, step: int) -> None:
         self.writer.close()
         self._open(step)
 
@@ -236,15 +236,8 @@ class TensorBoard(Tracker):
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record that are known. A number of one layer is named like
-    `experts_by_layer/entropy/017`."""
-    found = {name: value for name, value in record.items() if isinstance(value, int | float)}
-    by_layer = record.get("experts_by_layer", {})
-    for name, values in by_layer.items():
-        if name != "layer":
-            for layer, value in zip(by_layer["layer"], values, strict=True):
-                found[f"experts_by_layer/{name}/{layer:03d}"] = value
-    return found
+    """The numbers of a record that are known; those of each layer are in metrics.jsonl only."""
+    return {name: value for name, value in record.items() if isinstance(value, int | float)}
 
 
 class WandB(Tracker):
@@ -252,7 +245,8 @@ class WandB(Tracker):
     begins anew gets a new id.
 
     wandb accepts only increasing steps, but after a failure or a rollback a run makes some steps
-    again. So the step sent to wandb is our step plus `repeated`, the number of steps lost so far.
+    again. So the step sent to wandb is our step plus `repeated`: the steps lost so far, each time
+    up to the last logged one.
     The axis of every plot is our own step; repeated steps show as a second line, and none is
     missing. The step counts of an offline run's folders do not overlap, so that
     `wandb sync RUN/wandb/offline-run-*` merges them into one run.
@@ -261,7 +255,7 @@ class WandB(Tracker):
         step: the step from which this start begins.
         system: the result of `describe_system` (metrics.py).
         anew: the folder's earlier run, if any, is another one.
-        reached: the last step that was logged before this start.
+        reached: the last step that was logged before this start, or `step`.
     """
 
     name = "wandb"
@@ -276,8 +270,8 @@ class WandB(Tracker):
         known = {} if anew or not path.exists() else json_object(path.read_bytes())
         self.id = str(known.get("id") or secrets.token_hex(4))
         repeated: Any = known.get("repeated")
-        self.repeated: int = repeated if is_count(repeated) else 0
-        self.went_back(step, reached)
+        self.repeated, self.reached = repeated if is_count(repeated) else 0, reached
+        self.went_back(step)
         self.start, self.restarted = partial(self._start, config, system), False
         self.run = self.start()
 
@@ -313,8 +307,8 @@ class WandB(Tracker):
         return run
 
     def log(self, record: Record) -> None:
-        known = scalars(record)
-        step = record["step"] + self.repeated
+        known, self.reached = scalars(record), record["step"]
+        step = self.reached + self.repeated
         try:
             self.run.log(known, step=step, commit=True)  # commit: without waiting for the next step
         # wandb's process is gone: stopping a job signals all of its processes
@@ -327,8 +321,9 @@ class WandB(Tracker):
             self.run = self.start()
             self.run.log(known, step=step, commit=True)
 
-    def went_back(self, step: int, reached: int) -> None:
-        self.repeated += reached - step
+    def went_back(self, step: int) -> None:
+        self.repeated += max(0, self.reached - step)
+        self.reached = step
         # if it cannot be written, the next start may not continue this wandb run
         about = {"id": self.id, "repeated": self.repeated}
         write_or_warn(self.folder / "wandb-run.json", json.dumps(about) + "\n")

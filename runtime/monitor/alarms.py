@@ -38,11 +38,12 @@ def is_alarm(event: dict[str, Any]) -> bool:
 
 def words(event: dict[str, Any]) -> str:
     """An event in words; a list of its entries if they do not fit its template, or it has none."""
-    known = {name: _plain(value) for name, value in event.items() if name != "time"}
+    known = {name: value for name, value in event.items() if name != "time"}
     kind, step = known.pop("event"), known.pop("step", None)
+    listed = {n: ", ".join(map(str, v)) if isinstance(v, list) else v for n, v in known.items()}
     try:
         template = NO_LONGER_SLOW if known.get("ended") else TEMPLATES[kind]
-        return template.format(step=step, **{key: _listed(each) for key, each in known.items()})
+        return template.format(step=step, **listed)
     except (KeyError, ValueError, TypeError, OverflowError):
         about = ", ".join(f"{name} {value}" for name, value in known.items())
         return f"{kind} at step {step}: {about}" if step is not None else f"{kind}: {about}"
@@ -52,18 +53,11 @@ def alarm(run: str, folder: str, event: dict[str, Any]) -> dict[str, Any]:
     """Return what is sent about an event: `text` (which Slack, Mattermost and others show), `run`,
     `folder`, `host`, `event`, `step` (None if the event has none), `time` (seconds since 1970) and
     `details`, everything else in the event. JSON without NaN."""
-    known = {name: _plain(value) for name, value in event.items()}
-    kind, step, time = known.pop("event"), known.pop("step", None), known.pop("time")
-    return {
-        "text": f"{run}: {words(event)}",
-        "run": run,
-        "folder": folder,
-        "host": socket.gethostname(),
-        "event": kind,
-        "step": step,
-        "time": time,
-        "details": known,
-    }
+    details = _plain(event)
+    about = {"text": f"{run}: {words(event)}", "run": run, "folder": folder}
+    about |= {"host": socket.gethostname(), "event": details.pop("event")}
+    about |= {"step": details.pop("step", None), "time": details.pop("time")}
+    return {**about, "details": details}
 
 
 def _plain(value: Any) -> Any:
@@ -72,10 +66,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, list) else value
-
-
-def _listed(value: Any) -> Any:
-    return ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
 class Series:

@@ -25,11 +25,10 @@ def check_alerts(config: Config) -> None:
         _check_url(config.run.on_event, target)
     elif target:
         _check_command("run.on_event", config.run.on_event, target)
-    if config.checkpoint.after_commit:
-        command = config.checkpoint.after_commit
+    if command := config.checkpoint.after_commit:
         _check_command("checkpoint.after_commit", command, command)
     if config.run.prometheus:
-        _check_prometheus(str(config.run.prometheus))
+        prometheus(str(config.run.prometheus))
 
 
 def on_event(config: Config) -> str:
@@ -73,9 +72,18 @@ def prometheus(setting: str) -> str | list[str | int]:
     """Return where run.prometheus shows the numbers: a file ….prom, absolute; or the host and port
     of PORT, HOST:PORT or [IPV6]:PORT, which is on loopback unless a host is given.
 
-    Raises UserError if it is none of these.
+    Raises UserError if it is none of these, or cannot work.
     """
+    if find_spec("prometheus_client") is None:
+        why = "the package prometheus_client is not installed"
+        remedy = "install it (requirements.txt has its version), or leave out run.prometheus"
+        raise UserError("run.prometheus", setting, why, remedy)
     if setting.endswith(".prom"):
+        folder = Path(setting).absolute().parent
+        if not os.access(folder, os.W_OK | os.X_OK):
+            remedy = "give a file in the folder that node_exporter reads "
+            remedy += "(--collector.textfile.directory)"
+            raise UserError("run.prometheus", setting, f"{folder} is not a writable folder", remedy)
         return os.path.abspath(setting)
     try:
         parts = urlsplit(f"//{setting}" if ":" in setting else f"//:{setting}")
@@ -89,16 +97,3 @@ def prometheus(setting: str) -> str | list[str | int]:
         why = "is neither a file ….prom nor PORT or HOST:PORT"
         raise UserError("run.prometheus", setting, why, "write for example 9400")
     return [host, port]
-
-
-def _check_prometheus(setting: str) -> None:
-    where = prometheus(setting)
-    if find_spec("prometheus_client") is None:
-        why = "the package prometheus_client is not installed"
-        remedy = "install it (requirements.txt has its version), or leave out run.prometheus"
-        raise UserError("run.prometheus", setting, why, remedy)
-    if isinstance(where, str) and not os.access(Path(where).parent, os.W_OK | os.X_OK):
-        why = f"{Path(where).parent} is not a writable folder"
-        remedy = "give a file in the folder that node_exporter reads "
-        remedy += "(--collector.textfile.directory)"
-        raise UserError("run.prometheus", setting, why, remedy)

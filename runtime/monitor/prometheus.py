@@ -8,7 +8,7 @@ skipped updates, seconds by cause) is a gauge, because a counter never falls.
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,8 @@ RECORD = {
     "eval_loss": ("lattice_eval_loss", "Loss on held-out text."),
 }
 UPDATED = "When this text was written; old: the monitor is gone, or hangs."
-# name, help, names of the labels besides `run`, and values by those of the labels
-Numbers = tuple[str, str, tuple[str, ...], Mapping[tuple[str, ...], float]]
+# name, help, names of the labels besides `run`; the value (None: not known yet), or values by label
+Numbers = tuple[str, str, str, Any]
 
 
 class RunState:
@@ -109,63 +109,53 @@ def families(
 ) -> Iterator[Metric]:
     """Yield the metrics as prometheus_client has them, each with the label `run`: of the run's
     state, and of the monitor's threads."""
-    for name, about, labels, values in _numbers(state, sender, commands):
-        if values:
-            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            family = kind(name, about, labels=["run", *labels])
-            for texts, value in values.items():
-                family.add_metric([_plain(text) for text in (run, *texts)], value)
-            yield family
-
-
-def _numbers(
-    state: RunState, sender: Sender | None, commands: Commands | None
-) -> Iterator[Numbers]:
     record = {key: value for key, value in state.record.items() if is_number(value, finite=False)}
     last = state.checkpoint
-    single: list[tuple[str, str, float | None]] = [  # None: not known yet
-        ("lattice_running", "1 while the run trains.", state.state == "running"),
-        ("lattice_updated_timestamp_seconds", UPDATED, time.time()),
-        ("lattice_start_timestamp_seconds", "When the last start began.", state.start_time),
-        ("lattice_last_step_timestamp_seconds", "When a step was logged last.", state.record_time),
-        *((*RECORD[key], record.pop(key)) for key in RECORD if key in record),
-        ("lattice_failed_saves_total", "Saves that failed.", state.failed["checkpoint"]),
-        ("lattice_checkpoint_step", "Step of the last one.", last.get("step")),
-        ("lattice_checkpoint_timestamp_seconds", "When it was committed.", last.get("time")),
-        ("lattice_checkpoint_bytes", "Its size.", last.get("bytes")),
-        ("lattice_spare_nodes", "Nodes that wait.", state.spares),
-    ]
+    rows: list[Numbers] = [
+        ("lattice_running", "1 while the run trains.", "", state.state == "running"),
+        ("lattice_updated_timestamp_seconds", UPDATED, "", time.time()),
+        ("lattice_start_timestamp_seconds", "When the last start began.", "", state.start_time),
+        ("lattice_last_step_timestamp_seconds", "When a step was logged last.", "",
+         state.record_time),
+        *((*RECORD[key], "", record.pop(key)) for key in RECORD if key in record),
+        ("lattice_failed_saves_total", "Saves that failed.", "", state.failed["checkpoint"]),
+        ("lattice_checkpoint_step", "Step of the last one.", "", last.get("step")),
+        ("lattice_checkpoint_timestamp_seconds", "When it was committed.", "", last.get("time")),
+        ("lattice_checkpoint_bytes", "Its size.", "", last.get("bytes")),
+        ("lattice_spare_nodes", "Nodes that wait.", "", state.spares),
+    ]  # fmt: skip
     if sender is not None:  # of this start
         delivered, lost = "Alarms that were delivered (run.on_event).", "… that could not be."
-        single.append(("lattice_alarms_delivered_total", delivered, sender.delivered))
-        single.append(("lattice_alarms_lost_total", lost, sender.failed))
+        rows.append(("lattice_alarms_delivered_total", delivered, "", sender.delivered))
+        rows.append(("lattice_alarms_lost_total", lost, "", sender.failed))
     if commands is not None:
         failed, waiting = state.failed["after_commit"], len(commands.pending)
-        done = commands.done_step
-        single += [
-            ("lattice_after_commit_failures_total", "Failures of checkpoint.after_commit.", failed),
-            ("lattice_after_commit_pending", "Checkpoints that wait for it.", waiting),
-            ("lattice_after_commit_step", "The newest for which it ended well.", done),
-        ]
-    for name, about, value in single:
-        if value is not None:
-            yield name, about, (), {(): value}
+        about, done = "Failures of checkpoint.after_commit.", commands.done_step
+        rows.append(("lattice_after_commit_failures_total", about, "", failed))
+        rows.append(("lattice_after_commit_pending", "Checkpoints that wait for it.", "", waiting))
+        rows.append(("lattice_after_commit_step", "The newest for which it ended well.", "", done))
     # 0 for what has not happened yet: otherwise Prometheus would not see the first as an increase
     events = {kind: state.events[kind] for kind in sorted(TEMPLATES.keys() | state.events.keys())}
     verdicts = {each: state.verdicts[each] for each in VERDICTS}
     states = {each: each == state.state for each in STATES}
-    spent = state.account.seconds
-    by_label: list[tuple[str, str, str, Mapping[str, float]]] = [
+    spent, ratio = state.account.seconds, "Own computing time relative to its peers."
+    rows += [
         ("lattice_state", "1 for the state of the run.", "state", states),
         ("lattice_record", "Every other number, as last logged.", "name", record),
         ("lattice_spent_seconds", "Seconds of all starts by cause.", "cause", spent),
         ("lattice_events_total", "Events of all starts (events.jsonl).", "event", events),
         ("lattice_suspicions_total", "Suspicions by verdict, all starts.", "verdict", verdicts),
+        ("lattice_slow_rank_ratio", ratio, "rank node", state.slow),
     ]
-    for name, about, label, found in by_label:
-        yield name, about, (label,), {(text,): value for text, value in found.items()}
-    about = "Own computing time relative to its peers."
-    yield "lattice_slow_rank_ratio", about, ("rank", "node"), state.slow
+    for name, about, labels, found in rows:
+        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        family = kind(name, about, labels=["run", *labels.split()])
+        values = found if isinstance(found, dict) else {(): found} if found is not None else {}
+        for label, value in values.items():
+            texts = (label,) if isinstance(label, str) else label
+            family.add_metric([_plain(text) for text in (run, *texts)], value)
+        if family.samples:
+            yield family
 
 
 def _plain(text: str) -> str:

@@ -41,15 +41,14 @@ class Monitor:
     def __init__(self, config: Config, signals: Signals) -> None:
         self.config, self.signals = config, signals
         self.process: subprocess.Popen[bytes] | None = None
-        keys = (config.run.on_event, config.run.prometheus, config.checkpoint.after_commit)
-        self.is_wanted = dist.get_rank() == 0 and any(keys)
         self._is_cut = False  # whether the pipe has taken only a part of the last line
         self._has_finished = False  # the training, as the log says
 
     def __enter__(self) -> "Monitor":
-        if not self.is_wanted:
-            return self
         run, checkpoint = self.config.run, self.config.checkpoint
+        is_wanted = run.on_event or run.prometheus or checkpoint.after_commit
+        if dist.get_rank() != 0 or not is_wanted:
+            return self
         events = Path(run.dir) / "events.jsonl"
         told = {
             "folder": str(Path(run.dir).absolute()),
@@ -78,12 +77,9 @@ class Monitor:
     def tell(self, line: dict[str, Any]) -> None:
         """Pass on a line of the run's log (log/run_log.py). It is left out if the pipe is full,
         because the monitor hangs; if that has died, that is said once."""
-        event = line.get("event", {})
-        self._has_finished |= event.get("state") == "finished"
+        self._has_finished |= line.get("event", {}).get("state") == "finished"
         if self.process is None or self.process.stdin is None:
             return
-        if event.get("event") == "memory":  # it lists all ranks
-            line = {**line, "event": {name: event[name] for name in ("event", "time", "step")}}
         data = b"\n" * self._is_cut + json.dumps(line).encode() + b"\n"
         try:
             written = self.process.stdin.write(data)

@@ -43,12 +43,10 @@ class Sender:
     """
 
     def __init__(self, target: str, cwd: str, lost: Callable[[Alarm, str], None]) -> None:
-        self.lost = lost
+        self.target, self.cwd, self.lost = target, cwd, lost
+        self._attempt = functools.partial(_post, target) if is_webhook(target) else self._give
         self._ends_at = float("inf")  # when a command is ended, by the monotonic clock
         self.delivered = self.failed = 0  # alarms
-        self._attempt = functools.partial(_post, target)
-        if not is_webhook(target):
-            self._attempt = functools.partial(_give, target, cwd, lambda: self._ends_at)
         self._waiting: deque[Alarm] = deque()  # the first is being delivered
         self._ending, self._news = threading.Event(), threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
@@ -94,6 +92,19 @@ class Sender:
             else:
                 self.delivered += 1
 
+    def _give(self, alarm: Alarm) -> str:
+        """Run the command with an alarm as JSON on standard input and in variables; return why
+        that failed, or the empty string."""
+        told = {f"LATTICE_{name.upper()}": str(alarm[name]) for name in ("event", "step", "text")}
+        limit = time.monotonic() + LIMIT_SECONDS
+        return run_command(
+            self.target,
+            cwd=self.cwd,
+            variables={**told, "LATTICE_RUN": alarm["folder"]},
+            until=lambda: min(limit, self._ends_at),
+            given=json.dumps(alarm).encode() + b"\n",
+        )
+
     def _lose(self, alarm: Alarm, why: str) -> None:
         self.failed += 1
         say(f"not delivered: {alarm['text']} ({why})")
@@ -118,14 +129,3 @@ def _post(url: str, alarm: Alarm) -> str:
         return f"the server answered {error.code}"
     except Exception as error:  # messages of these errors name the host at most
         return f"{type(error).__name__}: {getattr(error, 'reason', '') or 'no connection'}"
-
-
-def _give(command: str, cwd: str, ends_at: Callable[[], float], alarm: Alarm) -> str:
-    """Run a command with an alarm as JSON on standard input and in variables; return why that
-    failed, or the empty string."""
-    variables = {f"LATTICE_{name.upper()}": str(alarm[name]) for name in ("event", "step", "text")}
-    variables["LATTICE_RUN"] = alarm["folder"]
-    limit, given = time.monotonic() + LIMIT_SECONDS, json.dumps(alarm).encode() + b"\n"
-    return run_command(
-        command, cwd=cwd, variables=variables, until=lambda: min(limit, ends_at()), given=given
-    )

@@ -107,23 +107,21 @@ class StepProfile(Listener):
     def _finish(self, run: Run) -> None:
         """Write the trace. The other ranks wait, with the watchdog paused, so that the writing is
         not mistaken for a hang."""
-        profiler, first = self.profiler, self.since
-        self.steps, self.since, self.profiler = range(0), 0, None
         self._marks.close()
         with run.watchdog.resting():
-            if profiler is not None:
+            if self.profiler is not None:
                 try:
-                    profiler.stop_trace()
-                    log(self._write(profiler, first), sys.stdout)
+                    self._write(self.profiler)
                 # no failure here may end the run or keep the other ranks waiting below
                 except Exception as error:
                     log(f"warning: the profile cannot be written: {type(error).__name__}: {error}")
             dist.barrier()
+        self.steps, self.since, self.profiler = range(0), 0, None
 
-    def _write(self, profiler: torch.profiler.profile, first: int) -> str:
-        rank = dist.get_rank()
+    def _write(self, profiler: torch.profiler.profile) -> None:
+        profiler.stop_trace()
         self.folder.mkdir(parents=True, exist_ok=True)
-        name = f"step-{first:08d}-rank-{rank:05d}.json.gz"
+        name = f"step-{self.since:08d}-rank-{dist.get_rank():05d}.json.gz"
         path, partial = self.folder / name, self.folder / f"partial-{name}"
         try:
             profiler.export_chrome_trace(str(partial))  # half of one, the tool would refuse
@@ -131,7 +129,7 @@ class StepProfile(Listener):
         finally:
             partial.unlink(missing_ok=True)  # it may have taken the last space
         reader = f"python -m tools.profile {self.folder.parent}"
-        return f"profiled rank {rank} from step {first} on: {path}; {reader} summarises it"
+        log(f"profiled from step {self.since} on: {path}; {reader} summarises it", sys.stdout)
 
     def _synchronize(self) -> None:
         if self.is_chosen and self.mesh.device == "cuda":

@@ -77,18 +77,17 @@ def to_chrome(pipelines: dict[str, Timeline]) -> dict[str, Any]:
     lane ("thread") for each of its ranks, an event for each action."""
     events: list[dict[str, Any]] = []
     for pid, (pipeline, timeline) in enumerate(pipelines.items()):
-        named: dict[str, Any] = {"ph": "M", "name": "process_name", "pid": pid}
-        events.append(named | {"args": {"name": pipeline}})
-        for rank in range(len(timeline.ranks)):
-            thread = named | {"name": "thread_name", "tid": rank}
-            events.append(thread | {"args": {"name": f"rank {rank}"}})
+        process = {"ph": "M", "name": "process_name", "pid": pid}
+        events.append({**process, "args": {"name": pipeline}})
         for rank, lane in enumerate(timeline.ranks):
+            at, name = {"pid": pid, "tid": rank}, {"name": f"rank {rank}"}
+            events.append({"ph": "M", "name": "thread_name", **at, "args": name})
             for action, start, end in lane:
                 kind, stage, microbatch = action
-                event = {"ph": "X", "name": str(action), "cat": NAMES[kind], "pid": pid}
                 ts, dur = (round(t * MICROSECONDS, 3) for t in (start, end - start))
                 told = {"kind": kind.value, "stage": stage, "microbatch": microbatch}
-                events.append({**event, "tid": rank, "ts": ts, "dur": dur, "args": told})
+                named = {"ph": "X", "name": str(action), "cat": NAMES[kind]}
+                events.append({**named, **at, "ts": ts, "dur": dur, "args": told})
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 

@@ -19,7 +19,7 @@ from model.kernels.backend import check_kernels
 from parallel.disk import DiskMemory
 from runtime.agreement import from_rank_0, on_all_ranks
 from runtime.device import check_gpu, prepare_determinism
-from runtime.evaluation.rows import TaskRows, open_tasks
+from runtime.evaluation.rows import Task, open_tasks
 from runtime.monitor.check import check_alerts
 from runtime.start.attention import describe_attention
 from runtime.start.environment import local_world
@@ -141,13 +141,12 @@ class Data:
 
     train: list[Mixture] = field(default_factory=list)
     heldout: list[Mixture | None] = field(default_factory=list)
-    tasks: list[list[TaskRows]] = field(default_factory=list)
+    tasks: list[list[Task]] = field(default_factory=list)
 
     def identity(self) -> str:
         """The same on two ranks if all that they have read is."""
         splits = [split and split.checksum for split in (*self.train, *self.heldout)]
-        tasks = [rows.task for of_stage in self.tasks for rows in of_stage]
-        return hashlib.sha256(repr((splits, tasks)).encode()).hexdigest()
+        return hashlib.sha256(repr((splits, self.tasks)).encode()).hexdigest()
 
 
 def open_same_data(config: Config, device: str) -> Data:

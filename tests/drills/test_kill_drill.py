@@ -36,7 +36,7 @@ from runtime.checkpoint.manifest import Damaged
 from runtime.checkpoint.save import Saver
 from runtime.checkpoint.verify import verify_checkpoint
 from runtime.log.events import read_events
-from runtime.log.ledger import account
+from runtime.log.ledger import Account
 from tests import ROOT, runs
 from tests.data_samples import flip_a_bit
 from tests.planted import planted
@@ -219,7 +219,7 @@ def test_killed_again_and_again(ranks, data, tmp_path):
     took = time.time() - began
     assert_same_end(folder, alone)
     events = read_events(folder / "run")
-    seconds = account(events)
+    seconds = Account(events).seconds
     causes = ("steps", "lost", "evaluation", "saving", "start", "end", "down")
     assert min(seconds[cause] for cause in causes) > 0
     first, last = (next(e for e in events if e["event"] == "start")["began"], events[-1]["time"])

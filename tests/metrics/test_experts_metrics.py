@@ -2,6 +2,7 @@
 checkpoint holds of them."""
 
 import math
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from runtime.checkpoint.manifest import read_manifest
 from runtime.checkpoint.verify import parse_trainer
 from runtime.metrics import metrics
 from runtime.metrics.expert_load import LoadStatistics, figures_of
-from runtime.metrics.trackers import scalars
 from runtime.trainer_state import held_tensors
 from settings.load import load_config
 from tests import runs
@@ -54,38 +54,31 @@ def test_steps_since_the_last_logged_one_are_added() -> None:
     assert load.record(load.take().tolist())["dead_experts"] == 8, "of a new interval"
 
 
-def test_trackers_get_one_number_per_layer() -> None:
-    by_layer = {"layer": [1, 12], "entropy": [0.5, 0.75]}
-    assert scalars({"step": 4, "mfu": None, "experts_by_layer": by_layer}) == {
-        "step": 4, "experts_by_layer/entropy/001": 0.5, "experts_by_layer/entropy/012": 0.75,
-    }  # fmt: skip
-
-
-def train_and_count_waits(arguments: list[str]) -> list[int]:
-    """Train; return the steps after which the measurements of a step were read."""
-    steps: list[int] = []
+def train_and_count_waits(arguments: list[str]) -> int:
+    """Train; return how often the measurements of a step were read."""
+    waits = count()
 
     @planted(metrics.Metrics, "_read")
-    def counted(read: Any, self: metrics.Metrics, *given: Any) -> Any:
-        steps.append(self.step)
-        return read(self, *given)
+    def counted(read: Any, *given: Any) -> Any:
+        next(waits)
+        return read(*given)
 
     with counted():
         assert runs.train_run(arguments) == ""
-    return steps
+    return next(waits)
 
 
 def test_what_a_step_measured_is_read_when_it_is_logged(
     ranks: Ranks, data: Path, tmp_path: Path
 ) -> None:
-    config = runs.write_config(
-        tmp_path, data, model=runs.EXPERTS, train={"steps": 3, "micro_batch_size": 8}
-    )
-    assert ranks.run(train_and_count_waits, 1, [config, "run.log_interval=2"]) == [[2, 3]]
+    train = {"steps": 3, "micro_batch_size": 8}
+    config = runs.write_config(tmp_path, data, model=runs.EXPERTS, train=train)
+    assert ranks.run(train_and_count_waits, 1, [config, "run.log_interval=2"]) == [2]
     assert [line["step"] for line in runs.metrics_of(tmp_path)] == [2, 3]
 
 
 def test_a_run_logs_its_load_and_the_losses_of_its_routers(saved_experts: Path) -> None:
+    """And the report shows them."""
     for line in runs.metrics_of(saved_experts):
         by_layer = line["experts_by_layer"]
         assert by_layer["layer"] == [1, 2, 3]
@@ -96,9 +89,6 @@ def test_a_run_logs_its_load_and_the_losses_of_its_routers(saved_experts: Path) 
         assert line["dead_experts"] == sum(by_layer["dead"])
         assert 0.002 < line["router_balance_loss"] < 0.01, "1e-3 of at least 1, in each of 3 layers"
         assert line["router_z_loss"] > 0
-
-
-def test_the_report_shows_the_load(saved_experts: Path) -> None:
     series = {chart.title: chart.series for chart in charts(read_run(saved_experts / "run"))}
     assert [step for step, _ in series["Load of experts"]["largest"]] == [1, 2, 3, 4]
     assert list(series["Router losses"]) == ["balance", "z"]

@@ -1,6 +1,7 @@
 """Memory reports: written when memory runs out and on request, and compared with the plan."""
 
 import json
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,29 +11,33 @@ import pytest
 import torch
 
 import tools.plan.__main__
-import train
 from parallel.pipeline.runner import PipelineRunner
 from runtime import stop
 from runtime.metrics.memory_report import MemoryReports
 from settings.load import load_config
 from tests.planted import planted
-from tests.runs import said_by, status_of, train_run, write_config
+from tests.runs import names, said_by, status_of, train_run, write_config
 from tools.plan import memory as planner
 from tools.plan.layout import Layout
 
+ACTIONS = 8  # of a step: 4 forwards and 4 backwards
+
 
 def run_out_of_memory(arguments: list[str], actions: int) -> bool:
-    """Train with memory that runs out after `actions` actions of the second step. Returns whether
-    the run ended with an out-of-memory error."""
-    before = iter(range(8 + actions - 1))  # a step has 4 forwards and 4 backwards
+    """Train with a file SNAPSHOT that appears in the third step, and memory that runs out after
+    `actions` actions of the sixth. Returns whether the run ended with an out-of-memory error."""
+    request, begun = Path(load_config(arguments[0], []).run.dir) / "SNAPSHOT", count(1)
 
     @planted(PipelineRunner, "_give")
     def give_until_it_is_full(give: Any, *given: Any) -> None:
-        if next(before, None) is None:
+        number = next(begun)
+        if number == 2 * ACTIONS + 1:
+            request.touch()
+        if number == 5 * ACTIONS + actions:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         give(*given)
 
-    with give_until_it_is_full():
+    with give_until_it_is_full(), patch.object(stop, "LOOK_SECONDS", 0.0):
         return "OutOfMemoryError" in said_by(train_run, arguments)
 
 
@@ -50,22 +55,32 @@ def cells(report: str) -> dict[str, list[str]]:
     return found
 
 
-def test_out_of_memory(ranks, data, tmp_path, capsys):
-    """With bfloat16 and ZeRO-1, out of memory after two micro-batches, the report counts gathered
-    weights and also whole gradients in float32, which only FSDP holds; the plan agrees."""
+@pytest.fixture(scope="module")
+def reported(ranks, data, tmp_path_factory):
+    """A run on two ranks, with bfloat16 and ZeRO-1, that is asked for a report and is out of memory
+    after two micro-batches of step 6."""
+    folder = tmp_path_factory.mktemp("memory")
     steps, layout = {"dtype": "bfloat16", "micro_batch_size": 1}, {"dp_shard": 2}
-    file = write_config(tmp_path, data, train=steps, parallel=layout, model={"num_layers": 2})
+    file = write_config(folder, data, train=steps, parallel=layout, model={"num_layers": 2})
     assert ranks.run(run_out_of_memory, 2, [file], 4) == [True, True]
+    assert status_of(folder)["state"] == "failed"
+    return folder
+
+
+def test_out_of_memory(reported, capsys):
+    """The report counts gathered weights and also whole gradients in float32, which only FSDP
+    holds; the plan agrees."""
+    file = str(reported / "config.yaml")
     for rank in range(2):
-        written = tmp_path / "run" / "memory" / f"step-00000002-rank-{rank:05d}.txt"
+        written = reported / "run" / "memory" / f"step-00000006-rank-{rank:05d}.txt"
         report = written.read_text()
-        assert report.startswith("why: out of memory in step 2: ")
+        assert report.startswith("why: out of memory in step 6: ")
         assert f"rank: {rank}\nworld: 2\n" in report
         assert f"'dp_shard': {rank}" in report
         assert "Tried to allocate 2.00 GiB." in report
         assert "planned" not in report
         capsys.readouterr()
-        assert plan_beside(str(tmp_path / "run/config.yaml"), written.with_suffix(".json")) == 0
+        assert plan_beside(str(reported / "run/config.yaml"), written.with_suffix(".json")) == 0
         found = cells(capsys.readouterr().out)
         plan = planner.Memory(Layout.of_rank(load_config(file, []), 2, rank))
         planned = {category: f"{size / 1e6:,.3f} MB" for category, size in plan.at_peak.items()}
@@ -77,35 +92,17 @@ def test_out_of_memory(ranks, data, tmp_path, capsys):
         assert found["together"][1] == f"{plan.peak / 1e6:,.3f} MB"
         resident = float(found["together"][0].removesuffix(" MB").replace(",", ""))
         assert resident > 50, "a process with torch in it"
-    assert status_of(tmp_path)["state"] == "failed"
 
 
-def train_with_requests(arguments: list[str]) -> str:
-    """Train with a file SNAPSHOT that appears in the third step."""
-    request = Path(load_config(arguments[0], []).run.dir) / "SNAPSHOT"
-
-    @planted(train.TrainStep, "__call__")
-    def asking(call: Any, self: train.TrainStep, step: int, *batch: torch.Tensor) -> Any:
-        if step == 2:
-            request.touch()
-        return call(self, step, *batch)
-
-    with asking(), patch.object(stop, "LOOK_SECONDS", 0.0):
-        return train_run(arguments)
-
-
-def test_on_request(ranks, data, tmp_path):
+def test_on_request(reported):
     """The ranks of run.profile_ranks answer, once; the file is removed."""
-    sections = {"model": {"num_layers": 2}, "train": {"micro_batch_size": 4}}
-    config = write_config(tmp_path, data, parallel={"dp_shard": 2}, **sections)
-    assert ranks.run(train_with_requests, 2, [config]) == ["", ""]
-    assert not (tmp_path / "run" / "SNAPSHOT").exists()
-    assert not (tmp_path / "run" / "profile").exists()
-    numbers, report = sorted((tmp_path / "run" / "memory").iterdir())
+    assert not (reported / "run" / "SNAPSHOT").exists()
+    assert not (reported / "run" / "profile").exists()
+    numbers, report, *_ = sorted((reported / "run" / "memory").iterdir())
     step = 4 if "00000004" in report.name else 5  # it is asked for in step 3
     assert (numbers.stem, report.name) == (report.stem, f"step-{step:08d}-rank-00000.txt")
     assert f"requested after step {step}" in report.read_text()
-    assert status_of(tmp_path)["state"] == "finished"
+    assert len(names(reported / "run" / "memory")) == 6
 
 
 def report_of_a_gpu(folder: str) -> None:
@@ -155,22 +152,17 @@ REPORT = {"why": "asked for", "rank": 0, "world": 1, "coordinates": {"tp": 0}, "
         ("[" * 100_000, "is no memory report"),
         (json.dumps(REPORT | {"rank": -1}), "rank: Input should be greater than or equal to 0"),
         (json.dumps(REPORT | {"rank": 1}), "is not a rank of a world of 1"),
-        (json.dumps(REPORT | {"world": 3, "rank": 1}), "must be a multiple"),
+        (json.dumps(REPORT | {"world": 3, "rank": 1}), "does not make the world of 3"),
+        # good: config.yaml has the layout of the newest start, and the list for every world
+        (json.dumps(REPORT | {"world": 2, "rank": 1}), ""),
     ],
 )
 def test_a_report_that_is_none(data, tmp_path, capsys, text, why):
     (tmp_path / "report.json").write_text(text)
-    config = write_config(tmp_path, data)
-    assert plan_beside(config, tmp_path / "report.json") == 2
-    said = capsys.readouterr().err
-    assert why in said
-    assert len(said.splitlines()) <= 2
-
-
-def test_a_report_of_an_earlier_layout(data, tmp_path, capsys):
-    """A run's config.yaml has the layout of its newest start, and the list for every world."""
-    (tmp_path / "report.json").write_text(json.dumps(REPORT | {"world": 2, "rank": 1}))
     layouts = [{"dp_shard": 2}, {"dp_shard": 1}]
     config = write_config(tmp_path, data, parallel={"dp_shard": 1, "layouts": layouts})
-    assert plan_beside(config, tmp_path / "report.json") == 0
-    assert "rank 1 of 2" in capsys.readouterr().out
+    assert plan_beside(config, tmp_path / "report.json") == (2 if why else 0)
+    said = capsys.readouterr()
+    assert why in said.err
+    assert len(said.err.splitlines()) <= 2
+    assert ("rank 1 of 2" in said.out) == (not why)

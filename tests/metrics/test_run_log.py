@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from runtime import signals
 from runtime.all_listeners import EndRecorder
 from runtime.log import status
 from runtime.log.events import append_event, read_events
-from runtime.log.ledger import CAUSES, account
+from runtime.log.ledger import CAUSES, Account
 from runtime.log.run_log import PAUSE_SECONDS
 from runtime.log.status import end_start, read_status, record_failure, starts_of, write_status
 from tests.runs import events_of, run_log_of
@@ -28,10 +28,6 @@ from tests.runs import events_of, run_log_of
 
 class Killed(BaseException):
     """Rank 0's process is gone."""
-
-
-def ends(folder: Path) -> list[dict[str, Any]]:
-    return events_of(folder, "end")
 
 
 WORDS = {  # what a thread of rank 0 says of its end; the first one counts
@@ -82,7 +78,7 @@ def check_one_end(folder: Path, kill: str, threads: tuple[str, ...], order: Any)
     assert kinds == ["start", *["end"] * told, *["start"] * ("next start" in order)]
     if kill == "never" and "next start" not in order:
         state, reason = WORDS[threads[0]]
-        (end,), last = ends(folder), read_status(folder)
+        (end,), last = events_of(folder, "end"), read_status(folder)
         assert (end["state"], end["reason"], last["state"]) == (state, reason, state)
         # a launcher knows better than a rank that lost the others
         better = "launcher" in order and reason.startswith(LOST)
@@ -105,15 +101,6 @@ def test_control_if_nobody_looks_there_are_more(tmp_path: Path, order: Any) -> N
         check_one_end(tmp_path, "before", (), order)
 
 
-def test_an_end_whose_start_could_not_be_written(tmp_path: Path) -> None:
-    """The disk was full then."""
-    log = run_log_of(tmp_path)
-    log.start(4, 2)
-    (tmp_path / "events.jsonl").unlink()
-    log.end("finished", "all steps done")
-    assert (len(ends(tmp_path)), read_status(tmp_path)["state"]) == (1, "finished")
-
-
 def race(folder: Path, writers: int) -> int:
     """The number of ends of a start, of which so many processes learn at the same time."""
     run_log_of(folder).start(4, 2)
@@ -128,7 +115,7 @@ def race(folder: Path, writers: int) -> int:
     gate.touch()
     for child in children:
         os.waitpid(child, 0)
-    return len(ends(folder))
+    return len(events_of(folder, "end"))
 
 
 def test_processes_at_the_same_time(tmp_path: Path) -> None:
@@ -144,19 +131,22 @@ def test_processes_at_the_same_time(tmp_path: Path) -> None:
 
 
 def test_two_threads_at_the_same_time(tmp_path: Path) -> None:
+    """And the event of the start could not be written: the disk was full then."""
+
     def slowly(*about: Any) -> Any:
         time.sleep(0.05)
         return end_start(*about)
 
     log = run_log_of(tmp_path)
     log.start(4, 2)
+    (tmp_path / "events.jsonl").unlink()
     threads = [threading.Thread(target=log.end, args=WORDS[n]) for n in ("main", "watchdog")]
     with patch("runtime.log.run_log.end_start", slowly):
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    (found,) = ends(tmp_path)
+    (found,) = events_of(tmp_path, "end")
     assert read_status(tmp_path)["reason"] == found["reason"]
 
 
@@ -172,18 +162,26 @@ def test_a_start_that_fails_outside_of_its_steps(tmp_path: Path) -> None:
     log.start(4, 2)
     with pytest.raises(RunFailed), log:
         raise RunFailed("the next stage cannot be loaded")
-    said = [(event["step"], event["reason"]) for event in ends(tmp_path)]
+    said = [(event["step"], event["reason"]) for event in events_of(tmp_path, "end")]
     assert said == [(0, "no data"), (4, "the next stage cannot be loaded")]
 
 
-def test_how_long_silence_may_last(tmp_path: Path) -> None:
+@pytest.fixture
+def clock() -> Iterator[list[float]]:
+    """What the monotonic clock says, since this process began."""
+    told = [0.0]
+    with (
+        patch("runtime.log.ledger.time.monotonic", lambda: 990.0 + told[0]),
+        patch.object(signals, "STARTED", 990.0),
+    ):
+        yield told
+
+
+def test_how_long_silence_may_last(tmp_path: Path, clock: list[float]) -> None:
     """An hour outside of steps, or twice what the same has taken; during steps twice the watchdog's
     limit, for as many as are logged together."""
-    clock, lines = [1000.0], []
-    with (
-        patch("runtime.log.ledger.time.monotonic", lambda: clock[0]),
-        run_log_of(tmp_path, lines.append) as log,
-    ):
+    lines: list[dict[str, Any]] = []
+    with run_log_of(tmp_path, lines.append) as log:
         log.start(0, 2)
         log.busy("")
         log.record({"step": 10}, 2.0)
@@ -198,7 +196,7 @@ def test_how_long_silence_may_last(tmp_path: Path) -> None:
     assert [(next(iter(line)), line["due"]) for line in lines] == [
         ("busy", hour), ("event", hour), ("busy", hour),  # until the first logged step
         ("record", 2 * short), ("record", 2 * long), ("busy", hour), ("busy", 2 * long),
-        ("busy", 14_000.0), ("event", 14_000.0), ("busy", hour),
+        ("busy", 14_000.0), ("busy", hour), ("event", hour),
     ]  # fmt: skip
 
 
@@ -206,7 +204,7 @@ def test_the_ledger_of_a_told_story() -> None:
     """The ledger of a known sequence of events equals figures computed by hand: the run is killed
     in step 7 after a checkpoint at 4, and its second start rolls back from step 9 to 8."""
 
-    def spent(step: int, **seconds: float) -> dict:
+    def spent(step: int, **seconds: float) -> dict[str, Any]:
         return {"event": "spent", "time": 0.0, "step": step, "seconds": seconds}
 
     events = [
@@ -223,31 +221,27 @@ def test_the_ledger_of_a_told_story() -> None:
         "steps": 10.0, "lost": 3.0, "data": 0.5, "saving": 1.0, "evaluation": 2.0,
         "rollback": 3.0, "start": 10.0, "end": 1.0, "down": 7.5,
     }  # fmt: skip
-    assert account(events) == pytest.approx(expected)
+    assert Account(events).seconds == pytest.approx(expected)
     assert sum(expected.values()) == 138.0 - 100.0
 
 
-def test_the_ledger_counts_every_second_once(tmp_path: Path) -> None:
-    clock = [1000.0]
-    with (
-        patch("runtime.log.ledger.time.monotonic", lambda: clock[0]),
-        patch.object(signals, "STARTED", 990.0),
-    ):
-        log = run_log_of(tmp_path)
-        log.start(3, 8)
-        log.busy("")
-        clock[0] += 7
-        log.ledger.step_done(waited=2.0)
-        log.busy("saving")
-        clock[0] += 3
-        log.busy("")
-        log.write_spent()
-        clock[0] += 1
-        log.leave_data_stage()
-        clock[0] += 4
-        log.start(3, 8)  # a later stage of the data, which is no start
-        log.busy("")
-        log.write_spent()
+def test_the_ledger_counts_every_second_once(tmp_path: Path, clock: list[float]) -> None:
+    log = run_log_of(tmp_path)
+    clock[0] = 10
+    log.start(3, 8)
+    log.busy("")
+    clock[0] += 7
+    log.ledger.step_done(waited=2.0)
+    log.busy("saving")
+    clock[0] += 3
+    log.busy("")
+    log.write_spent()
+    clock[0] += 1
+    log.leave_data_stage()
+    clock[0] += 4
+    log.start(3, 8)  # a later stage of the data, which is no start
+    log.busy("")
+    log.write_spent()
     start, *spent = read_events(tmp_path)
     assert [event["seconds"] for event in spent] == [
         {"start": 10.0, "steps": 5.0, "data": 2.0, "saving": 3.0},
@@ -258,20 +252,17 @@ def test_the_ledger_counts_every_second_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("cause", "counted"), [("", "lost"), ("evaluation", "evaluation")])
-def test_the_time_of_a_failure_is_no_training(tmp_path: Path, cause: str, counted: str) -> None:
+def test_the_time_of_a_failure_is_no_training(
+    tmp_path: Path, clock: list[float], cause: str, counted: str
+) -> None:
     """Nor if it comes just after the checkpoint from which the next start continues."""
-    clock = [1000.0]
-    with (
-        patch("runtime.log.ledger.time.monotonic", lambda: clock[0]),
-        patch("runtime.all_listeners.dist.get_rank", lambda: 1),
-    ):
-        log = run_log_of(tmp_path)
-        log.start(40, 2)
-        log.busy("")
-        if cause:
-            log.busy(cause)
-        clock[0] += 600
-        run: Any = SimpleNamespace(log=log, step=40)
+    log = run_log_of(tmp_path)
+    log.start(40, 2)
+    log.busy("")
+    log.busy(cause)
+    clock[0] += 600
+    run: Any = SimpleNamespace(log=log, step=40)
+    with patch("runtime.all_listeners.dist.get_rank", lambda: 1):
         EndRecorder().closes(run, RuntimeError("gone"))
     append_event(tmp_path, "start", began=time.time(), step=40, world_size=2)
-    assert account(read_events(tmp_path))[counted] == pytest.approx(600)
+    assert Account(read_events(tmp_path)).seconds[counted] == pytest.approx(600)

@@ -9,7 +9,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from contextlib import redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -27,15 +27,12 @@ SECRET = "0123456789abcdef0123456789abcdef01234567"  # has the length of a wandb
 
 
 def tracked(arguments: list[str]) -> str:
-    """`train_run` with secrets in the environment. wandb, which would read them only once per
-    process, is shut down afterwards."""
-    import wandb
-
+    """`train_run` with secrets in the environment. wandb would read them only once per process."""
     with patch.dict(os.environ, WANDB_API_KEY=SECRET, AWS_SECRET_ACCESS_KEY=SECRET):
         try:
             return train_run(arguments)
         finally:
-            wandb.teardown()
+            shut_down_wandb()
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +51,17 @@ def twice(ranks, data, tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def trackers(data, tmp_path):
-    """Makes the trackers of a run whose folder exists. wandb is shut down afterwards."""
-    (tmp_path / "run").mkdir()
-    yield lambda **run: Trackers(load_config(write_config(tmp_path, data, run=run), []), 0, {})
-    shut_down_wandb()
-
-
 def shut_down_wandb() -> None:
     if wandb := sys.modules.get("wandb"):
         wandb.teardown()
+
+
+@pytest.fixture
+def trackers(data, tmp_path):
+    """Makes the trackers of a run whose folder exists."""
+    (tmp_path / "run").mkdir()
+    yield lambda **run: Trackers(load_config(write_config(tmp_path, data, run=run), []), 0, {})
+    shut_down_wandb()
 
 
 def log_steps(tracker: Trackers, *steps: int) -> None:
@@ -77,14 +74,14 @@ def wandb_files(folder: Path) -> list[Path]:
     return sorted((folder / "run" / "wandb").glob("offline-run-*/*.wandb"))
 
 
-def test_bars_are_for_terminals():
+@pytest.mark.parametrize(("is_terminal", "shown"), [(True, True), (False, True), (True, False)])
+def test_bars_are_for_terminals(is_terminal, shown):
     """And not of another rank than the first."""
-    for is_terminal, shown in ((True, True), (False, True), (True, False)):
-        with redirect_stderr(io.StringIO()) as said:
-            said.isatty = lambda is_terminal=is_terminal: is_terminal
-            with byte_bar("loading", 10, shown) as bar:
-                bar.update(10)
-        assert ("loading:" in said.getvalue()) == (is_terminal and shown)
+    with redirect_stderr(io.StringIO()) as said:
+        said.isatty = lambda: is_terminal
+        with byte_bar("loading", 10, shown) as bar:
+            bar.update(10)
+    assert ("loading:" in said.getvalue()) == (is_terminal and shown)
 
 
 @functools.cache
@@ -206,18 +203,21 @@ def test_a_tracker_that_fails_is_left_out_and_it_is_said_once(trackers, tmp_path
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4]
 
 
-def test_a_rollback_replaces_lines_and_scalars(trackers, tmp_path):
+@pytest.mark.parametrize("full_disk", [False, True])
+def test_a_rollback_replaces_lines_and_scalars(trackers, tmp_path, full_disk):
+    """Also if the lines cannot be dropped until later: no step is there twice."""
     both = trackers(tensorboard=True)
-    lines, board = both.trackers[0], both.trackers[2]
-    for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0)):
-        lines.log({"step": step, "loss": loss})
-        board.log({"step": step, "loss": loss, "mfu": None})
-    both.went_back(1, reached=3)
-    for tracker in (lines, board):
-        tracker.log({"step": 2, "loss": 20.0})
+    del both.trackers[1]  # the console, which wants more of a record
+    full = patch("runtime.metrics.trackers.write_whole", side_effect=OSError(28, "No space left"))
+    for step in (1, 2, 3):
+        both.log({"step": step, "loss": float(step), "mfu": None})
+    with full if full_disk else nullcontext():
+        both.went_back(1)
+        both.log({"step": 2, "loss": 20.0})
+    both.log({"step": 3, "loss": 30.0})
     both.close(failed=False)
-    assert losses(tmp_path) == {1: 1.0, 2: 20.0}
-    assert tensorboard(tmp_path / "run" / "tensorboard") == [(1, 1.0), (2, 20.0)]
+    assert losses(tmp_path) == {1: 1.0, 2: 20.0, 3: 30.0}
+    assert tensorboard(tmp_path / "run" / "tensorboard") == [(1, 1.0), (2, 20.0), (3, 30.0)]
 
 
 def test_lines_wait_while_the_disk_is_full(tmp_path, capsys):
@@ -251,7 +251,7 @@ def test_a_line_that_the_disk_has_no_room_for_is_not_begun(tmp_path):
         assert lines.path.read_text() == '{"step": 1, "loss": 1.0}\n'
         resource.setrlimit(resource.RLIMIT_FSIZE, (5, before[1]))
         with pytest.raises(OSError, match="File too large"):
-            Trackers(load_config("configs/laptop.yaml", [f"run.dir={tmp_path / 'run'}"]), 1, {})
+            JsonLines(tmp_path / "run", 1)
         assert not (tmp_path / "run" / "metrics.partial").exists(), "it would fill the disk"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -260,26 +260,10 @@ def test_a_line_that_the_disk_has_no_room_for_is_not_begun(tmp_path):
 
 
 def test_a_run_that_begins_anew_leaves_the_lines_of_the_one_before(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert not JsonLines(tmp_path, 1).begins_anew
-    assert JsonLines(tmp_path, 0).begins_anew
-    assert (tmp_path / "metrics-1.jsonl").read_text() == '{"step": 1}\n'
-    (tmp_path / "metrics-1.jsonl").rename(tmp_path / "metrics-2.jsonl")
-    for text in ('{"step": 2}\n', '{"step": 3}\n'):
+    (tmp_path / "metrics-2.jsonl").write_text("old")
+    for text in ('{"step": 1}\n', '{"step": 2}\n'):
         (tmp_path / "metrics.jsonl").write_text(text)
-        JsonLines(tmp_path, 0)
-    said = [(tmp_path / f"metrics-{number}.jsonl").read_text()[9] for number in (1, 2, 3)]
-    assert said == ["2", "1", "3"]  # none takes the place of another
-
-
-def test_a_rollback_on_a_full_disk_leaves_no_step_twice(tmp_path):
-    lines = JsonLines(tmp_path, 0)
-    for step in (1, 2, 3):
-        lines.log({"step": step, "loss": float(step)})
-    full = OSError(28, "No space left on device")
-    with patch("runtime.metrics.trackers.write_whole", side_effect=full):
-        lines.went_back(1, reached=3)
-        lines.log({"step": 2, "loss": 20.0})
-    lines.log({"step": 3, "loss": 30.0})
-    found = [json.loads(line) for line in lines.path.read_text().splitlines()]
-    assert [(each["step"], each["loss"]) for each in found] == [(1, 1.0), (2, 20.0), (3, 30.0)]
+        assert not JsonLines(tmp_path, 2).begins_anew
+        assert JsonLines(tmp_path, 0).begins_anew
+    said = [(tmp_path / f"metrics-{number}.jsonl").read_text() for number in (1, 2, 3)]
+    assert said == ['{"step": 1}\n', "old", '{"step": 2}\n']  # none takes the place of another

@@ -1,6 +1,5 @@
 """A web server that receives alarms, and a monitor that is fed by a test instead of a run."""
 
-import contextlib
 import json
 import socket
 import subprocess
@@ -41,9 +40,7 @@ class Receiver(ThreadingHTTPServer):
 
     def wait_for(self, *kinds: str) -> None:
         """Wait until alarms of these kinds, and no others, have been received."""
-        with contextlib.suppress(AssertionError):
-            wait_until(lambda: self.kinds() == [*kinds])
-        assert self.kinds() == [*kinds]
+        wait_until(lambda: self.kinds() == [*kinds], found=self.kinds)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -79,22 +76,20 @@ def settings_of(folder: Path, **settings: Any) -> dict[str, Any]:
     return {**told, **settings}
 
 
+START = {"event": "start", "time": 1.0, "began": 0.0, "step": 0, "world_size": 8}
 POPEN = subprocess.Popen
 
 
 class FedMonitor:
-    """A real monitor process, for a run folder and a pipe to which the test writes.
+    """A real monitor process, for a run folder and a pipe to which the test writes."""
 
-    waits: how long it waits for the launcher to say how rank 0 ended.
-    """
-
-    def __init__(self, folder: Path, waits: float = 1.0, **settings: Any) -> None:
+    def __init__(self, folder: Path, **settings: Any) -> None:
         self.run = folder / "run"
         self.run.mkdir(exist_ok=True)
         self.log = folder / "monitor.log"
         hasty = "from runtime.monitor import process; "
         hasty += "process.LOOK_SECONDS = process.SHOW_SECONDS = 0.1; "
-        hasty += f"process.END_EVENT_SECONDS = {waits}; process.main()"
+        hasty += "process.END_EVENT_SECONDS = 1.0; process.main()"
 
         def start(command: list[str], **about: Any) -> subprocess.Popen[bytes]:
             return POPEN([command[0], "-c", hasty], stderr=log, **about)
@@ -109,16 +104,17 @@ class FedMonitor:
     def event(self, event: str, **about: Any) -> None:
         self.tell(event=append_event(self.run, event, **about))
 
+    def start(self) -> None:
+        self.event(**{name: value for name, value in START.items() if name != "time"})
+
     def step(self, step: int, due: float = 3600.0, **record: Any) -> None:
         self.tell(record={"step": step, "loss": 2.5, **record}, due=due)
 
-    def end(self) -> float:
-        """Close the pipe, as when rank 0 ends; return the seconds until the monitor has ended."""
+    def end(self, within: float = 60) -> None:
+        """Close the pipe, as when rank 0 ends, and wait until the monitor has ended."""
         assert self.process.stdin is not None
-        began = time.monotonic()
         self.process.stdin.close()
-        self.process.wait(60)
-        return time.monotonic() - began
+        self.process.wait(within)
 
     def __enter__(self) -> "FedMonitor":
         return self
@@ -129,10 +125,13 @@ class FedMonitor:
             self.process.wait()
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+def wait_until(
+    condition: Callable[[], object], seconds: float = 60, found: Callable[[], object] = str
+) -> None:
+    """found: what to show if it does not come true."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end
+        assert time.monotonic() < end, found()
         time.sleep(0.02)
 
 

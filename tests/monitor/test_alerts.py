@@ -5,8 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from contextlib import suppress
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from runtime.monitor import rank_0
 from runtime.monitor.alarms import ALWAYS, TEMPLATES, Series
 from runtime.monitor.process import END_EVENT_SECONDS, ENDING_SECONDS, MonitorProcess
 from tests import ROOT
-from tests.monitor.alert_helpers import FedMonitor, Receiver, settings_of, wait_until
+from tests.monitor.alert_helpers import START, FedMonitor, Receiver, settings_of
 
 # One example of each event that events.py lists as an alarm and that a run itself writes.
 EVENTS: list[tuple[str, dict[str, Any]]] = [
@@ -39,7 +40,6 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 QUIET = [
     ("system", {}),
-    ("memory", {"step": 1, "peak_bytes": [1]}),
     ("spent", {"step": 1, "seconds": {"steps": 1.0}}),
     ("checkpoint", {"step": 5, "bytes": 10, "stall_seconds": 0.1, "write_seconds": 0.1}),
 ]
@@ -55,7 +55,7 @@ def test_every_alarm_is_received(tmp_path: Path) -> None:
         for event, about in [*QUIET, *EVENTS]:
             monitor.process.stdin.write(b"\n".join([*ODD, b""]))
             monitor.event(event, **about)
-        took = monitor.end()
+        monitor.end(ENDING_SECONDS)
         received = server.received
     # Control: what is not worth a message is not sent.
     assert server.kinds() == [event for event, _ in EVENTS]
@@ -70,51 +70,23 @@ def test_every_alarm_is_received(tmp_path: Path) -> None:
     assert spike["folder"] == str(monitor.run)
     assert spike["details"]["loss"] == "nan"  # JSON has no NaN
     assert received[-1]["text"] == "runs/x: finished at step 20: all steps done"
-    assert took < ENDING_SECONDS
     assert monitor.process.returncode == 0
     assert monitor.log.read_text() == ""
 
 
 def test_a_killed_rank_0_is_reported(tmp_path: Path) -> None:
-    """The pipe's other end closes however rank 0 goes: here its process is killed. The launcher
-    records nothing."""
-    program = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; import time\n"
-        "from tests.monitor.alert_helpers import FedMonitor\n"
-        "held = FedMonitor(Path(sys.argv[2]), on_event=sys.argv[3])\n"
-        "held.event('start', step=0, world_size=1, began=0.0); held.step(7)\n"
-        "print(held.process.pid, flush=True); time.sleep(600)\n"
-    )
-    with Receiver() as server:
-        command = [sys.executable, "-c", program, str(ROOT), str(tmp_path), server.url]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as rank_0:
-            assert rank_0.stdout is not None
-            monitor = int(rank_0.stdout.readline())
-            server.wait_for("start")
-            os.kill(monitor, signal.SIGTERM)  # what stops the run does not stop it
-            os.kill(monitor, signal.SIGINT)
-            rank_0.kill()
-        server.wait_for("start", "died")
-        with suppress(OSError):  # it is gone, or a zombie that nobody has waited for
-            stat = Path(f"/proc/{monitor}/stat")
-            wait_until(lambda: ") Z " in stat.read_text(), ENDING_SECONDS)
+    """The pipe's other end closes, as when rank 0 is killed. The launcher records nothing."""
+    with Receiver() as server, FedMonitor(tmp_path, on_event=server.url) as monitor:
+        monitor.start()
+        monitor.step(7)
+        server.wait_for("start")
+        for number in (signal.SIGTERM, signal.SIGINT):  # what stops the run does not stop it
+            monitor.process.send_signal(number)
+        monitor.end()
+        assert server.kinds() == ["start", "died"]
     assert server.received[-1]["step"] == 7
     ends = [(event["event"], event["step"]) for event in read_events(tmp_path / "run")[1:]]
     assert sorted(ends) == [("died", 7), ("end", 7)]
-
-
-def test_the_launcher_says_how_rank_0_ended(tmp_path: Path) -> None:
-    with Receiver() as server, FedMonitor(tmp_path, waits=60, on_event=server.url) as monitor:
-        monitor.event("start", step=0, world_size=1, began=0.0)
-        assert monitor.process.stdin is not None
-        monitor.process.stdin.close()
-        server.wait_for("start")
-        time.sleep(0.2)
-        write_status(monitor.run, "failed", 3, "rank 0 was killed")
-        server.wait_for("start", "end")
-        monitor.process.wait(60)
-    assert server.received[-1]["text"] == "runs/x: failed at step 3: rank 0 was killed"
-    assert [event["event"] for event in read_events(monitor.run)] == ["start"]
 
 
 def test_a_stall_and_a_death_are_noticed_although_the_file_system_hangs(tmp_path: Path) -> None:
@@ -122,13 +94,11 @@ def test_a_stall_and_a_death_are_noticed_although_the_file_system_hangs(tmp_path
     os.mkfifo(tmp_path / "run" / "events.jsonl")  # whoever opens it waits
     told = {"prometheus": str(tmp_path / "x.prom"), "past": 1}
     with Receiver() as server, FedMonitor(tmp_path, on_event=server.url, **told) as monitor:
-        monitor.tell(
-            event={"event": "start", "time": 1.0, "began": 0.0, "step": 0, "world_size": 1}
-        )
+        monitor.tell(event=START)
         monitor.step(1, due=0.1)
         server.wait_for("start", "stalled")
         assert "(in: steps)" not in server.received[1]["text"]  # it still starts
-        assert monitor.end() < END_EVENT_SECONDS + ENDING_SECONDS
+        monitor.end(END_EVENT_SECONDS + ENDING_SECONDS)
         assert server.kinds() == ["start", "stalled", "died"]
     assert [sent["step"] for sent in server.received] == [0, 1, 1]
 
@@ -143,6 +113,18 @@ class Here(MonitorProcess):
 
     def _note(self, event: dict[str, Any]) -> None:
         self.sent.append(event)
+
+
+def test_the_launcher_says_how_rank_0_ended(tmp_path: Path) -> None:
+    """And writes the event, too."""
+    monitor = Here(tmp_path)
+    monitor.hear_event(START)
+    said = ("failed", 3, "rank 0 was killed")
+    threading.Timer(0.2, write_status, (tmp_path, *said)).start()
+    monitor.end()
+    end = monitor.sent[-1]
+    assert (end["event"], end["state"], end["step"], end["reason"]) == ("end", *said)
+    assert read_events(tmp_path) == []
 
 
 def test_the_clock_of_stalls(tmp_path: Path) -> None:
@@ -167,10 +149,10 @@ def test_the_clock_of_stalls(tmp_path: Path) -> None:
     assert said(9002.0) == [("resumed", 5302.0, "")]
     assert said(9002.0 + 3600.1) == [("stalled", pytest.approx(3600.1), "saving")]
     # what has no time of its own leaves the time as it is
-    monitor = Here(tmp_path)
-    monitor.hear({"record": {"step": 1}, "due": 10.0}, 0.0)
-    monitor.hear({"record": {"step": 2}}, 5.0)
-    assert said(10.1) == [("stalled", pytest.approx(5.1), "start")]
+    monitor.hear({"record": {"step": 3}, "due": 10.0}, 0.0)
+    monitor.sent.clear()  # `resumed`
+    monitor.hear({"record": {"step": 4}}, 5.0)
+    assert said(10.1) == [("stalled", pytest.approx(5.1), "saving")]
 
 
 def test_after_a_failure_the_file_is_left_to_the_next_start(tmp_path: Path) -> None:
@@ -190,7 +172,7 @@ def test_after_a_failure_the_file_is_left_to_the_next_start(tmp_path: Path) -> N
 
 def test_a_monitor_that_was_stopped_first_hears_what_was_said(tmp_path: Path) -> None:
     with Receiver() as server, FedMonitor(tmp_path, on_event=server.url) as monitor:
-        monitor.event("start", step=0, world_size=1, began=0.0)
+        monitor.start()
         server.wait_for("start")
         monitor.step(1, due=2.0)
         time.sleep(0.2)
@@ -214,12 +196,12 @@ class Told(rank_0.Monitor):
         self._is_cut = self._has_finished = False
 
 
-def test_telling_never_waits() -> None:
+def test_telling_never_waits(capsys: pytest.CaptureFixture[str]) -> None:
     """The monitor may hang: here nobody reads the pipe until it is full. A line that it took only
-    in part spoils no other."""
-    told, long = Told(), "x" * 5000
+    in part spoils no other. That it has died is said once."""
+    told = Told()
     for number in range(100):  # more than a pipe holds
-        told.tell({"event": {"event": long, "number": number}})
+        told.tell({"event": {"event": "x" * 5000, "number": number}})
     found = os.read(told.read, 1 << 20)
     assert not found.endswith(b"\n"), "control: it was cut"
     told.tell({"busy": "saving"})
@@ -227,11 +209,6 @@ def test_telling_never_waits() -> None:
     assert [json.loads(line)["event"]["number"] for line in lines] == [*range(len(lines))]
     assert (json.loads(last), end) == ({"busy": "saving"}, b"")
     assert cut
-
-
-def test_a_monitor_that_has_died_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    told = Told()
-    told.tell({"busy": ""})
     assert not capsys.readouterr().err  # control
     os.close(told.read)
     for _ in range(3):
@@ -278,32 +255,32 @@ def test_what_fails_for_one_line_is_said_and_the_next_is_heard(
 
 def test_the_monitor_imports_nothing_heavy() -> None:
     program = "import sys, runtime.monitor.process; print(*sys.modules)"
-    found = subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT)
-    loaded = {name.split(".")[0] for name in found.split()}
-    heavy = {"torch", "numpy", "pydantic", "yaml", "training", "model", "data"}
-    assert not loaded & {*heavy, "prometheus_client"}
-    assert "runtime" in loaded
+    found = subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT).split()
+    heavy = {"torch", "numpy", "pydantic", "yaml", "prometheus_client", "training", "model", "data"}
+    assert not heavy.intersection(found)
+    assert "runtime.monitor.process" in found
 
 
 def test_spikes_come_in_series() -> None:
-    series, sent = Series(), []
-    for now in range(0, 150, 10):
-        event: dict[str, Any] = {"event": "spike", "time": 0.0}
-        if series.passes(event, float(now)):
-            sent.append((now, event["not_sent"]))
-    assert sent == [(0, 0), (60, 5), (120, 5)]
+    series = Series()
+    events: list[dict[str, Any]] = [{"event": "spike"} for _ in range(15)]
+    for number, event in enumerate(events):
+        series.passes(event, 10.0 * number)
+    counts = {10 * number: e["not_sent"] for number, e in enumerate(events) if "not_sent" in e}
+    assert counts == {0: 0, 60: 5, 120: 5}
     # a night in which a command fails every 30 s and every GPU of two nodes is slow
-    series, counts = Series(), dict.fromkeys((*ALWAYS, "after_commit", "slow_rank"), 0)
-    for now in range(0, 8 * 3600, 30):
-        for event in (
-            {"event": "after_commit", "step": now, "failed": f"attempt {now}"},
-            *({"event": "slow_rank", "rank": r, "node": f"n{r // 8}"} for r in range(16)),
-            *({"event": each} for each in ALWAYS),  # control: these are never left out
-        ):
-            counts[event["event"]] += series.passes(event, float(now))
-    assert counts == {**dict.fromkeys(ALWAYS, 960), "after_commit": 8, "slow_rank": 16}
+    slow = [{"event": "slow_rank", "rank": r, "node": f"n{r // 8}"} for r in range(16)]
+    others = [{"event": each} for each in ("after_commit", *ALWAYS)]
+    told = [
+        event["event"]
+        for now in range(0, 8 * 3600, 30)
+        for event in (*slow, *others)
+        if series.passes(dict(event), float(now))
+    ]
+    # control: some are never left out
+    assert Counter(told) == {**dict.fromkeys(ALWAYS, 960), "after_commit": 8, "slow_rank": 16}
     # a rank that is slow and then well: both are sent; slow again: the last word is what holds
     about = {"event": "slow_rank", "rank": 0, "node": "n9"}
-    told = [about, {**about, "ended": True}, about, about]
-    passed = [series.passes(event, float(now)) for now, event in enumerate(told)]
+    told_of = [about, {**about, "ended": True}, about, about]
+    passed = [series.passes(event, float(now)) for now, event in enumerate(told_of)]
     assert passed == [True, True, True, False]

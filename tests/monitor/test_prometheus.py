@@ -4,22 +4,19 @@ loopback unless told otherwise. (tests/monitor/alerts_scenarios.py has a real Pr
 import json
 import socket
 import urllib.request
-from types import SimpleNamespace
 
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from errors import UserError
-from runtime.log.ledger import CAUSES, account
+from runtime.log.ledger import CAUSES, Account
 from runtime.monitor import check, prometheus
 from runtime.monitor.prometheus import RunState, Shown, families
-from settings.load import load_config
-from tests.monitor.alert_helpers import FedMonitor, free_port, wait_until
-from tests.runs import write_config
+from tests.monitor.alert_helpers import START, FedMonitor, free_port, wait_until
 
 EVENTS = [
-    {"event": "start", "time": 1.0, "began": 0.0, "step": 0, "world_size": 8},
+    START,
     {"event": "spent", "time": 9.0, "step": 10, "seconds": {"start": 4.0, "steps": 5.0}},
     {"event": "checkpoint", "time": 10.0, "step": 10, "bytes": 64, "write_seconds": 0.1},
     {"event": "checkpoint", "time": 11.0, "step": 20, "failed": "no space"},
@@ -33,16 +30,19 @@ RECORD = {"step": 12, "loss": float("nan"), "mfu": None, "lr": 3e-4, "peak_memor
           "router_z_loss": 0.5, "experts_by_layer": {"layer": [0]}}  # fmt: skip
 
 
-def state_of(events: list[dict], record: dict) -> RunState:
+def state_of(events: list[dict], *records: dict) -> RunState:
     state = RunState()
     for event in events:
         state.note_event(event)
-    state.note_record(record, logged=100.0)
+    for record in records:
+        state.note_record(record, logged=100.0)
     return state
 
 
-def exposition(run: str, state: RunState) -> str:
-    return generate_latest(SimpleNamespace(collect=lambda: families(run, state))).decode()
+def shown(state: RunState, run: str = "runs/x") -> dict[str, float]:
+    metrics = Shown("")
+    metrics.metrics = [*families(run, state)]
+    return parsed(generate_latest(metrics.registry).decode(), run)
 
 
 def parsed(text: str, run: str = "runs/x") -> dict[str, float]:
@@ -61,9 +61,11 @@ def parsed(text: str, run: str = "runs/x") -> dict[str, float]:
 
 
 def test_every_number_of_a_run():
-    name = 'a "b"\\\n'
-    found = parsed(exposition(name, state_of(EVENTS, RECORD)), name)
+    """What only one record has stays: a scrape, rarer than steps are, would see nothing of an
+    evaluation, whose own record may have nothing else."""
+    found = shown(state_of(EVENTS, {"step": 11, "eval_loss": 2.5}, RECORD), 'a "b"\\\n')
     expected = {
+        "lattice_eval_loss": 2.5,
         "lattice_running": 1,
         "lattice_state state=running": 1,
         "lattice_state state=failed": 0,
@@ -87,17 +89,16 @@ def test_every_number_of_a_run():
     assert {each: found.get(each) for each in expected} == expected
     assert found["lattice_loss"] != found["lattice_loss"]  # NaN is a value here
     assert "lattice_mfu_ratio" not in found  # not known, so not there
-    seconds = account(EVENTS)
+    seconds = Account(EVENTS).seconds
     assert {cause: found[f"lattice_spent_seconds cause={cause}"] for cause in CAUSES} == seconds
     assert seconds["start"] == 4.0
 
 
 def test_a_state_before_the_first_step_and_after_the_end():
-    empty = parsed(exposition("runs/x", RunState()))
-    assert empty["lattice_running"] == 0
+    assert shown(RunState())["lattice_running"] == 0
     state = state_of([*EVENTS, {"event": "end", "time": 1.0, "state": "failed", "step": 3}], RECORD)
-    assert parsed(exposition("runs/x", state))["lattice_running"] == 0
-    state.note_event({"event": "start", "time": 2.0, "began": 2.0, "step": 0, "world_size": 8})
+    assert shown(state)["lattice_running"] == 0
+    state.note_event(START)
     assert (state.slow, state.spares) == ({}, 0)  # not those of the start before
     state.note_event(EVENTS[6])
     state.note_event({"event": "data_stage", "time": 4.0, "data_stage": 1, "step": 4})
@@ -105,42 +106,35 @@ def test_a_state_before_the_first_step_and_after_the_end():
     assert (state.state, state.events["start"], state.start_time) == ("running", 2, 4.0)
     assert state.slow == {}  # its ranks are judged anew
     state.note_event({"event": "refused", "time": 5.0})
-    assert parsed(exposition("runs/x", state))["lattice_state state=refused"] == 1
+    assert shown(state)["lattice_state state=refused"] == 1
 
 
-def test_what_only_one_record_has_stays():
-    """A scrape, rarer than steps are, would see nothing of an evaluation, whose own record may have
-    nothing else."""
-    state = state_of(EVENTS, {"step": 13, "eval_loss": 2.5})
-    state.note_record({"step": 14, "lr": 1e-4}, logged=101.0)
-    found = parsed(exposition("runs/x", state))
-    names = ("eval_loss", "learning_rate", "step")
-    assert [found[f"lattice_{name}"] for name in names] == [2.5, 1e-4, 14]
-
-
-def test_an_address():
+def test_an_address(monkeypatch):
     assert check.prometheus("9400") == ["127.0.0.1", 9400], "loopback unless a host is given"
     assert check.prometheus("0.0.0.0:9400") == ["0.0.0.0", 9400]
     assert check.prometheus("[::1]:9400") == ["::1", 9400]
     for wrong in ("0", "65536", "x", "host:", "-1", "١", "a/b:1", "::1"):
         with pytest.raises(UserError, match="neither a file"):
             check.prometheus(wrong)
+    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="prometheus_client is not installed"):
+        check.prometheus("9400")
 
 
 def test_the_endpoint_and_a_port_in_use_that_is_tried_again(monkeypatch):
     """And a client that sends nothing keeps no thread of the endpoint."""
     monkeypatch.setattr(prometheus, "CLIENT_SECONDS", 0.2)
     host, port = where = check.prometheus(str(free_port()))
-    shown, metrics = Shown(where), [*families("runs/x", state_of(EVENTS, RECORD))]
+    server, metrics = Shown(where), [*families("runs/x", state_of(EVENTS, RECORD))]
     with socket.create_server((host, port)), pytest.raises(OSError, match="in use"):
-        shown.update([])
-    shown.update(metrics)
+        server.update([])
+    server.update(metrics)
     with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=60) as answer:
         assert parsed(answer.read().decode())["lattice_step"] == 12
     with socket.create_connection((host, port), timeout=60) as slow:
         assert slow.recv(1) == b"", "its time is over"
-    shown.server.shutdown()
-    shown.server.server_close()
+    server.server.shutdown()
+    server.server.server_close()
 
 
 def test_the_file_of_a_monitor(tmp_path):
@@ -165,10 +159,3 @@ def test_the_file_of_a_monitor(tmp_path):
     assert found["lattice_step"] == 11, "the last state is in it"
     assert found["lattice_state state=requeue"] == 1
     assert sorted(tmp_path.glob("lattice*")) == [path], "no partial file is left"
-
-
-def test_without_prometheus_client_it_is_refused(data, tmp_path, monkeypatch):
-    config = load_config(write_config(tmp_path, data, run={"prometheus": 9400}), [])
-    monkeypatch.setattr(check, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="prometheus_client is not installed"):
-        check.check_alerts(config)

@@ -3,9 +3,9 @@
 Prints the seconds by cause over all starts of the run, from events.jsonl in the run folder.
 runtime/log/ledger.py defines the causes, one of which is the steps that led to the last state.
 
---out also writes the whole run as one HTML page: loss, gradient norm, speed, memory by rank, the
-ledger and the events. The page needs no network and no other file. --png draws only the loss. The
-run may still be in progress.
+--out also writes the whole run as one HTML page: loss, gradient norm, speed, the ledger and the
+events. The page needs no network and no other file. --png draws only the loss. The run may still be
+in progress.
 """
 
 from collections import Counter

@@ -1,7 +1,5 @@
-"""The charts of a run: what each shows, and how it is drawn. What a run has named, tasks and data
-stages, is drawn as it is, not as formulas."""
+"""The charts of a run: what each shows, and how it is drawn."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import TYPE_CHECKING
@@ -9,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from data.tokenizer import clean
-from tools.report.run import Points, Run, can_be_drawn
+from tools.report.run import Points, Run
 from tools.timeline.draw import COLOURS, INK
 
 if TYPE_CHECKING:  # it takes a second to import
@@ -19,7 +17,6 @@ BINS = 500  # the most points of a line: two for every three pixels of a wide sc
 FEW = 60  # so many points of a line are marked
 LOG_FROM = 100.0  # an axis may be logarithmic from this ratio of largest to smallest value on
 WIDE, NARROW, PICTURE = (11.2, 2.9), (5.5, 2.1), (8.0, 4.5)  # inches
-GIB = 2**30
 
 # Title, unit, kind of axis (Chart.axis), and the lines: name → key in metrics.jsonl
 OVER_STEPS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
@@ -43,7 +40,7 @@ OF_TASKS = (  # title, unit, and the end of each task's key
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over steps, or over ranks.
+    """Lines over steps.
 
     axis: "zero" begins at 0; "log" is logarithmic if all values are positive and their ratio is at
     least LOG_FROM; "tail" ends above all values but those of the first tenth.
@@ -53,7 +50,6 @@ class Chart:
     unit: str
     axis: str
     series: dict[str, Points]  # by name; none is empty
-    x: str = "step"
 
 
 def charts(run: Run) -> list[Chart]:
@@ -68,11 +64,6 @@ def charts(run: Run) -> list[Chart]:
         scale = 100.0 if unit.startswith("%") else 1.0
         series = {clean(name): run.points(key, scale) for name, key in lines.items()}
         found.append(Chart(title, unit, axis, {name: p for name, p in series.items() if p}))
-    memory = run.last("memory")
-    if isinstance(peaks := memory.get("peak_bytes"), list):
-        by_rank = [(rank, peak / GIB) for rank, peak in enumerate(peaks) if can_be_drawn(peak)]
-        unit, series = f"GiB, up to step {memory.get('step', '?')}", {"peak": by_rank}
-        found.append(Chart("Peak memory by rank", unit, "zero", series if by_rank else {}, "rank"))
     return [chart for chart in found if chart.series]
 
 
@@ -83,8 +74,8 @@ def thin(points: Points) -> np.ndarray:
     return np.array([(*g.mean(axis=0), g[:, 1].min(), g[:, 1].max()) for g in groups]).T
 
 
-def draw(chart: Chart, size: tuple[float, float], data_stages: Mapping[float, str]) -> "Figure":
-    """Draw a chart without its title. `data_stages`: step → name of a vertical line."""
+def draw(chart: Chart, size: tuple[float, float]) -> "Figure":
+    """Draw a chart without its title."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -96,15 +87,8 @@ def draw(chart: Chart, size: tuple[float, float], data_stages: Mapping[float, st
         axes.plot(x, mean, color=colour, marker=marker, markersize=3.5, linewidth=1.4, label=name)
         axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
     axes.margins(x=0.01)
-    first, last = axes.get_xlim()
-    with matplotlib.rc_context({"text.parse_math": False}):
-        for x, name in data_stages.items() if chart.x == "step" else ():
-            if first < x < last:
-                axes.axvline(x, color=INK, linestyle=":", linewidth=1, gid="data_stage")
-                place = {"xytext": (3, -9), "textcoords": "offset points"}
-                place |= {"xycoords": axes.get_xaxis_transform(), "annotation_clip": False}
-                axes.annotate(name, (x, 1), color=INK, size=8, **place)
-        if len(chart.series) > 1 or chart.title.startswith(("Tasks", "Router")):
+    if len(chart.series) > 1 or chart.title.startswith(("Tasks", "Router")):
+        with matplotlib.rc_context({"text.parse_math": False}):  # a task may have any name
             axes.legend(frameon=False, fontsize=9, labelcolor=INK)
     values = [y for points in chart.series.values() for _, y in points]
     if chart.axis == "log" and 0 < min(values) * LOG_FROM <= max(values):
@@ -128,7 +112,7 @@ def draw(chart: Chart, size: tuple[float, float], data_stages: Mapping[float, st
 def picture_of_loss(run: Run) -> "Figure":
     """The whole curve."""
     chart = replace(charts(run)[0], axis="")
-    figure = draw(chart, PICTURE, run.data_stages)
+    figure = draw(chart, PICTURE)
     (axes,) = figure.axes
     title = f"{run.name}: loss over {run.records[-1]['step']:,} steps"
     axes.set_title(title, loc="left", size=11, parse_math=False)

@@ -12,7 +12,7 @@ from typing import Any
 from runtime.log.log_lines import is_number
 from runtime.monitor.alarms import words
 from tools.command import duration
-from tools.report.charts import BINS, GIB, NARROW, WIDE, charts, draw
+from tools.report.charts import BINS, NARROW, WIDE, charts, draw
 from tools.report.run import Run
 from tools.timeline.draw import COLOURS, inline
 
@@ -29,7 +29,7 @@ def page(run: Run) -> str:
     pictures = []
     for chart in charts(run):
         size = WIDE if chart.title == "Loss" else NARROW
-        pictures.append((chart.title, chart.unit, inline(draw(chart, size, run.data_stages))))
+        pictures.append((chart.title, chart.unit, inline(draw(chart, size))))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -39,7 +39,7 @@ def page(run: Run) -> str:
     return environment.get_template("page.html").render(
         run=run,
         head=head(run),
-        tiles=tiles(run),
+        newest=newest(run),
         pictures=pictures,
         bins=BINS,
         ledger=ledger(run),
@@ -52,12 +52,9 @@ def page(run: Run) -> str:
 
 def head(run: Run) -> tuple[str, str, list[str]]:
     """The run's state, the reason, and the system on which it runs."""
-    system, start = run.last("system"), run.last("start")
-    about = []
+    system, about = run.last("system"), []
     if is_number(system.get("parameters")):
         about.append(f"{system['parameters']:,} parameters on {system.get('layout', '')}")
-    elif start:
-        about.append(f"{start['world_size']} ranks")
     about += [f"{name} {system[name]}" for name in ("device", "torch", "python") if name in system]
     # status.json is written at the end of a start, and removed at the beginning of the next
     if state := str(run.status.get("state", "")):
@@ -67,26 +64,14 @@ def head(run: Run) -> tuple[str, str, list[str]]:
     return "running, or killed" if run.events or run.records else "nothing yet", reason, about
 
 
-def tiles(run: Run) -> list[tuple[str, str, str]]:
-    """The name, newest value and unit of the run's main numbers."""
-    steps = run.setting("train", "steps")
-    forms = {
-        "step": ("step", "{:,.0f}", f" of {steps:,}" if steps else ""),
-        "loss": ("loss", "{:.4f}", ""),
-        "eval_loss": ("held-out loss", "{:.4f}", ""),
-        "tokens": ("tokens", "{:,.0f}", ""),
-        "tokens_per_second": ("tokens per second", "{:,.0f}", ""),
-        "mfu": ("MFU", "{:.1%}", ""),
-        "peak_memory_bytes": ("peak memory", "{:.2f}", " GiB"),
-    }
-    found = [
-        (name, form.format(value / GIB if unit == " GiB" else value), unit)
-        for key, (name, form, unit) in forms.items()
-        if (value := run.newest(key)) is not None
-    ]
-    if total := sum(run.seconds.values()):
-        found.append(("effective time", f"{run.seconds['steps'] / total:.1%}", ""))
-    return found
+def newest(run: Run) -> dict[str, str]:
+    """Every number of metrics.jsonl, as last logged."""
+    logged = (entry for record in run.records for entry in record.items())
+    numbers = {name: value for name, value in logged if is_number(value)}
+    shown = {n: f"{v:,}" if isinstance(v, int) else f"{v:,.6g}" for n, v in numbers.items()}
+    if peak := numbers.get("peak_memory_bytes"):
+        shown["peak_memory_bytes"] = f"{peak / 2**30:.2f} GiB"
+    return shown
 
 
 def ledger(run: Run) -> list[tuple[str, str, str, str]]:

@@ -4,6 +4,7 @@ The run may be in progress, may have been killed in the middle of writing a line
 reached its first step. Anything missing or unreadable is treated as empty.
 """
 
+import contextlib
 import math
 import os
 import statistics
@@ -13,12 +14,11 @@ from typing import Any
 
 import yaml
 
-from data.tokenizer import clean
 from errors import UserError
 from hardware import FAILURES_PER_GPU_DAY
 from runtime.checkpoint.save_interval import best_interval, mtbf_of
 from runtime.log.events import read_events
-from runtime.log.ledger import account
+from runtime.log.ledger import Account
 from runtime.log.log_lines import content, is_number, read_records
 from runtime.log.status import read_status
 from tools.command import duration
@@ -43,42 +43,19 @@ class Run:
         """The newest event of that kind."""
         return next((e for e in reversed(self.events) if e["event"] == event), {})
 
-    @property
-    def data_stages(self) -> dict[float, str]:
-        """The last step before each data stage → its name, in UTF-8, which a picture needs."""
-        stages = [event for event in self.events if event["event"] == "data_stage"]
-        steps = [event for event in stages if is_number(event.get("step"))]
-        return {event["step"]: clean(f"data stage {event.get('data_stage')}") for event in steps}
-
     def points(self, key: str, scale: float = 1.0) -> Points:
-        """(step, value) of every record whose value can be drawn, sorted by step."""
+        """(step, value) of every record whose value can be drawn on an axis, sorted by step."""
         found = ((record["step"], record.get(key)) for record in self.records)
-        return sorted((x, y * scale) for x, y in found if can_be_drawn(y))
-
-    def newest(self, key: str) -> float | None:
-        """The last finite value of `key`; None if there is none."""
-        values = (record.get(key) for record in reversed(self.records))
-        return next(filter(is_number, values), None)
-
-    def setting(self, section: str, key: str) -> float | None:
-        """A number of the configuration; None if it is missing."""
-        try:
-            value = yaml.safe_load(self.config_text)[section][key]
-        except (yaml.YAMLError, TypeError, KeyError):
-            return None
-        return value if is_number(value) else None
+        return sorted((x, y * scale) for x, y in found if is_number(y) and abs(y) < 1e100)
 
     @property
     def goodput(self) -> list[str]:
         """Sentences about saving and restarting; none if no time was measured."""
-        rate = self.setting("checkpoint", "failures_per_gpu_day")  # a run may be older than the key
-        rate = FAILURES_PER_GPU_DAY if rate is None else rate
+        rate: Any = None
+        with contextlib.suppress(yaml.YAMLError, TypeError, KeyError):  # it may be an older run's
+            rate = yaml.safe_load(self.config_text)["checkpoint"]["failures_per_gpu_day"]
+        rate = rate if is_number(rate) else FAILURES_PER_GPU_DAY
         return goodput(self.events, rate) if any(self.seconds.values()) else []
-
-
-def can_be_drawn(value: Any) -> bool:
-    """Whether it is a number with which an axis can be computed."""
-    return is_number(value) and abs(value) < 1e100
 
 
 def read_run(folder: Path) -> Run:
@@ -89,13 +66,13 @@ def read_run(folder: Path) -> Run:
     events = read_events(folder)
     text = content(folder / "config.yaml").decode("utf-8", errors="replace")
     records, status = read_records(folder), read_status(folder)
-    return Run(folder.resolve().name, text, status, records, events, account(events))
+    return Run(folder.resolve().name, text, status, records, events, Account(events).seconds)
 
 
 def goodput(events: list[Event], failures_per_gpu_day: float) -> list[str]:
     """Sentences about saving and restarting. There is a best interval, √(2sM), where saves and
     steps were measured, and something fails."""
-    seconds = account(events)
+    seconds = Account(events).seconds
     saves = [e for e in events if e["event"] == "checkpoint" and "failed" not in e]
     starts = [event for event in events if event["event"] == "start"]
     step_time, steps, at = 0.0, 0, 0
