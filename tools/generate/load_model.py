@@ -44,19 +44,13 @@ class Loaded:
     stop: frozenset[int]  # tokens that end a text
     max_length: int  # of the sequences that it was trained on, or is meant for
 
-    def encode(self, prompt: str, bos: bool | None = None) -> list[int]:
-        """The tokens of a text that begins a document. Raises UserError if there are none.
-
-        bos: whether the first token is bos; None: as in the tokenizer's configuration.
-        """
-        if bos and self.tokenizer.bos_id < 0:
-            why = "this tokenizer has no token that begins a document"
-            raise UserError("--bos", True, why, "leave it out")
-        first = [self.tokenizer.bos_id] if (self.tokenizer.adds_bos if bos is None else bos) else []
+    def encode(self, prompt: str) -> list[int]:
+        """The tokens of a text that begins a document. Raises UserError if there are none."""
+        first = [self.tokenizer.bos_id] if self.tokenizer.adds_bos else []
         tokens = first + self.tokenizer.encode(prompt)
         if not tokens:
             why = "it has no tokens, and no bos is put before it"
-            raise UserError("--prompt", prompt, why, "give some text, or --bos")
+            raise UserError("--prompt", prompt, why, "give some text")
         return tokens
 
 
