@@ -1,7 +1,7 @@
 """Tokenizes text: `python -m tools.prepare --source NAME_OR_PATH --tokenizer FILE --out DIR`.
 
 --source: `python-stdlib`, a file, a 'glob' or a folder of text (.txt, .md, .py, …) and tables
-(.jsonl, .csv, .parquet, …), also compressed (.gz, .bz2, .xz, .zst), or a data set of the Hugging
+(.jsonl, .ndjson, .parquet), also compressed (.gz, .bz2, .xz, .zst), or a data set of the Hugging
 Face hub; or several of these. See data/sources.py. What is left out is reported. Training reads the
 token shards in DIR as `data.path`. data/prepare.py describes the folder's contents.
 """
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     at_least(0, 1, heldout_fraction=options.heldout_fraction)
     at_least(1, shard_tokens=options.shard_tokens, workers=options.workers)
-    started, report = time.monotonic(), Report(options.skip, announce=True)
+    started, report = time.monotonic(), Report(options.skip)
     index = prepare(
         options.source,
         Tokenizer.load(options.tokenizer, "--tokenizer", check_beside=True),
