@@ -91,22 +91,12 @@ def test_same_bytes_for_any_number_of_workers(data: Path, tmp_path) -> None:
     assert contents(prepared(tmp_path / "three", workers=3)) == contents(data)
 
 
-def test_empty_documents_are_counted_and_left_out(tmp_path) -> None:
-    write(tmp_path, {"my rows.jsonl": row("") + row("some text") + row(None) + row("")})
-    file = str(tmp_path / "my rows.jsonl")
-    index = prepare(file, tokenizer(), tmp_path / "out", heldout_fraction=0.0)
-    assert index["source"] == file
-    assert (index["empty_documents"], index["null_texts"]) == (2, 1)
-    assert index["splits"]["train"]["documents"] == 1
-    assert index["splits"]["heldout"]["tokens"] == 0
-    assert index["unigram_nats_per_token"] is None
-
-
 def test_damage_is_refused_or_skipped_and_counted(tmp_path, capsys) -> None:
     """By both commands. Nothing is written of what is refused."""
     source, out, model = tmp_path / "corpus", tmp_path / "out", tmp_path / "t.model"
     model.write_bytes(tokenizer().model)
-    write(source, {"a.jsonl": row("a") + "[1]\n" + row("b") + row(None), "c.txt": b"na\xefve"})
+    rows = [row("a"), "[1]\n", row("b"), row(None), row("")]
+    write(source, {"a.jsonl": "".join(rows), "c.txt": b"na\xefve"})
     write(source, {f"{i}.bin": "" for i in range(9)})
     other = str(write(tmp_path, {"f.txt": "another source"}) / "f.txt")
     prepared_from = ["--heldout-fraction", "0", "--source", other]
@@ -124,11 +114,14 @@ def test_damage_is_refused_or_skipped_and_counted(tmp_path, capsys) -> None:
     assert prepare_by_command(source, model, out, *prepared_from, *skip) == 0
     said = (
         "unknown file type (.bin): 0.bin, 1.bin, 2.bin, 3.bin, 4.bin and 4 more\ndamaged: c.txt\n"
-        "null texts left out: 1\ndamaged rows left out: 1\ndamaged files left out: 1\n"
+        "empty documents left out: 1\nnull texts left out: 1\n"
+        "damaged rows left out: 1\ndamaged files left out: 1\n"
     )
     assert f"files read: 2\n{said}" in capsys.readouterr().out
     index = json.loads((out / "index.json").read_text())
-    assert (index["damaged_rows"], index["damaged_files"]) == (1, 1)
+    left_out = ("empty_documents", "null_texts", "damaged_rows", "damaged_files")
+    assert [index[name] for name in left_out] == [1, 1, 1, 1]
+    assert index["unigram_nats_per_token"] is None, "nothing is held out"
     assert shlex.split(index["source"]) == [str(source), other]
     assert split_texts(out, "train") == ["a", "b", "another source"]
     write(source, {"b.txt": LINES})  # enough to train on
@@ -139,11 +132,9 @@ def test_damage_is_refused_or_skipped_and_counted(tmp_path, capsys) -> None:
 def test_what_cannot_be_prepared_is_refused_and_leaves_nothing(tmp_path) -> None:
     """Also if that is found in the middle, when others have been written."""
     files = {f"{i:02}.txt": "a line of text\n" * 2000 for i in range(20)}
-    source = write(tmp_path / "source", files | {"20.txt": b"\xff\xfe", "no.jsonl": row("") * 3})
+    source = write(tmp_path / "source", files | {"20.txt": b"\xff\xfe"})
     with pytest.raises(UserError, match=r"20\.txt"):
         prepare(str(source), tokenizer(), tmp_path / "out", workers=2)
-    with pytest.raises(UserError, match="no text"):
-        prepare(str(source / "no.jsonl"), tokenizer(), tmp_path / "out")
     assert names(tmp_path) == ["source"]
 
 

@@ -6,6 +6,7 @@ checkpoint's files are compared with their checksums first, each by one rank. An
 no checksums; its headers are checked.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -103,17 +104,13 @@ def check_split(model: ModelConfig, tp: int) -> None:
     experts = (model.find(Experts) or Experts()).count
 
     def fits(tp: int) -> bool:
-        try:
+        with suppress(UserError):
             check_tp(model, tp)
-        except UserError:
-            return False
-        return experts % tp == 0
+            return experts % tp == 0
+        return False
 
     if not fits(tp):
-        what = f"{model.num_heads} query and {model.num_kv_heads} key/value heads"
-        if experts % tp:
-            what = f"{experts} experts"
-        why = f"its {what} cannot be split evenly over this many processes"
+        why = "its heads or experts cannot be split evenly over this many processes"
         remedy = f"choose one of {[n for n in range(1, 65) if fits(n)]}"
         raise UserError("--nproc-per-node", tp, why, remedy)
 
