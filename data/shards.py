@@ -38,10 +38,11 @@ def map_tokens(path: Path, dtype: np.dtype, count: int) -> Any:
     or its header does not give exactly this dtype and shape [count], within the file."""
     expected = DTYPES[np.dtype(dtype).name], [count]
     try:
+        path.open("rb").close()  # safe_open says of any error that there is no such file
         tokens = safe_open(path, framework="np").get_slice("tokens")
         found = tokens.get_dtype(), tokens.get_shape()
     except (FileNotFoundError, PermissionError) as error:
-        why = f"the shard cannot be read ({error})"
+        why = f"the shard cannot be read ({error.strerror})"
         raise UserError("data.path", str(path), why, REMEDY) from error
     except OSError as error:  # of the file system: a restart may read it
         raise OSError(f"{path}: {error}") from error

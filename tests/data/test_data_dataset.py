@@ -1,6 +1,7 @@
 """A prepared folder reads as one sequence of tokens, and a damaged one is refused with the name of
 the file."""
 
+import errno
 import json
 import os
 import shutil
@@ -104,12 +105,13 @@ def test_hostile_headers_are_refused(tmp_path, header: bytes, why: str) -> None:
 
 
 def test_an_error_that_may_pass_is_no_refusal(tmp_path) -> None:
-    with pytest.raises(UserError, match=r"x\.safetensors.*cannot be read"):
+    with pytest.raises(UserError, match=r"x\.safetensors.*cannot be read \(No such"):
         map_tokens(tmp_path / "x.safetensors", np.dtype("uint16"), 32)
-    stale = OSError("Stale file handle (os error 116)")
+    (tmp_path / "x.safetensors").write_bytes(bytes(64))
+    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
     with (
-        patch("data.shards.safe_open", side_effect=stale),
-        pytest.raises(OSError, match=r"x\.safetensors: Stale"),
+        patch.object(Path, "open", side_effect=stale),
+        pytest.raises(OSError, match=r"x\.safetensors: .*Stale"),
     ):
         map_tokens(tmp_path / "x.safetensors", np.dtype("uint16"), 32)
 
