@@ -18,6 +18,7 @@ sample i.
     config.py     the `data` section of a run's YAML
 
 The only modules of Lattice imported here are `errors`, `declare` and `tokens`. Only loader.py
-imports torch; sources.py imports `datasets` only to read from the hub, and pyarrow is imported only
-to read parquet or zstd, so that a preparation worker starts in a fraction of a second.
+imports torch (and safetensors, when a shard is mapped); sources.py imports `datasets` only to read
+from the hub, and pyarrow is imported only to read parquet or zstd, so that a preparation worker
+starts in a fraction of a second.
 """

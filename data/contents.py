@@ -1,5 +1,5 @@
-"""What a file holds: text, JSON lines or a parquet table, compressed or not, by its name; its first
-bytes tell what is none of these, which is refused."""
+"""What a file holds: text, JSON lines, CSV or a parquet table, compressed or not, by its name; its
+first bytes tell what is none of these, which is refused."""
 
 import importlib
 import io
@@ -50,13 +50,14 @@ def pointer(head: bytes) -> tuple[str, str] | None:
 
 def check_content(file: Path) -> None:
     """Raises UserError if the file's first bytes are not what its name says."""
-    if found := pointer(first_bytes(file)):
+    first = first_bytes(file)
+    if found := pointer(first):
         raise Refused("--source", str(file), f"it is {found[0]}", found[1])
     with open_binary(file) as stream:
         head = stream.read(HEAD)
-    is_table = kind(file) == ".parquet" and head.startswith(b"PAR1")
-    if not is_table and (kind(file) in (".parquet", ".csv", ".tsv") or b"\0" in head):
-        why = f"neither UTF-8 text, JSON lines nor a parquet table: it begins with {head[:16]!r}"
+    is_parquet = kind(file) == ".parquet"
+    if not first.startswith(b"PAR1") if is_parquet else b"\0" in head:
+        why = f"neither UTF-8 text nor a parquet table: it begins with {head[:16]!r}"
         remedy = f"unpack or convert it, or copy it again if it is damaged, {LEAVE_OUT}"
         raise UserError("--source", str(file), why, remedy)
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from data.shards import DTYPES, FORMAT, REMEDY, VERSION, map_tokens
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
 
-MAPPED_SHARDS = 4096  # at most; a process may have 65,000 mappings, without a file descriptor each
+MAPPED_SHARDS = 1024  # at most, of each split; Linux allows a process 65,530 mappings
 
 
 class TokenDataset:
@@ -107,7 +106,7 @@ class TokenDataset:
             shard += 1
         return np.concatenate(pieces)
 
-    def _map_tokens(self, shard: int) -> Any:
+    def _map_tokens(self, shard: int) -> np.ndarray:
         file, tokens, *_ = self._shards[shard]
         return map_tokens(self.folder / file, self._dtype, tokens)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from data.contents import Refused, kind
 from errors import UserError
 
-TABLES = {".jsonl", ".ndjson", ".json", ".parquet"}
+TABLES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"}
 _ENDINGS = (
     ".txt .text .md .markdown .rst .tex .html .py .pyi .c .h .cc .cpp .hpp .cu "
     ".go .java .js .ts .rs .rb .sh .sql .scala .kt .swift .lua .jl .r"
@@ -87,9 +87,7 @@ def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:
     for name, file in found:
         its_kind = kind(file)
         its_split = split_of(name) if its_kind in TABLES else "train"
-        if its_kind == ".json":  # most of those in folders are no tables
-            report.leave_out(name, "a table or not: a glob reads it")
-        elif its_kind not in TEXTS | TABLES:
+        if its_kind not in TEXTS | TABLES:
             report.leave_out(name, f"unknown file type ({its_kind or 'no extension'})")
         elif name == "README.md" and has_tables:
             report.leave_out(name, "describes the tables")

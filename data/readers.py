@@ -2,16 +2,20 @@
 
     .txt .md .py …        UTF-8, line ends unchanged; a byte order mark at the beginning is dropped
     .jsonl .ndjson .json  one object per line
+    .csv .tsv             the first line names the columns; separated by commas, tabs or semicolons
     .parquet              read by pyarrow; only one column if it is known which
     .gz .bz2 .xz .zst     any of these except .parquet, compressed
 
-A defect of a file raises a UserError that names the file. In place of a damaged line of JSON, what
-is wrong with it is yielded, and reading continues. Nothing is repaired.
+A defect of a file raises a UserError that names the file. In place of a damaged row, what is wrong
+with it is yielded, and reading continues. Nothing is repaired.
 """
 
 import contextlib
+import csv
 import io
+import itertools
 import json
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,8 +48,13 @@ def rows(file: Path, column: str) -> Iterator[tuple[str, Row]]:
     column: the only column to read from a parquet file, if it exists.
     """
     with reading(file):
-        is_parquet = kind(file) == ".parquet"
-        yield from _parquet_rows(file, column) if is_parquet else _json_lines(file)
+        match kind(file):
+            case ".parquet":
+                yield from _parquet_rows(file, column)
+            case ".csv" | ".tsv":
+                yield from _csv_rows(file)
+            case _:
+                yield from _json_lines(file)
 
 
 @contextlib.contextmanager
@@ -98,13 +107,48 @@ def _json_row(line: bytes) -> Row:
     if not isinstance(row, dict):
         return f'a row must be an object such as {{"text": …}}, and this is a {type(row).__name__}'
     for name, value in row.items():
-        try:
-            if isinstance(value, str):
-                value.encode()
-        except UnicodeEncodeError as error:  # JSON escapes can spell one
-            bad = ord(value[error.start])
+        if isinstance(value, str) and (bad := _lone_surrogate(value)):  # JSON escapes can spell one
             return f"{name!r} contains a lone surrogate, \\u{bad:04x}: half of a character"
     return row
+
+
+def _lone_surrogate(text: str) -> int | None:
+    """The code of the first lone surrogate in a text, which UTF-8 cannot write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return ord(text[error.start])
+    return None
+
+
+def _csv_rows(file: Path) -> Iterator[tuple[str, Row]]:
+    csv.field_size_limit(sys.maxsize)  # the default is 128 KiB
+    # surrogateescape: a byte that is not UTF-8 becomes the last 8 bits of a lone surrogate, and its
+    # row is known
+    with io.TextIOWrapper(open_binary(file), "utf-8-sig", "surrogateescape", newline="") as stream:
+        head = stream.readline()
+        head.encode(errors="surrogateescape").decode()  # names of columns must be UTF-8
+        marks = "\t" if kind(file) == ".tsv" else ",\t;"
+        separator = next((mark for mark in marks if mark in head), marks[0])
+        reader = csv.reader(itertools.chain([head], stream), delimiter=separator, strict=True)
+        line = 1
+        try:
+            columns = next(reader, [])
+            line = reader.line_num + 1
+            for values in reader:
+                row: Row = dict(zip(columns, values, strict=False))
+                if bad := _lone_surrogate("".join(values)):
+                    row = f"it is not UTF-8 (byte 0x{bad & 0xFF:02x})"
+                elif len(values) != len(columns):
+                    row = f"it has {len(values)} fields, and the first line names {len(columns)} "
+                    row += f"columns; a field that contains {separator!r} must be quoted"
+                if values:
+                    yield f"line {line}", row
+                line = reader.line_num + 1
+        except csv.Error as error:
+            # quotes pair up differently from here on, so no later line can be trusted
+            remedy = f'correct it, {LEAVE_OUT}; a quote in a quoted field is written twice: ""'
+            raise UserError("--source", str(file), f"line {line}: {error}", remedy) from error
 
 
 def _parquet_rows(file: Path, column: str) -> Iterator[tuple[str, Row]]:
@@ -113,12 +157,20 @@ def _parquet_rows(file: Path, column: str) -> Iterator[tuple[str, Row]]:
     with file.open("rb") as stream:
         table = pyarrow.parquet.ParquetFile(stream)
         columns = [column] if column in table.schema_arrow.names else None
-        first = 0
+        number = itertools.count()
         for batch in table.iter_batches(1024, columns=columns):
-            batch.validate(full=True)  # pyarrow does not check that strings are UTF-8
-            for number, row in enumerate(batch.to_pylist(), first):
-                yield f"row {number}", row
-            first += len(batch)
+            for row in _arrow_rows(batch):
+                yield f"row {next(number)}", row
+
+
+def _arrow_rows(batch: Any) -> list[Row]:
+    try:
+        rows: list[Row] = batch.to_pylist()
+        return rows
+    except UnicodeDecodeError as error:  # pyarrow does not check that strings are UTF-8
+        if len(batch) == 1:
+            return [f"it is not UTF-8 (byte 0x{error.object[error.start]:02x})"]
+        return [row for i in range(len(batch)) for row in _arrow_rows(batch.slice(i, 1))]
 
 
 def _first_bad_line(file: Path) -> int:

@@ -9,7 +9,7 @@ A source is named by a string; several are read in the order given:
                       A file that is something else by its first bytes is refused (contents.py)
     a folder          containing such files, mixed or not, at any depth. Hidden files are left out,
                       and so are tables whose names show another split than --split
-                      (`test.jsonl`), and `.json`; what is left out is reported (files.py)
+                      (`test.jsonl`); what is left out is reported (files.py)
     anything else     the name of a data set on the Hugging Face hub, streamed; NAME:CONFIG if it
                       has configurations
 
@@ -33,6 +33,7 @@ from data.readers import Row, reading, rows, text_parts
 from errors import UserError
 
 STDLIB = "python-stdlib"
+FIRST_ROWS = 1000
 _NAMES = "test tests idle_test site-packages dist-packages __pycache__ lib-dynload"
 STDLIB_EXCLUDED = set(_NAMES.split())
 
@@ -97,7 +98,7 @@ def _of_sources(
             else:
                 seen.add(once)
                 new.append(file)
-        streams.append(_of_files(new, base, text_field, report))
+        streams.append(_of_files(new, base, Path(source).is_dir(), text_field, report))
     for stream in streams:
         yield from stream
 
@@ -131,10 +132,16 @@ def _files(source: str, path: Path, split: str, report: Report) -> tuple[list[Pa
     return None, base
 
 
-def _of_files(files: list[Path], base: Path, text_field: str, report: Report) -> Iterator[Document]:
+def _of_files(
+    files: list[Path], base: Path, is_folder: bool, text_field: str, report: Report
+) -> Iterator[Document]:
     for file in files:
         name, used = file.relative_to(base).as_posix(), 0
         try:
+            if is_folder and kind(file) == ".json" and not _begins_as_table(file, text_field):
+                why = f"JSON, but its first lines have no text in column {text_field!r}"
+                report.leave_out(name, why)
+                continue
             for document in _of_file(file, name, text_field, report):
                 report.files += not used
                 used += 1
@@ -147,6 +154,21 @@ def _of_files(files: list[Path], base: Path, text_field: str, report: Report) ->
             report.fault("damaged_files", error)
             begins = f" (from document {used + 1} on)" if used else ""
             report.leave_out(name + begins, "damaged")
+
+
+def _begins_as_table(file: Path, text_field: str) -> bool:
+    """Whether one of the first rows of a .json file has text. Many of those in a folder are no
+    tables."""
+    try:
+        with reading(file):
+            check_content(file)
+        first = itertools.islice(rows(file, text_field), FIRST_ROWS)
+        found = (row.get(text_field, 0) for _, row in first if isinstance(row, dict))
+        return any(isinstance(text, str | None) for text in found)
+    except Refused:
+        raise
+    except UserError:
+        return False
 
 
 def _of_file(file: Path, name: str, text_field: str, report: Report) -> Iterator[Document]:

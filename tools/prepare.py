@@ -1,7 +1,7 @@
 """Tokenizes text: `python -m tools.prepare --source NAME_OR_PATH --tokenizer FILE --out DIR`.
 
 --source: `python-stdlib`, a file, a 'glob' or a folder of text (.txt, .md, .py, …) and tables
-(.jsonl, .ndjson, .parquet), also compressed (.gz, .bz2, .xz, .zst), or a data set of the Hugging
+(.jsonl, .csv, .parquet, …), also compressed (.gz, .bz2, .xz, .zst), or a data set of the Hugging
 Face hub; or several of these. See data/sources.py. What is left out is reported. Training reads the
 token shards in DIR as `data.path`. data/prepare.py describes the folder's contents.
 """

@@ -89,6 +89,7 @@ def test_prepared_documents_are_the_source_and_the_index_counts_them(data: Path)
 
 def test_same_bytes_for_any_number_of_workers(data: Path, tmp_path) -> None:
     assert contents(prepared(tmp_path / "three", workers=3)) == contents(data)
+    assert len({file.stat().st_mode for file in data.iterdir()}) == 1, "permissions of the umask"
 
 
 def test_damage_is_refused_or_skipped_and_counted(tmp_path, capsys) -> None:

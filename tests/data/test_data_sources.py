@@ -30,27 +30,30 @@ def test_a_folder_of_mixed_kinds_is_read_whole_and_the_rest_is_named(tmp_path: P
     write(
         tmp_path,
         {"a.jsonl": row("json"), "b.txt": "text", "c.txt.gz": gzip.compress(b"compressed"),
-         "d/e.ndjson": row("more"), "d/looks_like.txt/f.md": "in a folder named like a file",
+         "d/e.csv": "text,n\ncsv,1\n", "d/looks_like.txt/f.md": "in a folder named like a file",
          "empty.txt": "", ".hidden/x.txt": "not to be read", "d/.also_hidden.txt": "not to be read",
          "image.png": b"\x89PNG", "README": "no ending", "all.zip": b"PK",
-         "package.json": '{"name": "a program", "version": "1"}'},
+         "package.json": '{"name": "a program", "version": "1"}', "number.json": '{"text": 5}',
+         "mixed.json": '[1, {}]', "utf16.json": row("x").encode("utf-16"), "z.json": row("z")},
     )  # fmt: skip
     os.symlink(tmp_path, tmp_path / "d" / "loop")
     os.symlink("b.txt", tmp_path / "link.txt")
     os.symlink("nowhere", tmp_path / "broken.txt")
     os.symlink("/dev/null", tmp_path / "device.txt")
     texts, left_out = read(tmp_path)
-    assert texts == ["json", "text", "compressed", "more", "in a folder named like a file"]
+    assert texts == ["json", "text", "compressed", "csv", "in a folder named like a file", "z"]
     assert {reason: sorted(names) for reason, names in left_out.items()} == {
         "hidden": [".hidden", "d/.also_hidden.txt"],
         "a link to something that is read anyway": ["d/loop", "link.txt"],
         "neither a file nor a folder, nor a link to one": ["broken.txt", "device.txt"],
-        "a table or not: a glob reads it": ["package.json"],
         "unknown file type (.zip)": ["all.zip"],
         "unknown file type (.png)": ["image.png"],
         "unknown file type (no extension)": ["README"],
         "empty": ["empty.txt"],
-    }
+        "JSON, but its first lines have no text in column 'text'": [
+            "mixed.json", "number.json", "package.json", "utf16.json",
+        ],
+    }  # fmt: skip
 
 
 def test_links_to_what_is_elsewhere_are_followed_once(tmp_path: Path) -> None:
@@ -113,15 +116,15 @@ def test_the_readme_of_tables_is_not_text(tmp_path: Path) -> None:
 
 
 def test_several_sources_are_read_in_order_and_each_file_once(tmp_path: Path) -> None:
-    write(tmp_path, {"a.txt": "a", "b/c.txt": "c", "b/d.jsonl": row("d"), "b/e.json": row("e")})
+    write(tmp_path, {"a.txt": "a", "b/c.txt": "c", "b/d.jsonl": row("d"), "b/e.csv": "text\ne\n"})
     os.symlink("a.txt", tmp_path / "link.txt")
     write(tmp_path, {"f/c.txt": "another c"})
-    names = ["b/d.jsonl", "a.txt", "*.txt", "b/*.json", "b", "f", "b/*.json", "a.txt"]
+    names = ["b/d.jsonl", "a.txt", "*.txt", "b", "f", "b/*.csv", "a.txt"]
     report = Report()
     found = list(documents([f"{tmp_path}/{name}" for name in names], report=report))
-    assert [document.text for document in found] == ["d", "a", "e", "c", "another c"]
-    assert [document.id for document in found] == ["d", "a.txt", "e", "c.txt", "c.txt"]
-    twice = ["a.txt", "link.txt", "b/d.jsonl", "b/e.json", "a.txt"]
+    assert [document.text for document in found] == ["d", "a", "c", "e", "another c"]
+    assert [document.id for document in found] == ["d", "a.txt", "c.txt", "e", "c.txt"]
+    twice = ["a.txt", "link.txt", "b/d.jsonl", "b/e.csv", "a.txt"]
     left_out = report.left_out
     assert left_out["given twice: read once"] == [f"{tmp_path}/{name}" for name in twice]
     for missing in ("x.txt", "y*.txt"):  # before one is read
@@ -167,6 +170,16 @@ def test_tables_are_read_exactly(tmp_path: Path) -> None:
     assert "line 1: a row must be an object" in refusal(tmp_path / "list.json").why
 
 
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_csv_is_read_exactly(tmp_path: Path, separator: str) -> None:
+    rows = [["1", "NA"], ["2", 'two\r\nlines, "quoted"; and\ttabs'], ["3", ""]]
+    quoted = [[number, f'"{text.replace(chr(34), chr(34) * 2)}"'] for number, text in rows]
+    content = "\r\n\r\n".join(separator.join(fields) for fields in [["id", "text"], *quoted])
+    name = "a.tsv" if separator == "\t" else "a.csv"
+    write(tmp_path, {name: b"\xef\xbb\xbf" + content.encode()})
+    assert read(tmp_path / name)[0] == [text for _, text in rows if text]
+
+
 @pytest.mark.parametrize("name", ["a text.txt", "a text.txt.gz"])
 def test_text_in_another_encoding_is_refused(tmp_path: Path, name: str) -> None:
     text, pack = "ein Satz\nnaïve\n", gzip.compress if name.endswith("gz") else bytes
@@ -198,7 +211,11 @@ DAMAGE: dict[str, tuple[str | bytes, str, list[str]]] = {
     "deep.jsonl": ("[" * 100_000, "line 1: it is nested too deeply", []),
     "cut.jsonl.gz": (gzip.compress(row("a").encode())[:-6], "it is damaged or cut short", []),
     "latin.txt": (b"na\xefve", r"line 1: it is not UTF-8 \(byte 0xef", []),
-    "latin.parquet": (not_utf8(), "it is damaged or cut short, .* Invalid UTF8", []),
+    "latin.parquet": (not_utf8(), r"row 0: it is not UTF-8 \(byte 0xff", ["a"]),
+    "latin.csv": (b"n,text\n1,\xff\n2,b\n", r"line 2: it is not UTF-8 \(byte 0xff", ["b"]),
+    "latin name.csv": (b"text,na\xefve\na,1\n", r"line 1: it is not UTF-8 \(byte 0xef", []),
+    "short.csv": ("n,text\n1\n2,b\n", "line 2: it has 1 fields, .* names 2 columns", ["b"]),
+    "open.tsv": ('n\ttext\n0\ta\n1\t"open\n', "line 3: unexpected end of data", ["a"]),
 }
 
 
@@ -218,15 +235,16 @@ def test_damage_is_refused_or_skipped_and_counted(tmp_path: Path, name: str) -> 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 PULL = "run `git lfs pull` in its folder"
-NEITHER = "neither UTF-8 text, JSON lines nor a parquet table: it begins with "
+NEITHER = "neither UTF-8 text nor a parquet table: it begins with "
 CONVERT = "unpack or convert it, or copy it again"
 NOT_TEXT = {
     "pointer.txt": (POINTER, "it is a Git LFS pointer", PULL),
     "pointer.jsonl.gz": (POINTER, "it is a Git LFS pointer", PULL),
+    "pointer.json": (POINTER, "it is a Git LFS pointer", PULL),
     "pointer.parquet": (POINTER, "it is a Git LFS pointer", PULL),
     "annex.txt": ("/annex/objects/SHA256E-s9--1.txt\n", "it is a git-annex", "run `git annex get`"),
     "tar.jsonl.gz": (gzip.compress(b"a.txt\0"), f"{NEITHER}b'a.txt", CONVERT),
-    "a.csv": ("text\na", f"{NEITHER}b'text", CONVERT),
+    "a.parquet.gz": (gzip.compress(b"PAR1\x15\0"), NEITHER, CONVERT),
     "a.parquet": ("text", f"{NEITHER}b'text'", CONVERT),
     "cut.parquet": (b"PAR1\x15\0", "it is damaged or cut short", "copy it again"),
     "utf-16.txt": ("text".encode("utf-16"), NEITHER, CONVERT),
@@ -238,8 +256,9 @@ NOT_TEXT = {
 def test_a_file_is_what_its_first_bytes_say(tmp_path: Path, name: str) -> None:
     content, why, remedy = NOT_TEXT[name]
     write(tmp_path, {name: content, "a.txt": "text"})
+    source = tmp_path if name == "pointer.json" else tmp_path / name
     # what may be damaged can be skipped
-    error = refusal(tmp_path / name, skip=["damaged"] if name.count("pointer") else [])
+    error = refusal(source, skip=["damaged"] if name.count("pointer") else [])
     assert (error.value, error.why[: len(why)]) == (f"{tmp_path}/{name}", why)
     assert error.remedy.startswith(remedy)
 

@@ -233,6 +233,7 @@ def test_commands(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert SINGLE in said
     assert "--override-kv" not in said, "a hint for llama.cpp, of Qwen3"
     assert same_bits(stored(out), stored(hf))
+    assert (out / SINGLE).stat().st_mode == (out / "config.json").stat().st_mode, "by the umask"
     stated = json.loads((out / "config.json").read_text())
     assert stated["max_position_embeddings"] == SMALL["max_position_embeddings"]
     ends = json.loads((out / "generation_config.json").read_text())
