@@ -10,6 +10,8 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+import yaml
+
 from data.contents import Refused, kind
 from errors import UserError
 
@@ -90,6 +92,9 @@ def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:
         if its_kind not in TEXTS | TABLES:
             report.leave_out(name, f"unknown file type ({its_kind or 'no extension'})")
         elif name == "README.md" and has_tables:
+            if len(names := _configurations(file)) > 1:
+                why = f"its README.md describes several data sets: {', '.join(names)}"
+                raise UserError("--source", str(folder), why, "give the folder of one, or a glob")
             report.leave_out(name, "describes the tables")
         elif its_split != split:
             report.leave_out(name, f"belongs to split {its_split!r} (--split {its_split})")
@@ -124,6 +129,16 @@ def split_of(name: str) -> str:
     split, else `train`."""
     word = SPLIT_WORD.search(name.lower())
     return SPLIT_WORDS[word[1]] if word else "train"
+
+
+def _configurations(readme: Path) -> list[str]:
+    """Those named in a README.md of the Hugging Face hub."""
+    try:
+        parts = readme.read_text(encoding="utf-8").split("---", 2)
+        listed = yaml.safe_load(parts[1])["configs"] if len(parts) == 3 else []
+        return [str(entry["config_name"]) for entry in listed]
+    except (OSError, ValueError, yaml.YAMLError, RecursionError, KeyError, TypeError):
+        return []  # any other text
 
 
 def _walk(folder: Path, report: Report) -> Iterator[Path]:

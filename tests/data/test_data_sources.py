@@ -111,6 +111,9 @@ def test_tables_of_a_folder_have_splits_by_their_names(tmp_path: Path) -> None:
 def test_the_readme_of_tables_is_not_text(tmp_path: Path) -> None:
     write(tmp_path, {"README.md": "# Data", "a.jsonl": row("a")})
     assert read(tmp_path) == (["a"], {"describes the tables": ["README.md"]})
+    write(tmp_path, {"README.md": "---\nconfigs:\n- config_name: en\n- config_name: fr\n---\n"})
+    assert "several data sets: en, fr" in refusal(tmp_path).why
+    write(tmp_path, {"README.md": "# Data"})
     (tmp_path / "a.jsonl").unlink()
     assert read(tmp_path)[0] == ["# Data"]
 
