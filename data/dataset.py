@@ -2,9 +2,7 @@
 
 Opening reads index.json and checks the size of every shard, so that a missing or truncated file is
 found before the first step and not in the middle of the run. A shard's header is checked when the
-shard is first mapped; its content is not checked. At most OPEN_SHARDS shards are mapped at a time:
-a mapping holds a file descriptor, of which a process often may have only a thousand, and a data set
-may have tens of thousands of shards.
+shard is first mapped; its content is not checked.
 """
 
 import hashlib
@@ -18,11 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from data.config import DataConfig
-from data.shards import FORMAT, REMEDY, VERSION, map_tokens
+from data.shards import DTYPES, FORMAT, REMEDY, VERSION, map_tokens
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
 
-OPEN_SHARDS = 128
+MAPPED_SHARDS = 1024  # at most, of each split; Linux allows a process 65,530 mappings
 
 
 class TokenDataset:
@@ -51,7 +49,7 @@ class TokenDataset:
         matters = [index["format"], index["version"], index["dtype"], self.tokenizer_sha256, split]
         matters += [[tokens, sha256] for _, tokens, _, sha256 in self._shards]
         self.checksum = hashlib.sha256(json.dumps(matters).encode()).hexdigest()
-        self.map_at_most(OPEN_SHARDS)
+        self._tokens_of = lru_cache(maxsize=MAPPED_SHARDS)(self._map_tokens)
 
     @classmethod
     def open(cls, folder: str | Path, split: str, *, tokenizer: str | Path = "") -> "TokenDataset":
@@ -96,23 +94,17 @@ class TokenDataset:
         return next(found, self.folder / MODEL)
 
     def window(self, start: int, length: int) -> np.ndarray:
-        """[length] tokens that begin at position `start` of the split, in the stored dtype; a copy
-        if the window spans shards, else a view."""
+        """[length] tokens that begin at position `start` of the split, in the stored dtype."""
         if not 0 <= start <= start + length <= self.num_tokens:
             raise IndexError(f"tokens {start}..{start + length} of {self.num_tokens}")
         shard = bisect_right(self._starts, start) - 1
         pieces, end = [], start + length
         while start < end:
-            first = self._starts[shard]
-            piece = self._tokens_of(shard)[start - first : end - first]
-            pieces.append(piece)
-            start += len(piece)
+            first, until = self._starts[shard], min(end, self._starts[shard + 1])
+            pieces.append(self._tokens_of(shard)[start - first : until - first])
+            start = until
             shard += 1
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-    def map_at_most(self, shards: int) -> None:
-        """Map at most so many shards at a time."""
-        self._tokens_of = lru_cache(maxsize=shards)(self._map_tokens)
+        return np.concatenate(pieces)
 
     def _map_tokens(self, shard: int) -> np.ndarray:
         file, tokens, *_ = self._shards[shard]
@@ -129,8 +121,6 @@ class Mixture:
 
     def __init__(self, sources: Sequence[TokenDataset], weights: Sequence[float]) -> None:
         self.sources, self.weights = list(sources), [float(weight) for weight in weights]
-        for source in self.sources:  # whose shards are mapped at the same time
-            source.map_at_most(max(1, OPEN_SHARDS // len(self.sources)))
         first = self.sources[0]
         for other in self.sources[1:]:
             if other.tokenizer_sha256 != first.tokenizer_sha256:
@@ -150,21 +140,14 @@ class Mixture:
         self.unigram_nats_per_token: float | None = mean
 
 
-Opened = dict[tuple[str, str], TokenDataset]  # by folder and split
-
-
-def open_data(config: DataConfig, split: str, opened: Opened | None = None) -> Mixture:
-    """Opens split `train` or `heldout` of every folder in `config.path`, or takes it from `opened`,
-    where new ones are added. Raises UserError if any of them is not usable."""
+def open_data(config: DataConfig, split: str) -> Mixture:
+    """Opens split `train` or `heldout` of every folder in `config.path`. Raises UserError if any of
+    them is not usable."""
     paths = config.path if isinstance(config.path, dict) else {config.path: 1.0}
     if not paths:
         why = "it names no data"
         raise UserError("data.path", paths, why, "give a prepared folder, or {folder: weight, …}")
-    opened = {} if opened is None else opened
-    for path in paths:
-        if (path, split) not in opened:
-            opened[path, split] = TokenDataset.open(path, split, tokenizer=config.tokenizer)
-    sources = [opened[path, split] for path in paths]
+    sources = [TokenDataset.open(path, split, tokenizer=config.tokenizer) for path in paths]
     for source in sources:
         if config.document_mask and (source.bos_id is None or source.bos_id < 0):
             why = f"documents are found by the bos that begins each, and {source.folder} has none"
@@ -185,7 +168,7 @@ def _read_index(folder: Path) -> dict:
         why = f"its index is damaged: {error}"
         raise UserError("data.path", str(path), why, REMEDY) from error
     about = [index.get(key) for key in ("format", "version")] if isinstance(index, dict) else []
-    if about != [FORMAT, VERSION] or index.get("dtype") not in ("uint16", "uint32"):
+    if about != [FORMAT, VERSION] or index.get("dtype") not in DTYPES:
         why = f"it is not a {FORMAT} index of version {VERSION}, of dtype uint16 or uint32"
         raise UserError("data.path", str(path), why, REMEDY)
     return index

@@ -7,13 +7,12 @@ is dropped silently.
 import glob
 import os
 import re
-import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import yaml
 
-from data.contents import kind
+from data.contents import Refused, kind
 from errors import UserError
 
 TABLES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"}
@@ -30,7 +29,6 @@ SPLIT_WORDS = {
 }
 SPLIT_WORD = re.compile(rf"(?<![a-z])({'|'.join(SPLIT_WORDS)})(?![a-z])")
 NAMED = 5  # the most file names that a report lists for each reason
-SHOWN = 20  # the most rows and files that an error lists
 # what a report counts, and the choice of --skip that leaves it out; "": it is always left out
 COUNTED = {
     "empty_documents": "",
@@ -46,52 +44,26 @@ class Report:
 
     skip: what is left out and counted; otherwise it is refused: `missing` (rows without the column
         of the text) or `damaged` (rows, and files from the damage on).
-    announce: whether the first fault is written to standard error at once.
     files: number of files that gave documents.
     left_out: reason → names of the files.
     counts: see COUNTED.
-    refused: number of the faults that are not to be skipped; once there is one, nothing is
-        prepared, and the rest is only read to list all faults.
     """
 
-    def __init__(self, skip: Collection[str] = (), announce: bool = False) -> None:
+    def __init__(self, skip: Collection[str] = ()) -> None:
         self.skip = frozenset(skip)
         self.counts = dict.fromkeys(COUNTED, 0)
-        self.refused = 0
-        self._shown: list[UserError] = []
         self.files = 0
         self.left_out: dict[str, list[str]] = {}
-        self._announce = announce
 
     def leave_out(self, name: str, reason: str) -> None:
         self.left_out.setdefault(reason, []).append(name)
 
     def fault(self, what: str, error: UserError) -> None:
-        """Counts a row or a file that cannot be used. what: a key of COUNTED; any other: it is
-        refused whatever --skip says."""
-        if what in COUNTED:
-            self.counts[what] += 1
-            if COUNTED[what] in self.skip:
-                return
-        self.refused += 1
-        if len(self._shown) < SHOWN:
-            self._shown.append(error)
-        if self._announce and self.refused == 1:
-            why = "reading on to list all faults; nothing will be written"
-            print(f"{error.value}: {error.why}; {why}", file=sys.stderr, flush=True)
-
-    def check(self, key: str, value: str) -> None:
-        """Raises one UserError for all faults that are not to be skipped: the only one itself, or
-        one of `value` that lists them."""
-        if self.refused == 1:
-            raise self._shown[0]
-        if self.refused:
-            listed = [f"{error.value}: {error.why}" for error in self._shown]
-            if more := self.refused - len(listed):
-                listed.append(f"and {more:,} more")
-            remedies = [*dict.fromkeys(error.remedy for error in self._shown)]
-            why = "\n    ".join([f"{self.refused:,} rows or files cannot be read:", *listed])
-            raise UserError(key, value, why, "\n    ".join(remedies[:NAMED]))
+        """Counts a row or a file that cannot be used as `what`, a key of COUNTED. Raises the error
+        unless such are to be skipped."""
+        if COUNTED[what] not in self.skip:
+            raise Refused(error.key, error.value, error.why, error.remedy) from error
+        self.counts[what] += 1
 
     def reasons(self) -> list[str]:
         """Each reason why files were left out, with the names of some of them, and the counts."""

@@ -9,10 +9,9 @@ index of the next sample. So a run resumed with another dp size reads the same b
 resumed with another batch size continues at the same sample.
 """
 
-import queue
-import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,16 +96,15 @@ class BatchLoader:
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        """The next batch. Raises any error of the reading thread, again at every later call."""
-        if self._error is None and self._stop.is_set():
+        """The next batch. Raises any error of reading it, again at every later call."""
+        if not self._ahead:
             raise RuntimeError("the loader is closed")
-        if self._error is None:
-            batch, after = self._ready.get()
-            if batch is not None:
-                self.next_sample = after
-                return batch
-            self._error = after
-        raise self._error
+        reading, after = self._ahead[0]
+        batch = reading.result()
+        self._ahead.popleft()
+        self.next_sample = after
+        self._read_ahead()
+        return batch
 
     def state(self) -> dict:
         """The state from which to resume after the last batch returned; serializable as JSON, and
@@ -121,35 +119,26 @@ class BatchLoader:
 
     def close(self) -> None:
         """Stops the reading thread. May be called twice."""
-        self._stop.set()
-        while self._thread.is_alive():  # it may be blocked on a full queue
-            try:
-                self._ready.get_nowait()
-            except queue.Empty:
-                self._thread.join(timeout=0.01)
+        self._ahead.clear()
+        self._reader.shutdown(cancel_futures=True)
 
     def _start(self, next_sample: int, skipped: Sequence[Sequence[int]]) -> None:
         self.skipped = merge_ranges(skipped)
-        # Follows the batches returned; the thread, which is ahead, keeps its own count.
-        self.next_sample = next_sample
-        self._error: BaseException | None = None
-        self._stop = threading.Event()
-        self._ready: queue.Queue = queue.Queue(maxsize=self._prefetch)
-        self._thread = threading.Thread(
-            target=self._read_ahead, args=(next_sample,), name="batch loader", daemon=True
-        )
-        self._thread.start()
+        self.next_sample = next_sample  # follows the batches returned
+        self._reader = ThreadPoolExecutor(1, "batch loader")
+        # batches that are read or being read, each with the sample after it
+        self._ahead: deque[tuple[Future[tuple[Tensor, Tensor]], int]] = deque()
+        self._read_ahead()
 
-    def _read_ahead(self, sample: int) -> None:
-        try:
-            while not self._stop.is_set():
-                samples, after = next_samples(sample, self._global_batch_size, self.skipped)
-                source, _, window = self._order.locate(samples[self._mine])
-                made = _assemble(self._data, source, window, self._seq_len)
-                self._ready.put((made, after))
-                sample = after
-        except BaseException as error:  # of any kind: `__next__` raises it
-            self._ready.put((None, error))
+    def _read_ahead(self) -> None:
+        while len(self._ahead) < self._prefetch:
+            begin = self._ahead[-1][1] if self._ahead else self.next_sample
+            samples, after = next_samples(begin, self._global_batch_size, self.skipped)
+            self._ahead.append((self._reader.submit(self._read, samples[self._mine]), after))
+
+    def _read(self, samples: np.ndarray) -> tuple[Tensor, Tensor]:
+        source, _, window = self._order.locate(samples)
+        return _assemble(self._data, source, window, self._seq_len)
 
 
 def check_state(state: dict, data: Mixture) -> None:

@@ -26,18 +26,19 @@ import secrets
 import shutil
 import signal
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 from data.files import Report
 from data.heldout import Part, Splitter
-from data.shards import FORMAT, VERSION, ShardsWriter
+from data.shards import FORMAT, VERSION, write_shard
 from data.sources import documents, shown
 from data.tokenizer import BESIDE, JSON, MODEL, Tokenizer
 from errors import UserError
@@ -50,16 +51,14 @@ CHUNK_CHARS = 1 << 18
 # nothing. (Unknown tokens are counted exactly.) Decoding takes a sixth of the time of encoding.
 CHECK_ALL, CHECK_EVERY = 16, 8
 EXAMPLE_CHARS = 20
+COUNTED = ("tokens", "documents", "characters", "utf8_bytes")  # of each split, in the index
 
 
 class Encoded(NamedTuple):
     """The documents of one chunk that belong to one split."""
 
     documents: list[np.ndarray]  # the tokens of each, bos (if there is one) and eos included
-    characters: int
-    utf8_bytes: int
-    checked: int  # documents that were decoded
-    changed: int  # of which decoding gave another text
+    counts: dict[str, int]  # COUNTED; checked: documents that were decoded; changed: to other text
     example: tuple[str, str] | None  # a piece of the first of those, and what it became
 
 
@@ -80,7 +79,8 @@ def prepare(
 
     heldout_fraction: the fraction of documents held out, chosen by the hash of their ids; if there
         are only a few documents, the fraction of each one (heldout.py).
-    shard_tokens: a shard ends with the document that brings it to this many tokens.
+    shard_tokens: a shard ends with the document that brings it to this many tokens. Of each split,
+        one is in memory.
     workers: processes that tokenize; this process does the reading and writing.
     report: records what was read and left out, and says what may be left out.
 
@@ -105,8 +105,8 @@ def prepare(
             for encoded in _encode(_chunks(splitter), tokenizer, dtype, workers):
                 for writer, part in zip(writers.values(), encoded, strict=True):
                     writer.append(part)
-                    bar.update(sum(map(len, part.documents)))
-        if writers["train"].tokens == 0:
+                    bar.update(part.counts["tokens"])
+        if not writers["train"].counts["tokens"]:
             why = "there are no training tokens: each of its documents is held out"
             remedy = "give more text, or a smaller --heldout-fraction"
             raise UserError("--source", shown(sources), why, remedy)
@@ -129,13 +129,11 @@ def prepare(
             ),
             "splits": {name: writer.close() for name, writer in writers.items()},
         }
-        unknown, checked, changed = (
-            sum(each) for each in zip(*(writer.kept() for writer in writers.values()), strict=True)
-        )
-        if unknown or changed:
+        counts = writers["train"].counts + writers["heldout"].counts
+        if counts["unknown_tokens"] or counts["changed"]:
+            lost = {name: counts[name] for name in ("unknown_tokens", "checked", "changed")}
             examples = (writer.example for writer in writers.values() if writer.example)
-            counts = {"unknown_tokens": unknown, "checked": checked, "changed": changed}
-            index["text_not_kept"] = counts | {"example": next(examples, None)}
+            index["text_not_kept"] = lost | {"example": next(examples, None)}
         for name, content in tokenizer.files.items():
             (partial / name).write_bytes(content)
         (partial / "index.json").write_text(json.dumps(index, indent=1) + "\n")
@@ -144,9 +142,10 @@ def prepare(
     except BrokenExecutor as error:
         why = "one of these processes was killed, as the kernel does when memory runs out"
         raise UserError("--workers", workers, why, "give fewer workers, or more memory") from error
-    except OSError as error:  # an error of writing: errors of reading the source are UserErrors
+    # an error of writing: errors of reading the source are UserErrors
+    except (OSError, SafetensorError) as error:  # a full disk can raise either
         remedy = "free some space, or give a folder where you have permission to write"
-        why = f"it cannot be written ({error.strerror or error})"
+        why = f"it cannot be written ({getattr(error, 'strerror', None) or error})"
         raise UserError("--out", str(out), why, remedy) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -248,8 +247,10 @@ def _encode_chunk(chunk: list[Part], check: bool) -> list[Encoded]:
         decoded = [tokenizer.decode(ids) for ids in arrays] if check else []
         pairs = zip(texts, decoded, strict=False)
         changed = [_difference(text, became) for text, became in pairs if text != became]
-        counts = sum(map(len, texts)), num_bytes, len(decoded), len(changed)
-        result.append(Encoded(documents, *counts, next(iter(changed), None)))
+        totals = sum(map(len, documents)), len(documents), sum(map(len, texts)), num_bytes
+        counts = dict(zip(COUNTED, totals, strict=True))
+        counts |= {"checked": len(decoded), "changed": len(changed)}
+        result.append(Encoded(documents, counts, next(iter(changed), None)))
     return result
 
 
@@ -261,31 +262,30 @@ def _difference(text: str, decoded: str) -> tuple[str, str]:
 
 
 class _SplitWriter:
-    """Writes one split, shard after shard, and counts its tokens, documents and characters."""
+    """Writes one split, shard after shard, and adds up what Encoded counts."""
 
     def __init__(
         self, folder: Path, split: str, dtype: np.dtype, tokenizer: Tokenizer, shard_tokens: int
     ) -> None:
-        self._tokenizer = tokenizer
-        self._shards = ShardsWriter(folder / split, dtype, shard_tokens)
+        self._folder, self._split, self._dtype = folder, split, dtype
+        self._tokenizer, self._shard_tokens = tokenizer, shard_tokens
+        self._shards: list[dict[str, Any]] = []  # those that are written
+        self._begin_shard()
         self.histogram = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-        self.tokens = self.documents = self.characters = self.utf8_bytes = 0
-        self._checked = self._changed = 0
+        self.counts: Counter[str] = Counter()
         self.example: tuple[str, str] | None = None  # of a text that is not kept
 
     def append(self, part: Encoded) -> None:
-        self.characters += part.characters
-        self.utf8_bytes += part.utf8_bytes
-        self._checked += part.checked
-        self._changed += part.changed
+        self.counts.update(part.counts)
         self.example = self.example or part.example
         if part.documents:
             tokens = np.concatenate(part.documents)
             self.histogram += np.bincount(tokens, minlength=len(self.histogram))
         for document in part.documents:
-            self.tokens += len(document)
-            self.documents += 1
-            self._shards.append(document)
+            self._starts.append(len(self._shard) // self._dtype.itemsize)
+            self._shard += document.data
+            if len(self._shard) >= self._shard_tokens * self._dtype.itemsize:
+                self._end_shard()
         self._check_control_tokens()
 
     def _check_control_tokens(self) -> None:
@@ -293,23 +293,28 @@ class _SplitWriter:
         whatever the tokenizer does, a text cannot end its document."""
         of_document = {self._tokenizer.bos_id, self._tokenizer.eos_id}
         for token in self._tokenizer.control_ids:
-            if self.histogram[token] != (token in of_document) * self.documents:
+            if self.histogram[token] != (token in of_document) * self.counts["documents"]:
                 why = f"it read its control token {token} in a document's text"
                 remedy = "give another file of this tokenizer: tokenizer.model or tokenizer.json"
                 raise UserError("--tokenizer", self._tokenizer.sha256[:12], why, remedy)
 
-    def kept(self) -> tuple[int, int, int]:
-        """How many tokens of texts are the unknown one (which is none that is a control token), how
-        many documents were decoded, and how many of these differed."""
-        unk, control = self._tokenizer.unk_id, self._tokenizer.control_ids
-        unknown = int(self.histogram[unk]) if unk >= 0 and unk not in control else 0
-        return unknown, self._checked, self._changed
-
-    def close(self) -> dict:
+    def close(self) -> dict[str, Any]:
         """The split's entry of the index."""
-        names = ("tokens", "documents", "characters", "utf8_bytes")
-        counted = {name: getattr(self, name) for name in names}
-        return counted | {"shards": self._shards.close()}
+        if self._starts:
+            self._end_shard()
+        unk, control = self._tokenizer.unk_id, self._tokenizer.control_ids
+        if unk >= 0 and unk not in control:
+            self.counts["unknown_tokens"] = int(self.histogram[unk])
+        return {name: self.counts[name] for name in COUNTED} | {"shards": self._shards}
+
+    def _begin_shard(self) -> None:
+        self._shard, self._starts = bytearray(), list[int]()
+
+    def _end_shard(self) -> None:
+        path = self._folder / f"{self._split}-{len(self._shards):05d}.safetensors"
+        tokens = np.frombuffer(self._shard, self._dtype)
+        self._shards.append(write_shard(path, tokens, self._starts))
+        self._begin_shard()
 
 
 def _put_in_place(partial: Path, out: Path) -> None:

@@ -6,9 +6,8 @@
     .parquet              read by pyarrow; only one column if it is known which
     .gz .bz2 .xz .zst     any of these except .parquet, compressed
 
-contents.py recognizes compression and parquet by the content. A defect of a file raises a UserError
-that names the file. In place of a damaged row, what is wrong with it is yielded, and reading
-continues. Nothing is repaired.
+A defect of a file raises a UserError that names the file. In place of a damaged row, what is wrong
+with it is yielded, and reading continues. Nothing is repaired.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data.contents import LEAVE_OUT, Unreadable, open_binary, to_utf8
+from data.contents import LEAVE_OUT, Refused, kind, open_binary
 from errors import UserError
 
 MAX_TEXT_CHARS = 1 << 20
@@ -43,18 +42,17 @@ def text_parts(file: Path) -> Iterator[str]:
             yield text
 
 
-def rows(file: Path, form: str, column: str) -> Iterator[tuple[str, Row]]:
+def rows(file: Path, column: str) -> Iterator[tuple[str, Row]]:
     """Yields (location, row) for every row of a table; the location is such as `line 3`.
 
-    form: `.parquet`, `.jsonl`, …: contents.form
     column: the only column to read from a parquet file, if it exists.
     """
     with reading(file):
-        match form:
+        match kind(file):
             case ".parquet":
                 yield from _parquet_rows(file, column)
             case ".csv" | ".tsv":
-                yield from _csv_rows(file, form)
+                yield from _csv_rows(file)
             case _:
                 yield from _json_lines(file)
 
@@ -65,8 +63,11 @@ def reading(file: Path) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise _not_utf8(file, byte, _first_bad_line(file)) from error
+        byte, line = error.object[error.start], _first_bad_line(file)
+        why = f"line {line}: it is not UTF-8 (byte 0x{byte:02x})"
+        remedy = "convert a copy, if it is Latin-1 by `iconv -f LATIN1 -t UTF-8`, and give that, "
+        remedy += LEAVE_OUT
+        raise UserError("--source", str(file), why, remedy) from error
     except (OSError, ImportError) as error:
         said = getattr(error, "strerror", None)
         if said is None and isinstance(error, OSError):  # raised by a decompressor
@@ -75,7 +76,7 @@ def reading(file: Path) -> Iterator[None]:
         if said is None:  # a Python may lack bz2 or lzma
             said, remedy = f"{error}", "decompress it first"
         why, name = f"it cannot be read ({said})", getattr(error, "filename", None) or file
-        raise Unreadable("--source", str(name), why, remedy) from error
+        raise Refused("--source", str(name), why, remedy) from error
     except (EOFError, zlib.error, ValueError) as error:  # includes pyarrow.ArrowInvalid
         raise _damaged(file, error) from error
     except Exception as error:
@@ -120,21 +121,19 @@ def _lone_surrogate(text: str) -> int | None:
     return None
 
 
-def _csv_rows(file: Path, form: str) -> Iterator[tuple[str, Row]]:
+def _csv_rows(file: Path) -> Iterator[tuple[str, Row]]:
     csv.field_size_limit(sys.maxsize)  # the default is 128 KiB
     # surrogateescape: a byte that is not UTF-8 becomes the last 8 bits of a lone surrogate, and its
-    # line is known
-    with io.TextIOWrapper(
-        open_binary(file), encoding="utf-8-sig", errors="surrogateescape", newline=""
-    ) as stream:
+    # row is known
+    with io.TextIOWrapper(open_binary(file), "utf-8-sig", "surrogateescape", newline="") as stream:
         head = stream.readline()
-        separator = next((mark for mark in ",\t;" if mark in head), ",") if form == ".csv" else "\t"
+        head.encode(errors="surrogateescape").decode()  # names of columns must be UTF-8
+        marks = "\t" if kind(file) == ".tsv" else ",\t;"
+        separator = next((mark for mark in marks if mark in head), marks[0])
         reader = csv.reader(itertools.chain([head], stream), delimiter=separator, strict=True)
         line = 1
         try:
             columns = next(reader, [])
-            if bad := _lone_surrogate("".join(columns)):
-                raise _not_utf8(file, bad & 0xFF, 1)
             line = reader.line_num + 1
             for values in reader:
                 row: Row = dict(zip(columns, values, strict=False))
@@ -172,12 +171,6 @@ def _arrow_rows(batch: Any) -> list[Row]:
         if len(batch) == 1:
             return [f"it is not UTF-8 (byte 0x{error.object[error.start]:02x})"]
         return [row for i in range(len(batch)) for row in _arrow_rows(batch.slice(i, 1))]
-
-
-def _not_utf8(file: Path, byte: int, line: int) -> UserError:
-    why = f"line {line}: it is not UTF-8 (byte 0x{byte:02x})"
-    remedy = f"if it is Latin-1, {to_utf8('LATIN1')}; {LEAVE_OUT}"
-    return UserError("--source", str(file), why, remedy)
 
 
 def _first_bad_line(file: Path) -> int:

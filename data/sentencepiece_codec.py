@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import sentencepiece
 
-from data.foreign_tokenizers import not_a_tokenizer
+from data.token_roles import not_a_tokenizer
 from errors import UserError
 
 SPACE_MARK = "\u2581"  # SentencePiece represents a space by this character

@@ -1,109 +1,67 @@
-"""One token shard: a safetensors file with two tensors.
+"""One token shard: a safetensors file (https://github.com/huggingface/safetensors), without pickle.
 
     tokens            uint16, or uint32 where the vocabulary needs it; concatenated documents
     document_starts   int64, the positions in `tokens` where the documents begin
 
-The format is eight bytes of header length, a JSON header, and the data
-(https://github.com/huggingface/safetensors). A shard is written as a stream, so that memory does
-not depend on its size, and is memory-mapped, so that opening it reads none of its tokens. The
-`safetensors` library reads the same files (a test compares). No pickle is used.
+A shard is in memory until it is written. It is read through a mapping, so that opening it reads
+none of its tokens.
 """
 
+import contextlib
 import hashlib
-import json
-import struct
-from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from errors import UserError
 
 FORMAT, VERSION = "lattice-tokens", 1  # written into the folder's index.json
-HEADER_BYTES = 512 - 8  # of JSON, padded with spaces: the tensors start at byte 512
-MAX_HEADER_BYTES = 1 << 20  # our headers are smaller; a damaged length must not cause allocation
-DTYPES = {"uint16": "U16", "uint32": "U32", "int64": "I64"}  # numpy's name -> safetensors' name
+DTYPES = {"uint16": "U16", "uint32": "U32"}  # numpy's name -> safetensors' name
 REMEDY = "copy it again, or prepare the data again: `python -m tools.prepare`"
 
 
-class ShardsWriter:
-    """Writes shards STEM-00000.safetensors … of documents; `close` returns the index's entries for
-    them. A shard ends with the document that brings it to `shard_tokens`."""
+def write_shard(path: Path, tokens: np.ndarray, starts: Sequence[int]) -> dict[str, Any]:
+    """Writes a shard of documents that begin at `starts`; returns its entry in index.json."""
+    with permissions_of_umask(path):
+        save_file({"tokens": tokens, "document_starts": np.array(starts, np.int64)}, path)
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        size = file.tell()
+    entry = {"file": path.name, "tokens": len(tokens), "documents": len(starts)}
+    return entry | {"bytes": size, "sha256": sha256}
 
-    def __init__(self, stem: Path, dtype: np.dtype, shard_tokens: int) -> None:
-        self._stem, self._dtype, self._shard_tokens = stem, np.dtype(dtype), shard_tokens
-        self._entries: list[dict] = []
-        self._file: BinaryIO | None = None
 
-    def append(self, document: np.ndarray) -> None:
-        """Adds the tokens of one document."""
-        if self._file is None:
-            path = Path(f"{self._stem}-{len(self._entries):05d}.safetensors")
-            self._file, self._starts, self._tokens = path.open("w+b"), array("q"), 0
-            # Space for the header, which contains the sizes and so is written last.
-            self._file.write(bytes(8 + HEADER_BYTES))
-        self._file.write(document.astype(self._dtype, copy=False).data)
-        self._starts.append(self._tokens)
-        self._tokens += len(document)
-        if self._tokens >= self._shard_tokens:
-            self._end_shard()
-
-    def close(self) -> list[dict]:
-        if self._file is not None:
-            self._end_shard()
-        return self._entries
-
-    def _end_shard(self) -> None:
-        starts = np.array(self._starts, dtype=np.int64)
-        self._file.write(starts.astype("<i8").data)
-        size = self._file.tell()
-        header, begin = {}, 0
-        for name, dtype, count in (
-            ("tokens", self._dtype, self._tokens),
-            ("document_starts", starts.dtype, len(starts)),
-        ):
-            end = begin + count * dtype.itemsize
-            entry = {"dtype": DTYPES[dtype.name], "shape": [count], "data_offsets": [begin, end]}
-            header[name], begin = entry, end
-        self._file.seek(0)
-        self._file.write(
-            struct.pack("<Q", HEADER_BYTES) + json.dumps(header).encode().ljust(HEADER_BYTES)
-        )
-        self._file.seek(0)
-        entry = {
-            "file": Path(self._file.name).name,
-            "tokens": self._tokens,
-            "documents": len(starts),
-            "bytes": size,
-            "sha256": hashlib.file_digest(self._file, "sha256").hexdigest(),
-        }
-        self._file.close()
-        self._entries.append(entry)
-        self._file = None
+@contextlib.contextmanager
+def permissions_of_umask(path: Path) -> Iterator[None]:
+    """Gives them to a file that safetensors writes at `path`: it lets nobody else read it."""
+    path.touch()
+    mode = path.stat().st_mode
+    yield
+    path.chmod(mode)
 
 
 def map_tokens(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    """The tokens of the shard, mapped read-only. Raises UserError if the file is missing, or its
-    header does not give exactly this dtype and shape [count], within the file."""
-    dtype = np.dtype(dtype)
-    expected = DTYPES[dtype.name], [count], count * dtype.itemsize
+    """The tokens of the shard, mapped. Raises UserError if the file is missing or its header does
+    not give exactly this dtype and shape [count], within the file."""
+    expected = DTYPES[np.dtype(dtype).name], [count]
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            entry = json.loads(file.read(min(length, MAX_HEADER_BYTES)))["tokens"]
-        begin, end = entry["data_offsets"]
-        found = entry["dtype"], entry["shape"], end - begin
-        if found != expected or begin < 0:
-            raise ValueError(f"'tokens' is {found} (dtype, shape, bytes), and not {expected}")
-        if count == 0:
-            return np.empty(0, dtype)  # an empty range cannot be mapped
-        mapped = np.memmap(path, dtype.newbyteorder("<"), "r", 8 + length + begin, (count,))
-    except OSError as error:
-        if not isinstance(error, FileNotFoundError | PermissionError):  # a restart may read it
-            raise OSError(error.errno, error.strerror, str(path)) from error
+        path.open("rb").close()  # safe_open says of any error that there is no such file
+    except (FileNotFoundError, PermissionError) as error:
         why = f"the shard cannot be read ({error.strerror})"
         raise UserError("data.path", str(path), why, REMEDY) from error
-    except (ValueError, LookupError, TypeError, RecursionError, struct.error) as error:
+    try:  # any other error of the file system is no refusal: a restart may read it
+        # "pt": its tensors are views of a mapping that holds no file descriptor. Those of "np" are
+        # copies, made while no other thread can run Python, however slow the file system is.
+        with safe_open(path, framework="pt") as file:
+            tokens = file.get_slice("tokens")
+            found = tokens.get_dtype(), tokens.get_shape()
+            if found == expected:
+                return file.get_tensor("tokens").numpy()
+    except SafetensorError as error:
         raise UserError("data.path", str(path), f"the shard is damaged: {error}", REMEDY) from error
-    return mapped.view(np.ndarray)  # the same memory without memmap's slow slicing
+    why = f"the shard is damaged: 'tokens' is {found} (dtype, shape), and not {expected}"
+    raise UserError("data.path", str(path), why, REMEDY)

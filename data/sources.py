@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from data.contents import COMPRESSED, Unreadable, form, kind
+from data.contents import COMPRESSED, Refused, check_content, kind
 from data.files import TABLES, TEXTS, Report, files_of_folder, files_of_glob
 from data.readers import Row, reading, rows, text_parts
 from errors import UserError
@@ -60,18 +60,15 @@ def documents(
     split: the split to read of a folder of tables or of a hub data set; ignored for other sources.
     report: records what was read and what was left out, and says what may be left out.
 
-    Raises UserError for a source that does not exist, and for all files and rows that cannot be
-    read: it reads to the end to list them (a hub data set: to the first), but yields no document
-    after the first.
+    Raises UserError for a source that does not exist, before one is read, and for the first file
+    or row that cannot be read, unless it is to be skipped.
     """
     report = report or Report()
     sources = [source] if isinstance(source, str) else source
     some = False
     for document in _of_sources(sources, text_field, split, report):
         some = True
-        if not report.refused:
-            yield document
-    report.check("--source", shown(sources))
+        yield document
     if not some:
         why = "; ".join(["it contains no text", *report.reasons()])
         raise UserError("--source", shown(sources), why, "give another source")
@@ -88,35 +85,22 @@ def _of_sources(
     streams: list[Iterator[Document]] = []
     seen: set[str] = set()
     for source in sources:  # all are found before one is read
-        try:
-            with reading(Path(source)):
-                files, base = _files(source, Path(source), split, report)
-        except UserError as error:
-            report.fault("not found", error)
-            continue
+        with reading(Path(source)):
+            files, base = _files(source, Path(source), split, report)
         if files is None:
-            if source in seen:
-                report.leave_out(source, "given twice: read once")
-            else:
-                seen.add(source)
-                streams.append(_of_hub(source, text_field, split, report))
+            streams.append(_of_hub(source, text_field, split, report))
             continue
-        # within one folder, files_of_folder has seen to it
-        alone = len(sources) == 1 and (source == STDLIB or Path(source).is_dir())
         new = []
         for file in files:
-            once = str(file) if alone else os.path.realpath(file)
+            once = os.path.realpath(file)
             if once in seen:
                 report.leave_out(str(file), "given twice: read once")
             else:
                 seen.add(once)
                 new.append(file)
         streams.append(_of_files(new, base, Path(source).is_dir(), text_field, report))
-    for stream in [] if report.refused else streams:
-        try:
-            yield from stream
-        except UserError as error:
-            report.fault("source", error)
+    for stream in streams:
+        yield from stream
 
 
 def _files(source: str, path: Path, split: str, report: Report) -> tuple[list[Path] | None, Path]:
@@ -164,8 +148,8 @@ def _of_files(
                 yield document
             if not used:
                 report.leave_out(name, "empty")
-        except Unreadable as error:
-            report.fault("file", error)
+        except Refused:
+            raise
         except UserError as error:
             report.fault("damaged_files", error)
             begins = f" (from document {used + 1} on)" if used else ""
@@ -177,10 +161,11 @@ def _begins_as_table(file: Path, text_field: str) -> bool:
     tables."""
     try:
         with reading(file):
-            first = itertools.islice(rows(file, form(file), text_field), FIRST_ROWS)
-            found = (row.get(text_field, 0) for _, row in first if isinstance(row, dict))
-            return any(isinstance(text, str | None) for text in found)
-    except Unreadable:
+            check_content(file)
+        first = itertools.islice(rows(file, text_field), FIRST_ROWS)
+        found = (row.get(text_field, 0) for _, row in first if isinstance(row, dict))
+        return any(isinstance(text, str | None) for text in found)
+    except Refused:
         raise
     except UserError:
         return False
@@ -188,9 +173,9 @@ def _begins_as_table(file: Path, text_field: str) -> bool:
 
 def _of_file(file: Path, name: str, text_field: str, report: Report) -> Iterator[Document]:
     with reading(file):
-        its_form = form(file)
-    if its_form in TABLES:
-        yield from _of_rows(rows(file, its_form, text_field), str(file), text_field, report)
+        check_content(file)
+    if kind(file) in TABLES:
+        yield from _of_rows(rows(file, text_field), str(file), text_field, report)
         return
     for i, text in enumerate(text_parts(file)):
         yield Document(f"{name}#{i}" if i else name, text)
@@ -232,9 +217,7 @@ def _of_hub(source: str, text_field: str, split: str, report: Report) -> Iterato
     read = 0
     try:
         table = datasets.load_dataset(name, configuration or None, streaming=True, split=split)
-        # only up to the first fault, since reading on would download all of it
-        table = enumerate(itertools.takewhile(lambda _: not report.refused, table))
-        numbered = ((f"row {number}", row) for number, row in table)
+        numbered = ((f"row {number}", row) for number, row in enumerate(table))
         for document in _of_rows(numbered, source, text_field, report):
             read += 1
             yield document

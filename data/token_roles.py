@@ -1,11 +1,14 @@
-"""What the files beside a tokenizer say about it: which tokens open and close a document."""
+"""What a tokenizer's files say: which tokens open and close a document, by the files beside it; and
+why a file is no tokenizer."""
 
 import json
 from collections.abc import Iterator
 from typing import Any
 
+from data.contents import pointer
 from errors import UserError
 
+GIVE_JSON = "give the tokenizer.json of the same model, from its folder in Hugging Face format"
 CONFIG = "tokenizer_config.json"
 SAYS_ROLES = (CONFIG, "special_tokens_map.json")
 
@@ -50,3 +53,11 @@ def content_of(files: dict[str, bytes], file: str, name: str) -> dict[str, Any]:
         why = f"{file} beside it is not JSON: {error}"
         raise UserError("tokenizer", name, why, f"repair {file}, or remove it") from error
     return content if isinstance(content, dict) else {}
+
+
+def not_a_tokenizer(name: str, content: bytes, why: str) -> UserError:
+    """The error for a file that its library does not read."""
+    remedy = f"{GIVE_JSON}, or a SentencePiece model with bos and eos"
+    if found := pointer(content):
+        why, remedy = f"this is {found[0]}", found[1]
+    return UserError("tokenizer", name, why, remedy)

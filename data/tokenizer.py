@@ -15,9 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.foreign_tokenizers import GIVE_JSON
 from data.sentencepiece_codec import SentencePieceCodec, train_sentencepiece
-from data.token_roles import CONFIG, SAYS_ROLES, check_roles, content_of
+from data.token_roles import CONFIG, GIVE_JSON, SAYS_ROLES, check_roles, content_of
 from data.tokenizers_codec import TokenizersCodec
 from errors import UserError
 

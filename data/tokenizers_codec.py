@@ -7,9 +7,8 @@ folder. If neither exists, the tokens are found by well-known names.
 
 A text cannot contain a control token. The library has an option for that
 (`encode_special_tokens`), but it covers only the search for added tokens: a model whose vocabulary
-contains the control tokens, as a Unigram's does, finds `</s>` in a text by itself. SentencePiece
-keeps these pieces, and those of bytes (`<0x0A>`), out of what it matches. So texts are encoded with
-a copy of the tokenizer in which these tokens have random names, which no text contains.
+contains the control tokens, as a Unigram's does, finds `</s>` in a text by itself. So a copy of the
+tokenizer encodes texts, in which these tokens have random names, which no text contains.
 """
 
 import hashlib
@@ -19,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from data.foreign_tokenizers import GIVE_JSON, not_a_tokenizer
-from data.token_roles import roles_of
+from data.token_roles import GIVE_JSON, not_a_tokenizer, roles_of
 from errors import UserError
 
 # Names used by Llama 3; Llama 2 and Mistral; Gemma; GPT-2 and Qwen. The first one that the file
@@ -44,14 +42,8 @@ class TokenizersCodec:
     """
 
     def __init__(self, files: dict[str, bytes], name: str) -> None:
-        import tokenizers  # imported here: not needed to read SentencePiece models
-
         content = files["tokenizer.json"]
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises nothing narrower
-            why = f"this is not a readable tokenizer.json: {error}"
-            raise not_a_tokenizer(name, content, why) from error
+        self._tokenizer = parse(content, name)
         self._tokenizer.no_truncation()  # some files contain settings left over from training
         self._tokenizer.no_padding()
         self._name = name
@@ -85,7 +77,7 @@ class TokenizersCodec:
         if self.unk_id >= 0:
             kept_out.add(self._tokenizer.id_to_token(self.unk_id))
         try:
-            self._encoder, self._byte_ids = _for_texts(self._tokenizer, parsed, kept_out)
+            self._encoder = _for_texts(self._tokenizer, parsed, kept_out)
         except Exception as error:
             why = f"its control tokens cannot be kept apart from text: {error}"
             raise UserError("tokenizer", name, why, GIVE_JSON) from error
@@ -107,29 +99,30 @@ class TokenizersCodec:
         """The ids of each text, as int32 arrays, without bos and eos; runs on one thread. Raises
         UserError if the tokenizer has no token for a text."""
         try:
-            return [self._encode(text) for text in texts]
+            encodings = [self._encoder.encode(text, add_special_tokens=False) for text in texts]
         except MemoryError:
             raise
         except Exception as error:  # the library raises nothing narrower
             why = f"it cannot encode a text: {error}"
             raise UserError("tokenizer", self._name, why, GIVE_JSON) from error
-
-    def _encode(self, text: str) -> np.ndarray:
-        encoding = self._encoder.encode(text, add_special_tokens=False)
-        ids = np.array(encoding.ids, dtype=np.int32)
-        if self._byte_ids is None or not (unknown := np.flatnonzero(ids == self.unk_id)).size:
-            return ids
-        tokens, parts, end = encoding.tokens, [], 0
-        for at in unknown:  # the token of an unknown piece is the piece itself
-            parts += [ids[end:at], self._byte_ids[np.frombuffer(tokens[at].encode(), np.uint8)]]
-            end = at + 1
-        return np.concatenate([*parts, ids[end:]])
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`; special tokens, bos and eos give no text, and invalid UTF-8 becomes
         U+FFFD."""
         ids = [token for token in ids if token not in self._ends]
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def parse(content: bytes, name: str) -> Any:
+    """The library's tokenizer. Raises UserError if this is no tokenizer.json that it reads."""
+    import tokenizers  # imported here: not needed to read SentencePiece models
+
+    try:
+        return tokenizers.Tokenizer.from_str(content.decode())
+    except Exception as error:  # the library raises nothing narrower
+        why = f"this is not a readable tokenizer.json: {error}"
+        raise not_a_tokenizer(name, content, why) from error
 
 
 def _unknown(model: dict[str, Any], tokenizer: Any) -> int:
@@ -139,25 +132,15 @@ def _unknown(model: dict[str, Any], tokenizer: Any) -> int:
     return -1 if found is None else found
 
 
-def _for_texts(
-    tokenizer: Any, parsed: dict[str, Any], control: set[str]
-) -> tuple[Any, np.ndarray | None]:
+def _for_texts(tokenizer: Any, parsed: dict[str, Any], control: set[str]) -> Any:
     """The tokenizer with which texts are encoded: the same ids, but no text has a token of
-    `control`, by name. Also returns the ids of all bytes, [256], if they are to spell unknown
-    pieces afterwards, else None. Changes `parsed`, the content of tokenizer.json."""
+    `control`, by name. Changes `parsed`, the content of tokenizer.json."""
     import tokenizers
 
     model = parsed["model"]
     in_model = {name for name in control if tokenizer.model.token_to_id(name) is not None}
     not_special = {t["content"] for t in parsed["added_tokens"] if not t["special"]}
     names = in_model | not_special.intersection(control)
-    byte_ids = None
-    if isinstance(model["vocab"], list) and model.get("byte_fallback"):  # Unigram
-        of_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
-        found = [tokenizer.model.token_to_id(name) for name in of_bytes]
-        if None not in found:
-            names |= {*of_bytes}
-            model["byte_fallback"], byte_ids = False, np.array(found, dtype=np.int32)
     if names:
         new = {name: secrets.token_hex(16) for name in names}
         for token in parsed["added_tokens"]:
@@ -177,4 +160,4 @@ def _for_texts(
     tokenizer.no_truncation()  # some files contain settings left over from training
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
-    return tokenizer, byte_ids
+    return tokenizer

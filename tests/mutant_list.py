@@ -206,7 +206,7 @@ CHANGES: dict[str, list[Change]] = {
         ("        position = end\n", "        position = end + 1\n"),
     ],
     "data/loader.py": [
-        ("self._ready.put((made, after))", "self._ready.put((made, sample))", "resume"),
+        ("self.next_sample = after", "self.next_sample = self._ahead[-1][1]", "resume"),
         ("(mine >= limit)", "(mine > limit)"),
     ],
     # --- saving ---

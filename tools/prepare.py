@@ -43,13 +43,13 @@ def main(arguments: list[str] | None = None) -> int:
     heldout = "the fraction of documents (if there are few: of the end of each) held out of "
     heldout += "training; 0: none"
     parser.option("--heldout-fraction", 0.05, "X", heldout)
-    parser.option("--shard-tokens", 1 << 27, "N", "tokens per file")
+    parser.option("--shard-tokens", 1 << 27, "N", "tokens per file, held in memory")
     parser.option("--workers", os.cpu_count() or 1, "N", "tokenizing processes")
     parser.option("--overwrite", bool, None, "replace the folder if it exists")
     options = parser.parse_args(arguments)
     at_least(0, 1, heldout_fraction=options.heldout_fraction)
     at_least(1, shard_tokens=options.shard_tokens, workers=options.workers)
-    started, report = time.monotonic(), Report(options.skip, announce=True)
+    started, report = time.monotonic(), Report(options.skip)
     index = prepare(
         options.source,
         Tokenizer.load(options.tokenizer, "--tokenizer", check_beside=True),

@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.option("--heldout-fraction", 0.05, "X", "the value that tools.prepare will get")
     parser.option("--max-characters", 100_000_000, "N", "to train on, held in memory")
     options = parser.parse_args(arguments)
-    report = Report(options.skip, announce=True)
+    report = Report(options.skip)
     at_least(1, max_characters=options.max_characters)
     at_least(0, 1, heldout_fraction=options.heldout_fraction)
     check_out(options.out)

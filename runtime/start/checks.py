@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from costs.parameters import num_parameters
-from data.dataset import Mixture, Opened, open_data
+from data.dataset import Mixture, open_data
 from data.loader import heldout_batches
 from errors import UserError
 from model.kernels.backend import check_kernels
@@ -112,14 +112,11 @@ def check_fits(config: Config, device: str) -> None:
         raise UserError("model", f"{num_parameters(config.model):,} parameters", why, remedy)
 
 
-def open_train_and_heldout(
-    config: Config, opened: Opened | None = None
-) -> tuple[Mixture, Mixture | None]:
+def open_train_and_heldout(config: Config) -> tuple[Mixture, Mixture | None]:
     """Open the training split and, if evaluation is on, the held-out split. Raises UserError if the
-    vocabulary does not fit the model, or a split is shorter than one sequence. `opened`: what is
-    open already."""
-    data = open_data(config.data, "train", opened)
-    heldout = open_data(config.data, "heldout", opened) if config.train.eval_interval else None
+    vocabulary does not fit the model, or a split is shorter than one sequence."""
+    data = open_data(config.data, "train")
+    heldout = open_data(config.data, "heldout") if config.train.eval_interval else None
     if config.model.vocab_size < data.vocab_size:
         why = f"the data's tokenizer has {data.vocab_size} tokens"
         remedy = f"set model.vocab_size={data.vocab_size}, or if the model exists already, prepare "
@@ -171,10 +168,9 @@ def open_data_stages(config: Config) -> Data:
     """Open the data of each data stage. Raises UserError; also if a task cannot be evaluated, or
     their tokenizers differ."""
     found = Data()
-    opened: Opened = {}  # they share what they have in common, with its open files
     for stage in data_stages(config):
         with in_data_stage(stage.number):
-            train, heldout = open_train_and_heldout(stage.config, opened)
+            train, heldout = open_train_and_heldout(stage.config)
             found.train.append(train)
             found.heldout.append(heldout)
             found.tasks.append(open_tasks(stage.config, train.tokenizer_path))

@@ -1,7 +1,6 @@
 """Sources are read exactly and in order, and the prepared data is the same for any number of
 workers. The held-out text is a pure function of document ids, or of texts if there are few."""
 
-import gzip
 import json
 import math
 import os
@@ -14,8 +13,6 @@ from collections import Counter
 from pathlib import Path
 from unittest.mock import Mock, patch
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from data.files import Report
@@ -25,7 +22,6 @@ from data.readers import MAX_TEXT_CHARS
 from data.sources import STDLIB, Document, documents
 from data.tokenizer import MODEL, Tokenizer
 from errors import UserError
-from proofs.ranks import Ranks
 from runtime.start.checks import open_train_and_heldout
 from settings.load import load_config
 from tests import ROOT
@@ -40,8 +36,7 @@ from tests.data_samples import (
     tokenizer,
     write,
 )
-from tests.runs import contents, names, run, write_config
-from tools import prepare as prepare_command
+from tests.runs import contents, names, write_config
 from tools import tokenizer as tokenizer_command
 from tools.tokenizer import texts as tokenizer_texts
 
@@ -94,86 +89,53 @@ def test_prepared_documents_are_the_source_and_the_index_counts_them(data: Path)
 
 def test_same_bytes_for_any_number_of_workers(data: Path, tmp_path) -> None:
     assert contents(prepared(tmp_path / "three", workers=3)) == contents(data)
+    assert len({file.stat().st_mode for file in data.iterdir()}) == 1, "permissions of the umask"
 
 
-def test_empty_documents_are_counted_and_left_out(tmp_path) -> None:
-    write(tmp_path, {"my rows.jsonl": row("") + row("some text") + row(None) + row("")})
-    file = str(tmp_path / "my rows.jsonl")
-    index = prepare(file, tokenizer(), tmp_path / "out", heldout_fraction=0.0)
-    assert index["source"] == file
-    assert (index["empty_documents"], index["null_texts"]) == (2, 1)
-    assert index["splits"]["train"]["documents"] == 1
-    assert index["splits"]["heldout"]["tokens"] == 0
-    assert index["unigram_nats_per_token"] is None
-
-
-def test_all_damage_is_listed_at_once_or_skipped_and_counted(tmp_path, capsys) -> None:
+def test_damage_is_refused_or_skipped_and_counted(tmp_path, capsys) -> None:
+    """By both commands. Nothing is written of what is refused."""
     source, out, model = tmp_path / "corpus", tmp_path / "out", tmp_path / "t.model"
     model.write_bytes(tokenizer().model)
-    fine = [json.dumps({"text": f"document {i}"}).encode() for i in range(30)]
-    bad = [b'{"text": 5}', b'{"text": "\xff"}', b"{", b'{"text": "\\ud83d alone"}', b"[1]",
-           b"[" * 100_000]  # fmt: skip
-    write(
-        source,
-        {"a.jsonl": b"\n".join([*fine[:10], *bad, *fine[10:19]]), "a.json": fine[19] + b"\n\n{",
-         "b.jsonl.gz": gzip.compress(b"\n".join(fine[20:]))[:-6], "c.txt": b"na\xefve",
-         "d.csv": b"n,text\n1,\xff\n2\n3,csv\n", "open.csv": b'n,text\n0,before\n1,"open\n'},
-    )  # fmt: skip
-    strings = pyarrow.array([b"\xff", b"parquet"]).cast(pyarrow.binary())
-    strings = pyarrow.StringArray.from_buffers(2, *strings.buffers()[1:])  # not checked
-    pyarrow.parquet.write_table(pyarrow.table({"text": strings}), source / "e.parquet")
-    assert prepare_by_command(source, model, out, "--heldout-fraction", "0") == 2
-    first, second, *listed = capsys.readouterr().err.splitlines()
-    assert first.endswith("; reading on to list all faults; nothing will be written")
-    assert second.startswith("error: --source = ")
-    assert second.endswith("13 rows or files cannot be read:")
-    expected = [
-        f"{source}/a.json: line 3: it is not JSON: ",
-        f"text: line 11 of {source}/a.jsonl holds int, not text",
-        f"{source}/a.jsonl: line 12: it is not UTF-8 (byte 0xff)",
-        f"{source}/a.jsonl: line 13: it is not JSON: ",
-        rf"{source}/a.jsonl: line 14: 'text' contains a lone surrogate, \ud83d",
-        f"{source}/a.jsonl: line 15: a row must be an object",
-        f"{source}/a.jsonl: line 16: it is nested too deeply",
-        f"{source}/b.jsonl.gz: it is damaged or cut short",
-        f"{source}/c.txt: line 1: it is not UTF-8 (byte 0xef)",
-        f"{source}/d.csv: line 2: it is not UTF-8 (byte 0xff)",
-        f"{source}/d.csv: line 3: it has 1 fields, and the first line names 2 columns",
-        f"{source}/e.parquet: row 0: it is not UTF-8 (byte 0xff)",
-        f"{source}/open.csv: line 3: unexpected end of data",
-    ]
-    for line, starts in zip(listed, expected, strict=False):
-        assert line.strip().startswith(starts)
-    assert not out.exists()
+    rows = [row("a"), "[1]\n", row("b"), row(None), row("")]
+    write(source, {"a.jsonl": "".join(rows), "c.txt": b"na\xefve"})
+    write(source, {f"{i}.bin": "" for i in range(9)})
     other = str(write(tmp_path, {"f.txt": "another source"}) / "f.txt")
-    skip = ["--skip", "damaged", "--skip", "missing"]
-    more = ["--heldout-fraction", "0", "--source", other, *skip]
-    assert prepare_by_command(source, model, out, *more) == 0
-    counts = "damaged rows left out: 10\ndamaged files left out: 3\n"
-    said = capsys.readouterr().out
-    assert counts in said
-    assert "damaged: b.jsonl.gz, c.txt, open.csv (from document 2 on)" in said
-    index = json.loads((out / "index.json").read_text())
-    assert (index["damaged_rows"], index["damaged_files"]) == (10, 3)
-    assert shlex.split(index["source"]) == [str(source), other]
-    rest = [f"document {i}" for i in (19, *range(19))]
-    assert split_texts(out, "train") == [*rest, "csv", "parquet", "before", "another source"]
-    arguments = ["--source", str(source), "--vocab-size", "280", "--out", str(tmp_path / "u.model")]
-    assert tokenizer_command.main(arguments) == 2
+    prepared_from = ["--heldout-fraction", "0", "--source", other]
+    training = ["--source", str(source), "--vocab-size", "300", "--out", str(tmp_path / "u.model")]
     # as it is, although SentencePiece wraps what its iterator raises
-    assert f"error: --source = {str(source)!r}: 13 rows or" in capsys.readouterr().err
-    assert tokenizer_command.main([*arguments, "--skip", "damaged"]) == 0
-    assert counts in capsys.readouterr().out
+    why = f"error: --source = '{source}/a.jsonl': line 2: a row must be an object"
+    for refused in (
+        lambda: prepare_by_command(source, model, out, *prepared_from),
+        lambda: tokenizer_command.main(training),
+    ):
+        assert refused() == 2
+        assert capsys.readouterr().err.startswith(why)
+    assert names(tmp_path) == ["corpus", "f.txt", "t.model"]
+    skip = ["--skip", "damaged", "--skip", "missing"]
+    assert prepare_by_command(source, model, out, *prepared_from, *skip) == 0
+    said = (
+        "unknown file type (.bin): 0.bin, 1.bin, 2.bin, 3.bin, 4.bin and 4 more\ndamaged: c.txt\n"
+        "empty documents left out: 1\nnull texts left out: 1\n"
+        "damaged rows left out: 1\ndamaged files left out: 1\n"
+    )
+    assert f"files read: 2\n{said}" in capsys.readouterr().out
+    index = json.loads((out / "index.json").read_text())
+    left_out = ("empty_documents", "null_texts", "damaged_rows", "damaged_files")
+    assert [index[name] for name in left_out] == [1, 1, 1, 1]
+    assert index["unigram_nats_per_token"] is None, "nothing is held out"
+    assert shlex.split(index["source"]) == [str(source), other]
+    assert split_texts(out, "train") == ["a", "b", "another source"]
+    write(source, {"b.txt": LINES})  # enough to train on
+    assert tokenizer_command.main([*training, *skip]) == 0
+    assert f"files read: 2\n{said}" in capsys.readouterr().out
 
 
 def test_what_cannot_be_prepared_is_refused_and_leaves_nothing(tmp_path) -> None:
     """Also if that is found in the middle, when others have been written."""
     files = {f"{i:02}.txt": "a line of text\n" * 2000 for i in range(20)}
-    source = write(tmp_path / "source", files | {"20.txt": b"\xff\xfe", "no.jsonl": row("") * 3})
+    source = write(tmp_path / "source", files | {"20.txt": b"\xff\xfe"})
     with pytest.raises(UserError, match=r"20\.txt"):
         prepare(str(source), tokenizer(), tmp_path / "out", workers=2)
-    with pytest.raises(UserError, match="no text"):
-        prepare(str(source / "no.jsonl"), tokenizer(), tmp_path / "out")
     assert names(tmp_path) == ["source"]
 
 
@@ -319,42 +281,29 @@ def test_few_documents_are_cut_and_many_are_held_out_whole() -> None:
     assert len(names) > MOST_DOCUMENTS
 
 
-def test_one_file_is_prepared_and_trains(
-    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    source, out = tmp_path / "tiny.txt", tmp_path / "out"
-    source.write_text(LINES)
-    (tmp_path / "t.model").write_bytes(tokenizer().model)
-    tokenizing = ["--tokenizer", str(tmp_path / "t.model"), "--out", str(out)]
-    assert prepare_command.main(["--source", str(source), *tokenizing]) == 0
+def test_one_file_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Its end is held out. Without held-out text, as older versions prepared one document, a run
+    needs `train.eval_interval=0`."""
+    write(tmp_path, {"tiny.txt": LINES, "t.model": tokenizer().model})
+    source, model, out = (str(tmp_path / name) for name in ("tiny.txt", "t.model", "out"))
+    assert prepare_by_command(source, model, out) == 0
     assert "the last 5% of each document's text is held out" in capsys.readouterr().out
-    (trained,), (held,) = split_texts(out, "train"), split_texts(out, "heldout")
-    assert trained + held == LINES
-    assert (trained, held) == (LINES[: cut(LINES, 0.05)], LINES[cut(LINES, 0.05) :])
-    assert json.loads((out / "index.json").read_text())["heldout"] == "the end of each document"
-    options = Namespace(source=[str(source)], text_field="text", split="train", skip=[])
+    at = cut(LINES, 0.05)
+    assert split_texts(Path(out), "train") == [LINES[:at]]
+    assert split_texts(Path(out), "heldout") == [LINES[at:]]
+    index = json.loads((tmp_path / "out" / "index.json").read_text())
+    assert index["heldout"] == "the end of each document"
+    options = Namespace(source=[source], text_field="text", split="train", skip=[])
     options.heldout_fraction, options.max_characters = 0.05, 10**9
-    assert list(tokenizer_texts(options, Report())) == [trained]
-    config = write_config(tmp_path, out, train={"steps": 1, "eval_interval": 1, "eval_samples": 4})
-    run(ranks, 1, config)
-    assert "eval_loss" in (tmp_path / "run" / "metrics.jsonl").read_text()
-
-
-def test_without_evaluation_no_held_out_split_is_needed(ranks: Ranks, tmp_path: Path) -> None:
-    """A folder without held-out text, as older versions prepared it from one document, trains with
-    `train.eval_interval=0` and is refused otherwise."""
-    (tmp_path / "tiny.txt").write_text(LINES)
-    prepare(str(tmp_path / "tiny.txt"), tokenizer(), tmp_path / "out", heldout_fraction=0.0)
-    config = write_config(tmp_path, tmp_path / "out", train={"steps": 1, "eval_interval": 1})
-    with pytest.raises(UserError, match="split 'heldout' is empty") as raised:
-        open_train_and_heldout(load_config(config, []))
-    assert "train.eval_interval=0" in raised.value.remedy
-    run(ranks, 1, config, "train.eval_interval=0")
-    # one that is too short
-    prepare(str(tmp_path / "tiny.txt"), tokenizer(), tmp_path / "out", overwrite=True)
-    with pytest.raises(UserError, match="and a sample needs 2001") as raised:
+    assert list(tokenizer_texts(options, Report())) == [LINES[:at]]
+    config = write_config(tmp_path, Path(out), train={"eval_interval": 1})
+    assert all(open_train_and_heldout(load_config(config, [])))
+    with pytest.raises(UserError, match=r"(?s)and a sample needs 2001.*--heldout-fraction"):
         open_train_and_heldout(load_config(config, ["train.seq_len=2000"]))
-    assert "--heldout-fraction" in raised.value.remedy
+    prepare(source, tokenizer(), Path(out), heldout_fraction=0.0, overwrite=True)
+    with pytest.raises(UserError, match=r"(?s)split 'heldout' is empty.*train\.eval_interval=0"):
+        open_train_and_heldout(load_config(config, []))
+    assert open_train_and_heldout(load_config(config, ["train.eval_interval=0"]))[1] is None
 
 
 def test_a_replacement_that_is_interrupted_leaves_the_old_folder(tmp_path) -> None:

@@ -7,6 +7,7 @@ import io
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from data.tokenizer import Tokenizer
 from errors import UserError
 from tests import ROOT
 from tests.data_samples import flip_a_bit, tokenizer
+from tests.huggingface.huggingface_models import SMALL, RoundTrip, write_theirs
 from tools.export import export
 from tools.generate import __main__ as program
 from tools.generate.load_model import Loaded, load_model
@@ -74,20 +76,10 @@ def by_transformers(folder, prompt, count, padding=False):
 def foreign(tmp_path_factory):
     """A folder written by transformers, in several files: a random Llama with the tests'
     tokenizer. It has more rows than that has tokens, which often have the largest logits."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("foreign")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=tokenizer().vocab_size + 21, hidden_size=32, intermediate_size=48,
-        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2,
-        bos_token_id=tokenizer().bos_id, eos_token_id=[tokenizer().eos_id, 300],
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    model.lm_head.weight.data[tokenizer().vocab_size :] *= 3
-    model.save_pretrained(folder, max_shard_size="60KB")
-    (folder / "tokenizer.model").write_bytes(tokenizer().model)
-    return folder
+    ends = {"bos_token_id": tokenizer().bos_id, "eos_token_id": [tokenizer().eos_id, 300]}
+    config = SMALL | ends | {"vocab_size": tokenizer().vocab_size + 201}
+    trip = RoundTrip("Llama", config, "60KB", torch.float32, {}, {})
+    return write_theirs(trip, tmp_path_factory.mktemp("foreign"))
 
 
 def test_a_hugging_face_folder_writes_what_transformers_writes(ranks, foreign):
@@ -130,7 +122,6 @@ def test_every_rank_refuses_alike(ranks, saved, foreign, tmp_path):
     run = str(saved / "run")
     cases = {
         "--top-k = ": ["--checkpoint", run, "--prompt", "x", "--top-k", "-1"],
-        "--prompt = ": ["--checkpoint", run, "--prompt", "", "--no-bos"],
         "--checkpoint = ": ["--checkpoint", "/nowhere", "--prompt", "x"],
     }
     for file in ("config.json", min(foreign.glob("*.safetensors")).name):
@@ -147,10 +138,13 @@ def test_every_rank_refuses_alike(ranks, saved, foreign, tmp_path):
         assert said in message
 
 
-def test_bos_begins_a_prompt_unless_told_otherwise():
-    loaded = Loaded(None, tokenizer(), frozenset(), 32)
-    bos, first = tokenizer().bos_id, tokenizer().encode("x")[0]
-    assert [loaded.encode("x", told)[0] for told in (None, True, False)] == [bos, bos, first]
+def test_bos_begins_a_prompt_if_the_tokenizer_says_so():
+    for adds_bos, first in ((True, [1]), (False, [])):
+        coder = SimpleNamespace(bos_id=1, adds_bos=adds_bos, encode=tokenizer().encode)
+        loaded = Loaded(None, coder, frozenset(), 32)
+        assert loaded.encode("x") == [*first, *tokenizer().encode("x")]
+    with pytest.raises(UserError, match="it has no tokens"):
+        loaded.encode("")
 
 
 @pytest.mark.thorough  # a fresh process; the tests above run its program on ranks

@@ -13,41 +13,28 @@ from errors import UserError
 from tests.data_samples import sentencepiece_model, tokenizer
 from tools.generate import loop
 from tools.generate.loop import UNFINISHED
-from tools.generate.sampling import Sampling, draw, draw_over_tp
-
-
-def probabilities(logits, temperature, top_k):
-    """The probabilities after temperature and top_k, computed by their definition."""
-    order = sorted(range(len(logits)), key=lambda token: -logits[token])[: top_k or None]
-    weights = {token: math.exp((logits[token] - logits[order[0]]) / temperature) for token in order}
-    return [weights.get(token, 0.0) / sum(weights.values()) for token in range(len(logits))]
+from tools.generate.sampling import Sampling, draw, draw_over_tp, probabilities
 
 
 @pytest.mark.parametrize("temperature", [0.3, 5.0])
 @pytest.mark.parametrize("top_k", [0, 3, 1, 99])
-def test_tokens_are_as_frequent_as_they_are_probable(temperature, top_k):
-    """Numbers spread evenly over [0, 1) draw each token in proportion to its probability, within
-    one."""
-    logits = torch.tensor([0.5, -1.0, 2.0, 1.9, -30.0, 0.0, 1.0], dtype=torch.float32)
-    n = 4000
-    numbers = (torch.arange(n, dtype=torch.float64) + 0.5) / n
-    tokens = draw(logits.expand(n, -1), Sampling(temperature, top_k), numbers)
-    counts = torch.bincount(tokens, minlength=len(logits)).tolist()
-    for count, probability in zip(
-        counts, probabilities(logits.tolist(), temperature, top_k), strict=True
-    ):
-        assert abs(count - n * probability) <= 1 + 1e-3 * n * probability
-        assert probability > 0 or count == 0
+def test_tokens_are_drawn_with_their_probabilities(temperature, top_k):
+    """Those of the definition; the counts of many draws are within four deviations."""
+    logits = torch.tensor([0.5, -1.0, 2.0, 1.9, -30.0, 0.0, 1.0])
+    values, sampling, n = logits.tolist(), Sampling(temperature, top_k), 4000
+    least = sorted(values)[-min(top_k or 99, len(values))]
+    weights = [math.exp(value / temperature) if value >= least else 0.0 for value in values]
+    expected = [weight / sum(weights) for weight in weights]
+    assert probabilities(logits[None], sampling)[0].tolist() == pytest.approx(expected, rel=1e-12)
+    tokens = draw(logits.expand(n, -1), sampling, torch.Generator().manual_seed(0))
+    for count, p in zip(tokens.bincount(minlength=len(values)).tolist(), expected, strict=True):
+        assert abs(count - n * p) <= 4 * math.sqrt(n * p * (1 - p))
 
 
-def test_the_ends_of_the_numbers_meet_tokens_that_may_be_drawn():
-    """Tokens of probability 0 are never drawn: not at the beginning of the vocabulary by the number
-    0, and not at its end by the largest number below 1."""
+def test_a_temperature_near_zero_draws_the_most_likely():
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0, -math.inf]] * 2)
-    numbers = torch.tensor([0.0, math.nextafter(1.0, 0.0)], dtype=torch.float64)
-    assert draw(logits, Sampling(1.0), numbers).tolist() == [1, 3]
-    assert draw(logits, Sampling(0.0), numbers).tolist() == [3, 3]
-    assert draw(logits, Sampling(1e-320), numbers).tolist() == [3, 3]
+    for temperature in (0.0, 1e-320):
+        assert draw(logits, Sampling(temperature), torch.Generator()).tolist() == [3, 3]
 
 
 TEXT = "naïve €5 日本語  \tdef f(self): 😀\n\n the end"
@@ -108,9 +95,8 @@ def test_a_token_beside_the_tokenizer_may_end_a_text(monkeypatch):
 def drawn(value):
     head = SimpleNamespace(tp=SimpleNamespace(group=dist.group.WORLD, size=1), vocab_size=3)
     logits = torch.tensor([[0.0, value, 1.0]], dtype=torch.float16)
-    numbers = torch.tensor([0.5], dtype=torch.float64)
     try:
-        return draw_over_tp(logits, head, Sampling(0.8), numbers, None).tolist()
+        return draw_over_tp(logits, head, Sampling(0.8, top_k=1), torch.Generator(), None).tolist()
     except UserError as error:
         return str(error)
 

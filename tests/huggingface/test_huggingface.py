@@ -233,6 +233,7 @@ def test_commands(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert SINGLE in said
     assert "--override-kv" not in said, "a hint for llama.cpp, of Qwen3"
     assert same_bits(stored(out), stored(hf))
+    assert (out / SINGLE).stat().st_mode == (out / "config.json").stat().st_mode, "by the umask"
     stated = json.loads((out / "config.json").read_text())
     assert stated["max_position_embeddings"] == SMALL["max_position_embeddings"]
     ends = json.loads((out / "generation_config.json").read_text())
@@ -265,15 +266,14 @@ def test_the_model_is_never_whole_in_memory(
     with pytest.raises(UserError, match=f"{name} has another dtype"):
         import_hf.import_hf(hf, imported)
     save_file(tensors, hf / SINGLE)
-    alive: dict[int, tuple[weakref.ref, int]] = {}
-    most = 0
+    alive: list[weakref.ref[Tensor]] = []
+    held: list[int] = []  # bytes, after each tensor was loaded
 
     def watched(original: Any) -> Any:
         def load(*args: Any) -> Tensor:
-            nonlocal most
-            tensor = original(*args)
-            alive[len(alive)] = weakref.ref(tensor), tensor.nbytes
-            most = max(most, sum(size for ref, size in alive.values() if ref() is not None))
+            tensor: Tensor = original(*args)
+            alive.append(weakref.ref(tensor))
+            held.append(sum(each.nbytes for ref in alive if (each := ref()) is not None))
             return tensor
 
         return load
@@ -285,19 +285,16 @@ def test_the_model_is_never_whole_in_memory(
         (import_hf.import_hf, hf, imported, 8 * tensors[name].nbytes),
         (export.export, imported, tmp_path / "exported", VOCAB * 64 * 4),
     ):
-        most = 0
+        held.clear()
         convert(given, out, file_bytes=size)
-        assert 0 < most <= size + largest < whole / 2
-        most = 0
+        assert 0 < max(held) <= size + largest < whole / 2
+        held.clear()
         convert(given, out.with_name(f"{out.name} in one"), file_bytes=whole)
-        assert most == whole
+        assert max(held) == whole
     assert same_bits(stored(tmp_path / "exported"), tensors)
 
 
 FILES = {
-    "tekken.json": ('{"config": {}, "vocab": []}', "in Mistral's tekken format"),
-    "tokenizer.model": ("AA== 0\nAQ== 1\n", "a vocabulary for tiktoken"),
-    "model.gguf": ("GGUF\x03\0\0\0", "a GGUF model, which is not supported"),
     "pointer.json": (POINTER, "a Git LFS pointer"),
     "vocab.json": ('{"a": 0, "b": 1}', "this is not a readable tokenizer.json"),
     "broken.model": ("junk", "this is not a SentencePiece model"),

@@ -46,9 +46,7 @@ def run(options: argparse.Namespace, device: str) -> None:
 
     sampling, prompts = on_all_ranks(read, device), options.prompt
     loaded = load_model(options.checkpoint, DTYPES[options.dtype], device)
-    encoded = on_all_ranks(
-        lambda: [loaded.encode(prompt, options.bos) for prompt in prompts], device
-    )
+    encoded = on_all_ranks(lambda: [loaded.encode(prompt) for prompt in prompts], device)
     for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True)):
         write(f"--- {number + 1}\n{prompt}" if len(prompts) > 1 else prompt)
         own = replace(sampling, seed=sampling.seed + number)
@@ -66,9 +64,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--max-new-tokens", 128, "N", "the most tokens to generate for each prompt")
     add("--temperature", 0.8, "T", "0: always the most likely token")
     add("--top-k", 0, "K", "sample from the K most likely tokens; 0: from all")
-    bos = "whether to begin with the token that begins a document (default: as in the "
-    bos += "tokenizer's configuration)"
-    parser.add_argument("--bos", action=argparse.BooleanOptionalAction, help=bos)
     add("--seed", 0, "N", "seed of the first prompt; each further prompt has the next")
     add("--dtype", "float32", None, "computation dtype", choices=DTYPES)
     return parser.parse_args(arguments)

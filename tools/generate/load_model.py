@@ -6,6 +6,7 @@ checkpoint's files are compared with their checksums first, each by one rank. An
 no checksums; its headers are checked.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,19 +45,13 @@ class Loaded:
     stop: frozenset[int]  # tokens that end a text
     max_length: int  # of the sequences that it was trained on, or is meant for
 
-    def encode(self, prompt: str, bos: bool | None = None) -> list[int]:
-        """The tokens of a text that begins a document. Raises UserError if there are none.
-
-        bos: whether the first token is bos; None: as in the tokenizer's configuration.
-        """
-        if bos and self.tokenizer.bos_id < 0:
-            why = "this tokenizer has no token that begins a document"
-            raise UserError("--bos", True, why, "leave it out")
-        first = [self.tokenizer.bos_id] if (self.tokenizer.adds_bos if bos is None else bos) else []
+    def encode(self, prompt: str) -> list[int]:
+        """The tokens of a text that begins a document. Raises UserError if there are none."""
+        first = [self.tokenizer.bos_id] if self.tokenizer.adds_bos else []
         tokens = first + self.tokenizer.encode(prompt)
         if not tokens:
             why = "it has no tokens, and no bos is put before it"
-            raise UserError("--prompt", prompt, why, "give some text, or --bos")
+            raise UserError("--prompt", prompt, why, "give some text")
         return tokens
 
 
@@ -109,17 +104,13 @@ def check_split(model: ModelConfig, tp: int) -> None:
     experts = (model.find(Experts) or Experts()).count
 
     def fits(tp: int) -> bool:
-        try:
+        with suppress(UserError):
             check_tp(model, tp)
-        except UserError:
-            return False
-        return experts % tp == 0
+            return experts % tp == 0
+        return False
 
     if not fits(tp):
-        what = f"{model.num_heads} query and {model.num_kv_heads} key/value heads"
-        if experts % tp:
-            what = f"{experts} experts"
-        why = f"its {what} cannot be split evenly over this many processes"
+        why = "its heads or experts cannot be split evenly over this many processes"
         remedy = f"choose one of {[n for n in range(1, 65) if fits(n)]}"
         raise UserError("--nproc-per-node", tp, why, remedy)
 

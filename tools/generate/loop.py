@@ -36,9 +36,10 @@ def generate(
     device = head.weight.device
     cache = KeyValueCache(len(prompt) + count, head.weight.dtype, device)
     tokens = torch.tensor(prompt, device=device).unsqueeze(1)  # [S, 1], then [1, 1]
-    for number in sampling.numbers(count).to(device):
+    generator = torch.Generator(device).manual_seed(sampling.seed)
+    for _ in range(count):
         logits = next_logits(model, tokens, cache)[0]  # [1, V/tp]
-        drawn = draw_over_tp(logits, head, sampling, number, num_tokens)  # [1]
+        drawn = draw_over_tp(logits, head, sampling, generator, num_tokens)  # [1]
         if (token := int(drawn)) in stop:
             return
         yield token

@@ -25,10 +25,10 @@ from typing import Any
 
 import sentencepiece
 
-from data.foreign_tokenizers import not_a_tokenizer
 from data.token_roles import CONFIG as TOKENIZER_CONFIG
 from data.token_roles import content_of
 from data.tokenizer import GENERATION, JSON, MODEL, Tokenizer
+from data.tokenizers_codec import parse
 from errors import UserError
 from tools.huggingface.config import CONFIG, read_json
 
@@ -125,13 +125,6 @@ def check_tokens(tokenizer: Tokenizer, folder: Path) -> None:
 def _vocabulary(file: Path, content: bytes) -> dict[str, int]:
     """Token → id, by a tokenizer's file. Raises UserError if it cannot be read."""
     if file.name == JSON:
-        import tokenizers
-
-        try:
-            read = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises nothing narrower
-            why = f"this is not a readable {JSON}: {error}"
-            raise not_a_tokenizer(str(file), content, why) from error
-        return read.get_vocab(with_added_tokens=True)
+        return parse(content, str(file)).get_vocab(with_added_tokens=True)
     processor = sentencepiece.SentencePieceProcessor(model_proto=content)
     return {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from data.contents import first_bytes, known
+from data.contents import first_bytes, pointer
 from errors import UserError
 from model.config import ModelConfig
 from tools.huggingface.checkpoint_reader import shapes_of
@@ -61,23 +61,6 @@ WITH_WINDOW = ("MistralForCausalLM", MIXTRAL)  # sliding_window is used wherever
 WITH_QK_NORM = ("Qwen3ForCausalLM", QWEN3_MOE)
 DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0}
 HINTS = get_type_hints(ModelConfig)
-# The beginning of another architecture's name → what it computes that this model does not, from the
-# code of transformers 5.23.
-LACKS = {
-    "Cohere": "its norms are LayerNorm, and its attention and feed-forward are parallel",
-    "Deepseek": "its attention is latent (MLA), here it has keys and values",
-    "Gemma": "its norms multiply by 1 + weight, its embeddings by √D, and its gate is GELU",
-    "Glm": "it rotates only a part of each head",
-    "GptOss": "its router, experts and attention have biases, and its attention has sinks",
-    "Granite": "its embeddings, attention, residuals and logits have multipliers",
-    "Llama4": "some layers have no rotary embedding, others attend within chunks",
-    "Olmo": "its norms lack weights, follow attention and feed-forward, or are over all heads",
-    "Phi3": "its queries, keys and values are one tensor, and so are gate and up",
-    "Qwen2": "its queries, keys and values have biases",
-    "Qwen3Next": "three of four layers have linear attention (gated delta net)",
-    "SmolLM3": "every fourth layer has no rotary embedding",
-    "Starcoder2": "its norms are LayerNorm, and its linear layers have biases",
-}
 # theirs → the only value with which their code computes the same as ours, and why
 MUST_BE: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "the gate of the feed-forward is silu here"),
@@ -199,9 +182,8 @@ class HuggingFaceConfig:
         named = self._stated.get("architectures")
         architecture = str(named[0]) if isinstance(named, list) and len(named) == 1 else ""
         if architecture not in ARCHITECTURES:
-            lacks = (why for start, why in LACKS.items() if architecture.startswith(start))
             why = f"only {', '.join(ARCHITECTURES)} are supported"
-            raise self._refusal("architectures", named, next(lacks, why))
+            raise self._refusal("architectures", named, why)
         defaults = DEFAULTS | ARCHITECTURES[architecture]
         self._content = defaults | self._stated
         self._one(("model_type", self._stated.get("model_type")),
@@ -324,6 +306,6 @@ def read_json(path: Path, key: str, remedy: str = COPY_AGAIN) -> dict[str, Any]:
     except OSError as error:
         why = f"it cannot be read ({error.strerror})"
     except (ValueError, RecursionError) as error:
-        what, remedy = known(first_bytes(path)) or (f"not JSON: {error}", remedy)
+        what, remedy = pointer(first_bytes(path)) or (f"not JSON: {error}", remedy)
         why = f"it is {what}"
     raise UserError(key, str(path), why, remedy)

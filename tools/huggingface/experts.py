@@ -66,10 +66,7 @@ def read_experts(architecture: str, num_layers: int, get: Callable[..., Any]) ->
     if all(has_experts[first:]):
         own["num_dense_layers"] = first
     else:
-        kinds = ["experts" if has else "swiglu" for has in has_experts]
-        lengths = range(2, len(kinds) + 1)  # the shortest cycle, as configurations have it
-        cycle = next(n for n in lengths if all(k == kinds[i % n] for i, k in enumerate(kinds)))
-        feed_forward = tuple(kinds[:cycle])
+        feed_forward = tuple("experts" if has else "swiglu" for has in has_experts)
     return {"router": router, "feed_forward": feed_forward, "experts": own}
 
 

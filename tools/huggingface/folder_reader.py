@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from data.contents import first_bytes, known
+from data.contents import first_bytes, pointer
 from errors import UserError
 from runtime.checkpoint.manifest import Piece
 from tools.huggingface.checkpoint_reader import DTYPES, WeightReader
@@ -81,7 +81,7 @@ class FolderReader(WeightReader):
                     found[name] = file, stored.get_dtype(), tuple(stored.get_shape())
             except (SafetensorError, OSError) as error:
                 damage = f"not a readable safetensors file: {error}", COPY_AGAIN
-                what, remedy = (file.is_file() and known(first_bytes(file))) or damage
+                what, remedy = (file.is_file() and pointer(first_bytes(file))) or damage
                 raise self._refusal(file, f"it is {what}", remedy) from None
         return found
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data.shards import permissions_of_umask
 from errors import UserError
 from runtime.checkpoint.folder import NAME, step_of
 from runtime.checkpoint.manifest import (
@@ -98,7 +99,8 @@ def write_files(
             if is_checkpoint:  # each tensor is whole, so it begins at 0
                 places = {name: {"saved_offsets": [0] * each.ndim} for name, each in loaded.items()}
                 about = {PLACES: json.dumps(places)}
-            save_file(loaded, folder / file, metadata=about)
+            with permissions_of_umask(folder / file):
+                save_file(loaded, folder / file, metadata=about)
     return plan
 
 
