@@ -10,9 +10,10 @@ from pathlib import Path
 
 from costs.timeline import Timeline
 from errors import UserError
-from parallel.pipeline.check import Fault, check_complete
+from parallel.pipeline.actions import Fault
+from parallel.pipeline.check import check_complete
 from parallel.pipeline.schedules import build_schedule
-from parallel.pipeline.simulate import Costs, Stuck, simulate
+from parallel.pipeline.simulate import Costs, simulate
 from tools.timeline.draw import Panel, chunk_of_stage
 from tools.timeline.measured import from_chrome, measured_costs
 
@@ -86,7 +87,7 @@ def traced_panels(path: Path, simulated: bool, communication: float = 0.0) -> li
         try:
             check_complete(schedule)
             timeline = Timeline(simulate(schedule, measured_costs(measured, communication)))
-        except (Fault, Stuck) as error:
+        except Fault as error:
             why = f"is not a complete step: {error}"
             raise UserError("--trace", str(path), why, "draw it without --simulated") from None
         title = "simulated, from the mean times measured"
