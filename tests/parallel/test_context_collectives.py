@@ -1,9 +1,6 @@
 """What context parallelism sends, and in which dtype."""
 
-import gc
-import weakref
 from contextlib import nullcontext
-from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -11,13 +8,10 @@ import torch
 import torch.distributed as dist
 
 from parallel.axes import MeshSizes
-from parallel.context import PIECES, ContextParallel, KeysAndValues, SplitAttention
-from parallel.mesh import build_mesh
+from parallel.context import PIECES, ContextParallel, SplitAttention
 from proofs.parity.cases import Case
-from proofs.parity.run import as_in_long_sequences
 from tests.counting import once, sent_over_cp
 from tests.kernels.flash import flash_attention_stands_in
-from tests.planted import planted
 from tests.proofs.parity_tiers import thorough_but
 
 LAYERS = [  # layout, options, key/value heads of a tp rank, sequences per micro-batch in make test
@@ -117,55 +111,3 @@ def test_gradients_are_summed_in_float32(ranks):
     hundred times as large."""
     assert ranks.run(error_of_the_sum, 4, False)[0] < 2**-8
     assert ranks.run(error_of_the_sum, 4, True)[0] > 100 * 2**-9
-
-
-def pieces_left(gathers_again, heads, backward, keeps_outputs=False):
-    """How many pieces of attention's heads are left when nothing refers to its results any more,
-    and their tensors; Python's collector does not run."""
-    mesh = build_mesh(MeshSizes(cp=2), "cpu")
-    cp = ContextParallel.of(mesh, gathers_again)
-    made, honest = [], KeysAndValues.__init__
-
-    def noted(self, *arguments):
-        honest(self, *arguments)
-        made.append(weakref.ref(self))
-
-    @planted(KeysAndValues, "up_to_ends")
-    def keeping(up_to_ends, self):
-        self.outputs = up_to_ends(self)
-        return self.outputs
-
-    def attend(q, k, v):
-        return q * k.sum(0) * v.sum(0)
-
-    gc.collect()
-    gc.disable()
-    try:
-        with (
-            as_in_long_sequences(),
-            patch.object(KeysAndValues, "__init__", noted),
-            keeping() if keeps_outputs else nullcontext(),
-        ):
-            q, k, v = (torch.ones(4, 1, heads, 2, requires_grad=True) for _ in range(3))
-            y = SplitAttention(cp, cp.chunks(8), [attend] * len(cp.chunks(8)))(q, k, v)
-            if backward:
-                y.sum().backward()
-            del y, q, k, v
-        left = [piece() for piece in made]
-        return len(made), [piece.local is not None for piece in left if piece is not None]
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize(
-    ("heads", "gathers_again"), thorough_but([(1, True)], product((1, 4), (False, True)))
-)
-def test_nothing_is_left_of_a_layer(ranks, heads, gathers_again):
-    """After backward, or if there is none. Control: a piece that keeps a tensor with its place in
-    the graph stays, since the graph refers to the piece."""
-    for backward in (True, False):
-        found = ranks.run(pieces_left, 2, gathers_again, heads, backward)
-        assert found == [(heads, [])] * 2
-    if gathers_again:
-        for number, left in ranks.run(pieces_left, 2, gathers_again, heads, False, True):
-            assert left == [True] * number

@@ -1,7 +1,6 @@
 """Weights that no other rank shares are trained without FSDP: to the same bits, and without copies
 of weights and gradients."""
 
-import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -11,12 +10,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from parallel.axes import MeshSizes
-from parallel.layer import LocalTensor, layers_of
+from parallel.layer import layers_of
 from parallel.weight_gradient import Place, WeightGradient
-from parallel.whole import WholeWeight
 from proofs.parity.cases import Case
 from proofs.parity.run import run_on_ranks
 from tests.proofs.parity_tiers import thorough_but
@@ -94,43 +91,6 @@ def test_weights_are_copied_only_to_another_dtype(ranks, setting):
     assert len(in_forward) >= len(between_steps) > 10
     assert set(in_forward) == {setting == SETTINGS["bfloat16"]}
     assert not any(between_steps)
-
-
-def own_tensor(weight, **_):
-    """DTensor.to_local in torch 2.11, where no gradients are recorded: not a view."""
-    return weight._local_tensor
-
-
-def without_a_view(ctx, weight, gradient):
-    """The mistake: the weight's own tensor leads to this node, which leads back to the weight."""
-    ctx.weight, ctx.gradient = weight, gradient
-    ctx.set_materialize_grads(False)
-    return own_tensor(weight)
-
-
-def left_after_a_step(*replaced):
-    """The number of weights' copies, and how many of them are still in memory after the step."""
-    copies, begin = [], WholeWeight.begin
-
-    def look(weight):
-        begin(weight)
-        copies.append(weakref.ref(weight.layer.weight))
-
-    step = step_of(ONE, **SETTINGS["bfloat16"])
-    other = patch.object(*replaced) if replaced else nullcontext()
-    with patch.object(WholeWeight, "begin", look), other:
-        step(0, *rows_of(step))
-    return len(copies), sum(copy() is not None for copy in copies)
-
-
-def test_copies_are_freed_after_each_step(ranks):
-    """Also with torch 2.11. Control: a copy that leads to itself stays."""
-    for replaced in ((), (DTensor, "to_local", own_tensor)):
-        ((copies, left),) = ranks.run(left_after_a_step, 1, *replaced)
-        assert copies > 10
-        assert not left
-    ((copies, left),) = ranks.run(left_after_a_step, 1, LocalTensor, "forward", without_a_view)
-    assert left == copies
 
 
 EXPERTS = Case(
