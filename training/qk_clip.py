@@ -34,28 +34,14 @@ from settings.config import Config
 class Rows(NamedTuple):
     """What this rank has of a projection, which decides logits."""
 
-    part: Tensor  # [R, …], shares the memory of the weight
+    part: Tensor  # [R, in], shares the memory of the weight
     heads: Tensor  # [R] int64: the head, of this rank's, to which a row belongs
-    powers: Tensor  # [R]: by which power of γ a row is multiplied
-
-    @classmethod
-    def of(
-        cls, part: Tensor, where: range, first: int, of_head: Sequence[tuple[int, float]]
-    ) -> "Rows":
-        """
-        Args:
-            where: the rows of the weight that `part` has.
-            first: the number of this rank's first head in the model.
-            of_head: of one head's rows, one after another, how many have which power.
-        """
-        powers = torch.cat([part.new_full((count,), power) for count, power in of_head])
-        row = torch.arange(where.start, where.stop, device=part.device)
-        return cls(part, row // len(powers) - first, powers[row % len(powers)])
+    power: Tensor  # of γ, a scalar, by which the rows are multiplied
 
     def scale(self, gammas: Tensor) -> None:
         """Multiply the rows, by γ of each of this rank's heads."""
-        factors = gammas[self.heads].to(self.part) ** self.powers
-        self.part.mul_(factors.view(-1, *[1] * (self.part.ndim - 1)))
+        factors = gammas[self.heads].to(self.part) ** self.power
+        self.part.mul_(factors.unsqueeze(1))
 
 
 class QKClip:
@@ -78,9 +64,11 @@ class QKClip:
         self.rows: list[list[Rows]] = []  # of each layer
         for name, layer in found:
             first, of_layer = mesh.tp.rank * layer.local_heads, list[Rows]()
-            for projection, of_head in layer.rows_of_heads().items():
-                part = parts[f"{name}.{projection}.weight"]
-                of_layer.append(Rows.of(part.to_local(), local_region(part)[0], first, of_head))
+            for projection, power in layer.rows_of_heads().items():
+                weight = parts[f"{name}.{projection}.weight"]
+                part, rows = weight.to_local(), local_region(weight)[0]
+                head = torch.arange(rows.start, rows.stop, device=part.device) // layer.head_dim
+                of_layer.append(Rows(part, head - first, part.new_tensor(power)))
             self.rows.append(of_layer)
         self.home = weights[0].sharded.to_local().device  # offloaded weights: not the GPU
         self.lowest = torch.full((1,), -torch.inf, dtype=exact, device=mesh.device)
