@@ -1,15 +1,12 @@
 """data.document_mask: a window of packed documents gives the same result as its documents computed
 separately.
 
-On a GPU, flash attention processes the packed documents (gpu/test_runs.py). Here plain kernels
-(flash.py) replace its kernels, so that its arguments, and its use with autograd, activation
-checkpointing and the compiler, are tested without a GPU.
+On a GPU, flash attention processes the packed documents (gpu/test_runs.py). Without one, plain
+kernels (flash.py) replace its kernels, here and in test_context_flash.py.
 """
 
 import json
-from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,10 +18,8 @@ from data.dataset import open_data
 from errors import UserError
 from model.documents import find_documents
 from model.initialise import initialise
-from model.kernels.attention import OPERATORS
 from model.mask import Mask, scores_bias
 from model.transformer import Batch, Transformer
-from parallel.activation import wrap_blocks
 from parallel.axes import MeshSizes
 from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
@@ -66,14 +61,11 @@ def documents_of(row):
 # --- the model ------------------------------------------------------------------------------------
 
 
-def small_model(case, checkpointing="none", compile=False):
-    """The unsharded Transformer of a case, in this process. With `compile`, blocks are traced and
-    run in eager mode as traced."""
+def small_model(case):
+    """The unsharded Transformer of a case, in this process."""
     config = case.config().model
     tp = TensorParallel.of(build_mesh(MeshSizes(), "cpu"), sequence_parallel=False)
     model = Transformer(config, range(config.num_layers), True, True, tp).to(torch.float64)
-    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-        wrap_blocks(model.blocks.values(), checkpointing, compile, 1, OPERATORS)
     model.to_empty(device="cpu")
     initialise(model, seed=0)
     return model
@@ -153,34 +145,6 @@ def test_forgotten_documents_are_found(ranks):
 
 
 # --- flash attention's bookkeeping ----------------------------------------------------------------
-
-
-def by_boundaries(compile):
-    """For each kind of checkpointing: logits and gradients by mask and by boundaries, and how often
-    each block called the plain kernels."""
-    batch, found = packed(window("two sequences")), {}
-    for checkpointing in ("none", "selective", "full"):
-        model = small_model(Case(MeshSizes(), num_kv_heads=2), checkpointing, compile)
-        by_mask = result(model, model(None, batch))
-        with flash_attention_stands_in() as calls:
-            by_boundary = result(model, model(None, batch))
-        calls = {kind: number / len(model.blocks) for kind, number in calls.items()}
-        found[checkpointing] = by_mask, by_boundary, calls
-    return found
-
-
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_model_by_boundaries_is_the_model_by_mask(ranks, compile):
-    """The model computes the same by boundaries as by mask. Selective checkpointing keeps
-    attention's output, and full checkpointing recomputes it."""
-    (found,) = ranks.run(by_boundaries, 1, compile)
-    for checkpointing, (by_mask, by_boundary, calls) in found.items():
-        expected = {"forward": 2 if checkpointing == "full" else 1, "backward": 1}
-        assert calls == expected, checkpointing
-        assert (by_mask[0] - by_boundary[0]).abs().max() < 1e-12, checkpointing
-        for name, gradient in by_mask[1].items():
-            distance = (by_boundary[1][name] - gradient).abs().max()
-            assert distance < 1e-12, (checkpointing, name)
 
 
 @pytest.mark.parametrize(
