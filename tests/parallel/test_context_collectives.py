@@ -3,9 +3,10 @@
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from parallel.axes import MeshSizes
-from parallel.context import PIECES
+from parallel.context import PIECES, sum_by_rank
 from proofs.parity.cases import Case
 from tests.counting import once, sent_over_cp
 from tests.kernels.flash import flash_attention_stands_in
@@ -73,3 +74,12 @@ def test_gradients_are_summed_in_float32(ranks, dtype, itemsize):
     if dtype == "bfloat16":
         control = sent | {"reduce_scatter": once(case, 2, 4, 2)}
         assert ranks.run(sent_over_cp, 4, case, 2, True, PIECES, in_their_dtype) == [control] * 4
+
+
+def test_a_key_s_terms_are_added_in_float32():
+    """Rank 0 of 2 has chunks 0 and 3 of 4, and the keys of chunk 0 a term of each."""
+    torch.manual_seed(0)
+    of_low, of_high = (torch.randn(length, 1, 1, 16).bfloat16() for length in (4, 16))
+    total = torch.empty(16, 1, 1, 16)
+    sum_by_rank([of_low, of_high], total, 2)
+    assert torch.equal(total[:4], of_low.float() + of_high[:4].float())
