@@ -48,7 +48,8 @@ class ShardedOptimizer(ABC):
         for each, shard in zip(weights, self.shards, strict=True):
             names = self.states_of(each.spec)
             self.states.append({name: new_zeros(shard, shard.shape) for name in names})
-        # number of updates made so far
+        # number of updates made so far (steps minus skipped ones), on which bias corrections and
+        # random bits depend
         self.updates = torch.zeros((), dtype=torch.float32, device=self.shards[0].device)
         decay = config.optimizer.weight_decay
         self.decays = [decay if each.spec.group.decays else 0.0 for each in weights]
@@ -96,11 +97,6 @@ class ShardedOptimizer(ABC):
         self.update(lr, [each.gradient.to_local() for each in self.weights], norm, max_norm)
         for each in self.weights:
             each.parameter.grad = None
-
-    def set_updates(self, updates: int) -> None:
-        """Set the number of updates made (steps minus skipped ones), on which bias corrections and
-        random bits depend."""
-        self.updates.fill_(updates)
 
 
 def optimizer_class(name: str) -> type[ShardedOptimizer]:
