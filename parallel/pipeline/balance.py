@@ -6,6 +6,7 @@ of work: the first stage also has the embedding, and the last has the head and t
 large vocabulary cost as much as several layers.
 """
 
+from bisect import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple
@@ -52,15 +53,18 @@ def balanced_split(costs: LayerCosts, ranks_of_stages: Sequence[int]) -> list[in
     stage gets the layer, and of equally cheap stages the later one, which keeps the activations of
     fewer micro-batches. Every stage between the first and the last gets at least one layer.
 
-    If layers differ in cost, the search starts from this deal, and moves one layer at a time away
-    from the slowest rank until no move helps (or, with hundreds of stages, MAX_SUMMED is reached).
-    The result is near the optimum, but not always optimal.
+    If layers differ in cost, the search starts from two splits: the deal, and a split in which
+    about as much work precedes each stage's end as in the deal. From each it moves one layer at a
+    time away from the slowest rank until no move helps (or, with hundreds of stages, MAX_SUMMED is
+    reached), and returns the better of the two results. It is near the optimum, but not always
+    optimal.
     """
     mean = sum(costs.blocks) / len(costs.blocks)
-    split = _dealt(len(costs.blocks), mean, costs, ranks_of_stages)
+    dealt = _dealt(len(costs.blocks), mean, costs, ranks_of_stages)
     if len(set(costs.blocks)) == 1:
-        return split
+        return dealt
     before = [0.0, *accumulate(costs.blocks)]
+    cut = _cut(before, [mean * layers for layers in accumulate(dealt)])
 
     def ranks(split: list[int]) -> list[float]:
         return rank_costs(stage_costs(split, costs, before), ranks_of_stages)
@@ -70,17 +74,21 @@ def balanced_split(costs: LayerCosts, ranks_of_stages: Sequence[int]) -> list[in
         whose other ranks are faster is the better one to continue the search from."""
         return sorted(ranks(split), reverse=True)
 
-    summed = 0
-    while True:
-        now = ranks(split)
-        givers = [s for s, rank in enumerate(ranks_of_stages) if now[rank] == max(now)]
-        summed += len(givers) * len(split) ** 2
-        if summed > MAX_SUMMED:
-            return split
-        better = min(_moves(split, givers), key=slowness, default=split)
-        if slowness(better) >= slowness(split):
-            return split
-        split = better
+    def improved(split: list[int]) -> list[int]:
+        summed = 0
+        while True:
+            now = ranks(split)
+            slowest = max(now)
+            givers = [s for s, rank in enumerate(ranks_of_stages) if now[rank] == slowest]
+            summed += len(givers) * len(split) ** 2
+            if summed > MAX_SUMMED:
+                return split
+            better = min(_moves(split, givers), key=slowness, default=split)
+            if slowness(better) >= slowness(split):
+                return split
+            split = better
+
+    return min(improved(cut), improved(dealt), key=slowness)
 
 
 def _dealt(
@@ -99,6 +107,19 @@ def _dealt(
         of_stage[s] += cost
         of_rank[ranks_of_stages[s]] += cost
     return layers
+
+
+def _cut(before: Sequence[float], targets: Sequence[float]) -> list[int]:
+    """The layers of each stage if each stage ends as near as possible to its target of work."""
+    stages, number = len(targets), len(before) - 1
+    ends = [0]
+    for s, target in enumerate(targets[:-1]):
+        first = ends[-1] + _least(s, stages)
+        last = number - sum(_least(later, stages) for later in range(s + 1, stages))
+        end = min(max(bisect(before, target), first), last)  # the first end beyond the target
+        nearer = end > first and target - before[end - 1] <= before[end] - target
+        ends.append(end - nearer)
+    return [b - a for a, b in pairwise([*ends, number])]
 
 
 def _least(stage: int, stages: int) -> int:
