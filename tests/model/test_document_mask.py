@@ -25,10 +25,9 @@ from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from proofs.parity.cases import BOS, Case
 from proofs.parity.run import check
-from tests.data_samples import SOURCE, prepared, tokenizer
+from tests.data_samples import prepared, tokenizer
 from tests.kernels.flash import flash_attention_stands_in
 from tests.planted import planted
-from tests.runs import evaluations, fresh, losses, run, write_config
 
 S = 12
 T = 7  # a token that is not bos
@@ -188,7 +187,7 @@ def test_another_number_of_documents_compiles_no_more_than_once_again():
     assert compiler.frame_count <= 2
 
 
-# --- runs -----------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bos_id", [-1, None])
@@ -202,28 +201,3 @@ def test_data_without_bos_is_refused(tmp_path: Path, bos_id: int | None):
         open_data(config, "train")
     assert "data.document_mask=false" in str(refusal.value)
     open_data(DataConfig(path=str(data)), "train")  # without the mask no bos is needed
-
-
-@pytest.mark.thorough
-def test_a_run_masks_in_training_and_evaluation(ranks, tmp_path: Path):
-    """Complete runs on single lines of code as documents have the same training and evaluation
-    losses on two ranks as on one, and other losses than a run without the mask."""
-    texts = [file.read_text().splitlines() for file in sorted(Path(SOURCE).glob("*.py"))]
-    lines = [json.dumps({"text": line}) for text in texts for line in text if line.strip()]
-    (tmp_path / "short.jsonl").write_text("\n".join(lines))
-    data = prepared(tmp_path / "data", str(tmp_path / "short.jsonl"))
-    train = {"steps": 2, "eval_interval": 2}
-    # large, so that attention is far from uniform
-    config = write_config(tmp_path, data, train=train, model={"init_std": 0.2})
-    found = []
-    for world, *overrides in (
-        (2, "data.document_mask=true", "parallel.tp=2"),
-        (1, "data.document_mask=true", "train.micro_batch_size=4"),
-        (1,),
-    ):
-        fresh(tmp_path)
-        run(ranks, world, config, *overrides)
-        found.append({**losses(tmp_path), "evaluation": evaluations(tmp_path)[2]})
-    masked, masked_too, unmasked = found
-    assert masked == pytest.approx(masked_too, rel=1e-5)
-    assert all(masked[name] != pytest.approx(unmasked[name], rel=1e-4) for name in unmasked)

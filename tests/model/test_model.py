@@ -69,9 +69,10 @@ def test_angles_are_exact_enough_to_tell_positions_apart():
 
 
 def z_loss_and_unnamed_weight():
-    """With z-loss and without: the mean loss of a batch in evaluation, and in training, where it is
-    the model's own. Then a weight that does not say what it is gets refused."""
-    config, found = Case(MeshSizes()).config(), []
+    """With z-loss and without: the mean loss of a batch of packed documents in evaluation, and in
+    training, where it is the model's own. Then a weight that does not say what it is gets refused.
+    """
+    config, found = Case(MeshSizes(), document_mask=True).config(), []
     for z_loss in (0.1, 0.0):
         step = make_step(replace(config, model=replace(config.model, z_loss=z_loss)))
         evaluated, targets = step.evaluate(*rows_of(step))

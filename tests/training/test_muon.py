@@ -1,14 +1,12 @@
 """Muon orthogonalises whole matrices, wherever their parts are."""
 
 import math
-from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from parallel import whole_matrices
 from parallel.axes import MeshSizes
 from parallel.whole_matrices import Hop, Matrix, interleave, rounds_of
 from proofs.parity.cases import Case
@@ -43,17 +41,11 @@ def test_the_steps_are_those_of_whole_matrices(ranks, case):
     agrees(ranks, case, 5)
 
 
-@contextmanager
-def of_shards():
+@planted(muon, "matrices_of")
+def of_shards(matrices_of, weight):
     """Each rank orthogonalises its part, as if it were a matrix."""
-    found = whole_matrices.matrices_of
-
-    def of_parts(weight):
-        shape = tuple(weight.to_local().shape[-2:])
-        return [Matrix(shape, ())] * len(found(weight))
-
-    with patch.object(muon, "matrices_of", of_parts):
-        yield
+    shape = tuple(weight.to_local().shape[-2:])
+    return [Matrix(shape, ())] * len(matrices_of(weight))
 
 
 @planted(Optimizer, "_orthogonalise")
