@@ -1,6 +1,5 @@
 """Muon orthogonalises whole matrices, wherever their parts are."""
 
-import math
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -13,9 +12,8 @@ from proofs.parity.cases import Case
 from proofs.parity.run import check
 from settings.load import load_config
 from tests import ROOT, runs
-from tests.planted import nothing_wrong, planted
+from tests.planted import planted
 from tests.proofs.parity_tiers import agrees, is_found, thorough_but
-from tests.steps import make_step, rows_of
 from tools.rehearse.__main__ import beside_the_plan
 from tools.rehearse.rank import alone, rehearse
 from training.optimizers import muon
@@ -67,32 +65,6 @@ def as_one(orthogonalised, self, each):
 def test_other_matrices_are_noticed(ranks, case, mistake):
     """Control."""
     is_found(check(ranks, case, 5, mistake), {"loss_steps", "norm_steps", "updated"})
-
-
-def after_updates(case, norms, plant=nothing_wrong):
-    """Weights and states after updates by one gradient with these norms."""
-    step = make_step(case)
-    with plant():
-        for norm in norms:
-            step.forward_backward(*rows_of(step))
-            step.optimizer.step(1e-3, torch.tensor(norm, dtype=torch.float64), 1.0)
-    tensors = [t for states in step.optimizer.states for t in states.values()]
-    return [t.clone() for t in (*tensors, *(each.sharded.to_local() for each in step.weights))]
-
-
-@planted(Optimizer, "update")
-def always(update, self, lr, gradients, norm, max_norm):
-    update(self, lr, gradients, torch.ones_like(norm), max_norm)
-
-
-def test_a_skipped_update_changes_nothing(ranks):
-    """With a control: a step that is not skipped changes the momentum."""
-    before = ranks.run(after_updates, 4, DENSE, [1.0])
-    for norm, plant in ((math.inf, nothing_wrong), (math.nan, nothing_wrong), (math.inf, always)):
-        after = ranks.run(after_updates, 4, DENSE, [1.0, norm], plant)
-        for one, other in zip(before, after, strict=True):
-            same = set(map(torch.equal, one, other))
-            assert same == {plant is nothing_wrong}
 
 
 MUON = {"name": "muon", "muon": {"qk_clip": 100.0}}
