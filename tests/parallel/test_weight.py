@@ -6,8 +6,7 @@ import weakref
 import torch
 
 from parallel.collectives import ONE_RANK
-from parallel.deferred import Job, run_jobs
-from parallel.weight_gradient import Place, WeightGradient, deferring
+from parallel.weight_gradient import Job, Place, WeightGradient, deferring, run_jobs
 
 
 class LoggedJob(Job):

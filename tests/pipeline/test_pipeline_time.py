@@ -20,7 +20,6 @@ from torch.distributed.tensor import Replicate
 from costs.timeline import Timeline
 from parallel.axes import MeshSizes
 from parallel.data import check_reduced, data_parallel
-from parallel.deferred import Job
 from parallel.layer import Layer, TensorParallel
 from parallel.mesh import Mesh, build_mesh
 from parallel.parameter import NORM, Constant, WeightSpec
@@ -37,6 +36,7 @@ from parallel.pipeline.runner import PipelineRunner
 from parallel.pipeline.schedules import SCHEDULES, build_schedule
 from parallel.pipeline.simulate import Costs, Event, simulate
 from parallel.pipeline.transfer import Transfers
+from parallel.weight_gradient import Job
 from proofs.ranks import Ranks
 from runtime.profiling.trace import ActionRecorder
 from tests.proofs.parity_tiers import thorough_but

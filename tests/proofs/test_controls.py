@@ -18,8 +18,8 @@ import torch.distributed as dist
 import model.linear_cross_entropy
 import model.positions
 import parallel.context
-import parallel.deferred
 import parallel.pipeline.runner
+import parallel.weight_gradient
 import training.step
 from model.mask import Mask
 from model.norm import RMSNorm
@@ -178,7 +178,7 @@ MISTAKES = {
          lambda by_rank, x, ranks, pieces: by_rank(x, ranks, 1),
          (replace(TP, tp_pieces=2), {"gradient", "loss"}, "")),
     "jobs gather x and dy in the order of the ranks":
-        (parallel.deferred, "start_all_gather",
+        (parallel.weight_gradient, "start_all_gather",
          lambda start_all_gather, x, group, pieces: start_all_gather(x, group),
          (replace(TP, tp_pieces=2, schedule="zb_h1"), {"gradient"}, ".weight")),
     "every layer attends to all earlier tokens":
