@@ -20,7 +20,7 @@ and the collectives.
     dispatch.py         how tokens reach their experts
     collectives.py      the collectives of tensor, context and expert parallelism
     asynchronous.py     collectives that autograd follows, started in one place, awaited in another
-    weight_gradient.py  where a weight's gradient goes, its sum over micro-batches, and jobs for later
+    weight_gradient.py  where a weight's gradient goes, when it is formed, and its sum
     whole.py            weights that no other rank shares: data parallelism over one rank
     partial.py          the sum over tp of gradients that are partial on each tp rank
     placement.py        which part of a global tensor a rank holds
