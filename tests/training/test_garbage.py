@@ -32,7 +32,7 @@ def collections(arguments: list[str], automatic: bool) -> list[tuple[int, bool, 
         nonlocal in_step, begun
         begun, in_step = begun + 1, True
         for _ in range(LITTER * dist.get_rank()):
-            cycle = []
+            cycle: list[Any] = []
             cycle.append(cycle)
         result = step(*batch)
         in_step = False
