@@ -63,12 +63,14 @@ class QKClip:
         parts = {each.name: each.sharded for each in weights}
         self.rows: list[list[Rows]] = []  # of each layer
         for name, layer in found:
-            first, of_layer = mesh.tp.rank * layer.local_heads, list[Rows]()
+            first, heads = mesh.tp.rank * layer.local_heads, mesh.tp.size * layer.local_heads
+            of_layer: list[Rows] = []
             for projection, power in layer.rows_of_heads().items():
                 weight = parts[f"{name}.{projection}.weight"]
                 part, rows = weight.to_local(), local_region(weight)[0]
-                head = torch.arange(rows.start, rows.stop, device=part.device) // layer.head_dim
-                of_layer.append(Rows(part, head - first, part.new_tensor(power)))
+                row = torch.arange(rows.start, rows.stop, device=part.device)
+                head = row // (weight.shape[0] // heads) - first
+                of_layer.append(Rows(part, head, part.new_tensor(power)))
             self.rows.append(of_layer)
         self.home = weights[0].sharded.to_local().device  # offloaded weights: not the GPU
         self.lowest = torch.full((1,), -torch.inf, dtype=exact, device=mesh.device)

@@ -33,7 +33,6 @@ class BaseAttention(nn.Module):
     is never overridden, because compiled code calls the halves."""
 
     local_heads: int  # of this tp rank
-    head_dim: int  # E
     largest: LargestLogits | None = None  # of these heads, in runs that ask for it
 
     def forward(self, x: Tensor, *inputs: Any) -> Tensor:
@@ -58,7 +57,7 @@ class BaseAttention(nn.Module):
         return self.largest
 
     def rows_of_heads(self) -> Mapping[str, float]:
-        """For QK-clip: the projections whose rows, E of each head, are multiplied so that a head's
+        """For QK-clip: the projections whose rows, as many of each head, are multiplied so that a head's
         logits are multiplied by γ; and by which power of γ. Raises UserError."""
         key, why = "optimizer.muon.qk_clip", f"{type(self).__module__} does not say which rows"
         raise UserError(key, "above 0", f"{why} decide its logits", "write its rows_of_heads")
