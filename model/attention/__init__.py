@@ -57,8 +57,8 @@ class BaseAttention(nn.Module):
         return self.largest
 
     def rows_of_heads(self) -> Mapping[str, float]:
-        """For QK-clip: the projections whose rows, as many of each head, are multiplied so that a head's
-        logits are multiplied by γ; and by which power of γ. Raises UserError."""
+        """For QK-clip: the projections whose rows, as many of each head, are multiplied so that a
+        head's logits are multiplied by γ; and by which power of γ. Raises UserError."""
         key, why = "optimizer.muon.qk_clip", f"{type(self).__module__} does not say which rows"
         raise UserError(key, "above 0", f"{why} decide its logits", "write its rows_of_heads")
 
