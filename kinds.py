@@ -1,4 +1,4 @@
-"""List and load kinds: of layers, routers and optimizers. Each kind is one file of a
+"""List and load kinds: of layers, routers, dispatches and optimizers. Each kind is one file of a
 package, selected by the file's name. Like errors.py, this module may be imported anywhere.
 """
 

@@ -1,7 +1,7 @@
 """How many rows a rank sends to the experts of others and receives for its own, where tensors have
 no data.
 
-The host reads these numbers from the device (`find_routes` in parallel/dispatch.py). For
+The host reads these numbers from the device (`find_routes` in parallel/dispatch/all_to_all.py). For
 tensors without data they are assumed. T·k rows leave each of the `ep` ranks:
 
     balanced       T·k arrive at each rank, as many from each other

@@ -17,7 +17,7 @@ and the collectives.
     parameter.py        the description of a weight; layer.py: the base class of layers with weights
     fsdp_units.py       what FSDP gathers together, and over which view of the mesh
     config.py           the section `parallel.` of a configuration file
-    dispatch.py         how tokens reach their experts
+    dispatch/           how tokens reach their experts
     collectives.py      the collectives of tensor, context and expert parallelism
     asynchronous.py     collectives that autograd follows, started in one place, awaited in another
     weight_gradient.py  where a weight's gradient goes, when it is formed, and its sum

@@ -46,7 +46,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from parallel.dispatch import Dispatch
+from parallel.dispatch import TokenDispatch
 from parallel.expert import ExpertLinear
 from parallel.kept import KeptOutputs
 from parallel.tensor import ColumnParallelLinear
@@ -140,7 +140,7 @@ def _selection(block: nn.Module, tp: int, attention: Set[Any], products: bool) -
 
 def _kept_by_experts(block: nn.Module) -> KeptOutputs | None:
     """What keeps the choice of experts, and the routes, if the block has experts."""
-    return next((each.kept for each in block.modules() if isinstance(each, Dispatch)), None)
+    return next((each.kept for each in block.modules() if isinstance(each, TokenDispatch)), None)
 
 
 def _unchanged(forward: Forward) -> Forward:

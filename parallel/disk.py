@@ -49,13 +49,17 @@ class DiskMemory:
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8).numpy()
         self._taken = 0
 
-    def new_zeros(self, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """As `like.new_zeros(shape)`: the next part of the file, with a storage of its own."""
-        size, begin = math.prod(shape) * like.itemsize, self._taken
+    def new_zeros(
+        self, like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """As `like.new_zeros(shape, dtype=dtype)`: the next part of the file, with a storage of its
+        own."""
+        dtype = dtype or like.dtype
+        size, begin = math.prod(shape) * dtype.itemsize, self._taken
         self._taken += aligned(size)
         assert self._taken <= self.size, "the file is too small"
         part = torch.from_numpy(self._bytes[begin : begin + size])
-        return part.view(like.dtype).view(tuple(shape))
+        return part.view(dtype).view(tuple(shape))
 
     @property
     def is_full(self) -> bool:

@@ -1,5 +1,5 @@
 """Expert parallelism: each rank holds some of the experts of a layer. A router makes a `Choice`, a
-dispatch (dispatch.py) brings the rows of each expert together, and their results back.
+dispatch (dispatch/) brings the rows of each expert together, and their results back.
 
 All ranks of dp_shard × cp × tp have different tokens, and ep is a part of them (axes.py). So the
 gradient of an expert covers all tokens of its ep group, and FSDP's plain sum over efsdp and
@@ -35,6 +35,7 @@ class ExpertParallel(Axis):
     # The groups over which a sequence is split, and the number of its parts.
     sequence: tuple[ProcessGroup, ...] = ()
     parts: int = 1
+    dispatch: str = "all_to_all"  # how tokens reach their experts: a file of dispatch/
 
     @classmethod
     def of(cls, mesh: Mesh) -> "ExpertParallel":

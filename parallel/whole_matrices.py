@@ -74,6 +74,10 @@ class Hop:
         assert self.dim is not None
         return torch.cat(parts, self.dim)
 
+    def cuts_beside(self, dims: Sequence[int]) -> bool:
+        """Whether the axis cuts a weight in another dimension than these."""
+        return self.size > 1 and self.dim is not None and self.dim not in dims
+
 
 @dataclass(frozen=True)
 class Matrix:

@@ -1,24 +1,28 @@
 """What a saved state of training is: the tensors of each rank, and the rest (trainer.json). And
 where a run starts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from pydantic import Field, model_validator
-from torch.distributed.tensor import DTensor
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from costs.parameters import sum_over_weights
 from declare import keys_of
 from errors import UserError
 from model.config import ModelConfig
 from parallel.parameter import NamedWeight
-from parallel.placement import as_dtensor_like
+from parallel.placement import dim_of
 from runtime.schema import MAX_INT, Name, Natural, Strict
 from settings.config import Config
 from settings.moved import at_new_places
-from training.optimizers import optimizer_class
+from training.optimizers import bytes_of_states, optimizer_class
 from training.step import TrainStep
 
 FILE = "trainer.json"
@@ -144,11 +148,29 @@ def held_tensors(train: TrainStep) -> Iterator[Held]:
         yield Held(f"model.{weight.global_name}", weight.sharded, True, weight.is_copy)
     optimizer = train.optimizer
     for weight, states in zip(optimizer.weights, optimizer.states, strict=True):
-        for key, state in states.items():
-            tensor = as_dtensor_like(state, weight.sharded)
+        for key, state in optimizer.states_of(weight.spec).items():
+            tensor = as_dimensions_of(states[key], weight.sharded, state.dims)
             yield Held(f"optimizer.{weight.global_name}.{key}", tensor, False, weight.is_copy)
     for name, bias in () if train.balance is None else train.balance.tensors():
         yield Held(f"model.{name}", bias, True, False)
+
+
+def as_dimensions_of(local: Tensor, like: DTensor, dims: Sequence[int]) -> DTensor:
+    """Wrap `local` as this rank's part of a global tensor that has only the dimensions `dims` of
+    `like`, each sharded as there. Over an axis that shards another one it is replicated."""
+    placements: list[Placement] = []
+    for placement in like.placements:
+        if placement.is_replicate() or dim_of(placement) not in dims:
+            placements.append(Replicate())
+        elif isinstance(placement, _StridedShard):
+            factor = placement.split_factor
+            placements.append(_StridedShard(dims.index(dim_of(placement)), split_factor=factor))
+        else:
+            placements.append(Shard(dims.index(dim_of(placement))))
+    empty = torch.empty([like.shape[dim] for dim in dims], dtype=local.dtype, device="meta")
+    meta = TensorMeta(empty.shape, empty.stride(), empty.dtype)
+    spec = DTensorSpec(like.device_mesh, tuple(placements), meta)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def state_bytes(config: Config) -> int:
@@ -157,7 +179,8 @@ def state_bytes(config: Config) -> int:
     master = config.precision.master.itemsize
 
     def held(weight: NamedWeight) -> int:
-        return weight.numel * master * (1 + len(states_of(weight.spec)))
+        states = bytes_of_states(states_of(weight.spec), weight.spec.shape, master)
+        return weight.numel * master + states
 
     return sum_over_weights(config.model, held)
 

@@ -101,10 +101,13 @@ CHANGES: dict[str, list[Change]] = {
         ("torch.promote_types(gradients[0].dtype, torch.float32)", "gradients[0].dtype"),
         ("    high[:unseen].zero_()\n", "", "uninitialised"),
     ],
-    "parallel/dispatch.py": [
+    "parallel/dispatch/all_to_all.py": [
         ("local_places = places_in(local_order)", "local_places = local_order"),
         ("            if not self.kept.has_outputs:\n                rows.start_there(*tensors)\n",
          "            rows.start_there(*tensors)\n", "sent again"),
+    ],
+    "parallel/dispatch/expert_sum.py": [
+        ("counts[mine].cumsum(0)", "counts.cumsum(0)[mine]"),
     ],
     "parallel/mesh.py": [
         ("of_tokens[of_rows]", "of_tokens[of_rows[-1:]]", "group"),
@@ -183,6 +186,8 @@ CHANGES: dict[str, list[Change]] = {
     "training/optimizers/__init__.py": [
         ("[decay if each.spec.group.decays else 0.0 for each in weights]",
          "[decay for each in weights]"),
+        ("if axis.cuts_beside(dims):", "if axis.size > 1:", "other rows"),
+        ("(self.dtype.itemsize if self.dtype else itemsize)", "itemsize", "dtype"),
     ],
     "training/qk_clip.py": [
         ("group=self.mesh.loss.group", "group=self.mesh.cp.group", "group"),

@@ -10,7 +10,7 @@ from parallel.disk import DiskMemory, ranges_of_size
 from parallel.parameter import NamedWeight
 from parallel.placement import shards_of
 from settings.config import Config
-from training.optimizers import ShardedOptimizer, optimizer_class
+from training.optimizers import ShardedOptimizer, bytes_of_states, optimizer_class
 
 # of the states in a file, unless a single weight has more; but at most about MOST files
 GROUP_BYTES, MOST = 256 << 20, 64
@@ -23,7 +23,7 @@ class Update:
     def __init__(self, weights: Sequence[NamedWeight], config: Config) -> None:
         kind = optimizer_class(config.optimizer.name)
         groups = groups_of(kind, weights) if config.parallel.offload == "disk" else [weights]
-        self.weights = weights
+        self.weights, self.states_of = weights, kind.states_of
         self.groups = [kind(group, config) for group in groups]
         self.updates = self.groups[0].updates  # made so far
         self.states = [states for group in self.groups for states in group.states]
@@ -60,7 +60,8 @@ def groups_of(
     ranks that have parts of them, because an optimizer may communicate."""
     sizes = []
     for weight in weights:
-        whole = len(kind.states_of(weight.spec)) * weight.numel * weight.sharded.element_size()
+        states, master = kind.states_of(weight.spec), weight.sharded.element_size()
+        whole = bytes_of_states(states, weight.spec.shape, master)
         sizes.append(whole / shards_of(weight.sharded))
     for part in ranges_of_size(sizes, group_bytes(sum(sizes))):
         yield weights[part.start : part.stop]

@@ -14,7 +14,7 @@ from model.kernels.weighted_swiglu import weighted_swiglu
 from model.matmul import GroupedMatmul
 from model.router import router_class
 from parallel.asynchronous import Starts
-from parallel.dispatch import Dispatch
+from parallel.dispatch import make_dispatch
 from parallel.expert import ExpertLinear, ExpertParallel, expert_linear, last_expert_linear
 from parallel.kept import KeptOutputs
 from parallel.layer import Atoms, TensorParallel
@@ -28,7 +28,7 @@ class FeedForward(nn.Module):
         super().__init__()
         kept = KeptOutputs()  # of the choice and the routes at least, for a recomputation
         self.router = router_class(config.router)(config, tp, ep, kept)
-        self.dispatch = Dispatch(ep, kept, partial(sum_rows, kernels=config.kernels))
+        self.dispatch = make_dispatch(ep, kept, partial(sum_rows, kernels=config.kernels))
         self.experts = Experts(config, ep)
         self.shared = None
         if number := config.of(Settings).num_shared:

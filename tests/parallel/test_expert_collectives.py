@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from costs.operators import needs_value
 from model.matmul import GroupedMatmul
-from parallel import dispatch
 from parallel.axes import MeshSizes
-from parallel.dispatch import Dispatch, Rows
+from parallel.dispatch import all_to_all
+from parallel.dispatch.all_to_all import Dispatch, Rows
 from parallel.kept import KeptOutputs
 from proofs.parity.cases import Case
 from tests.planted import planted
@@ -47,7 +47,7 @@ class Messages(TorchDispatchMode):
 @contextmanager
 def noted(found, case, training):
     """Count routes and waits, and subtract what each layer's routes say that it will send."""
-    find, wait = dispatch.find_routes, dispatch.counts_on_host
+    find, wait = all_to_all.find_routes, all_to_all.counts_on_host
 
     def note(what):  # in forward, and apart in backward or recomputation
         found[what + (" again" if torch._C._current_graph_task_id() != -1 else "")] += 1
@@ -64,15 +64,15 @@ def noted(found, case, training):
         return wait(counts)
 
     with (
-        patch.object(dispatch, "find_routes", find_routes),
-        patch.object(dispatch, "counts_on_host", counts_on_host),
+        patch.object(all_to_all, "find_routes", find_routes),
+        patch.object(all_to_all, "counts_on_host", counts_on_host),
         Messages(found),
     ):
         yield
 
 
 def by_the_table(routes, ep, case, training):
-    """The bytes that leave a rank, for one layer and micro-batch (dispatch.py)."""
+    """The bytes that leave a rank, for one layer and micro-batch (all_to_all.py)."""
     b = {"float64": 8, "float32": 4, "bfloat16": 2}[case.dtype]
     weight = max(b, 4)
     there = sum(routes.send) - routes.send[ep.rank]
@@ -131,7 +131,7 @@ LAYERS = [
 def test_messages_of_a_layer(ranks, layout, options):
     """Per layer and micro-batch: the counts, rows, weights, results; and gradients of results,
     rows, weights. Full recomputation sends rows and weights again. The bytes are those of the table
-    in dispatch.py, with the rows of each rank. Routes are found, and the host waits, once in each
+    in all_to_all.py, with the rows of each rank. Routes are found, and the host waits, once in each
     forward and never in backward; with ep 1 it does not wait."""
     case = replace(BASE, layout=layout, **options)
     forwards = passes_of(case)
@@ -174,7 +174,7 @@ def order_of_a_backward(case, leaves=True):
         stack.enter_context(nullcontext() if leaves else holding_back())
         for name in ("add_weight_gradient", "weight_gradient"):
             stack.enter_context(noting(GroupedMatmul, name, "dw"))
-        stack.enter_context(noting(dispatch, "start_all_to_all", "start"))
+        stack.enter_context(noting(all_to_all, "start_all_to_all", "start"))
         stack.enter_context(noting(Rows, "_wait", "wait"))
         step.forward_backward(*rows)
     return " ".join(order)

@@ -86,7 +86,7 @@ def test_a_rank_waits_and_computes_no_more_than_it_must(case: Case) -> None:
     block launches no more than its bound."""
     rows = rows_of(case)
     waits = [(row["file"], row["function"]) for row in rows if row["waits"]]
-    assert waits == [("parallel/dispatch.py", "counts_on_host")] * case.waits
+    assert waits == [("parallel/dispatch/__init__.py", "counts_on_host")] * case.waits
     kinds = (PRODUCT, ATTENTION, TRITON, COLLECTIVE)
     assert not [row for row in rows if row["for_nothing"] and row["kind"] in kinds]
     passes = ("forward", "recomputation", "backward", "FSDP")

@@ -20,7 +20,7 @@ from parallel import collectives
 from parallel.axes import MeshSizes
 from parallel.collectives import Pending
 from parallel.data import FSDPSwitches
-from parallel.dispatch import Rows
+from parallel.dispatch.all_to_all import Rows
 from parallel.pipeline.schedules import SCHEDULES
 from parallel.pipeline.transfer import Transfers
 from proofs.parity import __main__ as parity

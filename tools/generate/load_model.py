@@ -129,6 +129,6 @@ def empty_model(config: ModelConfig, dtype: torch.dtype, device: str) -> Transfo
     mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), device)
     layers = range(config.num_layers)
     tp = TensorParallel.of(mesh, sequence_parallel=False)
-    ep = ExpertParallel(**vars(mesh.tp))  # X/tp experts on each rank
+    ep = ExpertParallel(**vars(mesh.tp), dispatch="expert_sum")  # X/tp experts on each rank
     model = Transformer(config, layers, True, True, tp, ep=ep).to(dtype)
     return model.to_empty(device=device).requires_grad_(False)

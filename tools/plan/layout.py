@@ -33,7 +33,7 @@ from parallel.placement import chunk_range, dim_of
 from parallel.weight_gradient import sum_dtype
 from parallel.whole_matrices import Hop, Round, matrices_over, rounds_of
 from settings.config import Config
-from training.optimizers import optimizer_class
+from training.optimizers import bytes_of_states, optimizer_class
 
 # The kinds of actions of a schedule that splits backward, and of another.
 KINDS = {True: (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), False: (FORWARD, BACKWARD)}
@@ -201,6 +201,7 @@ class Layout:
         # of these sums, or of the gradients of one micro-batch
         self.sum = self.compute if self.sum_dtype is None else self.sum_dtype.itemsize
         self.optimizer = optimizer_class(config.optimizer.name)
+        self.states_of = self.optimizer.states_of
         # bytes of a number of the optimizer's products with whole matrices
         self.products = self.optimizer.products_in(dtypes.master).itemsize
 
@@ -251,8 +252,8 @@ class Layout:
 
     def bytes_of_states(self, weight: LocalWeight, shape: Sequence[int] | None = None) -> int:
         """Bytes of the optimizer's states of a weight on the tp or ep rank, or of a part of it."""
-        number = len(self.optimizer.states_of(weight.spec))
-        return number * math.prod(shape or weight.shape) * self.master
+        states = self.states_of(weight.spec)
+        return bytes_of_states(states, shape or weight.shape, self.master)
 
     def axes_of(self, weight: LocalWeight) -> list[Hop]:
         """The axes over which a weight is cut, or equal, by name; seen from this rank (of the first

@@ -145,6 +145,12 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
     has_one_end = (layout.embedding in units) != (layout.head in units)
     if copies and ends is not None and has_one_end:
         calls[Call(ends, "all_reduce", copies)] += 1
+    # states that lack a dimension which an axis cuts (`sum_over_parts`, training/optimizers/)
+    for weight, part in layout.parts(units):
+        for state in layout.states_of(weight.spec).values():
+            for hop in layout.axes_of(weight):
+                if hop.cuts_beside(state.dims):
+                    calls[Call(hop.group, "all_reduce", state.bytes(part, layout.master))] += 1
     for rounds in layout.rounds():
         calls.update(messages(rounds, layout.products))
     return calls

@@ -5,20 +5,51 @@ whose class `Optimizer` is used.
     muon.py    Muon on whole matrices, and AdamW for the weights that are none
 
 To add an optimizer, add a file here; nothing else changes. Settings that only it reads are declared
-in it (declare.py). Its `states_of` names the tensors that it keeps for a weight, which are shaped
-like it; checkpoints, the memory report and the planner ask it.
+in it (declare.py). Its `states_of` describes the tensors that it keeps for a weight; checkpoints,
+the memory report and the planner ask it.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from kinds import load_kind
 from parallel.disk import DiskMemory, aligned
 from parallel.parameter import NamedWeight, WeightSpec
+from parallel.whole_matrices import axes_of
 from settings.config import Config
+
+
+class State(NamedTuple):
+    """A tensor that an optimizer keeps for a weight."""
+
+    # Of the weight; each is sharded as there. One number per row: range(max(1, ndim - 1)), which is
+    # (0,) of a matrix [out, in] and (0, 1) of experts' [X, out, in].
+    dims: Sequence[int]
+    dtype: torch.dtype | None = None  # None: that of the weight
+
+    def shape(self, shape: Sequence[int]) -> list[int]:
+        """The state's shape for a weight, or a part of one, of this shape."""
+        return [shape[dim] for dim in self.dims]
+
+    def bytes(self, shape: Sequence[int], itemsize: int) -> int:
+        """Bytes for a weight, or a part of one, of this shape and `itemsize` bytes per element."""
+        return math.prod(self.shape(shape)) * (self.dtype.itemsize if self.dtype else itemsize)
+
+
+def bytes_of_states(states: Mapping[str, State], shape: Sequence[int], itemsize: int) -> int:
+    """Bytes of all states of a weight of this shape, as of `State.bytes`."""
+    return sum(state.bytes(shape, itemsize) for state in states.values())
+
+
+def like(weight: WeightSpec) -> State:
+    """A state with the shape and dtype of the weight."""
+    return State(range(len(weight.shape)))
 
 
 class ShardedOptimizer(ABC):
@@ -46,8 +77,9 @@ class ShardedOptimizer(ABC):
             self.file = DiskMemory(config.parallel.offload_dir, sum(map(self.file_bytes, weights)))
             new_zeros = self.file.new_zeros
         for each, shard in zip(weights, self.shards, strict=True):
-            names = self.states_of(each.spec)
-            self.states.append({name: new_zeros(shard, shard.shape) for name in names})
+            kept = self.states_of(each.spec).items()
+            zeros = {n: new_zeros(shard, s.shape(shard.shape), dtype=s.dtype) for n, s in kept}
+            self.states.append(zeros)
         # number of updates made so far (steps minus skipped ones), on which bias corrections and
         # random bits depend
         self.updates = torch.zeros((), dtype=torch.float32, device=self.shards[0].device)
@@ -57,12 +89,14 @@ class ShardedOptimizer(ABC):
     @classmethod
     def file_bytes(cls, weight: NamedWeight) -> int:
         """Bytes of this rank's states of a weight in a file."""
-        return len(cls.states_of(weight.spec)) * aligned(weight.sharded.to_local().nbytes)
+        part = weight.sharded.to_local()
+        states = cls.states_of(weight.spec).values()
+        return sum(aligned(state.bytes(part.shape, part.element_size())) for state in states)
 
     @staticmethod
     @abstractmethod
-    def states_of(weight: WeightSpec) -> tuple[str, ...]:
-        """The names of what is kept for a weight: tensors of its shape and dtype, at first 0."""
+    def states_of(weight: WeightSpec) -> dict[str, State]:
+        """What is kept for a weight, by name. It begins at 0."""
 
     @staticmethod
     def takes_whole(weight: WeightSpec) -> bool:
@@ -97,6 +131,15 @@ class ShardedOptimizer(ABC):
         self.update(lr, [each.gradient.to_local() for each in self.weights], norm, max_norm)
         for each in self.weights:
             each.parameter.grad = None
+
+    def sum_over_parts(self, name: str, terms: Sequence[Tensor]) -> None:
+        """Sum in place this rank's terms of the state `name`, one for each weight, over the ranks
+        that hold other parts of the dimensions that the state lacks."""
+        for each, term in zip(self.weights, terms, strict=True):
+            dims = self.states_of(each.spec)[name].dims
+            for axis in axes_of(each.sharded):
+                if axis.cuts_beside(dims):
+                    dist.all_reduce(term, group=axis.group)
 
 
 def optimizer_class(name: str) -> type[ShardedOptimizer]:

@@ -14,7 +14,7 @@ from model.kernels.adamw import Location, Rates, adamw
 from parallel.parameter import NamedWeight, WeightSpec
 from parallel.placement import local_region
 from settings.config import Config
-from training.optimizers import ShardedOptimizer
+from training.optimizers import ShardedOptimizer, State, like
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -55,8 +55,8 @@ class Optimizer(ShardedOptimizer):
         self.second = [self.states[i]["exp_avg_sq"] for i in self.mine]
 
     @staticmethod
-    def states_of(weight: WeightSpec) -> tuple[str, ...]:
-        return "exp_avg", "exp_avg_sq"
+    def states_of(weight: WeightSpec) -> dict[str, State]:
+        return {"exp_avg": like(weight), "exp_avg_sq": like(weight)}
 
     def update(self, lr: float, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
         own = self.config.of(self.settings)

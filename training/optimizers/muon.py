@@ -27,7 +27,7 @@ from declare import Count, between, section
 from parallel.parameter import MATRIX, NamedWeight, WeightSpec
 from parallel.whole_matrices import Round, interleave, matrices_of, rounds_of
 from settings.config import Config
-from training.optimizers import adamw
+from training.optimizers import State, adamw, like
 
 # a, b, c of the iterations X ← a X + (b A + c A²) X, where A = X Xᵀ (of Jordan et al.). They drive
 # singular values between 0.003 and 1 to 0.68 to 1.20.
@@ -65,9 +65,9 @@ class Optimizer(adamw.Optimizer):
         )
 
     @staticmethod
-    def states_of(weight: WeightSpec) -> tuple[str, ...]:
-        hidden = Optimizer.takes_whole(weight)
-        return ("momentum",) if hidden else adamw.Optimizer.states_of(weight)
+    def states_of(weight: WeightSpec) -> dict[str, State]:
+        hidden = {"momentum": like(weight)}
+        return hidden if Optimizer.takes_whole(weight) else adamw.Optimizer.states_of(weight)
 
     @staticmethod
     def takes_whole(weight: WeightSpec) -> bool:

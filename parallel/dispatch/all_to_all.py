@@ -1,4 +1,4 @@
-"""How tokens reach the experts that they have chosen, and how the results return: by all-to-alls.
+"""Tokens travel to the ranks of their experts, and results back, by all-to-alls.
 
     4 experts, ep 2, each token to 2 experts          (rows: tokens, once for each chosen expert)
 
@@ -8,8 +8,7 @@
 A rank sorts its rows by expert, so those for one rank are contiguous, sends them, and sorts what it
 receives by expert again: each expert's rows are then contiguous for one grouped product. The
 results return the same way, and each token's are summed. No token is dropped, so ranks receive
-different numbers of rows, or none. (Where text is generated, the ranks have the same tokens, and
-each gets its own results.)
+different numbers of rows, or none.
 
 | pass     | what travels over ep, per layer         | bytes that leave a rank, of `b` each        |
 |----------|-----------------------------------------|---------------------------------------------|
@@ -33,20 +32,18 @@ https://arxiv.org/abs/2211.15841; ep as a part of the other axes: Liu et al. 202
 https://arxiv.org/abs/2504.14960.)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel.asynchronous import Start, Wait
 from parallel.collectives import Pending, start_all_to_all
+from parallel.dispatch import SumRows, TokenDispatch, counts_on_host
 from parallel.expert import Choice, ExpertParallel, Received
-from parallel.kept import KeptOutputs
-
-SumRows = Callable[[Tensor, Tensor, int], Tensor]  # rows [T·k, D], places [T·k], k → [T, D]
 
 
 @dataclass(frozen=True)
@@ -84,26 +81,8 @@ def find_routes(choice: Choice, ep: ExpertParallel) -> Routes:
     return Routes(order, places, k, send, receive, local_order, local_places, ends)
 
 
-def counts_on_host(counts: Tensor) -> list[int]:
-    """The host waits for the device here, and nowhere else in a layer of experts unless its grouped
-    products are loops (model/kernels/grouped_matmul.py)."""
-    return counts.tolist()
-
-
-class Dispatch(nn.Module):
-    """Sends tokens to their experts and the results back, for one layer. It has no weights.
-
-    Args:
-        sum_rows: the sum of each token's k rows (model/kernels/sum_rows.py).
-    """
-
-    def __init__(self, ep: ExpertParallel, kept: KeptOutputs, sum_rows: SumRows) -> None:
-        super().__init__()
-        self.ep, self.kept, self.sum_rows = ep, kept, sum_rows
-
+class Dispatch(TokenDispatch):
     def send(self, x: Tensor, choice: Choice) -> "Sent":
-        """Start to send x [T, D] and the weights of the choice. What is computed before `receive`
-        overlaps the sending."""
         routes = self.kept.once(lambda: find_routes(choice, self.ep))
         rows = Rows(routes, self.ep.group, self.sum_rows)
 
@@ -119,7 +98,6 @@ class Dispatch(nn.Module):
         return Received(x, weights, rows.routes.ends, leave=rows.start_back)
 
     def combine(self, y: Tensor, sent: "Sent") -> Tensor:
-        """Map the experts' results [R, D] to the sum of each token's [T, D]."""
         rows, _ = sent
         link = Start.apply(rows.start_back, rows.there, y)
         (total,) = Wait.apply(link, rows.back, rows.start_there)
