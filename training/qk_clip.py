@@ -34,14 +34,28 @@ from settings.config import Config
 class Rows(NamedTuple):
     """What this rank has of a projection, which decides logits."""
 
-    part: Tensor  # [R, in], shares the memory of the weight
+    part: Tensor  # [R, …], shares the memory of the weight
     heads: Tensor  # [R] int64: the head, of this rank's, to which a row belongs
-    power: Tensor  # of γ, a scalar, by which the rows are multiplied
+    powers: Tensor  # [R]: by which power of γ a row is multiplied
+
+    @classmethod
+    def of(
+        cls, part: Tensor, where: range, first: int, of_head: Sequence[tuple[int, float]]
+    ) -> "Rows":
+        """
+        Args:
+            where: the rows of the weight that `part` has.
+            first: the number of this rank's first head in the model.
+            of_head: of one head's rows, one after another, how many have which power.
+        """
+        powers = torch.cat([part.new_full((count,), power) for count, power in of_head])
+        row = torch.arange(where.start, where.stop, device=part.device)
+        return cls(part, row // len(powers) - first, powers[row % len(powers)])
 
     def scale(self, gammas: Tensor) -> None:
         """Multiply the rows, by γ of each of this rank's heads."""
-        factors = gammas[self.heads].to(self.part) ** self.power
-        self.part.mul_(factors.unsqueeze(1))
+        factors = gammas[self.heads].to(self.part) ** self.powers
+        self.part.mul_(factors.view(-1, *[1] * (self.part.ndim - 1)))
 
 
 class QKClip:
@@ -63,14 +77,10 @@ class QKClip:
         parts = {each.name: each.sharded for each in weights}
         self.rows: list[list[Rows]] = []  # of each layer
         for name, layer in found:
-            first, heads = mesh.tp.rank * layer.local_heads, mesh.tp.size * layer.local_heads
-            of_layer: list[Rows] = []
-            for projection, power in layer.rows_of_heads().items():
-                weight = parts[f"{name}.{projection}.weight"]
-                part, rows = weight.to_local(), local_region(weight)[0]
-                row = torch.arange(rows.start, rows.stop, device=part.device)
-                head = row // (weight.shape[0] // heads) - first
-                of_layer.append(Rows(part, head, part.new_tensor(power)))
+            first, of_layer = mesh.tp.rank * layer.local_heads, list[Rows]()
+            for projection, of_head in layer.rows_of_heads().items():
+                part = parts[f"{name}.{projection}.weight"]
+                of_layer.append(Rows.of(part.to_local(), local_region(part)[0], first, of_head))
             self.rows.append(of_layer)
         self.home = weights[0].sharded.to_local().device  # offloaded weights: not the GPU
         self.lowest = torch.full((1,), -torch.inf, dtype=exact, device=mesh.device)

@@ -12,7 +12,7 @@ A kind whose tokens attend to each other derives from `BaseAttention`. Another k
 communicate over cp.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,9 +56,9 @@ class BaseAttention(nn.Module):
         self.largest = LargestLogits(self.local_heads, device, exact)
         return self.largest
 
-    def rows_of_heads(self) -> Mapping[str, float]:
-        """For QK-clip: the projections whose rows, as many of each head, are multiplied so that a
-        head's logits are multiplied by γ; and by which power of γ. Raises UserError."""
+    def rows_of_heads(self) -> Mapping[str, Sequence[tuple[int, float]]]:
+        """For QK-clip: which rows to multiply so that a head's logits are multiplied by γ. For each
+        projection, of a head's rows from the first on: (how many, power of γ). Raises UserError."""
         key, why = "optimizer.muon.qk_clip", f"{type(self).__module__} does not say which rows"
         raise UserError(key, "above 0", f"{why} decide its logits", "write its rows_of_heads")
 

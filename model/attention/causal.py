@@ -62,8 +62,10 @@ class Attention(BaseAttention):
     def combine(self, y: Tensor) -> Tensor:
         return self.output(y.flatten(-2))
 
-    def rows_of_heads(self) -> dict[str, float]:
+    def rows_of_heads(self) -> dict[str, list[tuple[int, float]]]:
         if self.query_norm is not None:
             why = "the norms bound the logits, and undo what is done to rows before them"
             raise UserError("model.qk_norm", True, why, "set optimizer.muon.qk_clip=0")
-        return {"query": 1.0} if self.shares_keys else {"query": 0.5, "key": 0.5}
+        if self.shares_keys:
+            return {"query": [(self.head_dim, 1.0)]}
+        return {name: [(self.head_dim, 0.5)] for name in ("query", "key")}

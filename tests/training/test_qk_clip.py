@@ -26,7 +26,7 @@ from tests.proofs.parity_tiers import agrees, is_found, thorough_but
 from tests.steps import make_step, rows_of
 from training import qk_clip
 from training.guard import UpdateGuard
-from training.qk_clip import QKClip
+from training.qk_clip import QKClip, Rows
 
 # Cases with Muon have limits that some heads exceed, in every second step (proofs/parity/cases.py).
 WINDOWS = {
@@ -61,10 +61,11 @@ def of_no_window(measure, mask, q, k):
     return measure(replace(mask, window=None), q, k)
 
 
-@planted(causal.Attention, "rows_of_heads")
-def by_halves(rows_of_heads, self):
+@planted(Rows, "of")
+def by_halves(of, *about):
     """As if every head had its own keys."""
-    return dict.fromkeys(rows_of_heads(self), 0.5)
+    *others, of_head = about
+    return of(*others, [(count, 0.5) for count, _ in of_head])
 
 
 @planted(QKClip, "begin")
@@ -171,6 +172,33 @@ def test_a_skipped_step_updates_and_limits_nothing(ranks):
         after = ranks.run(held_after, 2, SHARED, nothing_wrong, plant)
         for one, other in zip(before, after, strict=True):
             assert set(map(torch.equal, one, other)) == {plant is not nothing_wrong}
+
+
+def test_rows_of_latent_attention():
+    """Of DeepSeek's, heads of which share the rotated part of their keys: half of γ for what is a
+    head's own, all of it for a query of what is shared, none for values."""
+    heads, own, rotated, value, width = 3, 4, 2, 5, 8
+    torch.manual_seed(0)
+    query = torch.randn(heads * (own + rotated), width, dtype=torch.float64)
+    key_value = torch.randn(heads * (own + value), width, dtype=torch.float64)
+    shared = torch.randn(rotated, width, dtype=torch.float64)
+    x = torch.randn(7, width, dtype=torch.float64)
+
+    def logits_and_values():
+        q = (x @ query.T).unflatten(1, (heads, -1))
+        k, v = (x @ key_value.T).unflatten(1, (heads, -1)).split([own, value], -1)
+        k = torch.cat([k, (x @ shared.T).unsqueeze(1).expand(-1, heads, -1)], -1)
+        return torch.einsum("she,the->hst", q, k), v
+
+    (logits, values), gammas = logits_and_values(), torch.tensor([1.0, 0.25, 0.7])
+    for part, of_head in (
+        (query, [(own, 0.5), (rotated, 1.0)]),
+        (key_value, [(own, 0.5), (value, 0.0)]),
+    ):
+        Rows.of(part, range(len(part)), 0, of_head).scale(gammas)
+    after, same = logits_and_values()
+    torch.testing.assert_close(after, logits * gammas.double().view(-1, 1, 1), rtol=1e-7, atol=1e-7)
+    assert torch.equal(same, values)
 
 
 def refused(config):

@@ -49,6 +49,23 @@ def test_bfloat16_follows_float32(ranks: Ranks, data: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.thorough
+def test_bfloat16_with_split_backwards(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """Weight gradients formed after backward, of which FSDP reduces each micro-batch's, give the
+    losses and norms of those formed in backward."""
+    train = {"steps": 3, "dtype": "bfloat16", "micro_batch_size": 1}
+    sizes = {"pp": 2, "dp_shard": 2, "zero_stage": 2}
+    config = runs.write_config(tmp_path, data, train=train, parallel=sizes)
+    found = []
+    for schedule in ("1f1b", "zb_h1"):
+        runs.fresh(tmp_path)
+        runs.run(ranks, 4, config, f"parallel.schedule={schedule}")
+        found.append(runs.metrics_of(tmp_path))
+    for whole, split in zip(*found, strict=True):
+        assert split["loss"] == pytest.approx(whole["loss"], rel=1e-3)
+        assert split["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-2)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_compiled_agrees(ranks: Ranks, data: Path, tmp_path: Path, mode: str) -> None:
     layout = ["parallel.dp_shard=2", f"train.activation_checkpointing={mode}"]

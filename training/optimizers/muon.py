@@ -17,7 +17,7 @@ optimizer in each layout. So every matrix is put together on one of the ranks th
 """
 
 from collections.abc import Generator, Iterable, Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -29,9 +29,21 @@ from parallel.whole_matrices import Round, interleave, matrices_of, rounds_of
 from settings.config import Config
 from training.optimizers import State, adamw, like
 
-# a, b, c of the iterations X ← a X + (b A + c A²) X, where A = X Xᵀ (of Jordan et al.). They drive
-# singular values between 0.003 and 1 to 0.68 to 1.20.
-COEFFICIENTS = [(3.4445, -4.7750, 2.0315)] * 5
+# a, b, c of the iterations X ← a X + (b A + c A²) X, where A = X Xᵀ. They drive singular values
+# between 0.003 and 1 towards 1: the first set to 0.68 to 1.20, the second to 0.97 to 1.15.
+COEFFICIENTS = {
+    # of Jordan et al.
+    "quintic": [(3.4445, -4.7750, 2.0315)] * 5,
+    # of Emerging-Optimizers (https://github.com/NVIDIA-NeMo/Emerging-Optimizers), which calls it
+    # "quintic", and the first "simple"
+    "varying": [
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ],
+}
 
 
 @section("optimizer.muon")
@@ -41,6 +53,8 @@ class Settings(adamw.Settings):
     name: ClassVar[str] = "muon"
     # how slowly the mean of gradients changes, per step
     momentum: Annotated[adamw.Beta, Field(examples=[0.95])] = 0.95
+    # of the iterations that orthogonalise
+    coefficients: Literal["quintic", "varying"] = "quintic"
     # The largest attention logit of a head: above it, the head's rows of q, and of k unless heads
     # share them, are scaled down (training/qk_clip.py). Usual is 100; 0: no limit.
     qk_clip: Annotated[float, between(0, 1e30)] = 0.0
@@ -76,7 +90,7 @@ class Optimizer(adamw.Optimizer):
     @staticmethod
     def flops(matrix: Sequence[int]) -> float:
         short, long = sorted(matrix)
-        return len(COEFFICIENTS) * (4.0 * short**2 * long + 2.0 * short**3)
+        return len(COEFFICIENTS["quintic"]) * (4.0 * short**2 * long + 2.0 * short**3)
 
     def update(self, lr: float, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
         applied = norm.isfinite()
@@ -121,7 +135,8 @@ class Optimizer(adamw.Optimizer):
         if not each:
             return []
         flat = [x if len(x) <= x.shape[1] else x.mT for x in each]
-        found = orthogonalise(torch.stack(flat))
+        own = self.config.of(self.settings)
+        found = orthogonalise(torch.stack(flat), COEFFICIENTS[own.coefficients])
         return [y if len(x) <= x.shape[1] else y.mT for x, y in zip(each, found, strict=True)]
 
 
@@ -130,13 +145,13 @@ def matrices(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [matrix for x in tensors for matrix in (x if x.ndim == 3 else [x])]
 
 
-def orthogonalise(x: Tensor) -> Tensor:
+def orthogonalise(x: Tensor, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:
     """Of each matrix of x [n, m, k], m <= k, about U Vᵀ of its singular value decomposition U S Vᵀ,
     by a Newton–Schulz iteration."""
     # The square of a number below about 1e-19 is lost in float32, and with it the norm: the matrix
     # of an expert that nobody has chosen for long then takes a small step, or none.
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-12)
-    for a, b, c in COEFFICIENTS:
+    for a, b, c in coefficients:
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x
