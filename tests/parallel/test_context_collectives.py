@@ -67,7 +67,7 @@ def in_their_dtype():
     ("dtype", "itemsize"), thorough_but([("bfloat16", 2)], [("bfloat16", 2), ("float32", 4)])
 )
 def test_gradients_are_summed_in_float32(ranks, dtype, itemsize):
-    """Those of the chunks, in what travels. Control: in bfloat16 it would be half as many bytes."""
+    """As the bytes that travel tell. Control: a sum in bfloat16 sends half as many."""
     case = Case(MeshSizes(dp_shard=2, cp=2), dtype=dtype)
     sent = {"all_gather": once(case, 2, 4, itemsize), "reduce_scatter": once(case, 2, 4, 4)}
     assert ranks.run(sent_over_cp, 4, case, 2, True) == [sent] * 4

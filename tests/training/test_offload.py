@@ -80,7 +80,8 @@ def trained(
 @pytest.mark.parametrize(
     "case",
     [
-        Case(MeshSizes(dp_shard=4), vocab_size=251),  # not divided evenly: FSDP pads
+        # not divided evenly: FSDP pads, and beside the last rank's rows another weight would fit
+        Case(MeshSizes(dp_shard=4), vocab_size=234),
         Case(MeshSizes(dp_shard=2), optimizer="muon"),  # groups of hidden matrices alone
         Case(MeshSizes(dp_shard=2, tp=2), zero_stage=3, router="softmax"),
     ],
