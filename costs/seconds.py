@@ -154,7 +154,7 @@ class Rates:
     def cost(self, phase: Phase, is_weight: bool = False) -> Cost:
         """The cost of one phase. `is_weight`: the phase computes deferred weight gradients. These
         run continuously from unit to unit, so the first gather of a unit overlaps with the last
-        products of the previous unit (run_jobs in parallel/deferred.py)."""
+        products of the previous unit (run_jobs in parallel/weight_gradient.py)."""
         computing = waited = last = 0.0
         wire: dict[str, float] = defaultdict(float)
         exposed: dict[str, float] = defaultdict(float)

@@ -32,12 +32,11 @@ from errors import UserError
 from model.config import ModelConfig
 from model.positions import BatchPositions
 from model.transformer import Block, Transformer
-from parallel.deferred import Job, run_jobs
 from parallel.fsdp_units import inner_units
 from parallel.layer import gradients_of, layers_of
 from parallel.memory import ACTIVATIONS, DEFERRED, GRADIENTS, TEMPORARY
 from parallel.parameter import WeightSpec, weights_of
-from parallel.weight_gradient import Place, deferring
+from parallel.weight_gradient import Job, Place, deferring, run_jobs
 
 EMBEDDING, HEAD = "embedding", "head"  # units; a block's name is its kind
 

@@ -20,8 +20,7 @@ and the collectives.
     dispatch/           how tokens reach their experts
     collectives.py      the collectives of tensor, context and expert parallelism
     asynchronous.py     collectives that autograd follows, started in one place, awaited in another
-    weight_gradient.py  where a weight's gradient goes, and its sum over micro-batches
-    deferred.py         weight gradients that are formed later than their backward
+    weight_gradient.py  where a weight's gradient goes, when it is formed, and its sum
     whole.py            weights that no other rank shares: data parallelism over one rank
     partial.py          the sum over tp of gradients that are partial on each tp rank
     placement.py        which part of a global tensor a rank holds

@@ -32,11 +32,10 @@ from torch.nn import functional
 
 from parallel.asynchronous import Starts
 from parallel.collectives import ONE_RANK, start_all_gather, start_reduce_
-from parallel.deferred import Job
 from parallel.kept import KeepsOutputs, KeptOutputs
 from parallel.layer import Atoms, Layer, TensorParallel
 from parallel.parameter import EMBEDDING, MATRIX, Group, Normal, WeightSpec
-from parallel.weight_gradient import LinearProducts, WeightGradient, add_products
+from parallel.weight_gradient import Job, LinearProducts, WeightGradient, add_products
 
 
 class ColumnParallelFunction(torch.autograd.Function):
@@ -56,7 +55,7 @@ class ColumnParallelFunction(torch.autograd.Function):
     Because backward gathers x again, each rank keeps only its S/tp slice of x until then.
     Without sequence parallelism (f in Shoeybi et al.) x is already whole on every rank: forward
     sends nothing, and backward all-reduces dx, S·B·D, overlapped with the weight gradients. If
-    weight gradients are deferred (parallel/deferred.py), the last row of the table runs later, as a
+    weight gradients are deferred (weight_gradient.py), the last row of the table runs later, as a
     job.
     """
 

@@ -13,18 +13,19 @@ This saves one pass over a stage's gradients in every micro-batch, and the memor
 routers and the embedding are formed in the dtype of the sum, and added. Only with
 zero_stage 2 and 3, and in compiled code, are they rounded to bfloat16 first.
 
-While `deferring`, backward leaves the gradients as jobs for later (deferred.py).
+While `deferring`, backward leaves the gradients as jobs for later (`Job`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from parallel.deferred import Job
+from parallel.collectives import ONE_RANK, Pending, start_all_gather
 
 
 class LinearProducts(Protocol):
@@ -66,6 +67,49 @@ class Place:
     gradient."""
 
     total: Tensor | None = None
+
+
+class Job:
+    """The rest of a weight gradient's work: `form(*tensors)`. The job lets go of each tensor as
+    soon as nothing needs it.
+
+    Only the optimizer needs the gradient of a weight, whereas other ranks wait for the gradient of
+    a layer's *input*. So a pipeline schedule may split backward and form weight gradients later,
+    when a rank would otherwise be idle (zero bubble: Qi et al. 2023,
+    https://arxiv.org/abs/2401.10241). The backward of a linear layer then leaves a job with the two
+    tensors of the product: the layer's input and the gradient of its output (this rank's part of a
+    tensor that sequence parallelism splits). The embedding does the same. A norm's gradient,
+    computed together with that of its input, and the head's, computed in forward, become jobs too,
+    so that all gradients of a micro-batch are reduced together.
+
+    Args:
+        form: hands the gradient over.
+        gather_over: for each tensor, the tp group over which it is gathered first, [S/tp, B, …] to
+            [S, B, …]; ONE_RANK: it is whole. Empty: the job has nothing to do with tp.
+        pieces: of the sequence (parallel/collectives.py).
+    """
+
+    def __init__(
+        self,
+        form: Callable[..., object],
+        tensors: Sequence[Tensor],
+        gather_over: Sequence[ProcessGroup] = (),
+        pieces: int = 1,
+    ) -> None:
+        self.form, self.tensors, self.gather_over, self.pieces = form, tensors, gather_over, pieces
+        self._arriving: list[Pending] = []
+
+    def start(self) -> None:
+        """Start to gather."""
+        groups = self.gather_over or [ONE_RANK] * len(self.tensors)
+        for x, group in zip(self.tensors, groups, strict=True):
+            self._arriving.append(start_all_gather(x, group, self.pieces))
+        self.tensors = ()
+
+    def finish(self) -> None:
+        tensors = [pending.wait() for pending in self._arriving]
+        self._arriving = []
+        self.form(*tensors)
 
 
 class WeightGradient:
@@ -185,3 +229,22 @@ def deferring(gradients: Sequence[WeightGradient]) -> Iterator[list[Job]]:
     finally:
         for gradient in gradients:
             gradient.defer_to(None)
+
+
+@torch.no_grad()
+def run_jobs(jobs: list[Job]) -> None:
+    """Form the gradients and empty the list. The gathers of each job overlap the products of the
+    job before it."""
+    jobs.reverse()  # so that `pop` takes the first job, and each is freed after it has run
+    started: Job | None = None
+    while jobs:
+        job = jobs.pop()
+        job.start()
+        if not job.gather_over:  # in between, it would leave the next gather without products
+            job.finish()
+            continue
+        if started is not None:
+            started.finish()
+        started = job
+    if started is not None:
+        started.finish()

@@ -32,7 +32,7 @@ class Update:
 
     def set_updates(self, updates: int) -> None:
         for group in self.groups:
-            group.set_updates(updates)
+            group.updates.fill_(updates)
 
     def wait(self) -> None:
         """Wait until a disk has what the last step has changed. Raises OSError."""

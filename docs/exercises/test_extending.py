@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel.pipeline.actions import FORWARD, Action
-from parallel.pipeline.check import Fault, check
+from parallel.pipeline.actions import FORWARD, Action, Fault
+from parallel.pipeline.check import check
 from parallel.pipeline.schedules import build_schedule
 
 

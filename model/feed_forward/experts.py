@@ -12,7 +12,7 @@ from model.feed_forward import swiglu as dense
 from model.kernels.sum_rows import sum_rows
 from model.kernels.weighted_swiglu import weighted_swiglu
 from model.matmul import GroupedMatmul
-from model.router import make_router
+from model.router import router_class
 from parallel.asynchronous import Starts
 from parallel.dispatch import make_dispatch
 from parallel.expert import ExpertLinear, ExpertParallel, expert_linear, last_expert_linear
@@ -27,7 +27,7 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel, ep: ExpertParallel) -> None:
         super().__init__()
         kept = KeptOutputs()  # of the choice and the routes at least, for a recomputation
-        self.router = make_router(config, tp, ep, kept)
+        self.router = router_class(config.router)(config, tp, ep, kept)
         self.dispatch = make_dispatch(ep, kept, partial(sum_rows, kernels=config.kernels))
         self.experts = Experts(config, ep)
         self.shared = None

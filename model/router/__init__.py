@@ -15,23 +15,13 @@ from collections.abc import Iterator
 from torch import nn
 
 from kinds import load_kind
-from model.config import ModelConfig
 from model.router._base import BaseRouter
-from parallel.expert import ExpertParallel
-from parallel.kept import KeptOutputs
-from parallel.layer import TensorParallel
 
-__all__ = ["BaseRouter", "bias_name", "make_router", "router_class", "routers_of"]
+__all__ = ["BaseRouter", "bias_name", "router_class", "routers_of"]
 
 
 def router_class(name: str) -> type[BaseRouter]:
     return load_kind(__name__, name, "Router")
-
-
-def make_router(
-    config: ModelConfig, tp: TensorParallel, ep: ExpertParallel, kept: KeptOutputs
-) -> BaseRouter:
-    return router_class(config.router)(config, tp, ep, kept)
 
 
 def bias_name(layer: int) -> str:

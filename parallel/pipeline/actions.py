@@ -46,6 +46,10 @@ BACKWARD_INPUT, BACKWARD_WEIGHT = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 Schedule = Sequence[Sequence[Action]]  # one list per rank
 
 
+class Fault(ValueError):
+    """An error in a schedule or in the programs that it is lowered to."""
+
+
 class Message(NamedTuple):
     """A tensor for another stage: the hidden states of a micro-batch for the next one, or their
     gradient for the one before."""
@@ -64,16 +68,16 @@ def stage_ranks(schedule: Schedule) -> list[int]:
     """The rank of each stage, first to last.
 
     Raises:
-        ValueError: a stage is on two ranks, or on none.
+        Fault: a stage is on two ranks, or on none.
     """
     ranks: dict[int, int] = {}
     for rank, actions in enumerate(schedule):
         for stage in {action.stage for action in actions}:
             if stage in ranks:
-                raise ValueError(f"stage {stage} is on rank {ranks[stage]} and on rank {rank}")
+                raise Fault(f"stage {stage} is on rank {ranks[stage]} and on rank {rank}")
             ranks[stage] = rank
     if sorted(ranks) != list(range(len(ranks))):
-        raise ValueError(f"no rank has stage {min(set(range(max(ranks) + 1)) - set(ranks))}")
+        raise Fault(f"no rank has stage {min(set(range(max(ranks) + 1)) - set(ranks))}")
     return [ranks[stage] for stage in range(len(ranks))]
 
 

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from parallel.pipeline.actions import (
     Action,
+    Fault,
     Kind,
     Message,
     Schedule,
@@ -21,11 +22,7 @@ from parallel.pipeline.actions import (
 )
 from parallel.pipeline.lower import Exchange, Program, Transfer, lower
 from parallel.pipeline.schedules import SCHEDULES, ScheduleFunction, build_schedule
-from parallel.pipeline.simulate import Costs, Stuck, simulate
-
-
-class Fault(ValueError):
-    """An error in a schedule or in the programs that it is lowered to."""
+from parallel.pipeline.simulate import Costs, simulate
 
 
 def check(schedule: Schedule) -> None:
@@ -67,10 +64,7 @@ def splits_backward(schedule: Schedule) -> bool:
 def check_complete(schedule: Schedule) -> None:
     """Check that each stage is on one rank and runs, once for every micro-batch, a forward and a
     backward (whole or split in two)."""
-    try:
-        stages = len(stage_ranks(schedule))
-    except ValueError as error:
-        raise Fault(str(error)) from error
+    stages = len(stage_ranks(schedule))
     actions = [action for rank in schedule for action in rank]
     seen = set(actions)
     if len(seen) < len(actions):
@@ -90,10 +84,7 @@ def check_complete(schedule: Schedule) -> None:
 
 def check_order(schedule: Schedule) -> None:
     """Check that every action gets its inputs if each rank runs its list from first to last."""
-    try:
-        simulate(schedule, Costs.equal(len(stage_ranks(schedule))))
-    except Stuck as error:
-        raise Fault(str(error)) from error
+    simulate(schedule, Costs.equal(len(stage_ranks(schedule))))
 
 
 def check_exchanges(programs: Sequence[Program], schedule: Schedule) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel.data import DataParallel
-from parallel.deferred import Job, run_jobs
 from parallel.layer import gradients_of
 from parallel.pipeline.actions import (
     BACKWARD_INPUT,
@@ -25,7 +24,7 @@ from parallel.pipeline.actions import (
 )
 from parallel.pipeline.lower import Exchange, Program
 from parallel.pipeline.transfer import Transfers
-from parallel.weight_gradient import deferring
+from parallel.weight_gradient import Job, deferring, run_jobs
 
 # its context is entered around an action, to time it (runtime/profiling/trace.py)
 Recorder = Callable[[Action], AbstractContextManager[object]]

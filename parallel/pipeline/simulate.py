@@ -14,6 +14,7 @@ from parallel.pipeline.actions import (
     BACKWARD_WEIGHT,
     FORWARD,
     Action,
+    Fault,
     Kind,
     Message,
     Schedule,
@@ -70,15 +71,11 @@ class Event(NamedTuple):
     end: float
 
 
-class Stuck(ValueError):
-    """Ranks wait for each other forever."""
-
-
 def simulate(schedule: Schedule, costs: Costs) -> list[list[Event]]:
     """Compute when each action starts and ends, for each rank.
 
     Raises:
-        Stuck: no rank can continue; the message names the action at which each one waits.
+        Fault: no rank can continue; the message names the action at which each one waits.
     """
     where = stage_ranks(schedule)
     timeline: list[list[Event]] = [[] for _ in schedule]
@@ -116,5 +113,5 @@ def simulate(schedule: Schedule, costs: Costs) -> list[list[Event]]:
     left = [actions[len(events) :] for actions, events in zip(schedule, timeline, strict=True)]
     stuck = [f"rank {rank} at {actions[0]}" for rank, actions in enumerate(left) if actions]
     if stuck:
-        raise Stuck(f"ranks cannot continue: {', '.join(stuck)}")
+        raise Fault(f"ranks cannot continue: {', '.join(stuck)}")
     return timeline

@@ -1,15 +1,12 @@
 """data.document_mask: a window of packed documents gives the same result as its documents computed
 separately.
 
-On a GPU, flash attention processes the packed documents (gpu/test_runs.py). Here plain kernels
-(flash.py) replace its kernels, so that its arguments, and its use with autograd, activation
-checkpointing and the compiler, are tested without a GPU.
+On a GPU, flash attention processes the packed documents (gpu/test_runs.py). Without one, plain
+kernels (flash.py) replace its kernels, here and in test_context_flash.py.
 """
 
 import json
-from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,19 +18,16 @@ from data.dataset import open_data
 from errors import UserError
 from model.documents import find_documents
 from model.initialise import initialise
-from model.kernels.attention import OPERATORS
 from model.mask import Mask, scores_bias
 from model.transformer import Batch, Transformer
-from parallel.activation import wrap_blocks
 from parallel.axes import MeshSizes
 from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from proofs.parity.cases import BOS, Case
 from proofs.parity.run import check
-from tests.data_samples import SOURCE, prepared, tokenizer
+from tests.data_samples import prepared, tokenizer
 from tests.kernels.flash import flash_attention_stands_in
 from tests.planted import planted
-from tests.runs import evaluations, fresh, losses, run, write_config
 
 S = 12
 T = 7  # a token that is not bos
@@ -66,14 +60,11 @@ def documents_of(row):
 # --- the model ------------------------------------------------------------------------------------
 
 
-def small_model(case, checkpointing="none", compile=False):
-    """The unsharded Transformer of a case, in this process. With `compile`, blocks are traced and
-    run in eager mode as traced."""
+def small_model(case):
+    """The unsharded Transformer of a case, in this process."""
     config = case.config().model
     tp = TensorParallel.of(build_mesh(MeshSizes(), "cpu"), sequence_parallel=False)
     model = Transformer(config, range(config.num_layers), True, True, tp).to(torch.float64)
-    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-        wrap_blocks(model.blocks.values(), checkpointing, compile, 1, OPERATORS)
     model.to_empty(device="cpu")
     initialise(model, seed=0)
     return model
@@ -155,34 +146,6 @@ def test_forgotten_documents_are_found(ranks):
 # --- flash attention's bookkeeping ----------------------------------------------------------------
 
 
-def by_boundaries(compile):
-    """For each kind of checkpointing: logits and gradients by mask and by boundaries, and how often
-    each block called the plain kernels."""
-    batch, found = packed(window("two sequences")), {}
-    for checkpointing in ("none", "selective", "full"):
-        model = small_model(Case(MeshSizes(), num_kv_heads=2), checkpointing, compile)
-        by_mask = result(model, model(None, batch))
-        with flash_attention_stands_in() as calls:
-            by_boundary = result(model, model(None, batch))
-        calls = {kind: number / len(model.blocks) for kind, number in calls.items()}
-        found[checkpointing] = by_mask, by_boundary, calls
-    return found
-
-
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_model_by_boundaries_is_the_model_by_mask(ranks, compile):
-    """The model computes the same by boundaries as by mask. Selective checkpointing keeps
-    attention's output, and full checkpointing recomputes it."""
-    (found,) = ranks.run(by_boundaries, 1, compile)
-    for checkpointing, (by_mask, by_boundary, calls) in found.items():
-        expected = {"forward": 2 if checkpointing == "full" else 1, "backward": 1}
-        assert calls == expected, checkpointing
-        assert (by_mask[0] - by_boundary[0]).abs().max() < 1e-12, checkpointing
-        for name, gradient in by_mask[1].items():
-            distance = (by_boundary[1][name] - gradient).abs().max()
-            assert distance < 1e-12, (checkpointing, name)
-
-
 @pytest.mark.parametrize(
     ("begins", "part", "longest"),
     [
@@ -224,7 +187,7 @@ def test_another_number_of_documents_compiles_no_more_than_once_again():
     assert compiler.frame_count <= 2
 
 
-# --- runs -----------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bos_id", [-1, None])
@@ -238,28 +201,3 @@ def test_data_without_bos_is_refused(tmp_path: Path, bos_id: int | None):
         open_data(config, "train")
     assert "data.document_mask=false" in str(refusal.value)
     open_data(DataConfig(path=str(data)), "train")  # without the mask no bos is needed
-
-
-@pytest.mark.thorough
-def test_a_run_masks_in_training_and_evaluation(ranks, tmp_path: Path):
-    """Complete runs on single lines of code as documents have the same training and evaluation
-    losses on two ranks as on one, and other losses than a run without the mask."""
-    texts = [file.read_text().splitlines() for file in sorted(Path(SOURCE).glob("*.py"))]
-    lines = [json.dumps({"text": line}) for text in texts for line in text if line.strip()]
-    (tmp_path / "short.jsonl").write_text("\n".join(lines))
-    data = prepared(tmp_path / "data", str(tmp_path / "short.jsonl"))
-    train = {"steps": 2, "eval_interval": 2}
-    # large, so that attention is far from uniform
-    config = write_config(tmp_path, data, train=train, model={"init_std": 0.2})
-    found = []
-    for world, *overrides in (
-        (2, "data.document_mask=true", "parallel.tp=2"),
-        (1, "data.document_mask=true", "train.micro_batch_size=4"),
-        (1,),
-    ):
-        fresh(tmp_path)
-        run(ranks, world, config, *overrides)
-        found.append({**losses(tmp_path), "evaluation": evaluations(tmp_path)[2]})
-    masked, masked_too, unmasked = found
-    assert masked == pytest.approx(masked_too, rel=1e-5)
-    assert all(masked[name] != pytest.approx(unmasked[name], rel=1e-4) for name in unmasked)

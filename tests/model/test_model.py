@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from model.config import RopeScaling
-from model.documents import find_documents
 from model.initialise import draw_rows
 from model.kernels.rotary import rotate
 from model.positions import Rotary, rotary_angles
 from parallel.axes import MeshSizes
 from parallel.parameter import weights_of
 from proofs.parity import reference_causal
-from proofs.parity.cases import BOS, Case
+from proofs.parity.cases import Case
 from tests.steps import make_step, rows_of
 
 
@@ -70,9 +69,10 @@ def test_angles_are_exact_enough_to_tell_positions_apart():
 
 
 def z_loss_and_unnamed_weight():
-    """With z-loss and without: the mean loss of a batch in evaluation, and in training, where it is
-    the model's own. Then a weight that does not say what it is gets refused."""
-    config, found = Case(MeshSizes()).config(), []
+    """With z-loss and without: the mean loss of a batch of packed documents in evaluation, and in
+    training, where it is the model's own. Then a weight that does not say what it is gets refused.
+    """
+    config, found = Case(MeshSizes(), document_mask=True).config(), []
     for z_loss in (0.1, 0.0):
         step = make_step(replace(config, model=replace(config.model, z_loss=z_loss)))
         evaluated, targets = step.evaluate(*rows_of(step))
@@ -89,25 +89,3 @@ def test_z_loss_is_added_in_training_only_and_a_parameter_must_say_what_it_is(ra
     ((with_it, without),) = ranks.run(z_loss_and_unnamed_weight, 1)
     assert with_it[0] == pytest.approx(without[1], rel=1e-12)
     assert with_it[1] > without[1] + 0.1
-
-
-@pytest.mark.parametrize("size", [3, 4, 6])
-def test_a_part_has_the_keys_of_its_documents(size):
-    """Of each sequence: of the first document in the part also the keys before the part, of the
-    others those in the part."""
-    begins = {0: (0, 2, 7), 1: (0, 5, 10), 2: (0, 11)}  # of documents, in 12 tokens
-    tokens = torch.full((3, 12), 9)
-    for sequence, places in begins.items():
-        tokens[sequence, list(places)] = BOS
-    parts = [range(start, start + size) for start in range(0, 12, size)]
-    _, found = find_documents(tokens, BOS, "cpu", parts)
-    for part, documents in zip(parts, found, strict=True):
-        queries, keys = [0], [0]
-        for places in begins.values():
-            for begin, end in pairwise((*places, 12)):
-                if begin < part.stop and end > part.start:
-                    last = min(end, part.stop)
-                    queries.append(queries[-1] + last - max(begin, part.start))
-                    keys.append(keys[-1] + last - begin)
-        assert documents.queries.tolist() == queries
-        assert documents.keys.tolist() == keys

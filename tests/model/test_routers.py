@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.experts import Experts
-from model.router import BaseRouter, make_router
+from model.router import BaseRouter, router_class
 from parallel.expert import ExpertParallel
 from parallel.kept import KeptOutputs
 from parallel.layer import TensorParallel
@@ -30,7 +30,8 @@ KINDS = ["softmax", "softmax_renormalised", "sigmoid_bias"]
 
 def router_of(config: ModelConfig, dtype: torch.dtype = torch.float64) -> BaseRouter:
     torch.manual_seed(0)
-    router = make_router(config, TensorParallel(), ExpertParallel(), KeptOutputs())
+    kind = router_class(config.router)
+    router = kind(config, TensorParallel(), ExpertParallel(), KeptOutputs())
     router = router.to_empty(device="cpu").to(dtype)
     with torch.no_grad():
         router.weight.normal_()

@@ -1,7 +1,5 @@
-"""What expert parallelism sends, how often the host waits for it, and what it leaves behind."""
+"""What expert parallelism sends, and how often the host waits for it."""
 
-import gc
-import weakref
 from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -10,7 +8,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from costs.operators import needs_value
@@ -153,64 +150,6 @@ def test_routes_that_are_found_again_are_noticed(ranks, mode):
     case = replace(BASE, layout=DP, activation_checkpointing=mode)
     for found in ranks.run(found_by, 2, case, True, True):
         assert found["routes again"] == found["waits again"] == found["routes"] == passes_of(case)
-
-
-def left_of_a_step(case, training, keeps_link=False):
-    """How many received rows there were, and how many are left after a step, with the `Rows` that
-    refer to them; Python's collector does not run."""
-    step = make_step(case)
-    rows = rows_of(step)
-    received, travels = [], []
-
-    @planted(Rows, "there")
-    def noted_there(there, self):
-        arrived = there(self)
-        received.extend(StorageWeakRef(each.untyped_storage()) for each in arrived)
-        travels.append(weakref.ref(self))
-        return arrived
-
-    @planted(Dispatch, "send")
-    def keeping_send(send, self, *arguments):
-        sent = send(self, *arguments)
-        rows, _ = sent
-        rows.sent = sent
-        return sent
-
-    gc.collect()
-    gc.disable()
-    try:
-        with noted_there(), keeping_send() if keeps_link else nullcontext():
-            step.forward_backward(*rows) if training else step.evaluate(*rows)
-        left = sum(not each.expired() for each in received)
-        return len(received), left, sum(each() is not None for each in travels)
-    finally:
-        gc.enable()
-
-
-LEFT = [
-    (DP, {"activation_checkpointing": "full"}),
-    (DP, {"activation_checkpointing": "selective"}),
-    (DP, {}),
-    (MeshSizes(), {}),
-    (MeshSizes(pp=2, tp=2, ep=2), {"schedule": "zb_h1"}),
-]
-
-
-@pytest.mark.parametrize(("layout", "options"), thorough_but(LEFT[:1], LEFT), ids=str)
-def test_nothing_is_left_of_a_layer(ranks, layout, options):
-    """After backward, or an evaluation, neither received rows nor what refers to them."""
-    case = replace(BASE, layout=layout, **options)
-    for training in (True, False):
-        for number, *left in ranks.run(left_of_a_step, case.world, case, training):
-            assert number >= passes_of(case)
-            assert left == [0, 0]
-
-
-def test_rows_that_keep_a_tensor_of_the_graph_stay(ranks):
-    """Control: the graph refers to `Rows`."""
-    case = replace(BASE, layout=DP)
-    for _, _, travels in ranks.run(left_of_a_step, 2, case, True, True):
-        assert travels >= passes_of(case)
 
 
 def order_of_a_backward(case, leaves=True):

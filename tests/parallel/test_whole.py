@@ -1,7 +1,6 @@
 """Weights that no other rank shares are trained without FSDP: to the same bits, and without copies
 of weights and gradients."""
 
-import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -11,12 +10,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from parallel.axes import MeshSizes
-from parallel.layer import LocalTensor, layers_of
+from parallel.layer import layers_of
 from parallel.weight_gradient import Place, WeightGradient
-from parallel.whole import WholeWeight
 from proofs.parity.cases import Case
 from proofs.parity.run import run_on_ranks
 from tests.proofs.parity_tiers import thorough_but
@@ -70,67 +67,26 @@ def test_the_same_bits_as_with_fsdp(ranks, case, setting):
 
 
 def copies(setting):
-    """For each weight, whether the weight that forward sees has other memory than the master, and
-    whether the weight between steps has."""
+    """Whether the weights that forward sees have other memory than the masters, and whether the
+    masters are back afterwards."""
     step = step_of(ONE, **setting)
-    stage = step.stages[0]
+    stage, data = step.stages[0], step.runner.data
     layers = layers_of(stage)
     masters = [layer.weight for layer in layers]
-
-    def weights():
-        return zip([layer.weight for layer in layers], masters, strict=True)
-
-    found = []
-    stage.register_forward_pre_hook(
-        lambda *_: found.extend(storage(a) != storage(b) for a, b in weights())
-    )
-    step(0, *rows_of(step))
-    return found, [a is not b for a, b in weights()]
+    data.begin(stage)
+    other = [
+        storage(layer.weight) != storage(own) for layer, own in zip(layers, masters, strict=True)
+    ]
+    data.end(stage)
+    return other, all(layer.weight is own for layer, own in zip(layers, masters, strict=True))
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_weights_are_copied_only_to_another_dtype(ranks, setting):
-    ((in_forward, between_steps),) = ranks.run(copies, 1, setting)
-    assert len(in_forward) >= len(between_steps) > 10
-    assert set(in_forward) == {setting == SETTINGS["bfloat16"]}
-    assert not any(between_steps)
-
-
-def own_tensor(weight, **_):
-    """DTensor.to_local in torch 2.11, where no gradients are recorded: not a view."""
-    return weight._local_tensor
-
-
-def without_a_view(ctx, weight, gradient):
-    """The mistake: the weight's own tensor leads to this node, which leads back to the weight."""
-    ctx.weight, ctx.gradient = weight, gradient
-    ctx.set_materialize_grads(False)
-    return own_tensor(weight)
-
-
-def left_after_a_step(*replaced):
-    """The number of weights' copies, and how many of them are still in memory after the step."""
-    copies, begin = [], WholeWeight.begin
-
-    def look(weight):
-        begin(weight)
-        copies.append(weakref.ref(weight.layer.weight))
-
-    step = step_of(ONE, **SETTINGS["bfloat16"])
-    other = patch.object(*replaced) if replaced else nullcontext()
-    with patch.object(WholeWeight, "begin", look), other:
-        step(0, *rows_of(step))
-    return len(copies), sum(copy() is not None for copy in copies)
-
-
-def test_copies_are_freed_after_each_step(ranks):
-    """Also with torch 2.11. Control: a copy that leads to itself stays."""
-    for replaced in ((), (DTensor, "to_local", own_tensor)):
-        ((copies, left),) = ranks.run(left_after_a_step, 1, *replaced)
-        assert copies > 10
-        assert not left
-    ((copies, left),) = ranks.run(left_after_a_step, 1, LocalTensor, "forward", without_a_view)
-    assert left == copies
+    ((other, are_back),) = ranks.run(copies, 1, setting)
+    assert len(other) > 10
+    assert set(other) == {setting == SETTINGS["bfloat16"]}
+    assert are_back
 
 
 EXPERTS = Case(

@@ -19,13 +19,13 @@ from parallel.pipeline.actions import (
     BACKWARD_WEIGHT,
     FORWARD,
     Action,
+    Fault,
     Message,
     forward_only,
     need_of,
     stage_ranks,
 )
 from parallel.pipeline.check import (
-    Fault,
     check,
     check_exchanges,
     check_order,

@@ -48,8 +48,8 @@ import model.linear_cross_entropy
 import model.positions
 import model.router._base
 import parallel.context
-import parallel.deferred
 import parallel.pipeline.runner
+import parallel.weight_gradient
 import training.gradient
 import training.step
 from model.feed_forward.experts import Experts
@@ -271,7 +271,7 @@ MISTAKES = {
          lambda by_rank, x, ranks, pieces: by_rank(x, ranks, 1),
          (replace(TP, tp_pieces=2), {"gradient", "loss"}, "")),
     "jobs gather x and dy in the order of the ranks":
-        (parallel.deferred, "start_all_gather",
+        (parallel.weight_gradient, "start_all_gather",
          lambda start_all_gather, x, group, pieces: start_all_gather(x, group),
          (replace(TP, tp_pieces=2, schedule="zb_h1"), {"gradient"}, ".weight")),
     "every layer attends to all earlier tokens":

@@ -6,9 +6,7 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from proofs.ranks import Ranks
 from runtime.garbage import GarbageCollection
@@ -18,11 +16,6 @@ from training.step import TrainStep
 
 STEPS, INTERVAL = 4, 2
 LITTER = 2000  # cycles that rank 1 makes in a step, and rank 0 does not
-
-
-def leave_cycle(content: Any) -> None:
-    cycle = [content]
-    cycle.append(cycle)
 
 
 def collections(arguments: list[str], automatic: bool) -> list[tuple[int, bool, int]]:
@@ -39,7 +32,8 @@ def collections(arguments: list[str], automatic: bool) -> list[tuple[int, bool, 
         nonlocal in_step, begun
         begun, in_step = begun + 1, True
         for _ in range(LITTER * dist.get_rank()):
-            leave_cycle(None)
+            cycle: list[Any] = []
+            cycle.append(cycle)
         result = step(*batch)
         in_step = False
         return result
@@ -67,7 +61,8 @@ def collections(arguments: list[str], automatic: bool) -> list[tuple[int, bool, 
 
 def test_all_ranks_collect_in_the_same_step(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """After every second step, whatever they have created; and the step, the pipeline and the
-    loader leave no cycles behind. Control: otherwise one rank collects much more often."""
+    loader leave no cycles behind (test_left.py tries other layouts). Control: otherwise one rank
+    collects much more often."""
     run, train = {"gc_interval": INTERVAL}, {"steps": STEPS}
     config = write_config(tmp_path, data, parallel={"pp": 2}, train=train, run=run)
     due = range(INTERVAL, STEPS + 1, INTERVAL)
@@ -80,43 +75,6 @@ def test_all_ranks_collect_in_the_same_step(ranks: Ranks, data: Path, tmp_path: 
         for found in ranks.run(collections, 2, control, True)
     ]
     assert within[1] > within[0] + STEPS
-
-
-def tensors_in_cycles(arguments: list[str]) -> list[int]:
-    """The number of tensors that each step leaves in cycles, which thus wait for a collection.
-    Control: in the last step, one is planted."""
-    found = []
-
-    @planted(TrainStep, "__call__")
-    def examined(call: Any, self: TrainStep, step: int, *batch: Any) -> Any:
-        gc.collect()
-        result = call(self, step, *batch)
-        if step == 2:
-            leave_cycle(torch.ones(1))
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        gc.collect()
-        gc.set_debug(0)
-        found.append(sum(issubclass(type(each), Tensor) for each in gc.garbage))
-        gc.garbage.clear()
-        return result
-
-    with examined():
-        assert train_run(arguments) == ""
-    return found
-
-
-@pytest.mark.parametrize(
-    "mode", ["none", *(pytest.param(m, marks=pytest.mark.thorough) for m in ("selective", "full"))]
-)
-def test_no_tensor_waits_for_a_collection(
-    ranks: Ranks, data: Path, tmp_path: Path, mode: str
-) -> None:
-    """Or the device's memory would fill up between two collections. torch's recomputation leaves
-    cycles, but of small functions; the first step creates what stays."""
-    train = {"steps": 3, "activation_checkpointing": mode}
-    config = write_config(tmp_path, data, parallel={"dp_shard": 2}, train=train)
-    found = ranks.run(tensors_in_cycles, 2, [config])
-    assert [of_rank[1:] for of_rank in found] == [[0, 1]] * 2
 
 
 @pytest.mark.parametrize("already", [False, True])

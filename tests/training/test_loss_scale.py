@@ -132,26 +132,21 @@ def unscaled_balance(begin: Any, self: Any, scale: torch.Tensor) -> None:
     begin(self, torch.ones_like(scale))
 
 
-MISTAKES = {
-    "a scale of each rank": (UpdateGuard, "__call__", own_norm),
-    "unscaled after the clip": (training.step, "unscale", after_the_clip),
-    "in the moments": (UpdateGuard, "__call__", counts_in_the_moments),
-    "not saved": (UpdateGuard, "scale_state", not_saved),
-    "balance": (Balance, "begin", unscaled_balance),
-}
-CONTROLS = {  # where it is found, and by which keys
-    "unscaled after the clip": ("alone", {"grad_norm"}),
-    "in the moments": ("alone", {"loss"}),
-    "not saved": ("alone", {"loss_scale"}),
-    "balance": ("ep", {"grad_norm"}),
+EACH = "a scale of each rank"
+MISTAKES: dict[str, tuple[Any, ...]] = {  # and where it is found, by which keys
+    EACH: (UpdateGuard, "__call__", own_norm),
+    "unscaled after the clip": (training.step, "unscale", after_the_clip, "alone", {"grad_norm"}),
+    "in the moments": (UpdateGuard, "__call__", counts_in_the_moments, "alone", {"loss"}),
+    "not saved": (UpdateGuard, "scale_state", not_saved, "alone", {"loss_scale"}),
+    "balance": (Balance, "begin", unscaled_balance, "ep", {"grad_norm"}),
 }
 
 
-@pytest.mark.parametrize("mistake", CONTROLS)
+@pytest.mark.parametrize("mistake", [each for each in MISTAKES if each != EACH])
 def test_a_mistake_is_found(
     ranks: Ranks, data: Path, tmp_path: Path, plain: dict[bool, Any], mistake: str
 ) -> None:
-    case, keys = CONTROLS[mistake]
+    *_, case, keys = MISTAKES[mistake]
     lines = train(ranks, data, tmp_path, case, mistake, saves=mistake == "not saved")
     assert wrong(lines, plain[case == "ep"]) >= keys
 
@@ -159,7 +154,7 @@ def test_a_mistake_is_found(
 def test_a_scale_of_each_rank_is_found(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     sections = {"train": {"dtype": "float16"}, "checkpoint": {"interval": "never"}}
     config = runs.write_config(tmp_path, data, parallel={"tp": 2}, **sections)
-    mistake = [config], 1, {3}, "a scale of each rank"
+    mistake = [config], 1, {3}, EACH
     for said in ranks.run(runs.said_by, 2, run_with_overflow, *mistake):
         assert "copies over tp, hold different numbers" in said
 

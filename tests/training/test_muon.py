@@ -1,22 +1,19 @@
 """Muon orthogonalises whole matrices, wherever their parts are."""
 
-from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from parallel import whole_matrices
 from parallel.axes import MeshSizes
 from parallel.whole_matrices import Hop, Matrix, interleave, rounds_of
 from proofs.parity.cases import Case
 from proofs.parity.run import check
 from settings.load import load_config
 from tests import ROOT, runs
-from tests.planted import nothing_wrong, planted
+from tests.planted import planted
 from tests.proofs.parity_tiers import agrees, is_found, thorough_but
-from tests.steps import make_step, rows_of
 from tools.rehearse.__main__ import beside_the_plan
 from tools.rehearse.rank import alone, rehearse
 from training.optimizers import muon
@@ -42,17 +39,11 @@ def test_the_steps_are_those_of_whole_matrices(ranks, case):
     agrees(ranks, case, 5)
 
 
-@contextmanager
-def of_shards():
+@planted(muon, "matrices_of")
+def of_shards(matrices_of, weight):
     """Each rank orthogonalises its part, as if it were a matrix."""
-    found = whole_matrices.matrices_of
-
-    def of_parts(weight):
-        shape = tuple(weight.to_local().shape[-2:])
-        return [Matrix(shape, ())] * len(found(weight))
-
-    with patch.object(muon, "matrices_of", of_parts):
-        yield
+    shape = tuple(weight.to_local().shape[-2:])
+    return [Matrix(shape, ())] * len(matrices_of(weight))
 
 
 @planted(Optimizer, "_orthogonalise")
@@ -74,40 +65,6 @@ def as_one(orthogonalised, self, each):
 def test_other_matrices_are_noticed(ranks, case, mistake):
     """Control."""
     is_found(check(ranks, case, 5, mistake), {"loss_steps", "norm_steps", "updated"})
-
-
-def after_updates(case, norms, plant=nothing_wrong):
-    """Weights and states after updates by one gradient with these norms."""
-    step = make_step(case)
-    with plant():
-        for norm in norms:
-            step.forward_backward(*rows_of(step))
-            step.optimizer.step(1e-3, torch.tensor(norm, dtype=torch.float64), 1.0)
-    tensors = [t for states in step.optimizer.states for t in states.values()]
-    return [t.clone() for t in (*tensors, *(each.sharded.to_local() for each in step.weights))]
-
-
-@planted(Optimizer, "update")
-def always(update, self, lr, gradients, norm, max_norm):
-    update(self, lr, gradients, torch.ones_like(norm), max_norm)
-
-
-def test_a_skipped_update_changes_nothing(ranks):
-    """With a control: a step that is not skipped changes the momentum."""
-    infinite, no_number = float("inf"), float("nan")
-    before, skipped, too, made = (
-        ranks.run(after_updates, 4, DENSE, [1.0, *norms], plant)
-        for norms, plant in (
-            ([], nothing_wrong),
-            ([infinite], nothing_wrong),
-            ([no_number], nothing_wrong),
-            ([infinite], always),
-        )
-    )
-    for rank in range(4):
-        assert all(map(torch.equal, before[rank], skipped[rank]))
-        assert all(map(torch.equal, before[rank], too[rank]))
-        assert not any(map(torch.equal, before[rank], made[rank]))
 
 
 MUON = {"name": "muon", "muon": {"qk_clip": 100.0}}

@@ -148,25 +148,30 @@ def skipped(guard, self, loss, norm):
     return torch.full_like(guard(self, loss, norm), math.inf)
 
 
-def weights_after(case, plant):
-    """Of a step, in which some heads are above the limit."""
+@planted(UpdateGuard, "__call__")
+def skipped_by_nan(guard, self, loss, norm):
+    return torch.full_like(guard(self, loss, norm), math.nan)
+
+
+def held_after(case, *plants):
+    """Weights and Muon's states after a step for each of these, in the second of which some heads
+    are above the limit."""
     step = make_step(case)
-    with plant():
-        assert step(0, *rows_of(step)).largest_logit > step.qk_clip.limit
-    return [each.sharded.to_local().clone() for each in step.weights]
+    for number, plant in enumerate(plants, start=1):
+        with plant():
+            largest = step(number, *rows_of(step)).largest_logit
+    assert len(plants) == 1 or largest > step.qk_clip.limit
+    tensors = [t for states in step.optimizer.states for t in states.values()]
+    return [t.clone() for t in (*tensors, *(each.sharded.to_local() for each in step.weights))]
 
 
-def first_weights(case):
-    return [each.sharded.to_local().clone() for each in make_step(case).weights]
-
-
-def test_a_skipped_step_limits_nothing(ranks):
-    """With a control: a step that is not skipped changes every weight."""
-    skips, makes = (ranks.run(weights_after, 2, SHARED, each) for each in (skipped, nothing_wrong))
-    first = ranks.run(first_weights, 2, SHARED)
-    for rank in range(2):
-        assert all(map(torch.equal, first[rank], skips[rank]))
-        assert not any(map(torch.equal, first[rank], makes[rank]))
+def test_a_skipped_step_updates_and_limits_nothing(ranks):
+    """With a control: a step that is not skipped changes every weight and state."""
+    before = ranks.run(held_after, 2, SHARED, nothing_wrong)
+    for plant in (skipped, skipped_by_nan, nothing_wrong):
+        after = ranks.run(held_after, 2, SHARED, nothing_wrong, plant)
+        for one, other in zip(before, after, strict=True):
+            assert set(map(torch.equal, one, other)) == {plant is not nothing_wrong}
 
 
 def test_rows_of_latent_attention():

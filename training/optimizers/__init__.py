@@ -80,7 +80,8 @@ class ShardedOptimizer(ABC):
             kept = self.states_of(each.spec).items()
             zeros = {n: new_zeros(shard, s.shape(shard.shape), dtype=s.dtype) for n, s in kept}
             self.states.append(zeros)
-        # number of updates made so far
+        # number of updates made so far (steps minus skipped ones), on which bias corrections and
+        # random bits depend
         self.updates = torch.zeros((), dtype=torch.float32, device=self.shards[0].device)
         decay = config.optimizer.weight_decay
         self.decays = [decay if each.spec.group.decays else 0.0 for each in weights]
@@ -139,11 +140,6 @@ class ShardedOptimizer(ABC):
             for axis in axes_of(each.sharded):
                 if axis.cuts_beside(dims):
                     dist.all_reduce(term, group=axis.group)
-
-    def set_updates(self, updates: int) -> None:
-        """Set the number of updates made (steps minus skipped ones), on which bias corrections and
-        random bits depend."""
-        self.updates.fill_(updates)
 
 
 def optimizer_class(name: str) -> type[ShardedOptimizer]:
