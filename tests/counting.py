@@ -103,14 +103,16 @@ def is_group(value: torch.ScriptObject) -> bool:
 
 
 class Operators(TorchDispatchMode):
-    """Notes the operators that the dispatcher sees."""
+    """Notes the operators that the dispatcher sees, and their arguments without names."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[object] = []
+        self.arguments: list[tuple] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.found.append(func)
+        self.arguments.append(args)
         return func(*args, **(kwargs or {}))
 
     def attention(self) -> list[object]:

@@ -9,9 +9,7 @@ Change = tuple[str, str] | tuple[str, str, str]
 
 CHANGES: dict[str, list[Change]] = {
     # --- model ---
-    "model/mask.py": [
-        ("positions.clamp(max=window - 1)", "positions.clamp(max=window)"),
-    ],
+    "model/mask.py": [("positions.clamp(max=window - 1)", "positions.clamp(max=window)")],
     "model/documents.py": [
         ("functional.pad((part.start - first_keys).cumsum(0), (1, 0))",
          "functional.pad(part.start - first_keys, (1, 0))"),
@@ -31,9 +29,7 @@ CHANGES: dict[str, list[Change]] = {
         ("(original / (2 * math.pi))", "(original / math.pi)"),
         ("key = window, head_dim, kernel", "key = None, head_dim, kernel", "cache"),
     ],
-    "model/initialise.py": [
-        ('f"{seed}:{name}:{block}"', 'f"{seed}:{block}"'),
-    ],
+    "model/initialise.py": [('f"{seed}:{name}:{block}"', 'f"{seed}:{block}"')],
     "model/router/_base.py": [
         ("wide_product(x, weight.t(), exact)", "(x @ weight.t()).to(exact)"),
         ("gradient_is_partial=tp.sequence_parallel", "gradient_is_partial=False"),
@@ -46,9 +42,7 @@ CHANGES: dict[str, list[Change]] = {
     "model/router/sigmoid_bias.py": [
         ("logits.sigmoid() + self.bias", "logits.sigmoid() - self.bias"),
     ],
-    "model/kernels/attention.py": [
-        ("else window - 1, 0)", "else window, 0)"),
-    ],
+    "model/kernels/attention.py": [("else window - 1, 0)", "else window, 0)")],
     "model/kernels/rms_norm.py": [
         ("functional.rms_norm(x.to(wide.dtype), (x.shape[-1],), wide, eps)",
          "functional.rms_norm(x.to(wide.dtype), (x.shape[-1],), wide)"),
@@ -69,9 +63,7 @@ CHANGES: dict[str, list[Change]] = {
         ("        dw += dy * silu * u\n        dy *= w\n",
          "        dy *= w\n        dw += dy * silu * u\n", "order"),
     ],
-    "model/kernels/adamw.py": [
-        ("step += applied", "step += 1"),
-    ],
+    "model/kernels/adamw.py": [("step += applied", "step += 1")],
     "model/kernels/gradient_norm.py": [
         ("dtype=torch.float64).square() / count", "dtype=torch.float64).square()"),
     ],
@@ -106,12 +98,8 @@ CHANGES: dict[str, list[Change]] = {
         ("            if not self.kept.has_outputs:\n                rows.start_there(*tensors)\n",
          "            rows.start_there(*tensors)\n", "sent again"),
     ],
-    "parallel/dispatch/expert_sum.py": [
-        ("counts[mine].cumsum(0)", "counts.cumsum(0)[mine]"),
-    ],
-    "parallel/mesh.py": [
-        ("of_tokens[of_rows]", "of_tokens[of_rows[-1:]]", "group"),
-    ],
+    "parallel/dispatch/expert_sum.py": [("counts[mine].cumsum(0)", "counts.cumsum(0)[mine]")],
+    "parallel/mesh.py": [("of_tokens[of_rows]", "of_tokens[of_rows[-1:]]", "group")],
     "parallel/data.py": [
         ("set_reshard_after_backward(last or self.reshard_weights,",
          "set_reshard_after_backward(self.reshard_weights,"),
@@ -128,18 +116,14 @@ CHANGES: dict[str, list[Change]] = {
     "parallel/placement.py": [
         ("for axis in reversed(range(mesh.ndim)):", "for axis in range(mesh.ndim):"),
     ],
-    "parallel/pipeline/tied.py": [
-        ("        gradients[1].copy_(gradients[0])\n", "", "sum"),
-    ],
+    "parallel/pipeline/tied.py": [("        gradients[1].copy_(gradients[0])\n", "", "sum")],
     "parallel/pipeline/schedules.py": [
         ("ahead = (v - 1) * group + (p - 1 - r)", "ahead = (v - 1) * group + (p - r)", "memory"),
         ("            if i >= r:\n                rank.backward_weight(r)\n"
          "        rank.backward_weight(r, times=min(m, r))",
          "        rank.backward_weight(r, times=m)", "bubble"),
     ],
-    "parallel/pipeline/lower.py": [
-        ("    messages.sort()\n", "", "order"),
-    ],
+    "parallel/pipeline/lower.py": [("    messages.sort()\n", "", "order")],
     "parallel/pipeline/runner.py": [
         ("total = result.detach() if total is None else total + result.detach()",
          "total = result.detach()"),
@@ -224,9 +208,7 @@ CHANGES: dict[str, list[Change]] = {
         ("while block := file.read(HASHED_AT_ONCE):", "if block := file.read(HASHED_AT_ONCE):",
          "hash"),
     ],
-    "runtime/files.py": [
-        ("        os.fsync(file.fileno())\n", "", "fsync"),
-    ],
+    "runtime/files.py": [("        os.fsync(file.fileno())\n", "", "fsync")],
     "runtime/checkpoint/rollback.py": [
         ("too_many = bad >= most or (bad > 0 and run.changes_data_stage)", "too_many = bad >= most",
          "boundary"),
@@ -239,7 +221,5 @@ CHANGES: dict[str, list[Change]] = {
         ("        self._require()\n        try:\n            os.replace(",
          "        try:\n            os.replace(", "fencing"),
     ],
-    "runtime/checkpoint/load.py": [
-        ("        copy.copy_(source)\n", "        pass\n", "tied"),
-    ],
+    "runtime/checkpoint/load.py": [("        copy.copy_(source)\n", "        pass\n", "tied")],
 }  # fmt: skip

@@ -1,13 +1,14 @@
 """Mutants: small mistakes, made on purpose, of which a test should find each (mutant_list.py).
 
-    python -m tests.mutants                         all of them: about a minute for each
+    python -m tests.mutants                         all of them: less than a minute for each
     python -m tests.mutants --only parallel/ok      those whose file, text or note contains this
     python -m tests.mutants --json FILE --continue  those that FILE does not judge yet
     python -m tests.mutants --list                  run nothing: print each, and its tests
 
 Each is made in a copy of the working tree, where tests run until one fails (`steps`): the files of
-tests that import the changed module most directly, then the proofs, then all of `make test`. In the
-end, every test that has found a mutant must pass in the unchanged copy.
+tests that import the changed module most directly, then the proofs, then all of `make test`. Before
+them comes the test that found it for the committed results, if that still exists. In the end, every
+test that has found a mutant must pass in the unchanged copy.
 """
 
 import argparse
@@ -32,12 +33,9 @@ from tests.docs.transcripts import copy_tree
 from tests.modules import MODULES, imports, is_test, module_name
 from tests.mutant_list import CHANGES
 
-# Of the files of tests that know a module: how many are run, how many of them first, and how many
-# are run where none knows it itself.
-MOST, FIRST, LEAST = 6, 2, 3
+MOST = 6  # files of tests that know a module are run before others
 PROOFS = [f"tests/proofs/test_{name}.py" for name in ("parity", "controls")]
 HANGS = 240  # seconds after which a test is ended, and has found the mutant: ranks may wait forever
-ERROR = "error: "
 SECONDS = itertools.count(int(time.time()))
 
 
@@ -75,18 +73,28 @@ def known_to(name: str) -> set[str]:
 
 def steps(file: str) -> list[list[str]]:
     """The files of tests to run with a mutant of `file`, until one fails: those that know the
-    module, or know one that does, the ones first that know least else; for what a step computes the
-    proofs; and all."""
-    module, ranked = module_name(ROOT / file), []
-    for name in (each for each in filter(is_test, MODULES) if not each.startswith("tests.gpu.")):
-        known = known_to(name) & MODULES.keys()
-        if module in known or any(module in known_to(each) for each in known):
-            ranked.append((module not in known, len(known), name.replace(".", "/") + ".py"))
-    knows_it = sum(not of_second for of_second, *_ in ranked)
-    near = [path for *_, path in sorted(ranked)[: min(knows_it, MOST) or LEAST]]
+    module, the ones first that know least else; for what a step computes the proofs; and all."""
+    tests = [name for name in filter(is_test, MODULES) if not name.startswith("tests.gpu.")]
+    knowing = [name for name in tests if module_name(ROOT / file) in known_to(name)]
+    knowing.sort(key=lambda name: len(known_to(name) & MODULES.keys()))
+    near = [name.replace(".", "/") + ".py" for name in knowing[:MOST]]
     of_a_step = file.partition("/")[0] in ("model", "parallel", "settings", "training")
     proofs = [each for each in PROOFS if of_a_step and each not in near]
-    return [files for files in (near[:FIRST], near[FIRST:], proofs) if files] + [["tests"]]
+    return [files for files in (near, proofs) if files] + [["tests"]]
+
+
+@cache
+def found_before() -> dict[tuple[str, ...], str]:
+    """What found each mutant of the committed results. (Of HEAD: --json writes the file anew.)"""
+    show = ["git", "show", "HEAD:benchmarks/results/mutants.json"]
+    shown = subprocess.run(show, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
+    return {tuple(change): test for *change, test, _ in json.loads(shown)["mutants"]}
+
+
+def attempts(mutant: Mutant) -> list[list[str]]:
+    """The test that found the mutant before, if its file is there; then `steps`."""
+    test = found_before().get(mutant[:3], "")
+    return [[test]] * (ROOT / test.partition("::")[0]).is_file() + steps(mutant.file)
 
 
 @contextlib.contextmanager
@@ -127,21 +135,18 @@ def failing(tree: Path, targets: Sequence[str], *options: str) -> list[str]:
         out.seek(0)
         said = out.read().decode(errors="replace")
     found = re.findall(r"^(?:FAILED|ERROR) (\S+?::\w+(?:\[.*?\])?)(?: - .*)?$", said, re.MULTILINE)
-    # 2: pytest-xdist was stopped by -x. 5: `make test` runs none of them.
+    # 2: pytest-xdist was stopped by -x. 5: `make test` runs none of them, or they do not exist.
     if (status in (1, 2)) if found else (status in (0, 5)):
         return found
     raise RuntimeError(f"pytest ended with status {status}: …{said[-1500:]}")
 
 
-def found_by(tree: Path, mutant: Mutant, attempts: Sequence[Sequence[str]]) -> str:
+def found_by(tree: Path, mutant: Mutant) -> str:
     """The first test that fails with the mutant, in the first attempt with one; empty: none."""
     with made(tree, mutant):
-        for targets in attempts:
-            try:
-                if failed := failing(tree, targets, "-x"):
-                    return failed[0]
-            except RuntimeError as error:
-                return f"{ERROR}{error}"
+        for targets in attempts(mutant):
+            if failed := failing(tree, targets, "-x"):
+                return failed[0]
     return ""
 
 
@@ -158,39 +163,40 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end what is running, too
     rows: list[list[Any]] = []  # file, old, new, what found it (empty: it survived), seconds
     if options.goes_on and options.json.is_file():
-        known = json.loads(options.json.read_text())["mutants"]
-        rows = [row for row in known if not row[3].startswith(ERROR)]
+        rows = json.loads(options.json.read_text())["mutants"]
     judged = [row[:3] for row in rows]
     mutants = [e for e in MUTANTS if options.only in str(e) and list(e[:3]) not in judged]
     if options.list:
         for number, mutant in enumerate(mutants, 1):
-            print(number, mutant, *map(" ".join, steps(mutant.file)), sep="\n    ")
+            print(number, mutant, *map(" ".join, attempts(mutant)), sep="\n    ")
         return
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = copy_tree(Path(folder))
         for mutant in mutants:
             began = time.monotonic()
-            found = found_by(tree, mutant, steps(mutant.file))
+            try:
+                found = found_by(tree, mutant)
+            except RuntimeError as error:  # --continue tries it again
+                print(f"not judged: {mutant}\n{error}", flush=True)
+                continue
             seconds = time.monotonic() - began
             rows.append([*mutant[:3], found, round(seconds, 1)])
             print(f"{found or 'SURVIVED'}, {seconds:.0f} s: {mutant}", flush=True)
             write(options.json, rows)
-        finders = sorted({row[3] for row in rows if row[3] and not row[3].startswith(ERROR)})
+        finders = sorted({row[3] for row in rows if row[3]})
         # each file by itself, because a test may pass only after those of another file
         files = itertools.groupby(finders, key=lambda name: name.partition("::")[0])
         wrong = [name for _, names in files for name in failing(tree, list(names))]
-    for row in rows:
-        if row[3] in wrong:
-            row[3] = f"{ERROR}{row[3]} fails without a mutant too"
-        if not row[3] or row[3].startswith(ERROR):
-            print(row[3] or "survived", Mutant(*row[:3]), sep=": ")
+    for *mutant, found, _ in rows:
+        if not found or found in wrong:  # the latter are not judged
+            print(f"{found} fails without it too:" if found else "survived:", Mutant(*mutant))
+    rows = [row for row in rows if row[3] not in wrong]
     print(f"found: {write(options.json, rows):.1%} of {len(rows)}")
 
 
 def write(file: Path, rows: list[list[Any]]) -> float:
-    """Write what is known; returns the share that tests have found, of those without an error."""
-    found = [bool(row[3]) for row in rows if not row[3].startswith(ERROR)]
-    share = round(sum(found) / max(1, len(found)), 4)
+    """Write what is known; returns the share that tests have found."""
+    share = round(sum(bool(row[3]) for row in rows) / max(1, len(rows)), 4)
     said = {**about("pytest"), "share_found": share, "mutants": rows}
     file.write_text(json.dumps(said, indent=1, ensure_ascii=False) + "\n")
     return share

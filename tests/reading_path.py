@@ -51,24 +51,18 @@ def to_read(file: Path, first_lines: set[int]) -> set[int]:
     if ast.get_docstring(tree):
         lines.update(range(tree.body[0].lineno, (tree.body[0].end_lineno or 0) + 1))
 
-    def visit(node: ast.AST) -> bool:
-        found = False
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef):
-                begin = min([child.lineno, *(d.lineno for d in child.decorator_list)])
-                if begin in first_lines or visit(child):
-                    lines.update(range(begin, (child.end_lineno or begin) + 1))
-                    found = True
-            elif isinstance(child, ast.ClassDef):
-                if visit(child):
-                    functions = [f.lineno for f in child.body if isinstance(f, ast.FunctionDef)]
-                    lines.update(range(child.lineno, min(functions)))
-                    found = True
-            else:
-                found |= visit(child)
-        return found
-
-    visit(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            begin = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            if begin in first_lines:
+                lines.update(range(begin, (node.end_lineno or begin) + 1))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            end = node.end_lineno or node.lineno
+            methods = [f.lineno for f in node.body if isinstance(f, ast.FunctionDef)]
+            first = min(methods, default=end)
+            if not lines.isdisjoint(range(first, end + 1)):
+                lines.update(range(node.lineno, first))
     return lines
 
 

@@ -1,75 +1,60 @@
-"""Every exercise in docs/exercises can be solved, and its tests fail until it is solved."""
+"""Every exercise in docs/exercises can be solved, and its tests fail until it is solved.
+
+They run in this process, so that what a reader completes can be replaced by the answers."""
 
 import importlib
 import inspect
-import itertools
-from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from proofs.ranks import RankError, Ranks
+import proofs.ranks
 from tests import ROOT
 from tests.docs import exercise_answers
 
-NAMES = sorted(file.stem for file in (ROOT / "docs" / "exercises").glob("test_*.py"))
+FOLDER = ROOT / "docs" / "exercises"
+FILES = sorted(file.stem for file in FOLDER.glob("test_*.py"))
+UNSOLVED = {
+    (module, name)
+    for module in (importlib.import_module(f"docs.exercises.{file}") for file in FILES)
+    for name, function in inspect.getmembers(module, inspect.isfunction)
+    if 'NotImplementedError("yours to write")' in inspect.getsource(function)
+}
 
 
-def functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
-    return {
-        name: f
-        for name, f in inspect.getmembers(module, inspect.isfunction)
-        if f.__module__ == module.__name__
-    }
+class Run(dict[str, str]):
+    """A run of exercises, completed by `answers`: what each test said when it failed; nothing: it
+    passed. once: each test with one set of its arguments."""
+
+    def __init__(self, answers: dict[str, Any], *files: str, once: bool = False) -> None:
+        super().__init__()
+        self.once = once
+        with pytest.MonkeyPatch.context() as patches:
+            patches.chdir(ROOT)
+            patches.setattr(proofs.ranks, "GRACE_SECONDS", 0.1)
+            for module, name in UNSOLVED:
+                patches.setattr(module, name, answers.get(name, getattr(module, name)))
+            paths = [str(FOLDER / f"{file}.py") for file in files or FILES]
+            pytest.main([*paths, "-q", "-p", "no:cacheprovider"], plugins=[self])
+        assert {name.partition(".")[0] for name in self} == {*(files or FILES)}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Function]) -> None:
+        if self.once:
+            items[:] = {item.function: item for item in reversed(items)}.values()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.failed:
+            self[report.nodeid.rpartition("/")[2]] = report.longreprtext
 
 
-def complete(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the answers in the place of what a reader completes."""
-    unsolved = [
-        name
-        for name, f in functions(module).items()
-        if 'NotImplementedError("yours to write")' in inspect.getsource(f)
-    ]
-    assert unsolved
-    for name in unsolved:
-        monkeypatch.setattr(module, name, getattr(exercise_answers, name))
+def test_exercises_fail_until_they_are_done() -> None:
+    found = Run({}, once=True)
+    assert [name for name, said in found.items() if "yours to write" not in said] == []
 
 
-def calls(module: ModuleType, ranks: Ranks) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Each test of a module with each set of its arguments, as pytest would call it."""
-    for name, test in functions(module).items():
-        if not name.startswith("test_"):
-            continue
-        choices = []
-        for mark in getattr(test, "pytestmark", []):
-            keys, values = mark.args
-            if isinstance(keys, str):
-                keys, values = (keys,), [(value,) for value in values]
-            choices.append([dict(zip(keys, value, strict=True)) for value in values])
-        for chosen in itertools.product(*choices):
-            given = {key: value for some in chosen for key, value in some.items()}
-            if "ranks" in inspect.signature(test).parameters:
-                given["ranks"] = ranks
-            yield name, lambda test=test, given=given: test(**given)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_exercise_fails_until_it_is_done_and_can_be_done(
-    name: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    module = importlib.import_module(f"docs.exercises.{name}")
-    seen = set()
-    for test, call in calls(module, ranks):
-        if test not in seen:  # one set of arguments per test is enough
-            seen.add(test)
-            with pytest.raises((NotImplementedError, RankError), match="yours to write"):
-                call()
-    complete(module, monkeypatch)
-    for _, call in calls(module, ranks):
-        call()
+def test_exercises_can_be_done() -> None:
+    assert {name: said for name, said in Run(vars(exercise_answers)).items() if said} == {}
 
 
 def without_all_reduce(dy: Any, x: Any, weight: Any, group: Any, sequence_parallel: bool) -> Any:
@@ -99,14 +84,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_answer_is_not_accepted(
-    name: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_answers_are_not_accepted() -> None:
     """Control: three answers that lack the communication, and one with the ranks' parts in the
     wrong order."""
-    module = importlib.import_module(f"docs.exercises.{name}")
-    complete(module, monkeypatch)
-    monkeypatch.setattr(module, *WRONG[name])
-    with pytest.raises(AssertionError):
-        _ = [call() for _, call in calls(module, ranks)]
+    found = Run(vars(exercise_answers) | dict(WRONG.values()), *WRONG)
+    failed = {name.partition(".")[0] for name, said in found.items() if "AssertionError" in said}
+    assert failed == WRONG.keys()

@@ -43,8 +43,8 @@ def test_every_bit_counts(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_every_place_counts(dtype):
-    """Numbers of which two are swapped, also if only their signs differ; four, as far from each
-    other; two tensors of the same numbers; and differences that add up to nothing."""
+    """Numbers of which two are swapped, also if only their signs differ; differences that add up to
+    nothing; and two tensors of the same numbers."""
     tensor = numbers(40, dtype=dtype).cpu()
     tensor[20:] = -tensor[:20]
     others = []
@@ -52,13 +52,11 @@ def test_every_place_counts(dtype):
         swapped = tensor.clone()
         swapped[[i, j]] = tensor[[j, i]]
         others.append(swapped)
-    fours = tensor.clone()
-    fours[[1, 3, 5, 7]] = torch.tensor([3.0, 4.0, 4.0, 3.0]).to(dtype)
-    other_fours = fours.clone()
-    other_fours[[1, 3, 5, 7]] = torch.tensor([4.0, 3.0, 3.0, 4.0]).to(dtype)
-    assert hash_of([fours], "torch") != hash_of([other_fours], "torch")
     words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    for places, changes in (([3, 4], [1, -1]), ([3, 4, 5], [1, -2, 1]), ([3, 5, 7], [1, -2, 1])):
+    for places, changes in (
+        *(([3, 4], [1, -1]), ([3, 4, 5], [1, -2, 1]), ([3, 5, 7], [1, -2, 1])),
+        ([1, 3, 5, 7], [1, -1, -1, 1]),
+    ):
         changed = tensor.clone()
         changed.view(words)[places] += torch.tensor(changes, dtype=words)
         others.append(changed)

@@ -1,48 +1,32 @@
 """Every kernel moves exactly as many bytes as its file states, including the small terms.
 
-Tensors have T rows of D elements in bfloat16 unless stated otherwise. A program's repeated loads
-are served by a cache; they are counted separately, and explained where they occur.
+The calls are those of tools/compile_kernels/specimens.py, of other sizes: T rows of D elements in
+bfloat16 unless stated otherwise. A program's repeated loads are served by a cache; they are counted
+separately, and explained where they occur.
 """
+
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
-from model.kernels import adamw as adamw_file
-from model.kernels import backend, gradient_norm
-from model.kernels.adamw import Location, Rates, adamw
-from model.kernels.bit_hash import hash_of
-from model.kernels.cross_entropy import gradient_over_logits_, merge, statistics
-from model.kernels.gradient_norm import square_sum
-from model.kernels.grouped_matmul import add_grouped_weight_gradient
-from model.kernels.rms_norm import add_rms_norm, rms_norm
-from model.kernels.rotary import rotate
-from model.kernels.sum_rows import sum_rows
-from model.kernels.swiglu import swiglu
-from model.kernels.weighted_swiglu import weighted_swiglu
+from model.kernels import adamw, backend, gradient_norm
 from tests.kernels.interpreter_counter import Launch, counted
+from tools.compile_kernels import specimens
+from tools.compile_kernels.specimens import BF16, FP32
 
 pytestmark = pytest.mark.skipif(not backend.INTERPRETED, reason="needs Triton's interpreter")
 
-BF16 = torch.bfloat16
+T = 8
+R = 107  # rows of all experts, the first of which has 100
+S = 24  # rows to sum, by eights
+SIZES = 700 * 17, 700  # of the weights of `gradients`, `hash_bits` (only the first) and `update`
+N = sum(SIZES)
 
 
-def tensor(*shape, dtype=BF16):
-    return torch.randn(shape).to(dtype).requires_grad_()
-
-
-def launches_of(operation, *arguments):
-    with counted() as launches:
+def launches_of(operation, *arguments, tokens=T):
+    with counted() as launches, patch.multiple(specimens, TOKENS=tokens, ROWS=700):
         operation(*arguments)
-    return launches
-
-
-def forward_and_backward(operation, inputs, *options):
-    """The launches of an operation by Triton, and of its backward to all inputs."""
-    with counted() as launches:
-        y = operation(*inputs, *options, "triton")
-        outputs = (y,) if isinstance(y, Tensor) else y
-        torch.autograd.grad(outputs, inputs, [torch.ones_like(output) for output in outputs])
     return launches
 
 
@@ -55,9 +39,8 @@ def moved(launch):
 @pytest.mark.parametrize(("rows", "width"), [(16, 1024), (9, 4096), (50, 96)])
 @pytest.mark.parametrize("add", [False, True])
 def test_norm(rows, width, add):
-    inputs = [*(tensor(rows, width) for _ in range(1 + add)), tensor(width)]
-    operation = add_rms_norm if add else rms_norm
-    forward, backward = forward_and_backward(operation, inputs, 1e-5)
+    call = specimens.norm_of_sum if add else specimens.norm
+    forward, backward = launches_of(call, width, tokens=rows)
     elements, weights, rstd = rows * width, 2 * width, 4 * rows
     assert moved(forward) == (8 if add else 4) * elements + weights + rstd
     sums = 4 * width * backward.programs
@@ -68,103 +51,60 @@ def test_norm(rows, width, add):
     assert backward.loaded_again == weights * (tiles - backward.programs)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (3, 1, 24)])
-@pytest.mark.parametrize("in_place", [False, True])
-def test_rotary(heads, kv_heads, head_dim, in_place):
-    tokens = 10
-    q, k = tensor(tokens // 2, 2, heads, head_dim), tensor(tokens // 2, 2, kv_heads, head_dim)
-    cos, sin = torch.randn(2, tokens // 2, 2, 1, head_dim // 2)
-
-    def turn(q, k, kernels):
-        return rotate(q, k, cos, sin, kernels)
-
-    if in_place:
-        with torch.no_grad():
-            launches = launches_of(turn, q, k, "triton")
-    else:
-        launches = forward_and_backward(turn, [q, k])
-    elements = tokens * (heads + kv_heads) * head_dim
-    for launch in launches:
-        assert moved(launch) == 4 * elements + 4 * elements // (heads + kv_heads)
-        assert launch.loaded_again == 0
-
-
-@pytest.mark.parametrize("width", [96, 3000])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_swiglu(weighted, width):
-    inputs, per_row = [tensor(7, width), tensor(7, width)], 4 * weighted
-    inputs += [tensor(7, dtype=torch.float32)] * weighted
-    operation = weighted_swiglu if weighted else swiglu
-    forward, backward = forward_and_backward(operation, inputs)
-    assert moved(forward) == 6 * 7 * width + per_row * 7
-    assert moved(backward) == 10 * 7 * width + 2 * per_row * 7
-    assert forward.loaded_again == backward.loaded_again == 0
-
-
-@pytest.mark.parametrize(("tokens", "width"), [(9, 512), (3, 10_000)])
-def test_cross_entropy(tokens, width):
-    logits, targets = tensor(tokens, width).detach(), torch.arange(tokens)
-    (found,) = launches_of(statistics, logits, targets, 0, "triton")
-    assert moved(found) == 2 * logits.numel() + 20 * tokens
-    assert found.loaded_again == 2 * tokens  # the target's logit
-    row = merge(statistics(logits, targets, 0, "triton").unsqueeze(0))
-    about = logits, targets, row, torch.ones(()), 0, 1e-4, "triton"
-    (found,) = launches_of(gradient_over_logits_, *about)
+@pytest.mark.parametrize("width", [512, 10_000])
+def test_cross_entropy(width):
+    statistics, gradient = launches_of(specimens.loss, width)
+    assert moved(statistics) == 2 * T * width + 20 * T
+    assert statistics.loaded_again == 2 * T  # the target's logit
     # per token a target and two statistics; and the scale
-    assert moved(found) == 4 * logits.numel() + 16 * tokens + 4
-    assert found.loaded_again == 0
+    assert moved(gradient) == 4 * T * width + 16 * T + 4
+    assert gradient.loaded_again == 0
+
+
+def blocks(size):
+    return sum(backend.cdiv(n, size) for n in SIZES)
+
+
+def update_of(per_parameter, fields, scalars):
+    """The tensors, and the table with its places."""
+    return [per_parameter * N + 8 * blocks(adamw.BLOCK) + 8 * fields * len(SIZES) + 8 * scalars]
+
+
+def norm_of(per_element):
+    """The squares and the table; their sum."""
+    count = blocks(gradient_norm.BLOCK)
+    return [per_element * N + (8 + 8) * count + 8 * 3 * len(SIZES), 8 * count + 8]
+
+
+def rows_of_experts(beta):
+    """dy and x, once for all tiles; where rows end; the sums."""
+    return [2 * R * (272 + 160) + 4 * 4 + (1 + beta) * 4 * (4 * 160 * 272)]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "per_parameter", "fields", "scalars"), [(torch.float32, 28, 6, 4), (BF16, 14, 10, 5)]
-)
-def test_adamw(dtype, per_parameter, fields, scalars):
-    sizes = [5000, 3]
-    p, g, m, v = ([torch.rand(size).to(dtype) for size in sizes] for _ in range(4))
-    locations = [Location(1, 0, size, size) for size in sizes]
-    norm, rates = torch.ones((), dtype=torch.float64), Rates(1e-3, (0.9, 0.95), 1e-8, 1.0)
-    about = p, g, m, v, [0.1, 0.0], locations, torch.zeros(()), norm, rates, "triton"
-    (found,) = launches_of(adamw, *about)
-    blocks = sum(backend.cdiv(size, adamw_file.BLOCK) for size in sizes)
-    table = 8 * blocks + 8 * fields * len(sizes) + 8 * scalars
-    assert moved(found) == per_parameter * sum(sizes) + table
-    assert found.loaded_again == 0
-
-
-@pytest.mark.parametrize(("dtype", "per_element"), [(torch.float32, 4), (BF16, 2)])
-def test_gradient_norm(dtype, per_element):
-    sizes = [20_000, 7]
-    gradients = [torch.rand(size).to(dtype) for size in sizes]
-    squares, total = launches_of(square_sum, gradients, [1, 2], "triton")
-    blocks = sum(backend.cdiv(size, gradient_norm.BLOCK) for size in sizes)
-    assert moved(squares) == per_element * sum(sizes) + (8 + 8) * blocks + 8 * 3 * len(sizes)
-    assert moved(total) == 8 * blocks + 8
-    assert squares.loaded_again == total.loaded_again == 0
-
-
-@pytest.mark.parametrize(("k", "width"), [(3, 3000), (2, 96)])
-def test_sum_of_rows(k, width):
-    x, places = tensor(6, width).detach(), torch.randperm(6)
-    (found,) = launches_of(sum_rows, x, places, k, "triton")
-    assert moved(found) == 2 * x.numel() + 2 * x.numel() // k + places.nbytes
-    assert found.loaded_again == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_hash(dtype):
-    words = torch.rand(20_000).to(dtype)
-    (found,) = launches_of(hash_of, [words], "triton")
-    assert moved(found) == words.nbytes
-    assert found.loaded_again == 0
-
-
-@pytest.mark.parametrize("beta", [0, 1])
-def test_gradient_of_experts(beta):
-    dy, x, into = tensor(107, 160).detach(), tensor(107, 272).detach(), torch.zeros(3, 160, 272)
-    ends = torch.tensor([100, 100, 107], dtype=torch.int32)
-    (found,) = launches_of(add_grouped_weight_gradient, into, dy, x, ends, beta, "triton")
-    assert moved(found) == dy.nbytes + x.nbytes + ends.nbytes + (1 + beta) * into.nbytes
-    assert found.loaded_again == 0
+    ("call", "arguments", "expected"),
+    [
+        # forward, backward, and forward in place
+        (specimens.rotary, (8, 2, 64), [4 * T * 10 * 64 + 4 * T * 64] * 3),
+        (specimens.rotary, (3, 1, 24), [4 * T * 4 * 24 + 4 * T * 24] * 3),
+        *((specimens.gate, (d,), [6 * T * d, 10 * T * d]) for d in (96, 3000)),
+        *((specimens.weighted_gate, (d,), [6 * T * d + 4 * T, 10 * T * d + 8 * T])
+          for d in (96, 3000)),
+        *((specimens.rows, (d,), [2 * S * d + 2 * S * d // 8 + 8 * S]) for d in (96, 3000)),
+        *((specimens.experts, (272, 160, FP32, beta), rows_of_experts(beta)) for beta in (0, 1)),
+        (specimens.hash_bits, (FP32,), [4 * SIZES[0]]),
+        (specimens.hash_bits, (BF16,), [2 * SIZES[0]]),
+        (specimens.gradients, (FP32,), norm_of(4)),
+        (specimens.gradients, (BF16,), norm_of(2)),
+        (specimens.update, (FP32,), update_of(28, fields=6, scalars=4)),
+        (specimens.update, (BF16,), update_of(14, fields=10, scalars=5)),
+    ],
+)  # fmt: skip
+def test_each_launch_moves_every_byte_once(call, arguments, expected):
+    tokens = {specimens.experts: R, specimens.rows: S}.get(call, T)
+    launches = launches_of(call, *arguments, tokens=tokens)
+    assert [moved(launch) for launch in launches] == expected
+    assert [launch.loaded_again for launch in launches] == [0] * len(expected)
 
 
 @pytest.mark.parametrize(

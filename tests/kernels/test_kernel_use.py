@@ -73,24 +73,27 @@ def test_auto_is_pytorch_on_a_cpu_and_triton_on_a_gpu():
         assert found == [auto, True, False]
 
 
-def test_a_run_that_cannot_have_triton_is_refused(monkeypatch):
-    backend.check_kernels("auto", "cpu")
-    backend.check_kernels("torch", "cuda")
-    monkeypatch.setattr(backend, "triton", None)
-    for mode, device in (("triton", "cpu"), ("triton", "cuda"), ("auto", "cuda")):
-        with pytest.raises(UserError, match=r"model\.kernels") as refused:
-            backend.check_kernels(mode, device)
-        assert "set model.kernels=" in str(refused.value)
-
-
-def test_a_gpu_s_kernels_are_not_interpreted(monkeypatch):
-    monkeypatch.setattr(backend, "triton", object())
-    monkeypatch.setattr(backend, "INTERPRETED", True)
-    backend.check_kernels("torch", "cuda")
-    backend.check_kernels("triton", "cpu")
-    for mode in ("auto", "triton"):
-        with pytest.raises(UserError, match="unset TRITON_INTERPRET"):
-            backend.check_kernels(mode, "cuda")
+@pytest.mark.parametrize(
+    ("triton", "interpreted", "accepted", "refused", "said"),
+    [
+        (None, False, ["auto cpu", "torch cuda"], ["triton cpu", "triton cuda", "auto cuda"],
+         r"model\.kernels.*set model\.kernels="),
+        # a GPU's kernels are not interpreted
+        (object(), True, ["torch cuda", "triton cpu"], ["auto cuda", "triton cuda"],
+         "unset TRITON_INTERPRET"),
+    ],
+    ids=["without Triton", "interpreted"],
+)  # fmt: skip
+def test_a_run_that_cannot_have_its_kernels_is_refused(
+    monkeypatch, triton, interpreted, accepted, refused, said
+):
+    monkeypatch.setattr(backend, "triton", triton)
+    monkeypatch.setattr(backend, "INTERPRETED", interpreted)
+    for each in accepted:
+        backend.check_kernels(*each.split())
+    for each in refused:
+        with pytest.raises(UserError, match=f"(?s){said}"):
+            backend.check_kernels(*each.split())
 
 
 def import_without_triton():

@@ -6,30 +6,30 @@ rounding the exact result to bfloat16 (1.9 times where a residual sum, which is 
 the input of a norm).
 """
 
+import re
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_map_only
 
-from model.kernels import (  # noqa: F401  (operations)
-    adamw,
-    bit_hash,
-    gradient_norm,
-    grouped_matmul,
-    sum_rows,
-)
 from model.kernels.backend import exact
 from model.kernels.cross_entropy import gradient_over_logits_, merge, statistics, token_losses
+from model.kernels.grouped_matmul import grouped_mm
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rotary import rotate
 from model.kernels.swiglu import swiglu
 from model.kernels.weighted_swiglu import weighted_swiglu
 from model.positions import Rotary, rotary_angles
 from parallel.weight_gradient import Place, WeightGradient
+from tests import ROOT
+from tests.counting import Operators
 from tests.kernels.device import DEVICE, DTYPES, NEEDS_TRITON, randn
 from tests.planted import name_of
 from tokens import IGNORE
+from tools.compile_kernels import specimens
 
 pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("on_device")]
 EPS = 1e-5
@@ -296,42 +296,22 @@ def test_operations_keep_the_library_contract(dtype):
     autograd, on which the compiler and checkpointing rely."""
     # the last two, which are slow, for one dtype
     some = {} if dtype == torch.bfloat16 else {"test_utils": ["test_schema", "test_faketensor"]}
-    shapes = (4, 2, 16), (4, 2, 16), (16,), (3, 2, 4, 8), (3, 2, 2, 8)
-    x, r, w, q, k = (t.requires_grad_() for t in tensors(dtype, *shapes))
-    cos, sin = rotary_angles(torch.arange(3).unsqueeze(1), Rotary(8, 10000.0), dtype)
-    z, targets = randn(4, 11, dtype=dtype), torch.tensor([1, IGNORE, 12, 10])
-    ops = torch.ops.lattice
-    rstd = ops.rms_norm(x.detach(), None, w.detach(), EPS)[2]
-    calls = {
-        ops.rms_norm: (x.detach(), r.detach(), w.detach(), EPS),
-        ops.rms_norm_backward: (x.detach(), r.detach(), x.detach(), w.detach(), rstd, True),
-        ops.rotate: (q.detach(), k.detach(), cos, sin, False),
-        ops.rotate_: (q.detach(), k.detach(), cos, sin),
-        ops.swiglu: (x.detach(), r.detach()),
-        ops.swiglu_backward: (x.detach(), r.detach(), x.detach()),
-        ops.weighted_swiglu: (z, z.flip(1), rstd[:4]),
-        ops.weighted_swiglu_backward: (z, z.flip(1), z.flip(0), rstd[:4]),
-        ops.cross_entropy_statistics: (z, targets, 1),
-        ops.cross_entropy_gradient_: (z, targets, rstd[:4], rstd[:4], torch.ones(()), 1, 1e-4),
-    }
-    several = [w.detach(), q.detach()]
-    p, g, m = ([t.clone() for t in several] for _ in range(3))
-    v, locations = [t.abs() for t in m], [7, 0, 16, 16, 8, 0, 8, 9] * (dtype == torch.bfloat16)
-    scalars = torch.tensor([1.0, 0.5, 1e-3, 2.0, 3.0], dtype=torch.float64)
-    words, total = torch.arange(9, dtype=torch.int32), torch.zeros((), dtype=torch.int64)
-    rows = x.detach().flatten(0, 1)
-    weight, ends = torch.ones(3, 16, 4, dtype=dtype), torch.tensor([5, 5, 8], dtype=torch.int32)
-    dw = torch.zeros(3, 16, 16, dtype=exact(dtype))
-    calls |= {
-        ops.adamw: (p, g, m, v, scalars, [1e-4, 0.0], 0.9, 0.95, 1e-8, locations),
-        ops.square_sum: (g, [1, 2]),
-        ops.add_hash_: (total, words, 3),
-        ops.grouped_mm: (rows, weight, ends),
-        ops.add_grouped_weight_gradient: (dw, rows, rows, ends, 1, "torch"),
-        ops.sum_rows: (rows, torch.randperm(8), 2),
-    }
-    for op, arguments in (*calls.items(), (ops.rms_norm, (x.detach(), None, w.detach(), EPS))):
-        torch.library.opcheck(op.default, arguments, **some)
+    with Operators() as seen, patch.multiple(specimens, TOKENS=8, ROWS=16):
+        for name in ("norm", "norm_of_sum", "gate", "weighted_gate", "rows", "loss"):
+            getattr(specimens, name)(16, dtype)
+        for name in ("gradients", "hash_bits", "update"):
+            getattr(specimens, name)(dtype)
+        specimens.rotary(2, 1, 8, dtype)
+        specimens.experts(16, 16, exact(dtype), 1)
+        ends = torch.tensor([5, 5, 8], dtype=torch.int32)
+        grouped_mm(torch.ones(8, 16, dtype=dtype), torch.ones(3, 16, 4, dtype=dtype), ends)
+    text = "".join(file.read_text() for file in (ROOT / "model/kernels").glob("*.py"))
+    called = [each for each in zip(seen.found, seen.arguments, strict=True)
+              if each[0].namespace == "lattice"]  # fmt: skip
+    assert {op.name() for op, _ in called} == {*re.findall(r'"(lattice::\w+)"', text)}
+    for op, arguments in called:
+        detached = tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
+        torch.library.opcheck(op, detached, **some)
 
 
 def test_an_omitted_eps_is_caught():

@@ -57,6 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     from tools.compile_kernels import compiler, specimens
 
+    torch.set_num_threads(1)  # processes are forked: there must be no threads
     given = {
         name: specimens.SPECIMENS if TARGETS[name].has_bfloat16 else specimens.OF_FLOAT16
         for name in options.target
@@ -71,7 +72,6 @@ def main(arguments: list[str] | None = None) -> int:
     if not launches:
         remedy = "give a part of a name in the list of specimens"
         raise UserError("--only", options.only, "no specimen's name contains it", remedy)
-    torch.set_num_threads(1)  # processes are forked: there must be no threads
     reports = compiler.compile_all(launches)
     if options.json is not None:
         write_json(options.json, reports)

@@ -1,10 +1,10 @@
 """Calls of every operation with Triton kernels, one for each way it is compiled, in sizes that
 occur in training.
 
-tools/compile_kernels compiles what these calls launch. Tensors are not initialised, because nothing
-computes with them. A kernel is compiled anew for each dtype, block size (which depends on the width
-of a row) and alignment (whether addresses, strides and sizes are multiples of 16). So there are
-also rows of odd width, for which 16-byte accesses are impossible.
+tools/compile_kernels compiles what these calls launch. (Tests make the same calls, of other sizes,
+and count the bytes that kernels move.) A kernel is compiled anew for each dtype, block size (which
+depends on the width of a row) and alignment (whether addresses, strides and sizes are multiples of
+16). So there are also rows of odd width, for which 16-byte accesses are impossible.
 """
 
 from collections.abc import Callable
@@ -28,6 +28,7 @@ from model.kernels.swiglu import swiglu
 from model.kernels.weighted_swiglu import weighted_swiglu
 
 TOKENS = 64
+ROWS = 4096  # of a weight [ROWS, 17]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -45,77 +46,75 @@ class Specimen:
     narrow: tuple[str, ...] = ()
 
 
-def _empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
+def _ones(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.ones(shape, dtype=dtype, requires_grad=True)
 
 
 def _backward(y: Tensor | tuple[Tensor, ...], *inputs: Tensor) -> None:
     outputs = (y,) if isinstance(y, Tensor) else y
-    torch.autograd.grad(outputs, inputs, [torch.empty_like(output) for output in outputs])
+    torch.autograd.grad(outputs, inputs, [torch.ones_like(output) for output in outputs])
 
 
-def _norm(width: int, dtype: torch.dtype = BF16) -> None:
-    x, weight = _empty(TOKENS, width, dtype=dtype), _empty(width, dtype=dtype)
+def norm(width: int, dtype: torch.dtype = BF16) -> None:
+    x, weight = _ones(TOKENS, width, dtype=dtype), _ones(width, dtype=dtype)
     _backward(rms_norm(x, weight, 1e-5, "triton"), x, weight)
 
 
-def _norm_of_sum(width: int, dtype: torch.dtype = BF16) -> None:
-    x, residual = (_empty(TOKENS, width, dtype=dtype) for _ in range(2))
-    weight = _empty(width, dtype=dtype)
+def norm_of_sum(width: int, dtype: torch.dtype = BF16) -> None:
+    x, residual = (_ones(TOKENS, width, dtype=dtype) for _ in range(2))
+    weight = _ones(width, dtype=dtype)
     _backward(add_rms_norm(x, residual, weight, 1e-5, "triton"), x, residual, weight)
 
 
-def _rotary(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = BF16) -> None:
-    q, k = (_empty(TOKENS, 1, count, head_dim, dtype=dtype) for count in (heads, kv_heads))
-    cos, sin = torch.empty(2, TOKENS, 1, 1, head_dim // 2)
+def rotary(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = BF16) -> None:
+    q, k = (_ones(TOKENS, 1, count, head_dim, dtype=dtype) for count in (heads, kv_heads))
+    cos, sin = torch.ones(2, TOKENS, 1, 1, head_dim // 2)
     _backward(rotate(q, k, cos, sin, "triton"), q, k)
     with torch.no_grad():
         rotate(q.detach(), k.detach(), cos, sin, "triton")
 
 
-def _gate(width: int, dtype: torch.dtype = BF16) -> None:
-    gate, up = _empty(TOKENS, width, dtype=dtype), _empty(TOKENS, width, dtype=dtype)
+def gate(width: int, dtype: torch.dtype = BF16) -> None:
+    gate, up = _ones(TOKENS, width, dtype=dtype), _ones(TOKENS, width, dtype=dtype)
     _backward(swiglu(gate, up, "triton"), gate, up)
 
 
-def _weighted_gate(width: int, dtype: torch.dtype = BF16) -> None:
-    gate, up = _empty(TOKENS, width, dtype=dtype), _empty(TOKENS, width, dtype=dtype)
-    weights = _empty(TOKENS, dtype=FP32)
+def weighted_gate(width: int, dtype: torch.dtype = BF16) -> None:
+    gate, up = _ones(TOKENS, width, dtype=dtype), _ones(TOKENS, width, dtype=dtype)
+    weights = _ones(TOKENS, dtype=FP32)
     _backward(weighted_swiglu(gate, up, weights, "triton"), gate, up, weights)
 
 
-def _experts(n: int, m: int, dtype: torch.dtype, beta: int) -> None:
-    x, dy, into = _empty(TOKENS, n), _empty(TOKENS, m), torch.empty(4, m, n, dtype=dtype)
-    ends = torch.empty(4, dtype=torch.int32)
+def experts(n: int, m: int, dtype: torch.dtype, beta: int) -> None:
+    x, dy, into = _ones(TOKENS, n), _ones(TOKENS, m), torch.ones(4, m, n, dtype=dtype)
+    ends = torch.tensor([TOKENS - 7, TOKENS - 7, TOKENS - 1, TOKENS], dtype=torch.int32)
     add_grouped_weight_gradient(into, dy.detach(), x.detach(), ends, beta, "triton")
 
 
-def _rows(width: int, dtype: torch.dtype = BF16) -> None:
-    places = torch.empty(TOKENS, dtype=torch.int64)
-    sum_rows(torch.empty(TOKENS, width, dtype=dtype), places, 8, "triton")
+def rows(width: int, dtype: torch.dtype = BF16) -> None:
+    sum_rows(torch.ones(TOKENS, width, dtype=dtype), torch.arange(TOKENS), 8, "triton")
 
 
-def _loss(vocabulary: int, dtype: torch.dtype = BF16) -> None:
-    logits = torch.empty(TOKENS, vocabulary, dtype=dtype)
-    targets = torch.zeros(TOKENS, dtype=torch.int64)
+def loss(vocabulary: int, dtype: torch.dtype = BF16) -> None:
+    logits, targets = torch.ones(TOKENS, vocabulary, dtype=dtype), vocabulary + torch.arange(TOKENS)
     row = merge(statistics(logits, targets, vocabulary, "triton").unsqueeze(0))
     gradient_over_logits_(logits, targets, row, torch.ones(()), vocabulary, 1e-4, "triton")
 
 
-def _gradients(dtype: torch.dtype, shift: int = 0) -> None:
-    first, second = torch.empty(4096 * 17 + shift, dtype=dtype), torch.empty(4096, dtype=dtype)
+def gradients(dtype: torch.dtype, shift: int = 0) -> None:
+    first, second = torch.ones(ROWS * 17 + shift, dtype=dtype), torch.ones(ROWS, dtype=dtype)
     square_sum([first[shift:], second], [1, 8], "triton")
 
 
-def _hash(dtype: torch.dtype, shift: int = 0) -> None:
-    hash_of([torch.empty(4096 * 17 + shift, dtype=dtype)[shift:]], "triton")
+def hash_bits(dtype: torch.dtype, shift: int = 0) -> None:
+    hash_of([torch.ones(ROWS * 17 + shift).to(dtype)[shift:]], "triton")
 
 
-def _update(dtype: torch.dtype) -> None:
+def update(dtype: torch.dtype) -> None:
     p, g, m, v = (
-        [torch.empty(4096, 17, dtype=dtype), torch.empty(4096, dtype=dtype)] for _ in range(4)
+        [torch.ones(ROWS, 17, dtype=dtype), torch.ones(ROWS, dtype=dtype)] for _ in range(4)
     )
-    locations = [Location(1, 0, 17, 17), Location(2, 0, 4096, 4096)]
+    locations = [Location(1, 0, 17, 17), Location(2, 0, ROWS, ROWS)]
     count, norm = torch.zeros(()), torch.ones((), dtype=torch.float64)
     rates = Rates(1e-3, (0.9, 0.95), 1e-8, 1.0)
     adamw(p, g, m, v, [0.1, 0.0], locations, count, norm, rates, "triton")
@@ -141,39 +140,39 @@ def _each(name: str, call: Callable[..., None], *given: Any, **expected: Any) ->
 
 SPECIMENS = [
     # four rows at once: more threads than weights
-    *_each("rms_norm", _norm, (1024,), narrow=("W + columns",)),
+    *_each("rms_norm", norm, (1024,), narrow=("W + columns",)),
     # the width of a head; 32 rows at once, likewise
-    *_each("rms_norm", _norm, (128,), narrow=("W + columns", "DW + program")),
-    *_each("rms_norm", _norm, (4096,), (8192,), (16384,), (8192, FP32)),
-    *_each("rms_norm", _norm, (1023,), wide=False),
-    *_each("add_rms_norm", _norm_of_sum, (4096,), (8192,), (16384,), (8192, FP32)),
-    *_each("rotary", _rotary, (32, 8, 128), (64, 8, 128), (12, 4, 96), narrow=ANGLES),
-    *_each("rotary", _rotary, (4, 1, 128, FP32), narrow=ANGLES),
+    *_each("rms_norm", norm, (128,), narrow=("W + columns", "DW + program")),
+    *_each("rms_norm", norm, (4096,), (8192,), (16384,), (8192, FP32)),
+    *_each("rms_norm", norm, (1023,), wide=False),
+    *_each("add_rms_norm", norm_of_sum, (4096,), (8192,), (16384,), (8192, FP32)),
+    *_each("rotary", rotary, (32, 8, 128), (64, 8, 128), (12, 4, 96), narrow=ANGLES),
+    *_each("rotary", rotary, (4, 1, 128, FP32), narrow=ANGLES),
     # 70 and 405 billion at tp 8
-    *_each("rotary", _rotary, (8, 1, 128), (16, 1, 128), narrow=ONE_OF_K),
-    *_each("swiglu", _gate, (14336,), (14336, FP32)),
-    *_each("weighted_swiglu", _weighted_gate, (14336,), (768,), (14336, FP32)),
-    *_each("experts' weights", _experts, *product([2048], [768], (FP32, BF16), (0, 1))),
-    *_each("rows", _rows, (2048,), (2048, FP32)),
-    *_each("cross-entropy", _loss, (128256,), (16032,), (16032, FP32)),
-    *_each("cross-entropy", _loss, (50257,), wide=False),
-    *_each("square_sum", _gradients, (FP32,), (BF16,), narrow=SQUARES),
-    *_each("square_sum, unaligned", _gradients, (FP32, 1), wide=False),
-    *_each("hash", _hash, (torch.float8_e4m3fn,), (BF16,), (FP32,), narrow=HASH),
-    *_each("hash, unaligned", _hash, (FP32, 1), wide=False),
-    *_each("adamw", _update, (FP32,), (BF16,), narrow=TAIL),
+    *_each("rotary", rotary, (8, 1, 128), (16, 1, 128), narrow=ONE_OF_K),
+    *_each("swiglu", gate, (14336,), (14336, FP32)),
+    *_each("weighted_swiglu", weighted_gate, (14336,), (768,), (14336, FP32)),
+    *_each("experts' weights", experts, *product([2048], [768], (FP32, BF16), (0, 1))),
+    *_each("rows", rows, (2048,), (2048, FP32)),
+    *_each("cross-entropy", loss, (128256,), (16032,), (16032, FP32)),
+    *_each("cross-entropy", loss, (50257,), wide=False),
+    *_each("square_sum", gradients, (FP32,), (BF16,), narrow=SQUARES),
+    *_each("square_sum, unaligned", gradients, (FP32, 1), wide=False),
+    *_each("hash", hash_bits, (torch.float8_e4m3fn,), (BF16,), (FP32,), narrow=HASH),
+    *_each("hash, unaligned", hash_bits, (FP32, 1), wide=False),
+    *_each("adamw", update, (FP32,), (BF16,), narrow=TAIL),
 ]
 
 # For GPUs without bfloat16. (There the gradient of experts' weights is a loop over them.)
 OF_FLOAT16 = [
-    *_each("rms_norm", _norm, (4096, FP16)),
-    *_each("add_rms_norm", _norm_of_sum, (4096, FP16)),
-    *_each("rotary", _rotary, (32, 8, 128, FP16), narrow=ANGLES),
-    *_each("swiglu", _gate, (14336, FP16)),
-    *_each("weighted_swiglu", _weighted_gate, (768, FP16)),
-    *_each("rows", _rows, (2048, FP16)),
-    *_each("cross-entropy", _loss, (128256, FP16)),
-    *_each("square_sum", _gradients, (FP32,), narrow=SQUARES),
-    *_each("hash", _hash, (FP32,), narrow=HASH),
-    *_each("adamw", _update, (FP32,), narrow=TAIL),
+    *_each("rms_norm", norm, (4096, FP16)),
+    *_each("add_rms_norm", norm_of_sum, (4096, FP16)),
+    *_each("rotary", rotary, (32, 8, 128, FP16), narrow=ANGLES),
+    *_each("swiglu", gate, (14336, FP16)),
+    *_each("weighted_swiglu", weighted_gate, (768, FP16)),
+    *_each("rows", rows, (2048, FP16)),
+    *_each("cross-entropy", loss, (128256, FP16)),
+    *_each("square_sum", gradients, (FP32,), narrow=SQUARES),
+    *_each("hash", hash_bits, (FP32,), narrow=HASH),
+    *_each("adamw", update, (FP32,), narrow=TAIL),
 ]
