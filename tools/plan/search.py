@@ -23,7 +23,7 @@ from parallel.axes import AXES
 from runtime.trainer_state import state_bytes
 from settings.checks import check_lengths, validate
 from settings.config import Config
-from settings.layouts import MAX_LAYOUTS, OF_TRAIN
+from settings.layouts import OF_TRAIN
 from tools.command import table
 from tools.plan.candidates import candidates
 from tools.plan.hardware import GB, Device
@@ -88,9 +88,15 @@ class Found:
     def overrides(self) -> str:
         """The overrides that turn the searched configuration into this one, without its list of
         layouts, from which a run would choose another."""
-        given = chosen(self.config)
-        given |= {"parallel.layouts": []} if self.config.parallel.layouts else {}
-        return " ".join(f"{key}={as_text(value)}" for key, value in given.items())
+        p, train = self.config.parallel, self.config.train
+        experts = ["ep"] if self.config.model.has_experts else []
+        given = {f"parallel.{key}": getattr(p, key) for key in (*AXES, *experts, *SEARCHED)}
+        given |= {f"train.{key}": getattr(train, key) for key in OF_TRAIN}
+        given |= {"parallel.layouts": []} if p.layouts else {}
+        return " ".join(
+            f"{key}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
+            for key, value in given.items()
+        )
 
     def __str__(self) -> str:
         p, train = self.config.parallel, self.config.train
@@ -101,18 +107,6 @@ class Found:
             f"micro-batch {train.micro_batch_size} · zero {p.zero_stage} · "
             f"{train.activation_checkpointing} checkpointing{whole}"
         )
-
-
-def chosen(config: Config) -> dict[str, Any]:
-    """The settings that a search chooses."""
-    experts = ["ep"] if config.model.has_experts else []
-    own = {f"parallel.{key}": getattr(config.parallel, key) for key in (*AXES, *experts, *SEARCHED)}
-    return own | {f"train.{key}": getattr(config.train, key) for key in OF_TRAIN}
-
-
-def as_text(value: object) -> str:
-    """The value as written in an override, without spaces."""
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 @dataclass
@@ -231,51 +225,3 @@ def _check_states_fit(config: Config, world: int, room: float) -> None:
         why += f"are cut, and there are {room / GB:.0f}"
         remedy = f"take more than {math.ceil(states / room):,} GPUs, for activations come on top, "
         raise UserError("--gpus", world, why, remedy + "or larger ones (--device)")
-
-
-# --- the list `parallel.layouts`, for a range of node counts ---
-
-
-def describe_layouts(config: Config, least: int, most: int, device: Device) -> str:
-    """The list as YAML: the fastest layout that fits, for every number of nodes between those of
-    `most` GPUs and of `least`; then why there is none, by number of GPUs. A layout that is slower
-    than one of fewer GPUs is left out: those train faster with spares."""
-    check_gpus("--gpus", most)
-    step = min(device.gpus_per_node, most)
-    whole = most // step * step
-    if not 1 <= least <= whole:
-        why = f"is not between 1 and {whole}, the GPUs of the whole nodes in --gpus"
-        raise UserError("--layouts", least, why, f"give at most {whole}")
-    single = replace(config, parallel=replace(config.parallel, layouts=[]))
-    worlds = range(-(-least // step) * step, most + 1, step)
-    if len(worlds) > MAX_LAYOUTS:
-        why = f"{len(worlds):,} numbers of nodes, and a list has at most {MAX_LAYOUTS} layouts"
-        raise UserError("--layouts", least, why, f"give {worlds[-MAX_LAYOUTS]} or more")
-    found: list[Found] = []
-    refused = []
-    for world in worlds:
-        try:
-            best = search(single, world, device).best[0]
-        except UserError as error:
-            refused.append(f"{world} GPUs: {error.key} = {error.value}: {error.why}")
-            continue
-        if not found or best.seconds < found[-1].seconds:
-            found.append(best)
-    if not found:
-        why = f"no layout fits: {refused[-1]}"
-        raise UserError("--layouts", least, why, "use more GPUs, or another batch size")
-    return "\n".join([as_yaml(config, found[::-1]), *refused])
-
-
-def as_yaml(config: Config, found: list[Found]) -> str:
-    """The list as it is pasted into the section `parallel`: the axes, and every other key in which
-    one of the layouts differs from `config`."""
-    own, values = chosen(config), [chosen(one.config) for one in found]
-    # an axis that is 1 everywhere says nothing
-    differ = {key for key in own if any(one[key] != own[key] for one in values)}
-    keys = [key for key in own if key in differ | {"parallel.dp_shard"}]
-    lines = ["parallel:", "  layouts:"]
-    for one, given in zip(found, values, strict=True):
-        text = ", ".join(f"{key.partition('.')[2]}: {as_text(given[key])}" for key in keys)
-        lines.append(f"  - {{{text}}} # {one.world} GPUs, {one.seconds:.3f} s a step")
-    return "\n".join(lines)
