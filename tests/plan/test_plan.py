@@ -108,7 +108,6 @@ def test_only_what_a_run_would_start_is_found() -> None:
     [
         ("--gpus 0", "--gpus = 0: must be at least 1 and"),
         (f"--search --gpus {10**30}", f"--gpus = {10**30}: must be at least 1 and"),
-        ("--search --imbalance 2", "--imbalance = 2.0: --search does not read it"),
         ("--search parallel.dp_shard=2000000000", "must be at least 1 and"),
         # what no layout mends
         ("--search --gpus 8 model.num_heads=1 model.num_kv_heads=1 model.num_layers=1 "

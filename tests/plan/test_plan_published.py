@@ -1,16 +1,10 @@
-"""Planned MFU and memory are near what others have published."""
+"""Planned MFU is near what others have published."""
 
 import pytest
 
 from benchmarks import plan_accuracy
 from benchmarks.plan_accuracy import FITTED, ROWS
-from settings.load import load_config
-from tests import ROOT
-from tools.plan.hardware import GB
-from tools.plan.layout import Layout
-from tools.plan.memory import peaks
 
-CONFIGS = ROOT / "configs"
 QUICK_ROWS = [row for row in ROWS if row.pp == 1]  # no pipeline to simulate
 
 
@@ -30,30 +24,6 @@ def test_rows_it_was_not_fitted_on() -> None:
     # the A100 has efficiencies of its own: with those of the H100, twice as much
     of_a100 = (row for row in QUICK_ROWS if row.device == "a100" and not row.apart)
     assert plan_accuracy.errors(of_a100)["mean"] < 4
-
-
-A100 = (
-    "train.seq_len=4096 train.global_batch_size=64 train.micro_batch_size=1 "
-    "train.activation_checkpointing=selective model.vocab_size=32000 "
-)
-B7 = f"{A100} model.dim=4096 model.num_layers=32 model.num_heads=32 model.ffn_dim=11008"
-B13 = f"{A100} model.dim=5120 model.num_layers=40 model.num_heads=40 model.ffn_dim=13824"
-
-
-@pytest.mark.parametrize(
-    ("gigabytes", "keys"),
-    [
-        (38, f"{B7} model.num_kv_heads=32 parallel.zero_stage=2"),
-        (35, f"{B7} model.num_kv_heads=32 parallel.zero_stage=3"),
-        (48, f"{B13} model.num_kv_heads=40 parallel.zero_stage=3"),
-    ],
-    ids=["7B, ZeRO-2", "7B, FSDP", "13B, FSDP"],
-)
-def test_memory_is_about_what_guides_say(gigabytes: float, keys: str) -> None:
-    """Of 8 A100, in docs/plan_accuracy.md; not of the rows for which that page gives a reason to
-    differ."""
-    config = load_config(str(CONFIGS / "llama3_8b.yaml"), keys.split())
-    assert max(peaks(Layout(config, 8, 0))) / GB == pytest.approx(gigabytes, rel=0.2)
 
 
 @pytest.mark.thorough

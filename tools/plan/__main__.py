@@ -13,7 +13,6 @@ rehearsals and published results.
 
 from pathlib import Path
 
-from costs.routing import check_imbalance
 from errors import UserError
 from settings.checks import validate
 from settings.layouts import valid_layout
@@ -43,16 +42,12 @@ def main(arguments: list[str] | None = None) -> int:
     add_data_stage(parser)
     add("--device", "h100", "NAME", f"{', '.join(DEVICES)}, or a JSON file of rates")
     add("--search", bool, None, "search all layouts, whatever CONFIG has")
-    add("--imbalance", 1.0, "F", "the slowest rank's experts receive F times their share of rows")
     add("--tokens", 0.0, "T", "tokens of the run")
     add("--price", 0.0, "P", "price of one GPU for one hour")
     add("--json", Path, "FILE", "write all figures to FILE")
     options = parser.parse_intermixed_args(arguments)
     config = load_config(options.config, options.overrides)
     at_least(0, tokens=options.tokens, price=options.price)
-    if options.search and options.imbalance != 1:
-        why, remedy = "--search does not read it", "plan the layout that it finds with it"
-        raise UserError("--imbalance", options.imbalance, why, remedy)
     if options.search and config.data_stages and options.data_stage is None:
         why = "a search is for one data stage, and each may have a layout of its own"
         raise UserError("--data-stage", None, why, f"give 0 to {len(config.data_stages)}")
@@ -70,8 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(describe_search(searched) + "\n")
         config = searched.best[0].config
         validate(config, world)
-    check_imbalance("--imbalance", options.imbalance, config.model, config.parallel.ep)
-    plan = summarise(config, world, device, options.tokens, options.price, options.imbalance)
+    plan = summarise(config, world, device, options.tokens, options.price)
     print(describe_plan(plan))
     if searched is not None:
         plan["search"] = searched.as_dict()

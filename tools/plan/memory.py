@@ -108,11 +108,9 @@ class Sharded:
         self.resharding = layout.config.parallel.zero_stage == 3
         # for each unit of a stage, the FSDP units that contain it: that of experts, if any, first
         self.around: dict[tuple[int, int], list[FsdpUnit]] = defaultdict(list)
-        self.of_stage: dict[int, list[FsdpUnit]] = defaultdict(list)
         for stage in layout.stages:
             for indices, weights in layout.fsdp_units(stage):
                 unit = FsdpUnit(stage, indices, weights, weights.padded * layout.compute)
-                self.of_stage[stage].append(unit)
                 for index in indices:
                     self.around[stage, index].append(unit)
         # by stage: bytes of buffers that FSDP still holds
@@ -235,7 +233,7 @@ class Whole(Sharded):
         # Weights are copied unless all dtypes are equal, but the copies share the masters' memory
         # if those have the compute dtype.
         self.copies = layout.compute != layout.master
-        for unit in itertools.chain(*self.of_stage.values()):
+        for unit in dict.fromkeys(itertools.chain(*self.around.values())):
             unit.gathered = True
             if self.copies:
                 account.add(GATHERED, unit.size)

@@ -33,7 +33,7 @@ from tools.plan.time import StepTime
 
 SHOWN = 10  # layouts
 ENOUGH = 2 * SHOWN  # layouts that fit; estimates may swap neighbours
-SEARCHED = ("schedule", "stages_per_rank", "layers_per_stage", "zero_stage", "sequence_parallel")
+SEARCHED = ("schedule", "stages_per_rank", "layers_per_stage", "zero_stage")
 
 
 @dataclass
@@ -101,11 +101,10 @@ class Found:
     def __str__(self) -> str:
         p, train = self.config.parallel, self.config.train
         layers = {type(None): "even", str: "balanced", list: "light ends"}[type(p.layers_per_stage)]
-        whole = ", whole sequence" if p.tp > 1 and not p.sequence_parallel else ""
         return (
             f"{self.layout.sizes} · {p.schedule} × {p.stages_per_rank}, layers {layers} · "
             f"micro-batch {train.micro_batch_size} · zero {p.zero_stage} · "
-            f"{train.activation_checkpointing} checkpointing{whole}"
+            f"{train.activation_checkpointing} checkpointing"
         )
 
 
@@ -129,8 +128,7 @@ def describe_search(result: Result) -> str:
     shown: dict[tuple[object, ...], Found] = {}  # by what a rank computes
     for one in result.best:
         p, t = one.config.parallel, one.config.train
-        work = (p.tp, p.cp, p.ep, p.pp, p.schedule, p.sequence_parallel, t.micro_batch_size,
-                t.activation_checkpointing)  # fmt: skip
+        work = (p.tp, p.cp, p.ep, p.pp, p.schedule, t.micro_batch_size, t.activation_checkpointing)
         shown.setdefault(work, one)
     rows = [["step s", "MFU", "peak GB", "layout"]]
     for one in [*shown.values()][:SHOWN]:
