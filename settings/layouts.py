@@ -11,7 +11,6 @@ same samples. All data stages of a run are trained by the same ranks; one that c
 (`parallel: {cp: 4, dp_shard: -1}`) changes each of the list.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +26,6 @@ OF_TRAIN = ("micro_batch_size", "activation_checkpointing")
 KEYS_OF_LAYOUTS = [*(key for key in KEYS["parallel"] if key != "layouts"), *OF_TRAIN]
 MAX_LAYOUTS = 100
 LAYOUT = "parallel.layouts[{}]"  # the name of one in messages
-Changes = dict[str, dict[str, Any]]  # section → key → value
 
 
 def layout_sizes(config: Config) -> list[int]:
@@ -75,19 +73,9 @@ def valid_layout(config: Config, world: int) -> tuple[Config, int]:
 
 
 def _with_each_layout(config: Config) -> list[Config]:
-    """The configuration with each layout of its list, in order."""
-    found = []
-    for number, changes in enumerate(_changes_by_layout(config)):
-        with within(LAYOUT.format(number)):
-            own = {name: replace(getattr(config, name), **keys) for name, keys in changes.items()}
-            found.append(replace(config, **own))
-            data_stages(found[-1])  # raises if one does not fit
-    return found
-
-
-def _changes_by_layout(config: Config) -> Iterator[Changes]:
-    """What each layout of the list changes: every key that any of them gives (where it leaves one
-    out, the section's value, whatever was chosen before), and the list, completed in this way."""
+    """The configuration with each layout of its list, in order. Each has every key that any of them
+    gives (where it leaves one out, the section's value, whatever was chosen before), and the list,
+    completed in this way."""
     given = config.parallel.layouts
     if len(given) > MAX_LAYOUTS:
         why = f"has {len(given)} layouts: too many"
@@ -100,12 +88,16 @@ def _changes_by_layout(config: Config) -> Iterator[Changes]:
     sections = {key: "train" if key in OF_TRAIN else "parallel" for each in given for key in each}
     values = {key: getattr(getattr(config, name), key) for key, name in sections.items()}
     filled = [values | layout for layout in given]
+    found = []
     for number, layout in enumerate(filled):
-        changes: Changes = {"parallel": {"layouts": filled}, "train": {}}
+        changes: dict[str, dict[str, Any]] = {"parallel": {"layouts": filled}, "train": {}}
         for key, value in layout.items():
             changes[sections[key]][key] = value
-        if changes["parallel"].get("dp_shard", config.parallel.dp_shard) == -1:
-            with within(LAYOUT.format(number)):
+        with within(LAYOUT.format(number)):
+            if changes["parallel"].get("dp_shard", config.parallel.dp_shard) == -1:
                 why, remedy = "-1 would fit many worlds", "give each layout a number of its own"
                 raise UserError("parallel.dp_shard", -1, why, remedy)
-        yield changes
+            own = {name: replace(getattr(config, name), **keys) for name, keys in changes.items()}
+            found.append(replace(config, **own))
+            data_stages(found[-1])  # raises if one does not fit
+    return found

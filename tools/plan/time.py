@@ -17,7 +17,7 @@ previous experts and the attention.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -57,12 +57,6 @@ class Part:
 
 
 NOTHING = Part(0.0, 0.0, 0.0)
-
-
-def costs_of(parts: list[Part], message: float = 0.0, weights_at: Sequence[float] = ()) -> Costs:
-    """What the simulator takes, of the parts of every stage."""
-    forward, input_grad, weight_grad = map(list, zip(*map(astuple, parts), strict=True))
-    return Costs(forward, input_grad, weight_grad, message, weights_at)
 
 
 class Gathers(NamedTuple):
@@ -262,7 +256,8 @@ class StepTime:
             late = parallel.fsdp_unit == "stage" and parallel.zero_stage < 3
             weights_at.append(busy[rank] + (part.forward if late else 0.0))
             parts.append(part)
-        return costs_of(parts, self.message_seconds, weights_at)
+        forward, input_grad, weight_grad = map(list, zip(*map(astuple, parts), strict=True))
+        return Costs(forward, input_grad, weight_grad, self.message_seconds, weights_at)
 
     @cached_property
     def timeline(self) -> Timeline:
