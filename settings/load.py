@@ -5,7 +5,6 @@ import dataclasses
 import difflib
 import typing
 from collections.abc import Iterable
-from pathlib import Path
 from types import UnionType
 from typing import Any
 
@@ -41,15 +40,6 @@ def load_config(path: str, overrides: list[str]) -> Config:
     for override in overrides:
         _apply(override, raw)
     return _build(raw)
-
-
-def load_saved(folder: Path) -> Config:
-    """The configuration that a run wrote to its folder. (An older version wrote `stages` for
-    `data_stages`, and keys that have moved since.) Raises UserError."""
-    raw = _read(str(folder / "config.yaml"))
-    if "stages" in raw:
-        raw["data_stages"] = raw.pop("stages")
-    return _build(_moved(raw))
 
 
 def dump_config(config: Config) -> str:

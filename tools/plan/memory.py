@@ -13,7 +13,7 @@ pipeline, and the permanent states.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from costs.recorder import Effect, Phase
@@ -437,9 +437,8 @@ def shortened(layout: Layout, times: int) -> Layout:
     return replace(layout, config=replace(config, train=train))
 
 
-def peaks(layout: Layout, first: Sequence[int] = ()) -> Iterator[int]:
-    """Yield the peak bytes of each pipeline rank, starting with the ranks in `first`, counted in a
-    step with few micro-batches.
+def peaks(layout: Layout) -> Iterator[int]:
+    """Yield the peak bytes of each pipeline rank, counted in a step with few micro-batches.
 
     A schedule such as 1F1B fills the pipeline, then repeats itself, then drains it. The number of
     repetitions changes neither what is alive at once nor the order of actions. With 4 · pp
@@ -450,5 +449,5 @@ def peaks(layout: Layout, first: Sequence[int] = ()) -> Iterator[int]:
     p = layout.config.parallel
     short = layout if p.schedule in GROWING else shortened(layout, COUNTED)
     rest = batch_bytes(layout) - batch_bytes(short)
-    for rank in dict.fromkeys([*first, *range(p.pp)]):
+    for rank in range(p.pp):
         yield Memory(short.at(rank)).peak + rest

@@ -11,7 +11,6 @@ weights, gradients and optimizer state (found without a search), or what the sma
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -67,23 +66,16 @@ class Found:
     @cached_property
     def peak(self) -> int:
         """Bytes on the pipeline rank that needs the most."""
-        return max(self._peaks())
+        return max(peaks(self.layout))
 
     def fits(self, room: float) -> bool:
         """Whether every pipeline rank fits into `room` bytes."""
         highest = 0
-        for highest in accumulate(self._peaks(), max):
+        for highest in accumulate(peaks(self.layout), max):
             if highest > room:
                 return False
         self.peak = highest
         return True
-
-    def _peaks(self) -> Iterator[int]:
-        """Yield the peak of each pipeline rank, starting with those that often need the most. (The
-        second may have one block more than the first.)"""
-        pp = self.config.parallel.pp
-        ranks = [rank for rank in (0, 1, pp - 1, pp // 2) if rank < pp]
-        return peaks(self.layout, ranks)
 
     def overrides(self) -> str:
         """The overrides that turn the searched configuration into this one, without its list of
