@@ -36,7 +36,10 @@ def load_config(path: str, overrides: list[str]) -> Config:
         UserError: the file is unreadable, a section or key is unknown, a key is missing, or a value
             is not allowed for its key.
     """
-    raw = _moved(_read(path))
+    raw = {
+        name: at_new_places(name, given) if isinstance(given, dict) else given
+        for name, given in _read(path).items()
+    }
     for override in overrides:
         _apply(override, raw)
     return _build(raw)
@@ -70,14 +73,6 @@ def changed_between(before: Config, after: Config, sections: Iterable[str]) -> l
         for key, value, _ in keys_of(getattr(after, name))
         if old.get(key) != value
     ]
-
-
-def _moved(raw: dict[Any, Any]) -> dict[Any, Any]:
-    """The content of a file with moved keys where they are now."""
-    return {
-        name: at_new_places(name, given) if isinstance(given, dict) else given
-        for name, given in raw.items()
-    }
 
 
 def _read(path: str) -> dict[Any, Any]:

@@ -386,25 +386,20 @@ class StepTime:
 # --- a rank's communication, and how much of it is exposed ---
 
 
-class Seconds(NamedTuple):
-    """Seconds of communication over one axis, in one step."""
-
-    wire: float
-    exposed: float  # the part during which computation waits
-
-
-def seconds_on_the_wire(time: StepTime, layout: Layout, sends: int) -> dict[str, Seconds]:
-    """Seconds by axis, on the pipeline rank of `layout`, which sends so many messages. The exposed
-    seconds of `pp` are by how much the whole step is longer because messages take time. Those of
-    gathers and reductions are shared out to the axes of experts and of other weights as their
-    seconds on the wire."""
+def seconds_on_the_wire(
+    time: StepTime, layout: Layout, sends: int
+) -> dict[str, tuple[float, float]]:
+    """By axis, the seconds of communication in one step, and those during which computation waits,
+    on the pipeline rank of `layout`, which sends so many messages. The exposed seconds of `pp` are
+    by how much the whole step is longer because messages take time. Those of gathers and reductions
+    are shared out to the axes of experts and of other weights as their seconds on the wire."""
     m, (gathers, reductions) = layout.num_microbatches, times_a_step(layout)
-    table = {}
+    table: dict[str, tuple[float, float]] = {}
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
     costs = [time.cost(unit, kind) for unit in units for kind in layout.kinds_of_actions]
     for axis in ("tp", "cp", "ep"):  # recorded from the units
-        each = [(cost.wire.get(axis, 0.0), cost.exposed.get(axis, 0.0)) for cost in costs]
-        table[axis] = Seconds(*(m * sum(part) for part in zip(*each, strict=True)))
+        wire = m * sum(cost.wire.get(axis, 0.0) for cost in costs)
+        table[axis] = wire, m * sum(cost.exposed.get(axis, 0.0) for cost in costs)
     sharding: dict[str, float] = defaultdict(float)  # seconds on the wire
     for stage in layout.stages:
         for _, unit in layout.fsdp_units(stage):
@@ -422,6 +417,6 @@ def seconds_on_the_wire(time: StepTime, layout: Layout, sends: int) -> dict[str,
     late = min(tail, sum(sharding[axis] for axis in replicas))  # the last, over replicas
     for axes, exposed in ((shards, waits + tail - late), (replicas, late)):
         total = sum(sharding[axis] for axis in axes) or 1.0
-        table |= {axis: Seconds(sharding[axis], exposed * sharding[axis] / total) for axis in axes}
-    table["pp"] = Seconds(sends * time.message_seconds, time.waiting_for_messages)
-    return {axis: seconds for axis, seconds in table.items() if seconds.wire}
+        table |= {axis: (sharding[axis], exposed * sharding[axis] / total) for axis in axes}
+    table["pp"] = sends * time.message_seconds, time.waiting_for_messages
+    return {axis: seconds for axis, seconds in table.items() if seconds[0]}
