@@ -233,7 +233,7 @@ class Whole(Sharded):
         # Weights are copied unless all dtypes are equal, but the copies share the masters' memory
         # if those have the compute dtype.
         self.copies = layout.compute != layout.master
-        for unit in dict.fromkeys(itertools.chain(*self.around.values())):
+        for unit in itertools.chain(*self.around.values()):  # each contains one unit
             unit.gathered = True
             if self.copies:
                 account.add(GATHERED, unit.size)

@@ -225,11 +225,6 @@ class StepTime:
             for units in stages
         ]
 
-    def waits(self, stage: int) -> Part:
-        """Seconds by which a stage's actions are longer because of the gathers and reductions of
-        every micro-batch."""
-        return self.gathers[stage].waits(self.stages[stage])
-
     @cached_property
     def gathers(self) -> list[Gathers]:
         """Of each stage."""
@@ -248,7 +243,8 @@ class StepTime:
         parts, weights_at = [], []
         busy = [0.0] * layout.sizes.pp  # each rank's link, by the gathers of its previous stages
         for stage, rank in enumerate(layout.where):
-            part, cast = self.stages[stage] + self.waits(stage), self.cast(stage)
+            part, cast = self.stages[stage], self.cast(stage)
+            part += self.gathers[stage].waits(part)
             if parallel.zero_stage == 3:
                 part += Part(cast, cast, 0.0)
             busy[rank] += (0.0 if parallel.zero_stage == 3 else self.gathers[stage].gather) + cast
@@ -407,7 +403,7 @@ def seconds_on_the_wire(
             copies, axis = FSDP_AXES[unit.is_expert]
             sharding[axis] += gather * gathers + scatter * reductions
             sharding[copies] += over_replicas
-    waits = sum(m * time.waits(stage).total for stage in layout.stages)
+    waits = sum(m * time.gathers[s].waits(time.stages[s]).total for s in layout.stages)
     # first forwards, which wait for weights, are longer than later ones
     events, usual = time.timeline.ranks[layout.pp_rank], time.costs.forward
     first = [e for e in events if e.action.microbatch == 0 and e.action.kind is FORWARD]
