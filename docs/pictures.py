@@ -12,7 +12,6 @@ The other pictures in docs/images/ show ideas, and are edited as SVG.
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
@@ -30,10 +29,10 @@ from costs.parameters import num_parameters
 from parallel.context import ContextParallel
 from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
 from parallel.placement import chunk_range
-from settings.config import Config
 from settings.load import load_config
+from tools.plan.guide import STAGES, data_parallel, our_bytes
 from tools.plan.hardware import GB, find_device
-from tools.plan.layout import PLAIN, Layout
+from tools.plan.layout import Layout
 from tools.plan.memory import Memory
 from tools.plan.traffic import times_a_step
 from tools.timeline.draw import INK, draw, save
@@ -78,25 +77,6 @@ HELD = {  # the planner's category → its name in the picture and its colour
     SHARDED_GRADIENTS: ("gradients, reduced", LIGHT_ORANGE),
 }
 MICRO_BATCHES = 4
-STAGES = (0, 1, 2, 3)
-
-
-def data_parallel(config: Config, ranks: int, zero_stage: int) -> tuple[Layout, dict[str, float]]:
-    """The job with no parallelism but that over `ranks` data-parallel ranks, and the bytes that
-    each of them holds between two micro-batches, without activations and buffers."""
-    shard, replicate = (1, ranks) if zero_stage == 0 else (ranks, 1)
-    given = {"dp_shard": shard, "dp_replicate": replicate, "zero_stage": zero_stage}
-    parallel = replace(config.parallel, **PLAIN | given)
-    layout = Layout(replace(config, parallel=parallel), ranks, 0)
-    weights = [weight for unit in layout.units(0) for weight in unit.weights]
-    numel = sum(weight.numel for weight in weights)
-    return layout, {
-        WEIGHTS: numel * layout.master / shard,
-        MOMENTS: sum(map(layout.bytes_of_states, weights)) / shard,
-        GATHERED: numel * layout.compute if zero_stage < 3 else 0.0,
-        GRADIENTS: numel * layout.reduce if zero_stage < 2 else 0.0,
-        SHARDED_GRADIENTS: numel * layout.reduce / shard if zero_stage >= 2 else 0.0,
-    }
 
 
 def data(ranks: int = 8) -> Figure:
@@ -107,11 +87,11 @@ def data(ranks: int = 8) -> Figure:
     figure = new_figure(3.9, f"What each of {ranks} data-parallel ranks holds per parameter")
     axes = figure.subplots()
     for stage in STAGES:
-        layout, held = data_parallel(config, ranks, stage)
+        held = our_bytes(config, ranks, stage)
         parts = {HELD[category][0]: held[category] / numel for category in HELD}
         end = stack(axes.barh, stage, parts, colours)
         axes.text(end + 0.25, stage, f"{end:.4g}", va="center", weight="bold", color=INK)
-        gathers, reductions = times_a_step(layout)
+        gathers, reductions = times_a_step(data_parallel(config, ranks, stage))
         gathers *= stage > 0  # without shards there is nothing to gather
         words = f"weights gathered {gathers} ×\ngradients reduced {reductions} ×"
         axes.text(20, stage, words, va="center", color=INK)

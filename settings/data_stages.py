@@ -17,12 +17,11 @@ are 0 unless the entry gives them.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from declare import LARGEST
 from errors import UserError, within
-from parallel.config import ParallelConfig
 from settings.config import Config, Entry
 
 # How positions are rotated. A data stage may change it, or a new run that starts from weights, for
@@ -31,13 +30,13 @@ ROTATION_KEYS = {
     "rope_theta", "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor",
     "rope_original_length",
 }  # fmt: skip
-# The settings that a data stage may change, by section.
+# The settings that a data stage may change, by section; () : all of them.
 CHANGEABLE: dict[str, tuple[str, ...]] = {
     "data": ("path", "document_mask"),
     "model": tuple(sorted(ROTATION_KEYS)),
     "train": ("seq_len", "global_batch_size", "micro_batch_size", "activation_checkpointing",
               "compile", "eval_interval", "eval_samples"),
-    "parallel": tuple(key.name for key in fields(ParallelConfig) if key.name != "layouts"),
+    "parallel": (),
     "optimizer": ("lr", "schedule", "warmup_steps", "decay_steps", "min_lr_ratio"),
 }  # fmt: skip
 BEGINS = {"from_step": LARGEST, "from_token": 2**62}  # the largest values
@@ -144,8 +143,9 @@ def _check_form(place: str, entry: Any) -> None:
             why, remedy = "is not a section with keys", f"write `{name}: {{key: value}}`"
             raise UserError(f"{place}.{name}", given, why, remedy)
         else:
-            for key in (key for key in given if key not in CHANGEABLE[name]):
-                may = ", ".join(f"{name}.{each}" for each in CHANGEABLE[name])
+            can = CHANGEABLE[name] or given
+            for key in (key for key in given if key not in can):
+                may = ", ".join(f"{name}.{each}" for each in can)
                 remedy = f"set it for the whole run; it may change {may}"
                 raise UserError(f"{place}.{name}.{key}", given[key], fixed, remedy)
 

@@ -7,18 +7,19 @@
 
 A layout gives the keys in which it differs from the sections `parallel` and, for what decides how
 much memory a rank needs, `train`. It never changes the global batch, so every layout trains on the
-same samples. All data stages of a run are trained by the same ranks; one that changes the layout
-(`parallel: {cp: 4, dp_shard: -1}`) changes each of the list.
+same samples. All data stages of a run are trained by the same ranks. One that gives a list of its
+own has a layout for each number of ranks in it.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from declare import no_such_key
 from errors import UserError, within
 from settings.checks import validate
-from settings.config import Config
-from settings.data_stages import data_stages
+from settings.config import Config, Entry
+from settings.data_stages import DataStage, data_stages, in_data_stage
 from settings.load import KEYS
 
 # Keys of `train` that a layout may give; tools.plan --search chooses them with the axes.
@@ -26,6 +27,7 @@ OF_TRAIN = ("micro_batch_size", "activation_checkpointing")
 KEYS_OF_LAYOUTS = [*(key for key in KEYS["parallel"] if key != "layouts"), *OF_TRAIN]
 MAX_LAYOUTS = 100
 LAYOUT = "parallel.layouts[{}]"  # the name of one in messages
+Changes = dict[str, dict[str, Any]]  # section → key → value
 
 
 def layout_sizes(config: Config) -> list[int]:
@@ -73,9 +75,44 @@ def valid_layout(config: Config, world: int) -> tuple[Config, int]:
 
 
 def _with_each_layout(config: Config) -> list[Config]:
-    """The configuration with each layout of its list, in order. Each has every key that any of them
-    gives (where it leaves one out, the section's value, whatever was chosen before), and the list,
-    completed in this way."""
+    """The configuration with each layout of its list, in order."""
+    later = list(zip(data_stages(config)[1:], config.data_stages, strict=True))
+    if not config.parallel.layouts:
+        for stage, _ in later:
+            if own_list := stage.config.parallel.layouts:
+                with in_data_stage(stage.number):
+                    why = "the run has no list from which a layout would be chosen"
+                    remedy = "give the section `parallel` of the file a list, too, or give the "
+                    raise UserError("parallel.layouts", own_list, why, remedy + "keys here")
+    found = []
+    for number, changes in enumerate(_changes_by_layout(config)):
+        with within(LAYOUT.format(number)):
+            own = {name: replace(getattr(config, name), **keys) for name, keys in changes.items()}
+            num_ranks = own["parallel"].num_ranks
+            entries = tuple(_with_layout(stage, entry, num_ranks) for stage, entry in later)
+            found.append(replace(config, **own, data_stages=entries))
+            data_stages(found[-1])  # raises if one does not fit
+    return found
+
+
+def _with_layout(stage: DataStage, entry: Entry, num_ranks: int) -> Entry:
+    """The entry of a data stage with the first layout of its own list that has `num_ranks` ranks.
+    One without a list keeps the layout of the data stage before, but for the keys that it gives."""
+    parallel = stage.config.parallel
+    if "layouts" not in entry.get("parallel", {}):
+        return entry
+    with in_data_stage(stage.number):
+        for changes in _changes_by_layout(stage.config):
+            if replace(parallel, **changes["parallel"]).num_ranks == num_ranks:
+                return entry | {name: entry.get(name, {}) | of for name, of in changes.items()}
+        why = f"none has {num_ranks} ranks, as a layout of the data stages before has"
+        remedy = "give every data stage a layout for each number of ranks"
+        raise UserError("parallel.layouts", parallel.layouts, why, remedy)
+
+
+def _changes_by_layout(config: Config) -> Iterator[Changes]:
+    """What each layout of the list changes: every key that any of them gives (where it leaves one
+    out, the section's value, whatever was chosen before), and the list, completed in this way."""
     given = config.parallel.layouts
     if len(given) > MAX_LAYOUTS:
         why = f"has {len(given)} layouts: too many"
@@ -88,16 +125,12 @@ def _with_each_layout(config: Config) -> list[Config]:
     sections = {key: "train" if key in OF_TRAIN else "parallel" for each in given for key in each}
     values = {key: getattr(getattr(config, name), key) for key, name in sections.items()}
     filled = [values | layout for layout in given]
-    found = []
     for number, layout in enumerate(filled):
-        changes: dict[str, dict[str, Any]] = {"parallel": {"layouts": filled}, "train": {}}
+        changes: Changes = {"parallel": {"layouts": filled}, "train": {}}
         for key, value in layout.items():
             changes[sections[key]][key] = value
-        with within(LAYOUT.format(number)):
-            if changes["parallel"].get("dp_shard", config.parallel.dp_shard) == -1:
+        if changes["parallel"].get("dp_shard", config.parallel.dp_shard) == -1:
+            with within(LAYOUT.format(number)):
                 why, remedy = "-1 would fit many worlds", "give each layout a number of its own"
                 raise UserError("parallel.dp_shard", -1, why, remedy)
-            own = {name: replace(getattr(config, name), **keys) for name, keys in changes.items()}
-            found.append(replace(config, **own))
-            data_stages(found[-1])  # raises if one does not fit
-    return found
+        yield changes

@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import typing
 from collections.abc import Iterable
+from pathlib import Path
 from types import UnionType
 from typing import Any
 
@@ -36,13 +37,19 @@ def load_config(path: str, overrides: list[str]) -> Config:
         UserError: the file is unreadable, a section or key is unknown, a key is missing, or a value
             is not allowed for its key.
     """
-    raw = {
-        name: at_new_places(name, given) if isinstance(given, dict) else given
-        for name, given in _read(path).items()
-    }
+    raw = _moved(_read(path))
     for override in overrides:
         _apply(override, raw)
     return _build(raw)
+
+
+def load_saved(folder: Path) -> Config:
+    """The configuration that a run wrote to its folder. (An older version wrote `stages` for
+    `data_stages`, and keys that have moved since.) Raises UserError."""
+    raw = _read(str(folder / "config.yaml"))
+    if "stages" in raw:
+        raw["data_stages"] = raw.pop("stages")
+    return _build(_moved(raw))
 
 
 def dump_config(config: Config) -> str:
@@ -73,6 +80,14 @@ def changed_between(before: Config, after: Config, sections: Iterable[str]) -> l
         for key, value, _ in keys_of(getattr(after, name))
         if old.get(key) != value
     ]
+
+
+def _moved(raw: dict[Any, Any]) -> dict[Any, Any]:
+    """The content of a file with moved keys where they are now."""
+    return {
+        name: at_new_places(name, given) if isinstance(given, dict) else given
+        for name, given in raw.items()
+    }
 
 
 def _read(path: str) -> dict[Any, Any]:

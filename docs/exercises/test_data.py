@@ -4,8 +4,8 @@ docs/exercises/test_data.py`."""
 import pytest
 
 from costs.parameters import num_parameters
-from docs.pictures import STAGES, data_parallel
 from settings.load import load_config
+from tools.plan.guide import STAGES, our_bytes
 
 
 def bytes_per_parameter(zero_stage: int, ranks: int) -> float:
@@ -35,9 +35,8 @@ def rows_of(step: int, dp_rank: int, dp_size: int, batches: list[tuple[int, int]
 def test_bytes(dp_size: int) -> None:
     config = load_config("configs/llama3_8b.yaml", [])
     for stage in STAGES:
-        _, held = data_parallel(config, dp_size, stage)
-        each = sum(held.values()) / num_parameters(config.model)
-        assert bytes_per_parameter(stage, dp_size) == pytest.approx(each)
+        held = sum(our_bytes(config, dp_size, stage).values()) / num_parameters(config.model)
+        assert bytes_per_parameter(stage, dp_size) == pytest.approx(held)
 
 
 @pytest.mark.parametrize("sizes", [[1, 1, 1], [4, 4, 4], [1, 4, 2]])

@@ -23,7 +23,7 @@ from runtime.start.host import CONNECTIONS, advised_connections
 from runtime.start.topology import describe_nodes, describe_stages
 from settings.config import SECTIONS, Config
 from settings.data_stages import DataStage, data_stages
-from settings.load import changed_between, dump_config, load_config
+from settings.load import changed_between, dump_config, load_saved
 
 # Sections that do not change what is trained.
 ABOUT_THE_RUN = ("run", "checkpoint")
@@ -111,7 +111,7 @@ def what_changed(path: Path, config: Config) -> list[str]:
     another's."""
     folder = path.parent.parent
     try:
-        before = load_config(str(folder / "config.yaml"), [])
+        before = load_saved(folder)
     except UserError as error:  # a copy, made by a tool, or an older version's
         why = str(error).partition("\n")[0]
         return [f"what changed since {path} was saved is not known: {why}"]

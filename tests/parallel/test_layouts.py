@@ -28,12 +28,19 @@ LIST = [
 ]  # for 8, 4, 4 and 2 ranks
 
 
-def configured(folder: Path, **of_stage_1: int) -> str:
-    """A configuration with `LIST`, whose layouts all fit batches of 8 sequences; if keys of a
+OF_STAGE_1 = [
+    {"pp": 1, "cp": 4, "dp_shard": 2, "tp": 1},
+    {"cp": 2, "dp_shard": 2, "tp": 1},
+    {"cp": 2, "dp_shard": 1, "tp": 1},
+]  # for 8, 4 and 2 ranks
+
+
+def configured(folder: Path, *of_stage_1: dict[str, int]) -> str:
+    """A configuration with `LIST`, whose layouts all fit batches of 8 sequences; if layouts of a
     second stage are given, that stage has longer sequences and these."""
     path = write_config(folder, folder / "data", parallel={"layouts": LIST, "zero_stage": 1})
     if of_stage_1:
-        later = {"from_step": 2, "train": {"seq_len": 64}, "parallel": of_stage_1}
+        later = {"from_step": 2, "train": {"seq_len": 64}, "parallel": {"layouts": of_stage_1}}
         with open(path, "a", encoding="utf-8") as file:
             file.write(f"\ndata_stages: {json.dumps([later])}\n")
     return path
@@ -75,8 +82,12 @@ def test_no_layout_for_this_world(path: str, tmp_path: Path) -> None:
     assert error.key == "parallel.layouts[3]"
     assert "the world has 1 processes, and the smallest layout needs 2" in error.why
     assert "start at least 2 processes" in error.remedy
-    error = refused(configured(tmp_path, tp=1), 8)
-    assert error.key == "parallel.layouts[0].data_stages.1.parallel.dp_shard"
+    error = refused(configured(tmp_path, *OF_STAGE_1[:2]), 8)
+    assert error.key == "parallel.layouts[3].data_stages.1.parallel.layouts"
+    assert "none has 2 ranks" in error.why
+    error = refused(configured(tmp_path, {"dp_shard": 2}), 2, "parallel.layouts=[]")
+    assert error.key == "data_stages.1.parallel.layouts"
+    assert "the run has no list" in error.why
 
 
 @pytest.mark.parametrize(
@@ -144,12 +155,12 @@ def test_queues_follow_the_chosen_layout(path: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv(CONNECTIONS)
 
 
-@pytest.mark.parametrize(("world", "dp"), [(8, 4), (5, 2)])
-def test_a_stage_changes_every_layout(tmp_path: Path, world: int, dp: int) -> None:
-    path = configured(tmp_path, pp=1, tp=1, cp=2, dp_shard=-1)
+@pytest.mark.parametrize(("world", "cp"), [(8, 4), (5, 2)])
+def test_each_stage_has_a_layout_for_the_same_ranks(tmp_path: Path, world: int, cp: int) -> None:
+    path = configured(tmp_path, *OF_STAGE_1)
     chosen = choose_layout(load_config(path, []), world)
-    ranks = chosen.parallel.num_ranks
-    first, second = (stage.config.parallel.mesh_sizes(ranks) for stage in data_stages(chosen))
-    assert (first.cp, second.cp, second.dp) == (1, 2, dp)
+    first, second = (stage.config for stage in data_stages(chosen))
+    assert first.parallel.num_ranks == second.parallel.num_ranks <= world
+    assert (first.parallel.cp, second.parallel.cp) == (1, cp)
     assert layout_sizes(chosen) == [8, 4, 4, 2]
     assert chosen_again(path, world, world) == chosen
