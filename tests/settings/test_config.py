@@ -27,6 +27,7 @@ from settings.load import (
     SECTIONS,
     dump_config,
     load_config,
+    load_saved,
 )
 from settings.moved import at_new_places
 from tests import ROOT
@@ -267,9 +268,9 @@ def test_a_run_of_an_earlier_version_reads(tmp_path: Path) -> None:
     raw = yaml.safe_load(Path(LAPTOP).read_text(encoding="utf-8"))
     raw["optimizer"] |= {"betas": [0.5, 0.6], "eps": 1e-6}
     for keys, settings in (none, (None, None)), (some, own):
-        config = load_config(
-            written(tmp_path, yaml.safe_dump(raw | {"model": raw["model"] | keys})), []
-        )
+        written(tmp_path, yaml.safe_dump(raw | {"model": raw["model"] | keys}))
+        config = load_saved(tmp_path)
+        assert config == load_config(str(tmp_path / "config.yaml"), [])
         assert config.optimizer.of(adamw.Settings) == adamw.Settings(betas=(0.5, 0.6), eps=1e-6)
         stored = ModelConfig(**at_new_places("model", raw["model"] | keys))
         for model in config.model, stored:
