@@ -79,10 +79,10 @@ class Stage:
         each = [(numbers_of(unit), n) for unit, n in kinds.items()]
         self.numel = Numbers(*(sum(size[i] * n for size, n in each) for i in range(2)))
         self.blocks = kinds.total()
-        # the least bytes of the optimizer's states for a parameter
-        bytes_of = self.layout.bytes_of_states
-        units = (self.layout.embedding, *kinds)
-        self.states = min(sum(map(bytes_of, unit.weights)) / unit.numel for unit in units)
+        # the least bytes of the optimizer's states for a parameter, of any weight
+        units = (self.layout.embedding, *kinds, self.layout.head)
+        weights = [weight for unit in units for weight in unit.weights]
+        self.states = min(self.layout.bytes_of_states(one) / one.numel for one in weights)
         # bytes that a block keeps of a micro-batch for backward, including its output
         effects = [self.layout.phase(FORWARD, unit).effect for unit in kinds]
         self.kept = min(sum(effect.changes.values()) for effect in effects)
