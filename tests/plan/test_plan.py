@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import plan_accuracy
 from costs.events import Product
+from costs.parameters import num_parameters
 from costs.seconds import Links, Rates
 from costs.summary import flops_per_token
 from hardware import H100, Device
@@ -16,6 +17,7 @@ from settings.load import load_config
 from tests import ROOT
 from tools.plan.__main__ import main
 from tools.plan.candidates import candidates
+from tools.plan.guide import STAGES, guide_bytes, our_bytes
 from tools.plan.hardware import find_device
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory
@@ -108,6 +110,10 @@ def test_only_what_a_run_would_start_is_found() -> None:
     [
         ("--gpus 0", "--gpus = 0: must be at least 1 and"),
         (f"--search --gpus {10**30}", f"--gpus = {10**30}: must be at least 1 and"),
+        ("--guide -8", "--guide = -8: must be at least 1 and"),
+        ("--guide 8 --data-stage 1", "--data-stage = 1: --guide does not read it"),
+        ("--search --imbalance 2", "--imbalance = 2.0: --search does not read it"),
+        ("--imbalance 2", "--imbalance = 2.0: a rank receives"),
         ("--search parallel.dp_shard=2000000000", "must be at least 1 and"),
         # what no layout mends
         ("--search --gpus 8 model.num_heads=1 model.num_kv_heads=1 model.num_layers=1 "
@@ -166,6 +172,26 @@ def test_latency_and_rates_of_a_group() -> None:
     rows = summarise(config, 8, H100)["ranks"][0]["collectives"]
     for axis in ("ep", "efsdp"):
         assert rows[axis]["wire_bytes"] == rows[axis]["bytes"] / 2
+
+
+def test_the_guides_table() -> None:
+    """The guides' formula gives their published gigabytes per ZeRO stage for 7 billion parameters
+    on 4 GPUs. Ours counts float32 weights and gradients."""
+    theirs = [guide_bytes(7e9, 4, stage) / 1e9 for stage in STAGES]
+    assert theirs == pytest.approx([84, 42, 31.5, 21])
+    config = load_config(LLAMA_8B, [])
+    numel = num_parameters(config.model)
+    ours = [sum(our_bytes(config, 4, stage).values()) / numel for stage in STAGES]
+    # Bytes per parameter: sharded weights 4 and moments 8; whole weights 2; gradients 4, which are
+    # sharded from stage 2 on.
+    assert ours == pytest.approx([12 + 2 + 4, 3 + 2 + 4, 3 + 2 + 1, 3 + 1], rel=1e-3)
+
+
+def test_all_ranks_wait_for_busy_experts() -> None:
+    config = load_config(str(CONFIGS / "laptop_moe.yaml"), [])
+    even, uneven = (summarise(config, 8, H100, imbalance=factor) for factor in (1.0, 1.5))
+    assert uneven["step_seconds"] > even["step_seconds"]
+    assert max(uneven["peak_memory_bytes"]) > max(even["peak_memory_bytes"])
 
 
 def seconds(rows: int, columns: int, device: Device = H100, width: int = 2) -> float:

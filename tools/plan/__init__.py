@@ -14,4 +14,5 @@ time.py        seconds of each action and of a step, MFU, and how much communica
 goodput.py     effective training time, and spare nodes
 candidates.py  all layouts of a number of GPUs, with a lower bound on bytes, and estimated seconds
 search.py      the fastest layouts that fit
+guide.py       ZeRO's memory and traffic as guides count them
 """

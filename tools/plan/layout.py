@@ -161,6 +161,7 @@ class Layout:
     tp_rank: int = 0
     shard_rank: int = 0  # among the ranks that share the weights
     cp_rank: int = 0
+    imbalance: float = 1.0  # of the rows that experts receive (costs/routing.py)
 
     def __post_init__(self) -> None:
         config, p = self.config, self.config.parallel
@@ -201,7 +202,8 @@ class Layout:
         self.products = self.optimizer.products_in(dtypes.master).itemsize
 
         # all that the units' records depend on, apart from the unit
-        self.setting = config.setting(self.tp_rank, self.cp_rank)
+        setting = config.setting(self.tp_rank, self.cp_rank)
+        self.setting = replace(setting, imbalance=self.imbalance)
         self.embedding, self.head = unit(self.setting, EMBEDDING), unit(self.setting, HEAD)
         self.hidden_bytes = self.embedding.hidden_bytes  # that pass from unit to unit
         # the tokens of a micro-batch on this rank

@@ -23,15 +23,22 @@ OTHER = "efficiencies are those of {}, except those that a file of rates replace
 
 
 def summarise(
-    config: Config, world: int, device: Device, tokens: float = 0.0, price: float = 0.0
+    config: Config,
+    world: int,
+    device: Device,
+    tokens: float = 0.0,
+    price: float = 0.0,
+    imbalance: float = 1.0,
 ) -> dict[str, Any]:
     """All figures of a job of `world` GPUs.
 
     Args:
         tokens: the number of tokens of the whole run, for its days, energy and cost; 0: unknown.
         price: of one GPU for one hour, in any currency; 0: unknown.
+        imbalance: the experts of each rank receive so many times their share of rows, as those of
+            the rank for which all others wait.
     """
-    first = Layout(config, world, 0)
+    first = Layout(config, world, 0, imbalance=imbalance)
     time = StepTime(first, device)
     ranks = [_rank(time, first.at(rank)) for rank in range(first.sizes.pp)]
     peaks = [rank["peak_memory_bytes"] for rank in ranks]
