@@ -2,10 +2,11 @@
 needs and an estimate of its step's seconds, computed from sizes only.
 
 The bound, the largest of its ranks', counts bytes at the moment when a pipeline rank begins a
-backward with the most activations alive: its sharded weights and moments; below zero_stage 3 the
-gathered weights in the compute dtype; what its blocks keep for the micro-batches that the schedule
-has alive on the rank; and where forwards and backwards alternate for long, the gradients of earlier
-micro-batches. plan/memory.py counts the rest.
+backward with the most activations alive: its sharded weights and moments; gathered weights in the
+compute dtype, or with zero_stage 3 those of one block; what its blocks keep for the micro-batches
+that the schedule has alive on the rank; what a backward that is not split adds; and where forwards
+and backwards alternate for long, the gradients of earlier micro-batches. plan/memory.py counts the
+rest.
 
 The estimate adds up what plan/time.py simulates: the work of the slowest rank, the schedule's
 bubble by its paper's formula, and the exposed communication of data parallelism.
@@ -62,8 +63,8 @@ short_schedule = lru_cache(maxsize=256)(build_schedule)
 
 
 class Stage:
-    """What layouts have in common that differ only in pp, dp and the schedule. What blocks keep is
-    the minimum over all kinds of blocks. `reduced`: whether the gradients of every
+    """What layouts have in common that differ only in pp, dp and the schedule. What blocks keep
+    and need is the minimum over all kinds of blocks. `reduced`: whether the gradients of every
     micro-batch are reduced (zero_stage 2 and 3), so that products do not add to a sum of
     gradients."""
 
@@ -86,6 +87,10 @@ class Stage:
         # bytes that a block keeps of a micro-batch for backward, including its output
         effects = [self.layout.phase(FORWARD, unit).effect for unit in kinds]
         self.kept = min(sum(effect.changes.values()) for effect in effects)
+        self.numel_of_block = min(numbers_of(unit).rest for unit in kinds)  # without experts
+        # the peak of a whole backward above its beginning, when the incoming gradient exists
+        heights = [self.layout.phase(BACKWARD, unit).effect.height for unit in kinds]
+        self.height = min(heights) + self.layout.hidden_bytes
 
     @cache  # noqa: B019  (of one search)
     def parts(self, split: bool, reduced: bool) -> tuple[Part, Part, Part, float]:
@@ -154,8 +159,12 @@ class Pipeline:
         whole += layout.reduce if self.steady and zero < 2 else 0
         cut = 0 if layout.offloads else layout.master + self.stage.states
         cut += layout.reduce if self.steady and zero >= 2 else 0
-        held = self.held
-        return max(kept + numel.total * whole + numel.over(shards) * cut for numel, kept in held)
+        height = 0 if self.schedule in SPLIT else self.stage.height
+        height += self.stage.numel_of_block * e if zero == 3 else 0
+        return max(
+            numel.total * whole + numel.over(shards) * cut + kept + (height if kept else 0)
+            for numel, kept in self.held
+        )
 
     # --- seconds ---
 
