@@ -26,7 +26,6 @@ class Product(NamedTuple):
     bytes: int  # read and written
     width: int  # bytes of a number of the factors
     number: int = 1
-    weight: str = ""  # the name of the parameter among its factors (`Recorder.names`)
     launches: int = 1  # kernels: `number` if the products run one after another
     unequal: float | None = None  # the FLOPs of all products, if they have different sizes
 
@@ -105,7 +104,7 @@ def _grouped(name: str, named: dict[str, Any], size: int) -> Product:
     has_kernel = x.dtype == torch.bfloat16 if forward else x.itemsize == 2
     launches = 1 if has_kernel and named.get("kernels") != "torch" else experts
     flops = 2.0 * total * columns * inner
-    return Product(*shape, size, x.itemsize, experts, "", launches, flops)
+    return Product(*shape, size, x.itemsize, experts, launches, flops)
 
 
 def _attention(named: dict[str, Any]) -> Attention:

@@ -22,7 +22,6 @@ from torch import Tensor
 from costs.as_on_gpu import DEVICE
 from costs.collectives import Call, Work, call_of, group_of, returned
 from costs.events import Attention, Event, Product, Sent, Waited, event_of
-from costs.operators import tensors_of
 from costs.storages import StorageWatch, key_of
 
 
@@ -93,7 +92,6 @@ class Recorder(StorageWatch):
         self._phases: list[_Open] = []
         self._phase = -1  # −1: between phases
         self._pieces: dict[int, Piece] = {}  # the storages that are alive, by key
-        self.names: dict[int, str] = {}  # of parameters, by the key of their storage
         self.flow: dict[str, Piece] = {}  # inputs and outputs of the recorded part, by name
         self._works: list[Work] = []
         self._closed = False
@@ -202,13 +200,8 @@ class Recorder(StorageWatch):
         if func.namespace == "c10d":
             return self._collective(func, args)
         result = func(*args, **kwargs)
-        if self._phase >= 0:
-            event = event_of(func, args, kwargs, result)
-            if isinstance(event, Product):
-                names = [self.names.get(key_of(tensor), "") for tensor in tensors_of(args)]
-                event = event._replace(weight=max(names))
-            if event is not None:
-                self._phases[self._phase].events.append(event)
+        if self._phase >= 0 and (event := event_of(func, args, kwargs, result)) is not None:
+            self._phases[self._phase].events.append(event)
         return result
 
     def _collective(self, func: Any, args: Any) -> Any:

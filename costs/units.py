@@ -13,7 +13,6 @@ it begins with the output's gradient, which autograd owns, and ends with the inp
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,6 @@ from torch.autograd.graph import get_gradient_edge
 from costs.as_on_gpu import DEVICE, AsOnGpu
 from costs.recorder import Phase, Piece, Recorder
 from costs.setting import Setting, batch_of, build_stage, hidden, routing, state_of, tensors_in
-from costs.storages import key_of
 from errors import UserError
 from model.config import ModelConfig
 from model.positions import BatchPositions
@@ -204,10 +202,6 @@ def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Recorde
     leaf = hidden(setting).requires_grad_()
     begun = [each.total for each in places if each.total is not None]
     recorder.leave_out(leaf, *state_of(stage), *tensors_in(batch), *begun)
-    recorder.names = {  # without the number of the block: attention.key
-        key_of(each): re.sub(r"^blocks\.\d+\.|\.weight$", "", path)
-        for path, each in stage.named_parameters()
-    }
     later: AbstractContextManager[list[Job]]
     later = deferring(gradients_of(stage)) if split else nullcontext([])
     _leave_out_positions(stage, recorder)

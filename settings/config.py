@@ -1,7 +1,9 @@
-"""A whole configuration: one field per section, and what changes at a later step."""
+"""A whole configuration: one field per section, what changes at a later step, and its dtypes."""
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from costs.setting import Setting
 from costs.summary import layer_costs
@@ -11,7 +13,6 @@ from parallel.config import ParallelConfig
 from parallel.pipeline.actions import Action
 from parallel.pipeline.balance import LayerCosts
 from parallel.pipeline.schedules import build_schedule
-from settings.precision import Precision
 from settings.sections import (
     CheckpointConfig,
     GuardConfig,
@@ -20,7 +21,26 @@ from settings.sections import (
     TrainConfig,
 )
 
+DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
 Entry = dict[str, Any]  # of the list `data_stages`: where it begins, and keys by section
+
+
+class Precision(NamedTuple):
+    """The dtypes of a run.
+
+    | train.dtype | compute  | master                         | reduce                | exact   |
+    |-------------|----------|--------------------------------|-----------------------|---------|
+    | bfloat16    | bfloat16 | float32; bfloat16 with         | parallel.reduce_dtype | float32 |
+    |             |          | optimizer.pure_bfloat16        |                       |         |
+    | float16     | float16  | float32                        | parallel.reduce_dtype | float32 |
+    | float32     | float32  | float32                        | parallel.reduce_dtype | float32 |
+    | float64     | float64  | float64                        | float64               | float64 |
+    """
+
+    compute: torch.dtype  # forward and backward
+    master: torch.dtype  # weights, moments and reduced gradients between steps
+    reduce: torch.dtype  # data-parallel reductions of gradients
+    exact: torch.dtype  # statistics and losses
 
 
 @dataclass(frozen=True)
@@ -40,7 +60,10 @@ class Config:
 
     @property
     def precision(self) -> Precision:
-        return Precision.of(self.train, self.parallel, self.optimizer)
+        compute: torch.dtype = DTYPES[self.train.dtype]
+        exact = torch.promote_types(compute, torch.float32)
+        reduce = compute if compute == torch.float64 else DTYPES[self.parallel.reduce_dtype]
+        return Precision(compute, compute if self.optimizer.pure_bfloat16 else exact, reduce, exact)
 
     @property
     def kernels_of_states(self) -> str:

@@ -41,7 +41,7 @@ CHANGEABLE: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 BEGINS = {"from_step": LARGEST, "from_token": 2**62}  # the largest values
 MAX_DATA_STAGES = 100  # a checkpoint lists those that have ended
-NEW_PHASE = {"warmup_steps": 0, "decay_steps": 0}  # of the learning rate
+NEW_PHASE = {"optimizer": {"warmup_steps": 0, "decay_steps": 0}}  # of the learning rate
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def data_stages(config: Config) -> list[DataStage]:
     for number, entry in enumerate(config.data_stages, 1):
         before, begin = configs[-1], begins[-1]
         per_step = before.train.global_batch_size * before.train.seq_len
-        (key, value), changes = begin_of(entry), changes_of(entry)
+        key, value = begin_of(entry)
         # from_token: the first step before which at least so many tokens are trained on
         step = value if key == "from_step" else begin - (tokens - value) // per_step
         if not begin < step < end:
@@ -71,7 +71,11 @@ def data_stages(config: Config) -> list[DataStage]:
             remedy += "(data_stages=[] leaves out all)"
             raise UserError(f"data_stages.{number}.{key}", value, why, remedy)
         with in_data_stage(number):
-            own = {name: replace(getattr(before, name), **keys) for name, keys in changes.items()}
+            sections = [name for name in entry if name not in BEGINS]
+            own = {
+                name: replace(getattr(before, name), **NEW_PHASE.get(name, {}) | entry[name])
+                for name in sections
+            }
         configs.append(replace(before, **own))
         begins.append(step)
         tokens += (step - begin) * per_step
@@ -89,15 +93,6 @@ def data_stages(config: Config) -> list[DataStage]:
 def begin_of(entry: Entry) -> tuple[str, int]:
     """Where an entry begins: from_step or from_token, and its value."""
     return next((name, entry[name]) for name in BEGINS if name in entry)
-
-
-def changes_of(entry: Entry) -> dict[str, dict[str, Any]]:
-    """The settings that an entry changes, by section."""
-    return {
-        name: (NEW_PHASE if name == "optimizer" else {}) | keys
-        for name, keys in entry.items()
-        if name not in BEGINS
-    }
 
 
 def data_stage_of(stages: Sequence[DataStage], step: int) -> DataStage:

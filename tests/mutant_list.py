@@ -160,9 +160,9 @@ CHANGES: dict[str, list[Change]] = {
     "training/gradient.py": [
         ("dist.all_reduce(total)", "dist.all_reduce(total, group=mesh.loss.group)", "group"),
     ],
-    "settings/precision.py": [
-        ("if optimizer.pure_bfloat16 else exact",
-         "if optimizer.pure_bfloat16 else compute", "dtype"),
+    "settings/config.py": [
+        ("if self.optimizer.pure_bfloat16 else exact",
+         "if self.optimizer.pure_bfloat16 else compute", "dtype"),
     ],
     "settings/data_stages.py": [
         ("begin - (tokens - value) // per_step", "begin + (value - tokens) // per_step"),

@@ -24,7 +24,7 @@ from runtime.evaluation.rows import read_tasks, results, tokenize
 from runtime.evaluation.scoring import score_whole
 from runtime.exit import refuse
 from runtime.start.init import init_distributed
-from settings.precision import DTYPES
+from settings.config import DTYPES
 from tools.command import CommandParser, at_least, run_command, table, write_json
 from tools.generate.load_model import load_model
 

@@ -32,8 +32,7 @@ from proofs.parity.reference_experts import FeedForward, auxiliary_losses, exper
 from proofs.parity.reference_training import Training
 from proofs.parity.routing import recording
 from proofs.ranks import RankError, Ranks
-from settings.config import Config
-from settings.precision import DTYPES
+from settings.config import DTYPES, Config
 from settings.sections import OptimizerConfig
 from training.build import build_stages
 from training.step import StepResult, TrainStep

@@ -1,8 +1,7 @@
 """Report what a process holds in memory, by category, when memory runs out and on request.
 
     RUN/memory/step-00000012-rank-00003.txt  the table, and torch's own account of the GPU
-                                      .json  the same numbers; `python -m tools.plan
-                                             RUN/config.yaml --beside FILE` adds the plan
+                                      .json  the same numbers
                                     .pickle  GPUs: torch's snapshot, for
                                              https://pytorch.org/memory_viz
 
@@ -140,21 +139,8 @@ def held_bytes(train: TrainStep) -> dict[str, int]:
     return found | dict.fromkeys(in_files, 0)
 
 
-def table(
-    held: Mapping[str, int], total: int, planned: Mapping[str, int] | None = None
-) -> list[str]:
-    """Format lines with the memory held by category, the rest of `total`, and next to them the
-    `planned` memory, whose other categories are part of the rest. All sizes are in bytes."""
-    plan = planned or {}
-    others = {name: size for name, size in plan.items() if name not in held and size}
-    rows: list[tuple[str, int | None, int]] = [
-        *((name, size, plan.get(name, 0)) for name, size in held.items()),
-        ("everything else", total - sum(held.values()), sum(others.values())),
-        *((f"  {name}", None, others[name]) for name in sorted(others, key=lambda n: -others[n])),
-        ("together", total, sum(plan.values())),
-    ]
-    lines = [f"{'':<28}{'held now':>18}{'planned peak' if plan else '':>18}".rstrip()]
-    for name, *sizes in rows:
-        now, then = ("" if size is None else f"{size / MB:,.3f} MB" for size in sizes)
-        lines.append(f"{name:<28}{now:>18}{then if plan else '':>18}".rstrip())
-    return lines
+def table(held: Mapping[str, int], total: int) -> list[str]:
+    """Format lines with the memory held by category, and the rest of `total`, in bytes."""
+    rows = {**held, "everything else": total - sum(held.values()), "together": total}
+    lines = [f"{'':<28}{'held now':>18}"]
+    return lines + [f"{name:<28}{f'{size / MB:,.3f} MB':>18}" for name, size in rows.items()]

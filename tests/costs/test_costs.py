@@ -1,7 +1,6 @@
 """costs/ records the model's costs from the code that trains it: operations, memory and
 collectives."""
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +16,6 @@ from costs.summary import flops_per_token, model_flops
 from costs.units import EMBEDDING, HEAD, CannotRecord, Unit, kind_of, unit
 from model.attention import sliding_window
 from model.config import ModelConfig
-from model.experts import Experts
-from parallel.memory import ACTIVATIONS, GRADIENTS, TEMPORARY
 
 SMALL = ModelConfig(dim=256, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=704,
                     vocab_size=1000)  # fmt: skip
@@ -130,39 +127,6 @@ def test_gathered_keys_and_values_are_not_kept(mode: str) -> None:
         kept.append(sum(forward.effect.changes.values()))
     gathered = 2 * LONG * SMALL.num_kv_heads * SMALL.head_dim * 2
     assert kept[0] / 4 <= kept[1] < kept[0] / 4 + gathered / 2
-
-
-OF_EXPERTS = Experts(count=8, per_token=2, ffn_dim=128, num_shared=1)
-EXPERTS = replace(SMALL, feed_forward="experts", experts=OF_EXPERTS)
-
-
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "setting",
-    [
-        Setting(SMALL, LONG, dtype=torch.float32, micro_batch_size=2, document_mask=True),
-        Setting(KINDS["normed heads"], LONG, tp=2),
-        Setting(EXPERTS, LONG, tp=2, cp=2, ep=4, imbalance=1.5),
-    ],
-    ids=str,
-)
-def test_all_that_stays_are_gradients(setting: Setting, mode: str, split: bool) -> None:
-    """After all phases of a unit, only the gradients of its weights stay in memory, apart from the
-    hidden states and their gradients that it exchanges with its neighbours: the embedding has no
-    hidden input and the head no hidden output."""
-    for one in units(replace(setting, activation_checkpointing=mode)):
-        left: Counter[str] = Counter()
-        for phase in one.phases(split).values():
-            assert phase.effect.height >= 0
-            left.update(phase.effect.changes)
-        # as CUDA's caching allocator does
-        blocks = sum(-(-w.numel * setting.dtype.itemsize // 512) for w in one.weights)
-        hidden = {EMBEDDING: one.hidden_bytes, HEAD: -one.hidden_bytes}.get(one.name, 0)
-        expected = {GRADIENTS: 512 * blocks, ACTIVATIONS: hidden, TEMPORARY: -hidden}
-        assert {name: size for name, size in left.items() if size} == {
-            name: size for name, size in expected.items() if size
-        }
 
 
 def record_in_a_job() -> float:

@@ -38,7 +38,7 @@ from runtime.evaluation.rows import (
     tokenize,
 )
 from runtime.metrics.trackers import of_tasks
-from settings.precision import DTYPES
+from settings.config import DTYPES
 from tests.data_samples import tokenizer
 from tests.planted import planted
 from tests.runs import LAYOUT_3D, losses, metrics_of, run, write_config

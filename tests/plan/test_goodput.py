@@ -10,7 +10,6 @@ from hardware import FAILURES_PER_GPU_DAY, H100
 from runtime.checkpoint.save_interval import DAY, best_interval, mtbf_of
 from settings.load import load_config
 from tools.plan.goodput import (
-    Interruptions,
     Shares,
     describe_goodput,
     goodput,
@@ -31,25 +30,26 @@ def test_published_figures():
     assert mtbf_of(0.0, 8) == float("inf")
 
 
-def simulated(costs: Interruptions, interval: float, failures: int = 20_000) -> Shares:
-    """The same shares in a run that is interrupted at random moments, also while it restarts:
+def simulated(interval: float, save: float, commit: float, restart: float, mtbf: float) -> Shares:
+    """The same shares in a run that 20,000 failures interrupt, also while it restarts:
 
     train τ │s│ train τ │s│ train … ✗ restart R │ train τ │s│ …
                         └ commit w ┘            └ from the last save that was committed
     """
     draw = random.Random(1)
     total = saving = repeated = restarting = 0.0
-    cycle = interval + costs.save
-    for _ in range(failures):
-        ran = draw.expovariate(1 / costs.mtbf)
-        if ran < costs.restart:  # begins anew
-            total, restarting = total + ran, restarting + ran
+    cycle = interval + save
+    for _ in range(20_000):
+        ran = draw.expovariate(1 / mtbf)
+        total += ran
+        if ran < restart:  # begins anew
+            restarting += ran
             continue
-        total, restarting = total + ran, restarting + costs.restart
-        ran -= costs.restart
+        restarting += restart
+        ran -= restart
         trained = ran // cycle * interval + min(ran % cycle, interval)
         # save n begins n intervals and n − 1 saves after the start, and counts w later
-        committed = max(0.0, (ran - costs.commit + costs.save) // cycle)
+        committed = max(0.0, (ran - commit + save) // cycle)
         repeated += trained - min(trained, committed * interval)
         saving += ran - trained
     return Shares(saving / total, repeated / total, restarting / total)
@@ -62,18 +62,17 @@ def test_the_closed_form_agrees_with_a_simulation(gpus, save, commit, restart):
     """Where M ≫ τ, each share is within 5% of s/τ, (τ/2 + w)/M and R/M, and so is their sum. 20,000
     failures leave a standard error below 1%. And no other interval costs less."""
     mtbf = mtbf_of(FAILURES_PER_GPU_DAY, gpus)
-    costs = Interruptions(save=save, commit=commit, restart=restart, mtbf=mtbf)
     interval = best_interval(save, mtbf)
     assert mtbf > 100 * interval
-    found, expected = simulated(costs, interval), shares(costs, interval)
-    for part in ("saving", "repeated", "restarting"):
-        assert getattr(found, part) == pytest.approx(getattr(expected, part), rel=0.05)
+    found, expected = (of(interval, save, commit, restart, mtbf) for of in (simulated, shares))
+    assert found == pytest.approx(expected, rel=0.05)
     assert 1 - found.effective == pytest.approx(1 - expected.effective, rel=0.05)
     for factor in (0.8, 1.25):
-        assert shares(costs, interval * factor).effective < expected.effective
+        other = shares(interval * factor, save, commit, restart, mtbf)
+        assert other.effective < expected.effective
     # control: saves that count half an interval later are noticed
-    late = Interruptions(save=save, commit=commit + interval / 2, restart=restart, mtbf=mtbf)
-    assert simulated(late, interval).repeated != pytest.approx(expected.repeated, rel=0.05)
+    late = simulated(interval, save, commit + interval / 2, restart, mtbf)
+    assert late.repeated != pytest.approx(expected.repeated, rel=0.05)
 
 
 def test_spare_nodes():
@@ -119,14 +118,14 @@ def test_what_a_run_measured():
     assert len(report.goodput(events, 0.0)) == 2, "nothing fails"
 
 
-# --- a plan ---------------------------------------------------------------------------------------
-
-
 def test_a_planned_stop_is_no_failure():
     start = {"event": "start", "time": 1.0, "began": 0.0, "step": 0, "world_size": 1}
     for state, failures in (("requeue", 0), ("failed", 1)):
         end = {"event": "end", "time": 2.0, "state": state, "step": 0}
         assert report.goodput([start, end, start], 0.0)[0].endswith(f"; {failures} failures")
+
+
+# --- a plan ---------------------------------------------------------------------------------------
 
 
 def planned(gpus: int, *overrides: str) -> dict[str, Any]:

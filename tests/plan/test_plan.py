@@ -2,15 +2,17 @@
 rehearsal. Also tested: planned times, the search, and the command."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import plan_accuracy
+from costs.events import Product
 from costs.parameters import num_parameters
-from costs.seconds import Links
+from costs.seconds import Links, Rates
 from costs.summary import flops_per_token
-from hardware import H100
+from hardware import H100, Device
 from settings.load import load_config
 from tests import ROOT
 from tools.plan.__main__ import main
@@ -109,11 +111,9 @@ def test_only_what_a_run_would_start_is_found() -> None:
         ("--gpus 0", "--gpus = 0: must be at least 1 and"),
         (f"--search --gpus {10**30}", f"--gpus = {10**30}: must be at least 1 and"),
         ("--guide -8", "--guide = -8: must be at least 1 and"),
-        ("--search --imbalance 2", "--imbalance = 2.0: --search does not read it"),
         ("--guide 8 --data-stage 1", "--data-stage = 1: --guide does not read it"),
-        ("--search --layouts 8 --gpus 0", "--gpus = 0: must be at least 1 and"),
-        ("--search --layouts 8 --gpus 8000", "give 7208 or more"),
-        ("--search --gpus 12 --layouts 9", "--layouts = 9: is not between 1 and 8"),
+        ("--search --imbalance 2", "--imbalance = 2.0: --search does not read it"),
+        ("--imbalance 2", "--imbalance = 2.0: a rank receives"),
         ("--search parallel.dp_shard=2000000000", "must be at least 1 and"),
         # what no layout mends
         ("--search --gpus 8 model.num_heads=1 model.num_kv_heads=1 model.num_layers=1 "
@@ -177,15 +177,41 @@ def test_latency_and_rates_of_a_group() -> None:
 def test_the_guides_table() -> None:
     """The guides' formula gives their published gigabytes per ZeRO stage for 7 billion parameters
     on 4 GPUs. Ours counts float32 weights and gradients."""
-    theirs = [guide_bytes(7e9, 4, stage) / 1e9 for stage in range(4)]
+    theirs = [guide_bytes(7e9, 4, stage) / 1e9 for stage in STAGES]
     assert theirs == pytest.approx([84, 42, 31.5, 21])
     config = load_config(LLAMA_8B, [])
-    per_parameter = [
-        sum(our_bytes(config, 4, stage).values()) / num_parameters(config.model) for stage in STAGES
-    ]
+    numel = num_parameters(config.model)
+    ours = [sum(our_bytes(config, 4, stage).values()) / numel for stage in STAGES]
     # Bytes per parameter: sharded weights 4 and moments 8; whole weights 2; gradients 4, which are
     # sharded from stage 2 on.
-    assert per_parameter == pytest.approx([12 + 2 + 4, 3 + 2 + 4, 3 + 2 + 1, 3 + 1], rel=1e-3)
+    assert ours == pytest.approx([12 + 2 + 4, 3 + 2 + 4, 3 + 2 + 1, 3 + 1], rel=1e-3)
+
+
+def test_all_ranks_wait_for_busy_experts() -> None:
+    config = load_config(str(CONFIGS / "laptop_moe.yaml"), [])
+    even, uneven = (summarise(config, 8, H100, imbalance=factor) for factor in (1.0, 1.5))
+    assert uneven["step_seconds"] > even["step_seconds"]
+    assert max(uneven["peak_memory_bytes"]) > max(even["peak_memory_bytes"])
+
+
+def seconds(rows: int, columns: int, device: Device = H100, width: int = 2) -> float:
+    """Seconds of a product (in bfloat16) whose sums are so long that its bytes do not matter."""
+    rates = Rates(replace(device, kernel_seconds=0.0), Links(device, 1, 1, 1, 1), 2)
+    return rates.operation(Product(rows, columns, inner=2**20, bytes=0, width=width))
+
+
+def test_a_product_takes_whole_waves() -> None:
+    """1 to 132 tiles are one wave on an H100, 133 are two. Controls: full waves take the time of
+    their FLOPs, and on a device with a single multiprocessor every tile counts."""
+    one = seconds(128, 128)
+    assert seconds(64 * 128, 128) == seconds(132 * 128, 128) == one
+    assert seconds(132 * 128 + 1, 128) == seconds(128, 264 * 128) == 2 * one
+    flops = 2.0 * 132 * 128 * 128 * 2**20
+    assert one == pytest.approx(flops / (H100.peak_flops * H100.matmul_efficiency))
+    # whatever the run's dtype: the math kernel of attention widens its factors
+    assert seconds(128, 128, width=4) / one == pytest.approx(H100.peak(2) / H100.peak(4))
+    alone = replace(H100, multiprocessors=1)
+    assert seconds(64 * 128, 128, alone) == 64 * seconds(128, 128, alone)
 
 
 def test_the_file_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,14 +2,13 @@
 result."""
 
 import itertools
-import re
 from dataclasses import replace
 from statistics import median
 
 import pytest
 
 from errors import UserError
-from hardware import DEVICES, H100
+from hardware import H100
 from settings.checks import validate
 from settings.config import Config
 from settings.layouts import valid_layout
@@ -34,11 +33,6 @@ STAGES = {  # per rank
     "gpipe": (1,),
     "breadth_first": (2,),
 }
-GPT3 = (
-    "model.dim=12288 model.num_layers=96 model.num_heads=96 model.num_kv_heads=96 "
-    "model.ffn_dim=32768 model.vocab_size=51200 "
-    "train.seq_len=2048 parallel.tp_pieces=1"
-)
 
 
 def load(name: str, *keys: str) -> Config:
@@ -107,29 +101,12 @@ def test_the_search_finds_the_fastest_of_all_that_fit() -> None:
     found = result.best[0]
     assert (found.seconds, found.peak) == (best.seconds, best.peak)
     assert str(found) in describe_search(result)
-
-
-@pytest.mark.thorough
-def test_of_a_hard_case_few_layouts_are_counted() -> None:
-    """For 175 billion parameters on 40 A100, with up to 320 micro-batches per step, less than 1% of
-    over 20,000 layouts are counted exactly."""
-    config = load("llama3_70b", GPT3, "train.global_batch_size=320")
-    result = search(config, 40, DEVICES["a100"])
-    assert result.best
-    assert result.layouts > 20_000
-    assert result.counted < result.layouts / 100
-
-
-@pytest.mark.slow
-def test_a_hopeless_search_says_how_far_it_is() -> None:
-    """If nothing fits, here with sequences of a million tokens, the error states what the
-    smallest layout needs."""
-    said = r"--gpus = 8: none of [\d,]+ layouts fits 77 GB a GPU; about ([\d.]+) GB"
-    with pytest.raises(UserError, match=said) as e:
-        search(load("llama3_8b", "train.seq_len=1048576"), 8, H100)
-    stated = re.search(said, str(e.value))
-    assert stated
-    assert float(stated[1]) * 1e9 > H100.room
+    # if nothing fits, the error leads to a small layout, which needs more
+    room = min(found.peak for _, found in every) - 1
+    with pytest.raises(UserError, match=r"none of [\d,]+ layouts fits .* GB are needed") as refused:
+        search(config, 4, replace(device, memory_bytes=device.reserved_bytes + room))
+    overrides = refused.value.remedy.rpartition(": ")[2]
+    assert overrides in {found.overrides() for _, found in every}
 
 
 def test_where_states_alone_do_not_fit_no_layout_is_looked_at(
@@ -169,6 +146,8 @@ def test_what_is_found_and_shown_for_8b_on_8_h100() -> None:
     layouts that differ only in ZeRO stage or in how layers and ranks are divided, the fastest is
     shown. Control: with other checkpointing, a layout is another."""
     result = search(load("llama3_8b"), 8, H100)
+    assert result.layouts > 5_000
+    assert result.counted < result.layouts / 100, "few are counted exactly"
     assert [one.seconds for one in result.best] == sorted(one.seconds for one in result.best)
     for one in result.best:
         validate(one.config, 8)

@@ -128,14 +128,6 @@ def test_wrong_value(override: str, said: str) -> None:
     assert len(message) < 2000
 
 
-def test_tokens_taken_for_sequences() -> None:
-    message = refusal(["train.global_batch_size=2000000"])
-    assert "62,500 micro-batches" in message
-    assert "are 2,000,000 tokens meant?" in message
-    assert "train.seq_len=128 give 15616" in message
-    validate(load_config(LAPTOP, ["train.global_batch_size=15616"]), 8)
-
-
 # --- kinds ----------------------------------------------------------------------------------------
 
 
@@ -189,6 +181,9 @@ BASE = [*ONE_AXIS, "model.feed_forward=experts", "model.experts.count=8",
         (8, ["train.seq_len=140", "parallel.cp=2", "parallel.tp_pieces=2", *SHARED],
          "train.seq_len = 140: context and sequence parallelism cut it into 16 equal parts "
          "(parallel.cp=2 and parallel.tp=2 and parallel.tp_pieces=2)", "use a multiple of 16"),
+        (8, ["train.global_batch_size=2000000"],
+         "train.global_batch_size = 2000000: it counts sequences (62,500 micro-batches of each "
+         "data-parallel rank): are 2,000,000 tokens meant?", "train.seq_len=128 give 15616; else"),
         # products that are too long to build something of that length
         (8, ["train.global_batch_size=100000000", "train.micro_batch_size=50000000"],
          "train.micro_batch_size = ", "often 1 to 16"),
@@ -414,9 +409,3 @@ def test_the_schema_knows_every_key_and_its_comment() -> None:
     steps = found["$defs"]["TrainConfig"]["properties"]["steps"]
     assert (steps["minimum"], steps["description"]) == (0, "optimizer steps of the whole run")
     assert set(found["properties"]) == {*KEYS, "data_stages"}
-
-
-def test_configuration_files_name_the_schema() -> None:
-    named = "# yaml-language-server: $schema=schema.json\n"
-    for path in (ROOT / "configs").glob("*.yaml"):
-        assert named in path.read_text(encoding="utf-8"), path.name

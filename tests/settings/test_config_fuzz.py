@@ -110,18 +110,26 @@ def as_typed(name: str, value: object) -> str:
     return f"{name}={dump(value).rstrip().removesuffix('...').rstrip()}"
 
 
+RAW = st.text(st.sampled_from("[]{}:,&*!|>'\"%@`#?-~=<. \n\t\0\r0123456789eExXaAn_\ud800é"))
+
+
 @st.composite
 def override(draw: st.DrawFn) -> str:
-    """`section.key=value`, usually with a value that the key allows."""
+    """`section.key=value`, usually with a value that the key allows; or noise."""
     section, key = draw(st.sampled_from(NAMES))
-    value = draw(fitting(schema_of(section, key))) if draw(st.integers(0, 3)) else draw(JUNK)
-    return as_typed(f"{section}.{key}", value)
+    match draw(st.sampled_from(["allowed"] * 3 + ["junk", "noise", "noise without a key"])):
+        case "noise":
+            return f"{section}.{key}={draw(RAW)}"
+        case "noise without a key":
+            return draw(RAW)
+        case drawn:
+            value = draw(fitting(schema_of(section, key)) if drawn == "allowed" else JUNK)
+            return as_typed(f"{section}.{key}", value)
 
 
-RAW = st.text(st.sampled_from("[]{}:,&*!|>'\"%@`#?-~=<. \n\t\0\r0123456789eExXaAn_\ud800é"))
 short = settings(
     deadline=30_000,  # milliseconds for a case, which needs at most 5,000 on an idle machine
-    max_examples=40, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+    max_examples=60, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 long = settings(short, max_examples=400, derandomize=False, phases=[Phase.generate])
 
@@ -150,39 +158,22 @@ def is_valid(folder: Path, overrides: list[str], world: int) -> bool:
     return True
 
 
-LINES = st.tuples(st.sampled_from(NAMES), RAW, st.booleans()).map(
-    lambda drawn: [f"{'.'.join(drawn[0])}={drawn[1]}" if drawn[2] else drawn[1]]
+@pytest.mark.parametrize(
+    "effort", [short, pytest.param(long, marks=pytest.mark.thorough)], ids=["few", "many"]
 )
-# each case: the overrides and the number of ranks
-KINDS: dict[str, st.SearchStrategy[tuple[list[str], int]]] = {
-    "keys": st.tuples(
-        st.lists(override(), min_size=1, max_size=3).map(["parallel.dp_shard=-1"].__add__),
-        st.sampled_from([4, 8, 12, 64]),
-    ),
-    "noise on the command line": st.tuples(LINES, st.just(8)),
-}
-
-
-def fuzz(kind: str, folder: Path, effort: settings) -> None:
+def test_one_message_or_it_works(effort: settings, tmp_path: Path) -> None:
     count = Counter[bool]()
+    some = st.lists(override(), min_size=1, max_size=3)
 
     @effort
-    @given(KINDS[kind])
-    def run(case: tuple[list[str], int]) -> None:
-        count[is_valid(folder, *case)] += 1
+    @given(some.map(["parallel.dp_shard=-1"].__add__), st.sampled_from([4, 8, 12, 64]))
+    def run(overrides: list[str], world: int) -> None:
+        count[is_valid(tmp_path, overrides, world)] += 1
 
     run()
     assert count[False]
     assert count[True]
-    assert names(folder) == ["dumped.yaml"], "nothing else is written"
-
-
-@pytest.mark.parametrize(
-    "effort", [short, pytest.param(long, marks=pytest.mark.thorough)], ids=["few", "many"]
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_message_or_it_works(kind: str, effort: settings, tmp_path: Path) -> None:
-    fuzz(kind, tmp_path, effort)
+    assert names(tmp_path) == ["dumped.yaml"], "nothing else is written"
 
 
 @pytest.mark.thorough
@@ -198,7 +189,7 @@ def test_the_fuzz_would_find_a_traceback(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(checks, "CHECKS", [careless, *checks.CHECKS])
     effort = settings(short, max_examples=2000, phases=[Phase.generate], report_multiple_bugs=False)
     with pytest.raises(ZeroDivisionError):
-        fuzz("keys", tmp_path, effort)
+        test_one_message_or_it_works(effort, tmp_path)
 
 
 # Keys not drawn for a run: those that end the process if tiny (hang_*), those that need a server, a

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from data.loader import counts
-from data.sampler import mixture_pattern
 from errors import UserError
 from settings.checks import validate
 from settings.config import Config
@@ -50,7 +48,6 @@ def test_it_is_written_as_it_was_read(tmp_path: Path) -> None:
     config, file = load(LONGER, ANNEAL), tmp_path / "config.yaml"
     file.write_text(dump_config(config))
     assert load_config(str(file), []) == config
-    assert load_saved(tmp_path) == config
     # the folder of a run of an older version, whose key was `stages`; a start refuses that
     file.write_text(dump_config(config).replace("data_stages:", "stages:"))
     assert load_saved(tmp_path) == config
@@ -154,12 +151,3 @@ def test_the_stage_to_plan() -> None:
     with pytest.raises(UserError, match="the data stages 0 to 1"):
         one_stage(config, 8, 2)
     assert one_stage(load_config(LAPTOP, []), 8, None)[1] == ""
-
-
-def test_counts_of_sources() -> None:
-    """The closed form counts what the mixture's pattern has."""
-    weights = [0.61, 0.3, 0.09]
-    source_of, _, _ = mixture_pattern(weights)
-    for samples in (0, 1, 77, 99_999, 100_000, 250_123):
-        repeated = list(source_of) * 3
-        assert counts(weights, samples) == [repeated[:samples].count(s) for s in range(3)]

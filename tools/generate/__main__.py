@@ -24,7 +24,7 @@ from errors import UserError
 from runtime.agreement import on_all_ranks
 from runtime.exit import refuse
 from runtime.start.init import init_distributed
-from settings.precision import DTYPES
+from settings.config import DTYPES
 from tools.command import CommandParser, at_least, run_command
 from tools.generate.load_model import load_model
 from tools.generate.loop import continue_text

@@ -4,7 +4,7 @@ The costs of the model's units are recorded from the code that trains them (cost
 combines them into the costs of a run.
 
 __main__.py    the command
-summary.py     all figures of one job, its warnings, and what is printed
+summary.py     all figures of one job, and what is printed
 data_stage.py  which data stage of a run is planned
 hardware.py    a device by name, or from a file of rates
 layout.py      what one rank of the world holds: units, and their weights as FSDP shards them
@@ -13,7 +13,6 @@ traffic.py     every collective of a step on one rank: axis, kind, count, bytes
 time.py        seconds of each action and of a step, MFU, and how much communication is exposed
 goodput.py     effective training time, and spare nodes
 candidates.py  all layouts of a number of GPUs, with a lower bound on bytes, and estimated seconds
-search.py      the fastest layouts that fit; the list `parallel.layouts` for a range of nodes
+search.py      the fastest layouts that fit
 guide.py       ZeRO's memory and traffic as guides count them
-beside.py      a memory report next to the plan of its rank
 """

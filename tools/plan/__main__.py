@@ -5,7 +5,6 @@
     python -m tools.plan configs/llama3_405b.yaml --gpus 16384 --search     the fastest that fits
     python -m tools.plan configs/llama3_8b.yaml --tokens 15e12 --price 2.5  days, energy and cost
     python -m tools.plan configs/llama3_8b.yaml --guide 4                   ZeRO as guides count it
-    python -m tools.plan RUN/config.yaml --beside RUN/memory/step-….json    a rank's memory report
 
 Without --gpus, the number of GPUs is the product of the axes, or is read from the file's first line
 (`# world: 256`). 1 GB is 1e9 bytes.
@@ -30,19 +29,16 @@ from tools.command import (
     run_command,
     write_json,
 )
-from tools.plan.beside import beside, read_report
 from tools.plan.data_stage import add_data_stage, one_stage
 from tools.plan.guide import zero_table
 from tools.plan.hardware import DEVICES, find_device
 from tools.plan.layout import check_gpus, world_of
-from tools.plan.search import describe_layouts, describe_search, search
+from tools.plan.search import describe_search, search
 from tools.plan.summary import describe_plan, summarise
 
 MODES = {  # the options that each reads, apart from config and overrides
     "guide": (),
-    "beside": ("data_stage",),
-    "layouts": ("gpus", "device", "search", "data_stage"),
-    "search": ("gpus", "device", "layouts", "data_stage", "tokens", "price", "json"),
+    "search": ("gpus", "device", "data_stage", "tokens", "price", "json"),
 }
 
 
@@ -56,11 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
     add_data_stage(parser)
     add("--device", "h100", "NAME", f"{', '.join(DEVICES)}, or a JSON file of rates")
     add("--search", bool, None, "search all layouts, whatever CONFIG has")
-    of_nodes = "with --search: the list parallel.layouts for MIN to --gpus GPUs, in whole nodes"
-    add("--layouts", int, "MIN", of_nodes)
     add("--imbalance", 1.0, "F", "the slowest rank's experts receive F times their share of rows")
     add("--guide", int, "N", "ZeRO's memory and traffic as guides count them")
-    add("--beside", Path, "FILE", "a rank's memory report, RUN/memory/*.json")
     add("--tokens", 0.0, "T", "tokens of the run")
     add("--price", 0.0, "P", "price of one GPU for one hour")
     add("--json", Path, "FILE", "write all figures to FILE")
@@ -72,17 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_gpus("--guide", options.guide)
         print(zero_table(config, options.guide))
         return 0
-    if options.beside is not None:
-        report = read_report(options.beside)
-        config, _ = valid_layout(config, report.world)
-        config, which = one_stage(config, report.world, options.data_stage)
-        print(*filter(None, (which, beside(config, report))), sep="\n")
-        return 0
     world = world_of(options.config, config, options.gpus)
-    if options.layouts is not None:
-        config, _ = one_stage(config, world, options.data_stage)
-        print(describe_layouts(config, options.layouts, world, device))
-        return 0
     if not options.search:
         config, world = valid_layout(config, world)
     config, which = one_stage(config, world, options.data_stage)
@@ -114,8 +97,7 @@ def check_options(parser: CommandParser, options: argparse.Namespace, config: Co
                 option, told = f"--{name.replace('_', '-')}", getattr(value, "name", value)
                 raise UserError(option, told, f"--{mode} does not read it", "leave it out")
     at_least(0, tokens=options.tokens, price=options.price)
-    searches = options.search or options.layouts
-    if searches and config.data_stages and options.data_stage is None:
+    if options.search and config.data_stages and options.data_stage is None:
         why = "a search is for one data stage, and each may have a layout of its own"
         raise UserError("--data-stage", None, why, f"give 0 to {len(config.data_stages)}")
 

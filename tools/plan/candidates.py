@@ -15,14 +15,13 @@ bubble by its paper's formula, and the exposed communication of data parallelism
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, get_args
 
 from costs.parameters import check_tp
 from costs.seconds import Links
-from costs.units import LocalWeight
 from errors import UserError
 from model.experts import Experts
 from parallel.activation import Mode
@@ -77,9 +76,14 @@ class Stage:
         self.reduced = StepTime(layout, time.device)
         self.world = world  # of the whole job
         kinds = self.layout.kinds
-        # of all blocks: parameters, bytes of the optimizer's states, and how many there are
-        self.numel, self.states = self._of_blocks(), self._of_blocks(self.layout.bytes_of_states)
+        # of all blocks: parameters, and how many there are
+        each = [(numbers_of(unit), n) for unit, n in kinds.items()]
+        self.numel = Numbers(*(sum(size[i] * n for size, n in each) for i in range(2)))
         self.blocks = kinds.total()
+        # the least bytes of the optimizer's states for a parameter, of any weight
+        units = (self.layout.embedding, *kinds, self.layout.head)
+        weights = [weight for unit in units for weight in unit.weights]
+        self.states = min(self.layout.bytes_of_states(one) / one.numel for one in weights)
         # bytes that a block keeps of a micro-batch for backward, including its output
         effects = [self.layout.phase(FORWARD, unit).effect for unit in kinds]
         self.kept = min(sum(effect.changes.values()) for effect in effects)
@@ -87,10 +91,6 @@ class Stage:
         # the peak of a whole backward above its beginning, when the incoming gradient exists
         heights = [self.layout.phase(BACKWARD, unit).effect.height for unit in kinds]
         self.height = min(heights) + self.layout.hidden_bytes
-
-    def _of_blocks(self, *number: Callable[[LocalWeight], int]) -> Numbers:
-        each = [(numbers_of(unit, *number), n) for unit, n in self.layout.kinds.items()]
-        return Numbers(*(sum(size[i] * n for size, n in each) for i in range(2)))
 
     @cache  # noqa: B019  (of one search)
     def parts(self, split: bool, reduced: bool) -> tuple[Part, Part, Part, float]:
@@ -126,9 +126,7 @@ class Pipeline:
         self.blocks = [0] * self.pp  # of each rank
         for rank, count in zip(where, counts, strict=True):
             self.blocks[rank] += count
-        end, bytes_of_states = stage.layout.embedding, stage.layout.bytes_of_states
-        self.parameters = self._shares(stage.numel, numbers_of(end))
-        self.states = self._shares(stage.states, numbers_of(end, bytes_of_states))  # bytes
+        self.parameters = self._shares()
         growing = self.schedule in GROWING
         # forwards and backwards alternate for long
         self.steady = m >= 4 * self.pp and not growing
@@ -137,18 +135,18 @@ class Pipeline:
         else:
             fewer = min(m, 2 * self.pp) if m > 1 else 1
             live = _live(self.schedule, self.pp, self.v, tuple(counts), fewer)
-        # parameters, bytes of states and bytes that blocks keep, of ranks that differ in these
+        # parameters, and bytes that blocks keep, of ranks that differ in these
         kept = [number * stage.kept for number in live]
-        self.held = {*zip(self.parameters, self.states, kept, strict=True)}
+        self.held = {*zip(self.parameters, kept, strict=True)}
         self._slowest: dict[bool, tuple[Part, Numbers, int, float]] = {}
 
-    def _shares(self, blocks: Numbers, end: Numbers) -> list[Numbers]:
-        """Each rank's share of what all `blocks` have, and what the ends of the model have."""
-        shares = []
+    def _shares(self) -> list[Numbers]:
+        """Each rank's parameters: its share of all blocks', and those of the model's ends."""
+        stage, shares = self.stage, []
         for rank, number in enumerate(self.blocks):
             ends = (rank == self.first) + (rank == self.last)
-            rest, experts = (round(number * n / self.stage.blocks) for n in blocks)
-            shares.append(Numbers(rest + ends * end.rest, experts))
+            rest, experts = (round(number * n / stage.blocks) for n in stage.numel)
+            shares.append(Numbers(rest + ends * stage.layout.embedding.numel, experts))
         return shares
 
     # --- bytes ---
@@ -159,16 +157,14 @@ class Pipeline:
         # unsharded weights of the master's dtype are not copied
         whole = e if zero < 3 and (zero > 0 or e != layout.master) else 0
         whole += layout.reduce if self.steady and zero < 2 else 0
-        cut = layout.master * (not layout.offloads)
+        cut = 0 if layout.offloads else layout.master + self.stage.states
         cut += layout.reduce if self.steady and zero >= 2 else 0
         height = 0 if self.schedule in SPLIT else self.stage.height
         height += self.stage.numel_of_block * e if zero == 3 else 0
-        found = []
-        for numel, states, kept in self.held:
-            total = kept + numel.total * whole + numel.over(shards) * cut
-            total += 0.0 if layout.offloads else states.over(shards)
-            found.append(total + (height if kept else 0))
-        return max(found)
+        return max(
+            numel.total * whole + numel.over(shards) * cut + kept + (height if kept else 0)
+            for numel, kept in self.held
+        )
 
     # --- seconds ---
 
@@ -191,8 +187,8 @@ class Pipeline:
         ]
         gather, scatter, replicate = map(sum, zip(*of_kinds, strict=True))
         cast = time.rates.memory(numel.total * 3 * e + numel.over(shards) * layout.master)
-        each = zip(self.parameters, self.states, strict=True)
-        seconds += max(time.updating(n.over(shards), s.over(shards), stage.world) for n, s in each)
+        numbers = max(n.over(shards) for n in self.parameters)
+        seconds += time.updating(numbers, numbers * stage.states, stage.world)
         # the rank's v stages are taken as equal, and their units
         one, each_unit = 1 / self.v, 1 / number
         forward, backward = part.forward, part.input_grad + part.weight_grad
@@ -292,15 +288,11 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
         dp_shard = ep // math.gcd(ep, tp * cp)
         if world % (tp * cp * dp_shard):
             continue
-        for cut, size, mode in itertools.product((True, False), micro_batches, MODES):
-            if tp == 1 and cut != config.parallel.sequence_parallel:
-                continue
-            if tp > 1 and not cut and config.model.has_experts:  # settings/checks.py
-                continue
-            given = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "ep": ep, "sequence_parallel": cut}
-            parallel = replace(config.parallel, **PLAIN | given, zero_stage=1)
-            if seq_len % math.prod(cuts_of_sequence(parallel).values()):
-                continue
+        given = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "ep": ep}
+        parallel = replace(config.parallel, **PLAIN | given, zero_stage=1)
+        if seq_len % math.prod(cuts_of_sequence(parallel).values()):
+            continue
+        for size, mode in itertools.product(micro_batches, MODES):
             train = replace(config.train, micro_batch_size=size, activation_checkpointing=mode)
             alike = replace(config, parallel=parallel, train=train)
             layout = Layout(alike, tp * cp * dp_shard, 0)
@@ -314,8 +306,10 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
 
 def _tp_sizes(config: Config, world: int, device: Device) -> list[int]:
     """The sizes of tp that divide the world and the model's layers, and do not exceed a node; if
-    there are several nodes, they also divide a node. Compiled blocks run with tp 1 only."""
-    node = 1 if config.train.compile else device.gpus_per_node
+    there are several nodes, they also divide a node. Compiled blocks run with tp 1 only, and
+    experts without sequence parallelism (settings/checks.py)."""
+    whole = config.model.has_experts and not config.parallel.sequence_parallel
+    node = 1 if config.train.compile or whole else device.gpus_per_node
     found = []
     for tp in _divisors(world):
         if tp <= node and (world <= node or node % tp == 0):

@@ -23,15 +23,6 @@ from runtime.trainer_state import bytes_of_rank, state_bytes
 from settings.config import Config
 
 
-class Interruptions(NamedTuple):
-    """What saves and failures cost a job: the s, w, R and M above."""
-
-    save: float
-    commit: float
-    restart: float
-    mtbf: float
-
-
 class Shares(NamedTuple):
     """The shares of a job's time."""
 
@@ -62,18 +53,19 @@ def goodput(config: Config, world: int, device: Device, step_seconds: float) -> 
         save = max(save, moved / device.disk_bytes_per_second)
     written = checkpoint / (nodes * device.storage_bytes_per_second)
     mtbf = mtbf_of(config.checkpoint.failures_per_gpu_day, world)
-    costs = Interruptions(save, save + written, device.restart_seconds + 2 * written, mtbf)
+    restart = device.restart_seconds + 2 * written
     seconds, interval = best_interval(save, mtbf), config.checkpoint.interval
     if interval == "auto":
         interval = max(1, math.ceil(within_limits(seconds, written) / step_seconds))
     steps = interval if isinstance(interval, int) and interval else None
-    found = shares(costs, (steps or max(1, config.train.steps)) * step_seconds)
+    each = (steps or max(1, config.train.steps)) * step_seconds
+    found = shares(each, save=save, commit=save + written, restart=restart, mtbf=mtbf)
     missing = DAY / mtbf * NODE_LOST_SHARE * device.repair_days
     rare = math.isinf(mtbf)  # never
     return {
         "checkpoint_bytes": checkpoint,
         "save_seconds": save,
-        "restart_seconds": costs.restart,
+        "restart_seconds": restart,
         "mtbf_seconds": None if rare else mtbf,
         "interval_steps": steps,
         "best_interval_steps": None if rare else max(1, math.ceil(seconds / step_seconds)),
@@ -99,11 +91,9 @@ def describe_goodput(figures: dict[str, Any]) -> list[str]:
     ]
 
 
-def shares(costs: Interruptions, interval: float) -> Shares:
+def shares(interval: float, save: float, commit: float, restart: float, mtbf: float) -> Shares:
     """The first-order shares above, of the whole time; right where M ≫ τ, w and R."""
-    saving = costs.save / (interval + costs.save)
-    repeated = (interval / 2 + costs.commit) / costs.mtbf
-    return Shares(saving, repeated, costs.restart / costs.mtbf)
+    return Shares(save / (interval + save), (interval / 2 + commit) / mtbf, restart / mtbf)
 
 
 def spares_needed(mean_missing: float, certainty: float = 0.99) -> int:

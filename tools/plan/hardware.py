@@ -2,16 +2,15 @@
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, create_model
+from pydantic import Field, ValidationError, create_model
 
 from errors import UserError
 from hardware import DEVICES, Device
 from runtime.schema import Name, Strict, first_problem, load_json
 
 GB = 1e9
-Content = TypeVar("Content", bound=BaseModel)
 
 
 def _rate(name: str, kind: Any) -> tuple[Any, None]:
@@ -24,15 +23,6 @@ RATES = {field.name: _rate(field.name, field.type) for field in fields(Device)}
 FileOfRates = create_model("FileOfRates", __base__=Strict, based_on=Literal[*DEVICES], **RATES)  # type: ignore[call-overload]
 
 
-def read_file(option: str, file: Path, kind: type[Content], what: str, remedy: str) -> Content:
-    """The content of a JSON file that must be a `what`. Raises UserError about this option."""
-    try:
-        return kind.model_validate(load_json(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError) as error:  # also: not text, or not JSON
-        problem = first_problem(error) if isinstance(error, ValidationError) else error
-        raise UserError(option, str(file), f"is no {what}: {problem}", remedy) from None
-
-
 def find_device(name: str) -> Device:
     """The known device `name`, or the one that a JSON file describes:
     `{"based_on": "h100", "matmul_efficiency": 0.7, …}`."""
@@ -43,7 +33,11 @@ def find_device(name: str) -> Device:
         raise UserError("--device", name, "is not a known device", remedy)
     remedy = f"give based_on, one of {', '.join(DEVICES)}, and the rates to change, of "
     remedy += ", ".join(RATES)
-    given = read_file("--device", Path(name), FileOfRates, "file of rates", remedy)
+    try:
+        given = FileOfRates.model_validate(load_json(Path(name).read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:  # also: not text, or not JSON
+        problem = first_problem(error) if isinstance(error, ValidationError) else error
+        raise UserError("--device", name, f"is no file of rates: {problem}", remedy) from None
     rates = given.model_dump(exclude_unset=True)
     device = replace(DEVICES[rates.pop("based_on")], **{"name": Path(name).stem, **rates})
     if device.room <= 0:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -144,14 +144,10 @@ class Numbers(NamedTuple):
         return self.rest / shards.rest + self.experts / shards.experts
 
 
-def numbers_of(
-    unit: Unit, number: Callable[[LocalWeight], int] = lambda weight: weight.numel
-) -> Numbers:
-    """The parameters of a unit on the tp and ep rank, or sums of another number of its weights."""
-    numbers = {False: 0, True: 0}  # by `is_expert`
-    for weight in unit.weights:
-        numbers[weight.spec.is_expert] += number(weight)
-    return Numbers(*numbers.values())
+def numbers_of(unit: Unit) -> Numbers:
+    """The parameters of a unit on the tp and ep rank."""
+    experts = sum(weight.numel for weight in unit.weights if weight.spec.is_expert)
+    return Numbers(unit.numel - experts, experts)
 
 
 @dataclass(eq=False)

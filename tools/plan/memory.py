@@ -13,7 +13,7 @@ pipeline, and the permanent states.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from costs.recorder import Effect, Phase
@@ -108,11 +108,9 @@ class Sharded:
         self.resharding = layout.config.parallel.zero_stage == 3
         # for each unit of a stage, the FSDP units that contain it: that of experts, if any, first
         self.around: dict[tuple[int, int], list[FsdpUnit]] = defaultdict(list)
-        self.of_stage: dict[int, list[FsdpUnit]] = defaultdict(list)
         for stage in layout.stages:
             for indices, weights in layout.fsdp_units(stage):
                 unit = FsdpUnit(stage, indices, weights, weights.padded * layout.compute)
-                self.of_stage[stage].append(unit)
                 for index in indices:
                     self.around[stage, index].append(unit)
         # by stage: bytes of buffers that FSDP still holds
@@ -235,7 +233,7 @@ class Whole(Sharded):
         # Weights are copied unless all dtypes are equal, but the copies share the masters' memory
         # if those have the compute dtype.
         self.copies = layout.compute != layout.master
-        for unit in itertools.chain(*self.of_stage.values()):
+        for unit in itertools.chain(*self.around.values()):  # each contains one unit
             unit.gathered = True
             if self.copies:
                 account.add(GATHERED, unit.size)
@@ -439,9 +437,8 @@ def shortened(layout: Layout, times: int) -> Layout:
     return replace(layout, config=replace(config, train=train))
 
 
-def peaks(layout: Layout, first: Sequence[int] = ()) -> Iterator[int]:
-    """Yield the peak bytes of each pipeline rank, starting with the ranks in `first`, counted in a
-    step with few micro-batches.
+def peaks(layout: Layout) -> Iterator[int]:
+    """Yield the peak bytes of each pipeline rank, counted in a step with few micro-batches.
 
     A schedule such as 1F1B fills the pipeline, then repeats itself, then drains it. The number of
     repetitions changes neither what is alive at once nor the order of actions. With 4 · pp
@@ -452,5 +449,5 @@ def peaks(layout: Layout, first: Sequence[int] = ()) -> Iterator[int]:
     p = layout.config.parallel
     short = layout if p.schedule in GROWING else shortened(layout, COUNTED)
     rest = batch_bytes(layout) - batch_bytes(short)
-    for rank in dict.fromkeys([*first, *range(p.pp)]):
+    for rank in range(p.pp):
         yield Memory(short.at(rank)).peak + rest

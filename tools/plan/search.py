@@ -11,7 +11,6 @@ weights, gradients and optimizer state (found without a search), or what the sma
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -23,7 +22,7 @@ from parallel.axes import AXES
 from runtime.trainer_state import state_bytes
 from settings.checks import check_lengths, validate
 from settings.config import Config
-from settings.layouts import MAX_LAYOUTS, OF_TRAIN
+from settings.layouts import OF_TRAIN
 from tools.command import table
 from tools.plan.candidates import candidates
 from tools.plan.hardware import GB, Device
@@ -33,7 +32,7 @@ from tools.plan.time import StepTime
 
 SHOWN = 10  # layouts
 ENOUGH = 2 * SHOWN  # layouts that fit; estimates may swap neighbours
-SEARCHED = ("schedule", "stages_per_rank", "layers_per_stage", "zero_stage", "sequence_parallel")
+SEARCHED = ("schedule", "stages_per_rank", "layers_per_stage", "zero_stage")
 
 
 @dataclass
@@ -67,52 +66,38 @@ class Found:
     @cached_property
     def peak(self) -> int:
         """Bytes on the pipeline rank that needs the most."""
-        return max(self._peaks())
+        return max(peaks(self.layout))
 
     def fits(self, room: float) -> bool:
         """Whether every pipeline rank fits into `room` bytes."""
         highest = 0
-        for highest in accumulate(self._peaks(), max):
+        for highest in accumulate(peaks(self.layout), max):
             if highest > room:
                 return False
         self.peak = highest
         return True
 
-    def _peaks(self) -> Iterator[int]:
-        """Yield the peak of each pipeline rank, starting with those that often need the most. (The
-        second may have one block more than the first.)"""
-        pp = self.config.parallel.pp
-        ranks = [rank for rank in (0, 1, pp - 1, pp // 2) if rank < pp]
-        return peaks(self.layout, ranks)
-
     def overrides(self) -> str:
         """The overrides that turn the searched configuration into this one, without its list of
         layouts, from which a run would choose another."""
-        given = chosen(self.config)
-        given |= {"parallel.layouts": []} if self.config.parallel.layouts else {}
-        return " ".join(f"{key}={as_text(value)}" for key, value in given.items())
+        p, train = self.config.parallel, self.config.train
+        experts = ["ep"] if self.config.model.has_experts else []
+        given = {f"parallel.{key}": getattr(p, key) for key in (*AXES, *experts, *SEARCHED)}
+        given |= {f"train.{key}": getattr(train, key) for key in OF_TRAIN}
+        given |= {"parallel.layouts": []} if p.layouts else {}
+        return " ".join(
+            f"{key}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
+            for key, value in given.items()
+        )
 
     def __str__(self) -> str:
         p, train = self.config.parallel, self.config.train
         layers = {type(None): "even", str: "balanced", list: "light ends"}[type(p.layers_per_stage)]
-        whole = ", whole sequence" if p.tp > 1 and not p.sequence_parallel else ""
         return (
             f"{self.layout.sizes} · {p.schedule} × {p.stages_per_rank}, layers {layers} · "
             f"micro-batch {train.micro_batch_size} · zero {p.zero_stage} · "
-            f"{train.activation_checkpointing} checkpointing{whole}"
+            f"{train.activation_checkpointing} checkpointing"
         )
-
-
-def chosen(config: Config) -> dict[str, Any]:
-    """The settings that a search chooses."""
-    experts = ["ep"] if config.model.has_experts else []
-    own = {f"parallel.{key}": getattr(config.parallel, key) for key in (*AXES, *experts, *SEARCHED)}
-    return own | {f"train.{key}": getattr(config.train, key) for key in OF_TRAIN}
-
-
-def as_text(value: object) -> str:
-    """The value as written in an override, without spaces."""
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 @dataclass
@@ -135,8 +120,7 @@ def describe_search(result: Result) -> str:
     shown: dict[tuple[object, ...], Found] = {}  # by what a rank computes
     for one in result.best:
         p, t = one.config.parallel, one.config.train
-        work = (p.tp, p.cp, p.ep, p.pp, p.schedule, p.sequence_parallel, t.micro_batch_size,
-                t.activation_checkpointing)  # fmt: skip
+        work = (p.tp, p.cp, p.ep, p.pp, p.schedule, t.micro_batch_size, t.activation_checkpointing)
         shown.setdefault(work, one)
     rows = [["step s", "MFU", "peak GB", "layout"]]
     for one in [*shown.values()][:SHOWN]:
@@ -231,51 +215,3 @@ def _check_states_fit(config: Config, world: int, room: float) -> None:
         why += f"are cut, and there are {room / GB:.0f}"
         remedy = f"take more than {math.ceil(states / room):,} GPUs, for activations come on top, "
         raise UserError("--gpus", world, why, remedy + "or larger ones (--device)")
-
-
-# --- the list `parallel.layouts`, for a range of node counts ---
-
-
-def describe_layouts(config: Config, least: int, most: int, device: Device) -> str:
-    """The list as YAML: the fastest layout that fits, for every number of nodes between those of
-    `most` GPUs and of `least`; then why there is none, by number of GPUs. A layout that is slower
-    than one of fewer GPUs is left out: those train faster with spares."""
-    check_gpus("--gpus", most)
-    step = min(device.gpus_per_node, most)
-    whole = most // step * step
-    if not 1 <= least <= whole:
-        why = f"is not between 1 and {whole}, the GPUs of the whole nodes in --gpus"
-        raise UserError("--layouts", least, why, f"give at most {whole}")
-    single = replace(config, parallel=replace(config.parallel, layouts=[]))
-    worlds = range(-(-least // step) * step, most + 1, step)
-    if len(worlds) > MAX_LAYOUTS:
-        why = f"{len(worlds):,} numbers of nodes, and a list has at most {MAX_LAYOUTS} layouts"
-        raise UserError("--layouts", least, why, f"give {worlds[-MAX_LAYOUTS]} or more")
-    found: list[Found] = []
-    refused = []
-    for world in worlds:
-        try:
-            best = search(single, world, device).best[0]
-        except UserError as error:
-            refused.append(f"{world} GPUs: {error.key} = {error.value}: {error.why}")
-            continue
-        if not found or best.seconds < found[-1].seconds:
-            found.append(best)
-    if not found:
-        why = f"no layout fits: {refused[-1]}"
-        raise UserError("--layouts", least, why, "use more GPUs, or another batch size")
-    return "\n".join([as_yaml(config, found[::-1]), *refused])
-
-
-def as_yaml(config: Config, found: list[Found]) -> str:
-    """The list as it is pasted into the section `parallel`: the axes, and every other key in which
-    one of the layouts differs from `config`."""
-    own, values = chosen(config), [chosen(one.config) for one in found]
-    # an axis that is 1 everywhere says nothing
-    differ = {key for key in own if any(one[key] != own[key] for one in values)}
-    keys = [key for key in own if key in differ | {"parallel.dp_shard"}]
-    lines = ["parallel:", "  layouts:"]
-    for one, given in zip(found, values, strict=True):
-        text = ", ".join(f"{key.partition('.')[2]}: {as_text(given[key])}" for key in keys)
-        lines.append(f"  - {{{text}}} # {one.world} GPUs, {one.seconds:.3f} s a step")
-    return "\n".join(lines)

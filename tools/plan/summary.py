@@ -1,12 +1,9 @@
-"""All figures of one job, as a dictionary and as text; with a warning of matrix products that are
-too narrow for the device."""
+"""All figures of one job, as a dictionary and as text."""
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from costs.collectives import Call, wire_bytes
-from costs.events import Product
 from costs.parameters import num_parameters
 from costs.summary import model_flops
 from parallel.axes import MeshSizes
@@ -50,7 +47,6 @@ def summarise(
         max(each) * device.gpus_of_node(world) for each in zip(*outside, strict=True)
     )
     power = world * device.watts
-    narrow = narrow_products(first, device)
     plan: dict[str, Any] = {
         "parameters": num_parameters(config.model),
         "world": world,
@@ -74,8 +70,6 @@ def summarise(
         # where the run may differ
         "assumptions": [COMPILED] * config.train.compile
         + [OTHER.format(device.efficiencies_of)] * (device.name != device.efficiencies_of),
-        "narrow_products": narrow,
-        "warnings": describe_narrow(narrow, device, first.sizes.tp),
         "ranks": ranks,
     }
     if price:
@@ -151,7 +145,7 @@ def describe_plan(plan: dict[str, Any]) -> str:
             f"{run['tokens']:.3g} tokens: {run['days']:,.1f} days   {run['megawatt_hours']:,.0f} "
             f"MWh{cost}"
         )
-    lines += describe_goodput(plan["goodput"]) + plan["assumptions"] + plan["warnings"]
+    lines += describe_goodput(plan["goodput"]) + plan["assumptions"]
     fits, on_disk = "fits" if plan["fits"] else "DOES NOT FIT", plan["disk_bytes_per_node"]
     lines += [
         f"memory {max(plan['peak_memory_bytes']) / GB:.2f} GB at most: "
@@ -185,64 +179,3 @@ def _describe_rank(rank: dict[str, Any]) -> Iterator[str]:
             f"  {row['bytes'] / GB:9.3f} GB  over {axis} in {row['count']:,} collectives, "
             f"{row['wire_bytes'] / GB:.3f} GB on the wire{seconds}"
         )
-
-
-# --- products that leave multiprocessors without work ---
-# A product is computed tile by tile, each tile of the result by one multiprocessor. So it takes
-# ⌈tiles / multiprocessors⌉ waves, and in a wave with fewer tiles than multiprocessors the others
-# are idle ("wave quantization": NVIDIA, Matrix Multiplication Background User's Guide, section
-# 3.2). A product below one wave never uses the whole device. This happens to weights that tp makes
-# narrow, first of all to those of key and value. docs/planning.md explains what is assumed about
-# tiles.
-
-
-def narrow_products(layout: Layout, device: Device) -> list[dict[str, Any]]:
-    """The products of a block of each kind, and of the head, with fewer tiles than `device` has
-    multiprocessors; one entry for all of the same three sizes, most FLOPs first. `weights` are the
-    weights that have products of these sizes, `results` the narrow ones' rows and columns, `tiles`
-    the least number of tiles of one, `share` their part of the FLOPs of the unit's products."""
-    found = []
-    for unit in (*layout.kinds, layout.head):
-        # of one micro-batch, as the layout runs them
-        phases = [layout.phase(kind, unit) for kind in layout.kinds_of_actions]
-        products = [e for phase in phases for e in phase.events if isinstance(e, Product)]
-        alike: dict[tuple[int, ...], list[Product]] = defaultdict(list)
-        # a weight's three products (forward, input and weight gradient) have the same three sizes
-        for one in products:
-            alike[tuple(sorted((one.rows, one.columns, one.inner)))].append(one)
-        for same in alike.values():
-            # of each product, the tiles that are computed at once
-            tiles = {one: one.tiles(device.tile) // one.launches for one in same}
-            narrow = [one for one in same if tiles[one] < device.multiprocessors]
-            if narrow:
-                flops = [sum(one.flops for one in each) for each in (narrow, products)]
-                found.append(
-                    {
-                        "unit": unit.name,
-                        "weights": sorted({one.weight for one in same} - {""}),
-                        "results": sorted({(one.rows, one.columns) for one in narrow}),
-                        "tiles": min(tiles[one] for one in narrow),
-                        "share": flops[0] / flops[1],
-                    }
-                )
-    return sorted(found, key=lambda one: -one["share"])
-
-
-def describe_narrow(found: Sequence[dict[str, Any]], device: Device, tp: int) -> list[str]:
-    """The warning, as lines of text; none if nothing was found."""
-    lines = [
-        f"warning: products with fewer tiles of {device.tile} × {device.tile} than the "
-        f"{device.multiprocessors} multiprocessors, the rest of which are idle:"
-    ]
-    for one in found:
-        names = ", ".join(one["weights"]) or "products without a weight"
-        sizes = " and ".join(f"{rows:,} × {columns:,}" for rows, columns in one["results"])
-        lines.append(
-            f"    {names}: results of {sizes}, {one['tiles']} tiles; {one['share']:.1%} of the "
-            f"FLOPs in the products of {one['unit']}"
-        )
-    lines.append(
-        f"    remedies: {'a smaller parallel.tp; ' * (tp > 1)}a larger train.micro_batch_size "
-        "(except for weight gradients); one product for weights that read the same input"
-    )
-    return lines if found else []

@@ -17,7 +17,7 @@ previous experts and the attention.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -57,12 +57,6 @@ class Part:
 
 
 NOTHING = Part(0.0, 0.0, 0.0)
-
-
-def costs_of(parts: list[Part], message: float = 0.0, weights_at: Sequence[float] = ()) -> Costs:
-    """What the simulator takes, of the parts of every stage."""
-    forward, input_grad, weight_grad = map(list, zip(*map(astuple, parts), strict=True))
-    return Costs(forward, input_grad, weight_grad, message, weights_at)
 
 
 class Gathers(NamedTuple):
@@ -231,11 +225,6 @@ class StepTime:
             for units in stages
         ]
 
-    def waits(self, stage: int) -> Part:
-        """Seconds by which a stage's actions are longer because of the gathers and reductions of
-        every micro-batch."""
-        return self.gathers[stage].waits(self.stages[stage])
-
     @cached_property
     def gathers(self) -> list[Gathers]:
         """Of each stage."""
@@ -254,7 +243,8 @@ class StepTime:
         parts, weights_at = [], []
         busy = [0.0] * layout.sizes.pp  # each rank's link, by the gathers of its previous stages
         for stage, rank in enumerate(layout.where):
-            part, cast = self.stages[stage] + self.waits(stage), self.cast(stage)
+            part, cast = self.stages[stage], self.cast(stage)
+            part += self.gathers[stage].waits(part)
             if parallel.zero_stage == 3:
                 part += Part(cast, cast, 0.0)
             busy[rank] += (0.0 if parallel.zero_stage == 3 else self.gathers[stage].gather) + cast
@@ -262,7 +252,8 @@ class StepTime:
             late = parallel.fsdp_unit == "stage" and parallel.zero_stage < 3
             weights_at.append(busy[rank] + (part.forward if late else 0.0))
             parts.append(part)
-        return costs_of(parts, self.message_seconds, weights_at)
+        forward, input_grad, weight_grad = map(list, zip(*map(astuple, parts), strict=True))
+        return Costs(forward, input_grad, weight_grad, self.message_seconds, weights_at)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -391,25 +382,20 @@ class StepTime:
 # --- a rank's communication, and how much of it is exposed ---
 
 
-class Seconds(NamedTuple):
-    """Seconds of communication over one axis, in one step."""
-
-    wire: float
-    exposed: float  # the part during which computation waits
-
-
-def seconds_on_the_wire(time: StepTime, layout: Layout, sends: int) -> dict[str, Seconds]:
-    """Seconds by axis, on the pipeline rank of `layout`, which sends so many messages. The exposed
-    seconds of `pp` are by how much the whole step is longer because messages take time. Those of
-    gathers and reductions are shared out to the axes of experts and of other weights as their
-    seconds on the wire."""
+def seconds_on_the_wire(
+    time: StepTime, layout: Layout, sends: int
+) -> dict[str, tuple[float, float]]:
+    """By axis, the seconds of communication in one step, and those during which computation waits,
+    on the pipeline rank of `layout`, which sends so many messages. The exposed seconds of `pp` are
+    by how much the whole step is longer because messages take time. Those of gathers and reductions
+    are shared out to the axes of experts and of other weights as their seconds on the wire."""
     m, (gathers, reductions) = layout.num_microbatches, times_a_step(layout)
-    table = {}
+    table: dict[str, tuple[float, float]] = {}
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
     costs = [time.cost(unit, kind) for unit in units for kind in layout.kinds_of_actions]
     for axis in ("tp", "cp", "ep"):  # recorded from the units
-        each = [(cost.wire.get(axis, 0.0), cost.exposed.get(axis, 0.0)) for cost in costs]
-        table[axis] = Seconds(*(m * sum(part) for part in zip(*each, strict=True)))
+        wire = m * sum(cost.wire.get(axis, 0.0) for cost in costs)
+        table[axis] = wire, m * sum(cost.exposed.get(axis, 0.0) for cost in costs)
     sharding: dict[str, float] = defaultdict(float)  # seconds on the wire
     for stage in layout.stages:
         for _, unit in layout.fsdp_units(stage):
@@ -417,7 +403,7 @@ def seconds_on_the_wire(time: StepTime, layout: Layout, sends: int) -> dict[str,
             copies, axis = FSDP_AXES[unit.is_expert]
             sharding[axis] += gather * gathers + scatter * reductions
             sharding[copies] += over_replicas
-    waits = sum(m * time.waits(stage).total for stage in layout.stages)
+    waits = sum(m * time.gathers[s].waits(time.stages[s]).total for s in layout.stages)
     # first forwards, which wait for weights, are longer than later ones
     events, usual = time.timeline.ranks[layout.pp_rank], time.costs.forward
     first = [e for e in events if e.action.microbatch == 0 and e.action.kind is FORWARD]
@@ -427,6 +413,6 @@ def seconds_on_the_wire(time: StepTime, layout: Layout, sends: int) -> dict[str,
     late = min(tail, sum(sharding[axis] for axis in replicas))  # the last, over replicas
     for axes, exposed in ((shards, waits + tail - late), (replicas, late)):
         total = sum(sharding[axis] for axis in axes) or 1.0
-        table |= {axis: Seconds(sharding[axis], exposed * sharding[axis] / total) for axis in axes}
-    table["pp"] = Seconds(sends * time.message_seconds, time.waiting_for_messages)
-    return {axis: seconds for axis, seconds in table.items() if seconds.wire}
+        table |= {axis: (sharding[axis], exposed * sharding[axis] / total) for axis in axes}
+    table["pp"] = sends * time.message_seconds, time.waiting_for_messages
+    return {axis: seconds for axis, seconds in table.items() if seconds[0]}
