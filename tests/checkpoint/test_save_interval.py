@@ -162,8 +162,6 @@ def test_the_parts_of_a_start_add_up(tmp_path):
         log.busy_since = 90.0
         log.busy_since = stage("import", "join")
         stage("build")
-        with pytest.raises(AssertionError):
-            timing.mark("unknown")
     first, second = [event["seconds"] for event in read_events(tmp_path)]
     assert first == {"import": 10.0, "join": 1.0, "listeners": 1.0, "step": 1.0}
     assert second == {"build": 1.0, "listeners": 1.0, "step": 1.0}

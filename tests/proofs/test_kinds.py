@@ -59,4 +59,4 @@ def test_a_checkpoint_of_another_optimizer_is_refused(saved: Path) -> None:
     with patch.object(OptimizerConfig, "select"):
         other = replace(config.optimizer, name="lion")
     with pytest.raises(UserError, match=r"has optimizer\.name='adamw'"):
-        _start_from(checkpoint, None, replace(config, optimizer=other), None, None)
+        _start_from(checkpoint, replace(config, optimizer=other), None, None)
