@@ -28,10 +28,7 @@ CODES = {"float32": "F32", "bfloat16": "BF16"}
 
 
 def export(
-    checkpoint: Path,
-    out: Path,
-    dtype: str = "float32",
-    file_bytes: int = FILE_BYTES,
+    checkpoint: Path, out: Path, dtype: str = "float32", file_bytes: int = FILE_BYTES
 ) -> dict[str, Any]:
     """Writes `out`, whole or not at all, and returns its config.json.
 
@@ -77,7 +74,7 @@ def export(
 
 
 @reports_errors
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser(prog="python -m tools.export", description=__doc__)
     parser.required("--checkpoint", Path, "DIR", "a checkpoint, or a run folder")
     parser.required("--out", Path, "DIR", "the folder to write, which must not exist yet")
@@ -95,7 +92,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(
             "no tokenizer.json was written: it could not reproduce this SentencePiece model exactly"
         )
-    return 0
 
 
 if __name__ == "__main__":

@@ -315,12 +315,7 @@ class Layout:
         return [(part, one) for part in parts for one in self.gathered(*(units[i] for i in part))]
 
     def phase(
-        self,
-        kind: Kind,
-        unit: Unit,
-        first: bool = False,
-        last: bool = False,
-        begun: bool = True,
+        self, kind: Kind, unit: Unit, first: bool = False, last: bool = False, begun: bool = True
     ) -> Phase:
         """What a unit does in an action of this kind. `first`: the unit is the first of a stage
         whose input comes from another stage; `last`: it is the last of a stage whose output goes to

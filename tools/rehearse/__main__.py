@@ -26,7 +26,6 @@ from settings.layouts import valid_layout
 from settings.load import load_config
 from tools.command import (
     CommandParser,
-    add_overrides,
     at_least,
     reports_errors,
     run_command,
@@ -94,8 +93,7 @@ def describe_races(report: dict[str, Any], device: Device) -> str:
 @reports_errors
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.rehearse", description=__doc__)
-    parser.option("config", str, "CONFIG", "a configuration file")
-    add_overrides(parser)
+    parser.configuration("CONFIG", "a configuration file")
     parser.option("--rank", 0, "R", "the rank to run")
     parser.option("--gpus", int, "N", "number of ranks")
     add_data_stage(parser)
@@ -130,8 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
         report = run(1)
         report["planned"] = beside_the_plan(config, report)
         print(describe(report))
-    if options.json is not None:
-        write_json(options.json, report)
+    write_json(options.json, report)
     return int(bool(report.get("findings")))
 
 
