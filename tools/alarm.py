@@ -25,7 +25,7 @@ LIMIT_SECONDS = 120.0  # longer than all attempts together (runtime/monitor/send
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.alarm", description=__doc__)
     parser.add_argument("text")
-    parser.configuration("CONFIG.yaml", "that of the run")
+    parser.configuration("CONFIG.yaml", "the configuration of the run")
     options = parser.parse_intermixed_args(arguments)
     try:
         config = load_config(options.config, options.overrides)

@@ -5,8 +5,8 @@ writes config.json, generation_config.json, safetensors files of at most 5 GB wi
 tokenizer's files, which transformers, vLLM and similar programs load. The architecture is Llama, or
 Qwen3 for a model with norms of queries and keys, or Mistral if the number of heads does not divide
 the width, which transformers' Llama rejects (huggingface/config.py); with experts it is Mixtral or
-Qwen3-MoE (huggingface/experts.py). The checkpoint's checksums are verified first. Only one file's
-tensors are in memory at a time. The exit status is 2 if the export is refused.
+Qwen3-MoE. The checkpoint's checksums are verified first. Only one file's tensors are in memory at a
+time. The exit status is 2 if the export is refused.
 """
 
 import json

@@ -19,8 +19,7 @@ Seconds per step:
           compute        time in which that thread is in an operator, and not in such a wait
           idle           the rest: Python between operators, waiting for data, a log line
 
-So compute + copies + exposed communication + idle = the step. `summarise` is a pure function of the
-trace, and needs no torch.
+So compute + copies + exposed communication + idle = the step.
 
 The axis of a collective: on a GPU, the kernel names its process group, and the trace file has the
 axis of each group under `lattice`. Batched sends and receives name no group
@@ -111,7 +110,7 @@ def events_of(trace: dict[str, Any]) -> Iterator[Event]:
 
 
 def summarise(trace: dict[str, Any], name: str = "") -> dict[str, Any]:
-    """Summarise a trace as seconds per step, averaged over its steps.
+    """Summarise a trace as seconds per step, averaged over its steps, without torch.
 
     The keys are `steps` (their numbers), `step_seconds`, `compute`, `copies`, `exposed`, `idle`;
     `communication`: axis → `seconds`, `exposed`, `calls`; `top`: a GPU's kernels that took the most

@@ -22,10 +22,10 @@ from settings.config import Config
 from settings.layouts import valid_layout
 from settings.load import load_config
 from tools.command import CommandParser, at_least, reports_errors, run_command, write_json
-from tools.plan.data_stage import add_data_stage, one_stage
 from tools.plan.guide import zero_table
 from tools.plan.hardware import DEVICES, find_device
 from tools.plan.layout import check_gpus, world_of
+from tools.plan.memory import one_stage
 from tools.plan.search import describe_search, search
 from tools.plan.summary import describe_plan, summarise
 
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.option
     parser.configuration("CONFIG", "a configuration file")
     add("--gpus", int, "N", "number of GPUs (default: as described above)")
-    add_data_stage(parser)
+    add("--data-stage", int, "K", "number of a data stage (default: the one with the highest peak)")
     add("--device", "h100", "NAME", f"{', '.join(DEVICES)}, or a JSON file of rates")
     add("--search", bool, None, "search all layouts, whatever CONFIG has")
     add("--imbalance", 1.0, "F", "the slowest rank's experts receive F times their share of rows")

@@ -240,10 +240,6 @@ class Layout:
     def splits_backward(self) -> bool:
         return splits_backward(self.schedule)
 
-    @property
-    def kinds_of_actions(self) -> tuple[Kind, ...]:
-        return KINDS[self.splits_backward]
-
     # --- between steps ---
 
     def bytes_of_states(self, weight: LocalWeight, shape: Sequence[int] | None = None) -> int:
