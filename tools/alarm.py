@@ -17,7 +17,7 @@ from runtime.monitor.alarms import alarm
 from runtime.monitor.check import on_event
 from runtime.monitor.send import Sender
 from settings.load import load_config
-from tools.command import CommandParser, add_overrides, run_command
+from tools.command import CommandParser, run_command
 
 LIMIT_SECONDS = 120.0  # longer than all attempts together (runtime/monitor/send.py)
 
@@ -25,8 +25,7 @@ LIMIT_SECONDS = 120.0  # longer than all attempts together (runtime/monitor/send
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.alarm", description=__doc__)
     parser.add_argument("text")
-    parser.add_argument("config", metavar="CONFIG.yaml")
-    add_overrides(parser)
+    parser.configuration("CONFIG.yaml", "the configuration of the run")
     options = parser.parse_intermixed_args(arguments)
     try:
         config = load_config(options.config, options.overrides)

@@ -88,7 +88,7 @@ def average(readers: Sequence[CheckpointReader], name: str) -> Tensor:
 
 
 @reports_errors
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser(prog="python -m tools.average", description=__doc__)
     parser.option("checkpoints", Path, KEY, "checkpoints, or run folders", nargs="+")
     parser.required("--out", Path, "DIR", "the checkpoint to write, which must not exist yet")
@@ -119,7 +119,6 @@ def main(arguments: list[str] | None = None) -> int:
     for source in sources:
         print(f"{source['path']}, step {source['step']}")
     print(f"{options.out}: {read_manifest(options.out).num_bytes:,} bytes")
-    return 0
 
 
 if __name__ == "__main__":

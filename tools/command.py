@@ -2,7 +2,7 @@
 output: runtime/output.py), their options, and how they print tables and durations.
 
     @reports_errors
-    def main(arguments: list[str] | None = None) -> int:
+    def main(arguments: list[str] | None = None) -> None:  # or its exit status
         parser = CommandParser(prog="python -m tools.NAME", description=__doc__)
         parser.required("--out", Path, "DIR", "the folder to write")
         parser.option("--file-bytes", 1_000_000, "N", "the most bytes in one file")
@@ -23,12 +23,10 @@ import signal
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from errors import UserError
 from runtime.output import guard_output, log
-
-T = TypeVar("T")
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
@@ -60,19 +58,21 @@ def writes(option: str, path: Path) -> Iterator[None]:
         raise UserError(option, str(path), why, remedy) from None
 
 
-def write_json(file: Path, content: Any, **how: Any) -> None:
-    """Writes what --json asks for. Raises UserError if it cannot be written."""
-    with writes("--json", file):
-        file.write_text(json.dumps(content, indent=1, **how) + "\n", encoding="utf-8")
+def write_json(file: Path | None, content: Any, **how: Any) -> None:
+    """Writes what --json asks for, if it was given. Raises UserError if it cannot be written."""
+    if file is not None:
+        with writes("--json", file):
+            file.write_text(json.dumps(content, indent=1, **how) + "\n", encoding="utf-8")
 
 
-def reports_errors(main: Callable[..., T]) -> Callable[..., T | int]:
-    """Decorates a command's main function: a UserError is printed, and the status is 2."""
+def reports_errors(main: Callable[..., int | None]) -> Callable[..., int]:
+    """Decorates a command's main function, which returns its exit status, if any but 0. A UserError
+    is printed, and the status is 2."""
 
     @functools.wraps(main)
-    def reporting(*arguments: Any, **named: Any) -> T | int:
+    def reporting(*arguments: Any, **named: Any) -> int:
         try:
-            return main(*arguments, **named)
+            return main(*arguments, **named) or 0
         except UserError as error:
             log(f"error: {error}")
             return 2
@@ -114,12 +114,6 @@ def duration(seconds: float) -> str:
     return f"{minutes // 1440} d {minutes % 1440 // 60} h"
 
 
-def add_overrides(parser: "CommandParser") -> None:
-    """Let a command take settings after the configuration."""
-    said, metavar = "settings to override (docs/running.md)", "section.key=value"
-    parser.option("overrides", str, metavar, said, nargs="*", default=[])
-
-
 class CommandParser(argparse.ArgumentParser):
     """The options of a command, which are given in full: a prefix that happens to fit one option
     may be meant for another. An error is one line."""
@@ -145,6 +139,12 @@ class CommandParser(argparse.ArgumentParser):
     def required(self, name: str, kind: type, metavar: str, help: str, **settings: Any) -> None:
         """Adds an option that must be given."""
         self.option(name, kind, metavar, help, required=True, **settings)
+
+    def configuration(self, metavar: str, help: str) -> None:
+        """Adds the path of a configuration, and settings after it that override its own."""
+        self.option("config", str, metavar, help)
+        said, metavar = "settings to override (docs/running.md)", "section.key=value"
+        self.option("overrides", str, metavar, said, nargs="*", default=[])
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} (help: {self.prog} --help)\n")

@@ -79,8 +79,7 @@ def main() -> None:
         found = evaluate(options, device)
         if dist.get_rank() == 0:
             print(describe(found), flush=True)  # first: the file may be on a full disk
-            if options.json is not None:
-                write_json(options.json, found)
+            write_json(options.json, found)
     except UserError as error:
         refuse(error)
     dist.destroy_process_group()

@@ -5,8 +5,8 @@ writes config.json, generation_config.json, safetensors files of at most 5 GB wi
 tokenizer's files, which transformers, vLLM and similar programs load. The architecture is Llama, or
 Qwen3 for a model with norms of queries and keys, or Mistral if the number of heads does not divide
 the width, which transformers' Llama rejects (huggingface/config.py); with experts it is Mixtral or
-Qwen3-MoE (huggingface/experts.py). The checkpoint's checksums are verified first. Only one file's
-tensors are in memory at a time. The exit status is 2 if the export is refused.
+Qwen3-MoE. The checkpoint's checksums are verified first. Only one file's tensors are in memory at a
+time. The exit status is 2 if the export is refused.
 """
 
 import json
@@ -28,10 +28,7 @@ CODES = {"float32": "F32", "bfloat16": "BF16"}
 
 
 def export(
-    checkpoint: Path,
-    out: Path,
-    dtype: str = "float32",
-    file_bytes: int = FILE_BYTES,
+    checkpoint: Path, out: Path, dtype: str = "float32", file_bytes: int = FILE_BYTES
 ) -> dict[str, Any]:
     """Writes `out`, whole or not at all, and returns its config.json.
 
@@ -77,7 +74,7 @@ def export(
 
 
 @reports_errors
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser(prog="python -m tools.export", description=__doc__)
     parser.required("--checkpoint", Path, "DIR", "a checkpoint, or a run folder")
     parser.required("--out", Path, "DIR", "the folder to write, which must not exist yet")
@@ -95,7 +92,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(
             "no tokenizer.json was written: it could not reproduce this SentencePiece model exactly"
         )
-    return 0
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def said(section: Any) -> dict[str, Any]:
 
 
 @reports_errors
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser(prog="python -m tools.import_hf", description=__doc__)
     parser.required("--hf", Path, "DIR", "the folder in Hugging Face format")
     parser.required("--out", Path, "DIR", "the checkpoint to write, which must not exist yet")
@@ -90,7 +90,6 @@ def main(arguments: list[str] | None = None) -> int:
     size = read_manifest(out).num_bytes
     print(f"{out}: {num_parameters(model):,} parameters, {size:,} bytes")
     print(NEXT.format(out=out))
-    return 0
 
 
 if __name__ == "__main__":

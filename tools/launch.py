@@ -57,7 +57,7 @@ from runtime.start.environment import check_environment
 from settings.checks import validate
 from settings.layouts import valid_layout
 from settings.load import load_config
-from tools.command import CommandParser, add_overrides, at_least, reports_errors
+from tools.command import CommandParser, at_least, reports_errors
 
 # the smallest world in which tensor, pipeline and data parallelism all have two ranks
 MAX_PROCESSES = 8
@@ -268,8 +268,7 @@ def main() -> int:
     parser = CommandParser(prog="python -m tools.launch", description=__doc__)
     number = "number of processes; the layout is then that of the configuration"
     parser.option("--nproc-per-node", int, "N", number)
-    parser.option("config", str, "CONFIG.yaml", "what to train")
-    add_overrides(parser)
+    parser.configuration("CONFIG.yaml", "what to train")
     options = parser.parse_intermixed_args()
     processes, overrides = options.nproc_per_node, []
     at_least(1, nproc_per_node=processes)

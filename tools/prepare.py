@@ -33,7 +33,7 @@ def add_source_options(parser: CommandParser) -> None:
 
 
 @reports_errors
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser(prog="python -m tools.prepare", description=__doc__)
     add_source_options(parser)
     tokenizer = "a SentencePiece model (tools.tokenizer trains one), a tokenizer.json, or a folder "
@@ -94,7 +94,6 @@ def main(arguments: list[str] | None = None) -> int:
             "nothing was held out: train with train.eval_interval=0, "
             "or prepare again with a larger --heldout-fraction"
         )
-    return 0
 
 
 if __name__ == "__main__":

@@ -76,14 +76,13 @@ def _modified(path: Path) -> float:
     return path.stat().st_mtime if path.exists() else 0.0
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser(prog="python -m tools.slurm_next", description=__doc__)
     parser.option("logs", Path, "LOGS", "the folder of this start's logs, in the run folder")
     parser.option("status", int, "STATUS", "with which training ended, if it did", nargs="?")
     parser.option("--elastic", bool, None, "training continues when a node dies")
     options = parser.parse_args(arguments)
     print(*what_next(options.logs, options.status, options.elastic))
-    return 0
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def check_out(out: Path) -> None:
 
 
 @reports_errors
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser(prog="python -m tools.tokenizer", description=__doc__)
     add_source_options(parser)
     parser.required("--vocab-size", int, "N", "the number of tokens, bytes included")
@@ -71,7 +71,6 @@ def main(arguments: list[str] | None = None) -> int:
     if report.lines():
         print("\n".join(report.lines()))
     print(f"{options.out}: {tokenizer.vocab_size} tokens, sha256 {tokenizer.sha256}")
-    return 0
 
 
 if __name__ == "__main__":

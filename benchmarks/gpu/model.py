@@ -45,7 +45,7 @@ from runtime.profiling.profile import axes_of_groups
 from runtime.start.attention import describe_attention
 from tools.plan.layout import Layout
 from tools.plan.time import StepTime
-from tools.profile.summary import describe, events_of, read_trace, summarise
+from tools.profile import describe, events_of, read_trace, summarise
 from tools.rehearse.rank import rows as batch_of
 
 pytestmark = pytest.mark.usefixtures("fresh")

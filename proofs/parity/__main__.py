@@ -23,6 +23,7 @@ from pathlib import Path
 
 from model.kernels.backend import why_not_triton
 from parallel.axes import MeshSizes
+from proofs.parity import chosen
 from proofs.parity.cases import (
     QUICK_LAYOUTS,
     Case,
@@ -32,17 +33,7 @@ from proofs.parity.cases import (
     meshes_of,
     option_values,
 )
-from proofs.parity.chosen import (
-    EXPERT_LAYOUTS,
-    EXPERT_STEPS,
-    context_cases,
-    expert_layout_cases,
-    expert_values,
-    extreme_cases,
-    kernel_cases,
-    kind_cases,
-    schedule_cases,
-)
+from proofs.parity.chosen import EXPERT_LAYOUTS, EXPERT_STEPS, expert_values
 from proofs.parity.run import BOUNDS, Row, check, worst
 from proofs.ranks import Ranks
 from tools.command import CommandParser, at_least, run_command, write_json, writes
@@ -80,18 +71,18 @@ def plan(worlds: tuple[int, ...], quick: bool) -> tuple[list[tuple[Case, int]], 
     dense, of_experts = dense_covering(worlds, quick), expert_covering(worlds)
     cases = [(case, steps_of(case)) for case in dense.cases]
     cases += [(case, EXPERT_STEPS) for case in of_experts.cases]
-    cases += [(case, EXPERT_STEPS) for case in kind_cases() if case.world in worlds]
+    cases += [(case, EXPERT_STEPS) for case in chosen.kind_cases() if case.world in worlds]
     if not quick:
         for sizes in layouts_of(worlds, quick):
             # Without a pipeline, two micro-batches are enough to show every error of accumulation.
             case = Case(sizes, num_microbatches=4 if sizes.pp > 1 else 2)
             # five steps of the learning rate's warmup, and of its decay two
             cases += [(replace(case, dtype=dtype), 7) for dtype in BOUNDS]
-        kernels = [] if why_not_triton("cpu") else kernel_cases()
-        chosen = schedule_cases(worlds) + context_cases() + kernels
-        cases += [(case, 1) for case in chosen if case.world in worlds]
-        chosen = expert_layout_cases(worlds) + extreme_cases()
-        cases += [(case, EXPERT_STEPS) for case in chosen if case.world in worlds]
+        dense_ones = chosen.schedule_cases(worlds) + chosen.context_cases()
+        dense_ones += [] if why_not_triton("cpu") else chosen.kernel_cases()
+        cases += [(case, 1) for case in dense_ones if case.world in worlds]
+        with_experts = chosen.expert_layout_cases(worlds) + chosen.extreme_cases()
+        cases += [(case, EXPERT_STEPS) for case in with_experts if case.world in worlds]
     return cases, dense.impossible + of_experts.impossible
 
 
@@ -138,15 +129,14 @@ def main(arguments: list[str] | None = None) -> int:
             text = (f"{name} {value:.1e} (≤ {bounds[name]:.0e})" for name, value in found.items())
             print(f"{dtype} worst:", *text)
     print(f"{len(passed)} of {len(rows)} cases within bounds, {seconds:.0f} s")
-    if options.json:
-        report = {
-            "passed": len(passed) == len(rows),
-            "seconds": seconds,
-            "bounds": BOUNDS,
-            "impossible_pairs": impossible,
-            "rows": [row.as_json() for row in rows],
-        }
-        write_json(options.json, report, default=str)
+    report = {
+        "passed": len(passed) == len(rows),
+        "seconds": seconds,
+        "bounds": BOUNDS,
+        "impossible_pairs": impossible,
+        "rows": [row.as_json() for row in rows],
+    }
+    write_json(options.json, report, default=str)
     return 0 if rows and len(passed) == len(rows) else 1
 
 

@@ -24,13 +24,7 @@ from parallel.pipeline.schedules import SCHEDULES
 from proofs.parity.reference import has_reference, keys_to_try
 from settings.checks import validate
 from settings.config import Config
-from settings.sections import (
-    CheckpointConfig,
-    GuardConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrainConfig,
-)
+from settings.sections import CheckpointConfig, GuardConfig, OptimizerConfig, RunConfig, TrainConfig
 
 STEPS = 20
 SEED = 0
@@ -275,19 +269,15 @@ def pairs_of(case: Case, names: Iterable[str]) -> set[Pair]:
     """Every two values of the options `names` that occur together in `case`, with an effect."""
     given = {**vars(case), "pipeline": (case.schedule, case.stages_per_rank)}
     both = combinations([(name, given[name]) for name in names], 2)
-    return {(a, b) for a, b in both if has_axes_of(case.layout, a[0], b[0])}
+    return {(a, b) for a, b in both if has_axis_of(case.layout, a[0], b[0])}
 
 
-def has_axis_of(layout: MeshSizes, option: str) -> bool:
-    """Whether the layout has the axis that the option is for."""
+def has_axis_of(layout: MeshSizes, *options: str) -> bool:
+    """Whether the layout has the axes that the options are for: whether each has an effect. (In a
+    pair with the option `layout`, one device is tried with all options.)"""
     sizes = {"tp": layout.tp, "pp": layout.pp, "data": layout.dp * layout.cp}
-    return sizes.get(AXIS_OF.get(option, ""), 2) > 1
-
-
-def has_axes_of(layout: MeshSizes, a: str, b: str) -> bool:
-    """Whether both options have an effect on the layout. (One device is tried with all options.)"""
-    alone = a == "layout" and layout.world == 1
-    return alone or (has_axis_of(layout, a) and has_axis_of(layout, b))
+    alone = "layout" in options and layout.world == 1
+    return alone or all(sizes.get(AXIS_OF.get(option, ""), 2) > 1 for option in options)
 
 
 def wanted_pairs(values: Mapping[str, Sequence[object]]) -> list[Pair]:
@@ -298,7 +288,7 @@ def wanted_pairs(values: Mapping[str, Sequence[object]]) -> list[Pair]:
         ((a, x), (b, y))
         for (a, a_values), (b, b_values) in combinations(values.items(), 2)
         for x, y in product(a_values, b_values)
-        if any(has_axes_of(at, a, b) for at in ([x] if a == "layout" else layouts))
+        if any(has_axis_of(at, a, b) for at in ([x] if a == "layout" else layouts))
     ]
 
 

@@ -1,7 +1,6 @@
 """The reference of model/attention/causal.py: a masked softmax, with rotary embeddings."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -10,37 +9,29 @@ from model.config import ModelConfig
 from proofs.parity.reference import Norm
 
 
-@dataclass(frozen=True)
-class Rotary:
-    """Frequencies of the rotary embedding. With a factor above 1, they are scaled as in Llama 3.1:
+def frequency(exponent: float, config: ModelConfig) -> float:
+    """A frequency of the rotary embedding. With a factor above 1, it is scaled as in Llama 3.1:
     wavelengths above `original` / `low` are stretched by the factor, those below `original` /
     `high` are not. In between, a frequency is interpolated between the two, linearly in the number
     of its wavelengths that fit into `original`."""
-
-    theta: float
-    factor: float = 1.0
-    low: float = 1.0
-    high: float = 4.0
-    original: int = 8192
-
-    def frequency(self, exponent: float) -> float:
-        frequency = self.theta**-exponent
-        wavelength = 2 * math.pi / frequency
-        if wavelength > self.original / self.low:
-            return frequency / self.factor
-        if wavelength < self.original / self.high:
-            return frequency
-        share = (self.original / wavelength - self.low) / (self.high - self.low)
-        return share * frequency + (1 - share) * frequency / self.factor
+    factor, original = config.rope_scaling_factor, config.rope_original_length
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    plain = config.rope_theta**-exponent
+    wavelength = 2 * math.pi / plain
+    if wavelength > original / low:
+        return plain / factor
+    if wavelength < original / high:
+        return plain
+    share = (original / wavelength - low) / (high - low)
+    return share * plain + (1 - share) * plain / factor
 
 
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+def rotate(x: Tensor, config: ModelConfig) -> Tensor:
     """Rotary embedding of x [B, H, S, E]: the pair (i, i + E/2) is a complex number, rotated by
     the angle position · frequency."""
     half = x.shape[-1] // 2
-    frequencies = torch.tensor(
-        [rotary.frequency(i / half) for i in range(half)], dtype=torch.float64
-    )
+    found = [frequency(i / half, config) for i in range(half)]
+    frequencies = torch.tensor(found, dtype=torch.float64)
     angles = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), frequencies)  # [S, E/2]
     turn = torch.polar(torch.ones_like(angles), angles).to(
         torch.complex128 if x.dtype == torch.float64 else torch.complex64
@@ -55,13 +46,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.rotary = Rotary(
-            config.rope_theta,
-            config.rope_scaling_factor,
-            config.rope_low_freq_factor,
-            config.rope_high_freq_factor,
-            config.rope_original_length,
-        )
+        self.config = config
         dim, head_dim, eps = config.dim, config.head_dim, config.norm_eps
         self.query = nn.Linear(dim, self.num_heads * head_dim, bias=False)
         self.key = nn.Linear(dim, self.num_kv_heads * head_dim, bias=False)
@@ -76,8 +61,8 @@ class Attention(nn.Module):
         def heads(y: Tensor, count: int) -> Tensor:  # [B, count, S, E]
             return y.view(batch, length, count, -1).transpose(1, 2)
 
-        q = rotate(self.query_norm(heads(self.query(x), self.num_heads)), self.rotary)
-        k = rotate(self.key_norm(heads(self.key(x), self.num_kv_heads)), self.rotary)
+        q = rotate(self.query_norm(heads(self.query(x), self.num_heads)), self.config)
+        k = rotate(self.key_norm(heads(self.key(x), self.num_kv_heads)), self.config)
         v = heads(self.value(x), self.num_kv_heads)
         shared = self.num_heads // self.num_kv_heads
         k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import Any
 from unittest.mock import patch
 
@@ -24,13 +25,13 @@ from model.config import ModelConfig
 from model.initialise import draw_rows
 from model.router import routers_of
 from parallel import context
+from parallel.collectives import by_rank
 from parallel.mesh import build_mesh
 from parallel.placement import local_region
 from proofs.parity.cases import BATCH, BOS, SEED, SEQ_LEN, STEPS, Case
 from proofs.parity.reference import IGNORE, Reference
 from proofs.parity.reference_experts import FeedForward, auxiliary_losses, experts_of
 from proofs.parity.reference_training import Training
-from proofs.parity.routing import recording
 from proofs.ranks import RankError, Ranks
 from settings.config import DTYPES, Config
 from settings.sections import OptimizerConfig
@@ -39,6 +40,9 @@ from training.step import StepResult, TrainStep
 
 # canonical name, region of the global tensor, values; `Choices` are parts too, by layer
 Part = tuple[str, tuple[slice, ...], Tensor]
+# layer, rows of the global batch and positions in the sequence, experts [rows, positions, k]
+Choices = tuple[int, tuple[Tensor, Tensor], Tensor]
+Choose = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # BaseRouter.choose
 # introduces a bug on a rank (tests/proofs/test_controls.py)
 Sabotage = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -87,6 +91,39 @@ def make_step(config: Config, device: str = "cpu") -> TrainStep:
     sizes = config.parallel.mesh_sizes(dist.get_world_size())
     mesh = build_mesh(sizes, device, config.model.has_experts)
     return TrainStep(config, mesh, build_stages(config, mesh), BOS)
+
+
+@contextlib.contextmanager
+def recording(step: TrainStep) -> Iterator[list[Choices]]:
+    """Record what this rank's tokens choose. Forwards of a stage come in the order of their
+    micro-batches. (A recomputation that chooses again is taken for one of them, and has other
+    tokens.)"""
+    found: list[Choices] = []
+    train, parallel, mesh = step.config.train, step.config.parallel, step.mesh
+    positions = step.cp.cut(torch.arange(train.seq_len), 0)
+    if parallel.sequence_parallel and mesh.tp.size > 1:  # else tp_pieces cuts nothing
+        positions = by_rank(positions, mesh.tp.size, parallel.tp_pieces)[mesh.tp.rank]
+    height, of_rank = train.micro_batch_size, train.global_batch_size // mesh.batch.size
+    starts = range(mesh.batch.rank * of_rank, (mesh.batch.rank + 1) * of_rank, height)
+
+    def recorder(layer: int, choose: Choose) -> Choose:
+        first_rows = cycle(starts)
+
+        def recorded(logits: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
+            experts, counts = choose(logits, sequences)
+            rows = torch.arange(height) + next(first_rows)
+            chosen = experts.sort(1).values.unflatten(0, (len(positions), height))
+            found.append((layer, (rows[:, None], positions), chosen.transpose(0, 1).double()))
+            return experts, counts
+
+        return recorded
+
+    with contextlib.ExitStack() as patches:
+        for stage in step.stages.values():
+            for layer, router in routers_of(stage):
+                recorded = recorder(layer, router.choose)
+                patches.enter_context(patch.object(router, "choose", recorded))
+        yield found
 
 
 def run_on_ranks(case: Case, steps: int, sabotage: Sabotage = contextlib.nullcontext) -> Run:

@@ -153,7 +153,7 @@ def axes_of_groups(mesh: Mesh) -> dict[str, str]:
 @contextmanager
 def marked_collectives(axes: dict[str, str]) -> Iterator[None]:
     """Mark every collective of this process, and every wait for one, in the trace, such as
-    `tp: allreduce #17` and `tp: wait allreduce #17` (tools/profile/summary.py reads the marks)."""
+    `tp: allreduce #17` and `tp: wait allreduce #17` (tools/profile.py reads the marks)."""
     numbers = itertools.count()
     # collective → the name that marks the wait for it
     waiting: weakref.WeakKeyDictionary[Work, str] = weakref.WeakKeyDictionary()

@@ -15,7 +15,7 @@ from tests.proofs.parity_tiers import thorough_but
 from tools.generate import loop
 from tools.generate.cache import KeyValueCache, LayerCache
 from tools.generate.load_model import empty_model
-from tools.generate.sampling import Sampling, draw
+from tools.generate.loop import Sampling, draw
 
 GREEDY = Sampling(temperature=0)
 LONG = 60  # tokens

@@ -20,8 +20,7 @@ from tests.huggingface.huggingface_models import SMALL, RoundTrip, write_theirs
 from tools.export import export
 from tools.generate import __main__ as program
 from tools.generate.load_model import Loaded, load_model
-from tools.generate.loop import generate
-from tools.generate.sampling import Sampling
+from tools.generate.loop import Sampling, generate
 from tools.huggingface.checkpoint_reader import newest
 
 

@@ -27,8 +27,7 @@ from tests.huggingface.huggingface_models import (
 from tests.runs import said_by
 from tools.export import export
 from tools.generate.load_model import check_split, load_model
-from tools.generate.loop import generate
-from tools.generate.sampling import Sampling
+from tools.generate.loop import Sampling, generate
 
 PROMPTS = [[5, 17, 300, 41, 8], [7, 99]]
 COUNT = 8

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from errors import UserError
 from tests.data_samples import sentencepiece_model, tokenizer
 from tools.generate import loop
-from tools.generate.loop import UNFINISHED
-from tools.generate.sampling import Sampling, draw, draw_over_tp, probabilities
+from tools.generate.loop import UNFINISHED, Sampling, draw, draw_over_tp, probabilities
 
 
 @pytest.mark.parametrize("temperature", [0.3, 5.0])

@@ -22,7 +22,7 @@ from tests import ROOT
 from tests.data_samples import prepared
 from tests.gpu.bench import train
 from tests.runs import write_config
-from tools.timeline.measured import from_chrome
+from tools.timeline.panels import from_chrome
 
 pytestmark = [
     pytest.mark.gpu,

@@ -28,9 +28,8 @@ from settings.load import dump_config, load_config
 from tests.runs import LAYOUT_3D, names, train_run, write_config
 from tools.plan.layout import Layout
 from tools.plan.traffic import by_axis, collectives
-from tools.profile.__main__ import main
-from tools.profile.summary import describe, length, read_trace, summarise
-from tools.timeline.measured import from_chrome
+from tools.profile import describe, length, main, read_trace, summarise
+from tools.timeline.panels import from_chrome
 
 
 def test_intervals_are_sets_of_points():

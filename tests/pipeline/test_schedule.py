@@ -384,6 +384,6 @@ def test_pure_modules_need_no_torch():
     torch is made to fail."""
     modules = [f"parallel.pipeline.{n}" for n in ("actions", "schedules", "simulate", "lower")]
     modules += ["parallel.pipeline.balance", "costs.timeline", "parallel.pipeline.check"]
-    modules += ["tools.timeline.measured"]
+    modules += ["tools.timeline.panels"]
     code = f"import sys; sys.modules['torch'] = None\nfor m in {modules}: __import__(m)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

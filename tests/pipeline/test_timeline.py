@@ -15,8 +15,7 @@ from parallel.pipeline.simulate import Costs, Event, simulate
 from runtime.profiling import trace as writer
 from tools.timeline.__main__ import main
 from tools.timeline.draw import INK, draw, inline
-from tools.timeline.measured import from_chrome
-from tools.timeline.panels import ascii_lanes, simulated_panels
+from tools.timeline.panels import ascii_lanes, from_chrome, simulated_panels
 
 SIZES = "--stages 2 --micro-batches 4"
 

@@ -11,7 +11,7 @@ from settings.config import Config
 from settings.data_stages import data_stage_of, data_stages, tokens_after
 from settings.load import dump_config, load_config, load_saved
 from tests import ROOT
-from tools.plan.data_stage import one_stage
+from tools.plan.memory import one_stage
 from training.learning_rate import learning_rate
 
 LAPTOP = str(ROOT / "configs/laptop.yaml")  # 64 × 128 tokens, 160 steps

@@ -73,8 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
         remedy = "give a part of a name in the list of specimens"
         raise UserError("--only", options.only, "no specimen's name contains it", remedy)
     reports = compiler.compile_all(launches)
-    if options.json is not None:
-        write_json(options.json, reports)
+    write_json(options.json, reports)
     print(f"compiled by Triton {compiler.triton.__version__}\n\n{compiler.describe(reports)}")
     failed = [report for report in reports if report["faults"]]
     for report in failed:

@@ -2,7 +2,6 @@
 
 __main__.py      the command
 load_model.py    loads the weights, whole or sharded over tp, from a checkpoint or exported folder
-loop.py          the generation loop: one token per step
-sampling.py      selects the next token from the logits: temperature and top-k
+loop.py          the generation loop, one token per step, drawn by temperature and top-k
 cache.py         the key/value cache
 """

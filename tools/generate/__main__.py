@@ -27,8 +27,7 @@ from runtime.start.init import init_distributed
 from settings.config import DTYPES
 from tools.command import CommandParser, at_least, run_command
 from tools.generate.load_model import load_model
-from tools.generate.loop import continue_text
-from tools.generate.sampling import Sampling
+from tools.generate.loop import Sampling, continue_text
 
 
 def run(options: argparse.Namespace, device: str) -> None:

@@ -5,7 +5,6 @@ combines them into the costs of a run.
 
 __main__.py    the command
 summary.py     all figures of one job, and what is printed
-data_stage.py  which data stage of a run is planned
 hardware.py    a device by name, or from a file of rates
 layout.py      what one rank of the world holds: units, and their weights as FSDP shards them
 memory.py      the bytes of a rank's program, action by action, and every rank's peak

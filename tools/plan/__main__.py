@@ -21,18 +21,11 @@ from settings.checks import validate
 from settings.config import Config
 from settings.layouts import valid_layout
 from settings.load import load_config
-from tools.command import (
-    CommandParser,
-    add_overrides,
-    at_least,
-    reports_errors,
-    run_command,
-    write_json,
-)
-from tools.plan.data_stage import add_data_stage, one_stage
+from tools.command import CommandParser, at_least, reports_errors, run_command, write_json
 from tools.plan.guide import zero_table
 from tools.plan.hardware import DEVICES, find_device
 from tools.plan.layout import check_gpus, world_of
+from tools.plan.memory import one_stage
 from tools.plan.search import describe_search, search
 from tools.plan.summary import describe_plan, summarise
 
@@ -43,13 +36,12 @@ MODES = {  # the options that each reads, apart from config and overrides
 
 
 @reports_errors
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser(prog="python -m tools.plan", description=__doc__)
     add = parser.option
-    add("config", str, "CONFIG", "a configuration file")
-    add_overrides(parser)
+    parser.configuration("CONFIG", "a configuration file")
     add("--gpus", int, "N", "number of GPUs (default: as described above)")
-    add_data_stage(parser)
+    add("--data-stage", int, "K", "number of a data stage (default: the one with the highest peak)")
     add("--device", "h100", "NAME", f"{', '.join(DEVICES)}, or a JSON file of rates")
     add("--search", bool, None, "search all layouts, whatever CONFIG has")
     add("--imbalance", 1.0, "F", "the slowest rank's experts receive F times their share of rows")
@@ -64,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.guide is not None:
         check_gpus("--guide", options.guide)
         print(zero_table(config, options.guide))
-        return 0
+        return
     world = world_of(options.config, config, options.gpus)
     if not options.search:
         config, world = valid_layout(config, world)
@@ -83,9 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(describe_plan(plan))
     if searched is not None:
         plan["search"] = searched.as_dict()
-    if options.json is not None:
-        write_json(options.json, plan)
-    return 0
+    write_json(options.json, plan)
 
 
 def check_options(parser: CommandParser, options: argparse.Namespace, config: Config) -> None:

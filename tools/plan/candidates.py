@@ -126,7 +126,13 @@ class Pipeline:
         self.blocks = [0] * self.pp  # of each rank
         for rank, count in zip(where, counts, strict=True):
             self.blocks[rank] += count
-        self.parameters = self._shares()
+        # of each rank: its share of all blocks' parameters, and those of the model's ends
+        self.parameters: list[Numbers] = []
+        for rank, number in enumerate(self.blocks):
+            ends = (rank == self.first) + (rank == self.last)
+            rest, experts = (round(number * n / stage.blocks) for n in stage.numel)
+            rest += ends * stage.layout.embedding.numel
+            self.parameters.append(Numbers(rest, experts))
         growing = self.schedule in GROWING
         # forwards and backwards alternate for long
         self.steady = m >= 4 * self.pp and not growing
@@ -139,15 +145,6 @@ class Pipeline:
         kept = [number * stage.kept for number in live]
         self.held = {*zip(self.parameters, kept, strict=True)}
         self._slowest: dict[bool, tuple[Part, Numbers, int, float]] = {}
-
-    def _shares(self) -> list[Numbers]:
-        """Each rank's parameters: its share of all blocks', and those of the model's ends."""
-        stage, shares = self.stage, []
-        for rank, number in enumerate(self.blocks):
-            ends = (rank == self.first) + (rank == self.last)
-            rest, experts = (round(number * n / stage.blocks) for n in stage.numel)
-            shares.append(Numbers(rest + ends * stage.layout.embedding.numel, experts))
-        return shares
 
     # --- bytes ---
 

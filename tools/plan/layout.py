@@ -240,10 +240,6 @@ class Layout:
     def splits_backward(self) -> bool:
         return splits_backward(self.schedule)
 
-    @property
-    def kinds_of_actions(self) -> tuple[Kind, ...]:
-        return KINDS[self.splits_backward]
-
     # --- between steps ---
 
     def bytes_of_states(self, weight: LocalWeight, shape: Sequence[int] | None = None) -> int:
@@ -315,12 +311,7 @@ class Layout:
         return [(part, one) for part in parts for one in self.gathered(*(units[i] for i in part))]
 
     def phase(
-        self,
-        kind: Kind,
-        unit: Unit,
-        first: bool = False,
-        last: bool = False,
-        begun: bool = True,
+        self, kind: Kind, unit: Unit, first: bool = False, last: bool = False, begun: bool = True
     ) -> Phase:
         """What a unit does in an action of this kind. `first`: the unit is the first of a stage
         whose input comes from another stage; `last`: it is the last of a stage whose output goes to

@@ -5,6 +5,7 @@
     Whole      what is allocated instead where no rank shares the weights (parallel/whole.py)
     Memory     a rank's program, in the order of parallel/pipeline/runner.py, unit by unit
     peaks      the peak of every pipeline rank, in a step with few micro-batches
+    one_stage  the data stage of a run that is planned: that with the highest peak
 
 What a unit's forward or backward keeps and frees, and its peak, are recorded from its code
 (costs/units.py). To these the others add the weights and their gradients, the messages of the
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from costs.recorder import Effect, Phase
 from costs.units import position_bytes
+from errors import UserError
 from parallel.fsdp_units import input_buffers
 from parallel.memory import (
     ACTIVATIONS,
@@ -42,6 +44,8 @@ from parallel.pipeline.actions import (
     result_of,
 )
 from parallel.pipeline.lower import Exchange
+from settings.config import Config
+from settings.data_stages import data_stages
 from tools.plan.layout import Gathered, Layout
 from training.update import group_bytes
 
@@ -451,3 +455,24 @@ def peaks(layout: Layout) -> Iterator[int]:
     rest = batch_bytes(layout) - batch_bytes(short)
     for rank in range(p.pp):
         yield Memory(short.at(rank)).peak + rest
+
+
+# --- which job is planned: one data stage of a run (settings/data_stages.py) at a time ---
+
+
+def one_stage(config: Config, world: int, number: int | None) -> tuple[Config, str]:
+    """The configuration of data stage `number`, or of the one that needs the most memory on some
+    rank; and a line that says which, empty for a run of only one. Raises UserError."""
+    stages = [stage.config for stage in data_stages(config)]
+    last = len(stages) - 1
+    if number is not None and not 0 <= number <= last:
+        why = f"the configuration has the data stages 0 to {last}"
+        raise UserError("--data-stage", number, why, "choose one of them")
+    if not last:
+        return config, ""
+    if number is not None:
+        return stages[number], f"data stage {number} of 0 to {last}"
+    most = [max(peaks(Layout(stage, world, 0))) for stage in stages]
+    number = most.index(max(most))
+    each = ", ".join(f"{peak / 1e9:.2f}" for peak in most)
+    return stages[number], f"data stage {number} of 0 to {last}, whose peaks are {each} GB"

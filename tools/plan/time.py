@@ -182,7 +182,7 @@ class StepTime:
         """A unit's part of the seconds of each action: computation and exposed communication over
         tp and cp. `split`: whether the schedule splits backward (default: the layout's); otherwise
         `input_grad` holds the whole backward."""
-        kinds = self.layout.kinds_of_actions if split is None else KINDS[split]
+        kinds = KINDS[self.layout.splits_backward if split is None else split]
         each = [self.cost(unit, kind).total for kind in kinds]
         return Part(*each, *[0.0] * (3 - len(each)))
 
@@ -392,7 +392,7 @@ def seconds_on_the_wire(
     m, (gathers, reductions) = layout.num_microbatches, times_a_step(layout)
     table: dict[str, tuple[float, float]] = {}
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
-    costs = [time.cost(unit, kind) for unit in units for kind in layout.kinds_of_actions]
+    costs = [time.cost(unit, kind) for unit in units for kind in KINDS[layout.splits_backward]]
     for axis in ("tp", "cp", "ep"):  # recorded from the units
         wire = m * sum(cost.wire.get(axis, 0.0) for cost in costs)
         table[axis] = wire, m * sum(cost.exposed.get(axis, 0.0) for cost in costs)

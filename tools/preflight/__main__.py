@@ -47,7 +47,7 @@ from runtime.start.host import raise_open_files
 from settings.config import Config
 from settings.layouts import layout_sizes, valid_layout
 from settings.load import load_config
-from tools.command import CommandParser, add_overrides, reports_errors, run_command, table
+from tools.command import CommandParser, reports_errors, run_command, table
 from tools.preflight.links import Links, judge_links
 from tools.preflight.node import look_at_node
 
@@ -191,7 +191,7 @@ def judge(
     out = {n: str(excluded[name].get("reason")) for n, name in enumerate(names) if name in excluded}
     needed = len(names) - options.spare_nodes
     if config.parallel.layouts:  # with fewer nodes, a smaller layout fits
-        least = least_nodes(layout_sizes(config), options.ranks_per_node)
+        least = math.ceil(min(layout_sizes(config)) / options.ranks_per_node)
         needed = max(least, min(needed, len(names) - len(failed)))
     chosen = choose({*range(len(names))} - failed.keys(), out, slow, needed)
 
@@ -211,11 +211,6 @@ def judge(
     return chosen
 
 
-def least_nodes(sizes: list[int], ranks_per_node: int) -> int:
-    """How many nodes the smallest layout needs."""
-    return math.ceil(min(sizes) / ranks_per_node)
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -227,7 +222,7 @@ def read_config(options: argparse.Namespace, num_nodes: int) -> Config:
     world = (num_nodes - options.spare_nodes) * options.ranks_per_node
     loaded = load_config(options.config, options.overrides)
     if options.min_nodes is not None:
-        least = least_nodes(layout_sizes(loaded) or [world], options.ranks_per_node)
+        least = math.ceil(min(layout_sizes(loaded) or [world]) / options.ranks_per_node)
         if options.min_nodes < least:
             why = f"the smallest layout needs {least} nodes, so the ranks of fewer are refused"
             raise UserError("MIN_NODES", options.min_nodes, why, f"give MIN_NODES={least} or more")
@@ -247,8 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.option("--node-names", str, "A,B,…", names, default="")
     limit = "time limit after the import of torch; reports are due after half of it"
     parser.option("--seconds", 55.0, "S", limit)
-    parser.option("config", str, "CONFIG.yaml", "what to train")
-    add_overrides(parser)
+    parser.configuration("CONFIG.yaml", "what to train")
     options = parser.parse_args(arguments)
     deadline = time.monotonic() + options.seconds
     check_environment(is_rank=False)

@@ -24,23 +24,13 @@ from typing import Any
 from settings.config import Config
 from settings.layouts import valid_layout
 from settings.load import load_config
-from tools.command import (
-    CommandParser,
-    add_overrides,
-    at_least,
-    reports_errors,
-    run_command,
-    table,
-    write_json,
-    writes,
-)
-from tools.plan.data_stage import add_data_stage, one_stage
-from tools.plan.hardware import GB, Device, find_device
+from tools.command import CommandParser, at_least, reports_errors, run_command, write_json, writes
+from tools.plan.hardware import GB, find_device
 from tools.plan.layout import Layout, world_of
-from tools.plan.memory import Memory
+from tools.plan.memory import Memory, one_stage
 from tools.plan.traffic import by_axis, over_groups
 from tools.rehearse.operators import describe_operators, recording
-from tools.rehearse.races import checking
+from tools.rehearse.races import checking, describe_races
 from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse, title
 
 
@@ -72,33 +62,14 @@ def describe(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def describe_races(report: dict[str, Any], device: Device) -> str:
-    found = report["findings"]
-    rows = [(f"one step, with times on {device.name}", "count", "MB", "bare", "GFLOP beside",
-             "wire ms", "exposed ms")]  # fmt: skip
-    for name, row in report["overlap"].items():
-        size, beside = f"{row['bytes'] / 1e6:,.3f}", f"{row['flops'] / 1e9:,.3f}"
-        seconds = (f"{1e3 * row[each]:,.3f}" for each in ("wire_seconds", "exposed_seconds"))
-        rows.append((name, f"{row['count']:,}", size, f"{row['bare']:,}", beside, *seconds))
-    return "\n".join(
-        [
-            f"{title(report)}: {len(found)} findings in {report['operators']:,} operators; "
-            f"{report['compared']:,} pairs of accesses compared",
-            *(f"  {finding}" for finding in found),
-            "",
-            table(rows),
-        ]
-    )
-
-
 @reports_errors
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m tools.rehearse", description=__doc__)
-    parser.option("config", str, "CONFIG", "a configuration file")
-    add_overrides(parser)
+    parser.configuration("CONFIG", "a configuration file")
     parser.option("--rank", 0, "R", "the rank to run")
     parser.option("--gpus", int, "N", "number of ranks")
-    add_data_stage(parser)
+    which = "number of a data stage (default: the one with the highest peak)"
+    parser.option("--data-stage", int, "K", which)
     instead = parser.add_mutually_exclusive_group()
     for name, text in {
         "--operators": "show every operator of a step with the line that causes it, and only that",
@@ -130,8 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
         report = run(1)
         report["planned"] = beside_the_plan(config, report)
         print(describe(report))
-    if options.json is not None:
-        write_json(options.json, report)
+    write_json(options.json, report)
     return int(bool(report.get("findings")))
 
 

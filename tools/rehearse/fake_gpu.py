@@ -48,11 +48,6 @@ class OnFakeGpu(AsOnGpu):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def to_fake_gpu(tensor: Tensor, _: str) -> Tensor:
-    """Takes the place of parallel.mesh.to_device, which treats only cuda as a GPU."""
-    return to_device(tensor, "cuda")
-
-
 @contextmanager
 def fake_gpu() -> Iterator[Device]:
     """A context in which modules sharded over a mesh are on the fake GPU, and code treats its
@@ -64,8 +59,9 @@ def fake_gpu() -> Iterator[Device]:
         patch.multiple(torch.cuda, **{name: getattr(device, name) for name in _CUDA}),
         patch(of_mesh, lambda mesh: torch.device(DEVICE)),
         patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
-        patch("training.step.to_device", to_fake_gpu),
-        patch("model.documents.to_device", to_fake_gpu),
+        # to_device itself treats only cuda as a GPU
+        patch("training.step.to_device", lambda tensor, _: to_device(tensor, "cuda")),
+        patch("model.documents.to_device", lambda tensor, _: to_device(tensor, "cuda")),
         OnFakeGpu(device),
     ):
         yield device

@@ -58,6 +58,7 @@ from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.save import Saver
 from runtime.log.run_log import RunLog
 from runtime.trainer_state import DataState
+from tools.command import table
 from tools.plan.layout import Layout
 from tools.plan.time import StepTime
 from tools.rehearse.accesses import Accesses, Block
@@ -65,6 +66,7 @@ from tools.rehearse.device import INDEX, Device, Stream
 from tools.rehearse.fake_gpu import OnFakeGpu
 from tools.rehearse.findings import Findings, line
 from tools.rehearse.overlap import Computing, Flight, Overlap
+from tools.rehearse.rank import title
 from tools.rehearse.tape import ONE_RANK, Tape
 from training.step import TrainStep
 
@@ -346,3 +348,25 @@ def _in_a_thread(device: Device, backward: Callable[..., None]) -> Callable[...,
         done.result()
 
     return run
+
+
+# --- the report ---
+
+
+def describe_races(report: dict[str, Any], device: Rates) -> str:
+    found = report["findings"]
+    rows = [(f"one step, with times on {device.name}", "count", "MB", "bare", "GFLOP beside",
+             "wire ms", "exposed ms")]  # fmt: skip
+    for name, row in report["overlap"].items():
+        size, beside = f"{row['bytes'] / 1e6:,.3f}", f"{row['flops'] / 1e9:,.3f}"
+        seconds = (f"{1e3 * row[each]:,.3f}" for each in ("wire_seconds", "exposed_seconds"))
+        rows.append((name, f"{row['count']:,}", size, f"{row['bare']:,}", beside, *seconds))
+    return "\n".join(
+        [
+            f"{title(report)}: {len(found)} findings in {report['operators']:,} operators; "
+            f"{report['compared']:,} pairs of accesses compared",
+            *(f"  {finding}" for finding in found),
+            "",
+            table(rows),
+        ]
+    )

@@ -17,7 +17,7 @@ import torch
 
 from costs.setting import routing
 from errors import UserError
-from model.transformer import Transformer, vocabulary
+from model.transformer import vocabulary
 from parallel.mesh import Mesh
 from runtime.metrics.metrics import peak_memory_bytes
 from runtime.signals import end_with_parent
@@ -50,11 +50,12 @@ def rehearse(
     with (
         one_rank(sizes, rank, DEVICE, config.model.has_experts) as mesh,
         fake_gpu() as device,
+        patch("training.build.initialise", lambda stage, seed: None),  # there is no weight to draw
         routing(replace(config.setting(), ep_rank=mesh.ep.rank)) as experts,
         watching(mesh, device) as tape,
     ):
         experts.reads = tape.numbers_read
-        stages = build_without_data(config, mesh)
+        stages = build_stages(config, mesh)
         tape.built(stages.values())
         train = TrainStep(config, mesh, stages, bos_id=0)
         train.record = tape.record
@@ -74,12 +75,6 @@ def rehearse(
             "seconds": round(time.perf_counter() - began, 2),
             "host_bytes": peak_memory_bytes("cpu"),
         }
-
-
-def build_without_data(config: Config, mesh: Mesh) -> dict[int, Transformer]:
-    """The stages of a rank on the fake GPU, where there is no weight to draw."""
-    with patch("training.build.initialise", lambda stage, seed: None):
-        return build_stages(config, mesh)
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -20,13 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from costs.as_on_gpu import DEVICE
 from costs.collectives import Call, Work, call_of, group_of, returned
-from costs.operators import (
-    host_copy,
-    name_of,
-    needs_value,
-    on_device,
-    tensors_of,
-)
+from costs.operators import host_copy, name_of, needs_value, on_device, tensors_of
 from costs.storages import StorageWatch, watch_resizes
 from parallel.axes import EXPERT_AXES
 from parallel.mesh import Mesh

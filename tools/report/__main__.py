@@ -38,7 +38,7 @@ def ledger_lines(run: Run) -> list[str]:
 
 
 @reports_errors
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser(prog="python -m tools.report", description=__doc__)
     parser.option("run", Path, "RUN", "the run folder (run.dir)")
     parser.option("--out", Path, "FILE", "the page to write: .html")
@@ -68,7 +68,6 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(ledger_lines(run)))
     for path in filter(None, (out, png)):
         print(f"wrote {path}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -39,10 +39,6 @@ class Run:
     events: list[Event]  # events.jsonl
     seconds: dict[str, float]  # by cause (runtime/log/ledger.py)
 
-    def last(self, event: str) -> Event:
-        """The newest event of that kind."""
-        return next((e for e in reversed(self.events) if e["event"] == event), {})
-
     def points(self, key: str, scale: float = 1.0) -> Points:
         """(step, value) of every record whose value can be drawn on an axis, sorted by step."""
         found = ((record["step"], record.get(key)) for record in self.records)

@@ -3,6 +3,5 @@
 
 __main__.py  the command
 panels.py    makes timelines of simulated schedules and of a measured step; prints them as text
-measured.py  reads a measured step
 draw.py      draws timelines as a picture
 """

@@ -39,7 +39,7 @@ def costs(text: str) -> tuple[float, ...]:
 
 
 @reports_errors
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser(prog="python -m tools.timeline", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     names = f"one or more of {', '.join(SCHEDULES)}"
@@ -83,11 +83,10 @@ def main(arguments: list[str] | None = None) -> int:
     unit = "ms" if schedules is None else ""
     if out is None:
         print_panels(panels, unit)
-        return 0
+        return
     with writes("--out", out):
         save(draw(panels, unit), out)
     print(*(f"{panel.title}\n  {panel.caption}" for panel in panels), f"wrote {out}", sep="\n")
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,11 @@
-"""Summarise a torch profiler trace: seconds of compute, communication by axis and idle per step.
+"""Shows where the time of a profiled step went: `python -m tools.profile RUN`, after
+run.profile=start:stop (docs/profiling.md).
+
+Prints for each trace in RUN/profile, or for one trace file: compute time, communication by axis and
+how much of it is exposed, idle time, and a GPU's kernels that took the most time. It reads
+only the traces. Of a run's folder, it also writes the numbers to RUN/profile/summary-rank-….json.
+
+Seconds per step:
 
     GPU   compute        time in which a kernel other than NCCL's runs
           communication  time in which an NCCL kernel runs; exposed: while no other kernel runs. A
@@ -12,8 +19,7 @@
           compute        time in which that thread is in an operator, and not in such a wait
           idle           the rest: Python between operators, waiting for data, a log line
 
-So compute + copies + exposed communication + idle = the step. Everything here is a pure function of
-the trace and needs no torch.
+So compute + copies + exposed communication + idle = the step.
 
 The axis of a collective: on a GPU, the kernel names its process group, and the trace file has the
 axis of each group under `lattice`. Batched sends and receives name no group
@@ -24,15 +30,18 @@ runtime/profiling/profile.py marks each collective with its axis.
 import gzip
 import json
 import math
+import os
 import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from glob import escape, glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from errors import UserError
-from tools.command import table
+from runtime.files import write_or_warn
+from tools.command import CommandParser, reports_errors, run_command, table
 
 Interval = tuple[float, float]  # begin, end; empty if the end is not later
 STEP = re.compile(r"step (\d+)")
@@ -101,7 +110,7 @@ def events_of(trace: dict[str, Any]) -> Iterator[Event]:
 
 
 def summarise(trace: dict[str, Any], name: str = "") -> dict[str, Any]:
-    """Summarise a trace as seconds per step, averaged over its steps.
+    """Summarise a trace as seconds per step, averaged over its steps, without torch.
 
     The keys are `steps` (their numbers), `step_seconds`, `compute`, `copies`, `exposed`, `idle`;
     `communication`: axis → `seconds`, `exposed`, `calls`; `top`: a GPU's kernels that took the most
@@ -252,3 +261,29 @@ def describe(summary: dict[str, Any]) -> str:
             *([f"kernels, by time\n{table(top, left=(3,))}"] if on_gpu else []),
         ]
     )
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@reports_errors
+def main(arguments: list[str] | None = None) -> None:
+    parser = CommandParser(prog="python -m tools.profile", description=__doc__)
+    parser.option("run", Path, "RUN", "a run folder, or a trace file")
+    run = parser.parse_args(arguments).run
+    names = sorted(glob(os.path.join(escape(str(run)), "profile", "step-*.json.gz")))
+    traces = [run] if os.path.isfile(run) else [Path(name) for name in names]
+    if not traces:
+        raise UserError("RUN", str(run), "has no profile/step-….json.gz", REMEDY)
+    for path in traces:
+        summary = summarise(read_trace(path), str(path))
+        print(describe(summary), end="\n\n")
+        if path != run:
+            rank = path.name.removesuffix(".json.gz").partition("-rank-")[2]
+            # in place of the summary of the rank's earlier steps
+            file = path.with_name(f"summary-rank-{rank}.json")
+            write_or_warn(file, json.dumps(summary, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run_command(main)
