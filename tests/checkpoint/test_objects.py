@@ -82,12 +82,14 @@ def test_every_interruption_leaves_nothing_that_only_looks_complete(url, tmp_pat
     assert before.bytes == manifest.files[trainer.name].bytes
     write_manifest(new, manifest)
     total = Flaky(f"{url}-total", 10**6)
-    push(open_store(f"{url}-total"), FIXTURE) if replaces else None
+    if replaces:
+        push(open_store(f"{url}-total"), FIXTURE)
     push(total, new)
     assert total.made > 5
     for allowed in range(total.made):
         place, back = f"{url}-{allowed}", tmp_path / str(allowed)
-        push(open_store(place), FIXTURE) if replaces else None
+        if replaces:
+            push(open_store(place), FIXTURE)
         with pytest.raises(Dropped):
             push(Flaky(place, allowed), new)
         if complete(open_store(place)):

@@ -54,7 +54,9 @@ def test_every_place_counts(dtype):
         others.append(swapped)
     words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     for places, changes in (
-        *(([3, 4], [1, -1]), ([3, 4, 5], [1, -2, 1]), ([3, 5, 7], [1, -2, 1])),
+        ([3, 4], [1, -1]),
+        ([3, 4, 5], [1, -2, 1]),
+        ([3, 5, 7], [1, -2, 1]),
         ([1, 3, 5, 7], [1, -1, -1, 1]),
     ):
         changed = tensor.clone()

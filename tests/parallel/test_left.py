@@ -56,7 +56,7 @@ def left_of(storages):
 def left_of_a_step(case, training=True, plant=nullcontext):
     """How many pieces of memory a second step made, or an evaluation, and how many are left; the
     collector does not run."""
-    step, found = make_step(case), (0, 0)
+    step = make_step(case)
     rows = rows_of(step)
     gc.collect()
     gc.disable()
@@ -68,8 +68,7 @@ def left_of_a_step(case, training=True, plant=nullcontext):
                 weight.parameter.grad = None
             if step.balance is not None:
                 step.balance.begin(torch.ones(()))  # which lets go of the scale of the last step
-            found = len(made.storages), left_of(made.storages)
-        return found
+        return len(made.storages), left_of(made.storages)
     finally:
         gc.enable()
 

@@ -176,8 +176,8 @@ def test_names_and_sizes_that_do_not_exist_are_refused(name, p, v, m, key, why):
 # --- the checker finds broken schedules -----------------------------------------------------------
 
 
-def mutable(name="zb_h1", p=4, v=1, m=8):
-    return [list(actions) for actions in build_schedule(name, p, v, m)]
+def mutable(name="zb_h1", p=4, v=1):
+    return [list(actions) for actions in build_schedule(name, p, v, 8)]
 
 
 def swap(schedule, rank, a, b):

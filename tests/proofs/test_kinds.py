@@ -37,10 +37,10 @@ def test_every_kind_is_compared() -> None:
 
 
 IN_EVERY_SECOND_LAYER = Case(MeshSizes(tp=2), feed_forward=("swiglu", "experts"), router="softmax")
-ONCE = [*kind_cases()[1:3], IN_EVERY_SECOND_LAYER]
+KINDS = [*kind_cases(), IN_EVERY_SECOND_LAYER]
 
 
-@pytest.mark.parametrize("case", thorough_but(ONCE, [*kind_cases(), ONCE[2]]), ids=str)
+@pytest.mark.parametrize("case", thorough_but([*KINDS[1:3], KINDS[-1]], KINDS), ids=str)
 def test_kinds_agree(ranks, case):
     agrees(ranks, case)
 

@@ -124,11 +124,11 @@ def test_what_cannot_be_rehearsed_is_refused(capsys: pytest.CaptureFixture[str])
 
 LAPTOP = str(CONFIGS / "laptop.yaml")
 EXPERTS = ["model.dim=64", "model.ffn_dim=96", "model.vocab_size=128", "train.seq_len=32",
-        "train.global_batch_size=8", "train.micro_batch_size=2", "parallel.fsdp_unit=block",
-        "model.experts.count=8", "model.experts.per_token=2", "model.experts.ffn_dim=48",
-        "model.experts.num_shared=1", "model.experts.num_dense_layers=1", "parallel.pp=1",
-        "model.experts.router_aux_weight=0.01", "model.router=sigmoid_bias",
-        "model.sigmoid_bias.bias_rate=0.001"]  # fmt: skip
+           "train.global_batch_size=8", "train.micro_batch_size=2", "parallel.fsdp_unit=block",
+           "model.experts.count=8", "model.experts.per_token=2", "model.experts.ffn_dim=48",
+           "model.experts.num_shared=1", "model.experts.num_dense_layers=1", "parallel.pp=1",
+           "model.experts.router_aux_weight=0.01", "model.router=sigmoid_bias",
+           "model.sigmoid_bias.bias_rate=0.001"]  # fmt: skip
 LAYOUTS = {
     "both views of the mesh cut": ["parallel.tp=2", "parallel.ep=2"],
     "ep is everything": ["parallel.tp=1", "parallel.ep=4", "parallel.dp_shard=4"],

@@ -196,7 +196,7 @@ def test_every_try_has_its_first_failure(tmp_path: Path) -> None:
 STOP = {"state": "requeue", "reason": "the file STOP was found"}
 
 
-def logs_of(folder: Path, restarts: int = 0, status: dict[str, str] | None = None) -> Path:
+def logs_of(folder: Path, restarts: int, status: dict[str, str] | None = None) -> Path:
     """The logs of a start of job 7 before its training, and a status.json that is as old."""
     logs = folder / "run" / "logs" / f"7.{restarts}"
     logs.mkdir(parents=True)

@@ -128,8 +128,8 @@ def test_it_trains(data: Path, tmp_path: Path) -> None:
     [
         (signal.SIGINT, "launcher", "start-up"),
         (signal.SIGHUP, "group", "step"),
-        # train.py listens before it imports torch
         pytest.param(signal.SIGTERM, "launcher", "step", marks=pytest.mark.thorough),
+        # train.py listens before it imports torch
         pytest.param(signal.SIGTERM, "torchrun", "start-up", marks=pytest.mark.thorough),
         pytest.param(signal.SIGTERM, "one rank", "save", marks=pytest.mark.thorough),
         pytest.param(signal.SIGHUP, "torchrun", "evaluation", marks=pytest.mark.thorough),
