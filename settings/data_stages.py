@@ -61,7 +61,7 @@ def data_stages(config: Config) -> list[DataStage]:
     for number, entry in enumerate(config.data_stages, 1):
         before, begin = configs[-1], begins[-1]
         per_step = before.train.global_batch_size * before.train.seq_len
-        key, value = begin_of(entry)
+        key, value = next((name, entry[name]) for name in BEGINS if name in entry)
         # from_token: the first step before which at least so many tokens are trained on
         step = value if key == "from_step" else begin - (tokens - value) // per_step
         if not begin < step < end:
@@ -71,10 +71,10 @@ def data_stages(config: Config) -> list[DataStage]:
             remedy += "(data_stages=[] leaves out all)"
             raise UserError(f"data_stages.{number}.{key}", value, why, remedy)
         with in_data_stage(number):
-            sections = [name for name in entry if name not in BEGINS]
             own = {
                 name: replace(getattr(before, name), **NEW_PHASE.get(name, {}) | entry[name])
-                for name in sections
+                for name in entry
+                if name not in BEGINS
             }
         configs.append(replace(before, **own))
         begins.append(step)
@@ -88,11 +88,6 @@ def data_stages(config: Config) -> list[DataStage]:
         steps = range(begin, [*begins, end][number + 1])
         found.append(DataStage(number, steps, phase, one))
     return found
-
-
-def begin_of(entry: Entry) -> tuple[str, int]:
-    """Where an entry begins: from_step or from_token, and its value."""
-    return next((name, entry[name]) for name in BEGINS if name in entry)
 
 
 def data_stage_of(stages: Sequence[DataStage], step: int) -> DataStage:

@@ -1,6 +1,6 @@
-"""Keys that have moved to the section of the kind that reads them, at their old places; and one
-with a new name. In a file, which a run of an earlier version may have written, and on the command
-line they are read at both; cpu_offload's old values, true and false, only in a file.
+"""Keys that have moved to the section of the kind that reads them, at their old places; one with a
+new name; and one that is gone. In a file, which a run of an earlier version may have written, and
+on the command line they are read at both; cpu_offload's old values, true and false, only in a file.
 """
 
 from typing import Any

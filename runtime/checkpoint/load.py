@@ -73,11 +73,9 @@ def find_start(config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
     if path is None and config.checkpoint.load_weights_only:
         key = "checkpoint.load_weights_only"
         weights = _named(config.checkpoint.load_weights_only, key, device)
-
-        def check() -> None:
-            check_model(weights, parse_trainer(weights), config, ROTATION_KEYS)
-
-        from_rank_0(check, device)
+        from_rank_0(
+            lambda: check_model(weights, parse_trainer(weights), config, ROTATION_KEYS), device
+        )
         return replace(start, path=weights, weights_only=True)
     return start
 

@@ -210,10 +210,11 @@ class Saver:
                 shutil.rmtree(partial, ignore_errors=True)
             record["failed"] = str(error)
             self.failed = f"the checkpoint of step {trainer.step} was not saved: {error}"
-            newest = self.last.get("step", "of an earlier start, if any") if self.last else "none"
-            said = (
-                f"warning: {self.failed}; the newest is {newest}, and the next save will try again"
-            )
+            left = ["not known"]
+            with contextlib.suppress(OSError):  # the file system may be what has failed
+                left = ["none", *(path.name for path in complete_checkpoints(self.folder))]
+            said = f"warning: {self.failed}; the newest is {left[-1]}, "
+            said += "and the next save will try again"
         if self.is_first:
             self.lease.check()
             log(said, sys.stderr if self.failed else sys.stdout)

@@ -77,7 +77,7 @@ class Metrics(Listener):
         seconds, data_seconds = ledger.step_seconds()
         run.step_seconds = seconds
         tokens_per_second = train.global_batch_size * train.seq_len / seconds
-        per_device = tokens_per_second / dist.get_world_size()
+        per_device = tokens_per_second / ranks
         run.record = {
             "step": step,
             "loss": loss,

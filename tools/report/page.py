@@ -52,8 +52,8 @@ def page(run: Run) -> str:
 
 def head(run: Run) -> tuple[str, str, list[str]]:
     """The run's state, the reason, and the system on which it runs."""
-    newest_first, about = reversed(run.events), []
-    system = next((event for event in newest_first if event["event"] == "system"), {})
+    systems = [event for event in run.events if event["event"] == "system"]
+    system, about = systems[-1] if systems else {}, []
     if is_number(system.get("parameters")):
         about.append(f"{system['parameters']:,} parameters on {system.get('layout', '')}")
     about += [f"{name} {system[name]}" for name in ("device", "torch", "python") if name in system]
