@@ -20,7 +20,7 @@ from data.shards import DTYPES, FORMAT, REMEDY, VERSION, map_tokens
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
 
-MAPPED_SHARDS = 1024  # at most, of each split; Linux allows a process 65,530 mappings
+MAPPED_SHARDS = 1 << 15  # at most, of all data; Linux allows a process 65,530 mappings
 
 
 class TokenDataset:
@@ -49,7 +49,6 @@ class TokenDataset:
         matters = [index["format"], index["version"], index["dtype"], self.tokenizer_sha256, split]
         matters += [[tokens, sha256] for _, tokens, _, sha256 in self._shards]
         self.checksum = hashlib.sha256(json.dumps(matters).encode()).hexdigest()
-        self._tokens_of = lru_cache(maxsize=MAPPED_SHARDS)(self._map_tokens)
 
     @classmethod
     def open(cls, folder: str | Path, split: str, *, tokenizer: str | Path = "") -> "TokenDataset":
@@ -106,7 +105,8 @@ class TokenDataset:
             shard += 1
         return np.concatenate(pieces)
 
-    def _map_tokens(self, shard: int) -> np.ndarray:
+    @lru_cache(maxsize=MAPPED_SHARDS)  # noqa: B019  (of all data together)
+    def _tokens_of(self, shard: int) -> np.ndarray:
         file, tokens, *_ = self._shards[shard]
         return map_tokens(self.folder / file, self._dtype, tokens)
 

@@ -88,7 +88,11 @@ def _of_sources(
         with reading(Path(source)):
             files, base = _files(source, Path(source), split, report)
         if files is None:
-            streams.append(_of_hub(source, text_field, split, report))
+            if source in seen:
+                report.leave_out(source, "given twice: read once")
+            else:
+                seen.add(source)
+                streams.append(_of_hub(source, text_field, split, report))
             continue
         new = []
         for file in files:

@@ -287,6 +287,8 @@ def test_rows_without_the_column_are_refused_or_counted(tmp_path, monkeypatch) -
         report = Report(["missing"])
         assert texts_of(source, report=report) == [each["text"] for each in typo[::2]]
         assert (report.counts["missing_texts"], report.counts["null_texts"]) == (29, 1)
+    twice = documents(["some/name", "some/name"], report=Report(["missing"]))
+    assert len(list(twice)) == len(typo[::2])  # read once
     stream = iter(typo)  # is read only up to the first fault
     with pytest.raises(UserError, match="row 1 of some/name has no such column"):
         texts_of("some/name")
