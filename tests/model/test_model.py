@@ -4,6 +4,8 @@ weights are and what it computes, test_parity.py and test_huggingface.py compare
 import re
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -48,8 +50,12 @@ def test_rotation_is_the_references(scaling):
     positions = torch.arange(16).unsqueeze(1)
     angles = rotary_angles(positions, Rotary(8, 10000.0, *scaling), torch.float64)
     ours, _ = rotate(x, x, *angles, kernels="torch")
-    rotary = reference_causal.Rotary(1e4, *(scaling[0] if scaling else ()))
-    theirs = reference_causal.rotate(x.permute(1, 2, 0, 3), rotary).permute(2, 0, 1, 3)
+    factor, low, high, original = scaling[0] if scaling else RopeScaling(1.0, 1.0, 4.0, 8192)
+    config: Any = SimpleNamespace(
+        rope_theta=1e4, rope_scaling_factor=factor, rope_low_freq_factor=low,
+        rope_high_freq_factor=high, rope_original_length=original,
+    )  # fmt: skip
+    theirs = reference_causal.rotate(x.permute(1, 2, 0, 3), config).permute(2, 0, 1, 3)
     assert (ours - theirs).abs().max() < 1e-14
 
 
