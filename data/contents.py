@@ -1,5 +1,5 @@
-"""What a file holds: text, JSON lines, CSV or a parquet table, compressed or not, by its name; its
-first bytes tell what is none of these, which is refused."""
+"""What a file holds. Its name says so: text, JSON lines, CSV or a parquet table, compressed or not.
+A file whose first bytes show something else is refused."""
 
 import importlib
 import io

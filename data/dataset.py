@@ -8,7 +8,7 @@ shard is first mapped; its content is not checked.
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -140,14 +140,16 @@ class Mixture:
         self.unigram_nats_per_token: float | None = mean
 
 
-def open_data(config: DataConfig, split: str) -> Mixture:
+def open_data(
+    config: DataConfig, split: str, open_one: Callable[..., TokenDataset] = TokenDataset.open
+) -> Mixture:
     """Opens split `train` or `heldout` of every folder in `config.path`. Raises UserError if any of
     them is not usable."""
     paths = config.path if isinstance(config.path, dict) else {config.path: 1.0}
     if not paths:
         why = "it names no data"
         raise UserError("data.path", paths, why, "give a prepared folder, or {folder: weight, …}")
-    sources = [TokenDataset.open(path, split, tokenizer=config.tokenizer) for path in paths]
+    sources = [open_one(path, split, tokenizer=config.tokenizer) for path in paths]
     for source in sources:
         if config.document_mask and (source.bos_id is None or source.bos_id < 0):
             why = f"documents are found by the bos that begins each, and {source.folder} has none"

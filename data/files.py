@@ -59,8 +59,8 @@ class Report:
         self.left_out.setdefault(reason, []).append(name)
 
     def fault(self, what: str, error: UserError) -> None:
-        """Counts a row or a file that cannot be used as `what`, a key of COUNTED. Raises the error
-        unless such are to be skipped."""
+        """Counts a row or a file that cannot be used, under `what`: a key of COUNTED that --skip
+        covers. If such faults are not to be skipped, raises the error as Refused instead."""
         if COUNTED[what] not in self.skip:
             raise Refused(error.key, error.value, error.why, error.remedy) from error
         self.counts[what] += 1

@@ -127,13 +127,13 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, Row]]:
     # row is known
     with io.TextIOWrapper(open_binary(file), "utf-8-sig", "surrogateescape", newline="") as stream:
         head = stream.readline()
-        head.encode(errors="surrogateescape").decode()  # names of columns must be UTF-8
         marks = "\t" if kind(file) == ".tsv" else ",\t;"
         separator = next((mark for mark in marks if mark in head), marks[0])
         reader = csv.reader(itertools.chain([head], stream), delimiter=separator, strict=True)
         line = 1
         try:
             columns = next(reader, [])
+            separator.join(columns).encode(errors="surrogateescape").decode()  # must be UTF-8
             line = reader.line_num + 1
             for values in reader:
                 row: Row = dict(zip(columns, values, strict=False))

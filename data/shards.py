@@ -37,7 +37,8 @@ def write_shard(path: Path, tokens: np.ndarray, starts: Sequence[int]) -> dict[s
 
 @contextlib.contextmanager
 def permissions_of_umask(path: Path) -> Iterator[None]:
-    """Gives them to a file that safetensors writes at `path`: it lets nobody else read it."""
+    """Gives the file that safetensors writes at `path` the permissions that the umask allows: the
+    library itself lets only its owner read it."""
     path.touch()
     mode = path.stat().st_mode
     yield

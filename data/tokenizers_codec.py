@@ -7,8 +7,8 @@ folder. If neither exists, the tokens are found by well-known names.
 
 A text cannot contain a control token. The library has an option for that
 (`encode_special_tokens`), but it covers only the search for added tokens: a model whose vocabulary
-contains the control tokens, as a Unigram's does, finds `</s>` in a text by itself. So a copy of the
-tokenizer encodes texts, in which these tokens have random names, which no text contains.
+contains the control tokens, as a Unigram's does, finds `</s>` in a text by itself. So texts are
+encoded by a copy of the tokenizer in which these tokens have random names, which no text contains.
 """
 
 import hashlib

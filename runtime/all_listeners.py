@@ -95,7 +95,7 @@ class EndRecorder(Listener):
         else:
             state, reason = "finished", "all steps done"
             never = run.config.checkpoint.interval == "never"
-            unsaved = "; the last state was not saved (checkpoint.interval=never)" if never else ""
+            unsaved = "; checkpoint.interval=never: saved only on request" if never else ""
             said = f"finished after {run.step} steps{unsaved}; {where}"
         if error is None:
             log(said, sys.stdout)

@@ -63,7 +63,8 @@ class Config:
         compute: torch.dtype = DTYPES[self.train.dtype]
         exact = torch.promote_types(compute, torch.float32)
         reduce = compute if compute == torch.float64 else DTYPES[self.parallel.reduce_dtype]
-        return Precision(compute, compute if self.optimizer.pure_bfloat16 else exact, reduce, exact)
+        master = compute if self.optimizer.pure_bfloat16 else exact
+        return Precision(compute, master, reduce, exact)
 
     @property
     def kernels_of_states(self) -> str:

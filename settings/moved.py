@@ -1,6 +1,7 @@
-"""Keys that have moved to the section of the kind that reads them, at their old places; one with a
-new name; and one that is gone. In a file, which a run of an earlier version may have written, and
-on the command line they are read at both; cpu_offload's old values, true and false, only in a file.
+"""Keys of earlier versions, which may have written a run's file. Keys that moved to the section of
+the kind that reads them, and one with a new name, are read at both places, in a file and on the
+command line; cpu_offload's old values, true and false, only in a file. One that is gone is ignored
+in a file if it has no value.
 """
 
 from typing import Any
@@ -33,8 +34,8 @@ def old_names(section: str) -> dict[str, str]:
 
 
 def at_new_places(section: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The content of a section, with moved keys in the sections of their kinds, without empty ones
-    that are gone."""
+    """The content of a section, with moved keys in the sections of their kinds, and without keys
+    that are gone, if they have no value."""
     moved = old_names(section)
     gone = {key for key, value in given.items() if f"{section}.{key}" in GONE and not value}
     found = {key: value for key, value in given.items() if key not in {*moved, *gone}}

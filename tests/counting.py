@@ -4,7 +4,6 @@ dispatched, below autograd and FSDP; and what a block, and context parallelism, 
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -150,13 +149,13 @@ def one_block(case):
 MICROBATCHES = 2  # of a step in which communication over cp is counted
 
 
-def sent_over_cp(case, rows, training, pieces=PIECES, attention=nullcontext):
+def sent_over_cp(case, rows, training, plant=nullcontext):
     """The collectives over cp of the forward and backward, or the evaluation, of two micro-batches
     of `rows` sequences."""
     config = case.config()
     size = MICROBATCHES * rows
     train = replace(config.train, micro_batch_size=rows, global_batch_size=size * case.layout.dp)
-    with as_in_long_sequences(), patch("parallel.context.PIECES", pieces), attention():
+    with as_in_long_sequences(), plant():
         step = make_step(replace(config, train=train))
         batch = [each[:size] for each in rows_of(step)]
         with Listener(step.mesh) as listener:

@@ -163,7 +163,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end what is running, too
     rows: list[list[Any]] = []  # file, old, new, what found it (empty: it survived), seconds
     if options.goes_on and options.json.is_file():
-        rows = json.loads(options.json.read_text())["mutants"]
+        listed, known = {mutant[:3] for mutant in MUTANTS}, json.loads(options.json.read_text())
+        rows = [row for row in known["mutants"] if tuple(row[:3]) in listed]
     judged = [row[:3] for row in rows]
     mutants = [e for e in MUTANTS if options.only in str(e) and list(e[:3]) not in judged]
     if options.list:

@@ -106,7 +106,8 @@ class Case:
 
     @property
     def price(self) -> float:
-        """About how long a step takes: ranks times (building and FSDP, and layers run forward)."""
+        """About how long a step takes: the number of ranks, times the sum of a constant (building
+        and FSDP) and the layers that a rank runs forward."""
         return self.world * (4 + self.num_layers / self.layout.pp * self.num_microbatches)
 
     def config(self) -> Config:
@@ -304,8 +305,9 @@ def covering_cases(values: Mapping[str, Sequence[object]]) -> Covering:
     """Find the cases. The result is deterministic, and takes seconds.
 
     The algorithm is greedy: it fixes the first pair that is not yet covered, and of many random
-    completions takes the one that covers the most new pairs for its price. (Divided by the price's
-    root: with more cases that are cheaper yet, the sum is no lower.)"""
+    completions takes the one that covers the most new pairs for its price. (It divides by the root
+    of the price: dividing by the price itself gives more, cheaper cases that cost no less in
+    total.)"""
     found = Covering(values, [], [])
     if not values["layout"]:  # none has so many ranks
         return found

@@ -11,7 +11,7 @@ rollback.py        goes back to a checkpoint and skips the bad batches
 
 folder.py          the names in a folder of checkpoints
 manifest.py        lists the contents of a checkpoint
-verify.py          whether a checkpoint is what was saved, in whole tensors
+verify.py          whether a checkpoint is what was saved, and its tensors are complete
 progress.py        progress bars on a terminal, for what takes minutes
 
 lease.py           allows one writer per run folder, which alone changes its checkpoints

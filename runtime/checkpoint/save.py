@@ -221,8 +221,7 @@ class Saver:
             self.log.event("checkpoint", **record)
 
     def _write_partial(self, partial: Path) -> Manifest:
-        """Write the files of tensors into the work folder. Collective over the threads of all
-        ranks."""
+        """Write the tensors' files into the work folder. Collective over all ranks' threads."""
         tensors = {
             name: as_dtensor_like(copy, self.tensors[name]) for name, copy in self.copies.items()
         }
@@ -264,7 +263,8 @@ class Saver:
     def _commit(
         self, partial: Path, final: Path, manifest: Manifest, trainer: TrainerState
     ) -> None:
-        """On rank 0, add what is not tensors, and turn the partial folder into a checkpoint."""
+        """On rank 0, add the tokenizer and trainer state, and make the partial folder a
+        checkpoint."""
         tokenizer = tokenizer_files(self.tokenizer)
         for name, path in tokenizer.items():
             shutil.copyfile(path, partial / name)

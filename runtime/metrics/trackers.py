@@ -47,7 +47,7 @@ class Tracker:
         raise NotImplementedError
 
     def went_back(self, step: int) -> None:
-        """The run continues from `step`; those logged since come again."""
+        """The run continues from `step`; the steps logged after it come again."""
 
     def close(self, failed: bool) -> None:
         """The process ends."""
@@ -157,7 +157,7 @@ class JsonLines(Tracker):
         return max([step, *(record["step"] for record in records)])
 
     def _write(self) -> None:
-        """If it cannot be written (a full disk), warn once and keep lines in memory."""
+        """Append the unwritten lines; if that fails (a full disk), warn once and keep them."""
         try:
             self._append()
             self._warned = False
@@ -245,11 +245,10 @@ class WandB(Tracker):
     begins anew gets a new id.
 
     wandb accepts only increasing steps, but after a failure or a rollback a run makes some steps
-    again. So the step sent to wandb is our step plus `repeated`: the steps lost so far, each time
-    up to the last logged one.
-    The axis of every plot is our own step; repeated steps show as a second line, and none is
-    missing. The step counts of an offline run's folders do not overlap, so that
-    `wandb sync RUN/wandb/offline-run-*` merges them into one run.
+    again. So the step sent to wandb is our step plus `repeated`, the number of steps that were lost
+    so far, each time counted up to the last logged one. The axis of every plot is our own step;
+    repeated steps show as a second line, and none is missing. The step counts of an offline run's
+    folders do not overlap, so that `wandb sync RUN/wandb/offline-run-*` merges them into one run.
 
     Args:
         step: the step from which this start begins.

@@ -54,10 +54,16 @@ def alarm(run: str, folder: str, event: dict[str, Any]) -> dict[str, Any]:
     `folder`, `host`, `event`, `step` (None if the event has none), `time` (seconds since 1970) and
     `details`, everything else in the event. JSON without NaN."""
     details = _plain(event)
-    about = {"text": f"{run}: {words(event)}", "run": run, "folder": folder}
-    about |= {"host": socket.gethostname(), "event": details.pop("event")}
-    about |= {"step": details.pop("step", None), "time": details.pop("time")}
-    return {**about, "details": details}
+    return {
+        "text": f"{run}: {words(event)}",
+        "run": run,
+        "folder": folder,
+        "host": socket.gethostname(),
+        "event": details.pop("event"),
+        "step": details.pop("step", None),
+        "time": details.pop("time"),
+        "details": details,  # what is left
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -1,10 +1,12 @@
 """Checks before a run begins, while nothing has been built or written yet."""
 
+import functools
 import hashlib
 import os
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from costs.parameters import num_parameters
-from data.dataset import Mixture, open_data
+from data.dataset import Mixture, TokenDataset, open_data
 from data.loader import heldout_batches
 from errors import UserError
 from model.kernels.backend import check_kernels
@@ -112,11 +114,15 @@ def check_fits(config: Config, device: str) -> None:
         raise UserError("model", f"{num_parameters(config.model):,} parameters", why, remedy)
 
 
-def open_train_and_heldout(config: Config) -> tuple[Mixture, Mixture | None]:
-    """Open the training split and, if evaluation is on, the held-out split. Raises UserError if the
-    vocabulary does not fit the model, or a split is shorter than one sequence."""
-    data = open_data(config.data, "train")
-    heldout = open_data(config.data, "heldout") if config.train.eval_interval else None
+def open_train_and_heldout(
+    config: Config, open_one: Callable[..., TokenDataset] = TokenDataset.open
+) -> tuple[Mixture, Mixture | None]:
+    """Open the training split and, if evaluation is on, the held-out split; each folder with
+    `open_one`. Raises UserError if the vocabulary does not fit the model, or a split is shorter
+    than one sequence."""
+    data = open_data(config.data, "train", open_one)
+    wanted = config.train.eval_interval
+    heldout = open_data(config.data, "heldout", open_one) if wanted else None
     if config.model.vocab_size < data.vocab_size:
         why = f"the data's tokenizer has {data.vocab_size} tokens"
         remedy = f"set model.vocab_size={data.vocab_size}, or if the model exists already, prepare "
@@ -167,10 +173,10 @@ def open_same_data(config: Config, device: str) -> Data:
 def open_data_stages(config: Config) -> Data:
     """Open the data of each data stage. Raises UserError; also if a task cannot be evaluated, or
     their tokenizers differ."""
-    found = Data()
+    found, open_once = Data(), functools.cache(TokenDataset.open)  # data stages share folders
     for stage in data_stages(config):
         with in_data_stage(stage.number):
-            train, heldout = open_train_and_heldout(stage.config)
+            train, heldout = open_train_and_heldout(stage.config, open_once)
             found.train.append(train)
             found.heldout.append(heldout)
             found.tasks.append(open_tasks(stage.config, train.tokenizer_path))

@@ -244,20 +244,20 @@ def test_what_was_being_put_aside_is_not_swept_away(tmp_path):
 def test_a_run_whose_lease_is_deleted_ends_with_status_2(ranks, data, tmp_path):
     config = write_config(tmp_path, data, checkpoint={"interval": 2})
     with pytest.raises(RankError, match="rank 0: died with exit code 2"):
-        ranks.run(train_until_displaced, 2, [config])
+        ranks.run(train_until_deleted, 2, [config])
     assert sorted(losses(tmp_path)) == [1, 2, 3], "nothing was written after it"
     assert not (tmp_path / "run" / "status.json").exists()
 
 
-def train_until_displaced(arguments: list[str]) -> str:
+def train_until_deleted(arguments: list[str]) -> str:
     """Train; a person deletes the lease in step 4, which this run notices when it writes that
     step's line."""
 
     @planted(training.step, "learning_rate")
-    def displaced(honest, step: int, *about: object) -> float:
+    def deleted(honest, step: int, *about: object) -> float:
         if step == 3 and dist.get_rank() == 0:
             (Path(arguments[0]).parent / "run" / "lease" / "00000001.json").unlink()
         return honest(step, *about)
 
-    with displaced(), patch.object(lease, "TRUST_SECONDS", 0.0):
+    with deleted(), patch.object(lease, "TRUST_SECONDS", 0.0):
         return train_run(arguments)

@@ -202,8 +202,8 @@ def metrics(run: Path) -> dict[int, dict[str, Any]]:
 
 
 def differences(drilled: Path, alone: Path) -> dict[str, float]:
-    """The largest relative differences between a drilled run and the undisturbed one, of each
-    number in its lines and each tensor of its last checkpoint."""
+    """The largest relative differences between a drilled run and the undisturbed one: in loss,
+    gradient norm and tokens over all steps, and in each tensor of the last checkpoint."""
     found, expected = metrics(drilled / "run"), metrics(alone / "run")
     worst = {
         key: max(abs(found[step][key] / line[key] - 1) for step, line in expected.items())

@@ -93,7 +93,7 @@ def killed(kill: Kill) -> Iterator[None]:
 
 @contextlib.contextmanager
 def dying(kill: Kill) -> Iterator[None]:
-    """In the phase of `kill`."""
+    """Within this context, which is the phase of `kill`, the rank kills itself at its moment."""
     if kill.phase not in OPERATIONS:
         timer = threading.Timer(kill.when, die)
         timer.daemon = True

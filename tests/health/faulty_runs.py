@@ -37,8 +37,8 @@ def flip_a_bit(step: TrainStep, name: str) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """On one rank, a bit flips in a product of the last linear layer of a block: once in a step or,
-    if it is persistent, from then on `always`."""
+    """On one rank, a bit flips in a product of the last linear layer of a block: once, in `step`,
+    or `always` from then on."""
 
     rank: int
     step: int

@@ -182,7 +182,7 @@ def test_a_checkpoint_s_own_files_are_not_compared(
 
 
 def test_a_refused_tokenizer_may_be_given_by_itself(chat: Path, tmp_path: Path) -> None:
-    """Both remedies for two names of eos work: tokenizer.model alone, and tokenizer.json."""
+    """If eos has two names, tokenizer.model may be given by itself, or tokenizer.json."""
     change(chat, "tokenizer_config.json", eos_token="<|im_end|>")
     shutil.copy(chat / MODEL, tmp_path / "base.model")
     made = json.loads(huggingface_files(tokenizer(), 32)[JSON])

@@ -86,7 +86,7 @@ def by_launcher(folder: Path) -> Any:
 
 
 def by_report(folder: Path) -> Any:
-    """All that the report, its page and its picture show."""
+    """The losses, the ledger and the sentences about goodput of the report."""
     found = read_run(folder)
     return found.points("loss"), found.seconds, found.goodput
 
@@ -136,7 +136,7 @@ def by_hand(folder: Path) -> int:
 
 @pytest.mark.parametrize("odd", ODD)
 def test_controls(odd: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A reader that checks no line; and those that say nothing."""
+    """A reader that checks no line is caught, and so is one that says nothing."""
     wrong = (KeyError, TypeError, ValueError, RecursionError)
     with patch.dict(READERS, {"by hand": (by_hand, ())}), pytest.raises(wrong):
         check("by hand", [odd], tmp_path, capsys)

@@ -105,7 +105,7 @@ class FedMonitor:
         self.tell(event=append_event(self.run, event, **about))
 
     def start(self) -> None:
-        self.event(**{name: value for name, value in START.items() if name != "time"})
+        self.event(**START)
 
     def step(self, step: int, due: float = 3600.0, **record: Any) -> None:
         self.tell(record={"step": step, "loss": 2.5, **record}, due=due)

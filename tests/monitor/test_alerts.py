@@ -116,7 +116,7 @@ class Here(MonitorProcess):
 
 
 def test_the_launcher_says_how_rank_0_ended(tmp_path: Path) -> None:
-    """And writes the event, too."""
+    """It also writes the event, so the monitor does not."""
     monitor = Here(tmp_path)
     monitor.hear_event(START)
     said = ("failed", 3, "rank 0 was killed")

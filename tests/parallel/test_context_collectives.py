@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallel.axes import MeshSizes
-from parallel.context import PIECES, sum_by_rank
+from parallel.context import sum_by_rank
 from proofs.parity.cases import Case
 from tests.counting import once, sent_over_cp
 from tests.kernels.flash import flash_attention_stands_in
@@ -53,8 +53,7 @@ def test_flash_gathers_as_often(ranks, rows):
     case = Case(MeshSizes(dp_shard=2, cp=2), document_mask=True)
     number, size = once(case, rows, 4, itemsize=8)
     times = 3 - rows
-    flash = flash_attention_stands_in
-    for sent in ranks.run(sent_over_cp, 4, case, rows, True, PIECES, flash):
+    for sent in ranks.run(sent_over_cp, 4, case, rows, True, flash_attention_stands_in):
         assert sent == {"all_gather": (times * number, times * size),
                         "reduce_scatter": (number, size)}  # fmt: skip
 
@@ -67,13 +66,13 @@ def in_their_dtype():
     ("dtype", "itemsize"), thorough_but([("bfloat16", 2)], [("bfloat16", 2), ("float32", 4)])
 )
 def test_gradients_are_summed_in_float32(ranks, dtype, itemsize):
-    """As the bytes that travel tell. Control: a sum in bfloat16 sends half as many."""
+    """The number of bytes sent shows it. Control: a sum in bfloat16 sends half as many."""
     case = Case(MeshSizes(dp_shard=2, cp=2), dtype=dtype)
     sent = {"all_gather": once(case, 2, 4, itemsize), "reduce_scatter": once(case, 2, 4, 4)}
     assert ranks.run(sent_over_cp, 4, case, 2, True) == [sent] * 4
     if dtype == "bfloat16":
         control = sent | {"reduce_scatter": once(case, 2, 4, 2)}
-        assert ranks.run(sent_over_cp, 4, case, 2, True, PIECES, in_their_dtype) == [control] * 4
+        assert ranks.run(sent_over_cp, 4, case, 2, True, in_their_dtype) == [control] * 4
 
 
 def test_a_key_s_terms_are_added_in_float32():

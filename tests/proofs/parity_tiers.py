@@ -81,7 +81,7 @@ def strictly(ranks, backend="strict"):
 
 def is_found(row, where, parameter=""):
     """A planted mistake shows in these quantities, and the worst gradient is that of an affected
-    parameter. What changes no gradient is found in these alone, and in the update after them."""
+    parameter. A mistake that changes no gradient shows in no other quantity but the update."""
     found = set(row.failures())
     assert where <= found, row.crash or found
     assert "gradient" in where or found - where <= {"updated"}, found

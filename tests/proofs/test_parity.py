@@ -201,13 +201,13 @@ FOUR, TWO = MeshSizes(dp_shard=2, tp=2, ep=4), MeshSizes(tp=2, ep=2)
 BIASED = [case for case in EXTREMES if case.first_bias]
 FEW = [case for case in EXTREMES if case not in BIASED]
 # a rank that receives no rows needs ep 4; all tokens at one of its experts, in three steps
-EXTREMES_ONCE = [
+QUICK_EXTREMES = [
     *(case for case in BIASED if case.layout == FOUR
       and case.schedule == "1f1b" and sum(bias < 0 for bias in case.first_bias) == 2),
     *(case for case in BIASED if case.layout == TWO and case.schedule != "1f1b"
       and case.experts_per_token == 1),
     FEW[4],
-    FEW[5],  # on two ranks, of which only the experts' weights are cut by FSDP
+    FEW[5],  # on two ranks, where FSDP cuts only the experts' weights
 ]  # fmt: skip
 
 
@@ -218,9 +218,9 @@ PARITY_ONLY = [
 ]
 
 
-@pytest.mark.parametrize("case", thorough_but(EXTREMES_ONCE, EXTREMES, PARITY_ONLY), ids=str)
+@pytest.mark.parametrize("case", thorough_but(QUICK_EXTREMES, EXTREMES, PARITY_ONLY), ids=str)
 def test_extremes(ranks, case):
-    agrees(ranks, case, 1 if case in EXTREMES_ONCE and case.world > 2 else EXPERT_STEPS)
+    agrees(ranks, case, 1 if case in QUICK_EXTREMES and case.world > 2 else EXPERT_STEPS)
 
 
 def loads(case):

@@ -114,6 +114,7 @@ def test_it_trains(data: Path, tmp_path: Path) -> None:
     said = (tmp_path / "log").read_text()
     assert said.startswith("4 processes on this machine: train.py")
     assert "88,352 parameters on 4 ranks = pp 2 × dp_replicate 1 × dp_shard 1 × tp 2" in said
+    assert "finished after 2 steps; checkpoint.interval=never: saved only on request" in said
     assert status_of(tmp_path)["state"] == "finished"
     assert (tmp_path / "errors").read_text() == ""
     assert list((tmp_path / "tmp").iterdir()) == []

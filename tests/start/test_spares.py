@@ -80,7 +80,7 @@ def signalled(asked: bool) -> Signals:
     return signals
 
 
-def take_part(config: str, store: str, nodes: list[str], asked: bool = False) -> dict:
+def take_part(config: str, store: str, nodes: list[str], asked: bool) -> dict:
     """What one of the launcher's ranks sees: its new numbers, or how it ended as a spare."""
     rank, world, heard = dist.get_rank(), dist.get_world_size(), signalled(asked)
     local = {"LOCAL_RANK": str(nodes[:rank].count(nodes[rank])), "LOCAL_WORLD_SIZE": "2"}
@@ -99,12 +99,14 @@ def take_part(config: str, store: str, nodes: list[str], asked: bool = False) ->
         return {name: os.environ[name] for name in names} | {"spares": here.spares}
 
 
-def parted(ranks: Ranks, folder: Path, nodes: str, sizes: list[int], *options: bool) -> list[dict]:
+def parted(
+    ranks: Ranks, folder: Path, nodes: str, sizes: list[int], asked: bool = False
+) -> list[dict]:
     """`take_part` on one rank for each letter of `nodes`, with layouts for `sizes` ranks."""
     layouts = [{"dp_shard": size, "micro_batch_size": 1} for size in sizes]
     batch = {"global_batch_size": 24}
     config = write_config(folder, folder, parallel={"layouts": layouts}, train=batch)
-    return ranks.run(take_part, len(nodes), config, str(folder / "store"), list(nodes), *options)
+    return ranks.run(take_part, len(nodes), config, str(folder / "store"), list(nodes), asked)
 
 
 def test_ranks_of_an_excluded_node_wait_and_end(ranks: Ranks, tmp_path: Path) -> None:
@@ -131,7 +133,7 @@ def test_ranks_of_an_excluded_node_wait_and_end(ranks: Ranks, tmp_path: Path) ->
 )
 def test_a_spare_does_not_outlive_rank_0(check: Any, asked: bool, status: str) -> None:
     """Its process, which holds the store, is stopped, so nothing answers, or it is gone: the spare
-    ends by itself, with an error, so that torchrun tries again."""
+    ends by itself; with an error, so that torchrun tries again, unless it was asked to stop."""
     store: Any = SimpleNamespace(check=check)
     with (
         patch.multiple(elastic, LOST_SECONDS=0.4, LOOK_SECONDS=0.1, AGENT_SECONDS=0.0),

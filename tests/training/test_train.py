@@ -16,8 +16,10 @@ def test_what_a_run_leaves(saved: Path) -> None:
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     keys = {"loss", "grad_norm", "lr", "tokens", "tokens_per_second",
             "tokens_per_second_per_device", "mfu", "step_seconds", "data_seconds",
-            "peak_memory_bytes"}  # fmt: skip
+            "peak_memory_bytes", "peak_memory_rank"}  # fmt: skip
     assert all(keys <= set(line) for line in lines)
+    assert all(line["peak_memory_bytes"] > 1 << 20 for line in lines)
+    assert all(line["peak_memory_rank"] in range(8) for line in lines)
     assert [line["tokens"] for line in lines] == [256 * (i + 1) for i in range(6)]
     assert runs.losses(saved)[6] < runs.losses(saved)[1], "it learns"
     assert runs.status_of(saved)["state"] == "finished"

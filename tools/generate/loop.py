@@ -114,7 +114,7 @@ def continue_text(
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """[B, V] → [B, V] float64, by temperature and top_k, in which equal logits are together."""
+    """[B, V] → [B, V] float64, by temperature and top_k. Ties with the top_k-th logit are kept."""
     logits = logits.double()
     if sampling.top_k:
         least = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]

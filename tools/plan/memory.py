@@ -5,7 +5,7 @@
     Whole      what is allocated instead where no rank shares the weights (parallel/whole.py)
     Memory     a rank's program, in the order of parallel/pipeline/runner.py, unit by unit
     peaks      the peak of every pipeline rank, in a step with few micro-batches
-    one_stage  the data stage of a run that is planned: that with the highest peak
+    one_stage  the data stage of a run that is planned: by default that with the highest peak
 
 What a unit's forward or backward keeps and frees, and its peak, are recorded from its code
 (costs/units.py). To these the others add the weights and their gradients, the messages of the

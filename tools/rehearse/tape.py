@@ -162,7 +162,7 @@ class Memory(Tape):
 
 
 @contextmanager
-def measuring(mesh: Mesh, _: Device) -> Iterator["Memory"]:
+def measuring(mesh: Mesh, _: Device) -> Iterator[Memory]:
     """A context in which all storages on the fake GPU are counted."""
     memory = Memory(mesh)
     with watch_resizes(memory), memory:
