@@ -10,15 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from data.config import DataConfig
 from data.dataset import Mixture, open_data
 from data.loader import BatchLoader, heldout_batches
 from errors import UserError
-from proofs.ranks import Ranks
 from tests.data_samples import STDLIB_FOLDER, prepared
-from tests.runs import train_run, write_config
 from tokens import IGNORE
 
 S = 64
@@ -130,12 +127,9 @@ def test_close_ends_the_thread(single: Mixture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dp_size", "rows", "samples"),
-    [(1, 4, 50), (3, 5, 50), (2, 3, None), (1, 7, 10**9)],
+    ("dp_size", "rows", "samples"), [(1, 4, 50), (3, 5, 50), (2, 3, None), (1, 7, 10**9)]
 )
-def test_heldout_mean_is_the_same_on_every_layout(
-    paths, dp_size: int, rows: int, samples: int | None
-) -> None:
+def test_heldout_mean_is_the_same_on_every_layout(paths, dp_size, rows, samples) -> None:
     data = opened(paths[0], "heldout")
     available = (data.num_tokens - 1) // S
     count = min(samples or available, available)
@@ -166,14 +160,3 @@ def test_heldout_mixture_repeats_nothing(paths) -> None:
     ]
     assert Counter(rows) <= Counter(windows)  # licences recur in the data itself
     assert 2 * smaller <= len(rows) <= 2 * smaller + 1
-
-
-def trained_by_rank(config: str, folders: list[str]) -> str:
-    return train_run([config, f"data.path={folders[dist.get_rank()]}"])
-
-
-def test_ranks_with_other_data_are_refused(ranks: Ranks, paths, tmp_path) -> None:
-    given = {"model": {"num_layers": 2}, "parallel": {"pp": 2}, "train": {"steps": 1}}
-    config = write_config(tmp_path, Path(paths[0]), **given)
-    for said in ranks.run(trained_by_rank, 2, config, list(paths)):
-        assert "are not rank 0's" in said

@@ -18,6 +18,7 @@ from runtime import exit as rank_exit
 from runtime.health.examine import FaultyMachine
 from runtime.signals import Signals
 from runtime.start import checks
+from tests.data_samples import SOURCE, prepared
 from tests.planted import planted
 from tests.runs import forked, messages, status, train_run, write_config
 from train import main
@@ -88,18 +89,18 @@ def unseen_by_rank_1(open_data, *about):
     return TokenDataset.open("/not/on/this/node", "train")
 
 
-def judge(cases: dict[str, list[str]], config: str) -> dict[str, str]:
-    """What this rank is told of each case, and of data that only rank 0 sees."""
+def judge(cases: dict[str, list[str]], config: str, of_ranks: list[Path]) -> dict[str, str]:
+    """What this rank is told of each case, of data of its own, and of data that only rank 0
+    sees."""
     with patch.dict(SCHEDULES, backward_first=backward_first):
         said = messages(cases)
+    said["other"] = train_run([config, f"data.path={of_ranks[dist.get_rank()]}"])
     with unseen_by_rank_1():
         return said | {"unseen": train_run([config])}
 
 
 @pytest.fixture(scope="module")
-def judged(
-    ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[dict[str, str]]]:
+def judged(ranks: Ranks, data: Path, tmp_path_factory) -> tuple[Path, list[dict[str, str]]]:
     """A folder in which each refused run would have written a folder of its number, and what each
     rank was told."""
     folder = tmp_path_factory.mktemp("refused")
@@ -108,7 +109,8 @@ def judged(
         str(number): [config, f"run.dir={folder / str(number)}", *overrides]
         for number, (overrides, _, _) in enumerate(REFUSED)
     }
-    return folder, ranks.run(judge, 2, cases, config)
+    of_ranks = [data, prepared(folder / "other", SOURCE)]
+    return folder, ranks.run(judge, 2, cases, config, of_ranks)
 
 
 def told(judged: tuple[Path, list[dict[str, str]]], case: str) -> str:
@@ -127,9 +129,10 @@ def test_wrong_value(judged: tuple[Path, list[dict[str, str]]], number: int) -> 
 
 
 def test_an_error_of_one_rank_is_everyones(judged: tuple[Path, list[dict[str, str]]]) -> None:
-    """If one node does not see the data, all ranks fail with its message, and none waits
-    forever."""
+    """If one node does not see the data, or has other data, all ranks fail with its message, and
+    none waits forever."""
     assert told(judged, "unseen").startswith("data.path = ")
+    assert "are not rank 0's" in told(judged, "other")
 
 
 def train_alone(arguments: list[str]) -> None:
@@ -178,9 +181,7 @@ def test_a_faulty_node_is_not_restarted_in_place(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("restarts", "stopped"), [(0, True), (3, False)])
-def test_one_rank_of_a_node_stops_torchrun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, stopped: bool
-) -> None:
+def test_one_rank_of_a_node_stops_torchrun(tmp_path, monkeypatch, restarts, stopped) -> None:
     """If torchrun has a restart left; after the last one it ends by itself. The job script finds
     the mark either way."""
     attempt = tmp_path / f"attempt_{restarts}"
