@@ -17,7 +17,6 @@ from errors import UserError
 from model.attention import sliding_window
 from model.config import ModelConfig
 from model.experts import Experts
-from proofs.ranks import Ranks
 from runtime.trainer_state import DataState, state_of
 from settings.checks import validate
 from settings.load import (
@@ -137,74 +136,64 @@ BASE = [*ONE_AXIS, "model.feed_forward=experts", "model.experts.count=8",
         "model.experts.per_token=2"]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("world", "overrides", "begins", "remedy"),
-    [
-        (8, [*BASE, "model.experts.count=0"],
-         "model.experts.count = 0: the model has experts", "for example 8"),
-        (8, [*BASE, "model.experts.per_token=9"],
-         "model.experts.per_token = 9: a token would choose more than all 8 experts",
-         "a smaller number"),
-        (8, [*BASE, "model.experts.per_token=1"],
-         "model.experts.per_token = 1: router softmax_renormalised divides weights by their sum",
-         "model.router=softmax"),
-        (8, [*BASE, "model.experts.num_dense_layers=4"],
-         "model.experts.num_dense_layers = 4: leaves none of the model.num_layers=4 layers for ",
-         "leave at least one"),
-        (8, [*BASE, "model.sigmoid_bias.bias_rate=0.1"],
-         "model.sigmoid_bias = {'bias_rate': 0.1}: nothing is of kind sigmoid_bias",
-         "model.router=sigmoid_bias"),
-        (8, [*BASE, "train.compile=true"],
-         "train.compile = True: how many rows an expert gets is known", "train.compile=false"),
-        (8, [*BASE, "parallel.ep=3"],
-         "parallel.ep = 3: must divide dp_shard · cp · tp = 8 · 1 · 1",
-         "choose one of [1, 2, 4, 8]"),
-        (4, [*BASE, "model.experts.count=6", "parallel.ep=4"],
-         "parallel.ep = 4: does not divide model.experts.count=6", "choose one of [1, 2, 3, 6]"),
-        (2, [*ONE_AXIS, "parallel.ep=2"], "parallel.ep = 2: the model has no experts",
-         "parallel.ep=1, or model.experts.count"),
-        (4, [*BASE, "parallel.tp=2", "parallel.sequence_parallel=false"],
-         "parallel.sequence_parallel = False: tp ranks must have different tokens",
-         "set it to true, or parallel.tp=1"),
-        # 8 ranks shard 4 experts: each is cut in two, along F or along D
-        (8, [*BASE, "model.experts.count=4", "model.experts.ffn_dim=100"],
-         "model.experts.ffn_dim = 100: must be a multiple of 8", "give 96, or another parallel.ep"),
-        (8, [*BASE, "model.experts.count=4", "model.dim=132", "model.num_heads=2"],
-         "model.dim = 132: must be a multiple of 8", "give 128"),
-        (2, [*BASE, "parallel.tp=2", "model.experts.num_shared=1", "model.experts.ffn_dim=33"],
-         "parallel.tp = 2: does not divide model.experts.num_shared · model.experts.ffn_dim=33",
-         "choose one of [1, 3, 11, 33]"),
-        # what cuts a sequence into equal parts: context parallelism into 2 cp
-        (8, ["train.seq_len=132", "parallel.tp_pieces=4"],
-         "train.seq_len = 132: context and sequence parallelism cut it into 8 equal parts "
-         "(parallel.tp=2 and parallel.tp_pieces=4)", "use a multiple of 8"),
-        (8, ["train.seq_len=140", "parallel.cp=2", "parallel.tp_pieces=2", *SHARED],
-         "train.seq_len = 140: context and sequence parallelism cut it into 16 equal parts "
-         "(parallel.cp=2 and parallel.tp=2 and parallel.tp_pieces=2)", "use a multiple of 16"),
-        (8, ["train.global_batch_size=2000000"],
-         "train.global_batch_size = 2000000: it counts sequences (62,500 micro-batches of each "
-         "data-parallel rank): are 2,000,000 tokens meant?", "train.seq_len=128 give 15616; else"),
-        # products that are too long to build something of that length
-        (8, ["train.global_batch_size=100000000", "train.micro_batch_size=50000000"],
-         "train.micro_batch_size = ", "often 1 to 16"),
-        (8, ["parallel.tp=1000000000"], "parallel.tp = ", ""),
-        (8, ["parallel.stages_per_rank=1000000000", "parallel.schedule=interleaved_1f1b"],
-         "parallel.stages_per_rank = ", "a smaller number"),
-        # other kinds
-        (8, ["model.attention=[causal,slidin_window]"],
-         "model.attention = ('causal', 'slidin_window'): there is no such kind",
-         "'sliding_window'"),
-        (8, WINDOW[:1], "model.sliding_window.window = None: is missing", "add it to the file"),
-        (1, [*ONE_AXIS, "model.feed_forward=swiglu", "model.experts.count=2"],
-         "model.experts = {'count': 2}: nothing is of kind experts",
-         "leave it out, or set model.feed_forward=experts"),
-        (1, [*ONE_AXIS, "model.router=softmax"],
-         "model.router = 'softmax': the model has no experts", ""),
-    ],
-)  # fmt: skip
-def test_what_does_not_go_together(
-    world: int, overrides: list[str], begins: str, remedy: str
-) -> None:
+# (ranks, overrides, how the message begins, its remedy)
+TOGETHER = [
+    (8, [*BASE, "model.experts.count=0"],
+     "model.experts.count = 0: the model has experts", "for example 8"),
+    (8, [*BASE, "model.experts.per_token=9"],
+     "model.experts.per_token = 9: a token would choose more than all 8", "a smaller number"),
+    (8, [*BASE, "model.experts.per_token=1"],
+     "model.experts.per_token = 1: router softmax_renormalised divides", "model.router=softmax"),
+    (8, [*BASE, "model.experts.num_dense_layers=4"],
+     "model.experts.num_dense_layers = 4: leaves none of the model.num_layers=4", "at least one"),
+    (8, [*BASE, "model.sigmoid_bias.bias_rate=0.1"],
+     "model.sigmoid_bias = {'bias_rate': 0.1}: nothing is of kind", "router=sigmoid_bias"),
+    (8, [*BASE, "train.compile=true"],
+     "train.compile = True: how many rows an expert gets is known", "train.compile=false"),
+    (8, [*BASE, "parallel.ep=3"],
+     "parallel.ep = 3: must divide dp_shard · cp · tp = 8 · 1 · 1", "one of [1, 2, 4, 8]"),
+    (4, [*BASE, "model.experts.count=6", "parallel.ep=4"],
+     "parallel.ep = 4: does not divide model.experts.count=6", "one of [1, 2, 3, 6]"),
+    (2, [*ONE_AXIS, "parallel.ep=2"],
+     "parallel.ep = 2: the model has no experts", "parallel.ep=1, or model.experts.count"),
+    (4, [*BASE, "parallel.tp=2", "parallel.sequence_parallel=false"],
+     "parallel.sequence_parallel = False: tp ranks must have different", "or parallel.tp=1"),
+    # 8 ranks shard 4 experts: each is cut in two, along F or along D
+    (8, [*BASE, "model.experts.count=4", "model.experts.ffn_dim=100"],
+     "model.experts.ffn_dim = 100: must be a multiple of 8", "give 96, or another parallel.ep"),
+    (8, [*BASE, "model.experts.count=4", "model.dim=132", "model.num_heads=2"],
+     "model.dim = 132: must be a multiple of 8", "give 128"),
+    (2, [*BASE, "parallel.tp=2", "model.experts.num_shared=1", "model.experts.ffn_dim=33"],
+     "parallel.tp = 2: does not divide model.experts.num_shared · ", "one of [1, 3, 11, 33]"),
+    # what cuts a sequence into equal parts: context parallelism into 2 cp
+    (8, ["train.seq_len=132", "parallel.tp_pieces=4"],
+     "train.seq_len = 132: context and sequence parallelism cut it into 8 equal parts "
+     "(parallel.tp=2 and parallel.tp_pieces=4)", "use a multiple of 8"),
+    (8, ["train.seq_len=140", "parallel.cp=2", "parallel.tp_pieces=2", *SHARED],
+     "train.seq_len = 140: context and sequence parallelism cut it into 16 equal parts "
+     "(parallel.cp=2 and parallel.tp=2 and parallel.tp_pieces=2)", "use a multiple of 16"),
+    (8, ["train.global_batch_size=2000000"],
+     "train.global_batch_size = 2000000: it counts sequences (62,500 micro-batches of each "
+     "data-parallel rank): are 2,000,000 tokens meant?", "train.seq_len=128 give 15616; else"),
+    # products that are too long to build something of that length
+    (8, ["train.global_batch_size=100000000", "train.micro_batch_size=50000000"],
+     "train.micro_batch_size = ", "often 1 to 16"),
+    (8, ["parallel.tp=1000000000"], "parallel.tp = ", ""),
+    (8, ["parallel.stages_per_rank=1000000000", "parallel.schedule=interleaved_1f1b"],
+     "parallel.stages_per_rank = ", "a smaller number"),
+    # other kinds
+    (8, ["model.attention=[causal,slidin_window]"],
+     "model.attention = ('causal', 'slidin_window'): there is no such", "'sliding_window'"),
+    (8, WINDOW[:1], "model.sliding_window.window = None: is missing", "add it to the file"),
+    (1, [*ONE_AXIS, "model.feed_forward=swiglu", "model.experts.count=2"],
+     "model.experts = {'count': 2}: nothing is of kind experts", "model.feed_forward=experts"),
+    (1, [*ONE_AXIS, "model.router=softmax"],
+     "model.router = 'softmax': the model has no experts", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "overrides", "begins", "remedy"), TOGETHER)
+def test_what_does_not_go_together(world, overrides, begins, remedy) -> None:
     message = refusal(overrides, world=world)
     assert message.startswith(begins)
     assert remedy in message
@@ -215,9 +204,7 @@ def test_ranks_that_hold_the_whole_sequence_cut_nothing(whole: str) -> None:
     validate(load_config(LAPTOP, ["train.seq_len=131", *SHARED, whole]), 8)
 
 
-def test_weights_of_a_dense_model_do_not_start_experts(
-    ranks: Ranks, saved: Path, saved_experts: Path, tmp_path: Path
-) -> None:
+def test_weights_of_a_dense_model_do_not_start_experts(ranks, saved, saved_experts, tmp_path):
     """Nor those of experts a dense model."""
     both = {"experts": saved_experts, "swiglu": saved}
     cases = {

@@ -151,20 +151,17 @@ def test_exit_status_and_one_message(data: Path, tmp_path: Path) -> None:
 
 
 def test_only_torchrun_is_stopped() -> None:
-    for command in (
-        "/usr/bin/python3.11 /opt/venv/bin/torchrun --nnodes 2 train.py",
-        "python -m torch.distributed.run train.py",
-        "python -W ignore -X faulthandler -m torch.distributed.run train.py",
-        "/venv/bin/python -u -m tools.torchrun train.py",
-    ):
-        assert rank_exit.runs_torchrun(command.split(" "))
-    for command in (
-        "python train.py CONFIG torchrun",
-        "python -m tools.launch -m torch.distributed.run",
-        "srun torchrun train.py",
-        "",
-    ):
-        assert not rank_exit.runs_torchrun(command.split(" "))
+    for command, is_torchrun in {
+        "/usr/bin/python3.11 /opt/venv/bin/torchrun --nnodes 2 train.py": True,
+        "python -m torch.distributed.run train.py": True,
+        "python -W ignore -X faulthandler -m torch.distributed.run train.py": True,
+        "/venv/bin/python -u -m tools.torchrun train.py": True,
+        "python train.py CONFIG torchrun": False,
+        "python -m tools.launch -m torch.distributed.run": False,
+        "srun torchrun train.py": False,
+        "": False,
+    }.items():
+        assert rank_exit.runs_torchrun(command.split(" ")) is is_torchrun, command
 
 
 def test_a_faulty_node_is_not_restarted_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
