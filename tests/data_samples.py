@@ -86,10 +86,8 @@ def split_texts(folder: Path, split: str) -> list[str]:
         tensors = safetensors.numpy.load_file(folder / shard["file"])
         assert tensors["tokens"].dtype == np.uint16
         assert tensors["document_starts"].dtype == np.int64
-        assert (len(tensors["tokens"]), len(tensors["document_starts"])) == (
-            shard["tokens"],
-            shard["documents"],
-        )
+        counts = {name: len(tensor) for name, tensor in tensors.items()}
+        assert counts == {"tokens": shard["tokens"], "document_starts": shard["documents"]}
         for ids in np.split(tensors["tokens"], tensors["document_starts"][1:]):
             assert (ids[0], ids[-1]) == (tokenizer().bos_id, tokenizer().eos_id)
             assert not {tokenizer().bos_id, tokenizer().eos_id} & set(ids[1:-1].tolist())

@@ -124,26 +124,25 @@ def test_special_tokens_in_a_text_are_text(folder: Path) -> None:
 
 
 MAP = "special_tokens_map"
-# the files beside a tokenizer.json → bos and eos, or why it is refused
-BESIDE: dict[str, tuple[dict[str, Any], tuple[int, int] | str]] = {
-    "as objects": ({"bos_token": {"content": BOS}, "eos_token": {"content": "<|eot_id|>"}},
+# its configuration, other files beside a tokenizer.json → bos and eos, or why it is refused
+BESIDE: dict[str, tuple[dict[str, Any] | None, dict[str, str], tuple[int, int] | str]] = {
+    "as objects": ({"bos_token": {"content": BOS}, "eos_token": {"content": "<|eot_id|>"}}, {},
                    (500, 502)),
-    "no bos": ({"bos_token": None, "eos_token": EOS}, (-1, 501)),
-    "by their names": ({}, (500, 501)),
-    "null in one": ({"bos_token": None, "eos_token": EOS, MAP: json.dumps(CONFIG)}, (500, 501)),
+    "no bos": ({"bos_token": None, "eos_token": EOS}, {}, (-1, 501)),
+    "by their names": (None, {}, (500, 501)),
+    "null in one": ({"bos_token": None, "eos_token": EOS}, {MAP: json.dumps(CONFIG)}, (500, 501)),
     "a file that transformers does not read": (
-        CONFIG | {"added_tokens_decoder": {}, MAP: '{"eos_token": "<eos>"}'}, (500, 501)),
-    "no eos": ({"eos_token": None}, "no file names the token that ends documents"),
-    "unknown eos": ({"eos_token": "<end>"}, "no token '<end>'"),
-    "no JSON": ({MAP: "{"}, "special_tokens_map.json beside it is not JSON"),
+        CONFIG | {"added_tokens_decoder": {}}, {MAP: '{"eos_token": "<eos>"}'}, (500, 501)),
+    "no eos": ({"eos_token": None}, {}, "no file names the token that ends documents"),
+    "unknown eos": ({"eos_token": "<end>"}, {}, "no token '<end>'"),
+    "no JSON": (None, {MAP: "{"}, "special_tokens_map.json beside it is not JSON"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_who_says_what_begins_and_ends(tmp_path: Path, name: str) -> None:
-    said, expected = BESIDE[name]
-    config = {key: value for key, value in said.items() if key != MAP}
-    path = make(tmp_path, config or None, **{key: said[key] for key in said if key == MAP})
+    config, others, expected = BESIDE[name]
+    path = make(tmp_path, config, **others)
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
             Tokenizer.load(path)

@@ -4,7 +4,7 @@ they read and are killed where a stage ends."""
 import json
 import os
 import signal
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -130,18 +130,15 @@ def killed(where: str, step: int) -> Iterator[None]:
 
 def check_reads(file: Path, batches: list[list[list[int]]]) -> None:
     """Every recorded part of a batch is the expected one, and every batch was read whole."""
-    found: dict[int, set[tuple[int, int]]] = {}
+    found = defaultdict[tuple[int, int], set[int]](set)  # step, dp size → dp ranks
     for path in file.parent.glob(f"{file.name}-*"):
         for line in path.read_text().splitlines():
             step, dp_rank, dp_size, rows = json.loads(line)
             share = len(batches[step]) // dp_size
             assert rows == batches[step][dp_rank * share : (dp_rank + 1) * share], step
-            found.setdefault(step, set()).add((dp_rank, dp_size))
-    assert sorted(found) == list(range(len(batches)))
-    for parts in found.values():
-        assert any(
-            {(rank, size) for rank in range(size)} <= parts for size in {size for _, size in parts}
-        )
+            found[step, dp_size].add(dp_rank)
+    whole = {step for (step, dp_size), ranks in found.items() if len(ranks) == dp_size}
+    assert whole == set(range(len(batches)))
 
 
 def mixture(*paths: Path, weights: tuple[float, ...] = (1.0,)) -> Mixture:
