@@ -114,11 +114,14 @@ def test_damage_is_refused_or_skipped_and_counted(tmp_path, capsys) -> None:
     said += "damaged: c.txt\n"
     for what in ("empty documents", "null texts", "damaged rows", "damaged files"):
         said += f"{what} left out: 1\n"
-    assert f"files read: 3\n{said}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"files read: 3\n{said}" in printed
     index = json.loads((out / "index.json").read_text())
     left_out = ("empty_documents", "null_texts", "damaged_rows", "damaged_files")
     assert [index[name] for name in left_out] == [1, 1, 1, 1]
     assert index["unigram_nats_per_token"] is None, "nothing is held out"
+    assert "text_not_kept" not in index
+    assert "does not keep" not in printed
     assert shlex.split(index["source"]) == [str(source), other]
     assert split_texts(out, "train") == ["a", "b", LINES, "another source"]
     assert tokenizer_command.main([*training, *skip]) == 0

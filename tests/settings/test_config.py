@@ -264,10 +264,9 @@ def test_a_run_of_an_earlier_version_reads(tmp_path: Path) -> None:
         for model in config.model, stored:
             assert (model.find(Experts), model.find(sliding_window.Settings)) == settings
     for wrong in (0, 5):  # the fault is not the old key's, and is not overlooked
+        both = at_new_places("model", raw["model"] | {"num_experts": 4, "experts": wrong})
         with pytest.raises(UserError, match=rf"^model\.experts = {wrong}: is not a section"):
-            ModelConfig(
-                **at_new_places("model", raw["model"] | {"num_experts": 4, "experts": wrong})
-            )
+            ModelConfig(**both)
 
 
 def test_settings_are_named_as_their_files() -> None:
@@ -283,12 +282,10 @@ def test_settings_are_named_as_their_files() -> None:
 
 def test_what_is_valid_can_be_saved() -> None:
     """The file of a checkpoint's state has bounds, too."""
-    window = "model.sliding_window.window=1000000000"
-    seed = -(2**63)
-    config = load_config(LAPTOP, ["model.attention=sliding_window", window, f"train.seed={seed}"])
-    state = state_of(config, DataState(checksum="x", next_sample=0, skipped=[]))
-    assert "1000000000" in state.model_dump_json()
-    assert str(seed) in state.model_dump_json()
+    window, seed = "model.sliding_window.window=1000000000", f"train.seed={-(2**63)}"
+    config = load_config(LAPTOP, ["model.attention=sliding_window", window, seed])
+    state = state_of(config, DataState(checksum="x", next_sample=0, skipped=[])).model_dump()
+    assert (state["model"]["sliding_window"]["window"], state["seed"]) == (10**9, -(2**63))
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -387,11 +384,11 @@ def test_the_schema_knows_every_key_and_its_comment() -> None:
     described = []
     for section, cls in SECTIONS.items():
         for key, of_key in found["$defs"][cls.__name__]["properties"].items():
-            within = of_key["properties"] if key in KINDS.get(section, {}) else None
             assert "description" in of_key
-            described += [(section, key)] if within is None else [
-                (section, f"{key}.{own}") for own in within if "description" in within[own]
-            ]  # fmt: skip
+            keys = {key: of_key}
+            if key in KINDS.get(section, {}):
+                keys = {f"{key}.{own}": each for own, each in of_key["properties"].items()}
+            described += [(section, name) for name, each in keys.items() if "description" in each]
     assert described == every_key()
     steps = found["$defs"]["TrainConfig"]["properties"]["steps"]
     assert (steps["minimum"], steps["description"]) == (0, "optimizer steps of the whole run")
