@@ -6,7 +6,7 @@ import os
 import signal
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,9 +64,7 @@ def expected(stages: list[Read], seed: int) -> tuple[list[list[list[int]]], Coun
     return batches, windows
 
 
-def write_stages(
-    folder: Path, data: Path, stages: list[dict[str, Any]], **sections: dict[str, Any]
-) -> str:
+def write_stages(folder: Path, data: Path, stages: list[dict], **sections: dict[str, Any]) -> str:
     """Like `write_config`, with a list of stages, a smaller model and larger micro-batches."""
     sections["model"] = {"num_layers": 2, **sections.get("model", {})}
     sections["train"] = {"micro_batch_size": 4, **sections.get("train", {})}
@@ -92,10 +90,7 @@ def recorded(file: Path) -> AbstractContextManager[None]:
 def recorded_run(arguments: list[str], file: Path, kill: str = "", step: int = 0) -> str:
     """Train and record; kill this process where `kill` says, at the end of the stage that ends with
     `step`."""
-    with ExitStack() as stack:
-        stack.enter_context(recorded(file))
-        if kill:
-            stack.enter_context(killed(kill, step))
+    with recorded(file), killed(kill, step) if kill else nullcontext():
         return train_run(arguments)
 
 
