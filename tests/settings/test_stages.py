@@ -126,13 +126,15 @@ def whole(ranks: Ranks, data: Path, other: Path, tmp_path_factory) -> tuple[Path
     return folder, runs.losses(folder), last_state(ranks, folder)
 
 
-def killed_run(ranks: Ranks, world: int, config: str, kills: list[tuple[str, int]]) -> None:
-    """Run in the folder of `config`, killed at these places, until the end."""
+def killed_run(ranks: Ranks, world: int, config: str, kills: list, batches: list) -> None:
+    """Run in the folder of `config`, killed at these places, until the end. All starts together
+    read these batches."""
     reads = Path(config).with_name("reads")
     for where, step in kills:
         with runs.dies():
             ranks.run(recorded_run, world, [config], reads, where, step)
     assert ranks.run(recorded_run, world, [config], reads) == [""] * world
+    check_reads(reads, batches)
 
 
 THREE = [("before the save", 3), ("before the commit", 5), ("begun", 5)]  # one start after another
@@ -146,9 +148,7 @@ THREE = [("before the save", 3), ("before the commit", 5), ("begun", 5)]  # one 
 def test_killed_at_a_boundary(ranks, data, other, tmp_path, whole, kills) -> None:
     """Killed at a boundary and started again, a run reads the same samples and has the same bits:
     of every loss, and of the weights and moments at the end."""
-    config = staged(tmp_path, data, other)
-    killed_run(ranks, 2, config, kills)
-    check_reads(tmp_path / "reads", reference(data, other))
+    killed_run(ranks, 2, staged(tmp_path, data, other), kills, reference(data, other))
     assert runs.losses(tmp_path) == whole[1]
     assert runs.same_tensors(last_state(ranks, tmp_path), whole[2])
     kinds = [event["event"] for event in read_events(tmp_path / "run")]
@@ -160,9 +160,9 @@ def test_killed_at_a_boundary(ranks, data, other, tmp_path, whole, kills) -> Non
 def test_other_layouts_in_each_stage(ranks, data, other, tmp_path, whole, layouts) -> None:
     """With another layout in each stage, on twice the ranks, killed in the changeover and after a
     save, a run reads the same samples; losses agree to the rounding of sums."""
+    kills = [("the changeover", 3), ("after the save", 5)]
     config = staged(tmp_path, data, other, layouts)
-    killed_run(ranks, 4, config, [("the changeover", 3), ("after the save", 5)])
-    check_reads(tmp_path / "reads", reference(data, other))
+    killed_run(ranks, 4, config, kills, reference(data, other))
     found = runs.losses(tmp_path)
     assert all(found[step] == pytest.approx(loss, rel=1e-9) for step, loss in whole[1].items())
     state = last_state(ranks, tmp_path)
