@@ -190,6 +190,8 @@ def not_utf8() -> bytes:
 
 LATIN = "ein Satz\nnaïve\n".encode("latin-1")
 LATIN_LINE = r"(?s)line 2: it is not UTF-8 \(byte 0xef\).* `iconv -f LATIN1"
+# what its first bytes say
+NEITHER = r"(?s)neither UTF-8 text .* begins with b.(a\.txt|PAR1|text|\\x).* unpack or convert it"
 # file → its content, what is wrong with it, and what is read if that is skipped
 DAMAGE: dict[str, tuple[str | bytes, str, list[str]]] = {
     "number.jsonl": (row("a") + row(5) + row("b"), "line 2 of .* holds int, not text", ["a", "b"]),
@@ -206,6 +208,12 @@ DAMAGE: dict[str, tuple[str | bytes, str, list[str]]] = {
     "latin name.csv": (b"text,na\xefve\na,1\n", r"line 1: it is not UTF-8 \(byte 0xef", []),
     "latin names.csv": (b'text,"na\nme\xef"\na,1\n', r"line 2: it is not UTF-8 \(byte 0xef", []),
     "short.csv": ("n,text\n1\n2,b\n", "line 2: it has 1 fields, .* names 2 columns", ["b"]),
+    "tar.jsonl.gz": (gzip.compress(b"a.txt\0"), NEITHER, []),
+    "a.parquet.gz": (gzip.compress(b"PAR1\x15\0"), NEITHER, []),
+    "a.parquet": ("text", NEITHER, []),
+    "cut.parquet": (b"PAR1\x15\0", "(?s)it is damaged or cut short.* copy it again", []),
+    "utf-16.txt": ("text".encode("utf-16"), NEITHER, []),
+    "packed.jsonl": (gzip.compress(b"{}"), NEITHER, []),
     "open.tsv": ('n\ttext\n0\ta\n1\t"open\n', "line 3: unexpected end of data", ["a"]),
 }
 
@@ -223,34 +231,21 @@ def test_damage_is_refused_or_skipped_and_counted(tmp_path: Path, name: str) -> 
     assert ("damaged" in report.left_out) == bool(report.counts["damaged_files"])
 
 
-# --- what a file is -------------------------------------------------------------------------------
-
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
-PULL = "run `git lfs pull` in its folder"
-NEITHER = "neither UTF-8 text nor a parquet table: it begins with "
-CONVERT = "unpack or convert it, or copy it again"
-NOT_TEXT = {
-    "pointer.txt": (POINTER, "it is a Git LFS pointer", PULL),
-    "pointer.jsonl.gz": (POINTER, "it is a Git LFS pointer", PULL),
-    "pointer.json": (POINTER, "it is a Git LFS pointer", PULL),
-    "pointer.parquet": (POINTER, "it is a Git LFS pointer", PULL),
-    "annex.txt": ("/annex/objects/SHA256E-s9--1.txt\n", "it is a git-annex", "run `git annex get`"),
-    "tar.jsonl.gz": (gzip.compress(b"a.txt\0"), f"{NEITHER}b'a.txt", CONVERT),
-    "a.parquet.gz": (gzip.compress(b"PAR1\x15\0"), NEITHER, CONVERT),
-    "a.parquet": ("text", f"{NEITHER}b'text'", CONVERT),
-    "cut.parquet": (b"PAR1\x15\0", "it is damaged or cut short", "copy it again"),
-    "utf-16.txt": ("text".encode("utf-16"), NEITHER, CONVERT),
-    "packed.jsonl": (gzip.compress(b"{}"), NEITHER, CONVERT),
-}  # fmt: skip
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+OF_LFS = (LFS, "it is a Git LFS pointer", "run `git lfs pull` in its folder")
+ANNEX = "/annex/objects/SHA256E-s9--1.txt\n"
+POINTERS = {
+    **dict.fromkeys(("a.txt", "a.jsonl.gz", "a.json", "a.parquet"), OF_LFS),
+    "annex.txt": (ANNEX, "it is a git-annex pointer", "run `git annex get` in its folder"),
+}
 
 
-@pytest.mark.parametrize("name", NOT_TEXT)
-def test_a_file_is_what_its_first_bytes_say(tmp_path: Path, name: str) -> None:
-    content, why, remedy = NOT_TEXT[name]
-    write(tmp_path, {name: content, "a.txt": "text"})
-    source = tmp_path if name == "pointer.json" else tmp_path / name
-    # what may be damaged can be skipped
-    error = refusal(source, skip=["damaged"] if name.count("pointer") else [])
+@pytest.mark.parametrize("name", POINTERS)
+def test_a_pointer_is_refused_and_never_skipped(tmp_path: Path, name: str) -> None:
+    """What it points to may be whole."""
+    content, why, remedy = POINTERS[name]
+    write(tmp_path, {name: content, "text.txt": "text"})
+    error = refusal(tmp_path, skip=["damaged"])
     assert (error.value, error.why[: len(why)]) == (f"{tmp_path}/{name}", why)
     assert error.remedy.startswith(remedy)
 
