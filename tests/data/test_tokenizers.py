@@ -97,30 +97,18 @@ def test_bos_begins_a_prompt_as_the_tokenizer_s_configuration_says(tmp_path: Pat
 
 @pytest.mark.parametrize("file", [JSON, MODEL])
 def test_text_is_kept(folder: Path, file: str) -> None:
+    """Whatever it spells, and although the tokenizer.json asks to cut it after 16 tokens."""
     loaded = Tokenizer.load(folder) if file == JSON else tokenizer()
     for name, text in HOSTILE.items():
         ids = loaded.encode(text)
         assert loaded.decode(ids) == text, name
         assert encoded(loaded, [text, "x"]) == [ids, loaded.encode("x")]
         assert all(0 <= token < loaded.vocab_size for token in ids)
-        assert not {loaded.unk_id, loaded.bos_id, loaded.eos_id} & set(ids), name
+        assert not {loaded.unk_id, *loaded.control_ids} & set(ids), name
     # what has no text: control tokens, and ids beyond the vocabulary, from a model's padding rows
     ids = [loaded.bos_id, *loaded.encode("\tx"), loaded.eos_id, loaded.vocab_size + 96]
     assert loaded.decode(ids) == "\tx"
     assert loaded.decode(loaded.encode("a\ud800b\udfff 🐍")) == "a\ufffdb\ufffd 🐍"
-
-
-def test_special_tokens_in_a_text_are_text(folder: Path) -> None:
-    loaded = Tokenizer.load(folder)
-    assert (loaded.vocab_size, loaded.bos_id, loaded.eos_id) == (504, 500, 501)
-    assert len(loaded.encode("x\n" * 50)) > 16, "the file's truncation is not applied"
-    text = f"one {EOS} two <|eot_id|>{BOS} <think>"
-    ids = loaded.encode(text)
-    assert not {500, 501, 502} & set(ids)
-    assert loaded.decode(ids) == text
-    raw = tokenizers.Tokenizer.from_str(llama3().decode())  # control: the library by itself
-    raw.no_truncation()
-    assert {500, 501, 502} <= set(raw.encode(text, add_special_tokens=False).ids)
 
 
 MAP = "special_tokens_map"
@@ -177,15 +165,20 @@ def test_the_file_chooses_and_the_digest_covers_what_decides(folder: Path, tmp_p
 # --- our own tokenizer ----------------------------------------------------------------------------
 
 
-def test_control_plain_sentencepiece_does_not_round_trip() -> None:
+def test_control_the_libraries_by_themselves_do_not_keep_text() -> None:
     """Control: the hostile strings find a tokenizer that alters text, here SentencePiece with its
-    default settings."""
+    default settings, and one that finds control tokens in a text, and cuts it."""
     plain = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
     lost = {name for name, text in HOSTILE.items() if plain.decode(plain.encode(text)) != text}
     assert lost >= {"tabs", "spaces around", "trailing newlines", "SentencePiece's space",
                     "compatibility forms"}  # fmt: skip
     ours = sentencepiece.SentencePieceProcessor(model_proto=tokenizer().model)
     assert ours.decode(ours.encode("a\u2581b")) == "a b", "without our spelling of the mark"
+    raw = tokenizers.Tokenizer.from_str(llama3().decode())
+    assert len(raw.encode("x\n" * 50).ids) == 16
+    raw.no_truncation()
+    found = raw.encode(HOSTILE["Llama 3's"], add_special_tokens=False).ids
+    assert {500, 501, 502} <= {*found} & {*Tokenizer({JSON: llama3()}).control_ids}
 
 
 def test_training_is_deterministic_and_reaches_the_size() -> None:
