@@ -207,6 +207,7 @@ def test_a_terminated_command_leaves_nothing(tmp_path) -> None:
 
 
 def test_commands(tmp_path, capsys, monkeypatch) -> None:
+    """They refuse what is wrong before the work begins."""
     model, out = str(tmp_path / "models" / "t.model"), str(tmp_path / "deep" / "out")
     trained = ["--vocab-size", "600", "--out", model]
     assert tokenizer_command.main(["--source", MANY, *trained]) == 0

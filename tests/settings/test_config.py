@@ -37,6 +37,7 @@ from tools.plan.layout import world_of
 from training.optimizers import adamw
 
 LAPTOP = str(ROOT / "configs/laptop.yaml")
+SHARED = ["parallel.dp_shard=-1"]
 
 
 def refusal(overrides: list[str], path: str = LAPTOP, world: int = 8) -> str:
@@ -49,9 +50,6 @@ def written(folder: Path, text: str | bytes) -> str:
     path = folder / "config.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return str(path)
-
-
-SHARED = ["parallel.dp_shard=-1"]
 
 
 # --- bounds ---------------------------------------------------------------------------------------
