@@ -190,7 +190,7 @@ def not_utf8() -> bytes:
 
 LATIN = "ein Satz\nnaïve\n".encode("latin-1")
 LATIN_LINE = r"(?s)line 2: it is not UTF-8 \(byte 0xef\).* `iconv -f LATIN1"
-# what its first bytes say
+# of a file whose first bytes show that it is something else
 NEITHER = r"(?s)neither UTF-8 text .* begins with b.(a\.txt|PAR1|text|\\x).* unpack or convert it"
 # file → its content, what is wrong with it, and what is read if that is skipped
 DAMAGE: dict[str, tuple[str | bytes, str, list[str]]] = {
