@@ -9,7 +9,6 @@ from unittest.mock import Mock, patch
 import pytest
 import torch.distributed as dist
 
-from data.dataset import TokenDataset
 from errors import RunFailed
 from parallel.pipeline.actions import BACKWARD, FORWARD, Action
 from parallel.pipeline.schedules import SCHEDULES
@@ -17,10 +16,8 @@ from proofs.ranks import Ranks
 from runtime import exit as rank_exit
 from runtime.health.examine import FaultyMachine
 from runtime.signals import Signals
-from runtime.start import checks
 from tests.data_samples import SOURCE, prepared
-from tests.planted import planted
-from tests.runs import forked, messages, status, train_run, write_config
+from tests.runs import forked, messages, status, write_config
 from train import main
 
 # (override, the key that is refused, what else is said); types and bounds: test_config.py
@@ -82,21 +79,11 @@ def backward_first(p: int, v: int, m: int) -> list[list[Action]]:
     return [[Action(k, r, i) for k in (BACKWARD, FORWARD) for i in range(m)] for r in range(p)]
 
 
-@planted(checks, "open_data")
-def unseen_by_rank_1(open_data, *about):
-    if dist.get_rank() == 0:
-        return open_data(*about)
-    return TokenDataset.open("/not/on/this/node", "train")
-
-
-def judge(cases: dict[str, list[str]], config: str, of_ranks: list[Path]) -> dict[str, str]:
-    """What this rank is told of each case, of data of its own, and of data that only rank 0
-    sees."""
+def judge(cases: dict[str, list[str]], config: str, data: dict[str, list[Path]]) -> dict[str, str]:
+    """What this rank is told of each case, and where each rank has data of its own."""
+    mine = {case: [config, f"data.path={of[dist.get_rank()]}"] for case, of in data.items()}
     with patch.dict(SCHEDULES, backward_first=backward_first):
-        said = messages(cases)
-    said["other"] = train_run([config, f"data.path={of_ranks[dist.get_rank()]}"])
-    with unseen_by_rank_1():
-        return said | {"unseen": train_run([config])}
+        return messages(cases | mine)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +96,8 @@ def judged(ranks: Ranks, data: Path, tmp_path_factory) -> tuple[Path, list[dict[
         str(number): [config, f"run.dir={folder / str(number)}", *overrides]
         for number, (overrides, _, _) in enumerate(REFUSED)
     }
-    of_ranks = [data, prepared(folder / "other", SOURCE)]
+    others = {"unseen": Path("/not/on/this/node"), "other": prepared(folder / "other", SOURCE)}
+    of_ranks = {case: [data, rank_1] for case, rank_1 in others.items()}
     return folder, ranks.run(judge, 2, cases, config, of_ranks)
 
 
@@ -131,7 +119,7 @@ def test_wrong_value(judged: tuple[Path, list[dict[str, str]]], number: int) -> 
 def test_an_error_of_one_rank_is_everyones(judged: tuple[Path, list[dict[str, str]]]) -> None:
     """If one node does not see the data, or has other data, all ranks fail with its message, and
     none waits forever."""
-    assert told(judged, "unseen").startswith("data.path = ")
+    assert told(judged, "unseen").startswith("data.path = '/not/on/this/node': ")
     assert "are not rank 0's" in told(judged, "other")
 
 
