@@ -30,7 +30,7 @@ from tests.settings.stages import (
     write_stages,
 )
 
-DP2, TP2, PP2 = {"dp_shard": -1}, {"tp": 2}, {"pp": 2}
+DP2, TP2, PP2, CP2 = {"dp_shard": -1}, {"tp": 2}, {"pp": 2}, {"cp": 2, "tp": 1, "pp": 1}
 
 
 @pytest.fixture(scope="module")
@@ -156,13 +156,17 @@ def test_killed_at_a_boundary(ranks, data, other, tmp_path, whole, kills) -> Non
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("layouts", [(TP2, PP2), (PP2, {"cp": 2, "tp": 1, "pp": 1})], ids=str)
-def test_other_layouts_in_each_stage(ranks, data, other, tmp_path, whole, layouts) -> None:
-    """With another layout in each stage, on twice the ranks, killed in the changeover and after a
-    save, a run reads the same samples; losses agree to the rounding of sums."""
-    kills = [("the changeover", 3), ("after the save", 5)]
+@pytest.mark.parametrize(
+    ("layouts", "kill"),
+    [((TP2, PP2), ("the changeover", 3)), ((PP2, CP2), ("after the save", 5))],
+    ids=str,
+)
+def test_other_layouts_in_each_stage(ranks, data, other, tmp_path, whole, layouts, kill) -> None:
+    """With another layout in each stage, on twice the ranks, one begun by a start after a kill and
+    one by the same processes, a run reads the same samples; losses agree to the rounding of
+    sums."""
     config = staged(tmp_path, data, other, layouts)
-    killed_run(ranks, 4, config, kills, reference(data, other))
+    killed_run(ranks, 4, config, [kill], reference(data, other))
     found = runs.losses(tmp_path)
     assert all(found[step] == pytest.approx(loss, rel=1e-9) for step, loss in whole[1].items())
     state = last_state(ranks, tmp_path)
