@@ -20,35 +20,34 @@ from tests.data_samples import SOURCE, prepared
 from tests.runs import forked, messages, status, write_config
 from train import main
 
-# (override, the key that is refused, what else is said); types and bounds: test_config.py
+# (override, what is said of its key); types and bounds: test_config.py
 WRONG = [
-    ("train.stepz=3", "train.stepz", "did you mean train.steps?"),
-    ("trian.steps=3", "trian", "did you mean train?"),
-    ("steps=3", "command line", "section.key=value"),
-    ("parallel.tp=4", "parallel.tp", "does not make the world of 2"),
-    ("parallel.dp_shard=4", "parallel.dp_shard", "start exactly 4 processes"),
-    ("model.num_kv_heads=3", "model.num_kv_heads", "choose one of [1, 2, 4]"),
-    ("model.attention_dim=30", "model.attention_dim", "for example 512, or null for model.dim"),
-    ("model.rope_low_freq_factor=4", "model.rope_low_freq_factor",
-     "below model.rope_high_freq_factor=4.0"),
-    ("train.global_batch_size=7", "train.global_batch_size", "multiple"),
-    ("parallel.schedule=2f2b", "parallel.schedule", "1f1b"),
-    ("parallel.stages_per_rank=2", "parallel.stages_per_rank", "one stage per rank"),
-    ("parallel.layers_per_stage=[4, 4]", "parallel.layers_per_stage", "pp · stages_per_rank = 1"),
-    ("parallel.zero_stage=0", "parallel.zero_stage", "dp_replicate=2"),
-    ("run.dir=/etc/hosts/run", "run.dir", "not a writable folder"),
-    ("optimizer.pure_bfloat16=true", "optimizer.pure_bfloat16", "train.dtype=float32"),
-    ("optimizer.schedule=wsd", "optimizer.decay_steps", "between 1 and"),
-    ("model.vocab_size=700", "model.vocab_size", "set model.vocab_size=800"),
-    ("train.seq_len=1000000", "train.seq_len", "tokens"),
-    ("data.path=/nowhere", "data.path", "prepare"),
-    ("checkpoint.resume=/nowhere", "checkpoint.resume", "a run folder or a folder step-…"),
-    ("model.dim=1048576", "model", "use more processes"),
-    ("run.on_event=no-such-program", "run.on_event", "not an executable"),
-    ("train.tasks=[python]", "train.tasks", "train.eval_interval is 0"),
-    ("guard.inject_fault={rank: 1, step: 2}", "guard.inject_fault", "there is no such key"),
-]  # fmt: skip
+    ("train.stepz=3", "did you mean train.steps?"),
+    ("parallel.tp=4", "does not make the world of 2"),
+    ("parallel.dp_shard=4", "start exactly 4 processes"),
+    ("model.num_kv_heads=3", "choose one of [1, 2, 4]"),
+    ("model.attention_dim=30", "for example 512, or null for model.dim"),
+    ("model.rope_low_freq_factor=4", "below model.rope_high_freq_factor=4.0"),
+    ("train.global_batch_size=7", "multiple"),
+    ("parallel.schedule=2f2b", "1f1b"),
+    ("parallel.stages_per_rank=2", "one stage per rank"),
+    ("parallel.layers_per_stage=[4, 4]", "pp · stages_per_rank = 1"),
+    ("parallel.zero_stage=0", "dp_replicate=2"),
+    ("run.dir=/etc/hosts/run", "not a writable folder"),
+    ("optimizer.pure_bfloat16=true", "train.dtype=float32"),
+    ("model.vocab_size=700", "set model.vocab_size=800"),
+    ("train.seq_len=1000000", "tokens"),
+    ("data.path=/nowhere", "prepare"),
+    ("checkpoint.resume=/nowhere", "a run folder or a folder step-…"),
+    ("run.on_event=no-such-program", "not an executable"),
+    ("train.tasks=[python]", "train.eval_interval is 0"),
+    ("guard.inject_fault={rank: 1, step: 2}", "there is no such key"),
+]
 TOGETHER = [  # (overrides, beginning of the message, what else it says)
+    (["trian.steps=3"], "trian = ", "did you mean train?"),
+    (["steps=3"], "command line = ", "section.key=value"),
+    (["optimizer.schedule=wsd"], "optimizer.decay_steps = ", "between 1 and"),
+    (["model.dim=1048576"], "model = ", "use more processes"),
     (["train.compile=true", "parallel.schedule=zb_h1"],
      "train.compile = True: a compiled block forms its weight gradients in backward", "zb_h1"),
     (["train.compile=true", "parallel.tp=2"],
@@ -71,7 +70,7 @@ TOGETHER = [  # (overrides, beginning of the message, what else it says)
     (["parallel.schedule=backward_first", "parallel.pp=2"],
      "parallel.schedule = 'backward_first': ranks cannot continue: rank 0 at B0.0", "remedy"),
 ]  # fmt: skip
-REFUSED = [*(([override], f"{key} = ", remedy) for override, key, remedy in WRONG), *TOGETHER]
+REFUSED = [*(([name], f"{name.partition('=')[0]} = ", said) for name, said in WRONG), *TOGETHER]
 
 
 def backward_first(p: int, v: int, m: int) -> list[list[Action]]:
