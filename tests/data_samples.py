@@ -54,14 +54,8 @@ def sentencepiece_model(model_type: str = "bpe", **options: object) -> bytes:
     """A model that SentencePiece trains on the lines of `SOURCE` with its own defaults."""
     lines = (line for text in texts_of(SOURCE) for line in text.split("\n"))
     out = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines,
-        model_writer=out,
-        model_type=model_type,
-        vocab_size=500,
-        minloglevel=2,
-        **options,
-    )
+    options |= {"model_type": model_type, "vocab_size": 500, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=out, **options)
     return out.getvalue()
 
 
