@@ -204,12 +204,10 @@ def test_ranks_that_hold_the_whole_sequence_cut_nothing(whole: str) -> None:
 
 def test_weights_of_a_dense_model_do_not_start_experts(ranks, saved, saved_experts, tmp_path):
     """Nor those of experts a dense model."""
-    both = {"experts": saved_experts, "swiglu": saved}
-    cases = {
-        kind: [str(both[kind] / "config.yaml"), "parallel.pp=1", "parallel.tp=1", "parallel.ep=1",
-               f"checkpoint.load_weights_only={both[other]}/run", f"run.dir={tmp_path}"]
-        for kind, other in (("experts", "swiglu"), ("swiglu", "experts"))
-    }  # fmt: skip
+    alone = ["parallel.pp=1", "parallel.tp=1", "parallel.ep=1", f"run.dir={tmp_path}"]
+    start = "checkpoint.load_weights_only="
+    cases = {"experts": [f"{saved_experts}/config.yaml", *alone, f"{start}{saved}/run"],
+             "swiglu": [f"{saved}/config.yaml", *alone, f"{start}{saved_experts}/run"]}  # fmt: skip
     for kind, message in ranks.run(messages, 1, cases)[0].items():
         assert message.startswith(f"model.feed_forward = '{kind}'")
         assert "has model.feed_forward=" in message
