@@ -95,7 +95,7 @@ def test_damage_is_refused_or_skipped_and_counted(tmp_path, capsys) -> None:
     """By both commands. Nothing is written of what is refused."""
     source, out, model = tmp_path / "corpus", tmp_path / "out", tmp_path / "t.model"
     model.write_bytes(tokenizer().model)
-    rows = [row("a"), "[1]\n", row("b"), row(None), row("")]
+    rows = [row("a"), "[1]\n", row("\uff21 漢"), row(None), row("")]
     files = {"a.jsonl": "".join(rows), "b.txt": LINES, "c.txt": b"na\xefve"}
     write(source, files | {f"{i}.bin": "" for i in range(9)})
     other = str(write(tmp_path, {"f.txt": "another source"}) / "f.txt")
@@ -123,7 +123,7 @@ def test_damage_is_refused_or_skipped_and_counted(tmp_path, capsys) -> None:
     assert "text_not_kept" not in index
     assert "does not keep" not in printed
     assert shlex.split(index["source"]) == [str(source), other]
-    assert split_texts(out, "train") == ["a", "b", LINES, "another source"]
+    assert split_texts(out, "train") == ["a", "\uff21 漢", LINES, "another source"]
     assert tokenizer_command.main([*training, *skip]) == 0
     assert f"files read: 2\n{said}" in capsys.readouterr().out
 
@@ -215,7 +215,8 @@ def test_commands(tmp_path, capsys, monkeypatch) -> None:
     said = capsys.readouterr()
     assert said.err == "", "no progress bar without a terminal"
     assert "tokens/s" in said.out
-    for option, value in (("--heldout-fraction", "1"), ("--shard-tokens", "0"), ("--out", model)):
+    wrong = [("--heldout-fraction", "1"), ("--shard-tokens", "0"), ("--out", model), ("--out", out)]
+    for option, value in wrong:  # the last one is not replaced without --overwrite
         assert prepare_by_command(SOURCE, model, "unused", option, value) == 2
         assert capsys.readouterr().err.startswith(f"error: {option} = ")
     for option, value in (("--max-characters", "0"), ("--out", str(tmp_path))):
