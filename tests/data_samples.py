@@ -32,6 +32,7 @@ HOSTILE = {
     "trailing newlines": "x\n\n\n",
     "SentencePiece's space": "\u2581a \u2581\u2581 b\u2581",
     "control tokens": "<s></s><unk><pad>",
+    "Llama 3's": "one <|end_of_text|> two <|eot_id|><|begin_of_text|> <think>",
     "byte tokens": "<0x41><0xE2>",
     "byte order mark": "\ufeffx\ufeff",
     "combining, not composed": "e\u0301 \u00e9",
@@ -53,14 +54,8 @@ def sentencepiece_model(model_type: str = "bpe", **options: object) -> bytes:
     """A model that SentencePiece trains on the lines of `SOURCE` with its own defaults."""
     lines = (line for text in texts_of(SOURCE) for line in text.split("\n"))
     out = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines,
-        model_writer=out,
-        model_type=model_type,
-        vocab_size=500,
-        minloglevel=2,
-        **options,
-    )
+    options |= {"model_type": model_type, "vocab_size": 500, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=out, **options)
     return out.getvalue()
 
 
@@ -86,10 +81,8 @@ def split_texts(folder: Path, split: str) -> list[str]:
         tensors = safetensors.numpy.load_file(folder / shard["file"])
         assert tensors["tokens"].dtype == np.uint16
         assert tensors["document_starts"].dtype == np.int64
-        assert (len(tensors["tokens"]), len(tensors["document_starts"])) == (
-            shard["tokens"],
-            shard["documents"],
-        )
+        counts = {name: len(tensor) for name, tensor in tensors.items()}
+        assert counts == {"tokens": shard["tokens"], "document_starts": shard["documents"]}
         for ids in np.split(tensors["tokens"], tensors["document_starts"][1:]):
             assert (ids[0], ids[-1]) == (tokenizer().bos_id, tokenizer().eos_id)
             assert not {tokenizer().bos_id, tokenizer().eos_id} & set(ids[1:-1].tolist())

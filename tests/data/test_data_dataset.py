@@ -29,18 +29,13 @@ def folder(data: Path, tmp_path) -> Path:
     return Path(shutil.copytree(data, tmp_path / "prepared"))
 
 
-def whole(folder: Path, split: str) -> np.ndarray:
-    shards = json.loads((folder / "index.json").read_text())["splits"][split]["shards"]
-    return np.concatenate(
-        [safetensors.numpy.load_file(folder / shard["file"])["tokens"] for shard in shards]
-    )
-
-
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_windows_are_slices_of_the_whole(data: Path, split: str) -> None:
     before = len(os.listdir("/dev/fd"))
-    dataset, tokens = TokenDataset.open(data, split), whole(data, split)
-    assert len(dataset._shards) >= 2
+    dataset = TokenDataset.open(data, split)
+    shards = [safetensors.numpy.load_file(file) for file in sorted(data.glob(f"{split}-*"))]
+    tokens = np.concatenate([shard["tokens"] for shard in shards])
+    assert len(shards) == len(dataset._shards) >= 2
     assert dataset.num_tokens == len(tokens)
     boundary = dataset._starts[1]
     special = [boundary - 150, boundary - 300, boundary, len(tokens) - 300]
@@ -72,10 +67,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("damage", "why"), DAMAGE.values(), ids=DAMAGE.keys())
-def test_damaged_folder_is_refused(
-    folder: Path, damage: Callable[[Path], object], why: str
-) -> None:
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_folder_is_refused(folder: Path, name: str) -> None:
+    damage, why = DAMAGE[name]
     damage(folder)
     with pytest.raises(UserError, match=why):
         TokenDataset.open(folder, "train")
@@ -91,10 +85,8 @@ def tensor(**changes: object) -> bytes:
 @pytest.mark.parametrize(
     ("header", "why"),
     [(b"\x80\x04pickle", "invalid UTF-8"), (tensor(data_offsets=[64, 128]), "invalid offset"),
-     (b"[" * 100_000, "invalid JSON"), (tensor(shape=[8, 4]), r"\[8, 4\]"),
-     (tensor(dtype="BF16"), "BF16"), (tensor(), "")],
-    ids=["no JSON", "offsets beyond the file", "nested without end", "another shape",
-         "another dtype", "control"],
+     (tensor(shape=[8, 4]), r"\[8, 4\]"), (tensor(dtype="BF16"), "BF16"), (tensor(), "")],
+    ids=["no JSON", "offsets beyond the file", "another shape", "another dtype", "control"],
 )  # fmt: skip
 def test_hostile_headers_are_refused(tmp_path, header: bytes, why: str) -> None:
     path = tmp_path / "x.safetensors"
@@ -111,14 +103,11 @@ def test_an_error_that_may_pass_is_no_refusal(tmp_path) -> None:
         map_tokens(tmp_path / "x.safetensors", np.dtype("uint16"), 32)
     (tmp_path / "x.safetensors").write_bytes(bytes(64))
     stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE), "x.safetensors")
-    with patch.object(Path, "open", side_effect=stale), pytest.raises(OSError, match="Stale"):
-        map_tokens(tmp_path / "x.safetensors", np.dtype("uint16"), 32)
     gone = FileNotFoundError("No such file")  # as safetensors says of any error
-    with (
-        patch("data.shards.safe_open", side_effect=gone),
-        pytest.raises(FileNotFoundError, match="No such file"),
-    ):
-        map_tokens(tmp_path / "x.safetensors", np.dtype("uint16"), 32)
+    for name, error in (("pathlib.Path.open", stale), ("data.shards.safe_open", gone)):
+        with patch(name, side_effect=error), pytest.raises(type(error)) as raised:
+            map_tokens(tmp_path / "x.safetensors", np.dtype("uint16"), 32)
+        assert raised.value is error
 
 
 def test_another_tokenizer_is_refused(folder: Path, tmp_path) -> None:

@@ -10,15 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from data.config import DataConfig
 from data.dataset import Mixture, open_data
 from data.loader import BatchLoader, heldout_batches
 from errors import UserError
-from proofs.ranks import Ranks
 from tests.data_samples import STDLIB_FOLDER, prepared
-from tests.runs import train_run, write_config
 from tokens import IGNORE
 
 S = 64
@@ -34,16 +31,6 @@ def paths(data: Path, tmp_path_factory) -> tuple[str, str]:
     return str(data), str(xml)
 
 
-@pytest.fixture
-def mixture(paths) -> Mixture:
-    return opened({paths[0]: 0.7, paths[1]: 0.3})
-
-
-@pytest.fixture
-def single(paths) -> Mixture:
-    return opened(paths[0])
-
-
 def load(data, *, batch: int = 8, dp_rank: int = 0, dp_size: int = 1, **options) -> BatchLoader:
     options = {"seq_len": S, "global_batch_size": batch, "seed": 1} | options
     return BatchLoader(data, **options, dp_rank=dp_rank, dp_size=dp_size)
@@ -56,22 +43,15 @@ def take(data, count: int, *, dp_size: int = 1, **options) -> tuple[torch.Tensor
     for rank in range(dp_size):
         loader = load(data, dp_rank=rank, dp_size=dp_size, **options)
         batches = [next(loader) for _ in range(count)]
-        assert all(tensor.is_contiguous() for batch in batches for tensor in batch)
+        assert all(t.is_contiguous() and t.dtype == torch.int64 for batch in batches for t in batch)
         ranks.append(torch.stack([torch.stack(batch, dim=1) for batch in batches]))
         states.append(loader.state())
         loader.close()
     return torch.cat(ranks, dim=1), states
 
 
-def test_rows_are_windows_of_the_data(single: Mixture) -> None:
-    batches, _ = take(single, 3, shuffle=False)
-    assert batches.dtype == torch.int64
-    for w, row in enumerate(batches.flatten(0, 1)):  # [24, 2, S]
-        expected = single.sources[0].window(w * S, S + 1).astype(np.int64)
-        assert np.array_equal(row, np.stack([expected[:-1], expected[1:]]))
-
-
-def test_resume_with_another_dp_size_and_another_batch_size(mixture: Mixture) -> None:
+def test_resume_with_another_dp_size_and_another_batch_size(paths) -> None:
+    mixture = opened({paths[0]: 0.7, paths[1]: 0.3})
     rows = take(mixture, 40)[0].flatten(0, 1)  # samples 0 .. 319
     first, (state, *others) = take(mixture, 5, dp_size=4)
     assert others == [state] * 3
@@ -85,22 +65,14 @@ def test_resume_with_another_dp_size_and_another_batch_size(mixture: Mixture) ->
     assert state["next_sample"] == len(together) == 40 + 60 + 18
 
 
-def test_state_counts_what_was_handed_out_not_what_was_read_ahead(single: Mixture) -> None:
+def test_state_counts_what_was_handed_out_not_what_was_read_ahead(data: Path) -> None:
+    single = opened(str(data))
     loader = load(single, prefetch=4)
     for n in range(5):
         assert len(loader._ahead) == 4
         assert loader.state() == {"next_sample": 8 * n, "skipped": [], "checksum": single.checksum}
         next(loader)
     loader.close()
-
-
-def test_skipped_samples_are_never_handed_out(mixture: Mixture) -> None:
-    rows = take(mixture, 10)[0].flatten(0, 1)
-    skipped = [[16, 24], [20, 30]]
-    read, states = take(mixture, 5, dp_size=2, skipped=skipped)
-    allowed = [i for i in range(80) if not 16 <= i < 30][:40]
-    assert torch.equal(read.flatten(0, 1), rows[allowed])
-    assert (states[0]["next_sample"], states[0]["skipped"]) == (54, [[16, 30]])
 
 
 def test_error_of_the_reading_thread_reaches_the_caller(data: Path, tmp_path) -> None:
@@ -119,8 +91,8 @@ def test_error_of_the_reading_thread_reaches_the_caller(data: Path, tmp_path) ->
     loader.close()
 
 
-def test_close_ends_the_thread(single: Mixture) -> None:
-    loader = load(single)
+def test_close_ends_the_thread(data: Path) -> None:
+    loader = load(opened(str(data)))
     next(loader)
     loader.close()
     loader.close()
@@ -130,12 +102,9 @@ def test_close_ends_the_thread(single: Mixture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dp_size", "rows", "samples"),
-    [(1, 4, 50), (3, 5, 50), (2, 3, None), (1, 7, 10**9)],
+    ("dp_size", "rows", "samples"), [(1, 4, 50), (3, 5, 50), (2, 3, None), (1, 7, 10**9)]
 )
-def test_heldout_mean_is_the_same_on_every_layout(
-    paths, dp_size: int, rows: int, samples: int | None
-) -> None:
+def test_heldout_mean_is_the_same_on_every_layout(paths, dp_size, rows, samples) -> None:
     data = opened(paths[0], "heldout")
     available = (data.num_tokens - 1) // S
     count = min(samples or available, available)
@@ -166,14 +135,3 @@ def test_heldout_mixture_repeats_nothing(paths) -> None:
     ]
     assert Counter(rows) <= Counter(windows)  # licences recur in the data itself
     assert 2 * smaller <= len(rows) <= 2 * smaller + 1
-
-
-def trained_by_rank(config: str, folders: list[str]) -> str:
-    return train_run([config, f"data.path={folders[dist.get_rank()]}"])
-
-
-def test_ranks_with_other_data_are_refused(ranks: Ranks, paths, tmp_path) -> None:
-    given = {"model": {"num_layers": 2}, "parallel": {"pp": 2}, "train": {"steps": 1}}
-    config = write_config(tmp_path, Path(paths[0]), **given)
-    for said in ranks.run(trained_by_rank, 2, config, list(paths)):
-        assert "are not rank 0's" in said

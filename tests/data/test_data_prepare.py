@@ -69,13 +69,12 @@ def test_prepared_documents_are_the_source_and_the_index_counts_them(data: Path)
     assert index["vocab_size"] == tokenizer().vocab_size
     assert index["tokenizer_sha256"] == tokenizer().sha256
     ids: dict[str, list[int]] = {}
+    bos, eos = tokenizer().bos_id, tokenizer().eos_id
     source = [(each.text, held_out(each.id, 0.3)) for each in documents(MANY)]
     for name, split in index["splits"].items():
         texts, shards = split_texts(data, name), split["shards"]
         assert texts == [text for text, held in source if held == (name == "heldout")]
-        ids[name] = []
-        for text in texts:
-            ids[name] += [tokenizer().bos_id, *tokenizer().encode(text), tokenizer().eos_id]
+        ids[name] = [i for text in texts for i in (bos, *tokenizer().encode(text), eos)]
         assert (split["documents"], split["tokens"]) == (len(texts), len(ids[name]))
         assert split["characters"] == sum(map(len, texts))
         assert split["utf8_bytes"] == sum(len(text.encode()) for text in texts)
@@ -96,46 +95,56 @@ def test_damage_is_refused_or_skipped_and_counted(tmp_path, capsys) -> None:
     """By both commands. Nothing is written of what is refused."""
     source, out, model = tmp_path / "corpus", tmp_path / "out", tmp_path / "t.model"
     model.write_bytes(tokenizer().model)
-    rows = [row("a"), "[1]\n", row("b"), row(None), row("")]
-    write(source, {"a.jsonl": "".join(rows), "c.txt": b"na\xefve"})
-    write(source, {f"{i}.bin": "" for i in range(9)})
+    rows = [row("a"), "[1]\n", row("\uff21 漢"), row(None), row("")]
+    files = {"a.jsonl": "".join(rows), "b.txt": LINES, "c.txt": b"na\xefve"}
+    write(source, files | {f"{i}.bin": "" for i in range(9)})
     other = str(write(tmp_path, {"f.txt": "another source"}) / "f.txt")
     prepared_from = ["--heldout-fraction", "0", "--source", other]
     training = ["--source", str(source), "--vocab-size", "300", "--out", str(tmp_path / "u.model")]
     # as it is, although SentencePiece wraps what its iterator raises
     why = f"error: --source = '{source}/a.jsonl': line 2: a row must be an object"
-    for refused in (
-        lambda: prepare_by_command(source, model, out, *prepared_from),
-        lambda: tokenizer_command.main(training),
-    ):
-        assert refused() == 2
-        assert capsys.readouterr().err.startswith(why)
+    assert prepare_by_command(source, model, out, *prepared_from) == 2
+    assert capsys.readouterr().err.startswith(why)
+    assert tokenizer_command.main(training) == 2
+    assert capsys.readouterr().err.startswith(why)
     assert names(tmp_path) == ["corpus", "f.txt", "t.model"]
     skip = ["--skip", "damaged", "--skip", "missing"]
     assert prepare_by_command(source, model, out, *prepared_from, *skip) == 0
-    said = (
-        "unknown file type (.bin): 0.bin, 1.bin, 2.bin, 3.bin, 4.bin and 4 more\ndamaged: c.txt\n"
-        "empty documents left out: 1\nnull texts left out: 1\n"
-        "damaged rows left out: 1\ndamaged files left out: 1\n"
-    )
-    assert f"files read: 2\n{said}" in capsys.readouterr().out
+    said = "unknown file type (.bin): 0.bin, 1.bin, 2.bin, 3.bin, 4.bin and 4 more\n"
+    said += "damaged: c.txt\n"
+    for what in ("empty documents", "null texts", "damaged rows", "damaged files"):
+        said += f"{what} left out: 1\n"
+    printed = capsys.readouterr().out
+    assert f"files read: 3\n{said}" in printed
     index = json.loads((out / "index.json").read_text())
     left_out = ("empty_documents", "null_texts", "damaged_rows", "damaged_files")
     assert [index[name] for name in left_out] == [1, 1, 1, 1]
     assert index["unigram_nats_per_token"] is None, "nothing is held out"
+    assert "text_not_kept" not in index
+    assert "does not keep" not in printed
     assert shlex.split(index["source"]) == [str(source), other]
-    assert split_texts(out, "train") == ["a", "b", "another source"]
-    write(source, {"b.txt": LINES})  # enough to train on
+    assert split_texts(out, "train") == ["a", "\uff21 漢", LINES, "another source"]
     assert tokenizer_command.main([*training, *skip]) == 0
     assert f"files read: 2\n{said}" in capsys.readouterr().out
 
 
-def test_what_cannot_be_prepared_is_refused_and_leaves_nothing(tmp_path) -> None:
-    """Also if that is found in the middle, when others have been written."""
+class Killed:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self) -> tuple:
+        return os._exit, (9,)
+
+
+def test_a_preparation_that_fails_leaves_nothing(tmp_path) -> None:
+    """Also in the middle, when documents have been written; and if a worker is killed."""
     files = {f"{i:02}.txt": "a line of text\n" * 2000 for i in range(20)}
     source = write(tmp_path / "source", files | {"20.txt": b"\xff\xfe"})
     with pytest.raises(UserError, match=r"20\.txt"):
         prepare(str(source), tokenizer(), tmp_path / "out", workers=2)
+    mine = Tokenizer({MODEL: tokenizer().model})
+    mine.files = {MODEL: Killed()}
+    with pytest.raises(UserError, match="--workers"):
+        prepare(SOURCE, mine, tmp_path / "out")
     assert names(tmp_path) == ["source"]
 
 
@@ -147,17 +156,18 @@ def test_only_what_prepare_wrote_is_deleted(tmp_path, capsys) -> None:
     out = tmp_path / "out"
     out.mkdir()  # an empty folder may be replaced
     before = contents(prepared(out, SOURCE, heldout_fraction=0.0))
-    with pytest.raises(UserError, match="not empty"):
+    with pytest.raises(UserError, match=r"(?s)is not empty.* add --overwrite"):
         prepared(out)
     assert contents(out) == before
     prepared(out, SOURCE, overwrite=True)
     assert contents(out) != before
     assert names(tmp_path) == ["out", "texts"]
-    (tmp_path / "link").symlink_to(tmp_path / "out")  # to another disk
-    prepared(tmp_path / "link", SOURCE, heldout_fraction=0.0, overwrite=True)
-    assert (tmp_path / "link").is_symlink()
+    link = tmp_path / "link"
+    link.symlink_to(out)  # to another disk
+    prepared(link, SOURCE, heldout_fraction=0.0, overwrite=True)
+    assert link.is_symlink()
     assert contents(out) == before
-    (tmp_path / "link").unlink()
+    link.unlink()
     write(out, {"two.txt": "mine alone"})
     for source in (out, out / "two.txt", tmp_path):
         with pytest.raises(UserError, match=r"contains two\.txt"):
@@ -166,8 +176,8 @@ def test_only_what_prepare_wrote_is_deleted(tmp_path, capsys) -> None:
     arguments = ["--source", SOURCE, "--vocab-size", "600", "--out", str(notes)]
     assert tokenizer_command.main(arguments) == 2
     assert "is not a tokenizer" in capsys.readouterr().err
-    assert {path.read_text() for path in tmp_path.rglob("*.txt")} == {"mine alone"}
-    assert {path.name for path in tmp_path.rglob("*.txt")} == {"one.txt", "two.txt"}
+    found = {path.name: path.read_text() for path in tmp_path.rglob("*.txt")}
+    assert found == dict.fromkeys(("one.txt", "two.txt"), "mine alone")
 
 
 def test_what_appears_during_the_work_stays(tmp_path, monkeypatch) -> None:
@@ -184,21 +194,6 @@ def test_what_appears_during_the_work_stays(tmp_path, monkeypatch) -> None:
         prepare(SOURCE, tokenizer(), tmp_path / "other")
 
 
-class Killed:
-    """Ends the process that unpickles it."""
-
-    def __reduce__(self) -> tuple:
-        return os._exit, (9,)
-
-
-def test_a_killed_worker_is_reported_and_leaves_nothing(tmp_path) -> None:
-    mine = Tokenizer({MODEL: tokenizer().model})
-    mine.files = {MODEL: Killed()}
-    with pytest.raises(UserError, match="--workers"):
-        prepare(SOURCE, mine, tmp_path / "out")
-    assert names(tmp_path) == []
-
-
 def test_a_terminated_command_leaves_nothing(tmp_path) -> None:
     (tmp_path / "t.model").write_bytes(tokenizer().model)
     said = f"--source {STDLIB} --tokenizer {tmp_path}/t.model --out {tmp_path}/out --workers 1"
@@ -212,6 +207,7 @@ def test_a_terminated_command_leaves_nothing(tmp_path) -> None:
 
 
 def test_commands(tmp_path, capsys, monkeypatch) -> None:
+    """They refuse what is wrong before the work begins."""
     model, out = str(tmp_path / "models" / "t.model"), str(tmp_path / "deep" / "out")
     trained = ["--vocab-size", "600", "--out", model]
     assert tokenizer_command.main(["--source", MANY, *trained]) == 0
@@ -219,9 +215,8 @@ def test_commands(tmp_path, capsys, monkeypatch) -> None:
     said = capsys.readouterr()
     assert said.err == "", "no progress bar without a terminal"
     assert "tokens/s" in said.out
-    assert prepare_by_command(MANY, model, out) == 2
-    assert "--overwrite" in capsys.readouterr().err
-    for option, value in (("--heldout-fraction", "1"), ("--shard-tokens", "0"), ("--out", model)):
+    wrong = [("--heldout-fraction", "1"), ("--shard-tokens", "0"), ("--out", model), ("--out", out)]
+    for option, value in wrong:  # the last one is not replaced without --overwrite
         assert prepare_by_command(SOURCE, model, "unused", option, value) == 2
         assert capsys.readouterr().err.startswith(f"error: {option} = ")
     for option, value in (("--max-characters", "0"), ("--out", str(tmp_path))):
@@ -232,8 +227,7 @@ def test_commands(tmp_path, capsys, monkeypatch) -> None:
     assert tokenizer_command.main(["--source", SOURCE, *trained]) == 2
 
 
-LINE = "line {} of a small text, in which there is little to learn\n"
-LINES = "".join(LINE.format(i) for i in range(400))
+LINES = "".join(f"line {i} of a small text, where there is little to learn\n" for i in range(400))
 
 
 def parts(ids: list[str], fraction: float) -> tuple[list[Part], bool]:

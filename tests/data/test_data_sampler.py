@@ -91,9 +91,8 @@ def test_every_window_once_per_epoch(shuffle: bool) -> None:
 
 def test_epochs_seeds_and_sources_are_shuffled_apart() -> None:
     def first_epochs(seed: int) -> list[tuple]:
-        source, epoch, window = SampleOrder([50, 50], [1, 1], seed=seed, shuffle=True).locate(
-            np.arange(200)
-        )
+        order = SampleOrder([50, 50], [1, 1], seed=seed, shuffle=True)
+        source, epoch, window = order.locate(np.arange(200))
         return [tuple(window[(source == s) & (epoch == e)]) for s in (0, 1) for e in (0, 1)]
 
     assert len({*first_epochs(0), *first_epochs(1)}) == 8

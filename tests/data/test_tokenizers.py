@@ -17,22 +17,13 @@ import pytest
 import safetensors.numpy
 import sentencepiece
 import tokenizers
-from tokenizers import (
-    AddedToken,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from data.config import DataConfig
 from data.dataset import open_data
 from data.prepare import Encoded, _SplitWriter, prepare
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
-from proofs.ranks import Ranks
 from runtime.checkpoint.manifest import read_manifest
 from tests import ROOT
 from tests.data_samples import (
@@ -62,11 +53,11 @@ def llama3() -> bytes:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator(texts_of(SOURCE), trainer)
+    size = {"vocab_size": 500, "initial_alphabet": alphabet, "show_progress": False}
+    made.train_from_iterator(texts_of(SOURCE), tokenizers.trainers.BpeTrainer(**size))
     made.add_special_tokens([BOS, EOS, "<|eot_id|>"])
     made.add_tokens([AddedToken("<think>", special=False)])
-    made.post_processor = processors.TemplateProcessing(
+    made.post_processor = tokenizers.processors.TemplateProcessing(
         f"{BOS} $A", special_tokens=[(BOS, made.token_to_id(BOS))]
     )
     made.enable_truncation(16)
@@ -106,53 +97,40 @@ def test_bos_begins_a_prompt_as_the_tokenizer_s_configuration_says(tmp_path: Pat
 
 @pytest.mark.parametrize("file", [JSON, MODEL])
 def test_text_is_kept(folder: Path, file: str) -> None:
+    """Whatever it spells, and although the tokenizer.json asks to cut it after 16 tokens."""
     loaded = Tokenizer.load(folder) if file == JSON else tokenizer()
     for name, text in HOSTILE.items():
         ids = loaded.encode(text)
         assert loaded.decode(ids) == text, name
         assert encoded(loaded, [text, "x"]) == [ids, loaded.encode("x")]
         assert all(0 <= token < loaded.vocab_size for token in ids)
-        assert not {loaded.unk_id, loaded.bos_id, loaded.eos_id} & set(ids), name
+        assert not {loaded.unk_id, *loaded.control_ids} & set(ids), name
     # what has no text: control tokens, and ids beyond the vocabulary, from a model's padding rows
     ids = [loaded.bos_id, *loaded.encode("\tx"), loaded.eos_id, loaded.vocab_size + 96]
     assert loaded.decode(ids) == "\tx"
     assert loaded.decode(loaded.encode("a\ud800b\udfff 🐍")) == "a\ufffdb\ufffd 🐍"
 
 
-def test_special_tokens_in_a_text_are_text(folder: Path) -> None:
-    loaded = Tokenizer.load(folder)
-    assert (loaded.vocab_size, loaded.bos_id, loaded.eos_id) == (504, 500, 501)
-    assert len(loaded.encode("x\n" * 50)) > 16, "the file's truncation is not applied"
-    text = f"one {EOS} two <|eot_id|>{BOS} <think>"
-    ids = loaded.encode(text)
-    assert not {500, 501, 502} & set(ids)
-    assert loaded.decode(ids) == text
-    raw = tokenizers.Tokenizer.from_str(llama3().decode())  # control: the library by itself
-    raw.no_truncation()
-    assert {500, 501, 502} <= set(raw.encode(text, add_special_tokens=False).ids)
-
-
 MAP = "special_tokens_map"
-# the files beside a tokenizer.json → bos and eos, or why it is refused
-BESIDE: dict[str, tuple[dict[str, Any], tuple[int, int] | str]] = {
-    "as objects": ({"bos_token": {"content": BOS}, "eos_token": {"content": "<|eot_id|>"}},
+# its configuration, other files beside a tokenizer.json → bos and eos, or why it is refused
+BESIDE: dict[str, tuple[dict[str, Any] | None, dict[str, str], tuple[int, int] | str]] = {
+    "as objects": ({"bos_token": {"content": BOS}, "eos_token": {"content": "<|eot_id|>"}}, {},
                    (500, 502)),
-    "no bos": ({"bos_token": None, "eos_token": EOS}, (-1, 501)),
-    "by their names": ({}, (500, 501)),
-    "null in one": ({"bos_token": None, "eos_token": EOS, MAP: json.dumps(CONFIG)}, (500, 501)),
+    "no bos": ({"bos_token": None, "eos_token": EOS}, {}, (-1, 501)),
+    "by their names": (None, {}, (500, 501)),
+    "null in one": ({"bos_token": None, "eos_token": EOS}, {MAP: json.dumps(CONFIG)}, (500, 501)),
     "a file that transformers does not read": (
-        CONFIG | {"added_tokens_decoder": {}, MAP: '{"eos_token": "<eos>"}'}, (500, 501)),
-    "no eos": ({"eos_token": None}, "no file names the token that ends documents"),
-    "unknown eos": ({"eos_token": "<end>"}, "no token '<end>'"),
-    "no JSON": ({MAP: "{"}, "special_tokens_map.json beside it is not JSON"),
+        CONFIG | {"added_tokens_decoder": {}}, {MAP: '{"eos_token": "<eos>"}'}, (500, 501)),
+    "no eos": ({"eos_token": None}, {}, "no file names the token that ends documents"),
+    "unknown eos": ({"eos_token": "<end>"}, {}, "no token '<end>'"),
+    "no JSON": (None, {MAP: "{"}, "special_tokens_map.json beside it is not JSON"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_who_says_what_begins_and_ends(tmp_path: Path, name: str) -> None:
-    said, expected = BESIDE[name]
-    config = {key: value for key, value in said.items() if key != MAP}
-    path = make(tmp_path, config or None, **{key: said[key] for key in said if key == MAP})
+    config, others, expected = BESIDE[name]
+    path = make(tmp_path, config, **others)
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
             Tokenizer.load(path)
@@ -187,15 +165,20 @@ def test_the_file_chooses_and_the_digest_covers_what_decides(folder: Path, tmp_p
 # --- our own tokenizer ----------------------------------------------------------------------------
 
 
-def test_control_plain_sentencepiece_does_not_round_trip() -> None:
+def test_control_the_libraries_by_themselves_do_not_keep_text() -> None:
     """Control: the hostile strings find a tokenizer that alters text, here SentencePiece with its
-    default settings."""
+    default settings, and one that finds control tokens in a text, and cuts it."""
     plain = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
     lost = {name for name, text in HOSTILE.items() if plain.decode(plain.encode(text)) != text}
     assert lost >= {"tabs", "spaces around", "trailing newlines", "SentencePiece's space",
                     "compatibility forms"}  # fmt: skip
     ours = sentencepiece.SentencePieceProcessor(model_proto=tokenizer().model)
     assert ours.decode(ours.encode("a\u2581b")) == "a b", "without our spelling of the mark"
+    raw = tokenizers.Tokenizer.from_str(llama3().decode())
+    assert len(raw.encode("x\n" * 50).ids) == 16
+    raw.no_truncation()
+    found = raw.encode(HOSTILE["Llama 3's"], add_special_tokens=False).ids
+    assert {500, 501, 502} <= {*found} & {*Tokenizer({JSON: llama3()}).control_ids}
 
 
 def test_training_is_deterministic_and_reaches_the_size() -> None:
@@ -230,16 +213,13 @@ def first_document(folder: Path) -> np.ndarray:
     return shard["tokens"][: shard["document_starts"][1]]
 
 
-def test_data_and_checkpoints_take_a_tokenizer_json_along(
-    folder: Path, ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_data_and_checkpoints_take_a_tokenizer_json_along(folder, ranks, tmp_path) -> None:
     """The command prepares data with a tokenizer.json in several processes. The prepared folder and
     a checkpoint contain all its files, with checksums. The model may have more rows than the
     tokenizer has tokens."""
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     out = tmp_path / "out"
-    said = prepare_by_command(MANY, folder / JSON, out, "--workers", "2")
-    assert said == 0, capsys.readouterr().err
+    assert prepare_by_command(MANY, folder / JSON, out, "--workers", "2") == 0
     loaded = Tokenizer.load(out)
     assert loaded.files == Tokenizer.load(folder).files
     config = DataConfig(path=str(out), tokenizer=str(folder / JSON), document_mask=True)
@@ -269,9 +249,6 @@ def test_documents_without_a_bos_of_their_own(bos: str | None, tmp_path: Path) -
     ends = np.flatnonzero(source.window(0, source.num_tokens) == 501)
     assert len(ends) == index["splits"]["train"]["documents"]
     assert np.diff(ends).min() > 1
-    if bos is None:
-        with pytest.raises(UserError, match="bos"):
-            open_data(DataConfig(path=str(tmp_path / "out"), document_mask=True), "train")
 
 
 # --- for Hugging Face's tools ---------------------------------------------------------------------
@@ -379,7 +356,7 @@ def made(model: models.Model, *, split: bool = True, lower: bool = False, **adde
     if split:
         built.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if lower:
-        built.normalizer = normalizers.Lowercase()
+        built.normalizer = tokenizers.normalizers.Lowercase()
     if added:
         built.add_tokens([AddedToken(name, **added) for name in ENDS])
     return built.to_str().encode()
@@ -443,8 +420,6 @@ def test_no_control_token_is_written_into_a_document(tmp_path: Path) -> None:
 # --- text that is not kept ------------------------------------------------------------------------
 
 TEXT = "A\u00ef costs 5 \u20ac \u2014 \u6f22!"  # ï, €, —, 漢
-
-
 # without an unknown token
 LOWER = models.BPE({c: i for i, c in enumerate(sorted({*TEXT.lower(), *"abcdef"}))}, [])
 # tokenizer → unknown tokens, changed documents of three, what TEXT becomes
@@ -452,33 +427,25 @@ LOSSES = {
     "unknown": ({MODEL: sentencepiece_model("unigram")}, 4, 2,
                 "A \u2047  costs 5  \u2047   \u2047 "),
     "normalized": ({JSON: made(LOWER, split=False, lower=True, special=True)}, 0, 2, TEXT.lower()),
-    "kept": ({MODEL: tokenizer().model}, 0, 0, ""),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_text_that_is_not_kept_is_counted(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_text_that_is_not_kept_is_counted(name: str, tmp_path: Path, capsys) -> None:
+    """(Of a tokenizer that keeps all text, nothing is said: test_data_prepare.py.)"""
     files, unknown, changed, became = LOSSES[name]
     write(tmp_path, {"a.jsonl": row(TEXT) + row("\uff21") + row("abc def")})
     folder, out = write(tmp_path / "files", files), tmp_path / "out"
     assert prepare_by_command(tmp_path / "a.jsonl", folder, out, "--heldout-fraction", "0") == 0
     said = capsys.readouterr().out
     index = json.loads((out / "index.json").read_text())
-    if not changed:
-        assert "text_not_kept" not in index
-        assert "does not keep" not in said
-        return
     expected = {"checked": 3, "changed": changed, "example": [TEXT, became]}
     assert index["text_not_kept"] == {"unknown_tokens": unknown} | expected
     assert f"{unknown} unknown tokens; {changed} of 3 documents checked do not decode" in said
     assert f"{TEXT!r} became {became!r}" in said
 
 
-def test_a_tokenizer_that_has_no_tokens_for_a_text_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_that_has_no_tokens_for_a_text_is_refused(tmp_path, capsys, monkeypatch):
     """Also where a worker process finds it. A machine without memory is no tokenizer's fault."""
     made = tokenizers.Tokenizer(models.Unigram([("a", -1.0)], None, byte_fallback=False))
     made.add_special_tokens(["<s>", "</s>"])

@@ -4,9 +4,9 @@ they read and are killed where a stage ends."""
 import json
 import os
 import signal
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,9 +64,7 @@ def expected(stages: list[Read], seed: int) -> tuple[list[list[list[int]]], Coun
     return batches, windows
 
 
-def write_stages(
-    folder: Path, data: Path, stages: list[dict[str, Any]], **sections: dict[str, Any]
-) -> str:
+def write_stages(folder: Path, data: Path, stages: list[dict], **sections: dict[str, Any]) -> str:
     """Like `write_config`, with a list of stages, a smaller model and larger micro-batches."""
     sections["model"] = {"num_layers": 2, **sections.get("model", {})}
     sections["train"] = {"micro_batch_size": 4, **sections.get("train", {})}
@@ -92,10 +90,7 @@ def recorded(file: Path) -> AbstractContextManager[None]:
 def recorded_run(arguments: list[str], file: Path, kill: str = "", step: int = 0) -> str:
     """Train and record; kill this process where `kill` says, at the end of the stage that ends with
     `step`."""
-    with ExitStack() as stack:
-        stack.enter_context(recorded(file))
-        if kill:
-            stack.enter_context(killed(kill, step))
+    with recorded(file), killed(kill, step) if kill else nullcontext():
         return train_run(arguments)
 
 
@@ -130,18 +125,15 @@ def killed(where: str, step: int) -> Iterator[None]:
 
 def check_reads(file: Path, batches: list[list[list[int]]]) -> None:
     """Every recorded part of a batch is the expected one, and every batch was read whole."""
-    found: dict[int, set[tuple[int, int]]] = {}
+    found = defaultdict[tuple[int, int], set[int]](set)  # step, dp size → dp ranks
     for path in file.parent.glob(f"{file.name}-*"):
         for line in path.read_text().splitlines():
             step, dp_rank, dp_size, rows = json.loads(line)
             share = len(batches[step]) // dp_size
             assert rows == batches[step][dp_rank * share : (dp_rank + 1) * share], step
-            found.setdefault(step, set()).add((dp_rank, dp_size))
-    assert sorted(found) == list(range(len(batches)))
-    for parts in found.values():
-        assert any(
-            {(rank, size) for rank in range(size)} <= parts for size in {size for _, size in parts}
-        )
+            found[step, dp_size].add(dp_rank)
+    whole = {step for (step, dp_size), ranks in found.items() if len(ranks) == dp_size}
+    assert whole == set(range(len(batches)))
 
 
 def mixture(*paths: Path, weights: tuple[float, ...] = (1.0,)) -> Mixture:

@@ -17,7 +17,6 @@ from errors import UserError
 from model.attention import sliding_window
 from model.config import ModelConfig
 from model.experts import Experts
-from proofs.ranks import Ranks
 from runtime.trainer_state import DataState, state_of
 from settings.checks import validate
 from settings.load import (
@@ -38,6 +37,7 @@ from tools.plan.layout import world_of
 from training.optimizers import adamw
 
 LAPTOP = str(ROOT / "configs/laptop.yaml")
+SHARED = ["parallel.dp_shard=-1"]
 
 
 def refusal(overrides: list[str], path: str = LAPTOP, world: int = 8) -> str:
@@ -50,9 +50,6 @@ def written(folder: Path, text: str | bytes) -> str:
     path = folder / "config.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return str(path)
-
-
-SHARED = ["parallel.dp_shard=-1"]
 
 
 # --- bounds ---------------------------------------------------------------------------------------
@@ -137,74 +134,64 @@ BASE = [*ONE_AXIS, "model.feed_forward=experts", "model.experts.count=8",
         "model.experts.per_token=2"]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("world", "overrides", "begins", "remedy"),
-    [
-        (8, [*BASE, "model.experts.count=0"],
-         "model.experts.count = 0: the model has experts", "for example 8"),
-        (8, [*BASE, "model.experts.per_token=9"],
-         "model.experts.per_token = 9: a token would choose more than all 8 experts",
-         "a smaller number"),
-        (8, [*BASE, "model.experts.per_token=1"],
-         "model.experts.per_token = 1: router softmax_renormalised divides weights by their sum",
-         "model.router=softmax"),
-        (8, [*BASE, "model.experts.num_dense_layers=4"],
-         "model.experts.num_dense_layers = 4: leaves none of the model.num_layers=4 layers for ",
-         "leave at least one"),
-        (8, [*BASE, "model.sigmoid_bias.bias_rate=0.1"],
-         "model.sigmoid_bias = {'bias_rate': 0.1}: nothing is of kind sigmoid_bias",
-         "model.router=sigmoid_bias"),
-        (8, [*BASE, "train.compile=true"],
-         "train.compile = True: how many rows an expert gets is known", "train.compile=false"),
-        (8, [*BASE, "parallel.ep=3"],
-         "parallel.ep = 3: must divide dp_shard · cp · tp = 8 · 1 · 1",
-         "choose one of [1, 2, 4, 8]"),
-        (4, [*BASE, "model.experts.count=6", "parallel.ep=4"],
-         "parallel.ep = 4: does not divide model.experts.count=6", "choose one of [1, 2, 3, 6]"),
-        (2, [*ONE_AXIS, "parallel.ep=2"], "parallel.ep = 2: the model has no experts",
-         "parallel.ep=1, or model.experts.count"),
-        (4, [*BASE, "parallel.tp=2", "parallel.sequence_parallel=false"],
-         "parallel.sequence_parallel = False: tp ranks must have different tokens",
-         "set it to true, or parallel.tp=1"),
-        # 8 ranks shard 4 experts: each is cut in two, along F or along D
-        (8, [*BASE, "model.experts.count=4", "model.experts.ffn_dim=100"],
-         "model.experts.ffn_dim = 100: must be a multiple of 8", "give 96, or another parallel.ep"),
-        (8, [*BASE, "model.experts.count=4", "model.dim=132", "model.num_heads=2"],
-         "model.dim = 132: must be a multiple of 8", "give 128"),
-        (2, [*BASE, "parallel.tp=2", "model.experts.num_shared=1", "model.experts.ffn_dim=33"],
-         "parallel.tp = 2: does not divide model.experts.num_shared · model.experts.ffn_dim=33",
-         "choose one of [1, 3, 11, 33]"),
-        # what cuts a sequence into equal parts: context parallelism into 2 cp
-        (8, ["train.seq_len=132", "parallel.tp_pieces=4"],
-         "train.seq_len = 132: context and sequence parallelism cut it into 8 equal parts "
-         "(parallel.tp=2 and parallel.tp_pieces=4)", "use a multiple of 8"),
-        (8, ["train.seq_len=140", "parallel.cp=2", "parallel.tp_pieces=2", *SHARED],
-         "train.seq_len = 140: context and sequence parallelism cut it into 16 equal parts "
-         "(parallel.cp=2 and parallel.tp=2 and parallel.tp_pieces=2)", "use a multiple of 16"),
-        (8, ["train.global_batch_size=2000000"],
-         "train.global_batch_size = 2000000: it counts sequences (62,500 micro-batches of each "
-         "data-parallel rank): are 2,000,000 tokens meant?", "train.seq_len=128 give 15616; else"),
-        # products that are too long to build something of that length
-        (8, ["train.global_batch_size=100000000", "train.micro_batch_size=50000000"],
-         "train.micro_batch_size = ", "often 1 to 16"),
-        (8, ["parallel.tp=1000000000"], "parallel.tp = ", ""),
-        (8, ["parallel.stages_per_rank=1000000000", "parallel.schedule=interleaved_1f1b"],
-         "parallel.stages_per_rank = ", "a smaller number"),
-        # other kinds
-        (8, ["model.attention=[causal,slidin_window]"],
-         "model.attention = ('causal', 'slidin_window'): there is no such kind",
-         "'sliding_window'"),
-        (8, WINDOW[:1], "model.sliding_window.window = None: is missing", "add it to the file"),
-        (1, [*ONE_AXIS, "model.feed_forward=swiglu", "model.experts.count=2"],
-         "model.experts = {'count': 2}: nothing is of kind experts",
-         "leave it out, or set model.feed_forward=experts"),
-        (1, [*ONE_AXIS, "model.router=softmax"],
-         "model.router = 'softmax': the model has no experts", ""),
-    ],
-)  # fmt: skip
-def test_what_does_not_go_together(
-    world: int, overrides: list[str], begins: str, remedy: str
-) -> None:
+# (ranks, overrides, how the message begins, its remedy)
+TOGETHER = [
+    (8, [*BASE, "model.experts.count=0"],
+     "model.experts.count = 0: the model has experts", "for example 8"),
+    (8, [*BASE, "model.experts.per_token=9"],
+     "model.experts.per_token = 9: a token would choose more than all 8", "a smaller number"),
+    (8, [*BASE, "model.experts.per_token=1"],
+     "model.experts.per_token = 1: router softmax_renormalised divides", "model.router=softmax"),
+    (8, [*BASE, "model.experts.num_dense_layers=4"],
+     "model.experts.num_dense_layers = 4: leaves none of the model.num_layers=4", "at least one"),
+    (8, [*BASE, "model.sigmoid_bias.bias_rate=0.1"],
+     "model.sigmoid_bias = {'bias_rate': 0.1}: nothing is of kind", "router=sigmoid_bias"),
+    (8, [*BASE, "train.compile=true"],
+     "train.compile = True: how many rows an expert gets is known", "train.compile=false"),
+    (8, [*BASE, "parallel.ep=3"],
+     "parallel.ep = 3: must divide dp_shard · cp · tp = 8 · 1 · 1", "one of [1, 2, 4, 8]"),
+    (4, [*BASE, "model.experts.count=6", "parallel.ep=4"],
+     "parallel.ep = 4: does not divide model.experts.count=6", "one of [1, 2, 3, 6]"),
+    (2, [*ONE_AXIS, "parallel.ep=2"],
+     "parallel.ep = 2: the model has no experts", "parallel.ep=1, or model.experts.count"),
+    (4, [*BASE, "parallel.tp=2", "parallel.sequence_parallel=false"],
+     "parallel.sequence_parallel = False: tp ranks must have different", "or parallel.tp=1"),
+    # 8 ranks shard 4 experts: each is cut in two, along F or along D
+    (8, [*BASE, "model.experts.count=4", "model.experts.ffn_dim=100"],
+     "model.experts.ffn_dim = 100: must be a multiple of 8", "give 96, or another parallel.ep"),
+    (8, [*BASE, "model.experts.count=4", "model.dim=132", "model.num_heads=2"],
+     "model.dim = 132: must be a multiple of 8", "give 128"),
+    (2, [*BASE, "parallel.tp=2", "model.experts.num_shared=1", "model.experts.ffn_dim=33"],
+     "parallel.tp = 2: does not divide model.experts.num_shared · ", "one of [1, 3, 11, 33]"),
+    # what cuts a sequence into equal parts: context parallelism into 2 cp
+    (8, ["train.seq_len=132", "parallel.tp_pieces=4"],
+     "train.seq_len = 132: context and sequence parallelism cut it into 8 equal parts "
+     "(parallel.tp=2 and parallel.tp_pieces=4)", "use a multiple of 8"),
+    (8, ["train.seq_len=140", "parallel.cp=2", "parallel.tp_pieces=2", *SHARED],
+     "train.seq_len = 140: context and sequence parallelism cut it into 16 equal parts "
+     "(parallel.cp=2 and parallel.tp=2 and parallel.tp_pieces=2)", "use a multiple of 16"),
+    (8, ["train.global_batch_size=2000000"],
+     "train.global_batch_size = 2000000: it counts sequences (62,500 micro-batches of each "
+     "data-parallel rank): are 2,000,000 tokens meant?", "train.seq_len=128 give 15616; else"),
+    # products that are too long to build something of that length
+    (8, ["train.global_batch_size=100000000", "train.micro_batch_size=50000000"],
+     "train.micro_batch_size = ", "often 1 to 16"),
+    (8, ["parallel.tp=1000000000"], "parallel.tp = ", ""),
+    (8, ["parallel.stages_per_rank=1000000000", "parallel.schedule=interleaved_1f1b"],
+     "parallel.stages_per_rank = ", "a smaller number"),
+    # other kinds
+    (8, ["model.attention=[causal,slidin_window]"],
+     "model.attention = ('causal', 'slidin_window'): there is no such", "'sliding_window'"),
+    (8, WINDOW[:1], "model.sliding_window.window = None: is missing", "add it to the file"),
+    (1, [*ONE_AXIS, "model.feed_forward=swiglu", "model.experts.count=2"],
+     "model.experts = {'count': 2}: nothing is of kind experts", "model.feed_forward=experts"),
+    (1, [*ONE_AXIS, "model.router=softmax"],
+     "model.router = 'softmax': the model has no experts", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "overrides", "begins", "remedy"), TOGETHER)
+def test_what_does_not_go_together(world, overrides, begins, remedy) -> None:
     message = refusal(overrides, world=world)
     assert message.startswith(begins)
     assert remedy in message
@@ -215,16 +202,12 @@ def test_ranks_that_hold_the_whole_sequence_cut_nothing(whole: str) -> None:
     validate(load_config(LAPTOP, ["train.seq_len=131", *SHARED, whole]), 8)
 
 
-def test_weights_of_a_dense_model_do_not_start_experts(
-    ranks: Ranks, saved: Path, saved_experts: Path, tmp_path: Path
-) -> None:
+def test_weights_of_a_dense_model_do_not_start_experts(ranks, saved, saved_experts, tmp_path):
     """Nor those of experts a dense model."""
-    both = {"experts": saved_experts, "swiglu": saved}
-    cases = {
-        kind: [str(both[kind] / "config.yaml"), "parallel.pp=1", "parallel.tp=1", "parallel.ep=1",
-               f"checkpoint.load_weights_only={both[other]}/run", f"run.dir={tmp_path}"]
-        for kind, other in (("experts", "swiglu"), ("swiglu", "experts"))
-    }  # fmt: skip
+    alone = ["parallel.pp=1", "parallel.tp=1", "parallel.ep=1", f"run.dir={tmp_path}"]
+    start = "checkpoint.load_weights_only="
+    cases = {"experts": [f"{saved_experts}/config.yaml", *alone, f"{start}{saved}/run"],
+             "swiglu": [f"{saved}/config.yaml", *alone, f"{start}{saved_experts}/run"]}  # fmt: skip
     for kind, message in ranks.run(messages, 1, cases)[0].items():
         assert message.startswith(f"model.feed_forward = '{kind}'")
         assert "has model.feed_forward=" in message
@@ -277,10 +260,9 @@ def test_a_run_of_an_earlier_version_reads(tmp_path: Path) -> None:
         for model in config.model, stored:
             assert (model.find(Experts), model.find(sliding_window.Settings)) == settings
     for wrong in (0, 5):  # the fault is not the old key's, and is not overlooked
+        both = at_new_places("model", raw["model"] | {"num_experts": 4, "experts": wrong})
         with pytest.raises(UserError, match=rf"^model\.experts = {wrong}: is not a section"):
-            ModelConfig(
-                **at_new_places("model", raw["model"] | {"num_experts": 4, "experts": wrong})
-            )
+            ModelConfig(**both)
 
 
 def test_settings_are_named_as_their_files() -> None:
@@ -296,12 +278,10 @@ def test_settings_are_named_as_their_files() -> None:
 
 def test_what_is_valid_can_be_saved() -> None:
     """The file of a checkpoint's state has bounds, too."""
-    window = "model.sliding_window.window=1000000000"
-    seed = -(2**63)
-    config = load_config(LAPTOP, ["model.attention=sliding_window", window, f"train.seed={seed}"])
-    state = state_of(config, DataState(checksum="x", next_sample=0, skipped=[]))
-    assert "1000000000" in state.model_dump_json()
-    assert str(seed) in state.model_dump_json()
+    window, seed = "model.sliding_window.window=1000000000", f"train.seed={-(2**63)}"
+    config = load_config(LAPTOP, ["model.attention=sliding_window", window, seed])
+    state = state_of(config, DataState(checksum="x", next_sample=0, skipped=[])).model_dump()
+    assert (state["model"]["sliding_window"]["window"], state["seed"]) == (10**9, -(2**63))
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -400,11 +380,11 @@ def test_the_schema_knows_every_key_and_its_comment() -> None:
     described = []
     for section, cls in SECTIONS.items():
         for key, of_key in found["$defs"][cls.__name__]["properties"].items():
-            within = of_key["properties"] if key in KINDS.get(section, {}) else None
             assert "description" in of_key
-            described += [(section, key)] if within is None else [
-                (section, f"{key}.{own}") for own in within if "description" in within[own]
-            ]  # fmt: skip
+            keys = {key: of_key}
+            if key in KINDS.get(section, {}):
+                keys = {f"{key}.{own}": each for own, each in of_key["properties"].items()}
+            described += [(section, name) for name, each in keys.items() if "description" in each]
     assert described == every_key()
     steps = found["$defs"]["TrainConfig"]["properties"]["steps"]
     assert (steps["minimum"], steps["description"]) == (0, "optimizer steps of the whole run")

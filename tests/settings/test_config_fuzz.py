@@ -105,26 +105,21 @@ def schema_of(section: str, key: str) -> dict[str, Any]:
     return PROPERTIES[section][kind]["properties"][own] if kind else PROPERTIES[section][key]
 
 
-def as_typed(name: str, value: object) -> str:
+def as_typed(name: tuple[str, str], value: object) -> str:
     """NAME=VALUE as one would type it: without the marks of an end that YAML writes."""
-    return f"{name}={dump(value).rstrip().removesuffix('...').rstrip()}"
+    return f"{'.'.join(name)}={dump(value).rstrip().removesuffix('...').rstrip()}"
+
+
+def allowed(name: tuple[str, str]) -> st.SearchStrategy[str]:
+    """An override with a value that the key allows."""
+    return st.builds(as_typed, st.just(name), fitting(schema_of(*name)))
 
 
 RAW = st.text(st.sampled_from("[]{}:,&*!|>'\"%@`#?-~=<. \n\t\0\r0123456789eExXaAn_\ud800é"))
-
-
-@st.composite
-def override(draw: st.DrawFn) -> str:
-    """`section.key=value`, usually with a value that the key allows; or noise."""
-    section, key = draw(st.sampled_from(NAMES))
-    match draw(st.sampled_from(["allowed"] * 3 + ["junk", "noise", "noise without a key"])):
-        case "noise":
-            return f"{section}.{key}={draw(RAW)}"
-        case "noise without a key":
-            return draw(RAW)
-        case drawn:
-            value = draw(fitting(schema_of(section, key)) if drawn == "allowed" else JUNK)
-            return as_typed(f"{section}.{key}", value)
+NAME = st.sampled_from(NAMES)
+NOISE = st.builds(lambda name, text: f"{'.'.join(name)}={text}", NAME, RAW)
+KINDS = [*[NAME.flatmap(allowed)] * 3, st.builds(as_typed, NAME, JUNK), NOISE, RAW]
+OVERRIDE = st.sampled_from(KINDS).flatmap(lambda drawn: drawn)  # half of them are allowed
 
 
 short = settings(
@@ -163,7 +158,7 @@ def is_valid(folder: Path, overrides: list[str], world: int) -> bool:
 )
 def test_one_message_or_it_works(effort: settings, tmp_path: Path) -> None:
     count = Counter[bool]()
-    some = st.lists(override(), min_size=1, max_size=3)
+    some = st.lists(OVERRIDE, min_size=1, max_size=3)
 
     @effort
     @given(some.map(["parallel.dp_shard=-1"].__add__), st.sampled_from([4, 8, 12, 64]))
@@ -208,15 +203,7 @@ NOT_RUN = {
     "parallel": ["pp", "tp"],
 }  # fmt: skip
 RUN_NAMES = [(section, key) for section, key in NAMES if key not in NOT_RUN.get(section, [])]
-
-
-@st.composite
-def run_overrides(draw: st.DrawFn) -> list[str]:
-    drawn = draw(st.lists(st.sampled_from(RUN_NAMES), min_size=1, max_size=6, unique=True))
-    return [
-        as_typed(f"{section}.{key}", draw(fitting(schema_of(section, key))))
-        for section, key in drawn
-    ]
+SOME_NAMES = st.lists(st.sampled_from(RUN_NAMES), min_size=1, max_size=6, unique=True)
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(100, marks=pytest.mark.slow)])
@@ -227,8 +214,8 @@ def test_what_is_valid_runs(ranks: Ranks, data: Path, tmp_path: Path, count: int
     ends: Counter[str] = Counter()
 
     @settings(short, max_examples=count, deadline=None, phases=[Phase.generate])
-    @given(run_overrides())
-    def run(overrides: list[str]) -> None:
+    @given(SOME_NAMES.flatmap(lambda drawn: st.tuples(*map(allowed, drawn))))
+    def run(overrides: tuple[str, ...]) -> None:
         here = Path(tempfile.mkdtemp(dir=tmp_path))
         base = write_config(here, data, train=sizes)
         (message,) = ranks.run(said_by, 1, train_run, [base, *overrides])

@@ -9,7 +9,6 @@ from unittest.mock import Mock, patch
 import pytest
 import torch.distributed as dist
 
-from data.dataset import TokenDataset
 from errors import RunFailed
 from parallel.pipeline.actions import BACKWARD, FORWARD, Action
 from parallel.pipeline.schedules import SCHEDULES
@@ -17,40 +16,38 @@ from proofs.ranks import Ranks
 from runtime import exit as rank_exit
 from runtime.health.examine import FaultyMachine
 from runtime.signals import Signals
-from runtime.start import checks
-from tests.planted import planted
-from tests.runs import forked, messages, status, train_run, write_config
+from tests.data_samples import SOURCE, prepared
+from tests.runs import forked, messages, status, write_config
 from train import main
 
-# (override, the key that is refused, what else is said); types and bounds: test_config.py
+# (override, what is said of its key); types and bounds: test_config.py
 WRONG = [
-    ("train.stepz=3", "train.stepz", "did you mean train.steps?"),
-    ("trian.steps=3", "trian", "did you mean train?"),
-    ("steps=3", "command line", "section.key=value"),
-    ("parallel.tp=4", "parallel.tp", "does not make the world of 2"),
-    ("parallel.dp_shard=4", "parallel.dp_shard", "start exactly 4 processes"),
-    ("model.num_kv_heads=3", "model.num_kv_heads", "choose one of [1, 2, 4]"),
-    ("model.attention_dim=30", "model.attention_dim", "for example 512, or null for model.dim"),
-    ("model.rope_low_freq_factor=4", "model.rope_low_freq_factor",
-     "below model.rope_high_freq_factor=4.0"),
-    ("train.global_batch_size=7", "train.global_batch_size", "multiple"),
-    ("parallel.schedule=2f2b", "parallel.schedule", "1f1b"),
-    ("parallel.stages_per_rank=2", "parallel.stages_per_rank", "one stage per rank"),
-    ("parallel.layers_per_stage=[4, 4]", "parallel.layers_per_stage", "pp · stages_per_rank = 1"),
-    ("parallel.zero_stage=0", "parallel.zero_stage", "dp_replicate=2"),
-    ("run.dir=/etc/hosts/run", "run.dir", "not a writable folder"),
-    ("optimizer.pure_bfloat16=true", "optimizer.pure_bfloat16", "train.dtype=float32"),
-    ("optimizer.schedule=wsd", "optimizer.decay_steps", "between 1 and"),
-    ("model.vocab_size=700", "model.vocab_size", "set model.vocab_size=800"),
-    ("train.seq_len=1000000", "train.seq_len", "tokens"),
-    ("data.path=/nowhere", "data.path", "prepare"),
-    ("checkpoint.resume=/nowhere", "checkpoint.resume", "a run folder or a folder step-…"),
-    ("model.dim=1048576", "model", "use more processes"),
-    ("run.on_event=no-such-program", "run.on_event", "not an executable"),
-    ("train.tasks=[python]", "train.tasks", "train.eval_interval is 0"),
-    ("guard.inject_fault={rank: 1, step: 2}", "guard.inject_fault", "there is no such key"),
-]  # fmt: skip
+    ("train.stepz=3", "did you mean train.steps?"),
+    ("parallel.tp=4", "does not make the world of 2"),
+    ("parallel.dp_shard=4", "start exactly 4 processes"),
+    ("model.num_kv_heads=3", "choose one of [1, 2, 4]"),
+    ("model.attention_dim=30", "for example 512, or null for model.dim"),
+    ("model.rope_low_freq_factor=4", "below model.rope_high_freq_factor=4.0"),
+    ("train.global_batch_size=7", "multiple"),
+    ("parallel.schedule=2f2b", "1f1b"),
+    ("parallel.stages_per_rank=2", "one stage per rank"),
+    ("parallel.layers_per_stage=[4, 4]", "pp · stages_per_rank = 1"),
+    ("parallel.zero_stage=0", "dp_replicate=2"),
+    ("run.dir=/etc/hosts/run", "not a writable folder"),
+    ("optimizer.pure_bfloat16=true", "train.dtype=float32"),
+    ("model.vocab_size=700", "set model.vocab_size=800"),
+    ("train.seq_len=1000000", "tokens"),
+    ("data.path=/nowhere", "prepare"),
+    ("checkpoint.resume=/nowhere", "a run folder or a folder step-…"),
+    ("run.on_event=no-such-program", "not an executable"),
+    ("train.tasks=[python]", "train.eval_interval is 0"),
+    ("guard.inject_fault={rank: 1, step: 2}", "there is no such key"),
+]
 TOGETHER = [  # (overrides, beginning of the message, what else it says)
+    (["trian.steps=3"], "trian = ", "did you mean train?"),
+    (["steps=3"], "command line = ", "section.key=value"),
+    (["optimizer.schedule=wsd"], "optimizer.decay_steps = ", "between 1 and"),
+    (["model.dim=1048576"], "model = ", "use more processes"),
     (["train.compile=true", "parallel.schedule=zb_h1"],
      "train.compile = True: a compiled block forms its weight gradients in backward", "zb_h1"),
     (["train.compile=true", "parallel.tp=2"],
@@ -73,7 +70,7 @@ TOGETHER = [  # (overrides, beginning of the message, what else it says)
     (["parallel.schedule=backward_first", "parallel.pp=2"],
      "parallel.schedule = 'backward_first': ranks cannot continue: rank 0 at B0.0", "remedy"),
 ]  # fmt: skip
-REFUSED = [*(([override], f"{key} = ", remedy) for override, key, remedy in WRONG), *TOGETHER]
+REFUSED = [*(([name], f"{name.partition('=')[0]} = ", said) for name, said in WRONG), *TOGETHER]
 
 
 def backward_first(p: int, v: int, m: int) -> list[list[Action]]:
@@ -81,25 +78,15 @@ def backward_first(p: int, v: int, m: int) -> list[list[Action]]:
     return [[Action(k, r, i) for k in (BACKWARD, FORWARD) for i in range(m)] for r in range(p)]
 
 
-@planted(checks, "open_data")
-def unseen_by_rank_1(open_data, *about):
-    if dist.get_rank() == 0:
-        return open_data(*about)
-    return TokenDataset.open("/not/on/this/node", "train")
-
-
-def judge(cases: dict[str, list[str]], config: str) -> dict[str, str]:
-    """What this rank is told of each case, and of data that only rank 0 sees."""
+def judge(cases: dict[str, list[str]], config: str, data: dict[str, list[Path]]) -> dict[str, str]:
+    """What this rank is told of each case, and where each rank has data of its own."""
+    mine = {case: [config, f"data.path={of[dist.get_rank()]}"] for case, of in data.items()}
     with patch.dict(SCHEDULES, backward_first=backward_first):
-        said = messages(cases)
-    with unseen_by_rank_1():
-        return said | {"unseen": train_run([config])}
+        return messages(cases | mine)
 
 
 @pytest.fixture(scope="module")
-def judged(
-    ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[dict[str, str]]]:
+def judged(ranks: Ranks, data: Path, tmp_path_factory) -> tuple[Path, list[dict[str, str]]]:
     """A folder in which each refused run would have written a folder of its number, and what each
     rank was told."""
     folder = tmp_path_factory.mktemp("refused")
@@ -108,7 +95,9 @@ def judged(
         str(number): [config, f"run.dir={folder / str(number)}", *overrides]
         for number, (overrides, _, _) in enumerate(REFUSED)
     }
-    return folder, ranks.run(judge, 2, cases, config)
+    others = {"unseen": Path("/not/on/this/node"), "other": prepared(folder / "other", SOURCE)}
+    of_ranks = {case: [data, rank_1] for case, rank_1 in others.items()}
+    return folder, ranks.run(judge, 2, cases, config, of_ranks)
 
 
 def told(judged: tuple[Path, list[dict[str, str]]], case: str) -> str:
@@ -127,9 +116,10 @@ def test_wrong_value(judged: tuple[Path, list[dict[str, str]]], number: int) -> 
 
 
 def test_an_error_of_one_rank_is_everyones(judged: tuple[Path, list[dict[str, str]]]) -> None:
-    """If one node does not see the data, all ranks fail with its message, and none waits
-    forever."""
-    assert told(judged, "unseen").startswith("data.path = ")
+    """If one node does not see the data, or has other data, all ranks fail with its message, and
+    none waits forever."""
+    assert told(judged, "unseen").startswith("data.path = '/not/on/this/node': ")
+    assert "are not rank 0's" in told(judged, "other")
 
 
 def train_alone(arguments: list[str]) -> None:
@@ -148,20 +138,17 @@ def test_exit_status_and_one_message(data: Path, tmp_path: Path) -> None:
 
 
 def test_only_torchrun_is_stopped() -> None:
-    for command in (
-        "/usr/bin/python3.11 /opt/venv/bin/torchrun --nnodes 2 train.py",
-        "python -m torch.distributed.run train.py",
-        "python -W ignore -X faulthandler -m torch.distributed.run train.py",
-        "/venv/bin/python -u -m tools.torchrun train.py",
-    ):
-        assert rank_exit.runs_torchrun(command.split(" "))
-    for command in (
-        "python train.py CONFIG torchrun",
-        "python -m tools.launch -m torch.distributed.run",
-        "srun torchrun train.py",
-        "",
-    ):
-        assert not rank_exit.runs_torchrun(command.split(" "))
+    for command, is_torchrun in {
+        "/usr/bin/python3.11 /opt/venv/bin/torchrun --nnodes 2 train.py": True,
+        "python -m torch.distributed.run train.py": True,
+        "python -W ignore -X faulthandler -m torch.distributed.run train.py": True,
+        "/venv/bin/python -u -m tools.torchrun train.py": True,
+        "python train.py CONFIG torchrun": False,
+        "python -m tools.launch -m torch.distributed.run": False,
+        "srun torchrun train.py": False,
+        "": False,
+    }.items():
+        assert rank_exit.runs_torchrun(command.split(" ")) is is_torchrun, command
 
 
 def test_a_faulty_node_is_not_restarted_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,9 +165,7 @@ def test_a_faulty_node_is_not_restarted_in_place(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("restarts", "stopped"), [(0, True), (3, False)])
-def test_one_rank_of_a_node_stops_torchrun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, stopped: bool
-) -> None:
+def test_one_rank_of_a_node_stops_torchrun(tmp_path, monkeypatch, restarts, stopped) -> None:
     """If torchrun has a restart left; after the last one it ends by itself. The job script finds
     the mark either way."""
     attempt = tmp_path / f"attempt_{restarts}"

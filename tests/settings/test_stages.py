@@ -3,6 +3,7 @@ and whatever layout each stage has."""
 
 import json
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tests.settings.stages import (
     write_stages,
 )
 
-DP2, TP2, PP2 = {"dp_shard": -1}, {"tp": 2}, {"pp": 2}
+DP2, TP2, PP2, CP2 = {"dp_shard": -1}, {"tp": 2}, {"pp": 2}, {"cp": 2, "tp": 1, "pp": 1}
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +42,23 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- the loader -----------------------------------------------------------------------------------
 
 
+def loader(stage: Read, rank: int = 0, dp: int = 1, earlier: Sequence[Earlier] = ()) -> BatchLoader:
+    """Reads a data stage of a run as rank `rank` of `dp`."""
+    options = {"seq_len": stage.seq_len, "global_batch_size": stage.batch, "seed": 3}
+    skipped = [(left_out.start, left_out.stop) for left_out in stage.left_out]
+    about = {"dp_rank": rank, "dp_size": dp, "earlier": earlier, "skipped": skipped}
+    return BatchLoader(stage.data, **options, **about)
+
+
 def test_every_token_over_three_stages(data: Path, other: Path) -> None:
     """Mixture, length and batch change; the loaders of all dp sizes read what the reference reads,
     over several epochs of the small source, and no window of a source is read n + 1 times before
     all have been read n times, also across a boundary."""
-    few, both = mixture(other), (mixture(data, other, weights=(0.3, 0.7)), 64)
+    few, both = mixture(other), mixture(data, other, weights=(0.3, 0.7))
     stages = [
-        Read(both[0], 64, 8, 40),
-        Read(few, 64, 12, 20, (range(24, 36),)),
-        Read(both[0], 32, 4, 30),
+        Read(both, 64, 8, 40),
+        Read(few, 64, 12, 20, (range(30, 36), range(24, 32))),  # the loader merges them
+        Read(both, 32, 4, 30),
         Read(mixture(other, data, weights=(0.5, 0.5)), 64, 4, 30),
     ]
     batches, windows = expected(stages, seed=3)
@@ -57,31 +66,23 @@ def test_every_token_over_three_stages(data: Path, other: Path) -> None:
         earlier: list[Earlier] = []
         left = iter(batches)
         for stage in stages:
-            loaders = [
-                BatchLoader(
-                    stage.data, seq_len=stage.seq_len, global_batch_size=stage.batch, seed=3,
-                    dp_rank=rank, dp_size=dp, earlier=earlier,
-                    skipped=[(r.start, r.stop) for r in stage.left_out],
-                )
-                for rank in range(dp)
-            ]  # fmt: skip
+            loaders = [loader(stage, rank, dp, earlier) for rank in range(dp)]
             for _ in range(stage.steps):
-                parts = [next(loader) for loader in loaders]
+                parts = [next(each) for each in loaders]
+                assert all(torch.equal(x[:, 1:], y[:, :-1]) for x, y in parts)
                 whole = torch.cat([torch.cat([x, y[:, -1:]], 1) for x, y in parts])
                 assert whole.tolist() == next(left)
             earlier = [*earlier, Earlier(stage.data, stage.seq_len, loaders[0].next_sample)]
-            for loader in loaders:
-                loader.close()
+            for each in loaders:
+                each.close()
     assert next(left, None) is None
     small = [n for window, n in windows.items() if window[:2] == (few.checksum, 64)]
     assert max(small) > 2, "several epochs"
     assert max(small) - min(small) <= 1 + 1, "each once per epoch, but for those left out"
 
     # Control: a stage that begins its sources anew reads other windows.
-    anew = BatchLoader(
-        few, seq_len=64, global_batch_size=12, seed=3, dp_rank=0, dp_size=1, skipped=[(24, 36)]
-    )
-    assert torch.cat([next(anew)[0]]).tolist() != [row[:-1] for row in batches[40]]
+    anew = loader(stages[1])
+    assert next(anew)[0].tolist() != [row[:-1] for row in batches[40]]
     anew.close()
 
 
@@ -100,7 +101,8 @@ def staged(
          "model": {"rope_theta": 8e5}, "optimizer": {"schedule": "linear", "lr": 1e-3}},
     ]  # fmt: skip
     exact = {"steps": 7, "dtype": "float64", "micro_batch_size": 2}
-    return write_stages(folder, data, stages, train=exact, checkpoint={"interval": 2})
+    saves = {"interval": 2, "keep_last": 3}
+    return write_stages(folder, data, stages, train=exact, checkpoint=saves)
 
 
 def reference(data: Path, other: Path) -> list[list[list[int]]]:
@@ -116,9 +118,7 @@ def last_state(ranks: Ranks, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def whole(
-    ranks: Ranks, data: Path, other: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict, dict]:
+def whole(ranks: Ranks, data: Path, other: Path, tmp_path_factory) -> tuple[Path, dict, dict]:
     """A run without a kill, on two data-parallel ranks: its folder, losses and last state."""
     folder = tmp_path_factory.mktemp("whole")
     assert ranks.run(recorded_run, 2, [staged(folder, data, other)], folder / "reads") == ["", ""]
@@ -126,31 +126,29 @@ def whole(
     return folder, runs.losses(folder), last_state(ranks, folder)
 
 
-def killed_run(ranks: Ranks, world: int, config: str, kills: list[tuple[str, int]]) -> None:
-    """Run in the folder of `config`, killed at these places, until the end."""
+def killed_run(ranks: Ranks, world: int, config: str, kills: list, batches: list) -> None:
+    """Run in the folder of `config`, killed at these places, until the end. All starts together
+    read these batches."""
     reads = Path(config).with_name("reads")
     for where, step in kills:
         with runs.dies():
             ranks.run(recorded_run, world, [config], reads, where, step)
     assert ranks.run(recorded_run, world, [config], reads) == [""] * world
+    check_reads(reads, batches)
 
 
-THOROUGH = [("before the save", 3), ("before the commit", 5), ("begun", 5)]
+THREE = [("before the save", 3), ("before the commit", 5), ("begun", 5)]  # one start after another
 
 
 @pytest.mark.parametrize(
-    "kill",
-    [("the changeover", 3), *(pytest.param(kill, marks=pytest.mark.thorough) for kill in THOROUGH)],
-    ids=str,
+    "kills",
+    [[("the changeover", 3)], pytest.param(THREE, marks=pytest.mark.thorough)],
+    ids=lambda kills: str(kills[0]),
 )
-def test_killed_at_a_boundary(
-    ranks: Ranks, data: Path, other: Path, tmp_path: Path, whole: tuple, kill: tuple
-) -> None:
+def test_killed_at_a_boundary(ranks, data, other, tmp_path, whole, kills) -> None:
     """Killed at a boundary and started again, a run reads the same samples and has the same bits:
     of every loss, and of the weights and moments at the end."""
-    config = staged(tmp_path, data, other)
-    killed_run(ranks, 2, config, [kill])
-    check_reads(tmp_path / "reads", reference(data, other))
+    killed_run(ranks, 2, staged(tmp_path, data, other), kills, reference(data, other))
     assert runs.losses(tmp_path) == whole[1]
     assert runs.same_tensors(last_state(ranks, tmp_path), whole[2])
     kinds = [event["event"] for event in read_events(tmp_path / "run")]
@@ -158,15 +156,17 @@ def test_killed_at_a_boundary(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("layouts", [(TP2, PP2), (PP2, {"cp": 2, "tp": 1, "pp": 1})], ids=str)
-def test_other_layouts_in_each_stage(
-    ranks: Ranks, data: Path, other: Path, tmp_path: Path, whole: tuple, layouts: tuple
-) -> None:
-    """With another layout in each stage, on twice the ranks, killed in the changeover and after a
-    save, a run reads the same samples; losses agree to the rounding of sums."""
+@pytest.mark.parametrize(
+    ("layouts", "kill"),
+    [((TP2, PP2), ("after the save", 5)), ((PP2, CP2), ("the changeover", 3))],
+    ids=str,
+)
+def test_other_layouts_in_each_stage(ranks, data, other, tmp_path, whole, layouts, kill) -> None:
+    """With another layout in each stage, on twice the ranks, one begun by a start after a kill and
+    one by the same processes, a run reads the same samples; losses agree to the rounding of
+    sums."""
     config = staged(tmp_path, data, other, layouts)
-    killed_run(ranks, 4, config, [("the changeover", 3), ("after the save", 5)])
-    check_reads(tmp_path / "reads", reference(data, other))
+    killed_run(ranks, 4, config, [kill], reference(data, other))
     found = runs.losses(tmp_path)
     assert all(found[step] == pytest.approx(loss, rel=1e-9) for step, loss in whole[1].items())
     state = last_state(ranks, tmp_path)
@@ -209,9 +209,7 @@ REFUSED = [
 ]
 
 
-def test_what_has_passed_cannot_change(
-    ranks: Ranks, other: Path, tmp_path: Path, whole: tuple
-) -> None:
+def test_what_has_passed_cannot_change_but_more_may_follow(ranks, other, tmp_path, whole) -> None:
     config, _ = runs.copy_of(whole[0], tmp_path)
     before = runs.contents(tmp_path / "run")
     cases = {
@@ -223,15 +221,21 @@ def test_what_has_passed_cannot_change(
         assert said[str(changes)].startswith(begins)
         assert has in said[str(changes)]
     assert runs.contents(tmp_path / "run") == before, "nothing is lost"
-
-
-def test_a_later_stage_may_be_added(ranks: Ranks, tmp_path: Path, whole: tuple) -> None:
-    config, _ = runs.copy_of(whole[0], tmp_path)
     raw = yaml.safe_load(Path(config).read_text())
     raw["data_stages"].append({"from_step": 7, "train": {"seq_len": 16}})
     Path(config).write_text(json.dumps(raw))
     runs.run(ranks, 1, config, "train.steps=8")
     assert sorted(runs.losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_stage_ahead_that_begins_at_a_token_knows_the_batches_before(ranks, tmp_path, whole):
+    """Where stage 2 is ahead, another batch size of the steps before would move it."""
+    config, _ = runs.copy_of(whole[0], tmp_path)
+    for _ in (7, 6):
+        runs.forget_last(tmp_path)
+    (said,) = ranks.run(runs.train_run, 1, [config, "data_stages.1.train.global_batch_size=8"])
+    assert said.startswith("data_stages.2.from_token = 1531: ")
+    assert "1,536 tokens after step 5" in said
 
 
 # --- bad steps, damage and a stop at a boundary ---------------------------------------------------
@@ -257,17 +261,14 @@ def test_a_stage_does_not_end_on_skipped_updates(ranks: Ranks, data: Path, tmp_p
     first = Read(one, 32, 8, 4, (range(24, 32),))
     then = expected([first, Read(one, 32, 4, 2)], 0)[0]
     again = expected([first, Read(one, 32, 4, 3, (range(8),))], 0)[0]
-    rows = [json.loads(line) for line in Path(f"{tmp_path / 'reads'}-0").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "reads-0").read_text().splitlines()]
     assert [step for step, *_ in rows] == [0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6]
-    for (step, _, _, mine), batches in zip(
-        rows, [at_first] * 4 + [then] * 4 + [again] * 3, strict=True
-    ):
-        assert mine == batches[step][: len(mine)], step
+    wanted = [at_first] * 4 + [then] * 4 + [again] * 3
+    for (step, _, _, mine), batches in zip(rows, wanted, strict=True):
+        assert mine == batches[step], step
     events = runs.events_of(tmp_path / "run", "rollback")
-    assert [(e["from_step"], e["step"], e["left_out"]) for e in events] == [
-        (4, 2, [24, 32]),
-        (6, 4, [0, 8]),
-    ]
+    went_back = [(e["from_step"], e["step"], e["left_out"]) for e in events]
+    assert went_back == [(4, 2, [24, 32]), (6, 4, [0, 8])]
     trainer = runs.trainer_of(tmp_path, 7)
     assert trainer["earlier"][0]["data"]["skipped"] == [[24, 32]]
     assert (trainer["data"]["skipped"], trainer["updates"]) == ([[0, 8]], 7)
@@ -311,18 +312,6 @@ def test_a_damaged_boundary_does_not_begin_anew(ranks: Ranks, data: Path, tmp_pa
     assert sorted(runs.losses(tmp_path)) == [1, 2]
 
 
-def test_a_stage_ahead_that_begins_at_a_token_knows_the_batches_before(
-    ranks: Ranks, data: Path, tmp_path: Path
-) -> None:
-    """With another batch size from step 2 on, it would begin at half the tokens."""
-    ahead = {"from_token": 6 * 8 * 32, "train": {"seq_len": 16}}
-    config = write_stages(tmp_path, data, [ahead], train={"steps": 9}, checkpoint={"interval": 2})
-    runs.run(ranks, 1, config, "data_stages=[]", "train.steps=2")
-    (said,) = ranks.run(runs.train_run, 1, [config, "train.global_batch_size=16"])
-    assert said.startswith(f"data_stages.1.from_token = {6 * 8 * 32}")
-    assert "512 tokens after step 2" in said
-
-
 def run_with_request(arguments: list[str], folder: Path) -> tuple[str, bool]:
     """Train; a stop is requested in the changeover. Return also whether there was a status.json
     then: a launcher that finds a rank killed there must not report a planned stop."""
@@ -339,12 +328,10 @@ def run_with_request(arguments: list[str], folder: Path) -> tuple[str, bool]:
 
 
 def test_a_stop_in_the_changeover(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """(That a run resumes there with the same bits: test_killed_at_a_boundary.)"""
+    """(That a run resumes there: test_killed_at_a_boundary.)"""
     config = write_stages(tmp_path, data, [{"from_step": 2, "train": {"seq_len": 16}}])
-    short = "train.steps=3"
-    assert ranks.run(run_with_request, 2, [config, short], tmp_path) == [("", False)] * 2
+    arguments = [config, "train.steps=3"]
+    assert ranks.run(run_with_request, 2, arguments, tmp_path) == [("", False)] * 2
     status = runs.status_of(tmp_path)
     assert (status["state"], status["step"]) == ("requeue", 2)
     assert "SIGTERM" in status["reason"]
-    runs.run(ranks, 2, config, short)
-    assert sorted(runs.losses(tmp_path)) == [1, 2, 3]

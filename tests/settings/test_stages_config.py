@@ -58,12 +58,11 @@ def test_it_is_written_as_it_was_read(tmp_path: Path) -> None:
 
 
 def test_overrides() -> None:
-    config = load(LONGER, also=("data_stages.1.train.seq_len=64", "data_stages.1.from_step=9"))
+    typed = ("train.seq_len=64", "from_step=9", "data.path=a #b", "train.eval_interval=020")
+    config = load(LONGER, also=tuple(f"data_stages.1.{override}" for override in typed))
     first, second = data_stages(config)
     assert (second.config.train.seq_len, first.steps) == (64, range(9))
-    typed = ("data_stages.1.data.path=a #b", "data_stages.1.train.eval_interval=020")
-    second = data_stages(load(LONGER, also=typed))[1].config
-    assert (second.data.path, second.train.eval_interval) == ("a #b", 20)
+    assert (second.config.data.path, second.config.train.eval_interval) == ("a #b", 20)
     for override in ("data_stages.1.from_step.x=5", "data_stages.1=5"):
         with pytest.raises(UserError, match=r"^data_stages\."):
             load(LONGER, also=(override,))
