@@ -12,25 +12,26 @@ from tests.counting import once, sent_over_cp
 from tests.kernels.flash import flash_attention_stands_in
 from tests.proofs.parity_tiers import thorough_but
 
-LAYERS = [  # layout, options, key/value heads of a tp rank, sequences per micro-batch in make test
+FULL, SELECTIVE = ({"activation_checkpointing": mode} for mode in ("full", "selective"))
+QUICK = [  # layout, options, key/value heads of a tp rank, sequences per micro-batch
     (MeshSizes(dp_shard=2, cp=2), {"document_mask": True}, 4, 1),
-    (MeshSizes(dp_shard=2, cp=2), {"num_kv_heads": 8, "activation_checkpointing": "full"}, 8, None),
-    (MeshSizes(dp_replicate=2, cp=2), {"activation_checkpointing": "selective"}, 4, None),
-    (MeshSizes(cp=2, tp=2), {"activation_checkpointing": "selective"}, 2, 2),
-    (MeshSizes(cp=2, tp=2), {"sequence_parallel": False, "num_kv_heads": 2}, 1, None),
+    (MeshSizes(cp=2, tp=2), SELECTIVE, 2, 2),
     (MeshSizes(pp=2, cp=2), {"schedule": "zb_h1"}, 4, 2),
-    (MeshSizes(dp_shard=2, cp=4), {"num_kv_heads": 8}, 8, None),
+]
+LAYERS = [
+    *QUICK,
+    (MeshSizes(dp_shard=2, cp=2), {"document_mask": True}, 4, 2),
+    (MeshSizes(dp_shard=2, cp=2), {"num_kv_heads": 8} | FULL, 8, 1),
+    (MeshSizes(dp_shard=2, cp=2), {"num_kv_heads": 8} | FULL, 8, 2),
+    (MeshSizes(dp_replicate=2, cp=2), SELECTIVE, 4, 1),
+    (MeshSizes(cp=2, tp=2), {"sequence_parallel": False, "num_kv_heads": 2}, 1, 2),
+    (MeshSizes(pp=2, cp=2), {"schedule": "zb_h1"}, 4, 1),
+    (MeshSizes(dp_shard=2, cp=4), {"num_kv_heads": 8}, 8, 1),
 ]
 
 
 @pytest.mark.parametrize(
-    ("layout", "options", "kv_heads", "rows"),
-    [
-        pytest.param(*case, rows, marks=[] if rows == quick else pytest.mark.thorough)
-        for *case, quick in LAYERS
-        for rows in (1, 2)
-    ],
-    ids=str,
+    ("layout", "options", "kv_heads", "rows"), thorough_but(QUICK, LAYERS), ids=str
 )
 def test_gathers_and_scatters_of_a_layer(ranks, layout, options, kv_heads, rows):
     """Per layer and micro-batch, in every mode of activation checkpointing, and with a backward in

@@ -49,7 +49,6 @@ def test_layers_take_kinds_in_turn() -> None:
     """As Gemma's do."""
     model = Case(MeshSizes(pp=2), **WINDOW).config().model
     assert [model.attention_of(layer) for layer in range(4)] == ["sliding_window", "causal"] * 2
-    assert IN_EVERY_SECOND_LAYER.config().model.feed_forward == ("swiglu", "experts")
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(saved: Path) -> None:

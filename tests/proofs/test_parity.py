@@ -10,6 +10,7 @@ fail.
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, product
 
@@ -66,28 +67,33 @@ DEEPER = [*DEEP.values(), *(case for case in ROWS if case.num_microbatches == 16
     "case", thorough_but([*QUICK.few, *EXPERTS.few], [*QUICK.pairs, *EXPERTS.pairs]), ids=str
 )
 def test_every_pair_of_options(ranks, case):
-    agrees(ranks, case, parity.steps_of(case) if case.router is None else 1)
+    """The few cases of experts are compared over a strict group."""
+    with strictly(ranks) if case in EXPERTS.few else nullcontext():
+        agrees(ranks, case, parity.steps_of(case) if case.router is None else 1)
 
 
-LONG = [
-    (Case(layout, dtype=dtype, num_microbatches=2, tie_embeddings=layout.world == 4), STEPS)
-    for layout in (MeshSizes(), MeshSizes(pp=2, tp=2), MeshSizes(pp=2, dp_shard=2, tp=2))
-    for dtype in ("float32", "float64")
-]
+BASE = Case(MeshSizes(), num_microbatches=2)
+TIED = replace(BASE, layout=MeshSizes(pp=2, tp=2), tie_embeddings=True)
+IN_3D = replace(BASE, layout=MeshSizes(pp=2, dp_shard=2, tp=2))
+CP2, CP4 = Case(MeshSizes(cp=2)), replace(BASE, layout=MeshSizes(cp=4))
 WITH_EXPERTS = [
-    Case(MeshSizes(), router="softmax", router_losses=True),
-    Case(MeshSizes(dp_shard=2, tp=2, ep=4), router="softmax_renormalised", zero_stage=3),
-    Case(MeshSizes(pp=2, tp=2, ep=2), router="sigmoid_bias", router_losses=True),
-]
-LONG += [(case, STEPS) for case in WITH_EXPERTS]
+    replace(BASE, router="softmax", router_losses=True),
+    replace(BASE, layout=MeshSizes(dp_shard=2, tp=2, ep=4), router="softmax_renormalised",
+            zero_stage=3),
+    replace(BASE, layout=MeshSizes(pp=2, tp=2, ep=2), router="sigmoid_bias", router_losses=True),
+]  # fmt: skip
+QUICK_STEPS = [(replace(TIED, dtype="float32"), 8), (CP2, 2)]
+LONG = [(case, STEPS) for case in (BASE, TIED, IN_3D, CP4, *WITH_EXPERTS)]
+LONG += [(replace(case, dtype="float32"), STEPS) for case in (BASE, IN_3D, CP2)]
 # with heads two elements wide, q's and k's norm weights are sharded over four ranks: two hold none
 LONG.append((Case(MeshSizes(dp_shard=4), attention_dim=16, qk_norm=True), 2))
 IN_FLOAT32 = [(replace(case, dtype="float32"), STEPS) for case in WITH_EXPERTS]
-FEWER = (LONG[2][0], 8)
 
 
 @pytest.mark.parametrize(
-    ("case", "steps"), thorough_but([FEWER], [FEWER, *LONG, *IN_FLOAT32], IN_FLOAT32), ids=str
+    ("case", "steps"),
+    thorough_but(QUICK_STEPS, [*QUICK_STEPS, *LONG, *IN_FLOAT32], IN_FLOAT32),
+    ids=str,
 )
 def test_steps(ranks, case, steps):
     """Losses and gradient norms agree with the unsharded model's over optimizer steps with warmup,
@@ -103,7 +109,7 @@ def test_whole_matrix(world, tmp_path):
 
 def test_clipping_is_active_in_some_of_the_steps_and_biases_change():
     """Else the steps would compare less than they seem to."""
-    for case, steps in (FEWER, LONG[1]):
+    for case, steps in (QUICK_STEPS[0], LONG[0]):
         norms = expected(case, steps).norms
         assert min(norms) < OPTIMIZER.grad_clip < max(norms)
     reference = expected(Case(MeshSizes(), router="sigmoid_bias", router_losses=True), EXPERT_STEPS)
@@ -162,7 +168,10 @@ def test_schedules_at_every_depth():
 
 @pytest.mark.parametrize("case", thorough_but(DEEP.values(), DEEPER), ids=str)
 def test_every_schedule(ranks, case):
-    agrees(ranks, case)
+    """With stages in the order of ranks, around the ranks in a circle, and forth and back. In a
+    strict group a send completes only when its receive has begun: none may rely on buffers."""
+    with strictly(ranks):
+        agrees(ranks, case)
 
 
 # A cheap selection: each kernel runs forward and backward, with and without tp.
@@ -247,37 +256,25 @@ def test_the_loads_are_as_extreme_as_they_should_be():
             assert (counts[2:4] == [0, 0]) == (idle or case.experts_per_token == 1)
 
 
-STRICT = [
-    Case(MeshSizes(pp=2, dp_shard=2, tp=2), num_microbatches=2, zero_stage=3),
+STRICT = [  # and test_every_schedule, and the few cases of experts in test_every_pair_of_options
+    ("strict", Case(MeshSizes(pp=2, dp_shard=2, tp=2), num_microbatches=2, zero_stage=3), 2),
     # all tokens at one expert
-    next(case for case in EXTREMES if case.layout.ep == case.world == 4),
-    # stages in the order of ranks, around the ranks in a circle, and forth and back
-    *(DEEP[name] for name in ("1f1b", "interleaved_1f1b", "dualpipe_v")),
+    ("strict", next(case for case in EXTREMES if case.layout.ep == case.world == 4), 2),
 ]
-# every value of the experts' options; every schedule with four ranks in a pipeline; single
-# sequences, of which backward gathers keys and values again, among weights and messages
-MORE = [
-    *EXPERTS.few,
-    *(replace(case, layout=MeshSizes(pp=4)) for case in DEEPER),
-    *context_cases()[-2:],
-]
+# the same in one queue of each rank, and others
+SLOW = [
+    *(("strict_shared", case, 1)
+      for case in (*(case for _, case, _ in STRICT), *EXPERTS.few, *DEEPER, *context_cases()[-2:])),
+    *(("strict", case, 1) for case in QUICK.few),
+    *((backend, case, EXPERT_STEPS)
+      for case in BIASED if case.layout.ep == 4 for backend in ("strict", "strict_shared")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("backend", "case", "steps"),
-    [
-        *(("strict", case, 1 if case.layout.pp == 4 else 2) for case in STRICT),
-        *(pytest.param("strict", case, 1, marks=pytest.mark.thorough) for case in MORE),
-        *(pytest.param("strict_shared", case, 1, marks=pytest.mark.slow)
-          for case in dict.fromkeys([*STRICT, *MORE])),
-        *(pytest.param("strict", case, 1, marks=pytest.mark.slow) for case in QUICK.few),
-        *(pytest.param(backend, case, EXPERT_STEPS, marks=pytest.mark.slow)
-          for case in BIASED if case.layout.ep == 4 for backend in ("strict", "strict_shared")),
-    ],
-    ids=str,
-)  # fmt: skip
+    ("backend", "case", "steps"), thorough_but(STRICT, STRICT + SLOW, SLOW), ids=str
+)
 def test_over_a_strict_group(ranks, backend, case, steps):
-    """`python -m proofs.parity --strict` runs all. A send completes only when its receive has
-    begun, so a schedule must not rely on buffers."""
+    """`python -m proofs.parity --strict` runs all."""
     with strictly(ranks, backend):
         agrees(ranks, case, steps)

@@ -19,7 +19,7 @@ from parallel.pipeline.transfer import Transfers
 from proofs.ranks import RankError, Ranks
 from proofs.strict.referee import Operation, Referee, Wrong
 from tests.proofs.parity_tiers import strictly
-from tests.runs import LAYOUT_3D, forget_last, losses, metrics_of, train_run, write_config
+from tests.runs import LAYOUT_3D, evaluations, forget_last, losses, run, write_config
 
 thorough, slow = (
     partial(pytest.param, marks=mark) for mark in (pytest.mark.thorough, pytest.mark.slow)
@@ -222,19 +222,14 @@ def test_a_run_saves_evaluates_and_resumes(
 ) -> None:
     """Saving, agreements on stops, guards and evaluation beside training; a run that is resumed has
     the numbers of the whole one."""
-    config = write_config(
-        tmp_path,
-        data,
-        parallel=layout,
-        checkpoint={"interval": 3},
-        train={"eval_interval": 3},
-    )
-    assert strict.run(train_run, 8, [config]) == [""] * 8
+    sections = {"train": {"steps": 4, "eval_interval": 2}, "checkpoint": {"interval": 2}}
+    config = write_config(tmp_path, data, parallel=layout, model={"num_layers": 2}, **sections)
+    run(strict, 8, config)
     whole = losses(tmp_path)
     forget_last(tmp_path)
-    assert strict.run(train_run, 8, [config]) == [""] * 8
+    run(strict, 8, config)
     assert losses(tmp_path) == whole
-    assert "eval_loss" in metrics_of(tmp_path)[2]
+    assert evaluations(tmp_path).keys() == {2, 4}
 
 
 # --- the referee ---
