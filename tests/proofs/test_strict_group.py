@@ -5,6 +5,7 @@ different numbers of rows."""
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,8 +18,7 @@ from parallel.pipeline.actions import Message
 from parallel.pipeline.lower import Exchange, Transfer
 from parallel.pipeline.transfer import Transfers
 from proofs.ranks import RankError, Ranks
-from proofs.strict.referee import Operation, Referee, Wrong
-from tests.proofs.parity_tiers import strictly
+from tests.proofs.parity_tiers import strictly, thorough_but
 from tests.runs import LAYOUT_3D, evaluations, forget_last, losses, run, write_config
 
 thorough, slow = (
@@ -151,17 +151,16 @@ def do(name: str) -> None:
     FAULTS[name][2](dist.get_rank())
 
 
+# opposite orders are allowed where each communicator has a queue
+PLANTED = [(BACKENDS[fault == "opposite orders"], fault) for fault in FAULTS]
+QUICK = [(backend, fault) for backend, fault in PLANTED if fault not in RARE]
+
+
 @pytest.mark.parametrize(
     ("strict", "fault"),
-    [
-        *(thorough("strict", fault) if fault in RARE else ("strict", fault)
-          for fault in FAULTS if fault != "opposite orders"),
-        ("strict_shared", "opposite orders"),
-        *(thorough("strict_shared", fault)
-          for fault in FAULTS if fault not in RARE and fault != "opposite orders"),
-    ],
+    thorough_but(QUICK, [*PLANTED, *product(BACKENDS[1:], FORGIVEN)]),
     indirect=["strict"],
-)  # fmt: skip
+)
 def test_a_planted_fault_is_found(strict: Ranks, fault: str) -> None:
     world, said, _ = FAULTS[fault]
     with pytest.raises(RankError, match=said):
@@ -169,8 +168,7 @@ def test_a_planted_fault_is_found(strict: Ranks, fault: str) -> None:
 
 
 def test_gloo_forgives_them(ranks: Ranks) -> None:
-    """So the tests over gloo could not find them. And opposite orders are allowed where each
-    communicator has a queue."""
+    """So the tests over gloo could not find them."""
     for fault in FORGIVEN:
         ranks.run(do, FAULTS[fault][0], fault)
     with strictly(ranks):
@@ -230,21 +228,3 @@ def test_a_run_saves_evaluates_and_resumes(
     run(strict, 8, config)
     assert losses(tmp_path) == whole
     assert evaluations(tmp_path).keys() == {2, 4}
-
-
-# --- the referee ---
-
-
-def test_the_referee_compares_rows_of_ranks_of_the_world() -> None:
-    """A communicator's rank 1 may be another rank of the world."""
-
-    def all_to_all(sends: tuple[int, ...], receives: tuple[int, ...]) -> Operation:
-        return Operation("all_to_all_single", sends=sends, receives=receives)
-
-    referee, members = Referee(6), [3, 5]
-    assert referee.begins(5, "q", "g", members, all_to_all((4, 0), (1, 0))) == []
-    released = referee.begins(3, "q", "g", members, all_to_all((2, 1), (2, 4)))
-    assert sorted(released) == [(3, "q"), (5, "q")]
-    referee.begins(5, "q", "g", members, all_to_all((4, 0), (1, 0)))
-    with pytest.raises(Wrong, match="rank 5 sends 4 rows over g, and rank 3 expects 3"):
-        referee.begins(3, "q", "g", members, all_to_all((2, 1), (2, 3)))
