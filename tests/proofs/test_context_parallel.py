@@ -72,9 +72,7 @@ BATCHES = {  # case, sequences of a micro-batch, which batch → whether `make t
     (Case(MeshSizes(cp=2, tp=2), activation_checkpointing="full", **MASKED), 4, "all"): False,
     (replace(CP4, **MASKED), 4, "all"): False,
     (replace(CP8, **MASKED, **WINDOW), 8, "all"): True,
-    (replace(CP2, num_kv_heads=8, **MASKED), 2, "all"): False,
     (replace(CP4, **MASKED, **WINDOW), 1, "all"): False,
-    (replace(CP8, activation_checkpointing="selective", **MASKED), 1, "all"): False,
     # windows end anywhere: of less and more than a chunk (4 tokens) and a rank's part (8); with a
     # mask of documents, there are rows of one document too
     **{
