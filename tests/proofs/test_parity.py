@@ -13,10 +13,13 @@ import math
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, product
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from errors import UserError
+from kinds import kinds_in
 from model.kernels.backend import why_not_triton
 from parallel.axes import AXES, MeshSizes
 from parallel.pipeline.schedules import SCHEDULES
@@ -34,13 +37,18 @@ from proofs.parity.cases import (
 from proofs.parity.chosen import (
     EP,
     EXPERT_STEPS,
+    WINDOW,
     context_cases,
     expert_layout_cases,
     extreme_cases,
     kernel_cases,
+    kind_cases,
     schedule_cases,
 )
 from proofs.parity.run import expected
+from runtime.checkpoint.load import _start_from
+from settings.load import load_config
+from settings.sections import OptimizerConfig
 from tests.proofs.parity_tiers import (
     agrees,
     dense_covering,
@@ -48,6 +56,8 @@ from tests.proofs.parity_tiers import (
     strictly,
     thorough_but,
 )
+from tests.runs import checkpoint_of, trainer_of
+from tests.steps import make_step, named_parameters, rows_of
 
 QUICK, EXPERTS = dense_covering(), expert_covering()
 COVERINGS = {"dense": QUICK, "experts": EXPERTS}
@@ -174,6 +184,55 @@ def test_every_schedule(ranks, case):
         agrees(ranks, case)
 
 
+# --- kinds ---
+
+
+def test_every_kind_is_compared():
+    """`make parity` has cases of every kind; of a new one only once it has a reference."""
+    elsewhere = {"attention": set(), "feed_forward": {"experts", "swiglu"}}  # in other cases
+    for key, kinds in elsewhere.items():
+        tried = {getattr(case, key) for case in kind_cases()} - {getattr(Case, key)}
+        assert kinds.union(*tried) == set(kinds_in(f"model.{key}")), key
+    with (
+        patch("proofs.parity.chosen.kinds_in", lambda package: ["relu"]),
+        pytest.raises(UserError, match=r"write proofs/parity/reference_relu\.py, with a class Att"),
+    ):
+        kind_cases()
+    with (  # nor can a router be left out because no case of it is valid
+        patch("proofs.parity.cases.keys_to_try", lambda key, kind: WINDOW["keys"]),
+        pytest.raises(UserError, match="nothing is of kind sliding_window"),
+    ):
+        kind_cases()
+
+
+IN_EVERY_SECOND_LAYER = Case(MeshSizes(tp=2), feed_forward=("swiglu", "experts"), router="softmax")
+KINDS = [*kind_cases(), IN_EVERY_SECOND_LAYER]
+
+
+@pytest.mark.parametrize("case", thorough_but([*KINDS[1:3], KINDS[-1]], KINDS), ids=str)
+def test_kinds_agree(ranks, case):
+    agrees(ranks, case)
+
+
+def test_layers_take_kinds_in_turn():
+    """As Gemma's do."""
+    model = Case(MeshSizes(pp=2), **WINDOW).config().model
+    assert [model.attention_of(layer) for layer in range(4)] == ["sliding_window", "causal"] * 2
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(saved):
+    checkpoint = checkpoint_of(saved, 2)
+    assert trainer_of(saved, 2)["optimizer"] == "adamw"
+    config = load_config(str(saved / "config.yaml"), [])
+    with patch.object(OptimizerConfig, "select"):
+        other = replace(config.optimizer, name="lion")
+    with pytest.raises(UserError, match=r"has optimizer\.name='adamw'"):
+        _start_from(checkpoint, replace(config, optimizer=other), None, None)
+
+
+# --- Triton's kernels ---
+
+
 # A cheap selection: each kernel runs forward and backward, with and without tp.
 KERNELS_ONCE = [
     case
@@ -187,6 +246,9 @@ KERNELS_ONCE = [
 @pytest.mark.parametrize("case", thorough_but(KERNELS_ONCE, kernel_cases()), ids=str)
 def test_triton_kernels(ranks, case):
     agrees(ranks, case)
+
+
+# --- experts ---
 
 
 def test_every_layout_of_a_world_with_every_ep():
@@ -278,3 +340,43 @@ def test_over_a_strict_group(ranks, backend, case, steps):
     """`python -m proofs.parity --strict` runs all."""
     with strictly(ranks, backend):
         agrees(ranks, case, steps)
+
+
+# --- what no case shows ---
+
+# Known mistakes of other training codebases, collected from their issue threads, mostly do not show
+# in a loss curve. Those that affect the mathematics (a loss scaled per rank or micro-batch,
+# gradients of norms averaged or not reduced, replicated weights or tied embeddings counted twice in
+# the norm, or a norm local to a stage) are planted in test_controls.py. A norm that depends on the
+# partition, because it is summed in the gradients' dtype, is found in test_kernel_adamw.py.
+
+
+def gradients_around_an_evaluation(case):
+    """For each parameter, whether three gradients are equal: right after backward, after a
+    subsequent evaluation, and of a second step."""
+    step = make_step(case)
+
+    def gradients():
+        return [p.grad.to_local().clone() for _, p in named_parameters(step)]
+
+    step.forward_backward(*rows_of(step))
+    found = [gradients()]
+    step.evaluate(*rows_of(step, 1))
+    found.append(gradients())
+    for _, p in named_parameters(step):
+        p.grad = None
+    step.forward_backward(*rows_of(step))
+    found.append(gradients())
+    return [torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(MeshSizes(pp=2, dp_shard=2)), Case(MeshSizes(dp_shard=2), zero_stage=3)],
+    ids=str,
+)
+def test_accumulated_gradients_wiped_when_a_stage_is_used_again(ranks, case):
+    """An evaluation on the same stages neither erases accumulated gradients nor adds to later
+    ones."""
+    for same in ranks.run(gradients_around_an_evaluation, case.world, case):
+        assert all(same)
