@@ -371,9 +371,7 @@ def gradients_around_an_evaluation(case):
 
 
 @pytest.mark.parametrize(
-    "case",
-    [Case(MeshSizes(pp=2, dp_shard=2)), Case(MeshSizes(dp_shard=2), zero_stage=3)],
-    ids=str,
+    "case", [Case(MeshSizes(pp=2, dp_shard=2)), Case(MeshSizes(dp_shard=2), zero_stage=3)], ids=str
 )
 def test_accumulated_gradients_wiped_when_a_stage_is_used_again(ranks, case):
     """An evaluation on the same stages neither erases accumulated gradients nor adds to later

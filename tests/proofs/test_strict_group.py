@@ -151,7 +151,6 @@ def do(name: str) -> None:
     FAULTS[name][2](dist.get_rank())
 
 
-# opposite orders are allowed where each communicator has a queue
 PLANTED = [(BACKENDS[fault == "opposite orders"], fault) for fault in FAULTS]
 QUICK = [(backend, fault) for backend, fault in PLANTED if fault not in RARE]
 
@@ -168,7 +167,8 @@ def test_a_planted_fault_is_found(strict: Ranks, fault: str) -> None:
 
 
 def test_gloo_forgives_them(ranks: Ranks) -> None:
-    """So the tests over gloo could not find them."""
+    """So the tests over gloo could not find them. And opposite orders are allowed where each
+    communicator has a queue."""
     for fault in FORGIVEN:
         ranks.run(do, FAULTS[fault][0], fault)
     with strictly(ranks):
