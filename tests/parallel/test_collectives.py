@@ -1,6 +1,7 @@
 """Communication is part of the specification: for each pass and mesh axis, the number of
 collectives and their bytes."""
 
+from contextlib import nullcontext
 from itertools import product
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from parallel.data import fsdp_modules
 from proofs.parity.cases import BATCH, SEQ_LEN, Case
 from tests.counting import B, Listener, S, once, one_block, sent_over_cp
 from tests.kernels.flash import flash_attention_stands_in
+from tests.planted import name_of
 from tests.proofs.parity_tiers import thorough_but
 from tests.steps import make_step, rows_of
 
@@ -212,50 +214,44 @@ def test_whole_step_over_tp(ranks, schedule, p):
 
 
 FULL, SELECTIVE = ({"activation_checkpointing": mode} for mode in ("full", "selective"))
-CONTEXT = [  # layout, options, key/value heads of a tp rank, sequences per micro-batch
-    (MeshSizes(dp_shard=2, cp=2), {"document_mask": True}, 4, 1),
-    (MeshSizes(cp=2, tp=2), SELECTIVE, 2, 2),
-    (MeshSizes(pp=2, cp=2), {"schedule": "zb_h1"}, 4, 2),
+DOCUMENTS = {"document_mask": True}
+CONTEXT = [  # layout, options, key/value heads of a tp rank, sequences per micro-batch, attention
+    (MeshSizes(dp_shard=2, cp=2), DOCUMENTS, 4, 1, nullcontext),
+    (MeshSizes(dp_shard=2, cp=2), DOCUMENTS, 4, 2, flash_attention_stands_in),
+    (MeshSizes(cp=2, tp=2), SELECTIVE, 2, 2, nullcontext),
+    (MeshSizes(pp=2, cp=2), {"schedule": "zb_h1"}, 4, 2, nullcontext),
 ]
 LAYERS = [
     *CONTEXT,
-    (MeshSizes(dp_shard=2, cp=2), {"document_mask": True}, 4, 2),
-    (MeshSizes(dp_shard=2, cp=2), {"num_kv_heads": 8} | FULL, 8, 1),
-    (MeshSizes(dp_shard=2, cp=2), {"num_kv_heads": 8} | FULL, 8, 2),
-    (MeshSizes(dp_replicate=2, cp=2), SELECTIVE, 4, 1),
-    (MeshSizes(cp=2, tp=2), {"sequence_parallel": False, "num_kv_heads": 2}, 1, 2),
-    (MeshSizes(pp=2, cp=2), {"schedule": "zb_h1"}, 4, 1),
-    (MeshSizes(dp_shard=2, cp=4), {"num_kv_heads": 8}, 8, 1),
+    (MeshSizes(dp_shard=2, cp=2), DOCUMENTS, 4, 1, flash_attention_stands_in),
+    (MeshSizes(dp_shard=2, cp=2), DOCUMENTS, 4, 2, nullcontext),
+    (MeshSizes(dp_shard=2, cp=2), {"num_kv_heads": 8} | FULL, 8, 1, nullcontext),
+    (MeshSizes(dp_shard=2, cp=2), {"num_kv_heads": 8} | FULL, 8, 2, nullcontext),
+    (MeshSizes(dp_replicate=2, cp=2), SELECTIVE, 4, 1, nullcontext),
+    (MeshSizes(cp=2, tp=2), {"sequence_parallel": False, "num_kv_heads": 2}, 1, 2, nullcontext),
+    (MeshSizes(pp=2, cp=2), {"schedule": "zb_h1"}, 4, 1, nullcontext),
+    (MeshSizes(dp_shard=2, cp=4), {"num_kv_heads": 8}, 8, 1, nullcontext),
 ]
 
 
 @pytest.mark.parametrize(
-    ("layout", "options", "kv_heads", "rows"), thorough_but(CONTEXT, LAYERS), ids=str
+    ("layout", "options", "kv_heads", "rows", "attention"),
+    thorough_but(CONTEXT, LAYERS),
+    ids=name_of,
 )
-def test_gathers_and_scatters_of_a_layer(ranks, layout, options, kv_heads, rows):
+def test_gathers_and_scatters_of_a_layer(ranks, layout, options, kv_heads, rows, attention):
     """Per layer and micro-batch, in every mode of activation checkpointing, and with a backward in
     two parts: gradients are scattered once. Backward gathers again if it recomputes, or if a
-    micro-batch is one sequence; else what forward gathered is kept. A tp rank sends its own heads.
-    Evaluation gathers once."""
+    micro-batch is one sequence; else what forward gathered is kept, as are the copies into which
+    flash attention packs two. A tp rank sends its own heads. Evaluation gathers once."""
     case = Case(layout, **options)
     number, size = once(case, rows, kv_heads, itemsize=8)
     times = 1 if case.activation_checkpointing == "none" and rows > 1 else 2
-    for sent in ranks.run(sent_over_cp, layout.world, case, rows, True):
+    for sent in ranks.run(sent_over_cp, layout.world, case, rows, True, attention):
         assert sent == {"all_gather": (times * number, times * size),
                         "reduce_scatter": (number, size)}  # fmt: skip
-    for sent in ranks.run(sent_over_cp, layout.world, case, rows, False):
+    for sent in ranks.run(sent_over_cp, layout.world, case, rows, False, attention):
         assert sent == {"all_gather": (number, size)}
-
-
-@pytest.mark.parametrize("rows", thorough_but([2], [1, 2]), ids="{} per micro-batch".format)
-def test_flash_gathers_as_often(ranks, rows):
-    """One sequence is gathered again. Two are packed into copies, which are kept."""
-    case = Case(MeshSizes(dp_shard=2, cp=2), document_mask=True)
-    number, size = once(case, rows, 4, itemsize=8)
-    times = 3 - rows
-    for sent in ranks.run(sent_over_cp, 4, case, rows, True, flash_attention_stands_in):
-        assert sent == {"all_gather": (times * number, times * size),
-                        "reduce_scatter": (number, size)}  # fmt: skip
 
 
 def in_their_dtype():

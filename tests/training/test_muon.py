@@ -12,7 +12,7 @@ from proofs.parity.cases import Case
 from proofs.parity.run import check
 from settings.load import load_config
 from tests import ROOT, runs
-from tests.planted import planted
+from tests.planted import name_of, planted
 from tests.proofs.parity_tiers import agrees, is_found, thorough_but
 from tools.rehearse.__main__ import beside_the_plan
 from tools.rehearse.rank import alone, rehearse
@@ -59,7 +59,7 @@ def as_one(orthogonalised, self, each):
 @pytest.mark.parametrize(
     ("case", "mistake"),
     [(DENSE, of_shards), (replace(DENSE, layout=MeshSizes()), as_one), (EXPERTS, as_one)],
-    ids=["shards", "k and v", "experts"],
+    ids=name_of,
 )
 def test_other_matrices_are_noticed(ranks, case, mistake):
     """Control."""

@@ -22,7 +22,7 @@ from proofs.parity.reference import keys_to_try
 from proofs.parity.run import check
 from settings.checks import validate
 from tests import runs
-from tests.planted import nothing_wrong, planted
+from tests.planted import name_of, nothing_wrong, planted
 from tests.proofs.parity_tiers import agrees, is_found, thorough_but
 from tests.steps import make_step, rows_of
 from training import qk_clip
@@ -74,7 +74,7 @@ def always(begin, self, step):
 @pytest.mark.parametrize(
     ("case", "mistake"),
     [(SHARED, of_own_tokens), (OWN, of_no_window), (SHARED, by_halves), (SHARED, always)],
-    ids=["own tokens", "no window", "halves", "every step"],
+    ids=name_of,
 )
 def test_other_limits_are_noticed(ranks, case, mistake):
     """Control."""
