@@ -61,14 +61,16 @@ from tests.steps import make_step, named_parameters, rows_of
 
 QUICK, EXPERTS = dense_covering(), expert_covering()
 COVERINGS = {"dense": QUICK, "experts": EXPERTS}
-# Every schedule with pp 4: in `make test` without another axis, with up to two stages per rank and
-# twice as many micro-batches as ranks; in the thorough tests with tp 2, every number of stages and
-# four times as many. The whole matrix has the rest.
-ROWS = [case for case in schedule_cases((8,)) if case.layout == MeshSizes(pp=4, tp=2)]
+# Every schedule with pp 4 without another axis: in `make test` with up to two stages per rank and
+# twice as many micro-batches as ranks; in the thorough tests with every number of stages and four
+# times as many. The whole matrix has the rest.
+ROWS = [
+    replace(case, layout=MeshSizes(pp=4))
+    for case in schedule_cases((8,))
+    if case.layout == MeshSizes(pp=4, tp=2)
+]
 DEEP = {
-    case.schedule: replace(case, layout=MeshSizes(pp=4))
-    for case in ROWS
-    if case.stages_per_rank <= 2 and case.num_microbatches == 8
+    case.schedule: case for case in ROWS if case.stages_per_rank <= 2 and case.num_microbatches == 8
 }
 DEEPER = [*DEEP.values(), *(case for case in ROWS if case.num_microbatches == 16)]
 
