@@ -29,7 +29,7 @@ from training.guard import UpdateGuard
 from training.qk_clip import QKClip, Rows
 
 # Cases with Muon have limits that some heads exceed, in every second step (proofs/parity/cases.py).
-# with the parity proof's window of 5, logits of keys outside it are no head's largest
+# The parity proof's window of 5 hides too little: `of_no_window` would not be found with it.
 WINDOWS = {
     "attention": ("sliding_window", "causal"),
     "keys": (("sliding_window", sliding_window.Settings(window=3)),),
