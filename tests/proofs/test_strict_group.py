@@ -4,7 +4,6 @@ different numbers of rows."""
 
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,10 @@ from proofs.ranks import RankError, Ranks
 from tests.proofs.parity_tiers import strictly, thorough_but
 from tests.runs import LAYOUT_3D, evaluations, forget_last, losses, run, write_config
 
-thorough, slow = (
-    partial(pytest.param, marks=mark) for mark in (pytest.mark.thorough, pytest.mark.slow)
-)
 BACKENDS = ["strict", "strict_shared"]
 
 
-@pytest.fixture(params=[BACKENDS[0], thorough(BACKENDS[1])])
+@pytest.fixture(params=thorough_but(BACKENDS[:1], BACKENDS))
 def strict(request: pytest.FixtureRequest, ranks: Ranks) -> Iterator[Ranks]:
     with strictly(ranks, request.param):
         yield ranks
@@ -205,15 +201,11 @@ def test_the_pipeline_makes_its_communicator(strict: Ranks) -> None:
 # --- Lattice itself (and test_parity.py) ---
 
 
+RUNS = list(product(BACKENDS, (LAYOUT_3D, {"cp": 2, "tp": 2})))
+
+
 @pytest.mark.parametrize(
-    ("strict", "layout"),
-    [
-        thorough("strict", LAYOUT_3D),
-        slow("strict_shared", LAYOUT_3D),  # a minute
-        *(slow(strict, {"cp": 2, "tp": 2}) for strict in BACKENDS),
-    ],
-    indirect=["strict"],
-    ids=str,
+    ("strict", "layout"), thorough_but([], RUNS, RUNS[1:]), indirect=["strict"], ids=str
 )
 def test_a_run_saves_evaluates_and_resumes(
     strict: Ranks, data: Path, tmp_path: Path, layout: dict[str, int]

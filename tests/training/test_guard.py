@@ -28,8 +28,7 @@ LINE, SPLIT, SPACE = {"dp_shard": 2}, {"cp": 2, "dp_shard": 2}, runs.LAYOUT_3D |
 
 def config_of(folder: Path, data: Path, **sections: dict[str, Any]) -> str:
     """The small run of two layers, one for each stage."""
-    model = {"num_layers": 2, **sections.pop("model", {})}
-    return runs.write_config(folder, data, model=model, **sections)
+    return runs.write_config(folder, data, model={"num_layers": 2}, **sections)
 
 
 def checkpoints(folder: Path) -> list[str]:
