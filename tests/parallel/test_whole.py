@@ -40,6 +40,8 @@ def train(case, setting, fsdp=False):
         step = step_of(case, **setting)
     assert all(isinstance(stage, FSDPModule) == fsdp for stage in step.stages.values())
     results = [step(index, *rows_of(step, index)) for index in range(2)]
+    # also of bfloat16 gradients: else ranks' sums would round differently for every sharding
+    assert all(result.grad_norm.dtype == torch.float64 for result in results)
     numbers = [x for result in results for x in (result.loss, result.grad_norm)]
     return numbers + [weight.sharded.to_local().clone() for weight in step.weights]
 

@@ -106,8 +106,17 @@ def opposite_orders(rank: int) -> None:
         work.wait()
 
 
-def all_to_all(x: torch.Tensor, sent: list[int], received: list[int]) -> None:
-    dist.all_to_all_single(x.new_empty(sum(received), *x.shape[1:]), x, received, sent)
+def all_to_all(
+    x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None = None
+) -> None:
+    dist.all_to_all_single(x.new_empty(sum(received), *x.shape[1:]), x, received, sent, group)
+
+
+def uneven_in_a_group(rank: int) -> None:
+    """A communicator's rank 0 is rank 1 of the world."""
+    group = dist.new_group([1, 2])
+    if rank:
+        all_to_all(torch.ones(4 - rank, 4), [1, 3 - rank], [1, 1], group)
 
 
 DIFFERENT = "different collectives"
@@ -125,9 +134,8 @@ FAULTS: dict[str, tuple[int, str, Callable[[int], Any]]] = {
     "a message in another order": (2, "deadlock", a_message_in_another_order),
     "made by few": (3, "deadlock", made_by_few),
     "both send first": (2, "deadlock", both_send_first),
-    "rank 0 sends two rows to rank 1, which expects one":
-        (2, r"rank 0 sends 2 rows over .*, and rank 1 expects 1",
-         lambda rank: all_to_all(torch.ones(3 - rank, 4), [1, 2 - rank], [1, 1])),
+    "rank 1 sends two rows to rank 2, which expects one":
+        (3, r"rank 1 sends 2 rows over .*, and rank 2 expects 1", uneven_in_a_group),
     "opposite orders": (2, "deadlock", opposite_orders),
     # Each rank has as many rows as it wants, and takes what it sends for what it receives.
     "uneven rows without splits": (2, r"rank 0 sends 1 rows over .*, and rank 1 expects 2",
