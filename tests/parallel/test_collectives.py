@@ -1,6 +1,7 @@
 """Communication is part of the specification: for each pass and mesh axis, the number of
 collectives and their bytes."""
 
+from contextlib import nullcontext
 from itertools import product
 from unittest.mock import patch
 
@@ -13,7 +14,9 @@ from model.transformer import Head
 from parallel.axes import MeshSizes
 from parallel.data import fsdp_modules
 from proofs.parity.cases import BATCH, SEQ_LEN, Case
-from tests.counting import B, Listener, S, one_block
+from tests.counting import B, Listener, S, once, one_block, sent_over_cp
+from tests.kernels.flash import flash_attention_stands_in
+from tests.planted import name_of
 from tests.proofs.parity_tiers import thorough_but
 from tests.steps import make_step, rows_of
 
@@ -26,20 +29,16 @@ def bytes_sent(block):
     return sum(wire_bytes(c.kind, c.bytes, block.setting.tp) for c in calls if c.axis == "tp")
 
 
-BLOCKS = list(product((True, False), ((1, 2), (2, 1), (4, 1), (2, 4))))
-
-
 @pytest.mark.parametrize(
-    ("sequence_parallel", "split"),
-    thorough_but({*BLOCKS} - {(True, (2, 1)), (False, (2, 1)), (False, (4, 1))}, BLOCKS),
+    ("sequence_parallel", "tp", "p"),
+    [(True, 1, 2), (True, 4, 1), (True, 2, 4), (False, 4, 1), (False, 2, 4)],
 )
-def test_collectives_of_a_block(ranks, sequence_parallel, split):
+def test_collectives_of_a_block(ranks, sequence_parallel, tp, p):
     """With sequence parallelism, attention and feed-forward each all-gather their input and
     reduce-scatter their output. Backward does the reverse, and all-gathers x again. In p pieces,
     these are p times as many collectives with the same bytes. Without it, they each all-reduce
     their output, in p pieces, and in backward their input gradient. The bytes are those that
     costs/units.py records. A block on one rank sends nothing."""
-    tp, p = split
     case = Case(MeshSizes(tp=tp), sequence_parallel=sequence_parallel, tp_pieces=p)
     size = S * B * 32 * DOUBLE
     config = case.config()
@@ -209,3 +208,64 @@ def test_whole_step_over_tp(ranks, schedule, p):
             "reduce_scatter": (M * ((4 * blocks + 1) * p + 1), M * (4 * blocks + 2) * hidden),
             "all_reduce": (1, norms * 32 * DOUBLE),
         }
+
+
+# --- context parallelism ---
+
+
+FULL, SELECTIVE = ({"activation_checkpointing": mode} for mode in ("full", "selective"))
+DOCUMENTS = {"document_mask": True}
+CONTEXT = [  # layout, options, key/value heads of a tp rank, sequences per micro-batch, attention
+    (MeshSizes(dp_shard=2, cp=2), DOCUMENTS, 4, 1, nullcontext),
+    (MeshSizes(dp_shard=2, cp=2), DOCUMENTS, 4, 2, flash_attention_stands_in),
+    (MeshSizes(cp=2, tp=2), SELECTIVE, 2, 2, nullcontext),
+    (MeshSizes(pp=2, cp=2), {"schedule": "zb_h1"}, 4, 2, nullcontext),
+]
+LAYERS = [
+    *CONTEXT,
+    (MeshSizes(dp_shard=2, cp=2), DOCUMENTS, 4, 1, flash_attention_stands_in),
+    (MeshSizes(dp_shard=2, cp=2), DOCUMENTS, 4, 2, nullcontext),
+    (MeshSizes(dp_shard=2, cp=2), {"num_kv_heads": 8} | FULL, 8, 1, nullcontext),
+    (MeshSizes(dp_shard=2, cp=2), {"num_kv_heads": 8} | FULL, 8, 2, nullcontext),
+    (MeshSizes(dp_replicate=2, cp=2), SELECTIVE, 4, 1, nullcontext),
+    (MeshSizes(cp=2, tp=2), {"sequence_parallel": False, "num_kv_heads": 2}, 1, 2, nullcontext),
+    (MeshSizes(pp=2, cp=2), {"schedule": "zb_h1"}, 4, 1, nullcontext),
+    (MeshSizes(dp_shard=2, cp=4), {"num_kv_heads": 8}, 8, 1, nullcontext),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "kv_heads", "rows", "attention"),
+    thorough_but(CONTEXT, LAYERS),
+    ids=name_of,
+)
+def test_gathers_and_scatters_of_a_layer(ranks, layout, options, kv_heads, rows, attention):
+    """Per layer and micro-batch, in every mode of activation checkpointing, and with a backward in
+    two parts: gradients are scattered once. Backward gathers again if it recomputes, or if a
+    micro-batch is one sequence; else what forward gathered is kept, as are the copies into which
+    flash attention packs two. A tp rank sends its own heads. Evaluation gathers once."""
+    case = Case(layout, **options)
+    number, size = once(case, rows, kv_heads, itemsize=8)
+    times = 1 if case.activation_checkpointing == "none" and rows > 1 else 2
+    for sent in ranks.run(sent_over_cp, layout.world, case, rows, True, attention):
+        assert sent == {"all_gather": (times * number, times * size),
+                        "reduce_scatter": (number, size)}  # fmt: skip
+    for sent in ranks.run(sent_over_cp, layout.world, case, rows, False, attention):
+        assert sent == {"all_gather": (number, size)}
+
+
+def in_their_dtype():
+    return patch("torch.promote_types", lambda own, wider: own)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "itemsize"), thorough_but([("bfloat16", 2)], [("bfloat16", 2), ("float32", 4)])
+)
+def test_gradients_are_summed_in_float32(ranks, dtype, itemsize):
+    """The number of bytes sent shows it. Control: a sum in bfloat16 sends half as many."""
+    case = Case(MeshSizes(dp_shard=2, cp=2), dtype=dtype)
+    sent = {"all_gather": once(case, 2, 4, itemsize), "reduce_scatter": once(case, 2, 4, 4)}
+    assert ranks.run(sent_over_cp, 4, case, 2, True) == [sent] * 4
+    if dtype == "bfloat16":
+        control = sent | {"reduce_scatter": once(case, 2, 4, 2)}
+        assert ranks.run(sent_over_cp, 4, case, 2, True, in_their_dtype) == [control] * 4

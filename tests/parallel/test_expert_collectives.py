@@ -84,15 +84,21 @@ def by_the_table(routes, ep, case, training):
     return forward + there * D * b + back * (D * b + weight) + again
 
 
-def found_by(case, training=True, again=False):
-    """What a step's forward and backward do, or an evaluation. again: plant that the recomputation
-    finds routes again."""
+def found_by(case, plant=nullcontext):
+    """What a step's forward and backward do, and an evaluation."""
     step = make_step(case)
-    rows, found = rows_of(step), Counter()
-    twice = patch.object(KeptOutputs, "once", lambda _, compute: compute())
-    with twice if again else nullcontext(), noted(found, case, training):
-        step.forward_backward(*rows) if training else step.evaluate(*rows)
-    return found
+    rows, of_step, of_evaluation = rows_of(step), Counter(), Counter()
+    with plant(), noted(of_step, case, True):
+        step.forward_backward(*rows)
+    with plant(), noted(of_evaluation, case, False):
+        step.evaluate(*rows)
+    return of_step, of_evaluation
+
+
+@planted(KeptOutputs, "once")
+def routes_found_again(once, self, compute):
+    """The recomputation finds routes again."""
+    return compute()
 
 
 def passes_of(case):
@@ -118,9 +124,7 @@ LAYERS = [
     (DP, {"dtype": "float32", "zero_stage": 3, "activation_checkpointing": "full_but_attention"}),
     (MeshSizes(dp_shard=4, ep=2), {"activation_checkpointing": "selective"}),
     (MeshSizes(tp=2, ep=2), {"activation_checkpointing": "selective", "tp_pieces": 2}),
-    (MeshSizes(cp=2, ep=2), {"activation_checkpointing": "selective"}),
     (MeshSizes(cp=2, tp=2, ep=4), {"activation_checkpointing": "full"}),
-    (MeshSizes(dp_replicate=2, tp=2, ep=2), {"activation_checkpointing": "selective"}),
     (MeshSizes(pp=2, dp_shard=2, ep=2), {"schedule": "zb_h1", "num_microbatches": 4}),
     (MeshSizes(pp=2, tp=2, ep=2),
      {"schedule": "zb_h1", "activation_checkpointing": "full", "num_microbatches": 4}),
@@ -134,21 +138,19 @@ def test_messages_of_a_layer(ranks, layout, options):
     in all_to_all.py, with the rows of each rank. Routes are found, and the host waits, once in each
     forward and never in backward; with ep 1 it does not wait."""
     case = replace(BASE, layout=layout, **options)
-    forwards = passes_of(case)
-    for training in (True, False):
-        of_a_layer = 0
-        if layout.ep > 1:
-            of_a_layer = (9 if case.activation_checkpointing in AGAIN else 7) if training else 4
-        waits = forwards * (layout.ep > 1)
-        expected = Counter(messages=of_a_layer * forwards, routes=forwards, waits=waits)
-        assert ranks.run(found_by, case.world, case, training) == [expected] * case.world
+    forwards, sends = passes_of(case), layout.ep > 1
+    of_step, of_evaluation = (
+        Counter(messages=number * forwards * sends, routes=forwards, waits=forwards * sends)
+        for number in (9 if case.activation_checkpointing in AGAIN else 7, 4)
+    )
+    assert ranks.run(found_by, case.world, case) == [(of_step, of_evaluation)] * case.world
 
 
 @pytest.mark.parametrize("mode", thorough_but(["full"], ["selective", "full"]))
 def test_routes_that_are_found_again_are_noticed(ranks, mode):
     """Control of the counts above: without `once`, each recomputation finds routes and waits."""
     case = replace(BASE, layout=DP, activation_checkpointing=mode)
-    for found in ranks.run(found_by, 2, case, True, True):
+    for found, _ in ranks.run(found_by, 2, case, routes_found_again):
         assert found["routes again"] == found["waits again"] == found["routes"] == passes_of(case)
 
 

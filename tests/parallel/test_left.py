@@ -5,6 +5,7 @@ import gc
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from unittest.mock import patch
 
 import pytest
@@ -20,6 +21,7 @@ from parallel.dispatch.all_to_all import Dispatch
 from parallel.layer import LocalTensor
 from proofs.parity.cases import Case
 from proofs.parity.run import as_in_long_sequences
+from tests.counting import MICROBATCHES
 from tests.planted import name_of, planted
 from tests.proofs.parity_tiers import thorough_but
 from tests.steps import make_step, rows_of
@@ -53,22 +55,27 @@ def left_of(storages):
     return left
 
 
-def left_of_a_step(case, training=True, plant=nullcontext):
-    """How many pieces of memory a second step made, or an evaluation, and how many are left; the
-    collector does not run."""
-    step = make_step(case)
-    rows = rows_of(step)
+def left_of_a_step(case, plant=nullcontext):
+    """How many pieces of memory a second step made, and how many are left, and the same of a second
+    evaluation, each of two micro-batches; the collector does not run."""
+    config = case.config()
+    size = MICROBATCHES * config.train.micro_batch_size
+    train = replace(config.train, global_batch_size=size * case.layout.dp)
+    step = make_step(replace(config, train=train))
+    rows, found = [each[:size] for each in rows_of(step)], []
     gc.collect()
     gc.disable()
     try:
-        for _ in range(2):
-            with as_in_long_sequences(), plant(), Made() as made:
-                step.forward_backward(*rows) if training else step.evaluate(*rows)
-            for weight in step.weights:
-                weight.parameter.grad = None
-            if step.balance is not None:
-                step.balance.begin(torch.ones(()))  # which lets go of the scale of the last step
-        return len(made.storages), left_of(made.storages)
+        for passes in (step.forward_backward, step.evaluate):
+            for _ in range(2):
+                with as_in_long_sequences(), plant(), Made() as made:
+                    passes(*rows)
+                for weight in step.weights:
+                    weight.parameter.grad = None
+                if step.balance is not None:
+                    step.balance.begin(torch.ones(()))  # lets go of the scale of the last step
+            found.append((len(made.storages), left_of(made.storages)))
+        return found
     finally:
         gc.enable()
 
@@ -93,10 +100,9 @@ CASES = [
 
 @pytest.mark.parametrize("case", thorough_but(QUICK, CASES), ids=str)
 def test_nothing_is_left_of_a_step(ranks, case):
-    for training in (True, False):
-        for made, left in ranks.run(left_of_a_step, case.world, case, training):
-            assert made > 100
-            assert left == 0
+    for made, left in chain(*ranks.run(left_of_a_step, case.world, case)):
+        assert made > 100
+        assert left == 0
 
 
 def own_tensor(weight, **_):
@@ -109,7 +115,7 @@ def with_torch_2_11():
 
 
 def test_nothing_is_left_with_torch_2_11(ranks):
-    assert ranks.run(left_of_a_step, 1, WHOLE, True, with_torch_2_11)[0][1] == 0
+    assert ranks.run(left_of_a_step, 1, WHOLE, with_torch_2_11)[0][0][1] == 0
 
 
 @planted(LocalTensor, "forward")
@@ -141,5 +147,5 @@ MISTAKES = [without_a_view, a_piece_keeps_its_outputs, rows_keep_their_link]
 @pytest.mark.parametrize(("case", "mistake"), list(zip(QUICK, MISTAKES, strict=True)), ids=name_of)
 def test_a_tensor_that_leads_to_itself_is_found(ranks, case, mistake):
     """Control."""
-    for _, left in ranks.run(left_of_a_step, case.world, case, True, mistake):
+    for (_, left), _ in ranks.run(left_of_a_step, case.world, case, mistake):
         assert left > 0

@@ -1,10 +1,13 @@
-"""Deferred weight gradients: jobs release their tensors when they finish, and overlap."""
+"""What overlaps: deferred weight gradients, whose jobs release their tensors when they finish; and
+what runs between the start of a collective in one place and the wait for it in another."""
 
 import gc
 import weakref
+from functools import partial
 
 import torch
 
+from parallel.asynchronous import Start, Wait
 from parallel.collectives import ONE_RANK
 from parallel.weight_gradient import Job, Place, WeightGradient, deferring, run_jobs
 
@@ -45,3 +48,32 @@ def test_jobs_overlap_and_are_let_go():
     assert [left for what, left in log if what == "finish"] == [5, 4, 3, 2, 1]
     assert [what for what, _ in log[:4]] == ["start", "start", "finish", "start"]
     assert gradient.total.tolist() == [6, 6]
+
+
+def noted(between):
+    """The calls of a start with two waits, and of another product between them, or after them."""
+    notes, x, w = [], *(torch.ones((), requires_grad=True) for _ in range(2))
+
+    def note(what, result=None):
+        notes.append(what)
+        return result
+
+    def other():
+        y = note("product", w * 1)
+        y.register_hook(lambda _: note("its gradient"))
+        return y
+
+    link = Start.apply(lambda _: note("start"), lambda: note("gradients", (x + 6,)), x)
+    first = other() if between else torch.zeros(())
+    start_gradients = partial(note, "start gradients")
+    ys = [Wait.apply(link, lambda: note("wait", (x + 2,)), start_gradients)[0] for _ in range(2)]
+    (sum(ys) + (first if between else other())).backward()
+    assert (x.grad, w.grad) == (7, 1)
+    return notes
+
+
+def test_what_is_between_overlaps_in_forward_and_backward():
+    """Control: a product after the waits overlaps nothing."""
+    there, back = ["wait"] * 2, ["start gradients"] * 2
+    assert noted(True) == ["start", "product", *there, *back, "its gradient", "gradients"]
+    assert noted(False) == ["start", *there, "product", "its gradient", *back, "gradients"]

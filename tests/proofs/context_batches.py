@@ -55,7 +55,6 @@ def batch(name):
 TARGETS = {  # the rank without targets: cp, rank
     "first of 2 without": (2, 0),
     "last of 2 without": (2, 1),
-    "first of 4 without": (4, 0),
     "second of 4 without": (4, 1),
 }
 

@@ -1,6 +1,7 @@
 """Context parallelism computes what the unsharded model computes: with documents that begin
 anywhere, and with targets that some ranks lack. (test_controls.py has the controls.)"""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -13,11 +14,7 @@ from parallel.placement import chunk_range
 from proofs.parity.cases import Case
 from proofs.parity.chosen import WINDOW, context_cases
 from tests.proofs.context_batches import CP2, TARGETS, check_batch
-from tests.proofs.parity_tiers import agrees, thorough_but
-
-
-def layouts(size):
-    return [ContextParallel(size, rank) for rank in range(size)]
+from tests.proofs.parity_tiers import strictly, thorough_but
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -25,10 +22,10 @@ def test_ranks_share_the_sequence_and_the_work(size):
     """Every position has one rank, all ranks have as many, and their queries see as many keys in
     chunks (a chunk of c queries counts as c whole rows)."""
     length = 2 * size * 3
-    parts = [cp.chunks(length) for cp in layouts(size)]
+    parts = [ContextParallel(size, rank).chunks(length) for rank in range(size)]
     assert sorted(i for part in parts for chunk in part for i in chunk) == list(range(length))
     seen = {sum(len(chunk) * (chunk.stop + chunk.start + 1) / 2 for chunk in p) for p in parts}
-    assert {sum(map(len, part)) for part in parts} == {layouts(size)[0].local_length(length)}
+    assert {sum(map(len, part)) for part in parts} == {ContextParallel(size).local_length(length)}
     assert len(seen) == 1
     assert [len(part) for part in parts] == [2] * (size - 1) + [1]
     # Control: of contiguous parts, the last has more work than the mean, unless it is the only one.
@@ -40,10 +37,11 @@ def test_ranks_share_the_sequence_and_the_work(size):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_gradients_of_all_chunks_are_summed_in_the_order_of_ranks(size):
-    """Nothing of the memory that they are summed in is left."""
+    """In float32, and nothing of the memory that they are summed in is left."""
     torch.manual_seed(0)
-    for cp in layouts(size):
-        gradients = [torch.randn(chunk.stop, 2) for chunk in cp.chunks(size * 6)]
+    for rank in range(size):
+        chunks = ContextParallel(size, rank).chunks(size * 6)
+        gradients = [torch.randn(chunk.stop, 2).bfloat16() for chunk in chunks]
         expected = torch.zeros(size * 6, 2)
         for gradient in gradients:
             expected[: len(gradient)] += gradient
@@ -64,6 +62,8 @@ def seeing(window):
 
 MASKED = {"document_mask": True}
 CP4, CP8 = Case(MeshSizes(cp=4)), Case(MeshSizes(cp=8))
+GATHERS_AGAIN = context_cases()
+OVER_A_STRICT_GROUP = GATHERS_AGAIN[-2:]  # these gathers are among weights and messages
 BATCHES = {  # case, sequences of a micro-batch, which batch → whether `make test` runs it
     # a data-parallel rank whose rows are all padding: no division by zero
     (Case(MeshSizes(dp_shard=2)), 2, "first half without"): True,
@@ -72,16 +72,20 @@ BATCHES = {  # case, sequences of a micro-batch, which batch → whether `make t
     (Case(MeshSizes(cp=2, tp=2), activation_checkpointing="full", **MASKED), 4, "all"): False,
     (replace(CP4, **MASKED), 4, "all"): False,
     (replace(CP8, **MASKED, **WINDOW), 8, "all"): True,
-    (replace(CP2, num_kv_heads=8, **MASKED), 2, "all"): False,
     (replace(CP4, **MASKED, **WINDOW), 1, "all"): False,
-    (replace(CP8, activation_checkpointing="selective", **MASKED), 1, "all"): False,
     # windows end anywhere: of less and more than a chunk (4 tokens) and a rank's part (8); with a
     # mask of documents, there are rows of one document too
     **{
         (replace(CP2, **seeing(window), document_mask=window != 3), 2, "all"): window in (3, 9)
-        for window in (1, 3, 4, 5, 8, 9, 15, 16)
+        for window in (1, 3, 4, 8, 9, 16)
     },
-    # some ranks or sequences have no targets; single sequences are gathered again in backward
+    # single sequences are gathered again in backward, with every schedule; some have no targets, so
+    # a mean of means is another number
+    **{
+        (case, 1, "rows without"): (case.zero_stage, case.world, case.schedule) == (3, 4, "zb_h1")
+        for case in GATHERS_AGAIN
+    },
+    # some ranks or sequences have no targets
     **{
         (replace(CP2, layout=MeshSizes(cp=size), document_mask=rows == 2), rows, name): (
             rows == 2 and name in ("second of 4 without", "rows without")
@@ -90,43 +94,21 @@ BATCHES = {  # case, sequences of a micro-batch, which batch → whether `make t
         for rows in (1, 2)
     },
 }
-
-
-@pytest.mark.parametrize(
-    ("case", "rows", "name"),
-    thorough_but([each for each, quick in BATCHES.items() if quick], BATCHES),
-    ids=str,
-)
-def test_batches(ranks, case, rows, name):
-    row = check_batch(ranks, case, rows, name)
-    assert not row.failures(), str(row)
-
-
-GATHERS_AGAIN = context_cases()
-QUICK = [
-    case
-    for case in GATHERS_AGAIN
-    if (case.zero_stage, case.world, case.schedule) == (3, 4, "zb_h1")
-]
 # schedules that are like others in what backward sends are left to `make parity`
 PARITY_ONLY = [
-    case
+    (case, 1, "rows without")
     for case in GATHERS_AGAIN
     if case.schedule in ("gpipe", "breadth_first")
     or (case.schedule == "interleaved_1f1b" and case.stages_per_rank != 2)
 ]
 
 
-STEPS = {  # of cp without another option; of the others, one
-    CP2: 2,
-    CP4: 20,
-    replace(CP2, zero_stage=0): 2,
-    replace(CP2, dtype="float32"): 20,
-}
-
-
 @pytest.mark.parametrize(
-    "case", thorough_but([CP2, *QUICK], [*STEPS, *GATHERS_AGAIN], PARITY_ONLY), ids=str
+    ("case", "rows", "name"),
+    thorough_but([each for each, quick in BATCHES.items() if quick], BATCHES, PARITY_ONLY),
+    ids=str,
 )
-def test_other_options(ranks, case):
-    agrees(ranks, case, STEPS.get(case, 1))
+def test_batches(ranks, case, rows, name):
+    with strictly(ranks) if case in OVER_A_STRICT_GROUP else nullcontext():
+        row = check_batch(ranks, case, rows, name)
+    assert not row.failures(), str(row)

@@ -71,7 +71,6 @@ from tests.planted import (
     gradients_averaged,
     name_of,
     nothing_wrong,
-    planted,
     planting,
     replicas_counted_in_the_norm,
 )
@@ -259,6 +258,8 @@ MISTAKES = {
          (DEFERRED, NORM, ".weight")),
     "norm of one stage":
         (training.step, "gradient_norm", norm_of_one_stage, (PP, {"norm", "spread"}, "")),
+    "the last update changes nothing":
+        (ShardedOptimizer, "step", lambda *_: None, (TP, {"updated"}, "")),
     "the gradients of embedding and head are not added when they are tied":
         (training.step, "sum_tied_gradients", lambda *_: None,
          *((replace(case, tie_embeddings=True), PARTIAL, "embedding.weight")
@@ -420,15 +421,6 @@ def test_planted_bug_is_found(ranks, bug, case, where, parameter):
 )
 def test_planted_bug_is_found_in_the_batch_of_documents(ranks, bug, case, rows, where):
     is_found(check_batch(ranks, case, rows, "all", planting(bug, __name__)), where)
-
-
-@planted(ShardedOptimizer, "step")
-def update_lost(step, self, *_):
-    """The last update changes nothing."""
-
-
-def test_a_lost_last_update_is_found(ranks):
-    is_found(check(ranks, TP, 1, update_lost), {"updated"})
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,16 @@ fail.
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, product
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from errors import UserError
+from kinds import kinds_in
 from model.kernels.backend import why_not_triton
 from parallel.axes import AXES, MeshSizes
 from parallel.pipeline.schedules import SCHEDULES
@@ -33,13 +37,18 @@ from proofs.parity.cases import (
 from proofs.parity.chosen import (
     EP,
     EXPERT_STEPS,
+    WINDOW,
     context_cases,
     expert_layout_cases,
     extreme_cases,
     kernel_cases,
+    kind_cases,
     schedule_cases,
 )
 from proofs.parity.run import expected
+from runtime.checkpoint.load import _start_from
+from settings.load import load_config
+from settings.sections import OptimizerConfig
 from tests.proofs.parity_tiers import (
     agrees,
     dense_covering,
@@ -47,47 +56,58 @@ from tests.proofs.parity_tiers import (
     strictly,
     thorough_but,
 )
+from tests.runs import checkpoint_of, trainer_of
+from tests.steps import make_step, named_parameters, rows_of
 
 QUICK, EXPERTS = dense_covering(), expert_covering()
 COVERINGS = {"dense": QUICK, "experts": EXPERTS}
-# Every schedule with pp 4: in `make test` without another axis, with up to two stages per rank and
-# twice as many micro-batches as ranks; in the thorough tests with tp 2, every number of stages and
-# four times as many. The whole matrix has the rest.
-ROWS = [case for case in schedule_cases((8,)) if case.layout == MeshSizes(pp=4, tp=2)]
+# Every schedule with pp 4 without another axis: in `make test` with up to two stages per rank and
+# twice as many micro-batches as ranks; in the thorough tests with every number of stages and four
+# times as many. The whole matrix has the rest.
+ROWS = [
+    replace(case, layout=MeshSizes(pp=4))
+    for case in schedule_cases((8,))
+    if case.layout == MeshSizes(pp=4, tp=2)
+]
 DEEP = {
-    case.schedule: replace(case, layout=MeshSizes(pp=4))
-    for case in ROWS
-    if case.stages_per_rank <= 2 and case.num_microbatches == 8
+    case.schedule: case for case in ROWS if case.stages_per_rank <= 2 and case.num_microbatches == 8
 }
 DEEPER = [*DEEP.values(), *(case for case in ROWS if case.num_microbatches == 16)]
+OVER_GLOO = [DEEP["zb_v"], DEEP["zb_h1"]]
 
 
 @pytest.mark.parametrize(
     "case", thorough_but([*QUICK.few, *EXPERTS.few], [*QUICK.pairs, *EXPERTS.pairs]), ids=str
 )
 def test_every_pair_of_options(ranks, case):
-    agrees(ranks, case, parity.steps_of(case) if case.router is None else 1)
+    """The few cases of experts over a strict group, but for three over several axes; Muon in two
+    steps, of which the first limits heads. (`make parity` has more steps.)"""
+    with strictly(ranks) if case in EXPERTS.few[:-3] else nullcontext():
+        agrees(ranks, case, 1 if case.optimizer == "adamw" else 2)
 
 
-LONG = [
-    (Case(layout, dtype=dtype, num_microbatches=2, tie_embeddings=layout.world == 4), STEPS)
-    for layout in (MeshSizes(), MeshSizes(pp=2, tp=2), MeshSizes(pp=2, dp_shard=2, tp=2))
-    for dtype in ("float32", "float64")
-]
+BASE = Case(MeshSizes(), num_microbatches=2)
+TIED = replace(BASE, layout=MeshSizes(pp=2, tp=2), tie_embeddings=True)
+IN_3D = replace(BASE, layout=MeshSizes(pp=2, dp_shard=2, tp=2))
+CP2, CP4 = Case(MeshSizes(cp=2)), replace(BASE, layout=MeshSizes(cp=4))
 WITH_EXPERTS = [
-    Case(MeshSizes(), router="softmax", router_losses=True),
-    Case(MeshSizes(dp_shard=2, tp=2, ep=4), router="softmax_renormalised", zero_stage=3),
-    Case(MeshSizes(pp=2, tp=2, ep=2), router="sigmoid_bias", router_losses=True),
-]
-LONG += [(case, STEPS) for case in WITH_EXPERTS]
+    replace(BASE, router="softmax", router_losses=True),
+    replace(BASE, layout=MeshSizes(dp_shard=2, tp=2, ep=4), router="softmax_renormalised",
+            zero_stage=3),
+    replace(BASE, layout=MeshSizes(pp=2, tp=2, ep=2), router="sigmoid_bias", router_losses=True),
+]  # fmt: skip
+QUICK_STEPS = [(replace(TIED, dtype="float32"), 8), (CP2, 2)]
+LONG = [(case, STEPS) for case in (BASE, TIED, IN_3D, CP4, *WITH_EXPERTS)]
+LONG += [(replace(case, dtype="float32"), STEPS) for case in (BASE, IN_3D, CP2)]
 # with heads two elements wide, q's and k's norm weights are sharded over four ranks: two hold none
 LONG.append((Case(MeshSizes(dp_shard=4), attention_dim=16, qk_norm=True), 2))
 IN_FLOAT32 = [(replace(case, dtype="float32"), STEPS) for case in WITH_EXPERTS]
-FEWER = (LONG[2][0], 8)
 
 
 @pytest.mark.parametrize(
-    ("case", "steps"), thorough_but([FEWER], [FEWER, *LONG, *IN_FLOAT32], IN_FLOAT32), ids=str
+    ("case", "steps"),
+    thorough_but(QUICK_STEPS, [*QUICK_STEPS, *LONG, *IN_FLOAT32], IN_FLOAT32),
+    ids=str,
 )
 def test_steps(ranks, case, steps):
     """Losses and gradient norms agree with the unsharded model's over optimizer steps with warmup,
@@ -103,7 +123,7 @@ def test_whole_matrix(world, tmp_path):
 
 def test_clipping_is_active_in_some_of_the_steps_and_biases_change():
     """Else the steps would compare less than they seem to."""
-    for case, steps in (FEWER, LONG[1]):
+    for case, steps in (QUICK_STEPS[0], LONG[0]):
         norms = expected(case, steps).norms
         assert min(norms) < OPTIMIZER.grad_clip < max(norms)
     reference = expected(Case(MeshSizes(), router="sigmoid_bias", router_losses=True), EXPERT_STEPS)
@@ -162,7 +182,62 @@ def test_schedules_at_every_depth():
 
 @pytest.mark.parametrize("case", thorough_but(DEEP.values(), DEEPER), ids=str)
 def test_every_schedule(ranks, case):
+    """With stages in the order of ranks, around the ranks in a circle, and forth and back. In a
+    strict group a send completes only when its receive has begun: none may rely on buffers. Two of
+    them run over gloo, as training on CPUs does: with four ranks an exchange has two peers, and
+    gloo, unlike NCCL and the strict group, returns a work for each message."""
+    with nullcontext() if case in OVER_GLOO else strictly(ranks):
+        agrees(ranks, case)
+
+
+# --- kinds ---
+
+
+def test_every_kind_is_compared():
+    """`make parity` has cases of every kind; of a new one only once it has a reference."""
+    elsewhere = {"attention": set(), "feed_forward": {"experts", "swiglu"}}  # in other cases
+    for key, kinds in elsewhere.items():
+        tried = {getattr(case, key) for case in kind_cases()} - {getattr(Case, key)}
+        assert kinds.union(*tried) == set(kinds_in(f"model.{key}")), key
+    with (
+        patch("proofs.parity.chosen.kinds_in", lambda package: ["relu"]),
+        pytest.raises(UserError, match=r"write proofs/parity/reference_relu\.py, with a class Att"),
+    ):
+        kind_cases()
+    with (  # nor can a router be left out because no case of it is valid
+        patch("proofs.parity.cases.keys_to_try", lambda key, kind: WINDOW["keys"]),
+        pytest.raises(UserError, match="nothing is of kind sliding_window"),
+    ):
+        kind_cases()
+
+
+IN_EVERY_SECOND_LAYER = Case(MeshSizes(tp=2), feed_forward=("swiglu", "experts"), router="softmax")
+KINDS = [*kind_cases(), IN_EVERY_SECOND_LAYER]
+
+
+@pytest.mark.parametrize("case", thorough_but([*KINDS[1:3], KINDS[-1]], KINDS), ids=str)
+def test_kinds_agree(ranks, case):
     agrees(ranks, case)
+
+
+def test_layers_take_kinds_in_turn():
+    """As Gemma's do."""
+    model = Case(MeshSizes(pp=2), **WINDOW).config().model
+    assert [model.attention_of(layer) for layer in range(4)] == ["sliding_window", "causal"] * 2
+    assert IN_EVERY_SECOND_LAYER.config().model.feed_forward == ("swiglu", "experts")
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(saved):
+    checkpoint = checkpoint_of(saved, 2)
+    assert trainer_of(saved, 2)["optimizer"] == "adamw"
+    config = load_config(str(saved / "config.yaml"), [])
+    with patch.object(OptimizerConfig, "select"):
+        other = replace(config.optimizer, name="lion")
+    with pytest.raises(UserError, match=r"has optimizer\.name='adamw'"):
+        _start_from(checkpoint, replace(config, optimizer=other), None, None)
+
+
+# --- Triton's kernels ---
 
 
 # A cheap selection: each kernel runs forward and backward, with and without tp.
@@ -178,6 +253,9 @@ KERNELS_ONCE = [
 @pytest.mark.parametrize("case", thorough_but(KERNELS_ONCE, kernel_cases()), ids=str)
 def test_triton_kernels(ranks, case):
     agrees(ranks, case)
+
+
+# --- experts ---
 
 
 def test_every_layout_of_a_world_with_every_ep():
@@ -247,37 +325,66 @@ def test_the_loads_are_as_extreme_as_they_should_be():
             assert (counts[2:4] == [0, 0]) == (idle or case.experts_per_token == 1)
 
 
+# and most of test_every_schedule, and of the few cases of experts in test_every_pair_of_options
 STRICT = [
-    Case(MeshSizes(pp=2, dp_shard=2, tp=2), num_microbatches=2, zero_stage=3),
+    ("strict", Case(MeshSizes(pp=2, dp_shard=2, tp=2), num_microbatches=2, zero_stage=3), 2),
     # all tokens at one expert
-    next(case for case in EXTREMES if case.layout.ep == case.world == 4),
-    # stages in the order of ranks, around the ranks in a circle, and forth and back
-    *(DEEP[name] for name in ("1f1b", "interleaved_1f1b", "dualpipe_v")),
+    ("strict", next(case for case in EXTREMES if case.layout.ep == case.world == 4), 2),
 ]
-# every value of the experts' options; every schedule with four ranks in a pipeline; single
-# sequences, of which backward gathers keys and values again, among weights and messages
-MORE = [
-    *EXPERTS.few,
-    *(replace(case, layout=MeshSizes(pp=4)) for case in DEEPER),
-    *context_cases()[-2:],
-]
+MORE = [("strict", case, 1) for case in (*OVER_GLOO, *EXPERTS.few[-3:])]
+# the same in one queue of each rank, and others
+SLOW = [
+    *(("strict_shared", case, 1)
+      for case in (*(case for _, case, _ in STRICT), *EXPERTS.few, *DEEPER, *context_cases()[-2:])),
+    *(("strict", case, 1) for case in QUICK.few),
+    *((backend, case, EXPERT_STEPS)
+      for case in BIASED if case.layout.ep == 4 for backend in ("strict", "strict_shared")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("backend", "case", "steps"),
-    [
-        *(("strict", case, 1 if case.layout.pp == 4 else 2) for case in STRICT),
-        *(pytest.param("strict", case, 1, marks=pytest.mark.thorough) for case in MORE),
-        *(pytest.param("strict_shared", case, 1, marks=pytest.mark.slow)
-          for case in dict.fromkeys([*STRICT, *MORE])),
-        *(pytest.param("strict", case, 1, marks=pytest.mark.slow) for case in QUICK.few),
-        *(pytest.param(backend, case, EXPERT_STEPS, marks=pytest.mark.slow)
-          for case in BIASED if case.layout.ep == 4 for backend in ("strict", "strict_shared")),
-    ],
-    ids=str,
-)  # fmt: skip
+    ("backend", "case", "steps"), thorough_but(STRICT, STRICT + MORE + SLOW, SLOW), ids=str
+)
 def test_over_a_strict_group(ranks, backend, case, steps):
-    """`python -m proofs.parity --strict` runs all. A send completes only when its receive has
-    begun, so a schedule must not rely on buffers."""
+    """`python -m proofs.parity --strict` runs all."""
     with strictly(ranks, backend):
         agrees(ranks, case, steps)
+
+
+# --- what no case shows ---
+
+# Known mistakes of other training codebases, collected from their issue threads, mostly do not show
+# in a loss curve. Those that affect the mathematics (a loss scaled per rank or micro-batch,
+# gradients of norms averaged or not reduced, replicated weights or tied embeddings counted twice in
+# the norm, or a norm local to a stage) are planted in test_controls.py. A norm that depends on the
+# partition, because it is summed in the gradients' dtype, is found in test_kernel_adamw.py and
+# test_whole.py.
+
+
+def gradients_around_an_evaluation(case):
+    """For each parameter, whether three gradients are equal: right after backward, after a
+    subsequent evaluation, and of a second step."""
+    step = make_step(case)
+
+    def gradients():
+        return [p.grad.to_local().clone() for _, p in named_parameters(step)]
+
+    step.forward_backward(*rows_of(step))
+    found = [gradients()]
+    step.evaluate(*rows_of(step, 1))
+    found.append(gradients())
+    for _, p in named_parameters(step):
+        p.grad = None
+    step.forward_backward(*rows_of(step))
+    found.append(gradients())
+    return [torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "case", [Case(MeshSizes(pp=2, dp_shard=2)), Case(MeshSizes(dp_shard=2), zero_stage=3)], ids=str
+)
+def test_accumulated_gradients_wiped_when_a_stage_is_used_again(ranks, case):
+    """An evaluation on the same stages neither erases accumulated gradients nor adds to later
+    ones."""
+    for same in ranks.run(gradients_around_an_evaluation, case.world, case):
+        assert all(same)

@@ -4,7 +4,7 @@ different numbers of rows."""
 
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,17 +17,13 @@ from parallel.pipeline.actions import Message
 from parallel.pipeline.lower import Exchange, Transfer
 from parallel.pipeline.transfer import Transfers
 from proofs.ranks import RankError, Ranks
-from proofs.strict.referee import Operation, Referee, Wrong
-from tests.proofs.parity_tiers import strictly
-from tests.runs import LAYOUT_3D, forget_last, losses, metrics_of, train_run, write_config
+from tests.proofs.parity_tiers import strictly, thorough_but
+from tests.runs import LAYOUT_3D, evaluations, forget_last, losses, run, write_config
 
-thorough, slow = (
-    partial(pytest.param, marks=mark) for mark in (pytest.mark.thorough, pytest.mark.slow)
-)
 BACKENDS = ["strict", "strict_shared"]
 
 
-@pytest.fixture(params=[BACKENDS[0], thorough(BACKENDS[1])])
+@pytest.fixture(params=thorough_but(BACKENDS[:1], BACKENDS))
 def strict(request: pytest.FixtureRequest, ranks: Ranks) -> Iterator[Ranks]:
     with strictly(ranks, request.param):
         yield ranks
@@ -110,8 +106,17 @@ def opposite_orders(rank: int) -> None:
         work.wait()
 
 
-def all_to_all(x: torch.Tensor, sent: list[int], received: list[int]) -> None:
-    dist.all_to_all_single(x.new_empty(sum(received), *x.shape[1:]), x, received, sent)
+def all_to_all(
+    x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None = None
+) -> None:
+    dist.all_to_all_single(x.new_empty(sum(received), *x.shape[1:]), x, received, sent, group)
+
+
+def uneven_in_a_group(rank: int) -> None:
+    """A communicator's rank 0 is rank 1 of the world."""
+    group = dist.new_group([1, 2])
+    if rank:
+        all_to_all(torch.ones(4 - rank, 4), [1, 3 - rank], [1, 1], group)
 
 
 DIFFERENT = "different collectives"
@@ -129,9 +134,8 @@ FAULTS: dict[str, tuple[int, str, Callable[[int], Any]]] = {
     "a message in another order": (2, "deadlock", a_message_in_another_order),
     "made by few": (3, "deadlock", made_by_few),
     "both send first": (2, "deadlock", both_send_first),
-    "rank 0 sends two rows to rank 1, which expects one":
-        (2, r"rank 0 sends 2 rows over .*, and rank 1 expects 1",
-         lambda rank: all_to_all(torch.ones(3 - rank, 4), [1, 2 - rank], [1, 1])),
+    "rank 1 sends two rows to rank 2, which expects one":
+        (3, r"rank 1 sends 2 rows over .*, and rank 2 expects 1", uneven_in_a_group),
     "opposite orders": (2, "deadlock", opposite_orders),
     # Each rank has as many rows as it wants, and takes what it sends for what it receives.
     "uneven rows without splits": (2, r"rank 0 sends 1 rows over .*, and rank 1 expects 2",
@@ -151,17 +155,15 @@ def do(name: str) -> None:
     FAULTS[name][2](dist.get_rank())
 
 
+PLANTED = [(BACKENDS[fault == "opposite orders"], fault) for fault in FAULTS]
+QUICK = [(backend, fault) for backend, fault in PLANTED if fault not in RARE]
+
+
 @pytest.mark.parametrize(
     ("strict", "fault"),
-    [
-        *(thorough("strict", fault) if fault in RARE else ("strict", fault)
-          for fault in FAULTS if fault != "opposite orders"),
-        ("strict_shared", "opposite orders"),
-        *(thorough("strict_shared", fault)
-          for fault in FAULTS if fault not in RARE and fault != "opposite orders"),
-    ],
+    thorough_but(QUICK, [*PLANTED, *product(BACKENDS[1:], FORGIVEN)]),
     indirect=["strict"],
-)  # fmt: skip
+)
 def test_a_planted_fault_is_found(strict: Ranks, fault: str) -> None:
     world, said, _ = FAULTS[fault]
     with pytest.raises(RankError, match=said):
@@ -207,49 +209,22 @@ def test_the_pipeline_makes_its_communicator(strict: Ranks) -> None:
 # --- Lattice itself (and test_parity.py) ---
 
 
+RUNS = list(product(BACKENDS, (LAYOUT_3D, {"cp": 2, "tp": 2})))
+
+
 @pytest.mark.parametrize(
-    ("strict", "layout"),
-    [
-        thorough("strict", LAYOUT_3D),
-        slow("strict_shared", LAYOUT_3D),  # a minute
-        *(slow(strict, {"cp": 2, "tp": 2}) for strict in BACKENDS),
-    ],
-    indirect=["strict"],
-    ids=str,
+    ("strict", "layout"), thorough_but([], RUNS, RUNS[1:]), indirect=["strict"], ids=str
 )
 def test_a_run_saves_evaluates_and_resumes(
     strict: Ranks, data: Path, tmp_path: Path, layout: dict[str, int]
 ) -> None:
     """Saving, agreements on stops, guards and evaluation beside training; a run that is resumed has
     the numbers of the whole one."""
-    config = write_config(
-        tmp_path,
-        data,
-        parallel=layout,
-        checkpoint={"interval": 3},
-        train={"eval_interval": 3},
-    )
-    assert strict.run(train_run, 8, [config]) == [""] * 8
+    sections = {"train": {"steps": 4, "eval_interval": 2}, "checkpoint": {"interval": 2}}
+    config = write_config(tmp_path, data, parallel=layout, model={"num_layers": 2}, **sections)
+    run(strict, 8, config)
     whole = losses(tmp_path)
     forget_last(tmp_path)
-    assert strict.run(train_run, 8, [config]) == [""] * 8
+    run(strict, 8, config)
     assert losses(tmp_path) == whole
-    assert "eval_loss" in metrics_of(tmp_path)[2]
-
-
-# --- the referee ---
-
-
-def test_the_referee_compares_rows_of_ranks_of_the_world() -> None:
-    """A communicator's rank 1 may be another rank of the world."""
-
-    def all_to_all(sends: tuple[int, ...], receives: tuple[int, ...]) -> Operation:
-        return Operation("all_to_all_single", sends=sends, receives=receives)
-
-    referee, members = Referee(6), [3, 5]
-    assert referee.begins(5, "q", "g", members, all_to_all((4, 0), (1, 0))) == []
-    released = referee.begins(3, "q", "g", members, all_to_all((2, 1), (2, 4)))
-    assert sorted(released) == [(3, "q"), (5, "q")]
-    referee.begins(5, "q", "g", members, all_to_all((4, 0), (1, 0)))
-    with pytest.raises(Wrong, match="rank 5 sends 4 rows over g, and rank 3 expects 3"):
-        referee.begins(3, "q", "g", members, all_to_all((2, 1), (2, 3)))
+    assert evaluations(tmp_path).keys() == {2, 4}

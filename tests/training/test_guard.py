@@ -18,26 +18,17 @@ from proofs.ranks import Ranks
 from tests import runs
 from tests.health.faulty_runs import run_with_bad_batches, run_with_bad_steps, run_without
 from tests.planted import planted
+from tests.proofs.parity_tiers import thorough_but
 from tests.settings.stages import mixture
 from training.guard import WINDOW, UpdateGuard
 from training.step import TrainStep
 
 LINE, SPLIT, SPACE = {"dp_shard": 2}, {"cp": 2, "dp_shard": 2}, runs.LAYOUT_3D | {"dp_shard": 2}
-layouts = pytest.mark.parametrize(
-    "layout",
-    [LINE, *(pytest.param(other, marks=pytest.mark.thorough) for other in (SPACE, SPLIT))],
-    ids=str,
-)
 
 
 def config_of(folder: Path, data: Path, **sections: dict[str, Any]) -> str:
     """The small run of two layers, one for each stage."""
-    model = {"num_layers": 2, **sections.pop("model", {})}
-    return runs.write_config(folder, data, model=model, **sections)
-
-
-def world_of(layout: dict[str, int]) -> int:
-    return math.prod(layout.values())
+    return runs.write_config(folder, data, model={"num_layers": 2}, **sections)
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -65,9 +56,9 @@ def quiet(sigmas: float, steps: int = WINDOW) -> UpdateGuard:
 )
 def test_what_is_not_finite_does_not_update(loss: float, norm: float) -> None:
     guard = UpdateGuard(6.0, "cpu")
-    assert guard(torch.tensor(loss), torch.tensor(norm)).item() == math.inf
-    assert guard(torch.tensor(loss), torch.tensor(norm)).item() == math.inf
-    assert guard.bad_in_a_row.item() == 2
+    for bad_in_a_row in (1, 2):
+        assert guard(torch.tensor(loss), torch.tensor(norm)).item() == math.inf
+        assert guard.bad_in_a_row.item() == bad_in_a_row
     assert judged(guard, 4.0)
     assert guard.bad_in_a_row.item() == 0
 
@@ -114,13 +105,13 @@ def run_with_bad_updates(arguments: list[str], rank: int) -> str:
         return run_with_bad_steps([*arguments, "guard.spike_sigmas=6"], rank, {3})
 
 
-@layouts
+@pytest.mark.parametrize("layout", thorough_but([LINE], [LINE, SPLIT]), ids=str)
 def test_bad_updates_are_skipped(
     ranks: Ranks, data: Path, tmp_path: Path, layout: dict[str, int]
 ) -> None:
     """On all ranks (each save compares what ranks hold in common). They are counted, and the run
     resumes bitwise."""
-    saves, world = {"interval": 5, "keep_last": 9}, world_of(layout)
+    saves, world = {"interval": 5, "keep_last": 9}, math.prod(layout.values())
     config = config_of(tmp_path, data, parallel=layout, checkpoint=saves)
     assert ranks.run(run_with_bad_updates, world, [config], world - 1) == [""] * world
     lines, before = runs.metrics_of(tmp_path), runs.losses(tmp_path)
@@ -135,13 +126,13 @@ def test_bad_updates_are_skipped(
     assert runs.metrics_of(tmp_path)[-1]["skipped_updates"] == 2
 
 
-@layouts
+@pytest.mark.parametrize("layout", thorough_but([LINE], [LINE, SPACE]), ids=str)
 def test_bad_batches_are_left_out(
     ranks: Ranks, data: Path, tmp_path: Path, layout: dict[str, int]
 ) -> None:
     """Steps 6 and 7 of 9 have bad batches. The run returns to the checkpoint of step 4 and then
     has the losses of a run whose data never contained these batches."""
-    log_interval, world = 1 if layout == LINE else 2, world_of(layout)
+    log_interval, world = 1 if layout == LINE else 2, math.prod(layout.values())
     config = config_of(
         tmp_path, data, parallel=layout, train={"steps": 9},
         guard={"max_bad_steps": 2, "slow_ranks": "none"},
@@ -209,9 +200,8 @@ def run_with_bad_weights(arguments: list[str]) -> str:
 
 
 def test_what_is_not_finite_is_not_saved(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    config = config_of(
-        tmp_path, data, parallel=LINE, train={"steps": 3}, checkpoint={"interval": 2}
-    )
+    sections = {"train": {"steps": 3}, "checkpoint": {"interval": 2}}
+    config = config_of(tmp_path, data, parallel=LINE, **sections)
     for said in ranks.run(runs.said_by, 2, run_with_bad_weights, [config]):
         assert re.search(r"on rank 1: FloatingPointError: optimizer\.\S+ is not finite", said)
     assert checkpoints(tmp_path) == ["latest", "step-00000002"]

@@ -20,6 +20,7 @@ from parallel.disk import DiskMemory
 from proofs.parity.cases import Case
 from proofs.ranks import RankError, Ranks
 from runtime.trainer_state import bytes_of_rank, held_tensors, state_bytes
+from settings.config import Config
 from tests import ROOT, runs
 from tests.health.faulty_runs import run_with_bad_steps
 from tests.steps import make_step, rows_of
@@ -52,20 +53,25 @@ def test_offloaded_runs_clip_resume_and_roll_back(ranks: Ranks, data: Path, tmp_
         assert runs.same_tensors(tensors, found[0][1])
 
 
+def config_of(case: Case, folder: str) -> Config:
+    """With this folder for offloading to a disk; empty: none."""
+    config = case.config()
+    return replace(config, parallel=replace(config.parallel, offload_dir=folder))
+
+
 def trained(
     case: Case, folder: str, removed: bool = False
 ) -> tuple[dict[str, Tensor], list[list[str]]]:
     """This rank's state after three steps, the second of which is skipped, and the weights of each
     group; on a disk one group for about two weights, whose folder may be `removed` before the last
     step."""
-    config = case.config()
-    parallel = replace(config.parallel, offload_dir=folder if case.offload == "disk" else "")
     with patch.object(update, "GROUP_BYTES", 30_000):
-        step = make_step(replace(config, parallel=parallel))
+        step = make_step(config_of(case, folder))
     traffic = step.optimizer.traffic
     assert (traffic is None) == (case.offload != "disk")
-    assert traffic is None or len(traffic.files) > 4
-    assert traffic is None or all(file.is_full for file in traffic.files)
+    if traffic is not None:
+        assert len(traffic.files) > 4
+        assert all(file.is_full for file in traffic.files)
     for index in range(3):
         if removed and index == 2:
             shutil.rmtree(folder, ignore_errors=True)
@@ -104,9 +110,8 @@ def bits_within(limit: int, offload: str, folder: str) -> int:
     """A hash of the weights and states of 20 million parameters after two steps, during which the
     process may have `limit` more bytes of private memory; 0: no limit."""
     case = Case(MeshSizes(), dtype="float32", zero_stage=3, offload=offload, vocab_size=40_000)
-    config = case.config()
-    parallel = replace(config.parallel, offload_dir=folder if offload == "disk" else "")
-    config = replace(config, parallel=parallel, model=replace(config.model, dim=256))
+    config = config_of(case, folder)
+    config = replace(config, model=replace(config.model, dim=256))
     told = Path("/proc/self/status").read_text()
     used = next(int(line.split()[1]) for line in told.splitlines() if line.startswith("VmData"))
     before = resource.getrlimit(resource.RLIMIT_DATA)

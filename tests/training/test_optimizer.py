@@ -1,5 +1,6 @@
-"""The optimizer step: learning rate, rounding, and no waiting of the host for the device.
-(test_kernel_adamw.py has the update, and test_guard.py a step with a NaN on one rank.)"""
+"""The optimizer step: learning rate and rounding. (test_kernel_adamw.py has the update,
+test_guard.py a step with a NaN on one rank, and tests/rehearse/test_streams.py a host that waits
+for the device in a step.)"""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -18,9 +19,8 @@ from proofs.parity.run import assemble, parts
 from runtime.trainer_state import held_tensors
 from settings.checks import check_learning_rate, validate
 from settings.sections import OptimizerConfig
-from tests.counting import Listener
 from tests.runs import same_tensors
-from tests.steps import make_step, rows_of
+from tests.steps import make_step
 from training.learning_rate import learning_rate
 
 
@@ -54,37 +54,6 @@ def test_no_accepted_wsd_jumps(warmup):
             check_learning_rate(config, range(12), 12)
         most = f"give at most {12 - warmup}, or " if warmup < 12 else "give "
         assert refused.value.remedy == f"{most}optimizer.warmup_steps={12 - decay} or less"
-
-
-def operations_of_a_step(case):
-    step = make_step(case)
-    step(0, *rows_of(step))
-    with Listener(step.mesh) as listener:
-        result = step(1, *rows_of(step))
-    with Listener(step.mesh) as control:
-        result.loss.item()
-    return dict(listener.operations), dict(control.operations)
-
-
-WAITS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal",
-         "aten::unique", "aten::masked_select")  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("layout", "zero_stage"),
-    [
-        (MeshSizes(pp=2, tp=2), 1),
-        pytest.param(MeshSizes(pp=2, dp_shard=2), 3, marks=pytest.mark.thorough),
-    ],
-    ids=str,
-)
-def test_the_host_waits_for_nothing_in_a_step(ranks, layout, zero_stage):
-    """No operation of a step copies a number from the device to the host: loss and norm stay on the
-    device until they are logged."""
-    case = Case(layout, zero_stage=zero_stage, tie_embeddings=True)
-    for step, control in ranks.run(operations_of_a_step, 4, case):
-        assert not [name for name in WAITS if name in step]
-        assert WAITS[0] in control, "the listener would see a wait if there were one"
 
 
 def rounded_updates(case, resume):
