@@ -26,7 +26,6 @@ KINDS = {
     "windows": replace(SMALL, attention="sliding_window", sliding_window={"window": 100}),
     "tied": replace(SMALL, tie_embeddings=True),
 }
-MODES = ["none", "selective", "full"]
 
 
 def units(setting: Setting) -> list[Unit]:
@@ -116,7 +115,7 @@ def test_cp_ranks_share_what_one_computes(kind: str, changes: dict[str, Any]) ->
         assert pairs(half, LONG, LONG, 0) == 3 * pairs(half, half, LONG, 0)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_gathered_keys_and_values_are_not_kept(mode: str) -> None:
     """What a block keeps for backward shrinks with cp: it keeps this rank's keys and values, not
     the gathered ones, which are as large as those of cp 1."""

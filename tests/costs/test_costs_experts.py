@@ -18,9 +18,7 @@ from model.config import ModelConfig
 from model.experts import Experts
 from settings.checks import validate
 from settings.load import load_config
-from tests import ROOT
 
-CONFIGS = ROOT / "configs"
 D, F, X, K, LONG = 256, 128, 8, 2, 512
 OF_EXPERTS = Experts(count=X, per_token=K, ffn_dim=F, num_shared=1, num_dense_layers=1)
 SMALL = ModelConfig(dim=D, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=704, vocab_size=1000,
@@ -38,20 +36,18 @@ def experts(setting: Setting) -> Unit:
 # --- numbers of rows ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "ep"), [(13, 4), (3, 8), (7, 1)])
-def test_routing_is_balanced_and_loses_no_row(rows: int, ep: int) -> None:
-    for rank in range(ep):
-        routing = Routing(rows, ep, rank)
-        for numbers in (routing.send, routing.receive):
-            assert sum(numbers) == rows
-            assert max(numbers) - min(numbers) <= 1
-        assert routing.send[rank] == routing.receive[rank]
-
-
-def test_the_others_share_what_the_busiest_leaves() -> None:
-    routing = Routing(rows=100, ep=4, rank=2, imbalance=2.0)
-    assert routing.receive == [50] * 4
-    assert routing.send == [16, 17, 50, 17]
+def test_routing_loses_no_row_and_is_balanced() -> None:
+    """Unless told otherwise: then the others share what the busiest rank leaves."""
+    for rows, ep in ((13, 4), (3, 8), (7, 1)):
+        for rank in range(ep):
+            routing = Routing(rows, ep, rank)
+            for numbers in (routing.send, routing.receive):
+                assert sum(numbers) == rows
+                assert max(numbers) - min(numbers) <= 1
+            assert routing.send[rank] == routing.receive[rank]
+    uneven = Routing(rows=100, ep=4, rank=2, imbalance=2.0)
+    assert uneven.receive == [50] * 4
+    assert uneven.send == [16, 17, 50, 17]
 
 
 def test_no_rank_can_receive_more_than_all() -> None:
@@ -130,7 +126,7 @@ def test_stages_are_balanced_by_what_their_layers_cost() -> None:
     keys = ["model.feed_forward=experts", "model.experts.count=8", "model.experts.per_token=4",
             "model.experts.num_dense_layers=2", "model.experts.ffn_dim=768", "parallel.ep=2",
             "parallel.layers_per_stage=auto"]  # fmt: skip
-    config = load_config(str(CONFIGS / "laptop.yaml"), keys)
+    config = load_config("configs/laptop.yaml", keys)
     validate(config, 8)
     assert config.setting().ep == 2
     assert [len(stage) for stage in config.split_layers()] == [3, 1]

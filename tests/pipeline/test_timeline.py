@@ -46,10 +46,9 @@ def test_a_trace_comes_back_as_it_was_written():
     trace = json.loads(json.dumps(to_chrome(written)))
     read = from_chrome(trace)
     for lane, expected in zip(read.ranks, written.ranks, strict=True):
-        for event, other in zip(lane, expected, strict=True):
-            assert event.action == other.action
-            times = pytest.approx([other.start, other.end], abs=2e-6)
-            assert [event.start, event.end] == times
+        for (action, *times), (other, *written_times) in zip(lane, expected, strict=True):
+            assert action == other
+            assert times == pytest.approx(written_times, abs=2e-6)
     assert from_chrome(to_chrome(read)) == read
 
 

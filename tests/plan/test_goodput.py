@@ -9,13 +9,7 @@ import pytest
 from hardware import FAILURES_PER_GPU_DAY, H100
 from runtime.checkpoint.save_interval import DAY, best_interval, mtbf_of
 from settings.load import load_config
-from tools.plan.goodput import (
-    Shares,
-    describe_goodput,
-    goodput,
-    shares,
-    spares_needed,
-)
+from tools.plan.goodput import Shares, describe_goodput, goodput, shares, spares_needed
 from tools.report import run as report
 
 # --- the closed form ------------------------------------------------------------------------------
@@ -150,9 +144,7 @@ def test_the_plan():
     hourly = planned(256, "checkpoint.interval=auto", "checkpoint.failures_per_gpu_day=1e-7")
     assert hourly["interval_steps"] == 360 < hourly["best_interval_steps"]
     assert describe_goodput(planned(256, "checkpoint.failures_per_gpu_day=0")) == []
-
-
-def test_without_saves_a_failure_costs_all_steps():
-    found = planned(16_384, "checkpoint.interval=never")
-    assert (found["interval_steps"], found["effective_training_time"]) == (None, 0.0)
-    assert "nothing is saved before the last step (best: " in describe_goodput(found)[0]
+    # without saves a failure costs all steps
+    never = planned(16_384, "checkpoint.interval=never")
+    assert (never["interval_steps"], never["effective_training_time"]) == (None, 0.0)
+    assert "nothing is saved before the last step (best: " in describe_goodput(never)[0]

@@ -89,25 +89,20 @@ def test_a_card_has_its_own_peak() -> None:
         assert data_sheet_of(other) is None
 
 
-@pytest.mark.parametrize("before", [(False, False), (True, True)])
-@pytest.mark.parametrize(("variable", "warns"), [(":4096:8", False), (":0:0", True)])
+@pytest.mark.parametrize("before", [0, 1])  # torch's mode: 0 no, 1 warns, 2 yes
+@pytest.mark.parametrize(("variable", "inside"), [(":4096:8", 2), (":0:0", 1)])
 def test_an_examination_is_deterministic_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, before: tuple[bool, bool], variable: str, warns: bool
+    monkeypatch: pytest.MonkeyPatch, before: int, variable: str, inside: int
 ) -> None:
     """And not only where it costs nothing: with "warn only", flash attention's backward does not
     repeat. But products raise unless the user's variable allows it."""
-
-    def flags() -> tuple[bool, bool]:
-        warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        return torch.are_deterministic_algorithms_enabled(), warns
-
     monkeypatch.setenv(CUBLAS, variable)
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.set_deterministic_debug_mode(before)
     try:
         with deterministic("cuda"):
-            assert flags() == ((True, warns) if not before[0] else before)
-        assert flags() == before
+            assert torch.get_deterministic_debug_mode() == (before or inside)
+        assert torch.get_deterministic_debug_mode() == before
         with deterministic("cpu"):
-            assert flags() == before
+            assert torch.get_deterministic_debug_mode() == before
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode(0)
