@@ -21,9 +21,8 @@ from settings.load import load_config
 
 D, F, X, K, LONG = 256, 128, 8, 2, 512
 OF_EXPERTS = Experts(count=X, per_token=K, ffn_dim=F, num_shared=1, num_dense_layers=1)
-SMALL = ModelConfig(dim=D, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=704, vocab_size=1000,
-                    feed_forward="experts", experts=OF_EXPERTS)  # fmt: skip
 DENSE = ModelConfig(dim=D, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=704, vocab_size=1000)
+SMALL = replace(DENSE, feed_forward="experts", experts=OF_EXPERTS)
 BALANCED = replace(SMALL, router="sigmoid_bias",
                    experts=replace(OF_EXPERTS, router_aux_weight=1e-2, router_z_weight=1e-3),
                    sigmoid_bias={"bias_rate": 1e-3})  # fmt: skip

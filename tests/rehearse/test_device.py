@@ -1,7 +1,7 @@
-"""Work with a device from the host's side, on pretended devices: threads use their rank's device,
-saving does not touch a stream, and a card is told from its namesakes."""
+"""Work with a device from the host's side, on pretended devices: saving does not touch a stream, a
+card is told from its namesakes, and an examination is deterministic. (A thread works on its rank's
+device: test_streams.py.)"""
 
-import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,30 +13,8 @@ from torch.distributed.checkpoint import filesystem
 from hardware import DATA_SHEETS, data_sheet_of
 from proofs.ranks import RankError, Ranks
 from runtime.checkpoint.save import FilesOfSomeSize, Saver
-from runtime.device import CUBLAS, deterministic, device_thread
+from runtime.device import CUBLAS, deterministic
 from tests.runs import fresh, train_run, write_config
-
-
-class Devices(threading.local):
-    """torch.cuda's current device: each thread has its own, at first device 0."""
-
-    current = 0
-
-
-@pytest.mark.parametrize("make", [device_thread, None], ids=["device_thread", "control"])
-def test_a_thread_works_on_its_rank_s_device(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
-    """Control: a plain thread works on device 0."""
-    here = Devices()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: here.current)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(here, "current", device))
-    torch.cuda.set_device(3)
-    seen: list[int] = []
-    target = lambda: seen.append(torch.cuda.current_device())  # noqa: E731
-    thread = make(target, "name") if make else threading.Thread(target=target)
-    thread.start()
-    thread.join()
-    assert seen == [3 if make else 0]
 
 
 class CopyAhead(FilesOfSomeSize):
