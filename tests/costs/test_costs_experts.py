@@ -32,9 +32,6 @@ def experts(setting: Setting) -> Unit:
     return unit(setting, "causal experts")
 
 
-# --- numbers of rows ------------------------------------------------------------------------------
-
-
 def test_routing_loses_no_row_and_is_balanced() -> None:
     """Unless told otherwise: then the others share what the busiest rank leaves."""
     for rows, ep in ((13, 4), (3, 8), (7, 1)):
@@ -64,9 +61,6 @@ def test_no_rank_can_receive_more_than_all() -> None:
             check_imbalance("--imbalance", imbalance, model, ep)
 
 
-# --- operations -----------------------------------------------------------------------------------
-
-
 def test_flops_and_parameters_of_a_token() -> None:
     """6 for each element of a matrix that the token is multiplied with (PaLM, appendix B): of k
     experts, of the shared one, of the router; in dense layers of the whole feed-forward."""
@@ -93,9 +87,6 @@ def test_ranks_share_what_one_computes(ep: int) -> None:
         assert more == 0.5 * 6 * 3 * D * F * K * LONG / 4
 
 
-# --- what travels ---------------------------------------------------------------------------------
-
-
 def test_whole_sequences_are_counted_over_the_ranks_that_share_them() -> None:
     """The balance loss needs the counts of whole sequences, over cp and over tp."""
     plain, counted = (
@@ -115,9 +106,6 @@ def test_seconds_of_an_all_to_all() -> None:
     assert times == pytest.approx([0.0, size * 7 / 8 / node, size * 24 / 32 / network])
     gather = Links(sent, 1, 8, 1, 8, ep=8).seconds("all_gather", "ep", size)
     assert gather == pytest.approx(times[1])
-
-
-# --- for other code -------------------------------------------------------------------------------
 
 
 def test_stages_are_balanced_by_what_their_layers_cost() -> None:

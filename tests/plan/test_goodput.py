@@ -12,8 +12,6 @@ from settings.load import load_config
 from tools.plan.goodput import Shares, describe_goodput, goodput, shares, spares_needed
 from tools.report import run as report
 
-# --- the closed form ------------------------------------------------------------------------------
-
 
 def test_published_figures():
     """Where failures are rare, Young's interval is near Daly's optimum of higher order (captions of
@@ -79,9 +77,6 @@ def test_spare_nodes():
     assert spares_needed(10_000.0) == pytest.approx(10_000 + 2.326 * 100, abs=2)
 
 
-# --- a run's ledger -------------------------------------------------------------------------------
-
-
 def test_what_a_run_measured():
     """Of 20 steps of 2 s on 4 ranks, with a save every 5 steps and one failure, after step 13."""
     events: list[dict[str, Any]] = []
@@ -117,9 +112,6 @@ def test_a_planned_stop_is_no_failure():
     for state, failures in (("requeue", 0), ("failed", 1)):
         end = {"event": "end", "time": 2.0, "state": state, "step": 0}
         assert report.goodput([start, end, start], 0.0)[0].endswith(f"; {failures} failures")
-
-
-# --- a plan ---------------------------------------------------------------------------------------
 
 
 def planned(gpus: int, *overrides: str) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from costs.summary import flops_per_token
 from hardware import H100, Device
 from settings.checks import validate
 from settings.load import load_config
-from tests import ROOT
 from tools.plan.__main__ import main
 from tools.plan.candidates import candidates
 from tools.plan.guide import STAGES, guide_bytes, our_bytes
@@ -28,8 +27,7 @@ from tools.plan.time import Reduction, stalls
 from tools.plan.traffic import by_axis, collectives
 from tools.rehearse.rank import alone, rehearse
 
-CONFIGS = ROOT / "configs"
-LLAMA_70B, LLAMA_8B = (str(CONFIGS / f"llama3_{size}.yaml") for size in ("70b", "8b"))
+LLAMA_70B, LLAMA_8B = "configs/llama3_70b.yaml", "configs/llama3_8b.yaml"
 SMALL = [*plan_accuracy.SMALL, "model.num_layers=4"]
 
 
@@ -171,7 +169,7 @@ def test_latency_and_rates_of_a_group() -> None:
     network = H100.network_bytes_per_second * H100.network_efficiency
     assert across.rate("cp") == 2 * network
     assert across.rate("dp_shard") == 2 * network  # 8 ranks, cp included
-    config = load_config(str(CONFIGS / "laptop_moe.yaml"), [])
+    config = load_config("configs/laptop_moe.yaml", [])
     rows = summarise(config, 8, H100)["ranks"][0]["collectives"]
     for axis in ("ep", "efsdp"):
         assert rows[axis]["wire_bytes"] == rows[axis]["bytes"] / 2
@@ -191,7 +189,7 @@ def test_the_guides_table() -> None:
 
 
 def test_all_ranks_wait_for_busy_experts() -> None:
-    config = load_config(str(CONFIGS / "laptop_moe.yaml"), [])
+    config = load_config("configs/laptop_moe.yaml", [])
     even, uneven = (summarise(config, 8, H100, imbalance=factor) for factor in (1.0, 1.5))
     assert uneven["step_seconds"] > even["step_seconds"]
     assert max(uneven["peak_memory_bytes"]) > max(even["peak_memory_bytes"])

@@ -14,7 +14,6 @@ from settings.checks import validate
 from settings.config import Config
 from settings.layouts import valid_layout
 from settings.load import load_config
-from tests import ROOT
 from tools.plan.candidates import FIXED, candidates
 from tools.plan.layout import Layout
 from tools.plan.memory import CHECKED, GROWING, Memory, batch_bytes, peaks, shortened
@@ -30,7 +29,7 @@ STAGES = {name: (FIXED.get(name, 2),) for name in SCHEDULES} | {"interleaved_1f1
 
 def load(name: str, *keys: str) -> Config:
     """A configuration, with keys of which one text may have several."""
-    return load_config(str(ROOT / "configs" / f"{name}.yaml"), " ".join(keys).split())
+    return load_config(f"configs/{name}.yaml", " ".join(keys).split())
 
 
 def job(schedule: str, pp: int, v: int, m: int, *keys: str) -> Layout:

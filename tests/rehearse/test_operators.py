@@ -13,13 +13,10 @@ from torch import Tensor
 from model.kernels.swiglu import swiglu
 from parallel.axes import MeshSizes
 from settings.load import load_config
-from tests import ROOT
 from tools.rehearse.fake_gpu import DEVICE, fake_gpu, one_rank
 from tools.rehearse.operators import ATTENTION, COLLECTIVE, PRODUCT, TRITON, recording
 from tools.rehearse.rank import alone, rehearse
 from training.gradient import gradient_norm
-
-CONFIGS = ROOT / "configs"
 
 
 class Case(NamedTuple):
@@ -68,7 +65,7 @@ STEPS = [
 
 def rows_of(case: Case, more: str = "") -> list[dict[str, Any]]:
     keys = f"{case.keys} {more}".split()
-    config = load_config(str(CONFIGS / f"{case.configuration}.yaml"), keys)
+    config = load_config(f"configs/{case.configuration}.yaml", keys)
     return alone(rehearse, config, case.world, case.rank, 2, recording)["operators"]
 
 

@@ -20,7 +20,6 @@ from proofs.ranks import Ranks
 from settings.checks import validate
 from settings.config import Config
 from settings.load import load_config
-from tests import ROOT
 from tests.proofs.parity_tiers import thorough_but
 from tools.plan.layout import world_of
 from tools.plan.traffic import by_axis
@@ -31,8 +30,7 @@ from tools.rehearse.tape import Tape, measuring
 from training.build import build_stages
 from training.step import TrainStep
 
-CONFIGS = ROOT / "configs"
-LLAMA_70B = str(CONFIGS / "llama3_70b.yaml")
+LLAMA_70B = "configs/llama3_70b.yaml"
 TINY = ["model.dim=64", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=96",
         "model.vocab_size=128", "model.num_layers=4", "train.seq_len=32",
         "train.global_batch_size=8", "parallel.tp=2", "parallel.pp=2",
@@ -49,7 +47,7 @@ def test_every_kind_of_stage_goes_forward_and_backward(name: str, stage: str) ->
     """Every kind of stage runs forward and backward with the planned memory and collectives; with
     few micro-batches per pipeline (70B interleaves, which needs as many as ranks), and full
     recomputation, which runs the most code."""
-    path, sequences = str(CONFIGS / f"{name}.yaml"), 64 if name == "llama3_70b" else 8
+    path, sequences = f"configs/{name}.yaml", 64 if name == "llama3_70b" else 8
     keys = [f"train.global_batch_size={sequences}", "train.activation_checkpointing=full"]
     config = load_config(path, keys)
     world, pp = world_of(path, config, None), config.parallel.pp
@@ -139,7 +137,7 @@ LAYOUTS = {
 
 
 def tiny(*keys: str) -> Config:
-    config = load_config(str(CONFIGS / "laptop.yaml"), [*EXPERTS, *keys])
+    config = load_config("configs/laptop.yaml", [*EXPERTS, *keys])
     validate(config, 4)
     return config
 

@@ -27,7 +27,6 @@ from proofs.parity import __main__ as parity
 from proofs.parity.cases import Case
 from proofs.parity.run import as_in_long_sequences
 from settings.config import Config
-from tests import ROOT
 from tests.planted import planted
 from tests.proofs.parity_tiers import dense_covering, expert_covering, thorough_but
 from tools.plan.candidates import FIXED
@@ -36,8 +35,6 @@ from tools.rehearse.findings import RACE, REUSE, SYNC, THREAD
 from tools.rehearse.races import checking
 from tools.rehearse.rank import alone, rehearse
 from training.guard import UpdateGuard
-
-LAPTOP = ROOT / "configs/laptop.yaml"
 
 
 def case_of(layout: MeshSizes, **options: Any) -> Case:
@@ -269,16 +266,13 @@ def test_a_collective_that_became_synchronous_is_found() -> None:
     assert exposed(report) == ["tp reduce_scatter B: 4 of 4 have nothing beside them"]
 
 
-# --- the command ----------------------------------------------------------------------------------
-
-
 def test_the_command_fails_if_it_finds_a_defect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Control: a guard that reads from the device. (Without one, docs/proofs.md shows it.)"""
     file = tmp_path / "report.json"
     with DEFECTS["item"][0]:
-        assert main([str(LAPTOP), "--races", "--json", str(file)]) == 1
+        assert main(["configs/laptop.yaml", "--races", "--json", str(file)]) == 1
     (finding,) = json.loads(file.read_text(encoding="utf-8"))["findings"]
     assert finding.startswith(f"{SYNC}: aten._local_scalar_dense.default needs a value")
     said = capsys.readouterr().out
