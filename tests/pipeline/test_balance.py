@@ -38,6 +38,8 @@ def test_no_split_has_a_faster_slowest_rank():
         assert imbalance(found, costs, where) == pytest.approx(least_imbalance(costs, where))
     alone = balanced_split(LayerCosts(0, (1,) * 10, 0), [0, 1, 2, 3])
     assert sorted(alone) == sorted(even_split(10, 4)) == [2, 2, 3, 3]
+    # control of the measure: ranks of 0.5 + 1 and 3 + 1.5, whose mean is 3
+    assert imbalance([1, 3], LayerCosts(0.5, (1.0,) * 4, 1.5), [0, 1]) == 1.5
 
 
 def test_layers_that_differ_are_dealt_by_their_own_costs():

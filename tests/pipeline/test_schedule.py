@@ -169,7 +169,7 @@ def swapped(rank, *two):
 
 
 def missing_action(broken):
-    broken[2].remove(Action(FORWARD, 2, 5))
+    broken[2].remove(Action(BACKWARD_WEIGHT, 2, 5))  # which nothing waits for
 
 
 def double_action(broken):
@@ -189,7 +189,7 @@ def half_a_backward(broken):
     [
         (stage_on_two_ranks, "is on rank 0 and on rank 1"),
         (half_a_backward, "stage 0 runs B, F, W for micro-batch 3"),
-        (missing_action, "stage 2 runs I, W for micro-batch 5"),
+        (missing_action, "stage 2 runs F, I for micro-batch 5"),
         (double_action, r"F2\.5 occurs more than once"),
         pytest.param(swapped(0, (FORWARD, 0, 5), (BACKWARD_INPUT, 0, 5)), "rank 0 at",
                      id="a backward before its forward"),

@@ -83,4 +83,4 @@ def test_an_examination_is_deterministic_on_a_gpu(
         with deterministic("cpu"):
             assert torch.get_deterministic_debug_mode() == before
     finally:
-        torch.set_deterministic_debug_mode(0)
+        torch.use_deterministic_algorithms(False)  # inductor's setting too

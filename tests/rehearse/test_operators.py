@@ -105,6 +105,7 @@ def test_a_clone_a_wait_and_a_product_for_nothing_are_found() -> None:
     ):
         rows = rows_of(STEPS[0], SMALL)
     mine = [row for row in rows if row["file"] == "tests/rehearse/test_operators.py"]
+    assert len(mine) == 5, "two clones, two products and a wait; views launch nothing"
     passes = ["forward", "recomputation"]
     clones = [row for row in mine if row["name"] == "clone"]
     assert [row["pass"] for row in clones] == passes

@@ -114,7 +114,8 @@ def test_a_killed_process_is_said_so() -> None:
 
 def test_what_cannot_be_rehearsed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     races = "--races parallel.offload=host"
-    for said in ("train.compile=true", "--rank=256", "--json=nowhere/at/all.json", races):
+    compiled = "parallel.tp=1 train.compile=true"  # with tp no run would start
+    for said in (compiled, "--rank=256", "--json=nowhere/at/all.json", races):
         assert main([LLAMA_70B, *said.split()]) == 2
         assert f"{said.split()[-1].partition('=')[0]} = " in capsys.readouterr().err
 

@@ -72,12 +72,12 @@ LAYOUTS = {
        for name in SCHEDULES},
 }  # fmt: skip
 
-# Without a pipeline all ranks run the same code.
+# Without a pipeline all ranks run the same code, but for the last one of cp, which has one chunk.
 RANKS = [
     (name, rank)
     for name, case in LAYOUTS.items()
     for rank in (0, case.world - 1)
-    if rank > 0 or case.layout.pp > 1
+    if rank > 0 or case.layout.pp > 1 or case.layout.cp > 1
 ]
 QUICK = [("3D, tied, documents", 7), ("pp and tp, zb_h1", 0), ("ep, shared expert", 1)]
 ZERO_3 = case_of(THREE_D, zero_stage=3, num_microbatches=2)
