@@ -244,7 +244,11 @@ def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
         mine[held.name] = held.tensor.full_tensor().clone()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    return {n: t for part in everyone for n, t in part.items()}
+    whole: dict[str, torch.Tensor] = {}
+    for part in everyone:
+        for name, tensor in part.items():
+            assert torch.equal(whole.setdefault(name, tensor), tensor), f"{name} differs by rank"
+    return whole
 
 
 def names(folder: Path) -> list[str]:

@@ -18,14 +18,11 @@ from model.config import ModelConfig
 from model.experts import Experts
 from settings.checks import validate
 from settings.load import load_config
-from tests import ROOT
 
-CONFIGS = ROOT / "configs"
 D, F, X, K, LONG = 256, 128, 8, 2, 512
 OF_EXPERTS = Experts(count=X, per_token=K, ffn_dim=F, num_shared=1, num_dense_layers=1)
-SMALL = ModelConfig(dim=D, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=704, vocab_size=1000,
-                    feed_forward="experts", experts=OF_EXPERTS)  # fmt: skip
 DENSE = ModelConfig(dim=D, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=704, vocab_size=1000)
+SMALL = replace(DENSE, feed_forward="experts", experts=OF_EXPERTS)
 BALANCED = replace(SMALL, router="sigmoid_bias",
                    experts=replace(OF_EXPERTS, router_aux_weight=1e-2, router_z_weight=1e-3),
                    sigmoid_bias={"bias_rate": 1e-3})  # fmt: skip
@@ -35,23 +32,18 @@ def experts(setting: Setting) -> Unit:
     return unit(setting, "causal experts")
 
 
-# --- numbers of rows ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("rows", "ep"), [(13, 4), (3, 8), (7, 1)])
-def test_routing_is_balanced_and_loses_no_row(rows: int, ep: int) -> None:
-    for rank in range(ep):
-        routing = Routing(rows, ep, rank)
-        for numbers in (routing.send, routing.receive):
-            assert sum(numbers) == rows
-            assert max(numbers) - min(numbers) <= 1
-        assert routing.send[rank] == routing.receive[rank]
-
-
-def test_the_others_share_what_the_busiest_leaves() -> None:
-    routing = Routing(rows=100, ep=4, rank=2, imbalance=2.0)
-    assert routing.receive == [50] * 4
-    assert routing.send == [16, 17, 50, 17]
+def test_routing_loses_no_row_and_is_balanced() -> None:
+    """Unless told otherwise: then the others share what the busiest rank leaves."""
+    for rows, ep in ((13, 4), (3, 8), (7, 1)):
+        for rank in range(ep):
+            routing = Routing(rows, ep, rank)
+            for numbers in (routing.send, routing.receive):
+                assert sum(numbers) == rows
+                assert max(numbers) - min(numbers) <= 1
+            assert routing.send[rank] == routing.receive[rank]
+    uneven = Routing(rows=100, ep=4, rank=2, imbalance=2.0)
+    assert uneven.receive == [50] * 4
+    assert uneven.send == [16, 17, 50, 17]
 
 
 def test_no_rank_can_receive_more_than_all() -> None:
@@ -67,9 +59,6 @@ def test_no_rank_can_receive_more_than_all() -> None:
     ]:
         with pytest.raises(UserError, match="--imbalance"):
             check_imbalance("--imbalance", imbalance, model, ep)
-
-
-# --- operations -----------------------------------------------------------------------------------
 
 
 def test_flops_and_parameters_of_a_token() -> None:
@@ -98,9 +87,6 @@ def test_ranks_share_what_one_computes(ep: int) -> None:
         assert more == 0.5 * 6 * 3 * D * F * K * LONG / 4
 
 
-# --- what travels ---------------------------------------------------------------------------------
-
-
 def test_whole_sequences_are_counted_over_the_ranks_that_share_them() -> None:
     """The balance loss needs the counts of whole sequences, over cp and over tp."""
     plain, counted = (
@@ -122,15 +108,12 @@ def test_seconds_of_an_all_to_all() -> None:
     assert gather == pytest.approx(times[1])
 
 
-# --- for other code -------------------------------------------------------------------------------
-
-
 def test_stages_are_balanced_by_what_their_layers_cost() -> None:
     """A stage with a dense layer gets more layers than one of experts only."""
     keys = ["model.feed_forward=experts", "model.experts.count=8", "model.experts.per_token=4",
             "model.experts.num_dense_layers=2", "model.experts.ffn_dim=768", "parallel.ep=2",
             "parallel.layers_per_stage=auto"]  # fmt: skip
-    config = load_config(str(CONFIGS / "laptop.yaml"), keys)
+    config = load_config("configs/laptop.yaml", keys)
     validate(config, 8)
     assert config.setting().ep == 2
     assert [len(stage) for stage in config.split_layers()] == [3, 1]

@@ -2,9 +2,10 @@
 checkpoint holds of them."""
 
 import math
-from itertools import count
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,15 +13,12 @@ import torch
 from declare import keys_of
 from model.config import ModelConfig
 from proofs.ranks import Ranks
-from runtime.checkpoint.load import load as load_checkpoint
 from runtime.checkpoint.manifest import read_manifest
 from runtime.checkpoint.verify import parse_trainer
-from runtime.metrics import metrics
 from runtime.metrics.expert_load import LoadStatistics, figures_of
-from runtime.trainer_state import held_tensors
+from runtime.metrics.metrics import Metrics
 from settings.load import load_config
 from tests import runs
-from tests.planted import planted
 from tools import verify
 from tools.report.charts import charts
 from tools.report.run import read_run
@@ -56,16 +54,9 @@ def test_steps_since_the_last_logged_one_are_added() -> None:
 
 def train_and_count_waits(arguments: list[str]) -> int:
     """Train; return how often the measurements of a step were read."""
-    waits = count()
-
-    @planted(metrics.Metrics, "_read")
-    def counted(read: Any, *given: Any) -> Any:
-        next(waits)
-        return read(*given)
-
-    with counted():
+    with patch.object(Metrics, "_read", autospec=True, side_effect=Metrics._read) as read:
         assert runs.train_run(arguments) == ""
-    return next(waits)
+    return read.call_count
 
 
 def test_what_a_step_measured_is_read_when_it_is_logged(
@@ -118,17 +109,10 @@ def test_a_checkpoint_holds_experts_and_biases(
     assert "good" in capsys.readouterr().out
 
 
-def loaded_weights(arguments: list[str], path: str) -> tuple[dict[str, torch.Tensor], float]:
-    """Load only the weights: the biases, and the largest moment."""
-    step = runs.step_of(arguments)
-    load_checkpoint(step, runs.saved_start(Path(path), weights_only=True))
-    biases, largest = {}, 0.0
-    for held in held_tensors(step):
-        if held.name.endswith("bias"):
-            biases[held.name] = held.tensor.to_local().clone()
-        elif not held.of_model and held.tensor.to_local().numel():
-            largest = max(largest, held.tensor.to_local().abs().max().item())
-    return biases, largest
+def state_after_weights_only(*arguments: Any) -> dict[str, torch.Tensor]:
+    """The global tensors of a run that starts from the weights of a checkpoint."""
+    with patch.object(runs, "saved_start", partial(runs.saved_start, weights_only=True)):
+        return runs.global_state(*arguments)
 
 
 def test_weights_come_with_their_biases(ranks: Ranks, saved_experts: Path) -> None:
@@ -136,9 +120,11 @@ def test_weights_come_with_their_biases(ranks: Ranks, saved_experts: Path) -> No
     these weights were trained for; its moments are new."""
     arguments = [str(saved_experts / "config.yaml"), "parallel.pp=1", "parallel.tp=2"]
     path = str(runs.checkpoint_of(saved_experts, 4))
-    for found, largest_moment in ranks.run(loaded_weights, 2, arguments, path):
-        assert runs.same_tensors(found, biases(saved_experts, 4))
-        assert largest_moment == 0
+    for found in ranks.run(state_after_weights_only, 2, arguments, path):
+        assert runs.same_tensors({name: found[name] for name in BIASES}, biases(saved_experts, 4))
+        moments = [tensor for name, tensor in found.items() if name.startswith("optimizer.")]
+        assert not any(moment.any() for moment in moments)
+        assert moments
 
 
 def test_how_the_load_is_evened_may_change(

@@ -130,13 +130,13 @@ def test_a_reader_goes_on(
     check(reader, odd, tmp_path, capsys)
 
 
-def by_hand(folder: Path) -> int:
-    return max(json.loads(line)["step"] for line in (folder / FILES[0]).open("rb"))
-
-
 @pytest.mark.parametrize("odd", ODD)
 def test_controls(odd: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A reader that checks no line is caught, and so is one that says nothing."""
+
+    def by_hand(folder: Path) -> int:
+        return max(json.loads(line)["step"] for line in (folder / FILES[0]).open("rb"))
+
     wrong = (KeyError, TypeError, ValueError, RecursionError)
     with patch.dict(READERS, {"by hand": (by_hand, ())}), pytest.raises(wrong):
         check("by hand", [odd], tmp_path, capsys)

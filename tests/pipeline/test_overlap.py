@@ -15,9 +15,9 @@ from costs.recorder import Effect, Phase
 from costs.seconds import Links, Rates
 from costs.setting import Setting
 from costs.units import unit
+from hardware import H100
 from model.config import ModelConfig
 from parallel.kept import KeptOutputs
-from tools.plan.hardware import find_device
 
 SMALL = ModelConfig(dim=256, num_layers=1, num_heads=8, num_kv_heads=4, ffn_dim=704,
                     vocab_size=1000)  # fmt: skip
@@ -83,30 +83,22 @@ def test_pieces_change_neither_operations_nor_bytes_nor_what_is_kept() -> None:
             assert four[name].effect.changes == one[name].effect.changes
 
 
-def exposed(*events: Event) -> float:
-    """Exposed seconds, in units of those of one collective."""
-    device = find_device("h100")
-    rates = Rates(device, Links(device, TP, 1, 1, TP), 2)
-    one = rates.links.collective("tp", 1 << 30)
-    return rates.cost(Phase(events, Effect(0, {}, {}), (), ())).waiting / one
-
-
-def seconds_of_collectives(number: float) -> Product:
-    """A product that takes as long as this number of collectives."""
-    device = replace(find_device("h100"), kernel_seconds=0.0)
-    links = Links(device, TP, 1, 1, TP)
-    seconds = number * links.collective("tp", 1 << 30) - find_device("h100").kernel_seconds
-    rows, columns = device.tile * device.multiprocessors, device.tile  # one wave of tiles
-    flops = seconds * device.peak(2) * device.matmul_efficiency
-    return Product(rows, columns, inner=round(flops / (2 * rows * columns)), bytes=0, width=2)
-
-
 def test_collectives_of_one_group_run_one_after_another() -> None:
     """Two collectives that start together end one after the other, so a product hides only its own
     seconds of their sum."""
+    device = replace(H100, kernel_seconds=0.0)
+    rates = Rates(device, Links(device, TP, 1, 1, TP), 2)
     a, b = (Sent(Call("tp", "all_gather", 1 << 30), number) for number in (0, 1))
-    wait_a, wait_b = Waited(0), Waited(1)
-    half = seconds_of_collectives(0.5)
+    wait_a, wait_b, one = Waited(0), Waited(1), rates.links.collective("tp", 1 << 30)
+    # a product that takes half as long as a collective: one wave of tiles
+    rows, columns = device.tile * device.multiprocessors, device.tile
+    flops = one / 2 * device.peak(2) * device.matmul_efficiency
+    half = Product(rows, columns, inner=round(flops / (2 * rows * columns)), bytes=0, width=2)
+
+    def exposed(*events: Event) -> float:
+        """In units of the seconds of one collective."""
+        return rates.cost(Phase(events, Effect(0, {}, {}), (), ())).waiting / one
+
     assert exposed(a, wait_a, b, wait_b) == pytest.approx(2)
     assert exposed(a, b, wait_a, wait_b) == pytest.approx(2)
     assert exposed(a, b, half, wait_a, wait_b) == pytest.approx(1.5)

@@ -29,10 +29,7 @@ from tools.plan.candidates import FIXED
 RANKS = 4
 CASES = {
     name: Case(
-        MeshSizes(pp=RANKS),
-        schedule=name,
-        stages_per_rank=FIXED.get(name, 2),
-        num_microbatches=8,
+        MeshSizes(pp=RANKS), schedule=name, stages_per_rank=FIXED.get(name, 2), num_microbatches=8
     )
     for name in SCHEDULES
 }

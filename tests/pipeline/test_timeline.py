@@ -38,18 +38,14 @@ def test_a_label_is_no_wider_than_its_action(microbatch, costs, line):
     assert ascii_lanes(Timeline(simulate(one, costs))) == [line]
 
 
-# --- traces ---------------------------------------------------------------------------------------
-
-
 def test_a_trace_comes_back_as_it_was_written():
     written = timeline("zb_h1", 3, 1, 5, 1.2345, 0.7, 1 / 3, 0.1)
     trace = json.loads(json.dumps(to_chrome(written)))
     read = from_chrome(trace)
     for lane, expected in zip(read.ranks, written.ranks, strict=True):
-        for event, other in zip(lane, expected, strict=True):
-            assert event.action == other.action
-            times = pytest.approx([other.start, other.end], abs=2e-6)
-            assert [event.start, event.end] == times
+        for (action, *times), (other, *written_times) in zip(lane, expected, strict=True):
+            assert action == other
+            assert times == pytest.approx(written_times, abs=2e-6)
     assert from_chrome(to_chrome(read)) == read
 
 
@@ -59,9 +55,6 @@ def test_what_a_trace_looks_like():
     event = {"ph": "X", "name": "F0.3", "cat": "forward", "pid": 0, "tid": 0, "ts": 2000.0,
              "dur": 500.0, "args": {"kind": "F", "stage": 0, "microbatch": 3}}  # fmt: skip
     assert trace["traceEvents"][1:] == [name, event]
-
-
-# --- pictures -------------------------------------------------------------------------------------
 
 
 def test_a_picture_has_every_action():
@@ -89,9 +82,6 @@ def test_schedules_are_compared_on_the_same_model():
     twice as long, so that every rank has the same work."""
     panels = simulated_panels(["1f1b", "zb_v"], 2, 4, costs=(1, 2, 1))
     assert {panel.timeline.busy(rank) for panel in panels for rank in range(2)} == {4 * 2 * 4}
-
-
-# --- the command ----------------------------------------------------------------------------------
 
 
 def test_the_command_draws_schedules_below_each_other(tmp_path, capsys):

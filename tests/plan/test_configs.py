@@ -40,29 +40,28 @@ def load(name: str, *overrides: str) -> Config:
     return load_config(str(CONFIGS / f"{name}.yaml"), list(overrides))
 
 
-def read(name: str) -> tuple[Config, int]:
-    """The configuration and the world size that it is made for."""
-    text = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
-    first_line = re.match(r"# world: (\d+)\n", text)
-    assert first_line, f"{name}.yaml must begin with '# world: N'"
-    return load(name), int(first_line[1])
+def peak(config: Config, world: int) -> int:
+    """The planned peak memory, in bytes, of the pipeline rank that needs most in any data stage."""
+    return max(max(peaks(Layout(stage.config, world, 0))) for stage in data_stages(config))
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_what_it_says(name: str) -> None:
-    """It fits its world and no other, is the model that it names, has relative paths, and is in the
-    manual."""
-    config, world = read(name)
+    """It fits its world and no other, and 80 GB, is the model that it names, has relative paths,
+    and is in the manual."""
+    text = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
+    begins = re.match(r"# world: (\d+)\n# yaml-language-server: \$schema=schema.json\n", text)
+    assert begins, f"{name}.yaml must begin with '# world: N' and its schema"
+    config, world = load(name), int(begins[1])
     validate(config, world)
     with pytest.raises(UserError):  # control: validate can refuse
         validate(config, world - 1)
+    assert peak(config, world) <= H100.room
     if name in PARAMETERS:
         assert num_parameters(config.model) == PARAMETERS[name]
     data = [config.data.path] if isinstance(config.data.path, str) else list(config.data.path)
     paths = [config.run.dir, config.data.tokenizer, *data]
     assert not any(Path(p).is_absolute() for p in paths)
-    text = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
-    assert "# yaml-language-server: $schema=schema.json\n" in text
     page = (DOCS / "running.md").read_text(encoding="utf-8")
     assert f"| [{name}](../configs/{name}.yaml) |" in page
 
@@ -76,16 +75,6 @@ def test_make_train_fits_what_the_machine_has(name: str, num_gpus: int) -> None:
     config = load_config(path, overrides)
     validate(config, processes)
     assert config.train.dtype == ("bfloat16" if num_gpus else "float32")
-
-
-def peak(config: Config, world: int) -> int:
-    """The planned peak memory, in bytes, of the pipeline rank that needs most in any data stage."""
-    return max(max(peaks(Layout(stage.config, world, 0))) for stage in data_stages(config))
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_fits_80_gb(name: str) -> None:
-    assert peak(*read(name)) <= H100.room
 
 
 @pytest.mark.parametrize("override", ["parallel.zero_stage=1", "train.micro_batch_size=2"])
@@ -104,31 +93,22 @@ def test_the_70b_file_is_faster_than_with_tp_across_the_machine() -> None:
     assert four < eight
 
 
-def sbatch_examples() -> list[tuple[int, list[str]]]:
-    """Every example with a number of nodes, in the job script and the pages: the nodes less the
-    spare ones, and the script's arguments; not those with a configuration of the user's own,
-    CONFIG.yaml."""
-    found, script = [], "slurm/train_70b.sh"
-    for file in (ROOT / script, *sorted(DOCS.glob("*.md"))):
-        for line in file.read_text(encoding="utf-8").splitlines():
-            words = line.lstrip("# ").split()
-            if words[:1] == ["sbatch"] and "--nodes" in words and script in words:
-                after = words[words.index(script) + 1 :]
-                arguments = [word for word in after if "=" in word or word.endswith(".yaml")]
-                # of MIN-MAX the most: that is what the configuration's own layout is for
-                nodes = words[words.index("--nodes") + 1].rpartition("-")[2]
-                spare = re.search(r"SPARE_NODES=(\d+)", line)
-                if "CONFIG.yaml" not in arguments:
-                    found.append((int(nodes) - int(spare[1] if spare else 0), arguments))
-    return found
+# With a number of nodes; of MIN-MAX the most, which is what the configuration's own layout is for.
+SBATCH = re.compile(r"(?m)^[# ]*sbatch .*--nodes (?:\d+-)?(\d+) .*slurm/train_70b\.sh(.*)")
 
 
 def test_every_example_of_the_job_fits_its_nodes() -> None:
-    """The layout makes the world of the nodes that train, 8 GPUs each."""
-    examples = sbatch_examples()
+    """In the job script and the pages, but with a configuration of the user's own, CONFIG.yaml: the
+    layout makes the world of the nodes that train, 8 GPUs each, which spare ones do not."""
+    files = [ROOT / "slurm/train_70b.sh", *DOCS.glob("*.md")]
+    found = [each for file in files for each in SBATCH.finditer(file.read_text(encoding="utf-8"))]
+    examples = [each for each in found if "CONFIG.yaml" not in each[2]]
     assert len(examples) >= 4
-    for nodes, arguments in examples:
-        name, *overrides = arguments or ["configs/llama3_70b.yaml"]
+    for example in examples:
+        spare = re.search(r"SPARE_NODES=(\d+)", example[0])
+        given = [word for word in example[2].split() if "=" in word or word.endswith(".yaml")]
+        name, *overrides = given or ["configs/llama3_70b.yaml"]
+        nodes = int(example[1]) - int(spare[1] if spare else 0)
         validate(load_config(str(ROOT / name), overrides), 8 * nodes)
 
 

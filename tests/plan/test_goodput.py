@@ -9,16 +9,8 @@ import pytest
 from hardware import FAILURES_PER_GPU_DAY, H100
 from runtime.checkpoint.save_interval import DAY, best_interval, mtbf_of
 from settings.load import load_config
-from tools.plan.goodput import (
-    Shares,
-    describe_goodput,
-    goodput,
-    shares,
-    spares_needed,
-)
+from tools.plan.goodput import Shares, describe_goodput, goodput, shares, spares_needed
 from tools.report import run as report
-
-# --- the closed form ------------------------------------------------------------------------------
 
 
 def test_published_figures():
@@ -85,9 +77,6 @@ def test_spare_nodes():
     assert spares_needed(10_000.0) == pytest.approx(10_000 + 2.326 * 100, abs=2)
 
 
-# --- a run's ledger -------------------------------------------------------------------------------
-
-
 def test_what_a_run_measured():
     """Of 20 steps of 2 s on 4 ranks, with a save every 5 steps and one failure, after step 13."""
     events: list[dict[str, Any]] = []
@@ -125,9 +114,6 @@ def test_a_planned_stop_is_no_failure():
         assert report.goodput([start, end, start], 0.0)[0].endswith(f"; {failures} failures")
 
 
-# --- a plan ---------------------------------------------------------------------------------------
-
-
 def planned(gpus: int, *overrides: str) -> dict[str, Any]:
     return goodput(load_config("configs/llama3_70b.yaml", list(overrides)), gpus, H100, 10.0)
 
@@ -150,9 +136,7 @@ def test_the_plan():
     hourly = planned(256, "checkpoint.interval=auto", "checkpoint.failures_per_gpu_day=1e-7")
     assert hourly["interval_steps"] == 360 < hourly["best_interval_steps"]
     assert describe_goodput(planned(256, "checkpoint.failures_per_gpu_day=0")) == []
-
-
-def test_without_saves_a_failure_costs_all_steps():
-    found = planned(16_384, "checkpoint.interval=never")
-    assert (found["interval_steps"], found["effective_training_time"]) == (None, 0.0)
-    assert "nothing is saved before the last step (best: " in describe_goodput(found)[0]
+    # without saves a failure costs all steps
+    never = planned(16_384, "checkpoint.interval=never")
+    assert (never["interval_steps"], never["effective_training_time"]) == (None, 0.0)
+    assert "nothing is saved before the last step (best: " in describe_goodput(never)[0]

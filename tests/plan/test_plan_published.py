@@ -5,12 +5,10 @@ import pytest
 from benchmarks import plan_accuracy
 from benchmarks.plan_accuracy import FITTED, ROWS
 from settings.load import load_config
-from tests import ROOT
 from tools.plan.hardware import GB
 from tools.plan.layout import Layout
 from tools.plan.memory import peaks
 
-CONFIGS = ROOT / "configs"
 QUICK_ROWS = [row for row in ROWS if row.pp == 1]  # no pipeline to simulate
 
 
@@ -52,7 +50,7 @@ B13 = f"{A100} model.dim=5120 model.num_layers=40 model.num_heads=40 model.ffn_d
 def test_memory_is_about_what_guides_say(gigabytes: float, keys: str) -> None:
     """Of 8 A100, in docs/plan_accuracy.md; not of the rows for which that page gives a reason to
     differ."""
-    config = load_config(str(CONFIGS / "llama3_8b.yaml"), keys.split())
+    config = load_config("configs/llama3_8b.yaml", keys.split())
     assert max(peaks(Layout(config, 8, 0))) / GB == pytest.approx(gigabytes, rel=0.2)
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from errors import UserError
 from hardware import H100
+from parallel.pipeline.schedules import SCHEDULES
 from settings.checks import validate
 from settings.config import Config
 from settings.layouts import valid_layout
 from settings.load import load_config
-from tests import ROOT
-from tools.plan.candidates import candidates
+from tools.plan.candidates import FIXED, candidates
 from tools.plan.layout import Layout
 from tools.plan.memory import CHECKED, GROWING, Memory, batch_bytes, peaks, shortened
 from tools.plan.search import Found, _error, check_before_search, describe_search, search
@@ -24,20 +24,12 @@ SMALL = (
     "model.vocab_size=8192 train.seq_len=512 parallel.tp_pieces=1 "
     "train.activation_checkpointing=none"
 )
-STAGES = {  # per rank
-    "1f1b": (1,),
-    "zb_h1": (1,),
-    "zb_v": (2,),
-    "dualpipe_v": (2,),
-    "interleaved_1f1b": (2, 3),
-    "gpipe": (1,),
-    "breadth_first": (2,),
-}
+STAGES = {name: (FIXED.get(name, 2),) for name in SCHEDULES} | {"interleaved_1f1b": (2, 3)}
 
 
 def load(name: str, *keys: str) -> Config:
     """A configuration, with keys of which one text may have several."""
-    return load_config(str(ROOT / "configs" / f"{name}.yaml"), " ".join(keys).split())
+    return load_config(f"configs/{name}.yaml", " ".join(keys).split())
 
 
 def job(schedule: str, pp: int, v: int, m: int, *keys: str) -> Layout:

@@ -1,7 +1,7 @@
-"""Work with a device from the host's side, on pretended devices: threads use their rank's device,
-saving does not touch a stream, and a card is told from its namesakes."""
+"""Work with a device from the host's side, on pretended devices: saving does not touch a stream, a
+card is told from its namesakes, and an examination is deterministic. (A thread works on its rank's
+device: test_streams.py.)"""
 
-import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,30 +13,8 @@ from torch.distributed.checkpoint import filesystem
 from hardware import DATA_SHEETS, data_sheet_of
 from proofs.ranks import RankError, Ranks
 from runtime.checkpoint.save import FilesOfSomeSize, Saver
-from runtime.device import CUBLAS, deterministic, device_thread
+from runtime.device import CUBLAS, deterministic
 from tests.runs import fresh, train_run, write_config
-
-
-class Devices(threading.local):
-    """torch.cuda's current device: each thread has its own, at first device 0."""
-
-    current = 0
-
-
-@pytest.mark.parametrize("make", [device_thread, None], ids=["device_thread", "control"])
-def test_a_thread_works_on_its_rank_s_device(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
-    """Control: a plain thread works on device 0."""
-    here = Devices()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: here.current)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(here, "current", device))
-    torch.cuda.set_device(3)
-    seen: list[int] = []
-    target = lambda: seen.append(torch.cuda.current_device())  # noqa: E731
-    thread = make(target, "name") if make else threading.Thread(target=target)
-    thread.start()
-    thread.join()
-    assert seen == [3 if make else 0]
 
 
 class CopyAhead(FilesOfSomeSize):
@@ -89,25 +67,20 @@ def test_a_card_has_its_own_peak() -> None:
         assert data_sheet_of(other) is None
 
 
-@pytest.mark.parametrize("before", [(False, False), (True, True)])
-@pytest.mark.parametrize(("variable", "warns"), [(":4096:8", False), (":0:0", True)])
+@pytest.mark.parametrize("before", [0, 1])  # torch's mode: 0 no, 1 warns, 2 yes
+@pytest.mark.parametrize(("variable", "inside"), [(":4096:8", 2), (":0:0", 1)])
 def test_an_examination_is_deterministic_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, before: tuple[bool, bool], variable: str, warns: bool
+    monkeypatch: pytest.MonkeyPatch, before: int, variable: str, inside: int
 ) -> None:
     """And not only where it costs nothing: with "warn only", flash attention's backward does not
     repeat. But products raise unless the user's variable allows it."""
-
-    def flags() -> tuple[bool, bool]:
-        warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        return torch.are_deterministic_algorithms_enabled(), warns
-
     monkeypatch.setenv(CUBLAS, variable)
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.set_deterministic_debug_mode(before)
     try:
         with deterministic("cuda"):
-            assert flags() == ((True, warns) if not before[0] else before)
-        assert flags() == before
+            assert torch.get_deterministic_debug_mode() == (before or inside)
+        assert torch.get_deterministic_debug_mode() == before
         with deterministic("cpu"):
-            assert flags() == before
+            assert torch.get_deterministic_debug_mode() == before
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(False)  # inductor's setting too

@@ -13,20 +13,10 @@ from torch import Tensor
 from model.kernels.swiglu import swiglu
 from parallel.axes import MeshSizes
 from settings.load import load_config
-from tests import ROOT
 from tools.rehearse.fake_gpu import DEVICE, fake_gpu, one_rank
-from tools.rehearse.operators import (
-    ATTENTION,
-    COLLECTIVE,
-    PRODUCT,
-    TRITON,
-    recording,
-)
+from tools.rehearse.operators import ATTENTION, COLLECTIVE, PRODUCT, TRITON, recording
 from tools.rehearse.rank import alone, rehearse
 from training.gradient import gradient_norm
-
-CONFIGS = ROOT / "configs"
-Rows = list[dict[str, Any]]
 
 
 class Case(NamedTuple):
@@ -73,11 +63,10 @@ STEPS = [
 ]
 
 
-def rows_of(case: Case, more: str = "") -> Rows:
+def rows_of(case: Case, more: str = "") -> list[dict[str, Any]]:
     keys = f"{case.keys} {more}".split()
-    config = load_config(str(CONFIGS / f"{case.configuration}.yaml"), keys)
-    found: Rows = alone(rehearse, config, case.world, case.rank, 2, recording)["operators"]
-    return found
+    config = load_config(f"configs/{case.configuration}.yaml", keys)
+    return alone(rehearse, config, case.world, case.rank, 2, recording)["operators"]
 
 
 @pytest.mark.parametrize("case", [*BLOCKS, *STEPS], ids=lambda case: case.name)
@@ -94,24 +83,9 @@ def test_a_rank_waits_and_computes_no_more_than_it_must(case: Case) -> None:
     assert not case.launches or launches <= case.launches
 
 
-SMALL = ("model.dim=64 model.num_heads=4 model.num_kv_heads=2 model.ffn_dim=96 "
-         "model.vocab_size=128 train.seq_len=32")  # fmt: skip
-
-
-def found_by_planting(case: Case, target: str, replacement: Callable[..., Any]) -> Rows:
-    """The rows that this file causes, if `target` is replaced; at small widths."""
-    with patch(target, replacement):
-        rows = rows_of(case, SMALL)
-    return [row for row in rows if row["file"] == "tests/rehearse/test_operators.py"]
-
-
-def with_clone(gate: Tensor, up: Tensor, kernels: str) -> Tensor:
-    return swiglu(gate.clone(), up, kernels)
-
-
-def with_product(gate: Tensor, up: Tensor, kernels: str) -> Tensor:
+def with_clone_and_product(gate: Tensor, up: Tensor, kernels: str) -> Tensor:
     gate[0].detach() @ up[0].detach().t()
-    return swiglu(gate, up, kernels)
+    return swiglu(gate.clone(), up, kernels)
 
 
 def with_item(*args: Any) -> Tensor:
@@ -119,28 +93,31 @@ def with_item(*args: Any) -> Tensor:
     return norm * 2 if norm.item() > 1 else norm
 
 
-SWIGLU = "model.feed_forward.swiglu.swiglu"
+SMALL = ("model.dim=64 model.num_heads=4 model.num_kv_heads=2 model.ffn_dim=96 "
+         "model.vocab_size=128 train.seq_len=32 train.activation_checkpointing=full")  # fmt: skip
 
 
-def test_an_extra_clone_is_found_with_its_bytes_and_its_line() -> None:
-    (row,) = found_by_planting(STEPS[0], SWIGLU, with_clone)
-    assert (row["pass"], row["name"], row["function"]) == ("forward", "clone", "with_clone")
-    assert row["line"] == with_clone.__code__.co_firstlineno + 1
-    # two blocks and two micro-batches; [S, 1, F] in bfloat16, read and written
-    assert (row["launches"], row["bytes"]) == (4, 4 * 2 * 2 * 32 * 96)
-
-
-def test_a_wait_for_the_device_is_found() -> None:
-    rows = found_by_planting(BLOCKS[0], "training.step.gradient_norm", with_item)
-    (waits,) = [row for row in rows if row["waits"]]
+def test_a_clone_a_wait_and_a_product_for_nothing_are_found() -> None:
+    """With their pass, bytes and line, at small widths, in each of two blocks and micro-batches."""
+    with (
+        patch("model.feed_forward.swiglu.swiglu", with_clone_and_product),
+        patch("training.step.gradient_norm", with_item),
+    ):
+        rows = rows_of(STEPS[0], SMALL)
+    mine = [row for row in rows if row["file"] == "tests/rehearse/test_operators.py"]
+    assert len(mine) == 5, "two clones, two products and a wait; views launch nothing"
+    passes = ["forward", "recomputation"]
+    clones = [row for row in mine if row["name"] == "clone"]
+    assert [row["pass"] for row in clones] == passes
+    assert {row["function"] for row in clones} == {"with_clone_and_product"}
+    assert {row["line"] for row in clones} == {with_clone_and_product.__code__.co_firstlineno + 2}
+    # [S, 1, F] in bfloat16, read and written
+    assert {(row["launches"], row["bytes"]) for row in clones} == {(4, 4 * 2 * 2 * 32 * 96)}
+    (waits,) = [row for row in mine if row["waits"]]
     assert (waits["name"], waits["function"]) == ("_local_scalar_dense", "with_item")
-
-
-def test_a_product_that_is_recomputed_for_nothing_is_found() -> None:
-    forward, again = found_by_planting(BLOCKS[0], SWIGLU, with_product)
-    assert [forward["pass"], again["pass"]] == ["forward", "recomputation"]
-    assert forward["kind"] == again["kind"] == PRODUCT
-    assert (again["launches"], again["for_nothing"]) == (1, 1)
+    products = [row for row in mine if row["kind"] == PRODUCT]
+    assert [row["pass"] for row in products] == passes
+    assert (products[1]["launches"], products[1]["for_nothing"]) == (4, 4)
 
 
 def operations_of(call: Callable[[], Any]) -> list[tuple[str, int, bool]]:
