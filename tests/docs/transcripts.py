@@ -56,35 +56,28 @@ class Command:
 
 
 BLOCK = re.compile(r"^```(console|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = (  # up to the end of its here-document, to the closing ', or to a line without backslash
+    r"(?P<text>.*<<'(?P<end>\w+)'\n(?:.*\n)*?(?P=end)\n"
+    r"|.* -c '\n(?:.*\n)*?'\n"
+    r"|(?:.*\\\n)*.*\n)"
+)
+COMMANDS = {
+    "console": re.compile(rf"^\$ {COMMAND}(?P<output>(?:(?!\$ ).*\n)*)", re.MULTILINE),
+    "bash": re.compile(rf"^(?!#|\s*$){COMMAND}", re.MULTILINE),
+}
 
 
 def commands(page: Path) -> list[Command]:
     """All commands of a page, in order."""
     found, text = [], page.read_text(encoding="utf-8")
     for block in BLOCK.finditer(text):
-        start = text[: block.start(2)].count("\n") + 1
-        console, lines, at = block[1] == "console", block[2].splitlines(), 0
-        while at < len(lines):
-            first = at
-            if not console and (not lines[at].strip() or lines[at].startswith("#")):
-                at += 1
-                continue
-            where = f"{page.name}:{start + at}"
-            assert not console or lines[at].startswith("$ "), f"{where}: output before any command"
-            command = [lines[at].removeprefix("$ ")]
-            here = re.search(r"<<'(\w+)'$", command[0])
-            last = here[1] if here else "'" if command[0].endswith(" -c '") else None
-            while command[-1] != last if last else command[-1].endswith("\\"):
-                at += 1
-                command.append(lines[at])
-            at += 1
-            output = at
-            while console and at < len(lines) and not lines[at].startswith("$ "):
-                at += 1
-            command[-1], _, reason = command[-1].partition("# not run: ")
-            said = "\n".join(lines[output:at]) if console else None
-            command_text = "\n".join(command).rstrip()
-            found.append(Command(page.name, start + first, command_text, said, reason))
+        kind, lines = block.groups()
+        assert kind == "bash" or lines.startswith("$ "), f"{page.name}: output before any command"
+        for each in COMMANDS[kind].finditer(lines):
+            line = text[: block.start(2) + each.start()].count("\n") + 1
+            command, _, reason = each["text"].rstrip().partition("# not run: ")
+            output = each["output"].removesuffix("\n") if kind == "console" else None
+            found.append(Command(page.name, line, command.rstrip(), output, reason))
     return found
 
 
