@@ -37,7 +37,6 @@ from tests.runs import forked
 
 LEFT_OUT = (".git", ".venv", "runs", "prepared", "wandb", "__pycache__", ".*_cache", "*.pyc",
             ".whl", "site", "corpus")  # fmt: skip
-PYTHON = (".venv/bin/python", "python")
 SECONDS = 600  # timeout of one command; far more than any takes
 
 
@@ -100,16 +99,14 @@ def matches(shown: str, printed: str) -> bool:
 
 
 def copy_tree(folder: Path) -> Path:
-    """Copy the repository's sources to `folder`, with a .venv/bin that provides this interpreter
-    under the names that pages use."""
+    """Copy the repository's sources to `folder`, with a .venv/bin/python that is this
+    interpreter."""
     copy = folder / "lattice"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    programs = copy / ".venv" / "bin"
-    programs.mkdir(parents=True)
-    modules = {"python": "", "torchrun": " -m torch.distributed.run", "pytest": " -m pytest"}
-    for name, run in modules.items():
-        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{run} "$@"\n')
-        (programs / name).chmod(0o755)
+    program = copy / ".venv" / "bin" / "python"
+    program.parent.mkdir(parents=True)
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    program.chmod(0o755)
     return copy
 
 
@@ -135,19 +132,18 @@ def as_python(command: str) -> tuple[list[str], str] | None:
     which are forked from the program's own process."""
     if "Ranks(" in command:
         return None
-    first, _, rest = command.partition("\n")
-    here = re.fullmatch(r"(\S+) - <<'(\w+)'", first)
-    if here:
-        return ([], rest.removesuffix(here[2])) if here[1] in PYTHON else None
+    if here := re.fullmatch(r"\.venv/bin/python - <<'(\w+)'\n(.*\n)\1", command, re.DOTALL):
+        return [], here[2]
     words = shlex.split(command.replace("\\\n", " "), comments=True)
-    shell = any(
-        re.fullmatch(r"\d?[<>|&;].*", word) or ("$" in word and "\n" not in word) for word in words
-    )
-    if shell or len(words) < 3 or words[0] not in PYTHON:
+    shell = r"\d?[<>|&;].*|[^\n]*\$[^\n]*"  # a redirection or the like, or a variable in a line
+    if any(re.fullmatch(shell, word) for word in words):
         return None
-    if words[1] == "-m":
-        return words[2:], ""
-    return (words[3:], words[2]) if words[1] == "-c" else None
+    match words:
+        case [".venv/bin/python", "-m", *arguments]:
+            return arguments, ""
+        case [".venv/bin/python", "-c", program, *arguments]:
+            return arguments, program
+    return None
 
 
 def run_python(arguments: list[str], program: str, folder: Path) -> tuple[int, str, str]:

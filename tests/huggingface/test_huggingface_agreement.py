@@ -15,7 +15,7 @@ from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
 from proofs.ranks import Ranks
 from tests.data_samples import MANY, tokenizer
-from tests.huggingface.huggingface_models import SMALL, change, random_folder
+from tests.huggingface.huggingface_models import POINTER, SMALL, change, random_folder
 from tools import export
 from tools.generate.load_model import load_model
 from tools.huggingface import checkpoint_reader
@@ -150,7 +150,7 @@ def test_files_that_disagree_are_refused(chat: Path, tmp_path: Path, name: str) 
 
 
 def test_what_cannot_be_read_is_said_so(chat: Path, tmp_path: Path) -> None:
-    (chat / JSON).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    (chat / JSON).write_text(POINTER)
     with pytest.raises(UserError, match="a Git LFS pointer"):
         import_hf(chat, tmp_path / "out")
     with pytest.raises(UserError, match=r"--hf = .*File name too long"):
