@@ -35,9 +35,9 @@ from tests.huggingface.huggingface_models import (
 from tests.proofs.parity_tiers import thorough_but
 from tests.runs import names, run, write_config
 from tools import export, import_hf
-from tools.huggingface.checkpoint_reader import CheckpointReader, newest
+from tools.huggingface.checkpoint_reader import CheckpointReader, WeightReader, newest
 from tools.huggingface.config import HuggingFaceConfig
-from tools.huggingface.folder_reader import INDEX, SINGLE, FolderReader
+from tools.huggingface.folder_reader import INDEX, SINGLE
 from tools.huggingface.new_folder import new_folder
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -268,18 +268,15 @@ def test_the_model_is_never_whole_in_memory(
     save_file(tensors, hf / SINGLE)
     alive: list[weakref.ref[Tensor]] = []
     held: list[int] = []  # bytes, after each tensor was loaded
+    weight = WeightReader.weight
 
-    def watched(original: Any) -> Any:
-        def load(*args: Any) -> Tensor:
-            tensor: Tensor = original(*args)
-            alive.append(weakref.ref(tensor))
-            held.append(sum(each.nbytes for ref in alive if (each := ref()) is not None))
-            return tensor
+    def watched(*args: Any) -> Tensor:
+        tensor = weight(*args)
+        alive.append(weakref.ref(tensor))
+        held.append(sum(each.nbytes for ref in alive if (each := ref()) is not None))
+        return tensor
 
-        return load
-
-    monkeypatch.setattr(FolderReader, "weight", watched(FolderReader.weight))
-    monkeypatch.setattr(CheckpointReader, "weight", watched(CheckpointReader.weight))
+    monkeypatch.setattr(WeightReader, "weight", watched)
     whole = sum(tensor.nbytes for tensor in tensors.values())
     for convert, given, out, largest in (
         (import_hf.import_hf, hf, imported, 8 * tensors[name].nbytes),
