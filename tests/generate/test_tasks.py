@@ -383,10 +383,10 @@ def test_a_run_and_the_tool_agree(ranks: Ranks, evaluated: Path, tasks: list[str
 
 
 @pytest.mark.thorough
-def test_the_command(evaluated: Path, tmp_path: Path) -> None:
+def test_the_command(saved: Path, tmp_path: Path) -> None:
     """It prints a table, and writes all log-likelihoods."""
     file, bundled = tmp_path / "found.json", ["python", "python_text"]
-    command = ["tools.evaluate", "--checkpoint", str(evaluated / "8" / "run"), "--tasks"]
+    command = ["tools.evaluate", "--checkpoint", str(saved / "run"), "--tasks"]
     refused, *_ = run_python([*command, "pythn"], "", ROOT)
     done, printed, errors = run_python([*command, *bundled, "--json", str(file)], "", ROOT)
     assert (refused, done) == (2, 0), errors
