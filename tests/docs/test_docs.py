@@ -15,7 +15,7 @@ import yaml
 
 from docs.pictures import NAMES, pictures
 from tests import ROOT
-from tests.docs.transcripts import commands, copy_tree, matches, run
+from tests.docs.transcripts import check, commands, copy_tree, matches
 from tests.proofs.parity_tiers import thorough_but
 from tools.timeline.draw import save
 
@@ -61,10 +61,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", thorough_but(RUN.keys() - SECOND, RUN), ids=str)
 def test_a_command_prints_what_the_page_shows(name: str, copy: Path) -> None:
-    status, output, errors = run(RUN[name].text, copy)
-    assert status == 0, f"status {status}\n{output}{errors}"
-    if (shown := RUN[name].output) is not None:
-        assert matches(shown, output), f"it printed\n{output}"
+    check(RUN[name], copy)
 
 
 def test_the_front_page_has_two_commands() -> None:

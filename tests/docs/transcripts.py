@@ -17,8 +17,11 @@ compared, and the command must succeed.
 
 In ```bash blocks every line is a command, without `$ `, and the page shows no output.
 
-Commands run at the root of a copy of the repository, in bash. A command that only runs Python runs
-in a process that has already imported torch (tests.runs.forked), which saves seconds.
+Commands run at the root of a copy of the repository, in bash. A command that only runs Python, or
+of whose output grep keeps some lines, runs in a process that has already imported torch
+(tests.runs.forked), which saves seconds.
+
+    python -m tests.docs.transcripts PAGE …    checks the pages of a copy, with its code
 """
 
 import os
@@ -110,27 +113,34 @@ def copy_tree(folder: Path) -> Path:
     return copy
 
 
-def in_bash(command: str, folder: Path) -> tuple[int, str, str]:
+def in_bash(command: str, folder: Path, given: str = "") -> tuple[int, str, str]:
     path = f"{folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}
-    about = {"cwd": folder, "env": environment, "stdin": subprocess.DEVNULL, "timeout": SECONDS}
+    about = {"cwd": folder, "env": environment, "input": given, "timeout": SECONDS}
     words = ["bash", "-euo", "pipefail", "-c", command]
     done = subprocess.run(words, capture_output=True, text=True, **about)
     return done.returncode, done.stdout, done.stderr
 
 
-def run(command: str, folder: Path) -> tuple[int, str, str]:
-    """Status, standard output and standard error of a command in a copy of the repository."""
-    if python := as_python(command):
-        return run_python(*python, folder)
-    return in_bash(command, folder)
+def check(command: Command, folder: Path) -> None:
+    """Run a command in a copy of the repository: it must succeed, and print what the page shows."""
+    first, pipe, rest = command.text.partition(" | grep ")
+    if python := as_python(first):
+        status, output, errors = run_python(*python, folder)
+        if pipe and status == 0:
+            status, output, errors = in_bash(f"grep {rest}", folder, output)
+    else:
+        status, output, errors = in_bash(command.text, folder)
+    assert status == 0, f"{command}: status {status}\n{output}{errors}"
+    if command.output is not None:
+        assert matches(command.output, output), f"{command} printed\n{output}"
 
 
 def as_python(command: str) -> tuple[list[str], str] | None:
     """(arguments, program) of a command that only runs Python: `-m MODULE …` (empty program), `-c
     PROGRAM …`, or a program in a here-document. None if the command needs a shell, or starts ranks,
     which are forked from the program's own process."""
-    if "Ranks(" in command:
+    if any(starts in command for starts in ("Ranks(", "tools.launch", "-m pytest")):
         return None
     if here := re.fullmatch(r"\.venv/bin/python - <<'(\w+)'\n(.*\n)\1", command, re.DOTALL):
         return [], here[2]
@@ -148,7 +158,7 @@ def as_python(command: str) -> tuple[list[str], str] | None:
 
 def run_python(arguments: list[str], program: str, folder: Path) -> tuple[int, str, str]:
     """Run Python in a process that has already imported torch, with this repository's modules and
-    the working directory `folder`; return as `run` does."""
+    the working directory `folder`: its status, standard output and standard error."""
     with tempfile.TemporaryDirectory() as said:
         output, errors = Path(said) / "output", Path(said) / "errors"
         process = forked(output, _run_python, arguments, program, folder, errors=errors)
@@ -166,3 +176,10 @@ def _run_python(arguments: list[str], program: str, folder: Path) -> None:
         exec(compile(program, "<page>", "exec"), {"__name__": "__main__"})
     else:
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    for page in sys.argv[1:]:
+        for command in commands(Path(page)):
+            if not command.not_run:
+                check(command, Path.cwd())
