@@ -4,7 +4,6 @@ scored."""
 import gzip
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -230,7 +229,7 @@ GOOD = '{"context": "a", "choices": ["b", "c"], "answer": 1}'
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (f"{GOOD}\n{{\n".encode(), r"mine\.jsonl, line 2'?: it is not JSON"),
+        (f"{GOOD}\n{{\n".encode(), "line 2': it is not JSON"),
         (b'\n{"text": "a", "id": 1}', "line 2.*id: Extra inputs"),
         (GOOD.replace("1}", "2}").encode(), "line 1.*answer is 2, and its choices are 0 to 1"),
         (f'{GOOD}\n{{"text": "a"}}'.encode(), "it has both choices and texts"),
@@ -242,9 +241,8 @@ GOOD = '{"context": "a", "choices": ["b", "c"], "answer": 1}'
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"train\.tasks = '.*mine\.jsonl") as raised:
+    with pytest.raises(UserError, match=rf"train\.tasks = '.*mine\.jsonl.*{said}"):
         read_tasks([str(path)], "train.tasks")
-    assert re.search(said, str(raised.value))
 
 
 @pytest.mark.parametrize(

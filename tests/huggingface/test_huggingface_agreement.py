@@ -2,6 +2,7 @@
 generation_config.json survive import and export."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -142,10 +143,8 @@ def test_files_that_disagree_are_refused(chat: Path, tmp_path: Path, name: str) 
     changes, said = DISAGREE[name]
     for file, fields in changes.items():
         change(chat, file, **fields)
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=".*".join(map(re.escape, said))):
         import_hf(chat, tmp_path / "out")
-    for each in said:
-        assert each in str(refused.value)
     assert not (tmp_path / "out").exists()
 
 
