@@ -40,7 +40,7 @@ from tests.runs import forked
 
 LEFT_OUT = (".git", ".venv", "runs", "prepared", "wandb", "__pycache__", ".*_cache", "*.pyc",
             ".whl", "site", "corpus")  # fmt: skip
-SECONDS = 600  # timeout of one command; far more than any takes
+SECONDS = 1200  # timeout of one command, or of those of all recipes; far more than any takes
 
 
 @dataclass(frozen=True)

@@ -145,8 +145,8 @@ def drawn_on_each_rank(config, sampling, sabotage=nullcontext):
     ("kv", "tp", "temperature"), thorough_but({(4, 2, 1)}, [(4, 2, 1), (1, 2, 0), (2, 4, 1)])
 )
 def test_ranks_together_write_what_one_does(ranks, kv, tp, temperature):
+    """Control: if each draws from its own part of the vocabulary, they do not."""
     config, sampling = replace(SMALL, num_kv_heads=kv), Sampling(temperature, seed=3)
-    """Control: with a rank that draws alone, they do not."""
     (expected,) = ranks.run(drawn_on_each_rank, 1, config, sampling)
     assert ranks.run(drawn_on_each_rank, tp, config, sampling) == [expected] * tp
     wrong = ranks.run(drawn_on_each_rank, tp, config, sampling, each_draws_from_its_own_part)

@@ -340,8 +340,7 @@ def test_log_likelihoods_are_those_of_transformers(
     from transformers import AutoModelForCausalLM
 
     out = tmp_path / "exported"
-    run_folder = str(evaluated / "8" / "run")
-    assert export.main(["--checkpoint", run_folder, "--out", str(out)]) == 0
+    assert export.main(["--checkpoint", str(evaluated / "8/run"), "--out", str(out)]) == 0
     (found,) = ranks.run(found_by_the_tool, 1, out, tasks)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
 
