@@ -138,8 +138,8 @@ def check(command: Command, folder: Path) -> None:
 
 def as_python(command: str) -> tuple[list[str], str] | None:
     """(arguments, program) of a command that only runs Python: `-m MODULE …` (empty program), `-c
-    PROGRAM …`, or a program in a here-document. None if the command needs a shell, or starts ranks,
-    which are forked from the program's own process."""
+    PROGRAM …`, or a program in a here-document. None if the command needs a shell, or starts ranks
+    (or pytest, which may), which are forked from the program's own process."""
     if any(starts in command for starts in ("Ranks(", "tools.launch", "-m pytest")):
         return None
     if here := re.fullmatch(r"\.venv/bin/python - <<'(\w+)'\n(.*\n)\1", command, re.DOTALL):

@@ -297,7 +297,7 @@ GIVEN = {
     "--hf=./nowhere": "it cannot be read (No such file",
     "--hf=model.gguf": "it cannot be read (Not a directory)",
     "--hf=adapter": "it has an adapter, which changes another model's weights",
-    "--tokenizer=./nowhere": "--tokenizer = 'nowhere': it ",
+    "--tokenizer=./nowhere": "--tokenizer = 'nowhere': it cannot be read (No such file",
     "--tokenizer=pointer.json": "a Git LFS pointer",
     "--tokenizer=vocab.json": "this is not a readable tokenizer.json",
     "--tokenizer=broken.model": "this is not a SentencePiece model",
