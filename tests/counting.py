@@ -1,6 +1,7 @@
 """Record every collective, operator and the largest tensor of a computation, where operations are
 dispatched, below autograd and FSDP; and what a block, and context parallelism, send."""
 
+import re
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -66,26 +67,20 @@ class Listener(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
         namespace, _, name = func.name().split(".")[0].partition("::")
         if namespace == "c10d":
-            group = next(
-                dist.ProcessGroup.unbox(a)
-                for a in args
-                if isinstance(a, torch.ScriptObject) and is_group(a)
-            )
-            self._saw(name, group.group_name, group.size(), tensors)
+            objects = [a for a in args if isinstance(a, torch.ScriptObject)]
+            group = next(each for each in objects if "ProcessGroup" in str(each._type()))
+            self._saw(name, dist.ProcessGroup.unbox(group), tensors)
         # how DTensor reduces partial sums
         elif namespace == "_c10d_functional" and name == "all_reduce":
-            group = _resolve_process_group(args[2])
-            self._saw(name, group.group_name, group.size(), tensors)
+            self._saw(name, _resolve_process_group(args[2]), tensors)
         else:
             self.largest = max([self.largest, *(t.numel() for t in tensors)])
         return result
 
-    def _saw(self, name, group_name, ranks, tensors):
-        if ranks > 1:
-            axis = self.axes.get(group_name, "other")
-            self.collectives.append(
-                Seen(axis, KINDS.get(name, name), max(t.nbytes for t in tensors))
-            )
+    def _saw(self, name, group, tensors):
+        if group.size() > 1:
+            axis, size = self.axes.get(group.group_name, "other"), max(t.nbytes for t in tensors)
+            self.collectives.append(Seen(axis, KINDS.get(name, name), size))
 
     def count(self, axis: str | None = None) -> dict[str, tuple[int, int]]:
         """Kind → (number of collectives, their total bytes), over `axis` or over all axes."""
@@ -95,10 +90,6 @@ class Listener(TorchDispatchMode):
                 number, size = table.get(seen.kind, (0, 0))
                 table[seen.kind] = number + 1, size + seen.bytes
         return table
-
-
-def is_group(value: torch.ScriptObject) -> bool:
-    return "ProcessGroup" in str(value._type())
 
 
 class Operators(TorchDispatchMode):
@@ -117,12 +108,8 @@ class Operators(TorchDispatchMode):
     def attention(self) -> list[object]:
         """Those that compute attention, by their names: an operator that no kernel names is found
         too."""
-        names = ((each.name().split("::")[1], each) for each in self.found)
-        return [
-            each
-            for name, each in names
-            if ("attention" in name or "attn" in name) and "backward" not in name
-        ]
+        forward = [each for each in self.found if "backward" not in each.name().split("::")[1]]
+        return [e for e in forward if re.search("attention|attn", e.name().split("::")[1])]
 
 
 def one_block(case):

@@ -17,8 +17,11 @@ compared, and the command must succeed.
 
 In ```bash blocks every line is a command, without `$ `, and the page shows no output.
 
-Commands run at the root of a copy of the repository, in bash. A command that only runs Python runs
-in a process that has already imported torch (tests.runs.forked), which saves seconds.
+Commands run at the root of a copy of the repository, in bash. A command that only runs Python, or
+of whose output grep keeps some lines, runs in a process that has already imported torch
+(tests.runs.forked), which saves seconds.
+
+    python -m tests.docs.transcripts PAGE …    checks the pages of a copy, with its code
 """
 
 import os
@@ -37,8 +40,7 @@ from tests.runs import forked
 
 LEFT_OUT = (".git", ".venv", "runs", "prepared", "wandb", "__pycache__", ".*_cache", "*.pyc",
             ".whl", "site", "corpus")  # fmt: skip
-PYTHON = (".venv/bin/python", "python")
-SECONDS = 600  # timeout of one command; far more than any takes
+SECONDS = 1200  # timeout of one command, or of those of all recipes; far more than any takes
 
 
 @dataclass(frozen=True)
@@ -56,35 +58,28 @@ class Command:
 
 
 BLOCK = re.compile(r"^```(console|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = (  # up to the end of its here-document, to the closing ', or to a line without backslash
+    r"(?P<text>.*<<'(?P<end>\w+)'\n(?:.*\n)*?(?P=end)\n"
+    r"|.* -c '\n(?:.*\n)*?'\n"
+    r"|(?:.*\\\n)*.*\n)"
+)
+COMMANDS = {
+    "console": re.compile(rf"^\$ {COMMAND}(?P<output>(?:(?!\$ ).*\n)*)", re.MULTILINE),
+    "bash": re.compile(rf"^(?!#|\s*$){COMMAND}", re.MULTILINE),
+}
 
 
 def commands(page: Path) -> list[Command]:
     """All commands of a page, in order."""
     found, text = [], page.read_text(encoding="utf-8")
     for block in BLOCK.finditer(text):
-        start = text[: block.start(2)].count("\n") + 1
-        console, lines, at = block[1] == "console", block[2].splitlines(), 0
-        while at < len(lines):
-            first = at
-            if not console and (not lines[at].strip() or lines[at].startswith("#")):
-                at += 1
-                continue
-            where = f"{page.name}:{start + at}"
-            assert not console or lines[at].startswith("$ "), f"{where}: output before any command"
-            command = [lines[at].removeprefix("$ ")]
-            here = re.search(r"<<'(\w+)'$", command[0])
-            last = here[1] if here else "'" if command[0].endswith(" -c '") else None
-            while command[-1] != last if last else command[-1].endswith("\\"):
-                at += 1
-                command.append(lines[at])
-            at += 1
-            output = at
-            while console and at < len(lines) and not lines[at].startswith("$ "):
-                at += 1
-            command[-1], _, reason = command[-1].partition("# not run: ")
-            said = "\n".join(lines[output:at]) if console else None
-            command_text = "\n".join(command).rstrip()
-            found.append(Command(page.name, start + first, command_text, said, reason))
+        kind, lines = block.groups()
+        assert kind == "bash" or lines.startswith("$ "), f"{page.name}: output before any command"
+        for each in COMMANDS[kind].finditer(lines):
+            line = text[: block.start(2) + each.start()].count("\n") + 1
+            command, _, reason = each["text"].rstrip().partition("# not run: ")
+            output = each["output"].removesuffix("\n") if kind == "console" else None
+            found.append(Command(page.name, line, command.rstrip(), output, reason))
     return found
 
 
@@ -107,59 +102,63 @@ def matches(shown: str, printed: str) -> bool:
 
 
 def copy_tree(folder: Path) -> Path:
-    """Copy the repository's sources to `folder`, with a .venv/bin that provides this interpreter
-    under the names that pages use."""
+    """Copy the repository's sources to `folder`, with a .venv/bin/python that is this
+    interpreter."""
     copy = folder / "lattice"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    programs = copy / ".venv" / "bin"
-    programs.mkdir(parents=True)
-    modules = {"python": "", "torchrun": " -m torch.distributed.run", "pytest": " -m pytest"}
-    for name, run in modules.items():
-        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{run} "$@"\n')
-        (programs / name).chmod(0o755)
+    program = copy / ".venv" / "bin" / "python"
+    program.parent.mkdir(parents=True)
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    program.chmod(0o755)
     return copy
 
 
-def in_bash(command: str, folder: Path) -> tuple[int, str, str]:
+def in_bash(command: str, folder: Path, given: str = "") -> tuple[int, str, str]:
     path = f"{folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}
-    about = {"cwd": folder, "env": environment, "stdin": subprocess.DEVNULL, "timeout": SECONDS}
+    about = {"cwd": folder, "env": environment, "input": given, "timeout": SECONDS}
     words = ["bash", "-euo", "pipefail", "-c", command]
     done = subprocess.run(words, capture_output=True, text=True, **about)
     return done.returncode, done.stdout, done.stderr
 
 
-def run(command: str, folder: Path) -> tuple[int, str, str]:
-    """Status, standard output and standard error of a command in a copy of the repository."""
-    if python := as_python(command):
-        return run_python(*python, folder)
-    return in_bash(command, folder)
+def check(command: Command, folder: Path) -> None:
+    """Run a command in a copy of the repository: it must succeed, and print what the page shows."""
+    first, pipe, rest = command.text.partition(" | grep ")
+    if python := as_python(first):
+        status, output, errors = run_python(*python, folder)
+        if pipe and status == 0:
+            status, output, errors = in_bash(f"grep {rest}", folder, output)
+    else:
+        status, output, errors = in_bash(command.text, folder)
+    assert status == 0, f"{command}: status {status}\n{output}{errors}"
+    if command.output is not None:
+        assert matches(command.output, output), f"{command} printed\n{output}"
 
 
 def as_python(command: str) -> tuple[list[str], str] | None:
     """(arguments, program) of a command that only runs Python: `-m MODULE …` (empty program), `-c
-    PROGRAM …`, or a program in a here-document. None if the command needs a shell, or starts ranks,
-    which are forked from the program's own process."""
-    if "Ranks(" in command:
+    PROGRAM …`, or a program in a here-document. None if the command needs a shell, or starts ranks
+    (or pytest, which may), which are forked from the program's own process."""
+    if any(starts in command for starts in ("Ranks(", "tools.launch", "-m pytest")):
         return None
-    first, _, rest = command.partition("\n")
-    here = re.fullmatch(r"(\S+) - <<'(\w+)'", first)
-    if here:
-        return ([], rest.removesuffix(here[2])) if here[1] in PYTHON else None
+    if here := re.fullmatch(r"\.venv/bin/python - <<'(\w+)'\n(.*\n)\1", command, re.DOTALL):
+        return [], here[2]
     words = shlex.split(command.replace("\\\n", " "), comments=True)
-    shell = any(
-        re.fullmatch(r"\d?[<>|&;].*", word) or ("$" in word and "\n" not in word) for word in words
-    )
-    if shell or len(words) < 3 or words[0] not in PYTHON:
+    shell = r"\d?[<>|&;].*|[^\n]*\$[^\n]*"  # a redirection or the like, or a variable in a line
+    if any(re.fullmatch(shell, word) for word in words):
         return None
-    if words[1] == "-m":
-        return words[2:], ""
-    return (words[3:], words[2]) if words[1] == "-c" else None
+    match words:
+        case [".venv/bin/python", "-m", *arguments]:
+            return arguments, ""
+        case [".venv/bin/python", "-c", program, *arguments]:
+            return arguments, program
+    return None
 
 
 def run_python(arguments: list[str], program: str, folder: Path) -> tuple[int, str, str]:
     """Run Python in a process that has already imported torch, with this repository's modules and
-    the working directory `folder`; return as `run` does."""
+    the working directory `folder`: its status, standard output and standard error."""
     with tempfile.TemporaryDirectory() as said:
         output, errors = Path(said) / "output", Path(said) / "errors"
         process = forked(output, _run_python, arguments, program, folder, errors=errors)
@@ -177,3 +176,10 @@ def _run_python(arguments: list[str], program: str, folder: Path) -> None:
         exec(compile(program, "<page>", "exec"), {"__name__": "__main__"})
     else:
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    for page in sys.argv[1:]:
+        for command in commands(Path(page)):
+            if not command.not_run:
+                check(command, Path.cwd())

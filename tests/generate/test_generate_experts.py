@@ -18,12 +18,7 @@ from proofs.ranks import Ranks
 from runtime.checkpoint.manifest import Manifest, fingerprint, read_manifest, write_manifest
 from runtime.trainer_state import model_entries
 from tests.data_samples import tokenizer
-from tests.huggingface.huggingface_models import (
-    change,
-    load_whole,
-    recompute,
-    write_checkpoint,
-)
+from tests.huggingface.huggingface_models import change, load_whole, recompute, write_checkpoint
 from tests.runs import said_by
 from tools.export import export
 from tools.generate.load_model import check_split, load_model
@@ -59,8 +54,7 @@ def random_checkpoint(folder: Path, name: str) -> Path:
         tensors[weight.name] = whole.double()
     for layer, router in routers_of(model):
         if router.has_bias:
-            bias = torch.randn(config.experts.count, generator=generator)
-            tensors[bias_name(layer)] = bias
+            tensors[bias_name(layer)] = torch.randn(config.experts.count, generator=generator)
     data = {"checksum": "none", "next_sample": 0, "skipped": []}
     trainer = {"seed": 0, "seq_len": 64, "model": model_entries(config), "data": data}
     return write_checkpoint(folder, tensors, trainer)

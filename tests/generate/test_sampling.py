@@ -9,8 +9,8 @@ import sentencepiece
 import torch
 import torch.distributed as dist
 
-from errors import UserError
 from tests.data_samples import sentencepiece_model, tokenizer
+from tests.runs import said_by
 from tools.generate import loop
 from tools.generate.loop import UNFINISHED, Sampling, draw, draw_over_tp, probabilities
 
@@ -94,13 +94,11 @@ def test_a_token_beside_the_tokenizer_may_end_a_text(monkeypatch):
 def drawn(value):
     head = SimpleNamespace(tp=SimpleNamespace(group=dist.group.WORLD, size=1), vocab_size=3)
     logits = torch.tensor([[0.0, value, 1.0]], dtype=torch.float16)
-    try:
-        return draw_over_tp(logits, head, Sampling(0.8, top_k=1), torch.Generator(), None).tolist()
-    except UserError as error:
-        return str(error)
+    return draw_over_tp(logits, head, Sampling(0.8, top_k=1), torch.Generator(), None).tolist()
 
 
 def test_logits_that_are_no_numbers_are_refused(ranks):
     for value in (math.nan, math.inf):
-        assert "--dtype = 'float16'" in ranks.run(drawn, 1, value)[0]
+        (message,) = ranks.run(said_by, 1, drawn, value)
+        assert message.startswith("AgreedError: --dtype = 'float16'")
     assert ranks.run(drawn, 1, -math.inf) == [[2]]

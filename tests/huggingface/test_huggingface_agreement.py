@@ -2,6 +2,7 @@
 generation_config.json survive import and export."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
 from proofs.ranks import Ranks
 from tests.data_samples import MANY, tokenizer
-from tests.huggingface.huggingface_models import SMALL, change, random_folder
+from tests.huggingface.huggingface_models import POINTER, SMALL, change, random_folder
 from tools import export
 from tools.generate.load_model import load_model
 from tools.huggingface import checkpoint_reader
@@ -142,15 +143,13 @@ def test_files_that_disagree_are_refused(chat: Path, tmp_path: Path, name: str) 
     changes, said = DISAGREE[name]
     for file, fields in changes.items():
         change(chat, file, **fields)
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=".*".join(map(re.escape, said))):
         import_hf(chat, tmp_path / "out")
-    for each in said:
-        assert each in str(refused.value)
     assert not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_read_is_said_so(chat: Path, tmp_path: Path) -> None:
-    (chat / JSON).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    (chat / JSON).write_text(POINTER)
     with pytest.raises(UserError, match="a Git LFS pointer"):
         import_hf(chat, tmp_path / "out")
     with pytest.raises(UserError, match=r"--hf = .*File name too long"):
