@@ -18,9 +18,7 @@ import atexit
 import contextlib
 import gc
 import multiprocessing
-import os
 import pickle
-import socket
 import tempfile
 import time
 import traceback
@@ -113,7 +111,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         for rank in set(range(world)) - self._ranks.keys():
             ours, theirs = self._context.Pipe()
             process = self._context.Process(
-                target=_serve, args=(rank, theirs), name=f"rank-{rank}", daemon=True
+                target=_serve, args=(rank, self.size, theirs), name=f"rank-{rank}", daemon=True
             )
             process.start()
             theirs.close()
@@ -148,19 +146,16 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         return answers, failures
 
 
-def _serve(rank: int, pipe: Connection) -> None:
+def _serve(rank: int, world: int, pipe: Connection) -> None:
     """Runs one task after another as this rank, until it is killed or its parent has exited."""
-    import torch
     import torch.distributed as dist
 
     from proofs.strict import group as strict  # registers the backend
     from runtime import signals
-    from runtime.start import init
+    from runtime.start import host, init
 
-    os.environ["GLOO_SOCKET_IFNAME"] = next(
-        name for _, name in socket.if_nameindex() if name.startswith("lo")
-    )
-    torch.set_num_threads(1)
+    host.stay_on_this_machine()
+    host.share_cores(world)
     gc.freeze()  # imported modules are permanent, so later collections skip them
     while True:
         try:
