@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs
 
 SOURCES = {
     "quick": "def bench_first(record): record({'mfu': 1.0})",
+    "late": "def bench_last(record): record({})",
     "hangs": "import time\ndef bench_soon(record): record({})\ndef bench_hangs(): time.sleep(600)\n"
     "def bench_later(): pass",
     "crashes": "import os\ndef bench_before(record): record({})\ndef bench_crash(): os.abort()",
@@ -43,7 +44,7 @@ def test_a_part_says_what_became_of_each_row(tmp_path: Path, monkeypatch: Any) -
         (tmp_path / f"{name}.py").write_text(source)
     task = lambda name: Task(name, 150, (str(tmp_path / f"{name}.py"),))  # noqa: E731
     lanes = [[Task("wrong kernel", 200, WRONG_KERNEL)], [task("crashes"), task("quick")],
-             [task("hangs")._replace(seconds=45), task("quick")._replace(name="late")]]  # fmt: skip
+             [task("hangs")._replace(seconds=45), task("late")]]  # fmt: skip
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(run, "GRACE_SECONDS", 5)
     monkeypatch.setattr(run, "PARTS", {"right": lanes})
@@ -58,6 +59,7 @@ def test_a_part_says_what_became_of_each_row(tmp_path: Path, monkeypatch: Any) -
         "soon": MEASURED,
         "hangs": "not measured (hangs: killed after 50 s)",
         "later": "not measured (hangs: killed after 50 s)",
+        "last": MEASURED,
     }
     text = (tmp_path / "right.md").read_text()
     wrong = text.partition("## Wrong or failed\n\n")[2].partition("\n\n")[0]
