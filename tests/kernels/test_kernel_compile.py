@@ -88,8 +88,7 @@ OUTSIDE = {name: value for name, value in os.environ.items() if name != "TRITON_
 
 def compiled(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
     """Run the tool; return its exit status and its table."""
-    environment = OUTSIDE | {"TRITON_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1",
-                             "PYTHONWARNINGS": "ignore"}  # fmt: skip
+    environment = OUTSIDE | {"TRITON_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     table = folder / "kernels.json"
     command = [sys.executable, "-m", "tools.compile_kernels", "--json", str(table), *options]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
