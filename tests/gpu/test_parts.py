@@ -161,21 +161,17 @@ def test_each_part_runs_to_its_end(part: str, tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == [f"{part}.json", f"{part}.md"]
 
 
-def files_of(part: str) -> set[str]:
-    """The files that a part runs; all are there."""
-    words = {word for lane in PARTS[part] for task in lane for word in task.arguments}
-    files = {word for word in words if ".py" in word}
-    assert all((ROOT / file.partition("::")[0]).exists() for file in files), files
-    return files
-
-
 @pytest.mark.thorough
 def test_every_estimate_has_a_row_or_says_why_not(tmp_path: Path) -> None:
-    """Names of rows are the same at full size, but for those of kernels."""
+    """Every file that a part runs is there. Names of rows are the same at full size, but for those
+    of kernels."""
     names = {}
-    for part in PARTS:
-        files = [file for file in files_of(part) if "/gpu/" in file]
-        names[part] = {*rows_of(tmp_path, *files, "--collect-only")[1]}
+    for part, lanes in PARTS.items():
+        words = {word for lane in lanes for task in lane for word in task.arguments}
+        files = {word for word in words if ".py" in word}
+        assert all((ROOT / file.partition("::")[0]).exists() for file in files), files
+        of_gpu = [file for file in files if "/gpu/" in file]
+        names[part] = {*rows_of(tmp_path, *of_gpu, "--collect-only")[1]}
     names["fast"] |= {each.id for each in kernels.passes(FULL)}
     for estimate in estimates():
         assert bool(estimate.row) != bool(estimate.why_not), estimate
