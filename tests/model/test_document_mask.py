@@ -58,16 +58,6 @@ def documents_of(row):
 # --- the model ------------------------------------------------------------------------------------
 
 
-def small_model(case):
-    """The unsharded Transformer of a case, in this process."""
-    config = case.config().model
-    tp = TensorParallel.of(build_mesh(MeshSizes(), "cpu"), sequence_parallel=False)
-    model = Transformer(config, range(config.num_layers), True, True, tp).to(torch.float64)
-    model.to_empty(device="cpu")
-    initialise(model, seed=0)
-    return model
-
-
 def packed(tokens):
     positions, documents = find_documents(tokens, BOS, "cpu", [range(S)])
     return Batch(tokens.T.contiguous(), None, positions, documents=documents)
@@ -87,9 +77,13 @@ def result(model, outputs):
 
 
 def packed_alone_and_plain():
-    """Logits [S, B, V] and gradients for every window, computed three ways: packed, each document
-    separately, and with every sequence as one document."""
-    model, found = small_model(Case(MeshSizes(), num_kv_heads=2)), {}
+    """Logits [S, B, V] and gradients of an unsharded Transformer for every window, computed three
+    ways: packed, each document separately, and with every sequence as one document."""
+    config, found = Case(MeshSizes(), num_kv_heads=2).config().model, {}
+    tp = TensorParallel.of(build_mesh(MeshSizes(), "cpu"), sequence_parallel=False)
+    model = Transformer(config, range(config.num_layers), True, True, tp).to(torch.float64)
+    model.to_empty(device="cpu")
+    initialise(model, seed=0)
     for name in WINDOWS:
         tokens = window(name)
         alone = [
