@@ -66,11 +66,6 @@ def norm_of(per_element):
     return [per_element * N + (8 + 8) * count + 8 * 3 * len(SIZES), 8 * count + 8]
 
 
-def rows_of_experts(beta):
-    """dy and x, once for all tiles; where rows end; the sums."""
-    return [2 * R * (272 + 160) + 4 * 4 + (1 + beta) * 4 * (4 * 160 * 272)]
-
-
 @pytest.mark.parametrize(
     ("call", "arguments", "expected"),
     [
@@ -81,7 +76,9 @@ def rows_of_experts(beta):
         *((specimens.weighted_gate, (d,), [6 * T * d + 4 * T, 10 * T * d + 8 * T])
           for d in (96, 3000)),
         *((specimens.rows, (d,), [2 * S * d + 2 * S * d // 8 + 8 * S]) for d in (96, 3000)),
-        *((specimens.experts, (272, 160, FP32, beta), rows_of_experts(beta)) for beta in (0, 1)),
+        # dy and x, once for all tiles; where rows end; the sums
+        *((specimens.experts, (272, 160, FP32, beta),
+           [2 * R * (272 + 160) + 4 * 4 + (1 + beta) * 4 * (4 * 160 * 272)]) for beta in (0, 1)),
         (specimens.hash_bits, (FP32,), [4 * SIZES[0]]),
         (specimens.hash_bits, (BF16,), [2 * SIZES[0]]),
         (specimens.gradients, (FP32,), norm_of(4)),
