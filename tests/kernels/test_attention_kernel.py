@@ -273,6 +273,6 @@ def test_a_kernel_that_cannot_run_is_refused_at_the_start():
     with (
         patch("runtime.start.attention.this_device", lambda _: WITH_3),
         patch.object(attention_choice, "load_flash3", side_effect=broken),
-        pytest.raises(UserError, match=r"(?s)it \(libcudart.*\).*model.attention_kernel=flash2"),
+        pytest.raises(UserError, match=r"(?s)cannot load it \(libcudart.*\).*_kernel=flash2"),
     ):
         describe_attention(llama("data.document_mask=true"), "cuda")
