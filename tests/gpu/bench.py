@@ -1,6 +1,7 @@
 """Run GPU benchmarks at tiny size, in this process, and read their rows; and train.py, in another
 process."""
 
+import gc
 import json
 import os
 import subprocess
@@ -19,7 +20,9 @@ PLUGIN = ("-q", "-p", "benchmarks.gpu.plugin", "-p", "no:cacheprovider")
 def rows_of(folder: Path, *arguments: str) -> tuple[int, list[str], dict[str, dict[str, Any]]]:
     """The exit status of pytest, the planned names, and the rows by name."""
     file = folder / f"{len(list(folder.iterdir()))}.rows"
+    gc.freeze()  # each row collects garbage, and would search all that other tests have left
     status = pytest.main([*PLUGIN, f"--out={file}", *arguments])
+    gc.unfreeze()
     entries = [json.loads(line) for line in file.read_text().splitlines()]
     rows = [entry["row"] for entry in entries if "row" in entry]
     by_name = {row["name"]: row for row in rows}

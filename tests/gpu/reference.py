@@ -112,14 +112,13 @@ MECHANISMS = [
 
 
 def config_of(mechanism: Mechanism, kind: str, kernels: str, full: bool) -> Config:
-    train = {"steps": 10, "seq_len": 128 if full else 8, "global_batch_size": 4,
-             "micro_batch_size": 1, "dtype": kind}  # fmt: skip
     sections: dict[str, dict[str, Any]] = {
         "model": (FULL if full else TINY) | {"kernels": kernels},
-        "train": train,
+        "train": {"steps": 10, "seq_len": 128 if full else 8, "global_batch_size": 4,
+                  "micro_batch_size": 1, "dtype": kind},
         "optimizer": {"lr": 1e-3},
         "data": {"path": "-"},
-    }
+    }  # fmt: skip
     for section, values in mechanism.settings.items():
         sections[section] = sections.get(section, {}) | values
     return make_config(**sections)
@@ -142,8 +141,7 @@ def train(mechanism: Mechanism, kind: str, kernels: str, full: bool = ON_GPU) ->
             found = {"loss": loss, "norm": norm}
             weights = [each for each in step.weights if not each.is_copy]
             for each in weights:
-                gradient = each.gradient.to_local()
-                found[f"gradient of {each.global_name}"] = gradient.clone()
+                found[f"gradient of {each.global_name}"] = each.gradient.to_local().clone()
             for each in step.weights:
                 each.parameter.grad = None
             for number in range(STEPS):
@@ -164,13 +162,10 @@ def compare(
     names = [name for name in exact if rounded is None or not name.startswith("weight ")]
     missing = sorted(set(names) - found.keys())
     assert not missing, f"there is no {', '.join(missing)}"
-    checks = []
-    for name in names:
-        bound = EXACT_BOUND
-        if rounded is not None:
-            bound = TIMES * error(rounded[name], exact[name]) + PLUS
-        checks.append(Check(name, error(found[name], exact[name]), bound))
-    return checks
+    bounds = dict.fromkeys(names, EXACT_BOUND)
+    if rounded is not None:
+        bounds = {name: TIMES * error(rounded[name], exact[name]) + PLUS for name in names}
+    return [Check(name, error(found[name], exact[name]), bounds[name]) for name in names]
 
 
 def error(found: Tensor, exact: Tensor) -> float:

@@ -14,7 +14,7 @@ from benchmarks.gpu.kernels import list_cases
 from benchmarks.gpu.operations import FULL, SIZES, TINY
 from model import linear_cross_entropy
 from tests.gpu.checks import check, wrong
-from tests.planted import planted
+from tests.planted import from_table
 
 NAMES = [case.name for case in list_cases(FULL)]
 
@@ -27,12 +27,10 @@ def test_a_kernel_at_full_size(name: str) -> None:
     assert wrong(check(list_cases(SIZES)[NAMES.index(name)].build())) == []
 
 
-@planted(operations, "rms_norm")
 def wrong_norm(_, x, weight, eps, kernels):
     return functional.rms_norm(x, weight.shape, weight, 0.1)
 
 
-@planted(operations, "rms_norm")
 def a_row_not_written(_, x, weight, eps, kernels):
     """Otherwise correct. Reused memory could by chance hold the right numbers there."""
     y = functional.rms_norm(x, weight.shape, weight, eps)
@@ -40,52 +38,42 @@ def a_row_not_written(_, x, weight, eps, kernels):
     return torch.cat((never_written + 0 * y[:1], y[1:]))
 
 
-@planted(optimizer, "square_sum")
-def wrong_sum(square_sum, *arguments):
-    return square_sum(*arguments) * (1 + 1e-9)
-
-
-@planted(optimizer, "adamw")
 def other_random_bits(adamw, p, g, m, v, decays, places, *rest):
     if rest[-1] == "triton":
         places = [place._replace(key=place.key + 1) for place in places]
     adamw(p, g, m, v, decays, places, *rest)
 
 
-@planted(linear_cross_entropy, "token_losses")
-def wrong_loss(token_losses, *arguments):
-    return 1.01 * token_losses(*arguments)
-
-
-def gradient(mistake: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Any]:
+def gradient(mistake: Callable[[Tensor, Tensor], Tensor]) -> tuple[Any, ...]:
     """Replaces the gradient over logits, scale · (p − onehot), by a wrong one."""
 
-    @planted(linear_cross_entropy, "gradient_over_logits_")
-    def gradient_over_logits_(right, z, targets, row, scale, *rest):
+    def wrong(right, z, targets, row, scale, *rest):
         right(z, targets, row, scale, *rest)
         z.copy_(mistake(z.float(), scale * functional.one_hot(targets, z.shape[1])))
 
-    return gradient_over_logits_
+    return linear_cross_entropy, "gradient_over_logits_", wrong, HEAD, ["dx", "dw"]
 
 
 NORM, HEAD = ("rms_norm 64", ["output 0", "gradient 0", "gradient 1"]), "linear_cross_entropy"
-MISTAKES = {
-    "wrong norm": (wrong_norm, *NORM),
-    "a row not written": (a_row_not_written, *NORM),
-    "wrong sum": (wrong_sum, "gradient_norm", ["norm"]),
-    "other random bits": (other_random_bits, "adamw bfloat16", ["bits"]),
-    "wrong loss": (wrong_loss, HEAD, ["loss"]),
+MISTAKES = {  # what is replaced, and by what; the kernel, and which of its results are wrong
+    "wrong norm": (operations, "rms_norm", wrong_norm, *NORM),
+    "a row not written": (operations, "rms_norm", a_row_not_written, *NORM),
+    "wrong sum": (optimizer, "square_sum", lambda right, *given: right(*given) * (1 + 1e-9),
+                  "gradient_norm", ["norm"]),
+    "other random bits": (optimizer, "adamw", other_random_bits, "adamw bfloat16", ["bits"]),
+    "wrong loss": (linear_cross_entropy, "token_losses",
+                   lambda right, *given: 1.01 * right(*given), HEAD, ["loss"]),
     # a head that still learns, but only from its targets
-    "without softmax": (gradient(lambda z, onehot: -onehot), HEAD, ["dx", "dw"]),
-    "softmax twice": (gradient(lambda z, onehot: 2 * (z + onehot) - onehot), HEAD, ["dx", "dw"]),
-    "without targets": (gradient(lambda z, onehot: z + onehot), HEAD, ["dx", "dw"]),
-}
+    "without softmax": gradient(lambda z, onehot: -onehot),
+    "softmax twice": gradient(lambda z, onehot: 2 * (z + onehot) - onehot),
+    "without targets": gradient(lambda z, onehot: z + onehot),
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("what", MISTAKES)
 def test_a_wrong_result_is_found_by_name(what: str) -> None:
-    mistake, name, found = MISTAKES[what]
+    *_, name, found = MISTAKES[what]
     (subject,) = (case.build() for case in list_cases(TINY) if case.name == name)
-    with mistake():
+    with from_table(__name__, what):
         assert [each.what for each in wrong(check(subject))] == found

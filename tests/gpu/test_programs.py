@@ -16,6 +16,7 @@ from model.kernels.backend import why_not_triton
 from tests.gpu.bench import rows_of
 
 pytestmark = pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs Triton")
+OURS = {"model": WIDE, "program": "lattice"}  # a row
 OPTIONAL = {"liger": "liger_kernel", "hugging face": "transformers"}
 
 
@@ -47,14 +48,11 @@ def test_every_row_of_a_program_is_measured(tmp_path: Path, program: str, some: 
 
 def test_the_best_of_ours_is_of_the_wide_model_and_not_another_program() -> None:
     found = {
-        name: {"model": key, "program": program, "mfu": mfu}
-        for name, key, program, mfu in (
-            ("a", WIDE, "lattice", 0.5),
-            ("b", WIDE, "lattice", 0.6),
-            ("c", "1B", "lattice", 0.9),
-            ("d", WIDE, "hugging face", 0.8),
-            ("e", WIDE, "lattice", None),
-        )
+        "a": OURS | {"mfu": 0.5},
+        "b": OURS | {"mfu": 0.6},
+        "c": OURS | {"mfu": 0.9, "model": "1B"},
+        "d": OURS | {"mfu": 0.8, "program": "hugging face"},
+        "e": OURS | {"mfu": None},
     }
     rows: list[dict[str, object]] = []
     model.bench_best(WIDE, found, rows.append)
@@ -105,8 +103,8 @@ def test_a_row_says_what_became_of_it(tmp_path: Path) -> None:
 
 
 def test_programs_that_begin_with_a_wrong_value_are_named() -> None:
-    alike = {"model": WIDE, "program": "lattice", "longer": False, "kernels": "triton",
-             "checkpointing": "none", "first_loss": 4.0, "first_grad_norm": 1.0}  # fmt: skip
+    alike = OURS | {"longer": False, "kernels": "triton", "checkpointing": "none",
+                    "first_loss": 4.0, "first_grad_norm": 1.0}  # fmt: skip
     found = {
         "ours": alike,
         "by torch": alike | {"kernels": "torch", "first_loss": 4.01},

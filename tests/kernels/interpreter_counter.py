@@ -11,12 +11,13 @@ separately, so that a row read twice is still found.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import numpy as np
+
+from tests.planted import planted
 
 
 @dataclass(frozen=True)
@@ -67,35 +68,29 @@ def counted() -> Iterator[list[Launch]]:
     """Yield a list to which every launch in this block is appended when it ends."""
     from triton.runtime import interpreter
 
-    builder = interpreter.InterpreterBuilder
-    call, begin = interpreter.GridExecutor.__call__, builder.set_grid_idx
-    load, store = builder.create_masked_load, builder.create_masked_store
-    launches: list[Launch] = []
+    builder, launches = interpreter.InterpreterBuilder, list[Launch]()
     programs: list[_Program] = []
 
-    def launch(self: Any, *arguments: Any, **options: Any) -> None:
+    @planted(interpreter.GridExecutor, "__call__")
+    def counting(launch, self, *arguments, **options):
         programs.clear()
-        call(self, *arguments, **options)
+        launch(self, *arguments, **options)
         launches.append(_sum_up(self.fn.__name__, programs))
 
-    def next_program(self: Any, x: int, y: int, z: int) -> None:
+    @planted(builder, "set_grid_idx")
+    def next_program(begin, self, x, y, z):
         programs.append(([], []))
         begin(self, x, y, z)
 
-    def masked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+    @planted(builder, "create_masked_load")
+    def noting_loads(load, self, pointers, mask, *rest):
         programs[-1][0].append(_bytes(pointers, mask))
         return load(self, pointers, mask, *rest)
 
-    def masked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    @planted(builder, "create_masked_store")
+    def noting_stores(store, self, pointers, value, mask, *rest):
         programs[-1][1].append(_bytes(pointers, mask))
         return store(self, pointers, value, mask, *rest)
 
-    with ExitStack() as stack:
-        for owner, name, instead in (
-            (interpreter.GridExecutor, "__call__", launch),
-            (builder, "set_grid_idx", next_program),
-            (builder, "create_masked_load", masked_load),
-            (builder, "create_masked_store", masked_store),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, instead))
+    with counting(), next_program(), noting_loads(), noting_stores():
         yield launches

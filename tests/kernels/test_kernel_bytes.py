@@ -51,16 +51,6 @@ def test_norm(rows, width, add):
     assert backward.loaded_again == weights * (tiles - backward.programs)
 
 
-@pytest.mark.parametrize("width", [512, 10_000])
-def test_cross_entropy(width):
-    statistics, gradient = launches_of(specimens.loss, width)
-    assert moved(statistics) == 2 * T * width + 20 * T
-    assert statistics.loaded_again == 2 * T  # the target's logit
-    # per token a target and two statistics; and the scale
-    assert moved(gradient) == 4 * T * width + 16 * T + 4
-    assert gradient.loaded_again == 0
-
-
 def blocks(size):
     return sum(backend.cdiv(n, size) for n in SIZES)
 
@@ -76,11 +66,6 @@ def norm_of(per_element):
     return [per_element * N + (8 + 8) * count + 8 * 3 * len(SIZES), 8 * count + 8]
 
 
-def rows_of_experts(beta):
-    """dy and x, once for all tiles; where rows end; the sums."""
-    return [2 * R * (272 + 160) + 4 * 4 + (1 + beta) * 4 * (4 * 160 * 272)]
-
-
 @pytest.mark.parametrize(
     ("call", "arguments", "expected"),
     [
@@ -91,20 +76,26 @@ def rows_of_experts(beta):
         *((specimens.weighted_gate, (d,), [6 * T * d + 4 * T, 10 * T * d + 8 * T])
           for d in (96, 3000)),
         *((specimens.rows, (d,), [2 * S * d + 2 * S * d // 8 + 8 * S]) for d in (96, 3000)),
-        *((specimens.experts, (272, 160, FP32, beta), rows_of_experts(beta)) for beta in (0, 1)),
+        # dy and x, once for all tiles; where rows end; the sums
+        *((specimens.experts, (272, 160, FP32, beta),
+           [2 * R * (272 + 160) + 4 * 4 + (1 + beta) * 4 * (4 * 160 * 272)]) for beta in (0, 1)),
         (specimens.hash_bits, (FP32,), [4 * SIZES[0]]),
         (specimens.hash_bits, (BF16,), [2 * SIZES[0]]),
         (specimens.gradients, (FP32,), norm_of(4)),
         (specimens.gradients, (BF16,), norm_of(2)),
         (specimens.update, (FP32,), update_of(28, fields=6, scalars=4)),
         (specimens.update, (BF16,), update_of(14, fields=10, scalars=5)),
+        # the statistics; per token a target and two statistics, and the scale
+        *((specimens.loss, (v,), [2 * T * v + 20 * T, 4 * T * v + 16 * T + 4])
+          for v in (512, 10_000)),
     ],
 )  # fmt: skip
 def test_each_launch_moves_every_byte_once(call, arguments, expected):
     tokens = {specimens.experts: R, specimens.rows: S}.get(call, T)
     launches = launches_of(call, *arguments, tokens=tokens)
     assert [moved(launch) for launch in launches] == expected
-    assert [launch.loaded_again for launch in launches] == [0] * len(expected)
+    again = [2 * T, 0] if call is specimens.loss else [0] * len(expected)  # the target's logit
+    assert [launch.loaded_again for launch in launches] == again
 
 
 @pytest.mark.parametrize(

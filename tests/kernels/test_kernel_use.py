@@ -20,7 +20,6 @@ from tests import ROOT
 from tests.counting import Operators
 from tests.runs import forked, status
 
-needs_triton = pytest.mark.skipif(backend.why_not_triton("cpu") is not None, reason="needs Triton")
 S, B, D = 8, 2, 32
 
 
@@ -51,7 +50,7 @@ def results(mode):
     return [y.detach(), x.grad, block.weight.grad], names
 
 
-@needs_triton
+@pytest.mark.skipif(backend.why_not_triton("cpu") is not None, reason="needs Triton")
 def test_what_runs_again_under_activation_checkpointing():
     """Without activation checkpointing every kernel runs once; with it, forward kernels run a
     second time, backward kernels do not."""

@@ -30,24 +30,22 @@ from tests.kernels.flash import flash_attention_stands_in
 from tests.planted import planted
 
 S = 12
-T = 7  # a token that is not bos
-WINDOWS = {
-    "no bos": [[T] * S],
-    "bos first": [[BOS] + [T] * (S - 1)],
-    "bos last": [[T] * (S - 1) + [BOS]],
-    "consecutive": [[T, T, BOS, BOS, BOS, T, T, T, BOS, T, T, T]],
-    "nothing but bos": [[BOS] * S],
-    "two sequences": [
-        [T, T, T, BOS, T, T, T, T, BOS, T, T, T],
-        [BOS, T, T, T, T, T, BOS, T, T, T, T, BOS],
-    ],
+WINDOWS = {  # where bos is in each sequence
+    "no bos": [[]],
+    "bos first": [[0]],
+    "bos last": [[S - 1]],
+    "consecutive": [[2, 3, 4, 8]],
+    "nothing but bos": [range(S)],
+    "two sequences": [[3, 8], [0, 6, S - 1]],
 }
 
 
 def window(name):
     """Tokens [B, S] with bos where WINDOWS has it, all other tokens distinct."""
-    tokens = torch.tensor(WINDOWS[name])
-    return torch.where(tokens == BOS, BOS, torch.arange(10, 10 + tokens.numel()).view_as(tokens))
+    tokens = torch.arange(10, 10 + S * len(WINDOWS[name])).view(-1, S)
+    for row, places in zip(tokens, WINDOWS[name], strict=True):
+        row[[*places]] = BOS
+    return tokens
 
 
 def documents_of(row):
@@ -58,16 +56,6 @@ def documents_of(row):
 
 
 # --- the model ------------------------------------------------------------------------------------
-
-
-def small_model(case):
-    """The unsharded Transformer of a case, in this process."""
-    config = case.config().model
-    tp = TensorParallel.of(build_mesh(MeshSizes(), "cpu"), sequence_parallel=False)
-    model = Transformer(config, range(config.num_layers), True, True, tp).to(torch.float64)
-    model.to_empty(device="cpu")
-    initialise(model, seed=0)
-    return model
 
 
 def packed(tokens):
@@ -89,9 +77,13 @@ def result(model, outputs):
 
 
 def packed_alone_and_plain():
-    """Logits [S, B, V] and gradients for every window, computed three ways: packed, each document
-    separately, and with every sequence as one document."""
-    model, found = small_model(Case(MeshSizes(), num_kv_heads=2)), {}
+    """Logits [S, B, V] and gradients of an unsharded Transformer for every window, computed three
+    ways: packed, each document separately, and with every sequence as one document."""
+    config, found = Case(MeshSizes(), num_kv_heads=2).config().model, {}
+    tp = TensorParallel.of(build_mesh(MeshSizes(), "cpu"), sequence_parallel=False)
+    model = Transformer(config, range(config.num_layers), True, True, tp).to(torch.float64)
+    model.to_empty(device="cpu")
+    initialise(model, seed=0)
     for name in WINDOWS:
         tokens = window(name)
         alone = [

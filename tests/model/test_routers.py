@@ -6,7 +6,7 @@ routers of published models with those of transformers.
 """
 
 from dataclasses import replace
-from decimal import Decimal
+from decimal import Decimal, localcontext
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ CONFIG = ModelConfig(
     experts=Experts(count=X, per_token=K, ffn_dim=8, router_aux_weight=0.5,
                     router_z_weight=0.25),
 )  # fmt: skip
+STEP = Decimal("1e-30")  # of a derivative by differences of numbers with 100 digits
 KINDS = ["softmax", "softmax_renormalised", "sigmoid_bias"]
 
 
@@ -69,40 +70,33 @@ def test_weights_losses_and_gradients_are_right_for_all_finite_logits(kind, logi
     weights, chosen = routed(router, x)
     (weights * torch.tensor([[1.0, 3.0]], dtype=dtype)).sum().backward()
 
-    each = [Decimal(logit) for logit in logits]
-    p = [z.exp() for z in each]
-    z_loss, slopes = sum(p).ln() ** 2 / 4, [1] * X
-    gradient = [sum(p).ln() * e / sum(p) / 2 for e in p]
-    if kind == "sigmoid_bias":
-        p, slopes = ([1 / (1 + (sign * z).exp()) for z in each] for sign in (-1, 1))
-    chosen = chosen[0].tolist()
+    each, chosen = [Decimal(logit) for logit in logits], chosen[0].tolist()
 
-    def add(experts: list[int], factors: list[Decimal]) -> list[Decimal]:
-        """Add Σ factor · share to what is differentiated; return the shares."""
-        total = sum(p[e] for e in experts)
-        shares = [p[e] / total for e in experts]
-        mean = sum(f * share for f, share in zip(factors, shares, strict=True))
-        for e, f, share in zip(experts, factors, shares, strict=True):
-            gradient[e] += slopes[e] * share * (f - mean)
-        return shares
+    def exact(each: list[Decimal]) -> list[Decimal]:
+        """The weights of the chosen experts, the balance loss and the z-loss."""
+        p = [z.exp() for z in each]
+        z_loss = sum(p).ln() ** 2 / 4
+        if kind == "sigmoid_bias":
+            p = [1 / (1 + (-z).exp()) for z in each]
+        balance = sum(p[e] * X for e in chosen) / sum(p) / K / 2
+        whole = sum(p) if kind == "softmax" else sum(p[e] for e in chosen)
+        return [*(p[e] / whole for e in chosen), balance, z_loss]
 
-    factors = [Decimal(chosen.count(e) * X) / K / 2 for e in range(X)]  # of the balance loss
-    of_all = add([*range(X)], factors)
-    balance = sum(f * share for f, share in zip(factors, of_all, strict=True))
-    if kind == "softmax":
-        of_chosen = [of_all[e] for e in chosen]
-        add([*range(X)], [Decimal(e in chosen) * (1 + 2 * (e == chosen[1])) for e in range(X)])
-    else:
-        of_chosen = add(chosen, [Decimal(1), Decimal(3)])
+    def slope(e: int) -> Decimal:
+        """The derivative, by the logit of expert e, of what the router differentiates."""
+        up, down = (exact([*each[:e], each[e] + h, *each[e + 1 :]]) for h in (STEP, -STEP))
+        parts = zip((1, 3, 1, 1), up, down, strict=True)
+        return sum(factor * (a - b) for factor, a, b in parts) / (2 * STEP)
 
     def check(found: Tensor, right: list[Decimal], error: float) -> None:
         error *= torch.finfo(dtype).eps
         expected = torch.tensor([float(value) for value in right], dtype=dtype)
         torch.testing.assert_close(found, expected, rtol=error, atol=error)
 
-    check(torch.cat([weights[0], load.losses]), [*of_chosen, balance, z_loss], 40)
-    # that of logsumexp is exp(logit - logsumexp), rounded like a logit
-    check(router.weight.grad[:, 0], gradient, 40 + max(map(abs, logits)))
+    with localcontext(prec=100):
+        check(torch.cat([weights[0], load.losses]), exact(each), 40)
+        # that of logsumexp is exp(logit - logsumexp), rounded like a logit
+        check(router.weight.grad[:, 0], [*map(slope, range(X))], 40 + max(map(abs, logits)))
 
 
 def test_sigmoid_bias_is_the_router_of_deepseek_v3_in_transformers():
