@@ -126,13 +126,12 @@ def test_every_command_ends_so_and_has_this_parser():
     [
         ("--tokenizer x --skp missing", "unrecognized arguments: --skp missing"),
         ("--tok=x", "the following arguments are required: --tokenizer"),  # no abbreviations
-        ("--tokenizer x --skip damage", "argument --skip: invalid choice: 'damage'"),
     ],
 )
 def test_a_wrong_option_is_refused_in_one_line(words, said, capsys):
     parser = CommandParser(prog="python -m tools.x", description="What it does.")
     parser.add_argument("--tokenizer", required=True)
-    parser.add_argument("--skip", nargs="+", choices=["missing", "damaged"])
+    parser.add_argument("--skip", nargs="+")
     for parse in (parser.parse_args, parser.parse_intermixed_args):
         with pytest.raises(SystemExit) as ended:
             parse(words.split())

@@ -31,6 +31,7 @@ from tests.planted import planted
 
 def config_of(folder: Path, data: Path, steps: int) -> str:
     """Write a configuration in which an evaluation has 4 batches; return its path."""
+    folder.mkdir(exist_ok=True)
     sizes = {"steps": steps, "micro_batch_size": 4, "eval_samples": 32}
     model, checkpoint = {"num_layers": 2}, {"keep_last": steps}
     return runs.write_config(folder, data, model=model, train=sizes, checkpoint=checkpoint)
@@ -165,8 +166,6 @@ def test_all_stop_after_the_same_step(ranks, data, tmp_path, world):
     """After each start: how often each rank reached what, new checkpoints, files that are not
     removed, and the status. No step is lost: the run has the losses of an undisturbed one."""
     folder, whole, at = tmp_path / "asked", tmp_path / "whole", 0
-    for each in (folder, whole):
-        each.mkdir()
     runs.run(ranks, world, config_of(whole, data, STEPS), *LAYOUTS[world])
     arguments = [config_of(folder, data, STEPS), *LAYOUTS[world], "train.max_minutes=1e6"]
     for asked in REQUESTS:
