@@ -15,13 +15,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 
 from tests import ROOT
-from tests.monitor.alert_helpers import wait_until
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "shellcheck")
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "shellcheck")
@@ -74,7 +74,10 @@ def install() -> None:
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = 600) -> None:
     """Wait until `condition()` holds; fail after `seconds`."""
-    wait_until(condition, seconds, lambda: f"timed out after {seconds:.0f} s: {what}")
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"timed out after {seconds:.0f} s: {what}"
+        time.sleep(0.1)
 
 
 class Cluster:
@@ -210,16 +213,13 @@ class Cluster:
 
     def kill_node(self, node: str) -> None:
         """Kill the node's daemon and every process on it with SIGKILL, as when a machine dies."""
-
-        def killed() -> bool:
-            """Whether none was left to kill."""
-            found = list(self.processes(node))
-            for process in found:
+        end = time.monotonic() + 60
+        while left := list(self.processes(node)):
+            assert time.monotonic() < end, f"processes of {node} do not end: {left}"
+            for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-            return not found
-
-        wait_for(killed, f"the end of all processes of {node}", 60)
+            time.sleep(0.05)
         (self.folder / f"slurmd-{node}.pid").unlink(missing_ok=True)
 
     def processes(self, node: str) -> Iterator[psutil.Process]:

@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -160,14 +159,14 @@ class Agents(contextlib.AbstractContextManager):
             more = {"LATTICE_NODE": f"n{node}", "OMP_NUM_THREADS": "1",
                     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # fmt: skip
             with open(self.logs[node], "wb") as log:
-                self.agents[node] = subprocess.Popen(
+                self.agents[node] = psutil.Popen(
                     command, cwd=ROOT, env={**os.environ, **more}, stdout=log, stderr=log,
                     start_new_session=True,
                 )  # fmt: skip
 
     def rank(self, node: int) -> int:
         """The process of the node's rank."""
-        (rank,) = psutil.Process(self.agents[node].pid).children()
+        (rank,) = self.agents[node].children()
         return rank.pid
 
     def said(self) -> str:
@@ -187,7 +186,7 @@ class Agents(contextlib.AbstractContextManager):
     def __exit__(self, *_: object) -> None:
         for agent in self.agents.values():
             with contextlib.suppress(psutil.NoSuchProcess):
-                for process in (*psutil.Process(agent.pid).children(recursive=True), agent):
+                for process in (*agent.children(recursive=True), agent):
                     process.kill()
             agent.wait()
 
@@ -210,7 +209,7 @@ def test_a_spare_that_was_the_launchers_rank_0(data, tmp_path, what):
             for process in (both.rank(1), both.agents[1].pid):
                 os.kill(process, signal.SIGKILL)
             # torchrun's agent waits for the dead one for minutes
-            wait_until(lambda: not psutil.Process(both.agents[0].pid).children(), 120)
+            wait_until(lambda: not both.agents[0].children(), 120)
         else:
             both.end()
         said = both.said()
