@@ -49,7 +49,8 @@ def test_a_resumed_run_names_what_changed(ranks, data, tmp_path):
     config = write_config(tmp_path, data, train={"steps": 2}, checkpoint={"interval": 1})
     run(ranks, 1, config)
     changes = ["train.steps=3", "optimizer.lr=0.002"]
-    ((_, log),) = ranks.run(heard, 1, [config, *changes], "stdout")
+    ((refusal, log),) = ranks.run(heard, 1, [config, *changes], "stdout")
+    assert refusal == ""
     changed = "train.steps 2 → 3, optimizer.lr 0.003 → 0.002"
     said = f"changed since the last start of {tmp_path / 'run'}: {changed}"
     assert re.findall("changed since.*", log) == [said]

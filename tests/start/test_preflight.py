@@ -1,10 +1,11 @@
-"""The preflight draws the right conclusions from the nodes' reports; and two nodes run it for real,
-on this machine over gloo.
+"""The preflight draws the right conclusions from the nodes' reports; and several nodes run it for
+real, on this machine over gloo.
 
 tests/slurm/slurm_scenarios.py tests it on a real Slurm.
 """
 
 import itertools
+import json
 import multiprocessing
 import os
 import shutil
@@ -102,29 +103,38 @@ def test_an_address_that_is_reachable_from_outside():
     assert sys.platform != "linux" or "127.0.0.1" in addresses()
 
 
-def on_node(node: int, out_of: int, arguments: list[str]) -> None:
+def on_node(node: int, out_of: int, unfit: int | None, arguments: list[str]) -> None:
     slurm = {"SLURM_NNODES": str(out_of), "SLURM_NODEID": str(node)}
     os.environ.update(slurm | {"SLURMD_NODENAME": f"node{node}", "OMP_NUM_THREADS": "1"})
-    bandwidth = links._bandwidth
+    bandwidth, look = links._bandwidth, command.look_at_node
+
+    def looked(*about: Any) -> dict[str, Any]:
+        return look(*about) | ({"problems": ["unfit"]} if node == unfit else {})
 
     def chatty(*about: Any) -> float | None:
         if node == 0:
             os.write(1, b"NCCL INFO, as with NCCL_DEBUG=INFO\n")
         return bandwidth(*about)
 
-    with patch.object(links, "_bandwidth", chatty):
+    with (
+        patch.object(links, "_bandwidth", chatty),
+        patch.object(command, "look_at_node", looked),
+    ):
         sys.exit(command.main(arguments))
 
 
-def preflight(folder: Path, data: Path, nodes: int) -> list[tuple[int | None, str, str]]:
+def preflight(
+    folder: Path, data: Path, nodes: int, unfit: int | None = None
+) -> list[tuple[int | None, str, str]]:
     """Run the preflight on so many nodes; return the status, standard output and standard error of
     each."""
     config, port = write_config(folder, data, train={"global_batch_size": 24}), free_port()
     arguments = ["--meet", f"127.0.0.1:{port}", "--device", "cpu", "--ranks-per-node", "2",
-                 "--seconds", "300", config]  # fmt: skip
+                 "--seconds", "300", "--spare-nodes", str(int(unfit is not None)),
+                 config]  # fmt: skip
     files = [(folder / f"answer-{node}", folder / f"report-{node}") for node in range(nodes)]
     started = [
-        forked(answer, on_node, node, nodes, arguments, errors=report)
+        forked(answer, on_node, node, nodes, unfit, arguments, errors=report)
         for node, (answer, report) in enumerate(files)
     ]
     return [
@@ -133,14 +143,17 @@ def preflight(folder: Path, data: Path, nodes: int) -> list[tuple[int | None, st
     ]
 
 
-@pytest.mark.parametrize("nodes", [2, pytest.param(3, marks=pytest.mark.thorough)])
-def test_nodes_meet_and_measure(data, tmp_path, nodes):
-    """If their number is odd, in each round one has no partner."""
-    (code, answer, report), *others = preflight(tmp_path, data, nodes)
+@pytest.mark.parametrize(
+    ("nodes", "unfit"), [(2, None), pytest.param(4, 1, marks=pytest.mark.thorough)]
+)
+def test_nodes_meet_and_measure(data, tmp_path, nodes, unfit):
+    """Without one that is unfit. If their number is odd, in each round one has no partner."""
+    (code, answer, report), *others = preflight(tmp_path, data, nodes, unfit)
     assert code == 0, report
-    names = [f"node{node}" for node in range(nodes)]
+    names = [f"node{node}" for node in range(nodes) if node != unfit]
     assert answer == f"{','.join(names)} {tmp_path}/run\n"
-    assert f"preflight passed: {nodes} nodes" in report
+    assert f"preflight passed: {len(names)} nodes" in report
+    assert ("FAILED   node1: unfit" in report) == (unfit == 1)
     rows = [line.split() for line in report.splitlines() if line.split()[0] in names]
     assert [row[0] for row in rows] == names
     assert all(float(row[3]) > 0 and float(row[4]) > 0 for row in rows), report  # within and across
@@ -201,18 +214,24 @@ def test_a_node_that_sends_nothing_has_failed(
         monkeypatch.setattr(command, name, lambda *_: None)
     (tmp_path / "run").mkdir()
     exclude(tmp_path / "run", "n1", "slow since step 7")
-    meeting = command.Meeting(f"127.0.0.1:{free_port()}", 0, 5, time.monotonic() + 1)
+    meeting = command.Meeting("127.0.0.1:0", 0, 5, time.monotonic() + 60)
+    meeting.deadline = time.monotonic()  # what is not there by now is late
     report = {"gpus": "8", "code": {}, "packages": {}, "free_bytes": 1}
     report |= {"problems": [], "warnings": []}
     for number in (1, 2, 3):
         meeting.write(f"report/{number}", report | {"name": f"n{number}"})
     for number, rank in {*itertools.product(range(4), range(2))} - {(2, 1)}:
         meeting.write(f"link/{number}/{rank}", [1e11, 1e10])
-    options = SimpleNamespace(seconds=1, node_names="n0,n1,n2,n3,n4", ranks_per_node=2)
-    options.spare_nodes = spares
-    config = load_config(write_config(tmp_path, tmp_path, parallel={"layouts": layouts}), [])
+    batch = {"global_batch_size": 24, "micro_batch_size": 1}
+    path = write_config(tmp_path, tmp_path, parallel={"layouts": layouts}, train=batch)
+    options = SimpleNamespace(
+        seconds=0, node_names="n0,n1,n2,n3,n4", ranks_per_node=2, spare_nodes=spares,
+        min_nodes=None, config=path, overrides=[],
+    )  # fmt: skip
+    config = command.read_config(options, 5)
     failed = command.lead(meeting, report | {"name": "n0"}, options, config, range(2))
     assert bool(failed) != passes
+    assert json.loads(meeting.store.get("members")) == [0, 1, 2, 3]
     said = capsys.readouterr()
     assert said.out == (f"n0,n1,n3 {tmp_path}/run\n" if passes else "")
     assert ("4 nodes are needed; sbatch --exclude=n2,n4 …" in said.err) != passes
@@ -245,11 +264,17 @@ def hold_links() -> None:
         time.sleep(600)
 
 
+def runs_still(process: psutil.Process) -> bool:
+    try:  # nobody may reap an orphan
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's prctl")
 def test_a_preflight_that_is_killed_leaves_no_process(tmp_path):
     process, log = forked(tmp_path / "log", hold_links), tmp_path / "log"
     wait_until(lambda: log.exists() and len(log.read_text().split()) == 2)
     ranks = [psutil.Process(int(pid)) for pid in log.read_text().split()]
     process.kill()
-    _, alive = psutil.wait_procs(ranks, timeout=60)
-    assert not alive
+    wait_until(lambda: not any(map(runs_still, ranks)))
