@@ -1,5 +1,6 @@
 """Runs in which something goes wrong."""
 
+import itertools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -48,9 +49,7 @@ class Fault:
     bit: int = 30
 
 
-def faulty_run(
-    arguments: list[str], fault: Fault, runs: Callable[[list[str]], str] = train_run
-) -> str:
+def faulty_run(arguments: list[str], fault: Fault, runs: Callable[..., str] = train_run) -> str:
     @planted(train, "build_listeners")
     def faulty(build: Any, run: Run, *about: Any) -> Any:
         left = [fault]
@@ -75,12 +74,11 @@ def faulty_run(
 
 def run_with_a_bit_flipped(arguments: list[str]) -> str:
     """Train; before the second save, a bit of a norm's weight flips on rank 1."""
-    calls = []
+    saves = itertools.count(1)
 
     @planted(saving, "check_replicas")
     def flipped(check_replicas: Any, step: TrainStep) -> None:
-        calls.append(None)
-        if len(calls) == 2 and dist.get_rank() == 1:
+        if next(saves) == 2 and dist.get_rank() == 1:
             flip_a_bit(step, "norm.weight")
         check_replicas(step)
 
@@ -95,17 +93,14 @@ def a_gradient_is_nan(gradient_norm, gradients, *about):
     return gradient_norm(gradients, *about)
 
 
-def poisoned(
-    is_bad: Callable[[int, torch.Tensor], bool], rank: int
-) -> AbstractContextManager[None]:
+def poisoned(is_bad: Callable[[int, torch.Tensor], bool], rank: int) -> AbstractContextManager:
     """One element of one gradient on `rank` is NaN in every step for which `is_bad(number of the
     call, tokens of this rank)` holds."""
-    calls = []
+    calls = itertools.count(1)
 
     @planted(TrainStep, "forward_backward")
     def poison(forward_backward: Any, self: Any, tokens: torch.Tensor, *args: Any, **more: Any):
-        calls.append(None)
-        bad = is_bad(len(calls), tokens) and dist.get_rank() == rank
+        bad = is_bad(next(calls), tokens) and dist.get_rank() == rank
         with a_gradient_is_nan() if bad else nullcontext():
             return forward_backward(self, tokens, *args, **more)
 

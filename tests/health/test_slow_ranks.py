@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from data.loader import BatchLoader
 from model.matmul import Matmul
-from proofs.ranks import Ranks
 from runtime.health import slow_ranks
 from runtime.health.excluded import exclude, excluded_nodes
 from runtime.health.straggler import Judge
@@ -31,7 +30,7 @@ def steady(ranks: int) -> Any:
         yield [1000 * math.exp(generator.gauss(0, 0.01)) for _ in range(ranks)]
 
 
-def test_a_slow_rank_is_named_after_three_intervals_until_it_recovers() -> None:
+def test_a_slow_rank_is_named_after_three_intervals_until_it_recovers():
     judge, times = Judge([0] * 8, 1.15), steady(8)
     heard = []
     for step in range(1, 31):
@@ -48,7 +47,7 @@ def test_a_slow_rank_is_named_after_three_intervals_until_it_recovers() -> None:
 @pytest.mark.parametrize(
     ("peers", "slow"), [(2, [1]), (3, [1]), (16, [1]), (16, list(range(8)))], ids=str
 )
-def test_it_is_named_at_once_among_few_and_many_peers(peers: int, slow: list[int]) -> None:
+def test_it_is_named_at_once_among_few_and_many_peers(peers, slow):
     """From the first interval on. Half of the peers may be slow."""
     judge, times = Judge([0] * peers, 1.15), steady(peers)
     for step in range(1, 4):
@@ -56,7 +55,7 @@ def test_it_is_named_at_once_among_few_and_many_peers(peers: int, slow: list[int
     assert [*judge.slow] == slow
 
 
-def test_uneven_stages_and_short_disturbances_name_nobody() -> None:
+def test_uneven_stages_and_short_disturbances_name_nobody():
     """Nor does what makes all ranks slower, as from step 50 on. The last rank has no peers."""
     judge, times = Judge([0, 0, 1, 1, 2], 1.15), steady(5)
     for step in range(1, 100):
@@ -67,7 +66,7 @@ def test_uneven_stages_and_short_disturbances_name_nobody() -> None:
         assert not judge.slow
 
 
-def test_a_thousand_intervals_of_measured_noise_name_nobody() -> None:
+def test_a_thousand_intervals_of_measured_noise_name_nobody():
     """Their times are drawn from those of a real run, ten consecutive ones at a time."""
     measured = json.loads(NOISE.read_text())
     times, generator = measured["times"], random.Random(1)
@@ -110,43 +109,30 @@ def run_with_timed_products(arguments: list[str], factor: float) -> str:
         return runs.train_run(arguments)
 
 
-def slow_run(ranks: Ranks, data: Path, folder: Path, factor: float) -> Path:
-    """7 logged steps, of which 5 are timed, on 4 ranks, of which rank 3 may be slow. There are
-    evaluations, saves, a rank that waits for its data, and stages of 1 and 3 blocks."""
+@pytest.mark.parametrize("factor", [1.3, pytest.param(1.0, marks=pytest.mark.thorough)])
+def test_the_slow_rank_is_named_within_three_intervals(ranks, data, tmp_path, factor):
+    """7 logged steps, of which 5 are timed, on 4 ranks. There are evaluations, saves, a rank that
+    waits for its data, and stages of 1 and 3 blocks. Control: if no rank is slow, none is named."""
     config = runs.write_config(
-        folder, data, parallel={**runs.LAYOUT_3D, "layers_per_stage": [1, 3]},
+        tmp_path, data, parallel={**runs.LAYOUT_3D, "layers_per_stage": [1, 3]},
         train={"steps": 7, "eval_interval": 3, "eval_samples": 8, "micro_batch_size": 4},
         checkpoint={"interval": 3}, run={"log_interval": 1}, guard={"slow_ranks": "exclude"},
     )  # fmt: skip
     assert ranks.run(run_with_timed_products, 4, [config], factor) == [""] * 4
-    return folder / "run"
-
-
-def test_the_slow_rank_is_named_within_three_intervals(
-    ranks: Ranks, data: Path, tmp_path: Path
-) -> None:
-    folder = slow_run(ranks, data, tmp_path, 1.3)
-    (event,) = runs.events_of(folder, "slow_rank")
-    first = 1 + slow_ranks.AFTER  # the first logged step whose products were timed
-    assert (event["rank"], event["since"], event["step"]) == (3, first, first + 2)
-    assert event["factor"] == pytest.approx(1.3, abs=0.12)
-    status = runs.status_of(tmp_path)
-    assert (status["state"], [each["rank"] for each in status["slow"]]) == ("finished", [3])
-    assert status["slow"][0]["node"] == event["node"]
+    folder, slow = tmp_path / "run", [3] if factor > 1 else []
+    events, status = runs.events_of(folder, "slow_rank"), runs.status_of(tmp_path)
     last = runs.metrics_of(tmp_path)[-1]
-    assert (last["slow_ranks"], last["slowest_rank_factor"] > 1.15) == ([3], True)
-    assert "slow: rank 3 took 1." in excluded_nodes(folder)[event["node"]]["reason"]
-
-
-@pytest.mark.thorough
-def test_evaluation_saving_data_and_uneven_stages_name_nobody(
-    ranks: Ranks, data: Path, tmp_path: Path
-) -> None:
-    """Control of the test above: the same run without the slow rank."""
-    folder = slow_run(ranks, data, tmp_path, 1.0)
-    assert runs.events_of(folder, "slow_rank") == []
-    assert runs.status_of(tmp_path).get("slow", []) == []
-    assert "slow_ranks" in runs.metrics_of(tmp_path)[-1]
+    assert [each["rank"] for each in events] == slow
+    assert status["state"] == "finished"
+    assert [each["rank"] for each in status.get("slow", [])] == slow
+    assert last["slow_ranks"] == slow
+    assert (last["slowest_rank_factor"] > 1.15) == (factor > 1)
+    for event in events:
+        first = 1 + slow_ranks.AFTER  # the first logged step whose products were timed
+        assert (event["since"], event["step"]) == (first, first + 2)
+        assert event["factor"] == pytest.approx(1.3, abs=0.12)
+        assert status["slow"][0]["node"] == event["node"]
+        assert "slow: rank 3 took 1." in excluded_nodes(folder)[event["node"]]["reason"]
 
 
 def judged(folder: Path, after: float) -> list[tuple[int, list[str]]]:
@@ -156,7 +142,7 @@ def judged(folder: Path, after: float) -> list[tuple[int, list[str]]]:
     listener = slow_ranks.SlowRanks.__new__(slow_ranks.SlowRanks)
     listener.policy, listener.folder = "exclude", folder
     listener.nodes, listener.judge = ["n0", "n0", "n1", "n1"], Judge([0] * 4, 1.15)
-    run: Any = SimpleNamespace(for_status={}, log=runs.run_log_of(folder))
+    run = SimpleNamespace(for_status={}, log=runs.run_log_of(folder))
     listener.named, listener.excluded = {}, {}
     slow = {1: range(4, 21), 3: range(10, 13)}
     with (
@@ -172,7 +158,7 @@ def judged(folder: Path, after: float) -> list[tuple[int, list[str]]]:
     return seen
 
 
-def test_a_node_is_excluded_while_it_stays_slow(tmp_path: Path) -> None:
+def test_a_node_is_excluded_while_it_stays_slow(tmp_path):
     # named after step 6, well after step 23
     assert judged(tmp_path, after=5.0) == [(1, []), (11, ["n0"]), (23, [])]
     # control: without patience, three slow steps are enough, until they are over

@@ -9,7 +9,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import runtime.watchdog
-from proofs.ranks import RankError, Ranks
+from proofs.ranks import RankError
 from runtime.all_listeners import Watching
 from runtime.log.run_log import RunLog
 from runtime.watchdog import Watchdog, innermost_line, where_it_waits
@@ -31,12 +30,11 @@ from training.step import TrainStep
 
 def run_with_a_sleeper(arguments: list[str]) -> str:
     """Train; in the third step, rank 2 sleeps forever."""
-    calls = []
+    steps = itertools.count(1)
 
     @planted(TrainStep, "microbatches")
     def sleeping(microbatches: Any, *batch: Any, **options: Any) -> Any:
-        calls.append(None)
-        if len(calls) == 3 and dist.get_rank() == 2:
+        if next(steps) == 3 and dist.get_rank() == 2:
             time.sleep(1e6)
         return microbatches(*batch, **options)
 
@@ -45,8 +43,8 @@ def run_with_a_sleeper(arguments: list[str]) -> str:
 
 
 @pytest.mark.thorough
-def test_a_rank_that_sleeps_for_ever(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    guard = {"hang_factor": 1.0, "hang_seconds": 20.0}
+def test_a_rank_that_sleeps_for_ever(ranks, data, tmp_path):
+    guard = {"hang_factor": 1.0, "hang_seconds": 20.0}  # two workers may make a step take seconds
     config = write_config(tmp_path, data, parallel={"tp": 2, "dp_shard": 2}, guard=guard)
     with pytest.raises(RankError, match="died with exit code 1"):
         ranks.run(run_with_a_sleeper, 4, [config])
@@ -54,34 +52,30 @@ def test_a_rank_that_sleeps_for_ever(ranks: Ranks, data: Path, tmp_path: Path) -
     assert sorted(files) == [f"step-00000003-rank-{r:05d}.txt" for r in range(4)]
     for name, text in files.items():
         first, *rest = text.splitlines()
-        assert re.match(
-            r"rank \d has not finished step 3 after \d+ s: at [a-z_/]+\.py:\d+ \w+, waiting in ",
-            first,
-        )
+        where = r"at [a-z_/]+\.py:\d+ \w+, waiting in "
+        assert re.match(rf"rank \d has not finished step 3 after \d+ s: {where}", first)
         assert "last collectives:" in rest[0]
         assert any("(done)" in line for line in rest), "earlier collectives are listed too"
         assert "MainThread" in text or "most recent call first" in text
-        assert ("rank-00002" in name) == ("at tests/health/test_watchdog.py" in first), (
-            "only the hanging rank is inside this test's code"
-        )
+        # only the hanging rank is inside this test's code
+        assert ("rank-00002" in name) == ("at tests/health/test_watchdog.py" in first)
     others = [text.splitlines()[0] for name, text in files.items() if "rank-00002" not in name]
     assert any(re.search(r"waiting in gloo:\w+ number \d+ of \w+, \[\[", line) for line in others)
     (event,) = events_of(tmp_path / "run", "hang")
     assert event["step"] == 2
 
 
-def test_the_clock_rests_and_is_patient(data: Path, tmp_path: Path) -> None:
+def test_the_clock_rests_and_is_patient(data, tmp_path):
     """The watchdog raises no alarm before a step was measured, while it rests, or if steps
     regularly take that long; otherwise it does. The test advances a fake clock."""
-    config = load_config(
-        write_config(tmp_path, data, guard={"hang_factor": 3.0, "hang_seconds": 20.0}), []
-    )
+    guard = {"hang_factor": 3.0, "hang_seconds": 20.0}
+    config = load_config(write_config(tmp_path, data, guard=guard), [])
     watchdog, now, alarms = Watchdog(config, RunLog(config)), [0.0], []
     # it looks once, and is then closed
     closed = {"wait.side_effect": itertools.cycle([False, True]), "is_set.return_value": False}
     watchdog._closed = Mock(**closed)
 
-    def alarms_after(seconds: float) -> list[int]:
+    def alarms_after(seconds):
         now[0] += seconds
         watchdog._watch()
         return alarms
@@ -121,7 +115,7 @@ def sleep_in_c(config: str) -> None:
         ctypes.PyDLL(None).sleep(1000)
 
 
-def test_native_code_that_never_returns(data: Path, tmp_path: Path) -> None:
+def test_native_code_that_never_returns(data, tmp_path):
     config = write_config(tmp_path, data, guard={"hang_factor": 1.0, "hang_seconds": 0.1})
     assert status(forked(tmp_path / "log", sleep_in_c, config)) == 1
     said = (tmp_path / "log").read_text()
@@ -129,7 +123,7 @@ def test_native_code_that_never_returns(data: Path, tmp_path: Path) -> None:
     assert "Current thread" in said or "most recent call first" in said
 
 
-def test_every_thread_is_named() -> None:
+def test_every_thread_is_named():
     """A backward that hangs in another thread than the main one, as on a GPU in autograd's: its
     line is written too, after the main thread's. Control: the main thread's does not show it."""
     started, go_on = threading.Event(), threading.Event()
@@ -148,9 +142,8 @@ def test_every_thread_is_named() -> None:
             main, *others = watchdog.submit(where_it_waits).result().split("; ")
         assert re.match(r"at \S+/test_watchdog\.py:\d+ test_every_thread_is_named, waiting", main)
         (line,) = (each for each in others if "wait_here" in each)
-        assert re.fullmatch(
-            r"a C\+\+ thread \(autograd\) at \S+/test_watchdog\.py:\d+ wait_here", line
-        )
+        thread = r"a C\+\+ thread \(autograd\)"
+        assert re.fullmatch(rf"{thread} at \S+/test_watchdog\.py:\d+ wait_here", line)
         alone = innermost_line(sys._current_frames()[threading.main_thread().ident or 0])
         assert "wait_here" not in alone
     finally:

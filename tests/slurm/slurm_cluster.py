@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
+
 from tests import ROOT
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "shellcheck")
@@ -112,7 +114,7 @@ class Cluster:
         (folder / "slurm.conf").write_text(text)
 
     def __enter__(self) -> "Cluster":
-        # so that SIGTERM leads to `close` too
+        # so that SIGTERM leads to `__exit__` too
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
         try:
             files = {"key-file": "munge.key", "socket": "munge.socket", "seed-file": "munge.seed",
@@ -124,14 +126,11 @@ class Cluster:
             for node in self.nodes:
                 self.wait_until_idle(node)
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """End everything, by process id: first the jobs, then what is left on the nodes, then the
         daemons."""
         if self.namespaces:
@@ -142,11 +141,10 @@ class Cluster:
         for node in self.namespaces:
             self.kill_node(node)
         for name in ("slurmctld", "munged"):
-            with contextlib.suppress(OSError, ValueError):
-                pid = int((self.folder / f"{name}.pid").read_text())
-                os.kill(pid, signal.SIGTERM)
-                ended = Path(f"/proc/{pid}")
-                wait_for(lambda ended=ended: not ended.exists(), f"the end of {name}", 30)
+            with contextlib.suppress(OSError, ValueError, psutil.NoSuchProcess):
+                daemon = psutil.Process(int((self.folder / f"{name}.pid").read_text()))
+                daemon.terminate()
+                daemon.wait(30)
 
     def run(self, *command: str, **environment: str) -> str:
         """Run a command, which must succeed, and return its standard output."""
@@ -216,40 +214,40 @@ class Cluster:
     def kill_node(self, node: str) -> None:
         """Kill the node's daemon and every process on it with SIGKILL, as when a machine dies."""
         end = time.monotonic() + 60
-        while pids := list(self.processes(node)):
-            assert time.monotonic() < end, f"processes of {node} do not end: {pids}"
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        while left := list(self.processes(node)):
+            assert time.monotonic() < end, f"processes of {node} do not end: {left}"
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
             time.sleep(0.05)
         (self.folder / f"slurmd-{node}.pid").unlink(missing_ok=True)
 
-    def processes(self, node: str) -> Iterator[int]:
-        """The ids of all processes of a node that have not ended."""
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # the process has ended
-                here = os.readlink(folder / "ns/uts") == self.namespaces[node]
-                if here and (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                    yield int(folder.name)
+    def processes(self, node: str) -> Iterator[psutil.Process]:
+        """All processes of a node that have not ended."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.NoSuchProcess):  # the process has ended
+                here = os.readlink(f"/proc/{process.pid}/ns/uts") == self.namespaces[node]
+                if here and process.status() != psutil.STATUS_ZOMBIE:
+                    yield process
 
     def ranks(self, node: str) -> dict[int, int]:
         """Rank → process id of the training processes on a node."""
         found = {}
-        for pid in self.processes(node):
-            with contextlib.suppress(OSError, KeyError):
-                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if b"train.py" in _command(pid).split(b"\0"):
-                    found[int(dict(v.partition(b"=")[::2] for v in variables)[b"RANK"])] = pid
+        for process in self.processes(node):
+            with contextlib.suppress(psutil.Error, KeyError):
+                if "train.py" in process.cmdline():
+                    found[int(process.environ()["RANK"])] = process.pid
         return found
 
     def batch_shell(self, node: str) -> int:
         """The process id of the job script, which runs on the job's first node."""
-        for pid in self.processes(node):
-            with contextlib.suppress(OSError):
-                parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+        for process in self.processes(node):
+            with contextlib.suppress(psutil.Error):
                 # Its parent distinguishes the script from its subshells.
-                if b"/slurm_script\0" in _command(pid) and b"slurmstepd" in _command(parent):
-                    return pid
+                parent = " ".join(psutil.Process(process.ppid()).cmdline())
+                is_script = any(word.endswith("/slurm_script") for word in process.cmdline())
+                if is_script and "slurmstepd" in parent:
+                    return process.pid
         raise AssertionError(f"no job script runs on {node}")
 
     @contextlib.contextmanager
@@ -263,7 +261,3 @@ class Cluster:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-
-
-def _command(pid: int | str) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()

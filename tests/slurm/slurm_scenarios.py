@@ -94,7 +94,7 @@ class Run:
 # --- the scripts themselves -----------------------------------------------------------------------
 
 
-def test_slurm_accepts_every_script_as_it_is(cluster: Cluster) -> None:
+def test_slurm_accepts_every_script_as_it_is(cluster):
     scripts = [path for path in (ROOT / "slurm").glob("*.sh") if "#SBATCH" in path.read_text()]
     assert scripts
     for script in scripts:
@@ -110,7 +110,7 @@ def test_slurm_accepts_every_script_as_it_is(cluster: Cluster) -> None:
         cluster.run("sbatch", "--test-only", "--nodes", "33", SCRIPT)
 
 
-def test_shellcheck_is_clean() -> None:
+def test_shellcheck_is_clean():
     subprocess.run(["shellcheck", *sorted(map(str, (ROOT / "slurm").glob("*.sh")))], check=True)
 
 
@@ -126,7 +126,7 @@ def undisturbed(cluster: Cluster, data: Path, tmp_path_factory: pytest.TempPathF
     return run
 
 
-def test_a_run_to_its_end(undisturbed: Run) -> None:
+def test_a_run_to_its_end(undisturbed):
     assert undisturbed.status["state"] == "finished"
     assert sorted(losses(undisturbed.folder)) == list(range(1, STEPS + 1))
     log = undisturbed.log
@@ -146,7 +146,7 @@ def disturbed(cluster: Cluster, data: Path, tmp_path_factory: pytest.TempPathFac
     return run.submit("--signal=B:USR1@120")
 
 
-def test_the_time_limit(cluster: Cluster, disturbed: Run) -> None:
+def test_the_time_limit(cluster, disturbed):
     """Slurm sends USR1 to the batch shell, every rank saves, the job requeues itself, and it
     resumes in the same folder without losing a step."""
     disturbed.wait_for_step(7)
@@ -163,7 +163,7 @@ def test_the_time_limit(cluster: Cluster, disturbed: Run) -> None:
     assert f"at step {saved};" in disturbed.log  # no step was lost
 
 
-def test_a_rank_is_killed(cluster: Cluster, disturbed: Run) -> None:
+def test_a_rank_is_killed(cluster, disturbed):
     """torchrun restarts all ranks within the same job."""
     step = disturbed.step
     disturbed.wait_for_step(step + 1)
@@ -176,7 +176,7 @@ def test_a_rank_is_killed(cluster: Cluster, disturbed: Run) -> None:
     disturbed.killed_rank = rank
 
 
-def test_scontrol_requeue(cluster: Cluster, disturbed: Run) -> None:
+def test_scontrol_requeue(cluster, disturbed):
     cluster.run("scontrol", "requeue", disturbed.job)
     cluster.start_now(disturbed.job, restarts=2)
     # The first failure is on the log's first line, although the run continued after it.
@@ -189,7 +189,7 @@ def test_scontrol_requeue(cluster: Cluster, disturbed: Run) -> None:
     disturbed.wait_for_log(f"job {disturbed.job}.2] 2 nodes")
 
 
-def test_a_node_dies(cluster: Cluster, disturbed: Run, undisturbed: Run) -> None:
+def test_a_node_dies(cluster, disturbed, undisturbed):
     """A node's daemon and processes are killed at once. Slurm notices and requeues the job, and
     the losses of the finished run equal those of an undisturbed run, bit for bit."""
     logs = disturbed.folder / "run" / "logs" / f"{disturbed.job}.2"
@@ -212,7 +212,7 @@ def test_a_node_dies(cluster: Cluster, disturbed: Run, undisturbed: Run) -> None
 # --- links and spares -----------------------------------------------------------------------------
 
 
-def test_an_array_of_jobs(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+def test_an_array_of_jobs(cluster, data, tmp_path):
     """The first saves before its time limit, and the next one continues; the third is cancelled
     because the second finishes the run."""
     run = Run(cluster, tmp_path / "it", data).submit("--array=1-3%1", nodes="n1", ranks=2)
@@ -236,7 +236,7 @@ def test_an_array_of_jobs(cluster: Cluster, data: Path, tmp_path: Path) -> None:
     assert sorted(losses(run.folder)) == list(range(1, STEPS + 1))
 
 
-def test_a_spare_node_does_not_train(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+def test_a_spare_node_does_not_train(cluster, data, tmp_path):
     run = Run(cluster, tmp_path / "it", data, train={"steps": 2, "micro_batch_size": 1})
     run.submit(SPARE_NODES="1")
     cluster.wait_until_ended(run.job, "COMPLETED")
@@ -252,7 +252,7 @@ LAYOUTS = [
 ]
 
 
-def test_a_job_shrinks_and_grows(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+def test_a_job_shrinks_and_grows(cluster, data, tmp_path):
     """A job of two to three nodes starts on three. When one dies, the job goes on in place with
     two. A user's STOP ends it without a requeue, although srun's status is that of the dead node.
     Submitted again, it starts on two; a requeue while the third is back brings it again. The losses

@@ -9,7 +9,7 @@ import resource
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, call, patch
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ import train
 from errors import UserError
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
-from proofs.ranks import Ranks
 from runtime.device import CUBLAS
 from runtime.signals import Signals
 from runtime.start import checks, host
@@ -56,9 +55,8 @@ ALL = FIRST | SECOND
     ],
 )  # fmt: skip
 def test_the_cpus_of_a_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_gpus: str, ranks: int, gpu: int,
-    allowed: set[int], cpus: set[int], threads: int, why_not: str,
-) -> None:  # fmt: skip
+    tmp_path, monkeypatch, of_gpus, ranks, gpu, allowed, cpus, threads, why_not
+):
     """In a pretended sysfs with the CPUs next to each GPU, those of its node (" ": no file)."""
     for bus, node in zip(BUSES, of_gpus, strict=True):
         device = tmp_path / f"bus/pci/devices/0000:{bus:02x}:00.0"
@@ -66,10 +64,10 @@ def test_the_cpus_of_a_rank(
         if node in NODES:
             (device / "local_cpulist").write_text(NODES[node])
 
-    def properties(gpu: int) -> SimpleNamespace:
+    def properties(gpu):
         return SimpleNamespace(pci_domain_id=0, pci_bus_id=BUSES[gpu], pci_device_id=0)
 
-    bound: list[set[int]] = []
+    bound = []
     monkeypatch.setattr(host, "SYSTEM", tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(BUSES))
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
@@ -92,30 +90,22 @@ OURS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         *((given, given) for given in ({name: "x:64"} for name in (*OURS, "PYTORCH_ALLOC_CONF"))),
     ],
 )
-def test_a_rank_is_bound_before_its_device_is_set(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    given: dict[str, str], allocator: dict[str, str],
-) -> None:  # fmt: skip
+def test_a_rank_is_bound_before_its_device_is_set(capsys, monkeypatch, given, allocator):
     """The device's context has threads and memory of its own. The ranks share the CPUs, unless the
     user has said how. If nothing was bound, the rank says why. And whatever the environment says,
     products of float32 are not TF32."""
-    calls: list[str] = []
-
-    def bind(gpu: int, ranks: int) -> tuple[int, str]:
-        calls.append(f"bind {gpu} of {ranks}")
-        return 3, "a reason"
-
-    monkeypatch.setattr(host, "bind_to_gpu", bind)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: calls.append(f"device {gpu}"))
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: calls.append(f"{count} threads"))
+    calls = Mock(**{"bind.return_value": (3, "a reason")})
+    monkeypatch.setattr(host, "bind_to_gpu", calls.bind)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.set_device)
+    monkeypatch.setattr(torch, "set_num_threads", calls.set_num_threads)
     torch.set_float32_matmul_precision("high")  # as with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1
     with patch.dict(os.environ, given, clear=True):
         host.use_gpu(3, 0, 10)
         assert {n: value for n, value in os.environ.items() if "ALLOC_CONF" in n} == allocator
         assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == "1"
     assert torch.get_float32_matmul_precision() == "highest"
-    threads = [] if "OMP_NUM_THREADS" in given else ["3 threads"]
-    assert calls == ["bind 3 of 10", *threads, "device 3"]
+    threads = [] if "OMP_NUM_THREADS" in given else [call.set_num_threads(3)]
+    assert calls.mock_calls == [call.bind(3, 10), *threads, call.set_device(3)]
     assert "rank 0 is not bound to the CPUs next to its GPU: a reason" in capsys.readouterr().err
 
 
@@ -125,25 +115,21 @@ CONFIG = str(ROOT / "configs/llama3_70b.yaml")  # tp 4, zero_stage 1
 
 
 class CudaTouched(BaseException):
-    """Raised at the first use of CUDA; its argument is the variable's value then."""
+    """Raised at the first use of CUDA."""
 
 
 def value_at_first_use(*arguments: str, given: str | None = None) -> str | None:
-    """The variable's value when train.py's main function first uses CUDA."""
-
-    def touched() -> bool:
-        raise CudaTouched(os.environ.get(CONNECTIONS))
-
+    """The variable's value when train.py's main function first uses CUDA, which ends it."""
     with (
         patch.dict(os.environ, {CONNECTIONS: given} if given else {}),
-        patch.object(torch.cuda, "is_available", touched),
-        pytest.raises(CudaTouched) as raised,
+        patch.object(torch.cuda, "is_available", side_effect=CudaTouched),
     ):
-        train.main([*arguments], Signals(speaks=False))
-    return raised.value.args[0]
+        with pytest.raises(CudaTouched):
+            train.main([*arguments], Signals(speaks=False))
+        return os.environ.get(CONNECTIONS)
 
 
-def test_the_queues_are_set_before_cuda_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queues_are_set_before_cuda_is_used(monkeypatch):
     monkeypatch.delenv(CONNECTIONS, raising=False)
     assert value_at_first_use(CONFIG) == "1"
     assert value_at_first_use(CONFIG, "parallel.tp=1") == "32"
@@ -155,15 +141,15 @@ def test_the_queues_are_set_before_cuda_is_used(monkeypatch: pytest.MonkeyPatch)
         assert value_at_first_use(CONFIG) is None
 
 
-def test_a_check_of_the_configuration_prepares_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_of_the_configuration_prepares_cublas(monkeypatch):
     """cuBLAS reads its variable at its first product, and flash attention's backward is
     deterministic only under torch's flag. A value with which neither holds is refused."""
     flag = torch.are_deterministic_algorithms_enabled()
     alone = ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1", "train.deterministic=true"]
     config = try_config([str(ROOT / "configs/laptop.yaml"), *alone])
-    found: list[tuple[str, bool]] = []
+    found = []
 
-    def tried(*_: object) -> None:
+    def tried(*_):
         found.append((os.environ[CUBLAS], torch.are_deterministic_algorithms_enabled()))
 
     for name in ("check_gpu", "check_kernels", "check_fits"):
@@ -188,7 +174,7 @@ def import_again() -> None:
         file = Path(getattr(module, "__file__", None) or "/")
         if ROOT in file.parents and "site-packages" not in file.parts:
             del sys.modules[name]
-    used: list[str] = []
+    used = []
     for name in ("is_available", "device_count", "_lazy_init", "get_device_properties"):
         setattr(torch.cuda, name, lambda *_, name=name: used.append(name))
     importlib.import_module("train")
@@ -197,7 +183,7 @@ def import_again() -> None:
     print(used, flush=True)
 
 
-def test_no_import_uses_cuda(tmp_path: Path) -> None:
+def test_no_import_uses_cuda(tmp_path):
     """`import train` does not initialize CUDA, which would read the variable too early."""
     log, errors = tmp_path / "log", tmp_path / "errors"
     assert status(forked(log, import_again, errors=errors)) == 0, errors.read_text()
@@ -224,7 +210,7 @@ def sockets_of_groups(sizes: list[MeshSizes]) -> list[int]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_groups_open_as_many_sockets_as_is_said(ranks: Ranks) -> None:
+def test_groups_open_as_many_sockets_as_is_said(ranks):
     """A group of all ranks opens one for each other rank and one to listen. Those of the mesh open
     no more than three such groups together."""
     meshes = [MeshSizes(pp=2, dp_shard=2, tp=2), MeshSizes(dp_shard=2, cp=2, tp=2), MeshSizes(cp=8)]
@@ -243,12 +229,10 @@ def test_groups_open_as_many_sockets_as_is_said(ranks: Ranks) -> None:
         (1024, resource.RLIM_INFINITY, open_files_needed(1024)),
     ],
 )
-def test_the_limit_of_open_files_is_raised(
-    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None
-) -> None:
+def test_the_limit_of_open_files_is_raised(monkeypatch, soft, hard, raised):
     """To what 1,024 ranks need, or as far as the hard limit permits, which is then a problem for
     the preflight; it is never lowered."""
-    limits: list[tuple[int, int]] = []
+    limits = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
     assert ("needs up to 6,656" in raise_open_files(1024)) == (hard == 4096)

@@ -3,13 +3,11 @@ the environment says of them is checked."""
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -26,16 +24,16 @@ from runtime.start.init import fresh_store
 WORLD = 4
 
 
-def join_as(store: dist.TCPStore, rank: int, world: int, heard: Sequence[int] = ()) -> dist.Store:
+def join_as(store: dist.TCPStore, rank: int, heard: Sequence[int] = ()) -> dist.Store:
     """`fresh_store` over the rank's own connection, with the signals `heard` already received."""
     own = dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=60))
-    return fresh_store(own, rank, world, dict.fromkeys(heard, time.monotonic()))
+    return fresh_store(own, rank, WORLD, dict.fromkeys(heard, time.monotonic()))
 
 
 def joined(store: dist.TCPStore) -> list[dist.Store]:
     """The store that each rank of a start gets; the ranks join in reverse order."""
     with ThreadPoolExecutor(WORLD) as pool:
-        return list(pool.map(lambda rank: join_as(store, rank, WORLD), reversed(range(WORLD))))
+        return list(pool.map(lambda rank: join_as(store, rank), reversed(range(WORLD))))
 
 
 @pytest.fixture
@@ -44,11 +42,11 @@ def store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=minute)
 
 
-def test_a_start_sees_nothing_of_those_before(store: dist.TCPStore) -> None:
+def test_a_start_sees_nothing_of_those_before(store):
     """Also if one was not complete: ranks 0 and 1 died while they waited for the others."""
     joined(store)[0].set("address", "old")
     with patch.object(signals, "PATIENCE_SECONDS", 0.3), ThreadPoolExecutor(2) as pool:
-        dead = [pool.submit(join_as, store, rank, WORLD, [signal.SIGTERM]) for rank in (0, 1)]
+        dead = [pool.submit(join_as, store, rank, [signal.SIGTERM]) for rank in (0, 1)]
         assert isinstance(dead[0].exception(), SystemExit)
         assert "not all ranks joined" in str(dead[0].exception())
     stores = joined(store)
@@ -57,40 +55,40 @@ def test_a_start_sees_nothing_of_those_before(store: dist.TCPStore) -> None:
     assert {each.get("address") for each in stores} == {b"new"}
 
 
-def test_ranks_that_never_join_are_named(store: dist.TCPStore) -> None:
+def test_ranks_that_never_join_are_named(store):
     """One may hang in an import: after half an hour, all others end, so that the launcher tries
     again."""
     soon = patch.multiple(init, JOIN_SECONDS=0.4, WAIT_SECONDS=0.1)
     with soon, ThreadPoolExecutor(2) as pool:
-        rank_0, rank_2 = [pool.submit(join_as, store, rank, WORLD) for rank in (0, 2)]
+        rank_0, rank_2 = [pool.submit(join_as, store, rank) for rank in (0, 2)]
         said = str(rank_0.exception())
         assert isinstance(rank_2.exception(), SystemExit | type(None))  # it may have its answer
     assert said == f"{init.NOT_JOINED}; nothing was heard of ranks [1, 3]"
 
 
-def test_who_is_late_is_waited_for(tmp_path: Path) -> None:
+def test_who_is_late_is_waited_for(tmp_path):
     """Patience is short only after a signal. tools.launch uses a file store, which raises its own
     exception on a timeout."""
-    found: dict[int, dist.Store] = {}
 
-    def join(rank: int) -> None:
-        found[rank] = fresh_store(dist.FileStore(str(tmp_path / "store"), 2), rank, 2, {})
+    def join(rank: int) -> dist.Store:
+        return fresh_store(dist.FileStore(str(tmp_path / "store"), 2), rank, 2, {})
 
-    with patch.object(init, "WAIT_SECONDS", 0.05), patch.object(signals, "PATIENCE_SECONDS", 0.0):
-        early = threading.Thread(target=join, args=(1,), daemon=True)
-        early.start()
+    with (
+        patch.object(init, "WAIT_SECONDS", 0.05),
+        patch.object(signals, "PATIENCE_SECONDS", 0.0),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        early = pool.submit(join, 1)
         time.sleep(0.2)
-        assert early.is_alive(), "it waits"
-        join(0)
-        early.join(60)
-    found[0].set("key", "value")
-    assert found[1].get("key") == b"value"
+        assert not early.done(), "it waits"
+        join(0).set("key", "value")
+    assert early.result().get("key") == b"value"
 
 
-def test_nccl_waits_ten_minutes_in_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_waits_ten_minutes_in_every_group(monkeypatch):
     """Those of a mesh too; gloo keeps its 30 minutes beside it, and in groups of its own, for
     saving. gloo does here what NCCL does for tensors on GPUs."""
-    given: list[timedelta] = []
+    given = []
 
     def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
         given.append(timeout)
@@ -102,15 +100,14 @@ def test_nccl_waits_ten_minutes_in_every_group(monkeypatch: pytest.MonkeyPatch) 
 
     dist.Backend.register_backend("as_nccl", create, devices=["cuda"])
     monkeypatch.setitem(init.BACKENDS, "cuda", "cpu:gloo,cuda:as_nccl")
-    used: list[tuple[int, ...]] = []
-    monkeypatch.setattr(init, "use_gpu", lambda *about: used.append(about))
+    monkeypatch.setattr(init, "use_gpu", Mock())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert init.init_distributed(store=dist.HashStore()) == "cuda"
     try:
-        assert used == [(3, 0, 8)], "GPU, rank, ranks of this machine"
+        init.use_gpu.assert_called_once_with(3, 0, 8)  # GPU, rank, ranks of this machine
         of_mesh, saving = dist.new_group([0]), dist.new_group([0], backend="gloo")
         ten, thirty = timedelta(minutes=10), timedelta(minutes=30)
         assert given == [thirty, thirty]  # what torch does
@@ -125,7 +122,7 @@ TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT"
 
 
 @pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def environment(monkeypatch):
     for name in (*OF_RANK, *OF_JOB, *TEXTS):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
@@ -144,9 +141,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ({"CUDA_DEVICE_MAX_CONNECTIONS": "33"}, "CUDA_DEVICE_MAX_CONNECTIONS"),
     ],
 )
-def test_a_wrong_variable_is_refused(
-    environment: pytest.MonkeyPatch, variables: dict[str, str], key: str
-) -> None:
+def test_a_wrong_variable_is_refused(environment, variables, key):
     for name, value in variables.items():
         environment.setenv(name, value)
     with pytest.raises(UserError) as refused:
@@ -155,7 +150,7 @@ def test_a_wrong_variable_is_refused(
     assert this_rank() in (0, 2), "which reports it"
 
 
-def test_an_empty_variable_is_none(environment: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable_is_none(environment):
     for name in (*OF_RANK, *OF_JOB, *TEXTS):
         environment.setenv(name, " ")
     check_environment()
@@ -178,9 +173,7 @@ def test_an_empty_variable_is_none(environment: pytest.MonkeyPatch) -> None:
     ("works", "rank", "restarts", "raised"),
     [(False, "0", "0", SystemExit), (True, "7", "1", SystemExit), (True, "7", "0", UserError)],
 )
-def test_a_gpu_that_was_lost_is_no_mistake_of_the_user(
-    environment: pytest.MonkeyPatch, works: bool, rank: str, restarts: str, raised: type
-) -> None:
+def test_a_gpu_that_was_lost_is_no_mistake_of_the_user(environment, works, rank, restarts, raised):
     """The job begins anew then, elsewhere. And the CPU does not take over."""
     environment.setattr(torch.cuda, "is_available", lambda: works)
     environment.setattr(torch.cuda, "device_count", lambda: 7)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -87,7 +86,7 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
+def job(tmp_path):
     job = Job(tmp_path)
     yield job
     if job.script is not None and job.script.poll() is None:
@@ -96,7 +95,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 @pytest.mark.parametrize("squeue", ["exit 1", pytest.param("echo N/A", marks=pytest.mark.thorough)])
-def test_the_job_waits_for_the_save(job: Job, squeue: str) -> None:
+def test_the_job_waits_for_the_save(job, squeue):
     """Even if the controller does not say when the job ends, or the ranks cannot be signalled; and
     training ends while the script still tries that."""
     slow = "/bin/sleep 0.8; exit 1"
@@ -110,7 +109,7 @@ def test_the_job_waits_for_the_save(job: Job, squeue: str) -> None:
 @pytest.mark.parametrize(
     "source", [pytest.param("squeue", marks=pytest.mark.thorough), "environment"]
 )
-def test_the_last_resort(job: Job, source: str) -> None:
+def test_the_last_resort(job, source):
     """The ranks hang, so the job requeues itself before its end: at half of what is left, because
     that is less than a minute. What asked for the save is for this start only."""
     end = int(time.time()) + 6
@@ -130,7 +129,7 @@ def test_the_last_resort(job: Job, source: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["training=$!", "follower=$!", 'wait "$training"'])
-def test_the_signal_comes_just_before(job: Job, command: str) -> None:
+def test_the_signal_comes_just_before(job, command):
     """The ranks save, and the job ends with them: it does not wait for what the trap starts."""
     trap = """trap '[ "$BASH_COMMAND" != "$BEFORE" ] || kill -USR1 $$' DEBUG"""
     (job.folder / "trap").write_text(trap)
@@ -142,7 +141,7 @@ def test_the_signal_comes_just_before(job: Job, command: str) -> None:
     assert job.read("calls") == "scancel --signal=USR1 7.0\n"
 
 
-def test_how_a_start_ends(job: Job) -> None:
+def test_how_a_start_ends(job):
     """The script does what tools/slurm_next.py says. If that cannot be asked, it requeues the job,
     unless the run has finished or a user has stopped it."""
     state = 'echo \'{"state": "%s", "reason": "the file STOP was found"}\' >run/status.json'
@@ -168,7 +167,7 @@ def test_how_a_start_ends(job: Job) -> None:
     assert "7.3 ends: the start was refused" in job.read("alarms")
 
 
-def test_what_the_site_has_set(job: Job) -> None:
+def test_what_the_site_has_set(job):
     """No node ends the preflight of the others, whatever KillOnBadExit and WaitTime are; and bash
     before 5.1 writes here-strings to a disk, which may be full (root may "write" to /proc)."""
     assert job.ends("exit 1", BASH_COMPAT="50", TMPDIR="/proc") == 1
@@ -176,7 +175,7 @@ def test_what_the_site_has_set(job: Job) -> None:
     assert {"--kill-on-bad-exit=0", "--wait=0"} <= {*job.read("steps").splitlines()[0].split()}
 
 
-def test_every_try_has_its_first_failure(tmp_path: Path) -> None:
+def test_every_try_has_its_first_failure(tmp_path):
     """An agent counts only the restarts that its own ranks have caused, and n3 joins late."""
     starts = {"n1": {0: 0, 1: 0, 2: 1}, "n2": {0: 0, 1: 0, 2: 0}, "n3": {1: 0, 2: 1}}
     fails = {"n1": {1: 10}, "n3": {1: 12}, "n2": {2: 10}}  # start → when, in seconds
@@ -217,13 +216,11 @@ def logs_of(folder: Path, restarts: int, status: dict[str, str] | None = None) -
         (None, STOP, (0, "requeue: the run is at an unknown point")),  # no save in time
     ],
 )  # fmt: skip
-def test_what_is_next(
-    tmp_path: Path, status: int | None, said: dict[str, str], expected: tuple[int, str]
-) -> None:
+def test_what_is_next(tmp_path, status, said, expected):
     assert what_next(logs_of(tmp_path, 0, said), status) == expected
 
 
-def test_the_status_of_a_dead_node(tmp_path: Path) -> None:
+def test_the_status_of_a_dead_node(tmp_path):
     """It is not that of the others, if they have ended by themselves, and in this start."""
     logs = logs_of(tmp_path, 0, STOP)
     assert what_next(logs, 137, elastic=True)[0] == 137
@@ -233,7 +230,7 @@ def test_the_status_of_a_dead_node(tmp_path: Path) -> None:
     assert what_next(logs, 137)[0] == 137
 
 
-def test_starts_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starts_without_a_checkpoint(tmp_path, monkeypatch):
     """Five starts fail, and only the second has made a checkpoint. Each is counted once, although a
     start asks again if Slurm did not requeue it. Later, every second start makes a checkpoint, and
     then loses its node, so it does not ask: those that fail are not in a row."""
@@ -263,7 +260,7 @@ def test_starts_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert what_next(logs, 1)[1].startswith("requeue")
 
 
-def test_the_decision_needs_no_torch() -> None:
+def test_the_decision_needs_no_torch():
     program = "import sys, tools.slurm_next; print(*sys.modules)"
     loaded = subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT).split()
     assert not {name.split(".")[0] for name in loaded} & {"torch", "numpy", "pydantic", "yaml"}

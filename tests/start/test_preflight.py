@@ -1,9 +1,11 @@
-"""The preflight draws the right conclusions from the nodes' reports; and two nodes run it for real,
-on this machine over gloo.
+"""The preflight draws the right conclusions from the nodes' reports; and several nodes run it for
+real, on this machine over gloo.
 
 tests/slurm/slurm_scenarios.py tests it on a real Slurm.
 """
 
+import itertools
+import json
 import multiprocessing
 import os
 import shutil
@@ -34,8 +36,8 @@ GOOD = ["NVIDIA H100 80GB HBM3", "4", "1980", "Enabled", "0"]
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 8, 11])
-def test_every_node_is_in_two_pairs_and_in_one_at_a_time(num_nodes: int) -> None:
-    partners: dict[int, set[int]] = {node: set() for node in range(num_nodes)}
+def test_every_node_is_in_two_pairs_and_in_one_at_a_time(num_nodes):
+    partners = {node: set() for node in range(num_nodes)}
     for together in rounds(num_nodes):
         nodes = [node for pair in together for node in pair]
         assert len(nodes) == len(set(nodes))
@@ -45,7 +47,7 @@ def test_every_node_is_in_two_pairs_and_in_one_at_a_time(num_nodes: int) -> None
     assert {len(found) for found in partners.values()} == {min(2, num_nodes - 1)}
 
 
-def test_all_code_that_trains_is_compared() -> None:
+def test_all_code_that_trains_is_compared():
     """Everything of this repository that is loaded where a run is started, as here."""
     loaded = (getattr(module, "__file__", None) for module in [*sys.modules.values()])
     inside = {Path(file) for file in loaded if file and ROOT in Path(file).parents}
@@ -55,7 +57,7 @@ def test_all_code_that_trains_is_compared() -> None:
     assert ours <= {*_sources()}
 
 
-def test_what_differs_and_what_is_slow_is_named() -> None:
+def test_what_differs_and_what_is_slow_is_named():
     """And the neighbours of a slow node are not."""
     common = {"packages": {"torch": "2.13.0", "numpy": "2.4.6"}, "within": 400e9, "across": 45e9}
     reports = {node: dict(common) for node in range(6)} | {6: {"packages": common["packages"]}}
@@ -66,7 +68,7 @@ def test_what_differs_and_what_is_slow_is_named() -> None:
     assert slow_ones(reports) == {4: "all-reduce across nodes at 44% of the job's median"}
 
 
-def test_spares_are_the_excluded_then_slow_then_last() -> None:
+def test_spares_are_the_excluded_then_slow_then_last():
     assert choose(range(5), set(), set(), 4) == [0, 1, 2, 3]
     assert choose([0, 2, 3, 4], set(), {3}, 3) == [0, 2, 4]
     assert choose(range(5), {4}, {0, 2}, 3) == [0, 1, 3]
@@ -74,7 +76,7 @@ def test_spares_are_the_excluded_then_slow_then_last() -> None:
     assert choose(range(4), set(), set(), 5) == []
 
 
-def test_sick_busy_missing_and_unlike_gpus() -> None:
+def test_sick_busy_missing_and_unlike_gpus():
     rows = [[str(index), *GOOD] for index in range(8)]
     found = judge_gpus(rows, [], 8)
     assert (found["problems"], found["warnings"]) == ([], [])
@@ -93,7 +95,7 @@ def test_sick_busy_missing_and_unlike_gpus() -> None:
     assert judge_gpus([], [], 8)["problems"] == ["0 of 8 GPUs are visible"]
 
 
-def test_an_address_that_is_reachable_from_outside() -> None:
+def test_an_address_that_is_reachable_from_outside():
     private = ["127.0.0.1", "10.1.2.3", "fe80::1", "fd00::7"]
     assert judge_addresses(private) == []
     (warning,) = judge_addresses([*private, "8.8.8.8", "2600:1f18::7"])
@@ -101,32 +103,39 @@ def test_an_address_that_is_reachable_from_outside() -> None:
     assert sys.platform != "linux" or "127.0.0.1" in addresses()
 
 
-def on_node(node: int, out_of: int, arguments: list[str]) -> None:
+def on_node(node: int, out_of: int, unfit: int | None, arguments: list[str]) -> None:
     slurm = {"SLURM_NNODES": str(out_of), "SLURM_NODEID": str(node)}
     os.environ.update(slurm | {"SLURMD_NODENAME": f"node{node}", "OMP_NUM_THREADS": "1"})
-    bandwidth = links._bandwidth
+    bandwidth, look = links._bandwidth, command.look_at_node
+
+    def looked(*about: Any) -> dict[str, Any]:
+        return look(*about) | ({"problems": ["unfit"]} if node == unfit else {})
 
     def chatty(*about: Any) -> float | None:
         if node == 0:
             os.write(1, b"NCCL INFO, as with NCCL_DEBUG=INFO\n")
         return bandwidth(*about)
 
-    with patch.object(links, "_bandwidth", chatty):
+    with (
+        patch.object(links, "_bandwidth", chatty),
+        patch.object(command, "look_at_node", looked),
+    ):
         sys.exit(command.main(arguments))
 
 
 def preflight(
-    folder: Path, data: Path, nodes: tuple[int, ...], *options: str, out_of: int = 2, **given: Any
+    folder: Path, data: Path, nodes: int, unfit: int | None = None
 ) -> list[tuple[int | None, str, str]]:
-    """Run the preflight on `nodes` out of two nodes or `out_of`; return the status, standard output
-    and standard error of each."""
-    config, port = write_config(folder, data, **given), free_port()
+    """Run the preflight on so many nodes; return the status, standard output and standard error of
+    each."""
+    config, port = write_config(folder, data, train={"global_batch_size": 24}), free_port()
     arguments = ["--meet", f"127.0.0.1:{port}", "--device", "cpu", "--ranks-per-node", "2",
-                 *options, config]  # fmt: skip
-    files = [(folder / f"answer{port}-{node}", folder / f"report{port}-{node}") for node in nodes]
+                 "--seconds", "300", "--spare-nodes", str(int(unfit is not None)),
+                 config]  # fmt: skip
+    files = [(folder / f"answer-{node}", folder / f"report-{node}") for node in range(nodes)]
     started = [
-        forked(answer, on_node, node, out_of, arguments, errors=report)
-        for node, (answer, report) in zip(nodes, files, strict=True)
+        forked(answer, on_node, node, nodes, unfit, arguments, errors=report)
+        for node, (answer, report) in enumerate(files)
     ]
     return [
         (status(process), answer.read_text(), report.read_text())
@@ -134,20 +143,25 @@ def preflight(
     ]
 
 
-def test_two_nodes_meet_and_measure(data: Path, tmp_path: Path) -> None:
-    (code, answer, report), other = preflight(tmp_path, data, (0, 1), "--seconds", "300")
+@pytest.mark.parametrize(
+    ("nodes", "unfit"), [(2, None), pytest.param(4, 1, marks=pytest.mark.thorough)]
+)
+def test_nodes_meet_and_measure(data, tmp_path, nodes, unfit):
+    """Without one that is unfit. If their number is odd, in each round one has no partner."""
+    (code, answer, report), *others = preflight(tmp_path, data, nodes, unfit)
     assert code == 0, report
-    assert answer == f"node0,node1 {tmp_path}/run\n"
-    assert "preflight passed: 2 nodes" in report
-    rows = [line.split() for line in report.splitlines() if line.split()[0] in ("node0", "node1")]
+    names = [f"node{node}" for node in range(nodes) if node != unfit]
+    assert answer == f"{','.join(names)} {tmp_path}/run\n"
+    assert f"preflight passed: {len(names)} nodes" in report
+    assert ("FAILED   node1: unfit" in report) == (unfit == 1)
+    rows = [line.split() for line in report.splitlines() if line.split()[0] in names]
+    assert [row[0] for row in rows] == names
     assert all(float(row[3]) > 0 and float(row[4]) > 0 for row in rows), report  # within and across
-    assert other == (0, "", "")
+    assert others == [(0, "", "")] * (nodes - 1)
     assert not (tmp_path / "run").exists()
 
 
-def test_what_stands_in_a_nodes_way_is_said(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_stands_in_a_nodes_way_is_said(data, tmp_path, monkeypatch):
     """A folder that cannot be looked at is a problem; an editor's lock is no code."""
     there = {"dir": str(tmp_path / ("x" * 300))}
     on_disk = {"offload": "disk", "offload_dir": "/proc"}
@@ -163,8 +177,8 @@ def test_what_stands_in_a_nodes_way_is_said(
 
 
 @pytest.mark.thorough  # tests/settings/test_refusals.py tests the errors themselves
-def test_data_that_training_would_refuse(tmp_path: Path) -> None:
-    (code, answer, report), other = preflight(tmp_path, tmp_path / "none", (0, 1))
+def test_data_that_training_would_refuse(tmp_path):
+    (code, answer, report), other = preflight(tmp_path, tmp_path / "none", 2)
     assert (code, answer) == (2, "")
     assert report.startswith("error: data.path")
     assert other == (1, "", "")
@@ -172,9 +186,8 @@ def test_data_that_training_would_refuse(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("nodes", "layouts"), [("1", True), ("0", True), ("3", False)])
 def test_a_minimum_below_the_smallest_layout_is_refused(
-    data: Path, tmp_path: Path, nodes: str, layouts: bool,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    data, tmp_path, monkeypatch, capsys, nodes, layouts
+):
     """torchrun would go on with so few nodes, and the ranks would refuse to."""
     parallel = {"layouts": [{"dp_shard": 4}, {"dp_shard": 8}]} if layouts else {"dp_shard": -1}
     config = write_config(tmp_path, data, parallel=parallel)
@@ -186,58 +199,50 @@ def test_a_minimum_below_the_smallest_layout_is_refused(
     )
 
 
-@pytest.mark.thorough
-def test_with_layouts_a_job_needs_only_the_smallest(data: Path, tmp_path: Path) -> None:
-    """Of four nodes one does not come: the other three measure each other (an odd number of them,
-    so that in each round one has no partner) and train, though a layout is for four. A node in
-    excluded.json is named."""
-    layouts = [{"dp_shard": 8, "micro_batch_size": 1}, {"dp_shard": 4}]
-    (tmp_path / "run").mkdir()
-    exclude(tmp_path / "run", "node1", "slow since step 7")
-    (code, answer, report), *_ = preflight(
-        tmp_path, data, (0, 1, 2), "--seconds", "60", "--node-names", "node0,node1,node2,far",
-        out_of=4, parallel={"layouts": layouts},
-    )  # fmt: skip
-    assert (code, answer) == (0, f"node0,node1,node2 {tmp_path}/run\n"), report
-    assert "FAILED   far: it sent no report in time" in report
-    assert "EXCLUDED node1: slow since step 7" in report
+LAYOUTS = [{"dp_shard": 8, "micro_batch_size": 1}, {"dp_shard": 4}]
 
 
-@pytest.mark.parametrize("spares", [2, 1])
+@pytest.mark.parametrize(
+    ("spares", "layouts", "passes"), [(2, [], True), (1, [], False), (0, LAYOUTS, True)]
+)
 def test_a_node_that_sends_nothing_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spares: int
-) -> None:
-    """One does not come, a rank of another is silent. If one says why, that is said."""
+    tmp_path, monkeypatch, capsys, spares, layouts, passes
+):
+    """One does not come, a rank of another is silent; the others train if that leaves enough of
+    them, or a layout for so few. A node in excluded.json is named, and used if it is needed."""
     for name in ("open_data_stages", "check_writable"):
         monkeypatch.setattr(command, name, lambda *_: None)
-
-    def report(number: int) -> dict[str, Any]:
-        about = {"name": f"n{number}", "gpus": "8", "code": {}, "packages": {}, "free_bytes": 1}
-        return about | {"problems": [], "warnings": []}
-
-    def gather(key: str, nodes: list[int], until: float) -> dict[int, Any]:
-        if key == "report":
-            return {each: report(each) for each in nodes if each != 4}
-        return {each: [1e11, 1e10] for each in nodes if (key, each) != ("link/2", 1)}
-
-    meeting: Any = SimpleNamespace(
-        node=0, num_nodes=5, deadline=0.0, gather=gather, write=lambda *_: None
-    )
-    options: Any = SimpleNamespace(seconds=1, node_names="n0,n1,n2,n3,n4", spare_nodes=spares)
-    config = load_config(write_config(tmp_path, tmp_path), [])
-    assert command.lead(meeting, report(0), options, config, range(2)) == (spares < 2)
+    (tmp_path / "run").mkdir()
+    exclude(tmp_path / "run", "n1", "slow since step 7")
+    meeting = command.Meeting("127.0.0.1:0", 0, 5, time.monotonic() + 60)
+    meeting.deadline = time.monotonic()  # what is not there by now is late
+    report = {"gpus": "8", "code": {}, "packages": {}, "free_bytes": 1}
+    report |= {"problems": [], "warnings": []}
+    for number in (1, 2, 3):
+        meeting.write(f"report/{number}", report | {"name": f"n{number}"})
+    for number, rank in {*itertools.product(range(4), range(2))} - {(2, 1)}:
+        meeting.write(f"link/{number}/{rank}", [1e11, 1e10])
+    batch = {"global_batch_size": 24, "micro_batch_size": 1}
+    path = write_config(tmp_path, tmp_path, parallel={"layouts": layouts}, train=batch)
+    options = SimpleNamespace(
+        seconds=0, node_names="n0,n1,n2,n3,n4", ranks_per_node=2, spare_nodes=spares,
+        min_nodes=None, config=path, overrides=[],
+    )  # fmt: skip
+    config = command.read_config(options, 5)
+    failed = command.lead(meeting, report | {"name": "n0"}, options, config, range(2))
+    assert bool(failed) != passes
+    assert json.loads(meeting.store.get("members")) == [0, 1, 2, 3]
     said = capsys.readouterr()
-    assert said.out == (f"n0,n1,n3 {tmp_path}/run\n" if spares == 2 else "")
-    assert ("4 nodes are needed; sbatch --exclude=n2,n4 …" in said.err) == (spares < 2)
+    assert said.out == (f"n0,n1,n3 {tmp_path}/run\n" if passes else "")
+    assert ("4 nodes are needed; sbatch --exclude=n2,n4 …" in said.err) != passes
     assert "FAILED   n2: it sent no measurement in time" in said.err
     assert "FAILED   n4: it sent no report in time" in said.err
+    assert "EXCLUDED n1: slow since step 7" in said.err
     (why,) = judge_links([None, "RuntimeError: no route"])["problems"]
     assert why == "1 ranks could not communicate: RuntimeError: no route"
 
 
-def test_what_a_killed_start_has_left_is_no_lack_of_space(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_killed_start_has_left_is_no_lack_of_space(data, tmp_path, monkeypatch):
     """The next start deletes an unfinished checkpoint."""
     config = load_config(write_config(tmp_path, data, checkpoint={"interval": 2}), [])
     usage = SimpleNamespace(free=state_bytes(config) // 2)
@@ -245,7 +250,7 @@ def test_what_a_killed_start_has_left_is_no_lack_of_space(
     partial = tmp_path / "run" / "checkpoints" / "partial-00000004" / "0"
     partial.mkdir(parents=True)
     (partial / "part").write_bytes(bytes(state_bytes(config)))
-    report: dict[str, Any] = {"problems": [], "warnings": []}
+    report = {"problems": [], "warnings": []}
     node._look_at_disk(config, report)
     assert report["problems"] == []
     shutil.rmtree(partial)
@@ -259,16 +264,17 @@ def hold_links() -> None:
         time.sleep(600)
 
 
-def runs_still(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+def runs_still(process: psutil.Process) -> bool:
+    try:  # nobody may reap an orphan
+        return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's prctl")
-def test_a_preflight_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+def test_a_preflight_that_is_killed_leaves_no_process(tmp_path):
     process, log = forked(tmp_path / "log", hold_links), tmp_path / "log"
     wait_until(lambda: log.exists() and len(log.read_text().split()) == 2)
+    ranks = [psutil.Process(int(pid)) for pid in log.read_text().split()]
     process.kill()
-    wait_until(lambda: not any(runs_still(int(pid)) for pid in log.read_text().split()))
+    wait_until(lambda: not any(map(runs_still, ranks)))

@@ -19,17 +19,17 @@ from tests import ROOT
 from tests.runs import losses, status_of, write_config
 from tools.command import CommandParser
 
-SLOWEST = r"blocks: the slowest rank computes \d+% more than the mean \(even split: \d+%\)"
-LAPTOP = r"2 stages of 2 blocks each: the slowest rank computes \d+% more than the mean"
-
 
 def test_stages():
-    """The README shows the same line."""
-    assert re.fullmatch(LAPTOP, describe_stages(load_config("configs/laptop.yaml", [])))
-    assert re.search(rf"^{LAPTOP}$", Path("README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    """The README shows the first line."""
+    slowest = r"the slowest rank computes \d+% more than the mean"
+    even = f"2 stages of 2 blocks each: {slowest}"
+    assert re.fullmatch(even, describe_stages(load_config("configs/laptop.yaml", [])))
+    assert re.search(f"^{even}$", Path("README.md").read_text(encoding="utf-8"), re.MULTILINE)
     uneven = ["parallel.pp=4", "parallel.layers_per_stage=auto"]
     said = describe_stages(load_config("configs/llama3_8b.yaml", uneven))
-    assert re.fullmatch(rf"4 stages of \d+, \d+, \d+, \d+ {SLOWEST}", said)
+    split = r"4 stages of \d+, \d+, \d+, \d+ blocks"
+    assert re.fullmatch(rf"{split}: {slowest} \(even split: \d+%\)", said)
 
 
 def test_the_loss_beside_a_unigram_models():
@@ -126,13 +126,12 @@ def test_every_command_ends_so_and_has_this_parser():
     [
         ("--tokenizer x --skp missing", "unrecognized arguments: --skp missing"),
         ("--tok=x", "the following arguments are required: --tokenizer"),  # no abbreviations
-        ("--tokenizer x --skip damage", "argument --skip: invalid choice: 'damage'"),
     ],
 )
 def test_a_wrong_option_is_refused_in_one_line(words, said, capsys):
     parser = CommandParser(prog="python -m tools.x", description="What it does.")
     parser.add_argument("--tokenizer", required=True)
-    parser.add_argument("--skip", nargs="+", choices=["missing", "damaged"])
+    parser.add_argument("--skip", nargs="+")
     for parse in (parser.parse_args, parser.parse_intermixed_args):
         with pytest.raises(SystemExit) as ended:
             parse(words.split())

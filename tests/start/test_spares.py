@@ -4,12 +4,10 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock, patch
 
 import psutil
@@ -39,7 +37,7 @@ NODES = ["a", "a", "b", "b", "c", "c", "d", "d"]  # the node of each rank
         ([16], ["b"], [0, 1, 2, 3, 4, 5, 6, 7]),  # nothing fits: all go on, and are refused
     ],
 )
-def test_who_trains(sizes: list[int], excluded: list[str], expected: list[int]) -> None:
+def test_who_trains(sizes, excluded, expected):
     assert choose_ranks(NODES, sizes, set(excluded)) == expected
 
 
@@ -55,9 +53,7 @@ NAMED = {"a": {"reason": "slow"}, "b": {"reason": "1"}}
         ('["a"]', None),
     ],
 )
-def test_a_file_that_a_person_has_edited(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, expected: dict | None
-) -> None:
+def test_a_file_that_a_person_has_edited(tmp_path, capsys, text, expected):
     """If it cannot be read, it is kept."""
     (tmp_path / "excluded.json").write_text(text)
     assert excluded_nodes(tmp_path) == (expected or {})
@@ -99,9 +95,7 @@ def take_part(config: str, store: str, nodes: list[str], asked: bool) -> dict:
         return {name: os.environ[name] for name in names} | {"spares": here.spares}
 
 
-def parted(
-    ranks: Ranks, folder: Path, nodes: str, sizes: list[int], asked: bool = False
-) -> list[dict]:
+def parted(ranks: Ranks, folder: Path, nodes: str, sizes: list[int], asked: bool) -> list[dict]:
     """`take_part` on one rank for each letter of `nodes`, with layouts for `sizes` ranks."""
     layouts = [{"dp_shard": size, "micro_batch_size": 1} for size in sizes]
     batch = {"global_batch_size": 24}
@@ -109,12 +103,12 @@ def parted(
     return ranks.run(take_part, len(nodes), config, str(folder / "store"), list(nodes), asked)
 
 
-def test_ranks_of_an_excluded_node_wait_and_end(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_of_an_excluded_node_wait_and_end(ranks, tmp_path):
     """Rank 0 is on the excluded node: it decides, and becomes a spare. The others get consecutive
     numbers."""
     (tmp_path / "run").mkdir()
     exclude(tmp_path / "run", "a", "slow")
-    found = parted(ranks, tmp_path, "aabbcc", [6, 3])
+    found = parted(ranks, tmp_path, "aabbcc", [6, 3], asked=False)
     assert [found[n] for n in (0, 1, 5)] == [{"status": 0}] * 3
     same = {"WORLD_SIZE": "3", "spares": {"a": 2, "c": 1}}
     assert found[2:5] == [
@@ -131,10 +125,10 @@ def test_ranks_of_an_excluded_node_wait_and_end(ranks: Ranks, tmp_path: Path) ->
         (Mock(side_effect=RuntimeError("gone")), False, "a spare lost rank 0: gone"),
     ],
 )
-def test_a_spare_does_not_outlive_rank_0(check: Any, asked: bool, status: str) -> None:
+def test_a_spare_does_not_outlive_rank_0(check, asked, status):
     """Its process, which holds the store, is stopped, so nothing answers, or it is gone: the spare
     ends by itself; with an error, so that torchrun tries again, unless it was asked to stop."""
-    store: Any = SimpleNamespace(check=check)
+    store = SimpleNamespace(check=check)
     with (
         patch.multiple(elastic, LOST_SECONDS=0.4, LOOK_SECONDS=0.1, AGENT_SECONDS=0.0),
         pytest.raises(SystemExit, match=status),
@@ -142,7 +136,7 @@ def test_a_spare_does_not_outlive_rank_0(check: Any, asked: bool, status: str) -
         elastic._wait_as_spare(store, signalled(asked))
 
 
-class Agents:
+class Agents(contextlib.AbstractContextManager):
     """Two torchrun agents of one rank each, on this machine: n1 on an excluded node, and n0. n1
     comes first, so its rank is the launcher's rank 0, which decides and then is the spare."""
 
@@ -165,14 +159,14 @@ class Agents:
             more = {"LATTICE_NODE": f"n{node}", "OMP_NUM_THREADS": "1",
                     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # fmt: skip
             with open(self.logs[node], "wb") as log:
-                self.agents[node] = subprocess.Popen(
+                self.agents[node] = psutil.Popen(
                     command, cwd=ROOT, env={**os.environ, **more}, stdout=log, stderr=log,
                     start_new_session=True,
                 )  # fmt: skip
 
     def rank(self, node: int) -> int:
         """The process of the node's rank."""
-        (rank,) = psutil.Process(self.agents[node].pid).children()
+        (rank,) = self.agents[node].children()
         return rank.pid
 
     def said(self) -> str:
@@ -189,20 +183,17 @@ class Agents:
         finally:
             assert [self.agents[node].poll() for node in (0, 1)] == [status] * 2, self.said()
 
-    def __enter__(self) -> "Agents":
-        return self
-
     def __exit__(self, *_: object) -> None:
         for agent in self.agents.values():
             with contextlib.suppress(psutil.NoSuchProcess):
-                for process in (*psutil.Process(agent.pid).children(recursive=True), agent):
+                for process in (*agent.children(recursive=True), agent):
                     process.kill()
             agent.wait()
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("what", ["nothing", "a stop", "death"])
-def test_a_spare_that_was_the_launchers_rank_0(data: Path, tmp_path: Path, what: str) -> None:
+def test_a_spare_that_was_the_launchers_rank_0(data, tmp_path, what):
     """torchrun's store is in its process. It lives until the run has ended, and both agents end
     with status 0: without a restart, and without waiting for each other. If everyone is signalled,
     as by the job script, the run stops. If its node dies, the run does not notice."""
@@ -218,7 +209,7 @@ def test_a_spare_that_was_the_launchers_rank_0(data: Path, tmp_path: Path, what:
             for process in (both.rank(1), both.agents[1].pid):
                 os.kill(process, signal.SIGKILL)
             # torchrun's agent waits for the dead one for minutes
-            wait_until(lambda: not psutil.Process(both.agents[0].pid).children(), 120)
+            wait_until(lambda: not both.agents[0].children(), 120)
         else:
             both.end()
         said = both.said()
@@ -230,7 +221,7 @@ def test_a_spare_that_was_the_launchers_rank_0(data: Path, tmp_path: Path, what:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("who", ["everyone", "one rank"])
-def test_a_refusal_ends_torchrun_on_every_node(data: Path, tmp_path: Path, who: str) -> None:
+def test_a_refusal_ends_torchrun_on_every_node(data, tmp_path, who):
     """Although both agents have restarts left: by all ranks that train, while a spare waits on the
     other node; and by one rank that reads a shard with a broken header, in the middle of the run
     (or by both, if the other one finds it first)."""
@@ -254,6 +245,6 @@ def test_a_refusal_ends_torchrun_on_every_node(data: Path, tmp_path: Path, who: 
         assert "data.path = " in said
 
 
-def test_a_rank_that_was_signalled_does_not_join(ranks: Ranks, tmp_path: Path) -> None:
-    found = parted(ranks, tmp_path, "ab", [2], True)
+def test_a_rank_that_was_signalled_does_not_join(ranks, tmp_path):
+    found = parted(ranks, tmp_path, "ab", [2], asked=True)
     assert found == [{"status": 128 + signal.SIGTERM}] * 2
