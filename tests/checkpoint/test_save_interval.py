@@ -1,14 +1,9 @@
-"""checkpoint.interval=auto, the marks of a start, and the ranks that tools.torchrun forks."""
+"""Which steps are saved, the marks of a start, and the server from which tools.torchrun forks."""
 
 import importlib
 import itertools
-import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +19,11 @@ from runtime.start import timing
 from runtime.start.timing import StartTimes
 from settings.data_stages import data_stages
 from settings.load import load_config
-from tests import ROOT, runs
+from tests import runs
 from tools import export
 
 OFTEN = mtbf_of(1.0, 1) / 400.0  # failures per day of a GPU: one in 400 s
+HOUR = int(MOST_SECONDS)
 
 
 def test_the_first_save_does_not_count():
@@ -45,31 +41,29 @@ def test_the_first_save_does_not_count():
 
 
 def saves(
-    folder: Path, steps: int, wait: float, rate: float, step_seconds: float = 1.0, **last: float
+    folder: Path, steps: int, interval: str, wait: float, rate: float, seconds: float, **last: float
 ) -> list[int]:
-    """The steps after which one rank saves; each save makes training wait for `wait` seconds."""
-    overrides = [f"run.dir={folder}", "checkpoint.interval=auto"]
+    """The steps after which one rank saves, in a run of so many `steps` of so many `seconds`; each
+    save makes training wait for `wait` seconds."""
+    overrides = [f"run.dir={folder}", f"train.steps={steps}", f"checkpoint.interval={interval}"]
     overrides += [f"checkpoint.failures_per_gpu_day={rate}"]
     config = load_config("configs/laptop.yaml", overrides)
-    of: Any = SimpleNamespace(
-        config=config, step=0, step_seconds=step_seconds, is_last=False,
-        log=runs.run_log_of(folder),
-        watchdog=SimpleNamespace(measured=[step_seconds] * 2),  # of steps that were rolled back
-        train=SimpleNamespace(mesh=SimpleNamespace(device="cpu")),
-    )  # fmt: skip
+    measured = SimpleNamespace(measured=[seconds] * 2)  # of steps that were rolled back
+    train: Any = SimpleNamespace(mesh=SimpleNamespace(device="cpu"))
+    start: Any = SimpleNamespace(step=0, state=SimpleNamespace(tokens=0))
+    log, stage = runs.run_log_of(folder), data_stages(config)[0]
+    of = Run(stage, train, None, start, log, measured, None)  # type: ignore[arg-type]
     found = []
     with (
         patch.object(save_interval, "from_rank_0", lambda action, device: action()),
         patch.object(save_interval.dist, "get_world_size", lambda: 1),
-        redirect_stdout(None),
     ):
-        interval = SaveInterval(config, 0, 0)
-        for _ in range(steps):
-            of.step += 1
-            of.watchdog.measured.append(step_seconds)
-            if interval.is_due(of):
+        due, of.step_seconds = SaveInterval(config, 0, 0), seconds
+        for of.step in range(1, steps + 1):
+            measured.measured.append(seconds)
+            if due.is_due(of):
                 found.append(of.step)
-                interval.saved(of, wait, dict(last))
+                due.saved(of, wait, dict(last))
     return found
 
 
@@ -77,37 +71,25 @@ def saves(
 # a save is estimated to cost nothing here, so it is measured soon. The first is after the first
 # step, because a run that logs rarely would wait long for its second line.
 @pytest.mark.parametrize(
-    ("steps", "wait", "rate", "about", "expected"),
+    ("steps", "interval", "wait", "rate", "seconds", "about", "expected"),
     [
-        (100, 0.5, OFTEN, {}, [1, 2, 22, 42, 62, 82]),
-        (100, 0.5, OFTEN / 4, {}, [1, 2, 42, 82]),  # a rarer failure
-        (130, 0.5, OFTEN, {"write_seconds": 30.0}, [1, 2, 62, 122]),
-        (4, 0.5, OFTEN, {"step_seconds": 1000.0}, [1, 2, 3, 4]),
-        (int(MOST_SECONDS) + 2, 0.0, 0.0, {}, [int(MOST_SECONDS)]),  # nothing fails
+        (100, "auto", 0.5, OFTEN, 1.0, {}, [1, 2, 22, 42, 62, 82, 100]),
+        (100, "auto", 0.5, OFTEN / 4, 1.0, {}, [1, 2, 42, 82, 100]),  # a rarer failure
+        (130, "auto", 0.5, OFTEN, 1.0, {"write_seconds": 30.0}, [1, 2, 62, 122, 130]),
+        (4, "auto", 0.5, OFTEN, 1000.0, {}, [1, 2, 3, 4]),
+        (HOUR + 2, "auto", 0.0, 0.0, 1.0, {}, [HOUR, HOUR + 2]),  # nothing fails
+        (10, "never", 0.5, OFTEN, 1.0, {}, []),
+        (10, "0", 0.5, OFTEN, 1.0, {}, [10]),  # after the last step only
+        (10, "4", 0.5, OFTEN, 1.0, {}, [4, 8, 10]),
     ],
-    ids=["youngs", "rarer", "slow to write", "a step", "an hour"],
+    ids=["youngs", "rarer", "slow to write", "a step", "an hour", "never", "0", "4"],
 )
-def test_the_interval_is_youngs_within_bounds(tmp_path, steps, wait, rate, about, expected):
-    assert saves(tmp_path, steps, wait, rate, **about) == expected
-    text = (tmp_path / "events.jsonl").read_text()
-    assert ('"mtbf": null' in text) == (rate == 0)
-    assert "Infinity" not in text
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [("never", []), ("0", [10]), ("4", [4, 8, 10])],  # 0 saves after the last step only
-)
-def test_a_number_and_never(value, expected):
-    overrides = [f"checkpoint.interval={value}", "train.steps=10"]
-    config = load_config("configs/laptop.yaml", overrides)
-    start: Any = SimpleNamespace(step=0, state=SimpleNamespace(tokens=0))
-    of = Run(data_stages(config)[0], *[None] * 2, start, *[None] * 3)  # type: ignore[arg-type]
-    interval = SaveInterval(config, 0, 0)
-    found = []
-    for of.step in range(1, 11):
-        found += [of.step] * interval.is_due(of)
-    assert found == expected
+def test_which_steps_are_saved(tmp_path, steps, interval, wait, rate, seconds, about, expected):
+    """With `auto`, at Young's interval, within bounds."""
+    assert saves(tmp_path, steps, interval, wait, rate, seconds, **about) == expected
+    decided = runs.events_of(tmp_path, "interval")
+    assert bool(decided) == (interval == "auto")
+    assert all((event["mtbf"] is None) == (rate == 0) for event in decided), "JSON has no infinity"
 
 
 def test_by_default_a_run_can_be_exported(ranks, data, tmp_path):
@@ -165,31 +147,6 @@ def test_the_parts_of_a_start_add_up(tmp_path):
     first, second = [event["seconds"] for event in read_events(tmp_path)]
     assert first == {"import": 10.0, "join": 1.0, "listeners": 1.0, "step": 1.0}
     assert second == {"build": 1.0, "listeners": 1.0, "step": 1.0}
-
-
-@pytest.mark.thorough
-def test_forked_ranks_restart(ranks, data, tmp_path):
-    """Of two ranks under tools.torchrun one is killed after the first checkpoint. They are started
-    again, without importing anything, and the run ends with the losses of an undisturbed one."""
-    train, saves = {"steps": 40, "max_minutes": 4}, {"interval": 2}
-    config = runs.write_config(tmp_path, data, train=train, checkpoint=saves)
-    runs.run(ranks, 2, config, f"run.dir={tmp_path / 'alone' / 'run'}")
-    command = [sys.executable, "-m", "tools.torchrun", "--standalone", "--local-addr", "localhost",
-               "--nproc-per-node=2", "--max-restarts=2", "train.py", config]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    about: dict[str, Any] = {"cwd": ROOT, "env": environment}
-    about |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, **about) as agent:
-        while not list((tmp_path / "run").glob("checkpoints/step-*")):
-            assert agent.poll() is None
-            time.sleep(0.02)
-        holder = next((tmp_path / "run" / "lease").iterdir()).read_text()
-        os.kill(int(json.loads(holder)["pid"]), signal.SIGKILL)
-        assert agent.wait(200) == 0
-    starts = runs.events_of(tmp_path / "run", "started")
-    assert len(starts) == 2
-    assert all(start["seconds"]["import"] < 1.0 for start in starts), "imported once"
-    assert runs.losses(tmp_path) == runs.losses(tmp_path / "alone")
 
 
 def hear_a_stop() -> None:

@@ -37,6 +37,7 @@ from runtime.listener import Run
 from runtime.log.log_lines import read_records
 from runtime.log.status import read_status
 from tests import ROOT
+from tests.drills import ON_THIS_MACHINE
 from tests.monitor.alert_helpers import free_port
 from tests.runs import events_of, stored_tensors, write_config
 
@@ -99,9 +100,9 @@ class Cluster:
                    f"--rdzv-conf={RENDEZVOUS},is_host={int(node == 0)}",
                    f"--rdzv-id={self.requeues}", "--local-addr=127.0.0.1", "-m",
                    "tests.drills.test_elastic_drill", self.config]  # fmt: skip
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        environment = {
+            **os.environ,
+            **ON_THIS_MACHINE,
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/elastic.md
             "LATTICE_NODE": f"node{node}",  # each is another machine
             "DRILL_TARGET": str(self.folder / "target"),
