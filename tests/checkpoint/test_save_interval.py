@@ -40,53 +40,44 @@ def test_the_first_save_does_not_count():
     assert ([*interval.waits], interval.write) == ([0.5, 0.5], 1.0)
 
 
-def saves(
-    folder: Path, steps: int, interval: str, wait: float, rate: float, seconds: float, **last: float
-) -> list[int]:
-    """The steps after which one rank saves, in a run of so many `steps` of so many `seconds`; each
-    save makes training wait for `wait` seconds."""
-    overrides = [f"run.dir={folder}", f"train.steps={steps}", f"checkpoint.interval={interval}"]
-    overrides += [f"checkpoint.failures_per_gpu_day={rate}"]
-    config = load_config("configs/laptop.yaml", overrides)
-    measured = SimpleNamespace(measured=[seconds] * 2)  # of steps that were rolled back
-    train: Any = SimpleNamespace(mesh=SimpleNamespace(device="cpu"))
-    start: Any = SimpleNamespace(step=0, state=SimpleNamespace(tokens=0))
-    log, stage = runs.run_log_of(folder), data_stages(config)[0]
-    of = Run(stage, train, None, start, log, measured, None)  # type: ignore[arg-type]
-    found = []
-    with (
-        patch.object(save_interval, "from_rank_0", lambda action, device: action()),
-        patch.object(save_interval.dist, "get_world_size", lambda: 1),
-    ):
-        due, of.step_seconds = SaveInterval(config, 0, 0), seconds
-        for of.step in range(1, steps + 1):
-            measured.measured.append(seconds)
-            if due.is_due(of):
-                found.append(of.step)
-                due.saved(of, wait, dict(last))
-    return found
-
-
 # With saves of 0.5 s and a failure in 400 s, √(2sM) is 20 steps of a second. Before it is measured,
 # a save is estimated to cost nothing here, so it is measured soon. The first is after the first
 # step, because a run that logs rarely would wait long for its second line.
 @pytest.mark.parametrize(
-    ("steps", "interval", "wait", "rate", "seconds", "about", "expected"),
+    ("steps", "interval", "rate", "waits", "writes", "seconds", "expected"),
     [
-        (100, "auto", 0.5, OFTEN, 1.0, {}, [1, 2, 22, 42, 62, 82, 100]),
-        (100, "auto", 0.5, OFTEN / 4, 1.0, {}, [1, 2, 42, 82, 100]),  # a rarer failure
-        (130, "auto", 0.5, OFTEN, 1.0, {"write_seconds": 30.0}, [1, 2, 62, 122, 130]),
-        (4, "auto", 0.5, OFTEN, 1000.0, {}, [1, 2, 3, 4]),
-        (HOUR + 2, "auto", 0.0, 0.0, 1.0, {}, [HOUR, HOUR + 2]),  # nothing fails
-        (10, "never", 0.5, OFTEN, 1.0, {}, []),
-        (10, "0", 0.5, OFTEN, 1.0, {}, [10]),  # after the last step only
-        (10, "4", 0.5, OFTEN, 1.0, {}, [4, 8, 10]),
+        (100, "auto", OFTEN, 0.5, 0.0, 1.0, [1, 2, 22, 42, 62, 82, 100]),
+        (100, "auto", OFTEN / 4, 0.5, 0.0, 1.0, [1, 2, 42, 82, 100]),  # a rarer failure
+        (130, "auto", OFTEN, 0.5, 30.0, 1.0, [1, 2, 62, 122, 130]),  # slow to write
+        (4, "auto", OFTEN, 0.5, 0.0, 1000.0, [1, 2, 3, 4]),  # not less than a step
+        (HOUR + 2, "auto", 0.0, 0.0, 0.0, 1.0, [HOUR, HOUR + 2]),  # nothing fails
+        (10, "never", OFTEN, 0.5, 0.0, 1.0, []),
+        (10, "0", OFTEN, 0.5, 0.0, 1.0, [10]),  # after the last step only
+        (10, "4", OFTEN, 0.5, 0.0, 1.0, [4, 8, 10]),
     ],
-    ids=["youngs", "rarer", "slow to write", "a step", "an hour", "never", "0", "4"],
 )
-def test_which_steps_are_saved(tmp_path, steps, interval, wait, rate, seconds, about, expected):
-    """With `auto`, at Young's interval, within bounds."""
-    assert saves(tmp_path, steps, interval, wait, rate, seconds, **about) == expected
+def test_which_steps_are_saved(tmp_path, steps, interval, rate, waits, writes, seconds, expected):
+    """With `auto`, at Young's interval, within bounds. Each save makes training wait for `waits`
+    seconds and writes for `writes`; a step takes `seconds`."""
+    overrides = [f"run.dir={tmp_path}", f"train.steps={steps}", f"checkpoint.interval={interval}"]
+    overrides += [f"checkpoint.failures_per_gpu_day={rate}"]
+    config = load_config("configs/laptop.yaml", overrides)
+    measured = SimpleNamespace(measured=[seconds] * 2)  # of steps that were rolled back
+    train = SimpleNamespace(mesh=SimpleNamespace(device="cpu"))
+    start = SimpleNamespace(step=0, state=SimpleNamespace(tokens=0))
+    log, stage = runs.run_log_of(tmp_path), data_stages(config)[0]
+    of, due = Run(stage, train, None, start, log, measured, None), SaveInterval(config, 0, 0)
+    found, of.step_seconds = [], seconds
+    with (
+        patch.object(save_interval, "from_rank_0", lambda action, device: action()),
+        patch.object(save_interval.dist, "get_world_size", lambda: 1),
+    ):
+        for of.step in range(1, steps + 1):
+            measured.measured.append(seconds)
+            if due.is_due(of):
+                found.append(of.step)
+                due.saved(of, waits, {"write_seconds": writes})
+    assert found == expected
     decided = runs.events_of(tmp_path, "interval")
     assert bool(decided) == (interval == "auto")
     assert all((event["mtbf"] is None) == (rate == 0) for event in decided), "JSON has no infinity"
