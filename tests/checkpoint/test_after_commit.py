@@ -103,39 +103,26 @@ def test_a_command_that_hangs_is_ended(tmp_path):
     folder.commands.finish(0.0)
 
 
-def test_two_monitors_of_a_run_never_run_it_at_the_same_time(tmp_path):
-    """That of the start before may still be ending when the next start begins."""
+def test_the_next_start_waits_for_the_monitor_before_and_runs_what_was_interrupted(tmp_path):
+    """That monitor may still be ending: the command never runs twice at the same time."""
     waits = "until [ -e go ]; do sleep 0.1; done"
-    script = f"mkdir busy || touch twice; {waits}; rmdir busy"
+    script = f"trap 'rmdir busy; exit 1' TERM; mkdir busy || touch twice; {waits}; rmdir busy"
     first, second = Folder(tmp_path, script), Folder(tmp_path, script)
     path = first.commit(10)
     first.start()
     wait_until(lambda: has_command(path))
-    second.start()
-    time.sleep(0.3)
-    assert has_command(path)  # so that it is not deleted
-    (tmp_path / "go").touch()
-    first.commands.finish(30)
-    second.commit(20)
-    second.succeeds_for(20)
-    assert [event["step"] for event in (*first.events, *second.events)] == [10, 20]
-    assert not (tmp_path / "twice").exists()
-
-
-def test_an_interrupted_command_is_run_by_the_next_start(tmp_path):
-    script = "echo x >> tries; [ -e ready ] || sleep 600"
-    first, second = Folder(tmp_path, script), Folder(tmp_path, script)
-    path = first.commit(10)
-    first.start()
-    wait_until(lambda: has_command(path))
-    first.commands.finish(0.0)
-    assert progress(first.checkpoints) == ([path], None)
-    (tmp_path / "ready").touch()
     # as a monitor that was killed would leave it
     (first.checkpoints / AFTER_COMMIT / "step-00000005.a5.running").touch()
     second.start()
+    time.sleep(0.3)
+    assert has_command(path)  # so that it is not deleted
+    first.commands.finish(0.0)
+    assert progress(first.checkpoints) == ([path], None)
+    (tmp_path / "go").touch()
     second.succeeds_for(10)
     assert names(second.checkpoints / AFTER_COMMIT) == ["step-00000010.a10.done"]
+    assert (first.events, [event["step"] for event in second.events]) == ([], [10])
+    assert not (tmp_path / "twice").exists()
 
 
 def test_a_checkpoint_that_is_deleted_too_early_is_reported(tmp_path):

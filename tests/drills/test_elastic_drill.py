@@ -38,7 +38,7 @@ from runtime.log.log_lines import read_records
 from runtime.log.status import read_status
 from tests import ROOT
 from tests.drills import ON_THIS_MACHINE
-from tests.monitor.alert_helpers import free_port
+from tests.monitor.alert_helpers import free_port, wait_until
 from tests.runs import events_of, stored_tensors, write_config
 
 NODES = 4
@@ -140,14 +140,9 @@ class Cluster:
         return all(agent.poll() is not None for agent in self.agents.values())
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for `condition`; raise if the job ends before, or after PATIENCE seconds."""
-        end = time.monotonic() + PATIENCE
-        while not condition():
-            if (over := self.ended) and condition():
-                return
-            if over or time.monotonic() > end:
-                raise RuntimeError(f"no {what}: {self.last_words()}")
-            time.sleep(0.05)
+        """Wait for `condition`; fail if the job ends before, or after PATIENCE seconds."""
+        wait_until(lambda: condition() or self.ended, PATIENCE, found=self.last_words)
+        assert condition(), f"no {what}: {self.last_words()}"
 
     def last_words(self) -> str:
         logs = sorted(self.folder.glob("node*.log"))
