@@ -65,23 +65,30 @@ def _fast(monkeypatch):
 
 
 def test_each_checkpoint_once_and_the_newest_first(tmp_path):
-    says = 'echo "$1 $2 $3 $LATTICE_STEP $LATTICE_CHECKPOINT" >> said'
+    """One that is deleted before its turn is reported."""
+    says = "until [ -e go ]; do sleep 0.02; done; "
+    says += 'echo "$1 $2 $3 $LATTICE_STEP $LATTICE_CHECKPOINT" >> said'
     folder = Folder(tmp_path, says, "'an argument'")
-    paths = [folder.commit(step) for step in (10, 20)]
+    paths = {step: folder.commit(step) for step in (5, 10, 20)}
     (folder.checkpoints / "step-00000030").mkdir()  # incomplete: it has no manifest
     (folder.checkpoints / "step-00000040.damaged").mkdir()
-    folder.start(events=2)
-    shutil.rmtree(paths[0])
-    paths += [folder.commit(30)]
+    folder.start()
+    wait_until(lambda: has_command(paths[20]))
+    shutil.rmtree(paths[5])  # as checkpoint.keep_last does while the command is slow
+    (tmp_path / "go").touch()
+    wait_until(lambda: len(folder.events) == 3)
+    shutil.rmtree(paths[10])
+    paths[30] = folder.commit(30)
     folder.succeeds_for(30)
     assert (tmp_path / "said").read_text().splitlines() == [
-        f"an argument {path} {path / MANIFEST} {step} {path}"
-        for path, step in ((paths[1], 20), (paths[0], 10), (paths[2], 30))
+        f"an argument {paths[step]} {paths[step] / MANIFEST} {step} {paths[step]}"
+        for step in (20, 10, 30)
     ]
-    assert [event["step"] for event in folder.events] == [20, 10, 30]
+    found = [(event["step"], "failed" in event) for event in folder.events]
+    assert found == [(20, False), (10, False), (5, True), (30, False)]
     # A step that is saved again, after a rollback, is another checkpoint.
     folder.commit(20, sha="b")
-    assert progress(folder.checkpoints) == ([paths[1]], 30)
+    assert progress(folder.checkpoints) == ([paths[20]], 30)
 
 
 def test_a_failure_is_reported_and_tried_again(tmp_path):
@@ -123,18 +130,6 @@ def test_the_next_start_waits_for_the_monitor_before_and_runs_what_was_interrupt
     assert names(second.checkpoints / AFTER_COMMIT) == ["step-00000010.a10.done"]
     assert (first.events, [event["step"] for event in second.events]) == ([], [10])
     assert not (tmp_path / "twice").exists()
-
-
-def test_a_checkpoint_that_is_deleted_too_early_is_reported(tmp_path):
-    folder = Folder(tmp_path, "while [ ! -e go ]; do sleep 0.02; done")
-    old, new = folder.commit(10), folder.commit(20)
-    folder.start()
-    wait_until(lambda: has_command(new))
-    shutil.rmtree(old)  # as checkpoint.keep_last does while the command is slow
-    (tmp_path / "go").touch()
-    wait_until(lambda: len(folder.events) == 2)
-    folder.commands.finish(30)
-    assert {event["step"]: "failed" in event for event in folder.events} == {20: False, 10: True}
 
 
 def test_what_fails_for_a_moment_is_tried_again(tmp_path):
