@@ -80,8 +80,7 @@ def die(kill: Kill) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@contextlib.contextmanager
-def killed(kill: Kill) -> Iterator[None]:
+def killed(kill: Kill) -> Any:
     """Within this context, the rank kills itself as planned by `kill`."""
     calls = itertools.count(1)
 
@@ -90,8 +89,7 @@ def killed(kill: Kill) -> Iterator[None]:
         with dying(kill) if next(calls) == kill.nth else contextlib.nullcontext():
             return method(*arguments, **options)
 
-    with entered():
-        yield
+    return entered()
 
 
 @contextlib.contextmanager
