@@ -39,6 +39,7 @@ HOUR = int(MOST_SECONDS)
         (160, "auto", {"write": 30.0}, [1, 2, 22, 82, 142, 160]),  # slow to write: twice that
         (4, "auto", {"step": 1000.0}, [1, 2, 3, 4]),
         (HOUR + 2, "auto", {"rate": 0.0}, [HOUR, HOUR + 2]),  # nothing fails
+        (7, "auto", {"rate": 0.0, "keep": 3}, [3, 6, 7]),
         (10, "never", {}, []),
         (10, "0", {}, [10]),  # after the last step only
         (10, "4", {}, [4, 8, 10]),
@@ -48,9 +49,11 @@ HOUR = int(MOST_SECONDS)
 def test_which_steps_are_saved(tmp_path, steps, interval, about, expected):
     """With `auto`, at Young's interval, within bounds. The first save does not count: it allocates
     memory, so it takes longer. What a save in the background has cost is known at the next one."""
-    given = {"rate": OFTEN, "host": 0.5, "device": 0.5, "write": 0.0, "step": 1.0} | about
+    usual = {"rate": OFTEN, "keep": 0, "host": 0.5, "device": 0.5, "write": 0.0, "step": 1.0}
+    given = usual | about
     overrides = [f"run.dir={tmp_path}", f"train.steps={steps}", f"checkpoint.interval={interval}"]
     overrides += [f"checkpoint.failures_per_gpu_day={given['rate']}"]
+    overrides += [f"checkpoint.keep_every={given['keep']}"]
     config = load_config("configs/laptop.yaml", overrides)
     measured = SimpleNamespace(measured=[given["step"]] * 2)  # of steps that were rolled back
     train = SimpleNamespace(mesh=SimpleNamespace(device="cpu"))
@@ -88,19 +91,15 @@ def test_by_default_a_run_can_be_exported(ranks, data, tmp_path):
 
 
 @pytest.mark.thorough
-def test_all_ranks_save_the_same_steps_and_train_the_same(ranks, data, tmp_path):
-    """Where no failure is expected, only keep_every's and the last."""
-    folders = tmp_path / "often", tmp_path / "rarely"
-    options = {"failures_per_gpu_day": 1e5, "keep_last": 20}, {"keep_every": 3}
-    for folder, more in zip(folders, options, strict=True):
-        folder.mkdir()
-        saves = {"interval": "auto", "failures_per_gpu_day": 0.0, **more}
-        layout = runs.LAYOUT_3D
-        runs.run(ranks, 4, runs.write_config(folder, data, parallel=layout, checkpoint=saves))
-    often, rarely = map(runs.saved_steps, folders)
-    assert (often[-1], len(often) > 2, rarely) == (6, True, [3, 6])
-    assert runs.losses(folders[0]) == runs.losses(folders[1])
-    (started,) = runs.events_of(folders[0] / "run", "started")
+def test_all_ranks_save_the_same_steps_and_train_the_same(ranks, data, saved, tmp_path):
+    """As a run that saves after other steps."""
+    saves = {"interval": "auto", "failures_per_gpu_day": 1e5, "keep_last": 20}
+    config = runs.write_config(tmp_path, data, parallel=runs.LAYOUT_3D, checkpoint=saves)
+    runs.run(ranks, 8, config)
+    often = runs.saved_steps(tmp_path)
+    assert (often[-1], len(often) > 2, often != runs.saved_steps(saved)) == (6, True, True)
+    assert runs.losses(tmp_path) == runs.losses(saved)
+    (started,) = runs.events_of(tmp_path / "run", "started")
     parts = {"verify", "lease", "build", "load", "listeners", "step"}
     assert parts <= started["seconds"].keys()
 
