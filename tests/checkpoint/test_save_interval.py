@@ -40,6 +40,7 @@ HOUR = int(MOST_SECONDS)
         (4, "auto", {"step": 1000.0}, [1, 2, 3, 4]),
         (HOUR + 2, "auto", {"rate": 0.0}, [HOUR, HOUR + 2]),  # nothing fails
         (7, "auto", {"rate": 0.0, "keep": 3}, [3, 6, 7]),
+        (4, "auto", {"step": None, "keep": 2}, [2, 4]),  # no step has been logged
         (10, "never", {}, []),
         (10, "0", {}, [10]),  # after the last step only
         (10, "4", {}, [4, 8, 10]),
@@ -55,7 +56,8 @@ def test_which_steps_are_saved(tmp_path, steps, interval, about, expected):
     overrides += [f"checkpoint.failures_per_gpu_day={given['rate']}"]
     overrides += [f"checkpoint.keep_every={given['keep']}"]
     config = load_config("configs/laptop.yaml", overrides)
-    measured = SimpleNamespace(measured=[given["step"]] * 2)  # of steps that were rolled back
+    logged = [given["step"]] if given["step"] else []
+    measured = SimpleNamespace(measured=logged * 2)  # of steps that were rolled back
     train = SimpleNamespace(mesh=SimpleNamespace(device="cpu"))
     start = SimpleNamespace(step=0, state=SimpleNamespace(tokens=0))
     log, stage = runs.run_log_of(tmp_path), data_stages(config)[0]
@@ -66,7 +68,7 @@ def test_which_steps_are_saved(tmp_path, steps, interval, about, expected):
         patch.object(save_interval.dist, "get_world_size", lambda: 1),
     ):
         for of.step in range(1, steps + 1):
-            measured.measured.append(given["step"])
+            measured.measured += logged
             if due.is_due(of):
                 factor = 1 if found else 100
                 due.saved(of, factor * given["host"], last)
@@ -75,7 +77,7 @@ def test_which_steps_are_saved(tmp_path, steps, interval, about, expected):
                 found.append(of.step)
     assert found == expected
     decided = runs.events_of(tmp_path, "interval")
-    assert bool(decided) == (interval == "auto")
+    assert bool(decided) == (interval == "auto" and logged != [])
     assert all((each["mtbf"] is None) == (given["rate"] == 0) for each in decided), "no Infinity"
 
 

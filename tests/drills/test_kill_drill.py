@@ -142,7 +142,8 @@ def rank_main(arguments: list[str]) -> None:
     start, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
     run = Path(yaml.safe_load(Path(arguments[0]).read_text())["run"]["dir"])
     if rank == 0:
-        is_forked = "tools.torchrun.program" in sys.modules
+        server = sys.modules.get("tools.torchrun.program")
+        is_forked = hasattr(server, "train")  # which it has imported, once
         with open(PLAN.with_name("starts.jsonl"), "a", encoding="utf-8") as file:
             file.write(json.dumps([check_folder(run), is_forked]) + "\n")
     sys.argv = ["train.py", *arguments]
@@ -218,12 +219,13 @@ def test_the_checks_can_fail(saved, tmp_path):
     ("launcher", "kills", "steps", "offload", "optimizer"),
     [
         pytest.param("tools.torchrun", KILLS, 16, "none", {}, marks=pytest.mark.thorough),
+        pytest.param("torch.distributed.run", KILLS[:2], 8, "none", {}, marks=pytest.mark.thorough),
         # eight minutes on two quiet cores, or twice as long
         pytest.param("torch.distributed.run", FIFTY, 200, "none", {}, marks=pytest.mark.slow),
         pytest.param("tools.torchrun", FIFTY, 200, "none", MUON, marks=pytest.mark.slow),
         pytest.param("tools.torchrun", TWENTY, 60, "disk", {}, marks=pytest.mark.slow),
     ],
-    ids=["in each phase", "fifty times", "muon", "on a disk"],
+    ids=["in each phase", "twice", "fifty times", "muon", "on a disk"],
 )
 def test_a_launcher_restarts_by_itself(
     ranks, data, tmp_path, launcher, kills, steps, offload, optimizer
@@ -249,13 +251,13 @@ def test_a_launcher_restarts_by_itself(
     assert starts == [[[], launcher == "tools.torchrun"]] * (len(kills) + 1)
     assert (folder / "died").read_text().split() == [kill.phase for kill in kills]
     assert_same_end(folder, tmp_path / "alone")
-    # The ledger adds up, but for what it takes each killed start to write its last line.
+    # The ledger adds up, but for what it takes to write the last lines.
     events = read_events(folder / "run")
     seconds = Account(events).seconds
     causes = ("steps", "lost", "evaluation", "saving", "start", "end", "down")
     assert min(seconds[cause] for cause in causes) > 0
     first, last = (next(e for e in events if e["event"] == "start")["began"], events[-1]["time"])
-    assert sum(seconds.values()) == pytest.approx(last - first, abs=0.05 * len(starts))
+    assert sum(seconds.values()) == pytest.approx(last - first, abs=0.5)
     assert last - first <= took
 
 
