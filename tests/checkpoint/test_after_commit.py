@@ -65,23 +65,30 @@ def _fast(monkeypatch):
 
 
 def test_each_checkpoint_once_and_the_newest_first(tmp_path):
-    says = 'echo "$1 $2 $3 $LATTICE_STEP $LATTICE_CHECKPOINT" >> said'
+    """One that is deleted before its turn is reported."""
+    says = "until [ -e go ]; do sleep 0.02; done; "
+    says += 'echo "$1 $2 $3 $LATTICE_STEP $LATTICE_CHECKPOINT" >> said'
     folder = Folder(tmp_path, says, "'an argument'")
-    paths = [folder.commit(step) for step in (10, 20)]
+    paths = {step: folder.commit(step) for step in (5, 10, 20)}
     (folder.checkpoints / "step-00000030").mkdir()  # incomplete: it has no manifest
     (folder.checkpoints / "step-00000040.damaged").mkdir()
-    folder.start(events=2)
-    shutil.rmtree(paths[0])
-    paths += [folder.commit(30)]
+    folder.start()
+    wait_until(lambda: has_command(paths[20]))
+    shutil.rmtree(paths[5])  # as checkpoint.keep_last does while the command is slow
+    (tmp_path / "go").touch()
+    wait_until(lambda: len(folder.events) == 3)
+    shutil.rmtree(paths[10])
+    paths[30] = folder.commit(30)
     folder.succeeds_for(30)
     assert (tmp_path / "said").read_text().splitlines() == [
-        f"an argument {path} {path / MANIFEST} {step} {path}"
-        for path, step in ((paths[1], 20), (paths[0], 10), (paths[2], 30))
+        f"an argument {paths[step]} {paths[step] / MANIFEST} {step} {paths[step]}"
+        for step in (20, 10, 30)
     ]
-    assert [event["step"] for event in folder.events] == [20, 10, 30]
+    found = [(event["step"], "failed" in event) for event in folder.events]
+    assert found == [(20, False), (10, False), (5, True), (30, False)]
     # A step that is saved again, after a rollback, is another checkpoint.
     folder.commit(20, sha="b")
-    assert progress(folder.checkpoints) == ([paths[1]], 30)
+    assert progress(folder.checkpoints) == ([paths[20]], 30)
 
 
 def test_a_failure_is_reported_and_tried_again(tmp_path):
@@ -103,51 +110,30 @@ def test_a_command_that_hangs_is_ended(tmp_path):
     folder.commands.finish(0.0)
 
 
-def test_two_monitors_of_a_run_never_run_it_at_the_same_time(tmp_path):
-    """That of the start before may still be ending when the next start begins."""
+def test_the_next_start_waits_for_the_monitor_before_and_runs_what_was_interrupted(tmp_path):
+    """That monitor may still be ending: the command never runs twice at the same time."""
     waits = "until [ -e go ]; do sleep 0.1; done"
-    script = f"mkdir busy || touch twice; {waits}; rmdir busy"
+    script = f"trap 'rmdir busy; exit 1' TERM; mkdir busy || touch twice; {waits}; rmdir busy"
     first, second = Folder(tmp_path, script), Folder(tmp_path, script)
     path = first.commit(10)
     first.start()
     wait_until(lambda: has_command(path))
-    second.start()
-    time.sleep(0.3)
-    assert has_command(path)  # so that it is not deleted
-    (tmp_path / "go").touch()
-    first.commands.finish(30)
-    second.commit(20)
-    second.succeeds_for(20)
-    assert [event["step"] for event in (*first.events, *second.events)] == [10, 20]
-    assert not (tmp_path / "twice").exists()
-
-
-def test_an_interrupted_command_is_run_by_the_next_start(tmp_path):
-    script = "echo x >> tries; [ -e ready ] || sleep 600"
-    first, second = Folder(tmp_path, script), Folder(tmp_path, script)
-    path = first.commit(10)
-    first.start()
-    wait_until(lambda: has_command(path))
-    first.commands.finish(0.0)
-    assert progress(first.checkpoints) == ([path], None)
-    (tmp_path / "ready").touch()
     # as a monitor that was killed would leave it
     (first.checkpoints / AFTER_COMMIT / "step-00000005.a5.running").touch()
     second.start()
+    time.sleep(0.3)
+    assert has_command(path)  # so that it is not deleted
+    first.commands.finish(0.0)
+    assert progress(first.checkpoints) == ([path], None)
+    (tmp_path / "go").touch()
     second.succeeds_for(10)
     assert names(second.checkpoints / AFTER_COMMIT) == ["step-00000010.a10.done"]
-
-
-def test_a_checkpoint_that_is_deleted_too_early_is_reported(tmp_path):
-    folder = Folder(tmp_path, "while [ ! -e go ]; do sleep 0.02; done")
-    old, new = folder.commit(10), folder.commit(20)
-    folder.start()
-    wait_until(lambda: has_command(new))
-    shutil.rmtree(old)  # as checkpoint.keep_last does while the command is slow
-    (tmp_path / "go").touch()
-    wait_until(lambda: len(folder.events) == 2)
-    folder.commands.finish(30)
-    assert {event["step"]: "failed" in event for event in folder.events} == {20: False, 10: True}
+    third = Folder(tmp_path, script)
+    third.start()
+    third.commands.finish(30)  # nothing is left to do
+    events = [[event["step"] for event in folder.events] for folder in (first, second, third)]
+    assert events == [[], [10], []]
+    assert not (tmp_path / "twice").exists()
 
 
 def test_what_fails_for_a_moment_is_tried_again(tmp_path):

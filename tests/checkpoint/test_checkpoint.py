@@ -27,8 +27,6 @@ from tests.data_samples import flip_a_bit
 from tests.planted import planted
 from tools import verify
 
-ONE_RANK = ["parallel.tp=1", "parallel.pp=1"]
-
 
 @pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
 def test_a_flipped_bit_in_any_file_is_found(saved, tmp_path, at):
@@ -70,9 +68,9 @@ def test_a_run_folder_stands_for_its_newest_checkpoint(ranks, saved, tmp_path):
     """In the configuration as in the tools. Of weights only, a run starts anew."""
     cases = {}
     for key, folder, steps in ("resume", "run/checkpoints", 7), ("load_weights_only", "run", 1):
-        more = [f"checkpoint.{key}={saved / folder}", f"train.steps={steps}"]
-        more += ["checkpoint.interval=never", f"run.dir={tmp_path / key / 'run'}"]
-        cases[key] = [str(saved / "config.yaml"), *ONE_RANK, *more]
+        more = [f"checkpoint.{key}={saved / folder}", f"run.dir={tmp_path / key / 'run'}"]
+        more += [f"train.steps={steps}", "parallel.tp=1", "parallel.pp=1"]
+        cases[key] = [str(saved / "config.yaml"), "checkpoint.interval=never", *more]
     # which a resume would refuse
     cases["load_weights_only"] += ["train.seq_len=16", "model.rope_theta=1e6"]
     cases["load_weights_only"] += ["model.rope_scaling_factor=2"]
@@ -112,23 +110,23 @@ FAULTS = [  # where a save fails, at which step, with which error, from which ra
 ]
 
 
+def failing(where: str, step: int, kind: int, rank: int) -> Any:
+    """What is called for the checkpoint of a step fails, from a rank on."""
+    owner = {"create_stream": FileSystem, "_delete": Saver}.get(where, runtime.checkpoint.save)
+
+    @planted(owner, where)
+    def fails(honest: Any, *given: object, **options: object) -> object:
+        if dist.get_rank() >= rank and f"step-{step:08d}" in " ".join(map(str, given)):
+            raise OSError(kind, os.strerror(kind))
+        return honest(*given, **options)
+
+    return fails()
+
+
 def train_with_faults(arguments: list[str]) -> tuple[str, str]:
-    def faulty(name: str) -> Any:
-        owner = {"create_stream": FileSystem, "_delete": Saver}.get(name, runtime.checkpoint.save)
-
-        @planted(owner, name)
-        def failing(honest: Any, *given: object, **options: object) -> object:
-            about = " ".join(map(str, given))
-            for where, step, kind, rank in FAULTS:
-                if where == name and dist.get_rank() >= rank and f"step-{step:08d}" in about:
-                    raise OSError(kind, os.strerror(kind))
-            return honest(*given, **options)
-
-        return failing()
-
     with contextlib.ExitStack() as stack:
-        for name in {where for where, *_ in FAULTS}:
-            stack.enter_context(faulty(name))
+        for fault in FAULTS:
+            stack.enter_context(failing(*fault))
         return runs.heard(arguments)
 
 

@@ -29,12 +29,13 @@ def world_of_one():
     dist.destroy_process_group()
 
 
-def hold(run: Path, **about: object) -> Path:
-    """Write a lease of another run; return its path."""
-    holder = Holder.this_process("00000003-0000").model_copy(update={"host": "n17", **about})
-    path = run / "lease" / "00000003.json"
+def hold(run: Path, about: dict[str, object] | str) -> Path:
+    """Write a lease of another run, or this text in its place; return its path."""
+    holder, path = Holder.this_process("00000003-0000"), run / "lease" / "00000003.json"
+    if isinstance(about, dict):
+        about = holder.model_copy(update={"host": "n17", **about}).model_dump_json()
     path.parent.mkdir(parents=True)
-    path.write_text(holder.model_dump_json())
+    path.write_text(about)
     return path
 
 
@@ -116,7 +117,7 @@ def test_a_folder_that_the_nodes_do_not_share_is_refused(ranks, tmp_path):
     ids=str,
 )
 def test_it_is_taken_over_at_once(tmp_path, monkeypatch, left):
-    hold(tmp_path / "run", **left)
+    hold(tmp_path / "run", left)
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     with patch.object(time, "sleep", side_effect=AssertionError("it waits")):
@@ -139,9 +140,7 @@ def test_it_is_taken_over_at_once(tmp_path, monkeypatch, left):
 )
 def test_a_holder_is_watched(tmp_path, monkeypatch, capsys, left, said):
     """If it renews its lease within the time it stays; otherwise it is displaced."""
-    path = hold(tmp_path / "run", **left) if isinstance(left, dict) else hold(tmp_path / "run")
-    if isinstance(left, str):
-        path.write_text(left)
+    path = hold(tmp_path / "run", left)
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     renews = patch.object(time, "sleep", lambda _: os.utime(path))

@@ -12,8 +12,8 @@ from fsspec.implementations.dirfs import DirFileSystem
 
 from runtime.checkpoint.folder import MANIFEST
 from runtime.checkpoint.manifest import Damaged, fingerprint, read_manifest, write_manifest
-from tests.runs import FIXTURE, contents
-from tools.objects import FETCHING, PARTIAL, complete, fetch, main, open_store, push, read, sizes
+from tests.runs import FIXTURE, contents, names
+from tools.objects import FETCHING, PARTIAL, complete, fetch, main, open_store, push
 
 NAME = FIXTURE.name
 
@@ -55,20 +55,6 @@ class Flaky(DirFileSystem):
 @pytest.fixture
 def url():
     return f"memory://{uuid.uuid4().hex}/run"
-
-
-def test_there_and_back(url, tmp_path):
-    store = open_store(url)
-    store.makedirs(f"{NAME}/other")
-    store.pipe_file(f"{NAME}/other/file", b"x")  # stays
-    assert "files" in push(store, FIXTURE)
-    assert push(store, FIXTURE) == "was there already"
-    assert complete(store) == [NAME]
-    assert PARTIAL not in sizes(store, NAME)
-    assert read(store, f"{NAME}/other/file") == b"x"
-    fetch(store, NAME, tmp_path)
-    assert fetch(store, NAME, tmp_path) == "was there already"
-    assert contents(tmp_path / NAME) == contents(FIXTURE)
 
 
 @pytest.mark.parametrize("replaces", [False, True])
@@ -127,10 +113,11 @@ def test_damage_in_the_store_is_found_before_anything_has_its_name(url, tmp_path
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
-    """A checkpoint is pushed under its name, and only there."""
+    """A checkpoint is pushed under its name, and only there; what else is there stays."""
     store = tmp_path / "archive" / "run[1]"  # no pattern
-    store.mkdir(parents=True)
+    (store / NAME / "other").mkdir(parents=True)
     (store / "metrics.jsonl").write_text("mine")
+    (store / NAME / "other" / "file").write_text("mine, too")
 
     def run(*arguments: Any) -> tuple[int, str]:
         status = main([str(argument) for argument in arguments])
@@ -138,12 +125,15 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         return status, said.out + said.err
 
     monkeypatch.chdir(FIXTURE)
-    assert run("push", store, ".", FIXTURE / MANIFEST)[0] == 0  # as after_commit calls it
-    assert {path.name for path in store.iterdir()} == {"metrics.jsonl", NAME}
+    status, said = run("push", store, ".", FIXTURE / MANIFEST)  # as after_commit calls it
+    assert (status, " files, " in said) == (0, True)
+    assert names(store) == ["metrics.jsonl", NAME]
+    assert (store / NAME / "other" / "file").read_text() == "mine, too"
+    assert not (store / NAME / PARTIAL).exists()
     assert run("list", store) == (0, f"{NAME}\n")
     status, said = run("fetch", store, tmp_path / "back")
-    assert status == 0
-    assert "every sha256 is right" in said
+    assert (status, "every sha256 is right" in said) == (0, True)
+    assert contents(tmp_path / "back" / NAME) == contents(FIXTURE)
     assert run("fetch", f"{store}/{NAME}", tmp_path / "back")[1].endswith("there already\n")
     assert run("push", store, shutil.copytree(FIXTURE, tmp_path / "best"))[0] == 2
     (tmp_path / NAME).symlink_to(tmp_path / "best")

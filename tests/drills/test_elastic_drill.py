@@ -28,7 +28,6 @@ from typing import Any
 
 import psutil
 import pytest
-from torch import Tensor
 
 import train
 from runtime.checkpoint.folder import complete_checkpoints
@@ -36,9 +35,10 @@ from runtime.files import write_whole
 from runtime.listener import Run
 from runtime.log.log_lines import read_records
 from runtime.log.status import read_status
-from tests import ROOT
-from tests.monitor.alert_helpers import free_port
-from tests.runs import events_of, stored_tensors, write_config
+from tests import ROOT, runs
+from tests.drills import ON_THIS_MACHINE
+from tests.monitor.alert_helpers import free_port, wait_until
+from tests.planted import planted
 
 NODES = 4
 LAYOUTS: list[dict[str, Any]] = [  # for four nodes, three nodes, and one node
@@ -99,9 +99,9 @@ class Cluster:
                    f"--rdzv-conf={RENDEZVOUS},is_host={int(node == 0)}",
                    f"--rdzv-id={self.requeues}", "--local-addr=127.0.0.1", "-m",
                    "tests.drills.test_elastic_drill", self.config]  # fmt: skip
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        environment = {
+            **os.environ,
+            **ON_THIS_MACHINE,
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/elastic.md
             "LATTICE_NODE": f"node{node}",  # each is another machine
             "DRILL_TARGET": str(self.folder / "target"),
@@ -128,7 +128,7 @@ class Cluster:
         agent.wait()
 
     def starts(self) -> list[dict[str, Any]]:
-        return events_of(self.run, "start")
+        return runs.events_of(self.run, "start")
 
     @property
     def step(self) -> int:
@@ -139,14 +139,9 @@ class Cluster:
         return all(agent.poll() is not None for agent in self.agents.values())
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for `condition`; raise if the job ends before, or after PATIENCE seconds."""
-        end = time.monotonic() + PATIENCE
-        while not condition():
-            if (over := self.ended) and condition():
-                return
-            if over or time.monotonic() > end:
-                raise RuntimeError(f"no {what}: {self.last_words()}")
-            time.sleep(0.05)
+        """Wait for `condition`; fail if the job ends before, or after PATIENCE seconds."""
+        wait_until(lambda: condition() or self.ended, PATIENCE, found=self.last_words)
+        assert condition(), f"no {what}: {self.last_words()}"
 
     def last_words(self) -> str:
         logs = sorted(self.folder.glob("node*.log"))
@@ -172,28 +167,15 @@ class Cluster:
         return target, self.starts()[-1]["step"]
 
 
-def make_run(
-    folder: Path, data: Path, changes: list[Change], seed: int = 0
-) -> tuple[list[int], list[tuple[int, int]]]:
-    """Make a run with these changes; returns how many ranks each start had, and what `carry_out`
-    did."""
+def configured(folder: Path, data: Path, seed: int = 0) -> str:
     folder.mkdir()
-    config = write_config(
+    return runs.write_config(
         folder, data, model={"num_layers": 2}, run={"log_interval": 1},
         parallel={"zero_stage": 1, "layouts": LAYOUTS},
         train={"steps": STEPS, "seed": seed, "global_batch_size": 12, "dtype": "float64"},
         # with 1e-8, AdamW makes rounding visible where gradients are about as small
         optimizer={"adamw": {"eps": 1e-5}}, checkpoint={"interval": 5, "keep_last": 3},
     )  # fmt: skip
-    with Cluster(folder, config) as cluster:
-        cluster.wait(lambda: cluster.step > 0, "first step")
-        happened = [cluster.carry_out(change) for change in changes]
-        cluster.set_target(10**9)
-        cluster.wait(lambda: cluster.ended, "end")
-        codes = [agent.wait() for agent in cluster.agents.values()]
-        assert read_status(cluster.run)["state"] == "finished", cluster.last_words()
-        assert not any(codes), f"agents ended with {codes}: {cluster.last_words()}"
-        return [start["world_size"] for start in cluster.starts()], happened
 
 
 def metrics(run: Path) -> dict[int, dict[str, Any]]:
@@ -210,7 +192,7 @@ def differences(drilled: Path, alone: Path) -> dict[str, float]:
         for key in ("loss", "grad_norm", "tokens")
     }
     ours, theirs = (
-        stored_tensors(complete_checkpoints(folder / "run" / "checkpoints")[-1])
+        runs.stored_tensors(complete_checkpoints(folder / "run" / "checkpoints")[-1])
         for folder in (drilled, alone)
     )
     assert ours.keys() == theirs.keys()
@@ -220,32 +202,35 @@ def differences(drilled: Path, alone: Path) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.slow  # three minutes
-def test_a_run_whose_nodes_die_and_return(data, tmp_path):
+@pytest.mark.slow  # two minutes
+def test_a_run_whose_nodes_die_and_return(ranks, data, tmp_path):
     alone, drilled, other = (tmp_path / name for name in ("alone", "drilled", "other"))
-    make_run(alone, data, [])
-    worlds, happened = make_run(drilled, data, CHANGES)
-    assert worlds == [4, 3, 4, 1, 4]
+    runs.run(ranks, NODES, configured(alone, data))
+    with Cluster(drilled, configured(drilled, data)) as cluster:
+        cluster.wait(lambda: cluster.step > 0, "first step")
+        happened = [cluster.carry_out(change) for change in CHANGES]
+        cluster.set_target(10**9)
+        cluster.wait(lambda: cluster.ended, "end")
+        codes = [agent.wait() for agent in cluster.agents.values()]
+        assert read_status(cluster.run)["state"] == "finished", cluster.last_words()
+        assert not any(codes), f"agents ended with {codes}: {cluster.last_words()}"
+    assert [start["world_size"] for start in cluster.starts()] == [4, 3, 4, 1, 4]
     for change, (at_step, restarts_from) in zip(CHANGES, happened, strict=True):
         # the return of a node is a planned stop: no step is lost
         assert change.kills or restarts_from >= at_step
     assert max(differences(drilled, alone).values()) <= TOLERANCE
-    make_run(other, data, [], seed=1)  # control: other samples are noticed
+    runs.run(ranks, NODES, configured(other, data, seed=1))  # control: other samples are noticed
     assert differences(other, alone)["loss"] > TOLERANCE
 
 
-def slow_down(target: Path) -> None:
-    """From now on, steps from the one in the file `target` on take seconds."""
-    honest = Run.next_batch
-
-    def next_batch(self: Run) -> tuple[Tensor, Tensor]:
-        if (beyond := self.step - int(target.read_text())) >= 0:
-            time.sleep(min(1 + beyond, LONGEST_SECONDS))
-        return honest(self)
-
-    Run.next_batch = next_batch  # type: ignore[method-assign]
+@planted(Run, "next_batch")
+def slow_steps(next_batch: Callable[[Run], Any], run: Run) -> Any:
+    """Steps from the one in the file DRILL_TARGET on take seconds."""
+    if (beyond := run.step - int(Path(os.environ["DRILL_TARGET"]).read_text())) >= 0:
+        time.sleep(min(1 + beyond, LONGEST_SECONDS))
+    return next_batch(run)
 
 
 if __name__ == "__main__":
-    slow_down(Path(os.environ["DRILL_TARGET"]))
-    train.main(sys.argv[1:], listening)
+    with slow_steps():
+        train.main(sys.argv[1:], listening)

@@ -25,7 +25,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch.distributed as dist
 import yaml
 
 from parallel.disk import DiskMemory
@@ -39,12 +38,14 @@ from runtime.log.events import read_events
 from runtime.log.ledger import Account
 from tests import ROOT, runs
 from tests.data_samples import flip_a_bit
+from tests.drills import ON_THIS_MACHINE
 from tests.planted import planted
 from training import update
 from training.optimizers import ShardedOptimizer
 from training.step import TrainStep
 from training.update import Update
 
+PLAN = Path(os.environ.get("DRILL_PLAN", ""))  # of the ranks: which start is killed where
 WHERE: dict[str, tuple[type, str]] = {  # phase → the method whose call begins it
     "step": (TrainStep, "__call__"),
     "evaluation": (TrainStep, "evaluate"),
@@ -73,12 +74,13 @@ class Kill:
     when: float
 
 
-def die() -> None:
+def die(kill: Kill) -> None:
+    with open(PLAN.with_name("died"), "a", encoding="utf-8") as file:
+        file.write(f"{kill.phase}\n")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@contextlib.contextmanager
-def killed(kill: Kill) -> Iterator[None]:
+def killed(kill: Kill) -> Any:
     """Within this context, the rank kills itself as planned by `kill`."""
     calls = itertools.count(1)
 
@@ -87,15 +89,14 @@ def killed(kill: Kill) -> Iterator[None]:
         with dying(kill) if next(calls) == kill.nth else contextlib.nullcontext():
             return method(*arguments, **options)
 
-    with entered():
-        yield
+    return entered()
 
 
 @contextlib.contextmanager
 def dying(kill: Kill) -> Iterator[None]:
     """Within this context, which is the phase of `kill`, the rank kills itself at its moment."""
     if kill.phase not in OPERATIONS:
-        timer = threading.Timer(kill.when, die)
+        timer = threading.Timer(kill.when, die, [kill])
         timer.daemon = True
         timer.start()
         yield
@@ -104,7 +105,7 @@ def dying(kill: Kill) -> Iterator[None]:
 
     def counted(operation: Any, *arguments: Any, **options: Any) -> Any:
         if next(left) == 0:
-            die()
+            die(kill)
         return operation(*arguments, **options)
 
     with contextlib.ExitStack() as patches:
@@ -112,7 +113,7 @@ def dying(kill: Kill) -> Iterator[None]:
             patches.enter_context(planted(*place)(counted)())
         yield
     if next(left) < int(kill.when):  # there were fewer operations; without any, it lives on
-        die()
+        die(kill)
 
 
 def check_folder(run: Path) -> list[str]:
@@ -135,14 +136,16 @@ def check_folder(run: Path) -> list[str]:
     return wrong
 
 
-def rank_main(planned: Path, arguments: list[str]) -> None:
-    """A rank started by torchrun: run train.py with this start's kill, if it is for this rank."""
-    kills = [Kill(**kill) for kill in json.loads(planned.read_text())]
+def rank_main(arguments: list[str]) -> None:
+    """A rank of a launcher: run train.py with this start's kill, if it is for this rank."""
+    kills = [Kill(**kill) for kill in json.loads(PLAN.read_text())]
     start, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
     run = Path(yaml.safe_load(Path(arguments[0]).read_text())["run"]["dir"])
     if rank == 0:
-        with open(planned.with_name("starts.jsonl"), "a", encoding="utf-8") as file:
-            file.write(json.dumps(check_folder(run)) + "\n")
+        server = sys.modules.get("tools.torchrun.program")
+        is_forked = hasattr(server, "train")  # which it has imported, once
+        with open(PLAN.with_name("starts.jsonl"), "a", encoding="utf-8") as file:
+            file.write(json.dumps([check_folder(run), is_forked]) + "\n")
     sys.argv = ["train.py", *arguments]
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(update, "GROUP_BYTES", 8_000))  # so that there are groups
@@ -176,11 +179,6 @@ def assert_same_end(drilled: Path, alone: Path) -> None:
     assert runs.same_tensors(*map(runs.stored_tensors, last))
 
 
-def drilled(arguments: list[str], kill: Kill | None) -> str:
-    with killed(kill) if kill and kill.rank == dist.get_rank() else contextlib.nullcontext():
-        return runs.train_run(arguments)
-
-
 KILLS = [
     Kill(1, "evaluation", 1, 0.0),
     Kill(2, "writing", 1, 0.0),
@@ -203,31 +201,8 @@ TWENTY = [Kill(n % 4, "update", 1 + n % 3, n) for n in range(20)]
 MUON = {"name": "muon", "muon": {"qk_clip": 0.05}}
 
 
-@pytest.mark.thorough
-def test_killed_again_and_again(ranks, data, tmp_path):
-    """A run killed in each phase has the same losses and final state as an undisturbed one; every
-    checkpoint is good, and the seconds in the ledger add up."""
-    assert {kill.phase for kill in KILLS} == {*WHERE}
-    alone, folder = tmp_path / "alone", tmp_path / "drilled"
-    assert ranks.run(drilled, 4, [configured(alone, data, 10)], None) == [""] * 4
-    config, began = configured(folder, data, 10), time.time()
-    for kill in KILLS:
-        with runs.dies(f"rank {kill.rank}: died with exit code -9"):
-            ranks.run(drilled, 4, [config], kill)
-        assert check_folder(folder / "run") == []
-    assert ranks.run(drilled, 4, [config], None) == [""] * 4
-    took = time.time() - began
-    assert_same_end(folder, alone)
-    events = read_events(folder / "run")
-    seconds = Account(events).seconds
-    causes = ("steps", "lost", "evaluation", "saving", "start", "end", "down")
-    assert min(seconds[cause] for cause in causes) > 0
-    first, last = (next(e for e in events if e["event"] == "start")["began"], events[-1]["time"])
-    assert sum(seconds.values()) == pytest.approx(last - first, abs=0.5)
-    assert last - first <= took
-
-
 def test_the_checks_can_fail(saved, tmp_path):
+    assert {kill.phase for kill in KILLS} == {*WHERE}
     _, checkpoints = runs.copy_of(saved, tmp_path)
     run = tmp_path / "run"
     assert check_folder(run) == []
@@ -241,36 +216,50 @@ def test_the_checks_can_fail(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kills", "steps", "offload", "optimizer"),
+    ("launcher", "kills", "steps", "offload", "optimizer"),
     [
-        pytest.param([Kill(2, "step", 4, 0.0)], 6, "none", {}, marks=pytest.mark.thorough),
-        # each takes eight minutes on two quiet cores, or twice as long
-        pytest.param(FIFTY, 200, "none", {}, marks=pytest.mark.slow),
-        pytest.param(FIFTY, 200, "none", MUON, marks=pytest.mark.slow),
-        pytest.param(TWENTY, 60, "disk", {}, marks=pytest.mark.slow),
+        pytest.param("tools.torchrun", KILLS, 16, "none", {}, marks=pytest.mark.thorough),
+        pytest.param("torch.distributed.run", KILLS[:2], 8, "none", {}, marks=pytest.mark.thorough),
+        # eight minutes on two quiet cores, or twice as long
+        pytest.param("torch.distributed.run", FIFTY, 200, "none", {}, marks=pytest.mark.slow),
+        pytest.param("tools.torchrun", FIFTY, 200, "none", MUON, marks=pytest.mark.slow),
+        pytest.param("tools.torchrun", TWENTY, 60, "disk", {}, marks=pytest.mark.slow),
     ],
-    ids=["once", "fifty times", "muon", "on a disk"],
+    ids=["in each phase", "twice", "fifty times", "muon", "on a disk"],
 )
-def test_torchrun_restarts_by_itself(ranks, data, tmp_path, kills, steps, offload, optimizer):
+def test_a_launcher_restarts_by_itself(
+    ranks, data, tmp_path, launcher, kills, steps, offload, optimizer
+):
     """`torchrun --max-restarts` restarts the run without intervention, and it ends exactly as an
-    undisturbed run."""
+    undisturbed run. `tools.torchrun`, too, whose ranks are forked from a process that has imported
+    the program once."""
     alone = configured(tmp_path / "alone", data, steps, **optimizer)
     assert ranks.run(runs.train_run, 4, [alone]) == [""] * 4
-    config = configured(tmp_path / "drilled", data, steps, offload, **optimizer)
-    planned, log = tmp_path / "drilled" / "plan.json", tmp_path / "drilled" / "log.txt"
-    planned.write_text(json.dumps([asdict(kill) for kill in kills]))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr",
-               "localhost", "--nproc-per-node=4", f"--max-restarts={len(kills) + 3}",
-               "-m", "tests.drills.test_kill_drill", config]  # fmt: skip
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    drill = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback, "DRILL_PLAN": str(planned)}
-    with open(log, "wb") as out:
-        done = subprocess.run(command, cwd=ROOT, env=os.environ | drill, stdout=out, stderr=out)
-    assert done.returncode == 0, log.read_text()[-4000:]
-    lines = planned.with_name("starts.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [[]] * (len(kills) + 1)
-    assert_same_end(tmp_path / "drilled", tmp_path / "alone")
+    folder = tmp_path / "drilled"
+    config, began = configured(folder, data, steps, offload, **optimizer), time.time()
+    (folder / "plan.json").write_text(json.dumps([asdict(kill) for kill in kills]))
+    command = [sys.executable, "-m", launcher, "--standalone", "--local-addr", "localhost",
+               "--nproc-per-node=4", f"--max-restarts={len(kills) + 3}", __file__,
+               config]  # fmt: skip
+    about = {"DRILL_PLAN": str(folder / "plan.json"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | ON_THIS_MACHINE | about
+    with open(folder / "log.txt", "wb") as out:
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
+    took = time.time() - began
+    assert done.returncode == 0, (folder / "log.txt").read_text()[-4000:]
+    starts = [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
+    assert starts == [[[], launcher == "tools.torchrun"]] * (len(kills) + 1)
+    assert (folder / "died").read_text().split() == [kill.phase for kill in kills]
+    assert_same_end(folder, tmp_path / "alone")
+    # The ledger adds up, but for what it takes to write the last lines.
+    events = read_events(folder / "run")
+    seconds = Account(events).seconds
+    causes = ("steps", "lost", "evaluation", "saving", "start", "end", "down")
+    assert min(seconds[cause] for cause in causes) > 0
+    first, last = (next(e for e in events if e["event"] == "start")["began"], events[-1]["time"])
+    assert sum(seconds.values()) == pytest.approx(last - first, abs=0.5)
+    assert last - first <= took
 
 
 if __name__ == "__main__":
-    rank_main(Path(os.environ["DRILL_PLAN"]), sys.argv[1:])
+    rank_main(sys.argv[1:])

@@ -139,8 +139,8 @@ class Round:
         assert [line["step"] for line in metrics_of(self.folder)] == [*range(1, STEPS + 1)]
 
 
-ROUNDS = [  # fifty take ten minutes
-    pytest.param(seed, marks=pytest.mark.thorough if seed < 2 else pytest.mark.slow)
+ROUNDS = [  # fifty take ten minutes; the first odd one has three starts at a time
+    pytest.param(seed, marks=pytest.mark.thorough if seed == 1 else pytest.mark.slow)
     for seed in range(50)
 ]
 

@@ -80,7 +80,7 @@ def promtool(programs: Path, *arguments: str, text: str | None = None) -> str:
     return done.stdout + done.stderr
 
 
-def test_every_rule_is_right_and_tested(programs: Path) -> None:
+def test_every_rule_is_right_and_tested(programs):
     rules = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
     names = {rule["alert"] for rule in rules if "alert" in rule}
     assert f"{len(rules)} rules found" in promtool(programs, "check", "rules", str(RULES))
@@ -110,9 +110,7 @@ START = "unless on (run, instance) time() - lattice_start_timestamp_seconds"
         ('_total{event="data_stage"}', '_total{event="x"}', "LatticeSlow"),
     ],
 )
-def test_a_rule_that_is_wrong_is_found(
-    programs: Path, tmp_path: Path, old: str, new: str, alert: str
-) -> None:
+def test_a_rule_that_is_wrong_is_found(programs, tmp_path, old, new, alert):
     # Control: with one rule changed, promtool's test fails.
     text = RULES.read_text()
     assert text.count(old) == 1
@@ -122,7 +120,7 @@ def test_a_rule_that_is_wrong_is_found(
         promtool(programs, "test", "rules", str(tmp_path / RULE_TESTS.name))
 
 
-def test_prometheus_scrapes_a_run_and_raises_the_alarm(programs: Path, tmp_path: Path) -> None:
+def test_prometheus_scrapes_a_run_and_raises_the_alarm(programs, tmp_path):
     port, own = free_port(), free_port()
     scrape = {"job_name": "lattice", "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
     # this run is not restarted
@@ -177,9 +175,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_checkpoints_reach_an_s3_server_and_come_back(
-    packages: str, data: Path, tmp_path: Path
-) -> None:
+def test_checkpoints_reach_an_s3_server_and_come_back(packages, data, tmp_path):
     """What happens if requests fail: tests/checkpoint/test_objects.py."""
     port = free_port()
     environment = {

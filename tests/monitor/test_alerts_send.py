@@ -3,7 +3,6 @@ longer than stated; commands; and settings that cannot work are refused."""
 
 import json
 import time
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -19,9 +18,7 @@ from tests.runs import write_config
 
 
 @pytest.mark.parametrize("behaviour", ["hang", "refuse", 302])
-def test_a_broken_webhook_is_tried_again_and_then_reported(
-    behaviour: int | str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_webhook_is_tried_again_and_then_reported(behaviour, monkeypatch, capfd):
     monkeypatch.setattr(send, "LIMIT_SECONDS", 0.2)
     monkeypatch.setattr(send, "RETRY_SECONDS", (0.01, 0.01, 0.01))
     lost: list[str] = []
@@ -41,7 +38,7 @@ def test_a_broken_webhook_is_tried_again_and_then_reported(
         assert lost == [f"the server answered {behaviour}"]
 
 
-def test_the_queue_is_bounded_and_its_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_is_bounded_and_its_end_too(monkeypatch):
     monkeypatch.setattr(send, "WAITING", 3)
     lost: list[str] = []
     with Receiver("hang") as server:
@@ -60,9 +57,7 @@ def test_the_queue_is_bounded_and_its_end_too(monkeypatch: pytest.MonkeyPatch) -
     assert len(lost) == sender.failed == 6  # none is forgotten
 
 
-def test_a_command_gets_the_alarm_and_may_fail_or_hang(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_command_gets_the_alarm_and_may_fail_or_hang(monkeypatch, tmp_path):
     monkeypatch.setattr(send, "LIMIT_SECONDS", 600.0)
     event = {"event": "end", "time": 0.0, "state": "failed", "step": 3, "reason": "x; touch shell"}
     about = alarm("x", "/x", event)
@@ -102,9 +97,7 @@ def test_a_command_gets_the_alarm_and_may_fail_or_hang(
         ("checkpoint.after_commit", "no-such-program", "not an executable"),
     ],
 )
-def test_what_cannot_work_is_refused(
-    data: Path, tmp_path: Path, key: str, value: str, why: str
-) -> None:
+def test_what_cannot_work_is_refused(data, tmp_path, key, value, why):
     section, name = key.split(".")
     config = load_config(write_config(tmp_path, data, **{section: {name: value}}), [])
     with pytest.raises(UserError, match=why) as refused:
@@ -112,9 +105,7 @@ def test_what_cannot_work_is_refused(
     assert refused.value.key == key
 
 
-def test_a_secret_stays_in_its_variable(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_secret_stays_in_its_variable(data, tmp_path, monkeypatch):
     monkeypatch.setenv("HOOK", "https://example.org/secret")
     config = load_config(write_config(tmp_path, data, run={"on_event": "$HOOK"}), [])
     check_alerts(config)

@@ -5,7 +5,6 @@ import json
 import sys
 import time
 from itertools import count
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +13,6 @@ import torch.distributed as dist
 
 import train
 from errors import UserError
-from proofs.ranks import Ranks
 from runtime.exit import LOST, LostConnection
 from runtime.log.status import record_failure
 from runtime.monitor import send
@@ -57,7 +55,7 @@ def run_that_cannot_build(arguments: list[str], name: str) -> str:
         return runs.train_run(arguments)
 
 
-def test_how_a_start_ends_is_reported(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+def test_how_a_start_ends_is_reported(ranks, data, tmp_path):
     """The next start goes on, and its end is not taken for a part of this one's."""
     folder, kinds = tmp_path / "run", list[str]()
     with Receiver() as server:
@@ -96,7 +94,7 @@ def without_the_others(config: str) -> None:
         train.main([config], Signals(speaks=True).listen())
 
 
-def test_ranks_that_do_not_join_again(data: Path, tmp_path: Path) -> None:
+def test_ranks_that_do_not_join_again(data, tmp_path):
     """Between two stages there is no process group. The code after a failure must not need it."""
     with Receiver() as server:
         config = write_stages(tmp_path, data, STAGES[1:], run={"on_event": server.url})
@@ -110,9 +108,7 @@ def test_ranks_that_do_not_join_again(data: Path, tmp_path: Path) -> None:
     assert lease.stat().st_mtime == 0  # released: the next start need not wait
 
 
-def test_a_job_that_gives_up(
-    monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_gives_up(monkeypatch, data, tmp_path, capsys):
     monkeypatch.setattr(send, "RETRY_SECONDS", (0.0, 0.0, 0.0))
     config = runs.write_config(tmp_path, data)
     assert alarm.main(["gives up", config]) == 0  # nobody is to be told
@@ -129,7 +125,7 @@ def test_a_job_that_gives_up(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_launcher_names_the_rank_that_was_killed(tmp_path: Path) -> None:
+def test_the_launcher_names_the_rank_that_was_killed(tmp_path):
     """Rank 0 knows only that it has lost a connection, also before the first step. But what an
     earlier start has left stays."""
     (tmp_path / "run").mkdir()

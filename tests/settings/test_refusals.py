@@ -128,7 +128,7 @@ def train_alone(arguments: list[str]) -> None:
 
 def test_exit_status_and_one_message(data: Path, tmp_path: Path) -> None:
     """Without a traceback. (Under torchrun, whose agent ends too: start/test_spares.py; that it
-    restarts a rank that was killed: test_save_interval.py and drills/test_kill_drill.py.)"""
+    restarts a rank that was killed: drills/test_kill_drill.py.)"""
     train = [write_config(tmp_path, data), "model.num_heads=5"]
     assert status(forked(tmp_path / "log", train_alone, train)) == 2
     alone = (tmp_path / "log").read_text()
