@@ -1,7 +1,8 @@
 """The pipeline schedules: pure functions from sizes to each rank's list of actions. No torch here.
 
 To add one, write a function `(p ranks, v stages per rank, m micro-batches) → list of actions for
-each rank` under `@schedule("name")`. Nothing else changes: the tests, the parity matrix, the
+each rank` under `@schedule("name")`, with the number of stages per rank if it takes only one.
+Nothing else changes: the tests, the parity matrix, the
 timeline tool and the runner take every schedule in this file.
 
 The timelines show four ranks, as printed by `python -m tools.timeline`. A forward, an input
@@ -25,13 +26,22 @@ from parallel.pipeline.actions import (
 
 ScheduleFunction = Callable[[int, int, int], list[list[Action]]]
 SCHEDULES: dict[str, ScheduleFunction] = {}
+STAGES_PER_RANK: dict[str, int] = {}  # of schedules that take no other number
 
 
-def schedule(name: str) -> Callable[[ScheduleFunction], ScheduleFunction]:
-    """Register a schedule under a name for `parallel.schedule`."""
+def schedule(
+    name: str, stages_per_rank: int | None = None
+) -> Callable[[ScheduleFunction], ScheduleFunction]:
+    """Register a schedule under a name for `parallel.schedule`.
+
+    Args:
+        stages_per_rank: the only number that it takes; None: it takes any.
+    """
 
     def register(function: ScheduleFunction) -> ScheduleFunction:
         SCHEDULES[name] = function
+        if stages_per_rank is not None:
+            STAGES_PER_RANK[name] = stages_per_rank
         return function
 
     return register
@@ -49,10 +59,15 @@ def build_schedule(
     if name not in SCHEDULES:
         choices = f"choose one of {sorted(SCHEDULES)}"
         raise UserError("parallel.schedule", name, "there is no such schedule", choices)
+    wanted = STAGES_PER_RANK.get(name, stages_per_rank)
+    if stages_per_rank != wanted:
+        key, stages = "parallel.stages_per_rank", "one stage" if wanted == 1 else f"{wanted} stages"
+        why = f"schedule {name} runs {stages} per rank"
+        raise UserError(key, stages_per_rank, why, f"set {key}={wanted}")
     return SCHEDULES[name](num_ranks, stages_per_rank, num_microbatches)
 
 
-@schedule("gpipe")
+@schedule("gpipe", stages_per_rank=1)
 def gpipe(p: int, v: int, m: int) -> list[list[Action]]:
     """All forwards, then all backwards (Huang et al. 2019, https://arxiv.org/abs/1811.06965).
 
@@ -63,11 +78,10 @@ def gpipe(p: int, v: int, m: int) -> list[list[Action]]:
 
     Every rank holds the activations of all micro-batches at once. Bubble (p − 1)(F + B).
     """
-    _stages_per_rank("gpipe", v, 1)
     return breadth_first(p, 1, m)
 
 
-@schedule("1f1b")
+@schedule("1f1b", stages_per_rank=1)
 def one_forward_one_backward(p: int, v: int, m: int) -> list[list[Action]]:
     """1F1B (PipeDream-flush: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2).
 
@@ -79,7 +93,6 @@ def one_forward_one_backward(p: int, v: int, m: int) -> list[list[Action]]:
     The bubble is that of GPipe, (p − 1)(F + B), but rank r never holds the activations of more than
     p − r micro-batches.
     """
-    _stages_per_rank("1f1b", v, 1)
     ranks = []
     for r in range(p):
         warmup = min(p - 1 - r, m)
@@ -153,7 +166,7 @@ def breadth_first(p: int, v: int, m: int) -> list[list[Action]]:
     return ranks
 
 
-@schedule("zb_h1")
+@schedule("zb_h1", stages_per_rank=1)
 def zero_bubble_h1(p: int, v: int, m: int) -> list[list[Action]]:
     """ZB-H1 (Qi et al. 2023, https://arxiv.org/abs/2401.10241, section 2.1): 1F1B with the backward
     split.
@@ -168,7 +181,6 @@ def zero_bubble_h1(p: int, v: int, m: int) -> list[list[Action]]:
     third of 1F1B's if F = I = W. No rank holds the activations of more than p micro-batches, as
     many as rank 0 in 1F1B.
     """
-    _stages_per_rank("zb_h1", v, 1)
     ranks = []
     for r in range(p):
         warmup = min(p - 1 - r, m)
@@ -184,7 +196,7 @@ def zero_bubble_h1(p: int, v: int, m: int) -> list[list[Action]]:
     return ranks
 
 
-@schedule("zb_v")
+@schedule("zb_v", stages_per_rank=2)
 def zero_bubble_v(p: int, v: int, m: int) -> list[list[Action]]:
     """ZB-V (Qi et al. 2024, https://arxiv.org/abs/2405.15362, section 4): two stages per rank,
     placed in a V: rank r has stages r and 2p − 1 − r. The loss is on rank 0, where backward can
@@ -199,7 +211,6 @@ def zero_bubble_v(p: int, v: int, m: int) -> list[list[Action]]:
     rank waits about 2 (p − 1)(I − W), where I and W are those of one stage. A rank holds the
     activations of p micro-batches (2p halves), as rank 0 does in 1F1B.
     """
-    _stages_per_rank("zb_v", v, 2)
     ranks = []
     for r in range(p):
         down, up = r, 2 * p - 1 - r
@@ -227,7 +238,7 @@ def zero_bubble_v(p: int, v: int, m: int) -> list[list[Action]]:
     return ranks
 
 
-@schedule("dualpipe_v")
+@schedule("dualpipe_v", stages_per_rank=2)
 def dualpipe_v(p: int, v: int, m: int) -> list[list[Action]]:
     """DualPipeV: the half of DeepSeek's DualPipe (DeepSeek-AI 2024,
     https://arxiv.org/abs/2412.19437, section 3.2.1) that needs only one copy of the weights, placed
@@ -245,7 +256,6 @@ def dualpipe_v(p: int, v: int, m: int) -> list[list[Action]]:
     action, whose results are sent together, and gets (p − 1)(F + 2 I − W).) A rank holds the
     activations of 2p + 1 halves.
     """
-    _stages_per_rank("dualpipe_v", v, 2)
     if m < 2 * p:
         raise UserError(
             "parallel.schedule",
@@ -319,10 +329,3 @@ def _one_to_one(forwards: list[Action], backwards: list[Action], ahead: int) -> 
     ahead = min(ahead, len(forwards))
     steady = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
     return [*forwards[:ahead], *steady, *backwards[len(forwards) - ahead :]]
-
-
-def _stages_per_rank(name: str, given: int, wanted: int) -> None:
-    if given != wanted:
-        key, stages = "parallel.stages_per_rank", "one stage" if wanted == 1 else f"{wanted} stages"
-        why = f"schedule {name} runs {stages} per rank"
-        raise UserError(key, given, why, f"set {key}={wanted}")

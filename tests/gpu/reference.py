@@ -24,13 +24,12 @@ from benchmarks.gpu.programs import compiler, make_config
 from benchmarks.gpu.timing import DEVICE, ON_GPU, free_memory
 from kinds import kinds_in
 from parallel.activation import Mode
-from parallel.pipeline.schedules import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES, STAGES_PER_RANK
 from proofs.parity.cases import BOS
 from proofs.parity.run import make_step
 from runtime.start.init import init_distributed
 from settings.config import Config
 from tests.gpu.checks import Check
-from tools.plan.candidates import FIXED
 
 EXACT, ROUNDED = "float64", "bfloat16"
 EXACT_BOUND = 1e-9
@@ -79,7 +78,7 @@ MECHANISMS = [
     _own("tied embeddings", "model", tie_embeddings=True),
     # every schedule, with as many stages on the one rank as it takes
     *(
-        _same(f"schedule {name}", "parallel", schedule=name, stages_per_rank=FIXED.get(name, 2))
+        _same(f"schedule {name}", "parallel", schedule=name, stages_per_rank=STAGES_PER_RANK.get(name, 2))
         for name in SCHEDULES
         if name != "1f1b"
     ),

@@ -17,19 +17,18 @@ import torch.distributed as dist
 from costs.timeline import Timeline
 from parallel.axes import MeshSizes
 from parallel.pipeline.actions import Action
-from parallel.pipeline.schedules import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES, STAGES_PER_RANK
 from parallel.pipeline.simulate import Costs, Event, simulate
 from proofs.parity.cases import Case
 from proofs.ranks import Ranks
 from runtime.profiling.trace import ActionRecorder
 from tests.proofs.parity_tiers import thorough_but
 from tests.steps import make_step, rows_of
-from tools.plan.candidates import FIXED
 
 RANKS = 4
 CASES = {
     name: Case(
-        MeshSizes(pp=RANKS), schedule=name, stages_per_rank=FIXED.get(name, 2), num_microbatches=8
+        MeshSizes(pp=RANKS), schedule=name, stages_per_rank=STAGES_PER_RANK.get(name, 2), num_microbatches=8
     )
     for name in SCHEDULES
 }

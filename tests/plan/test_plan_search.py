@@ -9,12 +9,12 @@ import pytest
 
 from errors import UserError
 from hardware import H100
-from parallel.pipeline.schedules import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES, STAGES_PER_RANK
 from settings.checks import validate
 from settings.config import Config
 from settings.layouts import valid_layout
 from settings.load import load_config
-from tools.plan.candidates import FIXED, candidates
+from tools.plan.candidates import candidates
 from tools.plan.layout import Layout
 from tools.plan.memory import CHECKED, GROWING, Memory, batch_bytes, peaks, shortened
 from tools.plan.search import Found, _error, check_before_search, describe_search, search
@@ -24,7 +24,7 @@ SMALL = (
     "model.vocab_size=8192 train.seq_len=512 parallel.tp_pieces=1 "
     "train.activation_checkpointing=none"
 )
-STAGES = {name: (FIXED.get(name, 2),) for name in SCHEDULES} | {"interleaved_1f1b": (2, 3)}
+STAGES = {name: (STAGES_PER_RANK.get(name, 2),) for name in SCHEDULES} | {"interleaved_1f1b": (2, 3)}
 
 
 def load(name: str, *keys: str) -> Config:

@@ -21,7 +21,7 @@ from parallel.axes import MeshSizes
 from parallel.collectives import Pending
 from parallel.data import FSDPSwitches
 from parallel.dispatch.all_to_all import Rows
-from parallel.pipeline.schedules import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES, STAGES_PER_RANK
 from parallel.pipeline.transfer import Transfers
 from proofs.parity import __main__ as parity
 from proofs.parity.cases import Case
@@ -29,7 +29,6 @@ from proofs.parity.run import as_in_long_sequences
 from settings.config import Config
 from tests.planted import planted
 from tests.proofs.parity_tiers import dense_covering, expert_covering, thorough_but
-from tools.plan.candidates import FIXED
 from tools.rehearse.__main__ import main
 from tools.rehearse.findings import RACE, REUSE, SYNC, THREAD
 from tools.rehearse.races import checking
@@ -68,7 +67,7 @@ LAYOUTS = {
         num_shared_experts=1, zero_stage=3, activation_checkpointing="selective",
         num_microbatches=2),
     **{f"pp and tp, {name}": case_of(
-        MeshSizes(pp=2, tp=2), schedule=name, stages_per_rank=FIXED.get(name, 2))
+        MeshSizes(pp=2, tp=2), schedule=name, stages_per_rank=STAGES_PER_RANK.get(name, 2))
        for name in SCHEDULES},
 }  # fmt: skip
 

@@ -28,7 +28,7 @@ from parallel.activation import Mode
 from parallel.fsdp_units import input_buffers
 from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, FORWARD
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
-from parallel.pipeline.schedules import build_schedule
+from parallel.pipeline.schedules import STAGES_PER_RANK, build_schedule
 from settings.checks import cuts_of_sequence, sides_that_cannot_be_cut
 from settings.config import Config
 from tools.plan.hardware import Device
@@ -46,8 +46,7 @@ from tools.plan.time import (
 )
 
 SPLIT = ("zb_h1", "zb_v", "dualpipe_v")  # compute (some) weight gradients in separate actions
-# Stages per rank of schedules that take no other number; the others take two or more.
-FIXED = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}
+UNSPLIT = ("gpipe", "1f1b")
 INTERLEAVED = ("interleaved_1f1b", "breadth_first")
 MODES = get_args(Mode)
 MICRO_BATCHES = (1, 2, 4, 8)  # sequences
@@ -378,7 +377,8 @@ def _schedules(pp: int, m: int, layers: int) -> Iterator[tuple[str, int]]:
     if pp == 1:
         yield "1f1b", 1
         return
-    for name, v in FIXED.items():
+    for name in (*UNSPLIT, *SPLIT):
+        v = STAGES_PER_RANK[name]
         if v <= most_stages and not (name == "dualpipe_v" and m < 2 * pp):
             yield name, v
     for v, name in itertools.product(range(2, most_stages + 1), INTERLEAVED):
