@@ -78,7 +78,12 @@ MECHANISMS = [
     _own("tied embeddings", "model", tie_embeddings=True),
     # every schedule, with as many stages on the one rank as it takes
     *(
-        _same(f"schedule {name}", "parallel", schedule=name, stages_per_rank=STAGES_PER_RANK.get(name, 2))
+        _same(
+            f"schedule {name}",
+            "parallel",
+            schedule=name,
+            stages_per_rank=STAGES_PER_RANK.get(name, 2),
+        )
         for name in SCHEDULES
         if name != "1f1b"
     ),

@@ -28,7 +28,10 @@ from tests.steps import make_step, rows_of
 RANKS = 4
 CASES = {
     name: Case(
-        MeshSizes(pp=RANKS), schedule=name, stages_per_rank=STAGES_PER_RANK.get(name, 2), num_microbatches=8
+        MeshSizes(pp=RANKS),
+        schedule=name,
+        stages_per_rank=STAGES_PER_RANK.get(name, 2),
+        num_microbatches=8,
     )
     for name in SCHEDULES
 }

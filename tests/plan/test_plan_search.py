@@ -24,7 +24,9 @@ SMALL = (
     "model.vocab_size=8192 train.seq_len=512 parallel.tp_pieces=1 "
     "train.activation_checkpointing=none"
 )
-STAGES = {name: (STAGES_PER_RANK.get(name, 2),) for name in SCHEDULES} | {"interleaved_1f1b": (2, 3)}
+STAGES = {name: (STAGES_PER_RANK.get(name, 2),) for name in SCHEDULES} | {
+    "interleaved_1f1b": (2, 3)
+}
 
 
 def load(name: str, *keys: str) -> Config:
