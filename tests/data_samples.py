@@ -32,7 +32,7 @@ HOSTILE = {
     "trailing newlines": "x\n\n\n",
     "SentencePiece's space": "\u2581a \u2581\u2581 b\u2581",
     "control tokens": "<s></s><unk><pad>",
-    "Llama 3's": "one <|end_of_text|> two <|eot_id|><|begin_of_text|> <think>",
+    "control tokens of Llama 3": "one <|end_of_text|> two <|eot_id|><|begin_of_text|> <think>",
     "byte tokens": "<0x41><0xE2>",
     "byte order mark": "\ufeffx\ufeff",
     "combining, not composed": "e\u0301 \u00e9",

@@ -247,7 +247,8 @@ def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
     whole: dict[str, torch.Tensor] = {}
     for part in everyone:
         for name, tensor in part.items():
-            assert torch.equal(whole.setdefault(name, tensor), tensor), f"{name} differs by rank"
+            first = whole.setdefault(name, tensor)
+            assert torch.equal(first, tensor), f"{name} differs by rank"
     return whole
 
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
-from benchmarks.experts import MIXTRAL, SAME, first_losses, programs, read, same_work
+from benchmarks.experts import SAME, first_losses, programs, read, same_work
 from benchmarks.plan_accuracy import FITTED
 from tests import ROOT
 from tests.runs import forked, status
@@ -25,7 +25,8 @@ from tests.runs import forked, status
     ["optimizers --rounds 1 --steps 2 --rates 1", "train_cpu --rounds 1 --steps 1 --size 1.8M"],
 )
 def test_a_comparison_runs(quick: str, tmp_path: Path) -> None:
-    file, (name, *options) = tmp_path / "results.json", quick.split()
+    file = tmp_path / "results.json"
+    name, *options = quick.split()
     command = [sys.executable, "-m", f"benchmarks.{name}", *options, "--json", file]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     # so little work may miss an aim
@@ -41,8 +42,8 @@ def compare(name: str, *options: str, **smaller: Any) -> Any:
 
 
 def test_plans_are_compared_with_what_was_measured(tmp_path: Path) -> None:
-    """With one row; tests/plan/test_plan_published.py compares all. The exit says whether the aim
-    is met."""
+    """With one row; tests/plan/test_plan_published.py compares all. The exit status says
+    whether the aim was reached."""
     file = tmp_path / "results.json"
     options = ["fitted", "--json", str(file)]
     for aim, missed in ((6.0, 0), (0.0, 1)):
@@ -52,12 +53,15 @@ def test_plans_are_compared_with_what_was_measured(tmp_path: Path) -> None:
 
 
 def printed_losses(*about: Any) -> dict[str, float]:
-    print(json.dumps(losses := first_losses(*about)))
+    """first_losses, which also prints what it returns: it runs in another process."""
+    losses = first_losses(*about)
+    print(json.dumps(losses))
     return losses
 
 
 @pytest.mark.thorough
 def test_mixtral_computes_the_same_loss_in_the_comparison_with_it(tmp_path: Path) -> None:
+    """first_losses asserts that losses are equal; here, that it would notice another router."""
     log, results, errors = tmp_path / "log", tmp_path / "results.json", tmp_path / "errors"
     few = "train.global_batch_size=2", "train.micro_batch_size=1", "train.seq_len=32"
     smaller = {"programs": partial(programs, *few), "first_losses": printed_losses}
@@ -66,9 +70,7 @@ def test_mixtral_computes_the_same_loss_in_the_comparison_with_it(tmp_path: Path
     assert status(process) == 0, errors.read_text()
     assert "as_mixtral_over_mixtral_loop" in json.loads(results.read_text())["ratios"]
     found = json.loads(log.read_text().splitlines()[0])
-    ours = found["experts as Mixtral"]
-    assert all(abs(found[name] / ours - 1) < SAME for name in MIXTRAL)
-    assert abs(found["experts"] / ours - 1) > SAME, "control: another router must show"
+    assert abs(found["experts"] / found["experts as Mixtral"] - 1) > SAME
 
 
 def test_experts_and_the_dense_model_do_the_same_work() -> None:

@@ -177,7 +177,7 @@ def test_control_the_libraries_by_themselves_do_not_keep_text() -> None:
     raw = tokenizers.Tokenizer.from_str(llama3().decode())
     assert len(raw.encode("x\n" * 50).ids) == 16
     raw.no_truncation()
-    found = raw.encode(HOSTILE["Llama 3's"], add_special_tokens=False).ids
+    found = raw.encode(HOSTILE["control tokens of Llama 3"], add_special_tokens=False).ids
     assert {500, 501, 502} <= {*found} & {*Tokenizer({JSON: llama3()}).control_ids}
 
 

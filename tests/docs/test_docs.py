@@ -59,7 +59,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_tree(tmp_path_factory.mktemp("docs"))
 
 
-@pytest.mark.parametrize("name", thorough_but(RUN.keys() - SECOND, RUN), ids=str)
+@pytest.mark.parametrize("name", thorough_but(RUN.keys() - SECOND, RUN))
 def test_a_command_prints_what_the_page_shows(name: str, copy: Path) -> None:
     check(RUN[name], copy)
 

@@ -17,11 +17,11 @@ compared, and the command must succeed.
 
 In ```bash blocks every line is a command, without `$ `, and the page shows no output.
 
-Commands run at the root of a copy of the repository, in bash. A command that only runs Python, or
-of whose output grep keeps some lines, runs in a process that has already imported torch
+Commands run at the root of a copy of the repository, in bash. A command that only runs Python, also
+if its output is piped into grep, runs it in a process that has already imported torch
 (tests.runs.forked), which saves seconds.
 
-    python -m tests.docs.transcripts PAGE …    checks the pages of a copy, with its code
+    python -m tests.docs.transcripts PAGE …    in a copy: checks its pages against its code
 """
 
 import os
@@ -145,7 +145,7 @@ def as_python(command: str) -> tuple[list[str], str] | None:
     if here := re.fullmatch(r"\.venv/bin/python - <<'(\w+)'\n(.*\n)\1", command, re.DOTALL):
         return [], here[2]
     words = shlex.split(command.replace("\\\n", " "), comments=True)
-    shell = r"\d?[<>|&;].*|[^\n]*\$[^\n]*"  # a redirection or the like, or a variable in a line
+    shell = r"\d?[<>|&;].*|[^\n]*\$[^\n]*"  # a redirection or a pipe, or a $ in a word of one line
     if any(re.fullmatch(shell, word) for word in words):
         return None
     match words:

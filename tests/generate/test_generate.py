@@ -4,8 +4,8 @@ of ranks, and refuses bad input with a message."""
 import contextlib
 import functools
 import io
-import shlex
 import shutil
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -16,7 +16,6 @@ from data.tokenizer import Tokenizer
 from errors import UserError
 from tests import ROOT
 from tests.data_samples import flip_a_bit, tokenizer
-from tests.docs.transcripts import in_bash
 from tests.huggingface.huggingface_models import SMALL, RoundTrip, write_theirs
 from tools.export import export
 from tools.generate import __main__ as program
@@ -151,7 +150,7 @@ def test_bos_begins_a_prompt_if_the_tokenizer_says_so():
 def test_the_command(saved):
     options = ["--prompt", "naïve €", "--dtype", "bfloat16", "--temperature", "1", "--top-k", "3"]
     command = [sys.executable, "-m", "tools.generate", *greedy(saved / "run", 5), *options]
-    status, printed, errors = in_bash(shlex.join(command), ROOT)  # a process of its own
-    assert status == 0, errors
-    assert printed.startswith("naïve €")
-    assert printed.endswith("\n")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("naïve €")
+    assert done.stdout.endswith("\n")

@@ -44,18 +44,18 @@ def other_random_bits(adamw, p, g, m, v, decays, places, *rest):
     adamw(p, g, m, v, decays, places, *rest)
 
 
-def gradient(mistake: Callable[[Tensor, Tensor], Tensor]) -> tuple[Any, ...]:
-    """Replaces the gradient over logits, scale · (p − onehot), by a wrong one."""
+def wrong_gradient(mistake: Callable[[Tensor, Tensor], Tensor]) -> tuple[Any, ...]:
+    """A row of MISTAKES: the gradient over logits, scale · (p − onehot), is a wrong one."""
 
-    def wrong(right, z, targets, row, scale, *rest):
+    def replacement(right, z, targets, row, scale, *rest):
         right(z, targets, row, scale, *rest)
         z.copy_(mistake(z.float(), scale * functional.one_hot(targets, z.shape[1])))
 
-    return linear_cross_entropy, "gradient_over_logits_", wrong, HEAD, ["dx", "dw"]
+    return linear_cross_entropy, "gradient_over_logits_", replacement, HEAD, ["dx", "dw"]
 
 
 NORM, HEAD = ("rms_norm 64", ["output 0", "gradient 0", "gradient 1"]), "linear_cross_entropy"
-MISTAKES = {  # what is replaced, and by what; the kernel, and which of its results are wrong
+MISTAKES = {  # name → (module, name in it, replacement, kernel, its results that are then wrong)
     "wrong norm": (operations, "rms_norm", wrong_norm, *NORM),
     "a row not written": (operations, "rms_norm", a_row_not_written, *NORM),
     "wrong sum": (optimizer, "square_sum", lambda right, *given: right(*given) * (1 + 1e-9),
@@ -64,9 +64,9 @@ MISTAKES = {  # what is replaced, and by what; the kernel, and which of its resu
     "wrong loss": (linear_cross_entropy, "token_losses",
                    lambda right, *given: 1.01 * right(*given), HEAD, ["loss"]),
     # a head that still learns, but only from its targets
-    "without softmax": gradient(lambda z, onehot: -onehot),
-    "softmax twice": gradient(lambda z, onehot: 2 * (z + onehot) - onehot),
-    "without targets": gradient(lambda z, onehot: z + onehot),
+    "without softmax": wrong_gradient(lambda z, onehot: -onehot),
+    "softmax twice": wrong_gradient(lambda z, onehot: 2 * (z + onehot) - onehot),
+    "without targets": wrong_gradient(lambda z, onehot: z + onehot),
 }  # fmt: skip
 
 

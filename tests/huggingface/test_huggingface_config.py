@@ -148,7 +148,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "text for a number": {"vocab_size": "800"},
     "half a scaling": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
 }  # fmt: skip
-SAID_OTHERWISE = {
+SAID_OTHERWISE = {  # where the message does not begin with that key and value
     "a new family": "architectures = ['NewForCausalLM']: only LlamaForCausalLM, ",
     "window by default": "sliding_window = 4096: ",
     "half a scaling": "rope_scaling.low_freq_factor = None: ",

@@ -68,7 +68,8 @@ def counted() -> Iterator[list[Launch]]:
     """Yield a list to which every launch in this block is appended when it ends."""
     from triton.runtime import interpreter
 
-    builder, launches = interpreter.InterpreterBuilder, list[Launch]()
+    builder = interpreter.InterpreterBuilder
+    launches: list[Launch] = []
     programs: list[_Program] = []
 
     @planted(interpreter.GridExecutor, "__call__")

@@ -94,7 +94,7 @@ def test_what_speaks_against_a_kernel(usual, device, call, chosen, reason):
     else:
         assert reason in said[usual.name]
     wanted = {CUDNN: "cudnn", FLASH2: "flash2", FLASH3: "flash3"}.get(usual)
-    if "not known to be faster" in reason:  # right there, if demanded
+    if "not known to be faster" in reason:  # it is right, so a request is granted
         assert choose_for_steps(device, call, wanted) == Choice(usual, " 9.20.0", ())
     elif wanted is not None:
         with pytest.raises(UserError, match=reason) as refused:

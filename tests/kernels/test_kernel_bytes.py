@@ -85,7 +85,8 @@ def norm_of(per_element):
         (specimens.gradients, (BF16,), norm_of(2)),
         (specimens.update, (FP32,), update_of(28, fields=6, scalars=4)),
         (specimens.update, (BF16,), update_of(14, fields=10, scalars=5)),
-        # the statistics; per token a target and two statistics, and the scale
+        # statistics; then the gradient, which also loads the scale, and a target and two statistics
+        # for each token
         *((specimens.loss, (v,), [2 * T * v + 20 * T, 4 * T * v + 16 * T + 4])
           for v in (512, 10_000)),
     ],
@@ -94,7 +95,8 @@ def test_each_launch_moves_every_byte_once(call, arguments, expected):
     tokens = {specimens.experts: R, specimens.rows: S}.get(call, T)
     launches = launches_of(call, *arguments, tokens=tokens)
     assert [moved(launch) for launch in launches] == expected
-    again = [2 * T, 0] if call is specimens.loss else [0] * len(expected)  # the target's logit
+    # the statistics load the target's logit a second time
+    again = [2 * T, 0] if call is specimens.loss else [0] * len(expected)
     assert [launch.loaded_again for launch in launches] == again
 
 

@@ -73,7 +73,7 @@ SPECIMENS = [
     Specimen("threads", lambda: launch(copy, 32768, 32, 32768)),
 ]
 """
-FAULTS = {
+FAULTS = {  # specimen of CONTROLS → the kinds of its faults
     "sound": [],
     "odd size": ["narrow"],
     "odd address": ["narrow"],
@@ -111,7 +111,9 @@ def test_every_kernel_has_a_specimen_and_no_faults(tmp_path: Path) -> None:
     files = (ROOT / "model" / "kernels").glob("*.py")
     wanted = product(("sm_75", "sm_80", "sm_90", "gfx942"), set().union(*map(launched, files)))
     missing = {*wanted} - {(k["target"], k["kernel"]) for k in kernels}
-    assert missing == {("sm_75", "grouped_matmul._add_weight_gradient")}  # a loop there
+    assert missing == {
+        ("sm_75", "grouped_matmul._add_weight_gradient")
+    }  # PyTorch's loop is used there
 
 
 @pytest.mark.parametrize("target", [pytest.param("sm_90", marks=pytest.mark.thorough), "gfx942"])
@@ -122,8 +124,8 @@ def test_faults_are_found(tmp_path: Path, target: str) -> None:
     status, reports = compiled(tmp_path, "--target", target, "--specimens", own)
     assert status == 1
     by_name = {report["specimen"]: report for report in reports}
-    assert len(by_name) == len(reports), "a kernel twice"
-    # 1,024 threads are too many only for AMD's
+    assert len(by_name) == len(reports), "a specimen occurs twice"
+    # 32 warps are 1,024 threads, which is the limit; on AMD they are 2,048
     faults = FAULTS | ({"threads": []} if target == "sm_90" else {})
     assert faults == {
         name: sorted({fault.split(":")[0] for fault in report["faults"]})

@@ -79,11 +79,12 @@ def result(model, outputs):
 def packed_alone_and_plain():
     """Logits [S, B, V] and gradients of an unsharded Transformer for every window, computed three
     ways: packed, each document separately, and with every sequence as one document."""
-    config, found = Case(MeshSizes(), num_kv_heads=2).config().model, {}
+    config = Case(MeshSizes(), num_kv_heads=2).config().model
     tp = TensorParallel.of(build_mesh(MeshSizes(), "cpu"), sequence_parallel=False)
     model = Transformer(config, range(config.num_layers), True, True, tp).to(torch.float64)
     model.to_empty(device="cpu")
     initialise(model, seed=0)
+    found = {}
     for name in WINDOWS:
         tokens = window(name)
         alone = [

@@ -25,7 +25,7 @@ CONFIG = ModelConfig(
     experts=Experts(count=X, per_token=K, ffn_dim=8, router_aux_weight=0.5,
                     router_z_weight=0.25),
 )  # fmt: skip
-STEP = Decimal("1e-30")  # of a derivative by differences of numbers with 100 digits
+DELTA = Decimal("1e-30")  # of a central difference, computed with 100 digits
 KINDS = ["softmax", "softmax_renormalised", "sigmoid_bias"]
 
 
@@ -70,23 +70,24 @@ def test_weights_losses_and_gradients_are_right_for_all_finite_logits(kind, logi
     weights, chosen = routed(router, x)
     (weights * torch.tensor([[1.0, 3.0]], dtype=dtype)).sum().backward()
 
-    each, chosen = [Decimal(logit) for logit in logits], chosen[0].tolist()
+    point = [Decimal(logit) for logit in logits]
+    chosen = chosen[0].tolist()
 
-    def exact(each: list[Decimal]) -> list[Decimal]:
+    def exact(z: list[Decimal]) -> list[Decimal]:
         """The weights of the chosen experts, the balance loss and the z-loss."""
-        p = [z.exp() for z in each]
+        p = [value.exp() for value in z]
         z_loss = sum(p).ln() ** 2 / 4
         if kind == "sigmoid_bias":
-            p = [1 / (1 + (-z).exp()) for z in each]
+            p = [1 / (1 + (-value).exp()) for value in z]
         balance = sum(p[e] * X for e in chosen) / sum(p) / K / 2
         whole = sum(p) if kind == "softmax" else sum(p[e] for e in chosen)
         return [*(p[e] / whole for e in chosen), balance, z_loss]
 
     def slope(e: int) -> Decimal:
         """The derivative, by the logit of expert e, of what the router differentiates."""
-        up, down = (exact([*each[:e], each[e] + h, *each[e + 1 :]]) for h in (STEP, -STEP))
+        up, down = (exact([*point[:e], point[e] + h, *point[e + 1 :]]) for h in (DELTA, -DELTA))
         parts = zip((1, 3, 1, 1), up, down, strict=True)
-        return sum(factor * (a - b) for factor, a, b in parts) / (2 * STEP)
+        return sum(factor * (a - b) for factor, a, b in parts) / (2 * DELTA)
 
     def check(found: Tensor, right: list[Decimal], error: float) -> None:
         error *= torch.finfo(dtype).eps
@@ -94,7 +95,7 @@ def test_weights_losses_and_gradients_are_right_for_all_finite_logits(kind, logi
         torch.testing.assert_close(found, expected, rtol=error, atol=error)
 
     with localcontext(prec=100):
-        check(torch.cat([weights[0], load.losses]), exact(each), 40)
+        check(torch.cat([weights[0], load.losses]), exact(point), 40)
         # that of logsumexp is exp(logit - logsumexp), rounded like a logit
         check(router.weight.grad[:, 0], [*map(slope, range(X))], 40 + max(map(abs, logits)))
 
