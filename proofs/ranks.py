@@ -146,7 +146,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         return answers, failures
 
 
-def _serve(rank: int, world: int, pipe: Connection) -> None:
+def _serve(rank: int, pool_size: int, pipe: Connection) -> None:
     """Runs one task after another as this rank, until it is killed or its parent has exited."""
     import torch.distributed as dist
 
@@ -155,7 +155,7 @@ def _serve(rank: int, world: int, pipe: Connection) -> None:
     from runtime.start import host, init
 
     host.stay_on_this_machine()
-    host.share_cores(world)
+    host.share_cores(pool_size)
     gc.freeze()  # imported modules are permanent, so later collections skip them
     while True:
         try:

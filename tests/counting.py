@@ -2,7 +2,6 @@
 dispatched, below autograd and FSDP; and what a block, and context parallelism, send."""
 
 import re
-from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -42,8 +41,7 @@ class Seen:
 
 
 class Listener(TorchDispatchMode):
-    """Records collectives over more than one rank, counts of operations by name, and the number of
-    elements of the largest tensor.
+    """Records collectives over more than one rank, and the number of elements of the largest tensor.
 
     A collective over one rank moves nothing and is not recorded. Where an axis spans the whole
     world, one group may serve both; it is then recorded under the axis.
@@ -58,12 +56,10 @@ class Listener(TorchDispatchMode):
             if axis not in ("batch", "loss") and view.size > 1
         }
         self.collectives: list[Seen] = []
-        self.operations: Counter[str] = Counter()
         self.largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        self.operations[func.name().split(".")[0]] += 1
         tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
         namespace, _, name = func.name().split(".")[0].partition("::")
         if namespace == "c10d":

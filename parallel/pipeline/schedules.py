@@ -1,9 +1,9 @@
 """The pipeline schedules: pure functions from sizes to each rank's list of actions. No torch here.
 
 To add one, write a function `(p ranks, v stages per rank, m micro-batches) → list of actions for
-each rank` under `@schedule("name")`, with the number of stages per rank if it takes only one.
-Nothing else changes: the tests, the parity matrix, the
-timeline tool and the runner take every schedule in this file.
+each rank` under `@schedule("name")`, with `stages_per_rank` if it accepts only one number. Nothing
+else changes: the tests, the parity matrix, the timeline tool and the runner take every schedule in
+this file.
 
 The timelines show four ranks, as printed by `python -m tools.timeline`. A forward, an input
 gradient and a weight gradient take one column each, a whole backward two. Numbers are
@@ -26,7 +26,7 @@ from parallel.pipeline.actions import (
 
 ScheduleFunction = Callable[[int, int, int], list[list[Action]]]
 SCHEDULES: dict[str, ScheduleFunction] = {}
-STAGES_PER_RANK: dict[str, int] = {}  # of schedules that take no other number
+STAGES_PER_RANK: dict[str, int] = {}  # schedule → the only number that it accepts
 
 
 def schedule(
@@ -35,7 +35,7 @@ def schedule(
     """Register a schedule under a name for `parallel.schedule`.
 
     Args:
-        stages_per_rank: the only number that it takes; None: it takes any.
+        stages_per_rank: the only number that it accepts; None: any.
     """
 
     def register(function: ScheduleFunction) -> ScheduleFunction:

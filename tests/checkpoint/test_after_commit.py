@@ -65,7 +65,7 @@ def _fast(monkeypatch):
 
 
 def test_each_checkpoint_once_and_the_newest_first(tmp_path):
-    """One that is deleted before its turn is reported."""
+    """A checkpoint that is deleted before its turn is reported as failed."""
     says = "until [ -e go ]; do sleep 0.02; done; "
     says += 'echo "$1 $2 $3 $LATTICE_STEP $LATTICE_CHECKPOINT" >> said'
     folder = Folder(tmp_path, says, "'an argument'")

@@ -110,14 +110,14 @@ FAULTS = [  # where a save fails, at which step, with which error, from which ra
 ]
 
 
-def failing(where: str, step: int, kind: int, rank: int) -> Any:
-    """What is called for the checkpoint of a step fails, from a rank on."""
+def failing(where: str, step: int, error: int, first_rank: int) -> Any:
+    """Calls of `where` for the checkpoint of `step` fail on `first_rank` and all ranks after it."""
     owner = {"create_stream": FileSystem, "_delete": Saver}.get(where, runtime.checkpoint.save)
 
     @planted(owner, where)
     def fails(honest: Any, *given: object, **options: object) -> object:
-        if dist.get_rank() >= rank and f"step-{step:08d}" in " ".join(map(str, given)):
-            raise OSError(kind, os.strerror(kind))
+        if dist.get_rank() >= first_rank and f"step-{step:08d}" in " ".join(map(str, given)):
+            raise OSError(error, os.strerror(error))
         return honest(*given, **options)
 
     return fails()

@@ -113,7 +113,7 @@ def test_damage_in_the_store_is_found_before_anything_has_its_name(url, tmp_path
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
-    """A checkpoint is pushed under its name, and only there; what else is there stays."""
+    """A checkpoint is pushed under its name and nowhere else; other files in the store stay."""
     store = tmp_path / "archive" / "run[1]"  # no pattern
     (store / NAME / "other").mkdir(parents=True)
     (store / "metrics.jsonl").write_text("mine")

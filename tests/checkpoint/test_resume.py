@@ -70,9 +70,9 @@ RESUMED = [  # a run, ranks, overrides, and how far numbers may be apart
 
 @pytest.mark.parametrize(("name", "world", "overrides", "rel"), RESUMED, ids=label)
 def test_a_run_is_resumed(ranks, before, tmp_path, world, overrides, rel):
-    """In the layout that saved bit for bit, whether training waits for saves or not. In another one
-    with the same tokens, so the same numbers but for rounding, and the same choices of experts, so
-    equal biases. What it then saves is the same, too."""
+    """In the layout that saved: bit for bit, whether or not training waits for saves. In another: it
+    reads the same tokens, so numbers differ only by rounding, and it chooses the same experts, so
+    their biases are equal. The checkpoint that it then saves agrees in the same way."""
     config, checkpoints = runs.copy_of(before, tmp_path)
     last = max(checkpoints.glob("step-*")).name
     runs.forget_last(tmp_path)
@@ -81,7 +81,8 @@ def test_a_run_is_resumed(ranks, before, tmp_path, world, overrides, rel):
         assert numbers(tmp_path) == pytest.approx(numbers(before), rel=rel, abs=0.0)
     ours = runs.stored_tensors(checkpoints / last)
     theirs = runs.stored_tensors(before / "run" / "checkpoints" / last)
-    assert rel or runs.same_tensors(ours, theirs)
+    if rel == 0.0:
+        assert runs.same_tensors(ours, theirs)
     assert ours.keys() == theirs.keys()
     for each, tensor in theirs.items():
         rounding = 0.0 if each.endswith("router.bias") else 1e-6 * float(tensor.abs().max())

@@ -49,7 +49,8 @@ HOUR = int(MOST_SECONDS)
 )
 def test_which_steps_are_saved(tmp_path, steps, interval, about, expected):
     """With `auto`, at Young's interval, within bounds. The first save does not count: it allocates
-    memory, so it takes longer. What a save in the background has cost is known at the next one."""
+    memory, so it takes longer. The cost of a save in the background is known at the next."""
+    # failures, keep_every; seconds: a save on the host and the device, its write, a step
     usual = {"rate": OFTEN, "keep": 0, "host": 0.5, "device": 0.5, "write": 0.0, "step": 1.0}
     given = usual | about
     overrides = [f"run.dir={tmp_path}", f"train.steps={steps}", f"checkpoint.interval={interval}"]
@@ -57,20 +58,22 @@ def test_which_steps_are_saved(tmp_path, steps, interval, about, expected):
     overrides += [f"checkpoint.keep_every={given['keep']}"]
     config = load_config("configs/laptop.yaml", overrides)
     logged = [given["step"]] if given["step"] else []
-    measured = SimpleNamespace(measured=logged * 2)  # of steps that were rolled back
+    watchdog = SimpleNamespace(measured=logged * 2)  # of steps that were rolled back
     train = SimpleNamespace(mesh=SimpleNamespace(device="cpu"))
     start = SimpleNamespace(step=0, state=SimpleNamespace(tokens=0))
     log, stage = runs.run_log_of(tmp_path), data_stages(config)[0]
-    of, due = Run(stage, train, None, start, log, measured, None), SaveInterval(config, 0, 0)
-    of.step_seconds, found, last = given["step"], [], {}
+    of = Run(stage, train, None, start, log, watchdog, None)
+    of.step_seconds = given["step"]
+    due = SaveInterval(config, 0, 0)
+    found, last = [], {}
     with (
         patch.object(save_interval, "from_rank_0", lambda action, device: action()),
         patch.object(save_interval.dist, "get_world_size", lambda: 1),
     ):
         for of.step in range(1, steps + 1):
-            measured.measured += logged
+            watchdog.measured += logged
             if due.is_due(of):
-                factor = 1 if found else 100
+                factor = 1 if found else 100  # the first save
                 due.saved(of, factor * given["host"], last)
                 last = {"step": of.step, "stall_seconds": factor * given["device"]}
                 last["write_seconds"] = factor * given["write"]
@@ -78,7 +81,9 @@ def test_which_steps_are_saved(tmp_path, steps, interval, about, expected):
     assert found == expected
     decided = runs.events_of(tmp_path, "interval")
     assert bool(decided) == (interval == "auto" and logged != [])
-    assert all((each["mtbf"] is None) == (given["rate"] == 0) for each in decided), "no Infinity"
+    assert all((each["mtbf"] is None) == (given["rate"] == 0) for each in decided), (
+        "JSON has no Infinity"
+    )
 
 
 def test_by_default_a_run_can_be_exported(ranks, data, tmp_path):
@@ -94,7 +99,7 @@ def test_by_default_a_run_can_be_exported(ranks, data, tmp_path):
 
 @pytest.mark.thorough
 def test_all_ranks_save_the_same_steps_and_train_the_same(ranks, data, saved, tmp_path):
-    """As a run that saves after other steps."""
+    """They train the same as a run that saves after other steps."""
     saves = {"interval": "auto", "failures_per_gpu_day": 1e5, "keep_last": 20}
     config = runs.write_config(tmp_path, data, parallel=runs.LAYOUT_3D, checkpoint=saves)
     runs.run(ranks, 8, config)

@@ -33,7 +33,7 @@ def experts(setting: Setting) -> Unit:
 
 
 def test_routing_loses_no_row_and_is_balanced() -> None:
-    """Unless told otherwise: then the others share what the busiest rank leaves."""
+    """With an imbalance, the other ranks share equally what the busiest one leaves."""
     for rows, ep in ((13, 4), (3, 8), (7, 1)):
         for rank in range(ep):
             routing = Routing(rows, ep, rank)

@@ -142,8 +142,8 @@ def rank_main(arguments: list[str]) -> None:
     start, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
     run = Path(yaml.safe_load(Path(arguments[0]).read_text())["run"]["dir"])
     if rank == 0:
-        server = sys.modules.get("tools.torchrun.program")
-        is_forked = hasattr(server, "train")  # which it has imported, once
+        program = sys.modules.get("tools.torchrun.program")
+        is_forked = hasattr(program, "train")  # inherited from the server, which has imported it
         with open(PLAN.with_name("starts.jsonl"), "a", encoding="utf-8") as file:
             file.write(json.dumps([check_folder(run), is_forked]) + "\n")
     sys.argv = ["train.py", *arguments]
@@ -188,6 +188,7 @@ KILLS = [
     Kill(0, "deletion", 1, 3),
     Kill(1, "update", 2, 0),
 ]
+assert {kill.phase for kill in KILLS} == {*WHERE}, "one in each phase"
 # the same again and again, at other moments
 FIFTY = [
     replace(kill, when=n if kill.phase in OPERATIONS else n / 180)
@@ -202,7 +203,6 @@ MUON = {"name": "muon", "muon": {"qk_clip": 0.05}}
 
 
 def test_the_checks_can_fail(saved, tmp_path):
-    assert {kill.phase for kill in KILLS} == {*WHERE}
     _, checkpoints = runs.copy_of(saved, tmp_path)
     run = tmp_path / "run"
     assert check_folder(run) == []
@@ -220,7 +220,7 @@ def test_the_checks_can_fail(saved, tmp_path):
     [
         pytest.param("tools.torchrun", KILLS, 16, "none", {}, marks=pytest.mark.thorough),
         pytest.param("torch.distributed.run", KILLS[:2], 8, "none", {}, marks=pytest.mark.thorough),
-        # eight minutes on two quiet cores, or twice as long
+        # each takes eight minutes on two quiet cores, or twice as long
         pytest.param("torch.distributed.run", FIFTY, 200, "none", {}, marks=pytest.mark.slow),
         pytest.param("tools.torchrun", FIFTY, 200, "none", MUON, marks=pytest.mark.slow),
         pytest.param("tools.torchrun", TWENTY, 60, "disk", {}, marks=pytest.mark.slow),

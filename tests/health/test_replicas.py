@@ -50,7 +50,7 @@ thorough = partial(pytest.param, marks=pytest.mark.thorough)
                  "experts.down.weight.exp_avg", "over ep_replicate (ranks 0, 2, 4, 6)"),
         (Case(MeshSizes(dp_shard=4, ep=2), router="sigmoid_bias"), 2, "router.bias",
          "rank 2 differs from its copies over dp_shard (ranks 0, 1, 2, 3)"),
-        # controls: what is no copy is not compared: a shard, and the experts of one rank
+        # controls: a shard and the experts of one rank have no copies, so nothing is compared
         (Case(MeshSizes(dp_shard=2)), 1, "down.weight", ""),
         (Case(MeshSizes(dp_shard=2, ep=2), router="softmax"), 1, "down.weight", ""),
     ],
@@ -58,8 +58,7 @@ thorough = partial(pytest.param, marks=pytest.mark.thorough)
 )  # fmt: skip
 def test_a_flipped_bit_names_its_rank(ranks, case, rank, name, said):
     (found,) = {*ranks.run(differing, case.world, case, rank, name)}  # every rank says the same
-    assert said in found
-    assert bool(said) == bool(found)
+    assert said in found if said else found == ""
 
 
 def test_half_of_the_copies_are_no_majority():

@@ -44,7 +44,7 @@ def run_with_a_sleeper(arguments: list[str]) -> str:
 
 @pytest.mark.thorough
 def test_a_rank_that_sleeps_for_ever(ranks, data, tmp_path):
-    guard = {"hang_factor": 1.0, "hang_seconds": 20.0}  # two workers may make a step take seconds
+    guard = {"hang_factor": 1.0, "hang_seconds": 20.0}  # a step may take seconds beside other tests
     config = write_config(tmp_path, data, parallel={"tp": 2, "dp_shard": 2}, guard=guard)
     with pytest.raises(RankError, match="died with exit code 1"):
         ranks.run(run_with_a_sleeper, 4, [config])

@@ -213,7 +213,8 @@ def test_whole_step_over_tp(ranks, schedule, p):
 # --- context parallelism ---
 
 
-FULL, SELECTIVE = ({"activation_checkpointing": mode} for mode in ("full", "selective"))
+FULL = {"activation_checkpointing": "full"}
+SELECTIVE = {"activation_checkpointing": "selective"}
 DOCUMENTS = {"document_mask": True}
 CONTEXT = [  # layout, options, key/value heads of a tp rank, sequences per micro-batch, attention
     (MeshSizes(dp_shard=2, cp=2), DOCUMENTS, 4, 1, nullcontext),

@@ -1,5 +1,5 @@
-"""Weights that no other rank shares are trained without FSDP, to the same bits. (That no weight and
-gradient is copied shows in the memory of a rehearsal, tests/plan/test_plan.py.)"""
+"""Weights that no other rank shares are trained without FSDP, to the same bits. (That neither
+weights nor gradients are copied shows in the memory of a rehearsal: tests/plan/test_plan.py.)"""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -40,7 +40,7 @@ def train(case, setting, fsdp=False):
         step = step_of(case, **setting)
     assert all(isinstance(stage, FSDPModule) == fsdp for stage in step.stages.values())
     results = [step(index, *rows_of(step, index)) for index in range(2)]
-    # also of bfloat16 gradients: else ranks' sums would round differently for every sharding
+    # of bfloat16 gradients too: a rounded sum over ranks would depend on the sharding
     assert all(result.grad_norm.dtype == torch.float64 for result in results)
     numbers = [x for result in results for x in (result.loss, result.grad_norm)]
     return numbers + [weight.sharded.to_local().clone() for weight in step.weights]

@@ -115,7 +115,8 @@ def test_zb_h1(p):
 @pytest.mark.parametrize("p", DEPTHS)
 def test_zb_v_and_dualpipe_v(p):
     """ZB-V has no bubble if F = I = W, with the memory of 1F1B's first rank: 2 p micro-batches of
-    stages of half the size (Qi et al. 2024, table 1)."""
+    stages of half the size (Qi et al. 2024, table 1). DualPipeV has the bubble (p − 1)(F + I − W)
+    and holds one half more."""
     for m in (2 * p - 1, 2 * p, 4 * p, 8 * p):
         timeline = Timeline(simulate(build_schedule("zb_v", p, 2, m), Costs.equal(2 * p)))
         assert timeline.bubble == pytest.approx(0)
@@ -158,7 +159,7 @@ def test_names_and_sizes_that_do_not_exist_are_refused(name, p, v, m, key, why):
 
 
 def swapped(rank, *two):
-    """Two entries of this rank change places. An action stands for its index."""
+    """Swap two entries of this rank, each given by its index or, if it is an action, by itself."""
 
     def mistake(programs):
         entries = programs[rank]

@@ -98,8 +98,8 @@ SBATCH = re.compile(r"(?m)^[# ]*sbatch .*--nodes (?:\d+-)?(\d+) .*slurm/train_70
 
 
 def test_every_example_of_the_job_fits_its_nodes() -> None:
-    """In the job script and the pages, but with a configuration of the user's own, CONFIG.yaml: the
-    layout makes the world of the nodes that train, 8 GPUs each, which spare ones do not."""
+    """In the job script and the pages, except those with the user's own CONFIG.yaml. The layout
+    fits the nodes that train (all but the spare ones), with 8 GPUs each."""
     files = [ROOT / "slurm/train_70b.sh", *DOCS.glob("*.md")]
     found = [each for file in files for each in SBATCH.finditer(file.read_text(encoding="utf-8"))]
     examples = [each for each in found if "CONFIG.yaml" not in each[2]]

@@ -93,7 +93,7 @@ def test_the_fullest_rank_counts_wherever_it_is() -> None:
 
 
 def test_only_what_a_run_would_start_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not with split backwards or tp, nor with gradients that are reduced late."""
+    """Compiled: no split backwards and no tp. Reduced in bfloat16: nothing adds gradients in it."""
     keys = [*SMALL, "parallel.reduce_dtype=bfloat16", "train.compile=true"]
     found = [one.config() for one in candidates(load_config(LLAMA_70B, keys), 8, H100)]
     unsplit = {"1f1b", "gpipe", "interleaved_1f1b", "breadth_first"}

@@ -63,7 +63,9 @@ def seeing(window):
 MASKED = {"document_mask": True}
 CP4, CP8 = Case(MeshSizes(cp=4)), Case(MeshSizes(cp=8))
 GATHERS_AGAIN = context_cases()
-OVER_A_STRICT_GROUP = GATHERS_AGAIN[-2:]  # these gathers are among weights and messages
+# there, backward gathers keys and values between the pipeline's messages and other collectives, so
+# their order matters
+OVER_A_STRICT_GROUP = GATHERS_AGAIN[-2:]
 BATCHES = {  # case, sequences of a micro-batch, which batch → whether `make test` runs it
     # a data-parallel rank whose rows are all padding: no division by zero
     (Case(MeshSizes(dp_shard=2)), 2, "first half without"): True,

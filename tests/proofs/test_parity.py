@@ -1,7 +1,8 @@
 """Every layout of the model computes what the unsharded model computes: the quick part of `python
 -m proofs.parity`. With experts it compares the experts that each token chooses, the routers' losses
 and changed biases too, also with loads as uneven as they can be: all tokens at one expert, an
-expert without tokens, a rank that receives no rows, and experts that FSDP must cut.
+expert without tokens, a rank that receives no rows, and experts that FSDP must cut. Also here:
+layers of several kinds, and that an evaluation leaves gradients alone.
 
 `make test` runs a few of the quick cases, in which every value of every option occurs. `make
 test-rest` runs the other quick cases; together they cover every pair of values. `make test-slow`
@@ -80,8 +81,8 @@ OVER_GLOO = [DEEP["zb_v"], DEEP["zb_h1"]]
     "case", thorough_but([*QUICK.few, *EXPERTS.few], [*QUICK.pairs, *EXPERTS.pairs]), ids=str
 )
 def test_every_pair_of_options(ranks, case):
-    """The few cases of experts over a strict group, but for three over several axes; Muon in two
-    steps, of which the first limits heads. (`make parity` has more steps.)"""
+    """The few cases of experts run over a strict group, except the last three, over gloo. Cases of
+    Muon take two steps: the first limits heads. (`make parity` takes more.)"""
     with strictly(ranks) if case in EXPERTS.few[:-3] else nullcontext():
         agrees(ranks, case, 1 if case.optimizer == "adamw" else 2)
 
@@ -325,14 +326,15 @@ def test_the_loads_are_as_extreme_as_they_should_be():
             assert (counts[2:4] == [0, 0]) == (idle or case.experts_per_token == 1)
 
 
-# and most of test_every_schedule, and of the few cases of experts in test_every_pair_of_options
+# test_every_schedule and test_every_pair_of_options run cases over a strict group, too; MORE has
+# those that they run over gloo.
 STRICT = [
     ("strict", Case(MeshSizes(pp=2, dp_shard=2, tp=2), num_microbatches=2, zero_stage=3), 2),
     # all tokens at one expert
     ("strict", next(case for case in EXTREMES if case.layout.ep == case.world == 4), 2),
 ]
 MORE = [("strict", case, 1) for case in (*OVER_GLOO, *EXPERTS.few[-3:])]
-# the same in one queue of each rank, and others
+# with one queue of a rank for all its groups; more cases; and more steps
 SLOW = [
     *(("strict_shared", case, 1)
       for case in (*(case for _, case, _ in STRICT), *EXPERTS.few, *DEEPER, *context_cases()[-2:])),

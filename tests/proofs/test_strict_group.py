@@ -155,7 +155,7 @@ def do(name: str) -> None:
     FAULTS[name][2](dist.get_rank())
 
 
-PLANTED = [(BACKENDS[fault == "opposite orders"], fault) for fault in FAULTS]
+PLANTED = [("strict_shared" if fault == "opposite orders" else "strict", fault) for fault in FAULTS]
 QUICK = [(backend, fault) for backend, fault in PLANTED if fault not in RARE]
 
 

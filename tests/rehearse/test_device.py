@@ -67,7 +67,7 @@ def test_a_card_has_its_own_peak() -> None:
         assert data_sheet_of(other) is None
 
 
-@pytest.mark.parametrize("before", [0, 1])  # torch's mode: 0 no, 1 warns, 2 yes
+@pytest.mark.parametrize("before", [0, 1])  # torch's mode: 0 off, 1 warns, 2 raises
 @pytest.mark.parametrize(("variable", "inside"), [(":4096:8", 2), (":0:0", 1)])
 def test_an_examination_is_deterministic_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, before: int, variable: str, inside: int

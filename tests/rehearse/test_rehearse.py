@@ -113,11 +113,14 @@ def test_a_killed_process_is_said_so() -> None:
 
 
 def test_what_cannot_be_rehearsed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    races = "--races parallel.offload=host"
-    compiled = "parallel.tp=1 train.compile=true"  # with tp no run would start
-    for said in (compiled, "--rank=256", "--json=nowhere/at/all.json", races):
-        assert main([LLAMA_70B, *said.split()]) == 2
-        assert f"{said.split()[-1].partition('=')[0]} = " in capsys.readouterr().err
+    for given, key in (
+        ("parallel.tp=1 train.compile=true", "train.compile"),  # with tp no run would start
+        ("--rank=256", "--rank"),
+        ("--json=nowhere/at/all.json", "--json"),
+        ("--races parallel.offload=host", "parallel.offload"),
+    ):
+        assert main([LLAMA_70B, *given.split()]) == 2
+        assert f"{key} = " in capsys.readouterr().err
 
 
 # --- experts ---

@@ -106,7 +106,7 @@ def schema_of(section: str, key: str) -> dict[str, Any]:
 
 
 def as_typed(name: tuple[str, str], value: object) -> str:
-    """NAME=VALUE as one would type it: without the marks of an end that YAML writes."""
+    """SECTION.KEY=VALUE as one would type it: without the marks of an end that YAML writes."""
     return f"{'.'.join(name)}={dump(value).rstrip().removesuffix('...').rstrip()}"
 
 
@@ -118,8 +118,10 @@ def allowed(name: tuple[str, str]) -> st.SearchStrategy[str]:
 RAW = st.text(st.sampled_from("[]{}:,&*!|>'\"%@`#?-~=<. \n\t\0\r0123456789eExXaAn_\ud800é"))
 NAME = st.sampled_from(NAMES)
 NOISE = st.builds(lambda name, text: f"{'.'.join(name)}={text}", NAME, RAW)
-KINDS = [*[NAME.flatmap(allowed)] * 3, st.builds(as_typed, NAME, JUNK), NOISE, RAW]
-OVERRIDE = st.sampled_from(KINDS).flatmap(lambda drawn: drawn)  # half of them are allowed
+ALLOWED = NAME.flatmap(allowed)
+# half of the draws have a value that the key allows
+DRAWS = [ALLOWED, ALLOWED, ALLOWED, st.builds(as_typed, NAME, JUNK), NOISE, RAW]
+OVERRIDE = st.sampled_from(DRAWS).flatmap(lambda strategy: strategy)
 
 
 short = settings(

@@ -127,8 +127,8 @@ def whole(ranks: Ranks, data: Path, other: Path, tmp_path_factory) -> tuple[Path
 
 
 def killed_run(ranks: Ranks, world: int, config: str, kills: list, batches: list) -> None:
-    """Run in the folder of `config`, killed at these places, until the end. All starts together
-    read these batches."""
+    """Run in the folder of `config` until the end, with one start for each kill. All starts together
+    read `batches`."""
     reads = Path(config).with_name("reads")
     for where, step in kills:
         with runs.dies():
@@ -137,13 +137,14 @@ def killed_run(ranks: Ranks, world: int, config: str, kills: list, batches: list
     check_reads(reads, batches)
 
 
-THREE = [("before the save", 3), ("before the commit", 5), ("begun", 5)]  # one start after another
+# where the first, the second and the third start are killed
+THREE = [("before the save", 3), ("before the commit", 5), ("begun", 5)]
 
 
 @pytest.mark.parametrize(
     "kills",
     [[("the changeover", 3)], pytest.param(THREE, marks=pytest.mark.thorough)],
-    ids=lambda kills: str(kills[0]),
+    ids=lambda kills: str(kills[0]) if len(kills) == 1 else "three starts",
 )
 def test_killed_at_a_boundary(ranks, data, other, tmp_path, whole, kills) -> None:
     """Killed at a boundary and started again, a run reads the same samples and has the same bits:
@@ -229,7 +230,7 @@ def test_what_has_passed_cannot_change_but_more_may_follow(ranks, other, tmp_pat
 
 
 def test_a_stage_ahead_that_begins_at_a_token_knows_the_batches_before(ranks, tmp_path, whole):
-    """Where stage 2 is ahead, another batch size of the steps before would move it."""
+    """Another batch size in stage 1 would move the start of stage 2, which is still ahead."""
     config, _ = runs.copy_of(whole[0], tmp_path)
     for _ in (7, 6):
         runs.forget_last(tmp_path)

@@ -103,8 +103,8 @@ def test_an_address_that_is_reachable_from_outside():
     assert sys.platform != "linux" or "127.0.0.1" in addresses()
 
 
-def on_node(node: int, out_of: int, unfit: int | None, arguments: list[str]) -> None:
-    slurm = {"SLURM_NNODES": str(out_of), "SLURM_NODEID": str(node)}
+def on_node(node: int, num_nodes: int, unfit: int | None, arguments: list[str]) -> None:
+    slurm = {"SLURM_NNODES": str(num_nodes), "SLURM_NODEID": str(node)}
     os.environ.update(slurm | {"SLURMD_NODENAME": f"node{node}", "OMP_NUM_THREADS": "1"})
     bandwidth, look = links._bandwidth, command.look_at_node
 
@@ -147,7 +147,7 @@ def preflight(
     ("nodes", "unfit"), [(2, None), pytest.param(4, 1, marks=pytest.mark.thorough)]
 )
 def test_nodes_meet_and_measure(data, tmp_path, nodes, unfit):
-    """Without one that is unfit. If their number is odd, in each round one has no partner."""
+    """An unfit node is left out. Of the three that remain, one has no partner in each round."""
     (code, answer, report), *others = preflight(tmp_path, data, nodes, unfit)
     assert code == 0, report
     names = [f"node{node}" for node in range(nodes) if node != unfit]
@@ -215,7 +215,7 @@ def test_a_node_that_sends_nothing_has_failed(
     (tmp_path / "run").mkdir()
     exclude(tmp_path / "run", "n1", "slow since step 7")
     meeting = command.Meeting("127.0.0.1:0", 0, 5, time.monotonic() + 60)
-    meeting.deadline = time.monotonic()  # what is not there by now is late
+    meeting.deadline = time.monotonic()  # so that it waits for nothing that is missing
     report = {"gpus": "8", "code": {}, "packages": {}, "free_bytes": 1}
     report |= {"problems": [], "warnings": []}
     for number in (1, 2, 3):

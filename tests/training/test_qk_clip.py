@@ -176,8 +176,9 @@ def test_a_skipped_step_updates_and_limits_nothing(ranks):
 
 
 def test_rows_are_multiplied_by_their_powers():
-    """Rows 9 to 16 of a weight, of heads with four each. As in DeepSeek's latent attention: half of
-    γ for what is a head's own, all of it for a query of what heads share, none for values."""
+    """Rows 9 to 16 of a weight with four rows a head, on a rank whose first head is 2. As in
+    DeepSeek's latent attention: √γ for a head's own rows, γ for queries of keys that heads share, 1
+    for values."""
     part = torch.ones(8, 2)
     rows = Rows.of(part, range(9, 17), 2, [(1, 0.5), (2, 1.0), (1, 0.0)])
     rows.scale(torch.tensor([0.25, 4.0, 0.0625]))

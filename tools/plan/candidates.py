@@ -46,7 +46,6 @@ from tools.plan.time import (
 )
 
 SPLIT = ("zb_h1", "zb_v", "dualpipe_v")  # compute (some) weight gradients in separate actions
-UNSPLIT = ("gpipe", "1f1b")
 INTERLEAVED = ("interleaved_1f1b", "breadth_first")
 MODES = get_args(Mode)
 MICRO_BATCHES = (1, 2, 4, 8)  # sequences
@@ -377,7 +376,7 @@ def _schedules(pp: int, m: int, layers: int) -> Iterator[tuple[str, int]]:
     if pp == 1:
         yield "1f1b", 1
         return
-    for name in (*UNSPLIT, *SPLIT):
+    for name in ("gpipe", "1f1b", *SPLIT):
         v = STAGES_PER_RANK[name]
         if v <= most_stages and not (name == "dualpipe_v" and m < 2 * pp):
             yield name, v
