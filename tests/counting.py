@@ -41,7 +41,7 @@ class Seen:
 
 
 class Listener(TorchDispatchMode):
-    """Records collectives over more than one rank, and the number of elements of the largest tensor.
+    """Records collectives over more than one rank, and the size of the largest tensor in elements.
 
     A collective over one rank moves nothing and is not recorded. Where an axis spans the whole
     world, one group may serve both; it is then recorded under the axis.

@@ -70,9 +70,9 @@ RESUMED = [  # a run, ranks, overrides, and how far numbers may be apart
 
 @pytest.mark.parametrize(("name", "world", "overrides", "rel"), RESUMED, ids=label)
 def test_a_run_is_resumed(ranks, before, tmp_path, world, overrides, rel):
-    """In the layout that saved: bit for bit, whether or not training waits for saves. In another: it
-    reads the same tokens, so numbers differ only by rounding, and it chooses the same experts, so
-    their biases are equal. The checkpoint that it then saves agrees in the same way."""
+    """In the layout that saved: bit for bit, whether or not training waits for saves. In another:
+    it reads the same tokens, so numbers differ only by rounding, and it chooses the same experts,
+    so their biases are equal. The checkpoint that it then saves agrees in the same way."""
     config, checkpoints = runs.copy_of(before, tmp_path)
     last = max(checkpoints.glob("step-*")).name
     runs.forget_last(tmp_path)

@@ -127,8 +127,8 @@ def whole(ranks: Ranks, data: Path, other: Path, tmp_path_factory) -> tuple[Path
 
 
 def killed_run(ranks: Ranks, world: int, config: str, kills: list, batches: list) -> None:
-    """Run in the folder of `config` until the end, with one start for each kill. All starts together
-    read `batches`."""
+    """Run in the folder of `config` until the end, with one start for each kill. Together, all
+    starts read `batches`."""
     reads = Path(config).with_name("reads")
     for where, step in kills:
         with runs.dies():
