@@ -25,7 +25,7 @@ help:
 	@echo '                 (RUN=folder  CONFIG=file.yaml  ARGS="section.key=value …")'
 	@echo 'make test        the tests to run after a change: 5 to 13 minutes on two cores'
 	@echo 'make test-rest   the tests marked thorough, which make test leaves out; .ci/run runs both'
-	@echo 'make test-all    make test, then make test-rest: about 30 minutes'
+	@echo 'make test-all    make test, then make test-rest: about 25 minutes'
 	@echo 'make test-slow   longer tests: every layout, fifty kills of a run, many starts in one folder'
 	@echo 'make test-slurm  the job script on a real Slurm, which is installed: Debian, as root'
 	@echo 'make test-alerts  a real Prometheus and an S3 server around a run: where they can be had'
