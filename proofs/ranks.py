@@ -18,7 +18,9 @@ import atexit
 import contextlib
 import gc
 import multiprocessing
+import os
 import pickle
+import socket
 import tempfile
 import time
 import traceback
@@ -148,14 +150,18 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
 
 def _serve(rank: int, pool_size: int, pipe: Connection) -> None:
     """Runs one task after another as this rank, until it is killed or its parent has exited."""
+    import torch
     import torch.distributed as dist
 
     from proofs.strict import group as strict  # registers the backend
     from runtime import signals
     from runtime.start import host, init
 
-    host.stay_on_this_machine()
+    os.environ["GLOO_SOCKET_IFNAME"] = next(
+        name for _, name in socket.if_nameindex() if name.startswith("lo")
+    )
     host.share_cores(pool_size)
+    torch.set_num_threads(1)  # whatever OMP_NUM_THREADS says
     gc.freeze()  # imported modules are permanent, so later collections skip them
     while True:
         try:

@@ -132,15 +132,20 @@ def one_block(case):
 MICROBATCHES = 2  # of a step in which communication over cp is counted
 
 
-def sent_over_cp(case, rows, training, plant=nullcontext):
-    """The collectives over cp of the forward and backward, or the evaluation, of two micro-batches
-    of `rows` sequences."""
+def short_step(case, rows):
+    """A training step with two micro-batches of `rows` sequences, and this rank's batch."""
     config = case.config()
     size = MICROBATCHES * rows
     train = replace(config.train, micro_batch_size=rows, global_batch_size=size * case.layout.dp)
+    step = make_step(replace(config, train=train))
+    return step, [each[:size] for each in rows_of(step)]
+
+
+def sent_over_cp(case, rows, training, plant=nullcontext):
+    """The collectives over cp of the forward and backward, or the evaluation, of two micro-batches
+    of `rows` sequences."""
     with as_in_long_sequences(), plant():
-        step = make_step(replace(config, train=train))
-        batch = [each[:size] for each in rows_of(step)]
+        step, batch = short_step(case, rows)
         with Listener(step.mesh) as listener:
             step.forward_backward(*batch) if training else step.evaluate(*batch)
     return listener.count("cp")

@@ -23,6 +23,7 @@ from tools import prepare as prepare_command
 STDLIB_FOLDER = Path(sysconfig.get_paths()["stdlib"])
 SOURCE = str(STDLIB_FOLDER / "json")  # a handful of documents
 MANY = str(STDLIB_FOLDER / "email")  # about thirty
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"  # of Git LFS
 HOSTILE = {
     "empty": "",
     "NUL": "a\0b\0",

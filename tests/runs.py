@@ -234,11 +234,13 @@ def saved_start(path: Path, **about: bool) -> Start:
     return Start(parse_trainer(path), path, **about)
 
 
-def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
-    """Load the checkpoint `path` in this layout and return every global tensor (weights,
-    biases of routers and optimizer moments), gathered from all ranks."""
+def global_state(
+    arguments: list[str], path: str, weights_only: bool = False
+) -> dict[str, torch.Tensor]:
+    """Load the checkpoint `path`, or only its weights, in this layout and return every global
+    tensor (weights, biases of routers and optimizer moments), gathered from all ranks."""
     step = step_of(arguments)
-    load(step, saved_start(Path(path)))
+    load(step, saved_start(Path(path), weights_only=weights_only))
     mine: dict[str, torch.Tensor] = {}
     for held in held_tensors(step):
         mine[held.name] = held.tensor.full_tensor().clone()

@@ -1,5 +1,6 @@
 """A training step of a parity case, on a rank of a test."""
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -22,3 +23,23 @@ def rows_of(step: TrainStep, index: int = 0) -> list[Tensor]:
 
 def named_parameters(step: TrainStep) -> list[tuple[str, Parameter]]:
     return [named for stage in step.stages.values() for named in stage.named_parameters()]
+
+
+def gradients_around_an_evaluation(case: Case) -> list[bool]:
+    """For each parameter, whether three gradients are equal: right after backward, after a
+    subsequent evaluation, and of a second step. (Ranks import this file; importing test_parity.py
+    takes seconds.)"""
+    step = make_step(case)
+
+    def gradients() -> list[Tensor]:
+        return [p.grad.to_local().clone() for _, p in named_parameters(step)]
+
+    step.forward_backward(*rows_of(step))
+    found = [gradients()]
+    step.evaluate(*rows_of(step, 1))
+    found.append(gradients())
+    for _, p in named_parameters(step):
+        p.grad = None
+    step.forward_backward(*rows_of(step))
+    found.append(gradients())
+    return [torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, strict=True)]

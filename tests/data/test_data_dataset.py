@@ -85,8 +85,10 @@ def tensor(**changes: object) -> bytes:
 @pytest.mark.parametrize(
     ("header", "why"),
     [(b"\x80\x04pickle", "invalid UTF-8"), (tensor(data_offsets=[64, 128]), "invalid offset"),
-     (tensor(shape=[8, 4]), r"\[8, 4\]"), (tensor(dtype="BF16"), "BF16"), (tensor(), "")],
-    ids=["no JSON", "offsets beyond the file", "another shape", "another dtype", "control"],
+     (b"[" * 100_000, "invalid JSON"), (tensor(shape=[8, 4]), r"\[8, 4\]"),
+     (tensor(dtype="BF16"), "BF16"), (tensor(), "")],
+    ids=["no JSON", "offsets beyond the file", "nested without end", "another shape",
+         "another dtype", "control"],
 )  # fmt: skip
 def test_hostile_headers_are_refused(tmp_path, header: bytes, why: str) -> None:
     path = tmp_path / "x.safetensors"

@@ -20,7 +20,7 @@ import pytest
 from data.files import Report, split_of
 from data.sources import documents
 from errors import UserError
-from tests.data_samples import read, refusal, row, texts_of, write
+from tests.data_samples import POINTER, read, refusal, row, texts_of, write
 
 # --- which files ----------------------------------------------------------------------------------
 
@@ -190,7 +190,10 @@ def not_utf8() -> bytes:
 LATIN = "ein Satz\nnaïve\n".encode("latin-1")
 LATIN_LINE = r"(?s)line 2: it is not UTF-8 \(byte 0xef\).* `iconv -f LATIN1"
 # of a file whose first bytes show that it is something else
-NEITHER = r"(?s)neither UTF-8 text .* begins with b.(a\.txt|PAR1|text|\\x).* unpack or convert it"
+NEITHER = (
+    r"(?s)neither UTF-8 text nor a parquet table: it begins with b.%s.* "
+    "unpack or convert it, or copy it again"
+)
 # file → its content, what is wrong with it, and what is read if that is skipped
 DAMAGE: dict[str, tuple[str | bytes, str, list[str]]] = {
     "number.jsonl": (row("a") + row(5) + row("b"), "line 2 of .* holds int, not text", ["a", "b"]),
@@ -207,12 +210,12 @@ DAMAGE: dict[str, tuple[str | bytes, str, list[str]]] = {
     "latin name.csv": (b"text,na\xefve\na,1\n", r"line 1: it is not UTF-8 \(byte 0xef", []),
     "latin names.csv": (b'text,"na\nme\xef"\na,1\n', r"line 2: it is not UTF-8 \(byte 0xef", []),
     "short.csv": ("n,text\n1\n2,b\n", "line 2: it has 1 fields, .* names 2 columns", ["b"]),
-    "tar.jsonl.gz": (gzip.compress(b"a.txt\0"), NEITHER, []),
-    "a.parquet.gz": (gzip.compress(b"PAR1\x15\0"), NEITHER, []),
-    "a.parquet": ("text", NEITHER, []),
+    "tar.jsonl.gz": (gzip.compress(b"a.txt\0"), NEITHER % r"a\.txt", []),
+    "a.parquet.gz": (gzip.compress(b"PAR1\x15\0"), NEITHER % "PAR1", []),
+    "a.parquet": ("text", NEITHER % "text", []),
     "cut.parquet": (b"PAR1\x15\0", "(?s)it is damaged or cut short.* copy it again", []),
-    "utf-16.txt": ("text".encode("utf-16"), NEITHER, []),
-    "packed.jsonl": (gzip.compress(b"{}"), NEITHER, []),
+    "utf-16.txt": ("text".encode("utf-16"), NEITHER % r"\\xff\\xfe", []),
+    "packed.jsonl": (gzip.compress(b"{}"), NEITHER % r"\\x1f\\x8b", []),
     "open.tsv": ('n\ttext\n0\ta\n1\t"open\n', "line 3: unexpected end of data", ["a"]),
 }
 
@@ -230,8 +233,7 @@ def test_damage_is_refused_or_skipped_and_counted(tmp_path: Path, name: str) -> 
     assert ("damaged" in report.left_out) == bool(report.counts["damaged_files"])
 
 
-LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
-OF_LFS = (LFS, "it is a Git LFS pointer", "run `git lfs pull` in its folder")
+OF_LFS = (POINTER, "it is a Git LFS pointer", "run `git lfs pull` in its folder")
 ANNEX = "/annex/objects/SHA256E-s9--1.txt\n"
 POINTERS = {
     **dict.fromkeys(("a.txt", "a.jsonl.gz", "a.json", "a.parquet"), OF_LFS),

@@ -423,10 +423,11 @@ TEXT = "A\u00ef costs 5 \u20ac \u2014 \u6f22!"  # ï, €, —, 漢
 # without an unknown token
 LOWER = models.BPE({c: i for i, c in enumerate(sorted({*TEXT.lower(), *"abcdef"}))}, [])
 # tokenizer → unknown tokens, changed documents of three, what TEXT becomes
-LOSSES = {
-    "unknown": ({MODEL: sentencepiece_model("unigram")}, 4, 2,
+LOSSES = {  # files of a tokenizer, unknown tokens, documents that change, what TEXT becomes
+    "unknown": (lambda: {MODEL: sentencepiece_model("unigram")}, 4, 2,
                 "A \u2047  costs 5  \u2047   \u2047 "),
-    "normalized": ({JSON: made(LOWER, split=False, lower=True, special=True)}, 0, 2, TEXT.lower()),
+    "normalized": (lambda: {JSON: made(LOWER, split=False, lower=True, special=True)}, 0, 2,
+                   TEXT.lower()),
 }  # fmt: skip
 
 
@@ -435,7 +436,7 @@ def test_text_that_is_not_kept_is_counted(name: str, tmp_path: Path, capsys) -> 
     """(Of a tokenizer that keeps all text, nothing is said: test_data_prepare.py.)"""
     files, unknown, changed, became = LOSSES[name]
     write(tmp_path, {"a.jsonl": row(TEXT) + row("\uff21") + row("abc def")})
-    folder, out = write(tmp_path / "files", files), tmp_path / "out"
+    folder, out = write(tmp_path / "files", files()), tmp_path / "out"
     assert prepare_by_command(tmp_path / "a.jsonl", folder, out, "--heldout-fraction", "0") == 0
     said = capsys.readouterr().out
     index = json.loads((out / "index.json").read_text())

@@ -68,7 +68,7 @@ def test_a_persistent_fault_names_its_rank_and_ends_the_run(ranks, data, tmp_pat
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step-00000002"
 
 
-@pytest.mark.parametrize(("world", "layout"), [(2, {"dp_shard": 2}), OTHERS[-1]], ids=str)
+@pytest.mark.parametrize(("world", "layout"), [(2, {"dp_shard": 2}), *OTHERS], ids=str)
 def test_a_transient_fault_is_told_from_it_and_changes_nothing(
     ranks, data, tmp_path, world, layout
 ):

@@ -34,7 +34,6 @@ SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
           "original_max_position_embeddings": 32}  # fmt: skip
 SPARSE = SMALL | {"intermediate_size": 48, "num_experts_per_tok": 2}
 del SPARSE["rms_norm_eps"]  # so it is their default, which for Qwen3-MoE is not ours
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"  # of Git LFS
 
 
 class RoundTrip(NamedTuple):

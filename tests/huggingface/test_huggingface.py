@@ -19,10 +19,9 @@ from model.router import routers_of
 from model.transformer import Batch
 from proofs.ranks import Ranks
 from runtime.checkpoint.verify import verify_checkpoint
-from tests.data_samples import flip_a_bit, tokenizer, write
+from tests.data_samples import POINTER, flip_a_bit, tokenizer, write
 from tests.huggingface.huggingface_models import (
     CASES,
-    POINTER,
     SMALL,
     VOCAB,
     change,

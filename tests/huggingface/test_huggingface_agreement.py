@@ -15,8 +15,8 @@ from data.prepare import prepare
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
 from proofs.ranks import Ranks
-from tests.data_samples import MANY, tokenizer
-from tests.huggingface.huggingface_models import POINTER, SMALL, change, random_folder
+from tests.data_samples import MANY, POINTER, tokenizer
+from tests.huggingface.huggingface_models import SMALL, change, random_folder
 from tools import export
 from tools.generate.load_model import load_model
 from tools.huggingface import checkpoint_reader

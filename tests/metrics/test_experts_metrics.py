@@ -2,9 +2,7 @@
 checkpoint holds of them."""
 
 import math
-from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -109,18 +107,12 @@ def test_a_checkpoint_holds_experts_and_biases(
     assert "good" in capsys.readouterr().out
 
 
-def state_after_weights_only(*arguments: Any) -> dict[str, torch.Tensor]:
-    """The global tensors of a run that starts from the weights of a checkpoint."""
-    with patch.object(runs, "saved_start", partial(runs.saved_start, weights_only=True)):
-        return runs.global_state(*arguments)
-
-
 def test_weights_come_with_their_biases(ranks: Ranks, saved_experts: Path) -> None:
     """A new run that starts from weights gets the biases too, because they decide which experts
     these weights were trained for; its moments are new."""
     arguments = [str(saved_experts / "config.yaml"), "parallel.pp=1", "parallel.tp=2"]
     path = str(runs.checkpoint_of(saved_experts, 4))
-    for found in ranks.run(state_after_weights_only, 2, arguments, path):
+    for found in ranks.run(runs.global_state, 2, arguments, path, True):  # only the weights
         assert runs.same_tensors({name: found[name] for name in BIASES}, biases(saved_experts, 4))
         moments = [tensor for name, tensor in found.items() if name.startswith("optimizer.")]
         assert not any(moment.any() for moment in moments)

@@ -21,10 +21,9 @@ from parallel.dispatch.all_to_all import Dispatch
 from parallel.layer import LocalTensor
 from proofs.parity.cases import Case
 from proofs.parity.run import as_in_long_sequences
-from tests.counting import MICROBATCHES
+from tests.counting import short_step
 from tests.planted import name_of, planted
 from tests.proofs.parity_tiers import thorough_but
-from tests.steps import make_step, rows_of
 
 
 class Made(TorchDispatchMode):
@@ -58,11 +57,8 @@ def left_of(storages):
 def left_of_a_step(case, plant=nullcontext):
     """How many pieces of memory a second step made, and how many are left, and the same of a second
     evaluation, each of two micro-batches; the collector does not run."""
-    config = case.config()
-    size = MICROBATCHES * config.train.micro_batch_size
-    train = replace(config.train, global_batch_size=size * case.layout.dp)
-    step = make_step(replace(config, train=train))
-    rows, found = [each[:size] for each in rows_of(step)], []
+    step, rows = short_step(case, case.config().train.micro_batch_size)
+    found = []
     gc.collect()
     gc.disable()
     try:

@@ -50,6 +50,8 @@ def test_tp_cp_and_ep_are_alike_and_one_rank_where_a_run_does_not_have_them() ->
     [
         (MeshSizes(pp=4, dp_shard=8, tp=8), 8,
          "inside a node of 8 ranks: tp 8; between nodes: pp 4, dp_shard 8"),
+        (MeshSizes(pp=2, dp_replicate=2, dp_shard=2, tp=2), 8,
+         "inside a node of 8 ranks: tp 2, dp_shard 2, dp_replicate 2; between nodes: pp 2"),
         (MeshSizes(dp_replicate=2, tp=16), 8,
          "inside a node of 8 ranks: tp 8; between nodes: dp_replicate 2, tp 2"),
         (MeshSizes(pp=2, dp_shard=2, tp=2), 8, "all 8 ranks in one node"),

@@ -86,13 +86,12 @@ def test_pieces_change_neither_operations_nor_bytes_nor_what_is_kept() -> None:
 def test_collectives_of_one_group_run_one_after_another() -> None:
     """Two collectives that start together end one after the other, so a product hides only its own
     seconds of their sum."""
-    device = replace(H100, kernel_seconds=0.0)
-    rates = Rates(device, Links(device, TP, 1, 1, TP), 2)
+    rates = Rates(H100, Links(H100, TP, 1, 1, TP), 2)
     a, b = (Sent(Call("tp", "all_gather", 1 << 30), number) for number in (0, 1))
     wait_a, wait_b, one = Waited(0), Waited(1), rates.links.collective("tp", 1 << 30)
-    # a product that takes half as long as a collective: one wave of tiles
-    rows, columns = device.tile * device.multiprocessors, device.tile
-    flops = one / 2 * device.peak(2) * device.matmul_efficiency
+    # a product that takes half as long as a collective, its launch included: one wave of tiles
+    rows, columns = H100.tile * H100.multiprocessors, H100.tile
+    flops = (one / 2 - H100.kernel_seconds) * H100.peak(2) * H100.matmul_efficiency
     half = Product(rows, columns, inner=round(flops / (2 * rows * columns)), bytes=0, width=2)
 
     def exposed(*events: Event) -> float:

@@ -173,6 +173,11 @@ def missing_action(broken):
     broken[2].remove(Action(BACKWARD_WEIGHT, 2, 5))  # which nothing waits for
 
 
+def missing_backward(broken):
+    for kind in (BACKWARD_INPUT, BACKWARD_WEIGHT):
+        broken[0].remove(Action(kind, 0, 5))  # which no other stage waits for
+
+
 def double_action(broken):
     broken[2].append(Action(FORWARD, 2, 5))
 
@@ -191,6 +196,7 @@ def half_a_backward(broken):
         (stage_on_two_ranks, "is on rank 0 and on rank 1"),
         (half_a_backward, "stage 0 runs B, F, W for micro-batch 3"),
         (missing_action, "stage 2 runs F, I for micro-batch 5"),
+        (missing_backward, "stage 0 runs F for micro-batch 5"),
         (double_action, r"F2\.5 occurs more than once"),
         pytest.param(swapped(0, (FORWARD, 0, 5), (BACKWARD_INPUT, 0, 5)), "rank 0 at",
                      id="a backward before its forward"),

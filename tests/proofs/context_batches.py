@@ -3,7 +3,7 @@ parallelism."""
 
 import contextlib
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from unittest.mock import patch
 
 import torch
@@ -59,11 +59,17 @@ TARGETS = {  # the rank without targets: cp, rank
 }
 
 
+@cache
+def in_each_step(name):
+    """One function for each name, so that cases share their reference (proofs/parity/run.py)."""
+    return lambda vocab_size, step: batch(name)
+
+
 @contextlib.contextmanager
 def given(name, bug=contextlib.nullcontext):
     with (
         patch("proofs.parity.cases.BATCH", ROWS),
-        patch("proofs.parity.run.global_batch", lambda vocab_size, step: batch(name)),
+        patch("proofs.parity.run.global_batch", in_each_step(name)),
         bug(),
     ):
         yield

@@ -17,7 +17,6 @@ from itertools import chain, product
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from errors import UserError
 from kinds import kinds_in
@@ -50,6 +49,7 @@ from proofs.parity.run import expected
 from runtime.checkpoint.load import _start_from
 from settings.load import load_config
 from settings.sections import OptimizerConfig
+from tests.proofs.context_batches import CP2
 from tests.proofs.parity_tiers import (
     agrees,
     dense_covering,
@@ -58,7 +58,7 @@ from tests.proofs.parity_tiers import (
     thorough_but,
 )
 from tests.runs import checkpoint_of, trainer_of
-from tests.steps import make_step, named_parameters, rows_of
+from tests.steps import gradients_around_an_evaluation
 
 QUICK, EXPERTS = dense_covering(), expert_covering()
 COVERINGS = {"dense": QUICK, "experts": EXPERTS}
@@ -74,7 +74,7 @@ DEEP = {
     case.schedule: case for case in ROWS if case.stages_per_rank <= 2 and case.num_microbatches == 8
 }
 DEEPER = [*DEEP.values(), *(case for case in ROWS if case.num_microbatches == 16)]
-OVER_GLOO = [DEEP["zb_v"], DEEP["zb_h1"]]
+OVER_GLOO = [DEEP["zb_v"], DEEP["zb_h1"], *EXPERTS.few[-3:]]  # the last three: over several axes
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,14 @@ OVER_GLOO = [DEEP["zb_v"], DEEP["zb_h1"]]
 def test_every_pair_of_options(ranks, case):
     """The few cases of experts run over a strict group, except the last three, over gloo. Cases of
     Muon take two steps: the first limits heads. (`make parity` takes more.)"""
-    with strictly(ranks) if case in EXPERTS.few[:-3] else nullcontext():
+    with strictly(ranks) if case in EXPERTS.few and case not in OVER_GLOO else nullcontext():
         agrees(ranks, case, 1 if case.optimizer == "adamw" else 2)
 
 
 BASE = Case(MeshSizes(), num_microbatches=2)
 TIED = replace(BASE, layout=MeshSizes(pp=2, tp=2), tie_embeddings=True)
 IN_3D = replace(BASE, layout=MeshSizes(pp=2, dp_shard=2, tp=2))
-CP2, CP4 = Case(MeshSizes(cp=2)), replace(BASE, layout=MeshSizes(cp=4))
+CP4 = replace(BASE, layout=MeshSizes(cp=4))
 WITH_EXPERTS = [
     replace(BASE, router="softmax", router_losses=True),
     replace(BASE, layout=MeshSizes(dp_shard=2, tp=2, ep=4), router="softmax_renormalised",
@@ -333,7 +333,7 @@ STRICT = [
     # all tokens at one expert
     ("strict", next(case for case in EXTREMES if case.layout.ep == case.world == 4), 2),
 ]
-MORE = [("strict", case, 1) for case in (*OVER_GLOO, *EXPERTS.few[-3:])]
+MORE = [("strict", case, 1) for case in OVER_GLOO]
 # with one queue of a rank for all its groups; more cases; and more steps
 SLOW = [
     *(("strict_shared", case, 1)
@@ -361,25 +361,6 @@ def test_over_a_strict_group(ranks, backend, case, steps):
 # the norm, or a norm local to a stage) are planted in test_controls.py. A norm that depends on the
 # partition, because it is summed in the gradients' dtype, is found in test_kernel_adamw.py and
 # test_whole.py.
-
-
-def gradients_around_an_evaluation(case):
-    """For each parameter, whether three gradients are equal: right after backward, after a
-    subsequent evaluation, and of a second step."""
-    step = make_step(case)
-
-    def gradients():
-        return [p.grad.to_local().clone() for _, p in named_parameters(step)]
-
-    step.forward_backward(*rows_of(step))
-    found = [gradients()]
-    step.evaluate(*rows_of(step, 1))
-    found.append(gradients())
-    for _, p in named_parameters(step):
-        p.grad = None
-    step.forward_backward(*rows_of(step))
-    found.append(gradients())
-    return [torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, strict=True)]
 
 
 @pytest.mark.parametrize(

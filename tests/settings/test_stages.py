@@ -72,6 +72,7 @@ def test_every_token_over_three_stages(data: Path, other: Path) -> None:
                 assert all(torch.equal(x[:, 1:], y[:, :-1]) for x, y in parts)
                 whole = torch.cat([torch.cat([x, y[:, -1:]], 1) for x, y in parts])
                 assert whole.tolist() == next(left)
+            assert loaders[0].state()["skipped"] == ([[24, 36]] if stage.left_out else [])
             earlier = [*earlier, Earlier(stage.data, stage.seq_len, loaders[0].next_sample)]
             for each in loaders:
                 each.close()

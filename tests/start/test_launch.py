@@ -127,6 +127,7 @@ def test_it_trains(data, tmp_path):
         (signal.SIGINT, "launcher", "start-up"),
         (signal.SIGHUP, "group", "step"),
         (signal.SIGKILL, "launcher", "step"),  # the ranks hear of it by Linux's prctl
+        pytest.param(signal.SIGTERM, "launcher", "step", marks=pytest.mark.thorough),
         # train.py listens before it imports torch
         pytest.param(signal.SIGTERM, "torchrun", "start-up", marks=pytest.mark.thorough),
         pytest.param(signal.SIGTERM, "one rank", "save", marks=pytest.mark.thorough),

@@ -229,8 +229,8 @@ def test_a_node_that_sends_nothing_has_failed(
         min_nodes=None, config=path, overrides=[],
     )  # fmt: skip
     config = command.read_config(options, 5)
-    failed = command.lead(meeting, report | {"name": "n0"}, options, config, range(2))
-    assert bool(failed) != passes
+    exit_status = command.lead(meeting, report | {"name": "n0"}, options, config, range(2))
+    assert exit_status == (not passes)
     assert json.loads(meeting.store.get("members")) == [0, 1, 2, 3]
     said = capsys.readouterr()
     assert said.out == (f"n0,n1,n3 {tmp_path}/run\n" if passes else "")
