@@ -88,12 +88,14 @@ class MonitorProcess:
         """Work until rank 0 ends, and for a bounded time after that."""
         unfinished = b""
         while True:
-            if time.monotonic() >= self.show_next:
-                self.show_next = time.monotonic() + SHOW_SECONDS
+            now = time.monotonic()
+            if now >= self.show_next:
+                self.show_next = now + SHOW_SECONDS
                 self._later(self._show)
             if not select.select([STDIN], [], [], LOOK_SECONDS)[0]:
-                # only now: if this process was stopped, what rank 0 said meanwhile comes first
-                self.look(time.monotonic())
+                # at the time before the wait: if this process was stopped in it, what rank 0 has
+                # said meanwhile comes first (a signal may end the wait with no look at the pipe)
+                self.look(now)
             elif said := os.read(STDIN, 1 << 16):
                 *lines, unfinished = (unfinished + said).split(b"\n")
                 for line in lines:

@@ -80,10 +80,10 @@ def test_a_killed_rank_0_is_reported(tmp_path):
     with Receiver() as server, FedMonitor(tmp_path, on_event=server.url) as monitor:
         monitor.start()
         server.wait_for("start")
-        monitor.step(6, due=2.0)
+        monitor.step(6, due=3.0)
         time.sleep(0.2)
         monitor.process.send_signal(signal.SIGSTOP)
-        time.sleep(2.0)
+        time.sleep(3.0)
         monitor.step(7)
         # what stops the run does not stop it
         for number in (signal.SIGCONT, signal.SIGTERM, signal.SIGINT):
