@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from costs.parameters import num_parameters
 from parallel.context import ContextParallel
 from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
+from parallel.pipeline.schedules import STAGES_PER_RANK
 from parallel.placement import chunk_range
 from settings.load import load_config
 from tools.plan.guide import STAGES, data_parallel, our_bytes
@@ -298,11 +299,11 @@ def checkpoints() -> Figure:
     return figure
 
 
-PIPELINES = {  # name → schedules, and the stages per rank of each
-    "gpipe": {"gpipe": 1, "1f1b": 1},
-    "smaller_stages": {"interleaved_1f1b": 2, "breadth_first": 2},
-    "zero_bubble": {"zb_h1": 1},
-    "v": {"zb_v": 2, "dualpipe_v": 2},
+PIPELINES = {  # name → schedules
+    "gpipe": ("gpipe", "1f1b"),
+    "smaller_stages": ("interleaved_1f1b", "breadth_first"),
+    "zero_bubble": ("zb_h1",),
+    "v": ("zb_v", "dualpipe_v"),
 }
 
 
@@ -310,9 +311,9 @@ def pipelines() -> dict[str, Figure]:
     """Four ranks and eight micro-batches. The unit of time is a forward of all of a rank's layers;
     I and W take as long. All axes have one length, so that they can be compared."""
     panels = {}
-    for name, of in PIPELINES.items():
-        costs = (1 / max(of.values()),) * 3
-        panels[name] = simulated_panels(list(of), 4, 8, list(of.values()), costs)
+    for name, schedules in PIPELINES.items():
+        stages = [STAGES_PER_RANK.get(schedule, 2) for schedule in schedules]
+        panels[name] = simulated_panels(schedules, 4, 8, stages, (1 / max(stages),) * 3)
     span = max(panel.timeline.step_time for found in panels.values() for panel in found)
     unit = "in forwards of all of a rank's layers"
     return {f"pipeline_{name}": draw(found, unit, span) for name, found in panels.items()}

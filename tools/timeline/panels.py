@@ -15,7 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from costs.timeline import MICROSECONDS, Timeline
 from errors import UserError
 from parallel.pipeline.actions import Action, Kind
-from parallel.pipeline.schedules import build_schedule
+from parallel.pipeline.schedules import STAGES_PER_RANK, build_schedule
 from parallel.pipeline.simulate import Costs, Event, simulate
 from runtime.schema import Natural, Strict, first_problem
 from tools.timeline.draw import Panel, chunk_of_stage
@@ -48,7 +48,7 @@ def simulated_panels(
     `stages_per_rank` has one number for all schedules, or one for each. `costs` are the F, I and W
     of a stage at the largest. With fewer stages per rank, each stage takes proportionally longer.
     """
-    per_rank = stages_per_rank or [stages_needed(n, num_ranks, num_microbatches) for n in names]
+    per_rank = stages_per_rank or [STAGES_PER_RANK.get(name, 1) for name in names]
     if len(per_rank) == 1:
         per_rank = [*per_rank] * len(names)
     panels = []
@@ -60,17 +60,6 @@ def simulated_panels(
         size = f"{num_ranks} ranks × {v} stage{'s' * (v > 1)}, {num_microbatches} micro-batches"
         panels.append(Panel(f"{name}: {size}", timeline, figures(timeline)))
     return panels
-
-
-def stages_needed(name: str, num_ranks: int, num_microbatches: int) -> int:
-    """The number of stages per rank that the schedule accepts: one, or else two."""
-    try:
-        build_schedule(name, num_ranks, 1, num_microbatches)
-    except UserError as error:
-        if error.key != "parallel.stages_per_rank":
-            raise
-        return 2
-    return 1
 
 
 # --- a measured step (runtime/profiling/trace.py) ---
