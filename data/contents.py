@@ -70,4 +70,9 @@ def open_binary(file: Path) -> BinaryIO:
     module = importlib.import_module(COMPRESSED[packed])
     if packed == ".zst":  # Python supports zstd only from 3.14 on; `datasets` requires pyarrow
         return io.BufferedReader(module.input_stream(str(file), compression="zstd"))
-    return module.open(file, "rb")
+    stream = module.open(file, "rb")
+    if packed != ".gz":
+        # A file may hold several compressed streams. What follows one and begins no other is a
+        # fault, which Python's reader would take for the end.
+        stream._buffer.raw._trailing_error = ()
+    return stream

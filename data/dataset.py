@@ -129,7 +129,6 @@ class Mixture:
                 raise UserError("data.path", str(other.folder), why, remedy)
         self.vocab_size, self.bos_id = first.vocab_size, first.bos_id
         self.tokenizer_path = first.tokenizer_path
-        self.num_tokens = sum(source.num_tokens for source in self.sources)
         checksums = [source.checksum for source in self.sources]
         self.checksum = first.checksum
         if len(checksums) > 1:

@@ -321,12 +321,11 @@ def _put_in_place(partial: Path, out: Path) -> None:
     """Renames `partial` to `out`. An existing `out` (with --overwrite, or an empty folder) is first
     renamed, and removed afterwards."""
     old = partial.with_name(partial.name + "-old")
-    if out.exists():
-        out.rename(old)
     try:
+        if out.exists():
+            out.rename(old)
         partial.rename(out)
-    except BaseException:  # also SIGTERM
-        if old.exists():
+    finally:  # also after SIGTERM, which may come when a rename is done
+        if old.exists() and not out.exists():
             old.rename(out)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)

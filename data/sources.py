@@ -172,7 +172,7 @@ def _begins_as_table(file: Path, text_field: str) -> bool:
     except Refused:
         raise
     except UserError:
-        return False
+        return file.suffix.lower() in COMPRESSED  # it is damaged: whoever reads it says so
 
 
 def _of_file(file: Path, name: str, text_field: str, report: Report) -> Iterator[Document]:

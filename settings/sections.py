@@ -35,7 +35,7 @@ class TrainConfig:
     deterministic: bool = False
     # evaluate on held-out text after every this many steps and after the last; 0: never
     eval_interval: Whole = 0
-    eval_samples: Count = 256  # held-out sequences in each evaluation
+    eval_samples: Count = 256  # held-out sequences per evaluation; fewer if a source would repeat
     # evaluate on these tasks too: names of bundled ones, or paths of others (docs/evaluation.md)
     tasks: list[PathText] = field(default_factory=list)
     # minutes since the start of the process after which the run saves and stops (runtime/stop.py);

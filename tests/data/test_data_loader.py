@@ -82,7 +82,7 @@ def test_error_of_the_reading_thread_reaches_the_caller(data: Path, tmp_path) ->
     next(loader)
     (folder / "train-00001.safetensors").unlink()  # not read yet: shards are opened when needed
     with pytest.raises(UserError, match=r"train-00001\.safetensors"):
-        list(zip(loader, range(dataset.num_tokens // S), strict=False))
+        list(zip(loader, range(dataset.sources[0].num_tokens // S), strict=False))
     # Calling again neither hangs nor yields a later batch.
     with pytest.raises(UserError, match=r"train-00001\.safetensors"):
         next(loader)
@@ -106,7 +106,7 @@ def test_close_ends_the_thread(data: Path) -> None:
 )
 def test_heldout_mean_is_the_same_on_every_layout(paths, dp_size, rows, samples) -> None:
     data = opened(paths[0], "heldout")
-    available = (data.num_tokens - 1) // S
+    available = (data.sources[0].num_tokens - 1) // S
     count = min(samples or available, available)
     options = {"seq_len": S, "num_samples": samples, "dp_size": dp_size, "rows": rows}
     ranks = [list(heldout_batches(data, dp_rank=rank, **options)) for rank in range(dp_size)]

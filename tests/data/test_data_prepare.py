@@ -300,16 +300,24 @@ def test_one_file_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert open_train_and_heldout(load_config(config, ["train.eval_interval=0"]))[1] is None
 
 
-def test_a_replacement_that_is_interrupted_leaves_the_old_folder(tmp_path) -> None:
-    out, partial, rename = tmp_path / "out", tmp_path / ".out.partial", Path.rename
-    out.mkdir()
-    partial.mkdir()
+OLD, NEW = {"out/file": b"old", ".out.partial/file": b"new"}, {"out/file": b"new"}
 
-    def interrupted(path: Path, to: Path) -> Path:
-        if path == partial:
+
+@pytest.mark.parametrize(
+    ("renamed", "is_done", "left"),
+    [("out", True, OLD), (".out.partial", False, OLD), (".out.partial", True, NEW)],
+)
+def test_a_replacement_that_is_interrupted_leaves_a_whole_folder(tmp_path, renamed, is_done, left):
+    """Before or after a rename."""
+    write(tmp_path, OLD)
+    rename = Path.rename
+
+    def interrupted(path: Path, to: Path) -> None:
+        if is_done or path.name != renamed:
+            rename(path, to)
+        if path.name == renamed:
             raise KeyboardInterrupt
-        return rename(path, to)
 
     with patch.object(Path, "rename", interrupted), pytest.raises(KeyboardInterrupt):
-        _put_in_place(partial, out)
-    assert names(tmp_path) == [".out.partial", "out"]
+        _put_in_place(tmp_path / ".out.partial", tmp_path / "out")
+    assert contents(tmp_path) == left

@@ -146,10 +146,14 @@ def test_compressed_files_are_read_and_damaged_ones_refused(tmp_path, ending, co
     file = tmp_path / f"a.jsonl{ending}"
     file.write_bytes(packed * 2)  # members, frames and streams may follow one another
     assert read(file)[0] == ["x" * 99] * 198
-    file.write_bytes(packed[:-9])
-    error = refusal(file)
-    assert error.value == str(file)
-    assert error.why.startswith("it is damaged")
+    for damaged in packed[:-9], packed + b"x" + packed[1:], b"<html>":
+        for name in "a.jsonl", "a.json":  # a .json file of a folder may be no table
+            file.unlink()
+            file = tmp_path / f"{name}{ending}"
+            file.write_bytes(damaged)
+            error = refusal(tmp_path)
+            assert error.value == str(file)
+            assert error.why.startswith("it is damaged")
 
 
 def test_tables_are_read_exactly(tmp_path: Path) -> None:
