@@ -4,6 +4,7 @@
 They may be raised anywhere, so every module may import this one, and it imports nothing of ours.
 """
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,20 @@ def within(place: str) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"{place}.{error.key}", error.value, error.why, error.remedy) from None
+
+
+# Errors of a file that do not pass by themselves: someone must mend them. Others may: a disk or the
+# network to it has failed (EIO, ESTALE, ESHUTDOWN, …).
+_LASTING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM,
+            errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG, errno.ELOOP,
+            errno.EINVAL}  # fmt: skip
+
+
+def raise_passing(error: Exception) -> None:
+    """Raise the error of a file system again if it may pass: another start may succeed (exit status
+    1), so it is no mistake of the user's (status 2), and no file is damaged."""
+    if isinstance(error, OSError) and error.errno and error.errno not in _LASTING:
+        raise error
 
 
 class RunFailed(Exception):

@@ -18,7 +18,7 @@ import numpy as np
 from data.config import DataConfig
 from data.shards import DTYPES, FORMAT, REMEDY, VERSION, map_tokens
 from data.tokenizer import JSON, MODEL, Tokenizer
-from errors import UserError
+from errors import UserError, raise_passing
 
 MAPPED_SHARDS = 1 << 15  # at most, of all data; Linux allows a process 65,530 mappings
 
@@ -162,6 +162,7 @@ def _read_index(folder: Path) -> dict:
     try:
         index = json.loads(path.read_text())
     except OSError as error:
+        raise_passing(error)
         why = f"it contains no prepared data (index.json: {error.strerror})"
         remedy = "prepare it: `make data`, or `python -m tools.prepare`"
         raise UserError("data.path", str(folder), why, remedy) from error

@@ -18,7 +18,7 @@ import numpy as np
 from data.sentencepiece_codec import SentencePieceCodec, train_sentencepiece
 from data.token_roles import CONFIG, GIVE_JSON, SAYS_ROLES, check_roles, content_of
 from data.tokenizers_codec import TokenizersCodec
-from errors import UserError
+from errors import UserError, raise_passing
 
 MODEL, JSON = "tokenizer.model", "tokenizer.json"
 GENERATION = "generation_config.json"
@@ -126,6 +126,7 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
         with open(path, "rb") as file:
             is_json = file.read(64).lstrip().startswith(b"{")
     except OSError as error:
+        raise_passing(error)
         why = f"it cannot be read ({error.strerror})"
         remedy = "train one: `python -m tools.tokenizer`"
         raise UserError("tokenizer", str(path), why, remedy) from error

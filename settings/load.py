@@ -10,7 +10,7 @@ from types import UnionType
 from typing import Any
 
 from declare import WithKinds, keys_of, no_such_key, settings_class
-from errors import UserError
+from errors import UserError, raise_passing
 from kinds import kinds_in
 from settings.config import SECTIONS, Config
 from settings.data_stages import data_stages, read_entries
@@ -100,6 +100,7 @@ def _read(path: str) -> dict[Any, Any]:
         raw = parse(text)
         why = "must be a mapping of sections to keys"
     except OSError as error:
+        raise_passing(error)
         raw, why = None, error.strerror or str(error)
     except ValueError as error:  # NotYaml, not UTF-8, or NUL in the path
         raw, why = None, str(error)

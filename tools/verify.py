@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{path}: good, {len(manifest.tensors)} tensors in {len(manifest.files)} files, "
                 f"{manifest.num_bytes:,} bytes"
             )
-        except Damaged as problem:
+        except (Damaged, OSError) as problem:
             if not path.exists():
                 print(f"{path}: gone: its run has deleted it or put it aside meanwhile")
                 continue

@@ -16,7 +16,7 @@ import os
 import re
 from pathlib import Path
 
-from errors import UserError
+from errors import UserError, raise_passing
 
 NAME = re.compile(r"step-(\d{8})")
 LATEST = "latest"
@@ -73,6 +73,7 @@ def checkpoints_of(folder: Path, key: str) -> list[Path]:
         found = complete_checkpoints(folder) or complete_checkpoints(folder / "checkpoints")
         why = "holds no complete checkpoint"
     except OSError as error:
+        raise_passing(error)
         found, why = [], error.strerror or str(error)
     if not found:
         raise UserError(key, str(folder), why, "give a run folder or a folder step-…")

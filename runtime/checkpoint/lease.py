@@ -45,7 +45,7 @@ from typing import Annotated, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from errors import UserError
+from errors import UserError, raise_passing
 from runtime.agreement import from_rank_0, on_all_ranks
 from runtime.checkpoint.folder import ABANDONED, DAMAGED, LATEST, complete_checkpoints, names_in
 from runtime.exit import refuse
@@ -270,6 +270,7 @@ class Lease:
             return self._path.name
         except OSError as error:
             self._release()
+            raise_passing(error)
             remedy = "free some space, choose another folder, or change its permissions"
             why = f"cannot be written: {error}"
             raise UserError("run.dir", str(self.run_dir), why, remedy) from None

@@ -65,7 +65,8 @@ def find_start(config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
     begun, has_saved = from_rank_0(lambda: _began_at(resume, lease), device)
     if begun < math.inf:
         path = _newest_good(lease)
-        if path is None and has_saved:  # else the damaged ones are those of a run before
+        # without a save since then, damaged ones are those of a run before, as a good one may be
+        if has_saved and (path is None or step_of(path) <= begun):
             from_rank_0(lambda: _refuse_to_begin_anew(resume, lease), device)
     if resume not in ("auto", "none") and (path is None or step_of(path) <= begun):
         path = _named(resume, "checkpoint.resume", device)

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
+from errors import raise_passing
 from runtime.checkpoint.folder import MANIFEST
 from runtime.files import write_durably
 from runtime.schema import MAX_JSON_BYTES, Name, Natural, Strict, first_problem, load_json
@@ -93,7 +94,8 @@ def read_manifest(folder: Path) -> Manifest:
         said = content.pop("sha256")
         digest = _digest(content)
         format_and_version = content.pop("format"), content.pop("version")
-    except (OSError, *ODD_JSON):
+    except (OSError, *ODD_JSON) as error:
+        raise_passing(error)
         raise Damaged(f"its {MANIFEST} is missing or unreadable") from None
     if format_and_version != (FORMAT, VERSION):
         raise Damaged(
@@ -124,7 +126,8 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     for name, (size, _) in manifest.files.items():
         try:
             good = (folder / name).is_file() and (folder / name).stat().st_size == size
-        except OSError:  # for example, the name is too long or the disk cannot be read
+        except OSError as error:  # for example, the name is too long
+            raise_passing(error)
             good = False
         if not good:
             raise Damaged(f"its file {name!r} is missing or truncated")

@@ -103,6 +103,7 @@ class Saver:
         self.train, self.tokenizer, self.lease, self.log = train, tokenizer, lease, run_log
         self.folder = lease.checkpoints
         self.group = dist.new_group(backend="gloo")
+        self.has_lost_group = False  # gloo closes connections over which something came too late
         self.is_first = dist.get_rank() == 0
         self.tensors = {held.name: held.tensor for held in held_tensors(train) if not held.is_copy}
         # Host copies of the local tensors; allocated at the first save, but on a disk at once, so
@@ -129,6 +130,7 @@ class Saver:
         checkpoint.async_save=false, when it has been written."""
         began = time.perf_counter()
         self.wait()
+        self._renew_group()
         trainer = state_of(
             self.train.config,
             data,
@@ -152,6 +154,13 @@ class Saver:
         if self.thread is not None:
             self.thread.join()
             self.thread = None
+
+    def _renew_group(self) -> None:
+        """Connect again if the last save lost another rank on any rank."""
+        lost = torch.tensor(int(self.has_lost_group), device=self.train.mesh.device)
+        dist.all_reduce(lost, op=dist.ReduceOp.MAX)  # one number, over all ranks
+        if lost:
+            self.group, self.has_lost_group = dist.new_group(backend="gloo"), False
 
     def close(self) -> None:
         """Wait for the last save, at the end of a run. Raises SaveFailed if it failed."""
@@ -206,6 +215,8 @@ class Saver:
             said += f"training waited {stall:.3f} s"
             self.failed, self.last = None, record
         except Exception as error:  # training continues after any failure
+            # the others are raised on every rank
+            self.has_lost_group = not isinstance(error, SaveFailed | Damaged)
             if self.is_first and partial is not None:
                 shutil.rmtree(partial, ignore_errors=True)
             record["failed"] = str(error)
@@ -286,7 +297,7 @@ class Saver:
             check_sizes(final, found)
             if found != manifest:
                 raise Damaged("its manifest is not the one that was written")
-        except Damaged:
+        except (Damaged, OSError):
             self.lease.put_aside(final, DAMAGED)
             raise
         self._tidy(final.name, good=trainer.bad_in_a_row == 0)

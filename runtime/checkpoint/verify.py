@@ -24,6 +24,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from errors import raise_passing
 from runtime.checkpoint.folder import NAME, step_of
 from runtime.checkpoint.manifest import (
     MAX_DIMS,
@@ -72,6 +73,7 @@ def check_files(
             try:
                 found = fingerprint(path / name)
             except OSError as error:
+                raise_passing(error)
                 raise Damaged(f"its file {name!r} cannot be read ({error.strerror})") from None
             bar.update(found.bytes)
             if found != manifest.files[name]:
@@ -120,7 +122,8 @@ def parse_trainer(path: Path) -> TrainerState:
     try:
         text = (path / FILE).read_text(encoding="utf-8")
         load_json(text)
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError) as error:
+        raise_passing(error)
         raise Damaged(f"its {FILE} is missing or unreadable") from None
     try:
         trainer = TrainerState.model_validate_json(text)

@@ -39,7 +39,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from data.tokenizer import Tokenizer, clean
-from errors import UserError
+from errors import UserError, raise_passing
 from runtime.schema import Natural, Strict, first_problem, load_json
 from settings.config import Config
 
@@ -132,6 +132,7 @@ def read_task(path: Path, key: str) -> Task:
         # not splitlines: JSON strings may contain other characters at which it would split
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
+        raise_passing(error)
         raise UserError(key, str(path), f"it cannot be read: {error}", REMEDY) from None
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     examples = [_example(line, f"{path}, line {number}", key) for number, line in numbered]

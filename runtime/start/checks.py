@@ -16,7 +16,7 @@ import torch.distributed as dist
 from costs.parameters import num_parameters
 from data.dataset import Mixture, TokenDataset, open_data
 from data.loader import heldout_batches
-from errors import UserError
+from errors import UserError, raise_passing
 from model.kernels.backend import check_kernels
 from parallel.disk import DiskMemory
 from runtime.agreement import from_rank_0, on_all_ranks
@@ -198,6 +198,7 @@ def check_writable(config: Config) -> None:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
+        raise_passing(error)
         why = f"{existing} is not a writable folder ({error.strerror})"
         remedy = "choose another folder, or change its permissions"
         raise UserError("run.dir", config.run.dir, why, remedy) from None

@@ -6,6 +6,10 @@ import errno
 import os
 import shutil
 import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,12 +20,19 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 import runtime.checkpoint.save
+from data.dataset import open_data
+from data.tokenizer import tokenizer_files
+from runtime.checkpoint.folder import checkpoints_of
 from runtime.checkpoint.lease import Lease
 from runtime.checkpoint.manifest import MANIFEST, Damaged, Manifest, read_manifest, write_manifest
 from runtime.checkpoint.save import Saver
-from runtime.checkpoint.verify import verify_checkpoint
+from runtime.checkpoint.verify import parse_trainer, verify_checkpoint
+from runtime.evaluation.rows import read_task
 from runtime.log.run_log import RunLog
+from runtime.start.checks import check_writable
 from runtime.trainer_state import DataState
+from settings.config import Config
+from settings.load import load_config
 from tests import runs
 from tests.data_samples import flip_a_bit
 from tests.planted import planted
@@ -204,6 +215,64 @@ def test_what_is_saved_is_what_was_there_and_training_goes_on(ranks, data, tmp_p
     assert {f"shard-0000{rank}-model-0000{n}" for rank in (1, 2) for n in (1, 2, 3)} <= {
         name.partition("-of-")[0] for name in files
     }
+
+
+def saved_after_a_silence(config_path: str) -> list[bool]:
+    """Whether a save succeeds in which a rank is silent for longer than its process group waits;
+    and the next one."""
+    train, new_group = runs.step_of([config_path]), dist.new_group
+    data, found = DataState(checksum="none", next_sample=0, skipped=[]), []
+
+    @planted(Saver, "_write_partial")
+    def late(honest: Any, saver: Saver, partial: Path) -> Manifest:
+        time.sleep(3 * dist.get_rank() if partial.name == "step-00000001" else 0)
+        return honest(saver, partial)
+
+    with late(), Lease(train.config.run.dir, "cpu") as lease:
+        with patch.object(dist, "new_group", partial(new_group, timeout=timedelta(seconds=1))):
+            saver = Saver(train, Path(__file__), lease, RunLog(train.config))
+        for step in 1, 2:
+            saver.save(step, 0, data)
+            saver.wait()
+            found.append(saver.failed is None)
+    return found
+
+
+def test_the_next_save_can_succeed_after_a_rank_was_silent(ranks, data, tmp_path):
+    """gloo closes the connections of a group whose collective has timed out."""
+    config = runs.write_config(tmp_path, data, model={"num_layers": 1}, parallel={"tp": 2})
+    assert ranks.run(saved_after_a_silence, 2, config) == [[False, True]] * 2
+    verify_checkpoint(runs.checkpoint_of(tmp_path, 2))
+
+
+STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+READERS: dict[str, tuple[Callable[[Config], object], str]] = {  # what reads or writes; what fails
+    "a checkpoint's file": (
+        lambda _: verify_checkpoint(runs.FIXTURE), "runtime.checkpoint.verify.fingerprint"),
+    "its sizes": (lambda _: verify_checkpoint(runs.FIXTURE), "pathlib.Path.is_file"),
+    "its manifest": (lambda _: read_manifest(runs.FIXTURE), "pathlib.Path.read_text"),
+    "its state": (lambda _: parse_trainer(runs.FIXTURE), "pathlib.Path.read_text"),
+    "checkpoints": (
+        lambda config: checkpoints_of(Path(config.run.dir), "key"), "pathlib.Path.is_file"),
+    "the lease": (
+        lambda config: Lease(config.run.dir, "cpu")._take(),
+        "runtime.checkpoint.lease.newest_lease"),
+    "the run folder": (check_writable, "tempfile.TemporaryFile"),
+    "the data": (lambda config: open_data(config.data, "train"), "pathlib.Path.read_text"),
+    "the tokenizer": (lambda _: tokenizer_files(Path(__file__)), "builtins.open"),
+    "a task": (lambda _: read_task(Path(__file__), "key"), "pathlib.Path.read_text"),
+    "the configuration": (lambda _: load_config(__file__, []), "builtins.open"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_an_error_that_may_pass_is_neither_a_refusal_nor_damage(data, tmp_path, reader):
+    """The start fails, and another may succeed: no checkpoint is put aside for it."""
+    config = load_config(runs.write_config(tmp_path, data), [])
+    action, fails = READERS[reader]
+    with patch(fails, side_effect=STALE), pytest.raises(OSError) as raised:  # noqa: PT011
+        action(config)
+    assert raised.value is STALE
 
 
 def train_among_others(arguments: list[str]) -> tuple[str, str]:

@@ -131,6 +131,7 @@ def test_a_run_that_begins_with_a_named_checkpoint_continues_itself(ranks, saved
     assert "it holds step-00000004, which this run would not start from" in said
     for step in (3, 4):
         flip_a_bit(runs.checkpoint_of(tmp_path, step) / "trainer.json")
+    shutil.copytree(first, runs.checkpoint_of(tmp_path, 2))  # of the run before
     (said,) = ranks.run(runs.train_run, 1, [*config, f"checkpoint.resume={first}"])
     assert "are damaged: step-00000003.damaged, step-00000004.damaged" in said
 
