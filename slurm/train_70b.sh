@@ -107,7 +107,7 @@ stop_in_time() {
 ask_to_save() {
   # The signal is lost if the ranks are being restarted at this moment, so also create a file for this
   # start (runtime/stop.py). No other start looks at it, and it is not the user's file STOP.
-  touch "$logs/STOP" || say "only by a signal"
+  { touch "$logs/STOP" || say "only by a signal"; } & # the file system may hang
   last_resort &
   timer=$!
   # Signal each job step by its id: scancel with the job's id may send the signal twice, and a second
@@ -221,7 +221,7 @@ num_nodes=$(echo "$nodes" | tr ',' '\n' | wc --lines)
 go_on() {
   local answer next
   answer=$(timeout --kill-after 2 "${limit:-60}" "${here[@]}" "$python" -m tools.slurm_next "$logs" \
-    "$@" ${min_nodes:+--elastic}) || {
+    "$@") || {
     answer="${1:-0} requeue: tools.slurm_next does not say what is next"
     if [ "${1:-}" = 0 ] && [ "$run_dir/status.json" -nt "$logs/nodes" ] &&
       grep -qE '"state": "finished"|the file STOP was found' "$run_dir/status.json"; then
@@ -305,7 +305,7 @@ wait "$training" || status=$?
 if [ -n "$timer" ]; then kill "$timer" 2>/dev/null || true; fi
 while kill -0 "$follower" 2>/dev/null; do wait "$follower" || true; done
 
-bash slurm/first_failure.sh "$logs" "/proc/$$/fd/1" || true
+timeout --kill-after 2 60 bash slurm/first_failure.sh "$logs" "/proc/$$/fd/1" || true
 say "training ended with status $status"
 if [ -n "$terminated" ]; then exit 143; fi
 go_on "$status"

@@ -1,4 +1,4 @@
-"""Decides what becomes of a Slurm job: `python -m tools.slurm_next LOGS [STATUS] [--elastic]`
+"""Decides what becomes of a Slurm job: `python -m tools.slurm_next LOGS [STATUS]`
 
 slurm/train_70b.sh asks it and does what it prints: the job's exit status, and one of
 
@@ -25,21 +25,21 @@ from tools.command import CommandParser, run_command
 MAX_FRUITLESS = 3  # after this many starts in a row without a new checkpoint, no more requeueing
 
 
-def what_next(logs: Path, status: int | None, elastic: bool = False) -> tuple[int, str]:
+def what_next(logs: Path, status: int | None) -> tuple[int, str]:
     """Return the job's exit status, and what is next in the words above.
 
     Args:
         logs: of this start: RUN/logs/JOB.RESTARTS. In it, before training began, `nodes` was
             written, and RUN/checkpoints/latest copied to `newest`.
-        status: with which training ended; None: it does not end in time, or it did not begin.
-        elastic: whether training continues when a node dies. The status may then be a dead node's.
+        status: with which training ended; None: it does not end in time, or it did not begin. It
+            may be that of a node which died, or failed after the run had ended.
     """
     # the mark of ranks that were refused, who have stopped torchrun (runtime/exit.py)
     if status and any(logs.glob("*/*/attempt_*/refused")):
         return 2, "refused: and the next start would be, too"
     file = logs.parent.parent / "status.json"  # after a failure, perhaps an older start's
     ended: dict[str, Any] = {}
-    if status == 0 or (status and elastic and _modified(file) > _modified(logs / "nodes")):
+    if status == 0 or (status and _modified(file) > _modified(logs / "nodes")):
         ended = json_object(content(file))
     state, why = ended.get("state", "at an unknown point"), str(ended.get("reason", ""))
     if state == "finished":
@@ -80,9 +80,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser(prog="python -m tools.slurm_next", description=__doc__)
     parser.option("logs", Path, "LOGS", "the folder of this start's logs, in the run folder")
     parser.option("status", int, "STATUS", "with which training ended, if it did", nargs="?")
-    parser.option("--elastic", bool, None, "training continues when a node dies")
     options = parser.parse_args(arguments)
-    print(*what_next(options.logs, options.status, options.elastic))
+    print(*what_next(options.logs, options.status))
 
 
 if __name__ == "__main__":

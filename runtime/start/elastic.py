@@ -96,20 +96,27 @@ class TrainingRanks:
     met: dist.Store | None = None
 
     def leave(self, signals: Signals) -> None:
-        """Wait for this node's agent to stop its ranks if another's has done so, and let the spares
-        go. Called by every rank that trains, at the end."""
-        if self.met is None or self.store is None:
+        """Wait until rank 0 has ended too, and, if the run is elastic, for this node's agent to
+        stop its ranks if another's has done so; let the spares go. Called by every rank that
+        trains, at the end."""
+        has_agents = "TORCHELASTIC_RUN_ID" in os.environ
+        if self.met is None and not has_agents:
             return
         is_first, stopped = os.environ["RANK"] == "0", False
+        store = self.store or dist.distributed_c10d._get_default_store()
         if is_first:
-            self.store.set("ended", "")
-        # Rank 0 may first wait an hour for checkpoint.after_commit, longer than a collective may.
-        while not comes(self.store, "ended"):
+            store.set("ended", "")
+        # Rank 0 may first wait an hour for checkpoint.after_commit, longer than a collective may,
+        # and than the agents of nodes whose ranks have ended wait for the others: five minutes.
+        # Then they leave, one of them with the store, and the agent of rank 0 would stop it.
+        while not comes(store, "ended"):
             pass
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if has_agents:
             asked = torch.tensor(int(signal.SIGTERM in signals.heard))
             dist.all_reduce(asked, op=dist.ReduceOp.MAX)  # one number, over all ranks that train
             stopped = bool(asked)
+        if self.met is None or self.store is None:
+            return
         if stopped:
             _wait_for_agent(signals)
         if is_first:

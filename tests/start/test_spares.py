@@ -245,6 +245,23 @@ def test_a_refusal_ends_torchrun_on_every_node(data, tmp_path, who):
         assert "data.path = " in said
 
 
+def leave(seconds: float) -> tuple[float, float]:
+    """Under torchrun and without layouts: when this rank was done, rank 0 so much later; and when
+    it left."""
+    rank = dist.get_rank()
+    time.sleep(0.0 if rank else seconds)
+    done = time.monotonic()
+    with patch.dict(os.environ, RANK=str(rank), TORCHELASTIC_RUN_ID="x"):
+        elastic.TrainingRanks().leave(signalled(False))
+    return done, time.monotonic()
+
+
+def test_no_rank_leaves_before_rank_0(ranks):
+    """It may wait for a command for longer than torchrun's agents wait for each other."""
+    first, second = ranks.run(leave, 2, 1.5)
+    assert second[1] >= first[0]
+
+
 def test_a_rank_that_was_signalled_does_not_join(ranks, tmp_path):
     found = parted(ranks, tmp_path, "ab", [2], asked=True)
     assert found == [{"status": 128 + signal.SIGTERM}] * 2
