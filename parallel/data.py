@@ -19,6 +19,8 @@ number of micro-batches in a step.
 | all        | sharded     | all-reduce, dp_replicate | reduce  | once, in the last backward     |
 |            | gradients   |                          |         |                                |
 
+Until the all-reduce, FSDP adds up sharded gradients in the reduce dtype; without replicas, and if
+that is narrower than the master's, each micro-batch's are converted and added to `p.grad` instead.
 A group of one rank sends nothing. If all groups have one rank, FSDP is used only to offload
 weights, else whole.py takes its place. Between micro-batches a rank holds whole weights with
 zero_stage 0 to 2, and whole gradients with 0 and 1; between steps, weights and moments are sharded
@@ -70,6 +72,20 @@ def _fsdp_groups(stage: nn.Module) -> list[FSDPParamGroup]:
 def fsdp_partial_sums(stage: nn.Module) -> list[Tensor | None]:
     """The gradients that FSDP has reduced over dp_shard, and not yet over dp_replicate."""
     return [group._partial_reduce_output for group in _fsdp_groups(stage)]
+
+
+def adds_to_gradients(replicas: int, reduce: torch.dtype, master: torch.dtype) -> bool:
+    """Whether the gradients of each micro-batch that is reduced are added to `p.grad` in the master
+    dtype, instead of in the reduce dtype until the last one is reduced over the replicas."""
+    return replicas == 1 and reduce.itemsize < master.itemsize
+
+
+def _adds_to_gradients(unit: FSDPModule, reduce: torch.dtype) -> bool:
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return False
+    weight = group.fsdp_params[0].sharded_param
+    return adds_to_gradients(weight.device_mesh.size(0), reduce, weight.dtype)
 
 
 def allocate_on_disk(stage: nn.Module, folder: str) -> None:
@@ -129,7 +145,9 @@ class FSDPSwitches:
         self.reshard_weights = zero_stage == 3
         # By default each FSDP2 setter walks all modules of a stage to find its units. The units are
         # few and do not change, so they are found once.
-        self._units = cache(fsdp_modules)
+        self._units = cache(
+            lambda stage: [(unit, _adds_to_gradients(unit, reduce)) for unit in fsdp_modules(stage)]
+        )
         self._reducing: list[nn.Module] = []  # stages whose reductions were not waited for yet
         dtype = sum_dtype(False, zero_stage, compute, compute, reduce)
         groups = (group for stage in stages for group in _fsdp_groups(stage))
@@ -179,18 +197,18 @@ class FSDPSwitches:
     def end(self, module: nn.Module) -> None:
         """At the end of a step or of an evaluation."""
         self._wait()
-        for unit in self._units(module):
+        for unit, _ in self._units(module):
             unit.reshard()
 
     def _switch(self, module: nn.Module, last: bool) -> None:
         """For the backwards that follow: whether the next is the `last` of the step."""
         assert isinstance(module, FSDPModule)
         module.set_is_last_backward(False)
-        for unit in self._units(module):
+        for unit, adds_to_gradients in self._units(module):
             unit.set_requires_gradient_sync(last or self.reduce_each_microbatch, recurse=False)
             # The call above sets the all-reduce over replicas too, which only the last backward
-            # runs.
-            unit.set_requires_all_reduce(last, recurse=False)
+            # runs, or for which there is no other rank.
+            unit.set_requires_all_reduce(last or adds_to_gradients, recurse=False)
             unit.set_reshard_after_backward(last or self.reshard_weights, recurse=False)
             unit.set_reshard_after_forward(self.reshard_weights, recurse=False)
 

@@ -83,16 +83,19 @@ def check_batch(config: Config, sizes: MeshSizes) -> None:
 
 
 def check_reduce_dtype(config: Config, sizes: MeshSizes) -> None:
-    parallel, train = config.parallel, config.train
+    parallel, train, precision = config.parallel, config.train, config.precision
     several, copies = config.num_microbatches(sizes.dp) > 1, sizes.of_weights["dp_replicate"] > 1
-    if train.dtype == "bfloat16":
-        sums = copies or (several and parallel.zero_stage < 2)
-    else:  # FSDP adds shards in it until they are all-reduced, and gradients of compiled blocks
-        sums = several and (train.compile if parallel.zero_stage < 2 else copies)
-    if config.precision.reduce == torch.bfloat16 and sums:
+    if config.model.has_experts:
+        copies |= sizes.of_experts["ep_replicate"] > 1
+    if parallel.zero_stage >= 2:  # each is reduced: what FSDP adds, and in which dtype: data.py
+        offloads = parallel.offload != "none"  # then it would wait for the host to add them
+        sums = several and (copies or offloads or precision.master == torch.bfloat16)
+    else:  # those of compiled blocks are added in it
+        sums = several and (train.dtype == "bfloat16" or train.compile)
+    if precision.reduce == torch.bfloat16 and (sums or (copies and train.dtype == "bfloat16")):
         why = "gradients of micro-batches would be summed in bfloat16 too, before they are reduced"
         remedy = "use float32, or parallel.zero_stage=2 (or 3) and parallel.dp_replicate=1, where "
-        remedy += "each is reduced separately"
+        remedy += "each is reduced separately, without parallel.offload and in float32 weights"
         raise UserError("parallel.reduce_dtype", "bfloat16", why, remedy)
 
 

@@ -63,7 +63,10 @@ TOGETHER = [  # (overrides, beginning of the message, what else it says)
        "parallel.reduce_dtype = 'bfloat16': gradients of micro-batches would be summed in bfloat16",
        "parallel.zero_stage=2")
       for others in (["train.dtype=bfloat16"], ["train.compile=true"],
-                     ["parallel.dp_replicate=2", "parallel.zero_stage=2"])),
+                     ["parallel.dp_replicate=2", "parallel.zero_stage=2"],
+                     ["parallel.offload=host", "parallel.zero_stage=2"])),
+    (["optimizer.name=muon", "optimizer.muon.qk_clip_interval=10"],
+     "optimizer.muon.qk_clip_interval = 10: nothing is measured", "leave it out"),
     (["parallel.tp=2", "model.num_heads=3", "model.num_kv_heads=3", "model.attention_dim=30"],
      "parallel.tp = 2: does not divide model.num_heads=3", "[1, 3]"),
     # every second micro-batch would wait for its own gradient

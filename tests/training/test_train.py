@@ -1,12 +1,20 @@
 """Complete runs: the files they write, other layouts, and other arithmetic."""
 
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
 import yaml
 
+import parallel.data
+from parallel.axes import MeshSizes
+from proofs.parity.cases import Case
 from proofs.ranks import Ranks
+from settings.checks import validate
 from tests import runs
+from tests.steps import make_step, named_parameters, rows_of
 
 
 def test_what_a_run_leaves(saved: Path) -> None:
@@ -47,6 +55,30 @@ def test_bfloat16_follows_float32(ranks: Ranks, data: Path, tmp_path: Path) -> N
         rounded = runs.losses(tmp_path)
         assert rounded != expected, f"bfloat16 was not used ({reduce_dtype})"
         assert max(abs(rounded[s] / expected[s] - 1) for s in expected) < 0.02, reduce_dtype
+
+
+def error_of_sums(adds: bool) -> float:
+    """The relative error of gradients that are reduced in bfloat16, of 16 micro-batches; `adds`:
+    each is added to `p.grad`."""
+    case = Case(MeshSizes(dp_shard=2), dtype="bfloat16", zero_stage=2, num_microbatches=16)
+    found = []
+    with patch.object(parallel.data, "adds_to_gradients", lambda *_: adds):
+        for reduce_dtype in ("float32", "bfloat16"):
+            config = case.config()
+            config = replace(config, parallel=replace(config.parallel, reduce_dtype=reduce_dtype))
+            validate(config, 2)
+            step = make_step(config)
+            step.forward_backward(*rows_of(step))
+            gradients = [weight.grad.to_local() for _, weight in named_parameters(step)]
+            found.append(torch.cat([each.flatten() for each in gradients]))
+    exact, rounded = found
+    return float((rounded - exact).norm() / exact.norm())
+
+
+def test_gradients_reduced_in_bfloat16_are_not_summed_in_it(ranks: Ranks) -> None:
+    """With several micro-batches, each of which is reduced. Control: their sum in bfloat16."""
+    assert max(ranks.run(error_of_sums, 2, True)) < 0.002
+    assert min(ranks.run(error_of_sums, 2, False)) > 0.003
 
 
 @pytest.mark.thorough

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from costs.recorder import Effect, Phase
 from costs.units import position_bytes
 from errors import UserError
+from parallel.data import adds_to_gradients
 from parallel.fsdp_units import input_buffers
 from parallel.memory import (
     ACTIVATIONS,
@@ -102,6 +103,7 @@ class FsdpUnit:
     gathered: bool = False
     accumulated: bool = False  # holds whole gradients
     reduced: bool = False  # holds reduced gradients of some micro-batches
+    output: int = 0  # bytes of its last reduction that FSDP holds until the next
 
 
 class Sharded:
@@ -187,36 +189,47 @@ class Sharded:
 
     def _reduce(self, unit: FsdpUnit, last: bool) -> None:
         """Reduce over the shards. The last reduction of a step also reduces over the replicas and
-        converts to the weights' dtype; until then FSDP sums in reduce_dtype."""
+        converts to the weights' dtype; until then FSDP sums in reduce_dtype, unless each reduction
+        does both (parallel/data.py)."""
         layout, account, stage = self.layout, self.account, unit.stage
-        unit.accumulated = False
+        dtypes = layout.config.precision
+        adds = adds_to_gradients(unit.weights.replicas, dtypes.reduce, dtypes.master)
+        account.free(REDUCING, unit.output)
+        unit.accumulated, unit.output = False, 0
         shards, inputs = unit.weights.shards, self.inputs_of_reductions[stage]
         given = unit.weights.padded * layout.reduce
         while len(inputs) >= input_buffers(layout.config.parallel.zero_stage):
             account.free(REDUCING, inputs.pop(0))
         account.add(REDUCING, given)
         inputs.append(given)
-        account.free(GRADIENTS, unit.weights.numel * layout.sum)
+        # a variable of a loop in FSDP holds the last weight's until the end of the reduction
+        held = unit.weights.weights[-1].numel * layout.sum if shards > 1 else 0
+        account.free(GRADIENTS, unit.weights.numel * layout.sum - held)
         output = given // shards
         # With one shard (replicas only), FSDP divides the gradients by 1, into a copy.
         account.reach({REDUCING: output + (given if shards == 1 else 0)})
-        if not last:
+        if not (last or adds):
             if not unit.reduced:
                 account.add(SHARDED_GRADIENTS, output)
                 unit.reduced = True
+            account.free(GRADIENTS, held)
             return
         # the output of the reduction over replicas is held until the stage's backward ends
         converted = output // layout.reduce * layout.master if layout.master != layout.reduce else 0
         if converted or layout.offloads:
             account.add(REDUCING, output)
-            self.outputs_of_reductions[stage] += output
-        if layout.offloads:
+            if last:
+                self.outputs_of_reductions[stage] += output
+            else:
+                unit.output = output
+        if layout.offloads or (adds and unit.reduced):
             account.reach({REDUCING: converted})
         else:
             account.add(SHARDED_GRADIENTS, converted or output)
-        if unit.reduced:
+        account.free(GRADIENTS, held)
+        if unit.reduced and not adds:
             account.free(SHARDED_GRADIENTS, output)
-            unit.reduced = False
+        unit.reduced = adds and not last
 
     def end_last_backward(self, stage: int) -> None:
         """The reductions of the stage before it were waited for."""

@@ -24,6 +24,7 @@ from pydantic import Field
 from torch import Tensor
 
 from declare import Count, between, section
+from errors import UserError
 from parallel.parameter import MATRIX, NamedWeight, WeightSpec
 from parallel.whole_matrices import Round, interleave, matrices_of, rounds_of
 from settings.config import Config
@@ -61,6 +62,12 @@ class Settings(adamw.Settings):
     # Measure logits, and limit them, in every so many steps: torch's operators return none, so it
     # takes one more product of q and k in each layer.
     qk_clip_interval: Count = 1
+
+    def __post_init__(self) -> None:
+        if self.qk_clip_interval > 1 and not self.qk_clip:
+            why, remedy = "nothing is measured without optimizer.muon.qk_clip", "leave it out, or "
+            remedy += "give a limit (1e30: only measure)"
+            raise UserError("optimizer.muon.qk_clip_interval", self.qk_clip_interval, why, remedy)
 
 
 class Optimizer(adamw.Optimizer):
