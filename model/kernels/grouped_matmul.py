@@ -39,6 +39,7 @@ def _by_torch(*factors: Tensor) -> bool:
             each.dtype in (torch.bfloat16, torch.float16, torch.float32)
             and each.data_ptr() % ALIGNMENT == 0
             and all(s == 1 or s * each.element_size() % ALIGNMENT == 0 for s in each.stride())
+            and min(each.shape[-2:]) > 1  # of a single column, rows have the stride 1, too
             for each in factors
         )
         and all(each.numel() for each in factors)

@@ -48,11 +48,12 @@ class Saving(Listener):
         self.is_due |= self.interval.is_due(run) or run.changes_data_stage
         if not (self.is_due or stop.wants_save or run.is_due(config.guard.replica_interval)):
             return
-        with run.pause("saving"):
+        good = not run.train.guard.bad_in_a_row or run.is_last
+        saves = stop.wants_save or (self.is_due and good)
+        with run.pause("saving" if saves else "examination"):
             began = time.perf_counter()
             self._check_replicas(run)
-            good = not run.train.guard.bad_in_a_row or run.is_last
-            if stop.wants_save or (self.is_due and good):
+            if saves:
                 state = DataState.model_validate(run.loader.state(), strict=False)
                 self.saver.save(run.step, run.tokens, state, run.start.state.earlier)
                 self.is_due = False

@@ -235,12 +235,18 @@ class Examination(Listener):
             return
         steps, self.steps = self.steps, deque(maxlen=KEPT)
         # the device has been waited for
-        values = [(r.loss.double(), r.grad_norm, r.bad_in_a_row.double()) for _, r in steps]
-        read = torch.stack([torch.stack(each) for each in values]).tolist()
-        bad = [n for n, (_, norm, skipped) in enumerate(read) if skipped or self._leaps(norm)]
+        values = [(r.loss, r.grad_norm, r.bad_in_a_row, r.loss_scale) for _, r in steps]
+        read = torch.stack([torch.stack([*map(Tensor.double, each)]) for each in values]).tolist()
+        bad = [
+            n
+            for n, (loss, norm, skipped, scale) in enumerate(read)
+            # an overflow of float16 would not come again, as the scale has been halved
+            if (skipped and not (scale > 1 and math.isfinite(loss) and not math.isfinite(norm)))
+            or self._leaps(norm)
+        ]
         if not bad or run.step < self.next_step:
             return
-        loss, norm, skipped = read[bad[-1]]
+        loss, norm, skipped, _ = read[bad[-1]]
         number = run.step - len(steps) + 1 + bad[-1]
         cause = f"step {number} had loss {loss:.6g} and gradient norm {norm:.6g}"
         is_exact = bool(skipped) and bad[-1] == len(steps) - 1

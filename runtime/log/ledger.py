@@ -5,7 +5,7 @@
     data        waiting for the next batch
     evaluation  the loss on held-out text, and tasks
     saving      the checks before a save, and waiting until the state has been copied
-    examination computing a suspicious step again (health/examine.py)
+    examination comparing copies without a save; computing a suspicious step again (health/)
     rollback    finding and loading a checkpoint in the middle of a run
     start       from the process's first line to its first step: imports, data, weights, checkpoint;
                 and from the end of a data stage to the first step of the next

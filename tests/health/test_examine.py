@@ -4,10 +4,11 @@ transient fault told from a persistent one, and neither is found where the data 
 import math
 import re
 import threading
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from proofs.parity.cases import Case
 from runtime.checkpoint.save import Saver
 from runtime.health import examine
 from runtime.health.compare import Computed, _is_rounding, compute, disputes
-from runtime.health.examine import Suspect
+from runtime.health.examine import Examination, Suspect, Verdict
 from runtime.health.excluded import excluded_nodes
 from runtime.health.products import Compute, Inputs, linear_layers, wrap
 from runtime.health.replicas import check_replicas
@@ -137,6 +138,19 @@ def test_the_verdict_on_each_suspicion(ranks, data, tmp_path):
         verdict, why = SUSPICIONS[event["step"]]
         assert (event["verdict"], event["ranks"]) == (verdict, [])
         assert why in event["why"]
+
+
+@pytest.mark.parametrize(("scale", "is_examined"), [(2.0, False), (1.0, True)])
+def test_an_overflow_of_float16_is_not_examined(scale, is_examined):
+    """Not even after a bad step: at the halved scale it would not come again, which would be taken
+    for a transient fault."""
+    judge, overflow = Examination.__new__(Examination), (5.0, math.inf, 2.0, scale)
+    judge.steps, judge.norms, judge.next_step = deque(), deque([1.0]), 0
+    judge._examine = Mock(return_value=Verdict("transient", ""))
+    names = "loss", "grad_norm", "bad_in_a_row", "loss_scale"
+    found = SimpleNamespace(**dict(zip(names, map(torch.tensor, overflow), strict=True)))
+    judge.after_step(SimpleNamespace(batch=(), result=found, step_seconds=1.0, step=7))
+    assert judge._examine.called == is_examined
 
 
 def test_a_step_that_ended_a_start_is_never_examined_again(tmp_path):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from parallel.axes import MeshSizes
 from proofs.parity.cases import Case
 from runtime.health.replicas import ReplicasDiffer, check_replicas, odd_copies
+from tests import runs
 from tests.health.faulty_runs import flip_a_bit
 from tests.steps import make_step, rows_of
 
@@ -66,3 +67,12 @@ def test_half_of_the_copies_are_no_majority():
     (said,) = odd_copies([{("tp", 0): value} for value in values])
     assert said == "ranks 0, 1, 2, 3, copies over tp, hold different numbers"
     assert odd_copies([{("tp", 2 * (rank // 2)): value} for rank, value in enumerate(values)]) == []
+
+
+def test_a_comparison_without_a_save_is_no_time_of_saving(ranks, data, tmp_path):
+    """Else what a save costs would be overstated (tools.report)."""
+    config = runs.write_config(tmp_path, data, guard={"replica_interval": 1}, train={"steps": 3})
+    runs.run(ranks, 1, config, "checkpoint.interval=0", "run.log_interval=1")
+    spent = [{*event["seconds"]} for event in runs.events_of(tmp_path / "run", "spent")]
+    assert "examination" in set.union(*spent)
+    assert ["saving" in causes for causes in spent].count(True) == 1

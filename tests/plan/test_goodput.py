@@ -78,7 +78,8 @@ def test_spare_nodes():
 
 
 def test_what_a_run_measured():
-    """Of 20 steps of 2 s on 4 ranks, with a save every 5 steps and one failure, after step 13."""
+    """Of 20 steps of 2 s on 4 ranks, with a save every 5 steps, of which the first fails, and one
+    failure, after step 13."""
     events: list[dict[str, Any]] = []
     clock = 1000.0
 
@@ -94,7 +95,8 @@ def test_what_a_run_measured():
             add("spent", step=step, seconds=spent)
             if step % 5 == 0:
                 clock += 0.5
-                add("checkpoint", step=step, bytes=1, stall_seconds=0.4, write_seconds=1.0)
+                saved = {"bytes": 1, "stall_seconds": 0.4, "write_seconds": 1.0}
+                add("checkpoint", step=step, **({"failed": "why"} if step == 5 else saved))
                 add("spent", step=step, seconds={"saving": 0.5})
         clock += 9.0
     add("end", state="finished", step=20)

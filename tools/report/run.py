@@ -69,7 +69,8 @@ def goodput(events: list[Event], failures_per_gpu_day: float) -> list[str]:
     """Sentences about saving and restarting. There is a best interval, √(2sM), where saves and
     steps were measured, and something fails."""
     seconds = Account(events).seconds
-    saves = [e for e in events if e["event"] == "checkpoint" and "failed" not in e]
+    tried = [event for event in events if event["event"] == "checkpoint"]
+    saves = [event for event in tried if "failed" not in event]
     starts = [event for event in events if event["event"] == "start"]
     step_time, steps, at = 0.0, 0, 0
     is_planned, failures = True, 0  # whether the start before ended as planned
@@ -88,7 +89,7 @@ def goodput(events: list[Event], failures_per_gpu_day: float) -> list[str]:
     lines, took = [f"effective training time {effective:.1%}; {failures} failures"], []
     if saves:
         # what the ledger counts: the checks before a save, and the wait for the copy
-        cost = seconds["saving"] / len(saves)
+        cost = seconds["saving"] / len(tried)
         written = statistics.median(float(save["write_seconds"]) for save in saves)
         took += [f"a save {duration(cost)}", f"its writing {duration(written)}"]
         mtbf = mtbf_of(failures_per_gpu_day, starts[-1]["world_size"] if starts else 1)
