@@ -43,6 +43,7 @@ Every reduction is a plain sum (training/step.py).
 from collections.abc import Collection, Iterable
 from functools import cache
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +85,7 @@ def _adds_to_gradients(unit: FSDPModule, reduce: torch.dtype) -> bool:
     group = unit._get_fsdp_state()._fsdp_param_group
     if group is None:
         return False
-    weight = group.fsdp_params[0].sharded_param
+    weight: Any = group.fsdp_params[0].sharded_param  # a DTensor
     return adds_to_gradients(weight.device_mesh.size(0), reduce, weight.dtype)
 
 
