@@ -114,11 +114,18 @@ def test_refusals(path: str, layouts: str, key: str, why: str) -> None:
     assert why in str(error)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "parallel.layouts=[{tp: 2}]",
+        "train.dtype=bfloat16 optimizer.pure_bfloat16=true optimizer.name=muon",
+    ],
+)
 def test_every_command_refuses_alike(
-    path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    path: str, overrides: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = [path, "parallel.layouts=[{tp: 2}]"]
-    error = str(refused(path, 8, arguments[1]))
+    arguments = [path, *overrides.split(" ")]
+    error = str(refused(path, 8, *arguments[1:]))
     monkeypatch.setattr("sys.argv", ["launch", *arguments])
     monkeypatch.setattr(launch, "count_gpus", lambda: 0)
     for command in (
@@ -129,7 +136,7 @@ def test_every_command_refuses_alike(
         assert command() == 2
         assert f"error: {error}" in capsys.readouterr().err
     options = argparse.Namespace(config=path, overrides=arguments[1:], ranks_per_node=8,
-                                 spare_nodes=0, min_nodes=0)  # fmt: skip
+                                 spare_nodes=0, min_nodes=1)  # fmt: skip
     with pytest.raises(UserError) as caught:
         preflight.read_config(options, 1)
     assert str(caught.value) == error
