@@ -10,6 +10,7 @@ import torch
 
 from costs.parameters import check_tp, kinds_of_blocks
 from errors import UserError
+from kinds import load_kind
 from model.attention import attentions_of
 from model.config import ModelConfig
 from model.experts import Experts
@@ -121,11 +122,18 @@ def check_sequence(config: Config, sizes: MeshSizes) -> None:
 
 
 def check_pure_bfloat16(config: Config, sizes: MeshSizes) -> None:
-    dtype = config.train.dtype
-    if config.optimizer.pure_bfloat16 and dtype != "bfloat16":
+    dtype, own = config.train.dtype, config.optimizer
+    remedy = "set optimizer.pure_bfloat16=false"
+    if not own.pure_bfloat16:
+        return
+    if dtype != "bfloat16":
         why = f"train.dtype={dtype} would compute with weights that are stored in bfloat16"
-        remedy = "set train.dtype=bfloat16, or optimizer.pure_bfloat16=false"
-        raise UserError("optimizer.pure_bfloat16", True, why, remedy)
+        remedy += ", or train.dtype=bfloat16"
+    elif not load_kind(own.folders["name"], own.name, "Optimizer").rounds_stochastically:
+        why = f"{own.name} rounds to nearest and would lose small updates"
+    else:
+        return
+    raise UserError("optimizer.pure_bfloat16", True, why, remedy)
 
 
 def check_qk_clip(config: Config, sizes: MeshSizes) -> None:

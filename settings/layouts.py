@@ -17,9 +17,10 @@ from typing import Any
 
 from declare import no_such_key
 from errors import UserError, within
+from parallel.config import ParallelConfig
 from settings.checks import validate
 from settings.config import Config, Entry
-from settings.data_stages import DataStage, data_stages, in_data_stage
+from settings.data_stages import data_stages, in_data_stage
 from settings.load import KEYS
 
 # Keys of `train` that a layout may give; tools.plan --search chooses them with the axes.
@@ -88,26 +89,33 @@ def _with_each_layout(config: Config) -> list[Config]:
     for number, changes in enumerate(_changes_by_layout(config)):
         with within(LAYOUT.format(number)):
             own = {name: replace(getattr(config, name), **keys) for name, keys in changes.items()}
-            num_ranks = own["parallel"].num_ranks
-            entries = tuple(_with_layout(stage, entry, num_ranks) for stage, entry in later)
-            found.append(replace(config, **own, data_stages=entries))
+            parallel, entries = own["parallel"], list[Entry]()
+            num_ranks = _num_ranks(parallel)
+            for stage, entry in later:
+                with in_data_stage(stage.number):
+                    entries.append(_with_layout(stage.config, entry, parallel, num_ranks))
+                    parallel = replace(parallel, **entries[-1].get("parallel", {}))
+            found.append(replace(config, **own, data_stages=tuple(entries)))
             data_stages(found[-1])  # raises if one does not fit
     return found
 
 
-def _with_layout(stage: DataStage, entry: Entry, num_ranks: int) -> Entry:
+def _with_layout(config: Config, entry: Entry, before: ParallelConfig, num_ranks: int) -> Entry:
     """The entry of a data stage with the first layout of its own list that has `num_ranks` ranks.
-    One without a list keeps the layout of the data stage before, but for the keys that it gives."""
-    parallel = stage.config.parallel
+    What neither gives is as in the data stage before, whose layout is `before`.
+
+    config: of the data stage, as in the file.
+    """
     if "layouts" not in entry.get("parallel", {}):
         return entry
-    with in_data_stage(stage.number):
-        for changes in _changes_by_layout(stage.config):
-            if replace(parallel, **changes["parallel"]).num_ranks == num_ranks:
-                return entry | {name: entry.get(name, {}) | of for name, of in changes.items()}
-        why = f"none has {num_ranks} ranks, as a layout of the data stages before has"
-        remedy = "give every data stage a layout for each number of ranks"
-        raise UserError("parallel.layouts", parallel.layouts, why, remedy)
+    for number, changes in enumerate(_changes_by_layout(config)):
+        new = entry | {name: entry.get(name, {}) | of for name, of in changes.items()}
+        with within(LAYOUT.format(number)):
+            if _num_ranks(replace(before, **new["parallel"])) == num_ranks:
+                return new
+    why = f"none has {num_ranks} ranks, as a layout of the data stages before has"
+    remedy = "give every data stage a layout for each number of ranks"
+    raise UserError("parallel.layouts", config.parallel.layouts, why, remedy)
 
 
 def _changes_by_layout(config: Config) -> Iterator[Changes]:
@@ -125,12 +133,15 @@ def _changes_by_layout(config: Config) -> Iterator[Changes]:
     sections = {key: "train" if key in OF_TRAIN else "parallel" for each in given for key in each}
     values = {key: getattr(getattr(config, name), key) for key, name in sections.items()}
     filled = [values | layout for layout in given]
-    for number, layout in enumerate(filled):
+    for layout in filled:
         changes: Changes = {"parallel": {"layouts": filled}, "train": {}}
         for key, value in layout.items():
             changes[sections[key]][key] = value
-        if changes["parallel"].get("dp_shard", config.parallel.dp_shard) == -1:
-            with within(LAYOUT.format(number)):
-                why, remedy = "-1 would fit many worlds", "give each layout a number of its own"
-                raise UserError("parallel.dp_shard", -1, why, remedy)
         yield changes
+
+
+def _num_ranks(parallel: ParallelConfig) -> int:
+    if parallel.dp_shard == -1:
+        why, remedy = "-1 would fit many worlds", "give each layout a number of its own"
+        raise UserError("parallel.dp_shard", -1, why, remedy)
+    return parallel.num_ranks

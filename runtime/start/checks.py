@@ -30,7 +30,6 @@ from settings.config import Config
 from settings.data_stages import data_stages, in_data_stage
 from settings.layouts import layout_sizes, valid_layout
 from settings.load import load_config
-from training.optimizers import optimizer_class
 
 REMOTE = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "wekafs"}
 
@@ -61,20 +60,11 @@ def check_config(told: Config | UserError, device: str) -> Config:
     config, _ = valid_layout(told, dist.get_world_size())
     check_gpu(config.train.dtype, device)
     check_kernels(config.model.kernels, device)
-    check_optimizer(config)
     prepare_determinism(device, config.train.deterministic)
     for stage in data_stages(config):
         describe_attention(stage.config, device)  # raises if the wanted kernel cannot run
         check_fits(stage.config, device)
     return config
-
-
-def check_optimizer(config: Config) -> None:
-    """Raise UserError if the configured optimizer does not support the configuration."""
-    name = config.optimizer.name
-    if config.optimizer.pure_bfloat16 and not optimizer_class(name).rounds_stochastically:
-        why = f"{name} rounds to nearest and would lose small updates"
-        raise UserError("optimizer.pure_bfloat16", True, why, "set optimizer.pure_bfloat16=false")
 
 
 def file_system_of(folder: str) -> str:

@@ -33,6 +33,8 @@ OF_STAGE_1 = [
     {"cp": 2, "dp_shard": 2, "tp": 1},
     {"cp": 2, "dp_shard": 1, "tp": 1},
 ]  # for 8, 4 and 2 ranks
+# over `LIST`, whose pp it keeps: for 8, 4, 4 and 2 ranks
+KEEPS_PP = [{"dp_shard": 4}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 2}]
 
 
 def configured(folder: Path, *of_stage_1: dict[str, int]) -> str:
@@ -112,11 +114,18 @@ def test_refusals(path: str, layouts: str, key: str, why: str) -> None:
     assert why in str(error)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "parallel.layouts=[{tp: 2}]",
+        "train.dtype=bfloat16 optimizer.pure_bfloat16=true optimizer.name=muon",
+    ],
+)
 def test_every_command_refuses_alike(
-    path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    path: str, overrides: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = [path, "parallel.layouts=[{tp: 2}]"]
-    error = str(refused(path, 8, arguments[1]))
+    arguments = [path, *overrides.split(" ")]
+    error = str(refused(path, 8, *arguments[1:]))
     monkeypatch.setattr("sys.argv", ["launch", *arguments])
     monkeypatch.setattr(launch, "count_gpus", lambda: 0)
     for command in (
@@ -127,7 +136,7 @@ def test_every_command_refuses_alike(
         assert command() == 2
         assert f"error: {error}" in capsys.readouterr().err
     options = argparse.Namespace(config=path, overrides=arguments[1:], ranks_per_node=8,
-                                 spare_nodes=0, min_nodes=0)  # fmt: skip
+                                 spare_nodes=0, min_nodes=1)  # fmt: skip
     with pytest.raises(UserError) as caught:
         preflight.read_config(options, 1)
     assert str(caught.value) == error
@@ -155,12 +164,19 @@ def test_queues_follow_the_chosen_layout(path: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv(CONNECTIONS)
 
 
-@pytest.mark.parametrize(("world", "cp"), [(8, 4), (5, 2)])
-def test_each_stage_has_a_layout_for_the_same_ranks(tmp_path: Path, world: int, cp: int) -> None:
-    path = configured(tmp_path, *OF_STAGE_1)
+@pytest.mark.parametrize(
+    ("of_stage_1", "world", "cp"),
+    [(OF_STAGE_1, 8, 4), (OF_STAGE_1, 5, 2), (KEEPS_PP, 8, 1), (KEEPS_PP, 5, 1), (KEEPS_PP, 2, 1)],
+)
+def test_each_stage_has_a_layout_for_the_same_ranks(
+    tmp_path: Path, of_stage_1: list[dict[str, int]], world: int, cp: int
+) -> None:
+    """Also if a run that began with another layout continues. (A key that a layout of the second
+    stage leaves out does not become that of the layout which was chosen before it.)"""
+    path = configured(tmp_path, *of_stage_1)
     chosen = choose_layout(load_config(path, []), world)
     first, second = (stage.config for stage in data_stages(chosen))
     assert first.parallel.num_ranks == second.parallel.num_ranks <= world
-    assert (first.parallel.cp, second.parallel.cp) == (1, cp)
+    assert (first.parallel.cp, second.parallel.cp, second.parallel.tp) == (1, cp, 1)
     assert layout_sizes(chosen) == [8, 4, 4, 2]
-    assert chosen_again(path, world, world) == chosen
+    assert chosen_again(path, 8, world) == chosen

@@ -137,13 +137,23 @@ def test_what_is_sent_travels_while_an_older_round_computes():
         assert at["computes", newer] < at["returns", older]
 
 
-@pytest.mark.parametrize("name", ["laptop", "laptop_moe"])
-def test_the_planned_messages_are_those_sent(name):
-    overrides = ["optimizer.name=muon", "optimizer.muon.qk_clip=100"]
+@pytest.mark.parametrize(
+    ("name", "rank", "keys"),
+    [
+        ("laptop", 5, ""),
+        ("laptop_moe", 5, ""),
+        ("laptop", 5, "parallel.offload=host"),
+        # the replicas do not own equally many of three layers' matrices
+        ("laptop", 7, "model.num_layers=3 parallel.pp=1 parallel.tp=1 parallel.dp_shard=4 "
+                      "parallel.dp_replicate=2 train.micro_batch_size=8"),
+    ],
+)  # fmt: skip
+def test_the_planned_messages_are_those_sent(name, rank, keys):
+    overrides = ["optimizer.name=muon", "optimizer.muon.qk_clip=100", *keys.split()]
     config = load_config(str(ROOT / f"configs/{name}.yaml"), overrides)
-    report = alone(rehearse, config, 8, 5)
+    report = alone(rehearse, config, 8, rank)
     kinds = [kind for axis in report["collectives"].values() for kind in axis["kinds"]]
-    assert kinds.count("all_to_all") >= 2, "over dp_shard and tp, or efsdp"
+    assert kinds.count("all_to_all") >= 2, "over dp_shard and another axis, or efsdp"
     planned = beside_the_plan(config, report)
     assert planned["same_collectives"]
     assert abs(planned["error"]) < 0.002, "of a tiny model"

@@ -158,14 +158,13 @@ class Layout:
     config: Config
     world: int
     pp_rank: int
-    tp_rank: int = 0
-    shard_rank: int = 0  # among the ranks that share the weights
-    cp_rank: int = 0
+    rank: int = 0  # among those of the same pipeline rank
     imbalance: float = 1.0  # of the rows that experts receive (costs/routing.py)
 
     def __post_init__(self) -> None:
         config, p = self.config, self.config.parallel
         self.sizes = p.mesh_sizes(self.world)
+        here = self.sizes.coordinates(self.rank)
         self.num_microbatches = config.num_microbatches(self.sizes.dp)
         self.pipeline = p.schedule, p.pp, p.stages_per_rank, self.num_microbatches
         self.num_stages = p.num_stages
@@ -176,9 +175,9 @@ class Layout:
         # by whether a weight is of experts
         weights, experts = self.sizes.of_weights, self.sizes.of_experts
         shards, of_experts = weights["dp_shard"], experts["efsdp"]
-        inside = (self.shard_rank * self.sizes.tp + self.tp_rank) // self.sizes.ep
+        at, inside = self.rank // self.sizes.tp, self.rank // self.sizes.ep
         self.sharding = {
-            False: Sharding(shards, weights["dp_replicate"], self.shard_rank),
+            False: Sharding(shards, weights["dp_replicate"], at % shards),
             True: Sharding(of_experts, experts["ep_replicate"], inside % of_experts),
         }
         # whether no rank shares this rank's weights, so that FSDP is not used
@@ -202,7 +201,7 @@ class Layout:
         self.products = self.optimizer.products_in(dtypes.master).itemsize
 
         # all that the units' records depend on, apart from the unit
-        setting = config.setting(self.tp_rank, self.cp_rank)
+        setting = config.setting(here["tp"], here["cp"])
         self.setting = replace(setting, imbalance=self.imbalance)
         self.embedding, self.head = unit(self.setting, EMBEDDING), unit(self.setting, HEAD)
         self.hidden_bytes = self.embedding.hidden_bytes  # that pass from unit to unit
@@ -211,10 +210,7 @@ class Layout:
 
     @classmethod
     def of_rank(cls, config: Config, world: int, rank: int) -> "Layout":
-        sizes = config.parallel.mesh_sizes(world)
-        at = sizes.coordinates(rank)
-        shard = at["dp_shard"] * sizes.cp + at["cp"] if sizes.with_cp == "dp_shard" else 0
-        return cls(config, world, at["pp"], at["tp"], shard, at["cp"])
+        return cls(config, world, *divmod(rank, world // config.parallel.pp))
 
     def at(self, pp_rank: int) -> "Layout":
         """The same job on another pipeline rank; what is equal on all ranks is not recomputed."""
@@ -248,18 +244,18 @@ class Layout:
         return bytes_of_states(states, shape or weight.shape, self.master)
 
     def axes_of(self, weight: LocalWeight) -> list[Hop]:
-        """The axes over which a weight is cut, or equal, by name; seen from this rank (of the first
-        replicas)."""
+        """The axes over which a weight is cut, or equal, by name; seen from this rank."""
         is_expert, placement = weight.spec.is_expert, weight.spec.placement
         shards, replicas, rank = self.sharding[is_expert]
         over_replicas, over_shards = FSDP_AXES[is_expert]
-        inner, at = ("ep", self.shard_rank * self.sizes.tp) if is_expert else ("tp", 0)
+        inner = "ep" if is_expert else "tp"
         size = getattr(self.sizes, inner)
+        at, inside = divmod(self.rank, size)
         cut = None if placement.is_replicate() else dim_of(placement)
         return [
-            Hop(over_replicas, replicas, 0, None),
+            Hop(over_replicas, replicas, at // shards, None),
             Hop(over_shards, shards, rank, sharded_dimension(weight.shape, shards)),
-            Hop(inner, size, (at + self.tp_rank) % size, cut),
+            Hop(inner, size, inside, cut),
         ]
 
     def gathered(self, *units: Unit) -> list[Gathered]:

@@ -62,6 +62,11 @@ def fake_gpu() -> Iterator[Device]:
         # to_device itself treats only cuda as a GPU
         patch("training.step.to_device", lambda tensor, _: to_device(tensor, "cuda")),
         patch("model.documents.to_device", lambda tensor, _: to_device(tensor, "cuda")),
+        # of offloaded weights it would see only the host: their mesh is that of a CPU
+        patch(
+            "training.optimizers.muon.Optimizer._of_products",
+            lambda muon: (torch.device(DEVICE), muon.products_in(muon.shards[0].dtype)),
+        ),
         OnFakeGpu(device),
     ):
         yield device
