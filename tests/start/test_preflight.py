@@ -4,11 +4,12 @@ real, on this machine over gloo.
 tests/slurm/slurm_scenarios.py tests it on a real Slurm.
 """
 
+import contextlib
 import itertools
 import json
-import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from unittest.mock import patch
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from runtime.health.excluded import exclude
 from runtime.trainer_state import state_bytes
@@ -38,7 +40,9 @@ GOOD = ["NVIDIA H100 80GB HBM3", "4", "1980", "Enabled", "0"]
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 8, 11])
 def test_every_node_is_in_two_pairs_and_in_one_at_a_time(num_nodes):
     partners = {node: set() for node in range(num_nodes)}
-    for together in rounds(num_nodes):
+    alone, *pairs = rounds([*range(num_nodes)])
+    assert alone == [(node,) for node in range(num_nodes)]
+    for together in pairs:
         nodes = [node for pair in together for node in pair]
         assert len(nodes) == len(set(nodes))
         for one, other in together:
@@ -95,6 +99,24 @@ def test_sick_busy_missing_and_unlike_gpus():
     assert judge_gpus([], [], 8)["problems"] == ["0 of 8 GPUs are visible"]
 
 
+def test_a_node_fails_if_its_own_ranks_or_all_its_pairs_fail():
+    good, error = {0: 3e9, 1: 2e9}, {0: 3e9, 1: "RuntimeError: no route"}
+    faster = {"within": 2e9, "across": 4e9}
+    assert judge_links(2, [good, good, {0: 4e9, 1: 5e9}]) == faster
+    for bad in ({}, {0: 9e9}, error):  # the pair with a bad neighbour
+        assert judge_links(2, [good, bad, {0: 4e9, 1: 5e9}]) == faster
+    assert judge_links(2, [good]) == {"within": 2e9, "across": None}
+    assert judge_links(1, [{0: None}, {0: 4e9}]) == {"within": None, "across": 4e9}
+    silent = {"problems": ["it sent no measurement in time"]}
+    assert judge_links(2, [{0: 3e9}, good]) == judge_links(2, [good, {}, {1: 2e9}]) == silent
+    other = {0: "RuntimeError: reset", 1: "RuntimeError: reset"}
+    for answers in ([error, good, good], [good, error, {}]):
+        (why,) = judge_links(2, answers)["problems"]
+        assert why == "1 ranks could not communicate: RuntimeError: no route"
+    (why,) = judge_links(2, [good, error, other])["problems"]
+    assert why == "2 ranks could not communicate: RuntimeError: no route"
+
+
 def test_an_address_that_is_reachable_from_outside():
     private = ["127.0.0.1", "10.1.2.3", "fe80::1", "fd00::7"]
     assert judge_addresses(private) == []
@@ -103,7 +125,9 @@ def test_an_address_that_is_reachable_from_outside():
     assert sys.platform != "linux" or "127.0.0.1" in addresses()
 
 
-def on_node(node: int, num_nodes: int, unfit: int | None, arguments: list[str]) -> None:
+def on_node(
+    node: int, num_nodes: int, unfit: int | None, broken: int | None, arguments: list[str]
+) -> None:
     slurm = {"SLURM_NNODES": str(num_nodes), "SLURM_NODEID": str(node)}
     os.environ.update(slurm | {"SLURMD_NODENAME": f"node{node}", "OMP_NUM_THREADS": "1"})
     bandwidth, look = links._bandwidth, command.look_at_node
@@ -111,10 +135,14 @@ def on_node(node: int, num_nodes: int, unfit: int | None, arguments: list[str]) 
     def looked(*about: Any) -> dict[str, Any]:
         return look(*about) | ({"problems": ["unfit"]} if node == unfit else {})
 
-    def chatty(*about: Any) -> float | None:
+    def chatty(device: str, num_ranks: int) -> float | None:
         if node == 0:
             os.write(1, b"NCCL INFO, as with NCCL_DEBUG=INFO\n")
-        return bandwidth(*about)
+        if broken is not None and num_ranks > 2:
+            dist.barrier()  # while gloo connects, it does not notice that a peer has ended
+            if node == broken:
+                raise RuntimeError("no route")
+        return bandwidth(device, num_ranks)
 
     with (
         patch.object(links, "_bandwidth", chatty),
@@ -124,17 +152,17 @@ def on_node(node: int, num_nodes: int, unfit: int | None, arguments: list[str]) 
 
 
 def preflight(
-    folder: Path, data: Path, nodes: int, unfit: int | None = None
+    folder: Path, data: Path, nodes: int, unfit: int | None = None, broken: int | None = None
 ) -> list[tuple[int | None, str, str]]:
     """Run the preflight on so many nodes; return the status, standard output and standard error of
-    each."""
-    config, port = write_config(folder, data, train={"global_batch_size": 24}), free_port()
+    each. A broken one cannot communicate with others."""
+    config, port = write_config(folder, data, train={"global_batch_size": 48}), free_port()
+    spares = str(sum(bad is not None for bad in (unfit, broken)))
     arguments = ["--meet", f"127.0.0.1:{port}", "--device", "cpu", "--ranks-per-node", "2",
-                 "--seconds", "300", "--spare-nodes", str(int(unfit is not None)),
-                 config]  # fmt: skip
+                 "--seconds", "300", "--spare-nodes", spares, config]  # fmt: skip
     files = [(folder / f"answer-{node}", folder / f"report-{node}") for node in range(nodes)]
     started = [
-        forked(answer, on_node, node, nodes, unfit, arguments, errors=report)
+        forked(answer, on_node, node, nodes, unfit, broken, arguments, errors=report)
         for node, (answer, report) in enumerate(files)
     ]
     return [
@@ -159,6 +187,32 @@ def test_nodes_meet_and_measure(data, tmp_path, nodes, unfit):
     assert all(float(row[3]) > 0 and float(row[4]) > 0 for row in rows), report  # within and across
     assert others == [(0, "", "")] * (nodes - 1)
     assert not (tmp_path / "run").exists()
+
+
+def test_neighbours_of_a_broken_node_do_not_fail(data, tmp_path):
+    """They measure with their other neighbours: node 0 after its pair with node 1 has failed."""
+    (code, answer, report), *others = preflight(tmp_path, data, 5, broken=1)
+    assert code == 0, report
+    assert answer == f"node0,node2,node3,node4 {tmp_path}/run\n"
+    assert report.count("FAILED") == 1
+    assert "FAILED   node1: 2 ranks could not communicate: RuntimeError: no route" in report
+    assert [code for code, *_ in others] == [0] * 4
+
+
+def test_a_rank_that_hangs_takes_part_in_the_next_round():
+    """Node 0 hangs by itself; node 3 waits for node 2, which never comes. Then they are a pair."""
+    address, deadline = f"127.0.0.1:{free_port()}", time.monotonic() + 300
+    never = patch.object(links, "_bandwidth", lambda _, num_ranks: num_ranks > 1 or signal.pause())
+    with contextlib.ExitStack() as running:
+        running.enter_context(patch.object(links, "SHARE", 0.99))  # of 200 s, 2 until round 2
+        running.enter_context(never)
+        for member in (0, 3):
+            running.enter_context(links.Links("cpu", 1, address, member, deadline).running())
+        meeting = command.Meeting(address, 0, 4, deadline)
+        meeting.write("members", [[0, 1, 2, 3], 200])
+        assert meeting.gather("link/0/2", [0], deadline) == {0: True}
+        assert meeting.gather("link/3/2", [0], deadline) == {0: True}
+        assert not meeting.store.check(["link/0/0/0"])
 
 
 def test_what_stands_in_a_nodes_way_is_said(data, tmp_path, monkeypatch):
@@ -220,8 +274,8 @@ def test_a_node_that_sends_nothing_has_failed(
     report |= {"problems": [], "warnings": []}
     for number in (1, 2, 3):
         meeting.write(f"report/{number}", report | {"name": f"n{number}"})
-    for number, rank in {*itertools.product(range(4), range(2))} - {(2, 1)}:
-        meeting.write(f"link/{number}/{rank}", [1e11, 1e10])
+    for number, turn, rank in {*itertools.product(range(4), range(3), range(2))} - {(2, 0, 1)}:
+        meeting.write(f"link/{number}/{turn}/{rank}", 1e10)
     batch = {"global_batch_size": 24, "micro_batch_size": 1}
     path = write_config(tmp_path, tmp_path, parallel={"layouts": layouts}, train=batch)
     options = SimpleNamespace(
@@ -231,15 +285,13 @@ def test_a_node_that_sends_nothing_has_failed(
     config = command.read_config(options, 5)
     exit_status = command.lead(meeting, report | {"name": "n0"}, options, config, range(2))
     assert exit_status == (not passes)
-    assert json.loads(meeting.store.get("members")) == [0, 1, 2, 3]
+    assert json.loads(meeting.store.get("members"))[0] == [0, 1, 2, 3]
     said = capsys.readouterr()
     assert said.out == (f"n0,n1,n3 {tmp_path}/run\n" if passes else "")
     assert ("4 nodes are needed; sbatch --exclude=n2,n4 …" in said.err) != passes
     assert "FAILED   n2: it sent no measurement in time" in said.err
     assert "FAILED   n4: it sent no report in time" in said.err
     assert "EXCLUDED n1: slow since step 7" in said.err
-    (why,) = judge_links([None, "RuntimeError: no route"])["problems"]
-    assert why == "1 ranks could not communicate: RuntimeError: no route"
 
 
 def test_what_a_killed_start_has_left_is_no_lack_of_space(data, tmp_path, monkeypatch):
@@ -258,9 +310,15 @@ def test_what_a_killed_start_has_left_is_no_lack_of_space(data, tmp_path, monkey
     assert "but a checkpoint needs" in report["problems"][0]
 
 
-def hold_links() -> None:
-    with links.Links("cpu", 2, "127.0.0.1:1", 0, time.monotonic() + 600).running():
-        print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+def hold_links(port: int) -> None:
+    """Two ranks that hang."""
+    address, deadline = f"127.0.0.1:{port}", time.monotonic() + 600
+    with (
+        patch.object(links, "_bandwidth", lambda *_: time.sleep(600)),
+        links.Links("cpu", 2, address, 0, deadline).running(),
+    ):
+        meeting = command.Meeting(address, 0, 1, deadline)
+        meeting.write("members", [[0], 600])
         time.sleep(600)
 
 
@@ -273,8 +331,10 @@ def runs_still(process: psutil.Process) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's prctl")
 def test_a_preflight_that_is_killed_leaves_no_process(tmp_path):
-    process, log = forked(tmp_path / "log", hold_links), tmp_path / "log"
-    wait_until(lambda: log.exists() and len(log.read_text().split()) == 2)
-    ranks = [psutil.Process(int(pid)) for pid in log.read_text().split()]
+    """Of each rank: the process that measures, and the one that watches it."""
+    process = forked(tmp_path / "log", hold_links, free_port())
+    started = psutil.Process(process.pid)
+    wait_until(lambda: len(started.children(recursive=True)) == 4)
+    ranks = started.children(recursive=True)
     process.kill()
     wait_until(lambda: not any(map(runs_still, ranks)))

@@ -48,7 +48,7 @@ from settings.config import Config
 from settings.layouts import layout_sizes, valid_layout
 from settings.load import load_config
 from tools.command import CommandParser, reports_errors, run_command, table
-from tools.preflight.links import Links, judge_links
+from tools.preflight.links import Links, judge_links, rounds_of
 from tools.preflight.node import look_at_node
 
 SLOW = 0.75  # a link below this fraction of the median is slow
@@ -113,10 +113,12 @@ def lead(
         for odd, names in odd_ones(reports, what).items():
             reports[odd]["problems"].append(f"other {what} than most nodes: {names}")
     members = [node for node, found in reports.items() if not found["problems"]]
-    meeting.write("members", members)
+    until = meeting.deadline - 2
+    meeting.write("members", [members, until - time.monotonic()])
     for node in members:
-        answers = meeting.gather(f"link/{node}", ranks, meeting.deadline - 2)
-        reports[node] |= judge_links([answers.get(rank) for rank in ranks])
+        keys = [f"link/{node}/{number}" for number in rounds_of(node, members)]
+        answers = [meeting.gather(key, ranks, until) for key in keys]
+        reports[node] |= judge_links(len(ranks), answers)
 
     names = [f"node {node} of the job" for node in range(meeting.num_nodes)]
     if options.node_names:
