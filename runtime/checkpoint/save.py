@@ -157,7 +157,7 @@ class Saver:
 
     def _renew_group(self) -> None:
         """Connect again if the last save lost another rank on any rank."""
-        lost = torch.tensor(int(self.has_lost_group), device=self.train.mesh.device)
+        lost = torch.tensor(int(self.has_lost_group))
         dist.all_reduce(lost, op=dist.ReduceOp.MAX)  # one number, over all ranks
         if lost:
             self.group, self.has_lost_group = dist.new_group(backend="gloo"), False

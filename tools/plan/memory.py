@@ -103,7 +103,7 @@ class FsdpUnit:
     gathered: bool = False
     accumulated: bool = False  # holds whole gradients
     reduced: bool = False  # holds reduced gradients of some micro-batches
-    output: int = 0  # bytes of its last reduction that FSDP holds until the next
+    held: int = 0  # bytes of its last reduction that FSDP holds until the next
 
 
 class Sharded:
@@ -194,8 +194,8 @@ class Sharded:
         layout, account, stage = self.layout, self.account, unit.stage
         dtypes = layout.config.precision
         adds = adds_to_gradients(unit.weights.replicas, dtypes.reduce, dtypes.master)
-        account.free(REDUCING, unit.output)
-        unit.accumulated, unit.output = False, 0
+        account.free(REDUCING, unit.held)
+        unit.accumulated, unit.held = False, 0
         shards, inputs = unit.weights.shards, self.inputs_of_reductions[stage]
         given = unit.weights.padded * layout.reduce
         while len(inputs) >= input_buffers(layout.config.parallel.zero_stage):
@@ -203,8 +203,8 @@ class Sharded:
         account.add(REDUCING, given)
         inputs.append(given)
         # a variable of a loop in FSDP holds the last weight's until the end of the reduction
-        held = unit.weights.weights[-1].numel * layout.sum if shards > 1 else 0
-        account.free(GRADIENTS, unit.weights.numel * layout.sum - held)
+        remains = unit.weights.weights[-1].numel * layout.sum if shards > 1 else 0
+        account.free(GRADIENTS, unit.weights.numel * layout.sum - remains)
         output = given // shards
         # With one shard (replicas only), FSDP divides the gradients by 1, into a copy.
         account.reach({REDUCING: output + (given if shards == 1 else 0)})
@@ -212,7 +212,7 @@ class Sharded:
             if not unit.reduced:
                 account.add(SHARDED_GRADIENTS, output)
                 unit.reduced = True
-            account.free(GRADIENTS, held)
+            account.free(GRADIENTS, remains)
             return
         # the output of the reduction over replicas is held until the stage's backward ends
         converted = output // layout.reduce * layout.master if layout.master != layout.reduce else 0
@@ -221,12 +221,12 @@ class Sharded:
             if last:
                 self.outputs_of_reductions[stage] += output
             else:
-                unit.output = output
+                unit.held = output
         if layout.offloads or (adds and unit.reduced):
             account.reach({REDUCING: converted})
         else:
             account.add(SHARDED_GRADIENTS, converted or output)
-        account.free(GRADIENTS, held)
+        account.free(GRADIENTS, remains)
         if unit.reduced and not adds:
             account.free(SHARDED_GRADIENTS, output)
         unit.reduced = adds and not last
