@@ -83,18 +83,22 @@ def check_batch(config: Config, sizes: MeshSizes) -> None:
         raise UserError("train.global_batch_size", train.global_batch_size, why, remedy)
 
 
+def sums_in_bfloat16(config: Config, zero_stage: int, several: bool, copies: bool) -> bool:
+    """Whether gradients of micro-batches, of which there are `several`, are summed in bfloat16:
+    before they are reduced, or with zero_stage 2 and 3 until they are reduced over `copies`
+    (parallel/data.py)."""
+    precision = config.precision
+    if precision.reduce != torch.bfloat16 or not several:
+        return False
+    if zero_stage >= 2:  # offloaded ones would wait for the host to add them
+        return copies or config.parallel.offload != "none" or precision.master == torch.bfloat16
+    return config.train.dtype == "bfloat16" or config.train.compile  # of compiled blocks
+
+
 def check_reduce_dtype(config: Config, sizes: MeshSizes) -> None:
-    parallel, train, precision = config.parallel, config.train, config.precision
     several, copies = config.num_microbatches(sizes.dp) > 1, sizes.of_weights["dp_replicate"] > 1
-    if config.model.has_experts:
-        copies |= sizes.of_experts["ep_replicate"] > 1
-    if parallel.zero_stage >= 2:  # each is reduced: what FSDP adds, and in which dtype: data.py
-        offloads = parallel.offload != "none"  # then it would wait for the host to add them
-        sums = several and (copies or offloads or precision.master == torch.bfloat16)
-    else:  # those of compiled blocks are added in it
-        sums = several and (train.dtype == "bfloat16" or train.compile)
-    if precision.reduce == torch.bfloat16 and (sums or (copies and train.dtype == "bfloat16")):
-        why = "gradients of micro-batches would be summed in bfloat16 too, before they are reduced"
+    if sums_in_bfloat16(config, config.parallel.zero_stage, several, copies):
+        why = "gradients of micro-batches would be summed in bfloat16, too"
         remedy = "use float32, or parallel.zero_stage=2 (or 3) and parallel.dp_replicate=1, where "
         remedy += "each is reduced separately, without parallel.offload and in float32 weights"
         raise UserError("parallel.reduce_dtype", "bfloat16", why, remedy)

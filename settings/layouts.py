@@ -111,7 +111,8 @@ def _with_layout(config: Config, entry: Entry, before: ParallelConfig, num_ranks
     for number, changes in enumerate(_changes_by_layout(config)):
         new = entry | {name: entry.get(name, {}) | of for name, of in changes.items()}
         with within(LAYOUT.format(number)):
-            if _num_ranks(replace(before, **new["parallel"])) == num_ranks:
+            axes = new["parallel"] | {"layers_per_stage": None}  # only ranks are counted here
+            if _num_ranks(replace(before, **axes)) == num_ranks:
                 return new
     why = f"none has {num_ranks} ranks, as a layout of the data stages before has"
     remedy = "give every data stage a layout for each number of ranks"

@@ -5,6 +5,7 @@ import json
 import os
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,10 +38,10 @@ OF_STAGE_1 = [
 KEEPS_PP = [{"dp_shard": 4}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 2}]
 
 
-def configured(folder: Path, *of_stage_1: dict[str, int]) -> str:
+def configured(folder: Path, *of_stage_1: dict[str, int], layouts: list[Any] = LIST) -> str:
     """A configuration with `LIST`, whose layouts all fit batches of 8 sequences; if layouts of a
     second stage are given, that stage has longer sequences and these."""
-    path = write_config(folder, folder / "data", parallel={"layouts": LIST, "zero_stage": 1})
+    path = write_config(folder, folder / "data", parallel={"layouts": layouts, "zero_stage": 1})
     if of_stage_1:
         later = {"from_step": 2, "train": {"seq_len": 64}, "parallel": {"layouts": of_stage_1}}
         with open(path, "a", encoding="utf-8") as file:
@@ -115,17 +116,23 @@ def test_refusals(path: str, layouts: str, key: str, why: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("overrides", "why"),
     [
-        "parallel.layouts=[{tp: 2}]",
-        "train.dtype=bfloat16 optimizer.pure_bfloat16=true optimizer.name=muon",
+        (["parallel.layouts=[{tp: 2}]"], "-1 would fit many worlds"),
+        (["train.dtype=bfloat16", "optimizer.pure_bfloat16=true", "optimizer.name=muon"],
+         "muon rounds to nearest"),
     ],
-)
+)  # fmt: skip
 def test_every_command_refuses_alike(
-    path: str, overrides: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    path: str,
+    overrides: list[str],
+    why: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    arguments = [path, *overrides.split(" ")]
-    error = str(refused(path, 8, *arguments[1:]))
+    arguments = [path, *overrides]
+    error = str(refused(path, 8, *overrides))
+    assert why in error
     monkeypatch.setattr("sys.argv", ["launch", *arguments])
     monkeypatch.setattr(launch, "count_gpus", lambda: 0)
     for command in (
@@ -135,7 +142,7 @@ def test_every_command_refuses_alike(
     ):
         assert command() == 2
         assert f"error: {error}" in capsys.readouterr().err
-    options = argparse.Namespace(config=path, overrides=arguments[1:], ranks_per_node=8,
+    options = argparse.Namespace(config=path, overrides=overrides, ranks_per_node=8,
                                  spare_nodes=0, min_nodes=1)  # fmt: skip
     with pytest.raises(UserError) as caught:
         preflight.read_config(options, 1)
@@ -180,3 +187,18 @@ def test_each_stage_has_a_layout_for_the_same_ranks(
     assert (first.parallel.cp, second.parallel.cp, second.parallel.tp) == (1, cp, 1)
     assert layout_sizes(chosen) == [8, 4, 4, 2]
     assert chosen_again(path, 8, world) == chosen
+
+
+def test_a_layout_that_is_not_chosen_need_not_fit(tmp_path: Path) -> None:
+    """Its stages are not those of the layout before."""
+    layers: list[dict[str, Any]] = [
+        {"layers_per_stage": [1, 1, 1, 1]},
+        {"layers_per_stage": [3, 1]},
+    ]
+    sizes = {"pp": 4, "dp_shard": 2, "tp": 1}, {"pp": 2, "dp_shard": 2, "tp": 1}
+    later = {"pp": 4, "cp": 2, "dp_shard": 1}, {"pp": 2, "cp": 2, "dp_shard": 1}
+    first = [one | more for one, more in zip(sizes, layers, strict=True)]
+    path = configured(tmp_path, *later, layouts=first)
+    for world, pp in (8, 4), (4, 2):
+        chosen = data_stages(choose_layout(load_config(path, []), world))
+        assert [stage.config.parallel.pp for stage in chosen] == [pp, pp]

@@ -92,15 +92,19 @@ def test_the_fullest_rank_counts_wherever_it_is() -> None:
     assert found.fits(max(peaks))
 
 
-def test_only_what_a_run_would_start_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key", ["train.compile=true", "parallel.offload=host"])
+def test_only_what_a_run_would_start_is_found(key: str) -> None:
     """Compiled: no split backwards and no tp. Reduced in bfloat16: nothing adds gradients in it."""
-    keys = [*SMALL, "parallel.reduce_dtype=bfloat16", "train.compile=true"]
+    keys = [*SMALL, "parallel.reduce_dtype=bfloat16", key]
     found = [one.config() for one in candidates(load_config(LLAMA_70B, keys), 8, H100)]
     unsplit = {"1f1b", "gpipe", "interleaved_1f1b", "breadth_first"}
-    assert {config.parallel.schedule for config in found} == unsplit
+    assert found
+    assert key != "train.compile=true" or {one.parallel.schedule for one in found} == unsplit
     for config in found:
         validate(config, 8)
-    # in a world that not every tp divides
+
+
+def test_a_world_that_not_every_tp_divides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.plan.candidates.MODES", ("none",))
     one_layer = load_config(LLAMA_70B, [*SMALL, "model.num_layers=1"])
     assert {one.alike.parallel.tp for one in candidates(one_layer, 12, H100)} == {1, 2, 4}

@@ -64,7 +64,9 @@ TOGETHER = [  # (overrides, beginning of the message, what else it says)
        "parallel.zero_stage=2")
       for others in (["train.dtype=bfloat16"], ["train.compile=true"],
                      ["parallel.dp_replicate=2", "parallel.zero_stage=2"],
-                     ["parallel.offload=host", "parallel.zero_stage=2"])),
+                     ["parallel.offload=host", "parallel.zero_stage=2"],
+                     ["train.dtype=bfloat16", "optimizer.pure_bfloat16=true",
+                      "parallel.zero_stage=2"])),
     (["optimizer.name=muon", "optimizer.muon.qk_clip_interval=10"],
      "optimizer.muon.qk_clip_interval = 10: nothing is measured", "leave it out"),
     (["parallel.tp=2", "model.num_heads=3", "model.num_kv_heads=3", "model.attention_dim=30"],

@@ -29,7 +29,7 @@ from parallel.fsdp_units import input_buffers
 from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, FORWARD
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
 from parallel.pipeline.schedules import STAGES_PER_RANK, build_schedule
-from settings.checks import cuts_of_sequence, sides_that_cannot_be_cut
+from settings.checks import cuts_of_sequence, sides_that_cannot_be_cut, sums_in_bfloat16
 from settings.config import Config
 from tools.plan.hardware import Device
 from tools.plan.layout import PLAIN, Layout, Numbers, numbers_of, ranks_of_stages
@@ -351,7 +351,6 @@ def _data_parallel(pipe: Pipeline, dp: int) -> Iterator[Candidate]:
     device, sizes = stage.time.device, stage.layout.sizes
     cp, ep = sizes.cp, sizes.ep
     inner = sizes.tp * cp  # the ranks that share a stage's work on one sequence
-    one_dtype = config.parallel.reduce_dtype == config.train.dtype == "bfloat16"
     for shard in _divisors(dp):
         if shard < dp and shard * inner < min(device.gpus_per_node, dp * inner):
             continue
@@ -361,7 +360,7 @@ def _data_parallel(pipe: Pipeline, dp: int) -> Iterator[Candidate]:
         shards = Numbers(shard * cp, of_experts if config.model.has_experts else 1)
         replicas = Numbers(dp // shard, dp // shard)
         for zero in (1, 2, 3) if max(shards) > 1 else (0,):
-            if one_dtype and ((m > 1 and zero < 2) or shard < dp):
+            if sums_in_bfloat16(config, zero, m > 1, shard < dp):
                 continue
             bound = pipe.bound(shards, zero)
             fits = bound <= device.room

@@ -44,7 +44,7 @@ def our_bytes(config: Config, ranks: int, zero_stage: int) -> dict[str, float]:
         MOMENTS: sum(map(layout.bytes_of_states, weights)) / shard,
         GATHERED: numel * layout.compute if zero_stage < 3 else 0.0,
         GRADIENTS: numel * layout.reduce if zero_stage < 2 else 0.0,
-        SHARDED_GRADIENTS: numel * layout.reduce / shard if zero_stage >= 2 else 0.0,
+        SHARDED_GRADIENTS: numel * max(layout.reduce, layout.master) / shard * (zero_stage >= 2),
     }
 
 

@@ -153,7 +153,8 @@ def numbers_of(unit: Unit) -> Numbers:
 @dataclass(eq=False)
 class Layout:
     """One rank's part of the job. Ranks that differ only in their data-parallel coordinates are
-    alike; those that differ in their cp coordinate almost (`Setting` in costs/setting.py)."""
+    alike, but for what Muon gives them; those that differ in their cp coordinate almost (`Setting`
+    in costs/setting.py)."""
 
     config: Config
     world: int

@@ -200,10 +200,12 @@ class Sharded:
         given = unit.weights.padded * layout.reduce
         while len(inputs) >= input_buffers(layout.config.parallel.zero_stage):
             account.free(REDUCING, inputs.pop(0))
+        # a variable of a loop in FSDP holds the last weight's until the end of the reduction; if
+        # experts are cut, also beside copies of all
+        remains = unit.weights.weights[-1].numel * layout.sum if shards > 1 else 0
+        account.reach({REDUCING: given + (remains if unit.weights.cut_within else 0)})
         account.add(REDUCING, given)
         inputs.append(given)
-        # a variable of a loop in FSDP holds the last weight's until the end of the reduction
-        remains = unit.weights.weights[-1].numel * layout.sum if shards > 1 else 0
         account.free(GRADIENTS, unit.weights.numel * layout.sum - remains)
         output = given // shards
         # With one shard (replicas only), FSDP divides the gradients by 1, into a copy.
